@@ -96,29 +96,31 @@ def of_kind(report, kind: str) -> list:
     return [row for row in report.rows if row.kind == kind]
 
 
-def parts(report) -> list[str]:
-    return [part for row in report.replaced for part in row.replaced_by.split("; ")]
+def texts(report, *operators: str) -> list[str]:
+    """What the report says of these operators."""
+    return [str(done) for row in report.replaced for done in row.done if done.operator in operators]
+
+
+def operators(report) -> set[str]:
+    return {done.operator for row in report.replaced for done in row.done if done.operator}
 
 
 def shared_expert(report) -> str:
-    found = [part for part in parts(report) if part.startswith("shared")]
-    return unique(["with its gate" if "gate" in part else "yes" for part in found])
+    found = [text for text in texts(report, "moe_experts") if "shared expert" in text]
+    return unique(["with its gate" if "its gate" in text else "yes" for text in found])
 
 
 def norms(report) -> str:
-    return unique(sorted({part.partition(" ")[0] for part in parts(report) if part.startswith("fused_")}))
+    return unique(sorted(name for name in operators(report) if name.startswith("fused_")))
 
 
 def linears(report) -> str:
-    joined = [
-        part[18:-1].replace(", ", " + ") for part in parts(report) if part.startswith("linear_quantized")
-    ]
-    mlps = [part for part in parts(report) if part.startswith("mlp_quantized")]
-    return unique(sorted({*joined, *mlps}))
+    joined = [text[18:-1].replace(", ", " + ") for text in texts(report, "linear_quantized")]
+    return unique(sorted({*joined, *texts(report, "mlp_quantized")}))
 
 
 def rope(report) -> str:
-    return unique(sorted({part for part in parts(report) if part == "rope" or part.startswith("rope with")}))
+    return unique(sorted({*texts(report, "rope")} - {"rope of q and k"}))
 
 
 def router(report) -> str:
@@ -203,8 +205,8 @@ def dense_row(architecture: str) -> str:
 
 
 def dense_norms(report) -> str:
-    names = [part.partition(" ")[0] for part in parts(report)]
-    return unique(sorted({name for name in names if name.startswith("fused_") or name == "rms_norm"}))
+    names = (n for n in operators(report) if n.startswith("fused_") or n == "rms_norm")
+    return unique(sorted(names))
 
 
 def mlx(architecture: str, model) -> str:

@@ -19,6 +19,7 @@ FLOORS = (
     "ops",
     "selfcheck",
     "quantization",
+    "transformers.report",
     "transformers.interface",
     "transformers.causal_mask",
     "transformers.rewriting.record",
@@ -27,7 +28,6 @@ FLOORS = (
     "transformers.rewriting.experts_calls",
     "transformers.linears",
     "transformers.experts",
-    "transformers.rewriting.rules",
     "transformers",
 )
 

@@ -68,7 +68,7 @@ def decided(router, args: tuple, kwargs: dict, ids: torch.Tensor) -> torch.Tenso
 def check_routers(own, model, report) -> None:
     """The same experts and weights for the same hidden states; near ties are excluded by construction."""
     replaced = [row for row in report.replaced if row.kind == "router"]
-    names = [row.name for row in replaced if row.replaced_by.startswith("moe_router")]
+    names = [row.name for row in replaced if row.done[0].operator == "moe_router"]
     with torch.no_grad():
         for name, (args, kwargs) in calls_of(own, names).items():
             router = own.get_submodule(name)
@@ -128,8 +128,8 @@ def test_every_check(architecture, tmp_path):
     assert {"experts", "router", "layer"} <= {row.kind for row in report.replaced}, str(report)
     assert not any(row.kind in ("experts", "router") for row in report.left_alone), str(report)
     if architecture in SHARED:
-        blocks = {row.replaced_by.split("; ")[0] for row in report.replaced if row.kind == "block"}
-        assert blocks == {f"shared expert{SHARED[architecture]} in moe_experts"}
+        blocks = {str(row.done[0]) for row in report.replaced if row.kind == "block"}
+        assert blocks == {f"moe_experts adds the shared expert{SHARED[architecture]}"}
     ids = prompt(3, 11)
     mask = torch.ones_like(ids)
     mask[0, :6] = mask[2, :1] = 0  # padded on the left as for generation

@@ -61,7 +61,7 @@ def rewritten(module: nn.Module, text: str) -> tuple[types.FunctionType, types.F
     own = compile_forward(rewritten, tree)
     program = straighten(module, own)
     ordering.order_outputs(program)
-    return own, program.compile(is_pure), program.rewrites
+    return own, program.compile(is_pure), [*map(str, program.rewrites)]
 
 
 def values(result) -> list[torch.Tensor]:

@@ -150,7 +150,7 @@ def check(cls: type[nn.Module], heads_first: bool) -> tuple[list[str], dict, str
         used = operators_of(lambda: results.append(fast(*tables(heads_first))))
     for a, b in zip(results[0], expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    return rewrites, used, inspect.getsource(forward_given(fast)[0])
+    return [*map(str, rewrites)], used, inspect.getsource(forward_given(fast)[0])
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ def test_unknown_class_that_follows_the_interface():
         assert_close(block(x), expected, 1e-5)
         assert operators_of(lambda: block(x)) == {"expert_mm": 2, "moe_weighted_reduce": 1}
     rows = {row.kind: row for row in report.rows}
-    assert rows["experts"].replaced_by == "expert_mm, own activation, moe_weighted_reduce"
+    assert rows["experts"].replaced_by == "expert_mm, own activation; moe_weighted_reduce"
     assert rows["router"].reason == "its formula is not one of moe_router's"
 
 

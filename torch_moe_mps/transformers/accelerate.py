@@ -20,17 +20,18 @@ from .checked import (
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
-from .experts import NAME, describe, unsupported
+from .experts import NAME, described, unsupported
 from .interface import experts_of, is_experts, is_quantized
 from .latents import use_latents
 from .linears import QuantizedLayer, has_quantized_weights
-from .report import Report
+from .report import Done, Report
 from .rewriting.experts_calls import ids_of_experts, module_that_gives
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
 from .rewriting.record import NOTHING, RECORD, kv_bits_of, record_of
 from .rewriting.rules.norms import formulas_kept
 from .rewriting.rules.trial import on_the_cpu
 
+ATTENTION = Done("attention")
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
 _BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
 
@@ -108,27 +109,28 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
     """Replaces what it can, and adds a row for each module to the report, in the model's order."""
     found = experts_of(model)
     for name, experts in found.items():
-        reason = unsupported(experts) or refusal(experts, describe(experts))
+        done = described(experts)
+        reason = unsupported(experts) or refusal(experts, done)
         if reason is None and not is_quantized(experts):
             before = experts.config, _implementation(experts.config)
             record_of(experts).previous.setdefault("_experts_implementation", before)
             experts.config._experts_implementation = NAME
-        report.add(name, experts, "experts", None if reason else describe(experts), reason)
+        report.add(name, experts, "experts", () if reason else done, reason)
     for name, module in model.named_modules():
         if name not in found and (reason := _other_experts(name, module)):
-            report.add(name, module, "experts", None, reason)
+            report.add(name, module, "experts", (), reason)
     around = dict(_around(model, found))
-    attentions = {} if refusal(model, "attention") else attention_layers(model)
+    attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
     choose_implementations(attentions.values())
     with formulas_kept():
         for name, module in _children_first(model):
             if name in found or (name not in around and _is_left_out(name, module)):
                 continue
-            rewrites, reason = rewrite(module)
+            done, reason = rewrite(module)
             if name in attentions:
-                rewrites = [*rewrites, "attention", *use_latents(module)]
-            if name in around or rewrites or "attention" in type(module).__name__.lower():
-                report.add(name, module, around.get(name, "other"), "; ".join(rewrites) or None, reason)
+                done = [*done, ATTENTION, *use_latents(module)]
+            if name in around or done or "attention" in type(module).__name__.lower():
+                report.add(name, module, around.get(name, "other"), done, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place

@@ -6,7 +6,6 @@ are refused.
 
 import contextlib
 import os
-import re
 import time
 import warnings
 from collections.abc import Collection, Iterable, Iterator
@@ -15,7 +14,6 @@ from contextvars import ContextVar
 import torch
 from torch import nn
 
-from ..ops import OPERATORS
 from ..ops._formats import Format
 from ..ops._samples import OF_HEADS
 from ..ops.attention import CACHE_BITS
@@ -29,7 +27,7 @@ from .checkpoints.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
 from .interface import formats_of, is_experts, is_quantized
 from .linears import QuantizedEmbedding, QuantizedLinear, formats_in
-from .report import Report
+from .report import Done, Report
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
 _REFUSED: dict[str, Finding] = {}
@@ -58,20 +56,15 @@ def forget() -> None:
     once.watch(False)
 
 
-def operators_named(text: str) -> set[str]:
-    """The operators that a line of accelerate()'s report names."""
-    return set(re.findall(r"\w+", text)) & set(OPERATORS)
-
-
 def is_wanted(model: nn.Module) -> bool:
     """Whether the model's operators can be checked on a GPU, and the user wants it."""
     wanted = _ALLOWED.get() and os.environ.get(SWITCH) != "0"
     return wanted and is_available() and _is_on_mps(model)
 
 
-def refusal(module: nn.Module, text: str) -> str | None:
-    """Why a module keeps its own code: an operator named in `text`, a line of the report, has failed."""
-    refused = sorted(operators_named(text) & _REFUSED.keys())
+def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
+    """Why a module keeps its own code: an operator that would run in its place has failed."""
+    refused = [each.operator for each in done if each.operator in _REFUSED]
     return f"{refused[0]} fails the self-check on this GPU" if refused and _is_on_mps(module) else None
 
 
@@ -107,11 +100,11 @@ def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) ->
 
 
 def check_replacements(function: str, model: nn.Module, report: Report, seconds: float) -> bool:
-    """Checks the operators that a report names. Returns: whether some of them failed and must not be used.
+    """Checks the operators of a report. Returns: whether some of them failed and must not be used.
 
     Raises: RuntimeError for one that runs quantised weights.
     """
-    named = operators_named(" ".join(row.replaced_by or "" for row in report.replaced))
+    named = {done.operator for row in report.rows for done in row.done if done.operator is not None}
     formats = {format for module in model.modules() for format in formats_in(module).values()}
     started = time.perf_counter()
     found, late = _failing(model, named, formats, seconds)

@@ -13,6 +13,7 @@ from ..ops._activations import POINTWISE, Activation
 from ..ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ..quantization import TENSORS
 from .interface import Experts, formats_of, is_quantized, projections
+from .report import Done
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
 from .rewriting.program.patterns import match
 from .rewriting.program.programs import Unsupported, is_patched
@@ -184,21 +185,20 @@ def _arguments(activation: tuple, norm: NormArguments | None) -> dict[str, Any]:
     return arguments
 
 
-def describe(module: Experts) -> str:
-    """Which operators serve an experts module, in words."""
+def described(module: Experts) -> list[Done]:
+    """The operators that serve an experts module."""
     quantization = getattr(module, "quantization", None)
     activation = prepare(module)
-    if activation is None and quantization is None:
-        return "expert_mm, own activation, moe_weighted_reduce"
     if activation is None:
-        return "expert_qmm, own activation"
+        product = "expert_mm" if quantization is None else "expert_qmm"
+        return [Done(product, f"{product}, own activation"), Done("moe_weighted_reduce")]
     how = "moe_experts" if quantization is None else "moe_experts_quantized"
     details = [activation.activation]
     details += ["not gated"] if not activation.gated else []
     details += ["interleaved"] if activation.interleaved else []
     if quantization is not None:
         details += dict.fromkeys(map(str, formats_of(module).values()))
-    return f"{how} ({', '.join(details)})"
+    return [Done(how, f"{how} ({', '.join(details)})")]
 
 
 def unsupported(module: nn.Module) -> str | None:

@@ -21,6 +21,7 @@ from .checked import refusal
 from .experts import is_observed
 from .linears import QuantizedLinear
 from .quantized_states import QuantizedStates
+from .report import Done
 from .rewriting.record import NOTHING, RECORD, record_of
 from .rewriting.rules.trial import tried
 
@@ -190,18 +191,19 @@ def _operator_for(layer: Any) -> str | None:
     return operator if is_plain else None
 
 
-def use_latents(module: nn.Module) -> list[str]:
+def use_latents(module: nn.Module) -> list[Done]:
     """Lets an attention layer that runs on the operator `attention`, and expands latents, attend to these.
 
     Returns: what is added to the report; nothing for other layers.
     """
     expansion = expansion_of(module)
     operator = None if expansion is None else _operator_for(getattr(module, expansion.projection))
-    if operator is None or refusal(module, operator) is not None:
+    done = [Done(operator, f"latents ({operator})")]
+    if operator is None or refusal(module, done) is not None:
         return []
     record_of(module).expansion = expansion
     _wrap(_owner(module))
-    return [f"latents ({operator})"]
+    return done
 
 
 def expansion_of(module: nn.Module) -> Expansion | None:

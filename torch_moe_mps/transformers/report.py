@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -121,6 +121,24 @@ def in_unit(largest: int) -> Callable[[int], str]:
     return lambda count: f"{count / size:.{digits}f} {name}"
 
 
+class Done(NamedTuple):
+    """What runs in place of some of a module's code.
+
+    Attributes:
+        operator: of this package, whose kernels the model needs for it; None for no further one.
+        text: what the report says, if not the operator's name.
+    """
+
+    operator: str | None
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text or self.operator or ""
+
+
+NOTHING_NEW = Done(None)  # of a change that the report does not mention
+
+
 @dataclass(frozen=True)
 class Row:
     """One module: what replaced it (or parts of it), or why it was left alone."""
@@ -128,8 +146,12 @@ class Row:
     name: str
     cls: str
     kind: str
-    replaced_by: str | None
+    done: tuple[Done, ...]
     reason: str | None = None
+
+    @property
+    def replaced_by(self) -> str | None:
+        return "; ".join(map(str, self.done)) or None
 
 
 @dataclass
@@ -144,24 +166,24 @@ class Report:
     capture: Callable[[], str | None] | None = None  # what the report says of tokens, when it is printed
 
     def add(
-        self, name: str, module: object, kind: str, replaced_by: str | None, reason: str | None = None
+        self, name: str, module: object, kind: str, done: Iterable[Done], reason: str | None = None
     ) -> None:
-        self.rows.append(Row(name, type(module).__name__, kind, replaced_by, reason))
+        self.rows.append(Row(name, type(module).__name__, kind, tuple(done), reason))
 
     @property
     def replaced(self) -> list[Row]:
-        return [row for row in self.rows if row.replaced_by]
+        return [row for row in self.rows if row.done]
 
     @property
     def left_alone(self) -> list[Row]:
-        return [row for row in self.rows if not row.replaced_by]
+        return [row for row in self.rows if not row.done]
 
     def __str__(self) -> str:
         if not self.rows:
             return "No experts with transformers' experts interface found; the model is left as it is."
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
-            result = _in_words(row.replaced_by) if row.replaced_by else f"left alone: {row.reason}"
+            result = row.replaced_by or f"left alone: {row.reason}"
             key = (any_layer(row.name) or "(model)", row.cls, result)
             groups.setdefault(key, []).append(row.name)
         lines: list[tuple[str, ...]] = [("module", "class", "n", "now runs")]
@@ -179,9 +201,3 @@ class Report:
         replaced, alone = len(self.replaced), len(self.left_alone)
         table += ["", f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
         return "\n".join(table)
-
-
-def _in_words(replaced_by: str) -> str:
-    """The notes of rules in words for readers who do not know the rules."""
-    words = re.sub(r"residual in (\w+)", r"\1 adds the residual", replaced_by)
-    return re.sub(r"(shared expert(?: and its gate)?) in moe_experts", r"moe_experts adds the \1", words)

@@ -15,6 +15,7 @@ from ...ops._checks import first_line
 from ..checked import refusal
 from ..experts import runs_own_code
 from ..interface import is_experts
+from ..report import Done
 from .program.formulas import is_pure
 from .program.programs import CLASS_MARK, FORWARD, OWN_FORWARD, Unsupported, original_class
 from .program.reads import holds, kept, recording
@@ -29,7 +30,7 @@ def is_rewritten(module: nn.Module) -> bool:
 
 
 @on_the_cpu()  # for tensors that a model's functions are tried on
-def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
+def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     """Rewrites a module's forward. Returns: what was replaced in it, and if that is nothing, the reason."""
     if is_rewritten(module) and not _is_on_top(module):
         return [], "a class was put on top of the one that was rewritten"
@@ -44,21 +45,21 @@ def rewrite(module: nn.Module) -> tuple[list[str], str | None]:
         except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
             return [], first_line(error)
         if found is not None:
-            forward, what = found
-            if (refused := refusal(module, what)) is not None:
+            forward, done = found
+            if (refused := refusal(module, done)) is not None:
                 return [], refused
-            _run(module, forward, [what], reads)
-            return [what], None
+            _run(module, forward, reads)
+            return done, None
     try:
         with recording() as reads:
             program = straighten(module)
             program.drop_unused(is_pure)
             for rule in RULES:
                 rule(program)
-        if (refused := refusal(module, "; ".join(program.rewrites))) is not None:
+        if (refused := refusal(module, program.rewrites)) is not None:
             return [], refused
         if program.rewrites:
-            _run(module, program.compile(is_pure), program.rewrites, reads)
+            _run(module, program.compile(is_pure), reads)
     except Unsupported as unsupported:
         return [], str(unsupported)
     if not program.rewrites and any(map(is_experts, module.modules())):
@@ -88,10 +89,9 @@ def drop_forward_of_class(module: nn.Module) -> None:
         del module.__dict__["forward"]
 
 
-def _run(module: nn.Module, forward: Callable, rewrites: list[str], reads: dict) -> None:
+def _run(module: nn.Module, forward: Callable, reads: dict) -> None:
     """Lets a module run a forward, as long as what was read to find it holds."""
-    record = record_of(module)
-    record.reads, record.rewrites = kept(reads), tuple(rewrites)
+    record_of(module).reads = kept(reads)
     cls: type = type(module)
     _set_class(module, _rewritten_class(cls, forward))
 

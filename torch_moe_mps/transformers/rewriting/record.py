@@ -14,7 +14,6 @@ class Record:
         formula: what the module computes, in the words of the rule that recognised it.
         reads: the attributes that its rewritten forward rests on, None before there is one; of an experts
             module, those that its activation rests on.
-        rewrites: what its forward runs now, for the report.
         is_attention: the implementation "sdpa" of transformers may be the operator `attention` for it.
         expansion: how an attention layer expands its latents, if few tokens attend to these.
         kv_bits: 8 lets the caches that this decoder is called with hold keys and values in 8 bits.
@@ -25,7 +24,6 @@ class Record:
     def __init__(self) -> None:
         self.formula: Any = None
         self.reads: tuple | None = None
-        self.rewrites: tuple[str, ...] = ()
         self.is_attention = False
         self.expansion: Any = None
         self.kv_bits: int | None = None

@@ -18,6 +18,7 @@ from typing import Any, TypeAlias
 
 from torch import nn
 
+from ...report import Done
 from .. import runtime
 
 # Attributes of the subclasses that rewriting makes: the class before; itself, its forward and its options.
@@ -106,7 +107,7 @@ class Program:
         self.definitions: dict[str, ast.expr] = {}
         self.inplace: list[ast.stmt] = []
         self.result: ast.expr = ast.Constant(None)
-        self.rewrites: list[str] = []
+        self.rewrites: list[Done] = []
         self.reason: str | None = None  # why nothing could be replaced
         self._variables: set[str] = set()  # all names but those of arguments
         self._fresh = 0

@@ -27,6 +27,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import nn
 
+from ...report import NOTHING_NEW, Done
 from .building import RESHAPING, SHAPED, child_of_call, code, first_result, replace_in, set_first_result
 from .formulas import Reader, is_pure
 from .programs import Program, calls_in, name_of, names_in
@@ -271,14 +272,14 @@ def _arguments(form: ast.Call, call: ast.Call) -> tuple[list[ast.expr], list[ast
 
 
 class Rewrite:
-    """A form, and what replaces it wherever `where` has a line for the report, maybe an empty one.
+    """A form, and what replaces it wherever `where` says what runs then, maybe NOTHING_NEW.
 
     `where` gets the match; it may add values that the replacement names. A replacement is an expression, or
     assignments of new values to names of the form. A call that gives several of them stands where the first
     was computed, in a form with statements beside the last one in front of that.
     """
 
-    def __init__(self, form: str, replacement: str, where: Callable[[Match], str | None]):
+    def __init__(self, form: str, replacement: str, where: Callable[[Match], Done | None]):
         self.steps: list[tuple[list[str], ast.expr]] = []
         for statement in ast.parse(replacement).body:
             assert isinstance(statement, (ast.Assign, ast.Expr, ast.Return)) and statement.value is not None
@@ -310,10 +311,10 @@ class Rewrite:
             if self.results:
                 match = replace(match, statements=match.statements | {self.form.name: place})
             blocks = [program.block_of(each) for each in match.statements.values()]
-            note = self.where(match) if all(block is blocks[0] for block in blocks) else None
-            if note is None:
+            done = self.where(match) if all(block is blocks[0] for block in blocks) else None
+            if done is None:
                 continue
-            program.rewrites += [note] if note else []
+            program.rewrites += [done] if done != NOTHING_NEW else []
             for results, replacement in self.steps:
                 new = match.fill(replacement)
                 if results:

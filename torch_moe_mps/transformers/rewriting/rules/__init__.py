@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import nn
 
+from ...report import Done
 from ..program.programs import Program
-from .attention_function import LOOK_UP_ATTENTION
 from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import WRITE_INTO_CACHE
 from .gated_norm import rewrite_gated_norm
@@ -28,14 +28,14 @@ from .router_logits import compute_logits_by_operator
 from .shared import FOLD_SHARED_EXPERTS
 
 # Modules that become one call of an operator, whatever their forward looks like. At most one rule applies.
-MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, str] | None], ...] = (
+MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], ...] = (
     rewrite_rotary,
     rewrite_gated_norm,
     rewrite_recurrent_layer,
     rewrite_indexer,
 )
 
-# A rule rewrites what it recognises in a program, and adds a line to `program.rewrites`.
+# A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
 RULES: tuple[Callable[[Program], None], ...] = (
     replace_rms_norm,  # one operator computes the whole forward: nothing is left for other rules
     fuse_mlp,  # as well
@@ -53,7 +53,6 @@ RULES: tuple[Callable[[Program], None], ...] = (
     JOIN_ROTATIONS,
     GIVE_HEADS_FIRST,
     WRITE_INTO_CACHE,
-    LOOK_UP_ATTENTION,
     CAUSAL_CONV,
     CONV_OF_PROMPT,
     GATED_DELTA,

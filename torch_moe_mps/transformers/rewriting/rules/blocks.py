@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ...experts import NormArguments, is_observed, normed
 from ...interface import is_experts
 from ...linears import OrderedLinear, QuantizedLinear
+from ...report import Done
 from ..program.building import add_option
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
@@ -96,18 +97,18 @@ def linear(
 # Blocks that get the option of a residual
 
 
-def _ends_in_experts(match: Match) -> str | None:
+def _ends_in_experts(match: Match) -> Done | None:
     if "EXPERTS" in match.values and not is_experts(match.module("EXPERTS")):
         return None
     add_option(match.program, RESIDUAL)
-    return "residual in moe_experts"
+    return Done("moe_experts", "moe_experts adds the residual")
 
 
-def _ends_in_linear(match: Match) -> str | None:
+def _ends_in_linear(match: Match) -> Done | None:
     if not isinstance(match.module("LINEAR"), QuantizedLinear) or RESIDUAL in match.program.arguments_names():
         return None
     add_option(match.program, RESIDUAL)
-    return f"residual in {match.child('LINEAR')}"
+    return Done(None, f"{match.child('LINEAR')} adds the residual")
 
 
 TAKE_RESIDUAL = (
@@ -132,9 +133,9 @@ TAKE_RESIDUAL = (
 # Layers that hand over residuals and norms
 
 
-def _takes_residual(match: Match) -> str | None:
+def _takes_residual(match: Match) -> Done | None:
     found = takes(match.module("BLOCK"), RESIDUAL)
-    return f"residual in {match.child('BLOCK')}" if found else None
+    return Done(None, f"{match.child('BLOCK')} adds the residual") if found else None
 
 
 def _forms(call: str, new: str) -> tuple[Rewrite, ...]:
@@ -150,25 +151,25 @@ HAND_OVER_RESIDUAL = (
 )
 
 
-def _hands_norm_over(match: Match) -> str | None:
+def _hands_norm_over(match: Match) -> Done | None:
     """Whether NORM is an RMSNorm with a weight. One of a sum stays: both are one operator."""
     is_sum = isinstance(match.program.follow(match.values["X"]), ast.BinOp)
     if is_sum or not is_norm(match.module("NORM"), weighted=True):
         return None
-    return f"rms_norm ({match.child('NORM')} in {match.child('BLOCK')})"
+    return Done("rms_norm", f"rms_norm ({match.child('NORM')} in {match.child('BLOCK')})")
 
 
-def _takes_norm(match: Match) -> str | None:
+def _takes_norm(match: Match) -> Done | None:
     is_child = ast.unparse(match.values["BLOCK"]).startswith("self.")
     found = is_child and takes(match.module("BLOCK"), NORM)
     return _hands_norm_over(match) if found else None
 
 
-def _is_linear(match: Match) -> str | None:
+def _is_linear(match: Match) -> Done | None:
     return _hands_norm_over(match) if isinstance(match.module("BLOCK"), QuantizedLinear) else None
 
 
-def _is_experts(match: Match) -> str | None:
+def _is_experts(match: Match) -> Done | None:
     return _hands_norm_over(match) if is_experts(match.module("BLOCK")) else None
 
 

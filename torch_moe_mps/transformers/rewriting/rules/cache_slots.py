@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
+from ...report import Done
 from ..program.building import code
 from ..program.programs import If, Program, name_of, names_in
 from ..program.rewrites import Form, Match, Rewrite
@@ -109,11 +110,11 @@ def _add_norm(given: list[Any], options: dict[str, Any], v_norm: nn.Module, v: T
 # Rewriting of an attention's program
 
 
-def _is_written(match: Match) -> str | None:
+def _is_written(match: Match) -> Done | None:
     """Whether one of the two comes from `rope`, which can write both: SLOTS is where it has written them."""
     if match.child("CACHE") not in match.program.arguments_names():
         return None
-    return "rope_cache_" if _write(match, "K", "V") or _write(match, "V", "K") else None
+    return Done("rope_cache_") if _write(match, "K", "V") or _write(match, "V", "K") else None
 
 
 WRITE_INTO_CACHE = Rewrite(

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
+from ...report import Done
 from ..program.programs import forward_given, original_class
 from ..program.reads import rest_on
 from ..record import RECORD, record_of
@@ -49,7 +50,7 @@ def norm_of_heads(norm: nn.Module, heads: Tensor, gate: Tensor) -> dict[str, Any
     return {"gate": gate.reshape(heads.shape), "norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
 
 
-def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, str] | None:
+def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for a norm with a gate, else None."""
     norm, bound = norm_in_result(module, "{} * silu(GATE)")
     if (
@@ -64,4 +65,4 @@ def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, str] | None:
         return None
     rest_on(norm.reads)
     record_of(module).formula = (norm.eps, norm.offset)
-    return gated_norm_forward, "rms_norm_gated"
+    return gated_norm_forward, [Done("rms_norm_gated")]

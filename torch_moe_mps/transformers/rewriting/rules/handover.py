@@ -2,6 +2,7 @@
 
 import ast
 
+from ...report import Done
 from ..experts_calls import is_experts_call
 from ..program.building import code, every_call
 from ..program.programs import Program, copied, name_of
@@ -9,7 +10,7 @@ from ..program.rewrites import Match, Rewrite
 from .options import GATE, RAW, RESIDUAL, takes
 
 
-def _feeds_experts(match: Match) -> str | None:
+def _feeds_experts(match: Match) -> Done | None:
     """Whether weights and ids only go to the experts.
 
     A block may return weights beside its result. A layer that hands over its residual does not read them.
@@ -25,7 +26,7 @@ def _feeds_experts(match: Match) -> str | None:
     if experts is None or not (is_gate or takes(router, RAW)):
         return None
     match.values["EXPERTS"], match.values["UNSEEN"] = experts, code(unseen)
-    return f"results of {match.child('ROUTER')} passed on without casts"
+    return Done(None, f"results of {match.child('ROUTER')} passed on without casts")
 
 
 HAND_OVER_RAW_RESULTS = Rewrite(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ....ops.index import MAX_INDEX_WIDTH
 from ...causal_mask import CausalMask
 from ...experts import is_observed
+from ...report import Done
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import RECORD, record_of
@@ -134,7 +135,7 @@ def _every(keys: int, device: torch.device) -> Tensor:
 # Recognising an indexer
 
 
-def rewrite_indexer(module: nn.Module) -> tuple[Callable, str] | None:
+def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an indexer, else None."""
     layers = all(isinstance(module._modules.get(name), nn.Module) for name in _LAYERS)
     if not layers or not all(isinstance(getattr(module, name, None), int | float) for name in _NUMBERS):
@@ -154,7 +155,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, str] | None:
         form = Form(names, turn, rotary)
         if trial.agrees(form):
             record_of(module).formula = form
-            return indexer_forward, "index_topk"
+            return indexer_forward, [Done("index_topk")]
     return None
 
 

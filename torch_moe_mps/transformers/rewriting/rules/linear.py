@@ -6,7 +6,7 @@ Their rows are concatenated in memory.
 import ast
 import operator
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from ...experts import NormArguments, is_observed, normed
 from ...linears import QuantizedLinear
+from ...report import Done
 from ..program.building import calls, child_of_call, code, replace_in
 from ..program.programs import Program, calls_in, name_of
 from ..record import NOTHING, RECORD, record_of
@@ -173,6 +174,10 @@ def linear_call(program: Program, statement: ast.Assign, call: ast.expr) -> Line
     return LinearCall(statement, call, name, layer, program.last_name(x) or x.id)
 
 
+def together_done(names: Iterable[str]) -> Done:
+    return Done("linear_quantized", f"linear_quantized ({', '.join(names)})")
+
+
 # No Rewrite: the layers of one input may be any number, and none reads another's result.
 def join_linears(program: Program) -> None:
     """Rewrites the calls of quantised linear layers that have one input."""
@@ -188,7 +193,7 @@ def join_linears(program: Program) -> None:
         may_join = len(group) > 1 and not program.mutates_between(first, last)
         if may_join and join(*(each.layer for each in group)):
             _join(program, first, group)
-            program.rewrites.append(f"linear_quantized ({', '.join(each.name for each in group)})")
+            program.rewrites.append(together_done(each.name for each in group))
 
 
 def _join(program: Program, first: ast.Assign, group: list[LinearCall]) -> None:

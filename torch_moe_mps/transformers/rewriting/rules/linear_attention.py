@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.linear_attention import MAX_KEY_WIDTH
+from ...report import NOTHING_NEW, Done
 from ..program.building import RESHAPING, code, every_call
 from ..program.formulas import Node, Reader
 from ..program.patterns import match as matched
@@ -27,7 +28,7 @@ from .trial import agrees, tried
 ops = torch.ops.moe_mps
 
 _L2NORM_EPS = 1e-6
-_RULE = "linear_attention_"
+_RULE = Done("linear_attention_")
 _LOGITS = {"decay": "softplus", "beta_activation": "sigmoid"}
 _FLAG = (bool, type(None))
 # The gates as models compute them.
@@ -191,11 +192,11 @@ _agree = functools.partial(agrees, rtol=1e-4)
 # Rewriting of a program
 
 
-def _is_conv(match: Match) -> str | None:
+def _is_conv(match: Match) -> Done | None:
     given = {keyword.arg for keyword in match.values["OPTIONS"]}
     is_candidate = "conv" in ast.unparse(match.values["_CONV"]) and given <= {"weight", "bias", "activation"}
     found = is_candidate and is_causal_conv(match.function("_CONV"))
-    return "causal_conv1d_update_" if found else None
+    return Done("causal_conv1d_update_") if found else None
 
 
 CAUSAL_CONV = Rewrite(
@@ -203,9 +204,9 @@ CAUSAL_CONV = Rewrite(
 )
 
 
-def _is_conv_of_prompt(match: Match) -> str | None:
+def _is_conv_of_prompt(match: Match) -> Done | None:
     is_candidate = "conv" in ast.unparse(match.values["_CONV"])
-    return "" if is_candidate and is_conv_of_prompt(match.function("_CONV")) else None
+    return NOTHING_NEW if is_candidate and is_conv_of_prompt(match.function("_CONV")) else None
 
 
 CONV_OF_PROMPT = Rewrite(
@@ -215,7 +216,7 @@ CONV_OF_PROMPT = Rewrite(
 )
 
 
-def _is_rule(match: Match) -> str | None:
+def _is_rule(match: Match) -> Done | None:
     """Whether a call is the recurrence; GATES and RAW are its gates, see `delta_rule`.
 
     The cache takes the state back: to update it in place is the same.
@@ -232,7 +233,7 @@ def _is_rule(match: Match) -> str | None:
         gates = tuple(copied(program.follow(gate)) for gate in gates)
     match.values["GATES"] = code("lambda: (G, BETA)", G=gates[0], BETA=gates[1])
     match.values["RAW"] = raw or ast.Constant(None)
-    return "" if _RULE in program.rewrites else _RULE  # prompts and steps have a call each
+    return NOTHING_NEW if _RULE in program.rewrites else _RULE  # prompts and steps have a call each
 
 
 def _state_goes_to_cache(program: Program, rule: ast.Assign) -> bool:
@@ -280,7 +281,7 @@ GATED_DELTA = Rewrite(
 )
 
 
-def _is_norm_of_rule(match: Match) -> str | None:
+def _is_norm_of_rule(match: Match) -> Done | None:
     """Whether a gated norm alone reads the rules' results; they norm them then, as FLAG says."""
     program = match.program
     rules = [each for each in program.assignments() if _calls_rule(each.value)]
@@ -306,7 +307,7 @@ def _is_norm_of_rule(match: Match) -> str | None:
         rule.value.keywords.append(ast.keyword("norm", match.fill(f"(NORM, {gate})")))
         block = program.block_of(rule)
         block.insert(block.index(rule) + 1, ast.Assign(flag.targets, code(f"{name_of(rule)}[2]")))
-    return f"{match.child('NORM')} in linear_attention_"
+    return Done("linear_attention_", f"{match.child('NORM')} in linear_attention_")
 
 
 NORM_RESULTS = Rewrite("NORM(X, GATE)", "norm_heads(NORM, X, GATE, FLAG)", where=_is_norm_of_rule)
@@ -346,9 +347,9 @@ def update_state(cache: Any, state: Tensor, layer: int, *args: Any, **kwargs: An
     return cache.update_recurrent_state(state, layer, *args, **kwargs)
 
 
-def _is_updated(match: Match) -> str | None:
+def _is_updated(match: Match) -> Done | None:
     is_argument = match.child("CACHE") in match.program.arguments_names()
-    return "" if is_argument and _RULE in match.program.rewrites else None
+    return NOTHING_NEW if is_argument and _RULE in match.program.rewrites else None
 
 
 KEEP_STATE = Rewrite(

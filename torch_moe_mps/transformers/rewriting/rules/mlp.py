@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from ....ops._activations import POINTWISE
 from ...experts import NormArguments, add_terms, is_observed, normed
 from ...linears import QuantizedLinear
+from ...report import Done
 from ..program.building import add_option, replace_everything
 from ..program.formulas import Reader, child, is_argument
 from ..program.patterns import match
@@ -82,4 +83,4 @@ def fuse_mlp(program: Program) -> None:
     add_option(program, RESIDUAL)
     add_option(program, NORM)
     replace_everything(program, f"mlp(self, X, {RESIDUAL}, {NORM})")
-    program.rewrites.append(f"mlp_quantized ({formula.activation})")
+    program.rewrites.append(Done("mlp_quantized", f"mlp_quantized ({formula.activation})"))

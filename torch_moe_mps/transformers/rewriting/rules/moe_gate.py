@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from ....ops._checks import MAX_TOP_K
 from ...experts import is_observed
+from ...report import Done
 from ..program.building import add_option, code, return_early
 from ..program.formulas import Node, Reader, evaluate, is_argument, is_number
 from ..program.patterns import match
@@ -64,7 +65,7 @@ def offer_gate(program: Program) -> None:
         code(f"{GATE} and is_gate(self, X)", **sources),
         code(f"(None, *moe_gate(X, self.{linear}.weight, SCALE * ROOT, PER_EXPERT, K, EPS))", **sources),
     )
-    program.rewrites.append("moe_gate, called by the layer")
+    program.rewrites.append(Done("moe_gate", "moe_gate, called by the layer"))
 
 
 @called

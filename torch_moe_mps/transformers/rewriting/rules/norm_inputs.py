@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ...interface import is_experts
 from ...linears import QuantizedLinear
+from ...report import Done
 from ..program.building import RESHAPING, add_option, child_of_call, code
 from ..program.formulas import Reader, is_pure
 from ..program.programs import Program, name_of
@@ -31,6 +32,7 @@ _CALLED = {
     "router_logits": 0,
     "linear": 1,
 }
+_OF_ROUTER = "small_linear(*ARGS)"
 
 
 def norm_inputs(program: Program) -> None:
@@ -47,8 +49,9 @@ def norm_inputs(program: Program) -> None:
         new = code(text, F=call.func, ARGS=call.args)
         call.func, call.args = new.func, new.args
         call.keywords.append(ast.keyword(NORM, code(NORM)))
-    of_router = any(text.startswith("small_linear") for _, text in found)
-    program.rewrites.append("router_logits of normed input" if of_router else "norm of the input")
+    of_router = any(text == _OF_ROUTER for _, text in found)
+    logits = Done("router_logits", "router_logits of normed input")
+    program.rewrites.append(logits if of_router else Done(None, "norm of the input"))
 
 
 def _readers(program: Program, argument: str) -> list[tuple[ast.Call, str]] | None:
@@ -104,9 +107,9 @@ def _taker(program: Program, call: ast.Call) -> tuple[int, str] | None:
     owner, _, function = ast.unparse(call.func).rpartition(".")
     if owner == "_moe_mps" and function in _CALLED:
         return _CALLED[function], "F(*ARGS)"
-    is_router = any(note.startswith("moe_router") for note in program.rewrites)
+    is_router = any(done.operator == "moe_router" for done in program.rewrites)
     if is_router and Reader(program).resolve(call.func) is F.linear:
-        return 0, "small_linear(*ARGS)"
+        return 0, _OF_ROUTER
     _, child = child_of_call(program, call) or ("", None)
     if child is None:
         return None

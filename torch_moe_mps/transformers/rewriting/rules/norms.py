@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import NormArguments, is_observed
+from ...report import Done
 from ..program.formulas import Node, evaluate, is_argument, is_number, result_of
 from ..program.patterns import match
 from ..program.programs import Program
@@ -192,17 +193,17 @@ def norm_add_scalar(norm: nn.Module, residual: Tensor, x: Tensor, scalar: Tensor
     return ops.fused_norm_add_scalar(residual, x, weight, scalar, eps, offset)
 
 
-def _fused(operator: str) -> Callable[[Match], str | None]:
+def _fused(operator: str) -> Callable[[Match], Done | None]:
     """Lets NORM be replaced if it is an RMSNorm with a weight."""
 
-    def where(match: Match) -> str | None:
+    def where(match: Match) -> Done | None:
         found = is_norm(match.module("NORM"), weighted=True)
-        return f"{operator} ({match.child('NORM')})" if found else None
+        return Done(operator, f"{operator} ({match.child('NORM')})") if found else None
 
     return where
 
 
-def _scaled(match: Match) -> str | None:
+def _scaled(match: Match) -> Done | None:
     """The same, if SCALAR is an attribute with one element."""
     name = match.child("SCALAR")
     scalar = getattr(match.program.module, name, None) if name.isidentifier() else None

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import NormArguments, normed
+from ...report import Done
 from ..program.building import child_of_call, code
 from ..program.programs import Block, If, Program, compile_forward, copied, name_of, names_in
 from ..program.reads import record
 from ..record import RECORD, record_of
 from ..runtime import called
-from .linear import LinearCall, join, linear_call, together
+from .linear import LinearCall, join, linear_call, together, together_done
 from .trial import tried
 
 
@@ -81,10 +82,10 @@ def order_outputs(program: Program) -> None:
             if order is not None:
                 record_of(program.module).formula = order
                 _replace(program, group, statements, names)
-                layers = f"linear_quantized ({', '.join(each.name for each in group)})"
-                joined = [layers] if join(*(each.layer for each in group)) else []
+                is_joined = join(*(each.layer for each in group))
+                joined = [together_done(each.name for each in group)] if is_joined else []
                 in_place = joined and order.places is not None
-                program.rewrites += ["in order" if in_place else "index_select", *joined]
+                program.rewrites += [Done(None, "in order" if in_place else "index_select"), *joined]
                 return
 
 

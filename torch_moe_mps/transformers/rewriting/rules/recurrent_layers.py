@@ -15,11 +15,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from ...experts import NormArguments, is_observed, normed
+from ...report import Done
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import NOTHING, RECORD, record_of
 from .blocks import linear
-from .linear import join, together
+from .linear import join, together, together_done
 from .linear_attention import ACTIVATIONS
 from .trial import agrees, tried
 
@@ -285,45 +286,45 @@ def lightning_layer(
 
 # The children by which a layer may be one of these, its forward, and what that runs.
 _SCAN = "linear_attention_"
-_FORMS: tuple[tuple[tuple[str, ...], Callable, str], ...] = (
-    (("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, f"causal_conv1d_update_; {_SCAN}"),
+_FORMS: tuple[tuple[tuple[str, ...], Callable, tuple[str, ...]], ...] = (
+    (("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, ("causal_conv1d_update_", _SCAN)),
     (
         ("in_proj", "conv1d", "norm", "out_proj"),
         mamba_layer,
-        f"causal_conv1d_update_; {_SCAN}; rms_norm_gated",
+        ("causal_conv1d_update_", _SCAN, "rms_norm_gated"),
     ),
     (
         ("in_proj", "conv1d", "x_proj", "dt_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "out_proj"),
         selective_layer,
-        "causal_conv1d_update_; rms_norm; selective_scan_",
+        ("causal_conv1d_update_", "rms_norm", "selective_scan_"),
     ),
-    (("qkv_proj", "output_gate", "norm", "out_proj"), lightning_layer, f"{_SCAN}; rms_norm_gated"),
+    (("qkv_proj", "output_gate", "norm", "out_proj"), lightning_layer, (_SCAN, "rms_norm_gated")),
 )
 _found: dict[tuple, bool] = {}  # the layers of a model are alike
 
 
-def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, str] | None:
+def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for a whole layer of linear attention, else None."""
-    for children, forward, what in _FORMS:
+    for children, forward, operators in _FORMS:
         has_numbers = not any(buffer.is_meta for buffer in module.buffers())
         if has_numbers and all(name in module._modules for name in children):
             _rest_on(module)
             key = forward, original_class(module), _numbers(module)
             if key not in _found:
                 _found[key] = bool(tried(_is_same, module, forward))
-            return (forward, what + _joined(module, forward)) if _found[key] else None
+            return (forward, [*map(Done, operators), *_joined(module, forward)]) if _found[key] else None
     return None
 
 
-def _joined(module: Any, forward: Callable) -> str:
-    """A note of the linear layers that run together: all that read the input, or q, k and v."""
+def _joined(module: Any, forward: Callable) -> list[Done]:
+    """The linear layers that run together: all that read the input, or q, k and v."""
     if forward in (mamba_layer, selective_layer):
-        return ""
+        return []
     layers = _of_channels(module)[0] if forward is channel_layer else [module.qkv_proj, module.output_gate]
     count = next((n for n in (len(layers), 3) if n <= len(layers) and join(*layers[:n])), 0)
     record_of(module).formula = count
     names = [next(name for name, part in module.named_modules() if part is each) for each in layers[:count]]
-    return f"; linear_quantized ({', '.join(names)})" if count else ""
+    return [together_done(names)] if count else []
 
 
 def _rest_on(module: nn.Module) -> None:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
+from ...report import Done
 from ..program.building import replace_everything
 from ..program.programs import Program, original_class
 from ..program.rewrites import Match, Rewrite
@@ -37,11 +38,12 @@ def replace_rms_norm(program: Program) -> None:
     """Rewrites the forward of a norm."""
     if len(program.arguments.args) == 2 and is_norm(program.module):
         replace_everything(program, "rms_norm_forward(self, X)")
-        program.rewrites.append("rms_norm")
+        program.rewrites.append(Done("rms_norm"))
 
 
-def _is_norm(match: Match) -> str | None:
-    return f"rms_norm ({match.child('NORM')})" if is_norm(match.module("NORM")) else None
+def _is_norm(match: Match) -> Done | None:
+    is_one = is_norm(match.module("NORM"))
+    return Done("rms_norm", f"rms_norm ({match.child('NORM')})") if is_one else None
 
 
 # Faster than a call of a module.

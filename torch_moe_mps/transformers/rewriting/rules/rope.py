@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
+from ...report import NOTHING_NEW, Done
 from ..program.building import code
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
@@ -249,7 +250,7 @@ def _head_norms(
 # Rewriting of an attention's program
 
 
-def _is_rotation(match: Match) -> str | None:
+def _is_rotation(match: Match) -> Done | None:
     """Whether a function applies rotary embeddings; norms of heads in front of it become its arguments."""
     options = {each.arg: each.value for each in match.values["OPTIONS"]}
     if None in options or not all(isinstance(value, ast.Constant) for value in options.values()):
@@ -271,7 +272,7 @@ def _is_rotation(match: Match) -> str | None:
             match.values["NORMS"].append(ast.keyword(f"{tensor.lower()}_norm", norm.values["NORM"]))
             match.values[tensor] = norm.values["NORMED"]
             norm.drop()
-    return f"rope with {', '.join(names)}" if names else "rope"
+    return Done("rope", f"rope with {', '.join(names)}" if names else "")
 
 
 REPLACE_ROPE = (
@@ -298,10 +299,10 @@ def has_heads_first(match: Match) -> bool:
     return RopeForm(*ast.literal_eval(match.values["FORM"])).heads_dim == 1
 
 
-def _may_have_rows(match: Match) -> str | None:
+def _may_have_rows(match: Match) -> Done | None:
     is_one = ast.unparse(match.values["K"]) == "None"
     is_done = any(option.arg == "rows" for option in match.values["OPTIONS"])
-    return None if is_one or is_done or not has_heads_first(match) else ""
+    return None if is_one or is_done or not has_heads_first(match) else NOTHING_NEW
 
 
 # The operator would transpose back.

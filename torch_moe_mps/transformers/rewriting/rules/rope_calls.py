@@ -2,12 +2,13 @@
 
 import ast
 
+from ...report import NOTHING_NEW, Done
 from ..program.rewrites import Match, Rewrite
 from .rope import has_heads_first
 
 
-def _has_no_norm(match: Match) -> str | None:
-    return None if any(option.arg == "q_norm" for option in match.values["OPTIONS"]) else ""
+def _has_no_norm(match: Match) -> Done | None:
+    return None if any(option.arg == "q_norm" for option in match.values["OPTIONS"]) else NOTHING_NEW
 
 
 # The operator passes on what does not turn.
@@ -20,10 +21,10 @@ TURN_LAST = Rewrite(
 )
 
 
-def _hands_norms_on(match: Match) -> str:
+def _hands_norms_on(match: Match) -> Done:
     """Each may have a norm in front, and no other option yet."""
     match.values["NORM_OF_K"] = [ast.keyword("k_norm", each.value) for each in match.values["NORM"]]
-    return "rope of q and k"
+    return Done("rope", "rope of q and k")
 
 
 JOIN_ROTATIONS = Rewrite(
@@ -37,5 +38,5 @@ GIVE_HEADS_FIRST = Rewrite(
     "ITEMS = rope(F, FORM, Q, K, COS, SIN, **OPTIONS); "
     "A = ITEMS[0].transpose(1, 2); B = ITEMS[1].transpose(1, 2)",
     "A, B = rope(F, FORM, Q, K, COS, SIN, heads_first=True, **OPTIONS)",
-    where=lambda match: None if has_heads_first(match) else "",
+    where=lambda match: None if has_heads_first(match) else NOTHING_NEW,
 )

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ...report import Done
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import NOTHING, RECORD, record_of
@@ -45,7 +46,7 @@ def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor) -> bool:
     return dtypes and devices and frequencies.dtype in ACTIVATION_DTYPES and position_ids.dim() == 2
 
 
-def rewrite_rotary(module: nn.Module) -> tuple[Callable, str] | None:
+def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for a module that computes these tables, else None."""
     types = getattr(module, "rope_type", None)
     record(module, "rope_type")
@@ -57,7 +58,7 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, str] | None:
     if not found:
         return None
     record_of(module).formula = found
-    return rotary_forward, "rope_tables"
+    return rotary_forward, [Done("rope_tables")]
 
 
 def _is_fixed(rope_type: str) -> bool:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
 from ...experts import NormArguments, may_be_fused, normed
 from ...interface import is_experts
+from ...report import Done
 from ..program.building import add_option, code
 from ..program.formulas import Node, Reader, casts_to_float32, evaluate, is_number, is_pure, named
 from ..program.patterns import match
@@ -179,7 +180,7 @@ def _replace_selection(program: Program) -> None:
     read = filter(None, map(program.defined_by, names_in(statement.value)))
     if any(program.mutates_between(each, statement) for each in read):
         raise Unsupported("it changes in place what its formula reads")
-    program.rewrites.append(f"moe_router ({scoring})")
+    program.rewrites.append(Done("moe_router", f"moe_router ({scoring})"))
 
 
 def _with_casts(program: Program, value: ast.expr, new: ast.expr) -> ast.expr:

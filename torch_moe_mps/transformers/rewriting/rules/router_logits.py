@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ...experts import NormArguments, normed
+from ...report import Done
 from ..program.formulas import Reader
 from ..program.programs import Program
 from ..program.rewrites import Match, Rewrite
@@ -39,10 +40,10 @@ def _fits(x: Tensor, weight: Tensor) -> bool:
     return x.dim() == 2 and dtypes and x.device == weight.device
 
 
-def _of_an_attribute(match: Match) -> str | None:
+def _of_an_attribute(match: Match) -> Done | None:
     """Whether the weight is the module's: what else is cast may be changed in place."""
     is_attribute = Reader(match.program).read(match.values["WEIGHT"]).op == "attr"
-    return "router_logits" if is_attribute else None
+    return Done("router_logits") if is_attribute else None
 
 
 REPLACE_ROUTER_LOGITS = Rewrite(
@@ -54,5 +55,5 @@ REPLACE_ROUTER_LOGITS = Rewrite(
 
 def compute_logits_by_operator(program: Program) -> None:
     """Rewrites the matmul of a router whose selection is an operator."""
-    if any(note.startswith("moe_router") for note in program.rewrites):
+    if any(done.operator == "moe_router" for done in program.rewrites):
         REPLACE_ROUTER_LOGITS(program)

@@ -6,6 +6,7 @@ from torch import Tensor, nn
 
 from ...experts import NormArguments, add_terms, experts_forward, may_be_fused, normed
 from ...interface import Experts, is_experts
+from ...report import Done
 from ..program.formulas import Reader, child
 from ..program.patterns import match as matched
 from ..program.rewrites import Match, Rewrite
@@ -44,7 +45,7 @@ def experts_with_shared(
     return add_terms(experts(hidden_states, top_k_index, top_k_weights), shared_gate, shared_out, residual)
 
 
-def _is_shared(match: Match) -> str | None:
+def _is_shared(match: Match) -> Done | None:
     """Whether the sum is that of experts; OUT and GATE are the other summand, with its gate if it has one.
 
     A gate is a linear layer with one value a token.
@@ -57,7 +58,7 @@ def _is_shared(match: Match) -> str | None:
     gated = isinstance(gate, nn.Linear) and gate.out_features == 1 and bound["OUT"].source is not None
     match.values["OUT"] = bound["OUT"].source if gated else match.values["Y"]
     match.values["LOGIT"] = bound["GATE(X)"].source if gated else ast.Constant(None)
-    return "shared expert" + (" and its gate" if gated else "") + " in moe_experts"
+    return Done("moe_experts", f"moe_experts adds the shared expert{' and its gate' if gated else ''}")
 
 
 # The sum has the shape in which the experts' output was added.
