@@ -264,7 +264,9 @@ def test_no_advice_for_other_machines(tmp_path, capfd):
     assert "causal_conv1d" not in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma4", "deepseek_v3", "qwen3_next"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", "gemma4", "deepseek_v3", "qwen3_next", "glm5_next", "qwen4_exp"]
+)
 def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""
     config = tiny_models.tiny_config(architecture)

@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.fx.experimental import _config
 
 from ..transformers.cache import as_held, room_behind, room_behind_window
 
@@ -54,7 +55,9 @@ def kv_cache(model: Any, bits: int = 16) -> KVCache | None:
     try:
         model.set_experts_implementation("batched_mm")  # of transformers: knows shapes without values
         text = model.get_decoder()  # around it, models for images look at values
-        before, after = _cached(text, few, bits), _cached(text, more, bits)
+        # Which tokens an indexer chooses changes no size.
+        with _config.patch(meta_nonzero_assume_all_nonzero=True):
+            before, after = _cached(text, few, bits), _cached(text, more, bits)
     except Exception:  # code that reads values, or knows no meta device: any error may come of it
         return None
     states, rates = 0, Counter[int | None]()
