@@ -3,12 +3,15 @@
 import re
 
 import pytest
+import torch
 import transformers
 from support import tiny_models
 from support.pipeline import launch
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torch_moe_mps.commands import main
+from torch_moe_mps.commands.arguments import parser
+from torch_moe_mps.commands.sources import load
 
 
 @pytest.fixture(scope="module")
@@ -55,3 +58,25 @@ def test_commands(checkpoint, capsys):
     (alone,) = launch("commands", [chat], SAID, processes=1)
     plain = [re.sub(r"\d+(\.\d+)?", "", output) for output in (first[2], *alone)]  # not its times
     assert plain[0] == plain[1] and len(first[2]) > 100
+
+
+def test_prompts_are_kept_in_every_process(checkpoint):
+    """And tokens guessed: the answers are those of one process, which keeps and guesses nothing."""
+    first, second = launch("conversations", checkpoint)
+    model = load(parser().parse_args(["serve", checkpoint]), checkpoint, "cpu")
+    for turn, answer in enumerate(first["answers"][:-1]):  # the last is sampled
+        ids = torch.tensor([[*[i % 13 for i in range(40)], *[turn % 2] * (3 + turn)]])
+        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False}
+        assert answer == model.generate(ids, **given).tolist()
+    assert first["computed"] == second["computed"]
+    assert first["computed"][:4] == [16, 16, 13, 1]
+    assert max(first["computed"][3:]) < 11  # what two prompts share is computed once
+    assert first["kept"] == second["kept"][-1:]  # the first process decides, before the next request
+
+
+def test_a_draft_in_a_pipeline_is_refused(checkpoint, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("RANK", "0")
+    assert main(["serve", checkpoint, "--draft", checkpoint, "--device", "cpu"]) == 1
+    error = capsys.readouterr().err
+    assert "--draft is for one process, as the processes of a pipeline would guess differently" in error

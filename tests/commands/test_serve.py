@@ -27,6 +27,7 @@ from torch_moe_mps.commands.generating import Generating
 from torch_moe_mps.commands.prompts import Prompts
 from torch_moe_mps.commands.serving import server
 from torch_moe_mps.commands.sources import load
+from torch_moe_mps.commands.speculation import Speculation
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
@@ -262,6 +263,32 @@ def test_guessed_tokens_change_nothing(way, checkpoint):
             parts = client.chat.completions.create(**asked, stream=True)
             shown = "".join(part.choices[0].delta.content or "" for part in parts)
             assert shown.replace(" ", "") == text.replace(" ", "")
+
+
+@torch.no_grad()
+def test_the_draft_keeps_its_prompts(checkpoint):
+    """In a second turn it computes what is new, too."""
+    model = quantised(checkpoint)
+    with tiny_models.groups_of_32(), tiny_models.sizes(num_hidden_layers=1):
+        draft = tiny_models.tiny_model("llama", vocab_size=27).eval()
+    counts = []
+    draft.model.register_forward_pre_hook(
+        lambda module, args, kwargs: counts.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    generating = Generating(model, Prompts(1 << 30), Speculation({"assistant_model": draft}))
+    ids = torch.arange(60)[None] % 26
+    for first in (60, 9, 9):
+        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 12, "do_sample": False}
+        expected = model.generate(ids, **given)
+        del counts[:]
+        assert torch.equal(generating.generate(input_ids=ids, **given), expected)
+        assert 1 <= counts[0] <= first and max(counts[1:]) < 9
+        ids = torch.cat([expected, ids[:, :5]], 1)
+    other = torch.cat([ids[:, :30], torch.full((1, 9), 3)], 1)  # a conversation that begins alike
+    del counts[:]
+    expected = model.generate(other, **given | {"attention_mask": torch.ones_like(other)})
+    given["attention_mask"] = torch.ones_like(other)
+    assert torch.equal(generating.generate(input_ids=other, **given), expected) and counts[0] == 9
 
 
 def test_a_chat_is_kept_in_a_file(checkpoint, tmp_path, monkeypatch, capsys, computed):

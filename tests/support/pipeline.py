@@ -289,6 +289,36 @@ def commands(lines: list[list[str]], said: list[str]) -> list[str]:
     return printed
 
 
+def conversations(folder: str) -> dict[str, Any]:
+    """Two that begin alike, by turns, as `serve --prompt-lookup 2` answers them, with memory for one prompt.
+
+    Returns: the answers that the first process gives; what each call computes; what is kept in the end.
+    """
+    from torch_moe_mps.commands import prompts, serving
+    from torch_moe_mps.commands.arguments import parser
+
+    prompts.AT_ONCE = 16
+    given = ["serve", folder, "--device", "cpu", "--prompt-lookup", "2", "--prompt-memory", "0"]
+    model = serving._stage(parser().parse_args(given), folder, "cpu")
+    counts: list[int] = []
+    model.get_decoder().register_forward_pre_hook(
+        lambda module, args, kwargs: counts.append(kwargs["input_ids"].shape[1]), with_kwargs=True
+    )
+    answers, asked = [], torch.arange(50)[None] % 13
+    if rank() == 0:
+        with model.pipeline.leading():
+            for turn in range(5):
+                ids = torch.cat([asked[:, :40], torch.full((1, 3 + turn), turn % 2)], 1)
+                settings = {"max_new_tokens": 5, "do_sample": turn == 4}
+                answer = model.generate(input_ids=ids, attention_mask=torch.ones_like(ids), **settings)
+                answers.append(answer.tolist())
+    else:
+        model.pipeline.follow()
+    kept = model.pipeline.answering.prompts.kept
+    return {"answers": answers, "computed": counts, "kept": [part.ids.tolist() for part in kept]}
+
+
+# Failures
 # Failures
 
 

@@ -89,15 +89,18 @@ def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any
         raise ValueError(
             f"--image is for a model with a chat template that takes images, got {options.model}"
         )
+    if options.image and options.raw:
+        raise ValueError("--image needs the chat template, got --raw")
     if options.raw or not template:
         if options.system_prompt:
             raise ValueError("--system-prompt is for a chat template, and none is used")
         return tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
     system = [{"role": "system", "content": options.system_prompt}] if options.system_prompt else []
     chats = [[*system, {"role": "user", "content": _content(options, prompt)}] for prompt in prompts]
-    return reader.apply_chat_template(
-        chats, add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt", padding=True
-    )
+    wanted = {"tokenize": True, "return_dict": True, "return_tensors": "pt", "add_generation_prompt": True}
+    if not options.image:  # of which there is one prompt, and processors take no `padding` here
+        wanted["padding"] = True
+    return reader.apply_chat_template(chats, **wanted)
 
 
 def _content(options: argparse.Namespace, prompt: str) -> Any:

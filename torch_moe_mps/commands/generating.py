@@ -2,9 +2,11 @@
 
 import copy
 import functools
+import hashlib
+import re
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -12,11 +14,13 @@ from torch import Tensor
 from transformers import StoppingCriteria
 
 from ..transformers.prompt_cache import new_cache
-from .prompts import Kept, Prompts, is_marked, mark, pauses
+from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
 
-# Inputs beside the tokens that are all zeros, or all ones, where there is only text.
-_OF_TEXT = {"attention_mask": 1, "token_type_ids": 0, "mm_token_type_ids": 0}
+_OF_TEXT = ("token_type_ids", "mm_token_type_ids")  # all zeros where there is only text
+# Inputs that are images or sound, and what a config calls the ids of the tokens that stand for them.
+_IMAGES = re.compile("pixel_|image_|video_|audio_|input_features")
+_THEIR_TOKENS = re.compile("(image|video|audio)_token_(id|index)")
 
 
 class Generating:
@@ -29,6 +33,8 @@ class Generating:
 
     def __init__(self, model: Any, prompts: Prompts | None = None, speculation: Speculation | None = None):
         self.model, self.prompts, self.speculation = model, prompts, speculation
+        if speculation is not None and prompts is not None:
+            speculation.prompts = Prompts(prompts.memory)
         self._ended, self._interrupted = threading.Event(), threading.Event()
 
     def __getattr__(self, name: str) -> Any:
@@ -42,6 +48,15 @@ class Generating:
         """What is generated now ends with its next token, or the next piece of its prompt."""
         self._interrupted.set()
 
+    def kept(self) -> list[int]:
+        """The numbers of the prompts that are kept, for the other processes of a pipeline."""
+        return [kept.number for kept in self.prompts.kept] if self.prompts else []
+
+    def keep_only(self, numbers: list[int]) -> None:
+        """Gives up the prompts that the first process of a pipeline has given up."""
+        if self.prompts:
+            self.prompts.kept = [kept for kept in self.prompts.kept if kept.number in numbers]
+
     def _ends(self) -> bool:
         return self._ended.is_set() or self._interrupted.is_set()
 
@@ -54,7 +69,7 @@ class Generating:
             if self.speculation is not None:
                 given |= self.speculation.arguments
                 stack.enter_context(self.speculation.counting(self.model))
-            if self.prompts is None or not _can_be_kept(self.model, given):
+            if self.prompts is None or not can_be_kept(self.model, given):
                 stack.enter_context(_sliced(self.model))
                 result = self.model.generate(**given)
             else:
@@ -64,52 +79,84 @@ class Generating:
         return result
 
     def _keeping(self, prompts: Prompts, given: dict[str, Any], steps: "_Steps") -> Any:
-        ids = given["input_ids"]
+        ids, images = given["input_ids"], images_of(self.model, given)
         prompts.read(self.model)
-        kept = prompts.take(ids[0].cpu(), new_cache(self.model))
-        for module in self.model.modules():
-            if hasattr(module, "rope_deltas"):  # of the last prompt with images
-                module.rope_deltas = None
-        if not self._compute(kept, ids):
+        kept = prompts.take(ids[0].cpu(), new_cache(self.model), images)
+        moved = {} if kept.images is None else kept.images.moved
+        modules = {name: m for name, m in self.model.named_modules() if hasattr(m, "rope_deltas")}
+        for name, module in modules.items():
+            module.rope_deltas = moved.get(name)
+        if kept.images is not None:  # they are in the cache
+            given = {name: given[name] for name in {*given} - {*_beside_tokens(given)}}
+        if images is not None and kept.images is None:
+            kept.images = images
+        elif not self._compute(kept, ids):
             prompts.put(kept)
             if steps.streamer is not None:
                 steps.end()
             return ids
         with _sliced(self.model):
             result = self.model.generate(**given, past_key_values=kept.cache)
+        if images is not None:
+            images.moved.update({name: module.rope_deltas for name, module in modules.items()})
+            kept.images = images
         tokens = getattr(result, "sequences", result)[0].cpu()
         for layer in kept.cache.layers:
             if getattr(layer, "record_past", False):  # for candidates of tokens, which are cut off again
                 layer.record_past = False
-        prompts.put(Kept(tokens[: kept.cache.get_seq_length()], kept.cache, kept.states))
+        kept.ids = tokens[: kept.cache.get_seq_length()]
+        prompts.put(kept)
         return result
 
     @torch.no_grad()
     def _compute(self, kept: Kept, ids: Tensor) -> bool:
         """Computes a prompt but for its last piece. Returns: whether it was not ended."""
         start, prompt = len(kept.ids), ids.shape[1]
+        pipeline = getattr(self.model, "pipeline", None)
         for end in pauses(kept, prompt):
             if self._ends():
                 return False
-            self.model(
-                input_ids=ids[:, start:end], past_key_values=kept.cache, use_cache=True, logits_to_keep=1
-            )
+            with nullcontext() if pipeline is None else pipeline.reading():
+                self.model(
+                    input_ids=ids[:, start:end], past_key_values=kept.cache, use_cache=True, logits_to_keep=1
+                )
             start, kept.ids = end, ids[0, :end].cpu()
             if is_marked(end, prompt):
                 mark(kept)
         return True
 
 
-def _can_be_kept(model: Any, given: dict[str, Any]) -> bool:
-    """Whether a request is one sequence of text, in a cache that grows."""
+def _beside_tokens(given: dict[str, Any]) -> dict[str, Tensor]:
+    names = sorted({*given} - {"input_ids", "attention_mask"})
+    return {name: given[name] for name in names if isinstance(given[name], Tensor)}
+
+
+def images_of(model: Any, given: dict[str, Any]) -> Images | None:
+    """The images, or the sound, of a request; None if it is text alone."""
+    found = {name: value for name, value in _beside_tokens(given).items() if name not in _OF_TEXT}
+    if not found:
+        return None
+    digest = hashlib.blake2b(digest_size=16)
+    for name, value in found.items():
+        digest.update(f"{name} {value.dtype} {[*value.shape]}".encode())
+        digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    ids, config = given["input_ids"][0].tolist(), vars(model.config)
+    tokens = {config[name] for name in config if _THEIR_TOKENS.fullmatch(name)}
+    where = [position for position, token in enumerate(ids) if token in tokens]
+    return Images(digest.hexdigest(), *((where[0], where[-1] + 1) if where else (0, len(ids))))
+
+
+def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
+    """Whether a request is one sequence, without padding, in a cache that grows."""
     config = copy.deepcopy(given.get("generation_config") or model.generation_config)
     config.update(**{name: value for name, value in given.items() if hasattr(config, name)})
-    inputs = {
-        name: value for name, value in given.items() if isinstance(value, Tensor) and name != "input_ids"
-    }
+    mask, beside = given.get("attention_mask"), _beside_tokens(given)
+    images = any(map(_IMAGES.match, beside))
     return (
         given["input_ids"].shape[0] == 1
-        and all(name in _OF_TEXT and bool((value == _OF_TEXT[name]).all()) for name, value in inputs.items())
+        and (mask is None or bool((mask == 1).all()))
+        and all(_IMAGES.match(name) or name in _OF_TEXT for name in beside)
+        and (images or not any(bool(value.any()) for value in beside.values()))
         and config.cache_implementation in (None, "dynamic")
         and config.use_cache is not False
         and (config.num_beams or 1) == 1

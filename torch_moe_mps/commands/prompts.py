@@ -35,6 +35,22 @@ _END, _EVERY, _FIRST, _LAST = 32, 4 * AT_ONCE, 2, 2
 _WORTH = 256  # tokens that are worth a new file
 
 
+@dataclass(frozen=True)
+class Images:
+    """The images of a prompt.
+
+    Args:
+        digest: of the tensors that they are given as.
+        start, end: of their first token, and behind their last.
+        moved: {module: how far the positions of later tokens are moved}, once they are computed.
+    """
+
+    digest: str
+    start: int
+    end: int
+    moved: dict[str, Tensor] = field(default_factory=dict, compare=False)
+
+
 @dataclass(eq=False)
 class Kept:
     """A prompt with what was generated: its tokens [T], their cache, and states for shorter prefixes."""
@@ -42,15 +58,23 @@ class Kept:
     ids: Tensor
     cache: DynamicCache
     states: dict[int, dict[int, dict[str, Any]]] = field(default_factory=dict)
+    images: Images | None = None
+    number: int = 0  # counts all that were put
 
-    def usable(self, ids: Tensor) -> int:
-        """How many tokens another prompt shares, with states for so many; one of it is always computed."""
+    def usable(self, ids: Tensor, images: Images | None = None) -> int:
+        """How many tokens another prompt shares, with states for so many; one of it is always computed.
+
+        All of its images are among them, or none is and it has none: models compute the images of a prompt
+        together.
+        """
         most = min(len(self.ids), len(ids) - 1)
+        if images is None and self.images is not None:
+            most = min(most, self.images.start)
         different = (self.ids[:most] != ids[:most]).nonzero()
         shared = int(different[0]) if len(different) else most
-        if shared == len(self.ids) or all(map(can_be_cut, self.cache.layers)):
-            return shared
-        return max((position for position in self.states if position <= shared), default=0)
+        if shared != len(self.ids) and not all(map(can_be_cut, self.cache.layers)):
+            shared = max((position for position in self.states if position <= shared), default=0)
+        return shared if images is None or (images == self.images and shared >= images.end) else 0
 
     def nbytes(self) -> int:
         storages = {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, _tensors(self))}
@@ -69,16 +93,18 @@ class Prompts:
     def __init__(self, memory: int, file: str | None = None, folder: str | None = None):
         self.memory, self.kept, self.file, self.folder = memory, list[Kept](), file, folder
         self.computed = 0  # tokens of prompts that nothing was kept for
+        self.put_so_far = 0
         self._is_read = self._is_in_file = False
 
-    def take(self, ids: Tensor, new: DynamicCache) -> Kept:
+    def take(self, ids: Tensor, new: DynamicCache, images: Images | None = None) -> Kept:
         """What there is for a prompt [T], for its caller to add the rest to, and to put back.
 
         Args:
             new: an empty cache.
+            images: of the prompt.
         """
-        best = max(reversed(self.kept), key=lambda kept: kept.usable(ids), default=None)
-        tokens = 0 if best is None else best.usable(ids)
+        best = max(reversed(self.kept), key=lambda kept: kept.usable(ids, images), default=None)
+        tokens = 0 if best is None else best.usable(ids, images)
         self.computed += len(ids) - tokens
         if best is None or tokens == 0:
             return Kept(ids[:0], new)
@@ -89,12 +115,15 @@ class Prompts:
         if whole:
             return best
         states = {position: state for position, state in best.states.items() if position <= tokens}
-        return Kept(best.ids[:tokens], prefix(best.cache, tokens, best.states), states)
+        seen = None if images is None else best.images
+        return Kept(best.ids[:tokens], prefix(best.cache, tokens, best.states), states, seen)
 
     def put(self, kept: Kept) -> None:
         """Keeps a prompt; those that it begins with, and the oldest ones beyond the memory, are given up."""
-        self.kept = [other for other in self.kept if not _begins(kept.ids, other.ids)]
+        self.kept = [other for other in self.kept if not _begins(kept, other)]
         self.kept.append(kept)
+        self.put_so_far += 1
+        kept.number = self.put_so_far
         while len(self.kept) > 1 and sum(other.nbytes() for other in self.kept) > self.memory:
             del self.kept[0]
 
@@ -167,13 +196,17 @@ def machine_memory() -> int:
 
 def _write(file: Path, model: Any, kept: Kept) -> None:
     try:
+        if kept.images is not None:
+            raise ValueError("files keep text, and it has images")
         save_prompt_cache(file, model, kept.ids, kept.cache, kept.states)
     except (ValueError, OSError) as error:
         print(f"torch-moe-mps: the prompt is not kept in {file}: {error}", file=sys.stderr)
 
 
-def _begins(ids: Tensor, other: Tensor) -> bool:
-    return len(other) <= len(ids) and torch.equal(ids[: len(other)], other)
+def _begins(kept: Kept, other: Kept) -> bool:
+    """Whether a prompt begins with another, images included."""
+    same = other.images in (None, kept.images) and len(other.ids) <= len(kept.ids)
+    return same and torch.equal(kept.ids[: len(other.ids)], other.ids)
 
 
 def _tensors(value: Any) -> Iterator[Tensor]:

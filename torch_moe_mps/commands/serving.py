@@ -7,14 +7,14 @@ import argparse
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 from .generating import Generating
 from .prompts import Prompts, machine_memory
-from .sources import context_of, folder_of, load, name_of, processes, usable_device
+from .sources import context_of, folder_of, is_first_process, load, name_of, processes, usable_device
 from .speculation import check_speculation, speculation_of
 
 # {field of a request: values that ask for nothing}. Hints such as `user` or `store` change no answer.
@@ -60,11 +60,11 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
 
     if not is_serve_available():  # Serve raises; its parts, which are replaced here, cannot be imported
         Serve()
-    stage = load(options, folder, device) if processes() > 1 else None  # all load at the same time
+    stage = _stage(options, folder, device) if processes() > 1 else None  # all load at the same time
     made: list[Any] = []  # managers of generation
 
     def load_model(*names: Any, **progress: Any) -> Any:
-        if stage is not None:  # the other processes would not know of an end, nor of what is kept
+        if stage is not None:  # the other processes would not know of an end
             return stage
         model = load(options, folder, device)
         model.answering = Generating(
@@ -73,7 +73,9 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
         return model
 
     with ExitStack() as stack:
-        stack.enter_context(nullcontext() if stage is None else stage.pipeline.leading())
+        if stage is not None:
+            stack.enter_context(stage.pipeline.leading())
+            stack.callback(_report, stage.pipeline.answering)
         for name, replaced in _replacements(name_of(options), load_model, made):
             stack.enter_context(mock.patch(f"transformers.cli.serving.{name}", replaced))
         stack.callback(lambda: [manager.stop() for manager in made])
@@ -148,8 +150,7 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
                 self.answering.end()
                 self.submit(lambda: None).result()
                 self.answering.prompts.write(self.answering.model)
-                if self.answering.speculation is not None:
-                    print(self.answering.speculation, file=sys.stderr)
+                _report(self.answering)
 
     class Batches(Within, utils.CBGenerateManager):
         first: Any = None  # the settings of the first request
@@ -180,6 +181,11 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
         ("utils.CBGenerateManager", Batches),
         ("server.build_server", build_server),
     ]
+
+
+def _report(answering: Generating) -> None:
+    if answering.speculation is not None:
+        print(answering.speculation, file=sys.stderr)
 
 
 def _check_shared(model: Any, first: Any, config: Any) -> None:
@@ -255,5 +261,15 @@ def prompts_of(options: argparse.Namespace) -> Prompts:
 
 def follow(options: argparse.Namespace) -> None:
     """What every process of torchrun but the first does: it generates what the first is asked for."""
+    check_speculation(options)
     device = usable_device(options.device)
-    load(options, folder_of(options.model, options.revision), device).pipeline.follow()
+    _stage(options, folder_of(options.model, options.revision), device).pipeline.follow()
+
+
+def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
+    """The part of a model in this process; all keep the prompts that the first one keeps."""
+    model = load(options, folder, device)
+    prompts = prompts_of(options) if is_first_process() else Prompts(sys.maxsize)
+    speculation = speculation_of(options, model, folder, device)
+    model.pipeline.answering = Generating(model, prompts, speculation)
+    return model

@@ -5,6 +5,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from transformers import DynamicCache
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from ..transformers.prompt_cache import new_cache
+from .prompts import Kept, Prompts
 from .sources import folder_of, loading_options, processes, tokenizer_of
 
 
@@ -13,10 +18,14 @@ class Speculation:
 
     Args:
         arguments: of `generate`.
+
+    Attributes:
+        prompts: of the draft, which are kept as the model's are; None keeps none.
     """
 
     def __init__(self, arguments: dict[str, Any]):
         self.arguments, self.guessed, self.accepted = arguments, 0, 0
+        self.prompts: Prompts | None = None
 
     @property
     def acceptance(self) -> float | None:
@@ -30,15 +39,21 @@ class Speculation:
     @contextmanager
     def counting(self, model: Any) -> Iterator[None]:
         """Counts what the model's `generate` does in the block."""
-        own = model._get_candidate_generator
+        own, drafted = model._get_candidate_generator, list[Any]()
 
         def counted(*given: Any, **named: Any) -> Any:
             generator = own(*given, **named)
             guess, update = generator.get_candidates, generator.update_candidate_strategy
+            # One for another tokenizer has other tokens.
+            keeps = self.prompts is not None and type(generator) is AssistedCandidateGenerator
 
             def get_candidates(ids: Any, *others: Any, **more: Any) -> Any:
+                if keeps and not drafted:
+                    self._begin(generator, ids[0].cpu())
                 found = guess(ids, *others, **more)
                 self.guessed += found[0].shape[1] - ids.shape[1]
+                if keeps and found[0].shape[1] > ids.shape[1]:
+                    drafted[:] = [found[0][0].cpu(), generator.assistant_kwargs["past_key_values"]]
                 return found
 
             def update_candidate_strategy(ids: Any, scores: Any, matches: Any) -> Any:
@@ -54,6 +69,24 @@ class Speculation:
             yield
         finally:
             del model._get_candidate_generator
+        if drafted:
+            self._keep(*drafted)
+
+    def _begin(self, generator: Any, ids: Any) -> None:
+        """Gives the draft what there is for a prompt."""
+        assert self.prompts is not None
+        draft = generator.assistant_model
+        kept = self.prompts.take(ids, new_cache(draft))
+        if len(kept.ids):
+            generator.assistant_kwargs["past_key_values"] = kept.cache
+
+    def _keep(self, ids: Any, cache: Any) -> None:
+        assert self.prompts is not None
+        if type(cache) is DynamicCache:
+            for layer in cache.layers:
+                if getattr(layer, "record_past", False):
+                    layer.record_past = False
+            self.prompts.put(Kept(ids[: cache.get_seq_length()], cache))
 
 
 def check_speculation(options: argparse.Namespace) -> None:
@@ -62,8 +95,11 @@ def check_speculation(options: argparse.Namespace) -> None:
         raise ValueError(f"--prompt-lookup must be at least 1 token, got {options.prompt_lookup}")
     if options.draft is not None and options.prompt_lookup is not None:
         raise ValueError("--draft and --prompt-lookup are two ways to guess tokens; leave one out")
-    if processes() > 1 and (options.draft or options.prompt_lookup):
-        raise ValueError("--draft and --prompt-lookup are for one process, got a pipeline of several")
+    if processes() > 1 and options.draft:
+        raise ValueError(
+            "--draft is for one process, as the processes of a pipeline would guess differently; "
+            "--prompt-lookup guesses there"
+        )
 
 
 def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:

@@ -43,6 +43,7 @@ class Running:
         self._samples = False  # whether token ids go back instead of logits, chosen by `generate`
         self._greedy = False  # the same, the likeliest of each call
         self._leads = False
+        self.answering: Any = None  # what generates for `leading` and `follow`, if not `generate` itself
         self._streamer: Any = None
         self._rest: int | None = None  # tokens of a prompt in chunks that are still to come
         self._done: Tensor | None = None
@@ -166,6 +167,15 @@ class Running:
         finally:
             self._greedy = False
 
+    @contextlib.contextmanager
+    def reading(self) -> Iterator[None]:
+        """Inside the block, calls are pieces of a prompt whose logits nobody reads: none are sent."""
+        self._rest = sys.maxsize
+        try:
+            yield
+        finally:
+            self._rest = None
+
     # generate
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
@@ -244,6 +254,8 @@ class Running:
             self._leads = False
             with contextlib.suppress(PeerError):
                 self._request({"end": True}, {})
+                for rank in range(1, self.peers.size):
+                    self.peers.flush(rank)  # this process may end now
 
     def _lead(self, *args: Any, streamer: Any = None, tokenizer: Any = None, **kwargs: Any) -> Any:
         given = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs
@@ -254,12 +266,14 @@ class Running:
         for name, value in options.items():
             if not isinstance(value, str | int | float | bool):
                 self._fail(name, "a tensor or a number, which other processes can be told", value)
-        told = {"options": options, "config": None if config is None else config.to_dict()}
+        seed = int(torch.randint(1 << 31, ()))  # what samples in several processes samples the same
+        told = {"options": options, "config": None if config is None else config.to_dict(), "seed": seed}
+        told["kept"] = None if self.answering is None else self.answering.kept()
         self._request(told, tensors)
         patient = None if streamer is None else _Patient(streamer)
         self._leads = False
         try:
-            result = self.generate(generation_config=config, streamer=patient, **tensors, **options)
+            result = self._answer(seed, generation_config=config, streamer=patient, **tensors, **options)
         finally:
             self._leads = True
         if patient is not None and patient.error is not None:
@@ -284,8 +298,14 @@ class Running:
                 for name, value in zip(told["tensors"], values, strict=True)
                 if value is not None
             }
+            if self.answering is not None:
+                self.answering.keep_only(told["kept"])
             with contextlib.suppress(ValueError, TypeError):  # which the first process has, too, and tells
-                self.generate(generation_config=config, **tensors, **told["options"])
+                self._answer(told["seed"], generation_config=config, **tensors, **told["options"])
+
+    def _answer(self, seed: int, **given: Any) -> Any:
+        torch.manual_seed(seed)
+        return (self.answering or self).generate(**given)
 
     def _refuse(self, *args: Any, **kwargs: Any) -> Any:
         raise ValueError("moe_mps::pipeline: continuous batching must be in one process, got a pipeline")

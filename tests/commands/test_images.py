@@ -1,0 +1,158 @@
+"""Images in generate and serve: answers are transformers' own, and no image is computed twice."""
+
+import contextlib
+
+import openai
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.images import as_url, picture, write_llava
+
+from torch_moe_mps.commands import main
+from torch_moe_mps.commands.arguments import parser
+from torch_moe_mps.commands.chat import _free_port
+from torch_moe_mps.commands.generating import Generating, images_of
+from torch_moe_mps.commands.prompts import Prompts
+from torch_moe_mps.commands.serving import server
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("images") / "model"
+    write_llava(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def own(checkpoint):
+    """transformers' answer to a text with pictures in it."""
+    model = transformers.LlavaForConditionalGeneration.from_pretrained(checkpoint)
+    processor = transformers.AutoProcessor.from_pretrained(checkpoint)
+
+    def answer(text: str, *images, tokens: int = 6) -> str:
+        inputs = processor(text=text, images=[*images] or None, return_tensors="pt")
+        output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+        return processor.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True)
+
+    return answer
+
+
+@pytest.fixture
+def seen(monkeypatch):
+    """How many images each call of the tower gets."""
+    counts, forward = [], transformers.CLIPVisionModel.forward
+
+    def counted(self, pixel_values, *args, **kwargs):
+        counts.append(len(pixel_values))
+        return forward(self, pixel_values, *args, **kwargs)
+
+    monkeypatch.setattr(transformers.CLIPVisionModel, "forward", counted)
+    return counts
+
+
+def test_generate(checkpoint, own, tmp_path, capsys):
+    """With one image and with two; what is no image is named."""
+    files = [tmp_path / f"{seed}.png" for seed in range(2)]
+    for seed, file in enumerate(files):
+        picture(seed).save(file)
+    call = ["generate", str(checkpoint), "-p", "what", "--max-tokens", "6", "--device", "cpu"]
+    capsys.readouterr()
+    assert main([*call, "--image", str(files[0])]) == 0
+    out, err = capsys.readouterr()
+    assert out == own("<image>what", picture(0)) + "\n" and "8 tokens of prompt in " in err
+    kept = ["--prompt-cache", str(tmp_path / "kept.safetensors")]
+    assert main([*call, "--image", str(files[0]), "--image", str(files[1]), *kept]) == 0
+    out, err = capsys.readouterr()
+    assert out == own("<image><image>what", picture(0), picture(1)) + "\n"
+    assert "the prompt is not kept in " in err and "files keep text, and it has images" in err
+    (tmp_path / "text.png").write_text("no picture")
+    assert main([*call, "--image", str(tmp_path / "text.png")]) == 1
+    assert "torch-moe-mps: error: cannot identify image file" in capsys.readouterr().err.splitlines()[-1]
+    assert main([*call, "--image", str(files[0]), "--raw"]) == 1
+    assert "--image needs the chat template, got --raw" in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_serve(checkpoint, own, seen):
+    """A conversation about an image computes it once; another image with the same text is another prompt."""
+    port = _free_port()
+    given = parser().parse_args(["serve", str(checkpoint), "--device", "cpu"])
+
+    def ask(client, chat: list, *content) -> str:
+        chat.append({"role": "user", "content": [*content]})
+        answer = client.chat.completions.create(
+            model=str(checkpoint), messages=chat, temperature=0, max_tokens=6
+        )
+        said = answer.choices[0].message.content
+        chat.append({"role": "assistant", "content": said.replace(" ", "")})
+        return said
+
+    def text(words: str) -> dict:
+        return {"type": "text", "text": words}
+
+    def image(seed: int) -> dict:
+        return {"type": "image_url", "image_url": {"url": as_url(picture(seed))}}
+
+    with (
+        server(given, port=port, non_blocking=True, log_level="error") as (serve, _),
+        contextlib.closing(
+            openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60)
+        ) as client,
+    ):
+        try:
+            while not serve.server.started:
+                assert serve._thread.is_alive()
+            said, other = [], []
+            first = ask(client, said, image(0), text("what"))
+            second = ask(client, said, text("more"))
+            assert seen == [1]
+            foreign = ask(client, other, image(1), text("what"))
+            assert seen == [1, 1]
+            plain = ask(client, [], text("what"))
+            third = ask(client, said, text("again"))
+            assert seen == [1, 1]
+        finally:
+            serve.kill_server()
+    assert first == own("<image>what", picture(0)) and foreign == own("<image>what", picture(1)) != first
+    assert plain == own("what")
+    so_far = "<image>what" + first.replace(" ", "") + "more"
+    assert second == own(so_far, picture(0))
+    assert third == own(so_far + second.replace(" ", "") + "again", picture(0))
+
+
+def test_positions_behind_an_image():
+    """In a model where an image takes fewer positions than tokens; its answers are those of one prompt."""
+    cls = transformers.Qwen3VLMoeForConditionalGeneration
+    config = tiny_models.build_config(cls.config_class)
+    config.image_token_id, config.vision_start_token_id, config.vision_end_token_id = 10, 11, 12
+    torch.manual_seed(0)
+    model = cls(config).eval()
+    merge, patch = config.vision_config.spatial_merge_size, config.vision_config.patch_size
+    grid = torch.tensor([[1, 2 * merge, 2 * merge]])
+    shape = (int(grid.prod()), 3 * config.vision_config.temporal_patch_size * patch**2)
+    pixels, calls = torch.randn(shape), []
+    model.model.visual.register_forward_hook(lambda *_: calls.append(1))
+    image = [config.vision_start_token_id, *[config.image_token_id] * 4, config.vision_end_token_id]
+    ids = torch.tensor([[5, 6, 7, *image, 8, 9]])
+
+    def given(ids: torch.Tensor) -> dict:
+        return {
+            "input_ids": ids,
+            "attention_mask": torch.ones_like(ids),
+            "pixel_values": pixels,
+            "image_grid_thw": grid,
+            "mm_token_type_ids": (ids == config.image_token_id).long(),
+            "max_new_tokens": 5,
+            "do_sample": False,
+        }
+
+    keeping = Generating(model, Prompts(1 << 30))
+    for turn in range(3):
+        model.model.rope_deltas = None
+        expected = model.generate(**given(ids))
+        del calls[:]
+        assert torch.equal(keeping.generate(**given(ids)), expected)
+        assert len(calls) == (turn == 0)
+        ids = torch.cat([expected, torch.tensor([[3, 4]])], 1)
+    assert images_of(model, given(ids)) != images_of(model, given(ids) | {"pixel_values": pixels + 1})
+    assert (images_of(model, given(ids)).start, images_of(model, given(ids)).end) == (4, 8)

@@ -1,0 +1,71 @@
+"""A model that sees, with its processor, written by transformers' own code; and pictures for it."""
+
+import base64
+import io
+from pathlib import Path
+
+import numpy as np
+import torch
+import transformers
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+from support import tiny_models
+
+TEMPLATE = """\
+{%- for message in messages -%}
+{%- if message.content is string -%}{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == 'text' -%}{{ part.text }}{%- else -%}<image>{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+{%- endfor -%}"""
+
+
+def write_llava(folder: Path) -> None:
+    """A Mixtral behind a CLIP of 16 x 16 pixels, four tokens an image; the other tokens are letters."""
+    with tiny_models.groups_of_32():
+        text = tiny_models.tiny_config("mixtral", head_dim=32, vocab_size=28)
+    vision = transformers.CLIPVisionConfig(
+        hidden_size=32,
+        intermediate_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        image_size=16,
+        patch_size=8,
+    )
+    config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=27)
+    torch.manual_seed(0)
+    transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
+    letters = {chr(97 + i): i for i in range(26)} | {"?": 26, "<image>": 27}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        unk_token="?",
+        pad_token="?",
+        additional_special_tokens=["<image>"],
+        clean_up_tokenization_spaces=False,
+    )
+    pixels = {"height": 16, "width": 16}
+    processor = transformers.LlavaProcessor(
+        CLIPImageProcessorPil(size=pixels, crop_size=pixels),
+        fast,
+        patch_size=8,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+        chat_template=TEMPLATE,
+    )
+    processor.save_pretrained(folder)
+
+
+def picture(seed: int) -> Image.Image:
+    return Image.fromarray(np.random.default_rng(seed).integers(0, 255, (20, 24, 3), dtype=np.uint8))
+
+
+def as_url(image: Image.Image) -> str:
+    file = io.BytesIO()
+    image.save(file, "PNG")
+    return "data:image/png;base64," + base64.b64encode(file.getvalue()).decode()
