@@ -1,8 +1,10 @@
 """A token as one call: the same bits as without, whatever happens to the model between two tokens."""
 
 import copy
+import functools
 import gc
 import pickle
+import sys
 import threading
 import warnings
 import weakref
@@ -14,11 +16,15 @@ from support.models import eager, output, prompt
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
+from transformers import AttentionInterface, DynamicCache, masking_utils, modeling_utils
+from transformers.cache_utils import DynamicLayer
+from transformers.integrations import sdpa_attention
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import STATE, Captures, captures_of
+from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 PROMPT = 9
@@ -256,7 +262,7 @@ def in_the_sweep(change: str):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("change", map(in_the_sweep, CHANGES))
+@pytest.mark.parametrize("change", [*map(in_the_sweep, CHANGES)])
 def test_changes_between_tokens(change):
     model = accelerated("qwen3_moe", "cpu")
     own = without_capture(copy.deepcopy(model))
@@ -282,6 +288,204 @@ def test_changes_between_tokens(change):
     finally:
         if change == "method of a class":
             undo()
+
+
+class Slotted:
+    __slots__ = ("number", "numbers")
+
+    def __init__(self) -> None:
+        self.number, self.numbers = 1, {"a": 1}
+
+    def method(self):
+        return self.number
+
+
+def counter():
+    count = 0
+
+    def reads():
+        return count
+
+    return reads
+
+
+def file_of(model):
+    return sys.modules[type(model).__module__]
+
+
+def in_main(model):
+    """A class of a program's own file, whose functions find names there."""
+    exec("LIMIT = 1\ndef helped(): return LIMIT", vars(sys.modules["__main__"]))
+    exec("def forward(self, x): return helped() * x", vars(sys.modules["__main__"]), members := {})
+    norm(model).__class__ = type("Mine", (type(norm(model)),), members | {"__module__": "__main__"})
+
+
+# name: (what is done before the fingerprint is made, the change)
+WATCHED = {
+    "interface": (None, lambda m, p: p.setitem(AttentionInterface._global_mapping, "sdpa", double)),
+    "interface of one file": (
+        None,
+        lambda m, p: p.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", double),
+    ),
+    "masks": (
+        None,
+        lambda m, p: p.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", double),
+    ),
+    "experts": (None, lambda m, p: p.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, "moe_mps", double)),
+    "name in the file": (None, lambda m, p: p.setattr(file_of(m), "apply_rotary_pos_emb", double)),
+    "numbers in the file": (
+        lambda m: setattr(file_of(m), "_numbers", {"scale": 1}),
+        lambda m, p: p.setitem(file_of(m)._numbers, "scale", 2),
+    ),
+    "name in the file of a helper": (None, lambda m, p: p.setattr(sdpa_attention, "repeat_kv", double)),
+    "name in __main__": (in_main, lambda m, p: p.setattr(sys.modules["__main__"], "LIMIT", 2)),
+    "code of a function": (None, lambda m, p: p.setattr(type(norm(m)).forward, "__code__", double.__code__)),
+    "method of a cache": (None, lambda m, p: p.setattr(DynamicCache, "get_seq_length", double)),
+    "method of a cache's layer": (None, lambda m, p: p.setattr(DynamicLayer, "get_mask_sizes", double)),
+    "class of the config": (None, lambda m, p: p.setattr(type(m.config), "scale", 2, raising=False)),
+    "list of the config": (
+        lambda m: setattr(m.config, "numbers", [{"a": 1}, 2]),
+        lambda m, p: p.setitem(m.config.numbers[0], "a", 2),
+    ),
+    "generation config": (None, lambda m, p: p.setattr(m.generation_config, "use_cache", False)),
+    "slot of an object": (
+        lambda m: setattr(norm(m), "slotted", Slotted()),
+        lambda m, p: p.setattr(norm(m).slotted, "number", 2),
+    ),
+    "dictionary in a slot": (
+        lambda m: setattr(norm(m), "held", Slotted()),
+        lambda m, p: p.setitem(norm(m).held.numbers, "a", 2),
+    ),
+    "object of a method": (
+        lambda m: setattr(norm(m), "method", Slotted().method),
+        lambda m, p: p.setattr(norm(m).method.__self__, "number", 2),
+    ),
+    "arguments of a partial": (
+        lambda m: setattr(norm(m), "partial", functools.partial(double, args=1)),
+        lambda m, p: p.setitem(norm(m).partial.keywords, "args", 2),
+    ),
+    "what a function has closed over": (
+        lambda m: setattr(norm(m), "reads", counter()),
+        lambda m, p: p.setattr(norm(m).reads.__closure__[0], "cell_contents", 2),
+    ),
+    "hook of a module that is not registered": (
+        lambda m: norm(m).__dict__.update(hidden=[nn.Identity()]),
+        lambda m, p: p.setitem(norm(m).hidden[0]._forward_hooks, 0, double),
+    ),
+}
+
+
+@torch.no_grad()
+def test_what_the_fingerprint_holds(monkeypatch):
+    model = accelerated("qwen3_moe", "cpu")
+    for _, (prepare, _) in WATCHED.items():
+        if prepare is not None:
+            prepare(model)
+    fingerprint = Fingerprint(model, captures_of(model))
+    found = {}
+    for what, (_, change) in WATCHED.items():
+        with monkeypatch.context() as patch:
+            change(model, patch)
+            found[what] = fingerprint.holds()
+        assert fingerprint.holds(), what
+    torch.set_default_dtype(torch.float64)
+    try:
+        found["default dtype"] = fingerprint.holds()
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert [what for what, holds in found.items() if holds] == []
+    assert fingerprint.holds()
+
+
+@torch.no_grad()
+def test_a_patched_model_class_and_a_shallow_copy():
+    model = accelerated("qwen3_moe", "cpu")
+    talk = Conversation(model)
+    talk.tokens(4)
+    assert captures_of(model).programs
+    cls = tiny_models.model_class("qwen3_moe")
+    forward = cls.forward
+    try:
+        cls.forward = lambda self, *args, **kwargs: forward(self, *args, **kwargs) | {"logits": None}
+        assert model(talk.token, past_key_values=talk.cache)["logits"] is None
+    finally:
+        cls.forward = forward
+    talk.tokens(4)
+    assert captures_of(model).programs
+    other = copy.copy(model)  # with the same modules, and attributes of its own
+    other.lm_head_of_both = None
+    other._modules = other._modules | {"lm_head": copy.deepcopy(model.lm_head)}
+    other.lm_head.weight.mul_(2)
+    mine, theirs = Conversation(model, copy.deepcopy(talk.cache)), Conversation(other, talk.cache)
+    mine.token = theirs.token = talk.token
+    for _ in range(4):
+        (one,), (two,) = mine.tokens(1), theirs.tokens(1)
+        assert torch.equal(2 * one, two)
+
+
+class Forgets(DynamicCache):
+    """Shows only the newest tokens."""
+
+    def update(self, *args, **kwargs):
+        keys, values = super().update(*args, **kwargs)
+        return keys[:, :, -4:], values[:, :, -4:]
+
+
+def of_class(cache, cls):
+    cache.__class__ = cls
+    return cache
+
+
+def with_new_keys(cache):
+    cache.layers[1].keys = cache.layers[1].keys.flip(2)
+    return cache
+
+
+def with_written_keys(cache):
+    cache.layers[1].keys.mul_(2)
+    return cache
+
+
+def by(method, *arguments):
+    def change(cache):
+        getattr(cache, method)(*arguments)
+        return cache
+
+    return change
+
+
+# Of the cache, between two tokens.
+CACHE_CHANGES = {
+    "cropped": by("crop", -3),
+    "reordered": by("reorder_cache", torch.tensor([1, 0])),
+    "repeated": by("batch_repeat_interleave", 2),
+    "chosen": by("batch_select_indices", torch.tensor([1, 1])),
+    "copied": copy.deepcopy,
+    "pickled": lambda cache: pickle.loads(pickle.dumps(cache)),
+    "keys replaced": with_new_keys,
+    "keys written": with_written_keys,
+    "another class": lambda cache: of_class(cache, Forgets),
+}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("together", [False, True])
+def test_changes_of_the_cache(together):
+    """One program for all of them; each in a conversation of its own, or one after the other in one."""
+    model = accelerated("qwen3_moe", "cpu")
+    own = without_capture(copy.deepcopy(model))
+    talks = [Conversation(each, batch=2) for each in (model, own)]
+    assert_equal(*(talk.tokens(4) for talk in talks))
+    for change in CACHE_CHANGES.values():
+        if not together:
+            talks = [Conversation(each, batch=2) for each in (model, own)]
+            assert_equal(*(talk.tokens(2) for talk in talks))
+        for talk in talks:
+            talk.cache = change(talk.cache)
+            rows = talk.cache.layers[0].keys.shape[0]
+            talk.token = talk.token[torch.arange(rows) % talk.token.shape[0]]
+        assert_equal(*(talk.tokens(2) for talk in talks))
+    assert captures_of(model).programs
 
 
 @torch.no_grad()
@@ -344,7 +548,8 @@ def test_two_threads_share_a_program(device):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=120)
+        assert not thread.is_alive()
     for number in range(2):
         assert_equal(results[number], expected[number])
     assert len(captures_of(model).programs) == 1

@@ -67,8 +67,10 @@ class Reading:
         offloads = getattr(cache, "offloading", False)
         if type(cache) not in _CACHES or offloads:
             raise Unsupported(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
+        if any(isinstance(entry.value, Cache) for entry in self.entries):
+            raise Unsupported("it has two caches")
         self.entries.append(Entry(_ARGUMENTS, name, STATIC, cache, 0))
-        yield from (name, type(cache), *static_of(cache).items())
+        yield from (name, *static_of(cache).items())
         place = 0
         for layer in cache.layers:
             yield type(layer)
@@ -425,8 +427,8 @@ def column_of(view: Tensor, memory: Tensor) -> int:
 
 
 def static_of(cache: Any) -> dict[str, Any]:
-    """The attributes of a cache besides its layers, and how many these are."""
-    return vars(cache) | {"layers": len(cache.layers)}
+    """The class and the attributes of a cache besides its layers, and how many these are."""
+    return vars(cache) | {"layers": len(cache.layers), "__class__": type(cache)}
 
 
 def _places_of(layers: list[Any], known: list[tuple[type, list[str]]]) -> list[dict[Any, Any]]:

@@ -47,9 +47,10 @@ Make = Callable[[list[Tensor], Any], Any]
 class Program(NamedTuple):
     """A captured kind of calls.
 
-    `make` gives what a call returns, from its tensors and its cache.
+    `make` gives what a call returns, from its tensors and its cache. Programs of one model share a fingerprint.
     """
 
+    fingerprint: Fingerprint
     plan: Plan
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
@@ -83,7 +84,6 @@ class Captures:
         self.reason: str | None = "no kind of call for a few tokens was repeated three times"
         self._anywhere = anywhere
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
-        self._fingerprint: Fingerprint | None = None
         self._rest, self._rests = 0, 0
         self._lock = threading.Lock()
         self._has_warned = False
@@ -102,7 +102,7 @@ class Captures:
 
     def clear(self) -> None:
         """Forgets all programs, and with them the weights that they hold."""
-        self.programs, self._fingerprint, self._kinds = [], None, {}
+        self.programs, self._kinds = [], {}
 
     def call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """What `own`, the model's forward, returns for these arguments."""
@@ -111,13 +111,13 @@ class Captures:
         reason = forbidden()
         if reason is None:
             if self.programs:
-                found = self._run(arguments)
+                found = self._run(model, arguments)
                 if found is not None:
                     return found[0]
             if self._rest > 0:
                 self._rest -= 1
             elif self._may_capture(model, own, arguments):
-                found = self._run(arguments)
+                found = self._run(model, arguments)
                 if found is not None:
                     return found[0]
         else:
@@ -134,17 +134,21 @@ class Captures:
             and (self._anywhere or given.is_mps)
         )
 
-    def _run(self, arguments: dict[str, Any]) -> tuple[Any] | None:
+    def _run(self, model: nn.Module, arguments: dict[str, Any]) -> tuple[Any] | None:
         """A tuple of what a program returns; None if there is none for the call."""
-        fingerprint = self._fingerprint
-        if fingerprint is None or not fingerprint.holds():
+        programs = self.programs  # another thread may change them
+        fingerprint = programs[0].fingerprint if programs else None
+        # copy.copy gives a second model the attributes of the first, and this object with them.
+        if fingerprint is None or fingerprint.model is not model or not fingerprint.holds():
             self.clear()
             return None
-        for number, program in enumerate(self.programs):
+        for number, program in enumerate(programs):
             plan = program.plan
+            if program.fingerprint is not fingerprint:
+                continue
             try:
                 taken = plan.take(arguments)
-            except (AttributeError, KeyError):  # of a layer that holds something else
+            except Exception:  # of a layer that holds something else
                 continue
             integers = None if taken is None else program.integers(*taken.symbols)
             if taken is None or integers is None:
@@ -153,7 +157,7 @@ class Captures:
             if results:
                 plan.give(taken, results, integers)
                 if number:
-                    self.programs = [program, *(p for p in self.programs if p is not program)]
+                    self.programs = [program, *(p for p in programs if p is not program)]
                 self.reason = None
                 return (program.make(results, taken.cache),)
         return None
@@ -183,12 +187,19 @@ class Captures:
                     stacklevel=5,
                 )
         else:
-            self.programs = [program, *self.programs][:_MOST_PROGRAMS]
+            self.programs = [program, *self._still_right(program.fingerprint)][:_MOST_PROGRAMS]
             self._rests = 0
             return True
         finally:
             self._lock.release()
         return False
+
+    def _still_right(self, now: Fingerprint) -> list[Program]:
+        return [
+            program._replace(fingerprint=now)
+            for program in self.programs
+            if program.fingerprint.model is now.model and program.fingerprint.holds()
+        ]
 
     def _fail(self, reason: str) -> None:
         self.reason = reason
@@ -214,11 +225,11 @@ class Captures:
 
     def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Program:
         started = time.perf_counter()
-        fingerprint = Fingerprint(model, self)
         recorder = Recorder()
         symbol, values, least = _symbols(reading, kind)
         symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
         plan = Plan(reading, symbol, symints, recorder)
+        fingerprint = Fingerprint(model, self)  # now: the first copy of a cache notes something in its class
         try:
             output = recorder.run(lambda: own(model, **whole(plan.stand_ins)))
         finally:
@@ -238,10 +249,8 @@ class Captures:
         if kind.pinned > _MOST_PINNED:
             raise Unsupported("it rests on one length of the context")
         plan.forget()
-        if self._fingerprint is None or not self._fingerprint.holds():
-            self.programs = []
-        self._fingerprint = fingerprint
-        return Program(plan, evaluate, program.run, make, program.size(), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Program(fingerprint, plan, evaluate, program.run, make, program.size(), seconds)
 
 
 def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:
@@ -351,6 +360,8 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         captures = None if torch.compiler.is_compiling() else self.__dict__.get(STATE)
+        if original.forward is not own:  # somebody has patched the class
+            return original.forward(self, *args, **kwargs)
         if captures is None or len(args) > len(names):
             return own(self, *args, **kwargs)
         if args:

@@ -1,21 +1,26 @@
 """What a recorded call of a model rests on, compared in one go before each token.
 
 A recording holds what Python did with the model's modules, their attributes, configs, classes and files. All
-of them are dictionaries and lists; gc.get_referents lists what thousands of those hold in one C call.
+of them are objects of Python; gc.get_referents lists what thousands of those hold in one C call.
 """
 
 import gc
+import inspect
+import logging
 import sys
 import types
+import weakref
 from collections.abc import Iterable, Iterator
+from operator import attrgetter, is_not
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
-from transformers import AttentionInterface, AttentionMaskInterface
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers import Cache
+from transformers.cache_utils import CacheLayerMixin
+from transformers.utils.generic import GeneralInterface
 
 from ..rewriting.record import Record
 from .tracing import Unsupported
@@ -45,8 +50,14 @@ _GLOBAL_HOOKS = tuple(
 )
 _LEAVES = (
     str, bytes, bool, int, float, complex, type(None), type, property, Tensor, torch.dtype, torch.device,
-    torch.Generator, types.ModuleType, types.FunctionType, types.BuiltinFunctionType, types.MethodType,
+    torch.Generator, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref, logging.Logger,
+    Record,
 )  # fmt: skip
+_CONTAINERS = (dict, list, set, tuple)
+_MAIN = "__main__"
+_code_of = attrgetter("__code__")
+# Packages whose files are not watched: torch's names and ours do not change.
+_UNWATCHED = ("torch", "torch_moe_mps", "builtins", _MAIN)
 
 
 class Fingerprint:
@@ -54,33 +65,39 @@ class Fingerprint:
 
     def __init__(self, model: nn.Module, own: object) -> None:
         """`own`: an object in the model that changes while nothing of the model does."""
-        modules = list(model.modules())
-        inner = modules[1:]  # hooks of the model itself run around the recorded call
-        self._modules = modules
+        reached = _Reached(model, own)
+        self.model = model
+        self._modules = reached.modules
+        inner = reached.modules[1:]  # hooks of the model itself run around the recorded call
         self._hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
         for hook in gc.get_referents(*self._hooks):
             if getattr(hook, "__module__", None) not in _KNOWN_HOOKS and not isinstance(
                 hook, int
             ):  # a key, or True
-                owner = next(n for n, m in model.named_modules() if m is not model and _has(m, hook))
+                owner = next((n for n, m in model.named_modules() if m in inner and _has(m, hook)), "a module")
                 raise Unsupported(f"a hook of {owner} may look at each call")
-        attributes = list(_attributes(modules, own))
-        self._containers = [*_classes_and_files(modules), *attributes]
-        self._copies = [(each, each.copy()) for each in attributes if isinstance(each, (dict, list))]
+        classes = dict.fromkeys(cls for each in reached.classes for cls in each.__mro__)
+        members = _members(classes)
+        self._functions = [f for f in gc.get_referents(*members) if isinstance(f, types.FunctionType)]
+        self._containers = [*members, *_files(classes), *reached.containers]
+        self._main, self._names = vars(sys.modules[_MAIN]), _names_in_main(classes)
+        self._copies = [(each, each.copy()) for each in reached.containers if isinstance(each, (dict, list))]
         # Two tensors of one element may be equal, others cannot be compared.
-        self._single = [c for c in attributes if any(_is_single(value) for value in _values(c))]
+        self._single = [c for c in reached.containers if any(map(_is_single, gc.get_referents(c)))]
         self._now = self._state()
 
     def holds(self) -> bool:
         """Whether a call would do the same as the recorded one."""
         try:
             return self._state() == self._now
-        except (RuntimeError, ValueError):  # from comparing tensors or arrays, which are others now
+        except Exception:  # from comparing tensors, arrays or whatever else, which are others now
             return False
 
     def undo(self) -> None:
         """Gives the model's attributes their values at the begin again."""
         for container, before in self._copies:
+            if len(container) == len(before) and not any(map(is_not, _values(container), _values(before))):
+                continue  # another thread may be reading it
             container.clear()
             container.extend(before) if isinstance(container, list) else container.update(before)
 
@@ -91,6 +108,8 @@ class Fingerprint:
             list(map(id, referents(*self._single))),
             referents(*self._hooks),
             referents(*self._containers),
+            list(map(_code_of, self._functions)),  # which may be replaced
+            list(map(self._main.get, self._names)),
             torch.get_default_dtype(),
             _changes,
         )
@@ -133,36 +152,99 @@ def _values(container: Any) -> Iterable[Any]:
     return container.values() if isinstance(container, dict) else container
 
 
-def _classes_and_files(modules: list[nn.Module]) -> Iterator[dict[str, Any]]:
-    """What the classes of modules, and the files that these are in, have by name."""
-    classes = dict.fromkeys(cls for module in modules for cls in type(module).__mro__)
+class _Reached:
+    """What a model leads to, except through tensors, classes and what functions find by name.
+
+    Attributes:
+        containers: objects that may change.
+        modules: the model, its modules, and those that are attributes but not registered.
+        classes: of all objects, and of caches.
+    """
+
+    def __init__(self, model: nn.Module, own: object) -> None:
+        self.modules = list(model.modules())
+        self.containers: list[Any] = []
+        self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
+        self._seen = {id(own)}
+        self._waiting: list[Any] = []
+        for module in self.modules:
+            self._add_module(module)
+        while self._waiting:
+            container = self._waiting.pop()
+            if not isinstance(container, tuple):  # which cannot change
+                self.containers.append(container)
+            for value in gc.get_referents(container):
+                self._add(value)
+
+    def _add(self, value: Any) -> None:
+        if isinstance(value, _LEAVES) or id(value) in self._seen:
+            return
+        if isinstance(value, nn.Module):
+            self.modules.append(value)
+            self._add_module(value)
+            return
+        self._seen.add(id(value))
+        if isinstance(value, types.FunctionType):
+            self._seen.update((id(value.__globals__), id(value.__builtins__)))
+        elif not isinstance(value, _CONTAINERS):
+            self.classes[type(value)] = None
+            if hasattr(value, "__dict__"):
+                self._add(vars(value))
+        self._waiting.append(value)
+
+    def _add_module(self, module: nn.Module) -> None:
+        held = vars(module)
+        self.classes[type(module)] = None
+        self._seen.update((id(module), id(held)))
+        self._seen.update(id(held[name]) for name in (*_HOOKS, *_UNREAD))
+        self._waiting.append(held)
+
+
+def _with_subclasses(*classes: type) -> Iterator[type]:
     for cls in classes:
-        yield from gc.get_referents(cls.__dict__)  # the dictionary behind the read-only one
-    for name in dict.fromkeys(cls.__module__ for cls in classes):
-        # A program's own names change while it runs, and torch's files are torch's.
-        if name in sys.modules and name.partition(".")[0] not in ("torch", "builtins", "__main__"):
-            yield vars(sys.modules[name])
-    for interface in (AttentionInterface, AttentionMaskInterface, type(ALL_EXPERTS_FUNCTIONS)):
-        yield interface._global_mapping
+        yield cls
+        yield from _with_subclasses(*cls.__subclasses__())
 
 
-def _attributes(modules: list[nn.Module], own: object) -> Iterator[Any]:
-    """All dictionaries, lists and sets that modules lead to, except through tensors and classes."""
-    waiting: list[Any] = [vars(module) for module in modules]
-    seen = {id(own), *map(id, modules)}
-    seen.update(id(vars(module)[name]) for module in modules for name in (*_HOOKS, *_UNREAD))
-    while waiting:
-        container = waiting.pop()
-        if id(container) in seen:
-            continue
-        seen.add(id(container))
-        if not isinstance(container, tuple):  # which cannot change
-            yield container
-        for value in _values(container):
-            if isinstance(value, _LEAVES) or id(value) in seen:
-                continue
-            if isinstance(value, (dict, list, set, tuple)):
-                waiting.append(value)
-            elif hasattr(value, "__dict__") and not isinstance(value, Record):
-                seen.add(id(value))
-                waiting.append(vars(value))
+def _members(classes: Iterable[type]) -> list[Any]:
+    """The dictionaries of what classes have by name, which Python shows read-only."""
+    return [held for cls in classes for held in gc.get_referents(cls.__dict__)]
+
+
+def _files(classes: Iterable[type]) -> Iterator[Any]:
+    """What the files of classes have by name, and those of the functions that they import."""
+    names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
+    packages = tuple({name.partition(".")[0] for name in names})
+    files = {id(file): file for name in names if (file := vars(sys.modules.get(name, types)))}
+    for file in list(files.values()):
+        for value in file.values():
+            if isinstance(value, types.FunctionType) and _is_of(value.__module__ or "", packages):
+                own = getattr(inspect.unwrap(value), "__globals__", value.__globals__)
+                files.setdefault(id(own), own)
+    for file in files.values():
+        yield file
+        for name, value in file.items():
+            if isinstance(value, GeneralInterface):
+                yield from (value._global_mapping, value._local_mapping)
+            elif isinstance(value, (dict, list, set)) and not name.startswith("__"):
+                yield value
+
+
+def _names_in_main(classes: Iterable[type]) -> list[str]:
+    """The names in a program's own file that these classes read: others change while it runs."""
+    main = vars(sys.modules[_MAIN])
+    members = [member for cls in classes for member in vars(cls).values()]
+    codes = [each.__code__ for each in members if getattr(each, "__globals__", None) is main]
+    names: dict[str, None] = {}
+    while codes:
+        code = codes.pop()
+        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
+        for name in code.co_names:
+            if name not in names and isinstance(main.get(name), types.FunctionType):
+                codes.append(main[name].__code__)
+            names[name] = None
+    return list(names)
+
+
+def _is_of(name: str, packages: tuple[str, ...]) -> bool:
+    return name.partition(".")[0] in packages
