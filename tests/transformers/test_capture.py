@@ -672,10 +672,7 @@ def test_generate(device):
             torch.manual_seed(0)
             results.append(each.generate(input_ids=ids, attention_mask=mask, **options).cpu())
         assert torch.equal(*results), options
-        if "cache_implementation" in options:  # generate() makes the masks of static caches itself
-            assert "is a CausalMask" in str(captures)
-        else:
-            assert captures.programs, (options, str(captures))
+        assert captures.programs, (options, str(captures))
 
 
 @torch.no_grad()

@@ -13,6 +13,7 @@ _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
 _TOKENS = -2  # the dimension
 _INTEGERS = (int, torch.SymInt)  # a symbol while a token is captured
+ELEMENTS = "_elements"  # the attribute of what the others tell
 _NO_END = torch.iinfo(torch.int32).max  # of a key range that ends with the keys
 
 

@@ -14,18 +14,19 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
 from ..cache import END, MEMORY, QuantizedCache
+from ..causal_mask import ELEMENTS, CausalMask
 from ..quantized_states import QuantizedStates
 from .tracing import Recorder, Unsupported
 
 _STATIC = (bool, float, str, type(None), torch.dtype, torch.device)
 _CACHES = (DynamicCache, StaticCache, QuantizedCache)
-_ARGUMENTS = -1  # the place of what is no dictionary of the cache
+_ARGUMENTS = -1  # the place of what is no dictionary of the cache, nor of a mask
 STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
 SIZE, TOKENS, START = range(4, 7)  # beside NUMBER what a symbol is read from
 
 
 class Entry(NamedTuple):
-    """A value of a call: `place` is a dictionary of the cache, by its number, or _ARGUMENTS."""
+    """A value of a call: `place` is a dictionary of the cache or of a mask, by its number, or _ARGUMENTS."""
 
     place: int
     name: Any
@@ -52,15 +53,21 @@ class Reading:
         self.growing: set[int] = set()
         self.entries: list[Entry] = []
         self._memories: dict[int, int] = {}  # by id, in their order
+        self._place = 0
         key: list[Any] = []
+        masks: list[tuple[Any, CausalMask]] = []
         for name, value in flat(arguments).items():
             if isinstance(value, Cache):
                 key += self._cache(name, value)
+            elif type(value) is CausalMask:
+                masks.append((name, value))
             elif type(value) is int:
                 key += name, STATIC, value
                 self.entries.append(Entry(_ARGUMENTS, name, STATIC, value, 0))
             else:
                 key += self._value(_ARGUMENTS, name, value)
+        for name, mask in masks:  # behind the cache
+            key += self._mask(name, mask)
         self.key = tuple(key)
 
     def _cache(self, name: str, cache: Any) -> Iterator[Any]:
@@ -71,15 +78,22 @@ class Reading:
             raise Unsupported("it has two caches")
         self.entries.append(Entry(_ARGUMENTS, name, STATIC, cache, 0))
         yield from (name, *static_of(cache).items())
-        place = 0
         for layer in cache.layers:
             yield type(layer)
             inner = [value for value in vars(layer).values() if type(value) is dict]
             for held in (vars(layer), *inner):
                 yield len(held)
                 for item in held.items():
-                    yield from self._value(place, *item)
-                place += 1
+                    yield from self._value(self._place, *item)
+                self._place += 1
+
+    def _mask(self, name: Any, mask: CausalMask) -> Iterator[Any]:
+        self.entries.append(Entry(_ARGUMENTS, name, STATIC, mask, 0))
+        yield from (name, *_kind_of(mask))
+        for attribute, value in vars(mask).items():
+            if attribute != ELEMENTS:  # which are made anew from the others
+                yield from self._value(self._place, attribute, value)
+        self._place += 1
 
     def _value(self, place: int, name: Any, value: Any) -> Iterator[Any]:
         first, kind = len(self.numbers), STATIC
@@ -159,6 +173,7 @@ class Plan:
         self.views: list[tuple[int, ...]] = []
         self._symbol, self._symints, self._recorder = symbol, symints, recorder
         self._cache: str | None = None
+        self._masks: list[tuple[Any, tuple[Any, ...]]] = []
         self._attributes: dict[str, Any] = {}
         self._layers: list[tuple[type, list[str]]] = []
         self._arguments: list[tuple[Any, int, Any]] = []
@@ -171,8 +186,11 @@ class Plan:
         for entry in reading.entries:
             if entry.place == _ARGUMENTS:
                 self._add_argument(entry)
-        if self._cache is not None:
-            self._add_cache(reading, self.stand_ins[self._cache])
+        self._layers = [
+            (type(layer), [name for name, value in vars(layer).items() if type(value) is dict])
+            for layer in self._layers_of(self.stand_ins)
+        ]
+        self._add_places(reading)
         self._readers = [self._sources[number] for number in range(len(symints))]
         self._kinds_of_ends = list(dict.fromkeys(self._ends))
         self._end_of = [self._kinds_of_ends.index(end) for end in self._ends]
@@ -183,18 +201,26 @@ class Plan:
             self._cache, self._attributes = name, static_of(value)
             self.stand_ins[name] = _empty_copy(value)
             return
+        if isinstance(value, CausalMask):
+            self._masks.append((name, _kind_of(value)))
+            self.stand_ins[name] = CausalMask(value.shape, 0, None, value.dtype, value.device)
+            return
         self._arguments.append((name, kind, value))
         self.stand_ins[name] = self._input(value, first) if kind == TENSOR else value
 
-    def _add_cache(self, reading: Reading, cache: Any) -> None:
-        self._layers = [
-            (type(layer), [name for name, value in vars(layer).items() if type(value) is dict])
-            for layer in cache.layers
-        ]
+    def _layers_of(self, arguments: dict[Any, Any]) -> list[Any]:
+        return [] if self._cache is None else arguments[self._cache].layers
+
+    def _places_in(self, arguments: dict[Any, Any]) -> list[dict[Any, Any]]:
+        """The dictionaries of a call's cache, and those of its masks."""
+        masks = [vars(arguments[name]) for name, _ in self._masks]
+        return _places_of(self._layers_of(arguments), self._layers) + masks
+
+    def _add_places(self, reading: Reading) -> None:
         entries: dict[int, list[Entry]] = {}
         for entry in reading.entries:
             entries.setdefault(entry.place, []).append(entry)
-        for place, held in enumerate(_places_of(cache.layers, self._layers)):
+        for place, held in enumerate(self._places_in(self.stand_ins)):
             own = entries.get(place, [])
             self._places.append(_Place(own, len(held), self._symbol))
             for entry in sorted(own, key=lambda entry: entry.kind):  # tensors, then views, as `take` does
@@ -272,7 +298,8 @@ class Plan:
         cache = self.stand_in_of_cache
         if static_of(cache) != self._attributes:
             raise Unsupported("the call changes its cache's attributes")
-        for before, held in zip(self._before, _places_of(cache.layers, self._layers), strict=True):
+        places = _places_of(cache.layers, self._layers)
+        for before, held in zip(self._before, places, strict=False):  # without those of masks
             writes: list[tuple[Any, int, Any, Any]] = []
             if before.keys() != held.keys():
                 raise Unsupported("the call gives a layer of its cache attributes")
@@ -309,9 +336,8 @@ class Plan:
         inputs: list[Tensor] = []
         views: list[Tensor] = []
         memories: list[Any] = []
-        places: list[dict[Any, Any]] = []
         arguments = flat(arguments)
-        if len(arguments) != len(self._arguments) + (self._cache is not None):
+        if len(arguments) != len(self._arguments) + len(self._masks) + (self._cache is not None):
             return None
         for name, kind, value in self._arguments:
             given = arguments.get(name)
@@ -319,16 +345,19 @@ class Plan:
                 inputs.append(given)  # type: ignore[arg-type]  # its type is compared below
             elif given is not value and (type(given) is not type(value) or given != value):
                 return None
-        cache: Any = None
+        for name, known in self._masks:
+            given = arguments.get(name)
+            if type(given) is not CausalMask or _kind_of(given) != known:
+                return None
+        cache = None if self._cache is None else arguments.get(self._cache)
         if self._cache is not None:
-            cache = arguments.get(self._cache)
             if not isinstance(cache, Cache) or static_of(cache) != self._attributes:
                 return None
             if any(
                 type(layer) is not known for layer, (known, _) in zip(cache.layers, self._layers, strict=True)
             ):
                 return None
-            places = _places_of(cache.layers, self._layers)
+        places = self._places_in(arguments)
         for held, place in zip(places, self._places, strict=True):
             if len(held) != place.size or place.static(held) != place.values:
                 return None
@@ -373,7 +402,7 @@ class Plan:
 
     def give(self, taken: Taken, results: list[Tensor], integers: list[int]) -> None:
         """Puts what a call has made into its cache."""
-        for held, writes in zip(taken.places, self._writes, strict=True):
+        for held, writes in zip(taken.places, self._writes, strict=False):  # nothing into masks
             for name, kind, value, where in writes:
                 if kind == NUMBER:
                     held[name] = integers[value]
@@ -431,6 +460,10 @@ def static_of(cache: Any) -> dict[str, Any]:
     return vars(cache) | {"layers": len(cache.layers), "__class__": type(cache)}
 
 
+def _kind_of(mask: CausalMask) -> tuple[Any, ...]:
+    return CausalMask, mask.shape, mask.dtype, mask.device
+
+
 def _places_of(layers: list[Any], known: list[tuple[type, list[str]]]) -> list[dict[Any, Any]]:
     """The dictionaries that layers hold what they hold in."""
     places = []
@@ -453,7 +486,11 @@ def _empty_copy(cache: Any) -> Any:
 
 
 def _narrow(memory: Tensor, start: Any, tokens: Any, column: int, width: int) -> Callable[[], Tensor]:
-    return lambda: memory.narrow(-2, start, tokens).narrow(-1, column, width)
+    def shown() -> Tensor:
+        some = memory.narrow(-2, start, tokens)
+        return some if width == memory.shape[-1] else some.narrow(-1, column, width)
+
+    return shown
 
 
 def _like(states: Tensor, fakes: list[Tensor]) -> Any:

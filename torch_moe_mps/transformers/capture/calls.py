@@ -47,7 +47,7 @@ Make = Callable[[list[Tensor], Any], Any]
 class Program(NamedTuple):
     """A captured kind of calls.
 
-    `make` gives what a call returns, from its tensors and its cache. Programs of one model share a fingerprint.
+    `make` gives what a call returns, from its tensors and its cache. A model's programs share a fingerprint.
     """
 
     fingerprint: Fingerprint

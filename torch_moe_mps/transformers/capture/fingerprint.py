@@ -71,11 +71,10 @@ class Fingerprint:
         inner = reached.modules[1:]  # hooks of the model itself run around the recorded call
         self._hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
         for hook in gc.get_referents(*self._hooks):
-            if getattr(hook, "__module__", None) not in _KNOWN_HOOKS and not isinstance(
-                hook, int
-            ):  # a key, or True
-                owner = next((n for n, m in model.named_modules() if m in inner and _has(m, hook)), "a module")
-                raise Unsupported(f"a hook of {owner} may look at each call")
+            if getattr(hook, "__module__", None) in _KNOWN_HOOKS or isinstance(hook, int):  # a key, or True
+                continue
+            owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
+            raise Unsupported(f"a hook of {next(owners, 'a module')} may look at each call")
         classes = dict.fromkeys(cls for each in reached.classes for cls in each.__mro__)
         members = _members(classes)
         self._functions = [f for f in gc.get_referents(*members) if isinstance(f, types.FunctionType)]

@@ -77,11 +77,7 @@ class Recorder(TorchDispatchMode):
 
     def input(self, like: Tensor, sizes: tuple[Any, ...]) -> Tensor:
         """A fake tensor of these sizes that the calls get."""
-        with self.fakes:
-            if like.is_contiguous():
-                fake = torch.empty(sizes, dtype=like.dtype, device=like.device)
-            else:
-                fake = torch.empty_strided(sizes, like.stride(), dtype=like.dtype, device=like.device)
+        fake = self._empty(like, sizes)
         node = self.graph.placeholder(f"input_{len(self._nodes)}")
         self._name(fake, node)
         return fake
@@ -111,12 +107,19 @@ class Recorder(TorchDispatchMode):
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
 
+    def _empty(self, like: Tensor, sizes: tuple[Any, ...]) -> Any:
+        """A fake tensor; the mode's own from_tensor, which keeps what it shares with others, is slow."""
+        with self.fakes:
+            if like.is_contiguous():
+                return torch.empty(sizes, dtype=like.dtype, device=like.device)
+            return torch.empty_strided(sizes, like.stride(), dtype=like.dtype, device=like.device)
+
     def _fake(self, value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
             fake = self._fake_of.get(id(value))
             if fake is None:
                 self.node_of(value)
-                fake = self._fake_of[id(value)] = self.fakes.from_tensor(value, static_shapes=True)
+                fake = self._fake_of[id(value)] = self._empty(value, value.shape)
                 self._nodes[id(fake)] = self._nodes[id(value)]
             return fake
         if isinstance(value, (list, tuple)):

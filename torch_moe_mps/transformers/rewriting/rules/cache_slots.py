@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from transformers import Cache
 
 from ...experts import is_observed
 from ...report import Done
@@ -43,7 +44,7 @@ def _slots_of(cache: Any, layer: int, keys: Tensor, values: Tensor) -> Slots | N
     None where there is no room for them, and where the cache needs more than a copy of them.
     """
     layers = getattr(cache, "layers", None)
-    if not layers or not 0 <= layer < len(layers):
+    if not layers or not 0 <= layer < len(layers) or type(cache).update is not Cache.update:
         return None
     find: Callable[[Tensor, Tensor], Slots | None] | None = getattr(layers[layer], "slots", None)
     return None if find is None else find(keys, values)
