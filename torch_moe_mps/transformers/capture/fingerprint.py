@@ -4,6 +4,7 @@ A recording holds what Python did with the model's modules, their attributes, co
 of them are objects of Python; gc.get_referents lists what thousands of those hold in one C call.
 """
 
+import builtins
 import gc
 import inspect
 import logging
@@ -164,7 +165,7 @@ class _Reached:
         self.modules = list(model.modules())
         self.containers: list[Any] = []
         self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
-        self._seen = {id(own)}
+        self._seen = {id(own), id(vars(builtins))}
         self._waiting: list[Any] = []
         for module in self.modules:
             self._add_module(module)
@@ -184,7 +185,7 @@ class _Reached:
             return
         self._seen.add(id(value))
         if isinstance(value, types.FunctionType):
-            self._seen.update((id(value.__globals__), id(value.__builtins__)))
+            self._seen.add(id(value.__globals__))
         elif not isinstance(value, _CONTAINERS):
             self.classes[type(value)] = None
             if hasattr(value, "__dict__"):
