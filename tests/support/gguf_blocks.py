@@ -9,6 +9,11 @@ HALVES = {
     **{"q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)},
     "mxfp4": (),
 }
+# Of types that have no format: most are tables of patterns.
+OTHERS = {
+    **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "q8_k"), (0,)),
+    **{"tq1_0": (52,), "tq2_0": (64,)},
+}
 
 
 def type_of(name: str) -> GGMLQuantizationType:
@@ -22,7 +27,7 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0, scale: float
     count = int(np.prod(rows)) * columns // values
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (count, size), dtype=np.uint8)
-    for first in HALVES[name]:
+    for first in (HALVES | OTHERS)[name]:
         halves = (generator.standard_normal((count, 1)) * scale).astype(np.float16)
         blocks[:, first : first + 2] = halves.view(np.uint8)
     if name == "mxfp4":

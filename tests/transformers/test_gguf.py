@@ -138,6 +138,28 @@ print(type(model.hf_quantizer).__name__, "torch_moe_mps" in sys.modules)
     assert done.stdout.split() == [b"GgufHfQuantizer", b"False"], done.stderr
 
 
+def test_types_without_a_format_get_the_nearest(tmp_path):
+    """The report has their errors; what was read of them is dense in the oracle."""
+    path = write_file(tmp_path / "model.gguf", "qwen3moe", ("iq2_xxs", "iq3_s", "iq1_s"))
+    with pytest.warns(
+        UserWarning, match="16 tensors of the GGUF file have no format here and are now in the"
+    ):
+        model = load(path)
+    report = model.hf_quantizer.report
+    found = {(str(entry.format), round(entry.error, 2)) for own in report.modules.values() for entry in own}
+    assert not report.skipped and found == {("affine3_32", 0.02), ("affine4_32", 0.0), ("affine2_32", 0.0)}
+    expected, found = logits(dense(path)), logits(model)
+    assert (found - expected).abs().max() <= 0.1 * expected.abs().max()
+
+
+def test_types_without_values_are_one_line(tmp_path):
+    keys, matrices = {}, {"token_embd.weight": ((96, 256), "q8_k")}
+    with pytest.raises(
+        ValueError, match=r"token_embd.weight must be of a type whose values the package gguf"
+    ):
+        gguf_file.read_file(write(tmp_path / "model.gguf", "llama", keys, matrices))[1][0].values()
+
+
 def test_on_mps(simulated, tmp_path):
     path = write_file(tmp_path / "model.gguf", "qwen3moe")
     model = load(path, device_map="mps")

@@ -4,7 +4,7 @@ A block is the bytes of 32 or 256 neighbouring values of a row: codes, and what 
 values are those of the blocks, in float32; the tensors take as many bytes.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..ops._checks import Check
 from ..ops._formats import FORMATS, LARGE_BLOCK, Format, QuantizedWeight, pack, pack_octets
+from .formats import ErrorSums
 
 # A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -122,6 +123,73 @@ _BLOCKS: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
 def format_of_blocks(name: str) -> Format | None:
     """The format that holds blocks of ggml's type `name`, in any case; None where there is none."""
     return FORMATS[name.lower()] if name.lower() in _BLOCKS else None
+
+
+# Types whose values come from tables of patterns: the bits of the affine format that is nearest, and how many
+# steps there may be between the least and the largest value of a group. Mean errors for random patterns: none
+# for iq1_s, iq3_s, tq1_0 and tq2_0, 1 % for iq3_xxs, 2 % for iq2_xxs, 4 % for iq1_m, 5 % for the other two.
+_NEAREST = {
+    **dict.fromkeys(("iq1_s", "tq1_0", "tq2_0"), (2, range(2, 4))),
+    "iq2_xxs": (3, range(3, 8)),
+    **dict.fromkeys(("iq1_m", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (4, range(8, 16))),
+}
+_NEAREST_GROUP = 32
+
+
+def nearest_format(name: str) -> Format | None:
+    """The affine format for blocks of ggml's type `name` that no format holds; None where there is none."""
+    bits, _ = _NEAREST.get(name.lower(), (0, ()))
+    return Format(bits, _NEAREST_GROUP) if bits else None
+
+
+@torch.no_grad()
+def nearest_of(
+    shape: tuple[int, ...], dtype: torch.dtype, name: str, some: Callable[[slice], Tensor]
+) -> tuple[QuantizedWeight, float]:
+    """The weight [..., R, C] nearest to values of ggml's type `name`, and its error as a report has it.
+
+    Args:
+        dtype: of scales and biases.
+        some: float32 values [n, C] of some of the rows of all matrices.
+    """
+    (bits, steps), errors = _NEAREST[name.lower()], ErrorSums()
+    format = Format(bits, _NEAREST_GROUP)
+    out = QuantizedWeight.empty(shape, dtype, torch.device("cpu"), format)
+    words, scales, biases = (tensor.view(-1, tensor.shape[-1]) for tensor in out if tensor is not None)
+    step = max(1, VALUES_AT_ONCE // 4 // max(1, shape[-1]))
+    for first in range(0, len(words), step):
+        rows = slice(first, first + step)
+        groups = some(rows).unflatten(-1, (-1, _NEAREST_GROUP))
+        codes, scale, bias = _fitted(groups, steps, (1 << bits) - 1)
+        scales[rows], biases[rows] = scale.squeeze(-1), bias.squeeze(-1)
+        words[rows].view(torch.int32).copy_(pack(codes.byte().flatten(-2), bits))
+        errors.add(groups, codes * scales[rows].float().unsqueeze(-1) + biases[rows].float().unsqueeze(-1))
+    return out, errors.relative
+
+
+def _fitted(groups: Tensor, steps: Iterable[int], most: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and biases of groups [..., n]: the best of some numbers of steps, by least squares."""
+    least, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    means = groups.mean(-1, keepdim=True)
+    best: tuple[Tensor, ...] | None = None
+    for count in steps:
+        scale, bias = ((largest - least) / count).clamp(min=1e-30), least
+        for _ in range(2):
+            codes = ((groups - bias) / scale).round_().clamp_(0, most)
+            centred = codes - codes.mean(-1, keepdim=True)
+            fit = (centred * (groups - means)).sum(-1, keepdim=True) / centred.square().sum(-1, keepdim=True)
+            scale = torch.where(fit > 0, fit, scale)  # NaN for equal values, which the bias holds
+            bias = means - scale * codes.mean(-1, keepdim=True)
+        error = (codes * scale + bias - groups).abs_().sum(-1, keepdim=True)
+        found: tuple[Tensor, ...] = error, codes, scale, bias
+        if best is not None:
+            found = tuple(
+                torch.where(error < best[0], new, old) for new, old in zip(found, best, strict=True)
+            )
+        best = found
+    assert best is not None
+    _, codes, scale, bias = best
+    return codes, scale, bias
 
 
 def block_values(format: Format) -> int:

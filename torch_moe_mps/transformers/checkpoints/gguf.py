@@ -18,7 +18,7 @@ from ...quantization import Format
 from ..report import QuantizationReport, QuantizedProjection
 from .gguf_file import File, Source, checked
 from .saving import mark_quantized
-from .sizes import bytes_a_token
+from .sizes import bytes_a_token, quantized_bytes
 from .targets import Reasons, Target, quantizable, tie_quantized, tied_layers
 from .weights import quantized_names, store_empty, take_stored
 
@@ -88,7 +88,7 @@ class GgufQuantizer(GgufHfQuantizer):
         for tensor in dense:
             if tensor.is_quantized:
                 tensor.values(tensor.data.reshape(tensor.rows, -1)[:1])  # raises what it would later
-                why = "has no packed format" if tensor.format is None else "cannot stay as it is in the model"
+                why = "has no format here" if tensor.format is None else "cannot stay as it is in the model"
                 self.report.skipped[tensor.name] = f"{tensor.kind.lower()}, which {why}"
         for target in self._targets.values():
             store_empty(target)
@@ -145,7 +145,8 @@ class GgufQuantizer(GgufHfQuantizer):
                 source = self._sources.get(f"{name}.{parameter}")
                 if source is not None and self.report is not None:
                     weight = vars(target.module)[parameter]
-                    entry = QuantizedProjection(parameter, 0.0, weight.nbytes, source.nbytes, source.format)
+                    now = quantized_bytes(weight, source.format)
+                    entry = QuantizedProjection(parameter, source.error, weight.nbytes, now, source.format)
                     self.report.modules.setdefault(name, []).append(entry)
             take_stored(model, target)
 
@@ -163,13 +164,18 @@ class GgufQuantizer(GgufHfQuantizer):
         assert report is not None
         self.place(model)
         report.bytes_after = bytes_a_token(model)
-        if report.skipped:
-            names = ", ".join(list(report.skipped)[:3]) + (", ..." if len(report.skipped) > 3 else "")
-            warnings.warn(
-                f"torch_moe_mps: {len(report.skipped)} tensors of the GGUF file cannot stay packed and were "
-                f"dequantised: {names}; model.hf_quantizer.report has them all",
-                stacklevel=2,
-            )
+        near = [t.name for s in self._sources.values() if not s.is_exact for t in s.tensors]
+        for names, what in (
+            ([*report.skipped], "cannot stay packed and were dequantised"),
+            (near, "have no format here and are now in the nearest affine one"),
+        ):
+            if names:
+                some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+                warnings.warn(
+                    f"torch_moe_mps: {len(names)} tensors of the GGUF file {what}: {some}; "
+                    "model.hf_quantizer.report has them all",
+                    stacklevel=2,
+                )
         model.hf_quantizer = self
         del self._file, self._sources, self._targets
         model._weight_conversions = None  # saved under the names of transformers
