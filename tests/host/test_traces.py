@@ -103,6 +103,15 @@ def linear_attention() -> Calls:
     yield "selective_scan_", partial(ops.selective_scan_, x, x, b, b, state, tensor(70, 16), gate=x)
 
 
+def hyper_connection() -> Calls:
+    fn, base, scale = (tensor(*shape, dtype=torch.float32) for shape in ((24, 4 * 2048), (24,), (3,)))
+    for tokens in (1, 20):
+        streams, out, post = tensor(tokens, 4, 2048), tensor(tokens, 2048), tensor(tokens, 4, dtype=fn.dtype)
+        first = partial(ops.hyper_connection, streams, fn, base, scale)
+        yield f"hyper_connection, {tokens} tokens", partial(first, out=out, post=post)
+    yield "hyper_update", partial(ops.hyper_update, streams, out, post)
+
+
 def combine() -> Calls:
     yield "silu_mul_stacked", partial(ops.silu_mul_stacked, tensor(8, 768), tensor(8, 768))
     for operator, tokens, *rest in (
@@ -323,6 +332,26 @@ selective_scan_
   selective_scan_f16 grid 2x1x1 of 64x1x1
   0=A[0:420] 1=A[0:420] 2=B[0:96] 3=B[0:96] 4=C[0:2240] 5=D[0:420] 6=D[0:420] 7=A[0:420] 8=E[0:4480]
     9=D[0:420] 10=184 bytes
+""",
+        )
+
+    def test_hyper_connection(self):
+        self.assertExpectedInline(
+            self.encoded(hyper_connection),
+            """\
+hyper_connection, 1 tokens
+  hyper_products_f16 grid 16x1x1 of 256x1x1
+  0=A[0:16384] 1=B[0:4096] 2=C[0:16] 3=A[0:16384] 4=D[0:16384] 5=E[0:786432] 6=F[0:1600] 7=60 bytes
+  hyper_mix_f16 grid 2x1x1 of 256x1x1
+  0=D[0:16384] 1=F[0:1600] 2=G[0:96] 3=H[0:12] 4=I[0:4096] 5=J[0:16] 6=K[0:64] 7=60 bytes
+hyper_connection, 20 tokens
+  hyper_products_of_tokens_f16 grid 16x3x1 of 256x1x1
+  0=A[0:327680] 1=B[0:81920] 2=C[0:320] 3=A[0:327680] 4=D[0:327680] 5=E[0:786432] 6=F[0:32000] 7=60 bytes
+  hyper_mix_f16 grid 2x20x1 of 256x1x1
+  0=D[0:327680] 1=F[0:32000] 2=G[0:96] 3=H[0:12] 4=I[0:81920] 5=J[0:320] 6=K[0:1280] 7=60 bytes
+hyper_update
+  hyper_update_f16 grid 2x20x1 of 256x1x1
+  0=A[0:327680] 1=B[0:81920] 2=C[0:320] 3=A[0:327680] 4=D[0:327680] 5=60 bytes
 """,
         )
 

@@ -55,6 +55,10 @@ moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor w
 moe_mps::heads_mm(Tensor x, Tensor weight, *, bool transposed=False, Tensor? tail=None) -> Tensor
 moe_mps::heads_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, str format, *, bool
     transposed=False, Tensor? tail=None) -> Tensor
+moe_mps::hyper_update(Tensor streams, Tensor out, Tensor post, Tensor? comb=None) -> Tensor
+moe_mps::hyper_connection(Tensor streams, Tensor fn, Tensor base, Tensor scale, *, Tensor? out=None, Tensor?
+    post=None, Tensor? comb=None, float norm_eps=9.9999999999999995e-07, float eps=9.9999999999999995e-07,
+    int iterations=20, float post_factor=2., float post_eps=0.) -> (Tensor, Tensor, Tensor, Tensor)
 moe_mps::index_topk(Tensor q, Tensor k, Tensor weights, int top_k, float scale, *, Tensor? key_range=None)
     -> Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, str format,

@@ -169,6 +169,18 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
         yield f"selective_scan_ of {tokens}", call, {}, state.numel() * tokens
 
 
+def hyper_connection(dtype: torch.dtype) -> Iterator[Call]:
+    fn, base, scale = on_device(24, 4 * 2048), on_device(24), on_device(3)
+    for tokens in (1, 16):
+        streams, out = on_device(tokens, 4, 2048, dtype=dtype), on_device(tokens, 2048, dtype=dtype)
+        given = {"out": out, "post": on_device(tokens, 4), "comb": on_device(tokens, 4, 4)}
+        call = functools.partial(torch.ops.moe_mps.hyper_connection, streams, fn, base, scale, **given)
+        work = {fn: apple.Work("products", tokens * fn.numel())}
+        yield f"hyper_connection of {tokens}", call, work, out.numel()
+    call = functools.partial(torch.ops.moe_mps.hyper_update, streams, *given.values())
+    yield "hyper_update", call, {}, streams.numel()
+
+
 def combine(dtype: torch.dtype) -> Iterator[Call]:
     slots, weights = on_device(8, 4, 2048, dtype=dtype), on_device(8, 4, dtype=dtype)
     x, norm = on_device(8, 2048, dtype=dtype), on_device(2048, dtype=dtype)
@@ -280,6 +292,7 @@ GROUPS = {
     "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
     "index": (index, ["index_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
+    "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -288,7 +301,8 @@ GROUPS = {
     "mxfp4": (functools.partial(quantised, name="mxfp4"), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
-KINDS = ["norms", "rope", "attention", "index", "linear_attention", "combine", "routing", "bucket", "experts"]
+KINDS = ["norms", "rope", "attention", "index", "linear_attention", "hyper_connection", "combine", "routing"]
+KINDS += ["bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += [f"quantized_{name}" for name in ("mxfp4", "mxfp8", "nvfp4", *GGUF_FORMATS)]
 
@@ -569,6 +583,21 @@ not dispatched here
   delta_scan64_bf16: 97 registers, -/512/512 threads
   plain_scan256_bf16: 96 registers, -/512/512 threads
   plain_scan64_bf16: 96 registers, -/512/512 threads
+""",
+        )
+
+    def test_hyper_connection(self):
+        self.assertExpectedInline(
+            costs("hyper_connection", "bf16"),
+            """\
+hyper_connection of 1
+  hyper_products_bf16: 10.04 9.78 slots a MAC, 61.5 registers, 256/-/832 threads
+  hyper_mix_bf16: 66.58 58.58 slots an element, 23 registers, 256/-/1024 threads
+hyper_connection of 16
+  hyper_products_of_tokens_bf16: 5.73 5.47 slots a MAC, 66 registers, 256/-/768 threads
+  hyper_mix_bf16: 66.58 58.58 slots an element, 23 registers, 256/-/1024 threads
+hyper_update
+  hyper_update_bf16: 23.12 17.88 slots an element, 49 registers, 256/-/1024 threads
 """,
         )
 

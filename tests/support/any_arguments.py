@@ -512,6 +512,42 @@ def index_topk(d):
     }
 
 
+def of_streams(d: Draws, leading: tuple[int, ...], count: int, width: int, dtype) -> dict[str, Any]:
+    """What a block adds to the streams of a hyper-connection."""
+    return {
+        "out": d.values(*leading, width, dtype=dtype),
+        "post": d.values(*leading, count, dtype=torch.float32).abs(),
+        "comb": d.maybe(lambda: d.values(*leading, count, count, dtype=torch.float32).softmax(-1)),
+    }
+
+
+@strategy
+def hyper_update(d):
+    sizes = d.leading(), d.one(4, 1, 2, 3), d.one(64, 4, 132, 1028)
+    streams = d.values(*sizes[0], *sizes[1:], dtype=d.dtype())
+    return {"streams": streams, **of_streams(d, *sizes, streams.dtype)}
+
+
+@strategy
+def hyper_connection(d):
+    sizes = d.leading(), d.one(4, 1, 2, 3), d.one(64, 4, 132, 1028)
+    _, count, width = sizes
+    streams, parts = d.values(*sizes[0], *sizes[1:], dtype=d.dtype()), d.one(3, 1, 2)
+    rows = (count, 2 * count, 2 * count + count * count)[parts - 1]
+    return {
+        "streams": streams,
+        "fn": d.values(rows, count * width, scale=(count * width) ** -0.5),
+        "base": d.values(rows),
+        "scale": d.values(parts),
+        **(of_streams(d, *sizes, streams.dtype) if d.flag() else {}),
+        "norm_eps": d.eps(),
+        "eps": d.eps(),
+        "iterations": d.one(20, 1, 2),
+        "post_factor": d.one(2.0, 1.0),
+        "post_eps": d.one(0.0, 1e-6),
+    }
+
+
 @strategy
 def write_cache_quantized_(d):
     batch, heads, tokens, width = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 0), d.one(64, 32, 192)

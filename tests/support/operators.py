@@ -42,6 +42,7 @@ MODULES = (
     torch_moe_mps.ops.attention,
     torch_moe_mps.ops.linear_attention,
     torch_moe_mps.ops.heads,
+    torch_moe_mps.ops.hyper_connection,
     torch_moe_mps.ops.index,
     torch_moe_mps.ops.routing,
     torch_moe_mps.ops.combine,

@@ -377,6 +377,50 @@ def index_topk(a):
     return [Expected(chosen, known=known)]
 
 
+@oracle
+def hyper_update(a):
+    out, post, streams = (exact(t) for t in (a.out, a.post, a.streams))
+    mixed, size = streams, abs(streams)
+    if a.comb is not None:
+        comb = np.swapaxes(exact(a.comb), -1, -2)
+        mixed, size = comb @ streams, abs(comb) @ size
+    added = post[..., None] * out[..., None, :]
+    return [Expected(added + mixed, 4 * FLOAT32_EPS * (abs(added) + size))]
+
+
+@oracle
+def hyper_connection(a):
+    streams, updated, shift = exact(a.streams), EMPTY, 0.0
+    if a.out is not None:
+        (updated,) = hyper_update(a)
+        streams = oracles.round_to(updated.value, a.streams.dtype)
+        shift = updated.error + oracles.spacing(streams, a.streams.dtype)  # it may be rounded the other way
+    *leading, count, width = streams.shape
+    flat, shifts = (
+        np.broadcast_to(x, streams.shape).reshape(*leading, count * width) for x in (streams, shift)
+    )
+    scale = np.repeat(exact(a.scale), [count, count, count * count][: a.scale.numel()])
+    inverse = 1 / np.sqrt(np.mean(flat * flat, -1, keepdims=True) + a.norm_eps)
+    fn, sizes = exact(a.fn).T, abs(exact(a.fn)).T
+    logits = flat @ fn * inverse * scale + exact(a.base)
+    error = (8 * FLOAT32_EPS * (abs(flat) @ sizes) + 2 * shifts @ sizes) * inverse * abs(scale)
+    error = error + 8 * FLOAT32_EPS * (1 + abs(logits))
+    pre = oracles.sigmoid(logits[..., :count]) + a.eps
+    x = np.einsum("...n,...nh->...h", pre, streams)
+    slack = (error[..., :count, None] + 8 * FLOAT32_EPS) * abs(streams) + pre[..., None] * shift
+    post, comb = EMPTY, EMPTY
+    if scale.size > count:
+        post = a.post_factor * oracles.sigmoid(logits[..., count : 2 * count]) + a.post_eps
+        post = Expected(post, abs(a.post_factor) * (error[..., count : 2 * count] + 8 * FLOAT32_EPS))
+    if scale.size > 2 * count:
+        c = oracles.softmax(logits[..., 2 * count :].reshape(*leading, count, count)) + a.eps
+        for axis in (-2, *(-1, -2) * (a.iterations - 1)):
+            c = c / (c.sum(axis, keepdims=True) + a.eps)
+        highest = error[..., 2 * count :].max(-1, initial=0.0)[..., None, None]
+        comb = Expected(c, 4 * highest + 4 * a.iterations * FLOAT32_EPS)
+    return [Expected(x, slack.sum(-2)), post, comb, updated]
+
+
 def heads(a, matrices) -> list[Expected]:
     """`matrices`: [Hq, rows, columns], an array, whatever it was packed as."""
     batch, tokens, count, width = a.x.shape

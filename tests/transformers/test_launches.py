@@ -24,8 +24,11 @@ INDEXED = {
     "dots3_note": {"dense": 22, "sparse": 26},
     "mistral_large4": {"dense": 22, "sparse": 26},
     "axk2": {"dense": 26, "sparse": 49},
-    "hy_v4": {"dense": 65, "sparse": 69},
+    "hy_v4": {"dense": 20, "sparse": 24},
+    "deepseek_v4": {"hash moe": 42, "moe": 36},
+    "glm5_next": {"linear, dense": 23, "indexed, sparse": 124},
 }
+OFTEN = ("glm_moe_dsa", "deepseek_v4")
 # Launches of each type of layer where the model's own code runs.
 OWN_CODE = {
     "mixtral": {"": 58},
@@ -59,7 +62,7 @@ def test_launches_of_a_layer(simulated, architecture):
 
 @pytest.mark.parametrize(
     "architecture",
-    ["glm_moe_dsa", *(pytest.param(n, marks=pytest.mark.sweep) for n in INDEXED if n != "glm_moe_dsa")],
+    [*OFTEN, *(pytest.param(n, marks=pytest.mark.sweep) for n in INDEXED if n not in OFTEN)],
 )
 def test_launches_of_a_layer_with_an_indexer(simulated, architecture):
     model = model_on_mps(architecture)

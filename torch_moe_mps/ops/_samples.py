@@ -149,6 +149,16 @@ def sample_arguments(
             "top_k": 5,
             "scale": 0.25,
         },
+        "hyper_update": {
+            **{"streams": values(T, 2, H), "out": values(T, H), "post": values(T, 2, dtype=torch.float32)},
+            "comb": values(T, 2, 2, dtype=torch.float32),
+        },
+        "hyper_connection": {
+            **{"streams": values(T, 4, H), "fn": values(24, 4 * H, dtype=torch.float32) / 16},
+            **{"base": values(24, dtype=torch.float32), "scale": values(3, dtype=torch.float32)},
+            **{"out": values(T, H), "post": values(T, 4, dtype=torch.float32)},
+            "comb": values(T, 4, 4, dtype=torch.float32).softmax(-1),
+        },
         "fused_norm_add": norm,
         "fused_norm_add_scalar": {**norm, "scalar": values(1)},
         "fused_residual_norm": norm,
@@ -349,6 +359,13 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         "index_topk": [
             {"key_range": torch.tensor([[2, 9], [0, 40]], dtype=torch.int32, device=device)},
             {"q": values(2, 4, T, 16).transpose(1, 2), "weights": values(2, T, 4)},
+        ],
+        "hyper_update": [{"comb": None, "out": strided}],
+        "hyper_connection": [
+            {"out": None, "post": None, "comb": None, "iterations": 3},
+            {"fn": values(8, 4 * H) / 16, "base": values(8), "scale": values(2), "comb": None}
+            | {"post_eps": 1e-3, "post_factor": 0.5},
+            {"fn": values(4, 4 * H) / 16, "base": values(4), "scale": values(1)},
         ],
         "heads_quantized": [{"x": values(1, T, 4, H), "transposed": False, "tail": None}],
         "heads_mm": [

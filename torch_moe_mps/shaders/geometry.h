@@ -45,6 +45,13 @@ GEOMETRY kSelectiveThreads = 64;
 GEOMETRY kSelectiveStates = 16;  // of a channel: MAX_STATES of ops/linear_attention.py
 GEOMETRY kSelectiveTokens = 32;  // staged at a time
 
+// Hyper-connections
+GEOMETRY kMaxStreams = 4;  // MAX_STREAMS of ops/hyper_connection.py
+GEOMETRY kMaxHyperRows = (2 + kMaxStreams) * kMaxStreams;
+GEOMETRY kHyperThreads = 256;
+GEOMETRY kHyperColumns = 128;  // of a threadgroup: four for each lane
+GEOMETRY kHyperTokens = 8;     // that share the loads of weights
+
 // Combine
 GEOMETRY kSiluThreads = 128;
 GEOMETRY kSumNormThreads = 384;

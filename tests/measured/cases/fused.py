@@ -6,7 +6,7 @@ from typing import ClassVar
 
 import numpy as np
 import torch
-from support import oracles, oracles_sequence
+from support import oracles, oracles_operators, oracles_sequence
 from support.oracles import exact
 from torch import Tensor
 
@@ -178,6 +178,37 @@ class SelectiveScan(Case):
 
 
 @dataclass
+class Hyper(Case):
+    """hyper_connection of four streams after a block."""
+
+    group: str
+    tokens: int
+    hidden: int
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{self.group} hyper_connection 4 of {self.hidden} T {self.tokens} {self.dtype}"
+
+    def inputs(self, values):
+        def random(*shape: int) -> Tensor:
+            return values.normal(self.tokens, *shape, dtype=DTYPES[self.dtype])
+
+        fn = values.normal(24, 4 * self.hidden, scale=(4 * self.hidden) ** -0.5)
+        gates = {"post": values.normal(self.tokens, 4), "comb": values.normal(self.tokens, 4, 4, scale=0.5)}
+        sizes = {"fn": fn, "base": values.normal(24), "scale": values.normal(3)}
+        return {"streams": random(4, self.hidden), **sizes, "out": random(self.hidden), **gates}
+
+    def call(self, t):
+        return ops().hyper_connection(**t)
+
+    def wrong(self, before, after):
+        right = oracles_operators.expected("hyper_connection", before)
+        found = ((f"result{i}", each.value) for i, each in enumerate(right))
+        return next((said for name, value in found if (said := differs(after[name], value))), "")
+
+
+@dataclass
 class RopeCache(Case):
     """rope_cache_ with norms of q and k."""
 
@@ -280,6 +311,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
+    cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
 
@@ -295,4 +327,5 @@ def sanitizer_fused() -> list[Case]:
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
     cases += [SelectiveScan("sanitize", t, 70, "bf16") for t in (1, 33)]
+    cases += [Hyper("sanitize", t, width, "f16") for t in (1, 3) for width in (132, 1028)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]

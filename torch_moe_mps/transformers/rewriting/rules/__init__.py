@@ -10,6 +10,7 @@ from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import WRITE_INTO_CACHE
 from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
+from .hyper_connection import rewrite_hyper_connection, rewrite_hyper_layer
 from .indexer import rewrite_indexer
 from .linear import join_linears
 from .linear_attention import CAUSAL_CONV, CONV_OF_PROMPT, GATED_DELTA, KEEP_STATE, NORM_RESULTS
@@ -33,6 +34,8 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_gated_norm,
     rewrite_recurrent_layer,
     rewrite_indexer,
+    rewrite_hyper_connection,
+    rewrite_hyper_layer,  # around the two of a layer
 )
 
 # A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.

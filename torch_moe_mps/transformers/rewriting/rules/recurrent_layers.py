@@ -22,7 +22,7 @@ from ..record import NOTHING, RECORD, record_of
 from .blocks import linear
 from .linear import join, together, together_done
 from .linear_attention import ACTIVATIONS
-from .trial import agrees, tried
+from .trial import agrees, bare_twin, tried
 
 ops = torch.ops.moe_mps
 
@@ -371,10 +371,7 @@ def _twin(module: Any) -> Any:
     """A module of the same class on the CPU with random parameters, and the same buffers."""
     if hasattr(module, "out_features"):
         return _RankOne(module.in_features, module.out_features)
-    twin = original_class(module).__new__(original_class(module))
-    nn.Module.__init__(twin)
-    own = {name: value for name, value in vars(module).items() if name[0] != "_" and name != RECORD}
-    vars(twin).update(own)
+    twin = bare_twin(module)
     for name, parameter in module._parameters.items():
         value = None if parameter is None else nn.Parameter(torch.rand(parameter.shape) + 0.25)
         twin.register_parameter(name, value)
@@ -382,7 +379,7 @@ def _twin(module: Any) -> Any:
         twin.register_buffer(name, buffer if buffer is None else buffer.detach().float().cpu())
     for name, child in module._modules.items():
         twin._modules[name] = None if child is None else _twin(child)
-    return twin.eval()
+    return twin
 
 
 class _Linear(DynamicCache):

@@ -5,7 +5,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from ..program.programs import original_class
+from ..record import RECORD
 
 
 @contextlib.contextmanager
@@ -22,6 +25,19 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
             return function(*arguments, **options)
     except Exception:  # it is not ours: any error may come of it
         return None
+
+
+def bare_twin(module: nn.Module) -> Any:
+    """A module of the same class with the same attributes, without parameters, buffers and children.
+
+    `copy.copy` would rewrite the copy of a rewritten module, and both would have one record.
+    """
+    cls: Any = original_class(module)
+    twin = cls.__new__(cls)
+    nn.Module.__init__(twin)
+    own = {name: value for name, value in vars(module).items() if name[0] != "_" and name != RECORD}
+    vars(twin).update(own)
+    return twin.eval()
 
 
 def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:

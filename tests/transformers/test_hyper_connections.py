@@ -1,0 +1,111 @@
+"""Layers with hyper-connections run by operators: against the model's own code."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import assert_close, eager, edit_forward, operators_of
+
+import torch_moe_mps
+
+MIX, UPDATE = "hyper_connection", "hyper_update"
+ARCHITECTURES = ("deepseek_v4", "glm5_next", "hy_v4")
+MOST_TOKENS = 8  # of the first piece
+
+
+def model_of(architecture: str, dtype: torch.dtype = torch.float32):
+    model = eager(tiny_models.tiny_model(architecture))
+    generator = torch.Generator().manual_seed(3)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() == 1 or "hc" in name:  # zeros and ones at first
+            parameter.data += torch.rand(parameter.shape, generator=generator) * 0.3
+    return model.to(dtype)
+
+
+def layers_of(model):
+    return [module for module in model.modules() if "attn_hc" in module._modules]
+
+
+def logits_of(model):
+    """Of a prompt of two rows, a token and a few tokens at once."""
+    ids = torch.randint(3, 90, (2, MOST_TOKENS + 4), generator=torch.Generator().manual_seed(1))
+    cache, found = None, []
+    with torch.no_grad():
+        for piece in ids.split((MOST_TOKENS, 1, 3), 1):
+            out = model(input_ids=piece, past_key_values=cache, use_cache=True)
+            cache, found = out.past_key_values, [*found, out.logits]
+    return torch.cat(found, 1)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_prompts_and_steps(architecture):
+    model = model_of(architecture)
+    expected = logits_of(model)
+    report = torch_moe_mps.accelerate(model)
+    notes = [row.replaced_by for row in report.rows if MIX in str(row.replaced_by)]
+    assert notes.count(f"{MIX}; {UPDATE}") == len(layers_of(model)) == 2
+    ran = operators_of(lambda: assert_close(logits_of(model), expected, 1e-4))
+    head = architecture != "glm5_next"  # its own is a mean
+    assert ran[MIX] == 3 * (2 * 2 + head) and ran[UPDATE] == 3 * 2
+    torch_moe_mps.restore(model)
+    assert MIX not in operators_of(lambda: logits_of(model))
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_streams_are_no_further_from_the_exact_ones_than_by_the_own_code(architecture):
+    """What a module gives for streams in bfloat16, and what the model's own code does."""
+    model = model_of(architecture, torch.bfloat16)
+    (module, *_) = (layer.ffn_hc for layer in layers_of(model))
+    streams = torch.randn(4, 30, 4, 32, generator=torch.Generator().manual_seed(1)).bfloat16()
+
+    def run(module, streams):
+        with torch.no_grad():
+            return [result.double() for result in module(streams)]
+
+    exact, own = run(copy.deepcopy(module).float(), streams.float()), run(module, streams)
+    torch_moe_mps.accelerate(model)
+    for ours, theirs, right in zip(run(module, streams), own, exact, strict=True):
+        assert (ours - right).abs().mean() <= 1.01 * (theirs - right).abs().mean() + 1e-6
+
+
+@pytest.mark.parametrize(
+    ("architecture", "of", "old", "new"),
+    [
+        ("deepseek_v4", "attn_hc", "2 * torch.sigmoid(", "3 * torch.sigmoid("),
+        ("deepseek_v4", "attn_hc", "comb.sum(dim=-1, keepdim=True)", "comb.sum(dim=-2, keepdim=True)"),
+        ("hy_v4", "attn_hc", "post_b) + self.hc_eps", "post_b) - self.hc_eps * 1000"),
+        ("deepseek_v4", "", "comb.to(dtype).transpose(-1, -2)", "comb.to(dtype)"),
+        ("hy_v4", "", "residual.float()", "0.5 * residual.float()"),
+        ("glm5_next", "", "self.mlp(hidden_states)", "-self.mlp(hidden_states)"),
+    ],
+)
+def test_what_is_computed_otherwise_keeps_its_own_code(architecture, of, old, new):
+    model = model_of(architecture)
+    for layer in layers_of(model):
+        edit_forward(getattr(layer, of) if of else layer, old, new)
+    expected = logits_of(model)
+    torch_moe_mps.accelerate(model)
+    assert UPDATE not in operators_of(lambda: logits_of(model))
+    assert_close(logits_of(model), expected, 1e-4)
+
+
+def test_hooks_see_the_modules_of_a_layer():
+    model = model_of("hy_v4")
+    expected = logits_of(model)
+    torch_moe_mps.accelerate(model)
+    layer, seen = layers_of(model)[0], []
+    for name in ("attn_hc", "input_layernorm", "self_attn", "mlp"):
+        layer._modules[name].register_forward_hook(lambda module, *_: seen.append(type(module).__name__))
+        seen.clear()
+        assert_close(logits_of(model), expected, 1e-4)
+        assert seen
+
+
+def test_a_changed_number_brings_the_own_code_back():
+    model = model_of("deepseek_v4")
+    own = copy.deepcopy(model)
+    torch_moe_mps.accelerate(model)
+    for each in (model, own):
+        layers_of(each)[0].attn_hc.hc_eps = 0.5
+    assert_close(logits_of(model), logits_of(own), 1e-4)

@@ -1,0 +1,135 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <optional>
+#include <tuple>
+
+#include "../shaders/params.h"
+#include "register.h"
+#include "tensors.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+using OptionalTensor = std::optional<Tensor>;
+
+// What a block adds to the streams, readable for kernels; `streams` stands in for what is absent.
+struct Update {
+  Tensor streams, out, post, comb;
+  bool has_out, has_comb;
+};
+
+Update update_of(const Tensor& streams_, const OptionalTensor& out, const OptionalTensor& post,
+                 const OptionalTensor& comb) {
+  const Tensor streams = aligned(streams_);
+  return {streams,
+          out ? aligned(*out) : streams,
+          post ? post->contiguous() : streams,
+          comb ? comb->contiguous() : streams,
+          out.has_value(),
+          comb.has_value()};
+}
+
+HyperParams params_of(const Update& update) {
+  HyperParams params{};
+  params.width = update.streams.size(-1);
+  params.streams = update.streams.size(-2);
+  params.tokens = update.streams.numel() / (int64_t(params.width) * params.streams);
+  params.has_out = update.has_out;
+  params.has_comb = update.has_comb;
+  return params;
+}
+
+Command& add_update(Commands& commands, const char* kernel, const Update& update, const Tensor& updated) {
+  return commands.add({"hyper_connection", update.streams.scalar_type()}, kernel)
+      .bind(update.streams)
+      .bind(update.out)
+      .bind(update.post)
+      .bind(update.comb)
+      .bind(updated);
+}
+
+NSUInteger mixing_groups(const HyperParams& params) {
+  return ceil_div(params.width, 4 * kHyperThreads);
+}
+
+Tensor hyper_update(const Tensor& streams, const Tensor& out, const Tensor& post,
+                    const OptionalTensor& comb) {
+  const Tensor updated = at::empty(streams.sizes(), streams.options());
+  if (updated.numel() == 0) return updated;
+  const Update update = update_of(streams, out, post, comb);
+  const HyperParams params = params_of(update);
+  Commands commands;
+  add_update(commands, "hyper_update", update, updated)
+      .params(params)
+      .threadgroups({mixing_groups(params), params.tokens}, {NSUInteger(kHyperThreads)});
+  commands.encode();
+  return updated;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> hyper_connection(
+    const Tensor& streams, const Tensor& fn_, const Tensor& base_, const Tensor& scale_,
+    const OptionalTensor& out, const OptionalTensor& post, const OptionalTensor& comb, double norm_eps,
+    double eps, int64_t iterations, double post_factor, double post_eps) {
+  const int64_t count = streams.size(-2), width = streams.size(-1), rows = fn_.size(0);
+  const auto floats = streams.options().dtype(at::kFloat);
+  at::DimVector leading(streams.sizes().slice(0, streams.dim() - 2));
+  const auto shaped = [&](at::IntArrayRef last, bool is_there) {
+    at::DimVector shape = is_there ? leading : at::DimVector{0};
+    if (is_there) shape.append(last.begin(), last.end());
+    return shape;
+  };
+  const Tensor x = at::empty(shaped({width}, true), streams.options());
+  const Tensor next_post = at::empty(shaped({count}, rows > count), floats);
+  const Tensor next_comb = at::empty(shaped({count, count}, rows > 2 * count), floats);
+  const Tensor updated = at::empty(shaped({count, width}, out.has_value()), streams.options());
+  const auto results = std::make_tuple(x, next_post, next_comb, updated);
+  if (streams.size(-1) == 0 || streams.numel() == 0) return results;
+
+  const Update update = update_of(streams, out, post, comb);
+  const Tensor fn = aligned(fn_), base = base_.contiguous(), scale = scale_.contiguous();
+  HyperParams params = params_of(update);
+  params.rows = rows;
+  params.slices = ceil_div(width, kHyperColumns);
+  params.fn_dtype = dtype_code(fn);
+  params.base_dtype = dtype_code(base);
+  params.scale_dtype = dtype_code(scale);
+  params.iterations = iterations;
+  params.norm_eps = static_cast<float>(norm_eps);
+  params.eps = static_cast<float>(eps);
+  params.post_factor = static_cast<float>(post_factor);
+  params.post_eps = static_cast<float>(post_eps);
+  const Tensor partials = at::empty({int64_t(params.tokens), rows + 1, int64_t(params.slices)}, floats);
+
+  const bool few = params.tokens == 1;
+  const int64_t tiles = ceil_div(params.tokens, few ? 1 : kHyperTokens);
+  Commands commands;
+  add_update(commands, few ? "hyper_products" : "hyper_products_of_tokens", update,
+             out ? updated : update.streams)
+      .bind(fn)
+      .bind(partials)
+      .params(params)
+      .threadgroups({params.slices, NSUInteger(tiles)}, {NSUInteger(kHyperThreads)});
+  commands.add({"hyper_connection", streams.scalar_type()}, "hyper_mix")
+      .bind(out ? updated : update.streams)
+      .bind(partials)
+      .bind(base)
+      .bind(scale)
+      .bind(x)
+      .bind(rows > count ? next_post : partials)
+      .bind(rows > 2 * count ? next_comb : partials)
+      .params(params)
+      .threadgroups({mixing_groups(params), params.tokens}, {NSUInteger(kHyperThreads)});
+  commands.encode();
+  return results;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<hyper_update>(m, "hyper_update");
+  implement<hyper_connection>(m, "hyper_connection");
+}
+
+}  // namespace moe_mps

@@ -1,0 +1,149 @@
+"""Hyper-connections: a residual of several streams, mixed by weights that depend on the streams."""
+
+import torch
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES
+from ._registry import operator
+
+MAX_STREAMS = 4
+
+
+def _check_update(check, streams, out, post, comb):
+    """What is added to the streams, and the rows of streams."""
+    check.dtype("streams", streams, ACTIVATION_DTYPES)
+    check.min_rank("streams", streams, 2)
+    *leading, count, width = streams.shape
+    check.between("streams' dimension -2", count, 1, MAX_STREAMS)
+    if width % 4 != 0 or width == 0:
+        check.fail("streams", "of rows of a multiple of 4 elements", width)
+    check.tensor("out", out, (*leading, width), "[..., H]", (streams.dtype,))
+    check.tensor("post", post, (*leading, count), "[..., N]", (torch.float32,))
+    check.tensor("comb", comb, (*leading, count, count), "[..., N, N]", (torch.float32,))
+    return leading, count, width
+
+
+def _meta_hyper_update(check, streams, out, post, comb):
+    _check_update(check, streams, out, post, comb)
+    return streams.new_empty(streams.shape)
+
+
+@operator(meta=_meta_hyper_update)
+def hyper_update(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
+    """The streams of a hyper-connection after a block: its result, and a mixture of the streams.
+
+        result[n] = post[n] * out + sum_m comb[m, n] * streams[m]
+
+    Arithmetic is in float32 and rounds once.
+
+    Args:
+        streams: [..., N, H], float32, float16 or bfloat16, N up to 4, H a multiple of 4.
+        out: [..., H] in the dtype of `streams`: what the block gives.
+        post: [..., N], float32.
+        comb: [..., N, N], float32, or None: the identity.
+
+    Returns: [..., N, H] in the dtype of `streams`.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    rows = streams.float()
+    if comb is not None:
+        rows = comb.mT @ rows
+    return (post.unsqueeze(-1) * out.float().unsqueeze(-2) + rows).to(streams.dtype)
+
+
+def _meta_hyper_connection(check, streams, fn, base, scale, out, post, comb, iterations, **_):
+    leading, count, width = _check_update(check, streams, out, post, comb)
+    if (out is None) != (post is None):
+        check.fail("post", "given with out, and only then", "one of the two")
+    if out is None and comb is not None:
+        check.fail("comb", "None without out", f"shape {tuple(comb.shape)}")
+    check.dtype("fn", fn, ACTIVATION_DTYPES)
+    check.rank("fn", fn, (2,))
+    rows = (count, 2 * count, 2 * count + count * count)
+    if fn.shape[0] not in rows:
+        check.fail("fn", "of N, 2 N or (2 + N) N = {}, {} or {} rows".format(*rows), fn.shape[0])
+    check.shape("fn", fn, (fn.shape[0], count * width), "[R, N H]")
+    check.tensor("base", base, fn.shape[:1], "[R]")
+    parts = rows.index(fn.shape[0]) + 1
+    check.tensor("scale", scale, (parts,), "[1 to 3, as many as parts of fn]")
+    if iterations < 1:
+        check.fail("iterations", "at least 1", iterations)
+    return (
+        streams.new_empty((*leading, width)),
+        streams.new_empty((*leading, count) if parts > 1 else (0,), dtype=torch.float32),
+        streams.new_empty((*leading, count, count) if parts > 2 else (0,), dtype=torch.float32),
+        streams.new_empty((0,) if out is None else streams.shape),
+    )
+
+
+@operator(meta=_meta_hyper_connection)
+def hyper_connection(
+    streams: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    *,
+    out: Tensor | None = None,
+    post: Tensor | None = None,
+    comb: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    eps: float = 1e-6,
+    iterations: int = 20,
+    post_factor: float = 2.0,
+    post_eps: float = 0.0,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What a block reads of the streams of a hyper-connection, and how they go on (mHC of DeepSeek-V4).
+
+        streams = hyper_update(streams, out, post, comb)                where `out` is given
+        m = fn flat(streams) * rsqrt(mean(flat(streams)^2) + norm_eps)  in parts of N, N and N * N rows
+        pre = sigmoid(m_0 * scale_0 + base_0) + eps
+        post' = post_factor * sigmoid(m_1 * scale_1 + base_1) + post_eps
+        C = softmax of rows(m_2 * scale_2 + base_2) + eps, then C = C / (sums of columns + eps)
+        comb' = C after (iterations - 1) times: C = C / (sums of rows + eps); C = C / (sums of columns + eps)
+        x = sum_n pre[n] * streams[n]
+
+    Arithmetic is in float32. `fn` decides how many parts there are: one for the head behind the last layer,
+    two where streams do not mix.
+
+    Args:
+        streams: [..., N, H], float32, float16 or bfloat16, N up to 4, H a multiple of 4.
+        fn: [R, N * H] with R of N, 2 * N or (2 + N) * N, any of the three dtypes.
+        base: [R], any of the three dtypes.
+        scale: [1], [2] or [3], any of the three dtypes.
+        out: [..., H] in the dtype of `streams`: what the block before this one gives, or None.
+        post, comb: as hyper_update takes them; `post` is given with `out`, and only then.
+        norm_eps: of the mean of squares.
+        eps: see above.
+        iterations: how often columns are normed, at least 1.
+        post_factor, post_eps: of post'.
+
+    Returns:
+        x: [..., H] in the dtype of `streams`.
+        post': [..., N], float32, empty where `fn` has no such part.
+        comb': [..., N, N], float32, empty where `fn` has no such part.
+        streams: [..., N, H] in the dtype of `streams`, empty without `out`.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    updated = streams.new_empty(0)
+    if out is not None and post is not None:
+        streams = updated = hyper_update(streams, out, post, comb)
+    *leading, count, _ = streams.shape
+    flat = streams.flatten(-2).float()
+    mixed = flat @ fn.float().mT * torch.rsqrt(flat.square().mean(-1, keepdim=True) + norm_eps)
+    parts = [count, count, count * count][: scale.numel()]
+    of_parts = zip(mixed.split(parts, -1), scale.float().unbind(), base.float().split(parts), strict=True)
+    logits = [part * factor + shift for part, factor, shift in of_parts]
+    pre = torch.sigmoid(logits[0]) + eps
+    x = (pre.unsqueeze(-1) * streams.float()).sum(-2).to(streams.dtype)
+    ahead, mixture = flat.new_empty(0), flat.new_empty(0)
+    if len(parts) > 1:
+        ahead = post_factor * torch.sigmoid(logits[1]) + post_eps
+    if len(parts) > 2:
+        mixture = logits[2].view(*leading, count, count).softmax(-1) + eps
+        mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
+        for _ in range(iterations - 1):
+            mixture = mixture / (mixture.sum(-1, keepdim=True) + eps)
+            mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
+    return x, ahead, mixture, updated
