@@ -52,6 +52,25 @@ def test_joined_layers_share_their_weights():
     assert_close(output(model, prompt()), one_by_one(model, prompt()), 1e-5)
 
 
+@pytest.mark.parametrize("architecture", ["phi3", "granitemoehybrid"])
+def test_one_layer_for_gate_and_up(architecture):
+    """Both are one dispatch with the activation; not if another half goes through it."""
+    with tiny_models.sizes(shared_intermediate_size=64):
+        model = quantised(architecture)
+        other = quantised(architecture)
+    name = "shared_mlp" if architecture == "granitemoehybrid" else "mlp"
+    rows = {row.name: row for row in torch_moe_mps.accelerate(model).rows}
+    assert "mlp_quantized (silu)" in rows[f"model.layers.0.{name}"].replaced_by
+    assert_close(output(model, prompt()), one_by_one(model, prompt()), 1e-5)
+    torch_moe_mps.restore(other)
+    mlp = getattr(other.model.layers[0], name)
+    edit_forward(mlp, ".chunk(2, dim=-1)", ".chunk(2, dim=-1)[::-1]")
+    expected = output(other, prompt())
+    rows = {row.name: row for row in torch_moe_mps.accelerate(other).rows}
+    assert "mlp_quantized" not in str(rows.get(f"model.layers.0.{name}"))
+    assert_close(output(other, prompt()), expected, 1e-5)
+
+
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "float16 and back"])
 def test_copies_of_joined_layers_stand_alone(way):
     model = quantised()

@@ -75,7 +75,7 @@ LINEAR = {
     "kimi_linear": ({"layer_types": ["full_attention", "linear_attention"]}, 12),
     "bailing_hybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 10),
     "nemotron_h": ({"layers_block_type": ["attention", "mamba"]}, 5),
-    "granitemoehybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 18),
+    "granitemoehybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 16),
     "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, 17),
     "jamba": (
         {"attn_layer_offset": 0, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},

@@ -25,28 +25,38 @@ ops = torch.ops.moe_mps
 
 _NORM = ("norm_weight", "norm_eps", "norm_offset")  # NormArguments by the operator's names
 
+# Of an MLP with its gate, and of one without.
+_GATED = ("DOWN({0}(GATE(X)) * UP(X))", "DOWN({0}(chunk(BOTH, 2)[0]) * chunk(BOTH, 2)[1])")
+_PLAIN = ("DOWN({0}(GATE(X)))",)
+
 
 @dataclass(frozen=True)
 class MlpFormula:
-    """down(activation(gate(x)) * up(x)), without `up` down(activation(gate(x))): names of the children."""
+    """down(activation(gate(x)) * up(x)), which one layer may give, or down(activation(gate(x))).
+
+    Attributes:
+        first: the names of gate and up, or of the layer that is both.
+    """
 
     activation: str
-    gate: str
-    up: str | None
+    first: tuple[str, ...]
     down: str
+    gated: bool
 
 
 def mlp_formula(program: Program) -> MlpFormula | None:
     module, result = program.module, Reader(program).result()
     for activation in POINTWISE:
-        for form in (f"DOWN({activation}(GATE(X)) * UP(X))", f"DOWN({activation}(GATE(X)))"):
-            bound = match(form, result)
+        for form in (*_GATED, *_PLAIN):
+            bound = match(form.format(activation), result)
+            if bound is not None and "BOTH" in bound:
+                bound = match("GATE(X)", bound["BOTH"], bound)
             if bound is None or not is_argument(bound["X"]):
                 continue
-            layers = {name: bound[name] for name in ("GATE", "UP", "DOWN") if name in bound}
-            if all(isinstance(child(layer, module), QuantizedLinear) for layer in layers.values()):
-                up = layers["UP"].path if "UP" in layers else None
-                return MlpFormula(activation, layers["GATE"].path, up, layers["DOWN"].path)
+            layers = [bound[name] for name in ("GATE", "UP", "DOWN") if name in bound]
+            if all(isinstance(child(layer, module), QuantizedLinear) for layer in layers):
+                *first, down = (layer.path for layer in layers)
+                return MlpFormula(activation, tuple(first), down, form in _GATED)
     return None
 
 
@@ -56,18 +66,17 @@ def mlp(
 ) -> Tensor:
     """The forward of an MLP behind a norm, plus the residual."""
     formula: MlpFormula = module.__dict__[RECORD].formula
-    gate, down = getattr(module, formula.gate), getattr(module, formula.down)
-    layers = (gate,) if formula.up is None else (gate, getattr(module, formula.up))
+    layers, down = [getattr(module, name) for name in formula.first], getattr(module, formula.down)
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down):
         return add_terms(original_class(module).forward(module, normed(norm, x)), residual=residual)
-    first, to = gate.__dict__[RECORD].joined, down.format
+    first, to = layers[0].__dict__[RECORD].joined, down.format
     form = first.format
     packed, scales, biases, bias = down.weights()
     options = {} if norm is None else dict(zip(_NORM, norm, strict=True))
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, packed, scales, biases,
         form.name, gate_up_bias=first.bias, down_bias=bias,
-        activation=formula.activation, gated=formula.up is not None, residual=residual,
+        activation=formula.activation, gated=formula.gated, residual=residual,
         down_format=to.name, **options,
     )  # fmt: skip
 
@@ -78,8 +87,7 @@ def fuse_mlp(program: Program) -> None:
     if formula is None or len(program.arguments.args) != 2:
         return
     record_of(program.module).formula = formula
-    names = (formula.gate,) if formula.up is None else (formula.gate, formula.up)
-    join(*(getattr(program.module, name) for name in names))
+    join(*(getattr(program.module, name) for name in formula.first))
     add_option(program, RESIDUAL)
     add_option(program, NORM)
     replace_everything(program, f"mlp(self, X, {RESIDUAL}, {NORM})")
