@@ -506,6 +506,9 @@ def _columns(states: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
 
 
 def _write(memory: Tensor, start: int, states: Sequence[Tensor], widths: Sequence[int]) -> None:
+    if len(states) > 1 and type(memory) in PLAIN and all(part.dtype is memory.dtype for part in states):
+        torch.cat(list(states), -1, out=memory.narrow(-2, start, states[0].shape[-2]))  # in one launch
+        return
     for columns, part in zip(_columns(memory, widths), states, strict=True):
         if isinstance(columns, QuantizedStates):
             columns.write(start, part)
