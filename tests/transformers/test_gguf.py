@@ -139,17 +139,18 @@ print(type(model.hf_quantizer).__name__, "torch_moe_mps" in sys.modules)
 
 
 def test_types_without_a_format_get_the_nearest(tmp_path):
-    """The report has their errors; what was read of them is dense in the oracle."""
-    path = write_file(tmp_path / "model.gguf", "qwen3moe", ("iq2_xxs", "iq3_s", "iq1_s"))
+    """The report has their errors."""
+    path = write_file(tmp_path / "model.gguf", "qwen3moe", ("iq3_s", "tq2_0", "iq1_s"))
     with pytest.warns(
         UserWarning, match="16 tensors of the GGUF file have no format here and are now in the"
     ):
         model = load(path)
     report = model.hf_quantizer.report
-    found = {(str(entry.format), round(entry.error, 2)) for own in report.modules.values() for entry in own}
-    assert not report.skipped and found == {("affine3_32", 0.02), ("affine4_32", 0.0), ("affine2_32", 0.0)}
+    entries = [entry for own in report.modules.values() for entry in own]
+    assert not report.skipped and {str(entry.format) for entry in entries} == {"affine4_32", "affine2_32"}
+    assert all(entry.error < 1e-4 for entry in entries)  # their values are those of affine formats
     expected, found = logits(dense(path)), logits(model)
-    assert (found - expected).abs().max() <= 0.1 * expected.abs().max()
+    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
 
 
 def test_types_without_values_are_one_line(tmp_path):
