@@ -1,7 +1,9 @@
 """`convert`: sources that are quantised, what is said before and written beside, runs that were cut off."""
 
+import io
 import json
 import os
+import sys
 from collections import namedtuple
 
 import pytest
@@ -123,6 +125,20 @@ def test_a_disk_without_space_is_one_line_before_anything_is_written(dense, tmp_
     error = capsys.readouterr().err
     assert f"{tmp_path} must have 0." in error and "MB of free space, got 0.0 MB" in error
     assert not [*tmp_path.iterdir()]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_a_terminal_sees_progress(dense, tmp_path, capsys, monkeypatch):
+    """A file with the messages has none."""
+    assert run(dense, tmp_path / "first", "--group-size", 32) == 0
+    assert "Converting" not in capsys.readouterr().err
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    assert run(dense, tmp_path / "second", "--group-size", 32) == 0
+    assert "Converting: 100%" in terminal.getvalue()
 
 
 @pytest.mark.parametrize(("layout", "library"), [("moe_mps", "transformers"), ("mlx", "mlx")])

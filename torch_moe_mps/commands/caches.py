@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from torch.fx.experimental import _config
+from transformers.utils import logging
 
 from ..transformers.cache import as_held, room_behind, room_behind_window
 
@@ -70,9 +71,16 @@ def kv_cache(model: Any, bits: int = 16) -> KVCache | None:
 
 @torch.no_grad()
 def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:
-    """(sliding window or None, bytes) of each layer of the cache."""
-    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-    layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+    """(sliding window or None, bytes) of each layer of the cache.
+
+    Without the advice to install kernels for other machines, which transformers gives for hybrids.
+    """
+    ids, verbosity = torch.zeros((1, tokens), dtype=torch.long, device="meta"), logging.get_verbosity()
+    logging.set_verbosity_error()
+    try:
+        layers = model(input_ids=ids, use_cache=True).past_key_values.layers
+    finally:
+        logging.set_verbosity(verbosity)
     return [(getattr(layer, "sliding_window", None), _nbytes(as_held(layer, bits))) for layer in layers]
 
 

@@ -121,18 +121,9 @@ def small_files(folder: str) -> list[Path]:
 
 
 def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:
-    """What config.json says, and the dense model on the meta device.
-
-    Without the advice to install kernels for other machines, which transformers gives for some models.
-    """
-    from transformers.utils import logging
-
-    source, before = Source(folder, loading_options(options)), logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        return source, source.skeleton()
-    finally:
-        logging.set_verbosity(before)
+    """What config.json says, and the dense model on the meta device."""
+    source = Source(folder, loading_options(options))
+    return source, source.skeleton()
 
 
 def context_of(config: Any) -> int:
