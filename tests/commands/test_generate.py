@@ -1,5 +1,6 @@
 """The command generate: answers against generate() of transformers, and everything else on stderr."""
 
+import contextlib
 import io
 import json
 import os
@@ -185,6 +186,36 @@ def test_a_full_disk_does_not_lose_the_answer(checkpoint, tmp_path, capsys):
     out, err = capsys.readouterr()
     assert out == expected(checkpoint, "hello") + "\n" and not [*tmp_path.iterdir()]
     assert f"the prompt is not kept in {file}: " in err and "File too large" in err
+
+
+def test_ctrl_c_ends_the_answer_and_keeps_the_prompt(checkpoint, tmp_path, capsys, monkeypatch):
+    own, calls = transformers.MixtralModel.forward, []
+
+    def interrupted(self, input_ids=None, **kwargs):
+        calls.append(input_ids.shape[1])
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGINT)
+        return own(self, input_ids=input_ids, **kwargs)
+
+    arguments = ["--raw", "-p", "hello", "--prompt-cache", tmp_path / "prompt.safetensors"]
+    text = expected(checkpoint, "hello", 5)
+    capsys.readouterr()
+    monkeypatch.setattr(transformers.MixtralModel, "forward", interrupted)
+    assert run(checkpoint, *arguments, "--max-tokens", 200) == 128 + signal.SIGINT
+    out, err = capsys.readouterr()
+    assert out == text + "\n" and err.splitlines()[-1] == "torch-moe-mps: interrupted"
+    assert run(checkpoint, *arguments, "--max-tokens", 5) == 0
+    assert capsys.readouterr().out == text + "\n" and calls[5] == 1
+
+
+def test_answers_that_cannot_be_written_are_one_line(checkpoint, tmp_path, capsys):
+    """As on a full disk."""
+    (tmp_path / "prompts.txt").write_text("hello\n")
+    for prompt in (["-p", "hello"], ["--prompts", tmp_path / "prompts.txt"]):
+        with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+            assert run(checkpoint, *prompt, "--max-tokens", 3) == 1
+        error = capsys.readouterr().err.splitlines()[-1]
+        assert error == "torch-moe-mps: error: [Errno 28] No space left on device"
 
 
 def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):

@@ -5,7 +5,9 @@ import contextlib
 import functools
 import os
 import pty
+import resource
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -332,7 +334,12 @@ def test_settings_that_generate_does_not_know_are_refused(checkpoint, capsys):
 class Terminal:
     """A command that runs in a terminal of its own."""
 
-    def __init__(self, *arguments):
+    def __init__(self, *arguments, longest_file: int | None = None):
+        def begin() -> None:
+            os.open(os.ttyname(follower), os.O_RDWR)  # Ctrl-C comes from its terminal
+            if longest_file is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (longest_file, longest_file))
+
         leader, follower = pty.openpty()
         command = [sys.executable, "-m", "torch_moe_mps", *map(str, arguments)]
         self.process = subprocess.Popen(
@@ -342,7 +349,7 @@ class Terminal:
             stderr=follower,
             start_new_session=True,
             env=environment() | {"TERM": "dumb", "COLUMNS": "300", "OMP_NUM_THREADS": "1"},
-            preexec_fn=lambda: os.open(os.ttyname(follower), os.O_RDWR),  # Ctrl-C comes from its terminal
+            preexec_fn=begin,
         )
         os.close(follower)
         self.leader, self.shown = leader, ""
@@ -375,18 +382,24 @@ class Terminal:
             assert time.monotonic() < end, self.shown
             os.write(self.leader, CTRL_D.encode())
             self._read()
+        return self.rest(end)
+
+    def rest(self, end: float | None = None) -> tuple[int, str]:
+        """The exit code, and what is shown until the end."""
+        end = end or time.monotonic() + 90
         while self._read():
             assert time.monotonic() < end, self.shown
-        return self.process.returncode, self.shown
+        return self.process.wait(60), self.shown
 
 
 CTRL_C, CTRL_D = "\x03", "\x04"
 
 
-def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint):
-    """Answers of 200 tokens; after an ended one the chat goes on."""
+def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint, tmp_path):
+    """Answers of 200 tokens, some of them guessed; after an ended one the chat goes on, and it is kept."""
     flags = ["--set", "max_new_tokens=200", "--set", "do_sample=False", "--device", "cpu"]
-    chat = Terminal("chat", checkpoint, *flags)
+    kept = ["--prompt-lookup", "3", "--prompt-cache", tmp_path / "chat.safetensors"]
+    chat = Terminal("chat", checkpoint, *flags, *kept)
     chat.wait_for("was already loaded")
     for shown in (f"<{checkpoint}>:", "\n"):  # before the server is asked, and in the middle of the answer
         chat.type("hello\n")
@@ -397,6 +410,29 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint):
         assert "200 tokens" not in chat.shown
     code, shown = chat.leave()
     assert code == 0 and "Traceback" not in shown and "terminate called" not in shown
+    assert "guessed tokens accepted" in shown and (tmp_path / "chat.safetensors").exists()
+
+
+def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
+    """It says what it cannot keep."""
+    port, folder = _free_port(), tmp_path / "kept"
+    arguments = ["--port", port, "--device", "cpu", "--prompt-cache", folder, "--log-level", "error"]
+    server = Terminal("serve", checkpoint, *arguments, longest_file=2000)
+    with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
+        end = time.monotonic() + 90
+        while True:
+            try:
+                client.models.list()
+                break
+            except openai.APIConnectionError:
+                assert time.monotonic() < end and server._read(), server.shown
+        asked = {"messages": said("hello"), "temperature": 0, "max_tokens": 3}
+        assert client.chat.completions.create(model=str(checkpoint), **asked).choices[0].message.content
+    server.type(CTRL_C)
+    code, shown = server.rest()
+    assert code == 128 + signal.SIGINT and "Traceback" not in shown
+    assert f"torch-moe-mps: the prompt is not kept in {folder}" in shown and "File too large" in shown
+    assert not [*folder.iterdir()]
 
 
 @pytest.mark.parametrize("bits", [8, 16])

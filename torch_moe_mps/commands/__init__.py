@@ -24,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with _signals_raise(), _first_process_talks():
             importlib.import_module(f".{options.command}", __package__).run(options)
     except BrokenPipeError:  # what reads the output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _drop_output()
         return 128 + signal.SIGPIPE
     except KeyboardInterrupt:
         print("torch-moe-mps: interrupted", file=sys.stderr)
@@ -35,8 +35,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if line is None:
             raise
         print(f"torch-moe-mps: error: {line}", file=sys.stderr)
+        try:
+            sys.stdout.flush()
+        except OSError:  # of a full disk, once more when Python ends
+            _drop_output()
         return 1
     return 0
+
+
+def _drop_output() -> None:
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 @contextmanager

@@ -5,7 +5,6 @@ Ctrl-C ends the answer; at the prompt, or before the answer has ended, it ends t
 
 import argparse
 import logging
-import signal
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -14,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 from ..ops._checks import first_line
+from .generating import at_ctrl_c
 from .results import check_writable
 from .serving import follow, server
 from .settings import settings_of
@@ -73,7 +73,7 @@ def _interface(chat: Any, interrupt: Callable[[], None]) -> type:
             async def opened() -> Any:
                 return tokens()
 
-            with _at_ctrl_c(stop):
+            with at_ctrl_c(stop):
                 try:
                     answer: tuple[str, Any] = await super().stream_output(opened())
                     return answer
@@ -82,7 +82,7 @@ def _interface(chat: Any, interrupt: Callable[[], None]) -> type:
                     return "", None
 
         def input(self) -> str:
-            with _at_ctrl_c():
+            with at_ctrl_c():
                 try:
                     said: str = super().input()
                     return said
@@ -90,33 +90,13 @@ def _interface(chat: Any, interrupt: Callable[[], None]) -> type:
                     return "!exit"
 
         def confirm(self, message: str, default: bool = False) -> bool:
-            with _at_ctrl_c():
+            with at_ctrl_c():
                 try:
                     return bool(super().confirm(message, default))
                 except EOFError:
                     return False
 
     return Interface
-
-
-@contextmanager
-def _at_ctrl_c(first: Callable[[], None] | None = None) -> Iterator[None]:
-    """Ctrl-C calls `first`, and raises KeyboardInterrupt from the second time on, or without `first` at once.
-
-    In an event loop, Python would cancel the whole chat at the next step that waits.
-    """
-    left = [] if first is None else [first]
-
-    def handle(number: int, frame: object) -> None:
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _reason(error: Exception) -> str:

@@ -1,4 +1,7 @@
-"""`generate MODEL --prompt TEXT`: one answer, or one for each line of a file. Only answers go to stdout."""
+"""`generate MODEL --prompt TEXT`: one answer, or one for each line of a file. Only answers go to stdout.
+
+Ctrl-C ends an answer; what was computed of its prompt is kept.
+"""
 
 import argparse
 import json
@@ -9,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .generating import Generating
+from .generating import Generating, at_ctrl_c
 from .prompts import Prompts, machine_memory
 from .results import check_writable
 from .settings import settings_of
@@ -36,8 +39,17 @@ def run(options: argparse.Namespace) -> None:
     kept = Prompts(machine_memory(), file=options.prompt_cache)
     generating = Generating(model, kept, speculation_of(options, model, folder, device))
     if options.prompts is None:
-        _stream(generating, reader, inputs[0].to(model.device), settings)
-        kept.write(model)
+        ended: list[bool] = []
+
+        def end() -> None:
+            ended.append(True)
+            generating.end()
+
+        with at_ctrl_c(end):
+            _stream(generating, reader, inputs[0].to(model.device), settings)
+            kept.write(model)
+        if ended:
+            raise KeyboardInterrupt
     else:
         for some, batch in zip(_batches(prompts, options), inputs, strict=True):
             start = batch["input_ids"].shape[1]

@@ -4,6 +4,7 @@ import copy
 import functools
 import hashlib
 import re
+import signal
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -191,6 +192,26 @@ class _Steps(StoppingCriteria):
     def end(self) -> None:
         if self.error is None:
             self.streamer.end()
+
+
+@contextmanager
+def at_ctrl_c(first: Callable[[], None] | None = None) -> Iterator[None]:
+    """Ctrl-C calls `first`, and raises KeyboardInterrupt from the second time on, or without `first` at once.
+
+    In an event loop, Python would cancel the whole chat at the next step that waits.
+    """
+    left = [] if first is None else [first]
+
+    def handle(number: int, frame: object) -> None:
+        if not left:
+            raise KeyboardInterrupt
+        left.pop()()
+
+    before = signal.signal(signal.SIGINT, handle)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @contextmanager
