@@ -194,5 +194,6 @@ def test_two_threads(device):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=300)
+        assert not thread.is_alive()
     assert not failures, failures

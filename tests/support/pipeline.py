@@ -44,7 +44,7 @@ class Started:
         """Return code, output and errors."""
         self.process.join(timeout)
         self.process.kill()
-        self.process.join()
+        self.process.join(timeout=60)
         output, errors = (Path(self.folder.name, name).read_text() for name in ("output", "errors"))
         return self.process.exitcode, output, errors
 

@@ -51,15 +51,15 @@ def calls_of_the_package(run: Callable[[], object]) -> Counter[str]:
 
 
 def per_layer(model, count: Callable) -> Counter[str]:
-    """What one more layer adds to the counts of a step."""
+    """What one more layer adds to the counts of a step, of which the first has checked all arguments."""
     token = torch.zeros(1, 1, dtype=torch.int64, device="mps")
     found = []
     decoder = model.get_decoder()
-    for layers in (decoder.layers, decoder.layers[:-1]):
+    for layers in (decoder.layers, decoder.layers, decoder.layers[:-1]):
         decoder.layers = layers
         cache = prompted(model, [0])
         found.append(count(lambda: model(token, past_key_values=cache, use_cache=True)))  # noqa: B023
-    return found[0] - found[1]
+    return found[1] - found[2]
 
 
 def test_of_a_layer(simulated):
@@ -72,4 +72,4 @@ def test_of_a_layer(simulated):
     assert sum(before.values()) == 142 and sum(after.values()) <= 15, after
     # Module by module, each memory is asked who else shows it, and each class whether it was patched. A
     # captured token makes none of these calls.
-    assert python["call"] <= 121 and python["c_call"] <= 147, python
+    assert python["call"] <= 92 and python["c_call"] <= 145, python

@@ -210,7 +210,7 @@ started = time.perf_counter(), time.process_time()
 model = load(folder)
 seconds, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
 stop.set()
-thread.join()
+thread.join(timeout=60)
 model = sum(p.nbytes for p in model.parameters()) if model is not None else 0
 print(json.dumps({"peak": peak - base, "seconds": seconds, "cpu": cpu, "model": model}))
 """

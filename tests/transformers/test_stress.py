@@ -48,7 +48,7 @@ def in_threads(*works: Callable[[], None]) -> None:
     errors, start = [], threading.Barrier(len(works))
 
     def run(work):
-        start.wait()
+        start.wait(timeout=60)
         try:
             work()
         except BaseException as error:
@@ -58,7 +58,8 @@ def in_threads(*works: Callable[[], None]) -> None:
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join()
+        thread.join(timeout=300)
+        assert not thread.is_alive()
     if errors:
         raise errors[0]
 

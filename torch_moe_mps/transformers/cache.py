@@ -492,9 +492,12 @@ def _joined(
 def _memory_of(held: Sequence[Tensor]) -> Tensor | None:
     """The memory that is filled by these tensors, side by side; None if they have none, or not the same."""
     memory: Tensor | None = getattr(held[0], MEMORY, None)
-    if memory is None or any(getattr(part, MEMORY, None) is not memory for part in held[1:]):
-        return None
-    return memory if memory.shape[-1] == sum(part.shape[-1] for part in held) else None
+    width = 0
+    for part in held:
+        if memory is None or getattr(part, MEMORY, None) is not memory:
+            return None
+        width += part.shape[-1]
+    return memory if memory is not None and memory.shape[-1] == width else None
 
 
 def _columns(states: Tensor, widths: Sequence[int]) -> Sequence[Tensor]:
@@ -538,7 +541,7 @@ def _has_room(held: Sequence[Tensor], memory: Tensor, tokens: int) -> bool:
     Another cache may hold the same tensor and have written there, and a tensor taken before a crop shows it:
     then `held` ends before what was written. It may be written again once nothing else lies in the memory.
     """
-    stored = _stored(memory)
+    stored = memory.packed if isinstance(memory, QuantizedStates) else memory
     if stored.is_inference() and not torch.is_inference_mode_enabled():  # which torch forbids
         return False
     end = _start(held[0]) + held[0].shape[-2]
@@ -575,13 +578,8 @@ def _shown(memory: Tensor, start: int, tokens: int) -> Tensor:
 
 def _start(view: Tensor) -> int:
     """The token of its memory that a view begins with."""
-    stored = _stored(view)
+    stored = view.packed if isinstance(view, QuantizedStates) else view
     return stored.storage_offset() // stored.stride(-2)
-
-
-def _stored(states: Tensor) -> Tensor:
-    """A tensor that lies in memory as the states do: the codes of quantised ones."""
-    return states.packed if isinstance(states, QuantizedStates) else states
 
 
 def _from(token: int, states: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from .interface import Experts, formats_of, is_quantized, projections
 from .report import Done
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
 from .rewriting.program.patterns import match
-from .rewriting.program.programs import Unsupported, is_patched
+from .rewriting.program.programs import OWN_FORWARD, Unsupported
 from .rewriting.program.reads import holds, kept, record, recording
 from .rewriting.program.straightening import straighten
 from .rewriting.record import RECORD, record_of
@@ -24,6 +24,7 @@ from .rewriting.record import RECORD, record_of
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+_NOT_REWRITTEN = (None, None)
 NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
@@ -113,7 +114,10 @@ def is_observed(*modules: nn.Module) -> bool:
     """Whether a hook, or a forward that its class did not have, sees or changes what a module does."""
     for module in modules:
         own = module.__dict__
-        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own or is_patched(type(module)):
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            return True
+        original, forward = getattr(type(module), OWN_FORWARD, _NOT_REWRITTEN)
+        if original is not None and original.forward is not forward:  # somebody has patched the class beneath
             return True
     return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
 

@@ -51,7 +51,8 @@ def test_threads_that_execute_nothing_are_not_judged():
             overlaps += asked > before
     finally:
         done.set()
-        thread.join()
+        thread.join(timeout=300)
+        assert not thread.is_alive()
 
 
 def test_a_source_is_translated_by_one_process(monkeypatch, tmp_path):

@@ -37,12 +37,6 @@ class Unsupported(Exception):
     """The forward cannot be turned into a straight-line program; the message says why."""
 
 
-def is_patched(cls: type) -> bool:
-    """Whether the class beneath a rewritten one has got another forward since."""
-    original, own = getattr(cls, OWN_FORWARD, (None, None))
-    return original is not None and original.forward is not own
-
-
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before its forward was rewritten; a class that was put on top later stays."""
     return vars(type(module)).get(CLASS_MARK, type(module))
