@@ -13,7 +13,7 @@ from support.oracles_experts import assert_close, group_of
 from support.oracles_experts import moe_experts as expected_experts
 from support.oracles_operators import checked
 from support.quantized_layers import (
-    ALL_FORMATS,
+    EVERY_FORMAT,
     check_layer,
     check_linear,
     check_mlp,
@@ -52,10 +52,10 @@ def layout(request):
     torch.ops.moe_mps._set_tensor_units("auto")
 
 
-@pytest.mark.parametrize("format", each(ALL_FORMATS))
+@pytest.mark.parametrize("format", each(EVERY_FORMAT))
 def test_every_format(layout, format):
     """Each with one dtype; the others in the sweep. Inputs of several steps, the last one not full."""
-    number = ALL_FORMATS.index(format)
+    number = EVERY_FORMAT.index(format)
     dtype, group = DTYPES[number % 2], group_of(format)
     layout(number)
     ids = ids_of_counts(SMALL_TILES, 2, number)
@@ -65,10 +65,10 @@ def test_every_format(layout, format):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("format", each(ALL_FORMATS))
+@pytest.mark.parametrize("format", each(EVERY_FORMAT))
 def test_sweep(layout, format):
     """Each with the other dtype than above, in one layout after the other."""
-    number = (ALL_FORMATS.index(format) + 1) % len(LAYOUTS)
+    number = (EVERY_FORMAT.index(format) + 1) % len(LAYOUTS)
     dtype = DTYPES[number % 2]
     layout(number)
     group = max(group_of(format), 32)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support.expert_layers import ACTIVATIONS, random_options
 from support.oracles_experts import group_of
-from support.quantized_layers import ALL_FORMATS, random_quantized
+from support.quantized_layers import EVERY_FORMAT, random_quantized
 from support.values import DTYPES
 
 IDS = (torch.int32, torch.int64)
@@ -313,7 +313,7 @@ def heads_mm(d):
 
 @strategy
 def heads_quantized(d):
-    form = d.one(*ALL_FORMATS)
+    form = d.one(*EVERY_FORMAT)
     (heads_, rows, columns), around = heads(d, d.one(*columns_of(form)))
     return {**around, "format": form, **weight(d, "", heads_, rows, columns, form)}
 
@@ -364,7 +364,7 @@ def columns_of(form: str) -> tuple[int, ...]:
 
 @strategy
 def expert_qmm(d):
-    form = d.one(*ALL_FORMATS)
+    form = d.one(*EVERY_FORMAT)
     (tokens, slots, experts, hidden, _), around, _ = layer_of_experts(d, columns_of(form))
     rows = d.one(8, 1, 33, 64)
     x = d.values(tokens, slots, hidden, dtype=around["x"].dtype) if d.flag() else around["x"]
@@ -377,8 +377,8 @@ def expert_qmm(d):
 
 def two_formats(d: Draws) -> tuple[tuple, tuple, dict[str, Any], tuple[int, ...]]:
     """The formats of gate_up and down, how they are passed, and sizes that both divide."""
-    form = d.one(*ALL_FORMATS)
-    down = d.one(form, form, *ALL_FORMATS)
+    form = d.one(*EVERY_FORMAT)
+    down = d.one(form, form, *EVERY_FORMAT)
     passed = {"format": form} if down == form else {"format": form, "down_format": down}
     return form, down, passed, columns_of(max(form, down, key=group_of))
 
@@ -397,7 +397,7 @@ def moe_experts_quantized(d):
 
 @strategy
 def linear_quantized(d):
-    form = d.one(*ALL_FORMATS)
+    form = d.one(*EVERY_FORMAT)
     columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300), d.leading()
     x = d.values(*leading, columns)
     return {
@@ -431,7 +431,7 @@ def mlp_quantized(d):
 
 @strategy
 def embedding_quantized(d):
-    form = d.one(*ALL_FORMATS)
+    form = d.one(*EVERY_FORMAT)
     rows = d.one(8, 1, 33)
     return {
         **{"ids": d.ids(*d.leading(), experts=rows), "format": form, "dtype": d.dtype()},

@@ -31,6 +31,7 @@ ALL_FORMATS = (
 
 
 GGUF_FORMATS = tuple(name for name in OTHER_FORMATS if name[0] in "qi")
+EVERY_FORMAT = (*ALL_FORMATS, *GGUF_FORMATS)
 
 # Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
 ALWAYS = {
@@ -40,7 +41,7 @@ ALWAYS = {
     "affine5_64",
     "affine6_128",
     "affine8_32",
-    *("mxfp4", "mxfp8", "nvfp4"),
+    *("mxfp4", "mxfp8", "nvfp4", "q4_k"),
 }
 
 

@@ -11,8 +11,10 @@ from gguf import GGML_QUANT_SIZES
 from safetensors.torch import load_file, save_file
 from support.gguf_blocks import type_of
 from support.gguf_files import FIRST_LOADER, of_architecture, write, write_file
+from support.memory import Memory
 from transformers import AutoModelForCausalLM, GgufConfig
 
+from torch_moe_mps import quantization
 from torch_moe_mps.transformers.checkpoints import gguf_file
 from torch_moe_mps.transformers.checkpoints.targets import quantizable
 from torch_moe_mps.transformers.linears import OrderedLinear, formats_in
@@ -102,6 +104,23 @@ def test_every_architecture_is_exact(tmp_path, architecture):
     path = write(tmp_path / "model.gguf", stored, keys, matrices)
     expected, found = logits(dense(path)), logits(load(path))
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+class OfTheCpu(Memory):
+    def watch(self, tensors):
+        super().watch(tensor for tensor in tensors if not tensor.is_meta)
+
+
+def test_loading_takes_the_file_and_a_layer(tmp_path, monkeypatch):
+    """Blocks are taken apart in pieces, here smaller ones than of a real file; one thread is counted."""
+    path = write_file(tmp_path / "model.gguf", "qwen3moe", ("q4_k", "q6_k", "iq4_xs"))
+    monkeypatch.setattr(quantization.gguf, "VALUES_AT_ONCE", 1 << 14)
+    monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
+    with OfTheCpu() as memory:
+        model = load(path)
+    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    file = os.path.getsize(path)
+    assert 0.98 * file < memory.peak <= file + 1.5 * layer
 
 
 def test_what_cannot_stay_packed_is_named(tmp_path):

@@ -16,7 +16,7 @@ from .formats import ErrorSums
 
 # A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
 Parts = tuple[Tensor, Tensor, Tensor | None]
-VALUES_AT_ONCE = 1 << 22
+VALUES_AT_ONCE = 1 << 20
 
 
 def _runs(octets: Tensor, length: int, shifts: tuple[int, ...], bits: int) -> Tensor:
@@ -156,7 +156,7 @@ def nearest_of(
     format = Format(bits, _NEAREST_GROUP)
     out = QuantizedWeight.empty(shape, dtype, torch.device("cpu"), format)
     words, scales, biases = (tensor.view(-1, tensor.shape[-1]) for tensor in out if tensor is not None)
-    step = max(1, VALUES_AT_ONCE // 4 // max(1, shape[-1]))
+    step = max(1, VALUES_AT_ONCE // max(1, shape[-1]))
     for first in range(0, len(words), step):
         rows = slice(first, first + step)
         groups = some(rows).unflatten(-1, (-1, _NEAREST_GROUP))
@@ -205,7 +205,7 @@ def from_blocks(blocks: Tensor, format: Format) -> QuantizedWeight:
         format: what the blocks are, from format_of_blocks.
 
     Returns: QuantizedWeight [..., R, C] on the device of `blocks`. The values are ggml's, to the bit but for
-        the sign of zeros. Memory other than the result stays under about 100 MiB.
+        the sign of zeros. Memory other than the result stays under about 25 MiB.
 
     Raises: ValueError for bytes that are no whole blocks.
     """

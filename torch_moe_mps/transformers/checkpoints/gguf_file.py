@@ -260,7 +260,7 @@ class Source:
             return self._left.pop(number)
 
     def weight(self) -> QuantizedWeight:
-        """Some rows are read at a time: beside the weight, memory stays under about 100 MiB."""
+        """Some rows are read at a time: beside the weight, memory stays under about 25 MiB."""
         shape = (*self._shape, len(self._columns))
         if self.is_exact:
             return blocks_of(shape, self.format, self._some)
