@@ -70,6 +70,23 @@ def test_launches_of_a_layer_with_an_indexer(simulated, architecture):
     check_types(simulated, model, INDEXED[architecture])
 
 
+# Latent attention without indexers.
+LATENT = {
+    "kimi_linear": {"linear, dense": 13, "full, sparse": 14},
+    "deepseek_v2": {"dense": 10, "sparse": 13},
+    "glm4_moe_lite": {"dense": 9, "sparse": 13},
+    "axk1": {"dense": 9, "sparse": 15},
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", LATENT)
+def test_launches_of_a_layer_with_latent_attention(simulated, architecture):
+    model = model_on_mps(architecture)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    check_types(simulated, model, LATENT[architecture])
+
+
 # Layers of linear attention, by what makes the last layer one: the most launches of one token.
 LINEAR = {
     "kimi_linear": ({"layer_types": ["full_attention", "linear_attention"]}, 12),
