@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from measured.apple import __main__ as command
-from measured.apple import cases, mlx
+from measured.apple import cases, layers, mlx
 from measured.cases import formats, mlx_dense, mlx_quantized
 from measured.cases import mlx as launches
 from measured.cases.formats import DENSE
@@ -216,6 +216,18 @@ class TestCommand:
     def test_a_sample_is_marked(self, simulated, capsys):
         lines = self.run(capsys, "--linear", "2048,4096", "--tokens", "200", "--no-mlx")
         assert any("matrix  ours" in line and "~" in line for line in lines)
+
+    def test_layers(self, simulated, capsys, monkeypatch):
+        """Attention takes as long as memory needs for its keys, a recurrence the same for each token."""
+        found = layers.Softmax("one", 8, 1, 128), layers.Delta("two", 1, 2, channels=False)
+        monkeypatch.setattr(layers, "LAYERS", found)
+        *_, one, two = self.run(capsys, "--layers", "--gpu", "M1 Max")
+        first, second = (float(cell) for cell in one.split("|")[4:6])
+        for keys, us in ((4096, first), (32768, second)):
+            least = 2 * keys * 128 * 2 / apple.GPUS["M1 Max"].dram_bytes_per_us
+            assert 0.97 * least <= us <= 1.5 * least
+        token, same, short, long = (float(cell) for cell in two.split("|")[4:8])
+        assert token == same > 0 and long == pytest.approx(8 * short, rel=0.05)
 
     def test_facts(self, capsys):
         assert self.run(capsys, "--facts") == apple.table().splitlines()

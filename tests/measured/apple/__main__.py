@@ -7,7 +7,7 @@ from simulator.apple.facts import GPUS, Gpu, table
 from simulator.errors import SimulatorError
 from support.simulated import install
 
-from . import published, report
+from . import layers, published, report
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours
 
 DESCRIPTION = """\
@@ -49,6 +49,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         metavar="E,K,H,I",
         help="experts, of them a token, hidden, intermediate",
     )
+    add("--layers", action="store_true", help="instead: attention and recurrences of real models")
     add("--linear", metavar="C,N", help="instead: one matrix alone, C inputs and N outputs")
     add("--formats", default="int4", help=f"some of {', '.join(FORMATS)}, bf16, f16 (default: int4)")
     add(
@@ -142,6 +143,10 @@ def main(arguments: list[str] | None = None) -> int:
         install()
         if options.published:
             print(published.report())
+            return 0
+        if options.layers:
+            for line in layers.table(gpus):
+                print(line, flush=True)
             return 0
         for format_name in formats:
             print_table(shape, format_name, options, gpus)
