@@ -316,7 +316,11 @@ def file_of(model):
 def in_main(model):
     """A class of a program's own file, whose functions find names there."""
     exec("LIMIT = 1\ndef helped(): return LIMIT", vars(sys.modules["__main__"]))
-    exec("def forward(self, x): return helped() * x", vars(sys.modules["__main__"]), members := {})
+    exec(
+        "def forward(self, x): return helped() * x if self.helper is None else x",
+        vars(sys.modules["__main__"]),
+        members := {},
+    )
     norm(model).__class__ = type("Mine", (type(norm(model)),), members | {"__module__": "__main__"})
 
 
@@ -338,6 +342,10 @@ WATCHED = {
         lambda m, p: p.setitem(file_of(m)._numbers, "scale", 2),
     ),
     "name in the file of a helper": (None, lambda m, p: p.setattr(sdpa_attention, "repeat_kv", double)),
+    "torch's functions": (
+        None,
+        lambda m, p: p.setattr(nn.functional, "scaled_dot_product_attention", double),
+    ),
     "name in __main__": (in_main, lambda m, p: p.setattr(sys.modules["__main__"], "LIMIT", 2)),
     "code of a function": (None, lambda m, p: p.setattr(type(norm(m)).forward, "__code__", double.__code__)),
     "method of a cache": (None, lambda m, p: p.setattr(DynamicCache, "get_seq_length", double)),
@@ -394,6 +402,9 @@ def test_what_the_fingerprint_holds(monkeypatch):
     finally:
         torch.set_default_dtype(torch.float32)
     assert [what for what, holds in found.items() if holds] == []
+    monkeypatch.setattr(
+        sys.modules["__main__"], "helper", 1, raising=False
+    )  # an attribute of this name is read
     assert fingerprint.holds()
 
 

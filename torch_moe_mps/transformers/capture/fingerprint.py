@@ -5,6 +5,7 @@ of them are objects of Python; gc.get_referents lists what thousands of those ho
 """
 
 import builtins
+import dis
 import gc
 import inspect
 import logging
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
+from torch.nn import functional
 from torch.nn.modules import module as torch_module
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
@@ -57,7 +59,7 @@ _LEAVES = (
 _CONTAINERS = (dict, list, set, tuple)
 _MAIN = "__main__"
 _code_of = attrgetter("__code__")
-# Packages whose files are not watched: torch's names and ours do not change.
+# Packages whose files are not watched: their names do not change, but for torch.nn.functional's.
 _UNWATCHED = ("torch", "torch_moe_mps", "builtins", _MAIN)
 
 
@@ -216,6 +218,7 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
     files = {id(file): file for name in names if (file := vars(sys.modules.get(name, types)))}
+    files[id(vars(functional))] = vars(functional)
     for file in list(files.values()):
         for value in file.values():
             if isinstance(value, types.FunctionType) and _is_of(value.__module__ or "", packages):
@@ -239,7 +242,7 @@ def _names_in_main(classes: Iterable[type]) -> list[str]:
     while codes:
         code = codes.pop()
         codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        for name in code.co_names:
+        for name in (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"):
             if name not in names and isinstance(main.get(name), types.FunctionType):
                 codes.append(main[name].__code__)
             names[name] = None
