@@ -8,7 +8,16 @@ import torch
 from measured.cases import experts
 from measured.cases.attention import Attention
 from measured.cases.experts import Experts, Linear
-from measured.cases.fused import Delta, FusedExperts, FusedLinear, Hyper, IndexKeys, Logits, RopeCache
+from measured.cases.fused import (
+    Delta,
+    FusedExperts,
+    FusedLinear,
+    Hyper,
+    IndexKeys,
+    Logits,
+    RopeCache,
+    SelectiveScan,
+)
 from measured.cases.layer import Bucket, Gate, Norm, Router, SiluMul, WeightedSum
 from measured.cases.values import Shapes
 from measured.cuda import main, peers_mlx, record, report, timing
@@ -187,6 +196,7 @@ def some_cases() -> list:
         Logits("fused", 1, 20, 130, "f16"),
         Delta("fused", 2, 1, 2, 40, "f16"),
         Hyper("fused", 2, 132, "f16"),
+        SelectiveScan("fused", 3, 70, "bf16"),
         RopeCache("fused", 2, 3, 1, 64, 5, "f16"),
         IndexKeys("fused", 2, 3, 64, 5, "f16"),
     ]
@@ -243,7 +253,15 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
     """Norms, residuals and orders within kernels, timed and under the sanitizers."""
     for group in ("fused", "sanitize"):
         families = {type(case).__name__ for case in main.all_cases(experts.SHAPE) if case.group == group}
-        assert families >= {"FusedExperts", "FusedLinear", "Logits", "Hyper", "RopeCache", "Delta"}
+        assert families >= {
+            "FusedExperts",
+            "FusedLinear",
+            "Logits",
+            "Hyper",
+            "RopeCache",
+            "Delta",
+            "SelectiveScan",
+        }
 
 
 def test_replayed_results(plan):
