@@ -106,6 +106,11 @@ EXTRA: dict[str, dict] = {
         },
     },
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0, "indexer_types": ["full", "full"]} | HYBRID,
+    "minimax_m3_vl_text": {
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+    },
     "mistral4": {"head_dim": 16},
     "gemma4_text": {
         "enable_moe_block": True,

@@ -434,6 +434,7 @@ QUADRATIC = {
     "deepseek_v4": "the mask of the compressed keys",
     "inkling": "the bias of relative positions",
     "inkling2": "the bias of relative positions",
+    "minimax_m3_vl": "the scores of blocks of keys",
     "openai_privacy_filter": "scores: its windows have two sides",
     "unlimited_ocr": "a mask of its own, in which all tokens see the first ones",
 }

@@ -99,6 +99,54 @@ def test_an_indexer_of_few_keys_only_writes(simulated):
     assert sum(counts.values()) <= 2, counts
 
 
+def model_of_blocks(block: int):
+    """MiniMax M3, of whose blocks of keys a token reads its own and another one."""
+    model = tiny_model("minimax_m3_vl")
+    (indexer,) = (module for module in model.modules() if hasattr(module, "topk_blocks"))
+    indexer.block_size, indexer.topk_blocks = block, 2
+    return model
+
+
+@pytest.mark.parametrize("block", [32, 4])
+def test_chosen_blocks(device, block):
+    """Its own mask is what a prompt, a token and a few see; of what is padded, too."""
+    ids = torch.randint(1, 90, (2, 103), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[0, 70:] = 0
+    model = model_of_blocks(block)
+    own = eager(copy.deepcopy(model)).double()
+    expected, _ = in_parts(own, ids, 1, 3)
+    padded = output(own, ids, attention_mask=mask)
+    model = model.to(device)
+    torch_moe_mps.accelerate(model)
+    found, cache = in_parts(model, ids.to(device), 1, 3)
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)
+    result = output(model, ids.to(device), attention_mask=mask.to(device)).cpu()
+    assert_close(result[0, :70], padded[0, :70].float(), 1e-4)
+    assert_close(result[1], padded[1].float(), 1e-4)
+    # The keys of the indexer grow in place, and a cache that was cropped goes on.
+    place = cache.layers[1].idx_keys.data_ptr()
+    cache.crop(-3)
+    again = in_parts(model, ids[:, -3:].to(device), 1, 1, cache=cache)[0]
+    torch.testing.assert_close(torch.cat(again, 1), found[2], rtol=1e-4, atol=1e-4)
+    cropped = cache.layers[1].idx_keys.data_ptr()
+    in_parts(model, ids[:, :2].to(device), 1, cache=cache)
+    assert cache.layers[1].idx_keys.data_ptr() == cropped != place
+
+
+def test_a_token_reads_the_blocks_that_are_chosen(simulated):
+    model = model_of_blocks(32).to("mps")
+    torch_moe_mps.accelerate(model)
+    cache = in_parts(model, torch.ones(1, 200, dtype=torch.int64, device="mps"))[1]
+    with torch.no_grad(), simulated.counters() as dispatches:
+        model(torch.ones(1, 1, dtype=torch.int64, device="mps"), past_key_values=cache)
+    full, sparse = (d for d in dispatches if d.kernel.startswith("attention"))
+    assert "selected" in sparse.kernel and "selected" not in full.kernel
+    keys, blocks = (sum(d.buffers[number].distinct_bytes_read for number in (1, 2)) for d in (full, sparse))
+    assert 0 < blocks <= keys * (32 + 201 % 32) // 201
+
+
 class Doubled(DeepseekV32Indexer):
     """Chooses with other queries."""
 

@@ -7,6 +7,7 @@ implementation of this package. Masks that only express order and window are Cau
 
 import functools
 import inspect
+import re
 import sys
 from collections.abc import Callable, Iterable
 from math import ceil
@@ -32,6 +33,7 @@ SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where 
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
 _AT_ONCE = 1024  # tokens whose indices become bits
 _ASKS = '_attn_implementation in ("eager", "sdpa")'
+_HANDS_OVER = re.compile(r"\b(block_)?indices=")  # what `attention` takes
 _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
 
 
@@ -92,7 +94,7 @@ def _implementation_for(module: nn.Module) -> str | None:
         return None
     source = inspect.getsource(inspect.unwrap(original_class(module).forward))
     asks = source.count("_attn_implementation") - source.count("get_interface(")
-    if asks == source.count(_ASKS) > 0 and "indices=" in source:
+    if asks == source.count(_ASKS) > 0 and _HANDS_OVER.search(source):
         return NAME
     if current == "sdpa":
         return current
@@ -206,6 +208,7 @@ def attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
@@ -224,6 +227,9 @@ def attention(
         softcap: of the scores.
         indices: [B, T, K], the keys that an indexer has chosen for each token; those that the mask hides, and
             -1, count as none.
+        block_indices: [B, Hk, T, K], the blocks of keys that the module's `indexer` has chosen for each token
+            and head of keys, distinct but for -1, which counts as none; a token sees what the mask shows of
+            them.
 
     Returns: [B, T, Hq, Dv], and the attention's weights or None.
 
@@ -232,7 +238,15 @@ def attention(
     window = sliding_window if attention_mask is None else None
     sees_all = attention_mask is None and getattr(module, "is_causal", True) is False
     plain = dropout == 0.0 and not kwargs.get("output_attentions") and not sees_all
-    if indices is not None and attention_mask is not None:
+    index_block = 1
+    if block_indices is not None:
+        by_operator = plain and window is None and _takes(query, key, value, None, s_aux)
+        indexer: Any = module.indexer
+        block: int = indexer.block_size
+        attention_mask, indices = _of_blocks(attention_mask, block_indices, block, query, key, by_operator)
+        if indices is not None:
+            index_block = block
+    elif indices is not None and attention_mask is not None:
         by_operator = plain and _takes(query, key, value, None, s_aux)
         attention_mask, indices = _selection(attention_mask, indices, query, by_operator)
     if isinstance(key, Promised) and isinstance(value, Promised):
@@ -251,7 +265,8 @@ def attention(
             return out, None
         key, value = key.expanded(), value.expanded()
     if plain and _takes(query, key, value, attention_mask, s_aux):
-        return _attend(query, key, value, attention_mask, scaling, window, s_aux, softcap, indices), None
+        given = (window, s_aux, softcap, indices, index_block)
+        return _attend(query, key, value, attention_mask, scaling, *given), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
     functions = (getattr(file, "eager_attention_forward", None) for file in files)
     eager = next(filter(None, functions), None)
@@ -316,6 +331,48 @@ def _selection(
     return elements.masked_fill(~shown, torch.finfo(mask.dtype).min), None
 
 
+def _of_blocks(
+    mask: Tensor | None, chosen: Tensor, block: int, query: Tensor, key: Tensor, by_operator: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, indices) of what a mask shows of chosen blocks, one of them None. Without a mask, order does.
+
+    The operator takes the blocks of one token, which read nothing else, and bits of more.
+    """
+    tokens, keys = query.shape[2], key.shape[2]
+    in_order = mask is None or (isinstance(mask, CausalMask) and mask.window is None)
+    seen = mask.seen if isinstance(mask, CausalMask) else keys
+    key_range = mask.key_range if isinstance(mask, CausalMask) else None
+    if by_operator and in_order and tokens == 1 and key_range is None and seen == keys:
+        return None, chosen.int()
+    blocks = ceil(keys / block)
+    shown = torch.zeros((*chosen.shape[:3], blocks + 1), dtype=torch.bool, device=chosen.device)
+    shown = shown.scatter(3, torch.where(chosen < 0, blocks, chosen).long(), True)[..., :blocks]
+    if by_operator and in_order and block % WORD == 0:
+        last = torch.arange(seen - tokens, seen, dtype=torch.int32, device=chosen.device)[:, None]
+        words = _bits_below(last + 1, keys)
+        if key_range is not None:
+            first, end = (_bits_below(each[:, None, None, None], keys) for each in key_range.unbind(1))
+            words = words & end & ~first
+        shown = shown.repeat_interleave(block // WORD, 3)[..., : words.shape[-1]]
+        return torch.where(shown, words, 0), None
+    shown = shown.repeat_interleave(block, 3)[..., :keys]
+    if not by_operator:  # the model's own code has masks for all heads
+        shown = shown.repeat_interleave(query.shape[1] // shown.shape[1], 1)
+    if mask is None:
+        return shown & seen_in_order(tokens, keys, keys, None, None, key.device), None
+    elements = mask.elements() if isinstance(mask, CausalMask) else mask
+    if elements.dtype == torch.bool:
+        return elements & shown, None
+    return elements.masked_fill(~shown, torch.finfo(elements.dtype).min), None
+
+
+def _bits_below(limits: Tensor, keys: int) -> Tensor:
+    """The words of a mask of bits that shows the keys below limits [.., 1], int32."""
+    starts = torch.arange(0, keys, WORD, dtype=torch.int32, device=limits.device)
+    count = (limits - starts).clamp(0, WORD)
+    return torch.where(count == WORD, -1, (torch.ones_like(count) << (count & (WORD - 1))) - 1)
+
+
 def _in_order(indices: Tensor, mask: CausalMask) -> Tensor:
     """The indices [B, T, K] with -1 in place of keys that the mask hides."""
     tokens = mask.shape[2]
@@ -346,6 +403,7 @@ def _attend(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     indices: Tensor | None = None,
+    index_block: int = 1,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     key_range = None
@@ -360,6 +418,8 @@ def _attend(
     options: dict[str, Any] = {}
     asked = {"mask": mask, "window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
     asked["indices"] = indices
+    if index_block != 1:
+        options["index_block"] = index_block
     for name, given in asked.items():
         if given is not None:  # the dispatcher takes time for each argument
             options[name] = given
@@ -451,10 +511,11 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 
 
 def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:
-    """Whether a mask is the same for all heads and has a column, or a bit, for each key."""
+    """Whether a mask is the same for the heads of a key head and has a column, or a bit, for each key."""
     batches = (query.shape[0],) if isinstance(mask, CausalMask) else (1, query.shape[0])
     columns = ceil(key.shape[2] / WORD) if mask.dtype == torch.int32 else key.shape[2]
-    return mask.dim() == 4 and mask.shape[0] in batches and mask.shape[1:] == (1, query.shape[2], columns)
+    fits = mask.dim() == 4 and mask.shape[0] in batches and mask.shape[1] in (1, key.shape[1])
+    return fits and mask.shape[2:] == (query.shape[2], columns)
 
 
 def _additive(mask: Tensor | None, query: Tensor, key: Tensor, window: int | None) -> Tensor | None:

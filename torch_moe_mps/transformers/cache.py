@@ -153,6 +153,8 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
     if base is None:
         return None
     bases = (base,) if issubclass(base, plain) else (plain, base)
+    if base is _GrowingBlocks:
+        bases = (base, plain)
     name = f"{'Static8Bit' if issubclass(base, _Static) else 'Growing'}{plain.__name__}"
     # transformers registers a class under its _layer_type for all models, so this one must have none.
     return type(name, bases, {"_layer_type": None, "plain": plain, "bits": bits})
@@ -161,6 +163,8 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
 def _base_of(plain: type, bits: int | None) -> type | None:
     update = getattr(plain, "update", None)
     if update is DynamicLayer.update:
+        if hasattr(plain, "update_index"):
+            return _GrowingBlocks
         return _GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else _Growing
     if update is DynamicSlidingWindowLayer.update:
         return _GrowingWindow
@@ -341,6 +345,20 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
         indexer_keys = self.indexer_keys
         super().crop(tokens_to_remove)
         self.indexer_keys = _in_memory_of(indexer_keys, self.indexer_keys)
+
+
+class _GrowingBlocks(_Growing):
+    """A layer that holds all tokens, and the keys by which an indexer chooses blocks (MiniMax M3)."""
+
+    idx_keys: Any
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        if not _in_place():
+            keys: Tensor = self.plain.update_index(self, idx_k)
+            return keys
+        held = idx_k.new_empty(0) if self.idx_keys is None else self.idx_keys
+        (self.idx_keys,) = _joined((held,), (idx_k,))
+        return self.idx_keys
 
 
 class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
