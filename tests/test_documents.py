@@ -17,7 +17,7 @@ from torch_moe_mps.transformers.interface import formats_of
 DOCUMENTS = [
     *REPOSITORY.glob("*.md"),
     *(REPOSITORY / "docs").glob("*.md"),
-    REPOSITORY / "tests" / "simulator" / "README.md",
+    *(REPOSITORY / "tests").glob("*/README.md"),
 ]
 # Not followed by a placeholder, as in tests/ops/test_<family>.py.
 PATH = re.compile(r"\b((?:docs|scripts|tests|torch_moe_mps|csrc|shaders)/[\w./]*\w)(?![\w/<])")

@@ -107,7 +107,7 @@ layers.*.experts (2): not quantised, already mxfp4""",
         )
         self.assertExpectedInline(
             str(quantize_experts(torch.nn.Linear(2, 2))),
-            """No experts with transformers' experts interface found; nothing is quantised.""",
+            """Nothing in this model can be quantised.""",
         )
 
 

@@ -53,7 +53,8 @@ examples:
   torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
   torch-moe-mps chat qwen3-32b-4bit --draft qwen3-0.6b                # guesses are verified together"""
 
-GENERATE = """Answers go to stdout, all else to stderr.
+GENERATE = """Answers go to stdout, all else to stderr. Ctrl-C ends an answer, and --prompt-cache
+keeps its prompt then, too.
 
 examples:
   torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
@@ -293,7 +294,7 @@ def _prompt_memory(command: argparse.ArgumentParser) -> None:
         "--prompt-memory",
         type=float,
         metavar="GB",
-        help="for prompts of other conversations (an eighth of the machine's)",
+        help="memory for prompts that are kept beside the last one (an eighth of the machine's)",
     )
 
 

@@ -1,4 +1,4 @@
-// Prepares quantised weights, as operators take them, for the experts' kernels.
+// Makes the arguments of a quantised weight, of experts, linears or embeddings, a matrix of the kernels.
 #pragma once
 #include <ATen/core/Tensor.h>
 

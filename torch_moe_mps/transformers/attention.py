@@ -28,7 +28,7 @@ from .rewriting.record import NOTHING, RECORD, record_of
 from .rewriting.rules.indexer import IN_ORDER
 
 NAME = "moe_mps"  # the implementation in place of "eager"
-MOST_TOKENS = 8  # new ones, of a call that is no prompt
+MOST_TOKENS = 8  # new ones; a call with more is a prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
 _AT_ONCE = 1024  # tokens whose indices become bits

@@ -67,7 +67,7 @@ def restore_cache(module: nn.Module) -> None:
 
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits."""
-    cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))  # the second of continuous batching
+    cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))  # continuous batching passes `cache`
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
     if cache is None:
@@ -209,7 +209,7 @@ def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, T
 
 
 class _Made(CacheLayerMixin):
-    """A layer whose class `growing_class` made."""
+    """What our layers of a cache share: copies and pickles are without the spare room."""
 
     plain: Any
     bits: int | None

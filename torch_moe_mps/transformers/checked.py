@@ -1,4 +1,4 @@
-"""Which operators a model on mps may use: those that pass the self-check on this machine.
+"""Keeps operators that fail the self-check on this machine out of a model.
 
 If an operator fails, the model's own code stays in its place. Quantised weights have no other code, so they
 are refused.

@@ -69,9 +69,7 @@ class QuantizationReport:
         lines += [f"{name} ({n}): not quantised, {why}" for (name, why), n in reasons.items()]
         if self.modules:
             return "\n".join([*self._table(), *lines, self.summary()])
-        return "\n".join(lines) or (
-            "No experts with transformers' experts interface found; nothing is quantised."
-        )
+        return "\n".join(lines) or "Nothing in this model can be quantised."
 
     def summary(self) -> str:
         """One line: the size of the quantised weights, and the bytes that a token reads."""

@@ -139,7 +139,7 @@ def is_ours(stored: Any) -> bool:
 
 
 def together(names: Collection[str], everything: Iterable[str]) -> list[str]:
-    """The names in config.json, with a * for numbers where all of `everything` like it is among them."""
+    """The names for config.json: `layers.*.x` if `names` has the x of every layer in `everything`."""
     others = {any_layer(name) for name in {*everything} - {*names}}
     return [*dict.fromkeys(name if any_layer(name) in others else any_layer(name) for name in names)]
 

@@ -41,7 +41,7 @@ class Running:
         self.model, self.stage, self.peers = model, stage, peers
         self.calls = self._ended = 0
         self._samples = False  # whether token ids go back instead of logits, chosen by `generate`
-        self._greedy = False  # the same, the likeliest of each call
+        self._greedy = False  # whether the likeliest token's id goes back instead of logits
         self._leads = False
         self.answering: Any = None  # what generates for `leading` and `follow`, if not `generate` itself
         self._streamer: Any = None

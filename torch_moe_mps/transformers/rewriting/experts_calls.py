@@ -1,4 +1,4 @@
-"""The calls of experts in a block, and the modules that choose the experts."""
+"""Finds the call of the experts in a block, and the router that their ids come from."""
 
 import ast
 from collections.abc import Iterator

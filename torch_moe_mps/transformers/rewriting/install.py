@@ -1,4 +1,4 @@
-"""Modules whose forward is replaced: the class of the instance changes to a subclass, everything else stays.
+"""Replaces the forward of a module by making its class a subclass; everything else stays.
 
 So hooks, isinstance, state_dict and the module tree are as before. Deepcopy and pickle write the original
 class and rewrite the copy, and `restore_module` puts the original class back.

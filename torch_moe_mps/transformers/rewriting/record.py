@@ -1,4 +1,4 @@
-"""What this package stores in a module: one record, which `restore` removes."""
+"""What this package keeps in a module, in one record; `restore` removes it."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""How parameters are made of tensors of MLX: one list of converters, for reading and for writing."""
+"""Converters between MLX's tensors and our parameters, for reading and for writing."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import MappingProxyType

@@ -54,7 +54,7 @@ def record(owner: nn.Module, path: str) -> None:
 
 
 def rest_on(reads: Iterable[Read]) -> None:
-    """Notes what a formula of a submodule rests on, for the forward that is rewritten around it."""
+    """Adds the attributes that a submodule's formula read to those of the forward that is being rewritten."""
     outer = _current.get()
     if outer is not None:
         outer.update({(id(read.owner), read.path): read for read in reads})

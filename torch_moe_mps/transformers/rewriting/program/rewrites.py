@@ -2,8 +2,8 @@
 
     Rewrite("S = R + Y; N = NORM(S)", "N, S = residual_norm(NORM, R, Y)", where)
 
-A form is a call; assignments, each read by a later one or beside it; or `return` with what the forward
-returns, the first of it if that is several values. In a form
+A form is a call, a list of assignments, or `return VALUE` for the forward's result, the first of several. In
+a form
 
 - a name that it assigns stands for a value that the program names, any other upper-case name for any
   expression, `*REST` for the other arguments and `**OPTIONS` for the other keywords of a call;

@@ -1,4 +1,4 @@
-"""From a method to a program.
+"""Parses a method into a program of single statements, where each value has a name of its own.
 
 The source is parsed, an `if` that the module's own attributes decide (`if self.norm_topk_prob`) becomes the
 branch that runs, and every value gets a name. What is not understood stays as it is, as an opaque statement;

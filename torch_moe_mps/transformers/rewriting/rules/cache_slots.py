@@ -179,7 +179,7 @@ def _is_without_cache(match: Match, statement: ast.stmt) -> bool:
 
 
 def _norm_and_rows(program: Program, v: ast.Assign) -> tuple[tuple[ast.Assign, ...], ast.expr, ast.expr]:
-    """Statements that norm values; the norm, or None; and what it norms, as [B, T, H, D]."""
+    """(statements to drop, the norm or None, the values before it [B, T, H, D])."""
     normed = norm_in(program, v.value, v, _NORMED)
     if normed is not None:
         return normed.gone, normed.values["NORM"], normed.values["NORMED"]

@@ -70,7 +70,7 @@ def offer_gate(program: Program) -> None:
 
 @called
 def is_gate(router: nn.Module, hidden: Tensor) -> bool:
-    """Whether nothing sees or changes what the parts of a gate do."""
+    """Whether no module of the gate has a hook, and rows are its input."""
     return hidden.dim() == 2 and not is_observed(*router.modules())
 
 

@@ -103,7 +103,7 @@ def _reshaped(program: Program, value: ast.AST, around: list[ast.AST]) -> ast.AS
 
 
 def _taker(program: Program, call: ast.Call) -> tuple[int, str] | None:
-    """Where a call F(*ARGS) has the input that it can norm, and what it becomes; None if it cannot."""
+    """(position of the input, the call that norms it too); None if it cannot."""
     owner, _, function = ast.unparse(call.func).rpartition(".")
     if owner == "_moe_mps" and function in _CALLED:
         return _CALLED[function], "F(*ARGS)"
