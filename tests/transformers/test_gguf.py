@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 from support.gguf_blocks import type_of
 from support.gguf_files import FIRST_LOADER, of_architecture, write, write_file
 from support.memory import Memory
-from transformers import AutoModelForCausalLM, GgufConfig
+from support.models import operators_of
+from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
 
+import torch_moe_mps
 from torch_moe_mps import quantization
 from torch_moe_mps.transformers.checkpoints import gguf_file
 from torch_moe_mps.transformers.checkpoints.targets import quantizable
@@ -87,12 +89,12 @@ def test_every_architecture_stays_packed(monkeypatch, architecture):
     monkeypatch.setattr(gguf_file, "read_file", lambda path: (stored, tensors))
     file = gguf_file.File("model.gguf", model)
     found = {
-        target.name + "." + parameter: file.source(target, parameter)
+        target.name + "." + parameter: file.sources(target, parameter)
         for target in quantizable(model).values()
         for parameter in target.parameters
     }
-    assert sum(source is not None for source in found.values()) >= 3
-    dense = {any_layer(name) for name, source in found.items() if source is None}
+    assert sum(map(bool, found.values())) >= 3
+    dense = {any_layer(name) for name, source in found.items() if not source}
     assert sorted(dense) == DENSE.get(architecture, [])
 
 
@@ -123,13 +125,48 @@ def test_loading_takes_the_file_and_a_layer(tmp_path, monkeypatch):
     assert 0.98 * file < memory.peak <= file + 1.5 * layer
 
 
-def test_what_cannot_stay_packed_is_named(tmp_path):
-    """Gate and up projections of two types, which one matrix cannot have."""
+def operators_of_a_token(model) -> dict[str, int]:
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(IDS, past_key_values=cache)
+        return operators_of(lambda: model(IDS[:, :1], past_key_values=cache))
+
+
+def test_a_layer_launches_what_it_does_with_affine_weights(tmp_path):
+    """With values of another type, as in Q4_K_M, queries and keys still run together."""
+    one, two = (
+        write_file(tmp_path / f"{kinds[1]}.gguf", "qwen3moe", kinds)
+        for kinds in (("q4_k", "q4_k", "q4_k"), ("q4_k", "q6_k", "q4_k"))
+    )
+    affine = dense(one)
+    torch_moe_mps.accelerate(affine, bits=4)
+    counts = operators_of_a_token(affine)
+    assert operators_of_a_token(load(one)) == counts
+    assert operators_of_a_token(load(two)) == counts | {"linear_quantized": counts["linear_quantized"] + 2}
+
+
+def test_gate_and_up_of_two_types_are_two_matrices(tmp_path, recwarn):
     path = write_file(tmp_path / "model.gguf", "qwen3moe", up="q5_k")
-    with pytest.warns(UserWarning, match="6 tensors of the GGUF file cannot stay packed"):
+    model = load(path)
+    assert not [w for w in recwarn if "GGUF" in str(w.message)]
+    formats = {name: str(form) for name, form in formats_in(model.model.layers[1].mlp.experts).items()}
+    assert formats == {"gate_up_proj": "q4_k", "up_proj": "q5_k", "down_proj": "q6_k"}
+    expected, found = logits(dense(path)), logits(model)
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert sum(p.nbytes for p in model.parameters()) <= 1.05 * os.path.getsize(path)
+    model.save_pretrained(tmp_path / "saved")
+    again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(again), found)
+
+
+def test_what_cannot_stay_packed_is_named(tmp_path):
+    """Here rows of an attention that transformers moves by the width of a row."""
+    stored, keys, matrices, _ = of_architecture("bloom", "q8_0")
+    path = write(tmp_path / "model.gguf", stored, keys, matrices)
+    with pytest.warns(UserWarning, match="2 tensors of the GGUF file cannot stay packed"):
         model = load(path)
-    skipped = model.hf_quantizer.report.skipped
-    assert len(skipped) == 6 and skipped["blk.0.ffn_up_exps.weight"].startswith("q5_k, ")
+    why = {"blk.0.attn_qkv.weight": "q8_0, which cannot stay as it is in the model"}
+    assert model.hf_quantizer.report.skipped == why | {"blk.1.attn_qkv.weight": why["blk.0.attn_qkv.weight"]}
     expected, found = logits(dense(path)), logits(model)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 

@@ -193,6 +193,8 @@ def described(module: Experts) -> list[Done]:
     """The operators that serve an experts module."""
     quantization = getattr(module, "quantization", None)
     activation = prepare(module)
+    if vars(module).get("up_quantization") is not None:
+        activation = None  # gate and up projections are two matrices
     if activation is None:
         product = "expert_mm" if quantization is None else "expert_qmm"
         return [Done(product, f"{product}, own activation"), Done("moe_weighted_reduce")]
@@ -276,7 +278,8 @@ def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> N
 def _quantized_forward(
     self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict, norm: NormArguments | None
 ) -> Tensor:
-    activation = None if _activation_is_observed(self) else _activation(self)
+    in_steps = self.__dict__.get("up_quantization") is not None or _activation_is_observed(self)
+    activation = None if in_steps else _activation(self)
     if activation is None:
         return _in_steps(self, normed(norm, x), ids, weights, shared)
     form, down_form = self.quantization, self.down_quantization
@@ -310,8 +313,14 @@ def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tenso
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
         return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
-    form = formats_of(self)[projection]
-    return ops.expert_qmm(x, *_packed(self, projection), ids, form.name, bias)
+    forms = formats_of(self)
+    names = [projection] if projection == "down_proj" else [name for name in forms if name != "down_proj"]
+    biases = [None] * len(names) if bias is None else bias.chunk(len(names), -1)
+    outs = [
+        ops.expert_qmm(x, *_packed(self, name), ids, forms[name].name, own)
+        for name, own in zip(names, biases, strict=True)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
 
 def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -13,7 +13,9 @@ INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of t
 class Experts(nn.Module):
     """The attributes of a module with the experts interface, for type checkers; it has no instances.
 
-    `quantization` and `down_quantization`, the formats of the two matrices, exist once they are quantised.
+    `quantization` and `down_quantization`, the formats of the two matrices, exist once they are quantised. If
+    gate and up projections have two formats, `up_quantization` is that of the up projections, which are
+    parameters of their own then.
     """
 
     has_gate: bool
@@ -29,6 +31,7 @@ class Experts(nn.Module):
     down_proj_bias: Tensor
     quantization: Format
     down_quantization: Format
+    up_quantization: Format | None
     act_fn: Callable[[Tensor], Tensor]
     _apply_gate: Callable[[Tensor], Tensor]
     post_expert_norm: Callable[[Tensor], Tensor]
@@ -51,7 +54,9 @@ def is_quantized(experts: nn.Module) -> bool:
 def formats_of(experts: Experts) -> dict[str, Format]:
     """{projection: format} of a quantised module."""
     first, second = projections(experts)
-    return {first: experts.quantization, second: experts.down_quantization}
+    up = vars(experts).get("up_quantization")
+    between = {} if up is None else {"up_proj": up}
+    return {first: experts.quantization, **between, second: experts.down_quantization}
 
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:

@@ -158,7 +158,8 @@ def _format_of(name: str, value: Any) -> Format:
 
 def _named(stored: str, every: Mapping[str, Target], required: bool) -> list[str]:
     """The names in this model of what may have been saved from a larger or a smaller one."""
-    names = dict.fromkeys([*every, *paths_of(every)])
+    gated = [name for name, target in every.items() if target.kind == "experts" and target.experts.has_gate]
+    names = dict.fromkeys([*every, *paths_of(every), *(f"{name}.up_proj" for name in gated)])
     parts = stored.split(".")
     found = [name for name in names if _same_end(parts, name.split("."))]
     same = [name for name in found if name.count(".") == stored.count(".")] or found

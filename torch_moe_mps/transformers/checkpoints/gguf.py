@@ -84,7 +84,8 @@ class GgufQuantizer(GgufHfQuantizer):
                 every[name].formats = dict(self._targets[other].formats)
                 self._targets[name] = every[name]
                 self.report.shared[name] = other
-        dense = [t for name, parts in self._file.parts.items() if name not in self._sources for t in parts]
+        whole = {f"{target.name}.{p}" for target in self._targets.values() for p in target.formats}
+        dense = [t for name, parts in self._file.parts.items() if name not in whole for t in parts]
         for tensor in dense:
             if tensor.is_quantized:
                 tensor.values(tensor.data.reshape(tensor.rows, -1)[:1])  # raises what it would later
@@ -97,11 +98,8 @@ class GgufQuantizer(GgufHfQuantizer):
     def _pack(self, target: Target) -> None:
         """Notes where a target's parameters come from if all of them can stay packed."""
         with torch.device("cpu"):  # the model is made on the meta device
-            found = {parameter: self._file.source(target, parameter) for parameter in target.parameters}
-        sources = {parameter: source for parameter, source in found.items() if source is not None}
-        if len(sources) < len(found):
-            return
-        for parameter, source in sources.items():
+            found = [self._file.sources(target, parameter) for parameter in target.parameters]
+        for parameter, source in (pair for sources in found if all(found) for pair in sources.items()):
             target.formats[parameter] = source.format
             target.has_order = source.inputs is not None
             self._sources[f"{target.name}.{parameter}"] = source
@@ -144,7 +142,7 @@ class GgufQuantizer(GgufHfQuantizer):
             for parameter in target.formats:
                 source = self._sources.get(f"{name}.{parameter}")
                 if source is not None and self.report is not None:
-                    weight = vars(target.module)[parameter]
+                    weight = target.dense(parameter)
                     now = quantized_bytes(weight, source.format)
                     entry = QuantizedProjection(parameter, source.error, weight.nbytes, now, source.format)
                     self.report.modules.setdefault(name, []).append(entry)

@@ -307,12 +307,15 @@ class File:
         """A parameter, dequantised."""
         return self._placing.value(name, [(tensor, tensor.values()) for tensor in self.parts[name]])
 
-    def source(self, target: Target, parameter: str) -> Source | None:
-        """A parameter of a target if its rows are rows of blocks of one type."""
+    def sources(self, target: Target, parameter: str) -> dict[str, Source]:
+        """A parameter of a target if its rows are rows of blocks of one type; nothing if they are not.
+
+        Gate and up projections of experts may be of two types; they are parameters of their own then.
+        """
         name = f"{target.name}.{parameter}"
         tensors = self.parts.get(name, [])
-        if len({tensor.kind for tensor in tensors}) != 1 or tensors[0].format is None:
-            return None
+        if not tensors or any(tensor.format is None for tensor in tensors):
+            return {}
         stands, first = [], 1
         for tensor in tensors:
             rows = 2.0 * np.arange(first, first + tensor.rows)
@@ -322,14 +325,25 @@ class File:
         try:
             placed = target.rows_first(self._placing.value(name, stands))
         except (ValueError, IndexError, RuntimeError):
-            return None
+            return {}
         weight = target.rows_first(getattr(target.module, parameter))
         if placed.shape != (*weight.shape[:-1], 2) or tensors[0].shape[-1] != weight.shape[-1]:
-            return None
+            return {}
         rows_of, others = placed.unbind(-1)
         if not bool((rows_of % 2 == 0).all() and (rows_of > 0).all() and (others == rows_of + 1).all()):
-            return None
-        return Source(target, tensors, (rows_of / 2 - 1).long(), self._placing.inputs(name))
+            return {}
+        order, inputs = (rows_of / 2 - 1).long(), self._placing.inputs(name)
+        if len({tensor.kind for tensor in tensors}) == 1:
+            return {parameter: Source(target, tensors, order, inputs)}
+        if parameter != "gate_up_proj" or len(tensors) != 2:
+            return {}
+        count, halves = tensors[0].rows, order.chunk(2, 1)
+        if bool((halves[0] >= count).any() or (halves[1] < count).any()):
+            return {}
+        return {
+            "gate_up_proj": Source(target, tensors[:1], halves[0], inputs),
+            "up_proj": Source(target, tensors[1:], halves[1] - count, inputs),
+        }
 
 
 def checked(read: Callable) -> Callable:

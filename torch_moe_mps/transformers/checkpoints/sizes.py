@@ -54,9 +54,14 @@ def total_bytes(module: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTyp
 def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
     """{parameter: bytes in its format} of dense modules that are to be quantised."""
     return {
-        getattr(target.module, name): quantized_bytes(getattr(target.module, name), format)
+        getattr(target.module, name): sum(
+            quantized_bytes(target.dense(part), target.formats[part])
+            for part in target.formats
+            if part == name or (part not in target.parameters and name == target.parameters[0])
+        )
         for target in targets
-        for name, format in target.formats.items()
+        for name in target.parameters
+        if name in target.formats
     }
 
 

@@ -33,7 +33,8 @@ class Target:
 
     Attributes:
         kind: "experts", "linears" or "embeddings".
-        formats: {parameter: format} of those that are.
+        formats: {parameter: format} of those that are. Where gate and up projections of experts have two,
+            "gate_up_proj" means the gate's, and "up_proj" has its own.
         has_order: whether a linear layer is an OrderedLinear once it is quantised.
     """
 
@@ -60,7 +61,21 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights while they are dense."""
-        return next(getattr(self.module, name).dtype for name in self.formats)
+        dtype: torch.dtype = getattr(self.module, self.parameters[0]).dtype
+        return dtype
+
+    @property
+    def is_split(self) -> bool:
+        """Whether the gate projections of experts have another format than their up projections."""
+        return self.kind == "experts" and self.experts.has_gate and "up_proj" in self.formats
+
+    def dense(self, parameter: str) -> Tensor:
+        """The dense tensor of what has a format: the rows of gates, or of up projections, if they differ."""
+        if self.is_split and parameter in ("gate_up_proj", "up_proj"):
+            halves = self.experts.gate_up_proj.chunk(2, -1 if self.experts.is_transposed else -2)
+            return halves[parameter == "up_proj"]
+        weight: Tensor = getattr(self.module, parameter)
+        return weight
 
     def rows_first(self, weight: Tensor) -> Tensor:
         """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
@@ -71,7 +86,7 @@ class Target:
     def check_columns(self, check: Check) -> None:
         """Raises: ValueError for weights whose rows are not made of whole groups."""
         for parameter, format in self.formats.items():
-            columns = self.rows_first(getattr(self.module, parameter)).shape[-1]
+            columns = self.rows_first(self.dense(parameter)).shape[-1]
             if columns % format.multiple != 0:
                 expected = f"of an input dimension that is a multiple of group_size {format.multiple}"
                 check.fail(f"{self.name}.{parameter}", expected, columns)

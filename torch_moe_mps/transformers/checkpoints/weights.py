@@ -68,12 +68,13 @@ def store_empty(target: Target) -> None:
     them; their mark says that they need not be initialised.
     """
     for parameter in target.formats:
-        weight = getattr(target.module, parameter)
         empty = empty_weight(target, parameter)
-        delattr(target.module, parameter)
         for name, tensor in zip(quantized_names(parameter), empty, strict=True):
             if isinstance(tensor, nn.Parameter):
                 target.module.register_parameter(name, tensor)
+    for parameter in target.formats.keys() & {*target.parameters}:
+        weight = getattr(target.module, parameter)
+        delattr(target.module, parameter)
         if target.has_order:
             order = torch.empty(weight.shape[1], dtype=torch.int32, device=weight.device)
             target.module.register_parameter("order", nn.Parameter(order, requires_grad=False))
@@ -84,7 +85,7 @@ def store_empty(target: Target) -> None:
 
 def empty_weight(target: Target, parameter: str) -> QuantizedWeight:
     """Uninitialised tensors for a dense parameter, on its device."""
-    weight, format = getattr(target.module, parameter), target.formats[parameter]
+    weight, format = target.dense(parameter), target.formats[parameter]
     shape = target.rows_first(weight).shape
     return as_parameters(target, QuantizedWeight.empty(shape, weight.dtype, weight.device, format))
 
@@ -192,6 +193,7 @@ def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> 
         _parameters=parameters,
         quantization=formats[0],
         down_quantization=formats[1],
+        up_quantization=target.formats["up_proj"] if target.is_split else None,
         config=pinned_config(module),
     )
 

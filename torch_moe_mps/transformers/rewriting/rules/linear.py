@@ -180,12 +180,12 @@ def together_done(names: Iterable[str]) -> Done:
 
 # No Rewrite: the layers of one input may be any number, and none reads another's result.
 def join_linears(program: Program) -> None:
-    """Rewrites the calls of quantised linear layers that have one input."""
+    """Rewrites the calls of quantised linear layers that have one input and one format."""
     groups = defaultdict(list)
     for statement, call in calls(program):
         found = linear_call(program, statement, call)
         if found is not None and isinstance(found.layer, QuantizedLinear):
-            groups[found.x, id(program.block_of(statement))].append(found)
+            groups[found.x, id(program.block_of(statement)), found.layer.format].append(found)
     order = {name: index for index, (name, _) in enumerate(program.module.named_modules())}
     for group in groups.values():
         first, last = group[0].statement, group[-1].statement
