@@ -286,7 +286,7 @@ over a long cache in 8 bits
   threadgroup(0)=4096 bytes
 writing a cache in 8 bits
   write_cache_quantized_affine8_f16 grid 3x1x1 of 128x1x1
-  0=A[0:3072] 1=B[0:51200] 2=C[0:800] 3=D[0:800] 4=A[0:3072] 5=104 bytes
+  0=A[0:3072] 1=B[0:51200] 2=C[0:800] 3=D[0:800] 4=96 bytes
 """,
         )
 

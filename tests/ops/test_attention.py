@@ -465,21 +465,6 @@ def test_a_cache_in_8_bits(device, dtype, width, group):
         assert (scales[:, :, outside] == 7.0).all() and (biases[:, :, outside] == 7.0).all()
 
 
-@pytest.mark.parametrize("position", [-3, 0, 2, 5, 7, 9, 2**40, -(2**63)])
-def test_a_position_on_the_device(device, position):
-    """The same as a start of that number; tokens before or after the cache are not written."""
-    states = numbers(2, 3, 4, 64).to(device)
-    parts, expected = cache_of(states, 9, 32, device), cache_of(states, 9, 32, device)
-    given = torch.tensor([position], device=device)
-    torch.ops.moe_mps.write_cache_quantized_(states, *parts, 1, given)
-    for token in range(4):
-        if 0 <= 1 + position + token < 9:
-            torch.ops.moe_mps.write_cache_quantized_(
-                states[:, :, token : token + 1], *expected, 1 + position + token
-            )
-    assert all(torch.equal(a.cpu(), b.cpu()) for a, b in zip(parts, expected, strict=True))
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_a_cache_in_8_bits_of_special_numbers(device, dtype):
     """A group of equal numbers is exact; one with a number that is not finite is NaN, and no other is."""

@@ -546,8 +546,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape of scales_ = (2, 2, 8, 2)", biases_=zeros(2, 2, T + 5, 1)),
             wrong("between 0 and 5", start=6),
             wrong("between 0 and 5", start=-1),
-            wrong("int64", position=zeros(1, dtype=integer)),
-            wrong("one number, got a tensor of shape (2,)", position=zeros(2, dtype=torch.int64)),
         ],
         "fused_norm_add": [
             wrong(FLOATS, residual=zeros(T, H, dtype=short)),

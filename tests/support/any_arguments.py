@@ -560,7 +560,6 @@ def write_cache_quantized_(d):
         "scales_": d.values(*groups, dtype=dtype),
         "biases_": d.values(*groups, dtype=dtype),
         "start": d.one(*range(room - tokens + 1)),
-        "position": d.maybe(lambda: torch.tensor(d.one(0, 1, 3, -1, room, *OUTSIDE[torch.int64]))),
     }
 
 

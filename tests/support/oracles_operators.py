@@ -569,10 +569,7 @@ def attention(a):
 
 @oracle
 def write_cache_quantized_(a):
-    tokens, room = a.states.shape[2], a.packed_.shape[2]
-    first = a.start + (0 if a.position is None else int(a.position))
-    inside = [t for t in range(tokens) if 0 <= first + t < room]
-    rows = [first + t for t in inside]
+    rows = slice(a.start, a.start + a.states.shape[2])
     packed, scales, biases = a.packed_.view(torch.int32).numpy().copy(), exact(a.scales_), exact(a.biases_)
     known = np.ones(packed.shape, bool)
     right = [Expected(packed, known=known), Expected(scales, 0.0), Expected(biases, 0.0)]
@@ -580,7 +577,7 @@ def write_cache_quantized_(a):
         return right
     groups = exact(a.states).reshape(*a.states.shape[:3], scales.shape[3], -1)
     low, high = groups.min(-1), groups.max(-1)
-    scales[:, :, rows], biases[:, :, rows] = (x[:, :, inside] for x in ((high - low) / 254, low))
+    scales[:, :, rows], biases[:, :, rows] = ((high - low) / 254, low)
     nearest = [
         oracles.round_to((high - low) / 254 * (1 + off), a.scales_.dtype)[..., None]
         for off in (-4 * FLOAT32_EPS, 4 * FLOAT32_EPS)
@@ -591,8 +588,8 @@ def write_cache_quantized_(a):
     )
     width = a.states.shape[3]
     words = least.astype(np.uint8).reshape(*a.states.shape[:3], width).view(np.int32)
-    packed[:, :, rows] = words[:, :, inside]
-    known[:, :, rows] = (least == most).reshape(*words.shape, 4).all(-1)[:, :, inside]
+    packed[:, :, rows] = words
+    known[:, :, rows] = (least == most).reshape(*words.shape, 4).all(-1)
     return right
 
 

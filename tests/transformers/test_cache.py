@@ -4,7 +4,6 @@ import copy
 import pickle
 import random
 import warnings
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -18,13 +17,10 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
-    StaticIndexedLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 import torch_moe_mps
-from torch_moe_mps.transformers.cache import QuantizedCache, _grow, grow_cache, growing_class
+from torch_moe_mps.transformers.cache import QuantizedCache, grow_cache, growing_class
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 PLAIN = [
@@ -73,8 +69,7 @@ class Pair:
         states = [torch.randn(shape, generator=self.generator) for shape in shapes]
         exact = states if self.bits is None else [rounded(tensor) for tensor in states]
         plain = self.plain.update(*exact)
-        find = getattr(self.growing, "slots", lambda *_: None)  # a static layer has none
-        slots = find(*(tensor.transpose(1, 2) for tensor in states))
+        slots = self.growing.slots(*(tensor.transpose(1, 2) for tensor in states))
         if slots is not None and self.random.random() < 0.5:
             for held, tensor in zip(slots, states, strict=False):
                 held[:, :, -tokens:] = tensor
@@ -198,43 +193,6 @@ def test_what_shares_memory_with_a_layer_stays_as_it_is(cls, arguments, seed, bi
     for _ in range(40):
         pair.random.choice([lambda: pair.update(5)] * 6 + others)()
         pair.check()
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("cls", "arguments"),
-    [
-        (StaticLayer, {}),
-        (StaticIndexedLayer, {}),
-        *((StaticSlidingWindowLayer, {"sliding_window": window}) for window in (1, 7, 100, 600)),
-    ],
-    ids=lambda value: getattr(value, "__name__", str(value)),
-)
-@torch.no_grad()
-def test_a_static_layer_in_8_bits_does_what_the_plain_one_does(cls, arguments, seed):
-    pair = Pair(cls, {"max_cache_len": 400, **arguments}, seed, 8)
-    for _ in range(30):
-        room = 400 - int(pair.plain.get_seq_length())
-        if room > 0:
-            pair.update(room)
-        pair.random.choice([pair.reorder, pair.reset, pair.save, pair.check])()
-        pair.check()
-
-
-@torch.no_grad()
-def test_a_static_layer_that_has_tokens_becomes_one_in_8_bits():
-    """What it holds is quantised; a width that no group divides stays as it is."""
-    for width in (64, 24):
-        cache = StaticCache(config=tiny_model("qwen3_moe").config, max_cache_len=9)
-        states = torch.randn(1, 2, 3, width, generator=torch.Generator().manual_seed(0))
-        cache.update(states, states, 0)
-        with nullcontext() if width == 64 else pytest.warns(UserWarning, match="keys of 24 and values of 24"):
-            _grow(cache, 8)
-        keys, _ = cache.update(states, states, 0)
-        right = rounded(states) if width == 64 else states
-        assert isinstance(keys, QuantizedStates) == (width == 64)
-        assert torch.equal(keys[:, :, :6] + 0.0, torch.cat([right, right], 2))
-        assert not (keys[:, :, 6:] + 0.0).any()
 
 
 def test_quantised_states_are_not_changed_unseen():
@@ -530,11 +488,10 @@ def test_the_kernels_of_a_cache_in_8_bits(simulated, architecture):
         {"prompt_lookup_num_tokens": 2},
         {"assistant_model": True},
         {"do_sample": True},
-        {"cache_implementation": "static", "disable_compile": True},
     ],
 )
 def test_generate_with_a_cache_in_8_bits(options):
-    """Beams, tokens that are taken back, samples, and a static cache."""
+    """Beams, tokens that are taken back, and samples."""
     model = tiny_model("qwen3_moe", **WIDE)
     torch_moe_mps.accelerate(model, kv_bits=8)
     if "assistant_model" in options:
@@ -548,19 +505,15 @@ def test_generate_with_a_cache_in_8_bits(options):
     assert all(isinstance(layer.keys, QuantizedStates) for layer in out.past_key_values.layers)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
-def test_a_static_cache_in_8_bits(device, architecture):
-    """The logits of a dynamic one, in windows that are full too."""
-    model = tiny_model(architecture, sliding_window=8, **WIDE).to(device)
+def test_a_static_cache_in_8_bits_is_refused():
+    """Compiled decode has 16 bits."""
+    model = tiny_model("qwen3_moe", **WIDE)
     torch_moe_mps.accelerate(model, kv_bits=8)
-    dynamic, _ = steps(model, IDS.to(device))
-    static, cache = steps(model, IDS.to(device), StaticCache(config=model.config, max_cache_len=24))
-    torch.testing.assert_close(static, dynamic, rtol=1e-5, atol=1e-5)
-    assert all(isinstance(layer.keys, QuantizedStates) for layer in cache.layers)
-    copied = copy.deepcopy(cache)
-    with torch.no_grad():
-        again = [model(IDS[:, :1].to(device), past_key_values=held).logits for held in (cache, copied)]
-    assert torch.equal(*again)
+    options = {"cache_implementation": "static", "disable_compile": True, "max_new_tokens": 2}
+    with pytest.raises(RuntimeError, match=r"kv_bits=8 needs a DynamicCache, .* got a StaticCache; accel"):
+        model.generate(IDS[:1], pad_token_id=0, **options)
+    torch_moe_mps.accelerate(model, kv_bits=16)
+    assert model.generate(IDS[:1], pad_token_id=0, **options).shape == (1, 22)
 
 
 def test_caches_that_stay_as_they_are_are_said():
@@ -568,13 +521,11 @@ def test_caches_that_stay_as_they_are_are_said():
     model = tiny_model("qwen3_moe", **WIDE)
     torch_moe_mps.accelerate(model, kv_bits=8)
     decoder = next(m for m in model.modules() if grow_cache in m._forward_pre_hooks.values())
-    offloaded = DynamicCache(config=model.config), StaticCache(config=model.config, max_cache_len=16)
-    for cache in offloaded:
-        cache.offloading = True
+    offloaded = DynamicCache(config=model.config)
+    offloaded.offloading = True
     for cache, name in (
         (OwnCache(config=model.config), "OwnCache"),
-        (offloaded[0], "an offloaded DynamicCache"),
-        (offloaded[1], "an offloaded StaticCache"),
+        (offloaded, "an offloaded DynamicCache"),
     ):
         before = [type(layer) for layer in cache.layers]
         with pytest.warns(UserWarning, match=f"8 is not for {name}, which keeps keys and values as they"):

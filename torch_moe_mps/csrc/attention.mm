@@ -170,7 +170,7 @@ CacheRows rows_of(const Tensor& cache) {
 }
 
 void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
-                            const Tensor& biases_, int64_t start, const std::optional<Tensor>& position) {
+                            const Tensor& biases_, int64_t start) {
   if (states_.numel() == 0) return;
   Tensor states = rows_contiguous(states_);
   if (!starts_aligned(states)) states = states.clone(at::MemoryFormat::Contiguous);
@@ -191,15 +191,12 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
   params.tokens = states.size(2);
   params.heads = states.size(1);
   params.start = start;
-  params.room = packed.size(2);
-  params.has_position = position.has_value();
   Commands commands;
   commands.add(quantized_attention_library(states.scalar_type()), "write_cache_quantized")
       .bind_strided(states)
       .bind_strided(packed)
       .bind_strided(scales)
       .bind_strided(biases)
-      .bind_strided(position.value_or(states))
       .params(params)
       .threadgroups({NSUInteger(ceil_div(params.threads, kCacheThreads))}, {NSUInteger(kCacheThreads)});
   commands.encode();

@@ -324,7 +324,6 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         ],
         "write_cache_quantized_": [
             {"states": values(2, T, 2, C).transpose(1, 2)},
-            {"start": 0, "position": torch.tensor(4, device=device)},
         ],
         "fused_norm_add": [
             {"input": strided, "weight_offset": 1.0},

@@ -271,7 +271,7 @@ def attention(
 # The cache in 8 bits
 
 
-def _meta_write(check, states, packed_, scales_, biases_, start, position):
+def _meta_write(check, states, packed_, scales_, biases_, start):
     check.dtype("states", states, ACTIVATION_DTYPES)
     check.rank("states", states, (4,))
     check.rank("packed_", packed_, (4,))
@@ -282,10 +282,6 @@ def _meta_write(check, states, packed_, scales_, biases_, start, position):
     check.shape("packed_", packed_, (batch, heads, room, packed_.shape[3]), "[B, Hk, N, D / 4]")
     check.shape("states", states, (batch, heads, tokens, width), "[B, Hk, T, D]")
     check.between("start", start, 0, room - tokens)
-    if position is not None:
-        check.dtype("position", position, (torch.int64,))
-        if position.numel() != 1:
-            check.fail("position", "one number", f"a tensor of shape {tuple(position.shape)}")
 
 
 @operator(meta=_meta_write, symbols=("start",))
@@ -295,7 +291,6 @@ def write_cache_quantized_(
     scales_: Tensor,
     biases_: Tensor,
     start: int,
-    position: Tensor | None = None,
 ) -> None:
     """Writes keys or values of new tokens into a cache in 8 bits, as `attention` reads it.
 
@@ -311,8 +306,6 @@ def write_cache_quantized_(
         scales_, biases_: [B, Hk, N, D / group] in the dtype of `states`, for groups of 32, 64 or 128; written
             in place. None of the three may overlap itself or another argument.
         start: the token of the cache that the first new one becomes, N - T at most.
-        position: one int64, which is added to `start`: it can change without a new compilation, and the host
-            does not read it. Tokens that would be outside of the cache are not written.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
@@ -324,13 +317,9 @@ def write_cache_quantized_(
     scale = ((high - low) / 254).to(states.dtype).float()
     codes = ((groups - low) / scale).round_().clamp_(max=255)
     codes = torch.where((scale > 0) & bias.isfinite(), codes, 0.0).to(torch.uint8)
-    rows = torch.arange(start, start + states.shape[2], device=states.device)
-    if position is not None:
-        rows = rows + position
-    inside = (rows >= 0) & (rows < packed_.shape[2])
     for target, new in (
         (packed_.view(torch.int32), pack(codes.flatten(-2), CACHE_BITS).view(torch.int32)),
         (scales_, scale.squeeze(-1).to(scales_.dtype)),
         (biases_, bias.squeeze(-1).to(biases_.dtype)),
     ):
-        target[:, :, rows[inside]] = new[:, :, inside]
+        target[:, :, start : start + states.shape[2]] = new

@@ -809,8 +809,8 @@ template <typename T, bool kGated>
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kCacheThreads)]] void write_cache_quantized(
     device const T* states [[buffer(0)]], device uint* packed [[buffer(1)]], device T* scales [[buffer(2)]],
-    device T* biases [[buffer(3)]], device const long* position [[buffer(4)]],
-    constant CacheWriteParams& params [[buffer(5)]], uint thread_index [[thread_position_in_grid]]) {
+    device T* biases [[buffer(3)]], constant CacheWriteParams& params [[buffer(4)]],
+    uint thread_index [[thread_position_in_grid]]) {
   const bool exists = thread_index < params.threads;
   const uint index = exists ? thread_index : params.threads - 1;  // all lanes take part in the shuffles
   const uint word = index % params.words, row = index / params.words;
@@ -833,8 +833,8 @@ template <typename T>
     const float4 numbers = min(rint((x - low) / float(scale)), 255.0f);
     codes = uint(numbers.x) | uint(numbers.y) << 8 | uint(numbers.z) << 16 | uint(numbers.w) << 24;
   }
-  const ulong key = params.start + token + (params.has_position != 0 ? ulong(position[0]) : 0);
-  if (!exists || key >= params.room) return;
+  if (!exists) return;
+  const ulong key = params.start + token;
   packed[batch * params.packed.batch_stride + head * params.packed.head_stride +
          key * params.packed.key_stride + word] = codes;
   if (word % params.group_words != 0) return;

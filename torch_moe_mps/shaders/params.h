@@ -169,9 +169,7 @@ struct CacheWriteParams {
   uint32_t group_words;
   uint32_t tokens;
   uint32_t heads;
-  uint32_t start;  // of the new tokens, to which the position is added
-  uint32_t room;   // tokens of the cache
-  uint32_t has_position;
+  uint32_t start;  // of the new tokens
 };
 
 // Linear attention by the gated delta rule

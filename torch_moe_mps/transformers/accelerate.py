@@ -57,9 +57,9 @@ def accelerate(
             needs bits.
         recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised differently or
             not at all: see `requested_recipe`.
-        kv_bits: 8 lets the model's caches, dynamic and static ones, hold keys and values in 8 bits, in about
-            half of the memory; 16 undoes it, None leaves it as it is. Where writing or reading 8 bits fails
-            the comparison with the CPU, a warning says that they stay in 16.
+        kv_bits: 8 lets the model's caches hold keys and values in 8 bits, in about half of the memory;
+            static caches and compiled calls raise an error then. 16 undoes it, None leaves it as it is. Where
+            writing or reading 8 bits fails the comparison with the CPU, a warning says that they stay in 16.
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.

@@ -1,4 +1,4 @@
-"""A key-value cache that grows in place and may hold 8 bits; a static cache may hold 8 bits, too.
+"""A key-value cache that grows in place and may hold 8 bits.
 
 transformers' DynamicCache copies all old keys and values in every step. Here their memory has room for more:
 new ones are written behind them, and attention gets views.
@@ -8,7 +8,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -24,8 +24,6 @@ from transformers.cache_utils import (
     DynamicIndexedLayer,
     DynamicLayer,
     DynamicSlidingWindowLayer,
-    StaticLayer,
-    StaticSlidingWindowLayer,
 )
 
 from ..ops.attention import CACHE_BITS
@@ -73,11 +71,12 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
     if cache is None:
         return
     quantizes = module.__dict__.get(RECORD, NOTHING).kv_bits == CACHE_BITS
-    is_plain = type(cache) in (DynamicCache, StaticCache) and not cache.offloading
+    is_plain = type(cache) is DynamicCache and not cache.offloading
+    if quantizes and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
+        _refuse_8_bits(cache)
     if torch.compiler.is_compiling():
-        if quantizes and is_plain:
-            _require_static_8_bits(cache)
-    elif is_plain:
+        return
+    if is_plain:
         _grow(cache, CACHE_BITS if quantizes else None)
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
@@ -87,17 +86,13 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         )
 
 
-def _require_static_8_bits(cache: Any) -> None:
-    """Raises: RuntimeError for a cache that a compiled call could only fill with 16 bits."""
-    if type(cache) is DynamicCache:
-        raise RuntimeError(
-            "torch_moe_mps: a compiled call with kv_bits=8 needs a StaticCache, got a DynamicCache"
-        )
-    if any(_base_of(type(layer), CACHE_BITS) for layer in cache.layers):
-        raise RuntimeError(
-            "torch_moe_mps: a compiled call with kv_bits=8 needs a StaticCache from an uncompiled one, "
-            "got a new one"
-        )
+def _refuse_8_bits(cache: Any) -> NoReturn:
+    """Raises: RuntimeError for what would fill a cache with 16 bits."""
+    got = "a StaticCache" if type(cache) is StaticCache else "a compiled call, which needs a StaticCache"
+    raise RuntimeError(
+        f"torch_moe_mps: kv_bits=8 needs a DynamicCache, as generate() makes it by default, got {got}; "
+        "accelerate(model, kv_bits=16) keeps 16 bits"
+    )
 
 
 def _grow(cache: Any, bits: int | None) -> None:
@@ -106,8 +101,6 @@ def _grow(cache: Any, bits: int | None) -> None:
         growing = growing_class(plain, bits)
         if growing is not None:
             layer.__class__ = growing
-            if isinstance(layer, _Static) and layer.is_initialized:
-                layer.quantize()
 
 
 class QuantizedCache(DynamicCache):
@@ -145,22 +138,18 @@ def room_behind_window(window: int) -> int:
 
 @functools.cache
 def growing_class(plain: type, bits: int | None = None) -> type | None:
-    """The class that does what `plain` does and grows in place, or None if there is none.
-
-    For a static layer, the class that holds 8 bits.
-    """
-    base = _base_of(plain, bits)
+    """The class that does what `plain` does and grows in place, or None if there is none."""
+    base = _base_of(plain)
     if base is None:
         return None
     bases = (base,) if issubclass(base, plain) else (plain, base)
     if base is _GrowingBlocks:
         bases = (base, plain)
-    name = f"{'Static8Bit' if issubclass(base, _Static) else 'Growing'}{plain.__name__}"
     # transformers registers a class under its _layer_type for all models, so this one must have none.
-    return type(name, bases, {"_layer_type": None, "plain": plain, "bits": bits})
+    return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain, "bits": bits})
 
 
-def _base_of(plain: type, bits: int | None) -> type | None:
+def _base_of(plain: type) -> type | None:
     update = getattr(plain, "update", None)
     if update is DynamicLayer.update:
         if hasattr(plain, "update_index"):
@@ -168,10 +157,6 @@ def _base_of(plain: type, bits: int | None) -> type | None:
         return _GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else _Growing
     if update is DynamicSlidingWindowLayer.update:
         return _GrowingWindow
-    if bits is not None and update is StaticLayer.update:
-        return _Static
-    if bits is not None and update is StaticSlidingWindowLayer.update:
-        return _StaticWindow
     return None
 
 
@@ -384,66 +369,6 @@ class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
 
     def _is_prompt(self, tokens: int) -> bool:
         return tokens > room_behind_window(self.sliding_window) and not self.record_past
-
-
-class _Static(_Made, StaticLayer):
-    """A static layer in 8 bits, as long as the width of its heads allows that.
-
-    Compiled steps write into it: nothing here depends on the values of a tensor, nor makes a QuantizedStates,
-    which a graph cannot.
-    """
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        super().lazy_initialization(key_states, value_states)
-        self.quantize()
-
-    def quantize(self) -> None:
-        """Quantises the keys and values of the layer."""
-        _warn_of_widths(self.keys, self.values)
-        if not isinstance(self.keys, QuantizedStates) and can_be_quantized(self.keys, self.values):
-            for name in ("keys", "values"):
-                dense = getattr(self, name)
-                states = QuantizedStates.empty(dense, dense.shape[2])
-                states.write(0, dense)
-                setattr(self, name, states)
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        if not isinstance(self.keys, QuantizedStates):
-            return super().update(key_states, value_states, *args, **kwargs)
-        return self.add(key_states, value_states)
-
-    def add(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        """Adds new keys and values. Returns: what attention reads."""
-        self.keys.write(0, key_states, self.cumulative_length)
-        self.values.write(0, value_states, self.cumulative_length)
-        self.cumulative_length.add_(key_states.shape[2])
-        return self.keys, self.values
-
-
-class _StaticWindow(_Static, StaticSlidingWindowLayer):
-    """A sliding window of a static cache."""
-
-    def add(self, key_states: Tensor, value_states: Tensor) -> tuple[Tensor, Tensor]:
-        tokens, before, window = key_states.shape[2], self.cumulative_length_int, self.max_cache_len
-        self.cumulative_length_int += tokens
-        if before + tokens <= window:
-            return super().add(key_states, value_states)
-        if tokens == 1:
-            self.keys.push(key_states)
-            self.values.push(value_states)
-            return self.keys, self.values
-        kept, shown = min(before, window - 1), []
-        for held, new in ((self.keys, key_states), (self.values, value_states)):
-            states = QuantizedStates.empty(new, kept + tokens)
-            states.write(0, held.tokens(min(before, window) - kept, kept))
-            states.write(kept, new)
-            held.write(0, states.tokens(kept + tokens - window, window))
-            shown.append(states)
-        return shown[0], shown[1]
 
 
 def _warn_of_widths(keys: Tensor, values: Tensor) -> None:

@@ -88,19 +88,13 @@ class QuantizedStates(Tensor):
             parts.append(tensor.split(shares, 3))
         return [QuantizedStates(*each) for each in zip(*parts, strict=True)]
 
-    def write(self, start: int, states: Tensor, position: Tensor | None = None) -> None:
-        """Tokens from `start`, or `start + position`, on become these states; with a position, dense ones."""
+    def write(self, start: int, states: Tensor) -> None:
+        """Tokens from `start` on become these states."""
         if isinstance(states, QuantizedStates):
             for part, other in zip(self._parts(), states._parts(), strict=True):
                 part.narrow(2, start, states.shape[2]).copy_(other)
         else:
-            torch.ops.moe_mps.write_cache_quantized_(states, *self._parts(), start, position)
-
-    def push(self, states: Tensor) -> None:
-        """Appends one token and drops the first."""
-        for part in self._parts():
-            part.copy_(part.roll(-1, 2))
-        self.write(self.shape[2] - 1, states)
+            torch.ops.moe_mps.write_cache_quantized_(states, *self._parts(), start)
 
     def dequantized(self) -> Tensor:
         return values_in(*self._parts()).to(self.dtype)
