@@ -575,7 +575,7 @@ linear_attention_ of 48, Mamba-2
 selective_scan_ of 1
   selective_scan_bf16: 33.84 33.38 slots an element, 76.5 registers, 64/64/640 threads
 selective_scan_ of 48
-  selective_scan_bf16: 12.82 12.35 slots an element, 76.5 registers, 64/64/640 threads
+  selective_scan_bf16: 11.84 11.37 slots an element, 76.5 registers, 64/64/640 threads
 not dispatched here
   channel_scan256_bf16: 99.5 registers, -/512/512 threads
   channel_scan64_bf16: 99.5 registers, -/512/512 threads

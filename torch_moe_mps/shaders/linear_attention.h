@@ -343,11 +343,12 @@ template <typename T>
   output += batch * params.tokens * params.channels + channel;
   const float shift = params.has_dt_bias != 0 ? load_one(dt_bias, params.dt_bias_dtype, channel) : 0.0f;
   const float factor = params.has_skip != 0 ? load_one(skip, params.skip_dtype, channel) : 0.0f;
-  float4 rates[kVectors], kept[kVectors];
+  float4 rates[kVectors], kept[kVectors];  // rates in octaves: exp2 takes an instruction less than exp
   UNROLL for (uint n = 0; n < kSelectiveStates; ++n) {
     const bool is_state = n < params.states;
     const ulong at = ulong(channel) * params.states + n;
-    rates[n / 4][n % 4] = is_state ? -precise::exp(load_one(a_log, params.a_log_dtype, at)) : 0.0f;
+    rates[n / 4][n % 4] =
+        is_state ? -M_LOG2E_F * precise::exp(load_one(a_log, params.a_log_dtype, at)) : 0.0f;
     kept[n / 4][n % 4] = is_state && is_channel ? state[n * params.state.head] : 0.0f;
   }
   // The next token is loaded while the states take in this one.
@@ -375,7 +376,7 @@ template <typename T>
       UNROLL for (uint j = 0; j < kVectors; ++j) {
         const float4 exponent = rates[j] * strength;
         float4 decay;
-        UNROLL for (uint i = 0; i < 4; ++i) decay[i] = precise::exp(exponent[i]);
+        UNROLL for (uint i = 0; i < 4; ++i) decay[i] = precise::exp2(exponent[i]);
         kept[j] = fma(kept[j], decay, written * staged[t][0][j]);
         sums = fma(kept[j], staged[t][1][j], sums);
       }
