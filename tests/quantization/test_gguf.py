@@ -1,10 +1,13 @@
 """ggml's blocks taken apart: the values of the package `gguf`, in as many bytes."""
 
+import importlib.util
+
 import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize as values_of
 from support.gguf_blocks import HALVES, random_blocks, type_of
+from support.processes import REPOSITORY
 
 from torch_moe_mps.ops._formats import Format, dequantize_values
 from torch_moe_mps.quantization import gguf, quantize
@@ -39,7 +42,7 @@ def test_subnormal_and_large_halves_are_exact():
 # The mean error for random patterns, at most.
 NEAREST = {
     **dict.fromkeys(("iq1_s", "iq3_s", "tq1_0", "tq2_0"), 1e-5),
-    **{"iq3_xxs": 0.013, "iq2_xxs": 0.025, "iq2_xs": 0.052, "iq2_s": 0.052},
+    **{"iq3_xxs": 0.013, "iq2_xxs": 0.025, "iq2_xs": 0.052, "iq2_s": 0.052, "iq1_m": 0.045},
 }
 
 
@@ -54,6 +57,14 @@ def test_nearest_format(name, monkeypatch):
     assert error <= NEAREST[name]
     assert float((found - values).abs().mean() / values.abs().mean()) == pytest.approx(error, abs=1e-6)
     assert (found[3, :32] - 0.25).abs().max() <= 1e-6
+
+
+def test_the_table_in_the_documentation():
+    script = REPOSITORY / "scripts" / "make_gguf_table.py"
+    spec = importlib.util.spec_from_file_location("make_gguf_table", script)
+    generator = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(generator)
+    assert generator.DOCUMENT.read_text().endswith(generator.MARK + generator.table())
 
 
 def test_errors():

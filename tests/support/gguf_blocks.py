@@ -12,7 +12,7 @@ HALVES = {
 # Of types that have no format: most are tables of patterns.
 OTHERS = {
     **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "q8_k"), (0,)),
-    **{"tq1_0": (52,), "tq2_0": (64,)},
+    **{"tq1_0": (52,), "tq2_0": (64,), "iq1_m": ()},
 }
 
 
@@ -30,6 +30,9 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0, scale: float
     for first in (HALVES | OTHERS)[name]:
         halves = (generator.standard_normal((count, 1)) * scale).astype(np.float16)
         blocks[:, first : first + 2] = halves.view(np.uint8)
+    if name == "iq1_m":  # the bits of a half are above four other numbers
+        blocks[:, 49:56:2] &= 15
+        blocks[:, 55] |= 32
     if name == "mxfp4":
         blocks[:, 0] = generator.integers(118, 124, count)
     return blocks.reshape(*rows, columns // values * size)

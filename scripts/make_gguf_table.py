@@ -1,0 +1,79 @@
+"""Writes the table of docs/gguf.md: ggml's types, what they are read as, and which operators run them.
+
+Every cell is found out: random blocks are read as the loader reads them, and operators run them; the oracle
+is the package `gguf`.
+"""
+
+import numpy as np
+import paths
+import torch
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
+from support.gguf_blocks import HALVES, OTHERS, random_blocks
+from torch import Tensor
+
+from torch_moe_mps.ops import linear, quantized
+from torch_moe_mps.quantization import QuantizedWeight
+from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks, nearest_format, nearest_of
+
+DOCUMENT = paths.REPOSITORY / "docs" / "gguf.md"
+MARK = "<!-- scripts/make_gguf_table.py writes what follows -->\n"
+HEAD = ("type", "bits in the file", "read as", "bits here", "error", "linear layers", "experts", "embeddings")
+TOLERANCE = 2e-5  # of the largest output
+EXPERTS, ROWS, COLUMNS = 2, 16, 512
+DENSE = ("F32", "F16", "BF16")
+
+
+def row(kind: GGMLQuantizationType) -> list[str]:
+    values_of_block, size = GGML_QUANT_SIZES[kind]
+    bits, name = f"{8 * size / values_of_block:.4g}", kind.name.lower()
+    known = name in {**HALVES, **OTHERS}
+    blocks = random_blocks(name, (EXPERTS, ROWS, COLUMNS)) if known else np.zeros((2, 2, size), np.uint8)
+    try:
+        found = dequantize(blocks.reshape(-1, blocks.shape[-1]), kind)
+    except NotImplementedError:
+        return [kind.name, bits, "refused", "", "", "", "", ""]
+    values, format = torch.from_numpy(found), format_of_blocks(name)
+    if format is not None:
+        weight = from_blocks(torch.from_numpy(blocks), format)
+        error = 0.0 if torch.equal(weight.values(slice(None)).view(values.shape), values) else float("nan")
+    elif nearest_format(name) is not None:
+        shape = (EXPERTS, ROWS, COLUMNS)
+        weight, error = nearest_of(shape, torch.bfloat16, name, values.__getitem__)
+        values = weight.values(slice(None)).view(values.shape)
+    else:
+        return [kind.name, bits, "dequantised", "", "", "", "", ""]
+    here = f"{8 * weight.nbytes / values.numel():.4g}"
+    exact = "none" if error == 0 else f"{error:.1%}"
+    return [kind.name, bits, f"`{weight.format}`", here, exact, *runs(weight, values.view(EXPERTS, ROWS, -1))]
+
+
+def runs(weight: QuantizedWeight, values: Tensor) -> list[str]:
+    """yes, or the error, of a linear layer, experts and an embedding."""
+    x = torch.randn(3, COLUMNS, generator=torch.Generator().manual_seed(0))
+    ids = torch.tensor([[0, 1], [1, 0], [1, 1]])
+    first = [None if tensor is None else tensor[0] for tensor in weight]
+    name = weight.format.name
+    of_experts = torch.einsum("tkrc,tc->tkr", values[ids].double(), x.double())
+    found = (
+        (linear.linear_quantized(x, *first, None, name), x.double() @ values[0].double().T),
+        (quantized.expert_qmm(x, *weight, ids, name), of_experts),
+        (linear.embedding_quantized(ids, *first, name, torch.float32), values[0][ids]),
+    )
+    errors = [float((ours - theirs).abs().max() / theirs.abs().max()) for ours, theirs in found]
+    return ["yes" if error <= TOLERANCE else f"{error:.0e}" for error in errors]
+
+
+def table() -> str:
+    kinds = [kind for kind in GGML_QUANT_SIZES if kind.name not in DENSE and kind.name[0] not in "IF"]
+    kinds += [kind for kind in GGML_QUANT_SIZES if kind.name.startswith("IQ")]
+    lines = [HEAD, ("---",) * len(HEAD), *map(row, kinds)]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def main() -> None:
+    before = DOCUMENT.read_text().partition(MARK)[0]
+    DOCUMENT.write_text(before + MARK + table())
+
+
+if __name__ == "__main__":
+    main()
