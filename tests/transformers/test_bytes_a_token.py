@@ -11,6 +11,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
+from torch_moe_mps.transformers.capture.caches import parts
 
 # Qwen3-30B-A3B: of its experts those that a token is routed to, one of its layers, fewer rows of the head.
 LAYERS, EXPERTS, TOP_K, VOCABULARY, ROWS = 48, 128, 8, 151936, 512
@@ -131,14 +132,14 @@ class MovedByAten(TorchDispatchMode):
         return out
 
 
-def moved_and_held(simulated, model, context: int) -> tuple[int, int]:
-    """Bytes that a token moves behind so many, and those of its cache.
+def moved_and_held(simulated, model, context: int, names: tuple[str, ...]) -> tuple[int, int]:
+    """Bytes that a token moves behind so many, and those of what its cache has by these names.
 
     A dispatch of ours reads each byte once here: values are columns of latents, which were just read as keys.
     """
     cache = prompted(model, [1 + i % 90 for i in range(context)])
-    states = (getattr(layer, name, None) for layer in cache.layers for name in ("keys", "values"))
-    held = sum(part.nbytes for part in states if part is not None)
+    states = [getattr(layer, name, None) for layer in cache.layers for name in names]
+    held = sum(part.nbytes for each in states if each is not None for part in parts(each))
     token = torch.tensor([[5]], device="mps")
     with torch.no_grad(), simulated.counters() as dispatches, MovedByAten() as moved:
         model(token, past_key_values=cache, use_cache=True)
@@ -148,8 +149,10 @@ def moved_and_held(simulated, model, context: int) -> tuple[int, int]:
     return moved.total, held
 
 
-def slope(simulated, model) -> float:
-    (few, held), (many, held_more) = (moved_and_held(simulated, model, context) for context in (60, 220))
+def slope(simulated, model, *names: str) -> float:
+    names = names or ("keys", "values")
+    contexts = (moved_and_held(simulated, model, context, names) for context in (60, 220))
+    (few, held), (many, held_more) = contexts
     return (many - few) / (held_more - held)
 
 
@@ -162,3 +165,28 @@ def test_a_longer_context_costs_a_token_its_bytes(simulated, name):
     assert slope(simulated, model) > 8
     torch_moe_mps.accelerate(model)
     assert slope(simulated, model) <= 1.3
+
+
+INDEXED = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4", "dots3_note", "axk2"]
+
+
+@pytest.mark.parametrize(
+    "name", [INDEXED[0], *(pytest.param(name, marks=pytest.mark.sweep) for name in INDEXED[1:])]
+)
+def test_a_longer_context_costs_a_token_its_indexers_keys(simulated, name):
+    """Of everything else it reads what they select."""
+    with tiny_models.sizes(index_head_dim=128):
+        model = tiny_models.tiny_model(name, torch.bfloat16).to("mps")
+    for module in model.modules():
+        if isinstance(getattr(module, "index_topk", None), int):
+            module.index_topk = 32
+    torch_moe_mps.accelerate(model)
+    assert 1.0 <= slope(simulated, model, "indexer_keys") <= 1.3
+
+
+@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
+def test_a_longer_context_in_8_bits_costs_a_token_its_bytes(simulated, name):
+    with tiny_models.sizes(head_dim=32, kv_lora_rank=64, qk_rope_head_dim=32):  # whole groups
+        model = tiny_models.tiny_model(name, torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    assert 1.0 <= slope(simulated, model) <= 1.3
