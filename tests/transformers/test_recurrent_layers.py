@@ -135,7 +135,13 @@ def test_packed_sequences_are_refused_as_ever():
         layer_of(model)(torch.ones(1, 4, 32), cu_seqlens=torch.tensor([0, 2, 4]))
 
 
-@pytest.mark.parametrize("architecture", ["kimi_linear", "granitemoehybrid", "minimax", "jamba"])
+_OF_EACH_KIND = ["kimi_linear", "granitemoehybrid", "minimax", "jamba"]
+
+
+@pytest.mark.parametrize(
+    "architecture",
+    [*_OF_EACH_KIND, *(pytest.param(n, marks=pytest.mark.sweep) for n in FORMS if n not in _OF_EACH_KIND)],
+)
 def test_launches_and_memory_of_prompts(simulated, architecture):
     """The launches of a layer do not grow with a prompt, and the tensors it makes grow as its length does."""
     model = model_of(architecture, torch.bfloat16).to("mps")
