@@ -155,7 +155,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         form = Form(names, turn, rotary)
         if trial.agrees(form):
             record_of(module).formula = form
-            return indexer_forward, [Done("index_topk")]
+            return indexer_forward, [Done("index_topk"), Done("index_keys_")]
     return None
 
 
