@@ -4,10 +4,10 @@
     registers(library, name)   the registers that a kernel needs
     GPUS                       the GPUs that it knows
 
-The kernels are those that the package's host code dispatches: nothing about launches is written down here.
+The kernels are those that host code dispatches: nothing about launches is written down here.
 Their translated source is lowered to LLVM IR without a target. Each instruction becomes those that an Apple
 GPU would execute (lower.py) at published costs (facts.py); the executor runs the same IR on the real buffers,
-and counts its blocks and accesses (count.py). `scripts/apple_model --help` prints tables.
+and counts its blocks and accesses (count.py).
 """
 
 from .count import Limit
