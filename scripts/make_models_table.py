@@ -75,7 +75,7 @@ Models without experts are quantised, accelerated, converted and measured in the
 architectures that were tried; others work too if their norms, linear layers and rotary embedding have a form
 that is known, and what is not known runs the model's own code. The columns are those above, and:
 
-- **Norms**: the operators that RMSNorms became, with the residual sum in front of them where there is one.
+- **Norms**: the operators that norms became, with the residual sum in front of them where there is one.
 - **MLX**: whether a 4-bit checkpoint of mlx-lm is read with the same logits, and `convert --to mlx` writes
   one that has them in mlx-lm; "-" where mlx-lm lacks the architecture or computes it differently.
 
@@ -205,7 +205,7 @@ def dense_row(architecture: str) -> str:
 
 
 def dense_norms(report) -> str:
-    names = (n for n in operators(report) if n.startswith("fused_") or n == "rms_norm")
+    names = (n for n in operators(report) if n.startswith("fused_") or n in ("rms_norm", "layer_norm"))
     return unique(sorted(names))
 
 

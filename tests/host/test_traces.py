@@ -31,6 +31,7 @@ def norms() -> Calls:
     weight, weight_f32 = tensor(2048), tensor(2048, dtype=torch.float32)
     yield "rms_norm of a slice", partial(ops.rms_norm, wide[:, 512:2560], weight_f32, EPS)
     yield "rms_norm of heads", partial(ops.rms_norm, tensor(1, 1, 32, 128), None, EPS)
+    yield "layer_norm", partial(ops.layer_norm, x, weight_f32, weight, EPS)
     gate = tensor(32, 256)[:, 128:].clone()
     yield "rms_norm_gated", partial(ops.rms_norm_gated, tensor(32, 128), gate, tensor(128), EPS)
     yield "fused_norm_add", partial(ops.fused_norm_add, x, x[:], weight_f32, EPS)
@@ -219,6 +220,9 @@ rms_norm of a slice
 rms_norm of heads
   rms_norm_f16 grid 4x1x1 of 256x1x1
   0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=64 bytes
+layer_norm
+  layer_norm_f16 grid 6x1x1 of 512x1x1
+  0=A[0:24576] 1=B[0:24576] 2=C[0:8192] 3=D[0:4096] 4=A[0:24576] 5=A[0:24576] 6=64 bytes
 rms_norm_gated
   rms_norm_gated_f16 grid 4x1x1 of 256x1x1
   0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=64 bytes

@@ -289,6 +289,15 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong(FLOATS, weight=zeros(H, dtype=integer)),
             wrong("0.0 without a weight", weight_offset=1.0, weight=None),
         ],
+        "layer_norm": [
+            wrong(FLOATS, input=zeros(T, H, dtype=short)),
+            wrong("at least 1-D", input=zeros(), bias=None),
+            wrong("of shape [H] = (64,)", weight=zeros(H - 1)),
+            wrong(FLOATS, weight=zeros(H, dtype=integer)),
+            wrong("bias must be of shape [H] = (64,)", bias=zeros(1)),
+            wrong(FLOATS, bias=zeros(H, dtype=integer)),
+            wrong("0.0 without a weight", weight_offset=1.0, weight=None),
+        ],
         "rope": [
             wrong("one of half, interleaved, interleaved_to_half", pairs="quarters"),
             wrong("4-D", q=zeros(2, T, 16)),

@@ -28,6 +28,8 @@ def check_all(residual, input, weight, scalar, eps=EPS, weight_offset=0.0):
     options = {"eps": eps, "weight_offset": weight_offset}
     checked("rms_norm", input, weight, **options)
     checked("rms_norm", input, None, eps)
+    checked("layer_norm", input, weight, weight.flip(0), **options)
+    checked("layer_norm", input, None, None, eps)
     checked("fused_norm_add", residual, input, weight, **options)
     checked("fused_norm_add_scalar", residual, input, weight, scalar, **options)
     result, _ = checked("fused_residual_norm", residual, input, weight, **options)
@@ -62,6 +64,7 @@ def test_rows_at_a_distance(device, dtype):
         rows = wide[..., start : start + 24]
         for input in (rows, rows[:, 1], rows[1:, :2], rows.transpose(0, 1)):
             checked("rms_norm", input, weight.to(device), EPS)
+            checked("layer_norm", input, weight.to(device), None, EPS)
 
 
 def model_norms():
@@ -227,3 +230,10 @@ def test_the_gated_norm_of_qwen3_next(device, dtype):
     model = exact(norm(x, z))
     ours = exact(rms_norm_gated(*(t.to(device) for t in (x, z, norm.weight)), EPS))
     assert (abs(ours - model) <= 3 * spacing(model, dtype) + FLOAT32_ERRORS * FLOAT32_EPS * abs(model)).all()
+
+
+def test_layer_norm_of_rows_far_from_zero(device):
+    """Squares of the distance from the mean: E[x^2] - mean^2 would lose all of a small spread."""
+    input = (random((4, 300), torch.float32, 0) * 1e-2 + 100.0).to(device)
+    result = checked("layer_norm", input, None, None, 1e-12)
+    assert abs(exact(result).std(-1) - 1.0).max() < 1e-3

@@ -50,6 +50,7 @@ def norms(dtype: torch.dtype) -> Iterator[Call]:
     x, y, weight = (on_device(*shape, dtype=dtype) for shape in ((8, 2048), (8, 2048), (2048,)))
     ops = torch.ops.moe_mps
     yield "rms_norm", lambda: ops.rms_norm(x, weight, 1e-6), {}, x.numel()
+    yield "layer_norm", lambda: ops.layer_norm(x, weight, weight, 1e-6), {}, x.numel()
     yield "rms_norm_gated", lambda: ops.rms_norm_gated(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_norm_add", lambda: ops.fused_norm_add(x, y, weight, 1e-6), {}, x.numel()
     yield "fused_residual_norm", lambda: ops.fused_residual_norm(x, y, weight, 1e-6), {}, x.numel()
@@ -434,6 +435,8 @@ class TestCosts(expecttest.TestCase):
             """\
 rms_norm
   rms_norm_bf16: 39.75 33.75 slots an element, 44 registers, 512/512/1024 threads
+layer_norm
+  layer_norm_bf16: 59.75 52.75 slots an element, 45.5 registers, 512/512/1024 threads
 rms_norm_gated
   rms_norm_gated_bf16: 54.50 47.50 slots an element, 62 registers, 512/512/832 threads
 fused_norm_add

@@ -18,7 +18,7 @@ from measured.cases.fused import (
     RopeCache,
     SelectiveScan,
 )
-from measured.cases.layer import Bucket, Gate, Norm, Router, SiluMul, WeightedSum
+from measured.cases.layer import Bucket, Gate, LayerNorm, Norm, Router, SiluMul, WeightedSum
 from measured.cases.values import Shapes
 from measured.cuda import main, peers_mlx, record, report, timing
 from measured.cuda.run import Row, Runner
@@ -190,6 +190,7 @@ def some_cases() -> list:
         Bucket("moe_bucket", 9, 16, 2, "i64"),
         WeightedSum("weighted_sum_residual_norm_stacked_", 2, 3, 256, "bf16"),
         Norm("fused_residual_norm", 2, 512, "f32"),
+        LayerNorm(2, 130, "f16"),
         FusedExperts("fused", "int4", "f16", 1, *SHAPE),
         FusedLinear("fused", "int8", "f16", 1, 512, 60),
         FusedLinear("fused", "int8", "f16", 3, 512, 60),

@@ -104,6 +104,13 @@ def rms_norm(d):
 
 
 @strategy
+def layer_norm(d):
+    arguments = norm(d, "input")
+    arguments["bias"] = d.maybe(lambda: d.values(arguments["input"].shape[-1]))
+    return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
+
+
+@strategy
 def rms_norm_gated(d):
     arguments = norm(d, "input", "gate")
     width = arguments["input"].shape[-1]

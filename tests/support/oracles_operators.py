@@ -127,6 +127,21 @@ def rms_norm(a):
     return [normed(exact(a.input), given(a.weight), a.eps, a.weight_offset)]
 
 
+@oracle
+def layer_norm(a):
+    x = exact(a.input)
+    if x.size == 0:
+        return [Expected(x)]
+    size = abs(x).max(-1, keepdims=True)
+    norm = normed(x - x.mean(-1, keepdims=True), given(a.weight), a.eps, a.weight_offset)
+    spread = 1 / np.sqrt(x.var(-1, keepdims=True) + a.eps)
+    weight = 1.0 if a.weight is None else abs(exact(a.weight)) + a.weight_offset
+    bias = 0.0 if a.bias is None else exact(a.bias)
+    # The mean is off by what float32 loses of the largest number; that of x^2 is of its square.
+    error = norm.error + 4 * FLOAT32_EPS * (size * spread * weight + abs(norm.value) * size * spread)
+    return [Expected(norm.value + bias, error + 2 * FLOAT32_EPS * abs(bias))]
+
+
 def normed_and_gated(x, gate, weight, eps, offset, activation="silu", x_error=0.0) -> Expected:
     factor = oracles.sigmoid(gate) * (gate if activation == "silu" else 1.0)
     norm = normed(x, weight, eps, offset, factor, x_error=x_error)

@@ -16,6 +16,7 @@ MOST = {
     "deepseek_v3": ({"dense": 9, "sparse": 13}, 12),
     "gemma4": ({"sliding": 15, "full": 15}, 12),
     "qwen3_next": ({"linear": 11, "full": 14}, 12),
+    "cohere2_moe": ({"dense": 8, "sparse": 15}, 12),
 }
 # Sparse attention whose indexers may choose all keys.
 INDEXED = {
@@ -25,8 +26,9 @@ INDEXED = {
     "mistral_large4": {"dense": 22, "sparse": 26},
     "axk2": {"dense": 26, "sparse": 49},
     "hy_v4": {"dense": 20, "sparse": 24},
-    "deepseek_v4": {"hash moe": 42, "moe": 36},
-    "glm5_next": {"linear, dense": 23, "indexed, sparse": 124},
+    "deepseek_v4": {"hash moe": 38, "moe": 32},
+    "glm5_next": {"linear, dense": 19, "indexed, sparse": 119},
+    "minimax_m3_vl": {"full, dense": 6, "minimax m3 sparse, sparse": 34},
 }
 OFTEN = ("glm_moe_dsa", "deepseek_v4")
 # Launches of each type of layer where the model's own code runs.

@@ -73,6 +73,15 @@ Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double
   return output;
 }
 
+Tensor layer_norm(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+                  double eps, double weight_offset) {
+  Tensor output = at::empty(input.sizes(), input.options());
+  if (output.numel() == 0) return output;
+  encode_norm("layer_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
+              contiguous(bias), eps, weight_offset, output, std::nullopt);
+  return output;
+}
+
 Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& weight, double eps,
                       double weight_offset, std::string_view activation, bool gate_first,
                       std::optional<int64_t> group) {
@@ -146,6 +155,7 @@ void add_gated_norm(Commands& commands, const Tensor& x, const Tensor& gate, con
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<rms_norm>(m, "rms_norm");
+  implement<layer_norm>(m, "layer_norm");
   implement<rms_norm_gated>(m, "rms_norm_gated");
   implement<fused_norm_add>(m, "fused_norm_add");
   implement<fused_norm_add_scalar>(m, "fused_norm_add_scalar");

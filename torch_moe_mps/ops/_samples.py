@@ -99,6 +99,10 @@ def sample_arguments(
     heads_first = {"q": q.transpose(1, 2), "k": values(2, 2, T + 6, D), "v": values(2, 2, T + 6, V)}
     return {
         "rms_norm": {"input": values(T, H), "weight": values(H, dtype=torch.float32), "eps": 1e-6},
+        "layer_norm": {
+            **{"input": values(T, H), "weight": values(H, dtype=torch.float32), "bias": values(H)},
+            "eps": 1e-5,
+        },
         "rope": {
             **{"q": q, "k": k, "cos": values(1, T, D), "sin": values(1, T, D)},
             **{"q_weight": values(D), "k_weight": values(D)},
@@ -257,6 +261,11 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
     one = {"x": values(1, H), "ids": ids, "weights": values(1, K, dtype=torch.float32)}
     changes: dict[str, list[dict]] = {
         "rms_norm": [{"input": strided, "weight": None}, {"weight_offset": 1.0}, wide],
+        "layer_norm": [
+            {"input": strided, "weight": None, "bias": None},
+            {"weight_offset": 1.0, "bias": None},
+            {**wide, "bias": values(4100)},
+        ],
         "rope": [
             {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": values(2, T, 4)}
             | {"sin": values(2, T, 4), "rotary_last": True},

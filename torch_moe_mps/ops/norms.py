@@ -40,6 +40,36 @@ class InputNorm(NamedTuple):
 # The norm alone
 
 
+def _meta_layer_norm(check, input, weight, bias, **others):
+    check.tensor("bias", bias, input.shape[-1:], "[H]")
+    return _meta_rms_norm(check, input, weight, **others)
+
+
+@operator(meta=_meta_layer_norm)
+def layer_norm(
+    input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
+) -> Tensor:
+    """rms(input - mean(input)) * (weight + weight_offset) + bias.
+
+    The mean is taken away before squares are summed, in float32; the result is rounded once.
+
+    Args:
+        input: [..., H], float32, float16 or bfloat16.
+        weight: [H], any of the three dtypes, or None: 1.
+        bias: [H], any of the three dtypes, or None: 0.
+        eps: of the mean of squares.
+        weight_offset: 0.0 without a weight.
+
+    Returns: [..., H] in the dtype of `input`.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    x = input.float()
+    x = x - x.mean(-1, keepdim=True)
+    x = normed(x, weight, eps, weight_offset)
+    return (x if bias is None else x + bias.float()).to(input.dtype)
+
+
 def _meta_rms_norm(check, input, weight, weight_offset, gate=None, **others):
     check.dtype("input", input, ACTIVATION_DTYPES)
     check.min_rank("input", input, 1)

@@ -8,11 +8,12 @@
 constant constexpr int kNormElements = 16;
 
 // What is joined to the norm: nothing, a residual that is added to the norm of the input, a residual that is
-// added to the input before the norm, or a gate.
+// added to the input before the norm, or a gate; or the mean is taken away first, and a bias added behind.
 #define JOIN_NONE 0
 #define JOIN_NORM 1
 #define JOIN_SUM 2
 #define JOIN_GATE 3
+#define JOIN_CENTRE 4
 
 // The threads that work on one row.
 struct RowThreads {
@@ -58,9 +59,9 @@ struct NormRow {
     return narrow<T>(widen(x.input) + widen(x.residual));
   }
 
-  // Only a norm with nothing joined to it may lack its weight.
+  // Only a norm without residual or gate may lack its weight.
   AnyVector<N> weights(uint column, constant NormParams& params) const {
-    if (kJoin == JOIN_NONE && params.has_weight == 0) return AnyVector<N>{};
+    if ((kJoin == JOIN_NONE || kJoin == JOIN_CENTRE) && params.has_weight == 0) return AnyVector<N>{};
     return load_any_raw<N>(weight, params.weight_dtype, first_weight + column);
   }
 
@@ -75,7 +76,8 @@ struct NormRow {
   }
 
   // Stores what is to be stored of the sum, and returns the sum of the squares of what is normed.
-  float add(uint column, Columns<T, N> x, constant NormParams& params) const {
+  float add(uint column, Columns<T, N> x, float mean, constant NormParams& params) const {
+    if constexpr (kJoin == JOIN_CENTRE) return sum_of_squares(widen(x.input) - mean);
     if (kJoin == JOIN_SUM && params.write_sum != 0) store_raw<N>(sum + column, x.input);
     if constexpr (kJoin == JOIN_GATE) {
       if (params.gate_first != 0) return sum_of_squares(widen(x.input) * gate(x.residual, params));
@@ -84,12 +86,19 @@ struct NormRow {
   }
 
   // Stores (residual + x * inverse * weight) * scale. Only JOIN_NORM has the residual, and JOIN_NONE no
-  // scale. JOIN_GATE stores x * inverse * weight * gate, whichever is first.
-  void finish(uint column, Vector<T, N> base, Vector<T, N> x, float inverse, AnyVector<N> raw_weight,
-              constant NormParams& params) const {
-    Floats<N> factor = 1.0f;
-    if (kJoin != JOIN_NONE || params.has_weight != 0) factor = widen<N>(raw_weight, params.weight_dtype);
-    Floats<N> y = widen(x) * inverse * (factor + params.weight_offset);
+  // scale. JOIN_GATE stores x * inverse * weight * gate, whichever is first. JOIN_CENTRE has a bias, or none,
+  // where others have their scale.
+  void finish(uint column, Vector<T, N> base, Vector<T, N> x, float mean, float inverse,
+              AnyVector<N> raw_weight, constant NormParams& params) const {
+    Floats<N> factor = 1.0f, wide = widen(x);
+    if constexpr (kJoin == JOIN_CENTRE) wide -= mean;
+    if ((kJoin != JOIN_NONE && kJoin != JOIN_CENTRE) || params.has_weight != 0) {
+      factor = widen<N>(raw_weight, params.weight_dtype);
+    }
+    Floats<N> y = wide * inverse * (factor + params.weight_offset);
+    if constexpr (kJoin == JOIN_CENTRE) {
+      if (params.scalar_kind != SCALAR_NONE) y += load_any<N>(scalar, params.scalar_dtype, column);
+    }
     if constexpr (kJoin == JOIN_NORM) y += widen(base);
     if constexpr (kJoin == JOIN_GATE) y *= gate(base, params);
     if constexpr (kJoin == JOIN_NORM || kJoin == JOIN_SUM) y *= scale(column, params);
@@ -112,16 +121,28 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
     if (column < params.width) kept[k] = row.columns(column);
   }
   if (first < params.width) first_weight = row.weights(first, params);
+  float mean = 0.0f;
+  if constexpr (kJoin == JOIN_CENTRE) {
+    const Floats<N> ones = 1.0f;
+    float sum = 0.0f;
+    UNROLL for (int k = 0; k < kKept; ++k) {
+      if (first + k * step < params.width) sum = add_dot(sum, widen(kept[k].input), ones);
+    }
+    for (uint column = rest; column < params.width; column += step) {
+      sum = add_dot(sum, widen(row.columns(column).input), ones);
+    }
+    mean = row_sum(sum, threads, partials + kMaxSimdgroups) / float(params.width);
+  }
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column >= params.width) continue;
     kept[k].input = row.normed(kept[k]);
-    squares += row.add(column, kept[k], params);
+    squares += row.add(column, kept[k], mean, params);
   }
   for (uint column = rest; column < params.width; column += step) {
     Columns<T, N> x = row.columns(column);
     x.input = row.normed(x);
-    squares += row.add(column, x, params);
+    squares += row.add(column, x, mean, params);
   }
 
   const float total = row_sum(squares, threads, partials);
@@ -132,11 +153,11 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
     if (column >= params.width) continue;
     AnyVector<N> weight = first_weight;
     if (k > 0) weight = row.weights(column, params);
-    row.finish(column, kept[k].residual, kept[k].input, inverse, weight, params);
+    row.finish(column, kept[k].residual, kept[k].input, mean, inverse, weight, params);
   }
   for (uint column = rest; column < params.width; column += step) {
     const Columns<T, N> x = row.columns(column);
-    row.finish(column, x.residual, row.normed(x), inverse, row.weights(column, params), params);
+    row.finish(column, x.residual, row.normed(x), mean, inverse, row.weights(column, params), params);
   }
 }
 
@@ -148,7 +169,7 @@ template <typename T, int kJoin>
     constant NormParams& params [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
-  threadgroup float partials[kMaxSimdgroups];
+  threadgroup float partials[kJoin == JOIN_CENTRE ? 2 * kMaxSimdgroups : kMaxSimdgroups];
   const bool row_per_simdgroup = params.simdgroups_per_row == 1;
   const uint row = row_per_simdgroup ? group * simdgroups + simdgroup : group;
   if (row >= params.rows) return;

@@ -29,8 +29,8 @@ NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator:
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
 _PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
-# The formula of _apply_gate on its argument X, with G and U its gate and up half.
-_GATES = {
+# The formula of an activation of the gate G and the other half, U.
+GATES = {
     "silu_clamped": "silu(clamp_max(G, LIMIT)) * clamp(U, LOW, LIMIT)",
     "swiglu_oai": "(clamp(U, LOW, LIMIT) + 1) * (clamp_max(G, LIMIT) * sigmoid(clamp_max(G, LIMIT) * ALPHA))",
 } | {name: f"{name}(G) * U" for name in POINTWISE}
@@ -49,10 +49,10 @@ def activation_of(module: nn.Module) -> Activation | None:
         result = _gate_formula(module)
     except Unsupported:
         return None
-    for name, form in _GATES.items():
+    for name, form in GATES.items():
         bound = match(form, result)
         if bound is not None and (halves := _halves(bound["G"], bound["U"])) is not None:
-            return _with_numbers(module, name, halves == "every_other", bound)
+            return with_numbers(module, name, halves == "every_other", bound)
     return None
 
 
@@ -72,9 +72,10 @@ def _halves(gate: Node, up: Node) -> str | None:
     return None
 
 
-def _with_numbers(
+def with_numbers(
     module: nn.Module, name: str, interleaved: bool, bound: dict[str, Node]
 ) -> Activation | None:
+    """The activation with its numbers, which the formula has bound; None if they are not the operators'."""
     limit, alpha = (evaluate(bound.get(key), module) for key in ("LIMIT", "ALPHA"))
     if "LIMIT" in bound:
         low = bound["LOW"]
@@ -170,7 +171,7 @@ def _activation(module: nn.Module) -> tuple | None:
     return None if activation is None else tuple(activation)
 
 
-def _arguments(activation: tuple, norm: NormArguments | None) -> dict[str, Any]:
+def activation_arguments(activation: tuple, norm: NormArguments | None) -> dict[str, Any]:
     """As arguments of the operators, without their defaults: the dispatcher takes time for each."""
     name, alpha, limit, gated, interleaved = activation
     arguments: dict[str, Any] = {}
@@ -259,7 +260,7 @@ def experts_forward(
         return _in_steps(self, normed(norm, hidden_states), top_k_index, top_k_weights, shared)
     return ops.moe_experts(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
-        **_arguments(activation, norm), **(_biases(self) if self.has_bias else {}), **shared,
+        **activation_arguments(activation, norm), **(_biases(self) if self.has_bias else {}), **shared,
     )  # fmt: skip
 
 
@@ -285,7 +286,7 @@ def _quantized_forward(
     form, down_form = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
-    options = _arguments(activation, norm) | shared
+    options = activation_arguments(activation, norm) | shared
     if self.has_bias:
         options |= _biases(self)
     if down_form is not form:

@@ -61,6 +61,30 @@ class Norm(Case):
 
 
 @dataclass
+class LayerNorm(Case):
+    group: ClassVar[str] = "norms"
+    operator: ClassVar[str] = "layer_norm"
+    rows: int
+    width: int
+    dtype: str
+
+    def inputs(self, values):
+        weights = {name: values.normal(self.width) for name in ("weight", "bias")}
+        return {"input": values.normal(self.rows, self.width, dtype=DTYPES[self.dtype]), **weights}
+
+    def call(self, t):
+        return ops().layer_norm(*t.values(), EPS)
+
+    def wrong(self, before, after):
+        x, weight, bias = (exact(tensor) for tensor in before.values())
+        x = oracles.rms(x - x.mean(-1, keepdims=True), EPS)
+        return differs(after["result0"], x * weight + bias)
+
+    def bytes_moved(self, t, part=""):
+        return 2 * t["input"].nbytes
+
+
+@dataclass
 class SiluMul(Case):
     group: ClassVar[str] = "combine"
     operator: ClassVar[str] = "silu_mul_stacked"
@@ -320,4 +344,5 @@ def layer_cases() -> list[Case]:
     cases += [SiluMul(s, 768, "f32") for s in (8, 256, 4096)]
     operators = ("norm_add", "norm_add_scalar", "residual_norm", "residual_norm_scalar")
     cases += [Norm(f"fused_{operator}", t, 2048, "f32") for operator in operators for t in (1, 32, 512, 8192)]
+    cases += [LayerNorm(t, 4096, "bf16") for t in (1, 512)]
     return cases + [Norm("fused_norm_add", 8192, width, "bf16") for width in (128, 2048, 4096)]

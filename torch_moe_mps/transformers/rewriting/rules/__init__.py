@@ -12,6 +12,7 @@ from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
 from .hyper_connection import rewrite_hyper_connection, rewrite_hyper_layer
 from .indexer import rewrite_indexer
+from .layer_norm import rewrite_layer_norm
 from .linear import join_linears
 from .linear_attention import CAUSAL_CONV, CONV_OF_PROMPT, GATED_DELTA, KEEP_STATE, NORM_RESULTS
 from .mlp import fuse_mlp
@@ -32,6 +33,7 @@ from .shared import FOLD_SHARED_EXPERTS
 MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], ...] = (
     rewrite_rotary,
     rewrite_gated_norm,
+    rewrite_layer_norm,
     rewrite_recurrent_layer,
     rewrite_indexer,
     rewrite_hyper_connection,

@@ -8,8 +8,16 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from ....ops._activations import POINTWISE
-from ...experts import NormArguments, add_terms, is_observed, normed
+from ....ops._activations import POINTWISE, Activation
+from ...experts import (
+    GATES,
+    NormArguments,
+    activation_arguments,
+    add_terms,
+    is_observed,
+    normed,
+    with_numbers,
+)
 from ...linears import QuantizedLinear
 from ...report import Done
 from ..program.building import add_option, replace_everything
@@ -23,40 +31,39 @@ from .options import NORM, RESIDUAL
 
 ops = torch.ops.moe_mps
 
-_NORM = ("norm_weight", "norm_eps", "norm_offset")  # NormArguments by the operator's names
-
-# Of an MLP with its gate, and of one without.
-_GATED = ("DOWN({0}(GATE(X)) * UP(X))", "DOWN({0}(chunk(BOTH, 2)[0]) * chunk(BOTH, 2)[1])")
-_PLAIN = ("DOWN({0}(GATE(X)))",)
+# The gate and the other half: of two layers, and of one.
+_HALVES = (("GATE(X)", "UP(X)"), ("chunk(GATE(X), 2)[0]", "chunk(GATE(X), 2)[1]"))
+_FORMS = [
+    *((name, form.replace("G", g).replace("U", u)) for name, form in GATES.items() for g, u in _HALVES),
+    *((name, f"{name}(GATE(X))") for name in POINTWISE),  # without a gate
+]
 
 
 @dataclass(frozen=True)
 class MlpFormula:
-    """down(activation(gate(x)) * up(x)), which one layer may give, or down(activation(gate(x))).
+    """down(activation(gate(x), up(x))), which one layer may give, or down(activation(gate(x))).
 
     Attributes:
         first: the names of gate and up, or of the layer that is both.
     """
 
-    activation: str
+    activation: Activation
     first: tuple[str, ...]
     down: str
-    gated: bool
 
 
 def mlp_formula(program: Program) -> MlpFormula | None:
     module, result = program.module, Reader(program).result()
-    for activation in POINTWISE:
-        for form in (*_GATED, *_PLAIN):
-            bound = match(form.format(activation), result)
-            if bound is not None and "BOTH" in bound:
-                bound = match("GATE(X)", bound["BOTH"], bound)
-            if bound is None or not is_argument(bound["X"]):
-                continue
-            layers = [bound[name] for name in ("GATE", "UP", "DOWN") if name in bound]
-            if all(isinstance(child(layer, module), QuantizedLinear) for layer in layers):
-                *first, down = (layer.path for layer in layers)
-                return MlpFormula(activation, tuple(first), down, form in _GATED)
+    for name, form in _FORMS:
+        bound = match(f"DOWN({form})", result)
+        activation = None if bound is None else with_numbers(module, name, False, bound)
+        if bound is None or activation is None or not is_argument(bound["X"]):
+            continue
+        layers = [bound[part] for part in ("GATE", "UP", "DOWN") if part in bound]
+        if all(isinstance(child(layer, module), QuantizedLinear) for layer in layers):
+            *first, down = (layer.path for layer in layers)
+            is_gated = form != f"{name}(GATE(X))"
+            return MlpFormula(activation._replace(gated=is_gated), tuple(first), down)
     return None
 
 
@@ -72,12 +79,11 @@ def mlp(
     first, to = layers[0].__dict__[RECORD].joined, down.format
     form = first.format
     packed, scales, biases, bias = down.weights()
-    options = {} if norm is None else dict(zip(_NORM, norm, strict=True))
+    options = activation_arguments(tuple(formula.activation), norm)
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, packed, scales, biases,
         form.name, gate_up_bias=first.bias, down_bias=bias,
-        activation=formula.activation, gated=formula.gated, residual=residual,
-        down_format=to.name, **options,
+        residual=residual, down_format=to.name, **options,
     )  # fmt: skip
 
 
@@ -91,4 +97,4 @@ def fuse_mlp(program: Program) -> None:
     add_option(program, RESIDUAL)
     add_option(program, NORM)
     replace_everything(program, f"mlp(self, X, {RESIDUAL}, {NORM})")
-    program.rewrites.append(Done("mlp_quantized", f"mlp_quantized ({formula.activation})"))
+    program.rewrites.append(Done("mlp_quantized", f"mlp_quantized ({formula.activation.activation})"))
