@@ -67,6 +67,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         wrong("float32", residual=zeros(T, H, dtype=half)),
         wrong("False without shared_gate", gate_is_logit=True, shared_out=zeros(T, H)),
     ]
+    q4_k = {
+        **{"format": "q4_k", "x": zeros(T, 256), "packed": zeros(I, 32, dtype=integer)},
+        **{"scales": zeros(I, 12, dtype=torch.uint8), "biases": zeros(I, 2, dtype=short)},
+    }
     mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
@@ -249,6 +253,11 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [N, C / 32] = (32, 2)", biases=zeros(I, 1)),
             wrong("packed must be of shape [N, C * 6 / 32] = (32, 12), got (32, 8)", format="affine6_32"),
             wrong(NAME, format=""),
+            wrong("C, the input dimension of packed, must be a multiple of 256, got 64", format="q4_k"),
+            wrong("scales must be uint8", **q4_k | {"scales": zeros(I, 12)}),
+            wrong("biases must be of shape [N, C * 2 / 256]", **q4_k | {"biases": zeros(I, 1, dtype=short)}),
+            wrong("biases must be a tensor for format q4_k, got None", **q4_k | {"biases": None}),
+            wrong("scales must be int16", format="q4_0", biases=None),
             wrong("of shape [N] = (32,)", bias=zeros(I + 1)),
             wrong(FLOATS, bias=zeros(I, dtype=integer)),
             wrong("int32", order=zeros(I)),
