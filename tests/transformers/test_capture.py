@@ -142,6 +142,40 @@ def test_batches_and_several_tokens(batch, tokens, device):
     assert captures_of(model).programs
 
 
+@torch.no_grad()
+def test_masks_of_padding():
+    """Key ranges are read anew for each token; what is no range runs too."""
+    model = accelerated("gpt_oss", "cpu")
+    own = without_capture(copy.deepcopy(model))
+    caches = [DynamicCache(config=model.config) for _ in range(2)]
+    ids, shown = prompt(2, 60), torch.ones(2, 60, dtype=torch.int64)
+
+    def tokens(begin, end, hidden=()):
+        mask = shown.clone()
+        for row, key in hidden:
+            mask[row, key] = 0
+        for first, stop in zip(range(begin, end), range(begin + 1, end + 1), strict=True):
+            part = slice(0 if first == 30 else first, stop)
+            results = [
+                output(each, ids[:, part], attention_mask=mask[:, :stop], past_key_values=cache)
+                for each, cache in zip((model, own), caches, strict=True)
+            ]
+            assert torch.equal(*results)
+
+    left = [(1, key) for key in range(4)]
+    tokens(30, 36, left)
+    captures = captures_of(model)
+    (program,) = captures.programs
+    tokens(36, 40, [(0, 0), (0, 1)])
+    assert captures.programs == [program]
+    tokens(40, 44)
+    assert len(captures.programs) == 2 and abs(captures.programs[0].calls - program.calls) <= 4
+    tokens(44, 48, [(0, 10), (1, 20)])
+    assert len(captures.programs) == 3
+    tokens(48, 60, left)
+    assert captures.programs[0].calls == program.calls
+
+
 # What may change between two tokens
 
 

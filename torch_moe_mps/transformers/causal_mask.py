@@ -13,6 +13,8 @@ _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
 _TOKENS = -2  # the dimension
 _INTEGERS = (int, torch.SymInt)  # a symbol while a token is captured
+# The attribute of a captured call's mask that `range_of_padding` gives: its values are not there to be read.
+RANGE = "_moe_mps_range"
 ELEMENTS = "_elements"  # the attribute of what the others tell
 _NO_END = torch.iinfo(torch.int32).max  # of a key range that ends with the keys
 
@@ -76,7 +78,8 @@ class CausalMask(Tensor):
         if torch.compiler.is_compiling() or torch._C._is_tracing() or not allow_is_causal_skip:
             return None
         sizes: tuple[Any, ...] = (batch_size, q_length, kv_length, kv_offset)
-        tensors = (t for t in (q_offset, attention_mask) if isinstance(t, Tensor))
+        known = getattr(attention_mask, RANGE, None)
+        tensors = (t for t in (q_offset, None if known else attention_mask) if isinstance(t, Tensor))
         if any(type(size) not in _INTEGERS for size in sizes):
             return None
         if any(type(t) is not Tensor or t.is_meta for t in tensors):
@@ -88,14 +91,19 @@ class CausalMask(Tensor):
         seen = before - kv_offset + q_length
         if not q_length <= seen <= kv_length:
             return None
-        ranges = None
+        key_range = None
         if attention_mask is not None:
             if attention_mask.shape[0] != batch_size:
                 return None
-            ranges = key_ranges(attention_mask.bool().cpu()[:, kv_offset : kv_offset + seen], seen)
-            if ranges is None:
+            if known is None:
+                known = range_of_padding(attention_mask[:, kv_offset : kv_offset + seen], seen, device)
+            elif attention_mask.shape[1] != kv_offset + seen:
                 return None
-        key_range = None if not ranges or set(ranges) == {(0, _NO_END)} else _on_device(ranges, device)
+            elif known[0] is not None and kv_offset > 0:
+                known = ((known[0] - kv_offset).clamp(min=0),)
+            if known is None:
+                return None
+            (key_range,) = known
         return cls((batch_size, 1, q_length, kv_length), seen, local_size, dtype, device, key_range)
 
     @property
@@ -152,6 +160,14 @@ class CausalMask(Tensor):
 def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask of bool in the form that is added to scores."""
     return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
+
+
+def range_of_padding(mask: Tensor, keys: int, device: Any) -> tuple[Tensor | None] | None:
+    """The key range that a 2D mask stands for, None in it where no key is padding; None for other masks."""
+    ranges = key_ranges(mask.bool().cpu(), keys)
+    if ranges is None:
+        return None
+    return (None if not ranges or set(ranges) == {(0, _NO_END)} else _on_device(ranges, device),)
 
 
 def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:

@@ -14,12 +14,13 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
 from ..cache import END, MEMORY, QuantizedCache
-from ..causal_mask import ELEMENTS, CausalMask
+from ..causal_mask import ELEMENTS, RANGE, CausalMask, range_of_padding
 from ..quantized_states import QuantizedStates
 from .tracing import Recorder, Unsupported
 
 _STATIC = (bool, float, str, type(None), torch.dtype, torch.device)
 _CACHES = (DynamicCache, StaticCache, QuantizedCache)
+MASK = "attention_mask"
 _ARGUMENTS = -1  # the place of what is no dictionary of the cache, nor of a mask
 STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
 SIZE, TOKENS, START = range(4, 7)  # beside NUMBER what a symbol is read from
@@ -44,17 +45,22 @@ class Reading:
         sizes: the positions of numbers that are sizes of tensors.
         growing: the positions of sizes that grow with a memory.
         entries: the values of the call.
+        padding: what `range_of_padding` gives for its mask of padding, if it has one.
     """
 
-    def __init__(self, arguments: dict[str, Any]) -> None:
-        """Raises: Unsupported for what cannot be captured."""
+    def __init__(self, arguments: dict[str, Any], by_ranges: bool = True) -> None:
+        """`by_ranges`: the values of a mask of padding are not read.
+
+        Raises: Unsupported for what cannot be captured.
+        """
         self.numbers: list[int] = []
         self.sizes: set[int] = set()
         self.growing: set[int] = set()
         self.entries: list[Entry] = []
         self._memories: dict[int, int] = {}  # by id, in their order
         self._place = 0
-        key: list[Any] = []
+        self.padding = padding_of(arguments) if by_ranges else None
+        key: list[Any] = [None if self.padding is None else self.padding[0] is None]
         masks: list[tuple[Any, CausalMask]] = []
         for name, value in flat(arguments).items():
             if isinstance(value, Cache):
@@ -172,6 +178,8 @@ class Plan:
         self.inputs: list[tuple[Tensor, dict[int, int]]] = []
         self.views: list[tuple[int, ...]] = []
         self._symbol, self._symints, self._recorder = symbol, symints, recorder
+        self._padding = reading.padding
+        self._mask: Any = None  # of padding, in the recording
         self._cache: str | None = None
         self._masks: list[tuple[Any, tuple[Any, ...]]] = []
         self._attributes: dict[str, Any] = {}
@@ -206,7 +214,13 @@ class Plan:
             self.stand_ins[name] = CausalMask(value.shape, 0, None, value.dtype, value.device)
             return
         self._arguments.append((name, kind, value))
-        self.stand_ins[name] = self._input(value, first) if kind == TENSOR else value
+        if name != MASK or self._padding is None:
+            self.stand_ins[name] = self._input(value, first) if kind == TENSOR else value
+            return
+        # Whoever asks for bool gets it as it is, with its range.
+        self._mask = self.stand_ins[name] = self._input(value, first, torch.bool)
+        (keys,) = self._padding
+        setattr(self._mask, RANGE, (None if keys is None else self._fixed_input(keys),))
 
     def _layers_of(self, arguments: dict[Any, Any]) -> list[Any]:
         return [] if self._cache is None else arguments[self._cache].layers
@@ -266,11 +280,15 @@ class Plan:
         setattr(states, MEMORY, stand_in)
         return states
 
-    def _input(self, tensor: Tensor, first: int) -> Tensor:
+    def _fixed_input(self, tensor: Tensor) -> Tensor:
+        self.inputs.append((tensor, {}))
+        return self._recorder.input(tensor, tensor.shape)
+
+    def _input(self, tensor: Tensor, first: int, dtype: torch.dtype | None = None) -> Tensor:
         number, dims = len(self.inputs), range(tensor.dim())
         sizes = tuple(self._number(first + d, (SIZE, number, d), tensor.shape[d]) for d in dims)
         self.inputs.append((tensor, {d: self._symbol[first + d] for d in dims if first + d in self._symbol}))
-        return self._recorder.input(tensor, sizes)
+        return self._recorder.input(tensor, sizes, dtype)
 
     def _number(self, position: int, source: tuple[int, int, Any], value: int) -> Any:
         symbol = self._symbol.get(position)
@@ -278,6 +296,11 @@ class Plan:
             return value
         self._sources.setdefault(symbol, source)
         return self._symints[symbol]
+
+    @property
+    def reads_mask(self) -> bool:
+        """Whether the recording needs more of a mask of padding than its range."""
+        return self._mask is not None and self._recorder.is_read(self._mask)
 
     @property
     def stand_in_of_cache(self) -> Any:
@@ -329,10 +352,14 @@ class Plan:
     def forget(self) -> None:
         """Drops what only the recording needed."""
         self.stand_ins, self._before, self._memories, self._symints = {}, [], {}, []
+        self._mask = None
         del self._recorder
 
-    def take(self, arguments: dict[str, Any]) -> Taken | None:
-        """A call like the recorded one, as far as Python can tell; None for another one."""
+    def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | None:
+        """A call like the recorded one, as far as Python can tell; None for another one.
+
+        `padding` gives what `range_of_padding` gives for the call's mask.
+        """
         inputs: list[Tensor] = []
         views: list[Tensor] = []
         memories: list[Any] = []
@@ -343,6 +370,11 @@ class Plan:
             given = arguments.get(name)
             if kind == TENSOR:
                 inputs.append(given)  # type: ignore[arg-type]  # its type is compared below
+                if name == MASK and self._padding is not None:
+                    found = padding()
+                    if found is None or (found[0] is None) != (self._padding[0] is None):
+                        return None
+                    inputs += [keys for keys in found if keys is not None]
             elif given is not value and (type(given) is not type(value) or given != value):
                 return None
         for name, known in self._masks:
@@ -416,6 +448,14 @@ class Plan:
                         setattr(states, MEMORY, taken.memories[memory])
                         setattr(taken.memories[memory], END, integers[end])
                     held[name] = states
+
+
+def padding_of(arguments: dict[str, Any]) -> tuple[Tensor | None] | None:
+    """What `range_of_padding` gives for a call's mask of padding; None where it has none."""
+    mask = arguments.get(MASK)
+    if type(mask) is not Tensor or mask.dim() != 2:
+        return None
+    return range_of_padding(mask, mask.shape[1], mask.device)
 
 
 def flat(arguments: dict[str, Any]) -> dict[Any, Any]:

@@ -23,7 +23,7 @@ from transformers.utils import ModelOutput
 
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
-from .caches import Plan, Reading, whole
+from .caches import Plan, Reading, padding_of, whole
 from .fingerprint import Fingerprint, forbidden, note_change
 from .passes import simplify
 from .program import Integers, assemble
@@ -85,6 +85,7 @@ class Captures:
         self._anywhere = anywhere
         self._kinds: dict[tuple[Any, ...], _Kind] = {}
         self._rest, self._rests = 0, 0
+        self._reads_masks = False
         self._lock = threading.Lock()
         self._has_warned = False
 
@@ -142,12 +143,13 @@ class Captures:
         if fingerprint is None or fingerprint.model is not model or not fingerprint.holds():
             self.clear()
             return None
+        padding = functools.cache(lambda: padding_of(arguments))
         for number, program in enumerate(programs):
             plan = program.plan
             if program.fingerprint is not fingerprint:
                 continue
             try:
-                taken = plan.take(arguments)
+                taken = plan.take(arguments, padding)
             except Exception:  # of a layer that holds something else
                 continue
             integers = None if taken is None else program.integers(*taken.symbols)
@@ -167,7 +169,7 @@ class Captures:
         if not self._lock.acquire(blocking=False):
             return False  # another thread captures
         try:
-            reading = Reading(arguments)
+            reading = Reading(arguments, by_ranges=not self._reads_masks)
             kind = self._kind_of(reading)
             if kind is None:
                 return False
@@ -236,6 +238,9 @@ class Captures:
             if not fingerprint.holds():
                 fingerprint.undo()
                 raise Unsupported("a call changes the model")
+        if plan.reads_mask:
+            self._reads_masks = True  # from the next call on
+            raise Unsupported("it reads the mask of padding")
         integers = Integers(recorder.env, list(recorder.symbols))
         tensors: list[Tensor] = []
         make = _maker(output, tensors, plan.stand_in_of_cache)

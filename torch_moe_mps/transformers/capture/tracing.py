@@ -75,9 +75,9 @@ class Recorder(TorchDispatchMode):
         number: Any = self.env.create_symintnode(made, hint=value)
         return number
 
-    def input(self, like: Tensor, sizes: tuple[Any, ...]) -> Tensor:
-        """A fake tensor of these sizes that the calls get."""
-        fake = self._empty(like, sizes)
+    def input(self, like: Tensor, sizes: tuple[Any, ...], dtype: torch.dtype | None = None) -> Tensor:
+        """A fake tensor of these sizes that the calls get; of another dtype if nothing may read it."""
+        fake = self._empty(like, sizes, dtype)
         node = self.graph.placeholder(f"input_{len(self._nodes)}")
         self._name(fake, node)
         return fake
@@ -107,12 +107,16 @@ class Recorder(TorchDispatchMode):
         self._nodes[id(tensor)] = node
         self._alive.append(tensor)
 
-    def _empty(self, like: Tensor, sizes: tuple[Any, ...]) -> Any:
+    def is_read(self, fake: Tensor) -> bool:
+        return bool(self._nodes[id(fake)].users)
+
+    def _empty(self, like: Tensor, sizes: tuple[Any, ...], dtype: torch.dtype | None = None) -> Any:
         """A fake tensor; the mode's own from_tensor, which keeps what it shares with others, is slow."""
+        options: dict[str, Any] = {"dtype": dtype or like.dtype, "device": like.device}
         with self.fakes:
             if like.is_contiguous():
-                return torch.empty(sizes, dtype=like.dtype, device=like.device)
-            return torch.empty_strided(sizes, like.stride(), dtype=like.dtype, device=like.device)
+                return torch.empty(sizes, **options)
+            return torch.empty_strided(sizes, like.stride(), **options)
 
     def _fake(self, value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
