@@ -6,8 +6,10 @@ the simulator; mlx-lm reads and writes the checkpoints of MLX.
 """
 
 import copy
+import os
 import tempfile
 from pathlib import Path
+from unittest import mock
 
 import paths
 import simulator
@@ -19,11 +21,13 @@ if __name__ == "__main__":
     install()  # in front of whatever asks torch for MPS
 
 from support import mlx_models, tiny_models
-from support.launches import launches_by_type, model_on_mps
+from support.launches import launches_by_type, model_on_mps, reason_against_capture
 from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
+from torch_moe_mps.ops._checks import first_line
 from torch_moe_mps.transformers import experts_of
+from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
 from torch_moe_mps.transformers.pipeline.loop import CannotBeCut
 from torch_moe_mps.transformers.pipeline.stages import layers_of
@@ -54,9 +58,8 @@ random weights; tests check that they are current.
 - **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
 
-A token is one call from the third of its kind on, with the same bits ([speed.md](speed.md#counts)). Tokens of
-glm5_next and qwen4_exp run module by module: their indexers ask the GPU for numbers. So do those of minimax,
-whose cache is its own.
+From the third of its kind on a token is one call, with the same bits ([speed.md](speed.md#counts)), but for
+[these models](#tokens).
 
 | Architecture | Experts | Router | Shared | Norms | Linears | RoPE | Launches | Pipeline | Quantised \
 | Whole model |
@@ -81,6 +84,14 @@ that is known, and what is not known runs the model's own code. The columns are 
 
 | Architecture | Norms | Linears | RoPE | MLX | Pipeline | Quantised | Whole model |
 |---|---|---|---|---|---|---|---|
+"""
+TOKENS = """
+## Tokens
+
+Of {count} architectures in the tables, {captured} have tokens that are captured. Tokens of the others run
+module by module:
+
+{reasons}
 """
 LAST = """
 Several Macs, as a pipeline or with experts in parallel: [distributed.md](distributed.md).
@@ -237,8 +248,31 @@ def table() -> str:
         + footer({a: r for a, (_, r) in rows.items()})
         + DENSE_HEADER
         + "".join(f"{dense_row(architecture)}\n" for architecture in tiny_models.DENSE_ARCHITECTURES)
+        + tokens()
         + LAST
     )
+
+
+def tokens() -> str:
+    names = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES]
+    reasons = {name: reason for name in names if (reason := uncaptured(name)) is not None}
+    return TOKENS.format(
+        count=len(names),
+        captured=len(names) - len(reasons),
+        reasons="\n".join(f"- {name}: {reason}." for name, reason in reasons.items()),
+    )
+
+
+def uncaptured(architecture: str) -> str | None:
+    """Why no token of a model in 4 bit is captured; None if one is."""
+    model = model_on_mps(architecture)
+    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+        torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    with simulator.dropped():
+        try:
+            return reason_against_capture(model)
+        except (RuntimeError, TypeError) as error:
+            return f"none runs, {type(error).__name__}: {first_line(error)}"
 
 
 def footer(reports: dict) -> str:

@@ -57,6 +57,11 @@ def test_dense_row_is_current(current, architecture):
     assert rows(1)[architecture] == generator().dense_row(architecture), "run scripts/make_models_table.py"
 
 
+def test_why_tokens_are_not_captured(current, simulated):
+    line = f"\n- minimax: {generator().uncaptured('minimax')}.\n"
+    assert line in TABLE.read_text(), "run scripts/make_models_table.py"
+
+
 @pytest.mark.sweep
 def test_table_is_current(current, simulated):
     assert TABLE.read_text() == generator().table(), "run scripts/make_models_table.py"

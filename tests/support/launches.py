@@ -13,6 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
+from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.interface import is_experts
 
 from . import tiny_models
@@ -88,6 +89,17 @@ def one_token(simulated, model: nn.Module) -> Counter[str]:
     cache = prompted(model, [1, 2, 3, 4])
     token = torch.tensor([[5]], device="mps")
     return launches(simulated, lambda: model(token, past_key_values=cache, use_cache=True))
+
+
+def reason_against_capture(model: nn.Module) -> str | None:
+    """Why no token of an accelerated model is captured; None if one of six is."""
+    cache, token = prompted(model, [1, 2, 3, 4]), torch.tensor([[5]], device="mps")
+    with torch.no_grad():
+        for _ in range(6):
+            model(token, past_key_values=cache, use_cache=True)
+    captures = captures_of(model)
+    assert captures is not None
+    return None if captures.programs else captures.reason
 
 
 # What the configs of models say of each layer.
