@@ -77,7 +77,7 @@ def kernels_of(simulated, tokens=33, format="affine4_64", dtype=torch.float16) -
 
 
 def test_a_machine_without_units_compiles_nothing_for_them(simulated, monkeypatch):
-    library = "tensor_units_dense_transposed_bf16"
+    library = "tensor_units_dense_bf16"
     was_built = torch.ops.moe_mps._is_built(library)  # by another test
     for gpu, macos, reason in (
         ("Apple M4 Max", "26.4", "Apple M4 Max has none, which the M5 and later have"),

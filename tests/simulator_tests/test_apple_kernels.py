@@ -191,7 +191,7 @@ def combine(dtype: torch.dtype) -> Iterator[Call]:
     call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
     yield "weighted_sum_residual_norm_stacked_", call, {}, n
     # Of many tokens: their sum is a dispatch of its own.
-    *_, last = (each for each in dense(dtype) if each[0].startswith("transposed"))
+    *_, last = (each for each in dense(dtype) if each[0].startswith("dense, 256"))
     label, call, _, elements = last
     yield label, call, {}, elements
 
@@ -244,15 +244,10 @@ def dense(dtype: torch.dtype) -> Iterator[Call]:
     def rows_first(experts: int, rows: int, inputs: int) -> tuple:
         return (on_device(experts, rows, inputs, dtype=dtype),)
 
-    def columns_first(experts: int, rows: int, inputs: int) -> tuple:
-        return (on_device(experts, inputs, rows, dtype=dtype),)
-
     for tokens in (1, 8, 64, 256):
         yield layer("dense", tokens, 32, 4, dtype, rows_first)
     norm = on_device(HIDDEN, dtype=dtype)
     yield layer("dense, normed", 1, 32, 4, dtype, rows_first, norm_weight=norm)
-    for tokens in (1, 64, 256):
-        yield layer("transposed", tokens, 32, 4, dtype, columns_first, transposed=True)
     yield from of_heads(dtype, torch.ops.moe_mps.heads_mm, rows_first(4, 192, 512))
 
 
@@ -614,7 +609,7 @@ weighted_sum_stacked
   weighted_sum_bf16: 16.94 7.69 slots an element, 48 registers, 32/-/1024 threads
 weighted_sum_residual_norm_stacked_
   weighted_sum_norm_bf16: 29.95 15.33 slots an element, 70.5 registers, 384/384/704 threads
-transposed, 256 tokens, 4 of 32
+dense, 256 tokens, 4 of 32
   expert_combine_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
 """,
         )
@@ -679,15 +674,6 @@ dense, 256 tokens, 4 of 32
 dense, normed, 1 tokens, 4 of 32
   matmul_rows_normed_bf16: 7.02 4.98 slots a MAC, 63 registers, 64/384/832 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
-transposed, 1 tokens, 4 of 32
-  matmul_columns_bf16: 14.20 12.19 slots a MAC, 44.5 registers, 512/512/1024 threads
-  expert_down_columns_bf16: 14.83 12.83 slots a MAC, 34 registers, 512/512/1024 threads
-transposed, 64 tokens, 4 of 32
-  gemm8_transposed_bf16: 2.77 2.58 slots a MAC, 79 registers, 128/384/640 threads
-  gemm8_transposed_bf16: 2.91 2.71 slots a MAC, 79 registers, 128/384/640 threads
-transposed, 256 tokens, 4 of 32
-  gemm32_transposed_bf16: 1.59 1.53 slots a MAC, 104.5 registers, 128/384/448 threads
-  gemm32_transposed_bf16: 1.69 1.63 slots a MAC, 104.5 registers, 128/384/448 threads
 queries of latents, 1 tokens
   heads_columns_bf16: 5.32 4.24 slots a MAC, 58 registers, 256/384/832 threads
 values of latents, 1 tokens

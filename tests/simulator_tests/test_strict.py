@@ -22,7 +22,7 @@ LIBRARIES = [
 def in_sweep(library):
     others = library.endswith(("_f16", "_f32"))
     if library.startswith("tensor_units_"):
-        others = not library.endswith(("affine3_64_bf16", "affine4_64_f16", "mxfp4_bf16", "transposed_f16"))
+        others = not library.endswith(("affine3_64_bf16", "affine4_64_f16", "mxfp4_bf16", "dense_f16"))
     return pytest.param(library, marks=pytest.mark.sweep if others else ())
 
 

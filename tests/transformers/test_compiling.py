@@ -127,3 +127,30 @@ def test_packed_weights_are_put_on_16_bytes_once(simulated):
     torch_moe_mps.accelerate(layer)
     assert layer.packed.data_ptr() == first
     assert torch.equal(layer(torch.ones(1, 64, device="mps")).cpu(), expected)
+
+
+def test_experts_whose_inputs_come_first_are_laid_out_once(simulated, capfd, tmp_path):
+    """gpt-oss multiplies x @ weight. The kernels read rows of inputs, in every call the same memory."""
+    own, model = (tiny_models.tiny_model("gpt_oss", torch.bfloat16) for _ in range(2))
+    torch_moe_mps.accelerate(model.to("mps"))
+    experts = model.model.layers[0].mlp.experts
+    for name in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts, name)
+        assert weight.mT.is_contiguous() and torch.equal(
+            weight.cpu(), getattr(own.model.layers[0].mlp.experts, name)
+        )
+    memory = experts.down_proj.data_ptr()
+    torch_moe_mps.accelerate(model)
+    assert experts.down_proj.data_ptr() == memory
+    torch.set_warn_always(True)
+    try:
+        with simulated.trace() as commands, torch.no_grad():
+            model(torch.tensor([[5]], device="mps"))
+    finally:
+        torch.set_warn_always(False)
+    assert "is copied in every call" not in capfd.readouterr().err
+    kernels = [line.split()[0] for line in commands if " grid " in line]
+    assert "expert_down_bf16" in kernels
+    model.save_pretrained(tmp_path)
+    loaded = type(own).from_pretrained(tmp_path, dtype=torch.bfloat16)
+    assert all(map(torch.equal, loaded.state_dict().values(), own.state_dict().values()))

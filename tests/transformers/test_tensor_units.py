@@ -147,7 +147,7 @@ def test_the_command(m5, monkeypatch, tmp_path, capsys, is_faulty):
     monkeypatch.setattr(check, "never_launched", lambda kernels: [])
     monkeypatch.setattr(check, "libraries", lambda *arguments: ["norms_f16"])
     monkeypatch.setattr(
-        tensor_units, "libraries", lambda dtypes, formats: [LIBRARY, "tensor_units_dense_transposed_f16"]
+        tensor_units, "libraries", lambda dtypes, formats: [LIBRARY, "tensor_units_dense_f16"]
     )
     command = ["check", "--dtype", "float16", "--format", "affine4_32"]
     with m5.intercepted(faulty("_tensor_dense_" if is_faulty else "nothing")):
@@ -162,12 +162,12 @@ def test_the_command(m5, monkeypatch, tmp_path, capsys, is_faulty):
     assert f"Tensor units: {count} libraries agree with the CPU" in out
     assert report["tensor_units"] == f"{count} libraries agree with the CPU"
     assert [failure["format"] for failure in report["failures"]] == (
-        ["dense_transposed on tensor units"] if is_faulty else []
+        ["dense on tensor units"] if is_faulty else []
     )
 
 
 def test_libraries_of_formats(simulated):
     format = calls.FORMATS[0]
     names = tensor_units.libraries([torch.float16], [format])
-    assert names == [f"tensor_units_{name}_f16" for name in ("dense", "dense_transposed", str(format))]
-    assert len(tensor_units.libraries(calls.DTYPES, calls.FORMATS)) == 2 * (2 + 33)
+    assert names == [f"tensor_units_{name}_f16" for name in ("dense", str(format))]
+    assert len(tensor_units.libraries(calls.DTYPES, calls.FORMATS)) == 2 * (1 + 33)

@@ -10,21 +10,17 @@ namespace {
 using at::Tensor;
 using OptionalTensor = std::optional<Tensor>;
 
-// A weight whose last two dimensions are swapped in memory has the other layout; it need not be copied.
+// The kernels read rows of inputs. `transposed` weights have them if their memory is that of the other
+// layout.
 MatrixStack dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTensor& bias, bool transposed) {
-  Tensor stored = weight;
-  if (!weight.is_contiguous() && weight.mT().is_contiguous()) {
-    stored = weight.mT();
-    transposed = !transposed;
-  }
-  if (!stored.is_contiguous()) warn_of_copy(stored);
+  const Tensor stored = transposed ? weight.mT() : weight;
+  if (!stored.is_contiguous()) warn_of_copy(weight);
   MatrixStack matrix{{"experts", x.scalar_type()}, stored.contiguous()};
   matrix.scales = matrix.biases = matrix.packed;
   matrix.bias = contiguous(bias);
   matrix.experts = stored.size(0);
-  matrix.rows = stored.size(transposed ? 2 : 1);
-  matrix.inputs = stored.size(transposed ? 1 : 2);
-  matrix.transposed = transposed;
+  matrix.rows = stored.size(1);
+  matrix.inputs = stored.size(2);
   return matrix;
 }
 

@@ -29,8 +29,8 @@ const std::vector<WeightFormat>& all_formats();
 // shaders/quantized.metal for a format.
 Library quantized_library(const WeightFormat& format, c10::ScalarType dtype);
 
-// shaders/tensor_units.metal for the weights of another library; `transposed`: dense ones, inputs first.
-Library tensor_units_library(const Library& library, bool transposed);
+// shaders/tensor_units.metal for the weights of another library.
+Library tensor_units_library(const Library& library);
 
 // shaders/attention.metal for keys and values of 8 bits.
 Library quantized_attention_library(c10::ScalarType dtype);

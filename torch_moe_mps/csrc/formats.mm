@@ -40,9 +40,8 @@ Library quantized_library(const WeightFormat& format, c10::ScalarType dtype) {
   return {"quantized", dtype, format.name, format.type};
 }
 
-Library tensor_units_library(const Library& library, bool transposed) {
+Library tensor_units_library(const Library& library) {
   if (!library.weights.empty()) return {"tensor_units", library.dtype, library.weights, library.weights_type};
-  if (transposed) return {"tensor_units", library.dtype, "dense_transposed", "DenseColumns<MOE_DTYPE>"};
   return {"tensor_units", library.dtype, "dense", "Dense<MOE_DTYPE>"};
 }
 

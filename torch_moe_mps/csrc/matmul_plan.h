@@ -34,9 +34,8 @@ struct MatmulShape {
   int64_t tokens, slots, experts;
   int64_t rows, outputs;  // rows of the first matrix; outputs of one pair after the activation
   int64_t columns = 0;    // outputs of the second matmul; 0: there is none
-  bool first_transposed = false, second_transposed = false;
-  bool normed = false;  // a kernel may norm the inputs of the first matmul
-  bool empty = false;   // the matrices have no elements, and the kernels must read none
+  bool normed = false;    // a kernel may norm the inputs of the first matmul
+  bool empty = false;     // the matrices have no elements, and the kernels must read none
   bool first_on_tensor_units = false, second_on_tensor_units = false;  // where there are enough pairs
   int64_t pairs() const { return tokens * slots; }
 };

@@ -37,10 +37,7 @@ enum class Path { kRows, kFew, kGemm };  // kRows serves everything, slowly for 
 
 Path path_for(const MatmulShape& shape) {
   if (shape.tokens == 1 || shape.empty) return Path::kRows;
-  // The kernels for a few tokens walk along the rows of a matrix, which a transposed one does not have.
-  const bool few = shape.pairs() <= kMaxFewPairs && shape.pairs() < kManyPairs * shape.experts;
-  const bool transposed = shape.first_transposed || shape.second_transposed;
-  if (few && !transposed) return Path::kFew;
+  if (shape.pairs() <= kMaxFewPairs && shape.pairs() < kManyPairs * shape.experts) return Path::kFew;
   return shape.experts <= kMaxBuckets ? Path::kGemm : Path::kRows;
 }
 
@@ -71,13 +68,6 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
 
 MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
   const auto pairs = static_cast<NSUInteger>(shape.pairs());
-  if (shape.first_transposed) {
-    return {MatmulWork::kFirst,
-            "matmul_columns",
-            {blocks(shape.outputs, kSimdWidth), pairs},
-            -1,
-            kColumnSimdgroups * kSimdWidth};
-  }
   if (path == Path::kFew) return few_step(shape, std::min(shape.pairs(), shape.experts) + 1, cores);
   constexpr int64_t kRows = kSingleSimdgroups * kRowGroupsOfSimdgroup * kSingleRows;
   MatmulStep step{MatmulWork::kFirst,
@@ -93,13 +83,6 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
 
 MatmulStep second_step(const MatmulShape& shape, Path path) {
   const auto tokens = static_cast<NSUInteger>(shape.tokens);
-  if (shape.second_transposed) {
-    return {MatmulWork::kSecond,
-            "expert_down_columns",
-            {blocks(shape.columns, kSimdWidth), tokens},
-            -1,
-            kColumnSimdgroups * kSimdWidth};
-  }
   if (path == Path::kFew) {
     return {MatmulWork::kSecond,
             "expert_down_few",
@@ -116,9 +99,8 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
 }
 
 // A matrix product; the caller adds the grid.
-MatmulStep gemm_step(MatmulWork work, int64_t tile_pairs, bool on_tensor_units, bool transposed) {
-  const char* suffix = on_tensor_units ? "_tensor" : transposed ? "_transposed" : "";
-  MatmulStep step{work, c10::str("gemm", tile_pairs, suffix)};
+MatmulStep gemm_step(MatmulWork work, int64_t tile_pairs, bool on_tensor_units) {
+  MatmulStep step{work, c10::str("gemm", tile_pairs, on_tensor_units ? "_tensor" : "")};
   step.threads = on_tensor_units ? kTensorThreads : kGemmSimdgroups * kSimdWidth;
   step.tensor_units = on_tensor_units;
   return step;
@@ -131,8 +113,8 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
   int64_t tile_pairs = shape.pairs() <= kSmallTilePairs * shape.experts ? 8 : kTilePairs;
   const bool all_on_units = first_on_units && (second_on_units || shape.columns == 0);
   if (all_on_units && shape.pairs() >= kLargeTensorPairs * shape.experts) tile_pairs = kLargeTilePairs;
-  const auto product = [&](MatmulWork work, bool on_units, bool transposed, int64_t grid) {
-    MatmulStep step = gemm_step(work, tile_pairs, on_units, transposed);
+  const auto product = [&](MatmulWork work, bool on_units, int64_t grid) {
+    MatmulStep step = gemm_step(work, tile_pairs, on_units);
     step.indirect = grid;
     return step;
   };
@@ -144,9 +126,9 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
   plan.tiles.sentinels = shape.columns == 0;
   const BucketLaunch bucket = bucket_launch(shape.pairs(), shape.experts);
   plan.steps.push_back({MatmulWork::kBucket, "bucket_pairs", bucket.grid, -1, bucket.threads, bucket.memory});
-  plan.steps.push_back(product(MatmulWork::kFirst, first_on_units, shape.first_transposed, 0));
+  plan.steps.push_back(product(MatmulWork::kFirst, first_on_units, 0));
   if (shape.columns == 0) return plan;
-  plan.steps.push_back(product(MatmulWork::kSlots, second_on_units, shape.second_transposed, 1));
+  plan.steps.push_back(product(MatmulWork::kSlots, second_on_units, 1));
   plan.steps.push_back(
       {MatmulWork::kCombine,
        "expert_combine",
@@ -181,7 +163,7 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t co
     const bool large =
         tokens >= kLargeTensorPairs && fills(across * ceil_div(tokens, kLargeTilePairs), cores);
     const int64_t tile_pairs = large ? kLargeTilePairs : kTilePairs;
-    MatmulStep step = gemm_step(MatmulWork::kFirst, tile_pairs, true, false);
+    MatmulStep step = gemm_step(MatmulWork::kFirst, tile_pairs, true);
     step.grid = {NSUInteger(across), blocks(tokens, tile_pairs)};
     return step;
   }
@@ -219,10 +201,8 @@ std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores,
 
 // A line a dispatch.
 std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t experts, int64_t hidden,
-                                    int64_t intermediate, bool gated, bool transposed, int64_t cores,
-                                    bool tensor_units) {
+                                    int64_t intermediate, bool gated, int64_t cores, bool tensor_units) {
   MatmulShape shape{tokens, slots, experts, gated ? 2 * intermediate : intermediate, intermediate, hidden};
-  shape.first_transposed = shape.second_transposed = transposed;
   shape.first_on_tensor_units = shape.second_on_tensor_units = tensor_units;
   std::vector<std::string> lines;
   for (const MatmulStep& step : plan_experts(shape, cores).steps) lines.push_back(line_of(step));
@@ -234,7 +214,7 @@ std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t exper
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
-        "bool transposed=False, int cores=16, bool tensor_units=False) -> str[]",
+        "int cores=16, bool tensor_units=False) -> str[]",
         &moe_mps::plan_lines);
   m.def("_plan_linear(int tokens, int rows, bool gated=False, int cores=16, bool tensor_units=False) "
         "-> str",

@@ -14,13 +14,12 @@
 
 namespace moe_mps {
 
-// A stack of matrices in one format, [E, rows, inputs]; a dense one may be `transposed`, [E, inputs, rows].
+// A stack of matrices in one format, [E, rows, inputs].
 struct MatrixStack {
   Library library;                    // the kernels for its format and the dtype of the activations
   at::Tensor packed, scales, biases;  // of a dense matrix, all three are the weight
   std::optional<at::Tensor> bias;     // the layer's bias, [E, rows]
   int64_t experts, rows, inputs;
-  bool transposed = false;
   bool norms_inputs = true;  // for one token, a norm within the matmul costs less than a launch
 };
 

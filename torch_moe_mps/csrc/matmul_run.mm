@@ -38,13 +38,13 @@ MatrixStack bindable(MatrixStack matrix, const Tensor& any) {
 }
 
 Library library_of(const MatmulStep& step, const MatrixStack& matrix) {
-  return step.tensor_units ? tensor_units_library(matrix.library, matrix.transposed) : matrix.library;
+  return step.tensor_units ? tensor_units_library(matrix.library) : matrix.library;
 }
 
 // Whether `pairs` pairs of this matrix's experts are multiplied on tensor units.
 bool on_tensor_units(const MatrixStack& matrix, int64_t pairs) {
   return pays_on_tensor_units(pairs, matrix.experts) &&
-         uses_tensor_units(tensor_units_library(matrix.library, matrix.transposed));
+         uses_tensor_units(tensor_units_library(matrix.library));
 }
 
 // Whether a kernel of a matmul can norm its inputs.
@@ -212,16 +212,16 @@ Activation activation_of(std::string_view name, std::optional<double> alpha, std
 }
 
 void warn_of_copy(const Tensor& weight) {
-  TORCH_WARN_ONCE("moe_mps: a stack of experts of shape ", weight.sizes(), ", strides ", weight.strides(),
-                  " and offset ", weight.storage_offset(),
-                  " is copied in every call; keep the weights contiguous, packed ones on 16 bytes");
+  TORCH_WARN_ONCE(
+      "moe_mps: a stack of experts of shape ", weight.sizes(), ", strides ", weight.strides(), " and offset ",
+      weight.storage_offset(),
+      " is copied in every call; keep the inputs of a row contiguous in memory, packed ones on 16 bytes");
 }
 
 Tensor project_slots(const Tensor& x_, const MatrixStack& matrix_, const Tensor& ids_) {
   Tensor out = at::empty({ids_.size(0), ids_.size(1), matrix_.rows}, x_.options());
   if (out.numel() == 0) return out;
   MatmulShape shape{ids_.size(0), ids_.size(1), matrix_.experts, matrix_.rows, matrix_.rows};
-  shape.first_transposed = matrix_.transposed;
   shape.empty = is_empty(matrix_);
   shape.first_on_tensor_units = on_tensor_units(matrix_, shape.pairs());
   const Tensor x = shape.empty ? out : aligned(x_), ids = ids_.contiguous();
@@ -250,8 +250,6 @@ Tensor apply_experts(const Tensor& x_, const std::optional<InputNorm>& norm, con
   MatmulShape shape{
       ids.size(0), ids.size(1), gate_up.experts, gate_up.rows, outputs_of(gate_up.rows, activation),
       down_.rows};
-  shape.first_transposed = gate_up.transposed;
-  shape.second_transposed = down_.transposed;
   shape.empty = is_empty(down_);  // and so is gate_up
   shape.first_on_tensor_units = on_tensor_units(gate_up, shape.pairs());
   shape.second_on_tensor_units = on_tensor_units(down_, shape.pairs());

@@ -192,9 +192,8 @@ def expert_mm(
 
     Args:
         x: [T, H] or [T, K, H], float32, float16 or bfloat16.
-        weight: [E, N, H] in the dtype of `x`, or [E, H, N] with `transposed`. A contiguous
-            stack, or one whose last two dimensions are swapped in memory, is read where it lies; with other
-            strides it is copied in each call.
+        weight: [E, N, H] in the dtype of `x`, or [E, H, N] with `transposed`. On Metal a stack whose memory
+            is [E, N, H], one behind the other, is read where it lies; any other is copied in each call.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
         bias: [E, N], float32, float16 or bfloat16.
         transposed: the input dimension of `weight` comes before the output dimension.
@@ -265,9 +264,9 @@ def moe_experts(
 
     Args:
         x: [T, H], float32, float16 or bfloat16.
-        gate_up: [E, 2I, H] in the dtype of `x` ([E, I, H] when not gated), [E, H, 2I] with `transposed`. A
-            contiguous stack, or one whose last two dimensions are swapped in memory, is read where it lies;
-            with other strides it is copied in each call. Likewise `down`.
+        gate_up: [E, 2I, H] in the dtype of `x` ([E, I, H] when not gated), [E, H, 2I] with `transposed`. On
+            Metal a stack whose memory is [E, 2I, H], one behind the other, is read where it lies; any other
+            is copied in each call. Likewise `down`, [E, H, I].
         down: [E, H, I] in the dtype of `x`, or [E, I, H] with `transposed`.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) contributes nothing and reads nothing.
         weights: [T, K], float32, float16 or bfloat16.
@@ -286,8 +285,7 @@ def moe_experts(
         residual: [T, H], or T rows of any leading shape, in the dtype of `x`.
         norm_weight: [H], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of one token joins the first product and is not
-            rounded, if its weight has the dtype of `x` and `gate_up` is not transposed; else it is a dispatch
-            of its own.
+            rounded, if its weight has the dtype of `x`; else it is a dispatch of its own.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
 
     Returns: [T, H] in the dtype of `x`; sums in float32.

@@ -162,8 +162,6 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
                 yield arguments | {"norm_weight": torch.ones_like(arguments["x"][0])}
         if name == "heads_quantized":
             yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1])
-        for tokens in (1, T, TOKENS[-1]) if name in DENSE else ():
-            yield transposed(sample(tokens=tokens))
         if "format" in names_of(name) or name in DENSE:
             # Where few threadgroups fill the GPU, each takes more rows: of linear layers more than there are.
             with planned_for(1):
@@ -179,12 +177,6 @@ def _both_ways(arguments: dict[str, Any], width: int) -> Iterator[dict[str, Any]
     for tokens in (1, T):
         yield arguments | {"x": x[:1, :tokens], "tail": tail[:1, :tokens]}
         yield arguments | {"x": columns[:1, :tokens], "tail": None, "transposed": False}
-
-
-def transposed(arguments: dict[str, Any]) -> dict[str, Any]:
-    """The same call of dense experts, with the weights' input dimension first."""
-    matrices = arguments.keys() & {"weight", "gate_up", "down"}
-    return arguments | {name: arguments[name].mT.contiguous() for name in matrices} | {"transposed": True}
 
 
 @contextlib.contextmanager

@@ -14,7 +14,7 @@ import torch
 from .._extension import TENSOR_VARIABLE, use_of_tensor_units
 from ..ops._formats import Format
 from ..ops._samples import FORMAT, E, sample_arguments
-from .calls import DTYPES, FORMATS, Call, transposed
+from .calls import DTYPES, FORMATS, Call
 from .compare import Finding
 from .machine import COMMAND, where
 from .once import Check, first_failures
@@ -60,7 +60,7 @@ def decided() -> str:
 
 
 def _parts(library: str) -> tuple[str, torch.dtype]:
-    """ "affine4_64" and the dtype of the activations. "dense_transposed" weights have their inputs first."""
+    """ "affine4_64" and the dtype of the activations."""
     weights, _, ending = library.removeprefix("tensor_units_").rpartition("_")
     return weights, next(dtype for dtype, name in DTYPES.items() if name == ending)
 
@@ -73,7 +73,7 @@ def in_words(libraries: Iterable[str]) -> str:
 
 def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> list[str]:
     """The names of the libraries for activations of these dtypes, and weights dense or in these formats."""
-    wanted = {*map(str, formats), "dense", "dense_transposed"}
+    wanted = {*map(str, formats), "dense"}
     names = torch.ops.moe_mps._libraries(tensor_units=True)
     return [
         name for name in names for weights, dtype in (_parts(name),) if weights in wanted and dtype in dtypes
@@ -147,8 +147,6 @@ def calls(library: str) -> Iterator[Call]:
                 arguments = every[operator]
                 if "ids" in arguments:
                     arguments["ids"][-1], arguments["x"][-1] = E, torch.nan
-                if weights == "dense_transposed":
-                    arguments = transposed(arguments)
                 yield Call(operator, dtype, arguments, f"{weights} on tensor units")
     finally:
         torch.ops.moe_mps._allow_tensor_units(library, False)

@@ -83,8 +83,7 @@ GEOMETRY kDownSimdgroups = 8;
 GEOMETRY kDownThreads = kDownSimdgroups * kSimdWidth;
 // Declared by the kernels for a few tokens: with kMatmulBound they take 5 to 10 % longer in int4 on an H200.
 GEOMETRY kFewBound = kDownThreads;
-GEOMETRY kMaxFewPairs = 512;      // their terms take 16 KiB of threadgroup memory
-GEOMETRY kColumnSimdgroups = 16;  // simdgroups that share the inputs of transposed weights
+GEOMETRY kMaxFewPairs = 512;  // their terms take 16 KiB of threadgroup memory
 
 // A matrix for each head, transposed: columns of a threadgroup, and simdgroups that share its rows
 GEOMETRY kHeadColumns = 128;

@@ -12,7 +12,7 @@ from .._extension import torch_version
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
-from .interface import is_experts, is_quantized
+from .interface import is_experts, is_quantized, projections
 from .linears import formats_in, has_quantized_weights
 from .rewriting.record import kv_bits_of
 
@@ -32,9 +32,14 @@ def require_torch(function: str, model: nn.Module) -> None:
 
 
 def align_weights(model: nn.Module) -> None:
-    """Copy packed weights on mps that do not start on 16 bytes: else every call would copy them."""
-    for module in filter(has_quantized_weights, model.modules()):
-        for parameter in module.parameters(recurse=False):
+    """Lay weights on mps out as the kernels read them, or every call would copy them: packed ones on 16
+    bytes, and dense experts whose inputs come first, as in gpt-oss, with the inputs of a row side by side."""
+    for module in model.modules():
+        if is_experts(module) and not is_quantized(module) and module.is_transposed:
+            for parameter in (getattr(module, name) for name in projections(module)):
+                if parameter.device.type == "mps" and parameter.is_contiguous():
+                    parameter.data = parameter.data.mT.contiguous().mT
+        for parameter in module.parameters(recurse=False) if has_quantized_weights(module) else ():
             offset = parameter.storage_offset() * parameter.element_size()
             if parameter.device.type == "mps" and parameter.dtype == torch.int32 and offset % 16:
                 parameter.data = parameter.data.clone()
@@ -70,7 +75,7 @@ def tensor_libraries_of(model: nn.Module) -> list[str]:
     for module, dtype in _on_mps(model):
         weights = [str(format) for format in formats_in(module).values()]
         if is_experts(module) and not is_quantized(module):
-            weights = ["dense_transposed" if module.is_transposed else "dense"]
+            weights = ["dense"]
         used.update(f"tensor_units_{name}_{dtype}" for name in weights)
     return [name for name in torch.ops.moe_mps._libraries(tensor_units=True) if name in used]
 

@@ -192,10 +192,9 @@ const std::vector<Library>& all_libraries() {
       for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
     }
     for (const c10::ScalarType dtype : {at::kHalf, at::kBFloat16}) {
-      for (const bool transposed : {false, true})
-        list->push_back(tensor_units_library({"experts", dtype}, transposed));
+      list->push_back(tensor_units_library({"experts", dtype}));
       for (const WeightFormat& format : all_formats())
-        list->push_back(tensor_units_library(quantized_library(format, dtype), false));
+        list->push_back(tensor_units_library(quantized_library(format, dtype)));
     }
     return list;
   }();

@@ -112,42 +112,6 @@ struct Dense {
   }
 };
 
-// [E, inputs, rows] in T: the input dimension comes first. Only the tiles of gemm.h read it.
-template <typename T>
-struct DenseColumns {
-  typedef T Element;
-  static constant constexpr int kTileValues = 32 / sizeof(T);
-
-  template <int N>
-  struct Chunk {
-    T v[N];
-  };
-  typedef uint Row;
-
-  device const T* matrix;
-  uint rows;
-
-  DenseColumns(device const uchar* packed, device const uchar*, device const uchar*, uint expert,
-               constant MatmulParams& params)
-      : matrix(reinterpret_cast<device const T*>(packed) + ulong(expert) * params.rows * params.inputs),
-        rows(params.rows) {}
-
-  T element(uint row, uint column) const { return matrix[column * rows + row]; }
-
-  Row row(uint number) const { return number; }
-  template <int N>
-  Chunk<N> load(Row row, uint column, uint left) const {
-    Chunk<N> chunk;
-    UNROLL for (int i = 0; i < N; ++i) chunk.v[i] = uint(i) < left ? element(row, column + i) : T(0.0f);
-    return chunk;
-  }
-
-  static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
-  static float2 values(Chunk<kTileValues> chunk, int number) {
-    return float2(float(chunk.v[2 * number]), float(chunk.v[2 * number + 1]));
-  }
-};
-
 // Rows of kBits-bit codes, the first value in the lowest bits, with scales for each kUnit values.
 template <int kBits, int kUnit>
 struct PackedRows {
