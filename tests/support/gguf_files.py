@@ -229,7 +229,9 @@ def of_architecture(architecture: str, kind: str) -> tuple[str, dict[str, object
     keys |= {"vocab_size": vocabulary}
     given = {name: _SMALL[name] for name in named.values() if name in _SMALL and name != "scoring_func"}
     kind_of_model = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}.get(architecture, architecture)
-    given |= GGUF_CONFIG_DEFAULTS_MAPPING.get(architecture, {}) | {"vocab_size": vocabulary}
+    given |= GGUF_CONFIG_DEFAULTS_MAPPING.get(architecture, {})
+    if "vocab_size" in given:  # some take the config's default
+        given["vocab_size"] = vocabulary
     config = AutoConfig.for_model(kind_of_model, **given)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
