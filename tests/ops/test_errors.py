@@ -133,9 +133,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "hyper_connection": [
             wrong("streams' dimension -2 must be between 1 and 4, got 0", streams=zeros(T, 0, H)),
-            wrong("post must be given with out, and only then", out=None, comb=None),
+            wrong("post must be given with out, and only then, got (3, 4)", out=None, comb=None),
             wrong("post must be given with out, and only then", post=None),
-            wrong("comb must be None without out", out=None, post=None),
+            wrong("comb must be None without out, got shape (3, 4, 4)", out=None, post=None),
             wrong("of shape [..., H] = (3, 64)", out=zeros(T, 4)),
             wrong(FLOATS, fn=zeros(24, 4 * H, dtype=integer)),
             wrong("2-D", fn=zeros(24)),
@@ -255,7 +255,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong(NAME, format=""),
             wrong("C, the input dimension of packed, must be a multiple of 256, got 64", format="q4_k"),
             wrong("scales must be uint8", **q4_k | {"scales": zeros(I, 12)}),
-            wrong("biases must be of shape [N, C * 2 / 256]", **q4_k | {"biases": zeros(I, 1, dtype=short)}),
+            wrong(
+                "biases must be of shape [N, C * 2 / 256] = (32, 2), got (32, 1)",
+                **q4_k | {"biases": zeros(I, 1, dtype=short)},
+            ),
             wrong("biases must be a tensor for format q4_k, got None", **q4_k | {"biases": None}),
             wrong("scales must be int16", format="q4_0", biases=None),
             wrong("of shape [N] = (32,)", bias=zeros(I + 1)),

@@ -125,7 +125,8 @@ def test_convert_is_loading_plus_a_file(write, tmp_path):
     assert ours.keys() == theirs.keys() and any(name.endswith("packed") for name in ours)
     for name in ours:
         assert ours[name].dtype == theirs[name].dtype and torch.equal(ours[name], theirs[name]), name
-    assert torch.equal(output(loaded, prompt()), output(converted, prompt()))
+    # Not bit for bit: dense matrices lie elsewhere in memory, and the CPU looks at where they start.
+    torch.testing.assert_close(output(loaded, prompt()), output(converted, prompt()), rtol=0, atol=1e-5)
     if write is ours_in_8_bits:
         assert not [name for name in load_file(tmp_path / "new" / "model.safetensors") if "lm_head" in name]
         assert loaded.lm_head.packed is loaded.model.embed_tokens.packed

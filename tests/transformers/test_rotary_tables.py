@@ -52,7 +52,7 @@ def test_kinds(kind):
     module = rotary_of(kind)
     own = tables(module)
     fixed = kind not in ("dynamic", "longrope")
-    assert rewrite(module)[0] == (["rope_tables"] if fixed else [])
+    assert list(map(str, rewrite(module)[0])) == (["rope_tables"] if fixed else [])
     assert operators_of(lambda: tables(module)) == ({"rope_tables": 1} if fixed else {})
     assert_same(tables(module), own)
 

@@ -55,7 +55,7 @@ def hyper_update(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor | None
 def _meta_hyper_connection(check, streams, fn, base, scale, out, post, comb, iterations, **_):
     leading, count, width = _check_update(check, streams, out, post, comb)
     if (out is None) != (post is None):
-        check.fail("post", "given with out, and only then", "one of the two")
+        check.fail("post", "given with out, and only then", None if post is None else tuple(post.shape))
     if out is None and comb is not None:
         check.fail("comb", "None without out", f"shape {tuple(comb.shape)}")
     check.dtype("fn", fn, ACTIVATION_DTYPES)
