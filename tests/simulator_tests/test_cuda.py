@@ -185,6 +185,8 @@ def some_cases() -> list:
         Experts("prefill", "dense", "f32", 40, *SHAPE),
         Experts("sanitize", "int4", "f16", 70, *SHAPE, tensor_units=True),
         Linear("linear", "int8", "f16", 2, 512, 64),
+        Experts("experts", "q3_k", "bf16", 3, *experts.GGUF_SHAPE),
+        Linear("linear", "q4_k", "f16", 1, 256, 37),
         Gate(3, 64, 130, 4, "bf16"),
         Router("moe_router", 2, 64, 4, "f32"),
         Bucket("moe_bucket", 9, 16, 2, "i64"),

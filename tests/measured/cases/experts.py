@@ -1,13 +1,16 @@
 """The cases of the experts and of single matrices: inputs, operator, float64 reference."""
 
 from dataclasses import asdict, dataclass
+from itertools import cycle
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from .formats import DTYPES, FORMATS, too_far, weight_bytes
+from .formats import DTYPES, GGUF, too_far, weight_bytes
+from .formats import FORMATS as MLX_FORMATS
 
+FORMATS = MLX_FORMATS | GGUF
 FAMILIES: dict[str, type] = {}
 # Of the fields that are sizes, in the names of cases.
 LETTERS = {"tokens": "T", "rows": "T", "experts": "E", "slots": "K", "top_k": "K", "width": "H"}
@@ -190,6 +193,7 @@ LINEARS = ((2048, 6144), (4096, 4096))
 # Results and paths that the timed cases leave out: every dtype, widths that end inside a tile, few experts.
 SANITIZED = ("int4", "int8", "mxfp4", "dense")
 SMALL_SHAPES = ((16, 4, 256, 192), (5, 2, 320, 64))
+GGUF_SHAPE = (5, 2, 512, 256)  # whole blocks
 
 
 def expert_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
@@ -202,6 +206,22 @@ def expert_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
 def linear_cases() -> list[Case]:
     tokens = (1, 2, 4, 8, 16, 32, 64, 512)
     return [Linear("linear", "int4", "f16", n, *shape) for shape in LINEARS for n in tokens]
+
+
+def gguf_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
+    """Beside the affine formats with as many bits."""
+    formats = ("int4", "q4_k", "int6", "q6_k")
+    cases = [Experts("gguf", f, "f16", tokens, *shape) for tokens in (1, 16, 512) for f in formats]
+    return cases + [Linear("gguf", f, "f16", n, *LINEARS[-1]) for n in (1, 8, 64) for f in formats]
+
+
+def sanitizer_gguf() -> list[Case]:
+    cases = []
+    for format_, dtype in zip(GGUF, cycle(("f16", "bf16")), strict=False):
+        cases += [Experts("sanitize", format_, dtype, tokens, *GGUF_SHAPE) for tokens in (1, 3, 40)]
+        cases += [Experts("sanitize", format_, dtype, 70, *GGUF_SHAPE, tensor_units=True)]
+        cases += [Linear("sanitize", format_, dtype, tokens, 256, 37) for tokens in (1, 3, 40)]
+    return cases
 
 
 def sanitizer_cases() -> list[Case]:

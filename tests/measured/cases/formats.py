@@ -1,4 +1,4 @@
-"""Weights in MLX's formats: how they are made, and what they stand for in float64."""
+"""Weights in MLX's formats and in GGUF's: how they are made, and what they stand for in float64."""
 
 import math
 from dataclasses import dataclass
@@ -10,6 +10,7 @@ DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 # How far a result may be from float64, in parts of the largest value: a few roundings to the dtype; sums of
 # thousands of products in float32.
 TOLERANCE = {"f32": 1e-5, "f16": 4 * 2.0**-11, "bf16": 3 * 2.0**-8}
+LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # of ggml's iq4
 E2M1 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
 
 
@@ -49,7 +50,7 @@ class Format:
         if self.bits == 0:
             return tensors[name][expert].double()
         scales = tensors[f"{name}_scales"][expert]
-        codes = self.codes(tensors[f"{name}_packed"][expert])
+        codes = codes_of(tensors[f"{name}_packed"][expert], self.bits)
         if self.mode == "affine":
             biases = tensors[f"{name}_biases"][expert].double()
             return codes * self.spread(scales.double()) + self.spread(biases)
@@ -61,14 +62,64 @@ class Format:
             return numbers * self.spread(scales.view(torch.float8_e4m3fn).double())
         return numbers * self.spread(torch.exp2(scales.double() - 127))
 
-    def codes(self, packed: Tensor) -> Tensor:
-        """The codes of packed rows, which are streams of bits, the lowest first."""
-        one = torch.arange(32, device=packed.device, dtype=torch.int32)
-        bits = ((packed[..., None] >> one) & 1).reshape(packed.shape[0], -1, self.bits)
-        return (bits << one[: self.bits]).sum(-1)
-
     def spread(self, groups: Tensor) -> Tensor:
         return groups.repeat_interleave(self.group, -1)
+
+
+def codes_of(packed: Tensor, bits: int) -> Tensor:
+    """The codes of packed rows, which are streams of bits, the lowest first."""
+    one = torch.arange(32, device=packed.device, dtype=torch.int32)
+    stream = (packed.int()[..., None] >> one[: 8 * packed.itemsize]) & 1
+    return (stream.reshape(packed.shape[0], -1, bits) << one[:bits]).sum(-1)
+
+
+@dataclass(frozen=True)
+class Blocks(Format):
+    """One of GGUF's, taken apart. Without levels, `offset` is subtracted from codes. With `integers`, that is
+    how many bits the integers have that are factors of scales, less `centre`, and with `minima` of biases."""
+
+    offset: int = 0
+    levels: bool = False
+    integers: int = 0
+    centre: int = 0
+    minima: bool = False
+
+    def make(self, values, name, experts, rows, inputs, dtype):
+        words = (experts, rows, inputs * self.bits // 32)
+        packed = values.integers(*words, dtype=torch.int32, low=-(2**31), high=2**31)
+        count, largest = 1 + self.minima, 0.1 / (128 if self.levels else 2 ** (self.bits - 1))
+
+        def halves(number: int, largest: float) -> Tensor:
+            """As int16 tensors hold them."""
+            shape = (experts, rows, number)
+            return values.uniform(*shape, dtype=torch.float16, low=-largest, high=largest).view(torch.int16)
+
+        if self.integers:
+            octets = (experts, rows, inputs // self.group * count * self.integers // 8)
+            scales = values.integers(*octets, dtype=torch.uint8, low=0, high=256)
+            biases = halves(inputs // 256 * count, largest / 2 ** (self.integers - 1))
+        else:
+            scales = halves(inputs // self.group, largest)
+            biases = halves(inputs // self.group, largest) if self.minima else None
+        found = {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_biases": biases}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+    def matrix(self, tensors, name, expert):
+        codes = codes_of(tensors[f"{name}_packed"][expert], self.bits)
+        scales = tensors[f"{name}_scales"][expert]
+        biases = tensors[f"{name}_biases"][expert] if f"{name}_biases" in tensors else None
+        if self.integers:  # one for each group, and with minima another
+            pairs = codes_of(scales, self.integers).unflatten(-1, (-1, 1 + self.minima)) - self.centre
+            factors = biases.view(torch.float16).double().unflatten(-1, (-1, 1 + self.minima))
+            products = pairs * factors.repeat_interleave(256 // self.group, -2)
+            scale, bias = products[..., 0], -products[..., -1]
+        else:
+            scale = scales.view(torch.float16).double()
+            bias = biases.view(torch.float16).double() if self.minima else None
+        levels = torch.tensor(LEVELS, dtype=torch.float64, device=codes.device)
+        numbers = levels[codes] if self.levels else codes - self.offset
+        result = numbers * self.spread(scale)
+        return result + self.spread(bias) if self.minima else result
 
 
 DENSE = Format(0, 0, "")
@@ -78,6 +129,20 @@ FORMATS = {
     "mxfp8": Format(8, 32, "mxfp8"),
     "nvfp4": Format(4, 16, "nvfp4"),
     "dense": DENSE,
+}
+GGUF = {
+    "q4_0": Blocks(4, 32, "q4_0", offset=8),
+    "q4_1": Blocks(4, 32, "q4_1", minima=True),
+    "q5_0": Blocks(5, 32, "q5_0", offset=16),
+    "q5_1": Blocks(5, 32, "q5_1", minima=True),
+    "q8_0": Blocks(8, 32, "q8_0", offset=128),
+    "q2_k": Blocks(2, 16, "q2_k", integers=4, minima=True),
+    "q3_k": Blocks(3, 16, "q3_k", integers=6, centre=32, offset=4),
+    "q4_k": Blocks(4, 32, "q4_k", integers=6, minima=True),
+    "q5_k": Blocks(5, 32, "q5_k", integers=6, minima=True),
+    "q6_k": Blocks(6, 16, "q6_k", integers=8, centre=128, offset=32),
+    "iq4_nl": Blocks(4, 32, "iq4_nl", levels=True),
+    "iq4_xs": Blocks(4, 32, "iq4_xs", levels=True, integers=6, centre=32),
 }
 
 

@@ -28,7 +28,7 @@ from . import peers_mlx, peers_source, report, run, worker
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "bench_gpu.py"
 # Of the cases that are timed.
-GROUPS = ("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused")
+GROUPS = ("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused", "gguf")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -80,9 +80,10 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 
 
 def all_cases(shape: tuple[int, ...]) -> list[Case]:
-    timed = experts.expert_cases(shape) + experts.linear_cases()
+    timed = experts.expert_cases(shape) + experts.linear_cases() + experts.gguf_cases(shape)
     timed += attention.attention_cases() + layer.layer_cases() + fused.fused_cases(shape)
-    return timed + experts.sanitizer_cases() + attention.sanitizer_attention() + fused.sanitizer_fused()
+    sanitized = experts.sanitizer_cases() + experts.sanitizer_gguf()
+    return timed + sanitized + attention.sanitizer_attention() + fused.sanitizer_fused()
 
 
 def say(text: str) -> None:

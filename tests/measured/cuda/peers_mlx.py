@@ -52,6 +52,8 @@ def peers(plan: Plan, case: Case) -> list[Program]:
     if isinstance(case, Attention):
         wanted = case.group != "sanitize" and mlx_attention.has_kernel(case)
         return [attention(plan, case)] if wanted else []
+    if isinstance(case, Experts | Linear) and case.format not in FORMATS:
+        return []
     if type(case) is Linear and case.format != "dense":
         return linear_peers(plan, case)
     if type(case) is Experts and case.group != "sanitize":
