@@ -31,15 +31,15 @@ def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor 
     check.tensor(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
 
 
-def _meta_rope(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim, **others):
+def _meta_rope(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim, argument="q", **others):
     check.choice("pairs", pairs, PAIRS)
     check.dtype("cos", cos, ACTIVATION_DTYPES)
     check.rank("cos", cos, (3,))
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     if rotary < 2 or rotary % 2:
         check.fail("rotary_dim", "an even number of at least 2", rotary)
-    check.rank("q", q, (4,))
-    _check_heads(check, "q", q, q, rotary)
+    check.rank(argument, q, (4,))
+    _check_heads(check, argument, q, q, rotary)
     if k is not None:
         _check_heads(check, "k", k, q, rotary)
     batch, tokens = q.shape[:2]
@@ -199,23 +199,28 @@ def rope_cache_(
 
 
 def _meta_index_keys(check, k, keys_, weight, bias, cos, sin, q, **rotation):
+    check.dtype("k", k, ACTIVATION_DTYPES)
     check.rank("k", k, (3,))
-    heads = k.unsqueeze(2)
+    batch, tokens, width = k.shape
+    if width % 2:
+        check.fail("k", "of heads of an even number of elements", tuple(k.shape))
     check.dtype("keys_", keys_, (k.dtype,))
     check.rank("keys_", keys_, (3,))
-    check.shape("keys_", keys_, (k.shape[0], keys_.shape[1], k.shape[2]), "[B, S, D]")
-    if keys_.shape[1] < k.shape[1]:
-        check.fail("keys_", f"of {k.shape[1]} tokens or more, as many as k has", tuple(keys_.shape))
+    check.shape("keys_", keys_, (batch, keys_.shape[1], width), "[B, S, D]")
+    if keys_.shape[1] < tokens:
+        check.fail("keys_", f"of {tokens} tokens or more, as many as k has", tuple(keys_.shape))
     if (cos is None) != (sin is None):
         check.fail("sin", "given with cos, and only then", None if sin is None else tuple(sin.shape))
-    if cos is None and q is not None:
-        check.fail("q", "None without cos and sin", tuple(q.shape))
+    if q is not None:
+        if cos is None:
+            check.fail("q", "None without cos and sin", tuple(q.shape))
+        check.dtype("q", q, (k.dtype,))
+        check.rank("q", q, (4,))
+        check.shape("q", q, (batch, tokens, q.shape[2], width), "[B, T, Hi, D]")
     if cos is not None:
-        _meta_rope(check, heads, q, cos, sin, None, None, **rotation)
-    else:
-        _check_heads(check, "k", heads, heads, 0)
-    check.tensor("weight", weight, (k.shape[2],), "[D]")
-    check.tensor("bias", bias, (k.shape[2],), "[D]", (weight.dtype,))
+        _meta_rope(check, k.unsqueeze(2), None, cos, sin, None, None, argument="k", **rotation)
+    check.tensor("weight", weight, (width,), "[D]")
+    check.tensor("bias", bias, (width,), "[D]", (weight.dtype,))
     return k.new_empty(0) if q is None else _heads_first(q)
 
 
