@@ -270,6 +270,24 @@ def test_what_a_model_first_calls_is_compared_first(new_machine):
     torch.ops.moe_mps.moe_router(logits, 2, scoring="softmax", norm_topk_prob=True)
 
 
+def test_accelerate_foresees_what_indexers_launch(new_machine, monkeypatch):
+    """Their operators, in the width of their heads: no first call waits until these are compared."""
+    compared = []
+    monkeypatch.setattr(once, "compare", lambda call, end: compared.append(call.operator))
+    model = tiny_models.tiny_model("deepseek_v32", torch.float32).to("mps")
+    for module in model.modules():
+        if hasattr(module, "index_topk"):
+            module.index_topk = 5
+    torch_moe_mps.accelerate(model)
+    wanted = {"index_topk", "index_keys_"}
+    assert wanted <= {*compared}
+    compared.clear()
+    with new_machine.trace() as commands:
+        run(model)
+    assert {"index_keys", "index_scores"} <= {line.split()[0].partition("_f32")[0] for line in commands}
+    assert not wanted & {*compared}
+
+
 def test_the_time_ends_within_an_operator(new_machine, monkeypatch):
     """After the launch in which it ends; the next time goes on where this one ended."""
     from simulator import shaderlib

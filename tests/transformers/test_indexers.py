@@ -11,6 +11,7 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import torch_moe_mps
+from torch_moe_mps.transformers.rewriting.record import record_of
 from torch_moe_mps.transformers.rewriting.rules.indexer import indexer_forward, rewrite_indexer
 
 pytestmark = pytest.mark.one_schedule
@@ -174,6 +175,16 @@ def test_other_indexers_stay_as_they_are():
     assert rewrite_indexer(DeepseekV32Indexer(config, 0)) is not None
     for cls in (Doubled, Shifted):
         assert rewrite_indexer(cls(config, 0)) is None
+
+
+def test_one_that_is_rewritten_is_recognised_without_a_change():
+    """As where another class is put on top; a trial never runs with the module's own record."""
+    model = model_with("deepseek_v32", 5)
+    torch_moe_mps.accelerate(model)
+    indexer = next(module for module in model.modules() if isinstance(module, DeepseekV32Indexer))
+    before = {**vars(record_of(indexer))}
+    assert rewrite_indexer(indexer)[0] is indexer_forward
+    assert {**vars(record_of(indexer))} == before and type(indexer) is not DeepseekV32Indexer
 
 
 def test_an_implementation_that_is_set_later():

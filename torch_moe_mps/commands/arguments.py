@@ -164,6 +164,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     _json(command)
     _kv_bits(command)
     _device(command)
+    _shares(command)
     _dtype(command, "of weights that are not quantised (as in the checkpoint)")
     _from_the_hub(command, "MODEL")
 
@@ -238,6 +239,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     _prompt_cache(command, "FILE", "keep the computed prompt there, for the next call that begins alike")
     _speculation(command)
     _how_to_run(command)
+    command.set_defaults(shares=None)  # it is for one process
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
@@ -262,6 +264,7 @@ def _model_to_run(command: argparse.ArgumentParser) -> None:
         "model", metavar="MODEL", help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf"
     )
     _how_to_run(command)
+    _shares(command)
 
 
 def _how_to_run(command: argparse.ArgumentParser) -> None:
@@ -337,6 +340,9 @@ def _json(command: argparse.ArgumentParser) -> None:
 
 def _device(command: argparse.ArgumentParser) -> None:
     command.add_argument("--device", help="mps where there is one, else cpu")
+
+
+def _shares(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--shares", type=_numbers, metavar="N,N", help="layers of each process of torchrun (by memory)"
     )

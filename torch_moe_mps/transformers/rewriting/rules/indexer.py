@@ -22,7 +22,7 @@ from ..program.reads import record
 from ..record import RECORD, record_of
 from .linear import together
 from .rope import TURNS, Turn, tables_and_options
-from .trial import agrees, tried
+from .trial import agrees, bare_twin, tried
 
 ops = torch.ops.moe_mps
 
@@ -163,7 +163,7 @@ class _Trial:
     """A call of an indexer with layers that depend on few of their inputs, and what it gives."""
 
     def __init__(self, module: nn.Module, names: tuple[str, ...], rotary: int, width: int):
-        self.module: Any = copy.copy(module)
+        self.module = bare_twin(module)
         children = {name: _stand_in(child) for name, child in module._modules.items() if child is not None}
         vars(self.module).update(_modules=children, index_topk=3)
         generator = torch.Generator().manual_seed(0)
