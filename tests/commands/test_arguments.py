@@ -23,6 +23,7 @@ def module(*arguments: str) -> subprocess.CompletedProcess:
         [sys.executable, "-X", "importtime", "-m", "torch_moe_mps", *arguments],
         capture_output=True,
         text=True,
+        timeout=60,
         env=environment(),
     )
 

@@ -63,9 +63,7 @@ def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
 
     monkeypatch.setattr(compare, "packet", without_state)
     monkeypatch.setattr(check, "OPERATORS", ["causal_conv1d_update_", "linear_attention_"])
-    with pytest.raises(SystemExit) as ended:
-        main(ONE)
-    assert ended.value.code == 1
+    assert main(ONE) == 1
     out = capsys.readouterr().out
     assert "FAILED: linear_attention_ (float32) differs (largest error " in out
     failure, *_ = report()["failures"]  # of each width of heads
@@ -78,26 +76,21 @@ def test_a_kernel_that_no_call_launches(few, capsys, monkeypatch):
     kernel = {"kernel": "new_f32", "allowed": 1024, "launched": 0, "bytes": 0}
     monkeypatch.setattr(check, "OPERATORS", [])
     monkeypatch.setattr(check, "pipelines", lambda names: [kernel])
-    with pytest.raises(SystemExit):
-        main([*ONE, "--json", os.devnull])
+    assert main([*ONE, "--json", os.devnull]) == 1
     assert "FAILED: new_f32 was not compared" in capsys.readouterr().out
 
 
 def test_a_library_that_does_not_compile(few, capsys, monkeypatch):
     monkeypatch.setattr(check, "OPERATORS", [])
     monkeypatch.setattr(check, "libraries", lambda *arguments: ["missing", "norms_f32"])
-    with pytest.raises(SystemExit) as ended:
-        main(ONE)
-    assert ended.value.code == 1
+    assert main(ONE) == 1
     assert "FAILED: missing does not compile: moe_mps: no library missing" in capsys.readouterr().out
     assert [failure["message"] for failure in report()["failures"]] == ["moe_mps: no library missing"]
 
 
 def test_without_a_mac(capsys, monkeypatch):
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    with pytest.raises(SystemExit) as ended:
-        main(["check"])
-    assert ended.value.code == 2
+    assert main(["check"]) == 2
     assert "no Apple GPU here: nothing was compiled and nothing was compared" in capsys.readouterr().out
 
 
@@ -107,6 +100,17 @@ def test_a_report_that_cannot_be_written(few, capsys, tmp_path):
     out, err = capsys.readouterr()
     assert "--json must be a file that can be written, got " in err and "No such file" in err
     assert "Compiling" not in err and "compiled" not in out
+
+
+def test_a_report_that_a_full_disk_does_not_take_is_printed(few, capsys, monkeypatch):
+    monkeypatch.setattr(check, "OPERATORS", [])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: ["missing"])
+    assert main([*ONE, "--json", "/dev/full"]) == 1
+    out, err = capsys.readouterr()
+    assert "FAILED: missing does not compile" in out
+    assert err.splitlines()[-1] == (
+        "torch-moe-mps: error: /dev/full cannot be written: No space left on device"
+    )
 
 
 def test_unknown_names(few, capsys):

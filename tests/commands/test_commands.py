@@ -16,6 +16,7 @@ import torch
 import transformers
 from support import tiny_models
 from support.checkpoints import add_tokenizer
+from support.processes import interrupted
 
 import torch_moe_mps
 from torch_moe_mps.commands import convert, main, perplexity
@@ -520,3 +521,45 @@ def test_a_full_disk_is_one_line(limit, layout, checkpoint, tmp_path, capsys):
     error = capsys.readouterr().err.strip().splitlines()[-1]
     assert code == 1 and error.startswith("torch-moe-mps: error: ") and "File too large" in error
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}
+
+
+def test_output_that_cannot_be_written_is_one_line(checkpoint, capsys):
+    """As on a full disk: what waits in Python's buffer, too, which it would write after the command."""
+    with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
+        assert run("fit", checkpoint, "--group-size", 32) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error == "torch-moe-mps: error: [Errno 28] No space left on device"
+
+
+def test_a_pipe_that_nobody_reads_ends_a_command_quietly(checkpoint, capsys):
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open(writing, "w") as pipe, contextlib.redirect_stdout(pipe):
+        assert run("fit", checkpoint, "--group-size", 32) == 128 + signal.SIGPIPE
+    assert "error" not in capsys.readouterr().err.lower()
+
+
+def test_no_part_of_a_result_is_left_on_a_full_disk(checkpoint, tmp_path, capsys):
+    file = tmp_path / "sizes.json"
+    with files_of(100):
+        assert run("fit", checkpoint, "--group-size", 32, "--json", file) == 1
+    out, err = capsys.readouterr()
+    assert err.splitlines()[-1] == f"torch-moe-mps: error: {file} cannot be written: File too large"
+    assert not file.exists() and "GB" in out
+    assert run("fit", checkpoint, "--group-size", 32, "--json", "/dev/full") == 1
+    assert "error: /dev/full cannot be written: No space left on device" in capsys.readouterr().err
+
+
+def test_a_recipe_that_cannot_be_written_is_said_before_it_is_measured(checkpoint, tmp_path, capsys):
+    arguments = ["--budget", 4.5, "--save-recipe", tmp_path / "missing" / "recipe.json"]
+    assert run("convert", checkpoint, tmp_path / "new", *arguments) == 1
+    assert "--save-recipe must be a file that can be written, got " in capsys.readouterr().err
+
+
+def test_ctrl_c_of_a_perplexity(checkpoint, tmp_path):
+    """The bar of progress ends its line before the one that says why; no file is begun."""
+    options = [checkpoint, "--device", "cpu", "--window", 8, "--json", tmp_path / "found.json"]
+    source = "import sys; from torch_moe_mps.commands import main; sys.exit(main(sys.argv[1:]))"
+    code, errors = interrupted(source, "Reading:", "perplexity", *options)
+    assert code == 130 and errors.splitlines()[-1] == "torch-moe-mps: interrupted"
+    assert "Traceback" not in errors and not (tmp_path / "found.json").exists()

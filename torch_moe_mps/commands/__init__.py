@@ -1,7 +1,7 @@
 """The commands `torch-moe-mps` and `python -m torch_moe_mps`.
 
 Each command NAME has its options in arguments.py, which imports nothing heavy so that --help is fast, and
-`run(options)` in NAME.py.
+`run(options)` in NAME.py, which returns None or an exit code.
 """
 
 import importlib
@@ -19,32 +19,28 @@ _ENDED = (signal.SIGTERM, signal.SIGHUP)
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
-    options = parser().parse_args(arguments)
+    options, said = parser().parse_args(arguments), None
     try:
         with _signals_raise(), _first_process_talks():
-            importlib.import_module(f".{options.command}", __package__).run(options)
+            code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
+            sys.stdout.flush()
     except BrokenPipeError:  # what reads the output has seen enough
-        _drop_output()
-        return 128 + signal.SIGPIPE
+        code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
-        print("torch-moe-mps: interrupted", file=sys.stderr)
-        return 130
+        code, said = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
         _tell_other_processes(error)
         line = _line(error)
         if line is None:
             raise
-        print(f"torch-moe-mps: error: {line}", file=sys.stderr)
-        try:
-            sys.stdout.flush()
-        except OSError:  # of a full disk, once more when Python ends
-            _drop_output()
-        return 1
-    return 0
-
-
-def _drop_output() -> None:
-    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code, said = 1, f"error: {line}"
+    if said is not None:  # behind a bar of progress, which has ended its line with the exception
+        print(f"torch-moe-mps: {said}", file=sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:  # of a full disk or a closed pipe, once more when Python ends
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return code
 
 
 @contextmanager

@@ -32,7 +32,7 @@ from .beside import beside, check_beside
 from .caches import KVCache, kv_cache
 from .generating import Generating
 from .perplexity import text_ids
-from .results import check_writable, write_json
+from .results import check_writable, write_json, written_whole
 from .sources import (
     context_of,
     folder_of,
@@ -433,5 +433,6 @@ def _draw(file: str, rows: list[Row], bench: Bench, title: str) -> None:
     axes.spines[["top", "right"]].set_visible(False)
     axes.grid(alpha=0.25)
     axes.legend(frameon=False)
-    figure.savefig(file, dpi=160)
+    with written_whole(file):
+        figure.savefig(file, dpi=160)
     pyplot.close(figure)

@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -19,18 +18,21 @@ from ..selfcheck.compare import TOLERANCE, Finding, difference
 from ..selfcheck.libraries import compile_side_by_side, libraries, pipelines
 from ..selfcheck.machine import is_available, machine
 from ..selfcheck.once import checks_of, first_fault
-from .results import check_writable
+from .results import check_writable, written_whole
 
 NO_GPU = 2  # the exit code where nothing can be checked
 Item = TypeVar("Item")
 
 
-def run(options: argparse.Namespace) -> None:
-    """Prints a verdict and writes the report. Ends with exit code 1 where anything fails, 2 without a GPU."""
+def run(options: argparse.Namespace) -> int:
+    """Prints a verdict and writes the report.
+
+    Returns: the exit code: 1 where anything fails, 2 without a GPU.
+    """
     report: dict[str, Any] = {"machine": machine()}
     if not is_available():
         print(_why_not())
-        sys.exit(NO_GPU)
+        return NO_GPU
     check_writable("--json", options.json)
     dtypes = _chosen("--dtype", options.dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
     formats = _chosen("--format", options.format, {str(format): format for format in FORMATS})
@@ -55,10 +57,10 @@ def run(options: argparse.Namespace) -> None:
     report["tensor_units"] = f"off: {units.reason}" if units.reason else count
     report["checked"] = {"libraries": len(names), "operators": len(work)}
     report["failures"] = [asdict(finding) for finding in findings]
-    Path(options.json).write_text(json.dumps(report, indent=1))
     _print_verdict(report, findings, options.json)
-    if findings:
-        sys.exit(1)
+    with written_whole(options.json):
+        Path(options.json).write_text(json.dumps(report, indent=1))
+    return 1 if findings else 0
 
 
 def never_launched(kernels: Iterable[dict[str, Any]]) -> list[str]:

@@ -43,6 +43,7 @@ def run(options: argparse.Namespace) -> None:
     if options.save_recipe is not None and options.budget is None:
         raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     check_writable("--json", options.json)
+    check_writable("--save-recipe", options.save_recipe)
     gguf = options.source.endswith(".gguf")
     if gguf:
         _check_gguf(options)

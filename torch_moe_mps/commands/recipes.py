@@ -12,6 +12,7 @@ from ..quantization import Format
 from ..transformers.checkpoints.recipe import ARGUMENTS, fits, recipe_of
 from ..transformers.checkpoints.targets import weights_of
 from .perplexity import text_ids
+from .results import written_whole
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -71,7 +72,8 @@ def _measured(options: argparse.Namespace, source: str) -> dict[str, Any]:
     with Parts(source, device, trust_remote_code=options.trust_remote_code) as checkpoint:
         recipe = measured_recipe(checkpoint, ids.to(device), options.budget, group_size, keep=options.keep)
     if options.save_recipe is not None:
-        Path(options.save_recipe).write_text(json.dumps(recipe, indent=1) + "\n")
+        with written_whole(options.save_recipe):
+            Path(options.save_recipe).write_text(json.dumps(recipe, indent=1) + "\n")
     return recipe
 
 

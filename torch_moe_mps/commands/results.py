@@ -2,6 +2,8 @@
 
 import json
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -29,10 +31,25 @@ def check_writable(option: str, file: str | None) -> None:
         os.unlink(file)
 
 
+@contextmanager
+def written_whole(file: str) -> Iterator[None]:
+    """Around what writes a file: if that fails, as on a full disk, no part of it is left.
+
+    Raises: OSError that names the file.
+    """
+    try:
+        yield
+    except OSError as error:
+        if os.path.isfile(file):
+            os.unlink(file)
+        raise OSError(f"{file} cannot be written: {error.strerror or error}") from None
+
+
 def write_json(file: str | None, found: dict[str, Any]) -> None:
     """Writes what a command has found, with the versions that found it, and says so."""
     if file is None:
         return
     versions = {"torch_moe_mps": __version__, "torch": torch.__version__}
-    Path(file).write_text(json.dumps({**found, "versions": versions}, indent=1) + "\n")
+    with written_whole(file):
+        Path(file).write_text(json.dumps({**found, "versions": versions}, indent=1) + "\n")
     print(f"wrote {file}")
