@@ -319,7 +319,6 @@ def conversations(folder: str) -> dict[str, Any]:
 
 
 # Failures
-# Failures
 
 
 def _stall() -> None:
@@ -376,9 +375,11 @@ def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str
                 lambda: staged(_changed(folder) if rank() == culprit else folder).forward
             )
             continue
-        if failure == "stops while loading":
-            if is_culprit:
+        if failure in ("stops while loading", "stops before they meet"):
+            if is_culprit and failure == "stops while loading":
                 pipeline_loading.this_machine = _stop
+            elif is_culprit:
+                dist.new_group = lambda *args, **kwargs: _stop()
             found[failure] = outcome(lambda: staged(folder, loading_timeout=3.0).forward)
             continue
         model = staged(folder, decoding_timeout=2.0)

@@ -69,9 +69,19 @@ def test_a_process_that_dies_is_named_by_all_others(folder):
 
 
 @pytest.mark.parametrize(
-    "failure", ["stops", "stops while loading", pytest.param("dies", marks=pytest.mark.sweep)]
+    ("failure", "line"),
+    [
+        ("stops", f"moe_mps: rank 0 ({HOST}) "),
+        ("stops while loading", f"moe_mps: rank 0 ({HOST}) "),
+        pytest.param("dies", f"moe_mps: rank 0 ({HOST}) ", marks=pytest.mark.sweep),
+        pytest.param(
+            "stops before they meet",
+            "moe_mps: the processes of the pipeline did not meet within 0:00:03",
+            marks=pytest.mark.sweep,
+        ),
+    ],
 )
-def test_the_first_process_may_fail_like_others(folder, failure):
+def test_the_first_process_may_fail_like_others(folder, failure, line):
     """It has the store of torch.distributed, through which the others tell why they end."""
     first, *others = start("failing", folder, [failure], 0, processes=3)
     began = time.monotonic()
@@ -80,7 +90,7 @@ def test_the_first_process_may_fail_like_others(folder, failure):
     assert time.monotonic() - began < 40
     for code, output, errors in ends:
         assert code == 0, errors[-2000:]
-        assert f"moe_mps: rank 0 ({HOST}) " in output
+        assert line in output
 
 
 @pytest.mark.sweep
