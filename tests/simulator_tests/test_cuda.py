@@ -437,7 +437,7 @@ def test_command_line(simulated, tmp_path, capsys):
     assert main.main(arguments) == 0
     assert re.search(r"recorded \d+ cases in .*, 0\.\d MB", capsys.readouterr().out)
     content = json.loads((folder / "plan.json").read_text())
-    assert {case["family"] for case in content["cases"]} == {"Norm"} and content["about"]["mlx"]
+    assert {case["family"] for case in content["cases"]} == {"LayerNorm", "Norm"} and content["about"]["mlx"]
     for wrong, message in (
         ("--only=linears", "there is no group linears"),
         ("--shape=1,2", "four numbers"),

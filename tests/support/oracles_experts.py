@@ -13,7 +13,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from gguf.quants import IQ4_NL
 from torch import Tensor
 
 from support.oracles import FORMATS, LARGEST, exact, spacing
@@ -249,6 +248,8 @@ def halves_of(bits: Tensor) -> np.ndarray:
 def ggml_values(codes: np.ndarray, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
     """Of codes [..., groups, values], with the tensors that the package keeps beside them."""
     if format.startswith("iq4"):
+        from gguf.quants import IQ4_NL  # only here: a machine that replays recordings does without it
+
         codes = np.array(IQ4_NL.kvalues)[codes]
     codes = codes.astype(np.float64) - CENTRES.get(format, 0)
     if format not in INTEGERS:

@@ -15,6 +15,7 @@ namespace metal {
   }
 namespace precise {
 METAL_FLOAT1(exp, ::expf(x))
+METAL_FLOAT1(exp2, ::exp2f(x))
 METAL_FLOAT1(log, ::logf(x))
 METAL_FLOAT1(log2, ::log2f(x))
 METAL_FLOAT1(sqrt, ::sqrtf(x))

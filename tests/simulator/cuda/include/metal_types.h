@@ -5,6 +5,7 @@
 #define METAL_FUNC __forceinline__
 #define INFINITY __builtin_bit_cast(float, 0x7f800000)
 #define NAN __builtin_bit_cast(float, 0x7fc00000)
+#define M_LOG2E_F 1.44269504f
 #define FLT_MAX 3.402823466e+38f
 #define FLT_MIN 1.175494351e-38f
 #define INT_MAX 2147483647
