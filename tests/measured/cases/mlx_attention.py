@@ -14,7 +14,8 @@ WIDTHS = (64, 96, 128, 256)
 
 def has_kernel(case: Attention) -> bool:
     """ScaledDotProductAttention::use_fallback."""
-    return case.bits == 16 and case.tokens <= 8 and case.width == case.value_width and case.width in WIDTHS
+    plain = case.bits == 16 and not case.gated
+    return plain and case.tokens <= 8 and case.width == case.value_width and case.width in WIDTHS
 
 
 def blocks_of_keys(case: Attention) -> int:
