@@ -52,6 +52,11 @@ def test_dense(architecture, device):
     check(model, reference, device, {ROUTERS[architecture], "moe_experts"})
 
 
+def without_compiling(report) -> list[str]:
+    """The lines but that of what was compiled, which the first report alone has."""
+    return [line for line in str(report).splitlines() if "compiled in" not in line]
+
+
 @pytest.mark.parametrize("architecture", ["qwen3_next", "gpt_oss"])
 def test_a_default_device_changes_nothing(architecture, simulated):
     """Nor for other models in the process, whose masks come from this package, too."""
@@ -60,14 +65,18 @@ def test_a_default_device_changes_nothing(architecture, simulated):
     ids, mask = prompt(), torch.ones(prompt().shape, dtype=torch.int64)
     mask[0, :3] = 0
     expected = output(reference, ids, attention_mask=mask)
-    model = copy.deepcopy(reference).to("mps")
+    model, without = (copy.deepcopy(reference).to("mps") for _ in range(2))
+    expected_report = without_compiling(torch_moe_mps.accelerate(without))
     ids, mask = ids.to("mps"), mask.to("mps")
     torch.set_default_device("mps")
     try:
-        for accelerated in (False, True):
-            if accelerated:
-                torch_moe_mps.accelerate(model)
-            assert_close(output(model, ids, attention_mask=mask).cpu(), expected, 1e-5)
+        assert_close(output(model, ids, attention_mask=mask).cpu(), expected, 1e-5)
+        assert without_compiling(torch_moe_mps.accelerate(model)) == expected_report
+        for accelerated in (model, copy.deepcopy(model)):
+            assert_close(output(accelerated, ids, attention_mask=mask).cpu(), expected, 1e-5)
+            assert operators_of(lambda it=accelerated: output(it, ids)) == operators_of(
+                lambda: output(without, ids)
+            )
     finally:
         torch.set_default_device(None)
 
