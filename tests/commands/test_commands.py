@@ -557,7 +557,7 @@ def test_a_recipe_that_cannot_be_written_is_said_before_it_is_measured(checkpoin
 
 
 def test_ctrl_c_of_a_perplexity(checkpoint, tmp_path):
-    """The bar of progress ends its line before the one that says why; no file is begun."""
+    """What is said begins a line of its own behind the bar of progress; no file is begun."""
     options = [checkpoint, "--device", "cpu", "--window", 8, "--json", tmp_path / "found.json"]
     source = "import sys; from torch_moe_mps.commands import main; sys.exit(main(sys.argv[1:]))"
     code, errors = interrupted(source, "Reading:", "perplexity", *options)

@@ -27,6 +27,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # what reads the output has seen enough
         code = 128 + signal.SIGPIPE
     except KeyboardInterrupt:
+        print(file=sys.stderr)  # behind ^C, or a bar of progress that has not begun to count
         code, said = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
         _tell_other_processes(error)
