@@ -3,17 +3,14 @@
 import json
 from pathlib import Path
 
-import openai
 import pytest
 import torch
 from support.gguf_files import write_file
+from support.serving import client_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.commands.chat import _free_port
-from torch_moe_mps.commands.serving import server
 
 KINDS = ("q4_0", "q8_0", "q5_0")
 
@@ -77,19 +74,11 @@ def test_what_runs_a_model(file, tmp_path, capsys):
 
 
 def test_the_server_reads_the_tokenizer_of_the_file(file):
-    port, name = _free_port(), f"{file.parent}:{file.name}"
-    options = parser().parse_args(["serve", str(file), "--device", "cpu"])
+    name = f"{file.parent}:{file.name}"
     asked = {"messages": [{"role": "user", "content": "abc"}], "temperature": 0, "max_tokens": 3}
-    with server(options, port=port, non_blocking=True, log_level="error") as (serve, _):
-        try:
-            while not serve.server.started:
-                assert serve._thread.is_alive()
-            url = f"http://localhost:{port}/v1"
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-                assert [model.id for model in client.models.list()] == [name]
-                assert client.chat.completions.create(model=name, **asked).usage.completion_tokens == 3
-        finally:
-            serve.kill_server()
+    with client_of(file) as client:
+        assert [model.id for model in client.models.list()] == [name]
+        assert client.chat.completions.create(model=name, **asked).usage.completion_tokens == 3
 
 
 def test_names_on_the_hub(file, monkeypatch, capsys):

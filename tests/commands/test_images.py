@@ -1,20 +1,15 @@
 """Images in generate and serve: answers are transformers' own, and no image is computed twice."""
 
-import contextlib
-
-import openai
 import pytest
 import torch
 import transformers
 from support import tiny_models
 from support.images import as_url, picture, write_llava
+from support.serving import client_of
 
 from torch_moe_mps.commands import main
-from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.commands.chat import _free_port
 from torch_moe_mps.commands.generating import Generating, images_of
 from torch_moe_mps.commands.prompts import Prompts
-from torch_moe_mps.commands.serving import server
 
 
 @pytest.fixture(scope="module")
@@ -75,8 +70,6 @@ def test_generate(checkpoint, own, tmp_path, capsys):
 
 def test_serve(checkpoint, own, seen):
     """A conversation about an image computes it once; another image with the same text is another prompt."""
-    port = _free_port()
-    given = parser().parse_args(["serve", str(checkpoint), "--device", "cpu"])
 
     def ask(client, chat: list, *content) -> str:
         chat.append({"role": "user", "content": [*content]})
@@ -93,26 +86,16 @@ def test_serve(checkpoint, own, seen):
     def image(seed: int) -> dict:
         return {"type": "image_url", "image_url": {"url": as_url(picture(seed))}}
 
-    with (
-        server(given, port=port, non_blocking=True, log_level="error") as (serve, _),
-        contextlib.closing(
-            openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60)
-        ) as client,
-    ):
-        try:
-            while not serve.server.started:
-                assert serve._thread.is_alive()
-            said, other = [], []
-            first = ask(client, said, image(0), text("what"))
-            second = ask(client, said, text("more"))
-            assert seen == [1]
-            foreign = ask(client, other, image(1), text("what"))
-            assert seen == [1, 1]
-            plain = ask(client, [], text("what"))
-            third = ask(client, said, text("again"))
-            assert seen == [1, 1]
-        finally:
-            serve.kill_server()
+    with client_of(checkpoint) as client:
+        said, other = [], []
+        first = ask(client, said, image(0), text("what"))
+        second = ask(client, said, text("more"))
+        assert seen == [1]
+        foreign = ask(client, other, image(1), text("what"))
+        assert seen == [1, 1]
+        plain = ask(client, [], text("what"))
+        third = ask(client, said, text("again"))
+        assert seen == [1, 1]
     assert first == own("<image>what", picture(0)) and foreign == own("<image>what", picture(1)) != first
     assert plain == own("what")
     so_far = "<image>what" + first.replace(" ", "") + "more"

@@ -1,7 +1,6 @@
 """The commands serve and chat: transformers' own, with a model that this package quantised."""
 
 import argparse
-import contextlib
 import functools
 import os
 import pty
@@ -16,7 +15,7 @@ import openai
 import pytest
 import torch
 import transformers
-from support import tiny_models
+from support import serving, tiny_models
 from support.processes import environment
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.cli.chat import RichInterface
@@ -27,7 +26,6 @@ from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
 from torch_moe_mps.commands.generating import Generating
 from torch_moe_mps.commands.prompts import Prompts
-from torch_moe_mps.commands.serving import server
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.commands.speculation import Speculation
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
@@ -75,21 +73,9 @@ def expected_text(checkpoint, prompt: str, tokens: int) -> str:
     return text
 
 
-@contextlib.contextmanager
 def client_of(checkpoint, *arguments, **settings):
-    """OpenAI's client of a server that runs in this process."""
-    port = _free_port()
-    given = options("serve", checkpoint, "--bits", 4, "--group-size", 32, "--device", "cpu", *arguments)
-    with server(given, port=port, non_blocking=True, log_level="error", **settings) as (serve, _):
-        try:
-            while not serve.server.started:
-                assert serve._thread.is_alive()
-            with openai.OpenAI(
-                base_url=f"http://localhost:{port}/v1", api_key="none", max_retries=0
-            ) as client:
-                yield client
-        finally:
-            serve.kill_server()
+    """OpenAI's client of a server of the quantised model."""
+    return serving.client_of(checkpoint, "--bits", 4, "--group-size", 32, *arguments, **settings)
 
 
 def said(text: str) -> list[dict[str, str]]:

@@ -39,16 +39,10 @@ def run(options: argparse.Namespace) -> None:
     kept = Prompts(machine_memory(), file=options.prompt_cache)
     generating = Generating(model, kept, speculation_of(options, model, folder, device))
     if options.prompts is None:
-        ended: list[bool] = []
-
-        def end() -> None:
-            ended.append(True)
-            generating.end()
-
-        with at_ctrl_c(end):
+        with at_ctrl_c(generating.end):
             _stream(generating, reader, inputs[0].to(model.device), settings)
             kept.write(model)
-        if ended:
+        if generating.has_ended:
             raise KeyboardInterrupt
     else:
         for some, batch in zip(_batches(prompts, options), inputs, strict=True):

@@ -45,6 +45,10 @@ class Generating:
         """What is generated ends with its next token, and all that is asked for later with its first."""
         self._ended.set()
 
+    @property
+    def has_ended(self) -> bool:
+        return self._ended.is_set()
+
     def interrupt(self) -> None:
         """What is generated now ends with its next token, or the next piece of its prompt."""
         self._interrupted.set()
@@ -59,7 +63,7 @@ class Generating:
             self.prompts.kept = [kept for kept in self.prompts.kept if kept.number in numbers]
 
     def _ends(self) -> bool:
-        return self._ended.is_set() or self._interrupted.is_set()
+        return self.has_ended or self._interrupted.is_set()
 
     def generate(self, streamer: Any = None, **given: Any) -> Any:
         """As the model's own `generate`, whose arguments it takes by name."""
@@ -102,9 +106,6 @@ class Generating:
             images.moved.update({name: module.rope_deltas for name, module in modules.items()})
             kept.images = images
         tokens = getattr(result, "sequences", result)[0].cpu()
-        for layer in kept.cache.layers:
-            if getattr(layer, "record_past", False):  # for candidates of tokens, which are cut off again
-                layer.record_past = False
         kept.ids = tokens[: kept.cache.get_seq_length()]
         prompts.put(kept)
         return result

@@ -120,6 +120,9 @@ class Prompts:
 
     def put(self, kept: Kept) -> None:
         """Keeps a prompt; those that it begins with, and the oldest ones beyond the memory, are given up."""
+        for layer in kept.cache.layers:
+            if getattr(layer, "record_past", False):  # for guessed tokens, which are cut off again
+                layer.record_past = False
         self.kept = [other for other in self.kept if not _begins(kept, other)]
         self.kept.append(kept)
         self.put_so_far += 1

@@ -2,6 +2,8 @@
 
 import argparse
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -66,36 +68,43 @@ def _gguf_of(source: str, revision: str | None, weights: bool) -> str:
 
 def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool) -> str:
     from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import (
-        EntryNotFoundError,
-        HFValidationError,
-        LocalEntryNotFoundError,
-        RepositoryNotFoundError,
-    )
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 
     try:  # without weights, gigabytes are not worth a header
-        return hf_hub_download(name, file, revision=revision, local_files_only=not weights)
+        with _named_on_the_hub(name):
+            return hf_hub_download(name, file, revision=revision, local_files_only=not weights)
     except LocalEntryNotFoundError:
         reached = ", and the Hub cannot be reached" if weights else f"; `hf download {name} {file}` gets it"
         raise ValueError(f"{name}:{file} is not in the Hub's cache{reached}") from None
     except EntryNotFoundError:
         raise ValueError(f"{name} on the Hub has no file {file}") from None
+
+
+@contextmanager
+def _named_on_the_hub(name: str) -> Iterator[None]:
+    """Raises: ValueError for what is no name there."""
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        yield
     except (HFValidationError, RepositoryNotFoundError):
         raise ValueError(f"{name} is neither a folder nor the name of a model on the Hub") from None
 
 
 def _downloaded(source: str, revision: str | None, weights: bool) -> str:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError, RepositoryNotFoundError
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
-        folder = snapshot_download(source, revision=revision, allow_patterns=[*SMALL_FILES])
-        if weights:
-            snapshot_download(
-                source, revision=revision, allow_patterns=["*.safetensors"], ignore_patterns=[*_DUPLICATES]
-            )
-    except (HFValidationError, RepositoryNotFoundError):
-        raise ValueError(f"{source} is neither a folder nor the name of a model on the Hub") from None
+        with _named_on_the_hub(source):
+            folder = snapshot_download(source, revision=revision, allow_patterns=[*SMALL_FILES])
+            if weights:
+                snapshot_download(
+                    source,
+                    revision=revision,
+                    allow_patterns=["*.safetensors"],
+                    ignore_patterns=[*_DUPLICATES],
+                )
     except LocalEntryNotFoundError:
         raise ValueError(
             f"{source} is no folder here; as a name, it is not in the Hub's cache, and the Hub cannot be "

@@ -83,9 +83,6 @@ class Speculation:
     def _keep(self, ids: Any, cache: Any) -> None:
         assert self.prompts is not None
         if type(cache) is DynamicCache:
-            for layer in cache.layers:
-                if getattr(layer, "record_past", False):
-                    layer.record_past = False
             self.prompts.put(Kept(ids[: cache.get_seq_length()], cache))
 
 

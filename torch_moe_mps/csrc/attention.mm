@@ -106,8 +106,8 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.keys = k_.size(2);
   set_mask(params, mask, window);
   if (indices) set_indices(params, *indices, index_block);
+  params.gate = token_strides(gate);
   if (gate) {
-    params.gate = {uint64_t(gate->stride(0)), uint64_t(gate->stride(1)), uint64_t(gate->stride(2))};
     params.gate_width = gate->size(3);
     params.gate_is_softplus = gate_activation == "softplus";
   }

@@ -85,7 +85,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hyper_connection(
   const Tensor next_comb = at::empty(shaped({count, count}, rows > 2 * count), floats);
   const Tensor updated = at::empty(shaped({count, width}, out.has_value()), streams.options());
   const auto results = std::make_tuple(x, next_post, next_comb, updated);
-  if (streams.size(-1) == 0 || streams.numel() == 0) return results;
+  if (streams.numel() == 0) return results;
 
   const Update update = update_of(streams, out, post, comb);
   const Tensor fn = aligned(fn_), base = base_.contiguous(), scale = scale_.contiguous();

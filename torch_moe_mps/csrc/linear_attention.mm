@@ -62,13 +62,6 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
   return output;
 }
 
-// The strides of [B, T, heads, ...]; of what all tokens share, [heads], the first two are 0.
-TokenStrides token_strides(const OptionalTensor& x) {
-  if (!x) return {};
-  if (x->dim() == 1) return {0, 0, uint64_t(x->stride(0))};
-  return {uint64_t(x->stride(0)), uint64_t(x->stride(1)), uint64_t(x->stride(2))};
-}
-
 uint32_t decay_code(std::string_view decay) {
   if (decay == "softplus") return DECAY_SOFTPLUS;
   if (decay == "sigmoid") return DECAY_SIGMOID;

@@ -6,6 +6,7 @@
 #include <optional>
 
 #include "../shaders/geometry.h"
+#include "../shaders/params.h"
 #include "metal/encoder.h"
 
 namespace moe_mps {
@@ -34,6 +35,9 @@ at::Tensor rows_contiguous(const at::Tensor& tensor);
 
 // Whether each row of a tensor of any strides starts on a multiple of so many elements.
 bool starts_aligned(const at::Tensor& tensor, int64_t elements = 4);
+
+// The strides of [B, T, heads, ...]; of what all tokens share, [heads], the first two are 0. Zeros without x.
+TokenStrides token_strides(const std::optional<at::Tensor>& x);
 
 // The DTYPE_* code of shaders/params.h; without a tensor, which no kernel reads then, DTYPE_FLOAT.
 uint32_t dtype_code(const at::Tensor& tensor);

@@ -77,6 +77,12 @@ uint32_t dtype_code(const std::optional<at::Tensor>& tensor) {
   return tensor ? dtype_code(*tensor) : DTYPE_FLOAT;
 }
 
+TokenStrides token_strides(const std::optional<at::Tensor>& x) {
+  if (!x) return {};
+  if (x->dim() == 1) return {0, 0, uint64_t(x->stride(0))};
+  return {uint64_t(x->stride(0)), uint64_t(x->stride(1)), uint64_t(x->stride(2))};
+}
+
 bool is_aligned(const at::Tensor& tensor) {
   return tensor.storage_offset() * tensor.element_size() % 16 == 0;
 }

@@ -4,7 +4,7 @@ A block is the bytes of 32 or 256 neighbouring values of a row: codes, and what 
 values are those of the blocks, in float32; the tensors take as many bytes.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -155,16 +155,23 @@ def nearest_of(
     (bits, steps), errors = _NEAREST[name.lower()], ErrorSums()
     format = Format(bits, _NEAREST_GROUP)
     out = QuantizedWeight.empty(shape, dtype, torch.device("cpu"), format)
-    words, scales, biases = (tensor.view(-1, tensor.shape[-1]) for tensor in out if tensor is not None)
-    step = max(1, VALUES_AT_ONCE // max(1, shape[-1]))
-    for first in range(0, len(words), step):
-        rows = slice(first, first + step)
+    for rows, (words, scales, biases) in _some_rows(out, shape[-1]):
         groups = some(rows).unflatten(-1, (-1, _NEAREST_GROUP))
         codes, scale, bias = _fitted(groups, steps, (1 << bits) - 1)
-        scales[rows], biases[rows] = scale.squeeze(-1), bias.squeeze(-1)
-        words[rows].view(torch.int32).copy_(pack(codes.byte().flatten(-2), bits))
-        errors.add(groups, codes * scales[rows].float().unsqueeze(-1) + biases[rows].float().unsqueeze(-1))
+        scales.copy_(scale.squeeze(-1))
+        biases.copy_(bias.squeeze(-1))
+        words.view(torch.int32).copy_(pack(codes.byte().flatten(-2), bits))
+        errors.add(groups, codes * scales.float().unsqueeze(-1) + biases.float().unsqueeze(-1))
     return out, errors.relative
+
+
+def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, list[Tensor]]]:
+    """Some of the rows of all matrices at a time, and what the weight's tensors have of them."""
+    flat = [tensor.view(-1, tensor.shape[-1]) for tensor in weight if tensor is not None]
+    step = max(1, VALUES_AT_ONCE // max(1, columns))
+    for first in range(0, len(flat[0]), step):
+        rows = slice(first, first + step)
+        yield rows, [tensor[rows] for tensor in flat]
 
 
 def _fitted(groups: Tensor, steps: Iterable[int], most: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -225,15 +232,11 @@ def blocks_of(
 ) -> QuantizedWeight:
     """from_blocks for a weight [..., R, C] whose rows, of all matrices, are read some at a time."""
     size, take_apart = _BLOCKS[format.name]
-    columns = shape[-1]
     out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
-    flat = [tensor.view(-1, tensor.shape[-1]) for tensor in out if tensor is not None]
-    step = max(1, VALUES_AT_ONCE // max(1, columns))
-    for first in range(0, len(flat[0]), step):
-        rows = slice(first, first + step)
+    for rows, (words, *targets) in _some_rows(out, shape[-1]):
         codes, *scales = take_apart(some(rows).reshape(-1, size))
-        flat[0][rows].view(torch.int32).copy_(pack(codes.flatten(), format.bits).view(-1, flat[0].shape[1]))
-        for target, part in zip(flat[1:], scales, strict=False):
+        words.view(torch.int32).copy_(pack(codes.flatten(), format.bits).view(-1, words.shape[1]))
+        for target, part in zip(targets, scales, strict=False):
             if part is not None:
-                target[rows] = part.reshape(-1, target.shape[1])
+                target.copy_(part.reshape(-1, target.shape[1]))
     return out

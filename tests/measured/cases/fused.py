@@ -206,7 +206,7 @@ class Hyper(Case):
         right = oracles_operators.expected("hyper_connection", before)
         found = [(after[f"result{i}"], each.value) for i, each in enumerate(right)]
         # A stream that is rounded to its other neighbour changes the sums, which are float32.
-        least = 2e-6 if self.dtype == "f32" else 2e-5
+        least = 0.0 if self.dtype == "f32" else 2e-5
         pairs = ((value, each, max(TOLERANCE[value.dtype], least)) for value, each in found)
         return next((said for pair in pairs if (said := differs_by(*pair))), "")
 

@@ -18,8 +18,7 @@ TOLERANCE = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 
 def differs(actual: torch.Tensor, expected: np.ndarray) -> str:
     """Empty, or how far `actual` is from `expected`."""
-    error = np.linalg.norm(exact(actual) - expected) / max(np.linalg.norm(expected), 1e-30)
-    return "" if error < TOLERANCE[actual.dtype] else f"error {error:.1e}"
+    return differs_by(actual, expected, TOLERANCE[actual.dtype])
 
 
 @dataclass
@@ -278,7 +277,7 @@ class Gate(Case):
 
 
 def differs_by(actual: torch.Tensor, expected: np.ndarray, tolerance: float) -> str:
-    error = np.linalg.norm(exact(actual) - expected) / np.linalg.norm(expected)
+    error = np.linalg.norm(exact(actual) - expected) / max(np.linalg.norm(expected), 1e-30)
     return "" if error < tolerance else f"error {error:.1e}"
 
 

@@ -1,5 +1,6 @@
 """How many bytes of weights a model reads for a token, and how many a quantised weight has."""
 
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -53,16 +54,15 @@ def total_bytes(module: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTyp
 
 def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
     """{parameter: bytes in its format} of dense modules that are to be quantised."""
-    return {
-        getattr(target.module, name): sum(
-            quantized_bytes(target.dense(part), target.formats[part])
-            for part in target.formats
-            if part == name or (part not in target.parameters and name == target.parameters[0])
-        )
-        for target in targets
-        for name in target.parameters
-        if name in target.formats
-    }
+    sizes: dict[Tensor, int] = {}
+    for target in targets:
+        own: Counter[Tensor] = Counter()
+        for part, format in target.formats.items():
+            # Up projections with a format of their own are dense in one parameter with their gates.
+            name = part if part in target.parameters else target.parameters[0]
+            own[getattr(target.module, name)] += quantized_bytes(target.dense(part), format)
+        sizes |= own
+    return sizes
 
 
 def quantized_bytes(weight: Tensor, format: Format) -> int:

@@ -117,9 +117,15 @@ def _twin(module: nn.Module, mixing: Mixing, count: int) -> Any:
 def _mixes(module: nn.Module, mixing: Mixing, count: int) -> bool:
     twin = _twin(module, mixing, count)
     streams = torch.randn(2, 3, count, _WIDTH, generator=torch.Generator().manual_seed(1))
-    theirs, ours = original_class(module).forward(twin, streams), connection_forward(twin, streams)
-    theirs, ours = (each if isinstance(each, tuple) else (each,) for each in (theirs, ours))
-    return len(theirs) == len(ours) and all(map(agrees, ours, theirs))
+    return _alike(connection_forward(twin, streams), original_class(module).forward(twin, streams))
+
+
+def _alike(ours: Any, theirs: Any) -> bool:
+    """Whether two forwards gave the same: a tensor, or a tuple of tensors and None."""
+    ours, theirs = (each if isinstance(each, tuple) else (each,) for each in (ours, theirs))
+    return len(ours) == len(theirs) and all(
+        a is b is None or agrees(a, b) for a, b in zip(ours, theirs, strict=True)
+    )
 
 
 # The layers around them
@@ -218,17 +224,19 @@ class _Doubled(nn.Module):
 
 
 class _Block(nn.Module):
-    """Stands in for a block: notes its arguments, and gives so many results."""
+    """Stands in for a block: notes its arguments and what it gives, so many results that differ by 1."""
 
     def __init__(self, factor: float, results: int):
         super().__init__()
         self.factor, self.results = factor, results
         self.seen: tuple[tuple, dict[str, Any]] = (), {}
+        self.given: tuple[Tensor, ...] = ()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self.seen = args, kwargs
         x = self.factor * (args[0] if args else kwargs[INPUT]) + 1.0
-        return (x, *(x + place for place in range(1, self.results))) if self.results else x
+        self.given = x, *(x + place for place in range(1, self.results))
+        return self.given if self.results else x
 
 
 def _twin_of_layer(module: nn.Module, mixings: list[Mixing], results: int) -> Any:
@@ -269,12 +277,10 @@ def _call(block: _Block, marks: dict[str, object]) -> Call | None:
 
 
 def _place(block: _Block, result: Any) -> int | None:
-    """Of a result of a layer: the one of the block, whose results differ by 1."""
+    """Of a result of a layer: the place among those of the block."""
     if result is None:
         return None
-    args, kwargs = block.seen
-    first = block.factor * (args[0] if args else kwargs[INPUT]) + 1.0
-    return next(place for place in range(1, block.results) if torch.equal(result, first + place))
+    return next(place for place, own in enumerate(block.given) if place and torch.equal(result, own))
 
 
 def _is_layer(module: nn.Module, mixings: list[Mixing], form: Layer) -> bool:
@@ -282,7 +288,4 @@ def _is_layer(module: nn.Module, mixings: list[Mixing], form: Layer) -> bool:
     twin = _twin_of_layer(module, mixings, form.calls[0].results)
     streams = torch.randn(2, 3, twin.attn_hc.hc_mult, _WIDTH, generator=torch.Generator().manual_seed(2))
     given: dict[str, Any] = dict.fromkeys(form.defaults)
-    theirs, ours = original_class(module).forward(twin, streams, **given), _layer(twin, form, streams, given)
-    theirs, ours = (each if isinstance(each, tuple) else (each,) for each in (theirs, ours))
-    same = (a is b is None or agrees(a, b) for a, b in zip(ours, theirs, strict=True))
-    return len(theirs) == len(ours) and all(same)
+    return _alike(_layer(twin, form, streams, given), original_class(module).forward(twin, streams, **given))

@@ -91,27 +91,21 @@ def _into_cache(
 ) -> tuple[Tensor | None, Tensor]:
     """The queries, turned; the keys k [B, T, D], normed and turned, behind those of the cache."""
     norm, cache, dtype = indexer.k_norm, given.get("past_key_values"), k.dtype
-    turn: Any = None
+    cos, sin, options = None, None, dict[str, Any]()  # where nothing turns
     if form.turn is not None:
-        turn = tables_and_options(form.turn, *given["position_embeddings"])
+        cos, sin, options = tables_and_options(form.turn, *given["position_embeddings"])
     layer = None if cache is None else cache.layers[indexer.layer_idx]
     find = getattr(layer, "indexer_slots", None)
     slots = None if find is None or type(norm) is not nn.LayerNorm or is_observed(norm) else find(k)
-    if slots is not None and turn is None:
-        ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps)
-    elif slots is not None:
-        cos, sin, options = turn
-        turned = ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps, cos, sin, q, **options)
-        q = None if q is None else turned.transpose(1, 2)
     if slots is not None and layer is not None:
-        return q, layer.take_indexer(slots)
+        turning = None if cos is None else q
+        out = ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps, cos, sin, turning, **options)
+        return q if turning is None else out.transpose(1, 2), layer.take_indexer(slots)
     k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
-    if turn is not None:
-        cos, sin, options = turn
-        if q is None:
-            k = ops.rope(k, None, cos, sin, **options)[0].transpose(1, 2)
-        else:
-            q, k = (x.transpose(1, 2) for x in ops.rope(q, k, cos, sin, **options))
+    if cos is not None and q is None:
+        k = ops.rope(k, None, cos, sin, **options)[0].transpose(1, 2)
+    elif cos is not None:
+        q, k = (x.transpose(1, 2) for x in ops.rope(q, k, cos, sin, **options))
     k = k.squeeze(2)
     return q, k if cache is None else cache.update_indexer(k, indexer.layer_idx)
 
