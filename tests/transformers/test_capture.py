@@ -567,6 +567,31 @@ def test_calls_that_are_left_alone():
     assert ran == [1, 1]
 
 
+class OfDefaultDevice(nn.Module):
+    def forward(self, x):
+        return x * (2 if torch.empty(0).device.type == "cpu" else 3)
+
+
+@torch.no_grad()
+def test_default_devices(device):
+    """Each has a program of its own; `with` and `set_default_device` are alike."""
+    model = accelerated("qwen3_moe", device)
+    model.model.layers[0].post_attention_layernorm = OfDefaultDevice()
+    own = without_capture(copy.deepcopy(model))
+    mine, theirs, programs = Conversation(model), Conversation(own), []
+    for default in (device, "meta", None, "meta", device):
+        torch.set_default_device(default)
+        try:
+            assert_equal(mine.tokens(4), theirs.tokens(4))
+        finally:
+            torch.set_default_device(None)
+        programs.append(captures_of(model).programs[0].plan)
+    assert len(captures_of(model).programs) == 3 and programs[3] is programs[1] and programs[4] is programs[0]
+    with torch.device("meta"):
+        assert_equal(mine.tokens(1), theirs.tokens(1))
+    assert captures_of(model).programs[0].plan is programs[1]
+
+
 @torch.no_grad()
 def test_an_unknown_cache_says_why():
     class Own(DynamicCache):

@@ -16,6 +16,7 @@ from transformers import Cache, DynamicCache, StaticCache
 from ..cache import END, MEMORY, QuantizedCache
 from ..causal_mask import ELEMENTS, RANGE, CausalMask, range_of_padding
 from ..quantized_states import QuantizedStates
+from .fingerprint import default_device
 from .tracing import Recorder, Unsupported
 
 _STATIC = (bool, float, str, type(None), torch.dtype, torch.device)
@@ -60,7 +61,7 @@ class Reading:
         self._memories: dict[int, int] = {}  # by id, in their order
         self._place = 0
         self.padding = padding_of(arguments) if by_ranges else None
-        key: list[Any] = [None if self.padding is None else self.padding[0] is None]
+        key: list[Any] = [default_device(), None if self.padding is None else self.padding[0] is None]
         masks: list[tuple[Any, CausalMask]] = []
         for name, value in flat(arguments).items():
             if isinstance(value, Cache):
@@ -178,6 +179,7 @@ class Plan:
         self.inputs: list[tuple[Tensor, dict[int, int]]] = []
         self.views: list[tuple[int, ...]] = []
         self._symbol, self._symints, self._recorder = symbol, symints, recorder
+        self._default_device = default_device()
         self._padding = reading.padding
         self._mask: Any = None  # of padding, in the recording
         self._cache: str | None = None
@@ -365,6 +367,8 @@ class Plan:
         memories: list[Any] = []
         arguments = flat(arguments)
         if len(arguments) != len(self._arguments) + len(self._masks) + (self._cache is not None):
+            return None
+        if default_device() != self._default_device:
             return None
         for name, kind, value in self._arguments:
             given = arguments.get(name)

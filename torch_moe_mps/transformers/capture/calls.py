@@ -146,8 +146,6 @@ class Captures:
         padding = functools.cache(lambda: padding_of(arguments))
         for number, program in enumerate(programs):
             plan = program.plan
-            if program.fingerprint is not fingerprint:
-                continue
             try:
                 taken = plan.take(arguments, padding)
             except Exception:  # of a layer that holds something else
@@ -197,11 +195,10 @@ class Captures:
         return False
 
     def _still_right(self, now: Fingerprint) -> list[Program]:
-        return [
-            program._replace(fingerprint=now)
-            for program in self.programs
-            if program.fingerprint.model is now.model and program.fingerprint.holds()
-        ]
+        before = self.programs[0].fingerprint if self.programs else None
+        if before is None or before.model is not now.model or not before.holds():
+            return []
+        return [program._replace(fingerprint=now) for program in self.programs]
 
     def _fail(self, reason: str) -> None:
         self.reason = reason

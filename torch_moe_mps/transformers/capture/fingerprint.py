@@ -21,6 +21,8 @@ from torch import Tensor, nn
 from torch.autograd import forward_ad
 from torch.nn import functional
 from torch.nn.modules import module as torch_module
+from torch.overrides import _get_current_function_mode_stack
+from torch.utils._device import DeviceContext
 from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import GeneralInterface
@@ -131,7 +133,7 @@ def forbidden() -> str | None:
         return "autocast is on"
     if (
         torch._C._len_torch_dispatch_stack()
-        or torch._C._len_torch_function_stack()
+        or any(type(mode) is not DeviceContext for mode in _get_current_function_mode_stack())
         or torch._C._functorch.peek_interpreter_stack() is not None
         or forward_ad._current_level >= 0
         or torch._C._is_tracing()
@@ -140,6 +142,11 @@ def forbidden() -> str | None:
     if any(_GLOBAL_HOOKS):
         return "hooks look at the calls of all modules"
     return None
+
+
+def default_device() -> torch.device | None:
+    """The device that `torch.set_default_device` or `with torch.device(...)` gives this thread's tensors."""
+    return next((mode.device for mode in _get_current_function_mode_stack()), None)
 
 
 def _has(module: nn.Module, hook: object) -> bool:
