@@ -230,6 +230,7 @@ def saved(architecture: str, folder: str, form: str) -> tuple[Any, dict[str, Any
 def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
     """{architecture, form: {case: outcome}} and what this process holds."""
     import torch_moe_mps
+    from torch_moe_mps.transformers.capture.calls import captures_of
 
     dist.init_process_group("gloo")
     found: dict[str, Any] = {}
@@ -239,8 +240,10 @@ def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
         whole = torch_moe_mps.from_pretrained(folder, cls, **options)
         stages: list[Any] = []
 
-        def load(folder=folder, cls=cls, options=options, stages=stages) -> Any:
+        def load(folder=folder, cls=cls, options=options, stages=stages, form=form) -> Any:
+            os.environ["MOE_MPS_CAPTURE"] = "1" if form.endswith("captured") else "0"
             stages.append(staged(folder, cls, **options))
+            os.environ["MOE_MPS_CAPTURE"] = "0"
             return stages[-1]
 
         outcome: dict[str, Any] = {"cases": {}}
@@ -248,6 +251,7 @@ def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
             outcome["cases"] = compared(whole, load, cases_of(architecture, form))
             outcome["parameters"] = {n: p.nbytes for n, p in stages[0].named_parameters()}
             outcome["all"] = {n: p.nbytes for n, p in whole.named_parameters()}
+            outcome["tokens"] = str(captures_of(stages[0]))
         except ValueError as error:
             outcome["refused"] = str(error)
         found[f"{architecture}, {form}"] = outcome

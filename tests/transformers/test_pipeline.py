@@ -11,8 +11,9 @@ from torch_moe_mps.transformers.checkpoints.quantizer import Quantizer
 QWEN = ["dense", "quantised", "quantised while it is read", "mlx"]
 # Sinks and windows; a stage without attention; layers that hand on indices beside hidden states; layers that
 # read the ids; a vision tower. The sweep has all architectures.
-OTHERS = ["gpt_oss", "qwen3_next", "glm_moe_dsa", "deepseek_v4", "qwen3_vl_moe"]
-WANTED = [*(("qwen3_moe", form) for form in QWEN), *((name, "quantised") for name in OTHERS)]
+OTHERS = ["qwen3_next", "deepseek_v4", "qwen3_vl_moe"]
+CAPTURED = [("gpt_oss", "quantised, captured"), ("glm_moe_dsa", "quantised, captured")]
+WANTED = [*(("qwen3_moe", form) for form in QWEN), *((name, "quantised") for name in OTHERS), *CAPTURED]
 CANNOT = {"inkling2", "diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
 
 
@@ -26,6 +27,13 @@ def test_two_processes_give_what_one_gives(outcomes, architecture, form):
     for outcome in outcomes:
         cases = outcome[f"{architecture}, {form}"]["cases"]
         assert cases == dict.fromkeys(cases_of(architecture, form), "equal")
+
+
+@pytest.mark.parametrize(("architecture", "form"), CAPTURED)
+def test_a_token_of_a_stage_is_one_call(outcomes, architecture, form):
+    """Above it gives the same bits as tokens that are not captured, in one process."""
+    for outcome in outcomes:
+        assert outcome[f"{architecture}, {form}"]["tokens"].startswith("a token is one call")
 
 
 @pytest.mark.parametrize(("architecture", "form"), WANTED)

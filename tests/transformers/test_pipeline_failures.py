@@ -4,11 +4,20 @@ import socket
 import subprocess
 import sys
 import time
+import warnings
 
 import pytest
+import torch
 from support import tiny_models
 from support.pipeline import ends_of, launch, start
 from support.processes import environment
+from transformers import DynamicCache
+
+import torch_moe_mps
+from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.pipeline.peers import PeerError, Timeouts
+from torch_moe_mps.transformers.pipeline.running import Running
+from torch_moe_mps.transformers.pipeline.stages import Stage
 
 HOST = socket.gethostname()
 OTHER = (
@@ -122,3 +131,46 @@ def test_torchrun_leaves_no_process(folder, tmp_path):
     for rank in range(2):
         pid = (tmp_path / f"{rank}.pid").read_text()
         assert subprocess.run(["ps", "-p", pid], capture_output=True).returncode != 0
+
+
+class Alone:
+    """In the place of Peers, for the last of two stages: what arrives is random, until it fails."""
+
+    rank, size, timeouts, fails = 1, 2, Timeouts(), False
+
+    def receive(self, source, kind, call, limit):
+        if self.fails:
+            raise PeerError("moe_mps: rank 0 (host) closed its connection")
+        return [torch.randn(1, 1, 32)]
+
+    def send(self, *args):
+        pass
+
+    def flush(self, *args):
+        pass
+
+    def failed(self, error):
+        pass
+
+
+@torch.no_grad()
+def test_a_failure_while_a_token_is_captured(monkeypatch):
+    """It is raised as it is, and nothing is said of the capture."""
+    monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
+    model, stage = tiny_models.tiny_model("llama", num_hidden_layers=2), Stage(1, [1, 1])
+    stage.cut(model)
+    torch_moe_mps.accelerate(model.eval())
+    Running(model, stage, peers := Alone())
+    cache = DynamicCache(config=model.config)
+    token = torch.zeros(1, 1, dtype=torch.int64)
+    for _ in range(3):
+        model(token, past_key_values=cache)  # begins with a call that has another kind of cache
+    peers.fails = True
+    with warnings.catch_warnings(), pytest.raises(PeerError, match="closed its connection"):
+        warnings.simplefilter("error")
+        model(token, past_key_values=cache)
+    peers.fails = False
+    assert not captures_of(model).programs
+    for _ in range(3):
+        model(token, past_key_values=cache)
+    assert captures_of(model).programs

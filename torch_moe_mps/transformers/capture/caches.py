@@ -222,7 +222,7 @@ class Plan:
         # Whoever asks for bool gets it as it is, with its range.
         self._mask = self.stand_ins[name] = self._input(value, first, torch.bool)
         (keys,) = self._padding
-        setattr(self._mask, RANGE, (None if keys is None else self._fixed_input(keys),))
+        setattr(self._mask, RANGE, (None if keys is None else self.fixed_input(keys),))
 
     def _layers_of(self, arguments: dict[Any, Any]) -> list[Any]:
         return [] if self._cache is None else arguments[self._cache].layers
@@ -282,7 +282,8 @@ class Plan:
         setattr(states, MEMORY, stand_in)
         return states
 
-    def _fixed_input(self, tensor: Tensor) -> Tensor:
+    def fixed_input(self, tensor: Tensor) -> Tensor:
+        """The next input, like a tensor whose sizes are those of every call."""
         self.inputs.append((tensor, {}))
         return self._recorder.input(tensor, tensor.shape)
 

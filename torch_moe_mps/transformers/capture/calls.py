@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
+from ..pipeline.peers import PeerError
 from .caches import Plan, Reading, padding_of, whole
 from .fingerprint import Fingerprint, forbidden, note_change
 from .passes import simplify
@@ -31,6 +32,7 @@ from .tracing import Recorder, Unsupported
 
 SWITCH = "MOE_MPS_CAPTURE"
 STATE = "_moe_mps_capture"  # where a model's __dict__ has its Captures
+STAGE = "_moe_mps_stage"  # where it has the Running of a model that is spread over processes
 _MARK = "_moe_mps_captures"  # of a class that `_capturing_class` made: the one in whose place it is
 _CALLS_BEFORE = 2  # the third call of a kind is captured
 _MOST_PROGRAMS = 8  # that a model keeps
@@ -55,6 +57,7 @@ class Program(NamedTuple):
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
+    handover: Any  # of a stage of a pipeline, or None
     calls: int
     seconds: float
 
@@ -153,13 +156,20 @@ class Captures:
             integers = None if taken is None else program.integers(*taken.symbols)
             if taken is None or integers is None:
                 continue
-            results = program.run(taken.inputs, taken.views, taken.symbols, integers)
+            stage = model.__dict__.get(STAGE)
+            arriving = [] if stage is None else stage.arriving(program.handover)
+            if arriving is None:
+                continue
+            results = program.run(taken.inputs + arriving, taken.views, taken.symbols, integers)
             if results:
                 plan.give(taken, results, integers)
                 if number:
                     self.programs = [program, *(p for p in programs if p is not program)]
                 self.reason = None
-                return (program.make(results, taken.cache),)
+                made, sent = program.make(results, taken.cache)
+                if stage is not None:
+                    stage.send(sent)
+                return (made,)
         return None
 
     def _may_capture(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> bool:
@@ -172,6 +182,8 @@ class Captures:
             if kind is None:
                 return False
             program = self._captured(model, own, reading, kind)
+        except PeerError:
+            raise
         except Unsupported as unsupported:
             self._fail(str(unsupported))
         except _OF_VALUES as error:
@@ -228,9 +240,17 @@ class Captures:
         symbol, values, least = _symbols(reading, kind)
         symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
         plan = Plan(reading, symbol, symints, recorder)
-        fingerprint = Fingerprint(model, self)  # now: the first copy of a cache notes something in its class
+        stage = model.__dict__.get(STAGE)
+        fingerprint = Fingerprint(
+            model, self, stage
+        )  # now: the first copy of a cache notes something in its class
+        sent, handover = None, None
         try:
-            output = recorder.run(lambda: own(model, **whole(plan.stand_ins)))
+            run = functools.partial(recorder.run, lambda: own(model, **whole(plan.stand_ins)))
+            if stage is None:
+                output = run()
+            else:
+                output, sent, handover = stage.record(run, plan.fixed_input)
         finally:
             if not fingerprint.holds():
                 fingerprint.undo()
@@ -240,7 +260,7 @@ class Captures:
             raise Unsupported("it reads the mask of padding")
         integers = Integers(recorder.env, list(recorder.symbols))
         tensors: list[Tensor] = []
-        make = _maker(output, tensors, plan.stand_in_of_cache)
+        make = _maker((output, sent), tensors, plan.stand_in_of_cache)
         tensors = [*tensors, *plan.finish(integers.place_of, len(tensors))]
         recorder.finish(tensors)
         simplify(recorder.graph)
@@ -252,7 +272,7 @@ class Captures:
             raise Unsupported("it rests on one length of the context")
         plan.forget()
         seconds = time.perf_counter() - started
-        return Program(fingerprint, plan, evaluate, program.run, make, program.size(), seconds)
+        return Program(fingerprint, plan, evaluate, program.run, make, handover, program.size(), seconds)
 
 
 def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:

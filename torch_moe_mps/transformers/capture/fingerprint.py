@@ -47,7 +47,11 @@ _UNREAD = (
 # How often `accelerate` and `restore` have changed what this package keeps in modules.
 _changes = 0
 # Files whose hooks do nothing but what a recording holds.
-_KNOWN_HOOKS = ("torch_moe_mps.transformers.cache", "transformers.utils.output_capturing")
+_KNOWN_HOOKS = (
+    "torch_moe_mps.transformers.cache",
+    "torch_moe_mps.transformers.pipeline.running",
+    "transformers.utils.output_capturing",
+)
 _GLOBAL_HOOKS = tuple(
     value
     for name, value in vars(torch_module).items()
@@ -68,8 +72,8 @@ _UNWATCHED = ("torch", "torch_moe_mps", "builtins", _MAIN)
 class Fingerprint:
     """The state of a model, and of Python and torch around it, at a recording."""
 
-    def __init__(self, model: nn.Module, own: object) -> None:
-        """`own`: an object in the model that changes while nothing of the model does."""
+    def __init__(self, model: nn.Module, *own: object) -> None:
+        """`own`: objects in the model that change while nothing of the model does."""
         reached = _Reached(model, own)
         self.model = model
         self._modules = reached.modules
@@ -170,11 +174,11 @@ class _Reached:
         classes: of all objects, and of caches.
     """
 
-    def __init__(self, model: nn.Module, own: object) -> None:
+    def __init__(self, model: nn.Module, own: tuple[object, ...]) -> None:
         self.modules = list(model.modules())
         self.containers: list[Any] = []
         self.classes: dict[type, None] = dict.fromkeys(_with_subclasses(Cache, CacheLayerMixin))
-        self._seen = {id(own), id(vars(builtins))}
+        self._seen = {id(vars(builtins)), *map(id, own)}
         self._waiting: list[Any] = []
         for module in self.modules:
             self._add_module(module)

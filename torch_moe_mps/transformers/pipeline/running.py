@@ -9,13 +9,15 @@ import hashlib
 import inspect
 import math
 import sys
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
+from ..capture.calls import STAGE
 from .peers import PeerError, Peers, as_octets, from_octets, on_the_host
 from .stages import Stage
 
@@ -34,6 +36,14 @@ _RECORDED = ("output_hidden_states", "output_attentions", "output_router_logits"
 _FOR_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "image_embeds")
 
 
+class Handover(NamedTuple):
+    """What calls of a stage that are alike have in common, besides their tensors."""
+
+    given: list[str]
+    device: torch.device | None  # None: nothing arrives
+    present: list[bool]  # which of what arrives are tensors
+
+
 class Running:
     """Joins the calls of a model in all processes. `model` is a stage, loaded and accelerated."""
 
@@ -47,6 +57,10 @@ class Running:
         self._streamer: Any = None
         self._rest: int | None = None  # tokens of a prompt in chunks that are still to come
         self._done: Tensor | None = None
+        self._arrived: list[Tensor | None] | None = None
+        self._sent: list[Tensor | None] = []
+        self._device: torch.device | None = None
+        self._as_input: Callable[[Tensor], Tensor] | None = None  # while a token is captured
         self._signature = inspect.signature(type(model).forward)
         model.register_forward_pre_hook(self._before, with_kwargs=True)
         model.register_forward_hook(self._after)
@@ -56,6 +70,7 @@ class Running:
             stage.layers[stage.own.stop - 1].register_forward_hook(self._send)
         if not stage.first:
             stage.layers[stage.own.start - 1].arrives = self._receive  # the stand-in in front of its layers
+        vars(model)[STAGE] = self
         vars(model).update(
             generate=self.generate, save_pretrained=self._refuse_saving, init_continuous_batching=self._refuse
         )
@@ -76,6 +91,7 @@ class Running:
         self._inputs = ids, named.get("attention_mask")
         self._tokens = ids.shape[1]
         self._digest = ""
+        self._arrived = None
         if self._rest is not None:
             self._rest -= self._tokens
         unused: tuple[str, ...] = () if self.stage.first else _FOR_TOWERS
@@ -108,12 +124,52 @@ class Running:
         names = self.stage.loop.results
         if len(results) != len(names) or not all(r is None or isinstance(r, Tensor) for r in results):
             self._fail("the result of a layer", " and ".join(names), [type(r).__name__ for r in results])
-        self.peers.send(self.peers.rank + 1, "hidden states", self._call(), results, self._limit(1))
+        self._sent = results
+        if self._as_input is None:
+            self.send(results)
+
+    def send(self, results: list[Tensor | None]) -> None:
+        """Sends what the last layer here has returned."""
+        if not self.stage.last:
+            self.peers.send(self.peers.rank + 1, "hidden states", self._call(), results, self._limit(1))
 
     def _receive(self, device: torch.device) -> list[Tensor | None]:
-        rank = self.peers.rank
-        tensors = self.peers.receive(rank - 1, "hidden states", self._call(), self._limit(rank))
-        return [None if t is None else t.to(device) for t in tensors]
+        self._device = device
+        if self._arrived is None:
+            rank = self.peers.rank
+            with _disable_current_modes():
+                tensors = self.peers.receive(rank - 1, "hidden states", self._call(), self._limit(rank))
+                self._arrived = [None if t is None else t.to(device) for t in tensors]
+        if self._as_input is None:
+            return self._arrived
+        return [None if t is None else self._as_input(t) for t in self._arrived]
+
+    # Captured tokens: `capture.calls` asks for what arrives, and hands over what is to be sent
+
+    def record(
+        self, run: Callable[[], Any], as_input: Callable[[Tensor], Tensor]
+    ) -> tuple[Any, list[Tensor | None], Handover]:
+        """What a call that is being captured returns, what it would have sent, and what calls like it share.
+
+        `as_input` gives an input of the captured call that is like a tensor.
+        """
+        self._as_input, self._sent, self._device = as_input, [], None
+        try:
+            result = run()
+        finally:
+            self._as_input = None
+        present = [t is not None for t in self._arrived or []]
+        sent, self._sent = self._sent, []
+        return result, [] if self.stage.last else sent, Handover(self._given, self._device, present)
+
+    def arriving(self, handover: Handover) -> list[Tensor] | None:
+        """The tensors that arrive for a captured call; None where they are not of its kind."""
+        self._given = handover.given
+        if handover.device is None:
+            return []
+        tensors = self._receive(handover.device)
+        alike = [t is not None for t in tensors] == handover.present
+        return [t for t in tensors if t is not None] if alike else None
 
     def _after(self, model: Any, args: tuple, output: Any) -> Any:
         if not hasattr(output, "logits"):
@@ -145,7 +201,7 @@ class Running:
         error = sys.exc_info()[1]
         if output is None and error is not None and self.calls > self._ended:
             self.peers.failed(error)
-        self._ended = self.calls
+        self._ended, self._arrived = self.calls, None
 
     def _tell_others(self, kind: str, tensors: list[Tensor | None]) -> None:
         """Returns once all have it: what has not been sent when this process ends is lost."""
