@@ -143,9 +143,10 @@ def system_library() -> Path:
 
 
 def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
-    """Objects for arm64-macos, with the flags of setup.py and the C++ version that this torch asks for."""
+    """Objects for arm64-macos, with setup.py's language flags and the C++ version that torch asks for."""
     standard = max(re.findall(r"-std=c\+\+(\d\d)", (wheel / "utils/cpp_extension.py").read_text()))
-    command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-O2", "-g0"]
+    command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-g0"]
+    command += ["-O0", "-fno-sanitize=undefined"]  # the code is not run; zig would sanitise it
     command += ["-fblocks", "-fobjc-exceptions", "-fno-objc-arc", "-Wall", "-Werror=objc-method-access"]
     command += ["-Imetal/include"]
     command += ["-isystem", wheel / "include", "-isystem", wheel / "include/torch/csrc/api/include"]
