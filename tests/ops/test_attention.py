@@ -136,6 +136,27 @@ def test_a_prompt(device, window):
         assert_right(out, q, k, v, 0.2, causal(75, keys, window), sinks)
 
 
+def test_lookaheads(device):
+    """An encoder's windows, with key ranges and beside earlier keys; all keys; over merged chunks, too."""
+    for i, (tokens, keys, width, window, lookahead) in enumerate(
+        (
+            (75, 75, 32, 12, 11),
+            (20, 75, 300, 1, 40),
+            (3, 600, 64, 550, 1),
+            (9, 4, 24, None, 2**40),
+            (70, 70, 64, 2**62, 6),
+            (1, 5, 512, 3, 2),
+        )
+    ):
+        q, k, v = tensors(device, DTYPES[i % 3], 2, 4, 2, tokens, keys, width)
+        key_range = ranges(device, [[2, keys - 1], [0, 3]]) if i % 2 else None
+        sinks = numbers(4).to(device) if i % 3 else None
+        options = {"window": window, "lookahead": lookahead, "key_range": key_range, "sinks": sinks}
+        out = attend(q, k, v, 0.2, **options)
+        seen = causal(tokens, keys, window, None if key_range is None else key_range.cpu(), lookahead)
+        assert_right(out, q, k, v, 0.2, seen, sinks)
+
+
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_chunks(device, dtype):
@@ -263,6 +284,9 @@ def test_keys_of_a_prompt(simulated):
     windowed = [min(4 + 10 - 1, n) for n in tokens]
     read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10)
     assert read == [sum(windowed) * 64 * 2] * 2
+    two_sided = [min(n + 5, 64) - max(n - 4 - 9, 0) for n in tokens]
+    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, scale=0.3, window=10, lookahead=5)
+    assert read == [sum(two_sided) * 64 * 2] * 2
 
 
 # B, Hq, Hk, heads of the indices, T, S, K, block, D, Dv: latents, groups of all sizes, merges, blocks at the

@@ -495,6 +495,7 @@ def attention(d):
         "scale": d.one(width**-0.5, 1.0),
         "mask": mask,
         "window": None if kind != "order" else d.one(None, 1, 4, 128),
+        "lookahead": d.one(0, 3, 2**40) if kind == "order" else 0,
         "key_range": None if kind != "order" else d.maybe(lambda: key_range(d, batch, keys)),
         "indices": indices,
         "index_block": block,

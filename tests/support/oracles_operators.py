@@ -562,7 +562,7 @@ def attention(a):
             if first >= 0:
                 seen[place[:3]][first : first + a.index_block] += 1
     elif a.mask is None:
-        seen = oracles_sequence.causal(tokens, keys, a.window, a.key_range)
+        seen = oracles_sequence.causal(tokens, keys, a.window, a.key_range, a.lookahead)
     elif a.mask.dtype == torch.bool:
         seen = a.mask.numpy()
     elif a.mask.dtype == torch.int32:

@@ -8,10 +8,10 @@ from support.oracles import FLOAT32_EPS, exact, rms, sigmoid
 # Attention
 
 
-def causal(tokens: int, keys: int, window: int | None = None, key_range=None) -> np.ndarray:
+def causal(tokens: int, keys: int, window: int | None = None, key_range=None, lookahead=0) -> np.ndarray:
     """Which keys the last `tokens` of `keys` positions see, [1, T, S]; of a batch's ranges, [B, T, S]."""
     distance = np.arange(keys - tokens, keys)[:, None] - np.arange(keys)
-    seen = ((distance >= 0) & (distance < (keys + tokens if window is None else window)))[None]
+    seen = ((distance >= -lookahead) & (distance < (keys + tokens if window is None else window)))[None]
     if key_range is None:
         return seen
     rows = [[first <= key < end for key in range(keys)] for first, end in key_range.tolist()]

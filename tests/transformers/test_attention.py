@@ -278,6 +278,26 @@ def test_padded_prompts(simulated, name, monkeypatch):
         padded_steps(model, ids)
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("padded", [False, True])
+def test_windows_of_an_encoder(simulated, padded, monkeypatch):
+    """Two-sided ones, of prompts and of few tokens: on the operator, and no mask is made."""
+    model = tiny_models.tiny_model("openai_privacy_filter", sliding_window=6).to("mps").eval()
+    ids = torch.randint(1, 50, (2, 30), generator=torch.Generator().manual_seed(1)).to("mps")
+    shown = torch.ones_like(ids)
+    if padded:
+        shown[0, :9], shown[1, 25:] = 0, 0
+
+    def call(model, ids):
+        outs = [(model(ids[:, :n], attention_mask=shown[:, :n])[0], shown[:, :n]) for n in (30, 11, 4, 1)]
+        return [out.float().cpu()[real.cpu() == 1] for out, real in outs]
+
+    kernels, _ = compared(simulated, model, ids, call)
+    assert len(kernels) == 4 * model.config.num_hidden_layers
+    monkeypatch.setattr(CausalMask, "elements", lambda mask: pytest.fail(f"{mask} was made"))
+    call(model, ids)
+
+
 OTHER_GEMMAS = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 OTHER_GEMMAS |= {"num_key_value_heads": 2, "head_dim": 8, "sliding_window": 6, "vocab_size": 97}
 
@@ -435,7 +455,6 @@ QUADRATIC = {
     "inkling": "the bias of relative positions",
     "inkling2": "the bias of relative positions",
     "minimax_m3_vl": "the scores of blocks of keys",
-    "openai_privacy_filter": "scores: its windows have two sides",
     "unlimited_ocr": "a mask of its own, in which all tokens see the first ones",
 }
 # Prompts that ask tensors for numbers, which these tensors lack; and a model with a cache of its own.

@@ -6,6 +6,7 @@ from support import tiny_models
 from support.models import output
 from transformers import DynamicCache, GptOssConfig, StaticCache
 from transformers.masking_utils import (
+    create_bidirectional_sliding_window_mask,
     create_causal_mask,
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
@@ -18,6 +19,10 @@ from torch_moe_mps.transformers.causal_mask import CausalMask
 CONFIG = GptOssConfig(
     num_hidden_layers=2, sliding_window=6, num_attention_heads=2, num_key_value_heads=1, head_dim=4
 )
+
+
+def no_cache(config):
+    return None
 
 
 def masks(past, tokens, create, cache=None, implementation=NAME, **options):
@@ -34,7 +39,7 @@ def masks(past, tokens, create, cache=None, implementation=NAME, **options):
                 config,
                 torch.zeros(2, tokens, 8),
                 options.get("attention_mask"),
-                held,
+                past_key_values=held,
                 **{name: value for name, value in options.items() if name != "attention_mask"},
             )
         )
@@ -60,6 +65,28 @@ def test_elements(create, past):
         )
         assert type(ours[0]) is torch.Tensor and torch.equal(ours[0], own[0])
         assert torch.equal(torch.cat([ours[..., 1:], ours], -1), torch.cat([own[..., 1:], own], -1))
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 13])
+def test_two_sides(tokens):
+    """An encoder's windows: with padding, in the words of eager and of sdpa; their slices are elements."""
+    create = create_bidirectional_sliding_window_mask
+    rows = padded((0, tokens, 0), (tokens // 2, tokens - tokens // 2, 0))
+    for shown in (None, rows):
+        ours, own = masks(0, tokens, create, no_cache, attention_mask=shown)
+        if own is None:  # a window that hides nothing
+            assert tokens < 6 and not (ours + 0.0).any()
+            continue
+        assert type(ours) is CausalMask and (ours.window, ours.lookahead) == (7, 6)
+        assert torch.equal(ours + 0.0, own)
+        for start, stop in ((0, tokens), (-1, None), (1, tokens)):
+            part = ours[:, :, start:stop]
+            assert (type(part) is CausalMask) == (start == 0)
+            assert torch.equal(part + 0.0, own[:, :, start:stop])
+    others = {"and_mask_function": lambda batch, head, q, k: k != 1}, {"allow_is_bidirectional_skip": False}
+    for options in others:
+        ours, own = masks(0, tokens, create, no_cache, **options)
+        assert type(ours) is torch.Tensor and torch.equal(ours, own)
 
 
 def test_static_caches():

@@ -51,10 +51,16 @@ struct Cache {
   }
 };
 
-void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::optional<int64_t> window) {
+void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::optional<int64_t> window,
+              int64_t lookahead) {
+  const int64_t keys = params.keys, first = keys - params.tokens;
+  lookahead = std::min(lookahead, std::max<int64_t>(keys, params.tokens));
+  params.first_position = first + lookahead;
   if (!mask) {
-    params.window = std::min(window.value_or(0), int64_t(params.keys));
-    if (window) params.first_key = std::max<int64_t>(0, int64_t(params.keys) - params.tokens - *window + 1);
+    if (!window) return;
+    window = std::min(*window, keys);
+    params.window = *window + lookahead;
+    params.first_key = std::max<int64_t>(0, first - *window + 1);
     return;
   }
   const auto dtype = mask->scalar_type();
@@ -81,7 +87,8 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
                  const std::optional<Tensor>& sinks_, const std::optional<Tensor>& k_scales,
                  const std::optional<Tensor>& k_biases, const std::optional<Tensor>& v_scales,
                  const std::optional<Tensor>& v_biases, const std::optional<Tensor>& indices_,
-                 int64_t index_block, const std::optional<Tensor>& gate_, std::string_view gate_activation) {
+                 int64_t index_block, const std::optional<Tensor>& gate_, std::string_view gate_activation,
+                 int64_t lookahead) {
   const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2);
   const int64_t keys = indices_ && k_.size(2) > 0 ? indices_->size(3) * index_block : k_.size(2);
   const int64_t value_width = v_.size(3) * (v_scales ? 4 : 1);
@@ -104,7 +111,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.heads = heads;
   params.key_heads = k_.size(1);
   params.keys = k_.size(2);
-  set_mask(params, mask, window);
+  set_mask(params, mask, window, lookahead);
   if (indices) set_indices(params, *indices, index_block);
   params.gate = token_strides(gate);
   if (gate) {

@@ -53,7 +53,13 @@ def _check_indices(
 
 
 def _check_order(
-    check: Check, window: int | None, key_range: Tensor | None, mask: Tensor | None, batch: int
+    check: Check,
+    window: int | None,
+    lookahead: int,
+    key_range: Tensor | None,
+    mask: Tensor | None,
+    selects: bool,
+    batch: int,
 ) -> None:
     if window is not None and mask is not None:
         check.fail("window", "None beside a mask, which holds it", window)
@@ -64,6 +70,10 @@ def _check_order(
         check.shape("key_range", key_range, (batch, 2), "[B, 2]")
     if window is not None and window < 1:
         check.fail("window", "at least 1", window)
+    if lookahead < 0:
+        check.fail("lookahead", "at least 0", lookahead)
+    if lookahead > 0 and (selects or mask is not None):
+        check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
 
 
 def _check_quantized(
@@ -94,7 +104,7 @@ def _check_quantized(
 
 def _meta_attention(
     check, q, k, v, mask, window, key_range, softcap, sinks, k_scales, k_biases, v_scales, v_biases, indices,
-    index_block, gate, gate_activation, **others
+    index_block, gate, gate_activation, lookahead, **others
 ):  # fmt: skip
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
@@ -122,7 +132,7 @@ def _meta_attention(
     if mask is not None:
         _check_mask(check, mask, q, k)
     _check_indices(check, indices, index_block, q, k, mask=mask, window=window, key_range=key_range)
-    _check_order(check, window, key_range, mask, batch)
+    _check_order(check, window, lookahead, key_range, mask, indices is not None, batch)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
     check.choice("gate_activation", gate_activation, tuple(GATES))
@@ -134,12 +144,19 @@ def _meta_attention(
 
 
 def seen_in_order(
-    tokens: int, keys: int, end: int, window: int | None, key_range: Tensor | None, device: torch.device
+    tokens: int,
+    keys: int,
+    end: int,
+    window: int | None,
+    key_range: Tensor | None,
+    device: torch.device,
+    lookahead: int = 0,
 ) -> Tensor:
     """[B or 1, 1, T, S], True where a token sees a key; the last of the T tokens is the key before `end`."""
     key = torch.arange(keys, device=device)
     distance = torch.arange(end - tokens, end, device=device)[:, None] - key
-    seen = ((distance >= 0) if window is None else (distance >= 0) & (distance < window))[None, None]
+    before = distance >= -lookahead
+    seen = (before if window is None else before & (distance < window))[None, None]
     if key_range is not None:
         first, last = key_range[:, :, None, None, None].unbind(1)
         seen = seen & (key >= first) & (key < last)
@@ -196,6 +213,7 @@ def attention(
     index_block: int = 1,
     gate: Tensor | None = None,
     gate_activation: str = "sigmoid",
+    lookahead: int = 0,
 ) -> Tensor:
     """Grouped-query attention over a cache, with all that models add to it.
 
@@ -219,7 +237,8 @@ def attention(
             int32, a bit for each key, the lowest of a word first: 1 where the token sees it. Keys that no
             token sees are not read. Without a mask the new tokens are the last T of S; each sees itself and
             what lies before it.
-        window: how many keys a token sees at most, itself included; None beside a mask, which holds it.
+        window: how many keys a token sees at most up to its own, which is included; None beside a mask,
+            which holds it.
         key_range: [B, 2] int32: the first key that the tokens of a batch entry may see, and the one behind
             the last; order and window hold as well. Keys outside are not read. Numbers below 0 mean 0, those
             above S mean S. None beside a mask.
@@ -236,10 +255,12 @@ def attention(
         index_block: so many neighbouring keys are selected by an index, i * index_block and those behind it.
         gate: [B, T, Hq, Dv], or [B, T, Hq, 1] for all values of a head, in the dtype of `q`; any strides.
         gate_activation: "sigmoid" or "softplus".
+        lookahead: how many keys after its own a token sees, too: S or more for all of them, 0 beside a mask
+            or indices. An encoder's window of w keys on both sides is `window=w + 1, lookahead=w`.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
 
-    Raises: ValueError for a dtype, shape, window, softcap, activation or device that does not fit.
+    Raises: ValueError for a dtype, shape, window, lookahead, softcap, activation or device that does not fit.
     """
     batch, heads, tokens, width = q.shape
     key_heads, keys = k.shape[1:3]
@@ -249,7 +270,7 @@ def attention(
         bias = _times_selected(indices, index_block, keys).log_().unsqueeze(2)
     else:
         if mask is None:
-            mask = seen_in_order(tokens, keys, keys, window, key_range, q.device)
+            mask = seen_in_order(tokens, keys, keys, window, key_range, q.device, lookahead)
         elif mask.dtype == torch.int32:
             mask = bits_as_bool(mask, keys)
         bias = _added(mask).unsqueeze(2)

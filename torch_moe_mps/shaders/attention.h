@@ -218,7 +218,7 @@ inline float lowest_of(uint dtype) {
 }
 
 // What the mask adds to the score of a key: -INFINITY for a key that the token does not see. `position` is
-// the token's own key, or kNoQuery.
+// the last key that the token sees in order, or kNoQuery.
 inline float bias_of(device const uchar* mask, ulong start, int position, uint key,
                      constant AttentionParams& params) {
   const int distance = position - int(key);
@@ -227,7 +227,7 @@ inline float bias_of(device const uchar* mask, ulong start, int position, uint k
     return seen ? 0.0f : -INFINITY;
   }
   if (position == kNoQuery) return -INFINITY;
-  const ulong token = ulong(position + int(params.tokens) - int(params.keys));
+  const ulong token = ulong(position - params.first_position);
   const uint place = params.mask_kind == MASK_BITS ? key / 32 : key;
   const ulong index = start + token * params.mask_token_stride + ulong(place) * params.mask_key_stride;
   if (params.mask_kind == MASK_BITS) {
@@ -388,11 +388,10 @@ struct Block {
     const LanePlace place(lane);
     const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
     const ulong mask_start = batch * params.mask_batch_stride + key_head * params.mask_head_stride;
-    // The tokens' own keys, and the range of keys that the block can see.
-    const int before = int(params.keys) - int(params.tokens);
-    const int lowest = before + int(queries.token(0));
+    // The last keys that tokens see in order, and the range of keys that the block can see.
+    const int lowest = params.first_position + int(queries.token(0));
     const int highest_position =
-        before + int(queries.token(min(kQueries - 1u, queries.count - 1 - queries.first)));
+        params.first_position + int(queries.token(min(kQueries - 1u, queries.count - 1 - queries.first)));
     uint begin = params.first_key + group.x * params.chunk, end = min(begin + params.chunk, params.keys);
     if (!C::kSelects && params.mask_kind == MASK_NONE) {
       end = uint(clamp(highest_position + 1, int(begin), int(end)));
@@ -408,7 +407,7 @@ struct Block {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
         const uint r = 8 * t + 2 * place.quarter + e;
-        positions[t][e] = queries.has(r) ? before + int(queries.token(r)) : kNoQuery;
+        positions[t][e] = queries.has(r) ? params.first_position + int(queries.token(r)) : kNoQuery;
         sums.highest[t][e] = kLowest;
         sums.exponentials[t][e] = 0.0f;
       }

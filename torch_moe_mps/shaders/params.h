@@ -136,11 +136,12 @@ struct AttentionParams {
   uint32_t heads;
   uint32_t key_heads;
   uint32_t keys;
-  uint32_t first_key;  // the lowest key that any token sees
-  uint32_t chunk;      // keys that a threadgroup takes
+  uint32_t first_key;      // the lowest key that any token sees
+  int32_t first_position;  // the last key that the first token sees in order: S - T and its look-ahead
+  uint32_t chunk;          // keys that a threadgroup takes
   uint32_t mask_kind;
   uint32_t mask_dtype;
-  uint32_t window;
+  uint32_t window;  // keys that a token sees in order, its look-ahead included; 0: all
   uint32_t has_key_range;
   uint32_t has_sinks;
   uint32_t sinks_dtype;

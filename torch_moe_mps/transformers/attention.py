@@ -29,6 +29,7 @@ from .rewriting.rules.indexer import IN_ORDER
 
 NAME = "moe_mps"  # the implementation in place of "eager"
 MOST_TOKENS = 8  # new ones; a call with more is a prompt
+_ALL_KEYS = torch.iinfo(torch.int32).max  # a look-ahead
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
 _AT_ONCE = 1024  # tokens whose indices become bits
@@ -44,14 +45,23 @@ def require_kv_bits(function: str, bits: int | None) -> None:
 
 
 def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """{name: module} of the causal attention layers that `use_attention` can let run on the operator."""
-    return {
-        name: module
-        for name, module in model.named_modules()
-        if getattr(module, "is_causal", False) is True
-        and _calls_the_interface(module)
-        and _implementation_for(module) is not None
-    }
+    """{name: module} of the attention layers that `use_attention` can let run on the operator.
+
+    Those of encoders only where torch's attention lacks what they need, or keeps a mask of their window.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        causal = getattr(module, "is_causal", None)
+        if not isinstance(causal, bool) or not _calls_the_interface(module):
+            continue
+        implementation = _implementation_for(module)
+        if implementation == NAME or (implementation is not None and (causal or _has_window(module))):
+            found[name] = module
+    return found
+
+
+def _has_window(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "sliding_window", None) is not None
 
 
 def choose_implementations(layers: Iterable[nn.Module]) -> None:
@@ -175,7 +185,10 @@ def _sdpa(
         and is_causal is not False
         and dropout == 0.0
         and _has_nothing_special(kwargs)
-        and (_is_few(query.shape[2]) or _beats_sdpa(query, value) or isinstance(attention_mask, CausalMask))
+        and (
+            isinstance(attention_mask, CausalMask)
+            or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, value)))
+        )
         and _takes(query, key, value, attention_mask, None)
     ):
         return _attend(query, key, value, attention_mask, scaling), None
@@ -219,7 +232,7 @@ def attention(
         key, value: [B, Hk, S, D] and [B, Hk, S, Dv].
         attention_mask: [B, 1, T, S], True or 0 where a token sees a key, or None: a single token is the last
             of S, several are the first; each sees its own key and what lies before it, in the window. Without
-            one, attention that is not causal, such as cross-attention, runs the model's own code.
+            one, tokens of attention that is not causal, such as cross-attention, see all keys.
         scaling: of the scores; without it D ** -0.5.
         dropout, kwargs: for the model's own code, which runs where dropout is asked for.
         sliding_window: of the layer; a mask holds it already.
@@ -235,9 +248,10 @@ def attention(
 
     Raises: RuntimeError where the model's own code is needed and its file has none.
     """
-    window = sliding_window if attention_mask is None else None
-    sees_all = attention_mask is None and getattr(module, "is_causal", True) is False
-    plain = dropout == 0.0 and not kwargs.get("output_attentions") and not sees_all
+    sees_all = attention_mask is None and not _is_causal(module)
+    window = sliding_window if attention_mask is None and not sees_all else None
+    lookahead = _ALL_KEYS if sees_all else 0
+    plain = dropout == 0.0 and not kwargs.get("output_attentions")
     index_block = 1
     if block_indices is not None:
         by_operator = plain and window is None and _takes(query, key, value, None, s_aux)
@@ -251,6 +265,7 @@ def attention(
         attention_mask, indices = _selection(attention_mask, indices, query, by_operator)
     if isinstance(key, Promised) and isinstance(value, Promised):
         options = {"window": window, "sinks": s_aux, "softcap": softcap, "indices": indices}
+        options["lookahead"] = lookahead
         out = _attend_to_latents(query, key, attention_mask, scaling, **options) if plain else None
         if out is None and plain and indices is None:
             options = {
@@ -265,7 +280,7 @@ def attention(
             return out, None
         key, value = key.expanded(), value.expanded()
     if plain and _takes(query, key, value, attention_mask, s_aux):
-        given = (window, s_aux, softcap, indices, index_block)
+        given = (window, s_aux, softcap, indices, index_block, lookahead)
         return _attend(query, key, value, attention_mask, scaling, *given), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
     functions = (getattr(file, "eager_attention_forward", None) for file in files)
@@ -404,22 +419,25 @@ def _attend(
     softcap: float | None = None,
     indices: Tensor | None = None,
     index_block: int = 1,
+    lookahead: int = 0,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     key_range = None
     if indices is not None:
         window = None
     elif mask is None:
-        if query.shape[2] > 1:
+        if query.shape[2] > 1 and lookahead == 0:
             key, value = _seen(query, key, value)
     elif isinstance(mask, CausalMask):
         key, value = _first(key, mask.seen), _first(value, mask.seen)
-        window, key_range, mask = mask.window, mask.key_range, None
+        window, key_range, lookahead, mask = mask.window, mask.key_range, mask.lookahead, None
     options: dict[str, Any] = {}
     asked = {"mask": mask, "window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
     asked["indices"] = indices
     if index_block != 1:
         options["index_block"] = index_block
+    if lookahead != 0:
+        options["lookahead"] = lookahead
     for name, given in asked.items():
         if given is not None:  # the dispatcher takes time for each argument
             options[name] = given
@@ -466,6 +484,10 @@ def _some_heads_at_a_time(
         of_heads = options if sinks is None else options | {"s_aux": sinks[heads]}
         outs.append(call(query[:, heads], keys, values, mask, **of_heads)[0])
     return torch.cat(outs, 2) if outs else None
+
+
+def _is_causal(module: nn.Module) -> bool:
+    return getattr(module, "is_causal", True) is not False
 
 
 def _dense(states: Tensor) -> Tensor:

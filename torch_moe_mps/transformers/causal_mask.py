@@ -1,4 +1,4 @@
-"""The mask of causal attention, with or without a window, that takes no memory until something reads it."""
+"""Masks of order, with or without a window, that take no memory until something reads them."""
 
 import functools
 from typing import Any
@@ -32,10 +32,12 @@ class CausalMask(Tensor):
         seen: the number of keys up to the last token's own; T to S.
         window: how many keys a token sees at most, itself included, or None.
         key_range: what the operator `attention` takes, int32 [B, 2]; None where no key is padding.
+        lookahead: how many keys after its own a token sees, too, as encoders' do, whose tokens are all keys.
     """
 
     seen: int
     window: int | None
+    lookahead: int
     key_range: Tensor | None
     _elements: Tensor | None
 
@@ -48,9 +50,11 @@ class CausalMask(Tensor):
         dtype: torch.dtype,
         device: Any,
         key_range: Tensor | None = None,
+        lookahead: int = 0,
     ) -> "CausalMask":
         made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         made.seen, made.window, made.key_range, made._elements = seen, window, key_range, None
+        made.lookahead = lookahead
         return made
 
     @classmethod
@@ -66,6 +70,7 @@ class CausalMask(Tensor):
         attention_mask: Tensor | None = None,
         local_size: int | None = None,
         allow_is_causal_skip: bool = True,
+        allow_is_bidirectional_skip: bool = False,
         config: Any = None,
         device: Any = "cpu",
         **_: Any,
@@ -75,7 +80,10 @@ class CausalMask(Tensor):
         Masks with padding between tokens, of packed sequences, or with a model's own pattern are not; nor is
         any while a graph is traced.
         """
-        if torch.compiler.is_compiling() or torch._C._is_tracing() or not allow_is_causal_skip:
+        two_sided = allow_is_bidirectional_skip and not allow_is_causal_skip and local_size is not None
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return None
+        if not (allow_is_causal_skip or two_sided):
             return None
         sizes: tuple[Any, ...] = (batch_size, q_length, kv_length, kv_offset)
         known = getattr(attention_mask, RANGE, None)
@@ -89,7 +97,7 @@ class CausalMask(Tensor):
             return None
         before: Any = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
         seen = before - kv_offset + q_length
-        if not q_length <= seen <= kv_length:
+        if not q_length <= seen <= kv_length or (two_sided and seen != kv_length):
             return None
         key_range = None
         if attention_mask is not None:
@@ -104,17 +112,22 @@ class CausalMask(Tensor):
             if known is None:
                 return None
             (key_range,) = known
-        return cls((batch_size, 1, q_length, kv_length), seen, local_size, dtype, device, key_range)
+        shape = batch_size, 1, q_length, kv_length
+        if two_sided and local_size is not None:
+            return cls(shape, seen, local_size + 1, dtype, device, key_range, local_size)
+        return cls(shape, seen, local_size, dtype, device, key_range)
 
     @property
     def hides_nothing(self) -> bool:
         tokens, keys = self.shape[_TOKENS:]
-        return tokens == 1 and self.seen == keys and not self._has_window and self.key_range is None
+        first_sees_all = self.seen - tokens + self.lookahead >= keys - 1
+        return first_sees_all and not self._has_window and self.key_range is None
 
     @property
     def is_of_first_tokens(self) -> bool:
         """Whether the tokens are the first of the keys, and a window has not begun to move."""
-        return self.seen == self.shape[_TOKENS] and not self._has_window and self.key_range is None
+        of_first = self.seen == self.shape[_TOKENS] and self.lookahead == 0
+        return of_first and not self._has_window and self.key_range is None
 
     @property
     def _has_window(self) -> bool:
@@ -123,7 +136,9 @@ class CausalMask(Tensor):
     def elements(self) -> Tensor:
         if self._elements is None:
             tokens, keys = self.shape[_TOKENS:]
-            sees = seen_in_order(tokens, keys, self.seen, self.window, self.key_range, self.device)
+            sees = seen_in_order(
+                tokens, keys, self.seen, self.window, self.key_range, self.device, self.lookahead
+            )
             mask = sees if self.dtype == torch.bool else additive(sees, self.dtype)
             self._elements = (mask if self.dim() == 4 else mask.squeeze(1)).expand(self.shape)
         return self._elements
@@ -133,13 +148,12 @@ class CausalMask(Tensor):
         return self._shaped((*rows, stop - start, keys), self.seen - (tokens - stop))
 
     def _shaped(self, shape: tuple[int, ...], seen: int) -> "CausalMask":
-        return CausalMask(shape, seen, self.window, self.dtype, self.device, self.key_range)
+        return CausalMask(shape, seen, self.window, self.dtype, self.device, self.key_range, self.lookahead)
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        order = f"seen={self.seen}, window={self.window}, lookahead={self.lookahead}"
         padded = "" if self.key_range is None else ", padded"
-        return (
-            f"CausalMask({tuple(self.shape)}, seen={self.seen}, window={self.window}, {self.dtype}{padded})"
-        )
+        return f"CausalMask({tuple(self.shape)}, {order}, {self.dtype}{padded})"
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
@@ -198,6 +212,7 @@ def _slice(
     chosen = range(*slice(start, stop, step).indices(mask.shape[dim]))
     if step == 1 and len(chosen) == mask.shape[dim]:
         return mask._of_tokens(0, mask.shape[_TOKENS])
-    if step == 1 and len(chosen) > 0 and dim % mask.dim() == mask.dim() + _TOKENS:
+    of_tokens = dim % mask.dim() == mask.dim() + _TOKENS
+    if step == 1 and len(chosen) > 0 and of_tokens and mask.lookahead == 0:
         return mask._of_tokens(chosen.start, chosen.stop)
     return None

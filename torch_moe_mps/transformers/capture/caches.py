@@ -506,7 +506,7 @@ def static_of(cache: Any) -> dict[str, Any]:
 
 
 def _kind_of(mask: CausalMask) -> tuple[Any, ...]:
-    return CausalMask, mask.shape, mask.dtype, mask.device
+    return CausalMask, mask.shape, mask.dtype, mask.device, mask.lookahead
 
 
 def _places_of(layers: list[Any], known: list[tuple[type, list[str]]]) -> list[dict[Any, Any]]:
