@@ -254,11 +254,11 @@ def test_a_static_cache(device, kind, keys):
     assert_right(out, q, k, v, 0.3, seen[:, 0].numpy(), sinks)
 
 
-def bytes_read(simulated, tensors_of, **options) -> list[int]:
+def bytes_read(simulated, tensors_of, buffers=(1, 2), **options) -> list[int]:
     """Bytes of keys and values that the kernel reads."""
     with simulated.counters() as dispatches:
         attend(**tensors_of, **options)
-    return [dispatches[0].buffers[i].bytes_read for i in (1, 2)]
+    return [dispatches[0].buffers[i].bytes_read for i in buffers]
 
 
 def test_hidden_keys_are_not_read(simulated):
@@ -350,6 +350,59 @@ def test_indices_read_what_they_select(simulated):
     both = torch.tensor([3, 997], dtype=torch.int32).to("mps").expand(1, 1, 2, 2)
     checked("attention", q[:, :, :1], k[:, :, [3, 997]], v[:, :, [3, 997]], 0.3)
     assert attend(q, k, v, 0.3, indices=both).isfinite().all()
+
+
+# B, Hq, Hk, heads of the indices, T, S, N, indices, D, Dv, window, rate, position: one token and prompts,
+# merges, an empty window, an empty tail, and a tail of which nothing is seen.
+TAILS = [
+    (2, 8, 1, 1, 1, 30, 40, 0, 64, 64, 20, 4, 162),
+    (1, 20, 1, 1, 1, 128, 400, 200, 512, 512, 128, 4, 1600),
+    (1, 16, 1, 1, 1, 300, 300, 0, 64, 64, None, 1, 299),
+    (2, 4, 2, 2, 9, 20, 6, 4, 40, 24, 5, 4, 11),
+    (1, 6, 2, 1, 20, 20, 5, 0, 128, 128, 8, 4, 0),
+    (1, 3, 1, 1, 4, 4, 3, 2, 33, 7, 2, 128, 380),
+    (1, 2, 1, 1, 3, 0, 4, 0, 16, 16, 4, 2, 5),
+    (1, 2, 1, 1, 3, 2, 0, 3, 16, 16, 4, 2, 0),
+    (1, 2, 1, 1, 2, 0, 3, 3, 16, 300, 4, 2, 1),
+]
+
+
+@pytest.mark.parametrize("turn", TURNS)
+def test_tails(device, turn):
+    """Of strided caches; all keys of the tail that a token sees, or some of them, and what is none."""
+    for i, (batch, heads, key_heads, index_heads, tokens, keys, tail, count, *numbers_of) in enumerate(TAILS):
+        width, value_width, window, rate, position = numbers_of
+        dtype = DTYPES[(i + turn) % 3]
+        q, k, v = tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_width)
+        _, k_tail, v_tail = tensors(device, dtype, batch, 1, key_heads, 1, tail + 3, width, value_width)
+        options = {"k_tail": k_tail[:, :, 3:], "v_tail": v_tail[:, :, 3:], "tail_rate": rate}
+        if count:
+            generator = torch.Generator().manual_seed(i)
+            shape = batch, index_heads, tokens, count
+            indices = torch.randint(-2, tail + 2, shape, generator=generator, dtype=torch.int32)
+            options["indices"] = indices.to(device)
+        sinks = numbers(heads).to(device) if i % 2 == 0 else None
+        options |= {"window": window, "position": position, "sinks": sinks}
+        options |= {"gate": numbers(batch, tokens, heads, 1, dtype=dtype).to(device)} if i % 3 == 1 else {}
+        checked("attention", q, k, v, 0.2, **options)
+
+
+def test_a_token_reads_what_it_sees_of_a_tail(simulated):
+    q, k, v = tensors("mps", torch.float32, 1, 8, 1, 1, 100, 64)
+    _, k_tail, v_tail = tensors("mps", torch.float32, 1, 8, 1, 1, 50, 64)
+    seen = {"window": 20, "tail_rate": 4, "position": 7}  # and so two keys of the tail
+    options = seen | {"k_tail": k_tail, "v_tail": v_tail}
+    expected = attend(q, k, v, 0.3, **options)
+    for cache, unseen in (
+        (k, slice(0, 80)),
+        (v, slice(0, 80)),
+        (k_tail, slice(2, 50)),
+        (v_tail, slice(2, 50)),
+    ):
+        cache[:, :, unseen] = torch.nan
+    assert torch.equal(attend(q, k, v, 0.3, **options), expected)
+    read = bytes_read(simulated, {"q": q, "k": k, "v": v}, (1, 2, 7, 9), scale=0.3, **options)
+    assert read == [20 * 64 * 4] * 2 + [2 * 64 * 4] * 2
 
 
 @pytest.mark.parametrize("heads", [1, 2])

@@ -78,6 +78,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         **{"v": zeros(2, 2, 9, 8, dtype=integer), "v_scales": scales, "v_biases": scales},
     }
     plain = {"transposed": False, "tail": None}
+    tail = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
     table = {
         "heads_quantized": [
             wrong(FLOATS, x=zeros(2, T, 4, I, dtype=integer)),
@@ -528,6 +529,22 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("0 beside a mask or indices", lookahead=1, mask=zeros(1, 1, T, 9)),
             wrong("0 beside a mask or indices", lookahead=1, indices=zeros(2, 1, T, 4, dtype=integer)),
             wrong("above 0 and finite", softcap=0.0),
+            wrong("k_tail must be None unless keys and values have a tail", k_tail=zeros(2, 2, 5, 16)),
+            wrong("v_tail must be None unless keys and values have a tail", v_tail=zeros(2, 2, 5, 8)),
+            wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **tail),
+            wrong("mask must be None beside a tail", mask=zeros(1, 1, T, 9), **tail),
+            wrong("key_range must be None beside a tail", key_range=zeros(2, 2, dtype=integer), **tail),
+            wrong("of shape [B, Hk, N, D] = (2, 2, 5, 16)", **tail | {"k_tail": zeros(2, 1, 5, 16)}),
+            wrong("of shape [B, Hk, N, Dv] = (2, 2, 5, 8)", **tail | {"v_tail": zeros(2, 2, 4, 8)}),
+            wrong("k_tail must be float32", **tail | {"k_tail": zeros(2, 2, 5, 16, dtype=half)}),
+            wrong("between 1 and 2147483647", **tail, tail_rate=0),
+            wrong("position must be between 0 and 2147483644, got -1", **tail, position=-1),
+            wrong(
+                "index_block must be between 1 and 1 beside a tail",
+                **tail,
+                index_block=2,
+                indices=zeros(2, 1, T, 4, dtype=integer),
+            ),
             wrong("a number in the range of float32", scale=float("nan")),
             wrong("k must be uint32 or int32", **eight_bits),
             wrong(

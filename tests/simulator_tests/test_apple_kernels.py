@@ -124,6 +124,16 @@ def selected(dtype: torch.dtype) -> Iterator[Call]:
         yield f"selected, {label}", functools.partial(call, indices=indices), work, elements
 
 
+def tailed(dtype: torch.dtype) -> Iterator[Call]:
+    """Blocks of 8 and of 16 queries over a window of 128 keys and as many of a tail."""
+    for width, value_width in ((512, 512), (128, 128)):
+        label, call, work, elements = attention_of(dtype, 16, 1, 1, 128, width, value_width, 16)
+        _, k, v, _ = call.args
+        options = {"k_tail": k.clone(), "v_tail": v.clone(), "tail_rate": 4, "position": 600}
+        work = {key: apple.Work("attention", 2 * each.macs) for key, each in work.items()}
+        yield f"tailed, {label}", functools.partial(call, **options), work, elements
+
+
 def cache(dtype: torch.dtype) -> Iterator[Call]:
     for width in (64, 128):
         states = on_device(1, 8, 4, width, dtype=dtype)
@@ -286,6 +296,7 @@ GROUPS = {
     "rope": (rope, ["rope_{}"]),
     "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
     "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
+    "tailed": (tailed, ["attention_tailed_{}"]),
     "index": (index, ["index_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
@@ -478,6 +489,23 @@ not dispatched here
   attention_selected8_512_affine8_bf16: 96.5 registers, -/256/512 threads
   attention_selected8_64_affine8_bf16: 94 registers, -/128/512 threads
   attention_selected8_64_bf16: 90 registers, -/128/576 threads
+""",
+        )
+
+    def test_tailed(self):
+        self.assertExpectedInline(
+            costs("tailed", "bf16"),
+            """\
+tailed, attention of 16 heads on 1, 1 tokens, 128 keys of 512, 16 bits
+  attention_tailed8_512_bf16: 1.84 1.84 slots a MAC, 104.5 registers, 256/256/448 threads
+tailed, attention of 16 heads on 1, 1 tokens, 128 keys of 128, 16 bits
+  attention_tailed16_128_bf16: 1.98 1.97 slots a MAC, 114.5 registers, 128/128/448 threads
+not dispatched here
+  attention_tailed16_256_bf16: 114.5 registers, -/256/448 threads
+  attention_tailed16_64_bf16: 120.5 registers, -/128/384 threads
+  attention_tailed8_128_bf16: 110.5 registers, -/128/448 threads
+  attention_tailed8_256_bf16: 104.5 registers, -/128/448 threads
+  attention_tailed8_64_bf16: 104 registers, -/128/512 threads
 """,
         )
 

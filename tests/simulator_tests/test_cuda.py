@@ -34,7 +34,14 @@ from simulator.mlx_kernels import include_folder
 from support.processes import REPOSITORY
 
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
-LIBRARIES = ["attention_f16", "attention_selected_f16", "combine_f16", "experts_f16", "index_f16"]
+LIBRARIES = [
+    "attention_f16",
+    "attention_selected_f16",
+    "attention_tailed_f16",
+    "combine_f16",
+    "experts_f16",
+    "index_f16",
+]
 LIBRARIES += ["hyper_connection_f16", "linear_attention_f16", "norms_f16", "rope_f16", "routing_f16"]
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]

@@ -474,7 +474,8 @@ def attention(d):
     dtype, heads = d.dtype(), key_heads * group
     quantised = width % 32 == 0 and batch * keys > 0 and d.flag()
     mask = None
-    kind = d.one("order", "mask", "indices")
+    kind = d.one("order", "mask", "indices", "tail")
+    quantised = quantised and kind != "tail"
     if kind == "mask":
         rows = d.one(1, batch), d.one(1, key_heads), tokens
         shown = torch.rand(*rows, keys, generator=d.generator) < 0.7
@@ -484,17 +485,18 @@ def attention(d):
         bits = torch.randint(-(2**31), 2**31, (*rows, -(-keys // 32)), generator=d.generator).int()
         mask = d.one(shown, added.masked_fill(~shown, hidden), bits)
     block = d.one(1, 1, 7, 32) if kind == "indices" else 1
-    indices = None
-    if kind == "indices":
+    indices, tail = None, d.one(5, 1, 70, 0)
+    if kind == "indices" or (kind == "tail" and d.flag()):
         shape = batch, d.one(1, key_heads), tokens, d.one(3, 1, 40, 0)
-        indices = torch.randint(-1, keys // block + 2, shape, generator=d.generator).int()
+        most = keys // block if kind == "indices" else tail
+        indices = torch.randint(-1, most + 2, shape, generator=d.generator).int()
     return {
         "q": d.values(batch, heads, tokens, width, dtype=dtype),
         **cache(d, "k", (batch, key_heads, keys, width), dtype, quantised),
         **cache(d, "v", (batch, key_heads, keys, value_width), dtype, quantised),
         "scale": d.one(width**-0.5, 1.0),
         "mask": mask,
-        "window": None if kind != "order" else d.one(None, 1, 4, 128),
+        "window": d.one(None, 1, 4, 128) if kind in ("order", "tail") else None,
         "lookahead": d.one(0, 3, 2**40) if kind == "order" else 0,
         "key_range": None if kind != "order" else d.maybe(lambda: key_range(d, batch, keys)),
         "indices": indices,
@@ -503,7 +505,14 @@ def attention(d):
         "sinks": d.maybe(lambda: d.values(heads)),
         "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
         "gate_activation": d.one("sigmoid", "softplus"),
+        **(tail_of(d, (batch, key_heads, tail), (width, value_width), dtype) if kind == "tail" else {}),
     }
+
+
+def tail_of(d: Draws, shape: tuple[int, ...], widths: tuple[int, int], dtype) -> dict[str, Any]:
+    names = zip(("k_tail", "v_tail"), widths, strict=True)
+    tail = {name: d.values(*shape, width, dtype=dtype) for name, width in names}
+    return {**tail, "tail_rate": d.one(4, 1, 128), "position": d.one(30, 0, 3, 5000)}
 
 
 @strategy

@@ -551,11 +551,25 @@ def cached(values, scales, biases) -> tuple[np.ndarray, np.ndarray]:
     return number + bias, abs(number) + abs(bias)
 
 
+def with_tail(a, seen: np.ndarray) -> np.ndarray:
+    """How often a token sees the keys, [1, T, S], and those of the tail: [B, Hk or 1, T, S + N]."""
+    batch, _, tokens, _ = a.q.shape
+    shape = (batch, 1, tokens) if a.indices is None else a.indices.shape[:3]
+    of_tail = np.zeros((*shape, a.k_tail.shape[2]))
+    for place in np.ndindex(*shape):
+        complete = min((a.position + place[2] + 1) // a.tail_rate, of_tail.shape[3])
+        selected = range(complete) if a.indices is None else a.indices[place].tolist()
+        for key in selected:
+            if 0 <= key < complete:
+                of_tail[place][key] += 1
+    return np.concatenate((np.broadcast_to(seen[:, None], (*shape, seen.shape[-1])), of_tail), -1)
+
+
 @oracle
 def attention(a):
     tokens, keys = a.q.shape[2], a.k.shape[2]
     added = 0.0
-    if a.indices is not None:
+    if a.indices is not None and a.k_tail is None:
         seen = np.zeros((*a.indices.shape[:3], keys))
         for place in np.ndindex(*a.indices.shape):
             first = a.indices[place].item() * a.index_block
@@ -572,6 +586,10 @@ def attention(a):
         added = np.where(seen, exact(a.mask), 0.0)
     k, k_size = cached(a.k, a.k_scales, a.k_biases)
     v, v_size = cached(a.v, a.v_scales, a.v_biases)
+    if a.k_tail is not None:
+        seen = with_tail(a, seen)
+        k, v = (np.concatenate((x, exact(t)), 2) for x, t in ((k, a.k_tail), (v, a.v_tail)))
+        k_size, v_size = abs(k), abs(v)
     options = (a.sinks, a.scale, seen, added, a.softcap, (k_size, v_size))
     value, error = oracles_sequence.attention(a.q, k, v, *options)
     if a.gate is not None:

@@ -49,6 +49,15 @@ struct Cache {
     params.scales_key_stride = scales->stride(2);
     for (int64_t group = params.width / scales->size(3); group > 1; group /= 2) ++params.group_shift;
   }
+
+  void add_tail(const Tensor& tail) {
+    scales = rows_contiguous(tail);
+    if (scales->stride(2) >= kMostKeyStride) scales = scales->contiguous();
+    params.scales_batch_stride = scales->stride(0);
+    params.scales_head_stride = scales->stride(1);
+    params.scales_key_stride = scales->stride(2);
+    params.vectorised = params.vectorised && starts_aligned(*scales, kRun);
+  }
 };
 
 void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::optional<int64_t> window,
@@ -77,8 +86,6 @@ void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) 
   params.index_head_stride = indices.size(1) == 1 ? 0 : indices.stride(1);
   params.index_token_stride = indices.stride(2);
   params.index_block = block;
-  params.indexed_keys = params.keys;
-  params.keys = indices.size(3) * block;
 }
 
 Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double scale,
@@ -88,15 +95,25 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
                  const std::optional<Tensor>& k_biases, const std::optional<Tensor>& v_scales,
                  const std::optional<Tensor>& v_biases, const std::optional<Tensor>& indices_,
                  int64_t index_block, const std::optional<Tensor>& gate_, std::string_view gate_activation,
-                 int64_t lookahead) {
-  const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2);
-  const int64_t keys = indices_ && k_.size(2) > 0 ? indices_->size(3) * index_block : k_.size(2);
+                 int64_t lookahead, const std::optional<Tensor>& k_tail, const std::optional<Tensor>& v_tail,
+                 int64_t tail_rate, int64_t position) {
+  const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), stored = k_.size(2);
+  const int64_t tail_keys = k_tail ? k_tail->size(2) : 0;
+  const int64_t selected = indices_ ? indices_->size(3) * index_block : tail_keys;
+  const int64_t tail_slots = tail_keys > 0 ? selected : 0;
+  const int64_t keys = k_tail                   ? tail_slots + std::min(window.value_or(stored), stored)
+                       : indices_ && stored > 0 ? selected
+                                                : stored;
   const int64_t value_width = v_.size(3) * (v_scales ? 4 : 1);
   Tensor output = at::empty({batch, tokens, heads, value_width}, q_.options());
   if (output.numel() == 0) return output;
   if (keys == 0) return output.zero_();
   const Tensor q = rows_contiguous(q_);
-  const Cache k(k_, k_scales, k_biases), v(v_, v_scales, v_biases);
+  Cache k(k_, k_scales, k_biases), v(v_, v_scales, v_biases);
+  if (tail_keys > 0) {
+    k.add_tail(*k_tail);
+    v.add_tail(*v_tail);
+  }
   const std::optional<Tensor> key_range = contiguous(key_range_), sinks = contiguous(sinks_);
   const std::optional<Tensor> indices = indices_ ? std::optional(rows_contiguous(*indices_)) : std::nullopt;
   const std::optional<Tensor> gate = gate_ ? std::optional(rows_contiguous(*gate_)) : std::nullopt;
@@ -110,8 +127,13 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.tokens = tokens;
   params.heads = heads;
   params.key_heads = k_.size(1);
-  params.keys = k_.size(2);
-  set_mask(params, mask, window, lookahead);
+  params.keys = keys;
+  params.indexed_keys = stored;
+  params.tail_keys = tail_keys;
+  params.tail_slots = tail_slots;
+  params.tail_rate = tail_rate;
+  params.position = position;
+  if (!k_tail) set_mask(params, mask, window, lookahead);
   if (indices) set_indices(params, *indices, index_block);
   params.gate = token_strides(gate);
   if (gate) {
@@ -125,9 +147,10 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap.value_or(0.0));
 
+  const char* const file = k_tail ? "attention_tailed" : indices ? "attention_selected" : "attention";
   const AttentionPlan plan =
       plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key, params.k.width, value_width,
-                      indices.has_value(), !mask && !k_scales && q.element_size() == 2},
+                      file, !mask && !k_scales && q.element_size() == 2},
                      gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
@@ -140,12 +163,12 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   const Library library =
       k_scales ? quantized_attention_library(q.scalar_type()) : Library{"attention", q.scalar_type()};
   Library of_block = library;
-  if (indices) of_block.file = "attention_selected";
+  of_block.file = file;
   Commands commands;
   commands.add(of_block, plan.kernel)
       .bind_strided(q)
-      .bind_strided(k.values)
-      .bind_strided(v.values)
+      .bind_strided(stored > 0 ? k.values : output)
+      .bind_strided(stored > 0 ? v.values : output)
       .bind_strided(mask ? *mask : output)
       .bind_or(sinks, output)
       .bind(output)
@@ -154,7 +177,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
       .bind_strided(k.biases.value_or(output))
       .bind_strided(v.scales.value_or(output))
       .bind_strided(v.biases.value_or(output))
-      .bind_strided(indices ? *indices : key_range.value_or(output))
+      .bind_strided(selected > 0 && indices ? *indices : key_range.value_or(output))
       .bind_strided(gate.value_or(output))
       .params(params)
       .threadgroup_memory(plan.memory)

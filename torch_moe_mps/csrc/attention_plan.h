@@ -3,6 +3,7 @@
 #pragma once
 #include <cstdint>
 #include <string>
+#include <string_view>
 
 #include "metal/encoder.h"
 
@@ -12,11 +13,12 @@ struct AttentionShape {
   int64_t batch, tokens, heads, key_heads;
   int64_t keys;  // that any token may see
   int64_t width, value_width;
-  bool selects = false;      // each token has keys of its own, by indices
+  std::string_view file = "attention";  // of the kernels: another one for tokens with keys of their own
   bool may_be_wide = false;  // there is a kernel for 16 queries of values over 256: dense, 16 bits, no mask
+  bool selects() const { return file != "attention"; }
   int64_t group_heads() const { return heads / key_heads; }
   // Of a key head, that one block may take.
-  int64_t queries() const { return selects ? group_heads() : group_heads() * tokens; }
+  int64_t queries() const { return selects() ? group_heads() : group_heads() * tokens; }
 };
 
 struct AttentionPlan {

@@ -37,7 +37,7 @@ int64_t query_bytes(const AttentionShape& shape, const Kernel& kernel) {
 bool has_more_queries(const AttentionShape& shape, const Kernel& more) {
   if (shape.queries() <= kFewQueries || query_bytes(shape, more) > kQueryBytes) return false;
   if (more.element == sizeof(float)) return true;
-  return shape.may_be_wide && shape.tokens == 1 && !shape.selects &&
+  return shape.may_be_wide && shape.tokens == 1 && !shape.selects() &&
          ceil_div(shape.queries(), kFewQueries) % 2 == 0;
 }
 
@@ -53,7 +53,7 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   const Kernel& kernel = kernel_for(shape);
   const int64_t queries = kernel.queries, simdgroups = kernel.simdgroups;
   const int64_t tile = simdgroups * kKeysOfSimdgroup;
-  const int64_t blocks = ceil_div(shape.queries(), queries) * (shape.selects ? shape.tokens : 1),
+  const int64_t blocks = ceil_div(shape.queries(), queries) * (shape.selects() ? shape.tokens : 1),
                 groups = shape.batch * shape.key_heads * blocks;
 
   AttentionPlan plan;
@@ -65,8 +65,7 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   const int64_t chunks = std::min(most, ceil_div(wanted, groups));
   plan.chunk = chunks == 1 ? shape.keys : ceil_div(ceil_div(shape.keys, chunks), tile) * tile;
   plan.chunks = std::max<int64_t>(1, ceil_div(shape.keys, plan.chunk));
-  plan.kernel = std::string(shape.selects ? "attention_selected" : "attention") + std::to_string(queries) +
-                "_" + std::to_string(kernel.value_width);
+  plan.kernel = c10::str(shape.file, queries, "_", kernel.value_width);
   plan.grid = {NSUInteger(plan.chunks), NSUInteger(blocks), NSUInteger(shape.batch * shape.key_heads)};
   plan.threads = simdgroups * kSimdWidth;
   plan.merge_grid = {NSUInteger(shape.batch * shape.tokens * shape.heads),
@@ -78,8 +77,9 @@ namespace {
 
 std::string plan_line(int64_t batch, int64_t tokens, int64_t heads, int64_t key_heads, int64_t keys,
                       int64_t width, int64_t value_width, int64_t cores, bool selects, bool may_be_wide) {
-  const AttentionPlan plan = plan_attention(
-      {batch, tokens, heads, key_heads, keys, width, value_width, selects, may_be_wide}, cores);
+  const AttentionPlan plan = plan_attention({batch, tokens, heads, key_heads, keys, width, value_width,
+                                             selects ? "attention_selected" : "attention", may_be_wide},
+                                            cores);
   const Size& grid = plan.grid;
   return c10::str(plan.kernel, " grid ", grid.x, "x", grid.y, "x", grid.z, " of ", plan.threads, " with ",
                   plan.memory, " bytes, ", plan.chunk, " keys each");

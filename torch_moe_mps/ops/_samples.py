@@ -253,6 +253,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         return arguments
 
     over_many = {"q": values(2, 4, 20, D), "k": values(2, 2, 300, D), "v": values(2, 2, 300, V)}
+    compressed = {"k_tail": values(2, 2, 6, D), "v_tail": values(2, 2, 6, V), "tail_rate": 2, "position": 7}
     tail = {"shared_gate": values(T, 1), "shared_out": values(T, H), "residual": values(T, H)}
     strided = values(H, T).t()
     norm = {"norm_weight": values(H), "norm_offset": 1.0}
@@ -328,6 +329,8 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             over_many,
             over_many | {"gate": values(2, 20, 4, V)},
             {"q": values(1, 32, 1, D), "k": values(1, 2, 9, D), "v": values(1, 2, 9, V), "sinks": None},
+            compressed,
+            compressed | {"q": values(2, 36, T, D), "indices": selected, "sinks": None, "window": 2},
             in_8_bits(T, 9),
             in_8_bits(20, 300),
             in_8_bits(20, 300) | {"gate": values(2, 20, 4, _whole_groups(V))},

@@ -16,6 +16,7 @@ MAX_VALUE_HEAD = 512
 CACHE_BITS = 8  # of quantised keys and values
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 MAX_INDEX_BLOCK = 1024  # keys of an index
+MAX_POSITION = 2**31 - 1
 
 
 WORD = 32  # keys of a mask of bits
@@ -50,6 +51,33 @@ def _check_indices(
     heads = indices.shape[1] if indices.shape[1] == key_heads else 1
     check.shape("indices", indices, (batch, heads, tokens, indices.shape[3]), "[B, Hk or 1, T, K]")
     check.between("index_block", block, 1, MAX_INDEX_BLOCK)
+
+
+def _check_tail(
+    check: Check,
+    k: Tensor,
+    v: Tensor,
+    k_tail: Tensor | None,
+    v_tail: Tensor | None,
+    rate: int,
+    position: int,
+    tokens: int,
+    **others: Tensor | None,
+) -> None:
+    if k_tail is None or v_tail is None:
+        for name, given in (("k_tail", k_tail), ("v_tail", v_tail)):
+            if given is not None:
+                check.fail(name, "None unless keys and values have a tail", tuple(given.shape))
+        return
+    for name, given in others.items():
+        if given is not None:
+            check.fail(name, "None beside a tail", tuple(given.shape))
+    check.dtype("k_tail", k_tail, (k.dtype,))
+    check.rank("k_tail", k_tail, (4,))
+    check.shape("k_tail", k_tail, (*k.shape[:2], k_tail.shape[2], k.shape[3]), "[B, Hk, N, D]")
+    check.tensor("v_tail", v_tail, (*k_tail.shape[:3], v.shape[3]), "[B, Hk, N, Dv]", (v.dtype,))
+    check.between("tail_rate", rate, 1, MAX_POSITION)
+    check.between("position", position, 0, MAX_POSITION - tokens)
 
 
 def _check_order(
@@ -104,7 +132,7 @@ def _check_quantized(
 
 def _meta_attention(
     check, q, k, v, mask, window, key_range, softcap, sinks, k_scales, k_biases, v_scales, v_biases, indices,
-    index_block, gate, gate_activation, lookahead, **others
+    index_block, gate, gate_activation, lookahead, k_tail, v_tail, tail_rate, position, **others
 ):  # fmt: skip
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
@@ -131,7 +159,15 @@ def _meta_attention(
     check.tensor("sinks", sinks, (heads,), "[Hq]")
     if mask is not None:
         _check_mask(check, mask, q, k)
-    _check_indices(check, indices, index_block, q, k, mask=mask, window=window, key_range=key_range)
+    has_tail = {"mask": mask, "key_range": key_range, "k_scales": k_scales}
+    if k_tail is not None and lookahead != 0:
+        check.fail("lookahead", "0 beside a tail", lookahead)
+    _check_tail(check, k, v, k_tail, v_tail, tail_rate, position, q.shape[2], **has_tail)
+    if k_tail is None:
+        _check_indices(check, indices, index_block, q, k, mask=mask, window=window, key_range=key_range)
+    else:
+        _check_indices(check, indices, index_block, q, k_tail)
+        check.between("index_block", index_block, 1, 1, " beside a tail")
     _check_order(check, window, lookahead, key_range, mask, indices is not None, batch)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
@@ -172,6 +208,15 @@ def _times_selected(indices: Tensor, block: int, keys: int) -> Tensor:
     return times.scatter_add_(3, rows, torch.ones_like(rows, dtype=torch.float32))[..., :keys]
 
 
+def _seen_of_tail(
+    indices: Tensor | None, tokens: int, keys: int, rate: int, position: int, device: torch.device
+) -> Tensor:
+    """What is added to the scores of a tail's keys, [B or 1, Hk or 1, T, N] in float32."""
+    limits = (torch.arange(position + 1, position + tokens + 1, device=device) // rate)[:, None]
+    seen = _added((torch.arange(keys, device=device) < limits)[None, None])
+    return seen if indices is None else _times_selected(indices, 1, keys).log_() + seen
+
+
 def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
     """[..., S] bool of a mask of bits, [..., ceil(S / 32)] int32."""
     bits = torch.arange(WORD, device=mask.device, dtype=torch.int32)
@@ -193,7 +238,7 @@ def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Te
     return dequantize_values(cache, scales, biases, Format(CACHE_BITS, group))
 
 
-@operator(meta=_meta_attention)
+@operator(meta=_meta_attention, symbols=("position",))
 def attention(
     q: Tensor,
     k: Tensor,
@@ -214,6 +259,10 @@ def attention(
     gate: Tensor | None = None,
     gate_activation: str = "sigmoid",
     lookahead: int = 0,
+    k_tail: Tensor | None = None,
+    v_tail: Tensor | None = None,
+    tail_rate: int = 1,
+    position: int = 0,
 ) -> Tensor:
     """Grouped-query attention over a cache, with all that models add to it.
 
@@ -257,6 +306,14 @@ def attention(
         gate_activation: "sigmoid" or "softplus".
         lookahead: how many keys after its own a token sees, too: S or more for all of them, 0 beside a mask
             or indices. An encoder's window of w keys on both sides is `window=w + 1, lookahead=w`.
+        k_tail, v_tail: [B, Hk, N, D] and [B, Hk, N, Dv] in the dtype of `q`, strides free: further keys and
+            values, each of which stands for `tail_rate` neighbouring tokens, as DeepSeek-V4 compresses them.
+            A token sees a key of the tail if it comes after all of these tokens or is the last of them, and
+            of `k` what it sees without a tail. `indices`, if there are some, select keys of the tail and
+            leave `k` as it is. Not beside a mask, a `key_range`, or keys of 8 bits.
+        tail_rate: at least 1.
+        position: the number of tokens before the new ones, of which token t sees the first
+            (position + t + 1) // tail_rate keys of the tail, however many of them `k` still holds.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
 
@@ -266,14 +323,20 @@ def attention(
     key_heads, keys = k.shape[1:3]
     keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
-    if indices is not None:
-        bias = _times_selected(indices, index_block, keys).log_().unsqueeze(2)
+    if indices is not None and k_tail is None:
+        bias = _times_selected(indices, index_block, keys).log_()
     else:
         if mask is None:
             mask = seen_in_order(tokens, keys, keys, window, key_range, q.device, lookahead)
         elif mask.dtype == torch.int32:
             mask = bits_as_bool(mask, keys)
-        bias = _added(mask).unsqueeze(2)
+        bias = _added(mask)
+    if k_tail is not None and v_tail is not None:
+        tail = _seen_of_tail(indices, tokens, k_tail.shape[2], tail_rate, position, q.device)
+        shape = [max(sizes) for sizes in zip(bias.shape[:3], tail.shape[:3], strict=True)]
+        bias = torch.cat((bias.expand(*shape, -1), tail.expand(*shape, -1)), 3)
+        keys_, values = torch.cat((keys_, k_tail.float()), 2), torch.cat((values, v_tail.float()), 2)
+    bias = bias.unsqueeze(2)
     hidden = bias == -torch.inf
     scores = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:

@@ -180,7 +180,7 @@ struct Selected : C {
            device const typename C::Element* biases, uint batch, uint head, constant CacheParams& params)
       : C(values, scales, biases, batch, head, params) {}
 
-  void select(device const int* indices_, constant AttentionParams& params) {
+  void select(device const int* indices_, uint, constant AttentionParams& params) {
     indices = indices_;
     block = params.index_block;
     stored = params.indexed_keys;
@@ -209,8 +209,51 @@ struct Whole : C {
   Whole(device const uchar* values, device const typename C::Element* scales,
         device const typename C::Element* biases, uint batch, uint head, constant CacheParams& params)
       : C(values, scales, biases, batch, head, params) {}
-  void select(device const int*, constant AttentionParams&) {}
+  void select(device const int*, uint, constant AttentionParams&) {}
   bool has(uint) const { return true; }
+};
+
+// Keys or values of a window and of a tail. The slots of a token are keys of the tail, those of indices or
+// all, and behind them its own key and what lies before it. The tail is in place of the scales.
+template <typename C>
+struct Tailed : C {
+  typedef typename C::Element T;
+  static constant constexpr bool kSelects = true;
+
+  device const T* tail;
+  device const int* indices;
+  uint tail_stride, slots, limit;
+  int own;
+  bool selects;
+
+  Tailed(device const uchar* values, device const T* tail_, device const T*, uint batch, uint head,
+         constant CacheParams& params)
+      : C(values, tail_, tail_, batch, head, params),
+        tail(tail_ + batch * params.scales_batch_stride + head * params.scales_head_stride),
+        tail_stride(params.scales_key_stride) {}
+
+  void select(device const int* indices_, uint token, constant AttentionParams& params) {
+    indices = indices_;
+    selects = params.index_block != 0;
+    slots = params.tail_slots;
+    limit = min(params.tail_keys, (params.position + token + 1) / params.tail_rate);
+    own = int(params.indexed_keys) - int(params.tokens) + int(token);
+  }
+
+  uint row(uint slot) const { return selects ? uint(indices[slot]) : slot; }
+  bool has(uint slot) const { return slot < slots ? row(slot) < limit : int(slot - slots) <= own; }
+
+  template <int N>
+  typename C::template Run<N> load(uint tile, uint key, uint column, bool wanted) const {
+    const uint slot = tile + key;
+    C from = *this;
+    if (slot < slots) {
+      from.start = tail;
+      from.stride = tail_stride;
+    }
+    const uint found = !wanted ? 0 : slot < slots ? row(slot) : uint(own) - (slot - slots);
+    return from.template load<N>(found, 0, column, wanted);
+  }
 };
 
 inline float lowest_of(uint dtype) {
@@ -380,8 +423,8 @@ struct Block {
       device const int* indices = key_range + batch * params.index_batch_stride +
                                   key_head * params.index_head_stride +
                                   queries.only * params.index_token_stride;
-      keys.select(indices, params);
-      values.select(indices, params);
+      keys.select(indices, queries.only, params);
+      values.select(indices, queries.only, params);
     }
     stage(staged, q, queries, batch, key_head, simdgroup * kSimdWidth + lane, params);
 

@@ -128,8 +128,12 @@ struct AttentionParams {
   TokenStrides gate;
   uint32_t gate_width;        // elements of a head's gate: 1 for all of its values, 0 without one
   uint32_t gate_is_softplus;  // else sigmoid
-  uint32_t index_block;       // keys of an index
-  uint32_t indexed_keys;      // of the cache; `keys` are those that indices select
+  uint32_t index_block;       // keys of an index; 0 without indices
+  uint32_t indexed_keys;      // of the cache; `keys` are the slots of a token
+  uint32_t tail_keys;         // whose strides are in place of those of scales
+  uint32_t tail_slots;        // of a token: indices, or all
+  uint32_t tail_rate;         // tokens of a key
+  uint32_t position;          // tokens before the new ones
   uint32_t mask_token_stride;
   uint32_t mask_key_stride;
   uint32_t tokens;

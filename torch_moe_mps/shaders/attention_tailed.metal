@@ -1,0 +1,6 @@
+// Attention over the keys of a window and those of a tail.
+#include "attention.h"
+
+typedef Tailed<DenseCache<MOE_DTYPE> > Cache;
+
+INSTANTIATE_ATTENTION("attention_tailed")
