@@ -149,6 +149,18 @@ def index(dtype: torch.dtype) -> Iterator[Call]:
     yield "index_topk", call, {k: apple.Work("scores", 512 * 32 * 128)}, 512
 
 
+def pooling(dtype: torch.dtype) -> Iterator[Call]:
+    """A token that completes a window of DeepSeek-V4: of overlapping ones, of few channels, of 128 tokens."""
+    for width, rate, overlap in ((512, 4, 2), (128, 4, 2), (512, 128, 1)):
+        columns = overlap * width
+        kv, gate = (on_device(1, 1, columns, dtype=dtype) for _ in range(2))
+        bias, state = on_device(rate, columns), on_device(1, rate * overlap, 2, columns, dtype=dtype)
+        entries, rest = on_device(1, 16, width, dtype=dtype), (on_device(width), on_device(32))
+        arguments = kv, gate, bias, state, entries, 4 * rate - 1, *rest
+        call = functools.partial(torch.ops.moe_mps.pool_window_, *arguments)
+        yield f"pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
+
+
 def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
     state = on_device(1, 8192, 4, dtype=dtype)
@@ -298,6 +310,7 @@ GROUPS = {
     "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
     "tailed": (tailed, ["attention_tailed_{}"]),
     "index": (index, ["index_{}"]),
+    "pooling": (pooling, ["pooling_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}"]),
@@ -308,7 +321,17 @@ GROUPS = {
     "mxfp4": (functools.partial(quantised, name="mxfp4"), ["quantized_mxfp4_{}"]),
 }
 # What the names of libraries start with; together they are all of them.
-KINDS = ["norms", "rope", "attention", "index", "linear_attention", "hyper_connection", "combine", "routing"]
+KINDS = [
+    "norms",
+    "rope",
+    "attention",
+    "index",
+    "pooling",
+    "linear_attention",
+    "hyper_connection",
+    "combine",
+    "routing",
+]
 KINDS += ["bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += [f"quantized_{name}" for name in ("mxfp4", "mxfp8", "nvfp4", *GGUF_FORMATS)]
@@ -489,6 +512,19 @@ not dispatched here
   attention_selected8_512_affine8_bf16: 96.5 registers, -/256/512 threads
   attention_selected8_64_affine8_bf16: 94 registers, -/128/512 threads
   attention_selected8_64_bf16: 90 registers, -/128/576 threads
+""",
+        )
+
+    def test_pooling(self):
+        self.assertExpectedInline(
+            costs("pooling", "bf16"),
+            """\
+pool_window_ of 4 tokens of 1024
+  pool_windows_bf16: 85.57 82.07 slots an element, 45 registers, 256/256/1024 threads
+pool_window_ of 4 tokens of 256
+  pool_windows_bf16: 85.97 82.47 slots an element, 45 registers, 64/256/1024 threads
+pool_window_ of 128 tokens of 512
+  pool_windows_bf16: 72.23 69.20 slots an element, 45 registers, 256/256/1024 threads
 """,
         )
 

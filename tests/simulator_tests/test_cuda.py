@@ -15,8 +15,10 @@ from measured.cases.fused import (
     Hyper,
     IndexKeys,
     Logits,
+    PoolWindow,
     RopeCache,
     SelectiveScan,
+    Tailed,
 )
 from measured.cases.layer import Bucket, Gate, LayerNorm, Norm, Router, SiluMul, WeightedSum
 from measured.cases.values import Shapes
@@ -42,7 +44,14 @@ LIBRARIES = [
     "experts_f16",
     "index_f16",
 ]
-LIBRARIES += ["hyper_connection_f16", "linear_attention_f16", "norms_f16", "rope_f16", "routing_f16"]
+LIBRARIES += [
+    "hyper_connection_f16",
+    "linear_attention_f16",
+    "norms_f16",
+    "pooling_f16",
+    "rope_f16",
+    "routing_f16",
+]
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]
 UNBOUNDED = ["hyper_connection_f16", "routing_f16"]  # a simdgroup a row, as many registers as it takes
@@ -209,6 +218,8 @@ def some_cases() -> list:
         SelectiveScan("fused", 3, 70, "bf16"),
         RopeCache("fused", 2, 3, 1, 64, 5, "f16"),
         IndexKeys("fused", 2, 3, 64, 5, "f16"),
+        PoolWindow("sanitize", 5, 70, 4, 2, "f16"),
+        Tailed("sanitize", 1, 9, 64, 40, 5, "f16"),
     ]
 
 
@@ -268,6 +279,8 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
             "FusedLinear",
             "Logits",
             "Hyper",
+            "PoolWindow",
+            "Tailed",
             "RopeCache",
             "Delta",
             "SelectiveScan",

@@ -529,6 +529,24 @@ def index_topk(d):
     }
 
 
+@strategy
+def pool_window_(d):
+    batch, tokens, rate, overlap = d.one(1, 2, 0), d.one(1, 2, 9, 40, 0), d.one(4, 1, 3, 16), d.one(2, 1)
+    width, position, dtype = d.one(8, 2, 70, 256), d.one(3, 0, 17, 1000), d.dtype()
+    columns = width * overlap
+    return {
+        **{name: d.values(batch, tokens, columns, dtype=dtype) for name in ("kv", "gate")},
+        "position_bias": d.values(rate, columns, dtype=d.dtype()),
+        "state_": d.values(batch, rate * overlap, 2, columns, dtype=dtype),
+        "entries_": d.values(batch, (position + tokens) // rate + d.one(0, 3), width, dtype=dtype),
+        "position": position,
+        "norm_weight": d.values(width, dtype=d.dtype()),
+        "inv_freq": d.values(d.one(1, 0, width // 2)).abs(),
+        "scaling": d.one(1.0, 0.5),
+        "eps": d.eps(),
+    }
+
+
 def of_streams(d: Draws, leading: tuple[int, ...], count: int, width: int, dtype) -> dict[str, Any]:
     """What a block adds to the streams of a hyper-connection."""
     return {

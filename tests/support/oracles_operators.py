@@ -601,6 +601,53 @@ def attention(a):
 
 
 @oracle
+def pool_window_(a):
+    """One window after the other, one token after the other."""
+    state, entries = exact(a.state_), exact(a.entries_)
+    errors = np.zeros_like(entries)
+    new = np.stack((exact(a.kv), exact(a.gate)), 2)
+    (_, tokens, width), rate, rows, of_entry = (
+        a.kv.shape,
+        len(a.position_bias),
+        len(state[0]),
+        entries.shape[2],
+    )
+    end = a.position + tokens
+
+    def held(token):  # [B, 2, W]
+        return state[:, token % rows] if token < a.position else new[:, token - a.position]
+
+    for window in range(a.position // rate, end // rate):
+        parts = [(window * rate + j, j, slice(width - of_entry, width)) for j in range(rate)]
+        if width > of_entry and window > 0:
+            parts += [((window - 1) * rate + j, j, slice(0, of_entry)) for j in range(rate)]
+        values = np.stack([held(token)[:, 0, columns] for token, _, columns in parts])
+        bias = exact(a.position_bias)
+        logits = np.stack([held(token)[:, 1, columns] + bias[j, columns] for token, j, columns in parts])
+        weights = np.exp(logits - logits.max(0))
+        weights = weights / weights.sum(0)
+        pooled = (weights * values).sum(0)
+        error = (len(parts) + 8 + 4 * abs(logits).max(0)) * FLOAT32_EPS * (weights * abs(values)).sum(0)
+        inverse = 1 / np.sqrt(np.mean(pooled**2, -1, keepdims=True) + a.eps)
+        weight = exact(a.norm_weight)
+        error += abs(pooled) * (8 * FLOAT32_EPS + inverse * np.sqrt(np.mean(error**2, -1, keepdims=True)))
+        x, error = pooled * inverse * weight, error * inverse * abs(weight)
+        angles = (np.float32(window * rate) * a.inv_freq.numpy()).astype(np.float64)
+        cos, sin = np.cos(angles) * a.scaling, np.sin(angles) * a.scaling
+        first, second = (slice(of_entry - 2 * len(angles) + i, None, 2) for i in range(2))
+        sizes = abs(x[:, first]) + abs(x[:, second])
+        slack = (error[:, first] + error[:, second] + 8 * FLOAT32_EPS * sizes) * max(abs(a.scaling), 1e-30)
+        turned = x[:, first] * cos - x[:, second] * sin, x[:, second] * cos + x[:, first] * sin
+        if len(angles):
+            x[:, first], x[:, second] = turned
+            error[:, first] = error[:, second] = slack
+        entries[:, window], errors[:, window] = x, error
+    for token in range(max(a.position, end - rows), end):
+        state[:, token % rows] = new[:, token - a.position]
+    return [Expected(state), Expected(entries, errors)]
+
+
+@oracle
 def write_cache_quantized_(a):
     rows = slice(a.start, a.start + a.states.shape[2])
     packed, scales, biases = a.packed_.view(torch.int32).numpy().copy(), exact(a.scales_), exact(a.biases_)

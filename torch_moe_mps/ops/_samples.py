@@ -153,6 +153,11 @@ def sample_arguments(
             "top_k": 5,
             "scale": 0.25,
         },
+        "pool_window_": {
+            **{"kv": values(2, T, 16), "gate": values(2, T, 16), "position_bias": values(2, 16)},
+            **{"state_": values(2, 4, 2, 16), "entries_": values(2, T // 2 + 4, 8), "position": 3},
+            **{"norm_weight": values(8), "inv_freq": values(2, dtype=torch.float32)},
+        },
         "hyper_update": {
             **{"streams": values(T, 2, H), "out": values(T, H), "post": values(T, 2, dtype=torch.float32)},
             "comb": values(T, 2, 2, dtype=torch.float32),

@@ -33,6 +33,9 @@ GEOMETRY kIndexWidth = 256;
 GEOMETRY kSelectThreads = 1024;
 GEOMETRY kSelectBins = 2048;
 
+// Pooling: a thread takes two channels of an entry, MAX_POOLED_WIDTH of ops/pooling.py at most.
+GEOMETRY kPoolThreads = 256;
+
 // Linear attention
 GEOMETRY kConvThreads = 64;
 GEOMETRY kConvTokens = 8;       // of a thread, at least

@@ -452,6 +452,27 @@ struct IndexParams {
   float scale;
 };
 
+// pool_windows. Strides are in elements; the state is contiguous.
+struct PoolParams {
+  uint64_t batch_stride;  // of what is pooled
+  uint64_t token_stride;
+  uint64_t gate_batch_stride;
+  uint64_t gate_token_stride;
+  uint64_t entry_batch_stride;
+  uint64_t entry_stride;
+  uint32_t tokens;
+  uint32_t position;  // tokens before the new ones
+  uint32_t rate;      // tokens of a window
+  uint32_t rows;      // tokens of the state
+  uint32_t columns;   // of a token: those of an entry, or twice as many if windows overlap
+  uint32_t width;     // of an entry
+  uint32_t turning;   // pairs of an entry
+  uint32_t bias_dtype;
+  uint32_t weight_dtype;
+  float scaling;
+  float eps;
+};
+
 // Hyper-connections. Rows of streams are contiguous.
 struct HyperParams {
   uint32_t tokens;

@@ -17,7 +17,7 @@ from .linears import formats_in, has_quantized_weights
 from .rewriting.record import kv_bits_of
 
 # Libraries that depend on a format or on the dtype of ids, not on activations alone.
-_OF_WEIGHTS = ("experts", "quantized", "attention_", "index", "hyper_connection")
+_OF_WEIGHTS = ("experts", "quantized", "attention_", "index", "pooling", "hyper_connection")
 
 OLDEST_TORCH = (2, 13)
 

@@ -212,6 +212,97 @@ class Hyper(Case):
 
 
 @dataclass
+class PoolWindow(Case):
+    """pool_window_ in front of a window's end, or of a prompt."""
+
+    mutated: ClassVar[tuple[str, ...]] = ("state_", "entries_")
+    group: str
+    tokens: int
+    width: int
+    rate: int
+    overlap: int
+    dtype: str
+
+    @property
+    def name(self):
+        kind = f"{self.overlap} x {self.rate} tokens of {self.width}"
+        return f"{self.group} pool_window_ {kind} T {self.tokens} {self.dtype}"
+
+    @property
+    def position(self) -> int:
+        return 3 * self.rate - 1
+
+    def inputs(self, values):
+        def random(*shape: int) -> Tensor:
+            return values.normal(1, *shape, dtype=DTYPES[self.dtype])
+
+        columns, rows = self.overlap * self.width, self.overlap * self.rate
+        entries = (self.position + self.tokens) // self.rate
+        return {
+            **{name: random(self.tokens, columns) for name in ("kv", "gate")},
+            "position_bias": values.normal(self.rate, columns),
+            "state_": random(rows, 2, columns),
+            "entries_": random(entries, self.width),
+            "norm_weight": norm_of(values, self.width, "f32"),
+            "inv_freq": values.uniform(self.width // 8, low=1e-4, high=1.0),
+        }
+
+    def call(self, t):
+        return ops().pool_window_(**t, position=self.position)
+
+    def wrong(self, before, after):
+        given = {name: before[name] for name in before} | {"position": self.position}
+        state, entries = oracles_operators.expected("pool_window_", given)
+        return differs(after["state_"], state.value) or differs(after["entries_"], entries.value)
+
+    def bytes_moved(self, t, part=""):
+        return 2 * (t["kv"].nbytes + t["gate"].nbytes) + t["entries_"].nbytes
+
+
+@dataclass
+class Tailed(Case):
+    """attention to a window of 128 tokens and to keys that stand for four each."""
+
+    group: str
+    tokens: int
+    heads: int
+    width: int
+    entries: int
+    selected: int  # 0: all
+    dtype: str
+
+    @property
+    def name(self):
+        kind = f"{self.heads} of {self.width}, {self.selected} of {self.entries}"
+        return f"{self.group} tailed attention {kind} T {self.tokens} {self.dtype}"
+
+    def inputs(self, values):
+        def random(*shape: int) -> Tensor:
+            return values.normal(1, *shape, self.width, dtype=DTYPES[self.dtype])
+
+        tensors = {"q": random(self.heads, self.tokens), "k": random(1, 127 + self.tokens)}
+        tensors["k_tail"] = random(1, self.entries)
+        if self.selected:
+            shape = 1, 1, self.tokens, self.selected
+            tensors["indices"] = values.integers(*shape, dtype=torch.int32, low=-1, high=self.entries - 1)
+        return tensors
+
+    def call(self, t):
+        return ops().attention(**self._arguments(t))
+
+    def _arguments(self, t):
+        both = {"v": t["k"], "v_tail": t["k_tail"], "scale": self.width**-0.5, "window": 128}
+        return dict(t) | both | {"tail_rate": 4, "position": 4 * self.entries - self.tokens}
+
+    def wrong(self, before, after):
+        (right,) = oracles_operators.expected("attention", self._arguments(before))
+        return differs(after["result0"], right.value)
+
+    def bytes_moved(self, t, part=""):
+        return 2 * t["q"].nbytes + sum(t[name].nbytes for name in ("k", "k_tail"))
+
+
+@dataclass
 class RopeCache(Case):
     """rope_cache_ with norms of q and k."""
 
@@ -315,6 +406,8 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
     cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
+    cases += [PoolWindow("fused", t, 512, *kind, "bf16") for t in (1, 1024) for kind in ((4, 2), (128, 1))]
+    cases += [Tailed("fused", 1, 64, 512, 8192, selected, "bf16") for selected in (0, 512)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
 
@@ -331,4 +424,6 @@ def sanitizer_fused() -> list[Case]:
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
     cases += [SelectiveScan("sanitize", t, 70, "bf16") for t in (1, 33)]
     cases += [Hyper("sanitize", t, width, "f16") for t in (1, 3) for width in (132, 1028)]
+    cases += [PoolWindow("sanitize", t, 70, *kind, "f16") for t in (1, 21) for kind in ((4, 2), (3, 1))]
+    cases += [Tailed("sanitize", t, 9, 64, 40, selected, "f16") for t in (1, 3) for selected in (0, 5)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]

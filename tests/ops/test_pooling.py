@@ -1,0 +1,88 @@
+"""pool_window_ against the float64 oracle."""
+
+import pytest
+import torch
+from support.oracles_operators import checked
+from support.values import DTYPES, numbers
+
+from torch_moe_mps.ops.pooling import pool_window_
+
+
+def arguments(device, dtype, batch, tokens, width, rate, overlap, position, turning, room=2):
+    columns = width * (2 if overlap else 1)
+    shape = batch, (position + tokens) // rate + room, width
+    return {
+        "kv": numbers(batch, tokens, columns, dtype=dtype).to(device),
+        "gate": numbers(batch, tokens, columns, dtype=dtype, seed=1).to(device),
+        "position_bias": numbers(rate, columns, seed=2).to(device),
+        "state_": numbers(batch, rate * columns // width, 2, columns, dtype=dtype, seed=3).to(device),
+        "entries_": numbers(*shape, dtype=dtype, seed=4).to(device),
+        "position": position,
+        "norm_weight": numbers(width, seed=5).to(device),
+        "inv_freq": numbers(turning, seed=6).abs().to(device),
+        "scaling": 0.75,
+    }
+
+
+# B, T, D, rate, overlap, position, pairs that turn: DeepSeek-V4's three kinds, tokens that complete a window
+# and that do not, prompts that end in a window, windows of one token, the first window, no token.
+SIZES = [
+    (1, 1, 512, 4, True, 4099, 32),
+    (2, 1, 128, 4, True, 6, 32),
+    (1, 1, 512, 128, False, 1023, 32),
+    (1, 300, 128, 128, False, 70, 64),
+    (2, 23, 40, 4, True, 0, 8),
+    (1, 23, 40, 4, True, 5, 0),
+    (1, 3, 8, 4, True, 0, 4),
+    (2, 5, 70, 1, True, 2, 3),
+    (1, 9, 6, 1, False, 0, 1),
+    (1, 0, 8, 4, True, 3, 1),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sizes(device, dtype):
+    for sizes in SIZES:
+        checked("pool_window_", **arguments(device, dtype, *sizes))
+
+
+def test_strides(device):
+    """Of columns of a joined projection, and of a cache and a state between others."""
+    given = arguments(device, torch.bfloat16, 2, 9, 40, 4, True, 3, 8)
+    joined = torch.cat((given["kv"][..., :3], given["gate"], given["kv"]), -1)
+    given |= {"gate": joined[..., 3:83], "kv": joined[..., 83:]}
+    given["entries_"] = torch.cat((given["entries_"], given["entries_"]), 2)[..., 40:]
+    given["state_"] = given["state_"].transpose(0, 1).contiguous().transpose(0, 1)
+    checked("pool_window_", **given)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_any_cut_gives_the_same_bits(device, overlap):
+    """And what the state holds before the first token has no part in it."""
+    for dtype, width in ((torch.float32, 64), (torch.bfloat16, 36)):
+        whole = arguments(device, dtype, 2, 40, width, 4, overlap, 0, 8)
+        pool_window_(**whole)
+        for cuts in ((1,) * 40, (3, 1, 4, 9, 23), (4, 36), (17, 0, 22, 1), (39, 1)):
+            state = torch.full_like(whole["state_"], torch.nan)
+            given = whole | {"state_": state, "entries_": torch.zeros_like(whole["entries_"])}
+            for tokens, begin in zip(cuts, torch.tensor((0, *cuts)).cumsum(0).tolist(), strict=False):
+                parts = {name: whole[name][:, begin : begin + tokens] for name in ("kv", "gate")}
+                pool_window_(**given | parts | {"position": begin})
+            assert torch.equal(given["entries_"][:, :10], whole["entries_"][:, :10])
+            assert torch.equal(state, whole["state_"])
+
+
+def test_what_is_not_finite_stays_in_its_windows(device):
+    given = arguments(device, torch.float32, 1, 16, 8, 4, True, 0, 2)
+    given["gate"][:, 5, 3] = torch.nan
+    pool_window_(**given)
+    assert given["entries_"].isnan().any(-1).tolist() == [[False, False, True, False, False, False]]
+
+
+def test_one_launch_whatever_the_position(simulated):
+    for position in (0, 3, 7, 1000):
+        with simulated.trace() as commands:
+            pool_window_(**arguments("mps", torch.bfloat16, 1, 1, 128, 4, True, position, 8))
+        assert [line.split()[:3] for line in commands if " grid " in line] == [
+            ["pool_windows_bf16", "grid", "1x1x1"]
+        ]

@@ -1,0 +1,64 @@
+#include <ATen/core/Tensor.h>
+
+#include <algorithm>
+
+#include "../shaders/params.h"
+#include "register.h"
+#include "tensors.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+
+void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position_bias, const Tensor& state_,
+                  const Tensor& entries_, int64_t position, const Tensor& norm_weight, const Tensor& inv_freq,
+                  double scaling, double eps) {
+  if (kv_.numel() == 0) return;
+  const Tensor kv = rows_contiguous(kv_), gate = rows_contiguous(gate_), state = state_.contiguous();
+  const Tensor entries = rows_contiguous(entries_);
+  PoolParams params{};
+  params.batch_stride = kv.stride(0);
+  params.token_stride = kv.stride(1);
+  params.gate_batch_stride = gate.stride(0);
+  params.gate_token_stride = gate.stride(1);
+  params.entry_batch_stride = entries.stride(0);
+  params.entry_stride = entries.stride(1);
+  params.tokens = kv.size(1);
+  params.position = position;
+  params.rate = position_bias.size(0);
+  params.rows = state.size(1);
+  params.columns = kv.size(2);
+  params.width = entries.size(2);
+  params.turning = inv_freq.size(0);
+  params.bias_dtype = dtype_code(position_bias);
+  params.weight_dtype = dtype_code(norm_weight);
+  params.scaling = static_cast<float>(scaling);
+  params.eps = static_cast<float>(eps);
+
+  const int64_t closed = (position + params.tokens) / params.rate - position / params.rate;
+  const int64_t groups = std::max<int64_t>(1, closed - (params.columns > params.width));
+  Commands commands;
+  commands.add({"pooling", kv.scalar_type()}, "pool_windows")
+      .bind_strided(kv)
+      .bind_strided(gate)
+      .bind(position_bias.contiguous())
+      .bind(state)
+      .bind_strided(entries.numel() > 0 ? entries : state)
+      .bind(norm_weight.contiguous())
+      .bind(params.turning > 0 ? inv_freq.contiguous() : norm_weight.contiguous())
+      .params(params)
+      .threadgroups({NSUInteger(groups), NSUInteger(kv.size(0))},
+                    {NSUInteger(ceil_div(params.width, 2 * kSimdWidth) * kSimdWidth)});
+  commands.encode();
+  if (!state.is_same(state_)) state_.copy_(state);
+  if (!entries.is_same(entries_)) entries_.copy_(entries);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<pool_window_>(m, "pool_window_");
+}
+
+}  // namespace moe_mps

@@ -1,0 +1,120 @@
+"""Keys that stand for windows of tokens: sums of what these have, weighted by gates."""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES
+from ._registry import operator
+from .attention import MAX_POSITION
+from .norms import normed
+
+MAX_POOLED_WIDTH = 512  # elements of an entry
+
+
+def _meta_pool_window(
+    check, kv, gate, position_bias, state_, entries_, position, norm_weight, inv_freq, **others
+):
+    check.dtype("kv", kv, ACTIVATION_DTYPES)
+    check.rank("kv", kv, (3,))
+    batch, tokens, width = kv.shape
+    check.tensor("gate", gate, kv.shape, "kv's", (kv.dtype,))
+    check.rank("entries_", entries_, (3,))
+    check.dtype("entries_", entries_, (kv.dtype,))
+    of_entry = entries_.shape[2]
+    check.between("entries_' last dimension", of_entry, 2, MAX_POOLED_WIDTH)
+    if of_entry % 2 or width not in (of_entry, 2 * of_entry):
+        expected = f"of an even last dimension D, with W = D or 2 D, here {width}"
+        check.fail("entries_", expected, tuple(entries_.shape))
+    check.rank("position_bias", position_bias, (2,))
+    rate = position_bias.shape[0]
+    check.tensor("position_bias", position_bias, (max(rate, 1), width), "[rate, W]")
+    rows = rate * width // of_entry
+    check.tensor("state_", state_, (batch, rows, 2, width), "[B, rate W / D, 2, W]", (kv.dtype,))
+    check.between("position", position, 0, MAX_POSITION - tokens)
+    closed = (position + tokens) // rate
+    if entries_.shape[0] != batch or entries_.shape[1] < closed:
+        expected = f"of shape [B, N, D], with B = {batch} and N at least {closed}"
+        check.fail("entries_", expected, tuple(entries_.shape))
+    check.tensor("norm_weight", norm_weight, (of_entry,), "[D]")
+    check.dtype("inv_freq", inv_freq, (torch.float32,))
+    check.rank("inv_freq", inv_freq, (1,))
+    check.between("inv_freq's length", inv_freq.shape[0], 0, of_entry // 2)
+
+
+@operator(meta=_meta_pool_window, symbols=("position",))
+def pool_window_(
+    kv: Tensor,
+    gate: Tensor,
+    position_bias: Tensor,
+    state_: Tensor,
+    entries_: Tensor,
+    position: int,
+    norm_weight: Tensor,
+    inv_freq: Tensor,
+    scaling: float = 1.0,
+    eps: float = 1e-6,
+) -> None:
+    """An entry for each window of tokens that new tokens complete, into a cache of entries (DeepSeek-V4).
+
+    Window w has the tokens w * rate to (w + 1) * rate - 1, and for each channel c of an entry
+
+    weight[j, c] = softmax_j(gate[j, c] + position_bias[j, c]), over the tokens j of the window
+    entry[w, c] = sum_j weight[j, c] * kv[j, c], then rms(entry) * norm_weight
+    (a, b) -> (a * cos - b * sin, b * cos + a * sin), for each neighbouring pair of the last channels, with
+    cos, sin = scaling * cos and sin of w * rate * inv_freq
+
+    With W = 2 D windows overlap: the sum goes over the tokens of window w - 1, if there is one, with the
+    first D columns of `kv`, `gate` and `position_bias`, and over those of window w with the last D.
+    Arithmetic is in float32, rounded once. However tokens are split into calls, entries have the same bits.
+
+    Args:
+        kv, gate: [B, T, W], float32, float16 or bfloat16: of the new tokens; any strides.
+        position_bias: [rate, W], any of the three dtypes.
+        state_: [B, rate * W / D, 2, W] in the dtype of `kv`: kv and gate of token p at p % (rate * W / D);
+            what is needed of them later is updated in place. Before the first token it may hold anything.
+        entries_: [B, N, D] in the dtype of `kv`, D even and up to 512: entry w at w. The new ones are
+            written in place, whatever the strides.
+        position: the number of tokens before the new ones.
+        norm_weight: [D], any of the three dtypes.
+        inv_freq: [R / 2], float32: radians a token of the pairs that turn.
+        scaling: factor of cos and sin.
+        eps: added to the mean of squares.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    tokens, width = kv.shape[1:]
+    rate, of_entry, rows = position_bias.shape[0], entries_.shape[2], state_.shape[1]
+    first, closed = position // rate, (position + tokens) // rate
+    new = torch.stack((kv, gate), 2)
+    if closed > first:
+        begin = max(first - (width > of_entry), 0) * rate
+        every = torch.cat((state_[:, torch.arange(begin, position) % rows], new), 1)
+        windows = every[:, : closed * rate - begin].float().unflatten(1, (-1, rate))
+        values, logits = windows[..., 0, :], windows[..., 1, :] + position_bias.float()
+        if width > of_entry:
+            values, logits = (
+                _overlapped(F.pad(x, (0, 0, 0, 0, 1, 0), value=nothing) if first == 0 else x)
+                for x, nothing in ((values, 0.0), (logits, -torch.inf))
+            )
+        entries = normed((values * logits.softmax(2)).sum(2), norm_weight, eps, 0.0)
+        entries_[:, first:closed] = _turned(entries, first, rate, inv_freq, scaling).to(entries_.dtype)
+    kept = min(tokens, rows)
+    places = torch.arange(position + tokens - kept, position + tokens) % rows
+    state_[:, places] = new[:, tokens - kept :]
+
+
+def _overlapped(x: Tensor) -> Tensor:
+    """[B, n, 2 rate, D] of n + 1 windows: the first columns of one and the last of the next."""
+    before, own = x.chunk(2, -1)
+    return torch.cat((before[:, :-1], own[:, 1:]), 2)
+
+
+def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, scaling: float) -> Tensor:
+    """The entries from number `first` on, with their last columns turned."""
+    numbers = torch.arange(first, first + entries.shape[1], device=entries.device)
+    angles = (numbers * rate)[:, None].float() * inv_freq
+    cos, sin = angles.cos() * scaling, angles.sin() * scaling
+    still, turning = entries.split([entries.shape[2] - 2 * len(inv_freq), 2 * len(inv_freq)], -1)
+    a, b = turning[..., 0::2], turning[..., 1::2]
+    return torch.cat((still, torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)), -1)

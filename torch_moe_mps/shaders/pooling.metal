@@ -1,0 +1,3 @@
+#include "pooling.h"
+
+INSTANTIATE("pool_windows", pool_windows<MOE_DTYPE>)
