@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import Source
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -47,6 +47,13 @@ class _Named(Source):
         return own
 
 
+class _Symbols(ShapeEnv):
+    """Does not look for the line of code that a guard comes from: torch imports its compiler for that."""
+
+    def _get_user_frame(self) -> None:
+        return None
+
+
 class Recorder(TorchDispatchMode):
     """Records into `graph` what runs inside its block.
 
@@ -58,12 +65,15 @@ class Recorder(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.graph = fx.Graph()
-        self.env = ShapeEnv(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
+        self.env = _Symbols(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
         self.symbols: dict[Any, int] = {}
         self._nodes: dict[int, fx.Node] = {}  # of tensors, by id
         self._fake_of: dict[int, FakeTensor] = {}  # of constants, by id
         self._alive: list[Any] = []
+        self._keys: dict[int, tuple[Any, ...]] = {}  # of fake tensors, by id
+        self._results: dict[Any, Any] = {}  # {call: what it gave}
+        self._plain: dict[int, Tensor] = {}  # meta tensors like results, by their id
 
     def symbol(self, value: int, least: int) -> torch.SymInt:
         """A number that is `value` now and at least `least` in every call."""
@@ -90,6 +100,7 @@ class Recorder(TorchDispatchMode):
         """Ends the graph, which returns these tensors."""
         self.graph.output([self.node_of(tensor) for tensor in results])
         self._alive, self._nodes, self._fake_of = [], {}, {}
+        self._keys, self._results, self._plain = {}, {}, {}
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that makes a tensor, or a constant for one that nothing here has made."""
@@ -139,6 +150,47 @@ class Recorder(TorchDispatchMode):
             return [self._recorded(item) for item in value]
         return value
 
+    def _result(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """What an operator gives: as of an equal call before, of which layers have many."""
+        is_ours = func.namespace == "moe_mps"
+        if func._schema.is_mutable and not is_ours:  # it may change a tensor's shape
+            self._keys = {}
+        if not is_ours and (func._schema.is_mutable or not func.is_view):
+            return func(*args, **kwargs)
+        key = func, self._key(args), self._key([*kwargs.items()])
+        if key in self._results:
+            known = self._results[key]
+            return [*map(self._like, known)] if isinstance(known, (list, tuple)) else self._like(known)
+        result = func(*args, **kwargs)
+        if all(id(each) not in self._nodes for each in _listed(result)):
+            self._results[key] = result
+        return result
+
+    def _key(self, value: Any) -> Any:
+        if isinstance(value, FakeTensor):
+            key = self._keys.get(id(value))
+            if key is None:
+                key = value.dtype, value.fake_device, *map(self._key, geometry(value))
+                if id(value) in self._nodes:  # it stays alive
+                    self._keys[id(value)] = key
+            return key
+        if isinstance(value, torch.SymInt):
+            return value.node.expr
+        if isinstance(value, (list, tuple)):
+            return tuple(map(self._key, value))
+        return type(value), value
+
+    def _like(self, known: Any) -> Any:
+        """A new fake tensor like another one; both may share memory, which nobody asks of fake tensors."""
+        if not isinstance(known, FakeTensor):
+            return known
+        if id(known) not in self._plain:
+            shape, stride, offset = geometry(known)
+            with in_kernel_invocation_manager(self.fakes), self.env.suppress_guards():
+                made = torch.empty_strided(shape, stride, dtype=known.dtype, device="meta")
+                self._plain[id(known)] = made.set_(made.untyped_storage(), offset, shape, stride)
+        return FakeTensor(self.fakes, self._plain[id(known)], known.fake_device)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _PLAIN.issuperset(types):
             return NotImplemented
@@ -147,8 +199,8 @@ class Recorder(TorchDispatchMode):
             func = _ATEN.clone.default
         args = [self._fake(value) for value in args]
         kwargs = {name: self._fake(value) for name, value in kwargs.items()}
-        result = func(*args, **kwargs)
-        results = result if isinstance(result, (list, tuple)) else [result]
+        result = self._result(func, args, kwargs)
+        results = _listed(result)
         if not any(isinstance(each, Tensor) for each in results) and not func._schema.is_mutable:
             return result  # a number, which is known
         node = self.graph.call_function(
@@ -161,6 +213,14 @@ class Recorder(TorchDispatchMode):
                 made = self.graph.call_function(_item, (node, number)) if of_list else node
                 self._name(each, made)
         return result
+
+
+def _listed(result: Any) -> Any:
+    return result if isinstance(result, (list, tuple)) else [result]
+
+
+def geometry(tensor: Tensor) -> tuple[Any, Any, Any]:
+    return tensor.shape, tensor.stride(), tensor.storage_offset()
 
 
 def _item(results: Any, number: int) -> Any:
