@@ -106,6 +106,14 @@ def simulated(request):
 
 
 @pytest.fixture
+def few_formats(monkeypatch) -> None:
+    """Random calls have one format of each way of storing, as each further one is compiled for them alone."""
+    from support import any_arguments
+
+    monkeypatch.setattr(any_arguments, "EVERY_FORMAT", ("affine4_64", "mxfp4", "q4_k"))
+
+
+@pytest.fixture
 def every_order(device, request) -> Callable[[], Iterator[None]]:
     """For repeating a call on `device`: in the simulator each time in another order of threads."""
 

@@ -52,6 +52,7 @@ def run(name: str, device: str, request, examples: int, **options) -> None:
 
 
 @pytest.mark.one_schedule
+@pytest.mark.usefixtures("few_formats")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_few(device, name, request):
     run(name, device, request, 4, derandomize=True)

@@ -9,8 +9,9 @@ from simulator.testing import linux_only
 
 pytestmark = linux_only
 
-# Of the formats those in groups of 64: in the others a number differs. Of the dtypes one always, the others,
-# in which a word differs, in the sweep.
+# Of the formats those in groups of 64: in the others a number differs. Always one dtype, and a format of each
+# way of storing; the others, in which words and numbers differ, in the sweep.
+ALWAYS = ("affine3_64", "affine4_64", "mxfp4", "nvfp4", "q3_k", "q4_k", "iq4_xs")
 LIBRARIES = [
     name
     for tensor_units in (False, True)
@@ -21,6 +22,7 @@ LIBRARIES = [
 
 def in_sweep(library):
     others = library.endswith(("_f16", "_f32"))
+    others |= library.startswith("quantized_") and library.split("_", 1)[1].rpartition("_")[0] not in ALWAYS
     if library.startswith("tensor_units_"):
         others = not library.endswith(("affine3_64_bf16", "affine4_64_f16", "mxfp4_bf16", "dense_f16"))
     return pytest.param(library, marks=pytest.mark.sweep if others else ())

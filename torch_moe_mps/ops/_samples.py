@@ -28,6 +28,13 @@ def _whole_groups(width: int) -> int:
     return -(-width // 32) * 32
 
 
+class _Made(dict):
+    """Values are made when one asks for them: the arguments of all operators take long."""
+
+    def __getitem__(self, name):
+        return super().__getitem__(name)()
+
+
 def packet(name: str) -> Callable:
     return getattr(torch.ops.moe_mps, name)
 
@@ -66,6 +73,7 @@ def sample_arguments(
     ids = ids.repeat(-(-T // 3), 1)[:T]
     weights = values(T, K, dtype=torch.float32).abs()
     named = {"format": format.name}
+    routed = {"logits": values(T, E), "top_k": K, "norm_topk_prob": True}
     slots = {"slots": values(T, K, H), "weights": weights}
 
     scale_dtype = dtype if format.is_affine else format.scale_dtypes[0]
@@ -96,87 +104,89 @@ def sample_arguments(
         }
 
     q, k = values(2, T, 4, D), values(2, T, 2, D)
-    heads_first = {"q": q.transpose(1, 2), "k": values(2, 2, T + 6, D), "v": values(2, 2, T + 6, V)}
-    return {
-        "rms_norm": {"input": values(T, H), "weight": values(H, dtype=torch.float32), "eps": 1e-6},
-        "layer_norm": {
+    samples: dict = {
+        "rms_norm": lambda: {name: norm[name] for name in ("input", "weight", "eps")},
+        "layer_norm": lambda: {
             **{"input": values(T, H), "weight": values(H, dtype=torch.float32), "bias": values(H)},
             "eps": 1e-5,
         },
-        "rope": {
+        "rope": lambda: {
             **{"q": q, "k": k, "cos": values(1, T, D), "sin": values(1, T, D)},
             **{"q_weight": values(D), "k_weight": values(D)},
         },
-        "rope_cache_": {
+        "rope_cache_": lambda: {
             **{"q": q, "k": k, "v": values(2, T, 2, V), "cos": values(1, T, D), "sin": values(1, T, D)},
             **{"keys_": values(2, 2, T, D), "values_": values(2, 2, T, V), "q_weight": values(D)},
         },
-        "index_keys_": {
+        "index_keys_": lambda: {
             **{"k": values(2, T, D), "keys_": values(2, T + 2, D), "weight": values(D), "bias": values(D)},
             **{"cos": values(1, T, D), "sin": values(1, T, D), "q": q},
         },
-        "rms_norm_gated": {
+        "rms_norm_gated": lambda: {
             **{"input": values(T, H), "gate": values(T, H), "weight": values(H, dtype=torch.float32)},
             "eps": 1e-6,
         },
-        "rope_tables": {
+        "rope_tables": lambda: {
             "position_ids": integers(1000, 2, T, dtype=torch.int64),
             "inv_freq": values(8, dtype=torch.float32).abs(),
             **{"scaling": 1.25, "dtype": dtype},
         },
-        "causal_conv1d_update_": {
+        "causal_conv1d_update_": lambda: {
             **{"x": values(2, T, 6), "conv_state_": values(2, 6, 5), "weight": values(6, 4)},
             "bias": values(6),
         },
-        "linear_attention_": {
+        "linear_attention_": lambda: {
             **{"q": values(2, T, 2, D), "k": values(2, T, 2, D), "v": values(2, T, 4, V)},
             **{"g": values(2, T, 4), "beta": values(2, T, 4)},
             **{"state_": values(2, 4, D, V, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
             **{"A_log": values(4), "dt_bias": values(4), "decay": "softplus", "beta_activation": "sigmoid"},
         },
-        "selective_scan_": {
+        "selective_scan_": lambda: {
             **{"x": values(2, T, 6), "step": values(2, T, 6), "B": values(2, T, 5), "C": values(2, T, 5)},
             **{"state_": values(2, 6, 5, dtype=torch.float32), "A_log": values(6, 5), "dt_bias": values(6)},
         },
-        "attention": {**heads_first, "sinks": values(4), "scale": 0.25},
-        "write_cache_quantized_": {
+        "attention": lambda: {
+            **{"q": q.transpose(1, 2), "k": values(2, 2, T + 6, D), "v": values(2, 2, T + 6, V)},
+            **{"sinks": values(4), "scale": 0.25},
+        },
+        "write_cache_quantized_": lambda: {
             "states": values(2, 2, T, C),
             "packed_": torch.zeros(2, 2, T + 5, C // 4, dtype=torch.int32, device=device),
             "scales_": torch.zeros(2, 2, T + 5, C // 32, dtype=dtype, device=device),
             "biases_": torch.zeros(2, 2, T + 5, C // 32, dtype=dtype, device=device),
             "start": 3,
         },
-        "index_topk": {
+        "index_topk": lambda: {
             "q": values(2, T, 4, 16),
             "k": values(2, T + 9, 16),
             "weights": values(2, T, 4, dtype=torch.float32),
             "top_k": 5,
             "scale": 0.25,
         },
-        "pool_window_": {
+        "pool_window_": lambda: {
             **{"kv": values(2, T, 16), "gate": values(2, T, 16), "position_bias": values(2, 16)},
             **{"state_": values(2, 4, 2, 16), "entries_": values(2, T // 2 + 4, 8), "position": 3},
             **{"norm_weight": values(8), "inv_freq": values(2, dtype=torch.float32)},
         },
-        "hyper_update": {
+        "hyper_update": lambda: {
             **{"streams": values(T, 2, H), "out": values(T, H), "post": values(T, 2, dtype=torch.float32)},
             "comb": values(T, 2, 2, dtype=torch.float32),
         },
-        "hyper_connection": {
+        "hyper_connection": lambda: {
             **{"streams": values(T, 4, H), "fn": values(24, 4 * H, dtype=torch.float32) / 16},
             **{"base": values(24, dtype=torch.float32), "scale": values(3, dtype=torch.float32)},
             **{"out": values(T, H), "post": values(T, 4, dtype=torch.float32)},
             "comb": values(T, 4, 4, dtype=torch.float32).softmax(-1),
         },
-        "fused_norm_add": norm,
-        "fused_norm_add_scalar": {**norm, "scalar": values(1)},
-        "fused_residual_norm": norm,
-        "fused_residual_norm_scalar": {**norm, "scalar": values(H)},
-        "moe_router": {"logits": values(T, E), "top_k": K, "scoring": "softmax", "norm_topk_prob": True},
-        "moe_router_topk_softmax": {"logits": values(T, E), "top_k": K, "norm_topk_prob": True},
-        "fused_moe_routing": {"logits": values(T, E), "per_expert_scale": values(E), "top_k": K},
-        "router_logits": {"x": values(T, H), "weight": values(E, H), "bias": values(E)},
-        "moe_gate": {
+        "fused_norm_add": lambda: norm,
+        "fused_norm_add_scalar": lambda: {**norm, "scalar": values(1)},
+        "fused_residual_norm": lambda: norm,
+        "fused_residual_norm_scalar": lambda: {**norm, "scalar": values(H)},
+        "moe_router": lambda: {**routed, "scoring": "softmax"},
+        "moe_router_topk_softmax": lambda: routed,
+        "fused_moe_routing": lambda: {"logits": values(T, E), "per_expert_scale": values(E), "top_k": K},
+        "router_logits": lambda: {"x": values(T, H), "weight": values(E, H), "bias": values(E)},
+        "moe_gate": lambda: {
             "hidden": values(T, H),
             "router_weight": values(E, H),
             "norm_weight": values(H),
@@ -184,41 +194,43 @@ def sample_arguments(
             "top_k": K,
             "eps": 1e-6,
         },
-        "moe_bucket": {"ids": ids, "num_experts": E},
-        "moe_compute_ids_tpe": {"ids": ids, "num_experts": E, "gate_up_rows": 2 * I, "down_rows": H},
-        "silu_mul_stacked": {"gate": values(T, I), "up": values(T, I)},
-        "weighted_sum_stacked": slots,
-        "weighted_sum_residual_stacked_": {"residual_": values(T, H), **slots},
-        "weighted_sum_residual_norm_stacked_": {
+        "moe_bucket": lambda: {"ids": ids, "num_experts": E},
+        "moe_compute_ids_tpe": lambda: {
+            **{"ids": ids, "num_experts": E, "gate_up_rows": 2 * I, "down_rows": H}
+        },
+        "silu_mul_stacked": lambda: {"gate": values(T, I), "up": values(T, I)},
+        "weighted_sum_stacked": lambda: slots,
+        "weighted_sum_residual_stacked_": lambda: {"residual_": values(T, H), **slots},
+        "weighted_sum_residual_norm_stacked_": lambda: {
             "residual_": values(T, H),
             **slots,
             "norm_weight": values(H),
             "eps": 1e-6,
         },
-        "moe_weighted_reduce": {"weights": weights, "expert_out": values(T, K, H)},
-        "expert_mm": {"x": values(T, H), "weight": values(E, I, H), "ids": ids},
-        "heads_quantized": {
+        "moe_weighted_reduce": lambda: {"weights": weights, "expert_out": values(T, K, H)},
+        "expert_mm": lambda: {"x": values(T, H), "weight": values(E, I, H), "ids": ids},
+        "heads_quantized": lambda: {
             "x": values(2, T, 4, I),
             **quantized("", I, H, (4,)),
             **named,
             "transposed": True,
             "tail": values(2, T, 4, 6),
         },
-        "heads_mm": {
+        "heads_mm": lambda: {
             "x": values(2, T, 4, 16),
             "weight": values(4, 16, 40),
             "transposed": True,
             "tail": values(2, T, 4, 6),
         },
-        "moe_experts": {
+        "moe_experts": lambda: {
             "x": values(T, H),
             "gate_up": values(E, 2 * I, H),
             "down": values(E, H, I),
             "ids": ids,
             "weights": weights,
         },
-        "expert_qmm": {"x": values(T, H), **quantized("", I, H), "ids": ids, **named},
-        "moe_experts_quantized": {
+        "expert_qmm": lambda: {"x": values(T, H), **quantized("", I, H), "ids": ids, **named},
+        "moe_experts_quantized": lambda: {
             "x": values(T, H),
             **quantized("gate_up_", 2 * I, H),
             **quantized("down_", H, I),
@@ -226,15 +238,21 @@ def sample_arguments(
             "weights": weights,
             **named,
         },
-        "linear_quantized": {"x": values(T, H), **quantized("", I, H, ()), "bias": values(I), **named},
-        "mlp_quantized": {
+        "linear_quantized": lambda: {
+            "x": values(T, H),
+            **quantized("", I, H, ()),
+            "bias": values(I),
+            **named,
+        },
+        "mlp_quantized": lambda: {
             "x": values(T, H),
             **quantized("gate_up_", 2 * I, H, ()),
             **quantized("down_", H, I, ()),
             **named,
         },
-        "embedding_quantized": {"ids": ids, **quantized("", E, H, ()), **named, "dtype": dtype},
+        "embedding_quantized": lambda: {"ids": ids, **quantized("", E, H, ()), **named, "dtype": dtype},
     }
+    return _Made(samples)
 
 
 def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, int] = HEAD) -> list[dict]:
@@ -265,43 +283,43 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
     wide = {"input": values(2, 4100), "weight": values(4100)}  # several simdgroups take a row
     ids = torch.tensor([[3, 0]], dtype=torch.int32, device=device)
     one = {"x": values(1, H), "ids": ids, "weights": values(1, K, dtype=torch.float32)}
-    changes: dict[str, list[dict]] = {
-        "rms_norm": [{"input": strided, "weight": None}, {"weight_offset": 1.0}, wide],
-        "layer_norm": [
+    changes: dict[str, Callable[[], list[dict]]] = {
+        "rms_norm": lambda: [{"input": strided, "weight": None}, {"weight_offset": 1.0}, wide],
+        "layer_norm": lambda: [
             {"input": strided, "weight": None, "bias": None},
             {"weight_offset": 1.0, "bias": None},
             {**wide, "bias": values(4100)},
         ],
-        "rope": [
+        "rope": lambda: [
             {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": values(2, T, 4)}
             | {"sin": values(2, T, 4), "rotary_last": True},
         ],
-        "rope_cache_": [
+        "rope_cache_": lambda: [
             {"keys_": values(2, 2, 9, D)[:, :, 2 : 3 + T], "values_": values(2, 2, 9, V)[:, :, 2 : 3 + T]}
             | {"norm_v": True, "v_weight": values(V)},
         ],
-        "index_keys_": [
+        "index_keys_": lambda: [
             {"k": values(2, T, 2 * D)[..., D:], "cos": values(2, T, 4), "sin": values(2, T, 4), "q": None}
             | {"rotary_dim": 8, "rotary_last": True, "pairs": "interleaved"},
             {"cos": None, "sin": None, "q": None},
         ],
-        "rms_norm_gated": [
+        "rms_norm_gated": lambda: [
             {"input": strided, "gate": strided, "weight_offset": 1.0},
             {"activation": "sigmoid", "gate_first": True, "group": 16},
             {**wide, "gate": values(2, 4100)},
         ],
-        "rope_tables": [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],
-        "causal_conv1d_update_": [
+        "rope_tables": lambda: [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],
+        "causal_conv1d_update_": lambda: [
             {"x": values(2, 6, T).transpose(1, 2), "bias": None, "activation": "none"},
             {"conv_state_": values(2, 5, 6).transpose(1, 2)},
         ],
-        "selective_scan_": [
+        "selective_scan_": lambda: [
             {"gate": values(2, T, 6), "skip": values(6), "dt_bias": None},
             {"x": values(2, T, 70), "step": values(2, 70, T).mT, "A_log": values(70, 16), "dt_bias": None}
             | {"B": values(2, T, 16), "C": values(2, T, 16)}
             | {"state_": values(2, 16, 70, dtype=torch.float32).mT},
         ],
-        "linear_attention_": [
+        "linear_attention_": lambda: [
             {"A_log": None, "dt_bias": None, "g": -values(2, T, 4).abs(), "beta_activation": "none"}
             | {"decay": "log", "state_": values(4, 2, D, V, dtype=torch.float32).transpose(0, 1)},
             {"gate": values(2, T, 4, V), "norm_weight": values(V), "norm_offset": 1.0},
@@ -319,8 +337,8 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
                 "beta_activation": "none",
             },
         ],
-        "router_logits": [{"x": strided, "bias": None}, {**norm, "dtype": torch.bfloat16}],
-        "attention": [
+        "router_logits": lambda: [{"x": strided, "bias": None}, {**norm, "dtype": torch.bfloat16}],
+        "attention": lambda: [
             {"sinks": None, "window": 4, "softcap": 20.0},
             {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=device)},
             {"window": 3, "lookahead": 2, "q": values(2, 4, 9, D)},
@@ -340,18 +358,18 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             in_8_bits(20, 300),
             in_8_bits(20, 300) | {"gate": values(2, 20, 4, _whole_groups(V))},
         ],
-        "write_cache_quantized_": [
+        "write_cache_quantized_": lambda: [
             {"states": values(2, T, 2, C).transpose(1, 2)},
         ],
-        "fused_norm_add": [
+        "fused_norm_add": lambda: [
             {"input": strided, "weight_offset": 1.0},
             {**wide, "residual": values(2, 4100)},
         ],
-        "fused_residual_norm": [
+        "fused_residual_norm": lambda: [
             {"residual": strided, "write_sum": False},
             {**wide, "residual": values(2, 4100)},
         ],
-        "moe_router": [
+        "moe_router": lambda: [
             {
                 "scoring": "sigmoid",
                 "bias": values(E),
@@ -362,53 +380,56 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             {"scoring": "softmax_after_topk", "logits": values(E, T).t(), "norm_topk_prob": False},
             *({"logits": values(T, experts)} for experts in (100, 200, 300, 600)),
         ],
-        "fused_moe_routing": [{"logits": values(E)}],
-        "moe_gate": [{"renormalize_after_scale": False}],
-        "moe_bucket": [{"ids": torch.zeros(0, K, dtype=torch.int64, device=device)}, {"ids": ids.long()}],
-        "moe_compute_ids_tpe": [{"ids": ids.long()}],
-        "silu_mul_stacked": [{"gate": values(I, T).t()}],
-        "weighted_sum_residual_stacked_": [{"residual_": values(H, T).t()}],
-        "weighted_sum_residual_norm_stacked_": [{"residual_": values(H, T).t()}],
-        "moe_weighted_reduce": [
+        "fused_moe_routing": lambda: [{"logits": values(E)}],
+        "moe_gate": lambda: [{"renormalize_after_scale": False}],
+        "moe_bucket": lambda: [
+            {"ids": torch.zeros(0, K, dtype=torch.int64, device=device)},
+            {"ids": ids.long()},
+        ],
+        "moe_compute_ids_tpe": lambda: [{"ids": ids.long()}],
+        "silu_mul_stacked": lambda: [{"gate": values(I, T).t()}],
+        "weighted_sum_residual_stacked_": lambda: [{"residual_": values(H, T).t()}],
+        "weighted_sum_residual_norm_stacked_": lambda: [{"residual_": values(H, T).t()}],
+        "moe_weighted_reduce": lambda: [
             {"expert_out": values(T * K, H), **tail, "gate_is_logit": True},
             {"residual": values(1, T, H)},
         ],
-        "index_topk": [
+        "index_topk": lambda: [
             {"key_range": torch.tensor([[2, 9], [0, 40]], dtype=torch.int32, device=device)},
             {"q": values(2, 4, T, 16).transpose(1, 2), "weights": values(2, T, 4)},
         ],
-        "hyper_update": [{"comb": None, "out": strided}],
-        "hyper_connection": [
+        "hyper_update": lambda: [{"comb": None, "out": strided}],
+        "hyper_connection": lambda: [
             {"out": None, "post": None, "comb": None, "iterations": 3},
             {"fn": values(8, 4 * H) / 16, "base": values(8), "scale": values(2), "comb": None}
             | {"post_eps": 1e-3, "post_factor": 0.5},
             {"fn": values(4, 4 * H) / 16, "base": values(4), "scale": values(1)},
         ],
-        "heads_quantized": [{"x": values(1, T, 4, H), "transposed": False, "tail": None}],
-        "heads_mm": [
+        "heads_quantized": lambda: [{"x": values(1, T, 4, H), "transposed": False, "tail": None}],
+        "heads_mm": lambda: [
             {"x": values(1, T, 4, 40), "transposed": False, "tail": None},
             {"x": values(1, 1, 4, 40), "transposed": False, "tail": None},
             {"x": values(1, 1, 4, 16), "tail": None},
         ],
-        "linear_quantized": [
+        "linear_quantized": lambda: [
             {"x": strided, "bias": None},
             {"x": values(2, 0, H)},
             {"x": values(1, H), "residual": values(1, I), **norm},
             {"order": torch.arange(I - 1, -1, -1, dtype=torch.int32, device=device), **norm},
         ],
-        "mlp_quantized": [
+        "mlp_quantized": lambda: [
             {"residual": strided, "gate_up_bias": values(2 * I), "interleaved": True},
             norm,
             {"x": values(1, H), **norm},
         ],
-        "moe_experts": [
+        "moe_experts": lambda: [
             {**tail, "gate_up_bias": values(E, 2 * I), "interleaved": True},
             norm,
             {**one, **norm},
         ],
-        "moe_experts_quantized": [{"residual": values(1, T, H), **norm}, {**one, **norm}],
+        "moe_experts_quantized": lambda: [{"residual": values(1, T, H), **norm}, {**one, **norm}],
     }
-    return changes.get(name, [])
+    return changes[name]() if name in changes else []
 
 
 def copies(arguments: dict) -> dict:
