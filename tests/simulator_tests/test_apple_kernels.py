@@ -879,7 +879,7 @@ nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 6
   gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5 heads_rows_few 56.5 heads_columns 43
   heads_columns_few 62.5
 q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90
-  gemm16_split 89 gemm32_split 125 embedding 35 heads 40.5 heads_rows_few 65 heads_columns 43
+  gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5 heads_rows_few 65 heads_columns 43
   heads_columns_few 62.5
 q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 66.5 gemm32 92
   gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45

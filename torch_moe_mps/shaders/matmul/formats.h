@@ -198,6 +198,7 @@ inline Pack<kCount> in_order(thread const Pair* pairs) {
 //   load<N>(unit, column)   Loaded: those of N values from `column` on, in a row that begins with `unit`
 //   of(loaded, group)       ScaleAndBias, exact
 //   kPlaceBytes             what a thread keeps to find them, beyond where the row's codes are
+//   kOffset                 what is subtracted from codes before they are scaled; if not 0, biases are 0
 struct ScaleAndBias {
   float scale, bias;
 };
@@ -205,7 +206,7 @@ struct ScaleAndBias {
 // MLX's: a scale and a bias in T for each group.
 template <typename T, int kGroup_>
 struct TypedScales {
-  static constant constexpr int kGroup = kGroup_, kUnit = kGroup_, kPlaceBytes = 0;
+  static constant constexpr int kGroup = kGroup_, kUnit = kGroup_, kPlaceBytes = 0, kOffset = 0;
   struct Loaded {
     T scale, bias;
   };
@@ -224,10 +225,10 @@ struct TypedScales {
   static ScaleAndBias of(Loaded loaded, int) { return {float(loaded.scale), float(loaded.bias)}; }
 };
 
-// ggml's for 32 values: a half, and another one or, with kOffset, the same number of it in every group.
-template <int kOffset>
+// ggml's for 32 values: a half, and without an offset another one.
+template <int kOffset_>
 struct HalfScales {
-  static constant constexpr int kGroup = 32, kUnit = 32, kPlaceBytes = 0;
+  static constant constexpr int kGroup = 32, kUnit = 32, kPlaceBytes = 0, kOffset = kOffset_;
   struct Loaded {
     half scale, bias;
   };
@@ -247,18 +248,15 @@ struct HalfScales {
       return {scales[unit + column / kUnit], biases[unit + column / kUnit]};
     }
   }
-  static ScaleAndBias of(Loaded loaded, int) {
-    const float scale = float(loaded.scale);
-    return {scale, kOffset != 0 ? -float(kOffset) * scale : float(loaded.bias)};
-  }
+  static ScaleAndBias of(Loaded loaded, int) { return {float(loaded.scale), float(loaded.bias)}; }
 };
 
 // ggml's for 256 values: each group has an unsigned integer of kBits bits, less kCentre, and with kMins a
 // second one; they are factors of one or two halves for the 256. The integers of a row are a stream of bits,
 // the lowest first: a unit of 32 values has 6, 12 or 16 of them.
-template <int kGroup_, int kBits, bool kMins, int kCentre, int kOffset>
+template <int kGroup_, int kBits, bool kMins, int kCentre, int kOffset_>
 struct SmallScales {
-  static constant constexpr int kGroup = kGroup_, kUnit = 32, kPlaceBytes = 4;
+  static constant constexpr int kGroup = kGroup_, kUnit = 32, kPlaceBytes = 4, kOffset = kOffset_;
   static constant constexpr int kHalves = kMins ? 2 : 1;
   static constant constexpr int kGroupBits = kBits * kHalves, kUnitBits = kGroupBits * (kUnit / kGroup);
   struct Loaded {
@@ -307,14 +305,13 @@ struct SmallScales {
       const half2 both = two(loaded.integers >> (group * kGroupBits));
       return {float(loaded.factor) * float(both.x), -(float(both.y) * float(loaded.min_factor))};
     } else {
-      const float scale = float(loaded.factor) * float(two(loaded.integers)[group]);
-      return {scale, -float(kOffset) * scale};
+      return {float(loaded.factor) * float(two(loaded.integers)[group]), 0.0f};
     }
   }
 };
 
-// q * scale + bias, q of kBits bits. The products of ggml's scales, biases and codes are floats, so that one
-// rounding is left, as in ggml.
+// (q - offset) * scale + bias, q of kBits bits. The products of ggml's scales, biases and codes are floats,
+// so that one rounding is left, as in ggml.
 template <typename T, int kBits, typename Scales>
 struct Integers {
   typedef T Element;
@@ -327,8 +324,9 @@ struct Integers {
   static constant constexpr int kPlaceBytes = Scales::kPlaceBytes;
   static constant constexpr int kGroups = kValues > Scales::kGroup ? kValues / Scales::kGroup : 1;
   static constant constexpr bool kAnyLength = false;
-  // The constant added to q is at most 2^10. Its rounding error, 2^-24 of it, is less than 1e-5 of q's range
-  // and below the rounding of 16-bit activations. For float activations it is subtracted first.
+  // The constant added to q - offset is at most 2^10 + 2^7. Its rounding error, 2^-24 of it, is less than
+  // 1e-5 of q's range and below the rounding of 16-bit activations. For float activations it is subtracted
+  // first.
   static constant constexpr bool kExact = sizeof(T) == 4;
 
   template <int N>
@@ -350,12 +348,14 @@ struct Integers {
     return {rows.template load<N>(row, column), scales.template load<N>(row.unit, column)};
   }
 
-  static float added(int height) { return kExact ? 0.0f : Codes::added(height); }
+  // How much more codes are than q - offset; with added(), how much more the halves of code_pair() are.
+  static float excess(int height) { return Codes::added(height) + float(Scales::kOffset); }
+  static float added(int height) { return kExact ? 0.0f : excess(height); }
   template <int N>
   static half2 code_pair(Chunk<N> chunk, int pair) {
     half2 codes = Codes::pair(chunk.words, pair);
     if (kExact) {
-      codes -= half2(half(Codes::added(Codes::height(pair, 0))), half(Codes::added(Codes::height(pair, 1))));
+      codes -= half2(half(excess(Codes::height(pair, 0))), half(excess(Codes::height(pair, 1))));
     }
     return codes;
   }
@@ -375,8 +375,9 @@ struct Integers {
 
   static float value_dot(Chunk<kValues> chunk, int group, float dot, InputSums sums) {
     UNROLL for (int i = 0; i < Codes::kHeights; ++i) dot = fma(-added(i), sums.v[i], dot);
-    const float sum = Codes::kHeights == 1 ? sums.v[0] : sums.v[0] + sums.v[1];
     const ScaleAndBias own = Scales::of(chunk.scales, group);
+    if (Scales::kOffset != 0) return own.scale * dot;
+    const float sum = Codes::kHeights == 1 ? sums.v[0] : sums.v[0] + sums.v[1];
     return fma(own.bias, sum, own.scale * dot);
   }
 
@@ -594,7 +595,7 @@ using Mxfp8 = FloatCodes<T, E4M3, ScaleE8M0, 32>;
 template <typename T>
 using Nvfp4 = FloatCodes<T, E2M1, ScaleE4M3, 16>;
 
-// GGUF's. A kOffset of 1 is not read: levels have no bias.
+// GGUF's. Levels have no offset; the 1 says that they have no bias.
 template <typename T>
 using Q4_0 = Integers<T, 4, HalfScales<8>>;
 template <typename T>
