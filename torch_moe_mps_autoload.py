@@ -24,6 +24,7 @@ _LIBRARIES = {
     "transformers.masking_utils": "register_mask",
     "transformers.modeling_utils": "register_models",
     "transformers.integrations.moe": "register_experts",
+    "transformers.integrations.gguf.gguf_config_mapping": "register_gguf",
     "transformers.quantizers.auto": "register_quantizer",
 }
 _TORCH = {"torch": "register_operators"}

@@ -24,6 +24,13 @@ def register_experts(module: Any) -> None:
     module.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 
 
+def register_gguf(module: Any) -> None:
+    """Configs and tokenizers are read without the quantizers, which read weights."""
+    from .transformers.checkpoints import gguf_oss
+
+    module.GGUF_CONFIG_ARCHS[gguf_oss.NAME] = gguf_oss.config
+
+
 def register_quantizer(module: object) -> None:
     from .transformers.checkpoints import gguf, quantizer  # noqa: F401
 

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from gguf import GGUFWriter
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers import modeling_gguf_pytorch_utils as first
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
@@ -53,7 +53,7 @@ def write(path: Path, architecture: str, keys: dict[str, object], matrices: Matr
     """A file with random tensors; keys of the architecture are without its name."""
     writer = GGUFWriter(path, architecture)
     for key, value in keys.items():
-        name = key if key.startswith("tokenizer.") else f"{architecture}.{key}"
+        name = key if key.startswith(("tokenizer.", "general.")) else f"{architecture}.{key}"
         kinds = {
             int: writer.add_uint32,
             float: writer.add_float32,
@@ -197,14 +197,36 @@ def _lfm2(architecture: str, first: str, second: str, third: str, up: str):
     return keys, matrices
 
 
-_ARCHITECTURES = {"qwen35": _qwen35, "qwen35moe": _qwen35, "lfm2": _lfm2}
+def _gpt_oss(architecture: str, first: str, second: str, third: str, up: str):
+    """As llama.cpp writes them: sinks and experts have suffixes, and biases."""
+    keys, matrices = _around(first, second, third)
+    _tokens(keys)
+    keys |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": HIDDEN}
+    keys |= {"attention.key_length": WIDTH, "attention.value_length": WIDTH, "attention.sliding_window": 4}
+    keys |= {"rope.scaling.type": "yarn", "rope.scaling.factor": 8.0, "rope.freq_base": 150000.0}
+    keys["rope.scaling.original_context_length"] = 64
+    for layer in range(LAYERS):
+        matrices |= _attention(layer, third, third, third, HIDDEN, False)
+        matrices |= _feed_forward(layer, HIDDEN, True, first, second, up)
+        matrices[f"blk.{layer}.attn_sinks.weight"] = (HEADS,), "f32"
+        for norm in ("attn_norm", "post_attention_norm"):
+            matrices[f"blk.{layer}.{norm}.weight"] = (HIDDEN,), "f32"
+    biased = ("attn_q", "attn_k", "attn_v", "attn_output", "_exps", "ffn_gate_inp")
+    for name, (shape, _) in list(matrices.items()):
+        if name.removesuffix(".weight").endswith(biased):
+            matrices[name.replace(".weight", ".bias")] = shape[:-1], "f32"
+    return keys, matrices
+
+
+_ARCHITECTURES = {"qwen35": _qwen35, "qwen35moe": _qwen35, "lfm2": _lfm2, "gpt-oss": _gpt_oss}
 
 
 # Architectures of transformers' first loader: their names in files, where those differ.
 FIRST_LOADER = {
     **dict.fromkeys(("llama", "qwen2", "qwen3", "falcon", "phi3", "bloom", "stablelm", "gpt2"), None),
     **dict.fromkeys(("starcoder2", "mamba", "nemotron", "gemma2", "gemma3", "gemma4"), None),
-    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2", "gpt_oss": "gpt-oss"},
+    **{"qwen2_moe": "qwen2moe", "qwen3_moe": "qwen3moe", "minimax_m2": "minimax-m2"},
+    **{"mistral": "llama", "t5": None, "umt5": "t5"},
 }
 _SMALL = {
     **{"max_position_embeddings": 128, "n_ctx": 128, "num_hidden_layers": 2, "n_layer": 2, "hidden_size": 64},
@@ -212,6 +234,8 @@ _SMALL = {
     **{"num_key_value_heads": 2, "head_dim": 32, "global_head_dim": 32, "rotary_dim": 32, "num_experts": 4},
     **{"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 32, "conv_kernel": 4},
     **{"state_size": 8, "time_step_rank": 32, "rope_theta": 10000.0, "scoring_func": 2},
+    **{"d_model": 64, "d_ff": 128, "d_kv": 32, "num_layers": 2, "num_heads": 2, "n_positions": 128},
+    **{"relative_attention_num_buckets": 8, "decoder_start_token_id": 0},
     **dict.fromkeys(
         ("rms_norm_eps", "norm_eps", "norm_epsilon", "layer_norm_eps", "layer_norm_epsilon"), 1e-5
     ),
@@ -220,24 +244,30 @@ _SQUEEZED = {".ssm_conv1d.weight": 1, ".shortconv.conv.weight": 1, ".ffn_gate_in
 _TRANSPOSED = ("attn_qkv.weight", "ffn_down.weight", "ffn_up.weight", "attn_output.weight")  # of GPT-2
 
 
+def class_of(architecture: str) -> Any:
+    return AutoModelForSeq2SeqLM if "t5" in architecture else AutoModelForCausalLM
+
+
 def of_architecture(architecture: str, kind: str) -> tuple[str, dict[str, object], Matrices, Any]:
     """What a file of a small model has, by transformers' own table of names, and the model without memory."""
     stored = FIRST_LOADER[architecture] or architecture
     named = GGUF_CONFIG_MAPPING[architecture]
     keys = {key: _SMALL[name] for key, name in named.items() if name in _SMALL}
     vocabulary = 32064 if architecture == "phi3" else 96  # Phi-3's config has a token of padding
-    keys |= {"vocab_size": vocabulary}
+    keys |= {"vocab_size": vocabulary, "general.name": architecture}
     given = {name: _SMALL[name] for name in named.values() if name in _SMALL and name != "scoring_func"}
     kind_of_model = {"gemma3": "gemma3_text", "gemma4": "gemma4_text"}.get(architecture, architecture)
     given |= GGUF_CONFIG_DEFAULTS_MAPPING.get(architecture, {})
+    if "t5" in architecture:  # transformers reads no other
+        given |= {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
     if "vocab_size" in given:  # some take the config's default
         given["vocab_size"] = vocabulary
     config = AutoConfig.for_model(kind_of_model, **given)
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
+        model = class_of(architecture).from_config(config)
     processor = first.TENSOR_PROCESSORS.get(stored, first.TensorProcessor)(config=config.to_dict())
     matrices: Matrices = {}
-    for name, parameter in first.get_gguf_hf_weights_map(model, processor).items():
+    for name, parameter in first.get_gguf_hf_weights_map(model, processor, stored).items():
         shape = tuple(model.state_dict()[parameter].shape)
         for end, dimension in _SQUEEZED.items():
             if name.endswith(end):

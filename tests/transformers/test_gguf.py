@@ -7,10 +7,10 @@ import sys
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES
+from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
 from support.gguf_blocks import type_of
-from support.gguf_files import FIRST_LOADER, of_architecture, write, write_file
+from support.gguf_files import FIRST_LOADER, class_of, of_architecture, write, write_file
 from support.memory import Memory
 from support.models import operators_of
 from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
@@ -35,20 +35,20 @@ CASES = [
 ]
 
 
-def load(path, device_map="cpu", **options):
-    return AutoModelForCausalLM.from_pretrained(
-        path.parent, gguf_file=path.name, device_map=device_map, **options
-    )
+def load(path, device_map="cpu", cls=AutoModelForCausalLM, **options):
+    return cls.from_pretrained(path.parent, gguf_file=path.name, device_map=device_map, **options)
 
 
 def logits(model):
+    ids = IDS.to(model.device)
+    of_decoder = {"decoder_input_ids": ids} if model.config.is_encoder_decoder else {}
     with torch.no_grad():
-        return model(IDS.to(model.device)).logits.cpu()
+        return model(ids, **of_decoder).logits.cpu()
 
 
-def dense(path):
+def dense(path, **options):
     """The model with the file's values in float32, as transformers' own loader makes it."""
-    return load(path, quantization_config=GgufConfig(dequantize=True))
+    return load(path, quantization_config=GgufConfig(dequantize=True), **options)
 
 
 @pytest.mark.parametrize(("architecture", "kinds", "options"), CASES)
@@ -69,12 +69,13 @@ def test_packed_and_exact(tmp_path, recwarn, architecture, kinds, options):
     assert torch.equal(logits(again), found) and again.dtype == model.dtype == torch.float32
 
 
+_BIAS = "block.*.layer.*.SelfAttention.relative_attention_bias.weight"  # of few columns
+_OF_T5 = [f"{part}.{name}" for part in ("decoder", "encoder") for name in (_BIAS, "embed_tokens.weight")]
 # Weights that stay dense: rows that are no rows of the file, and those without code of ours.
 DENSE = {
-    "bloom": ["transformer.h.*.self_attention.query_key_value.weight"],
     "gemma2": ["lm_head.weight"],  # tied
     "qwen2_moe": ["model.layers.*.mlp.shared_expert_gate.weight"],  # a vector
-    "gpt_oss": ["model.layers.*.mlp.experts.down_proj", "model.layers.*.mlp.experts.gate_up_proj"],
+    **{"t5": _OF_T5, "umt5": _OF_T5},
 }
 
 
@@ -99,13 +100,79 @@ def test_every_architecture_stays_packed(monkeypatch, architecture):
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("architecture", [name for name in FIRST_LOADER if name != "gpt_oss"])
+@pytest.mark.parametrize("architecture", [name for name in FIRST_LOADER if name != "mistral"])
 def test_every_architecture_is_exact(tmp_path, architecture):
-    """But for gpt-oss, whose experts transformers does not find in a file."""
+    """But for Mistral, for which transformers asks the package `gguf` by a name that is not gguf's."""
     stored, keys, matrices, _ = of_architecture(architecture, "q8_0")
-    path = write(tmp_path / "model.gguf", stored, keys, matrices)
-    expected, found = logits(dense(path)), logits(load(path))
+    path, cls = write(tmp_path / "model.gguf", stored, keys, matrices), class_of(architecture)
+    expected, found = logits(dense(path, cls=cls)), logits(load(path, cls=cls))
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+
+
+def test_mistral_is_llama_by_another_name(tmp_path):
+    stored, keys, matrices, _ = of_architecture("mistral", "q8_0")
+    named, other = (
+        write(tmp_path / f"{name}.gguf", stored, keys | {"general.name": name}, matrices)
+        for name in ("mistral", "other")
+    )
+    model = load(named)
+    assert type(model).__name__ == "MistralForCausalLM"
+    assert torch.equal(logits(model), logits(load(other)))
+
+
+def test_what_transformers_has_no_class_for_is_refused(tmp_path):
+    _, keys, matrices, _ = of_architecture("llama", "q8_0")
+    with pytest.raises(ValueError, match="has model type `deci` but Transformers does not recognize"):
+        load(write(tmp_path / "model.gguf", "deci", keys, matrices))
+
+
+def of_gpt_oss(path, config):
+    """The dense model, from the file's values as llama.cpp names and splits them."""
+    values = {t.name: torch.from_numpy(dequantize(t.data, t.tensor_type)) for t in GGUFReader(path).tensors}
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    names = {"token_embd.weight": "model.embed_tokens.weight", "output.weight": "lm_head.weight"}
+    names["output_norm.weight"] = "model.norm.weight"
+    of_layer = {"attn_norm": "input_layernorm", "post_attention_norm": "post_attention_layernorm"}
+    of_layer |= {f"attn_{name}": f"self_attn.{name[0]}_proj" for name in ("q", "k", "v", "output")}
+    of_layer["ffn_gate_inp"] = "mlp.router"
+    state = {to: values.pop(name) for name, to in names.items()}
+    for number in range(config.num_hidden_layers):
+        own = {
+            name.removeprefix(f"blk.{number}."): values.pop(name)
+            for name in list(values)
+            if name.startswith(f"blk.{number}.")
+        }
+        layer, experts = f"model.layers.{number}", {}
+        state[f"{layer}.self_attn.sinks"] = own.pop("attn_sinks.weight")
+        for end, bias in (("weight", ""), ("bias", "_bias")):
+            gate, up = (own.pop(f"ffn_{part}_exps.{end}") for part in ("gate", "up"))
+            both = torch.empty(len(gate), 2 * gate.shape[1], *gate.shape[2:])
+            both[:, ::2], both[:, 1::2] = gate, up
+            experts |= {f"gate_up_proj{bias}": both, f"down_proj{bias}": own.pop(f"ffn_down_exps.{end}")}
+        for name, value in experts.items():
+            state[f"{layer}.mlp.experts.{name}"] = value if name.endswith("bias") else value.mT
+        for name, value in own.items():
+            stem, _, end = name.partition(".")
+            state[f"{layer}.{of_layer[stem].replace('output', 'o')}.{end}"] = value
+    assert not values
+    model.load_state_dict(state)
+    return model
+
+
+@pytest.mark.parametrize("kinds", [("mxfp4", "mxfp4", "q8_0"), ("q4_k", "q6_k", "q4_0")])
+def test_gpt_oss(tmp_path, recwarn, kinds):
+    """transformers reads neither its config nor its experts: gate and up alternate there, transposed."""
+    path = write_file(tmp_path / "model.gguf", "gpt-oss", kinds)
+    model = load(path)
+    assert not [w for w in recwarn if "GGUF" in str(w.message)] and not model.hf_quantizer.report.skipped
+    rope = {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64, "truncate": False}
+    assert rope.items() <= model.config.rope_parameters.items()
+    assert (model.config.sliding_window, model.config.num_experts_per_tok) == (4, 2)
+    experts = {name: str(form) for name, form in formats_in(model.model.layers[1].mlp.experts).items()}
+    assert experts == {"gate_up_proj": kinds[0], "down_proj": kinds[1]}
+    expected, found = logits(of_gpt_oss(path, model.config)), logits(model)
+    assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert sum(p.nbytes for p in model.parameters()) <= 1.05 * os.path.getsize(path)
 
 
 class OfTheCpu(Memory):
@@ -160,14 +227,15 @@ def test_gate_and_up_of_two_types_are_two_matrices(tmp_path, recwarn):
 
 
 def test_what_cannot_stay_packed_is_named(tmp_path):
-    """Here rows of an attention that transformers moves by the width of a row."""
-    stored, keys, matrices, _ = of_architecture("bloom", "q8_0")
-    path = write(tmp_path / "model.gguf", stored, keys, matrices)
-    with pytest.warns(UserWarning, match="2 tensors of the GGUF file cannot stay packed"):
-        model = load(path)
-    why = {"blk.0.attn_qkv.weight": "q8_0, which cannot stay as it is in the model"}
-    assert model.hf_quantizer.report.skipped == why | {"blk.1.attn_qkv.weight": why["blk.0.attn_qkv.weight"]}
-    expected, found = logits(dense(path)), logits(model)
+    """Here weights whose dtype the model's code reads."""
+    stored, keys, matrices, _ = of_architecture("t5", "q8_0")
+    path, cls = write(tmp_path / "model.gguf", stored, keys, matrices), class_of("t5")
+    with pytest.warns(UserWarning, match="4 tensors of the GGUF file cannot stay packed"):
+        model = load(path, cls=cls)
+    names = [f"{part}.blk.{layer}.ffn_down.weight" for part in ("enc", "dec") for layer in (0, 1)]
+    why = "q8_0, which cannot stay as it is in the model"
+    assert model.hf_quantizer.report.skipped == dict.fromkeys(names, why)
+    expected, found = logits(dense(path, cls=cls)), logits(model)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 

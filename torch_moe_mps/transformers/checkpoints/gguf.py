@@ -16,6 +16,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from ...quantization import Format
 from ..report import QuantizationReport, QuantizedProjection
+from . import gguf_oss
 from .gguf_file import File, Source, checked
 from .saving import mark_quantized
 from .sizes import bytes_a_token, quantized_bytes
@@ -184,4 +185,5 @@ class GgufQuantizer(GgufHfQuantizer):
 
 
 reading.read_gguf_metadata = checked(reading.read_gguf_metadata)
+reading.GGUF_ARCHS[gguf_oss.NAME] = gguf_oss.conversions
 AUTO_QUANTIZER_MAPPING["gguf"] = GgufQuantizer

@@ -131,7 +131,8 @@ class _Processed:
 
         processor = first.TENSOR_PROCESSORS.get(architecture, first.TensorProcessor)
         self._processor = processor(config=model.config.to_dict())
-        self._names = first.get_gguf_hf_weights_map(model, self._processor)
+        # The type of the model is another name than gguf's for some of them.
+        self._names = first.get_gguf_hf_weights_map(model, self._processor, architecture)
 
     def _place(self, tensor: Stored, values: np.ndarray, into: dict[str, Tensor]) -> None:
         result = self._processor.process(
@@ -316,23 +317,16 @@ class File:
         tensors = self.parts.get(name, [])
         if not tensors or any(tensor.format is None for tensor in tensors):
             return {}
-        stands, first = [], 1
-        for tensor in tensors:
-            rows = 2.0 * np.arange(first, first + tensor.rows)
-            pairs = np.stack((rows, rows + 1), -1).reshape(*tensor.shape[:-1], 2)
-            stands.append((tensor, pairs))
-            first += tensor.rows
-        try:
-            placed = target.rows_first(self._placing.value(name, stands))
-        except (ValueError, IndexError, RuntimeError):
-            return {}
         weight = target.rows_first(getattr(target.module, parameter))
-        if placed.shape != (*weight.shape[:-1], 2) or tensors[0].shape[-1] != weight.shape[-1]:
+        if tensors[0].shape[-1] != weight.shape[-1]:
             return {}
-        rows_of, others = placed.unbind(-1)
-        if not bool((rows_of % 2 == 0).all() and (rows_of > 0).all() and (others == rows_of + 1).all()):
+        for columns in (2, weight.shape[-1]):  # some of transformers' code states the width of its weight
+            order = self._rows_of(target, name, tensors, columns)
+            if order is not None:
+                break
+        if order is None or order.shape != weight.shape[:-1]:
             return {}
-        order, inputs = (rows_of / 2 - 1).long(), self._placing.inputs(name)
+        inputs = self._placing.inputs(name)
         if len({tensor.kind for tensor in tensors}) == 1:
             return {parameter: Source(target, tensors, order, inputs)}
         if parameter != "gate_up_proj" or len(tensors) != 2:
@@ -344,6 +338,27 @@ class File:
             "gate_up_proj": Source(target, tensors[:1], halves[0], inputs),
             "up_proj": Source(target, tensors[1:], halves[1] - count, inputs),
         }
+
+    def _rows_of(self, target: Target, name: str, tensors: list[Stored], columns: int) -> Tensor | None:
+        """Which rows of the tensors those of a parameter are, by numbers in place of some columns.
+
+        Returns: None if they are no whole rows, or cannot be found so.
+        """
+        stands, first = [], 1
+        for tensor in tensors:
+            end = first + tensor.rows
+            numbers = np.arange(float(first * columns), float(end * columns))
+            stands.append((tensor, numbers.reshape(*tensor.shape[:-1], columns)))
+            first = end
+        try:
+            placed = target.rows_first(self._placing.value(name, stands))
+        except (ValueError, IndexError, RuntimeError):
+            return None
+        rows = placed[..., 0] / columns
+        whole = rows.unsqueeze(-1) * columns + torch.arange(columns)
+        if placed.shape[-1] != columns or not bool(((rows >= 1) & (rows == rows.round())).all()):
+            return None
+        return rows.long() - 1 if torch.equal(placed, whole.to(placed.dtype)) else None
 
 
 def checked(read: Callable) -> Callable:
