@@ -7,8 +7,9 @@ import pytest
 import torch
 from simulator import DispatchCounters
 from support.expert_layers import random_ids
+from support.gguf_blocks import random_blocks
 from support.on_mps import INT4, matrix, tensor
-from support.quantized_layers import place, random_quantized
+from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 
 ops = torch.ops.moe_mps
 EPS = 1e-6
@@ -228,6 +229,28 @@ def test_weights_are_read_once(simulated, tokens):
     dispatch = only_dispatch(simulated, lambda: ops.linear_quantized(x, *parts, None, INT4))
     packed = dispatch.buffers[1]
     assert packed.bytes_read == packed.distinct_bytes_read == parts[0].nbytes
+
+
+# Each way in which ggml's scales are stored; the others in the sweep.
+GGML = [
+    pytest.param(f, marks=[] if f in ("q4_1", "q2_k", "q6_k") else pytest.mark.sweep) for f in GGUF_FORMATS
+]
+
+
+@pytest.mark.parametrize("form", GGML)
+def test_ggml_types_are_read_once(simulated, form):
+    """As many bytes of memory as the file has, by the kernels of the plan, which asks for no format."""
+    parts = matrix(128, 512, form)
+    names = ("packed", "scales", "biases")[: len([part for part in parts if part is not None])]
+    for tokens in (1, 2, 8, 16):
+        x = tensor(tokens, 512)
+        dispatch = only_dispatch(simulated, partial(ops.linear_quantized, x, *parts, None, form))
+        planned = torch.ops.moe_mps._plan_linear(tokens, 128).partition(" ")[0]
+        assert dispatch.kernel == f"{planned}_{form}_f16"
+        read = dict(zip(names, (dispatch.buffers[i] for i in (1, 2, 3)), strict=False))
+        assert read["packed"].bytes_read == nbytes(parts[0])
+        of_blocks = 128 * len(random_blocks(form, (512,)))
+        assert sum(buffer.distinct_bytes_read for buffer in read.values()) == of_blocks
 
 
 def test_an_embedding_reads_its_rows_alone(simulated):

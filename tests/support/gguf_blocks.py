@@ -7,7 +7,7 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 HALVES = {
     **{"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82)},
     **{"q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)},
-    "mxfp4": (),
+    **{"mxfp4": (), "nvfp4": ()},
 }
 # Of types that have no format: most are tables of patterns.
 OTHERS = {
@@ -35,4 +35,6 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0, scale: float
         blocks[:, 55] |= 32
     if name == "mxfp4":
         blocks[:, 0] = generator.integers(115, 121, count)
+    if name == "nvfp4":
+        blocks[:, :4] = generator.integers(1, 16, (count, 4))
     return blocks.reshape(*rows, columns // values * size)

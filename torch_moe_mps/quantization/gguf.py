@@ -1,7 +1,7 @@
 """ggml's blocks, as GGUF files hold them, taken apart into the tensors of the formats of the same name.
 
-A block is the bytes of 32 or 256 neighbouring values of a row: codes, and what their scales are made of. The
-values are those of the blocks, in float32; the tensors take as many bytes.
+A block is the bytes of 32, 64 or 256 neighbouring values of a row: codes, and what their scales are made of.
+The values are those of the blocks, in float32; the tensors take as many bytes.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -57,6 +57,12 @@ def _q8_0(blocks: Tensor) -> Parts:
 def _mxfp4(blocks: Tensor) -> Parts:
     scales, codes = blocks.split((1, 16), -1)
     return _nibbles(codes, 16), scales, None
+
+
+def _nvfp4(blocks: Tensor) -> Parts:
+    """The sign of a scale counts nothing, and the largest stands for 0."""
+    scales, codes = blocks.split((4, 32), -1)
+    return _nibbles(codes, 8), torch.where(scales == 127, 0, scales & 127), None
 
 
 def _six_bit_pairs(octets: Tensor) -> Tensor:
@@ -117,6 +123,7 @@ _BLOCKS: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
     "iq4_nl": (18, lambda blocks: _q4(blocks, 1)),
     "iq4_xs": (136, _iq4_xs),
     "mxfp4": (17, _mxfp4),
+    "nvfp4": (36, _nvfp4),
 }
 
 
@@ -201,7 +208,7 @@ def _fitted(groups: Tensor, steps: Iterable[int], most: int) -> tuple[Tensor, Te
 
 def block_values(format: Format) -> int:
     """How many values of a row a block holds."""
-    return LARGE_BLOCK if format.multiple == LARGE_BLOCK else 32
+    return LARGE_BLOCK if format.multiple == LARGE_BLOCK else 64 if format.name == "nvfp4" else 32
 
 
 def from_blocks(blocks: Tensor, format: Format) -> QuantizedWeight:

@@ -14,13 +14,12 @@ from transformers.integrations import gguf as reading
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
-from ...quantization import Format
 from ..report import QuantizationReport, QuantizedProjection
 from . import gguf_oss
 from .gguf_file import File, Source, checked
 from .saving import mark_quantized
 from .sizes import bytes_a_token, quantized_bytes
-from .targets import Reasons, Target, quantizable, tie_quantized, tied_layers
+from .targets import HasTargets, Reasons, Target, quantizable, tie_quantized, tied_layers
 from .weights import quantized_names, store_empty, take_stored
 
 
@@ -44,7 +43,7 @@ class Dense:
         return self.file.value(self.name)
 
 
-class GgufQuantizer(GgufHfQuantizer):
+class GgufQuantizer(HasTargets, GgufHfQuantizer):
     """Loads the blocks of a GGUF file as packed weights, and accelerates the model.
 
     Attributes:
@@ -129,12 +128,6 @@ class GgufQuantizer(GgufHfQuantizer):
             if source.inputs is not None:
                 state[f"{owner}.order"] = source.inputs.int()
         return state
-
-    def stored_formats(self) -> dict[str, Format]:
-        """{parameter: format} of what is packed and was not placed."""
-        return {
-            f"{t.name}.{name}": format for t in self._targets.values() for name, format in t.formats.items()
-        }
 
     def place(self, model: Any, loaded: Callable[[str], bool] = lambda name: True) -> None:
         """Gives the modules whose names are `loaded` their packed weights."""

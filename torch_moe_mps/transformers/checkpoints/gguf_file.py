@@ -297,6 +297,10 @@ class File:
         from transformers.integrations.gguf import is_gguf_arch_supported
 
         architecture, self.tensors = read_file(path)
+        for tensor in self.tensors:
+            if tensor.name.endswith(".scale"):  # as NVFP4 files may have, beside weights
+                expected = "absent, for a factor of a whole tensor has no operator"
+                raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
         second = is_gguf_arch_supported(architecture)
         self._placing: _Placing = (_Converted if second else _Processed)(architecture, model)
         self.parts: dict[str, list[Stored]] = defaultdict(list)

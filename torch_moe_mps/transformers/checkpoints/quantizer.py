@@ -33,7 +33,7 @@ from .quantize import quantize_targets, refuse_second_method
 from .saving import mark_quantized
 from .sizes import bytes_a_token, quantized_bytes
 from .streaming import QuantizeParameters, Stream
-from .targets import Target, present, tie_quantized, weights_of
+from .targets import HasTargets, Target, present, tie_quantized, weights_of
 from .weights import (
     empty_weight,
     replace,
@@ -80,7 +80,7 @@ _recognise()
 
 
 @register_quantizer(NAME)
-class Quantizer(HfQuantizer):
+class Quantizer(HasTargets, HfQuantizer):
     """Loads quantised weights, or quantises the weights of a dense checkpoint one by one, and accelerates.
 
     Attributes:
@@ -94,7 +94,7 @@ class Quantizer(HfQuantizer):
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self._targets: dict[str, Target] = {}  # what is stored in a format
+        self._targets = {}
         self._wanted: dict[str, Target] = {}  # what is dense, and is to be quantised
         # What is stored, and is to be quantised in fewer bits: formats, and the dtype of the scales.
         self._again: dict[str, tuple[dict[str, Format], torch.dtype]] = {}
@@ -239,12 +239,6 @@ class Quantizer(HfQuantizer):
             else:
                 share(stored[source], stored[name])
                 self.report.shared[name] = source
-
-    def stored_formats(self) -> dict[str, Format]:
-        """{parameter: format} of what is quantised in the checkpoint and was not placed."""
-        return {
-            f"{t.name}.{name}": format for t in self._targets.values() for name, format in t.formats.items()
-        }
 
     def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
         """Gives the modules whose names are `done` quantised weights without memory, and never real ones."""
