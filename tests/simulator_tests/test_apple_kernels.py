@@ -756,14 +756,14 @@ not dispatched here
             costs("int4", "bf16"),
             """\
 affine4_64, 1 tokens, 4 of 32
-  matmul_rows_affine4_64_bf16: 5.01 4.41 slots a MAC, 42.5 registers, 64/384/1024 threads
-  expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
+  matmul_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
+  expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
 affine4_64, 3 tokens, 2 of 4
-  matmul_rows_few_split_affine4_64_bf16: 5.42 5.12 slots a MAC, 100 registers, 128/256/512 threads
-  expert_down_few_affine4_64_bf16: 5.99 5.43 slots a MAC, 86.5 registers, 256/256/576 threads
+  matmul_rows_few_split_affine4_64_bf16: 5.37 5.07 slots a MAC, 100 registers, 128/256/512 threads
+  expert_down_few_affine4_64_bf16: 5.96 5.40 slots a MAC, 86.5 registers, 256/256/576 threads
 affine4_64, 8 tokens, 4 of 32
-  matmul_rows_few_affine4_64_bf16: 3.85 3.53 slots a MAC, 89 registers, 128/256/576 threads
-  expert_down_few_affine4_64_bf16: 5.61 5.06 slots a MAC, 86.5 registers, 256/256/576 threads
+  matmul_rows_few_affine4_64_bf16: 3.80 3.49 slots a MAC, 89 registers, 128/256/576 threads
+  expert_down_few_affine4_64_bf16: 5.58 5.02 slots a MAC, 86.5 registers, 256/256/576 threads
 affine4_64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_affine4_64_bf16: 2.47 2.42 slots a MAC, 68.5 registers, 128/384/704 threads
@@ -771,16 +771,16 @@ affine4_64, 256 tokens, 4 of 32
   gemm32_affine4_64_bf16: 1.48 1.46 slots a MAC, 94 registers, 128/384/512 threads
   gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 94 registers, 128/384/512 threads
 affine4_64, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_affine4_64_bf16: 7.27 6.17 slots a MAC, 44.5 registers, 64/384/1024 threads
-  expert_down_affine4_64_bf16: 5.59 5.01 slots a MAC, 51 registers, 128/384/1024 threads
+  matmul_rows_normed_affine4_64_bf16: 7.23 6.14 slots a MAC, 44.5 registers, 64/384/1024 threads
+  expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
 queries of latents, 1 tokens
   heads_columns_affine4_64_bf16: 6.77 6.56 slots a MAC, 45.5 registers, 256/384/1024 threads
 values of latents, 1 tokens
-  heads_rows_affine4_64_bf16: 5.24 4.65 slots a MAC, 43.5 registers, 64/384/1024 threads
+  heads_rows_affine4_64_bf16: 5.21 4.62 slots a MAC, 43.5 registers, 64/384/1024 threads
 queries of latents, 2 tokens
   heads_columns_few_affine4_64_bf16: 4.91 4.76 slots a MAC, 65 registers, 256/384/768 threads
 values of latents, 2 tokens
-  heads_rows_few_affine4_64_bf16: 4.05 3.50 slots a MAC, 68 registers, 64/384/768 threads
+  heads_rows_few_affine4_64_bf16: 4.02 3.47 slots a MAC, 68 registers, 64/384/768 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
@@ -794,14 +794,14 @@ not dispatched here
             costs("int8", "bf16"),
             """\
 affine8_64, 1 tokens, 4 of 32
-  matmul_rows_affine8_64_bf16: 5.27 4.68 slots a MAC, 48.5 registers, 64/384/1024 threads
-  expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
+  matmul_rows_affine8_64_bf16: 5.26 4.66 slots a MAC, 48.5 registers, 64/384/1024 threads
+  expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
 affine8_64, 3 tokens, 2 of 4
-  matmul_rows_few_split_affine8_64_bf16: 5.59 5.29 slots a MAC, 110.5 registers, 128/256/448 threads
-  expert_down_few_affine8_64_bf16: 6.15 5.60 slots a MAC, 91 registers, 256/256/576 threads
+  matmul_rows_few_split_affine8_64_bf16: 5.56 5.26 slots a MAC, 110.5 registers, 128/256/448 threads
+  expert_down_few_affine8_64_bf16: 6.13 5.58 slots a MAC, 91 registers, 256/256/576 threads
 affine8_64, 8 tokens, 4 of 32
-  matmul_rows_few_affine8_64_bf16: 4.05 3.74 slots a MAC, 99.5 registers, 128/256/512 threads
-  expert_down_few_affine8_64_bf16: 5.81 5.25 slots a MAC, 91 registers, 256/256/576 threads
+  matmul_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/256/512 threads
+  expert_down_few_affine8_64_bf16: 5.79 5.24 slots a MAC, 91 registers, 256/256/576 threads
 affine8_64, 64 tokens, 4 of 32
   gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
   gemm8_affine8_64_bf16: 2.50 2.46 slots a MAC, 72.5 registers, 128/384/640 threads
@@ -809,16 +809,16 @@ affine8_64, 256 tokens, 4 of 32
   gemm32_affine8_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
   gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 98 registers, 128/384/512 threads
 affine8_64, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_affine8_64_bf16: 7.53 6.44 slots a MAC, 50.5 registers, 64/384/1024 threads
-  expert_down_affine8_64_bf16: 5.86 5.28 slots a MAC, 57 registers, 128/384/832 threads
+  matmul_rows_normed_affine8_64_bf16: 7.52 6.42 slots a MAC, 50.5 registers, 64/384/1024 threads
+  expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
 queries of latents, 1 tokens
   heads_columns_affine8_64_bf16: 6.96 6.75 slots a MAC, 46.5 registers, 256/384/1024 threads
 values of latents, 1 tokens
-  heads_rows_affine8_64_bf16: 5.51 4.91 slots a MAC, 49.5 registers, 64/384/1024 threads
+  heads_rows_affine8_64_bf16: 5.49 4.90 slots a MAC, 49.5 registers, 64/384/1024 threads
 queries of latents, 2 tokens
   heads_columns_few_affine8_64_bf16: 5.00 4.85 slots a MAC, 66 registers, 256/384/768 threads
 values of latents, 2 tokens
-  heads_rows_few_affine8_64_bf16: 4.16 3.61 slots a MAC, 72.5 registers, 64/384/640 threads
+  heads_rows_few_affine8_64_bf16: 4.14 3.59 slots a MAC, 72.5 registers, 64/384/640 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
   gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
@@ -893,9 +893,9 @@ q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 
 q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 88 gemm8 68.5 gemm32 94
   gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few 69.5 heads_columns 44
   heads_columns_few 63.5
-q2_k: rows 54.5 normed 55.5 few 108.5 few_split 119.5 down 63 down_few 106 gemm8 75.5 gemm32 101
-  gemm16_split 111 gemm32_split 128 embedding 38 heads 55.5 heads_rows_few 87.5 heads_columns 49.5
-  heads_columns_few 69
+q2_k: rows 57.5 normed 58.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 74.5 gemm32 100
+  gemm16_split 111 gemm32_split 128 embedding 38 heads 58.5 heads_rows_few 89.5 heads_columns 47.5
+  heads_columns_few 67
 q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111
   gemm16_split 92 gemm32_split 128 embedding 52 heads 46 heads_rows_few 71 heads_columns 65.5
   heads_columns_few 100

@@ -156,7 +156,10 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
         UNROLL for (int i = 0; i < kPackSize; ++i) inputs[m].v[i] = loaded.at(i);
       }
       norm_inputs(norm, inputs, squares, column + start, left - start, vectorised, params);
-      UNROLL for (int m = 0; m < M; ++m) W::add_inputs(inputs[m], sums[m]);
+      UNROLL for (int m = 0; m < M; ++m) {
+        W::add_inputs(inputs[m], sums[m]);
+        UNROLL for (int r = 0; r < R && kPacks == 1; ++r) coded.v[r][m] = -W::excess(sums[m]);
+      }
       UNROLL for (int r = 0; r < R; ++r) {
         const Pack<kPackSize> codes = W::codes(chunks[r], pack);
         UNROLL for (int m = 0; m < M; ++m) {
@@ -168,7 +171,8 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
     }
     UNROLL for (int r = 0; r < R; ++r) {
       UNROLL for (int m = 0; m < M; ++m) {
-        dots.v[r][m] += W::value_dot(chunks[r], group, coded.v[r][m], sums[m]);
+        if (kPacks > 1) coded.v[r][m] -= W::excess(sums[m]);
+        W::add_dot(chunks[r], group, coded.v[r][m], sums[m], dots.v[r][m]);
       }
     }
   }

@@ -6,13 +6,14 @@
 //   row(number)                         Row: where a row begins
 //   load<N>(row, column, left)          Chunk<N>: its bits and scales; `left` values remain to the row's end
 //   codes(chunk, pack)                  Pack<kPackSize>: kPackSize of its codes, as floats
-//   value_dot(chunk, group, dot, sums)  float: the dot product of a group's values and inputs, from that of
-//                                       its codes and inputs
+//   excess(sums)                        float: what codes() adds to the dot product of codes and inputs
+//   add_dot(chunk, group, dot, sums,    adds the dot product of a group's values and inputs, from that of its
+//           total)                      codes and inputs
 //   values(chunk, number)               float2: the two values that a lane has in a fragment of a tile
 //   place_of(value)                     FragmentElement: which fragment, and which of the two
 //
-// codes() may add a constant to integer codes; value_dot() subtracts it times the sum of the inputs, which
-// add_inputs() collected. An expert's address takes 64 bits, an index within its matrix 32.
+// codes() may add a constant to integer codes; `sums` of the inputs are what add_inputs() collected. An
+// expert's address takes 64 bits, an index within its matrix 32.
 #pragma once
 #include "matmul/common.h"
 
@@ -104,7 +105,8 @@ struct Dense {
     return result;
   }
   static void add_inputs(Pack<8>, thread InputSums&) {}
-  static float value_dot(Chunk<kValues>, int, float dot, InputSums) { return dot; }
+  static float excess(InputSums) { return 0.0f; }
+  static void add_dot(Chunk<kValues>, int, float dot, InputSums, thread float& total) { total += dot; }
 
   static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
   static float2 values(Chunk<kTileValues> chunk, int number) {
@@ -196,7 +198,7 @@ inline Pack<kCount> in_order(thread const Pair* pairs) {
 // Where the scales and biases of integer codes come from. A unit is kUnit values with kUnit / kGroup groups;
 //
 //   load<N>(unit, column)   Loaded: those of N values from `column` on, in a row that begins with `unit`
-//   of(loaded, group)       ScaleAndBias, exact
+//   of<kInDots>(loaded, group)   ScaleAndBias, exact, for add_dot() or for values()
 //   kPlaceBytes             what a thread keeps to find them, beyond where the row's codes are
 //   kOffset                 what is subtracted from codes before they are scaled; if not 0, biases are 0
 struct ScaleAndBias {
@@ -222,7 +224,10 @@ struct TypedScales {
   Loaded load(uint unit, uint column) const {
     return {scales[unit + column / kUnit], biases[unit + column / kUnit]};
   }
-  static ScaleAndBias of(Loaded loaded, int) { return {float(loaded.scale), float(loaded.bias)}; }
+  template <bool>
+  static ScaleAndBias of(Loaded loaded, int) {
+    return {float(loaded.scale), float(loaded.bias)};
+  }
 };
 
 // ggml's for 32 values: a half, and without an offset another one.
@@ -248,7 +253,10 @@ struct HalfScales {
       return {scales[unit + column / kUnit], biases[unit + column / kUnit]};
     }
   }
-  static ScaleAndBias of(Loaded loaded, int) { return {float(loaded.scale), float(loaded.bias)}; }
+  template <bool>
+  static ScaleAndBias of(Loaded loaded, int) {
+    return {float(loaded.scale), float(loaded.bias)};
+  }
 };
 
 // ggml's for 256 values: each group has an unsigned integer of kBits bits, less kCentre, and with kMins a
@@ -259,53 +267,70 @@ struct SmallScales {
   static constant constexpr int kGroup = kGroup_, kUnit = 32, kPlaceBytes = 4, kOffset = kOffset_;
   static constant constexpr int kHalves = kMins ? 2 : 1;
   static constant constexpr int kGroupBits = kBits * kHalves, kUnitBits = kGroupBits * (kUnit / kGroup);
+  static constant constexpr bool kTwoBytes = kMins && kGroup < kUnit;  // one for each group of a unit
   struct Loaded {
-    ushort integers;
+    ushort2 integers;  // the second for kTwoBytes
     half factor, min_factor;
   };
 
   device const uchar* integers;
-  device const half* factors;
+  device const uchar* factors;
 
   SmallScales(device const uchar* scales, device const uchar* biases, ulong first_unit)
-      : integers(scales + first_unit * kUnitBits / 8),
-        factors(reinterpret_cast<device const half*>(biases) + first_unit / 8 * kHalves) {}
+      : integers(scales + first_unit * kUnitBits / 8), factors(biases + first_unit * kHalves / 4) {}
 
   // A row begins with a whole block, so that what depends on the column is the same for all rows of a lane.
   template <int N>
   Loaded load(uint unit, uint column) const {
-    ushort own;
-    if constexpr (kUnitBits == 16) {
-      own = reinterpret_cast<device const ushort*>(integers)[unit + column / kUnit];
+    ushort2 own = ushort2(0);
+    if constexpr (kTwoBytes && N == kGroup) {
+      own.x = integers[unit * 2 + column / kGroup];
+    } else if constexpr (kTwoBytes) {
+      own = ushort2(reinterpret_cast<device const uchar2*>(integers)[unit + column / kUnit]);
+    } else if constexpr (kUnitBits == 16) {
+      own.x = reinterpret_cast<device const ushort*>(integers)[unit + column / kUnit];
     } else {  // in two bytes
       const uint part = column / kUnit % 4;
       const uint in_row = kUnitBits == 12 ? column / kUnit * 3 / 2 : column / 128 * 3 + part / 2;
       const uint shift = kUnitBits == 12 ? part % 2 * 4 : part * 6 - part / 2 * 8;
       device const uchar* bytes = integers + (unit * kUnitBits / 8 + in_row);
-      own = ushort((uint(bytes[0]) | uint(bytes[1]) << 8) >> shift);
+      own.x = ushort((uint(bytes[0]) | uint(bytes[1]) << 8) >> shift);
     }
-    if (N == kGroup && kGroup < kUnit) own >>= column / kGroup % 2 * kGroupBits;
-    const uint block = unit / 8 + column / 256;
+    if (N == kGroup && kGroup < kUnit && !kTwoBytes) own.x >>= column / kGroup % 2 * kGroupBits;
+    device const uchar* block = factors + (unit * kHalves / 4 + column / 256 * (2 * kHalves));
     if constexpr (kMins) {
-      const half2 both = reinterpret_cast<device const half2*>(factors)[block];
+      const half2 both = *reinterpret_cast<device const half2*>(block);
       return {own, both.x, both.y};
     } else {
-      return {own, factors[block], 0.0h};
+      return {own, *reinterpret_cast<device const half*>(block), 0.0h};
     }
   }
 
-  // Two neighbouring integers, as the mantissas of halves: this needs no conversion.
+  // Two neighbouring integers, as the mantissas of halves: this needs no conversion. 1024 is added to them.
   static half2 two(uint bits) {
     constexpr uint kMask = (1u << kBits) - 1;
-    const uint both = (bits & kMask) | (bits << (16 - kBits) & kMask << 16) | 0x64006400u;
-    return as_type<half2>(both) - half2(half(1024 + kCentre));
+    return as_type<half2>((bits & kMask) | (bits << (16 - kBits) & kMask << 16) | 0x64006400u);
   }
+  // (integer - more) * factor, exact. In dot products the groups of a chunk share one of the products; tiles
+  // have no register for it.
+  template <bool kInDots>
+  static float product(half integer, float more, float factor) {
+    return kInDots ? fma(float(integer), factor, -more * factor) : (float(integer) - more) * factor;
+  }
+  template <bool kInDots>
   static ScaleAndBias of(Loaded loaded, int group) {
-    if constexpr (kMins) {
-      const half2 both = two(loaded.integers >> (group * kGroupBits));
-      return {float(loaded.factor) * float(both.x), -(float(both.y) * float(loaded.min_factor))};
-    } else {
-      return {float(loaded.factor) * float(two(loaded.integers)[group]), 0.0f};
+    const float factor = float(loaded.factor), min_factor = -float(loaded.min_factor);
+    if constexpr (!kMins) {
+      return {product<kInDots>(two(loaded.integers.x)[group], 1024.0f + kCentre, factor), 0.0f};
+    } else if constexpr (!kTwoBytes || !kInDots) {
+      const half2 both = two(loaded.integers[group]);
+      return {product<kInDots>(both.x, 1024.0f, factor), product<kInDots>(both.y, 1024.0f, min_factor)};
+    } else {  // of both groups at once
+      typedef HalfCodes<kBits> Codes;
+      const Words<1> words = {as_type<uint>(loaded.integers)};
+      const half2 scales = Codes::pair(words, 0), minima = Codes::pair(words, 1);
+      return {product<kInDots>(scales[group], Codes::added(0), factor),
+              product<kInDots>(minima[group], Codes::added(1), min_factor)};
     }
   }
 };
@@ -373,19 +398,23 @@ struct Integers {
     }
   }
 
-  static float value_dot(Chunk<kValues> chunk, int group, float dot, InputSums sums) {
-    UNROLL for (int i = 0; i < Codes::kHeights; ++i) dot = fma(-added(i), sums.v[i], dot);
-    const ScaleAndBias own = Scales::of(chunk.scales, group);
-    if (Scales::kOffset != 0) return own.scale * dot;
-    const float sum = Codes::kHeights == 1 ? sums.v[0] : sums.v[0] + sums.v[1];
-    return fma(own.bias, sum, own.scale * dot);
+  static float excess(InputSums sums) {
+    if (kExact) return 0.0f;
+    const float first = added(0) * sums.v[0];
+    return Codes::kHeights == 1 ? first : fma(added(1), sums.v[1], first);
+  }
+  static void add_dot(Chunk<kValues> chunk, int group, float dot, InputSums sums, thread float& total) {
+    const ScaleAndBias own = Scales::template of<true>(chunk.scales, group);
+    total = fma(own.scale, dot, total);
+    if (Scales::kOffset != 0) return;
+    total = fma(own.bias, Codes::kHeights == 1 ? sums.v[0] : sums.v[0] + sums.v[1], total);
   }
 
   static FragmentElement place_of(int value) { return Codes::place_of(value); }
   template <int N>
   static float2 values(Chunk<N> chunk, int number) {
     const int value = number / Codes::kCodePairs * 2 * Codes::kCodePairs;  // the first of the pair's run
-    const ScaleAndBias own = Scales::of(chunk.scales, value / Scales::kGroup);
+    const ScaleAndBias own = Scales::template of<false>(chunk.scales, value / Scales::kGroup);
     const half2 codes = code_pair(chunk, number);
     float2 two;
     UNROLL for (int i = 0; i < 2; ++i) {
@@ -503,8 +532,9 @@ struct FloatCodes {
     return in_order<kPackSize, HalfCodes<Code::kBits>>(pairs);
   }
   static void add_inputs(Pack<kPackSize>, thread InputSums&) {}
-  static float value_dot(Chunk<kValues> chunk, int, float dot, InputSums) {
-    return dot * CodeScale::factor(chunk.scale);
+  static float excess(InputSums) { return 0.0f; }
+  static void add_dot(Chunk<kValues> chunk, int, float dot, InputSums, thread float& total) {
+    total = fma(CodeScale::factor(chunk.scale), dot, total);
   }
 
   template <int N>
@@ -576,14 +606,15 @@ struct LevelCodes {
     return result;
   }
   static void add_inputs(Pack<kPackSize>, thread InputSums&) {}
-  static float value_dot(Chunk<kValues> chunk, int, float dot, InputSums) {
-    return dot * Scales::of(chunk.scales, 0).scale;
+  static float excess(InputSums) { return 0.0f; }
+  static void add_dot(Chunk<kValues> chunk, int, float dot, InputSums, thread float& total) {
+    total = fma(Scales::template of<true>(chunk.scales, 0).scale, dot, total);
   }
 
   template <int N>
   static float2 values(Chunk<N> chunk, int number) {
     const half2 two = levels(chunk, number);
-    const float scale = Scales::of(chunk.scales, 0).scale;
+    const float scale = Scales::template of<false>(chunk.scales, 0).scale;
     return float2(float(two.x) * scale, float(two.y) * scale);
   }
 };
