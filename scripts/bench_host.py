@@ -137,7 +137,8 @@ def main() -> None:
             best, median = 1000 * min(seconds), 1000 * statistics.median(seconds)
             print(f"{name:12} {best:7.2f} ms best, {median:7.2f} ms median of {options.steps} steps")
         ratio = statistics.median(times["accelerated"]) / statistics.median(times["own code"])
-        print(f"accelerated / own code: {ratio:.3f} ({options.layers} layers of {options.model})")
+        what = "a token of generate" if options.generate else "a token"
+        print(f"accelerated / own code: {ratio:.3f} of {what} ({options.layers} layers of {options.model})")
         from torch_moe_mps.transformers.capture.calls import captures_of
 
         if captures := captures_of(accelerated):

@@ -71,8 +71,8 @@ def assert_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> N
     assert [torch.equal(a, b) for a, b in zip(results, expected, strict=True)] == [True] * len(expected)
 
 
-# Of which no token is captured: their code asks the GPU for values, or makes a cache of its own.
-UNCAPTURED = {"glm5_next": "nonzero", "qwen4_exp": "nonzero", "minimax": "MiniMaxCache"}
+# Of which no token is captured: their code asks the GPU for values.
+UNCAPTURED = {"glm5_next": "nonzero", "qwen4_exp": "nonzero"}
 
 
 # One classifies tokens without a cache, the other's own code does not run in bfloat16.
@@ -140,6 +140,41 @@ def test_batches_and_several_tokens(batch, tokens, device):
         ]
         assert torch.equal(*results)
     assert captures_of(model).programs
+
+
+@torch.no_grad()
+def test_kinds_behind_each_other():
+    """A batch of one row has a program of its own, larger ones share one from the second size on."""
+    model = accelerated("qwen3_moe", "cpu")
+    own = without_capture(copy.deepcopy(model))
+    captures, programs = captures_of(model), []
+    for batch in (1, 2, 3, 5, 1):
+        mine, theirs = Conversation(model, batch=batch), Conversation(own, batch=batch)
+        assert_equal(mine.tokens(4), theirs.tokens(4))
+        assert captures.reason is None
+        programs.append(captures.programs[0].plan)
+    assert len(captures.programs) == 3
+    assert programs[3] is programs[2] and programs[4] is programs[0]
+
+
+@torch.no_grad()
+def test_a_models_own_cache():
+    """It keeps states in a list beside its layers."""
+    model = accelerated("minimax", "cpu")
+    own = without_capture(copy.deepcopy(model))
+    ids, caches = prompt(2, PROMPT), []
+    for each in (model, own):
+        caches.append(each(ids).past_key_values)
+    for number in range(8):
+        token = ids[:, number : number + 1]
+        if number == 6:
+            for cache in caches:
+                cache.batch_select_indices(torch.tensor([1, 1]))
+        assert torch.equal(
+            *(output(m, token, past_key_values=c) for m, c in zip((model, own), caches, strict=True))
+        )
+    assert captures_of(model).programs and captures_of(model).reason is None
+    assert all(map(torch.equal, *(cache.linear_cache[1:] for cache in caches)))
 
 
 @torch.no_grad()
@@ -737,12 +772,11 @@ def test_generate(device):
         mask = torch.ones_like(ids)
         mask[1:, :4] = 0
         captures, results = captures_of(model), []
-        captures.clear()
         for each in (own, model):
             torch.manual_seed(0)
             results.append(each.generate(input_ids=ids, attention_mask=mask, **options).cpu())
         assert torch.equal(*results), options
-        assert captures.programs, (options, str(captures))
+        assert captures.programs and captures.reason is None, (options, str(captures))
 
 
 @torch.no_grad()

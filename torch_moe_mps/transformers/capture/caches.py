@@ -5,7 +5,7 @@ next call apart in microseconds, and puts what a call has made into the cache.
 """
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -79,7 +79,7 @@ class Reading:
 
     def _cache(self, name: str, cache: Any) -> Iterator[Any]:
         offloads = getattr(cache, "offloading", False)
-        if type(cache) not in _CACHES or offloads:
+        if not _is_known(cache) or offloads:
             raise Unsupported(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
         if any(isinstance(entry.value, Cache) for entry in self.entries):
             raise Unsupported("it has two caches")
@@ -93,6 +93,10 @@ class Reading:
                 for item in held.items():
                     yield from self._value(self._place, *item)
                 self._place += 1
+        for states in _lists_of(cache):
+            for item in enumerate(states):
+                yield from self._value(self._place, *item)
+            self._place += 1
 
     def _mask(self, name: Any, mask: CausalMask) -> Iterator[Any]:
         self.entries.append(Entry(_ARGUMENTS, name, STATIC, mask, 0))
@@ -113,9 +117,9 @@ class Reading:
             for view, tensor in zip(parts(value), parts(value if memory is None else memory), strict=True):
                 yield from (tensor.dtype, tensor.device, tensor.dim())
                 yield None if tensor.is_contiguous() else tensor.stride()
-                self._sizes_of(tensor)
+                yield self._sizes_of(tensor)
                 if memory is not None:
-                    yield from (column_of(view, tensor), view.shape[-1])
+                    yield from (column_of(view, tensor), view.shape[-1], _special(view.shape[-2:-1]))
                     self.growing.add(len(self.numbers) - 2)
                     self.sizes.add(len(self.numbers))
                     self.numbers += view.shape[-2], start_of(view, tensor)
@@ -123,17 +127,18 @@ class Reading:
             kind = NUMBER
             self.numbers.append(value)
             yield kind
-        elif isinstance(value, _STATIC):
-            yield from (type(value), value)
+        elif isinstance(value, _STATIC) or (type(value) is list and not value):
+            yield from (type(value), value or None)
         elif type(value) is dict and place != _ARGUMENTS:  # another place
             return
         else:
             raise Unsupported(f"{name} is a {type(value).__name__}")
         self.entries.append(Entry(place, name, kind, value, first))
 
-    def _sizes_of(self, tensor: Tensor) -> None:
+    def _sizes_of(self, tensor: Tensor) -> tuple[int, ...]:
         self.sizes.update(range(len(self.numbers), len(self.numbers) + tensor.dim()))
         self.numbers += tensor.shape
+        return _special(tensor.shape)
 
 
 class Taken(NamedTuple):
@@ -142,7 +147,7 @@ class Taken(NamedTuple):
     inputs: list[Tensor]
     views: list[Tensor]
     memories: list[Any]
-    places: list[dict[Any, Any]]
+    places: list[Any]
     symbols: list[int]
     cache: Any
 
@@ -198,7 +203,7 @@ class Plan:
                 self._add_argument(entry)
         self._layers = [
             (type(layer), [name for name, value in vars(layer).items() if type(value) is dict])
-            for layer in self._layers_of(self.stand_ins)
+            for layer in getattr(self.stand_ins.get(self._cache), "layers", ())
         ]
         self._add_places(reading)
         self._readers = [self._sources[number] for number in range(len(symints))]
@@ -224,13 +229,12 @@ class Plan:
         (keys,) = self._padding
         setattr(self._mask, RANGE, (None if keys is None else self.fixed_input(keys),))
 
-    def _layers_of(self, arguments: dict[Any, Any]) -> list[Any]:
-        return [] if self._cache is None else arguments[self._cache].layers
-
-    def _places_in(self, arguments: dict[Any, Any]) -> list[dict[Any, Any]]:
-        """The dictionaries of a call's cache, and those of its masks."""
+    def _places_in(self, arguments: dict[Any, Any]) -> list[Any]:
+        """The dictionaries and lists of a call's cache, and the dictionaries of its masks."""
         masks = [vars(arguments[name]) for name, _ in self._masks]
-        return _places_of(self._layers_of(arguments), self._layers) + masks
+        if self._cache is None:
+            return masks
+        return _places_of(arguments[self._cache], self._layers) + masks
 
     def _add_places(self, reading: Reading) -> None:
         entries: dict[int, list[Entry]] = {}
@@ -241,7 +245,7 @@ class Plan:
             self._places.append(_Place(own, len(held), self._symbol))
             for entry in sorted(own, key=lambda entry: entry.kind):  # tensors, then views, as `take` does
                 held[entry.name] = self._stand_in(entry)
-            self._before.append(dict(held))
+            self._before.append(dict(_items(held)))
 
     def _stand_in(self, entry: Entry) -> Any:
         place, name, kind, value, first = entry
@@ -324,8 +328,8 @@ class Plan:
         cache = self.stand_in_of_cache
         if static_of(cache) != self._attributes:
             raise Unsupported("the call changes its cache's attributes")
-        places = _places_of(cache.layers, self._layers)
-        for before, held in zip(self._before, places, strict=False):  # without those of masks
+        places = _places_of(cache, self._layers)
+        for before, held in zip(self._before, map(dict, map(_items, places)), strict=False):  # not of masks
             writes: list[tuple[Any, int, Any, Any]] = []
             if before.keys() != held.keys():
                 raise Unsupported("the call gives a layer of its cache attributes")
@@ -424,7 +428,7 @@ class Plan:
                 return None
         return Taken(inputs, views, memories, places, symbols, cache)
 
-    def _read(self, inputs: list[Tensor], views: list[Tensor], places: list[dict[Any, Any]]) -> list[int]:
+    def _read(self, inputs: list[Tensor], views: list[Tensor], places: list[Any]) -> list[int]:
         symbols: list[int] = []
         for kind, number, where in self._readers:
             if kind == SIZE:
@@ -453,6 +457,11 @@ class Plan:
                         setattr(states, MEMORY, taken.memories[memory])
                         setattr(taken.memories[memory], END, integers[end])
                     held[name] = states
+
+
+def _special(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes with all equal but 0 and 1, for which torch has rules of their own."""
+    return tuple(min(size, 2) for size in sizes)
 
 
 def padding_of(arguments: dict[str, Any]) -> tuple[Tensor | None] | None:
@@ -501,27 +510,45 @@ def column_of(view: Tensor, memory: Tensor) -> int:
 
 
 def static_of(cache: Any) -> dict[str, Any]:
-    """The class and the attributes of a cache besides its layers, and how many these are."""
-    return vars(cache) | {"layers": len(cache.layers), "__class__": type(cache)}
+    """The class and the attributes of a cache; of its layers and of lists how many there are."""
+    own = {name: len(value) if type(value) is list else value for name, value in vars(cache).items()}
+    return own | {"__class__": type(cache)}
+
+
+def _is_known(cache: Cache) -> bool:
+    is_of_a_model = isinstance(cache, DynamicCache) and type(cache).__module__.startswith(
+        "transformers.models."
+    )
+    return type(cache) in _CACHES or is_of_a_model
+
+
+def _lists_of(cache: Cache) -> list[list[Any]]:
+    """States that a model's own cache holds beside its layers."""
+    return [value for value in vars(cache).values() if type(value) is list and value is not cache.layers]
+
+
+def _items(held: Any) -> Iterable[tuple[Any, Any]]:
+    return enumerate(held) if type(held) is list else held.items()
 
 
 def _kind_of(mask: CausalMask) -> tuple[Any, ...]:
     return CausalMask, mask.shape, mask.dtype, mask.device, mask.lookahead
 
 
-def _places_of(layers: list[Any], known: list[tuple[type, list[str]]]) -> list[dict[Any, Any]]:
-    """The dictionaries that layers hold what they hold in."""
+def _places_of(cache: Any, known: list[tuple[type, list[str]]]) -> list[Any]:
+    """The dictionaries that the layers of a cache hold what they hold in, and the cache's lists."""
     places = []
-    for layer, (_, names) in zip(layers, known, strict=True):
+    for layer, (_, names) in zip(cache.layers, known, strict=True):
         places.append(layer.__dict__)
         for name in names:
             places.append(layer.__dict__[name])
-    return places
+    return places + _lists_of(cache)
 
 
 def _empty_copy(cache: Any) -> Any:
     """A cache with layers like those of another one, which share nothing that changes."""
     copied = copy.copy(cache)
+    vars(copied).update({name: [*value] for name, value in vars(cache).items() if type(value) is list})
     copied.layers = []
     for layer in cache.layers:
         like = object.__new__(type(layer))

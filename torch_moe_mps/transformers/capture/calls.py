@@ -278,8 +278,8 @@ class Captures:
 def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:
     """{position of a number: its symbol}, what the symbols are now, and what they are at least.
 
-    Numbers that were equal in both of two calls share a symbol. A size below 2 is never one: torch treats
-    these as special.
+    Numbers that were equal in both of two calls share a symbol. A size below 2 is never one: calls of one
+    kind have the same sizes of 0 and 1.
     """
     changing = kind.varied | {position: reading.numbers[position] for position in reading.growing}
     groups: dict[tuple[int, int, bool], int] = {}
@@ -287,8 +287,8 @@ def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], 
     for position, before in sorted(changing.items()):
         now = reading.numbers[position]
         is_size = position in reading.sizes
-        if is_size and min(now, before) < 2:
-            raise Unsupported("a tensor of one element may have more in the next call")
+        if is_size and now < 2:
+            continue
         symbol[position] = groups.setdefault((before, now, is_size), len(groups))
     return symbol, [now for _, now, _ in groups], [2 if is_size else 0 for *_, is_size in groups]
 
