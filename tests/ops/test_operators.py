@@ -26,7 +26,7 @@ moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=No
     Tensor? key_range=None, float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor?
     k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None, Tensor? indices=None, int index_block=1,
     Tensor? gate=None, str gate_activation="sigmoid", int lookahead=0, Tensor? k_tail=None, Tensor?
-    v_tail=None, int tail_rate=1, SymInt position=0) -> Tensor
+    v_tail=None, int tail_rate=1, SymInt position=0, Tensor? relative=None) -> Tensor
 moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
     biases_, SymInt start) -> ()
 moe_mps::layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, float weight_offset=0.) -> Tensor

@@ -134,6 +134,14 @@ def tailed(dtype: torch.dtype) -> Iterator[Call]:
         yield f"tailed, {label}", functools.partial(call, **options), work, elements
 
 
+def relative(dtype: torch.dtype) -> Iterator[Call]:
+    """Of one token, and of more than a block of queries; over the last keys and over all."""
+    for tokens, extent, width, bits in ((1, 1024, 128, 16), (8, 64, 64, 16), (1, 512, 128, 8)):
+        label, call, work, elements = attention_of(dtype, 8, 1, tokens, 1024, width, width, bits)
+        bias = on_device(1, tokens, 8, extent, dtype=dtype)
+        yield f"relative to {extent}, {label}", functools.partial(call, relative=bias), work, elements
+
+
 def cache(dtype: torch.dtype) -> Iterator[Call]:
     for width in (64, 128):
         states = on_device(1, 8, 4, width, dtype=dtype)
@@ -309,6 +317,7 @@ GROUPS = {
     "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
     "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
     "tailed": (tailed, ["attention_tailed_{}"]),
+    "relative": (relative, ["attention_relative_{}", "attention_relative_affine8_{}"]),
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
@@ -542,6 +551,31 @@ not dispatched here
   attention_tailed8_128_bf16: 110.5 registers, -/128/448 threads
   attention_tailed8_256_bf16: 104.5 registers, -/128/448 threads
   attention_tailed8_64_bf16: 104 registers, -/128/512 threads
+""",
+        )
+
+    def test_relative(self):
+        self.assertExpectedInline(
+            costs("relative", "bf16"),
+            """\
+relative to 1024, attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 16 bits
+  attention_relative8_128_bf16: 2.13 2.12 slots a MAC, 104.5 registers, 128/128/448 threads
+relative to 64, attention of 8 heads on 1, 8 tokens, 1024 keys of 64, 16 bits
+  attention_relative16_64_bf16: 2.33 2.32 slots a MAC, 119.5 registers, 128/128/384 threads
+relative to 512, attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 8 bits
+  attention_relative8_128_affine8_bf16: 2.36 2.32 slots a MAC, 115.5 registers, 128/128/448 threads
+not dispatched here
+  attention_relative16_128_affine8_bf16: 118.5 registers, -/128/384 threads
+  attention_relative16_128_bf16: 113.5 registers, -/128/448 threads
+  attention_relative16_256_affine8_bf16: 118.5 registers, -/256/384 threads
+  attention_relative16_256_bf16: 113.5 registers, -/256/448 threads
+  attention_relative16_64_affine8_bf16: 124.5 registers, -/128/384 threads
+  attention_relative8_256_affine8_bf16: 109.5 registers, -/128/448 threads
+  attention_relative8_256_bf16: 98.5 registers, -/128/512 threads
+  attention_relative8_512_affine8_bf16: 109.5 registers, -/256/448 threads
+  attention_relative8_512_bf16: 98.5 registers, -/256/512 threads
+  attention_relative8_64_affine8_bf16: 115 registers, -/128/448 threads
+  attention_relative8_64_bf16: 101 registers, -/128/512 threads
 """,
         )
 

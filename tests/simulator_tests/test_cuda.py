@@ -40,6 +40,7 @@ LIBRARIES = [
     "attention_f16",
     "attention_selected_f16",
     "attention_tailed_f16",
+    "attention_relative_f16",
     "combine_f16",
     "experts_f16",
     "index_f16",

@@ -484,6 +484,10 @@ def attention(d):
         hidden = d.one(-math.inf, torch.finfo(number).min)
         bits = torch.randint(-(2**31), 2**31, (*rows, -(-keys // 32)), generator=d.generator).int()
         mask = d.one(shown, added.masked_fill(~shown, hidden), bits)
+    lookahead = d.one(0, 3, 2**40) if kind == "order" else 0
+    relative = None
+    if kind == "order" and lookahead == 0:
+        relative = d.maybe(lambda: d.values(batch, tokens, heads, d.one(5, 1, 200), dtype=dtype))
     block = d.one(1, 1, 7, 32) if kind == "indices" else 1
     indices, tail = None, d.one(5, 1, 70, 0)
     if kind == "indices" or (kind == "tail" and d.flag()):
@@ -497,12 +501,13 @@ def attention(d):
         "scale": d.one(width**-0.5, 1.0),
         "mask": mask,
         "window": d.one(None, 1, 4, 128) if kind in ("order", "tail") else None,
-        "lookahead": d.one(0, 3, 2**40) if kind == "order" else 0,
+        "lookahead": lookahead,
+        "relative": relative,
         "key_range": None if kind != "order" else d.maybe(lambda: key_range(d, batch, keys)),
         "indices": indices,
         "index_block": block,
         "softcap": d.one(None, 2.0),
-        "sinks": d.maybe(lambda: d.values(heads)),
+        "sinks": d.maybe(lambda: d.one(d.values(heads), d.values(batch, tokens, heads))),
         "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
         "gate_activation": d.one("sigmoid", "softplus"),
         **(tail_of(d, (batch, key_heads, tail), (width, value_width), dtype) if kind == "tail" else {}),

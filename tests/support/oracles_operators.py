@@ -565,6 +565,18 @@ def with_tail(a, seen: np.ndarray) -> np.ndarray:
     return np.concatenate((np.broadcast_to(seen[:, None], (*shape, seen.shape[-1])), of_tail), -1)
 
 
+def of_distances(relative, keys: int) -> np.ndarray:
+    """[B, Hq, T, S]: what [B, T, Hq, E] adds to the scores of the last T of S positions."""
+    batch, tokens, heads, extent = relative.shape
+    added = np.zeros((batch, heads, tokens, keys))
+    for token in range(tokens):
+        for key in range(keys):
+            distance = keys - tokens + token - key
+            if 0 <= distance < extent:
+                added[:, :, token, key] = relative[:, token, :, distance]
+    return added
+
+
 @oracle
 def attention(a):
     tokens, keys = a.q.shape[2], a.k.shape[2]
@@ -584,6 +596,8 @@ def attention(a):
     else:
         seen = (a.mask > torch.finfo(a.mask.dtype).min).numpy()
         added = np.where(seen, exact(a.mask), 0.0)
+    if a.relative is not None:
+        added = of_distances(exact(a.relative), keys)
     k, k_size = cached(a.k, a.k_scales, a.k_biases)
     v, v_size = cached(a.v, a.v_scales, a.v_biases)
     if a.k_tail is not None:

@@ -23,7 +23,8 @@ def attention(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The result and the error of float32 arithmetic. `seen` and `added`: [B or 1, T, S].
 
-    `seen` may say how often a token sees a key, and be for each key head, [B or 1, Hk or 1, T, S].
+    `seen` may say how often a token sees a key, and be for each key head, [B or 1, Hk or 1, T, S]; `added`
+    may be for each head, [B or 1, Hq, T, S]. `sinks` are [Hq] or [B, T, Hq].
 
     One row after the other; terms that are not seen take no part. `k` and `v` are tensors or float64;
     `sizes` are the magnitudes of what they were computed from.
@@ -33,7 +34,10 @@ def attention(
     batch, heads, tokens, _ = q.shape
     shape = batch, k.shape[1], tokens, k.shape[2]
     seen, added = (x[:, None] if np.ndim(x) == 3 else x for x in (seen, added))
-    seen, added = (np.broadcast_to(x, shape) for x in (seen, added))
+    if np.ndim(added) and added.shape[1] != heads:
+        added = np.repeat(added, heads // added.shape[1], 1)
+    seen, added = np.broadcast_to(seen, shape), np.broadcast_to(added, (batch, heads, *shape[2:]))
+    sinks = np.broadcast_to(-np.inf if sinks is None else exact(sinks), (batch, tokens, heads))
     value = np.zeros((batch, tokens, heads, v.shape[3]))
     error = np.zeros_like(value)
     for b, t, h in np.ndindex(batch, tokens, heads):
@@ -42,12 +46,12 @@ def attention(
         k_seen, v_seen = k[b, head, keys], v[b, head, keys]
         products = k_seen @ q[b, h, t] * scale
         scores = products if softcap is None else softcap * np.tanh(products / softcap)
-        scores = scores + added[b, head, t, keys]
+        scores = scores + added[b, h, t, keys]
         if not np.isfinite(products + scores).all():  # the order of the factors decides what it becomes
             value[b, t, h] = np.nan
             continue
-        size = k_size[b, head, keys] @ abs(q[b, h, t]) * abs(scale) + abs(added[b, head, t, keys])
-        sink = -np.inf if sinks is None else float(exact(sinks)[h])
+        size = k_size[b, head, keys] @ abs(q[b, h, t]) * abs(scale) + abs(added[b, h, t, keys])
+        sink = float(sinks[b, t, h])
         highest = max(scores.max(initial=-np.inf), sink)
         terms = np.exp(scores - highest) * seen[b, head, t, keys] if keys.size else scores
         total = terms.sum() + np.exp(sink - highest) if highest > -np.inf else 1.0

@@ -214,10 +214,9 @@ def attention_kernels(simulated, run) -> list[str]:
 
 TWO_KINDS = {"layer_types": ["sliding_attention", "full_attention"]}
 WINDOWED = {name: {"sliding_window": 6, **TWO_KINDS} for name in ("gemma2", "gemma4", "gpt_oss")}
-ALWAYS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4"]
-OWN = ["inkling", "inkling2"]  # they add a bias for each position
+ALWAYS = ["mixtral", "gemma2", "gemma4", "deepseek_v3", "gpt_oss", "hy_v4", "inkling"]
 NO_CACHE = ["openai_privacy_filter"]
-IN_THE_SWEEP = sorted(set(tiny_models.architectures()) - {*ALWAYS, *OWN, *NO_CACHE})
+IN_THE_SWEEP = sorted(set(tiny_models.architectures()) - {*ALWAYS, *NO_CACHE})
 
 
 def compared(simulated, model, ids, call) -> tuple[list, list[torch.Tensor]]:
@@ -263,7 +262,7 @@ def padded_steps(model, ids) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize(
-    "name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in [*IN_THE_SWEEP, *OWN])]
+    "name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in IN_THE_SWEEP)]
 )
 def test_padded_prompts(simulated, name, monkeypatch):
     """They run on the operator, as the tokens behind them do. Only some models' own code makes a mask."""
@@ -271,7 +270,7 @@ def test_padded_prompts(simulated, name, monkeypatch):
     layers = sum(getattr(module, "is_causal", False) is True for module in model.get_decoder().modules())
     ids = torch.randint(1, 50, (3, 20), generator=torch.Generator().manual_seed(1)).to("mps")
     kernels, _ = compared(simulated, model, ids, padded_steps)
-    assert len(kernels) in ([0] if name in OWN else [2 * layers, 3 * layers])
+    assert len(kernels) in (2 * layers, 3 * layers)
     if name in ALWAYS:
         assert len(kernels) == 3 * layers
         monkeypatch.setattr(CausalMask, "elements", lambda mask: pytest.fail(f"{mask} was made"))
@@ -452,8 +451,6 @@ def test_memory_of_a_prompt(simulated, name, monkeypatch):
 # What has an element for each pair of tokens of a prompt, by architecture.
 QUADRATIC = {
     "deepseek_v4": "the mask of the compressed keys",
-    "inkling": "the bias of relative positions",
-    "inkling2": "the bias of relative positions",
     "minimax_m3_vl": "the scores of blocks of keys",
     "unlimited_ocr": "a mask of its own, in which all tokens see the first ones",
 }

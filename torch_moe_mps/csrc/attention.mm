@@ -81,6 +81,15 @@ void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::o
   params.mask_key_stride = mask->stride(3);
 }
 
+// In place of a mask.
+void set_relative(AttentionParams& params, const Tensor& relative) {
+  params.mask_batch_stride = relative.stride(0);
+  params.mask_token_stride = relative.stride(1);
+  params.mask_head_stride = relative.stride(2) * (params.heads / params.key_heads);
+  params.relative_head_stride = relative.stride(2);
+  params.relative_extent = relative.size(3);
+}
+
 void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) {
   params.index_batch_stride = indices.stride(0);
   params.index_head_stride = indices.size(1) == 1 ? 0 : indices.stride(1);
@@ -96,7 +105,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
                  const std::optional<Tensor>& v_biases, const std::optional<Tensor>& indices_,
                  int64_t index_block, const std::optional<Tensor>& gate_, std::string_view gate_activation,
                  int64_t lookahead, const std::optional<Tensor>& k_tail, const std::optional<Tensor>& v_tail,
-                 int64_t tail_rate, int64_t position) {
+                 int64_t tail_rate, int64_t position, const std::optional<Tensor>& relative_) {
   const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), stored = k_.size(2);
   const int64_t tail_keys = k_tail ? k_tail->size(2) : 0;
   const int64_t selected = indices_ ? indices_->size(3) * index_block : tail_keys;
@@ -116,6 +125,8 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   }
   const std::optional<Tensor> key_range = contiguous(key_range_), sinks = contiguous(sinks_);
   const std::optional<Tensor> indices = indices_ ? std::optional(rows_contiguous(*indices_)) : std::nullopt;
+  const std::optional<Tensor> relative =
+      relative_ ? std::optional(rows_contiguous(*relative_)) : std::nullopt;
   const std::optional<Tensor> gate = gate_ ? std::optional(rows_contiguous(*gate_)) : std::nullopt;
 
   AttentionParams params{};
@@ -135,22 +146,26 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.position = position;
   if (!k_tail) set_mask(params, mask, window, lookahead);
   if (indices) set_indices(params, *indices, index_block);
+  if (relative) set_relative(params, *relative);
   params.gate = token_strides(gate);
   if (gate) {
     params.gate_width = gate->size(3);
     params.gate_is_softplus = gate_activation == "softplus";
   }
   params.has_key_range = key_range.has_value();
-  params.has_sinks = sinks.has_value();
+  params.sinks = !sinks ? SINKS_NONE : sinks->dim() == 1 ? SINKS_OF_HEADS : SINKS_OF_TOKENS;
   params.sinks_dtype = dtype_code(sinks);
   params.rows = batch * tokens * heads;
   params.scale = static_cast<float>(scale);
   params.softcap = static_cast<float>(softcap.value_or(0.0));
 
-  const char* const file = k_tail ? "attention_tailed" : indices ? "attention_selected" : "attention";
+  const char* const file = k_tail     ? "attention_tailed"
+                           : indices  ? "attention_selected"
+                           : relative ? "attention_relative"
+                                      : "attention";
   const AttentionPlan plan =
       plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key, params.k.width, value_width,
-                      file, !mask && !k_scales && q.element_size() == 2},
+                      file, !mask && !relative && !k_scales && q.element_size() == 2},
                      gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
@@ -169,7 +184,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
       .bind_strided(q)
       .bind_strided(stored > 0 ? k.values : output)
       .bind_strided(stored > 0 ? v.values : output)
-      .bind_strided(mask ? *mask : output)
+      .bind_strided(mask ? *mask : relative.value_or(output))
       .bind_or(sinks, output)
       .bind(output)
       .bind_or(partials, output)

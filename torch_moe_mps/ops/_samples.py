@@ -342,6 +342,16 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             {"sinks": None, "window": 4, "softcap": 20.0},
             {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=device)},
             {"window": 3, "lookahead": 2, "q": values(2, 4, 9, D)},
+            *(
+                {
+                    "relative": values(2, tokens, 4, 5),
+                    "sinks": values(2, tokens, 4),
+                    "q": values(2, 4, tokens, D),
+                }
+                for tokens in (1, 9)
+            ),
+            in_8_bits(T, 9) | {"relative": values(2, T, 4, 20)},
+            in_8_bits(9, 9) | {"relative": values(2, 9, 4, 3)},
             {"mask": values(2, 1, T, 9), "gate": values(2, T, 4, V)},
             {"mask": values(1, 1, T, 9) > 0.0, "gate": values(2, T, 4, 1), "gate_activation": "softplus"},
             {"mask": torch.randint(512, (2, 2, T, 1), dtype=torch.int32).to(device)},

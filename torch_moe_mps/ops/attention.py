@@ -104,6 +104,16 @@ def _check_order(
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
 
 
+def _check_relative(check: Check, relative: Tensor, q: Tensor, others: dict[str, object]) -> None:
+    check.dtype("relative", relative, (q.dtype,))
+    check.rank("relative", relative, (4,))
+    batch, heads, tokens, _ = q.shape
+    check.shape("relative", relative, (batch, tokens, heads, max(1, relative.shape[3])), "[B, T, Hq, E]")
+    for name, given in others.items():
+        if given is not None:
+            check.fail("relative", f"None beside {name}", tuple(relative.shape))
+
+
 def _check_quantized(
     check: Check,
     names: tuple[str, str, str],
@@ -132,7 +142,7 @@ def _check_quantized(
 
 def _meta_attention(
     check, q, k, v, mask, window, key_range, softcap, sinks, k_scales, k_biases, v_scales, v_biases, indices,
-    index_block, gate, gate_activation, lookahead, k_tail, v_tail, tail_rate, position, **others
+    index_block, gate, gate_activation, lookahead, k_tail, v_tail, tail_rate, position, relative, **others
 ):  # fmt: skip
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
@@ -156,7 +166,10 @@ def _meta_attention(
         check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
     check.shape("v", v, (*k.shape[:3], v.shape[3]), "[B, Hk, S, Dv]")
     check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
-    check.tensor("sinks", sinks, (heads,), "[Hq]")
+    if sinks is not None:
+        of_tokens = sinks.dim() == 3
+        sizes = (batch, q.shape[2], heads) if of_tokens else (heads,)
+        check.tensor("sinks", sinks, sizes, "[B, T, Hq]" if of_tokens else "[Hq] or [B, T, Hq]")
     if mask is not None:
         _check_mask(check, mask, q, k)
     has_tail = {"mask": mask, "key_range": key_range, "k_scales": k_scales}
@@ -169,6 +182,9 @@ def _meta_attention(
         _check_indices(check, indices, index_block, q, k_tail)
         check.between("index_block", index_block, 1, 1, " beside a tail")
     _check_order(check, window, lookahead, key_range, mask, indices is not None, batch)
+    if relative is not None:
+        others = {"a mask": mask, "indices": indices, "a tail": k_tail, "a look-ahead": lookahead or None}
+        _check_relative(check, relative, q, others)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
     check.choice("gate_activation", gate_activation, tuple(GATES))
@@ -217,6 +233,16 @@ def _seen_of_tail(
     return seen if indices is None else _times_selected(indices, 1, keys).log_() + seen
 
 
+def _of_distances(relative: Tensor, keys: int) -> Tensor:
+    """[B, Hq, T, S] float32: what `relative` adds to the scores of the last T of S tokens."""
+    tokens, extent = relative.shape[1], relative.shape[3]
+    key = torch.arange(keys, device=relative.device)
+    distance = torch.arange(keys - tokens, keys, device=relative.device)[:, None] - key
+    place = torch.where((distance >= 0) & (distance < extent), distance, extent)
+    padded = F.pad(relative.float(), (0, 1)).transpose(1, 2)
+    return padded.gather(3, place.expand(*padded.shape[:3], keys))
+
+
 def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
     """[..., S] bool of a mask of bits, [..., ceil(S / 32)] int32."""
     bits = torch.arange(WORD, device=mask.device, dtype=torch.int32)
@@ -263,10 +289,12 @@ def attention(
     v_tail: Tensor | None = None,
     tail_rate: int = 1,
     position: int = 0,
+    relative: Tensor | None = None,
 ) -> Tensor:
     """Grouped-query attention over a cache, with all that models add to it.
 
-    score[s] = cap(scale * q . k[s]) + mask[s], with cap(x) = softcap * tanh(x / softcap) where it is given
+    score[s] = cap(scale * q . k[s]) + mask[s] + relative[t - s]
+    cap(x) = softcap * tanh(x / softcap) where it is given
     out = sum_s exp(score[s]) * v[s] / (exp(sink) + sum_s exp(score[s])), without exp(sink) where it is not
     out *= gate_activation(gate), where there is a gate
 
@@ -292,8 +320,8 @@ def attention(
             the last; order and window hold as well. Keys outside are not read. Numbers below 0 mean 0, those
             above S mean S. None beside a mask.
         softcap: above 0 and finite.
-        sinks: [Hq], any of the three dtypes: a logit for each head that takes part in the softmax and has no
-            value.
+        sinks: [Hq] or [B, T, Hq], any of the three dtypes: a logit for each head, or each head of a token,
+            that takes part in the softmax and has no value.
         k_scales, k_biases: [B, Hk, S, D / group] in the dtype of `q`, for keys of 8 bits in groups of 32, 64
             or 128 along the head, as `torch_moe_mps.quantization.quantize` makes them in mode "affine". Then
             `k` is [B, Hk, S, D / 4] int32 or uint32.
@@ -314,6 +342,9 @@ def attention(
         tail_rate: at least 1.
         position: the number of tokens before the new ones, of which token t sees the first
             (position + t + 1) // tail_rate keys of the tail, however many of them `k` still holds.
+        relative: [B, T, Hq, E] in the dtype of `q`: what is added to the score of the key that lies so many
+            keys before a token's own, 0 for its own; E keys and more before it nothing is. None beside mask,
+            indices, lookahead and a tail.
 
     Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
 
@@ -333,7 +364,7 @@ def attention(
         bias = _added(mask)
     if k_tail is not None and v_tail is not None:
         tail = _seen_of_tail(indices, tokens, k_tail.shape[2], tail_rate, position, q.device)
-        shape = [max(sizes) for sizes in zip(bias.shape[:3], tail.shape[:3], strict=True)]
+        shape = torch.broadcast_shapes(bias.shape[:3], tail.shape[:3])
         bias = torch.cat((bias.expand(*shape, -1), tail.expand(*shape, -1)), 3)
         keys_, values = torch.cat((keys_, k_tail.float()), 2), torch.cat((values, v_tail.float()), 2)
     bias = bias.unsqueeze(2)
@@ -341,9 +372,11 @@ def attention(
     scores = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:
         scores = (scores / softcap).tanh_() * softcap
+    if relative is not None:
+        bias = bias + _of_distances(relative, keys).unflatten(1, queries.shape[1:3])
     scores = (scores + bias).masked_fill(hidden, -torch.inf)  # what a hidden key holds may be NaN
     sink = torch.full((heads,), -torch.inf, device=q.device) if sinks is None else sinks.float()
-    sink = sink.view(key_heads, -1, 1, 1).expand(batch, -1, -1, tokens, 1)
+    sink = sink.expand(batch, tokens, heads).mT.reshape(*queries.shape[:4], 1)
     # Without any key and sink the softmax is NaN.
     probabilities = torch.cat((scores, sink), -1).softmax(-1)[..., :-1].masked_fill(hidden, 0.0)
     values = values.masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)

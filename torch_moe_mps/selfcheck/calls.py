@@ -24,7 +24,8 @@ LINEARS = ("linear_quantized", "mlp_quantized")
 DENSE = ("expert_mm", "moe_experts")
 CACHE = "write_cache_quantized_"
 # Optional arguments with kernels in libraries of their own, so that few models need their calls.
-WITH = {"attention": ("k_scales", "indices")}
+WITH = {"attention": ("k_scales", "indices", "relative")}
+_APART = {"indices", "relative"}  # refused beside each other
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
@@ -99,7 +100,10 @@ def subjects(
 def _combinations(name: str) -> list[tuple[str, ...]]:
     optional = WITH.get(name, ())
     return [
-        chosen for count in range(len(optional) + 1) for chosen in itertools.combinations(optional, count)
+        chosen
+        for count in range(len(optional) + 1)
+        for chosen in itertools.combinations(optional, count)
+        if not _APART.issubset(chosen)
     ]
 
 

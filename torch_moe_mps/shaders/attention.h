@@ -54,6 +54,7 @@ template <typename T>
 struct DenseCache {
   typedef T Element;
   static constant constexpr bool kSelects = false;
+  static constant constexpr bool kRelative = false;
   static constant constexpr int kPerWord = 4 / sizeof(T);
   static constant constexpr bool kQuantized = false;
   static constant constexpr int kRunsAtOnce = kPerWord;
@@ -113,6 +114,7 @@ template <typename T>
 struct QuantizedCache {
   typedef T Element;
   static constant constexpr bool kSelects = false;
+  static constant constexpr bool kRelative = false;
   static constant constexpr bool kQuantized = true;
   static constant constexpr int kRunsAtOnce = 2;
 
@@ -256,19 +258,30 @@ struct Tailed : C {
   }
 };
 
+// Keys or values of which each adds to its score by its distance from the token.
+template <typename C>
+struct Relative : C {
+  static constant constexpr bool kRelative = true;
+
+  Relative(device const uchar* values, device const typename C::Element* scales,
+           device const typename C::Element* biases, uint batch, uint head, constant CacheParams& params)
+      : C(values, scales, biases, batch, head, params) {}
+};
+
 inline float lowest_of(uint dtype) {
   return dtype == DTYPE_FLOAT ? kLowest : dtype == DTYPE_HALF ? -65504.0f : -3.3895313892515355e38f;
+}
+
+inline float bias_in_order(int position, uint key, constant AttentionParams& params) {
+  const int distance = position - int(key);
+  return distance >= 0 && (params.window == 0 || distance < int(params.window)) ? 0.0f : -INFINITY;
 }
 
 // What the mask adds to the score of a key: -INFINITY for a key that the token does not see. `position` is
 // the last key that the token sees in order, or kNoQuery.
 inline float bias_of(device const uchar* mask, ulong start, int position, uint key,
                      constant AttentionParams& params) {
-  const int distance = position - int(key);
-  if (params.mask_kind == MASK_NONE) {
-    const bool seen = distance >= 0 && (params.window == 0 || distance < int(params.window));
-    return seen ? 0.0f : -INFINITY;
-  }
+  if (params.mask_kind == MASK_NONE) return bias_in_order(position, key, params);
   if (position == kNoQuery) return -INFINITY;
   const ulong token = ulong(position - params.first_position);
   const uint place = params.mask_kind == MASK_BITS ? key / 32 : key;
@@ -289,10 +302,10 @@ struct Total {
 };
 
 // The factor of the summed values; 0 if the query saw no key.
-inline float final_factor(Total total, device const uchar* sinks, uint head,
+inline float final_factor(Total total, device const uchar* sinks, uint head, uint row,
                           constant AttentionParams& params) {
-  if (params.has_sinks == 0) return total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
-  const float sink = load_one(sinks, params.sinks_dtype, head);
+  if (params.sinks == SINKS_NONE) return total.sum == 0.0f ? 0.0f : 1.0f / total.sum;
+  const float sink = load_one(sinks, params.sinks_dtype, params.sinks == SINKS_OF_HEADS ? head : row);
   const float highest = max(total.highest, sink);
   const float factor = precise::exp(total.highest - highest);
   const float sum = total.sum * factor + precise::exp(sink - highest);
@@ -503,6 +516,9 @@ struct Block {
             const uint key = tile + own + 8 * n;
             float x = any ? scores.v[n][t][e] * params.scale : 0.0f;
             if (params.softcap != 0.0f) x = params.softcap * precise::tanh(x / params.softcap);
+            if constexpr (C::kRelative)
+              x += of_distance(mask, mask_start, queries.first + 8 * t + 2 * place.quarter + e,
+                               positions[t][e], key, params);
             if (!inside) {
               float bias = -INFINITY;
               if (key < end && seen[n] != 0)
@@ -568,7 +584,7 @@ struct Block {
         const uint row = (batch * params.tokens + queries.token(r)) * params.heads + head;
         const Total own = {sums.highest[t][e], totals[t][e]};
         const bool merged = params.chunks > 1;
-        const float factor = merged ? 1.0f : final_factor(own, sinks, head, params);
+        const float factor = merged ? 1.0f : final_factor(own, sinks, head, row, params);
         device float* partial = merged ? partial_values(partials, group.x, row, params) : partials;
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
           const uint column = first_value + f;
@@ -605,10 +621,23 @@ struct Block {
     }
   }
 
+  // What the relative position of a key adds to its score, for query r of the key head; 0 for hidden keys.
+  static float of_distance(device const uchar* relative, ulong start, uint r, int position, uint key,
+                           constant AttentionParams& params) {
+    const int distance = position - int(key);
+    if (distance < 0 || distance >= int(params.relative_extent)) return 0.0f;
+    const uint token = uint(position - params.first_position);
+    const uint head = r - token * (params.heads / params.key_heads);
+    const ulong row = start + head * params.relative_head_stride + ulong(token) * params.mask_token_stride;
+    return float(reinterpret_cast<device const T*>(relative)[row + distance]);
+  }
+
   static float bias_of_key(C keys, device const uchar* mask, ulong start, int position, uint key,
                            constant AttentionParams& params) {
     if constexpr (C::kSelects) {
       return keys.has(key) ? 0.0f : -INFINITY;
+    } else if constexpr (C::kRelative) {
+      return bias_in_order(position, key, params);
     } else {
       return bias_of(mask, start, position, key, params);
     }
@@ -841,7 +870,7 @@ template <typename T, bool kGated>
     total.sum += shared_sums[s];
     value += shared_values[s][thread_index];
   }
-  const float factor = final_factor(total, sinks, row % params.heads, params);
+  const float factor = final_factor(total, sinks, row % params.heads, row, params);
   if constexpr (kGated) value *= gate_factor(gate, row, column, params);
   output[ulong(row) * params.v.width + column] = T(value * factor);
 }

@@ -93,6 +93,10 @@ struct RopeTableParams {
 #define MASK_ADDITIVE 2
 #define MASK_BITS 3  // of words of 32 keys
 
+#define SINKS_NONE 0
+#define SINKS_OF_HEADS 1
+#define SINKS_OF_TOKENS 2
+
 // Keys or values. Strides are in elements, for quantised ones in words.
 struct CacheParams {
   uint64_t batch_stride;
@@ -134,6 +138,8 @@ struct AttentionParams {
   uint32_t tail_slots;        // of a token: indices, or all
   uint32_t tail_rate;         // tokens of a key
   uint32_t position;          // tokens before the new ones
+  uint32_t relative_head_stride;
+  uint32_t relative_extent;  // of a bias of relative positions, whose strides are in place of a mask's
   uint32_t mask_token_stride;
   uint32_t mask_key_stride;
   uint32_t tokens;
@@ -147,7 +153,7 @@ struct AttentionParams {
   uint32_t mask_dtype;
   uint32_t window;  // keys that a token sees in order, its look-ahead included; 0: all
   uint32_t has_key_range;
-  uint32_t has_sinks;
+  uint32_t sinks;
   uint32_t sinks_dtype;
   uint32_t rows;    // queries of all heads: B * T * Hq
   uint32_t chunks;  // more than 1: attention_merge adds up partial results

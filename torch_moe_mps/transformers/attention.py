@@ -23,9 +23,11 @@ from .causal_mask import CausalMask, additive
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
 from .quantized_states import QuantizedStates
+from .relative_bias import RelativeBias
 from .rewriting.program.programs import original_class
 from .rewriting.record import NOTHING, RECORD, record_of
 from .rewriting.rules.indexer import IN_ORDER
+from .rewriting.rules.relative_bias import makes_relative_bias
 
 NAME = "moe_mps"  # the implementation in place of "eager"
 MOST_TOKENS = 8  # new ones; a call with more is a prompt
@@ -109,6 +111,8 @@ def _implementation_for(module: nn.Module) -> str | None:
     if current == "sdpa":
         return current
     capped = getattr(module, "attn_logit_softcapping", None) is not None
+    if asks == 0 and any(map(makes_relative_bias, module.children())):
+        return NAME
     if not isinstance(getattr(module, "sinks", None), Tensor) and not (
         capped and "softcap=self.attn_logit_softcapping" in source
     ):
@@ -179,6 +183,12 @@ def _sdpa(
         if (out := _some_heads_at_a_time(call, query, key, attention_mask, options)) is not None:
             return out, None
         key, value = key.expanded(), value.expanded()
+    if isinstance(bias := kwargs.get("position_bias"), RelativeBias) and is_causal is not False:
+        plain = query.is_mps and dropout == 0.0 and _has_nothing_special(kwargs, "position_bias")
+        if plain and _takes(query, key, value, attention_mask, None):
+            out = _attend_with_bias(query, key, value, attention_mask, scaling, bias)
+            if out is not None:
+                return out, None
     if (
         getattr(module, RECORD, NOTHING).is_attention
         and query.is_mps
@@ -279,6 +289,13 @@ def attention(
         if out is not None:
             return out, None
         key, value = key.expanded(), value.expanded()
+    if kwargs.get("position_bias") is not None or kwargs.get("sinks") is not None:
+        bias, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
+        if plain and isinstance(bias, RelativeBias) and _takes(query, key, value, attention_mask, sinks):
+            out = _attend_with_bias(query, key, value, attention_mask, scaling, bias, window, sinks, softcap)
+            if out is not None:
+                return out, None
+        plain = False
     if plain and _takes(query, key, value, attention_mask, s_aux):
         given = (window, s_aux, softcap, indices, index_block, lookahead)
         return _attend(query, key, value, attention_mask, scaling, *given), None
@@ -420,6 +437,7 @@ def _attend(
     indices: Tensor | None = None,
     index_block: int = 1,
     lookahead: int = 0,
+    relative: Tensor | None = None,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     key_range = None
@@ -433,7 +451,7 @@ def _attend(
         window, key_range, lookahead, mask = mask.window, mask.key_range, mask.lookahead, None
     options: dict[str, Any] = {}
     asked = {"mask": mask, "window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
-    asked["indices"] = indices
+    asked |= {"indices": indices, "relative": relative}
     if index_block != 1:
         options["index_block"] = index_block
     if lookahead != 0:
@@ -446,6 +464,39 @@ def _attend(
         options |= {"v_scales": value.scales, "v_biases": value.biases}
         key, value = key.packed, value.packed
     return torch.ops.moe_mps.attention(query, key, value, scale, **options)
+
+
+def _attend_with_bias(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scaling: float | None,
+    bias: RelativeBias,
+    window: int | None = None,
+    sinks: Tensor | None = None,
+    softcap: float | None = None,
+) -> Tensor | None:
+    """Attention with a bias of relative positions, some tokens at a time; None where it needs its elements.
+
+    `sinks`: [B, Hq, T, 1] or None. Masks that are more than an order do not tell which key is a token's own.
+    """
+    tokens, keys = query.shape[2], key.shape[2]
+    if mask is None:
+        seen = keys if tokens == 1 else tokens
+        mask = CausalMask((query.shape[0], 1, tokens, keys), seen, window, torch.bool, query.device)
+    if not isinstance(mask, CausalMask) or mask.lookahead != 0 or bias.shape[2:] != (tokens, keys):
+        return None
+    if sinks is not None and sinks.shape != (*query.shape[:3], 1):
+        return None
+    outs, some = [], bias.tokens_at_once()
+    for start in range(0, tokens, some):
+        stop = min(start + some, tokens)
+        of_tokens = None if sinks is None else sinks[:, :, start:stop, 0].mT
+        given = (None, of_tokens, softcap, None, 1, 0, bias.by_distance(start, stop))
+        part = query if some >= tokens else query[:, :, start:stop]
+        outs.append(_attend(part, key, value, mask[:, :, start:stop], scaling, *given))
+    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 def _has_nothing_special(options: dict[str, Any], but: str | None = None) -> bool:

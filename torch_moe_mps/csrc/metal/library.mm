@@ -186,8 +186,10 @@ const std::vector<Library>& all_libraries() {
         list->push_back({file, dtype});
       for (Library library : {Library{"attention", dtype}, quantized_attention_library(dtype)}) {
         if (!library.weights.empty()) list->push_back(library);
-        library.file = "attention_selected";
-        list->push_back(library);
+        for (const char* file : {"attention_selected", "attention_relative"}) {
+          library.file = file;
+          list->push_back(library);
+        }
       }
       for (const WeightFormat& format : all_formats()) list->push_back(quantized_library(format, dtype));
     }

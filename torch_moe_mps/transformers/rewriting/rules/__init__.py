@@ -21,6 +21,7 @@ from .norm_inputs import norm_inputs
 from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
 from .recurrent_layers import rewrite_recurrent_layer
+from .relative_bias import rewrite_relative_bias
 from .rms_norm import CALL_NORM, replace_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE
 from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
@@ -36,6 +37,7 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_layer_norm,
     rewrite_recurrent_layer,
     rewrite_indexer,
+    rewrite_relative_bias,
     rewrite_hyper_connection,
     rewrite_hyper_layer,  # around the two of a layer
 )

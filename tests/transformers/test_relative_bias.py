@@ -1,0 +1,93 @@
+"""Attention with a bias of relative positions, as in Inkling: no element for each pair of tokens."""
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import in_parts
+from torch import nn
+from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
+
+import torch_moe_mps
+from torch_moe_mps.transformers import relative_bias
+from torch_moe_mps.transformers.relative_bias import RelativeBias
+from torch_moe_mps.transformers.rewriting.install import rewrite
+from torch_moe_mps.transformers.rewriting.rules.relative_bias import makes_relative_bias
+
+
+def module(cls=InklingRelativeLogits) -> nn.Module:
+    made = cls(3, 6)
+    nn.init.normal_(made.proj)
+    return made.eval()
+
+
+class KeepsTheLast(InklingRelativeLogits):
+    """Beyond the extent, the bias of its last distance."""
+
+    def forward(self, relative_states, query_positions, key_positions):
+        logits = (relative_states @ self.proj).transpose(1, 2)
+        distance = (query_positions[:, None] - key_positions[None, :])[None, None]
+        place = distance.clamp(0, self.rel_extent - 1).expand(*logits.shape[:2], -1, -1)
+        return logits.gather(-1, place).masked_fill(distance < 0, 0.0)
+
+
+@torch.no_grad()
+def test_elements():
+    """Those of the module's code, whatever is done to them; those by distance are the same numbers."""
+    own, ours = module(), module()
+    ours.load_state_dict(own.state_dict())
+    rewrite(ours)
+    states, queries, keys = torch.randn(2, 5, 4, 3), torch.arange(7, 12), torch.arange(2, 12)
+    tau = torch.rand(5).view(1, 1, -1, 1)
+
+    def scaled(bias):
+        return (bias.to(torch.float64) * tau * 0.5).to(torch.float32)
+
+    made = ours(states, queries, keys)
+    assert type(made) is RelativeBias and type(scaled(made)) is RelativeBias
+    for bias, expected in (
+        (made, own(states, queries, keys)),
+        (scaled(made), scaled(own(states, queries, keys))),
+    ):
+        assert (bias.shape, bias.dtype) == (expected.shape, expected.dtype)
+        for start, stop in ((0, 5), (1, 3)):
+            by_distance = bias.by_distance(start, stop)
+            assert by_distance.shape == (2, stop - start, 4, 6)
+            for token, distance in ((start, 0), (stop - 1, 5)):
+                column = token + 5 - distance
+                assert torch.equal(by_distance[:, token - start, :, distance], expected[:, :, token, column])
+        assert bias._elements is None
+        assert torch.equal(torch.where(torch.tensor(True), bias, 0.0), expected)
+    by_key = made * torch.rand(10)
+    assert type(by_key) is torch.Tensor
+
+
+def test_another_module_stays():
+    assert makes_relative_bias(module()) and not makes_relative_bias(module(KeepsTheLast))
+    wider = module()
+    wider.rel_extent = 7
+    assert not makes_relative_bias(wider)
+
+
+@pytest.mark.parametrize("at_once", [1, 2**30])
+def test_inkling(simulated, at_once, monkeypatch):
+    """Queries and biases grow with the logarithm of the position; prompts in one piece and token by token."""
+    monkeypatch.setattr(relative_bias, "MOST_BYTES", at_once)
+    model = tiny_models.tiny_model("inkling", log_scaling_n_floor=4).to("mps").eval()
+    ids = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(1)).to("mps")
+    expected = in_parts(model, ids, 3, 1)[0]
+    torch_moe_mps.accelerate(model)
+    made, elements = [], RelativeBias.elements
+    monkeypatch.setattr(RelativeBias, "elements", lambda bias: made.append(bias) or elements(bias))
+    with simulated.trace() as commands:
+        for ours, own in zip(in_parts(model, ids, 3, 1)[0], expected, strict=True):
+            torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    kernels = [line for line in commands if line.startswith("attention_relative")]
+    calls = 8 + 3 + 1 if at_once == 1 else 3
+    assert not made and len(kernels) == calls * model.config.get_text_config().num_hidden_layers
+    shown = torch.ones(2, 1, 12, 12, dtype=torch.bool, device="mps").tril()
+    shown[:, :, :, 1:3] = False
+    with torch.no_grad():
+        ours = model(ids, attention_mask=shown).logits
+        torch_moe_mps.restore(model)
+        torch.testing.assert_close(ours, model(ids, attention_mask=shown).logits, rtol=1e-4, atol=1e-4)
+    assert made

@@ -1,0 +1,10 @@
+// Attention with a bias of relative positions.
+#include "attention.h"
+
+#ifdef MOE_WEIGHTS
+typedef Relative<MOE_WEIGHTS> Cache;
+#else
+typedef Relative<DenseCache<MOE_DTYPE> > Cache;
+#endif
+
+INSTANTIATE_ATTENTION("attention_relative")
