@@ -88,8 +88,8 @@ that is known, and what is not known runs the model's own code. The columns are 
 TOKENS = """
 ## Tokens
 
-Of {count} architectures in the tables, {captured} have tokens that are captured. Tokens of the others run
-module by module:
+Of {count} architectures in the tables, {captured} have tokens that are captured, also in continuous
+batching for up to 8 requests at once. Tokens of the others run module by module:
 
 {reasons}
 """

@@ -68,8 +68,8 @@ class Reading:
                 key += self._cache(name, value)
             elif type(value) is CausalMask:
                 masks.append((name, value))
-            elif type(value) is int:
-                key += name, STATIC, value
+            elif type(value) is Pages or (type(value) is int and type(name) is str):
+                key += name, STATIC, value.known if type(value) is Pages else value
                 self.entries.append(Entry(_ARGUMENTS, name, STATIC, value, 0))
             else:
                 key += self._value(_ARGUMENTS, name, value)
@@ -192,6 +192,7 @@ class Plan:
         self._attributes: dict[str, Any] = {}
         self._layers: list[tuple[type, list[str]]] = []
         self._arguments: list[tuple[Any, int, Any]] = []
+        self._numbers: list[tuple[Any, int]] = []  # of the arguments
         self._places: list[_Place] = []
         self._ends: list[tuple[int, ...]] = []  # what the end of each memory is the sum of
         self._sources: dict[int, tuple[int, int, Any]] = {}  # of symbols
@@ -221,6 +222,12 @@ class Plan:
             self.stand_ins[name] = CausalMask(value.shape, 0, None, value.dtype, value.device)
             return
         self._arguments.append((name, kind, value))
+        if kind == NUMBER:
+            self.stand_ins[name] = self._number(first, (NUMBER, _ARGUMENTS, name), value)
+            if first in self._symbol:
+                self._numbers.append((name, self._symbol[first]))
+                self._arguments[-1] = name, NUMBER, None
+            return
         if name != MASK or self._padding is None:
             self.stand_ins[name] = self._input(value, first) if kind == TENSOR else value
             return
@@ -360,6 +367,9 @@ class Plan:
         """Drops what only the recording needed."""
         self.stand_ins, self._before, self._memories, self._symints = {}, [], {}, []
         self._mask = None
+        for _, _, value in self._arguments:
+            if isinstance(value, Pages):
+                value.forget()
         del self._recorder
 
     def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | None:
@@ -384,6 +394,9 @@ class Plan:
                     if found is None or (found[0] is None) != (self._padding[0] is None):
                         return None
                     inputs += [keys for keys in found if keys is not None]
+            elif kind == NUMBER and value is None:
+                if type(given) is not int:
+                    return None
             elif given is not value and (type(given) is not type(value) or given != value):
                 return None
         for name, known in self._masks:
@@ -414,7 +427,9 @@ class Plan:
                 views += (view,) if type(view) is Tensor else parts(view)
         if any(type(tensor) is not Tensor for tensor in inputs):
             return None
-        symbols = self._read(inputs, views, places)
+        symbols = self._read(inputs, views, [*places, arguments])
+        if any(arguments[name] != symbols[number] for name, number in self._numbers):
+            return None
         for held, place in zip(places, self._places, strict=True):
             for name, number in place.numbers:
                 if held[name] != symbols[number]:
@@ -473,24 +488,84 @@ def padding_of(arguments: dict[str, Any]) -> tuple[Tensor | None] | None:
 
 
 def flat(arguments: dict[str, Any]) -> dict[Any, Any]:
-    """Arguments with the values of those that are dictionaries by (name, key)."""
-    if dict not in map(type, arguments.values()):
+    """Arguments with what dictionaries, lists and caches of pages hold by (name, kind, key)."""
+    if not any(type(value) in (dict, list) for value in arguments.values()):
         return arguments
     taken: dict[Any, Any] = {}
     for name, value in arguments.items():
-        taken |= {(name, key): each for key, each in value.items()} if type(value) is dict else {name: value}
+        if type(value) is dict and value:
+            taken |= {(name, dict, key): each for key, each in value.items()}
+        elif type(value) is list and value:
+            taken |= {(name, list, number): each for number, each in enumerate(value)}
+        elif type(value).__name__ == "PagedAttentionCache":
+            taken[name] = Pages(value)
+            taken |= {(name, Pages, key): each for key, each in taken[name].tensors()}
+        else:
+            taken[name] = value
     return taken
 
 
 def whole(arguments: dict[Any, Any]) -> dict[str, Any]:
     """The arguments that `flat` has given."""
     made: dict[str, Any] = {}
+    tensors: dict[Any, Any] = {}
     for name, value in arguments.items():
-        if isinstance(name, tuple):
-            made.setdefault(name[0], {})[name[1]] = value
-        else:
+        if not isinstance(name, tuple):
             made[name] = value
-    return made
+        elif name[1] is dict:
+            made.setdefault(name[0], {})[name[2]] = value
+        elif name[1] is list:
+            made.setdefault(name[0], []).append(value)
+        else:
+            tensors[name[2]] = value
+    return {name: value.with_(tensors) if isinstance(value, Pages) else value for name, value in made.items()}
+
+
+class Pages:
+    """The cache of continuous batching, compared by what an update of it reads besides its tensors."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+        self.known = (
+            type(cache).update,
+            *(
+                (
+                    type(each).update,
+                    name,
+                    each.index,
+                    each.layer_type,
+                    each.sentinel_index,
+                    *each.layer_indices,
+                )
+                for name, each in cache.cache_allocators.items()
+            ),
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Pages) and self.known == other.known
+
+    def tensors(self) -> Iterator[tuple[Any, Tensor]]:
+        for name, allocator in self._cache.cache_allocators.items():
+            for layer, both in allocator._kv_token_views.items():
+                for number, view in enumerate(both):
+                    yield (name, layer, number), view
+
+    def with_(self, tensors: dict[Any, Tensor]) -> Any:
+        """A cache like this one, with other tensors."""
+        cache = copy.copy(self._cache)
+        copies = {name: copy.copy(each) for name, each in cache.cache_allocators.items()}
+        for name, allocator in copies.items():
+            layers = allocator._kv_token_views
+            allocator._kv_token_views = {
+                layer: tuple(tensors[name, layer, number] for number in range(2)) for layer in layers
+            }
+        cache.cache_allocators = copies
+        cache.layer_to_allocator = {i: each for each in copies.values() for i in each.layer_indices}
+        return cache
+
+    def forget(self) -> None:
+        """Drops what holds the tensors."""
+        self._cache = None
 
 
 def parts(states: Tensor) -> tuple[Tensor, ...]:
