@@ -322,15 +322,16 @@ struct SmallScales {
     const float factor = float(loaded.factor), min_factor = -float(loaded.min_factor);
     if constexpr (!kMins) {
       return {product<kInDots>(two(loaded.integers.x)[group], 1024.0f + kCentre, factor), 0.0f};
-    } else if constexpr (!kTwoBytes || !kInDots) {
-      const half2 both = two(loaded.integers[group]);
+    } else if constexpr (!kTwoBytes) {
+      const half2 both = two(loaded.integers.x);
       return {product<kInDots>(both.x, 1024.0f, factor), product<kInDots>(both.y, 1024.0f, min_factor)};
-    } else {  // of both groups at once
+    } else {  // of both groups at once in dot products
       typedef HalfCodes<kBits> Codes;
-      const Words<1> words = {as_type<uint>(loaded.integers)};
-      const half2 scales = Codes::pair(words, 0), minima = Codes::pair(words, 1);
-      return {product<kInDots>(scales[group], Codes::added(0), factor),
-              product<kInDots>(minima[group], Codes::added(1), min_factor)};
+      const Words<1> words = {kInDots ? as_type<uint>(loaded.integers) : uint(loaded.integers[group])};
+      const half scale = Codes::pair(words, 0)[kInDots ? group : 0];
+      const half minimum = Codes::pair(words, 1)[kInDots ? group : 0];
+      return {product<kInDots>(scale, Codes::added(0), factor),
+              product<kInDots>(minimum, Codes::added(1), min_factor)};
     }
   }
 };
