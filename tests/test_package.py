@@ -64,6 +64,7 @@ def test_public_names():
         torch_moe_mps.acelerate  # noqa: B018
 
 
+@pytest.mark.sweep
 def test_copies_that_wait_beside_each_other():
     """Two finders, of a package that is reloaded, and a third, of one that is imported anew."""
     code = """

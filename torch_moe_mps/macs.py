@@ -61,7 +61,7 @@ def this_mac() -> Mac:
     if shutil.which("sysctl") is None or not (brand := _sysctl("machdep.cpu.brand_string")).startswith(
         "Apple M"
     ):
-        raise ValueError("--mac is for a Mac with Apple silicon; this machine is none")
+        raise ValueError("--mac is for a Mac with Apple silicon; this machine is not one")
     memory = int(_sysctl("hw.memsize"))
     chosen = _sysctl("iogpu.wired_limit_mb")  # 0 unless the user set it
     if chosen.isdecimal() and int(chosen) > 0:

@@ -292,7 +292,7 @@ def test_names_that_are_not_there_are_one_line(hub, checkpoint, tmp_path, capsys
             "org/nothing is no folder here; as a name, it is not in the Hub's cache, and the Hub",
         ),
         (["./no/such/folder"], "./no/such/folder is neither a folder nor the name of a model on the Hub"),
-        ([checkpoint, "--revision", "main"], "--revision is of a name on the Hub, got the folder"),
+        ([checkpoint, "--revision", "main"], "--revision needs a name on the Hub, got the folder"),
     ):
         assert run("convert", *arguments, tmp_path / "new") == 1
         assert message in capsys.readouterr().err
@@ -376,7 +376,7 @@ def test_two_conversions_to_one_folder(checkpoint, tmp_path, capsys, monkeypatch
     monkeypatch.setattr(convert, "_save_generation_config", save_late)
     assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.endswith("new was written by something else while this ran; it is left as it is")
+    assert error.endswith("new was written by something else while this ran; it was not changed")
     assert (tmp_path / "new" / "config.json").read_text() == "of the first"
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "new"}
 
@@ -407,7 +407,7 @@ def shards(folder) -> list:
 
 def truncated(folder):
     shards(folder)[0].write_bytes(shards(folder)[0].read_bytes()[:5000])
-    return rf"{shards(folder)[0]} is truncated or no safetensors file"
+    return rf"{shards(folder)[0]} is truncated or not a safetensors file"
 
 
 def missing(folder):
@@ -458,7 +458,7 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
             "must be of an input dimension that is a multiple",
         ),
         ([checkpoint, tmp_path / "there"], "there exists; convert writes a new folder"),
-        ([checkpoint, tmp_path / "new", "--recipe", "mixed_4_6", "--bits", 4], "leave --bits and --mode out"),
+        ([checkpoint, tmp_path / "new", "--recipe", "mixed_4_6", "--bits", 4], "leave out --bits and --mode"),
         ([checkpoint, tmp_path / "new", "--recipe", "mixed"], "mixed_4_6 or a file, got mixed"),
         (
             [checkpoint, tmp_path / "new", "--recipe", checkpoint / "config.json"],

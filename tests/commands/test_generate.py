@@ -141,12 +141,12 @@ def damaged(file):
 
 def truncated(file):
     file.write_bytes(file.read_bytes()[:-50])
-    return "is damaged or no cache of a prompt"
+    return "is damaged or not a prompt cache"
 
 
 def something_else(file):
     file.write_text("my notes")
-    return "is damaged or no cache of a prompt"
+    return "is damaged or not a prompt cache"
 
 
 @pytest.mark.parametrize("change", [damaged, truncated, something_else, None])
@@ -167,7 +167,7 @@ def test_a_file_that_is_no_cache_for_the_model_is_named_and_ignored(change, chec
     assert out == expected(asked, "hello") + "\n"
     assert f"torch-moe-mps: {file} {message}" in err and "ignored" in err
     if change in (truncated, something_else):
-        assert file.read_bytes() == before and "is no cache of a prompt; it is left as it is" in err
+        assert file.read_bytes() == before and "is not a prompt cache; it was not changed" in err
     else:
         assert file.read_bytes() != before
 

@@ -109,9 +109,9 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
         (("convert", bare, tmp_path / "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("generate", bare, "-p", "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("generate", file, "-p", "a", "--bits", 4), "a GGUF file must be read as it is, got bits=4"),
-        (("fit", cut), "cut.gguf is damaged or no GGUF file (blk."),
+        (("fit", cut), "cut.gguf is damaged or not in GGUF (blk."),
         (("fit", tmp_path / "none.gguf"), "none.gguf must be a file, got none"),
-        (("fit", file, "--revision", "v2"), "--revision is of a name on the Hub"),
+        (("fit", file, "--revision", "v2"), "--revision needs a name on the Hub"),
     ):
         assert run(*arguments) == 1, arguments
         lines = capsys.readouterr().err.strip().splitlines()

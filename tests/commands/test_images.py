@@ -60,7 +60,7 @@ def test_generate(checkpoint, own, tmp_path, capsys):
     assert main([*call, "--image", str(files[0]), "--image", str(files[1]), *kept]) == 0
     out, err = capsys.readouterr()
     assert out == own("<image><image>what", picture(0), picture(1)) + "\n"
-    assert "the prompt is not kept in " in err and "files keep text, and it has images" in err
+    assert "the prompt is not kept in " in err and "files keep only text, but it has images" in err
     (tmp_path / "text.png").write_text("no picture")
     assert main([*call, "--image", str(tmp_path / "text.png")]) == 1
     assert "torch-moe-mps: error: cannot identify image file" in capsys.readouterr().err.splitlines()[-1]

@@ -221,8 +221,7 @@ def combine(dtype: torch.dtype) -> Iterator[Call]:
     call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
     yield "weighted_sum_residual_norm_stacked_", call, {}, n
     # Of many tokens: their sum is a dispatch of its own.
-    *_, last = (each for each in dense(dtype) if each[0].startswith("dense, 256"))
-    label, call, _, elements = last
+    label, call, _, elements = layer("dense", 256, 32, 4, dtype, functools.partial(rows_first, dtype))
     yield label, call, {}, elements
 
 
@@ -270,15 +269,17 @@ def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *f
     return f"{label}, {tokens} tokens, {slots} of {experts}", call, work, tokens * HIDDEN
 
 
-def dense(dtype: torch.dtype) -> Iterator[Call]:
-    def rows_first(experts: int, rows: int, inputs: int) -> tuple:
-        return (on_device(experts, rows, inputs, dtype=dtype),)
+def rows_first(dtype: torch.dtype, experts: int, rows: int, inputs: int) -> tuple:
+    return (on_device(experts, rows, inputs, dtype=dtype),)
 
+
+def dense(dtype: torch.dtype) -> Iterator[Call]:
+    matrices = functools.partial(rows_first, dtype)
     for tokens in (1, 8, 64, 256):
-        yield layer("dense", tokens, 32, 4, dtype, rows_first)
+        yield layer("dense", tokens, 32, 4, dtype, matrices)
     norm = on_device(HIDDEN, dtype=dtype)
-    yield layer("dense, normed", 1, 32, 4, dtype, rows_first, norm_weight=norm)
-    yield from of_heads(dtype, torch.ops.moe_mps.heads_mm, rows_first(4, 192, 512))
+    yield layer("dense, normed", 1, 32, 4, dtype, matrices, norm_weight=norm)
+    yield from of_heads(dtype, torch.ops.moe_mps.heads_mm, matrices(4, 192, 512))
 
 
 def of_heads(dtype: torch.dtype, operator: Callable, matrices: tuple, *format_) -> Iterator[Call]:

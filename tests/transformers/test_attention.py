@@ -469,7 +469,7 @@ def test_memory_of_a_prompt_of_every_architecture(simulated, name):
     assert (long / short < 8.1) == (name not in QUADRATIC), (short, long)
 
 
-@pytest.mark.parametrize("architecture", ["gpt_oss", "gemma2"])
+@pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("gemma2", marks=pytest.mark.sweep)])
 def test_continuous_batching(architecture):
     """transformers takes no implementation but its own: the tokens are those of the model's own code."""
     model = tiny_models.tiny_model(architecture)

@@ -166,12 +166,14 @@ def rounded(states):
 SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 8))]
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("cls", "arguments"), PLAIN, ids=lambda value: getattr(value, "__name__", str(value))
-)
-@torch.no_grad()
+def each_layer(test):
+    """Every class of layers, with several seeds, in 16 and in 8 bits."""
+    names = {"ids": lambda value: getattr(value, "__name__", str(value))}
+    test = pytest.mark.parametrize(("cls", "arguments"), PLAIN, **names)(torch.no_grad()(test))
+    return pytest.mark.parametrize("bits", [None, 8])(pytest.mark.parametrize("seed", SEEDS)(test))
+
+
+@each_layer
 def test_a_layer_does_what_the_plain_one_does(cls, arguments, seed, bits):
     pair = Pair(cls, arguments, seed, bits)
     others = [pair.crop, pair.reorder, pair.repeat, pair.select, pair.move, pair.reset, pair.save]
@@ -180,12 +182,7 @@ def test_a_layer_does_what_the_plain_one_does(cls, arguments, seed, bits):
         pair.check()
 
 
-@pytest.mark.parametrize("bits", [None, 8])
-@pytest.mark.parametrize("seed", SEEDS)
-@pytest.mark.parametrize(
-    ("cls", "arguments"), PLAIN, ids=lambda value: getattr(value, "__name__", str(value))
-)
-@torch.no_grad()
+@each_layer
 def test_what_shares_memory_with_a_layer_stays_as_it_is(cls, arguments, seed, bits):
     """Other layers with the same tensors, and tensors, slices and copies that a user took."""
     pair = Pair(cls, arguments, seed, bits)

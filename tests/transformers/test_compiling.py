@@ -24,9 +24,9 @@ import torch
 from support import tiny_models
 import torch_moe_mps
 built = lambda: {name for name in torch.ops.moe_mps._libraries() if torch.ops.moe_mps._is_built(name)}
-bits = int(sys.argv[1]) or None
+bits, dtype = int(sys.argv[1]) or None, getattr(torch, sys.argv[2])
 with tiny_models.groups_of_32():
-    model = tiny_models.tiny_model("qwen3_moe", torch.float16).to("mps")
+    model = tiny_models.tiny_model("qwen3_moe", dtype).to("mps")
 report = torch_moe_mps.accelerate(model, bits=bits, group_size=32 if bits else None)
 before = built()
 assert report.compiled in str(report)
@@ -38,15 +38,20 @@ print(before == built(), *sorted(before))
 
 
 @pytest.mark.parametrize(
-    ("bits", "experts"),
-    [pytest.param(0, "experts_f16", marks=pytest.mark.sweep), (4, "quantized_affine4_32_f16")],
+    ("bits", "dtype", "experts"),
+    [
+        pytest.param(0, "float16", "experts_f16", marks=pytest.mark.sweep),
+        pytest.param(4, "float16", "quantized_affine4_32_f16", marks=pytest.mark.sweep),
+        (4, "float32", "quantized_affine4_32_f32"),
+    ],
 )
-def test_nothing_compiles_in_the_first_token(simulated, bits, experts):
-    """A float16 model compiles nothing for bfloat16, and only its own weight format."""
-    same, *built = python(FIRST_TOKEN, str(bits)).splitlines()[-1].split()
+def test_nothing_compiles_in_the_first_token(simulated, bits, dtype, experts):
+    """A model compiles nothing for other dtypes, and only its own weight format."""
+    same, *built = python(FIRST_TOKEN, str(bits), dtype).splitlines()[-1].split()
+    own = "f16" if dtype == "float16" else "f32"
     assert same == "True"
-    assert experts in built and {"routing_f16", "routing_f32", "norms_f16", "bucket_i32"} <= set(built)
-    assert not [name for name in built if name.endswith("_bf16")]
+    assert experts in built and {f"routing_{own}", "routing_f32", f"norms_{own}", "bucket_i32"} <= set(built)
+    assert not [name for name in built if name.endswith({"f16": "_bf16", "f32": "f16"}[own])]
     assert [name for name in built if name.startswith(("experts", "quantized"))] == [experts]
 
 

@@ -115,8 +115,8 @@ def test_a_file_is_for_one_model(tmp_path):
     assert message() == f"{file} is damaged: its checksum is another"
     for broken in (content[:-9], content[:30], b"", b"notes"):
         file.write_bytes(broken)
-        assert message().startswith(f"{file} is damaged or no cache of a prompt: ")
-    with pytest.raises(ValueError, match=r"x\.safetensors is no cache of a prompt; it is left as it is"):
+        assert message().startswith(f"{file} is damaged or not a prompt cache: ")
+    with pytest.raises(ValueError, match=r"x\.safetensors is not a prompt cache; it was not changed"):
         torch_moe_mps.save_prompt_cache(file, model, IDS[:, :8], cache)
     assert file.read_bytes() == b"notes"
     with pytest.raises(FileNotFoundError, match="nowhere is no file"):

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
 def _check_gguf(options: argparse.Namespace) -> None:
     """Raises: ValueError for what cannot be asked of a GGUF file."""
     if _says_a_format(options) or options.budget is not None or options.group_size is not None:
-        raise ValueError("a GGUF file is converted as it is: leave out what says a format")
+        raise ValueError("a GGUF file is converted as it is: leave out the options that set a format")
     if options.to == "mlx":
         raise ValueError("--to must be moe_mps for a GGUF file, whose formats MLX does not have, got mlx")
 
@@ -202,7 +202,7 @@ def _rename(folder: Path, destination: Path) -> None:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
             raise
         raise ValueError(
-            f"{destination} was written by something else while this ran; it is left as it is"
+            f"{destination} was written by something else while this ran; it was not changed"
         ) from None
 
 

@@ -200,7 +200,7 @@ def machine_memory() -> int:
 def _write(file: Path, model: Any, kept: Kept) -> None:
     try:
         if kept.images is not None:
-            raise ValueError("files keep text, and it has images")
+            raise ValueError("files keep only text, but it has images")
         save_prompt_cache(file, model, kept.ids, kept.cache, kept.states)
     except (ValueError, OSError) as error:
         print(f"torch-moe-mps: the prompt is not kept in {file}: {error}", file=sys.stderr)

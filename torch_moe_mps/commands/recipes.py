@@ -30,7 +30,7 @@ def arguments_of(options: argparse.Namespace, source: str, model: "PreTrainedMod
     ways = {"--recipe": options.recipe, "--budget": options.budget}
     given = [way for way, value in ways.items() if value is not None]
     if given and (len(given) > 1 or options.bits is not None or options.mode != "affine"):
-        raise ValueError(f"{given[0]} says the bits itself; leave --bits and --mode out")
+        raise ValueError(f"{given[0]} already sets the bits; leave out --bits and --mode")
     if options.budget is not None:
         return _measured(options, source)
     if options.recipe is not None and options.recipe not in MIXED:

@@ -41,7 +41,7 @@ def folder_of(source: str, revision: str | None = None, weights: bool = True) ->
         return _gguf_of(source, revision, weights)
     if Path(source).is_dir():
         if revision is not None:
-            raise ValueError(f"--revision is of a name on the Hub, got the folder {source}")
+            raise ValueError(f"--revision needs a name on the Hub, got the folder {source}")
         folder = source
     else:
         folder = _downloaded(source, revision, weights)
@@ -57,7 +57,7 @@ def _gguf_of(source: str, revision: str | None, weights: bool) -> str:
     path = Path(folder) / str(file)
     if Path(folder).is_dir():
         if revision is not None:
-            raise ValueError(f"--revision is of a name on the Hub, got the file {source}")
+            raise ValueError(f"--revision needs a name on the Hub, got the file {source}")
         if not path.is_file():
             raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'none'}")
     else:

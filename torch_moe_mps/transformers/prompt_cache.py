@@ -98,7 +98,7 @@ def save_prompt_cache(
     The file is written under another name and renamed: it is whole, or as it was.
 
     Args:
-        file: a safetensors file; one that is no cache of a prompt is not replaced.
+        file: a safetensors file; one that is not a prompt cache is not replaced.
         model: that computed the cache.
         ids: [1, T] or [T], the tokens of the prompt.
         cache: that the model returned as `past_key_values`, with T tokens; dense or with kv_bits=8.
@@ -110,7 +110,7 @@ def save_prompt_cache(
         got = f"a {type(cache).__name__} of {cache.get_seq_length()} tokens"
         raise ValueError(f"moe_mps::save_prompt_cache: cache must be a DynamicCache of {len(ids)}, got {got}")
     if path.exists() and not _is_ours(path):
-        raise ValueError(f"moe_mps::save_prompt_cache: {path} is no cache of a prompt; it is left as it is")
+        raise ValueError(f"moe_mps::save_prompt_cache: {path} is not a prompt cache; it was not changed")
     tensors: dict[str, Tensor] = {"ids": ids}
     layers = [
         {
@@ -162,7 +162,7 @@ def load_with_states(
         with safe_open(file, framework="pt") as stored:
             about = stored.metadata() or {}
             if about.get("form") != _FORM:
-                raise Unusable(f"{file} is no cache of a prompt")
+                raise Unusable(f"{file} is not a prompt cache")
             _check_key(file, json.loads(about["key"]), model)
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
         if str(_sum(tensors)) != about["sum"]:
@@ -182,7 +182,7 @@ def load_with_states(
         states = {position: {i: read(s) for i, s in of} for position, of in json.loads(about["states"])}
         return tensors["ids"][None].to(model.device), cache, states
     except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise Unusable(f"{file} is damaged or no cache of a prompt: {error}") from None
+        raise Unusable(f"{file} is damaged or not a prompt cache: {error}") from None
 
 
 def fingerprint(model: PreTrainedModel) -> str:

@@ -60,7 +60,7 @@ def checkpoint_files(source: str) -> list[Path]:
             with safe_open(file, framework="pt"):
                 pass
         except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or no safetensors file: {error}") from None
+            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
     return files
 
 

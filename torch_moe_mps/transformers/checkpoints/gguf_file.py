@@ -101,7 +101,7 @@ def read_file(path: str) -> tuple[str, list[Stored]]:
             raise ValueError("two tensors have one name")
         return str(metadata["general.architecture"]), found
     except Exception as error:  # also of struct and numpy
-        raise ValueError(f"moe_mps::gguf: {path} is damaged or no GGUF file ({first_line(error)})") from error
+        raise ValueError(f"moe_mps::gguf: {path} is damaged or not in GGUF ({first_line(error)})") from error
 
 
 def check_file(path: str) -> None:
