@@ -58,7 +58,7 @@ random weights; tests check that they are current.
 - **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
 
-From the third of its kind on a token is one call, with the same bits ([speed.md](speed.md#counts)), but for
+From the third of its kind on a token is one call, with the same bits ([speed.md](speed.md#counts)), in all
 [these models](#tokens).
 
 | Architecture | Experts | Router | Shared | Norms | Linears | RoPE | Launches | Pipeline | Quantised \
@@ -89,9 +89,7 @@ TOKENS = """
 ## Tokens
 
 Of {count} architectures in the tables, {captured} have tokens that are captured, also in continuous
-batching for up to 8 requests at once. Tokens of the others run module by module:
-
-{reasons}
+batching for up to 8 requests at once.{others}
 """
 LAST = """
 Several Macs, as a pipeline or with experts in parallel: [distributed.md](distributed.md).
@@ -256,11 +254,9 @@ def table() -> str:
 def tokens() -> str:
     names = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES]
     reasons = {name: reason for name in names if (reason := uncaptured(name)) is not None}
-    return TOKENS.format(
-        count=len(names),
-        captured=len(names) - len(reasons),
-        reasons="\n".join(f"- {name}: {reason}." for name, reason in reasons.items()),
-    )
+    lines = "\n".join(f"- {name}: {reason}." for name, reason in reasons.items())
+    others = f" Tokens of the others run module by module:\n\n{lines}" if lines else ""
+    return TOKENS.format(count=len(names), captured=len(names) - len(reasons), others=others)
 
 
 def uncaptured(architecture: str) -> str | None:

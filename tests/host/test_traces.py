@@ -80,6 +80,9 @@ def index() -> Calls:
         memory, weights = tensor(1, 5000, 128), tensor(1, tokens, 32)
         arguments = tensor(1, 32, tokens, 128).transpose(1, 2), memory[:, :4100], weights, 2048, 0.1
         yield f"index_topk, {tokens} tokens", partial(ops.index_topk, *arguments)
+    q, k = tensor(1, 5, 4, 128), memory[:, :4100]
+    options = {"reduce": "keys", "block": 128, "tail": 1, "as_bits": True}
+    yield "index_topk of blocks", partial(ops.index_topk, q, k, None, 16, 1.0, **options)
 
 
 def linear_attention() -> Calls:
@@ -300,14 +303,19 @@ writing a cache in 8 bits
             """\
 index_topk, 1 tokens
   index_scores_f16 grid 33x1x1 of 64x1x1
-  0=A[0:8192] 1=B[0:1280000] 2=C[0:64] 3=D[0:8192] 4=E[0:16400] 5=104 bytes
+  0=A[0:8192] 1=B[0:1280000] 2=C[0:64] 3=D[0:8192] 4=E[0:16400] 5=136 bytes
   index_select_f16 grid 1x1x1 of 1024x1x1
-  0=E[0:16400] 1=D[0:8192] 2=D[0:8192] 3=104 bytes
+  0=E[0:16400] 1=D[0:8192] 2=D[0:8192] 3=136 bytes
 index_topk, 5 tokens
   index_scores_f16 grid 33x5x1 of 64x1x1
-  0=A[0:40960] 1=B[0:1280000] 2=C[0:320] 3=D[0:40960] 4=E[0:82000] 5=104 bytes
+  0=A[0:40960] 1=B[0:1280000] 2=C[0:320] 3=D[0:40960] 4=E[0:82000] 5=136 bytes
   index_select_f16 grid 5x1x1 of 1024x1x1
-  0=E[0:82000] 1=D[0:40960] 2=D[0:40960] 3=104 bytes
+  0=E[0:82000] 1=D[0:40960] 2=D[0:40960] 3=136 bytes
+index_topk of blocks
+  index_block_scores_f16 grid 17x5x1 of 64x1x1
+  0=A[0:5120] 1=B[0:1280000] 2=C[0:10320] 3=D[0:2640] 4=136 bytes
+  index_select_f16 grid 5x4x1 of 1024x1x1
+  0=D[0:2640] 1=C[0:10320] 2=C[0:10320] 3=136 bytes
 """,
         )
 

@@ -1,8 +1,11 @@
 """index_topk: the sets that it chooses against scores in float64, and exactly where scores are exact."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
+from support import oracles_operators
 from support.oracles import exact
 from support.values import DTYPES, numbers
 
@@ -112,3 +115,39 @@ def test_nothing_to_choose(device):
         assert chosen.shape == (*shape[:2], min(3, keys))
         if chosen.numel():
             assert chosen.tolist() == [[[0, 1, 2], [0, 1, 2]]]
+
+
+# T, Hi, D, rows of k, block, top_k: blocks that are no power of two, a word or more; more rows
+# than a threadgroup takes; fewer keys than tokens.
+BLOCKS = [(1, 2, 8, 40, 4, 3), (3, 5, 30, 100, 32, 2), (2, 1, 128, 700, 128, 3), (5, 4, 7, 3, 5, 1)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("reduce", ["heads", "keys"])
+def test_blocks(device, dtype, reduce):
+    """Scores are whole numbers, so that what is chosen is known, whatever the order of the sums."""
+    generator = torch.Generator().manual_seed(0)
+
+    def whole(*shape):
+        return torch.randint(-4, 5, shape, generator=generator).to(dtype).to(device)
+
+    for tokens, heads, width, rows, block, top_k in BLOCKS:
+        q, k, weights = whole(2, tokens, heads, width), whole(2, rows, width), whole(2, tokens, heads)
+        options = {"key_range": None, "keys": 0, "reduce": reduce, "block": block}
+        given = []
+        if reduce == "heads":
+            for keys in (rows * block + block - 1, rows * block, max(0, rows * block - 1)):
+                given += [{"weights": w, "keys": keys, "tail": t} for w, t in ((weights, 0), (None, 1))]
+        else:
+            ranges = torch.tensor([(3, 2**31 - 1), (-5, rows // 2)], dtype=torch.int32)
+            given += [{"tail": min(tail, top_k)} for tail in (0, 1, 2)]
+            given += [{"key_range": ranges.to(device)}]
+        for each in given:
+            for as_bits in (False, True):
+                call = {"weights": None, "tail": 0, **options, **each, "as_bits": as_bits}
+                weights_of_call = call.pop("weights")
+                chosen = index_topk(q, k, weights_of_call, top_k, 0.5, **call)
+                named = SimpleNamespace(q=q, k=k, weights=weights_of_call, top_k=top_k, scale=0.5, **call)
+                (expected,) = oracles_operators.index_topk(named)
+                assert chosen.dtype == torch.int32 and np.all(expected.known)
+                np.testing.assert_array_equal(chosen.cpu().numpy(), expected.value, str(each))

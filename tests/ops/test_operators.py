@@ -61,8 +61,8 @@ moe_mps::hyper_update(Tensor streams, Tensor out, Tensor post, Tensor? comb=None
 moe_mps::hyper_connection(Tensor streams, Tensor fn, Tensor base, Tensor scale, *, Tensor? out=None, Tensor?
     post=None, Tensor? comb=None, float norm_eps=9.9999999999999995e-07, float eps=9.9999999999999995e-07,
     int iterations=20, float post_factor=2., float post_eps=0.) -> (Tensor, Tensor, Tensor, Tensor)
-moe_mps::index_topk(Tensor q, Tensor k, Tensor weights, int top_k, float scale, *, Tensor? key_range=None)
-    -> Tensor
+moe_mps::index_topk(Tensor q, Tensor k, Tensor? weights, int top_k, float scale, *, Tensor? key_range=None,
+    str reduce="heads", int block=1, int tail=0, SymInt keys=0, bool as_bits=False) -> Tensor
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, str format,
     Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
@@ -100,9 +100,9 @@ moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys_, Tensor(a4!
     Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
     weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False,
     Tensor? v_weight=None) -> Tensor
-moe_mps::index_keys_(Tensor k, Tensor(a1!) keys_, Tensor weight, Tensor bias, float
+moe_mps::index_keys_(Tensor k, Tensor(a1!) keys_, Tensor weight, Tensor? bias, float
     eps=9.9999999999999995e-07, Tensor? cos=None, Tensor? sin=None, Tensor? q=None, *, str pairs="half",
-    int? rotary_dim=None, bool rotary_last=False) -> Tensor
+    int? rotary_dim=None, bool rotary_last=False, Tensor? q_weight=None, float weight_offset=0.) -> Tensor
 moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
     layout="halves") -> (Tensor, Tensor)
 moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int

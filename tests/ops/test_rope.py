@@ -223,6 +223,9 @@ def test_keys_of_an_indexer(device, dtype):
             memory[:, 2 + tokens :], before[:, 2 + tokens :]
         )
         checked("index_keys_", k, held, *norm, EPS)
+        plain, of_queries = (norm[0], None, EPS), {"q_weight": norm[1] if with_q else None}
+        checked("index_keys_", k, held, *plain, cos, sin, q, **turned, **of_queries, weight_offset=1.0)
+        checked("index_keys_", k, held, *plain)
 
 
 def test_into_no_cache(device):

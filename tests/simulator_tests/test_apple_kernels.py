@@ -155,6 +155,9 @@ def index(dtype: torch.dtype) -> Iterator[Call]:
     q, k = on_device(1, 1, 32, 128, dtype=dtype), on_device(1, 512, 128, dtype=dtype)
     call = functools.partial(torch.ops.moe_mps.index_topk, q, k, on_device(1, 1, 32), 64, 0.1)
     yield "index_topk", call, {k: apple.Work("scores", 512 * 32 * 128)}, 512
+    q, k = on_device(1, 1, 4, 128, dtype=dtype), on_device(1, 2048, 128, dtype=dtype)
+    call = functools.partial(torch.ops.moe_mps.index_topk, q, k, None, 4, 0.1, reduce="keys", block=128)
+    yield "index_topk of blocks", call, {k: apple.Work("scores", 2048 * 4 * 128)}, 16
 
 
 def pooling(dtype: torch.dtype) -> Iterator[Call]:
@@ -640,8 +643,11 @@ not dispatched here
             costs("index", "bf16"),
             """\
 index_topk
-  index_scores_bf16: 1.65 1.58 slots a MAC, 65.5 registers, 64/64/768 threads
-  index_select_bf16: 784.25 784.25 slots an element, 21 registers, 1024/1024/1024 threads
+  index_scores_bf16: 1.66 1.59 slots a MAC, 65 registers, 64/64/768 threads
+  index_select_bf16: 887.31 887.31 slots an element, 25.5 registers, 1024/1024/1024 threads
+index_topk of blocks
+  index_block_scores_bf16: 2.46 2.20 slots a MAC, 33.5 registers, 64/64/1024 threads
+  index_select_bf16: 109456.00 109456.00 slots an element, 25.5 registers, 1024/1024/1024 threads
 """,
         )
 

@@ -523,14 +523,22 @@ def tail_of(d: Draws, shape: tuple[int, ...], widths: tuple[int, int], dtype) ->
 @strategy
 def index_topk(d):
     batch, tokens, heads, width = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(2, 1, 17, 0), d.one(16, 30, 1)
-    keys, dtype = d.one(40, 1, 9, 150, 0), d.dtype()
+    keys, dtype, block = d.one(40, 1, 9, 150, 0), d.dtype(), d.one(1, 2, 5, 32)
+    reduce, top_k = d.one("heads", "keys"), d.one(5, 1, 64, 2048)
+    of_heads, is_pooled = reduce == "heads", reduce == "heads" and block > 1
+    weights = d.maybe(lambda: d.values(batch, tokens, heads, dtype=d.dtype())) if of_heads else None
     return {
         "q": d.values(batch, tokens, heads, width, dtype=dtype),
         "k": d.values(batch, keys, width, dtype=dtype),
-        "weights": d.values(batch, tokens, heads, dtype=d.dtype()),
-        "top_k": d.one(5, 1, 64, 2048),
+        "weights": weights,
+        "top_k": top_k,
         "scale": d.one(width**-0.5, 1.0),
-        "key_range": d.maybe(lambda: key_range(d, batch, keys)),
+        "key_range": None if is_pooled else d.maybe(lambda: key_range(d, batch, keys)),
+        "reduce": reduce,
+        "block": block,
+        "tail": d.one(0, 1) if is_pooled else 0 if of_heads else min(top_k, d.one(0, 1, 2)),
+        "keys": keys * block + d.one(0, -1, block - 1) if is_pooled and keys else 0,
+        "as_bits": d.one(False, True),
     }
 
 
@@ -716,7 +724,7 @@ def rope_cache_(d):
 @strategy
 def index_keys_(d):
     arguments = rope(d)
-    with_q, turns = d.flag(), d.flag()
+    with_q, turns, centred = d.flag(), d.flag(), d.flag()
     q = arguments["q"]
     batch, tokens, _, width = q.shape
     names = ("pairs", "rotary_dim", "rotary_last", *(("cos", "sin") if turns else ()))
@@ -726,7 +734,10 @@ def index_keys_(d):
         "q": q if with_q and turns else None,
         "k": d.values(batch, tokens, width, dtype=q.dtype),
         "keys_": d.values(batch, tokens + d.one(0, 1, 5), width, dtype=q.dtype),
-        **{name: d.values(width, dtype=number) for name in ("weight", "bias")},
+        "weight": d.values(width, dtype=number),
+        "bias": d.values(width, dtype=number) if centred else None,
+        "q_weight": d.maybe(lambda: d.values(width)) if with_q and turns and not centred else None,
+        "weight_offset": 0.0 if centred else d.one(0.0, 1.0),
         "eps": d.eps(),
     }
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.causal_mask import CausalMask
 from torch_moe_mps.transformers.interface import is_experts
 
 from . import tiny_models
@@ -31,6 +32,8 @@ class Launches(TorchDispatchMode):
         self.paused = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(issubclass(cls, CausalMask) for cls in types):  # which may take what is asked without a launch
+            return NotImplemented
         name = function.overloadpacket.__name__
         if function.namespace == "aten" and not function.is_view and name not in FREE and not self.paused:
             self.counts[name] += 1

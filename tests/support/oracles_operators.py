@@ -373,22 +373,49 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
 
 @oracle
 def index_topk(a):
-    """Not known for a token whose last chosen key has almost the score of another."""
-    products = np.einsum("bthd,bsd->bths", exact(a.q), exact(a.k)) * a.scale
-    scores = np.einsum("bths,bth->bts", np.maximum(products, 0), exact(a.weights))
-    batch, tokens, keys = scores.shape
-    chosen = np.full((batch, tokens, min(a.top_k, keys)), -1)
+    """Not known for a token whose last chosen row has almost the score of another."""
+    is_pooled, of_heads = a.reduce == "heads" and a.block > 1, a.reduce == "heads"
+    keys = a.keys if is_pooled else a.k.shape[1]
+    products = np.einsum("bthd,bsd->bhts", exact(a.q), exact(a.k)) * a.scale
+    if of_heads:
+        weights = np.ones(a.q.shape[:3]) if a.weights is None else exact(a.weights)
+        products = np.einsum("bhts,bth->bts", np.maximum(products, 0), weights)[:, None]
+    batch, heads, tokens, rows = products.shape
+    rows = rows if is_pooled else -(-keys // a.block)
+    slots = min(a.top_k, rows)
+    width = -(-keys // 32) if a.as_bits else slots + (is_pooled and a.tail > 0)
+    chosen = np.full((batch, heads, tokens, width), 0 if a.as_bits else -1)
     known = np.ones(chosen.shape, bool)
-    for entry, token in np.ndindex(batch, tokens):
+    for entry, head, token in np.ndindex(batch, heads, tokens):
         begin, end = (0, keys) if a.key_range is None else a.key_range[entry].tolist()
         begin, end = max(begin, 0), max(0, min(end, keys - tokens + token + 1))
-        row = scores[entry, token, begin:end]
-        order = np.argsort(-row, kind="stable")
-        best = np.sort(order[: chosen.shape[2]]) + begin
-        chosen[entry, token, : len(best)] = best
-        if len(best) < len(row):
-            gap = row[order[len(best) - 1]] - row[order[len(best)]]
-            known[entry, token] = gap == 0 or gap > 1e-4 * abs(row).max()
+        of_token = products[entry, head, token]
+        if is_pooled:
+            scores = {row: of_token[row] for row in range(end // a.block)}
+        else:
+            places = np.arange(begin, end)
+            of_blocks = {row: places[places // a.block == row] for row in sorted({*(places // a.block)})}
+            scores = {row: of_token[of_block].max() for row, of_block in of_blocks.items()}
+            for row in [*scores][len(scores) - min(a.tail, len(scores)) :]:
+                scores[row] = np.inf
+        order = sorted(scores, key=lambda row: (-scores[row], row))
+        best = sorted(order[:slots])
+        if len(best) < len(order):
+            kept, left = scores[order[len(best) - 1]], scores[order[len(best)]]
+            highest = max(abs(each) for each in scores.values() if np.isfinite(each))
+            known[entry, head, token] = kept == left or kept - left > 1e-4 * highest
+        if is_pooled and a.tail and end % a.block:
+            best.append(end // a.block)
+        row = chosen[entry, head, token]
+        if a.as_bits:
+            shown = [key for key in range(begin, end) if key // a.block in best]
+            words = np.zeros(width, np.int64)
+            np.bitwise_or.at(words, np.array(shown, int) // 32, 1 << (np.array(shown, np.int64) % 32))
+            row[:] = words.astype(np.uint32).astype(np.int32)
+        else:
+            row[: len(best)] = best
+    if of_heads and not a.as_bits:
+        chosen, known = chosen[:, 0], known[:, 0]
     return [Expected(chosen, known=known)]
 
 
@@ -743,8 +770,9 @@ def rope_cache_(a):
 
 @oracle
 def index_keys_(a):
-    x, weight, bias = exact(a.k), exact(a.weight), exact(a.bias)
-    centred = x - x.mean(-1, keepdims=True)
+    x, weight = exact(a.k), exact(a.weight) + a.weight_offset
+    bias = 0.0 if a.bias is None else exact(a.bias)
+    centred = x if a.bias is None else x - x.mean(-1, keepdims=True)
     inverse = (np.square(centred).mean(-1, keepdims=True) + a.eps) ** -0.5
     new = (centred * inverse * weight + bias)[:, :, None]
     size = (abs(x).max(-1, keepdims=True, initial=0.0) * inverse * abs(weight) + abs(bias))[:, :, None]
@@ -753,12 +781,12 @@ def index_keys_(a):
     q = EMPTY
     if a.cos is not None:
         rotary = a.cos.shape[-1] if a.rotary_dim is None else a.rotary_dim
-        rest = (a.pairs, rotary, a.rotary_last, 0.0, 0.0)
+        rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)
         new, _ = oracles_sequence.rotated(torch.from_numpy(new), a.cos, a.sin, None, *rest)
         tables = [torch.from_numpy(abs(exact(table))) for table in (a.cos, a.sin)]
         _, size = oracles_sequence.rotated(torch.from_numpy(size), *tables, None, *rest)
         if a.q is not None:
-            value, magnitude = oracles_sequence.rotated(a.q, a.cos, a.sin, None, *rest)
+            value, magnitude = oracles_sequence.rotated(a.q, a.cos, a.sin, a.q_weight, *rest)
             q = Expected(value, 16 * FLOAT32_EPS * magnitude)
     else:
         new, size = new.transpose(0, 2, 1, 3), size.transpose(0, 2, 1, 3)

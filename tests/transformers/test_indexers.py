@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from support import tiny_models
 from support.launches import launches
 from support.models import assert_close, eager, in_parts, operators_of, output
 from support.tiny_models import tiny_model
@@ -109,7 +110,7 @@ def model_of_blocks(block: int):
 
 
 @pytest.mark.parametrize("block", [32, 4])
-def test_chosen_blocks(device, block):
+def test_chosen_blocks(device, block, monkeypatch):
     """Its own mask is what a prompt, a token and a few see; of what is padded, too."""
     ids = torch.randint(1, 90, (2, 103), generator=torch.Generator().manual_seed(1))
     mask = torch.ones_like(ids)
@@ -119,7 +120,9 @@ def test_chosen_blocks(device, block):
     expected, _ = in_parts(own, ids, 1, 3)
     padded = output(own, ids, attention_mask=mask)
     model = model.to(device)
-    torch_moe_mps.accelerate(model)
+    monkeypatch.setattr("torch_moe_mps.transformers.chosen_keys._AT_ONCE", 50)
+    report = torch_moe_mps.accelerate(model)
+    assert "index_topk" in str(report)
     found, cache = in_parts(model, ids.to(device), 1, 3)
     for ours, right in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)
@@ -195,3 +198,46 @@ def test_an_implementation_that_is_set_later():
     for name in ("sdpa", "eager", "moe_mps"):
         model.set_attn_implementation(name)
         assert_close(output(model, IDS), expected, 1e-5)
+
+
+# By sizes of the config at which a token reads two pools of four keys beside its own.
+POOLED = {
+    "glm5_next": {"index_kpool": 4, "index_topk": 8, "index_head_dim": 16, "kv_lora_rank": 16},
+    "qwen4_exp": {"indexer_compress_ratio": 4, "indexer_budget": 8},
+}
+
+
+def model_of_pools(architecture: str, monkeypatch):
+    """A model whose two layers have indexers."""
+    text = f"{architecture}_text"
+    own = tiny_models.EXTRA[text] | {"layer_types": ["indexed_attention"] * 2}
+    monkeypatch.setitem(tiny_models.EXTRA, text, own | POOLED[architecture])
+    return tiny_model(architecture)
+
+
+@pytest.mark.parametrize("architecture", POOLED)
+def test_chosen_pools(simulated, architecture, monkeypatch):
+    """Prompts, and tokens that close pools or do not; padded rows run the model's own code."""
+    monkeypatch.setattr("torch_moe_mps.transformers.chosen_keys._AT_ONCE", 5)
+    ids = torch.randint(1, 90, (2, 40), generator=torch.Generator().manual_seed(1))
+    shown = torch.ones_like(ids)
+    shown[0, :9] = 0
+    model = model_of_pools(architecture, monkeypatch)
+    own = eager(copy.deepcopy(model)).double()
+    expected, _ = in_parts(own, ids, 11, 3, *[1] * 6)
+    padded = output(own, ids, attention_mask=shown)
+    model = model.to("mps")
+    torch_moe_mps.accelerate(model)
+    cache = DynamicCache(config=model.config)
+    ran = operators_of(lambda: in_parts(model, ids[:, :20].to("mps"), 11, 3, 1, cache=cache))
+    assert "index_topk" in ran
+    found, cache = in_parts(model, ids.to("mps"), 11, 3, *[1] * 6)
+    for ours, right in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, right.float(), rtol=1e-4, atol=1e-4)
+    result = output(model, ids.to("mps"), attention_mask=shown.to("mps")).cpu()
+    assert_close(result[0, 9:], padded[0, 9:].float(), 1e-4)
+    assert_close(result[1], padded[1].float(), 1e-4)
+    # A cache that was cropped goes on with the pools that are left.
+    cache.crop(-7)
+    again = in_parts(model, ids[:, -7:].to("mps"), 1, *[1] * 5, cache=cache)[0]
+    torch.testing.assert_close(torch.cat(again[1:], 1), torch.cat(found[-6:], 1), rtol=1e-4, atol=1e-4)

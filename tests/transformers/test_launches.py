@@ -27,8 +27,9 @@ INDEXED = {
     "axk2": {"dense": 26, "sparse": 49},
     "hy_v4": {"dense": 20, "sparse": 24},
     "deepseek_v4": {"hash moe": 38, "moe": 32},
-    "glm5_next": {"linear, dense": 19, "indexed, sparse": 119},
-    "minimax_m3_vl": {"full, dense": 6, "minimax m3 sparse, sparse": 34},
+    "glm5_next": {"linear, dense": 19, "indexed, sparse": 25},
+    "qwen4_exp": {"linear": 57, "indexed": 97},
+    "minimax_m3_vl": {"full, dense": 6, "minimax m3 sparse, sparse": 16},
 }
 OFTEN = ("glm_moe_dsa", "deepseek_v4")
 # Launches of each type of layer where the model's own code runs.

@@ -3,6 +3,7 @@
 
 #include <algorithm>
 #include <optional>
+#include <string_view>
 
 #include "../shaders/params.h"
 #include "register.h"
@@ -15,12 +16,22 @@ using at::Tensor;
 
 constexpr int64_t kMostScores = int64_t(16) << 20;  // 64 MB
 
-Tensor index_topk(const Tensor& q_, const Tensor& k_, const Tensor& weights_, int64_t top_k, double scale,
-                  const std::optional<Tensor>& key_range_) {
-  const int64_t batch = q_.size(0), tokens = q_.size(1), keys = k_.size(1);
-  const Tensor indices = at::empty({batch, tokens, std::min(top_k, keys)}, q_.options().dtype(at::kInt));
+Tensor index_topk(const Tensor& q_, const Tensor& k_, const std::optional<Tensor>& weights_, int64_t top_k,
+                  double scale, const std::optional<Tensor>& key_range_, std::string_view reduce,
+                  int64_t block, int64_t tail, int64_t keys, bool as_bits) {
+  const int64_t batch = q_.size(0), tokens = q_.size(1), heads = q_.size(2), stored = k_.size(1);
+  const bool of_heads = reduce == "heads", is_pooled = of_heads && block > 1;
+  const int64_t groups = of_heads ? 1 : heads;
+  const int64_t rows = is_pooled ? stored : ceil_div(stored, block);
+  if (!is_pooled) keys = stored;
+  const int64_t chosen = std::min(top_k, rows);
+  const int64_t slots = as_bits ? ceil_div(keys, kSimdWidth) : chosen + (is_pooled && tail > 0 ? 1 : 0);
+  Tensor indices = at::empty({batch, groups, tokens, slots}, q_.options().dtype(at::kInt));
+  if (of_heads && !as_bits) indices = indices.squeeze(1);
   if (indices.numel() == 0) return indices;
-  const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_), weights = rows_contiguous(weights_);
+  const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_);
+  const std::optional<Tensor> weights =
+      weights_.has_value() ? std::optional(rows_contiguous(*weights_)) : std::nullopt;
   const std::optional<Tensor> key_range = contiguous(key_range_);
   IndexParams params{};
   params.q_batch_stride = q.stride(0);
@@ -29,40 +40,64 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const Tensor& weights_, in
   params.k_batch_stride = k.stride(0);
   params.k_key_stride = k.stride(1);
   params.tokens = tokens;
-  params.heads = q.size(2);
+  params.heads = heads;
+  params.groups = groups;
   params.width = q.size(3);
   params.keys = keys;
-  params.chosen = indices.size(2);
-  params.weights_batch_stride = weights.stride(0);
-  params.weights_token_stride = weights.stride(1);
-  params.weights_dtype = dtype_code(weights);
+  params.rows = rows;
+  params.block = block;
+  params.is_pooled = is_pooled;
+  params.tail = tail;
+  params.chosen = chosen;
+  params.slots = slots;
+  params.as_bits = as_bits;
+  params.has_weights = weights.has_value();
+  if (weights.has_value()) {
+    params.weights_batch_stride = weights->stride(0);
+    params.weights_token_stride = weights->stride(1);
+    params.weights_dtype = dtype_code(*weights);
+  }
   params.has_key_range = key_range.has_value();
   params.vectorised = params.width % 4 == 0 && starts_aligned(k);
   params.scale = static_cast<float>(scale);
-  params.tokens_at_once = std::clamp(kMostScores / (batch * keys), int64_t(1), tokens);
+  const int64_t a_token = std::max(batch * groups * rows, int64_t(1));
+  params.tokens_at_once = std::clamp(kMostScores / a_token, int64_t(1), tokens);
   const Tensor scores =
-      at::empty({batch, int64_t(params.tokens_at_once), keys}, q.options().dtype(at::kFloat));
+      at::empty({batch, groups, int64_t(params.tokens_at_once), rows}, q.options().dtype(at::kFloat));
 
   const Library library{"index", q.scalar_type()};
+  const Tensor& none = indices;
   Commands commands;
   for (int64_t first = 0; first < tokens; first += params.tokens_at_once) {
     const int64_t some = std::min(int64_t(params.tokens_at_once), tokens - first);
     params.first_token = first;
-    commands.add(library, "index_scores")
-        .bind_strided(q.numel() > 0 ? q : indices)
-        .bind_strided(k)
-        .bind_strided(weights.numel() > 0 ? weights : indices)
-        .bind_or(key_range, indices)
-        .bind(scores)
-        .params(params)
-        .threadgroups({NSUInteger(ceil_div(keys, kIndexKeys)), NSUInteger(some), NSUInteger(batch)},
-                      {NSUInteger(kIndexThreads)});
+    if (rows > chosen && of_heads) {
+      commands.add(library, "index_scores")
+          .bind_strided(q.numel() > 0 ? q : none)
+          .bind_strided(k)
+          .bind_strided(weights.has_value() && weights->numel() > 0 ? *weights : none)
+          .bind_or(key_range, none)
+          .bind(scores)
+          .params(params)
+          .threadgroups({NSUInteger(ceil_div(rows, kIndexKeys)), NSUInteger(some), NSUInteger(batch)},
+                        {NSUInteger(kIndexThreads)});
+    } else if (rows > chosen) {
+      commands.add(library, "index_block_scores")
+          .bind_strided(q)
+          .bind_strided(k)
+          .bind_or(key_range, none)
+          .bind(scores)
+          .params(params)
+          .threadgroups({NSUInteger(ceil_div(rows, kIndexSimdgroups)), NSUInteger(some), NSUInteger(batch)},
+                        {NSUInteger(kIndexThreads)});
+    }
     commands.add(library, "index_select")
-        .bind(scores)
-        .bind_or(key_range, indices)
+        .bind(rows > 0 ? scores : none)
+        .bind_or(key_range, none)
         .bind(indices)
         .params(params)
-        .threadgroups({NSUInteger(some), NSUInteger(batch)}, {NSUInteger(kSelectThreads)});
+        .threadgroups({NSUInteger(some), NSUInteger(groups), NSUInteger(batch)},
+                      {NSUInteger(kSelectThreads)});
   }
   commands.encode();
   return indices;

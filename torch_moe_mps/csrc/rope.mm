@@ -141,23 +141,30 @@ Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   return output;
 }
 
-Tensor index_keys_(const Tensor& k_, const Tensor& keys_, const Tensor& weight, const Tensor& bias_,
-                   double eps, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                   const std::optional<Tensor>& q, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                   bool rotary_last) {
+Tensor index_keys_(const Tensor& k_, const Tensor& keys_, const Tensor& weight,
+                   const std::optional<Tensor>& bias, double eps, const std::optional<Tensor>& cos,
+                   const std::optional<Tensor>& sin, const std::optional<Tensor>& q, std::string_view pairs,
+                   std::optional<int64_t> rotary_dim, bool rotary_last, const std::optional<Tensor>& q_weight,
+                   double weight_offset) {
   const Tensor output = q ? heads_first(*q) : at::empty({0}, k_.options());
   if (k_.numel() == 0) return output;
   const Tensor k = k_.unsqueeze(2), keys = rows_contiguous(keys_), slots = keys.unsqueeze(1);
   const int64_t no_rotation = 0;
   const Tensor table = cos ? *cos : k.select(2, 0), other = sin ? *sin : table;
-  const Rotation rotation{table, other, eps, 0.0, pairs, cos ? rotary_dim : no_rotation, rotary_last};
+  const Rotation rotation{table,      other, eps, weight_offset, pairs, cos ? rotary_dim : no_rotation,
+                          rotary_last};
   const Heads of_keys = heads_of(k, weight, slots, rotation.rotary());
   Heads queries = of_keys;  // none
   queries.params.heads = 0;
   queries.output = *of_keys.weight;
-  if (q && output.numel() > 0) queries = heads_of(*q, std::nullopt, output, rotation.rotary());
-  const Tensor bias = bias_.contiguous();
-  encode_rope("index_keys", rotation, queries, of_keys, std::nullopt, in_dtype(bias, weight.scalar_type()));
+  if (q && output.numel() > 0) queries = heads_of(*q, q_weight, output, rotation.rotary());
+  if (bias) {
+    const Tensor rows = in_dtype(bias->contiguous(), weight.scalar_type());
+    queries.vectorised = queries.vectorised && starts_aligned(rows);
+    encode_rope("index_keys", rotation, queries, of_keys, std::nullopt, rows);
+  } else {
+    encode_rope("rope", rotation, queries, of_keys, std::nullopt);
+  }
   if (!keys.is_same(keys_)) keys_.copy_(keys);
   return output;
 }

@@ -302,6 +302,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             {"k": values(2, T, 2 * D)[..., D:], "cos": values(2, T, 4), "sin": values(2, T, 4), "q": None}
             | {"rotary_dim": 8, "rotary_last": True, "pairs": "interleaved"},
             {"cos": None, "sin": None, "q": None},
+            {"bias": None, "q_weight": values(D), "weight_offset": 1.0},
         ],
         "rms_norm_gated": lambda: [
             {"input": strided, "gate": strided, "weight_offset": 1.0},
@@ -407,6 +408,11 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         "index_topk": lambda: [
             {"key_range": torch.tensor([[2, 9], [0, 40]], dtype=torch.int32, device=device)},
             {"q": values(2, 4, T, 16).transpose(1, 2), "weights": values(2, T, 4)},
+            {"block": 3, "keys": 3 * T + 14, "tail": 1, "weights": None, "as_bits": True},
+            *(
+                {"reduce": "keys", "block": 2, "tail": 1, "weights": None, "top_k": 3, "as_bits": as_bits}
+                for as_bits in (False, True)
+            ),
         ],
         "hyper_update": lambda: [{"comb": None, "out": strided}],
         "hyper_connection": lambda: [

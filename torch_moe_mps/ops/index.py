@@ -1,16 +1,18 @@
 """Which keys sparse attention reads: the best scores of an indexer."""
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
-from .attention import seen_in_order
+from .attention import MAX_INDEX_BLOCK, WORD, seen_in_order
 
 MAX_INDEX_WIDTH = 256  # elements of an index query and key
+REDUCTIONS = ("heads", "keys")
 
 
-def _meta_index_topk(check, q, k, weights, top_k, scale, key_range):
+def _meta_index_topk(check, q, k, weights, top_k, scale, key_range, reduce, block, tail, keys, as_bits):
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
     batch, tokens, heads, width = q.shape
@@ -18,52 +20,129 @@ def _meta_index_topk(check, q, k, weights, top_k, scale, key_range):
     check.dtype("k", k, (q.dtype,))
     check.rank("k", k, (3,))
     check.shape("k", k, (batch, k.shape[1], width), "[B, S, D]")
-    check.tensor("weights", weights, (batch, tokens, heads), "[B, T, Hi]")
+    check.choice("reduce", reduce, REDUCTIONS)
+    of_heads = reduce == "heads"
+    if weights is not None:
+        if not of_heads:
+            check.fail("weights", 'None with reduce = "keys"', tuple(weights.shape))
+        check.tensor("weights", weights, (batch, tokens, heads), "[B, T, Hi]")
     if top_k < 1:
         check.fail("top_k", "at least 1", top_k)
     check.number("scale", scale)
+    check.between("block", block, 1, MAX_INDEX_BLOCK)
+    has_pools = of_heads and block > 1
+    if has_pools and key_range is not None:
+        check.fail("key_range", "None where k has a row for each block", tuple(key_range.shape))
     check.tensor("key_range", key_range, (batch, 2), "[B, 2]", (torch.int32,))
-    chosen = min(top_k, k.shape[1])
-    return q.new_empty((batch, tokens, chosen), dtype=torch.int32)
+    check.between("tail", tail, 0, int(has_pools) if of_heads else top_k)
+    rows = k.shape[1]
+    if has_pools:
+        if keys // block > rows or keys < 0:
+            check.fail("keys", f"at most {rows * block + block - 1}, for which k has rows", keys)
+    elif keys != 0:
+        check.fail("keys", "0 where k has a row for each key", keys)
+    else:
+        keys = rows
+        rows = -(-rows // block)
+    groups = () if of_heads and not as_bits else (1 if of_heads else heads,)
+    last = -(-keys // WORD) if as_bits else min(top_k, rows) + int(has_pools and tail > 0)
+    return q.new_empty((batch, *groups, tokens, last), dtype=torch.int32)
 
 
-@operator(meta=_meta_index_topk)
+@operator(meta=_meta_index_topk, symbols=("keys",))
 def index_topk(
-    q: Tensor, k: Tensor, weights: Tensor, top_k: int, scale: float, *, key_range: Tensor | None = None
+    q: Tensor,
+    k: Tensor,
+    weights: Tensor | None,
+    top_k: int,
+    scale: float,
+    *,
+    key_range: Tensor | None = None,
+    reduce: str = "heads",
+    block: int = 1,
+    tail: int = 0,
+    keys: int = 0,
+    as_bits: bool = False,
 ) -> Tensor:
-    """The keys with the best scores for each token (DeepSeek Sparse Attention's indexer).
+    """The keys, or blocks of neighbouring keys, with the best scores for each token.
 
-    score[s] = sum_h weights[h] * relu(scale * q[h] . k[s])
+    reduce = "heads": score[s] = sum_h weights[h] * relu(scale * q[h] . k[s]), one choice for all heads
+        (DeepSeek Sparse Attention; of blocks, whose rows of k are pooled keys: GLM-5.3-Flash, Qwen4)
+    reduce = "keys": score[h, b] = max over the keys s of block b of scale * q[h] . k[s], a choice for each
+        head (MiniMax M3)
 
     The new tokens are the last T of S: each may choose itself and what lies before it. Arithmetic is in
-    float32; a score that is NaN counts as the lowest number. Of equal scores, the first keys are chosen. No
+    float32; a score that is NaN counts as the lowest number. Of equal scores, the first are chosen. No
     tensor of T x Hi x S is made, and of T x S only for as many tokens as 64 MB hold.
 
     Args:
         q: [B, T, Hi, D], float32, float16 or bfloat16, D up to 256; any strides.
-        k: [B, S, D] in the dtype of `q`. Strides are free: a slice of a cache is read where it lies.
-        weights: [B, T, Hi], any of the three dtypes: of a token's heads.
-        top_k: how many keys a token chooses at most, at least 1.
+        k: [B, S, D] in the dtype of `q`, with reduce = "heads" a row for each block. Strides are free: a
+            slice of a cache is read where it lies.
+        weights: [B, T, Hi], any of the three dtypes: of a token's heads; None for 1, and for "keys".
+        top_k: how many blocks a token chooses at most, at least 1.
         scale: of the products.
         key_range: [B, 2] int32: the first key that the tokens of a batch entry may choose, and the one behind
-            the last, as `attention` takes it.
+            the last, as `attention` takes it. None where rows of k are pooled.
+        reduce: "heads" or "keys".
+        block: so many neighbouring keys are chosen together, up to 1024; `block` of them from a multiple of
+            `block` on.
+        tail: with "keys": so many blocks up to the token's own are chosen first. With "heads", 0 or 1: with 1
+            a token also chooses its own block while that is incomplete, which has no score yet.
+        keys: S, where rows of k are pooled: the keys of S // block blocks. Else 0.
+        as_bits: the result is a mask of bits, as `attention` takes it.
 
-    Returns: [B, T, min(top_k, S)] int32: the chosen keys in ascending order, then -1 where a token may choose
-        from fewer.
+    Returns: [B, T, min(top_k, rows)] int32, one more with a tail of pooled rows; with "keys"
+        [B, Hi, T, min(top_k, blocks)]: the chosen blocks in ascending order, then -1 where a token may choose
+        from fewer. Own blocks may have keys behind the token. With `as_bits` [B, 1, T, ceil(S / 32)] or
+        [B, Hi, T, ceil(S / 32)] int32: a bit for each key, which is 1 where it is in a chosen block and the
+        token may choose it.
 
-    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    Raises: ValueError for a dtype, shape, number, choice or device that does not fit.
     """
-    batch, tokens, _, _ = q.shape
-    keys = k.shape[1]
-    chosen = min(top_k, keys)
-    products = torch.einsum("bthd,bsd->bths", q.float(), k.float()) * scale
-    scores = torch.einsum("bths,bth->bts", products.relu(), weights.float())
+    tokens = q.shape[1]
+    is_pooled = reduce == "heads" and block > 1
+    keys = keys if is_pooled else k.shape[1]
+    products = torch.einsum("bthd,bsd->bhts", q.float(), k.float()) * scale
+    if reduce == "heads":
+        weights = q.new_ones(q.shape[:3]) if weights is None else weights
+        scores = torch.einsum("bhts,bth->bts", products.relu(), weights.float()).unsqueeze(1)
+    else:
+        scores = products
     lowest = torch.finfo(torch.float32).min
     scores = torch.where(scores.isnan(), lowest, scores)
-    seen = seen_in_order(tokens, keys, keys, None, key_range, q.device).squeeze(1).expand(batch, -1, -1)
-    # Hidden keys come last: those that are seen, but whose score is -inf, before them.
+    shown = seen_in_order(tokens, keys, keys, None, key_range, q.device)
+    if reduce == "keys":
+        scores = F.pad(scores.masked_fill(~shown, -torch.inf), (0, -keys % block), value=-torch.inf)
+        scores = scores.unflatten(-1, (-1, block)).amax(-1)
+    row = torch.arange(scores.shape[-1], device=q.device)
+    end = torch.arange(keys - tokens + 1, keys + 1, device=q.device).clamp_(min=0)[:, None]
+    if is_pooled:
+        seen = (row + 1) * block <= end
+    else:
+        of_blocks = F.pad(shown, (0, len(row) * block - keys)).unflatten(-1, (-1, block))
+        seen = of_blocks.any(-1)
+        behind = seen.flip(-1).cumsum(-1).flip(-1)  # blocks up to the token's own, from each one on
+        scores = torch.where(behind <= tail, torch.inf, scores)
+    # Hidden rows come last: those that are seen, but whose score is -inf, before them.
+    seen = seen.expand_as(scores)
     order = scores.sort(stable=True, dim=-1, descending=True).indices
     order = order.gather(-1, (~seen).gather(-1, order).int().sort(stable=True, dim=-1).indices)
-    best = order[..., :chosen]
-    best = torch.where(seen.gather(-1, best), best, keys).sort(-1).values
-    return best.masked_fill_(best == keys, -1).int()
+    none = max(len(row), keys)
+    best = order[..., :top_k]
+    best = torch.where(seen.gather(-1, best), best, none).sort(-1).values
+    if is_pooled and tail:
+        own = torch.where(end % block > 0, end // block, none).expand(*best.shape[:-1], 1)
+        best = torch.cat((best, own), -1).sort(-1).values
+    if as_bits:
+        chosen = torch.zeros((*best.shape[:-1], none + 1), dtype=torch.bool, device=q.device)
+        chosen = chosen.scatter_(-1, best, True)[..., : -(-keys // block)]
+        return _packed(chosen.repeat_interleave(block, -1)[..., :keys] & shown)
+    best = best.masked_fill_(best == none, -1).int()
+    return best.squeeze(1) if reduce == "heads" else best
+
+
+def _packed(bits: Tensor) -> Tensor:
+    """[..., ceil(S / 32)] int32 of bools [..., S]."""
+    words = F.pad(bits, (0, -bits.shape[-1] % WORD)).unflatten(-1, (-1, WORD)).long()
+    return (words << torch.arange(WORD, device=bits.device)).sum(-1).int()

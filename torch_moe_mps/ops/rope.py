@@ -198,7 +198,7 @@ def rope_cache_(
     return _rotated(q, q_weight, *rest)
 
 
-def _meta_index_keys(check, k, keys_, weight, bias, cos, sin, q, **rotation):
+def _meta_index_keys(check, k, keys_, weight, bias, cos, sin, q, q_weight, weight_offset, **rotation):
     check.dtype("k", k, ACTIVATION_DTYPES)
     check.rank("k", k, (3,))
     batch, tokens, width = k.shape
@@ -221,6 +221,11 @@ def _meta_index_keys(check, k, keys_, weight, bias, cos, sin, q, **rotation):
         _meta_rope(check, k.unsqueeze(2), None, cos, sin, None, None, argument="k", **rotation)
     check.tensor("weight", weight, (width,), "[D]")
     check.tensor("bias", bias, (width,), "[D]", (weight.dtype,))
+    if bias is not None and q_weight is not None:
+        check.fail("q_weight", "None with a bias", tuple(q_weight.shape))
+    if bias is not None and weight_offset != 0.0:
+        check.fail("weight_offset", "0 with a bias", weight_offset)
+    _check_weight(check, "q_weight", q_weight, q)
     return k.new_empty(0) if q is None else _heads_first(q)
 
 
@@ -229,7 +234,7 @@ def index_keys_(
     k: Tensor,
     keys_: Tensor,
     weight: Tensor,
-    bias: Tensor,
+    bias: Tensor | None,
     eps: float = 1e-6,
     cos: Tensor | None = None,
     sin: Tensor | None = None,
@@ -238,10 +243,13 @@ def index_keys_(
     pairs: str = "half",
     rotary_dim: int | None = None,
     rotary_last: bool = False,
+    q_weight: Tensor | None = None,
+    weight_offset: float = 0.0,
 ) -> Tensor:
-    """The keys of an indexer, written where a cache keeps them, and its queries: LayerNorm, then `rope`.
+    """The keys of an indexer, written where a cache keeps them, and its queries: a norm, then `rope`.
 
-    k = (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + eps) * weight + bias, over the D elements
+    k = (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + eps) * weight + bias, over the D elements; without a
+        bias k * rsqrt(mean(k^2) + eps) * (weight + weight_offset)
     keys_[:, S - T:] = k as `rope` returns it
 
     Arithmetic is in float32, rounded once.
@@ -250,22 +258,28 @@ def index_keys_(
         k: [B, T, D], float32, float16 or bfloat16; strides are free.
         keys_: [B, S, D] in the dtype of `k`: what a cache has once it has these tokens, whose T places at the
             end are updated in place. They must not overlap themselves nor what is read.
-        weight, bias: [D], of one of the three dtypes.
-        eps: added to the variance.
+        weight, bias: [D], of one of the three dtypes; a bias makes it a LayerNorm, None an RMSNorm.
+        eps: added to the variance or the mean of squares.
         cos, sin: as for `rope`, or None where nothing turns.
-        q: [B, T, Hi, D] in the dtype of `k`: queries that turn likewise, without a norm.
+        q: [B, T, Hi, D] in the dtype of `k`: queries that turn likewise.
         pairs, rotary_dim, rotary_last: as for `rope`.
+        q_weight: [D], any of the three dtypes: of an RMSNorm of the queries; None without one, and with a
+            bias.
+        weight_offset: of both weights, as for `rope`; 0 with a bias.
 
     Returns: q as [B, Hi, T, D], contiguous; without q an empty tensor, of shape [0].
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    new = F.layer_norm(k.float(), k.shape[-1:], weight.float(), bias.float(), eps).unsqueeze(2)
+    if bias is None:
+        new = normed(k, weight, eps, weight_offset).unsqueeze(2)
+    else:
+        new = F.layer_norm(k.float(), k.shape[-1:], weight.float(), bias.float(), eps).unsqueeze(2)
     out = k.new_empty(0)
     if cos is not None and sin is not None:
-        rest = (cos, sin, eps, 0.0, pairs, rotary_dim, rotary_last)
+        rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
         new = _rotated(new, None, *rest).transpose(1, 2)
-        out = out if q is None else _rotated(q, None, *rest)
+        out = out if q is None else _rotated(q, q_weight, *rest)
     keys_.narrow(1, keys_.shape[1] - k.shape[1], k.shape[1]).copy_(new.squeeze(2))
     return out
 

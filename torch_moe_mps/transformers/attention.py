@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from .causal_mask import CausalMask, additive
+from .chosen_keys import EVERYTHING, Choice, ChosenMask
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
 from .quantized_states import QuantizedStates
@@ -34,6 +35,7 @@ MOST_TOKENS = 8  # new ones; a call with more is a prompt
 _ALL_KEYS = torch.iinfo(torch.int32).max  # a look-ahead
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
+_MASK_OF_CHOICE = "build_attention_mask_from_topk"  # a method of attention layers
 _AT_ONCE = 1024  # tokens whose indices become bits
 _ASKS = '_attn_implementation in ("eager", "sdpa")'
 _HANDS_OVER = re.compile(r"\b(block_)?indices=")  # what `attention` takes
@@ -83,6 +85,8 @@ def use_attention(layers: Iterable[nn.Module]) -> None:
     for module in layers:
         if _runs_sdpa(module):
             _wrap_sdpa()
+            if owner := next((cls for cls in type(module).__mro__ if _MASK_OF_CHOICE in vars(cls)), None):
+                _wrap_mask(owner)
             record_of(module).is_attention = True
 
 
@@ -148,13 +152,37 @@ def _wrap_sdpa() -> None:
         interface.register("sdpa", functools.wraps(own)(functools.partial(wrapper, own)))
 
 
+@functools.cache
+def _wrap_mask(owner: Any) -> None:
+    """Lets the method that makes a mask of chosen keys take what our indexers give."""
+    own = getattr(owner, _MASK_OF_CHOICE)
+
+    @functools.wraps(own)
+    def build(self: nn.Module, topk_indices: Any, query_states: Tensor, kv_length: int) -> Tensor | None:
+        batch, _, tokens, _ = query_states.shape
+        if isinstance(topk_indices, Choice):
+            return topk_indices.shown(None, 1, tokens, kv_length)
+        if topk_indices is not EVERYTHING:
+            made: Tensor | None = own(self, topk_indices, query_states, kv_length)
+            return made
+        mask = CausalMask((batch, 1, tokens, kv_length), kv_length, None, torch.bool, query_states.device)
+        return None if mask.hides_nothing or mask.is_of_first_tokens else mask
+
+    setattr(owner, _MASK_OF_CHOICE, build)
+
+
 def _sdpa_mask(sdpa_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
-    """What `sdpa_mask`, the function of transformers, returns; on mps a CausalMask in its place."""
+    """What `sdpa_mask`, the function of transformers, returns; on mps a CausalMask in its place.
+
+    On a CPU only where it may not be None, as an indexer reads it.
+    """
     on_mps = torch.device(kwargs.get("device", "cpu")).type == "mps"
-    mask = CausalMask.of(**{**kwargs, "dtype": torch.bool}) if on_mps and not args else None
+    takes = not args and (on_mps or not _may_be_none(kwargs))
+    mask = _causal(**{**kwargs, "dtype": torch.bool}) if takes else None
     if mask is None:
         return sdpa_mask(*args, **kwargs)
-    return None if mask.hides_nothing or mask.is_of_first_tokens else mask
+    needs_none = mask.hides_nothing or mask.is_of_first_tokens
+    return None if needs_none and _may_be_none(kwargs) else mask
 
 
 def _sdpa(
@@ -231,7 +259,7 @@ def attention(
     s_aux: Tensor | None = None,
     softcap: float | None = None,
     indices: Tensor | None = None,
-    block_indices: Tensor | None = None,
+    block_indices: Choice | Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
@@ -250,9 +278,9 @@ def attention(
         softcap: of the scores.
         indices: [B, T, K], the keys that an indexer has chosen for each token; those that the mask hides, and
             -1, count as none.
-        block_indices: [B, Hk, T, K], the blocks of keys that the module's `indexer` has chosen for each token
-            and head of keys, distinct but for -1, which counts as none; a token sees what the mask shows of
-            them.
+        block_indices: the blocks of keys that the module's `indexer` chooses for each token and head of keys:
+            a Choice, or [B, Hk, T, K], distinct but for -1, which counts as none. A token sees what the mask
+            shows of them.
 
     Returns: [B, T, Hq, Dv], and the attention's weights or None.
 
@@ -262,14 +290,12 @@ def attention(
     window = sliding_window if attention_mask is None and not sees_all else None
     lookahead = _ALL_KEYS if sees_all else 0
     plain = dropout == 0.0 and not kwargs.get("output_attentions")
-    index_block = 1
-    if block_indices is not None:
-        by_operator = plain and window is None and _takes(query, key, value, None, s_aux)
+    if isinstance(block_indices, Choice):
+        attention_mask = block_indices.shown(attention_mask, key.shape[1], query.shape[2], key.shape[2])
+    elif block_indices is not None:
         indexer: Any = module.indexer
-        block: int = indexer.block_size
-        attention_mask, indices = _of_blocks(attention_mask, block_indices, block, query, key, by_operator)
-        if indices is not None:
-            index_block = block
+        of_keys = key.shape[2], query.dtype, query.device, kwargs["position_ids"]
+        attention_mask = indexer.build_block_mask(block_indices, attention_mask, *of_keys)
     elif indices is not None and attention_mask is not None:
         by_operator = plain and _takes(query, key, value, None, s_aux)
         attention_mask, indices = _selection(attention_mask, indices, query, by_operator)
@@ -297,7 +323,7 @@ def attention(
                 return out, None
         plain = False
     if plain and _takes(query, key, value, attention_mask, s_aux):
-        given = (window, s_aux, softcap, indices, index_block, lookahead)
+        given = (window, s_aux, softcap, indices, lookahead)
         return _attend(query, key, value, attention_mask, scaling, *given), None
     files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
     functions = (getattr(file, "eager_attention_forward", None) for file in files)
@@ -325,19 +351,28 @@ def attention(
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of NAME: an additive one, or None for one new token that sees the whole cache.
+    """The mask of NAME: an additive one, or None for one new token that sees the whole cache."""
+    from transformers.masking_utils import eager_mask
+
+    mask = None if args else _causal(**{"dtype": torch.float32, **kwargs})
+    if mask is None:
+        return eager_mask(*args, **kwargs)
+    return None if mask.hides_nothing and _may_be_none(kwargs) else mask
+
+
+def _may_be_none(options: dict[str, Any]) -> bool:
+    return bool(options.get("allow_is_causal_skip", True))
+
+
+def _causal(**options: Any) -> CausalMask | None:
+    """The mask if it is a causal one.
 
     Models whose indexers read the mask do not let it be None; this also says that others change the order.
     """
-    from transformers.masking_utils import causal_mask_function, eager_mask
+    from transformers.masking_utils import causal_mask_function
 
-    may_be_none = kwargs.get("allow_is_causal_skip", True)
-    plain = may_be_none or kwargs.get("mask_function") is causal_mask_function
-    options = {"dtype": torch.float32, **kwargs, "allow_is_causal_skip": plain}
-    mask = None if args else CausalMask.of(**options)
-    if mask is None:
-        return eager_mask(*args, **kwargs)
-    return None if mask.hides_nothing and may_be_none else mask
+    plain = _may_be_none(options) or options.get("mask_function") is causal_mask_function
+    return CausalMask.of(**{**options, "allow_is_causal_skip": plain})
 
 
 def _selection(
@@ -361,48 +396,6 @@ def _selection(
     if mask.dtype == torch.bool:
         return elements & shown, None
     return elements.masked_fill(~shown, torch.finfo(mask.dtype).min), None
-
-
-def _of_blocks(
-    mask: Tensor | None, chosen: Tensor, block: int, query: Tensor, key: Tensor, by_operator: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """(mask, indices) of what a mask shows of chosen blocks, one of them None. Without a mask, order does.
-
-    The operator takes the blocks of one token, which read nothing else, and bits of more.
-    """
-    tokens, keys = query.shape[2], key.shape[2]
-    in_order = mask is None or (isinstance(mask, CausalMask) and mask.window is None)
-    seen = mask.seen if isinstance(mask, CausalMask) else keys
-    key_range = mask.key_range if isinstance(mask, CausalMask) else None
-    if by_operator and in_order and tokens == 1 and key_range is None and seen == keys:
-        return None, chosen.int()
-    blocks = ceil(keys / block)
-    shown = torch.zeros((*chosen.shape[:3], blocks + 1), dtype=torch.bool, device=chosen.device)
-    shown = shown.scatter(3, torch.where(chosen < 0, blocks, chosen).long(), True)[..., :blocks]
-    if by_operator and in_order and block % WORD == 0:
-        last = torch.arange(seen - tokens, seen, dtype=torch.int32, device=chosen.device)[:, None]
-        words = _bits_below(last + 1, keys)
-        if key_range is not None:
-            first, end = (_bits_below(each[:, None, None, None], keys) for each in key_range.unbind(1))
-            words = words & end & ~first
-        shown = shown.repeat_interleave(block // WORD, 3)[..., : words.shape[-1]]
-        return torch.where(shown, words, 0), None
-    shown = shown.repeat_interleave(block, 3)[..., :keys]
-    if not by_operator:  # the model's own code has masks for all heads
-        shown = shown.repeat_interleave(query.shape[1] // shown.shape[1], 1)
-    if mask is None:
-        return shown & seen_in_order(tokens, keys, keys, None, None, key.device), None
-    elements = mask.elements() if isinstance(mask, CausalMask) else mask
-    if elements.dtype == torch.bool:
-        return elements & shown, None
-    return elements.masked_fill(~shown, torch.finfo(elements.dtype).min), None
-
-
-def _bits_below(limits: Tensor, keys: int) -> Tensor:
-    """The words of a mask of bits that shows the keys below limits [.., 1], int32."""
-    starts = torch.arange(0, keys, WORD, dtype=torch.int32, device=limits.device)
-    count = (limits - starts).clamp(0, WORD)
-    return torch.where(count == WORD, -1, (torch.ones_like(count) << (count & (WORD - 1))) - 1)
 
 
 def _in_order(indices: Tensor, mask: CausalMask) -> Tensor:
@@ -435,11 +428,20 @@ def _attend(
     sinks: Tensor | None = None,
     softcap: float | None = None,
     indices: Tensor | None = None,
-    index_block: int = 1,
     lookahead: int = 0,
     relative: Tensor | None = None,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
+    index_block = 1
+    if isinstance(mask, ChosenMask):
+        indices = mask.read_by_one()
+        if indices is None:
+            outs = []
+            for tokens, seen, bits in mask.slices():
+                some = _first(key, seen), _first(value, seen)
+                outs.append(_attend(query[:, :, tokens], *some, bits, scale, None, sinks, softcap))
+            return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
+        index_block, mask = mask.choice.block, None
     key_range = None
     if indices is not None:
         window = None
@@ -493,7 +495,7 @@ def _attend_with_bias(
     for start in range(0, tokens, some):
         stop = min(start + some, tokens)
         of_tokens = None if sinks is None else sinks[:, :, start:stop, 0].mT
-        given = (None, of_tokens, softcap, None, 1, 0, bias.by_distance(start, stop))
+        given = (None, of_tokens, softcap, None, 0, bias.by_distance(start, stop))
         part = query if some >= tokens else query[:, :, start:stop]
         outs.append(_attend(part, key, value, mask[:, :, start:stop], scaling, *given))
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
@@ -596,4 +598,6 @@ def _additive(mask: Tensor | None, query: Tensor, key: Tensor, window: int | Non
     if mask is None:
         keys = key.shape[2]
         mask = seen_in_order(query.shape[2], keys, keys, window, None, query.device)
+    if mask.shape[1] > 1:  # of heads of keys
+        mask = mask.repeat_interleave(query.shape[1] // mask.shape[1], 1)
     return additive(mask, query.dtype) if mask.dtype == torch.bool else mask

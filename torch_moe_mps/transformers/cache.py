@@ -193,6 +193,9 @@ def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, T
     return updated
 
 
+_MADE_AGAIN = ("pools",)  # what a copy of a layer makes again
+
+
 class _Made(CacheLayerMixin):
     """What our layers of a cache share: copies and pickles are without the spare room."""
 
@@ -203,7 +206,7 @@ class _Made(CacheLayerMixin):
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
-        state = {name: _compact(value) for name, value in self.__dict__.items()}
+        state = {name: _compact(value) for name, value in self.__dict__.items() if name not in _MADE_AGAIN}
         if self.bits is not None:
             return _empty_layer, (self.plain, self.bits), state
         return object.__new__, (self.plain,), state
@@ -301,6 +304,9 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
     """A layer that holds all tokens, and the keys of an indexer."""
 
     indexer_keys: Any
+    pools: Any = None  # rows that stand for several keys, which their indexer makes
+    rate = 0  # of pools
+    is_padded = False  # whether any row has had padding, as their indexer notes
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if not _in_place():
@@ -312,24 +318,47 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
 
     def indexer_slots(self, new: Tensor) -> Tensor | None:
         """The keys that are held with room for new ones [B, T, D] behind them; None where there is none."""
-        held = self.indexer_keys
-        memory: Any = getattr(held, MEMORY, None)
-        if memory is None or not _in_place() or not _alike(held, new):
-            return None
-        tokens = new.shape[1]
-        if not _has_room((held,), memory, tokens):
-            return None
-        return _view(memory, _start(held), held.shape[1] + tokens)
+        return _slots(self.indexer_keys, new)
+
+    def indexer_slots_of(self, columns: Sequence[Tensor]) -> Tensor | None:
+        """The slots for new keys that consist of these columns, which are written there."""
+        batch, tokens, _ = columns[0].shape
+        width = sum(part.shape[2] for part in columns)
+        slots = self.indexer_slots(columns[0].new_empty(1).expand(batch, tokens, width))
+        if slots is not None:
+            torch.cat(list(columns), -1, out=slots.narrow(1, slots.shape[1] - tokens, tokens))
+        return slots
 
     def take_indexer(self, keys: Tensor) -> Tensor:
         """Takes the slots, whose last tokens have been written."""
         self.indexer_keys = keys
         return keys
 
+    def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
+        """[B, count, D], a row for each `rate` keys: pool(first, count) makes those that are not held."""
+        held = self.pools
+        before = 0 if held is None else held.shape[1]
+        if before < count:
+            new = pool(before, count)
+            (self.pools,) = _joined((new.new_empty(0) if held is None else held,), (new,))
+            self.rate = rate
+        pools: Tensor = self.pools
+        return pools
+
     def crop(self, tokens_to_remove: int) -> None:
-        indexer_keys = self.indexer_keys
+        indexer_keys, pools = self.indexer_keys, self.pools
         super().crop(tokens_to_remove)
         self.indexer_keys = _in_memory_of(indexer_keys, self.indexer_keys)
+        if pools is not None:
+            self.pools = _in_memory_of(pools, pools[:, : self.indexer_keys.shape[1] // self.rate])
+
+    def reset(self) -> None:
+        super().reset()
+        self.pools, self.is_padded = None, False
+
+    def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._change_batch(change)
+        self.pools = None  # which are made again
 
 
 class _GrowingBlocks(_Growing):
@@ -344,6 +373,20 @@ class _GrowingBlocks(_Growing):
         held = idx_k.new_empty(0) if self.idx_keys is None else self.idx_keys
         (self.idx_keys,) = _joined((held,), (idx_k,))
         return self.idx_keys
+
+    def indexed(self) -> int:
+        """How many keys it holds."""
+        return 0 if self.idx_keys is None else self.idx_keys.shape[2]
+
+    def index_slots(self, new: Tensor) -> Tensor | None:
+        """The keys that are held, [B, S + T, D], with room for new ones [B, T, D]; None without it."""
+        found = _slots(self.idx_keys, new.unsqueeze(1))
+        return None if found is None else found.squeeze(1)
+
+    def take_index(self, keys: Tensor) -> Tensor:
+        """Takes the slots, whose last tokens have been written."""
+        self.idx_keys = _in_memory_of(self.idx_keys, keys.unsqueeze(1))
+        return keys
 
 
 class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
@@ -430,6 +473,17 @@ def _joined(
         start = _start(held[0])
     _write(memory, start + before, new, widths)
     return _columns(_view(memory, start, before + tokens), widths)
+
+
+def _slots(held: Any, new: Tensor) -> Tensor | None:
+    """What is held, and the room for new tokens behind it; None where there is none."""
+    memory: Any = getattr(held, MEMORY, None)
+    if memory is None or not _in_place() or not _alike(held, new):
+        return None
+    tokens = new.shape[-2]
+    if not _has_room((held,), memory, tokens):
+        return None
+    return _view(memory, _start(held), held.shape[-2] + tokens)
 
 
 def _memory_of(held: Sequence[Tensor]) -> Tensor | None:

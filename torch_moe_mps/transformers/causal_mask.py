@@ -11,6 +11,7 @@ from ..ops.attention import seen_in_order
 
 _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
+AND = (_ATEN.bitwise_and.Tensor, _ATEN.__and__.Tensor)
 _TOKENS = -2  # the dimension
 _INTEGERS = (int, torch.SymInt)  # a symbol while a token is captured
 # The attribute of a captured call's mask that `range_of_padding` gives: its values are not there to be read.
@@ -162,6 +163,8 @@ class CausalMask(Tensor):
         kwargs = kwargs or {}
         if func in _OF_EVERYTHING:
             return args[0]._of_tokens(0, args[0].shape[_TOKENS])
+        if func in AND and args[0] is args[1]:
+            return args[0]
         if func is _ATEN.slice.Tensor and (chosen := _slice(*args, **kwargs)) is not None:
             return chosen
         if func is _ATEN.select.int and args[0].dim() == 4 and args[1] == 1:

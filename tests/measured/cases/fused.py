@@ -397,6 +397,60 @@ class IndexKeys(Case):
         return 2 * (t["k"].nbytes + t["q"].nbytes)
 
 
+@dataclass
+class IndexTopk(Case):
+    """index_topk; scores are whole numbers, so that what is chosen is known."""
+
+    group: str
+    reduce: str
+    tokens: int
+    heads: int
+    width: int
+    rows: int
+    block: int
+    top_k: int
+    as_bits: bool
+    dtype: str
+
+    @property
+    def name(self):
+        sizes = f"{self.heads} of {self.width}, {self.top_k} of {self.rows} rows, blocks of {self.block}"
+        bits = " as bits" if self.as_bits else ""
+        return f"{self.group} index_topk {self.reduce} {sizes} T {self.tokens}{bits} {self.dtype}"
+
+    def inputs(self, values):
+        sizes = {"q": (1, self.tokens, self.heads, self.width), "k": (1, self.rows, self.width)}
+        return {
+            n: values.normal(*size, dtype=torch.float32).round().to(DTYPES[self.dtype])
+            for n, size in sizes.items()
+        }
+
+    def options(self):
+        is_pooled = self.reduce == "heads" and self.block > 1
+        keys = self.rows * self.block + self.block - 1 if is_pooled else 0
+        tail = int(is_pooled or self.reduce == "keys")
+        return {
+            "reduce": self.reduce,
+            "block": self.block,
+            "tail": tail,
+            "keys": keys,
+            "as_bits": self.as_bits,
+        }
+
+    def call(self, t):
+        return ops().index_topk(t["q"], t["k"], None, self.top_k, 0.5, **self.options())
+
+    def wrong(self, before, after):
+        given = {"q": before["q"].cpu(), "k": before["k"].cpu(), "weights": None, "top_k": self.top_k}
+        others = {"scale": 0.5, "key_range": None}
+        (right,) = oracles_operators.index_topk(SimpleNamespace(**given, **others, **self.options()))
+        found = after["result0"].cpu().numpy()
+        return "" if (found == right.value).all() else f"{(found != right.value).sum()} places differ"
+
+    def bytes_moved(self, t, part=""):
+        return t["k"].nbytes
+
+
 def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
@@ -404,6 +458,8 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
+    cases += [IndexTopk("fused", "heads", 1, 64, 128, rows, 1, 2048, False, "bf16") for rows in (4096, 32768)]
+    cases += [IndexTopk("fused", "keys", t, 4, 128, 32768, 128, 16, t > 1, "bf16") for t in (1, 64)]
     cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
     cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
     cases += [PoolWindow("fused", t, 512, *kind, "bf16") for t in (1, 1024) for kind in ((4, 2), (128, 1))]
@@ -422,6 +478,13 @@ def sanitizer_fused() -> list[Case]:
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
+    for reduce, block, bits in (
+        ("heads", 1, False),
+        ("heads", 4, True),
+        ("keys", 32, False),
+        ("keys", 5, True),
+    ):
+        cases += [IndexTopk("sanitize", reduce, t, 5, 30, 150, block, 3, bits, "f16") for t in (1, 3)]
     cases += [SelectiveScan("sanitize", t, 70, "bf16") for t in (1, 33)]
     cases += [Hyper("sanitize", t, width, "f16") for t in (1, 3) for width in (132, 1028)]
     cases += [PoolWindow("sanitize", t, 70, *kind, "f16") for t in (1, 21) for kind in ((4, 2), (3, 1))]

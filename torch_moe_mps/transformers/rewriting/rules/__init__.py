@@ -6,6 +6,7 @@ from torch import nn
 
 from ...report import Done
 from ..program.programs import Program
+from .block_indexer import rewrite_block_indexer
 from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import WRITE_INTO_CACHE
 from .gated_norm import rewrite_gated_norm
@@ -20,6 +21,7 @@ from .moe_gate import offer_gate
 from .norm_inputs import norm_inputs
 from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
+from .pooled_indexer import rewrite_pooled_indexer
 from .recurrent_layers import rewrite_recurrent_layer
 from .relative_bias import rewrite_relative_bias
 from .rms_norm import CALL_NORM, replace_rms_norm
@@ -37,6 +39,8 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_layer_norm,
     rewrite_recurrent_layer,
     rewrite_indexer,
+    rewrite_block_indexer,
+    rewrite_pooled_indexer,
     rewrite_relative_bias,
     rewrite_hyper_connection,
     rewrite_hyper_layer,  # around the two of a layer

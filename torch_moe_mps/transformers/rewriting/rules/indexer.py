@@ -211,11 +211,11 @@ class _Cache:
 def _stand_in(child: nn.Module) -> nn.Module:
     rows = getattr(child, "out_features", None)
     if isinstance(rows, int):
-        return _FewInputs(rows)
-    return _Normed() if isinstance(child, nn.LayerNorm) else copy.deepcopy(child).to("cpu", torch.float32)
+        return FewInputs(rows)
+    return Normed() if isinstance(child, nn.LayerNorm) else copy.deepcopy(child).to("cpu", torch.float32)
 
 
-class _FewInputs(nn.Module):
+class FewInputs(nn.Module):
     """A linear layer of the first four inputs."""
 
     def __init__(self, rows: int):
@@ -227,7 +227,7 @@ class _FewInputs(nn.Module):
         return x[..., :4] @ self.weight.T
 
 
-class _Normed(nn.Module):
+class Normed(nn.Module):
     """A norm of rows of any width."""
 
     weight = torch.empty(0)
