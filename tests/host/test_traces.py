@@ -177,7 +177,7 @@ def heads() -> Calls:
         few = query[:, :tokens]
         part = {"transposed": True, "tail": tail[:, :tokens]}
         yield f"queries of latents, {tokens} tokens", partial(ops.heads_mm, few[..., :24], into, **part)
-    yield "values of latents", partial(ops.heads_mm, tensor(1, 1, 4, 256), weight[:, 24:])
+    yield "values of latents", partial(ops.heads_mm, tensor(1, 1, 4, 256).float(), weight[:, 24:])
 
 
 def linear() -> Calls:
@@ -276,20 +276,20 @@ rope_tables
 with sinks
   attention8_64_f16 grid 1x1x2 of 128x1x1
   0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=E[0:32] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048]
-    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=D[0:2048] 13=288 bytes
+    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=D[0:2048] 13=320 bytes
   threadgroup(0)=2048 bytes
 with a gate
   attention8_64_f16 grid 1x1x2 of 128x1x1
   0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=D[0:2048] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048]
-    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=E[128:4096] 13=288 bytes
+    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=E[128:4096] 13=320 bytes
   threadgroup(0)=2048 bytes
 over a long cache in 8 bits
   attention8_128_affine8_f16 grid 22x1x4 of 128x1x1
   0=A[0:1024] 1=B[0:2097152] 2=B[0:2097152] 3=C[0:4096] 4=D[0:1024] 5=D[0:1024] 6=E[0:45760] 7=F[0:65536]
-    8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=D[0:1024] 12=D[0:1024] 13=288 bytes
+    8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=D[0:1024] 12=D[0:1024] 13=320 bytes
   threadgroup(0)=4096 bytes
   attention_merge_affine8_f16 grid 4x1x1 of 256x1x1
-  0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=D[0:1024] 4=288 bytes
+  0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=D[0:1024] 4=320 bytes
   threadgroup(0)=4096 bytes
 writing a cache in 8 bits
   write_cache_quantized_affine8_f16 grid 3x1x1 of 128x1x1
@@ -512,7 +512,7 @@ queries of latents, 3 tokens
   0=A[0:960] 1=B[0:81920] 2=B[0:81920] 3=B[0:81920] 4=A[48:960] 5=C[0:6528] 6=160 bytes
 values of latents
   heads_rows_f16 grid 1x4x1 of 64x1x1
-  0=A[0:2048] 1=B[12288:81920] 2=B[12288:81920] 3=B[12288:81920] 4=A[0:2048] 5=C[0:128] 6=160 bytes
+  0=A[0:4096] 1=B[12288:81920] 2=B[12288:81920] 3=B[12288:81920] 4=A[0:4096] 5=C[0:128] 6=160 bytes
 """,
         )
 

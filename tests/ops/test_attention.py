@@ -92,7 +92,8 @@ def test_8_bits(device, turn):
         arguments, *oracle = in_8_bits(device, groups, k=k, v=v)
         arguments = {name: tensor[:, :, 5:] for name, tensor in arguments.items()}
         values, sizes = ([part[:, :, 5:] for part in parts] for parts in oracle)
-        out = attend(q.to(device), scale=0.2, window=30, **arguments)
+        out = attend(q.to(device), scale=0.2, window=30, dtype=torch.float32, **arguments)
+        assert out.dtype == torch.float32
         assert_right(out, q, *values, 0.2, causal(tokens, keys, 30), sizes=sizes)
 
 
@@ -351,7 +352,7 @@ def test_one_token_of_latents(device, heads):
     key_range = torch.tensor([[3, 400], [150, 390]], dtype=torch.int32).to(device)
     for options in (
         {"key_range": key_range},
-        {"window": 270, "softcap": 5.0},
+        {"window": 270, "softcap": 5.0, "dtype": torch.float32},
         {"sinks": numbers(heads).to(device)},
     ):
         checked("attention", q, k, k[..., :512], 0.1, **options)

@@ -92,6 +92,8 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("a tensor for format affine4_32", biases=None),
             wrong(NAME, format=""),
             wrong("of shape [B, T, Hq, R] = (2, 3, 4, 6)", tail=zeros(2, T, 3, 6)),
+            wrong("dtype must be float32, got float16", dtype=half),
+            wrong(f"{FLOATS}, got int32", dtype=torch.int32, x=zeros(2, T, 4, 64), **plain),
         ],
         "heads_mm": [
             wrong(FLOATS, x=zeros(2, T, 4, 16, dtype=integer)),
@@ -99,6 +101,13 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of a last dimension of 16, the rows of a matrix", x=zeros(2, T, 4, 17)),
             wrong("of a last dimension of 40, the columns of a matrix", x=zeros(2, T, 4, 16), **plain),
             wrong("float32", weight=zeros(4, 16, 40, dtype=half)),
+            wrong("weight must be float16, got float32", x=zeros(2, T, 4, 40, dtype=half), **plain),
+            wrong(
+                f"weight must be {FLOATS}, got int32",
+                x=zeros(2, T, 4, 40),
+                weight=zeros(4, 16, 40, dtype=integer),
+                **plain,
+            ),
             wrong("3-D", weight=zeros(16, 40)),
             wrong("of shape [Hq, rows, columns] = (4, 16, 40)", weight=zeros(3, 16, 40)),
             wrong("None unless transposed", tail=zeros(2, T, 4, 6), x=zeros(2, T, 4, 40), transposed=False),
@@ -542,6 +551,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [B, T, Hq, Dv or 1] = (2, 3, 4, 1)", gate=zeros(2, T, 2, 1)),
             wrong("gate must be float32", gate=zeros(2, T, 4, 1, dtype=half)),
             wrong("one of sigmoid, softplus", gate_activation="silu"),
+            wrong("dtype must be float32, got float16", dtype=half),
             wrong(FLOATS, sinks=zeros(4, dtype=integer)),
             wrong(
                 "of shape [B or 1, Hk or 1, T, S], with B, Hk, T, S = (2, 2, 3, 9)", mask=zeros(2, 4, T, 9)

@@ -45,6 +45,7 @@ def test_strides(device):
     checked("heads_mm", x[:, :1].expand(-1, 5, -1, -1), weight, transposed=True)
     out = numbers(2, 4, 3, 40, dtype=torch.bfloat16).to(device)
     checked("heads_mm", out, weight)
+    checked("heads_mm", out.float(), weight)
     checked("heads_mm", out[:, 1:], weight[:, ::2])
     checked("heads_mm", numbers(40, 3, 4, 2).to(device).permute(3, 2, 1, 0), weight.float())
 
@@ -67,7 +68,9 @@ def test_formats(device, form):
         x = numbers(2, tokens, heads, rows, dtype=dtype).to(device)
         tail = numbers(2, tokens, heads, 6, dtype=dtype).to(device)
         checked("heads_quantized", x, *parts, form, transposed=True, tail=tail)
-        checked("heads_quantized", numbers(2, tokens, heads, columns, dtype=dtype).to(device), *parts, form)
+        x = numbers(2, tokens, heads, columns).to(device)
+        checked("heads_quantized", x, *parts, form, dtype=dtype)
+        checked("heads_quantized", x.to(dtype), *parts, form)
 
 
 def test_scales_of_another_dtype(device):

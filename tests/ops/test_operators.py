@@ -26,7 +26,8 @@ moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=No
     Tensor? key_range=None, float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor?
     k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None, Tensor? indices=None, int index_block=1,
     Tensor? gate=None, str gate_activation="sigmoid", int lookahead=0, Tensor? k_tail=None, Tensor?
-    v_tail=None, int tail_rate=1, SymInt position=0, Tensor? relative=None) -> Tensor
+    v_tail=None, int tail_rate=1, SymInt position=0, Tensor? relative=None, ScalarType? dtype=None) ->
+    Tensor
 moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
     biases_, SymInt start) -> ()
 moe_mps::layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, float weight_offset=0.) -> Tensor
@@ -56,7 +57,7 @@ moe_mps::moe_experts(Tensor x, Tensor gate_up, Tensor down, Tensor ids, Tensor w
     norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
 moe_mps::heads_mm(Tensor x, Tensor weight, *, bool transposed=False, Tensor? tail=None) -> Tensor
 moe_mps::heads_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, str format, *, bool
-    transposed=False, Tensor? tail=None) -> Tensor
+    transposed=False, Tensor? tail=None, ScalarType? dtype=None) -> Tensor
 moe_mps::hyper_update(Tensor streams, Tensor out, Tensor post, Tensor? comb=None) -> Tensor
 moe_mps::hyper_connection(Tensor streams, Tensor fn, Tensor base, Tensor scale, *, Tensor? out=None, Tensor?
     post=None, Tensor? comb=None, float norm_eps=9.9999999999999995e-07, float eps=9.9999999999999995e-07,

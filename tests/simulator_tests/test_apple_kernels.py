@@ -290,8 +290,10 @@ def of_heads(dtype: torch.dtype, operator: Callable, matrices: tuple, *format_) 
     for tokens in (1, 2):
         work = {matrices[0]: apple.Work("heads", tokens * 4 * 192 * 512)}
         for label, width in (("queries of latents", 192), ("values of latents", 512)):
-            x = on_device(1, tokens, 4, width, dtype=dtype)
-            call = functools.partial(operator, x, *matrices, *format_, transposed=width == 192)
+            into = width == 192
+            x = on_device(1, tokens, 4, width, dtype=dtype if into else torch.float32)
+            options = {"dtype": dtype} if format_ and not into else {}
+            call = functools.partial(operator, x, *matrices, *format_, transposed=into, **options)
             yield f"{label}, {tokens} tokens", call, work, x.numel()
 
 
@@ -589,40 +591,40 @@ not dispatched here
             """\
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 16 bits
   attention8_64_bf16: 2.40 2.40 slots a MAC, 101 registers, 128/128/512 threads
-  attention_merge_bf16: 709.00 705.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_bf16: 707.00 703.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 16 bits
   attention8_128_bf16: 2.05 2.04 slots a MAC, 105.5 registers, 128/128/448 threads
-  attention_merge_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 16 bits
   attention8_256_bf16: 3.62 3.60 slots a MAC, 99.5 registers, 128/128/512 threads
-  attention_merge_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 16 heads on 1, 1 tokens, 1024 keys of 512, 16 bits
   attention16_512_bf16: 1.50 1.47 slots a MAC, 126.5 registers, 256/256/384 threads
-  attention_merge_bf16: 325.00 321.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_bf16: 323.00 319.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 16 bits
   attention8_128_bf16: 15.47 15.40 slots a MAC, 105.5 registers, 128/128/448 threads
-  attention_merge_bf16: 256.67 254.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_bf16: 255.33 252.67 slots an element, 45 registers, 256/256/1024 threads
 attention of 16 heads on 1, 1 tokens, 1024 keys of 576, 16 bits
   attention16_512_bf16: 1.50 1.47 slots a MAC, 126.5 registers, 256/256/384 threads
-  attention_merge_bf16: 288.89 285.33 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_bf16: 287.11 283.56 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 8 bits
   attention8_64_affine8_bf16: 2.72 2.68 slots a MAC, 115 registers, 128/128/448 threads
-  attention_merge_affine8_bf16: 709.00 705.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_affine8_bf16: 707.00 703.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 8 bits
   attention8_128_affine8_bf16: 2.30 2.26 slots a MAC, 116.5 registers, 128/128/384 threads
-  attention_merge_affine8_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_affine8_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 8 bits
   attention8_256_affine8_bf16: 4.07 3.99 slots a MAC, 110.5 registers, 128/128/448 threads
-  attention_merge_affine8_bf16: 385.00 381.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_affine8_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 8 bits
   attention8_128_affine8_bf16: 17.43 17.11 slots a MAC, 116.5 registers, 128/128/384 threads
-  attention_merge_affine8_bf16: 256.67 254.00 slots an element, 45 registers, 256/256/1024 threads
+  attention_merge_affine8_bf16: 255.33 252.67 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 64, 16 bits
-  attention16_64_bf16: 2.42 2.38 slots a MAC, 121.5 registers, 128/128/384 threads
+  attention16_64_bf16: 2.40 2.37 slots a MAC, 121.5 registers, 128/128/384 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 128, 16 bits
-  attention16_128_bf16: 2.06 2.03 slots a MAC, 115.5 registers, 128/128/448 threads
+  attention16_128_bf16: 2.05 2.01 slots a MAC, 115.5 registers, 128/128/448 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 256, 16 bits
-  attention16_256_bf16: 2.08 2.04 slots a MAC, 115.5 registers, 256/256/448 threads
+  attention16_256_bf16: 2.06 2.02 slots a MAC, 115.5 registers, 256/256/448 threads
 write_cache_quantized_ of 64
   write_cache_quantized_affine8_bf16: 57.75 54.50 slots an element, 14.5 registers, 128/128/1024 threads
 write_cache_quantized_ of 128
@@ -782,11 +784,11 @@ dense, normed, 1 tokens, 4 of 32
 queries of latents, 1 tokens
   heads_columns_bf16: 5.32 4.24 slots a MAC, 58 registers, 256/384/832 threads
 values of latents, 1 tokens
-  heads_rows_bf16: 4.82 3.29 slots a MAC, 54 registers, 64/384/896 threads
+  heads_rows_bf16: 4.41 3.38 slots a MAC, 58.5 registers, 64/384/832 threads
 queries of latents, 2 tokens
   heads_columns_few_bf16: 4.18 3.60 slots a MAC, 77.5 registers, 256/384/640 threads
 values of latents, 2 tokens
-  heads_rows_few_bf16: 3.59 2.57 slots a MAC, 82 registers, 64/384/576 threads
+  heads_rows_few_bf16: 3.26 2.74 slots a MAC, 86 registers, 64/384/576 threads
 not dispatched here
   matmul_rows_few_split_bf16: 116 registers, -/256/448 threads
 """,
@@ -817,11 +819,11 @@ affine4_64, normed, 1 tokens, 4 of 32
 queries of latents, 1 tokens
   heads_columns_affine4_64_bf16: 6.77 6.56 slots a MAC, 45.5 registers, 256/384/1024 threads
 values of latents, 1 tokens
-  heads_rows_affine4_64_bf16: 5.21 4.62 slots a MAC, 43.5 registers, 64/384/1024 threads
+  heads_rows_affine4_64_bf16: 4.84 4.74 slots a MAC, 43.5 registers, 64/384/1024 threads
 queries of latents, 2 tokens
   heads_columns_few_affine4_64_bf16: 4.91 4.76 slots a MAC, 65 registers, 256/384/768 threads
 values of latents, 2 tokens
-  heads_rows_few_affine4_64_bf16: 4.02 3.47 slots a MAC, 68 registers, 64/384/768 threads
+  heads_rows_few_affine4_64_bf16: 3.64 3.59 slots a MAC, 68 registers, 64/384/768 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
@@ -855,11 +857,11 @@ affine8_64, normed, 1 tokens, 4 of 32
 queries of latents, 1 tokens
   heads_columns_affine8_64_bf16: 6.96 6.75 slots a MAC, 46.5 registers, 256/384/1024 threads
 values of latents, 1 tokens
-  heads_rows_affine8_64_bf16: 5.49 4.90 slots a MAC, 49.5 registers, 64/384/1024 threads
+  heads_rows_affine8_64_bf16: 5.12 5.02 slots a MAC, 49.5 registers, 64/384/1024 threads
 queries of latents, 2 tokens
   heads_columns_few_affine8_64_bf16: 5.00 4.85 slots a MAC, 66 registers, 256/384/768 threads
 values of latents, 2 tokens
-  heads_rows_few_affine8_64_bf16: 4.14 3.59 slots a MAC, 72.5 registers, 64/384/640 threads
+  heads_rows_few_affine8_64_bf16: 3.77 3.72 slots a MAC, 72.5 registers, 64/384/640 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
   gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
@@ -893,11 +895,11 @@ mxfp4, normed, 1 tokens, 4 of 32
 queries of latents, 1 tokens
   heads_columns_mxfp4_bf16: 8.42 8.33 slots a MAC, 44 registers, 256/384/1024 threads
 values of latents, 1 tokens
-  heads_rows_mxfp4_bf16: 6.35 5.82 slots a MAC, 39 registers, 64/384/1024 threads
+  heads_rows_mxfp4_bf16: 5.98 5.95 slots a MAC, 39 registers, 64/384/1024 threads
 queries of latents, 2 tokens
   heads_columns_few_mxfp4_bf16: 5.73 5.65 slots a MAC, 63.5 registers, 256/384/832 threads
 values of latents, 2 tokens
-  heads_rows_few_mxfp4_bf16: 4.28 3.77 slots a MAC, 62 registers, 64/384/832 threads
+  heads_rows_few_mxfp4_bf16: 3.91 3.89 slots a MAC, 62 registers, 64/384/832 threads
 not dispatched here
   embedding_rows_mxfp4_bf16: 35 registers, -/-/1024 threads
   gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads

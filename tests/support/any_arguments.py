@@ -302,7 +302,7 @@ def layer_of_experts(d: Draws, sizes: tuple[int, ...]) -> tuple[tuple, dict[str,
 
 def heads(d, columns) -> tuple[tuple[int, int, int], dict[str, Any]]:
     """(heads, rows, columns) of the matrices, and everything else."""
-    heads, rows, transposed = d.count(), d.width(), d.flag()
+    heads, rows, transposed = d.one(2, 1, 5), d.width(), d.flag()
     leading, dtype = (d.one(1, 2), d.one(1, 2, 5, 0), heads), d.dtype()
     tail = d.maybe(lambda: d.values(*leading, d.one(1, 6, 64, 0), dtype=dtype)) if transposed else None
     x = d.values(*leading, rows if transposed else columns, dtype=dtype)
@@ -312,17 +312,17 @@ def heads(d, columns) -> tuple[tuple[int, int, int], dict[str, Any]]:
 @strategy
 def heads_mm(d):
     shape, around = heads(d, d.width())
-    return {
-        **around,
-        "weight": d.values(*shape, dtype=around["x"].dtype, scale=shape[2] ** -0.5 if shape[2] else 1.0),
-    }
+    x = around["x"]
+    dtype = x.dtype if around["transposed"] or x.dtype != torch.float32 else d.dtype()
+    return {**around, "weight": d.values(*shape, dtype=dtype, scale=shape[2] ** -0.5 if shape[2] else 1.0)}
 
 
 @strategy
 def heads_quantized(d):
     form = d.one(*EVERY_FORMAT)
     (heads_, rows, columns), around = heads(d, d.one(*columns_of(form)))
-    return {**around, "format": form, **weight(d, "", heads_, rows, columns, form)}
+    dtype = None if around["transposed"] else d.maybe(d.dtype)
+    return {**around, "format": form, **weight(d, "", heads_, rows, columns, form), "dtype": dtype}
 
 
 @strategy
@@ -511,6 +511,7 @@ def attention(d):
         "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
         "gate_activation": d.one("sigmoid", "softplus"),
         **(tail_of(d, (batch, key_heads, tail), (width, value_width), dtype) if kind == "tail" else {}),
+        "dtype": d.one(None, dtype, torch.float32),
     }
 
 

@@ -99,9 +99,9 @@ def pairs_by_expert(ids: Tensor, num_experts: int) -> Iterator[tuple[int, np.nda
         yield expert, *np.nonzero(table == expert)
 
 
-def expert_mm(x, weight, ids, bias=None, *, rounded_weight=False) -> Estimate:
-    """[T, K, N]; x is a tensor, weight [E, N, C] an array, whatever it was packed as."""
-    rows, dtype = exact(x), x.dtype
+def expert_mm(x, weight, ids, bias=None, *, rounded_weight=False, dtype=None) -> Estimate:
+    """[T, K, N] in `dtype`, or x's; x is a tensor, weight [E, N, C] an array, whatever it was packed as."""
+    rows, dtype = exact(x), dtype or x.dtype
     value = np.zeros((*ids.shape, weight.shape[1]))
     deviation = np.zeros_like(value)
     for e, t, k in pairs_by_expert(ids, len(weight)):

@@ -463,13 +463,14 @@ def hyper_connection(a):
     return [Expected(x, slack.sum(-2)), post, comb, updated]
 
 
-def heads(a, matrices) -> list[Expected]:
-    """`matrices`: [Hq, rows, columns], an array, whatever it was packed as."""
+def heads(a, matrices, dtype) -> list[Expected]:
+    """`matrices`: [Hq, rows, columns], an array, whatever it was packed as; `dtype` is that of the result."""
     batch, tokens, count, width = a.x.shape
     ids = torch.arange(count).expand(batch * tokens, count)
     matrices = matrices.swapaxes(1, 2) if a.transposed else matrices
     x = a.x.reshape(batch * tokens, count, width)
-    product = oracles_experts.expert_mm(x, matrices, ids, rounded_weight=hasattr(a, "packed"))
+    packed = hasattr(a, "packed")
+    product = oracles_experts.expert_mm(x, matrices, ids, rounded_weight=packed, dtype=dtype)
     value, deviation = (part.reshape(batch, tokens, *part.shape[1:]) for part in product)
     if a.tail is not None:
         tail = exact(a.tail)
@@ -480,12 +481,12 @@ def heads(a, matrices) -> list[Expected]:
 
 @oracle
 def heads_mm(a):
-    return heads(a, exact(a.weight))
+    return heads(a, exact(a.weight), a.weight.dtype)
 
 
 @oracle
 def heads_quantized(a):
-    return heads(a, dense(a))
+    return heads(a, dense(a), a.dtype or a.x.dtype)
 
 
 @oracle

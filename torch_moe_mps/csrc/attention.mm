@@ -105,7 +105,8 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
                  const std::optional<Tensor>& v_biases, const std::optional<Tensor>& indices_,
                  int64_t index_block, const std::optional<Tensor>& gate_, std::string_view gate_activation,
                  int64_t lookahead, const std::optional<Tensor>& k_tail, const std::optional<Tensor>& v_tail,
-                 int64_t tail_rate, int64_t position, const std::optional<Tensor>& relative_) {
+                 int64_t tail_rate, int64_t position, const std::optional<Tensor>& relative_,
+                 std::optional<c10::ScalarType> dtype) {
   const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), stored = k_.size(2);
   const int64_t tail_keys = k_tail ? k_tail->size(2) : 0;
   const int64_t selected = indices_ ? indices_->size(3) * index_block : tail_keys;
@@ -114,7 +115,8 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
                        : indices_ && stored > 0 ? selected
                                                 : stored;
   const int64_t value_width = v_.size(3) * (v_scales ? 4 : 1);
-  Tensor output = at::empty({batch, tokens, heads, value_width}, q_.options());
+  const auto output_dtype = dtype.value_or(q_.scalar_type());
+  Tensor output = at::empty({batch, tokens, heads, value_width}, q_.options().dtype(output_dtype));
   if (output.numel() == 0) return output;
   if (keys == 0) return output.zero_();
   const Tensor q = rows_contiguous(q_);
@@ -152,6 +154,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
     params.gate_width = gate->size(3);
     params.gate_is_softplus = gate_activation == "softplus";
   }
+  params.output_is_float = output_dtype == at::kFloat;
   params.has_key_range = key_range.has_value();
   params.sinks = !sinks ? SINKS_NONE : sinks->dim() == 1 ? SINKS_OF_HEADS : SINKS_OF_TOKENS;
   params.sinks_dtype = dtype_code(sinks);

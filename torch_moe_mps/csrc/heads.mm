@@ -38,12 +38,14 @@ int64_t rows_between_heads(const Tensor& stack) {
   return rows_follow && heads_follow && starts ? between : 0;
 }
 
-// `matrix`: a stack of [Hq, rows, inputs], of which each is `matrix.rows` rows behind the one before.
+// `matrix`: a stack of [Hq, rows, inputs], of which each is `matrix.rows` rows behind the one before. `x` is
+// in the dtype of its library if transposed, else in float32.
 Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, bool transposed,
                      const OptionalTensor& tail_) {
   const int64_t tail_width = tail_ ? tail_->size(3) : 0;
   const int64_t width = transposed ? matrix.inputs + tail_width : rows;
-  const Tensor out = at::empty({x_.size(0), x_.size(1), x_.size(2), width}, x_.options());
+  const Tensor out =
+      at::empty({x_.size(0), x_.size(1), x_.size(2), width}, x_.options().dtype(matrix.library.dtype));
   if (out.numel() == 0) return out;
   const Tensor x = readable(x_), tail = tail_width > 0 ? readable(*tail_) : x;
   if (x.numel() == 0 || matrix.packed.numel() == 0) {
@@ -89,13 +91,13 @@ Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, 
 Tensor heads_mm(const Tensor& x, const Tensor& weight, bool transposed, const OptionalTensor& tail) {
   const int64_t between = rows_between_heads(weight);
   if (between == 0) warn_of_copy(weight);
-  MatrixStack matrix{{"experts", x.scalar_type()},
+  MatrixStack matrix{{"experts", weight.scalar_type()},
                      between > 0 ? weight : weight.clone(at::MemoryFormat::Contiguous)};
   matrix.scales = matrix.biases = matrix.packed;
   matrix.experts = weight.size(0);
   matrix.rows = between > 0 ? between : weight.size(1);
   matrix.inputs = weight.size(2);
-  return project_heads(x, matrix, weight.size(1), transposed, tail);
+  return project_heads(transposed ? x : in_dtype(x, at::kFloat), matrix, weight.size(1), transposed, tail);
 }
 
 // The matrices where they lie, or copies of them.
@@ -115,12 +117,13 @@ MatrixStack quantized_heads(const Tensor& packed, const Tensor& scales, const Op
 
 Tensor heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                        const OptionalTensor& biases, std::string_view format, bool transposed,
-                       const OptionalTensor& tail) {
-  const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
+                       const OptionalTensor& tail, std::optional<c10::ScalarType> output_dtype) {
+  const auto wanted = output_dtype.value_or(x.scalar_type());
+  const auto dtype = compute_dtype(wanted, {{weight_format(format), scales}});
   const MatrixStack matrix = quantized_heads(packed, scales, biases, weight_format(format), dtype);
   const OptionalTensor behind = tail ? std::optional(in_dtype(*tail, dtype)) : std::nullopt;
-  const Tensor out = project_heads(in_dtype(x, dtype), matrix, packed.size(1), transposed, behind);
-  return in_dtype(out, x.scalar_type());
+  const Tensor inputs = in_dtype(x, transposed ? dtype : at::kFloat);
+  return in_dtype(project_heads(inputs, matrix, packed.size(1), transposed, behind), wanted);
 }
 
 }  // namespace

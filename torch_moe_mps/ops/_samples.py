@@ -421,9 +421,11 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             | {"post_eps": 1e-3, "post_factor": 0.5},
             {"fn": values(4, 4 * H) / 16, "base": values(4), "scale": values(1)},
         ],
-        "heads_quantized": lambda: [{"x": values(1, T, 4, H), "transposed": False, "tail": None}],
+        "heads_quantized": lambda: [
+            {"x": values(1, T, 4, H, dtype=torch.float32), "dtype": dtype, "transposed": False, "tail": None}
+        ],
         "heads_mm": lambda: [
-            {"x": values(1, T, 4, 40), "transposed": False, "tail": None},
+            {"x": values(1, T, 4, 40, dtype=torch.float32), "transposed": False, "tail": None},
             {"x": values(1, 1, 4, 40), "transposed": False, "tail": None},
             {"x": values(1, 1, 4, 16), "tail": None},
         ],

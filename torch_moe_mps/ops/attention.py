@@ -142,7 +142,8 @@ def _check_quantized(
 
 def _meta_attention(
     check, q, k, v, mask, window, key_range, softcap, sinks, k_scales, k_biases, v_scales, v_biases, indices,
-    index_block, gate, gate_activation, lookahead, k_tail, v_tail, tail_rate, position, relative, **others
+    index_block, gate, gate_activation, lookahead, k_tail, v_tail, tail_rate, position, relative,
+    dtype, **others
 ):  # fmt: skip
     check.dtype("q", q, ACTIVATION_DTYPES)
     check.rank("q", q, (4,))
@@ -192,7 +193,9 @@ def _meta_attention(
         last = 1 if gate.shape[-1:] == (1,) else value_width
         expected = batch, q.shape[2], heads, last
         check.tensor("gate", gate, expected, "[B, T, Hq, Dv or 1]", (q.dtype,))
-    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width))
+    wider = () if q.dtype == torch.float32 else (torch.float32,)
+    check.among_dtypes("dtype", dtype or q.dtype, (q.dtype, *wider))
+    return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width), dtype=dtype or q.dtype)
 
 
 def seen_in_order(
@@ -290,6 +293,7 @@ def attention(
     tail_rate: int = 1,
     position: int = 0,
     relative: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """Grouped-query attention over a cache, with all that models add to it.
 
@@ -345,8 +349,9 @@ def attention(
         relative: [B, T, Hq, E] in the dtype of `q`: what is added to the score of the key that lies so many
             keys before a token's own, 0 for its own; E keys and more before it nothing is. None beside mask,
             indices, lookahead and a tail.
+        dtype: of the result: float32, or that of `q` (also None).
 
-    Returns: [B, T, Hq, Dv] in the dtype of `q`. A token that sees no key gets zeros.
+    Returns: [B, T, Hq, Dv] in `dtype`. A token that sees no key gets zeros.
 
     Raises: ValueError for a dtype, shape, window, lookahead, softcap, activation or device that does not fit.
     """
@@ -382,7 +387,7 @@ def attention(
     values = values.masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)
     out = torch.matmul(probabilities, values.unsqueeze(2))
     out = out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
-    return (out if gate is None else out * GATES[gate_activation](gate.float())).to(q.dtype)
+    return (out if gate is None else out * GATES[gate_activation](gate.float())).to(dtype or q.dtype)
 
 
 # The cache in 8 bits

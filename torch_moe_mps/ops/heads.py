@@ -9,7 +9,13 @@ from ._registry import operator
 
 
 def _check_heads(
-    check: Check, x: Tensor, rows: int, columns: int, transposed: bool, tail: Tensor | None
+    check: Check,
+    x: Tensor,
+    rows: int,
+    columns: int,
+    transposed: bool,
+    tail: Tensor | None,
+    dtype: torch.dtype,
 ) -> Tensor:
     """Checks what does not depend on how the matrices [Hq, rows, columns] are stored. Returns: the output."""
     batch, tokens, heads, width = x.shape
@@ -24,22 +30,25 @@ def _check_heads(
         check.rank("tail", tail, (4,))
         check.shape("tail", tail, (batch, tokens, heads, tail.shape[3]), "[B, T, Hq, R]")
         outputs += tail.shape[3]
-    return x.new_empty(batch, tokens, heads, outputs)
+    return x.new_empty((batch, tokens, heads, outputs), dtype=dtype)
 
 
-def _product(x: Tensor, matrices: Tensor, transposed: bool, tail: Tensor | None) -> Tensor:
+def _product(
+    x: Tensor, matrices: Tensor, transposed: bool, tail: Tensor | None, dtype: torch.dtype
+) -> Tensor:
     """`matrices`: [Hq, rows, columns] in float32."""
-    out = torch.einsum("bthr,hrc->bthc" if transposed else "bthc,hrc->bthr", x.float(), matrices).to(x.dtype)
+    out = torch.einsum("bthr,hrc->bthc" if transposed else "bthc,hrc->bthr", x.float(), matrices).to(dtype)
     return out if tail is None else torch.cat((out, tail), -1)
 
 
 def _meta_heads_mm(check, x, weight, transposed, tail):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.rank("x", x, (4,))
-    check.dtype("weight", weight, (x.dtype,))
+    wider = x.dtype == torch.float32 and not transposed
+    check.dtype("weight", weight, ACTIVATION_DTYPES if wider else (x.dtype,))
     check.rank("weight", weight, (3,))
     check.shape("weight", weight, (x.shape[2], *weight.shape[1:]), "[Hq, rows, columns]")
-    return _check_heads(check, x, weight.shape[1], weight.shape[2], transposed, tail)
+    return _check_heads(check, x, weight.shape[1], weight.shape[2], transposed, tail, weight.dtype)
 
 
 @operator(meta=_meta_heads_mm)
@@ -50,28 +59,31 @@ def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tenso
     become factors of its queries and its results.
 
     Args:
-        x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides.
-        weight: [Hq, R, C] in the dtype of `x`. The rows of all heads may be some of each head's rows in a
-            matrix, `matrix.view(Hq, -1, C)[:, first:last]`: they are read where they lie. With other strides
-            they are copied in each call.
+        x: [B, T, Hq, C] in float32, such as the results of `attention` in that dtype, or in the dtype of
+            `weight`, which costs a copy on mps; with `transposed` [B, T, Hq, R] in the dtype of `weight`. Any
+            strides.
+        weight: [Hq, R, C], float32, float16 or bfloat16. The rows of all heads may be some of each head's
+            rows in a matrix, `matrix.view(Hq, -1, C)[:, first:last]`: they are read where they lie. With
+            other strides they are copied in each call.
         transposed: sums go over the rows of a matrix instead of its columns.
         tail: with `transposed`, [B, T, Hq, N] in the dtype of `x`, any strides: what stands behind the
             products, such as the rotated part of a query.
 
-    Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `x`; accumulated in float32.
+    Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `weight`; accumulated in float32.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    return _product(x, weight.float(), transposed, tail)
+    return _product(x, weight.float(), transposed, tail, weight.dtype)
 
 
-def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, tail):
+def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, tail, dtype):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.rank("x", x, (4,))
     form = Format.named(format, check)
     check.rank("packed", packed, (3,))
     rows, columns = packed.shape[1], form.columns(packed.shape[2])
-    out = _check_heads(check, x, rows, columns, transposed, tail)
+    check.among_dtypes("dtype", dtype or x.dtype, (x.dtype,) if transposed else ACTIVATION_DTYPES)
+    out = _check_heads(check, x, rows, columns, transposed, tail, dtype or x.dtype)
     QuantizedWeight(packed, scales, biases, form).check(check, "", (x.shape[2], rows, columns), "Hq, R, C")
     return out
 
@@ -86,20 +98,23 @@ def heads_quantized(
     *,
     transposed: bool = False,
     tail: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     """heads_mm with quantised weights, whose rows are quantised along C whichever way they are multiplied.
 
     Args:
-        x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides.
+        x: [B, T, Hq, C], or [B, T, Hq, R] with `transposed`; float32, float16 or bfloat16; any strides. On
+            mps only float32 is read without a copy unless transposed.
         packed: [Hq, R, C * bits / 32], uint32 or the same bits as int32. As the weight of heads_mm it may be
             some of each head's rows in a matrix; likewise `scales` and `biases`, the same rows.
         scales, biases: of the rows [Hq, R, C], as expert_qmm's of [E, N, H].
         format: its name, as for expert_qmm; so is the multiple that C must be.
         transposed, tail: as for heads_mm.
+        dtype: of the result: float32, float16 or bfloat16; that of `x` (also None) with `transposed`.
 
-    Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in the dtype of `x`; dequantised and accumulated in float32.
+    Returns: [B, T, Hq, R], or [B, T, Hq, C + N], in `dtype`; dequantised and accumulated in float32.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
-    return _product(x, weight.values(slice(None)), transposed, tail)
+    return _product(x, weight.values(slice(None)), transposed, tail, dtype or x.dtype)

@@ -5,8 +5,8 @@
 // simdgroup multiplies its own keys with all queries. Their exponentials go to the team through threadgroup
 // memory, and each of its simdgroups sums all values of the tile for its own part of the value head. At the
 // end the sums of the teams are added. So each key and value is read once for all queries of the block,
-// straight into matrix fragments (see LanePlace), and a thread needs no more registers for wider heads: these
-// have larger teams.
+// straight into matrix fragments (see MatrixPlace), and a thread needs no more registers for wider heads:
+// these have larger teams.
 #pragma once
 #include <metal_simdgroup_matrix>
 
@@ -18,15 +18,6 @@
 constant constexpr float kLowest = -3.402823466e38f;
 constant constexpr int kNoQuery = -(1 << 30);  // in place of a position
 constant constexpr int kKeyTiles = 2;          // of 8 keys, of a simdgroup: half as many barriers as with one
-
-// A lane's place in a matrix of 8x8: it holds two neighbouring elements of a row. Metal leaves the layout
-// open; it is the same on all Apple GPUs up to now.
-struct LanePlace {
-  uint row;
-  uint quarter;  // the lane's elements are in columns 2 * quarter and 2 * quarter + 1
-
-  LanePlace(uint lane) : row((lane / 16 * 4) + lane / 2 % 4), quarter(lane / 8 % 2 * 2 + lane % 2) {}
-};
 
 // Reductions over the lanes that hold the same column, and over those that hold the same row.
 inline float max_of_column(float x) {
@@ -322,6 +313,15 @@ inline float gate_factor(device const T* gate, uint row, uint column, constant A
   return params.gate_is_softplus != 0 ? softplus(x) : sigmoid(x);
 }
 
+template <typename T>
+inline void store_result(device T* output, ulong index, float value, constant AttentionParams& params) {
+  if (params.output_is_float != 0) {
+    reinterpret_cast<device float*>(output)[index] = value;
+  } else {
+    output[index] = T(value);
+  }
+}
+
 // Where the chunks leave their results for attention_merge: the values of all, then (highest, sum) of each.
 inline device float* partial_values(device float* partials, uint chunk, uint row,
                                     constant AttentionParams& params) {
@@ -441,7 +441,7 @@ struct Block {
     }
     stage(staged, q, queries, batch, key_head, simdgroup * kSimdWidth + lane, params);
 
-    const LanePlace place(lane);
+    const MatrixPlace place(lane);
     const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
     const ulong mask_start = batch * params.mask_batch_stride + key_head * params.mask_head_stride;
     // The last keys that tokens see in order, and the range of keys that the block can see.
@@ -593,7 +593,7 @@ struct Block {
           if (merged) {
             partial[column] = value;
           } else {
-            output[ulong(row) * params.v.width + column] = T(value * factor);
+            store_result(output, ulong(row) * params.v.width + column, value * factor, params);
           }
         }
         if (merged && member == 0 && place.row == 0) {
@@ -605,7 +605,7 @@ struct Block {
   }
 
   static void apply_gate(thread Sums& sums, device const T* gate, Queries queries, uint first_token,
-                         uint first_head, uint first_value, LanePlace place,
+                         uint first_head, uint first_value, MatrixPlace place,
                          constant AttentionParams& params) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
@@ -662,7 +662,7 @@ struct Block {
   }
 
   // To the highest score of all teams.
-  static void raise_all(thread Sums& sums, threadgroup Shared& shared, uint simdgroup, LanePlace place) {
+  static void raise_all(thread Sums& sums, threadgroup Shared& shared, uint simdgroup, MatrixPlace place) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       const float2 own = float2(sums.highest[t][0], sums.highest[t][1]);
       if (place.row == 0) shared.highest[simdgroup][4 * t + place.quarter] = own;
@@ -712,7 +712,7 @@ struct Block {
 
   // The dot products of the simdgroup's keys and all queries.
   static void score(thread Scores& scores, C keys, threadgroup const Staged* staged, uint tile, uint own,
-                    thread const uint* seen, LanePlace place, constant AttentionParams& params) {
+                    thread const uint* seen, MatrixPlace place, constant AttentionParams& params) {
     simdgroup_matrix<float, 8, 8> products[kKeyTiles][kQueryTiles];
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
@@ -758,7 +758,7 @@ struct Block {
   // Value dimensions x keys times keys x queries, 8 keys at a time. A lane has kValueTiles dimensions of two
   // keys: an element of each in every fragment.
   static void add_values(thread Sums& sums, C values, threadgroup const float2* shared,
-                         threadgroup const uint* seen, uint tile, uint first_value, LanePlace place) {
+                         threadgroup const uint* seen, uint tile, uint first_value, MatrixPlace place) {
     constexpr int kRound = kValuesAtOnce * kQueryTiles * kSimdWidth;
     ROLLED for (uint first = 0; first < kKeyTiles * kMembers; first += kValuesAtOnce, shared += kRound) {
       uint any = 0;
@@ -872,7 +872,7 @@ template <typename T, bool kGated>
   }
   const float factor = final_factor(total, sinks, row % params.heads, row, params);
   if constexpr (kGated) value *= gate_factor(gate, row, column, params);
-  output[ulong(row) * params.v.width + column] = T(value * factor);
+  store_result(output, ulong(row) * params.v.width + column, value * factor, params);
 }
 
 // Four elements of a key or value a lane, a group in 8, 16 or 32 neighbouring lanes: its lowest and highest

@@ -222,6 +222,15 @@ inline uint ballot(bool predicate) {
   return static_cast<uint>(static_cast<simd_vote::vote_t>(simd_ballot(predicate)));
 }
 
+// A lane's place in a simdgroup matrix of 8x8. Metal leaves it open; it is the same on all Apple GPUs up to
+// now.
+struct MatrixPlace {
+  uint row;
+  uint quarter;  // the lane's elements are in columns 2 * quarter and 2 * quarter + 1
+
+  MatrixPlace(uint lane) : row((lane / 16 * 4) + lane / 2 % 4), quarter(lane / 8 % 2 * 2 + lane % 2) {}
+};
+
 // The sum of `value` over the threadgroup, in every thread. `partials` must not be in use by an earlier
 // reduction.
 inline float threadgroup_sum(float value, threadgroup float* partials, uint lane, uint simdgroup,

@@ -132,6 +132,7 @@ struct AttentionParams {
   TokenStrides gate;
   uint32_t gate_width;        // elements of a head's gate: 1 for all of its values, 0 without one
   uint32_t gate_is_softplus;  // else sigmoid
+  uint32_t output_is_float;   // else in the dtype of the queries
   uint32_t index_block;       // keys of an index; 0 without indices
   uint32_t indexed_keys;      // of the cache; `keys` are the slots of a token
   uint32_t tail_keys;         // whose strides are in place of those of scales

@@ -430,6 +430,7 @@ def _attend(
     indices: Tensor | None = None,
     lookahead: int = 0,
     relative: Tensor | None = None,
+    dtype: torch.dtype | None = None,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     index_block = 1
@@ -452,8 +453,14 @@ def _attend(
         key, value = _first(key, mask.seen), _first(value, mask.seen)
         window, key_range, lookahead, mask = mask.window, mask.key_range, mask.lookahead, None
     options: dict[str, Any] = {}
-    asked = {"mask": mask, "window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
-    asked |= {"indices": indices, "relative": relative}
+    asked: dict[str, Any] = {
+        "mask": mask,
+        "window": window,
+        "key_range": key_range,
+        "softcap": softcap,
+        "sinks": sinks,
+    }
+    asked |= {"indices": indices, "relative": relative, "dtype": dtype}
     if index_block != 1:
         options["index_block"] = index_block
     if lookahead != 0:
@@ -519,6 +526,7 @@ def _attend_to_latents(
     if not _takes(brought, keys, values, mask, options["sinks"]):
         return None
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+    options["dtype"] = None if query.dtype == torch.float32 else torch.float32
     return source.taken_back(_attend(brought, keys, values, mask, scaling, **options))
 
 

@@ -156,10 +156,11 @@ class Latents:
         return _product(layer, form, rows, own, transposed=True, tail=tail).transpose(1, 2)
 
     def taken_back(self, sums: Tensor) -> Tensor:
-        """[B, T, Hq, L], the sums of latents, as those of values: [B, T, Hq, V]."""
+        """[B, T, Hq, L] float32, the sums of latents, as those of values: [B, T, Hq, V]."""
         form: Expansion = self.module.__dict__[RECORD].expansion
         layer = getattr(self.module, form.projection)
-        return _product(layer, form, slice(form.key_rows, None), sums)
+        options = {} if type(layer) is nn.Linear else {"dtype": self.latents.dtype}
+        return _product(layer, form, slice(form.key_rows, None), sums, **options)
 
 
 def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any) -> Tensor:

@@ -49,10 +49,10 @@ class Latent:
         own, tail = _values(1, 1, self.heads, self.nope), _values(1, 1, self.heads, self.rotary)
         first, last = (_matrices(self.heads, rows, self.latent) for rows in (self.nope, self.value))
         query, memory = _values(1, self.heads, 1, width), _values(1, 1, keys, width)
-        sums = _values(1, 1, self.heads, self.latent)
+        sums = _values(1, 1, self.heads, self.latent, dtype=torch.float32)
         yield lambda: ops.heads_quantized(own, *first, transposed=True, tail=tail)
-        yield lambda: ops.attention(query, memory, memory[..., : self.latent], 0.1)
-        yield lambda: ops.heads_quantized(sums, *last)
+        yield lambda: ops.attention(query, memory, memory[..., : self.latent], 0.1, dtype=torch.float32)
+        yield lambda: ops.heads_quantized(sums, *last, dtype=query.dtype)
 
 
 @dataclass(frozen=True)

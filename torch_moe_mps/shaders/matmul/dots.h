@@ -133,9 +133,9 @@ inline float inverse_root(NoNorm, float, constant MatmulParams&) {
 
 // Adds the products of a chunk of R rows with the inputs of M pairs. The codes themselves are multiplied; a
 // scale is applied once for its group.
-template <typename W, int R, int M, typename Norm, typename C>
-inline void add_chunks(thread C* chunks, device const typename W::Element* x, Sources<M> sources, Norm norm,
-                       uint column, uint left, thread Dots<R, M>& dots, thread Squares<M>& squares,
+template <typename W, int R, int M, typename Norm, typename C, typename X>
+inline void add_chunks(thread C* chunks, device const X* x, Sources<M> sources, Norm norm, uint column,
+                       uint left, thread Dots<R, M>& dots, thread Squares<M>& squares,
                        constant MatmulParams& params) {
   constexpr int kPackSize = W::kPackSize;
   const bool vectorised = W::kAnyLength ? params.vectorised != 0 : true;
@@ -180,10 +180,9 @@ inline void add_chunks(thread C* chunks, device const typename W::Element* x, So
 
 // The dot products of a lane's R rows with a share of the inputs of M pairs, or with all of them, normed. All
 // eight lanes that have the rows get them.
-template <typename W, int R, int M, typename Norm>
-inline Dots<R, M> row_dots(W weights, LaneRows<W, R> rows, device const typename W::Element* x,
-                           Sources<M> sources, Norm norm, Share share, uint lane,
-                           constant MatmulParams& params) {
+template <typename W, int R, int M, typename Norm, typename X>
+inline Dots<R, M> row_dots(W weights, LaneRows<W, R> rows, device const X* x, Sources<M> sources, Norm norm,
+                           Share share, uint lane, constant MatmulParams& params) {
   typedef typename W::template Chunk<W::kValues> Chunk;
   constexpr uint kStep = kRowLanes * W::kValues;
   const uint inputs = params.inputs, first = share.number * kStep + lane % kRowLanes * W::kValues;
@@ -207,11 +206,12 @@ inline Dots<R, M> row_dots(W weights, LaneRows<W, R> rows, device const typename
   return dots;
 }
 
-// A block of kRowGroups * R rows of one expert's matrix, by a simdgroup: what a lane has of it.
-template <typename W, int R>
+// A block of kRowGroups * R rows of one expert's matrix, by a simdgroup: what a lane has of it. Inputs are in
+// X.
+template <typename W, int R, typename X = typename W::Element>
 struct RowBlock {
   W weights;
-  device const typename W::Element* x;
+  device const X* x;
   LaneRows<W, R> rows;
   uint expert;
   uint first;  // the block's first output
@@ -223,8 +223,8 @@ struct RowBlock {
   }
 };
 
-template <int R, typename W>
-inline RowBlock<W, R> row_block(W weights, device const typename W::Element* x, uint expert, uint first,
-                                uint lane, constant MatmulParams& params) {
+template <int R, typename W, typename X>
+inline RowBlock<W, R, X> row_block(W weights, device const X* x, uint expert, uint first, uint lane,
+                                   constant MatmulParams& params) {
   return {weights, x, rows_of_lane<W, R>(weights, first, lane, params), expert, first, lane};
 }

@@ -27,14 +27,6 @@ struct FragmentOf<half> {
   typedef half type;
 };
 
-// A lane's place in a matrix of 8x8. Metal leaves it open; it is the same on all Apple GPUs up to now.
-struct MatrixPlace {
-  uint row;
-  uint quarter;  // the lane's elements are in columns 2 * quarter and 2 * quarter + 1
-
-  MatrixPlace(uint lane) : row((lane / 16 * 4) + lane / 2 % 4), quarter(lane / 8 % 2 * 2 + lane % 2) {}
-};
-
 // A thread of the threadgroup.
 struct GemmThread {
   uint index, lane, simdgroup;

@@ -10,23 +10,25 @@ inline device const T* head_of_token(device const T* x, HeadStrides strides, uin
          head * strides.head;
 }
 
-#define HEADS_BUFFERS(T)                                                                        \
-  device const T *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],                    \
+#define HEADS_BUFFERS(X, T)                                                                     \
+  device const X *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],                    \
       device const uchar *scales [[buffer(2)]], device const uchar *biases [[buffer(3)]],       \
       device const T *tail [[buffer(4)]], device T *out [[buffer(5)]],                          \
       constant HeadsParams &params [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]], \
       uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]
 
-// Rows of a head's matrix times the inputs of up to M tokens. Grid: (blocks of rows, heads, tokens / M).
+// Rows of a head's matrix times the inputs of up to M tokens. Inputs are in float32: they are the sums of
+// latents, which attention has in float32, and rounded they would be less exact than expanded values are.
+// Grid: (blocks of rows, heads, tokens / M).
 template <typename W, int R, int M>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void heads_rows(
-    HEADS_BUFFERS(typename W::Element)) {
+    HEADS_BUFFERS(float, typename W::Element)) {
   typedef typename W::Element T;
   constant MatmulParams& matrix = params.matrix;
   const uint first = (group.x * kSingleSimdgroups + simdgroup) * kRowGroups * R;
   if (first >= matrix.outputs) return;
   const uint head = group.y, token = group.z * M;
-  device const T* source = head_of_token(x, params.x, token, head, params);
+  device const float* source = head_of_token(x, params.x, token, head, params);
   PairSet<M> pairs;
   Sources<M> sources;
   UNROLL for (int m = 0; m < M; ++m) {
@@ -35,9 +37,9 @@ template <typename W, int R, int M>
     sources.v[m] = uint(head_of_token(x, params.x, other, head, params) - source);
   }
   const W weights(packed, scales, biases, head, matrix);
-  const RowBlock<W, R> block = row_block<R>(weights, source, head, first, lane, matrix);
+  const RowBlock<W, R, float> block = row_block<R>(weights, source, head, first, lane, matrix);
   const Dots<R, M> dots = block.dots(sources, NoNorm{}, {0, 1}, matrix);
-  const Outputs<T> outputs = {packed, x, out,
+  const Outputs<T> outputs = {packed, out, out,
                               reinterpret_cast<device const int*>(x)};  // of which only out is used
   store_outputs<W, R, M>(block, dots, pairs, min(uint(M), params.tokens - token), outputs, matrix);
 }
@@ -47,7 +49,7 @@ template <typename W, int R, int M>
 // kHeadColumns columns, heads, tokens / M).
 template <typename W, int M>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void heads_columns(
-    HEADS_BUFFERS(typename W::Element)) {
+    HEADS_BUFFERS(typename W::Element, typename W::Element)) {
   typedef typename W::Element T;
   constexpr int N = W::kTileValues;
   constexpr uint kLanes = kHeadColumns / N;  // of a row

@@ -6,8 +6,8 @@
 
 // Stores the outputs of a block for M pairs, of which `count` exist. All eight lanes of a row have its dot
 // products, and each stores some.
-template <typename W, int R, int M, typename D>
-inline void store_outputs(RowBlock<W, R> block, D dots, PairSet<M> pairs, uint count,
+template <typename W, int R, int M, typename D, typename X>
+inline void store_outputs(RowBlock<W, R, X> block, D dots, PairSet<M> pairs, uint count,
                           Outputs<typename W::Element> out, constant MatmulParams& params) {
   const uint outputs = outputs_of_rows(R, params), rows_of_output = R / outputs;
   for (uint item = block.lane % kRowLanes; item < outputs * M; item += kRowLanes) {
