@@ -78,7 +78,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         **{"v": zeros(2, 2, 9, 8, dtype=integer), "v_scales": scales, "v_biases": scales},
     }
     plain = {"transposed": False, "tail": None}
-    tail = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
+    beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
     table = {
         "heads_quantized": [
             wrong(FLOATS, x=zeros(2, T, 4, I, dtype=integer)),
@@ -155,12 +155,14 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("gate must be of shape kv's = (2, 3, 16)", gate=zeros(2, T, 8)),
             wrong("entries_ must be float32", entries_=zeros(2, 5, 8, dtype=half)),
             wrong("entries_ must be 3-D", entries_=zeros(2, 8)),
-            wrong("between 2 and 512, got 514", entries_=zeros(2, 5, 514)),
+            wrong("entries_' last dimension must be between 2 and 512, got 514", entries_=zeros(2, 5, 514)),
             wrong("of an even last dimension D, with W = D or 2 D, here 16", entries_=zeros(2, 5, 4)),
             wrong("of shape [rate, W] = (1, 16)", position_bias=zeros(0, 16)),
             wrong("of shape [B, rate W / D, 2, W] = (2, 4, 2, 16)", state_=zeros(2, 2, 2, 16)),
             wrong("position must be between 0 and 2147483644, got -1", position=-1),
-            wrong("of shape [B, N, D], with B = 2 and N at least 6", position=9),
+            wrong(
+                "entries_ must be of shape [B, N, D], with B = 2 and N at least 6, got (2, 5, 8)", position=9
+            ),
             wrong("of shape [B, N, D], with B = 2 and N at least 3", entries_=zeros(1, 5, 8)),
             wrong("of shape [D] = (8,)", norm_weight=zeros(16)),
             wrong("inv_freq must be float32", inv_freq=zeros(2, dtype=half)),
@@ -582,22 +584,29 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("int32", key_range=zeros(2, 2, dtype=torch.int64)),
             wrong("at least 1", window=0),
             wrong("lookahead must be at least 0, got -1", lookahead=-1),
-            wrong("0 beside a mask or indices", lookahead=1, mask=zeros(1, 1, T, 9)),
-            wrong("0 beside a mask or indices", lookahead=1, indices=zeros(2, 1, T, 4, dtype=integer)),
+            wrong("0 beside a mask or indices, which hold it", lookahead=1, mask=zeros(1, 1, T, 9)),
+            wrong(
+                "0 beside a mask or indices, which hold it",
+                lookahead=1,
+                indices=zeros(2, 1, T, 4, dtype=integer),
+            ),
             wrong("above 0 and finite", softcap=0.0),
             wrong("k_tail must be None unless keys and values have a tail", k_tail=zeros(2, 2, 5, 16)),
             wrong("v_tail must be None unless keys and values have a tail", v_tail=zeros(2, 2, 5, 8)),
-            wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **tail),
-            wrong("mask must be None beside a tail", mask=zeros(1, 1, T, 9), **tail),
-            wrong("key_range must be None beside a tail", key_range=zeros(2, 2, dtype=integer), **tail),
-            wrong("of shape [B, Hk, N, D] = (2, 2, 5, 16)", **tail | {"k_tail": zeros(2, 1, 5, 16)}),
-            wrong("of shape [B, Hk, N, Dv] = (2, 2, 5, 8)", **tail | {"v_tail": zeros(2, 2, 4, 8)}),
-            wrong("k_tail must be float32", **tail | {"k_tail": zeros(2, 2, 5, 16, dtype=half)}),
-            wrong("between 1 and 2147483647", **tail, tail_rate=0),
-            wrong("position must be between 0 and 2147483644, got -1", **tail, position=-1),
+            wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **beside),
+            wrong("mask must be None beside a tail", mask=zeros(1, 1, T, 9), **beside),
+            wrong("key_range must be None beside a tail", key_range=zeros(2, 2, dtype=integer), **beside),
+            wrong("of shape [B, Hk, N, D] = (2, 2, 5, 16)", **beside | {"k_tail": zeros(2, 1, 5, 16)}),
+            wrong(
+                "v_tail must be of shape [B, Hk, N, Dv] = (2, 2, 5, 8)",
+                **beside | {"v_tail": zeros(2, 2, 4, 8)},
+            ),
+            wrong("k_tail must be float32", **beside | {"k_tail": zeros(2, 2, 5, 16, dtype=half)}),
+            wrong("between 1 and 2147483647", tail_rate=0, **beside),
+            wrong("position must be between 0 and 2147483644, got -1", **beside, position=-1),
             wrong(
                 "index_block must be between 1 and 1 beside a tail",
-                **tail,
+                **beside,
                 index_block=2,
                 indices=zeros(2, 1, T, 4, dtype=integer),
             ),
