@@ -184,6 +184,25 @@ def test_a_longer_context_costs_a_token_its_indexers_keys(simulated, name):
     assert 1.0 <= slope(simulated, model, "indexer_keys") <= 1.3
 
 
+# Layers that choose blocks of keys, and what their caches have to choose by.
+BLOCKS = {
+    "minimax_m3_vl": ("minimax_m3_sparse", "idx_keys", {"index_block_size": 8, "index_topk_blocks": 2}),
+    "glm5_next": ("indexed_attention", "pools", {"index_kpool": 4, "index_topk": 16}),
+}
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_longer_context_costs_a_token_the_keys_of_blocks(simulated, name, monkeypatch):
+    layer, held, sizes = BLOCKS[name]
+    text = f"{name}_text"
+    extra = sizes | {"layer_types": [layer] * 2, "index_head_dim": 128}
+    monkeypatch.setitem(tiny_models.EXTRA, text, tiny_models.EXTRA[text] | extra)
+    model = tiny_models.tiny_model(name, torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model)
+    assert 1.0 <= slope(simulated, model, held) <= 1.3
+
+
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])
 def test_a_longer_context_in_8_bits_costs_a_token_its_bytes(simulated, name):
     with tiny_models.sizes(head_dim=32, kv_lora_rank=64, qk_rope_head_dim=32):  # whole groups

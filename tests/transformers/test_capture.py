@@ -100,6 +100,28 @@ def test_every_architecture(architecture, device):
     assert captures.programs, str(captures)
 
 
+@pytest.mark.parametrize(
+    "architecture",
+    ["glm5_next", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("qwen4_exp", "minimax_m3_vl"))],
+)
+@torch.no_grad()
+def test_tokens_that_choose_blocks_of_keys(device, architecture):
+    """Some close a block, others do not: two kinds of tokens."""
+    rates = dict.fromkeys(("index_kpool", "indexer_compress_ratio", "index_block_size"), 4)
+    chosen = {"index_topk": 8, "indexer_budget": 8, "index_topk_blocks": 2}
+    with tiny_models.sizes(**rates, **chosen, index_head_dim=16):
+        model = accelerated(architecture, device, torch.bfloat16)
+    own = without_capture(copy.deepcopy(model))
+    results, ids = [], prompt(1, PROMPT).to(device)
+    for each in (model, own):
+        cache = each(ids, past_key_values=DynamicCache(config=each.config)).past_key_values
+        tokens = torch.arange(3, 25, device=device).view(-1, 1, 1)
+        results.append([each(token, past_key_values=cache)[0].cpu() for token in tokens])
+    assert_equal(*results)
+    programs = captures_of(model).programs
+    assert len(programs) >= (1 if architecture == "minimax_m3_vl" else 2)
+
+
 @torch.no_grad()
 def test_a_captured_token_has_the_same_bits(device):
     model = accelerated("qwen3_moe", device)
