@@ -153,7 +153,7 @@ print(*(line.split()[0] for line in commands if line.startswith("gemm")))
     [
         ("1", "26", "gemm32_tensor_affine4_64_f16"),
         ("1", "15", "needs macOS 26 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not used"),
-        ("0", "26", "gemm32_split_affine4_64_f16"),
+        pytest.param("0", "26", "gemm32_split_affine4_64_f16", marks=pytest.mark.sweep),
     ],
 )
 def test_forced(simulated, monkeypatch, use, macos, expected):

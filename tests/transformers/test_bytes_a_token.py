@@ -87,7 +87,7 @@ def counted(simulated, model, keys) -> tuple[int, int]:
     return memory.written, read
 
 
-@pytest.mark.parametrize("keys", [4096, pytest.param(32768, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("keys", [1024, *(pytest.param(n, marks=pytest.mark.sweep) for n in (4096, 32768))])
 def test_bytes_of_the_context(simulated, keys):
     """Qwen3-30B-A3B's heads, in one layer: its own cache copies the context for a token, ours the token."""
     torch.manual_seed(0)
