@@ -88,8 +88,8 @@ that is known, and what is not known runs the model's own code. The columns are 
 TOKENS = """
 ## Tokens
 
-Of {count} architectures in the tables, {captured} have tokens that are captured, also in continuous
-batching for up to 8 requests at once.{others}
+Of {count} architectures in the tables, {captured} have tokens that are captured. Those of
+continuous batching are for up to 8 requests at once, where transformers can batch a model.{others}
 """
 LAST = """
 Several Macs, as a pipeline or with experts in parallel: [distributed.md](distributed.md).
