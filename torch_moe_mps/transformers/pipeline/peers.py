@@ -260,11 +260,11 @@ def within(seconds: float, function: Callable[[], Any]) -> list[Any] | None:
 
 
 def on_the_host(tensor: Tensor) -> Tensor:
-    """The tensor on the CPU with the strides of its shape, which a row of one column may not have."""
+    """The elements on the CPU, one behind the other: a mask or a row of one column may have other strides."""
     host = tensor.detach().cpu()
-    return (
-        host.clone(memory_format=torch.contiguous_format) if host.stride()[-1:] != (1,) else host.contiguous()
-    )
+    if type(host) is not Tensor or host.stride()[-1:] != (1,):
+        return host.clone(memory_format=torch.contiguous_format)
+    return host.contiguous()
 
 
 def as_octets(value: Any) -> Tensor:
