@@ -169,7 +169,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             wrong("of shape [B, N, D], with B = 2 and N at least 3", entries_=zeros(1, 5, 8)),
             wrong("of shape [D] = (8,)", norm_weight=zeros(16)),
-            wrong("inv_freq must be float32", inv_freq=zeros(2, dtype=half)),
+            wrong(FLOATS, inv_freq=zeros(2, dtype=integer)),
             wrong("inv_freq's length must be between 0 and 4, got 5", inv_freq=zeros(5)),
         ],
         "hyper_connection": [

@@ -555,7 +555,7 @@ def pool_window_(d):
         "entries_": d.values(batch, (position + tokens) // rate + d.one(0, 3), width, dtype=dtype),
         "position": position,
         "norm_weight": d.values(width, dtype=d.dtype()),
-        "inv_freq": d.values(d.one(1, 0, width // 2)).abs(),
+        "inv_freq": d.values(d.one(1, 0, width // 2), dtype=d.dtype()).abs(),
         "scaling": d.one(1.0, 0.5),
         "eps": d.eps(),
     }

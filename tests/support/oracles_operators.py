@@ -674,7 +674,7 @@ def pool_window_(a):
         weight = exact(a.norm_weight)
         error += abs(pooled) * (8 * FLOAT32_EPS + inverse * np.sqrt(np.mean(error**2, -1, keepdims=True)))
         x, error = pooled * inverse * weight, error * inverse * abs(weight)
-        angles = (np.float32(window * rate) * a.inv_freq.numpy()).astype(np.float64)
+        angles = (np.float32(window * rate) * a.inv_freq.float().numpy()).astype(np.float64)
         cos, sin = np.cos(angles) * a.scaling, np.sin(angles) * a.scaling
         first, second = (slice(of_entry - 2 * len(angles) + i, None, 2) for i in range(2))
         sizes = abs(x[:, first]) + abs(x[:, second])

@@ -85,7 +85,17 @@ HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"]}
 EXTRA: dict[str, dict] = {
     "bailing_hybrid": HYBRID,
-    "deepseek_v4": {"mlp_layer_types": ["hash_moe", "moe"]},
+    "deepseek_v4": {
+        "mlp_layer_types": ["hash_moe", "moe"],
+        "layer_types": ["heavily_compressed_attention", "compressed_sparse_attention"],
+        "compress_rates": {"heavily_compressed_attention": 3, "compressed_sparse_attention": 2},
+        "index_topk": 3,
+        "index_n_heads": 16,  # with few, entries have equal scores
+        "index_head_dim": 32,
+        "o_groups": 2,
+        "o_lora_rank": 64,
+        "sliding_window": 5,
+    },
     "diffusion_gemma_text": {"layer_types": ["sliding_attention", "full_attention"], "global_head_dim": 8},
     "ernie4_5_vl_moe_text": {
         "moe_intermediate_size": [64, 32],

@@ -451,7 +451,6 @@ def test_memory_of_a_prompt(simulated, name, monkeypatch):
 
 # What has an element for each pair of tokens of a prompt, by architecture.
 QUADRATIC = {
-    "deepseek_v4": "the mask of the compressed keys",
     "unlimited_ocr": "a mask of its own, in which all tokens see the first ones",
 }
 _NOT_TRIED = {"minimax"}  # a cache of its own

@@ -31,6 +31,7 @@ void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position
   params.columns = kv.size(2);
   params.width = entries.size(2);
   params.turning = inv_freq.size(0);
+  params.freq_dtype = dtype_code(inv_freq);
   params.bias_dtype = dtype_code(position_bias);
   params.weight_dtype = dtype_code(norm_weight);
   params.scaling = static_cast<float>(scaling);

@@ -37,7 +37,7 @@ def _meta_pool_window(
         expected = f"of shape [B, N, D], with B = {batch} and N at least {closed}"
         check.fail("entries_", expected, tuple(entries_.shape))
     check.tensor("norm_weight", norm_weight, (of_entry,), "[D]")
-    check.dtype("inv_freq", inv_freq, (torch.float32,))
+    check.dtype("inv_freq", inv_freq, ACTIVATION_DTYPES)
     check.rank("inv_freq", inv_freq, (1,))
     check.between("inv_freq's length", inv_freq.shape[0], 0, of_entry // 2)
 
@@ -77,7 +77,7 @@ def pool_window_(
             written in place, whatever the strides.
         position: the number of tokens before the new ones.
         norm_weight: [D], any of the three dtypes.
-        inv_freq: [R / 2], float32: radians a token of the pairs that turn.
+        inv_freq: [R / 2], any of the three dtypes: radians a token of the pairs that turn.
         scaling: factor of cos and sin.
         eps: added to the mean of squares.
 
@@ -113,7 +113,7 @@ def _overlapped(x: Tensor) -> Tensor:
 def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, scaling: float) -> Tensor:
     """The entries from number `first` on, with their last columns turned."""
     numbers = torch.arange(first, first + entries.shape[1], device=entries.device)
-    angles = (numbers * rate)[:, None].float() * inv_freq
+    angles = (numbers * rate)[:, None].float() * inv_freq.float()
     cos, sin = angles.cos() * scaling, angles.sin() * scaling
     still, turning = entries.split([entries.shape[2] - 2 * len(inv_freq), 2 * len(inv_freq)], -1)
     a, b = turning[..., 0::2], turning[..., 1::2]

@@ -482,6 +482,7 @@ struct PoolParams {
   uint32_t columns;   // of a token: those of an entry, or twice as many if windows overlap
   uint32_t width;     // of an entry
   uint32_t turning;   // pairs of an entry
+  uint32_t freq_dtype;
   uint32_t bias_dtype;
   uint32_t weight_dtype;
   float scaling;

@@ -75,7 +75,7 @@ template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kPoolThreads)]] void pool_windows(
     device const T* kv [[buffer(0)]], device const T* gate [[buffer(1)]],
     device const uchar* bias [[buffer(2)]], device T* state [[buffer(3)]], device T* entries [[buffer(4)]],
-    device const uchar* weight [[buffer(5)]], device const float* inv_freq [[buffer(6)]],
+    device const uchar* weight [[buffer(5)]], device const uchar* inv_freq [[buffer(6)]],
     constant PoolParams& params [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
@@ -102,7 +102,8 @@ template <typename T>
          float2(load_one(weight, params.weight_dtype, at), load_one(weight, params.weight_dtype, at + 1));
     const uint still = pairs - params.turning;
     if (thread_index >= still) {
-      const float angle = float(window * params.rate) * inv_freq[thread_index - still];
+      const float angle =
+          float(window * params.rate) * load_one(inv_freq, params.freq_dtype, thread_index - still);
       const float cosine = precise::cos(angle) * params.scaling, sine = precise::sin(angle) * params.scaling;
       x = float2(x.x * cosine - x.y * sine, x.y * cosine + x.x * sine);
     }

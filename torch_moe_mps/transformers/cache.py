@@ -30,6 +30,7 @@ from ..ops.attention import CACHE_BITS
 from .quantized_states import PLAIN, QuantizedStates, can_be_quantized
 from .rewriting.record import NOTHING, RECORD, record_of
 from .rewriting.rules.cache_slots import Slots
+from .rewriting.rules.compressed_attention import Pooled
 
 # New memory has room for a sixteenth more: it stays small, and a token is copied 17 times at most.
 ROOM_SHARE = 16
@@ -41,6 +42,8 @@ LEAST_WINDOW_ROOM = 64  # tokens
 # token behind the last that was written.
 MEMORY = "_moe_mps_memory"
 END = "_moe_mps_end"
+# Attributes of a layer of compressed keys.
+_POOLS, _BIASES = "_moe_mps_pools", "_moe_mps_biases"
 
 
 def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
@@ -143,7 +146,7 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
     if base is None:
         return None
     bases = (base,) if issubclass(base, plain) else (plain, base)
-    if base is _GrowingBlocks:
+    if base in (_GrowingBlocks, _GrowingCompressed):
         bases = (base, plain)
     # transformers registers a class under its _layer_type for all models, so this one must have none.
     return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain, "bits": bits})
@@ -157,7 +160,8 @@ def _base_of(plain: type) -> type | None:
         return _GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else _Growing
     if update is DynamicSlidingWindowLayer.update:
         return _GrowingWindow
-    return None
+    compresses = hasattr(plain, "store_compression_weights") and not issubclass(plain, _Made)
+    return _GrowingCompressed if compresses else None
 
 
 def _empty_layer(plain: type, bits: int | None) -> Any:
@@ -412,6 +416,160 @@ class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
 
     def _is_prompt(self, tokens: int) -> bool:
         return tokens > room_behind_window(self.sliding_window) and not self.record_past
+
+
+class _GrowingCompressed(_GrowingWindow):
+    """A layer that holds a window of keys, which are the values, too, and compressed ones (DeepSeek-V4).
+
+    What the last tokens have, of which entries are made, is in `pools` while the operator makes them, and in
+    the buffers of transformers' class while that does: each starts from what the other has left.
+    """
+
+    compress_rate: int
+    compressed_kv: dict[str, Any]
+    entry_count: dict[str, int]
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if not _in_place():
+            updated: tuple[Tensor, Tensor] = self.plain.update(self, key_states, value_states)
+            return updated
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            if self.bits is not None:
+                warnings.warn("torch_moe_mps: kv_bits=8 leaves compressed keys as they are", stacklevel=2)
+        tokens = key_states.shape[-2]
+        (keys,) = _joined((self.keys,), (key_states,), self._room(tokens))
+        return self.take(keys, keys, tokens)
+
+    def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        seen = super().take(keys, keys, tokens)
+        self.values = self.keys
+        return seen
+
+    def slots(self, keys: Tensor, values: Tensor) -> Slots | None:
+        held = self.keys
+        memory: Any = getattr(held, MEMORY, None)
+        if memory is None or not _in_place() or not _fits(held, keys):
+            return None
+        tokens = keys.shape[1]
+        if not _has_room((held,), memory, tokens):
+            return None
+        view = _view(memory, _start(held), held.shape[2] + tokens)
+        return Slots(view, view, tokens)
+
+    def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
+        """The memory for what new tokens have, kv [B, T, W], which `update` has counted already.
+
+        From then on the layer holds the entries that they complete, [B, N, width].
+        """
+        if name not in self.pools:  # transformers' class keeps sums with it
+            self.biases[name] = position_bias.detach()
+        tokens, closed = kv.shape[1], self.cumulative_length // self.compress_rate
+        if name in self.pools and not _may_write(self.pools[name], kv):
+            self._leave(tokens)
+        state = self.pools.get(name)
+        if state is None:
+            state = self._state_of_buffers(name, kv, width, self.cumulative_length - tokens)
+        held = self.compressed_kv[name]
+        memory: Any = getattr(held, MEMORY, None)
+        if memory is None or not _may_write(memory, kv) or closed > memory.shape[1]:
+            memory = kv.new_empty(kv.shape[0], closed + room_behind(closed), width)
+            if held is not None:
+                memory[:, : held.shape[1]] = held
+        self.pools[name] = state
+        self.compressed_kv[name] = _view(memory, 0, closed)
+        self.entry_count[name] = closed
+        return Pooled(state, memory)
+
+    @property
+    def pools(self) -> dict[str, Tensor]:
+        """{name: [B, rate or 2 rate, 2, W]}, the last tokens as `pool_window_` keeps them."""
+        found: dict[str, Tensor] = self.__dict__.setdefault(_POOLS, {})
+        return found
+
+    @property
+    def biases(self) -> dict[str, Tensor]:
+        """{name: [rate, W]}, the position bias of each compressor."""
+        found: dict[str, Tensor] = self.__dict__.setdefault(_BIASES, {})
+        return found
+
+    def _state_of_buffers(self, name: str, kv: Tensor, width: int, position: int) -> Tensor:
+        """The state that transformers' buffers describe, before `position` tokens."""
+        (batch, _, columns), rate = kv.shape, self.compress_rate
+        overlaps = columns > width
+        state = kv.new_zeros(batch, rate * (2 if overlaps else 1), 2, columns)
+        kinds = ((self.buffer_kv, "overlap_kv"), (self.buffer_gate, "overlap_gate"))
+        for kind, (buffer, overlap) in enumerate(kinds):
+            open_rows = buffer[name]
+            if open_rows is not None and open_rows.shape[1]:
+                places = torch.arange(position - open_rows.shape[1], position, device=kv.device)
+                state[:, places % state.shape[1], kind] = open_rows.to(kv.dtype)
+            before = getattr(self, overlap)[name] if overlaps else None
+            if before is not None:
+                places = torch.arange(rate, device=kv.device) + (position // rate - 1) * rate
+                bias = self.biases[name][:, :width] if kind else 0.0
+                state[:, places % state.shape[1], kind, :width] = (before - bias).to(kv.dtype)
+            buffer[name] = None
+        return state
+
+    def _leave(self, tokens: int = 0) -> None:
+        """Leaves what transformers' class holds in front of the last `tokens` that `update` has counted."""
+        rate, position = self.compress_rate, self.cumulative_length - tokens
+        for name, state in self.pools.items():
+            rows, columns = state.shape[1], state.shape[3]
+            held = self.compressed_kv[name].shape[2]
+            places = torch.arange(position // rate * rate, position, device=state.device) % rows
+            self.buffer_kv[name], self.buffer_gate[name] = state[:, places].unbind(2)
+            if columns > held and position >= rate:
+                places = torch.arange(position // rate * rate - rate, position // rate * rate) % rows
+                before, gate = state[:, places.to(state.device), :, :held].unbind(2)
+                self.overlap_kv[name], self.overlap_gate[name] = before, gate + self.biases[name][:, :held]
+        self._forget()
+
+    def _forget(self) -> None:
+        for name in (_POOLS, _BIASES):
+            self.__dict__.pop(name, None)
+
+    def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
+        self._leave(kv.shape[1])
+        found: tuple[Tensor, Tensor, int] = self.plain.store_compression_weights(self, name, kv, gate)
+        return found
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        self._leave()
+        made, arguments, state = super().__reduce_ex__(protocol)
+        return made, arguments, {n: _compact_all(v) if type(v) is dict else v for n, v in state.items()}
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Raises: RuntimeError, for a window of tokens that is complete cannot be opened again."""
+        if tokens_to_remove != 0:
+            raise RuntimeError(
+                "torch_moe_mps: a cache of compressed keys cannot be cropped: their tokens are not kept"
+            )
+
+    def reset(self) -> None:
+        super().reset()
+        self._forget()
+
+    def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._change_batch(change)
+        self.values = self.keys
+        for place, held in self.__dict__.items():
+            for name, tensor in held.items() if type(held) is dict and place != _BIASES else ():
+                if isinstance(tensor, Tensor):
+                    held[name] = _with_room(tensor, change)
+
+
+def _may_write(held: Tensor, new: Tensor) -> bool:
+    """Whether something of new tokens may be written there. torch refuses some tensors of inference mode."""
+    same = held.shape[0] == new.shape[0] and held.dtype is new.dtype and held.device == new.device
+    return same and (torch.is_inference_mode_enabled() or not held.is_inference())
+
+
+def _compact_all(values: dict) -> dict:
+    return {name: _compact(value) for name, value in values.items()}
 
 
 def _warn_of_widths(keys: Tensor, values: Tensor) -> None:

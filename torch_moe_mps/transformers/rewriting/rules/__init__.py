@@ -9,6 +9,7 @@ from ..program.programs import Program
 from .block_indexer import rewrite_block_indexer
 from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import WRITE_INTO_CACHE
+from .compressed_attention import rewrite_compressed_attention
 from .gated_norm import rewrite_gated_norm
 from .handover import HAND_OVER_RAW_RESULTS
 from .hyper_connection import rewrite_hyper_connection, rewrite_hyper_layer
@@ -42,6 +43,7 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_block_indexer,
     rewrite_pooled_indexer,
     rewrite_relative_bias,
+    rewrite_compressed_attention,
     rewrite_hyper_connection,
     rewrite_hyper_layer,  # around the two of a layer
 )

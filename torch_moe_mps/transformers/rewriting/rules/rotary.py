@@ -53,7 +53,7 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     names = {None: types} if isinstance(types, str) else types
     if not isinstance(names, dict) or not names or not all(isinstance(t, str) for t in names.values()):
         return None
-    layouts = {name: _layout(module, name) for name, kind in names.items() if _is_fixed(kind)}
+    layouts = {name: _layout(module, name) for name, kind in names.items() if is_fixed(kind)}
     found = {name: layout for name, layout in layouts.items() if layout is not None}
     if not found:
         return None
@@ -61,7 +61,8 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     return rotary_forward, [Done("rope_tables")]
 
 
-def _is_fixed(rope_type: str) -> bool:
+def is_fixed(rope_type: str) -> bool:
+    """Whether frequencies do not change with the length of the sequence."""
     return "dynamic" not in rope_type and rope_type != "longrope"
 
 

@@ -1,0 +1,143 @@
+"""DeepSeek-V4's attention to a window and to compressed keys: results, its cache, captured tokens."""
+
+import copy
+import inspect
+
+import pytest
+import torch
+from support import tiny_models
+from transformers import DynamicCache
+
+import torch_moe_mps
+from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.rewriting.rules import compressed_attention
+
+IDS = torch.randint(1, 90, (2, 34), generator=torch.Generator().manual_seed(5))
+CUTS = ((34,), (9, 1, 1, 3, 1, 1, 1, 8, 1, 1, 1, 6), (1,) * 34)
+
+
+def logits_of(model, ids, cuts, cache=None, begin=0):
+    cache = DynamicCache(config=model.config) if cache is None else cache
+    parts = []
+    with torch.no_grad():
+        for tokens in cuts:
+            part = ids[:, begin : begin + tokens].to(model.device)
+            parts.append(model(part, past_key_values=cache, use_cache=True).logits.cpu())
+            begin += tokens
+    return torch.cat(parts, 1), cache
+
+
+def states_of(cache) -> list:
+    """What the layers of transformers' classes hold."""
+    values = [value for layer in copy.deepcopy(cache).layers for value in vars(layer).values()]
+    values += [each for value in values if type(value) is dict for each in value.values()]
+    return [value for value in values if isinstance(value, torch.Tensor | int)]
+
+
+def assert_same_states(cache, own, atol=2e-5):
+    found, right = states_of(cache), states_of(own)
+    assert len(found) == len(right) > 20
+    for ours, theirs in zip(found, right, strict=True):
+        if isinstance(theirs, int):
+            assert ours == theirs
+        else:
+            assert ours.shape == theirs.shape and torch.allclose(ours.float(), theirs.float(), 0, atol)
+
+
+@pytest.fixture(scope="module")
+def own():
+    """The model in float64, which runs transformers' code, and its logits."""
+    model = tiny_models.tiny_model("deepseek_v4").double()
+    model.set_experts_implementation("eager")
+    logits, cache = logits_of(model, IDS, CUTS[1])
+    return model, logits, cache
+
+
+def accelerated(own):
+    model = copy.deepcopy(own[0]).float()
+    report = str(torch_moe_mps.accelerate(model))
+    assert report.count("pool_window_") == 2 and "index_topk" in report
+    return model
+
+
+@pytest.mark.parametrize("cuts", CUTS, ids=len)
+def test_any_cut_gives_what_transformers_gives(own, cuts):
+    logits, cache = logits_of(accelerated(own), IDS, cuts)
+    assert (logits - own[1]).abs().max() < 1e-4
+    assert_same_states(cache, own[2])
+
+
+def test_a_cache_goes_from_one_code_to_the_other(own):
+    """And back: by a copy, and by gradients."""
+    model, plain = accelerated(own), copy.deepcopy(own[0]).float()
+    _, cache = logits_of(model, IDS, (7, 1))
+    logits, copied = logits_of(plain, IDS, (3, 1, 1), copy.deepcopy(cache), 8)
+    assert (logits - own[1][:, 8:13]).abs().max() < 1e-4
+    logits, copied = logits_of(model, IDS, (1, 1, 4, 1), copied, 13)
+    assert (logits - own[1][:, 13:20]).abs().max() < 1e-4
+    with torch.enable_grad():
+        logits = model(IDS[:, 20:22], past_key_values=copied, use_cache=True).logits
+    assert (logits - own[1][:, 20:22]).abs().max() < 1e-4
+    logits, copied = logits_of(model, IDS, (1, 1, 1, 5), copied, 22)
+    assert (logits - own[1][:, 22:30]).abs().max() < 1e-4
+
+
+def test_reordered_beams(own):
+    model = accelerated(own)
+    order = torch.tensor([1, 0, 1])
+    right, plain = logits_of(own[0], IDS, (9, 1))
+    _, cache = logits_of(model, IDS, (9, 1))
+    for each in (plain, cache):
+        each.reorder_cache(order)
+    ids = IDS[order]
+    expected, plain = logits_of(own[0], ids, (1, 1, 3, 1), plain, 10)
+    logits, cache = logits_of(model, ids, (1, 1, 3, 1), cache, 10)
+    assert (logits - expected).abs().max() < 1e-4
+    assert_same_states(cache, plain)
+    cache.reset()
+    assert (logits_of(model, ids, (9, 1), cache)[0][:2] - right[order[:2]]).abs().max() < 1e-4
+
+
+def test_it_cannot_go_back(own):
+    _, cache = logits_of(accelerated(own), IDS, (3,))
+    with pytest.raises(RuntimeError, match="a cache of compressed keys cannot be cropped"):
+        cache.crop(-1)
+
+
+@pytest.mark.parametrize(
+    "name, ours, theirs",
+    [
+        ("DeepseekV4Attention", "cos, -sin)", "cos, sin)"),
+        ("DeepseekV4HCACompressor", "+ self.position_bias", "- self.position_bias"),
+        ("DeepseekV4CSACompressor", "chunk_kv[:, :-1, :, :", "chunk_kv[:, 1:, :, :"),
+        ("DeepseekV4Indexer", "(position_ids + 1) //", "(position_ids + 2) //"),
+    ],
+)
+def test_another_formula_stays(monkeypatch, own, name, ours, theirs):
+    from transformers.models.deepseek_v4 import modeling_deepseek_v4 as file
+
+    source = inspect.getsource(getattr(file, name))
+    assert ours in source
+    spaces = dict(vars(file))
+    exec(source.replace(ours, theirs), spaces)
+    monkeypatch.setattr(getattr(file, name), "forward", spaces[name].forward)
+    monkeypatch.setattr(compressed_attention, "_found", {})
+    found = [compressed_attention.rewrite_compressed_attention(l.self_attn) for l in own[0].model.layers]
+    assert None in found
+
+
+def test_captured_tokens(simulated, monkeypatch):
+    """They have the bits of tokens that run module by module, over ends of windows of all kinds."""
+    found = []
+    for capture in ("0", "1"):
+        monkeypatch.setenv("MOE_MPS_CAPTURE", capture)
+        with tiny_models.sizes(head_dim=64):
+            model = tiny_models.tiny_model("deepseek_v4", torch.bfloat16).to("mps")
+        torch_moe_mps.accelerate(model)
+        logits, cache = logits_of(model, IDS[:1], (6, *(1,) * 20))
+        found.append((logits, cache))
+        captures = captures_of(model)
+        assert (captures is not None and captures.programs != []) == (capture == "1")
+    (logits, cache), (captured, of_captured) = found
+    assert torch.equal(logits, captured)
+    assert_same_states(of_captured, cache, 0.0)
