@@ -146,7 +146,7 @@ EXTRA: dict[str, dict] = {
         "moe_shared_expert_intermediate_size": 40,
     },
     "qwen4_exp_text": {
-        "indexer_n_heads": 2,
+        "indexer_n_heads": 8,  # with few heads all scores of many pools are 0, and which comes first is open
         "indexer_kv_heads": 1,
         "indexer_head_dim": 8,
         "indexer_budget": 8,
