@@ -6,15 +6,23 @@ from support import tiny_models
 from support.models import output
 from transformers import DynamicCache, GptOssConfig, StaticCache
 from transformers.masking_utils import (
+    and_masks,
+    bidirectional_mask_function,
+    causal_mask_function,
     create_bidirectional_sliding_window_mask,
     create_causal_mask,
     create_chunked_causal_mask,
     create_sliding_window_causal_mask,
+    or_masks,
+    padding_mask_function,
+    sliding_window_bidirectional_overlay,
+    sliding_window_overlay,
 )
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import NAME
 from torch_moe_mps.transformers.causal_mask import CausalMask
+from torch_moe_mps.transformers.mask_functions import order_of
 
 CONFIG = GptOssConfig(
     num_hidden_layers=2, sliding_window=6, num_attention_heads=2, num_key_value_heads=1, head_dim=4
@@ -67,7 +75,7 @@ def test_elements(create, past):
         assert torch.equal(torch.cat([ours[..., 1:], ours], -1), torch.cat([own[..., 1:], own], -1))
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 13])
+@pytest.mark.parametrize("tokens", [2, 5, 13])
 def test_two_sides(tokens):
     """An encoder's windows: with padding, in the words of eager and of sdpa; their slices are elements."""
     create = create_bidirectional_sliding_window_mask
@@ -75,7 +83,7 @@ def test_two_sides(tokens):
     for shown in (None, rows):
         ours, own = masks(0, tokens, create, no_cache, attention_mask=shown)
         if own is None:  # a window that hides nothing
-            assert tokens < 6 and not (ours + 0.0).any()
+            assert tokens < 6 and ours is None
             continue
         assert type(ours) is CausalMask and (ours.window, ours.lookahead) == (7, 6)
         assert torch.equal(ours + 0.0, own)
@@ -83,10 +91,54 @@ def test_two_sides(tokens):
             part = ours[:, :, start:stop]
             assert (type(part) is CausalMask) == (start == 0)
             assert torch.equal(part + 0.0, own[:, :, start:stop])
-    others = {"and_mask_function": lambda batch, head, q, k: k != 1}, {"allow_is_bidirectional_skip": False}
-    for options in others:
-        ours, own = masks(0, tokens, create, no_cache, **options)
-        assert type(ours) is torch.Tensor and torch.equal(ours, own)
+    ours, own = masks(0, tokens, create, no_cache, and_mask_function=lambda batch, head, q, k: k != 1)
+    assert type(ours) is torch.Tensor and torch.equal(ours, own)
+
+
+def function_of(function, tokens, keys):
+    """Which keys tokens see, by the function itself."""
+    q, k = torch.tensor([*tokens])[:, None], torch.tensor([*keys])
+    return function(torch.tensor(0), torch.tensor(0), q, k).expand(len(tokens), len(keys))
+
+
+def test_functions_of_masks():
+    """Windows and orders are read from their functions, whatever they consist of; nothing else is."""
+    tokens, keys = range(4, 20), range(2, 20)
+    near, reach = sliding_window_overlay(5), sliding_window_bidirectional_overlay(3)
+
+    def first(batch, head, q, k):
+        return k - 2 < float("inf")
+
+    for function, order in (
+        (causal_mask_function, (None, 0)),
+        (and_masks(near, causal_mask_function), (5, 0)),
+        (and_masks(reach, bidirectional_mask_function), (4, 3)),
+        (or_masks(and_masks(near, causal_mask_function), and_masks(causal_mask_function, first)), (None, 0)),
+        (lambda b, h, q, k: (q - k > -2) & (k >= q - 3), (4, 1)),
+        (lambda b, h, q, k: (k <= q) & (k >= 2) & (q < 20), (None, 0)),
+    ):
+        assert order_of(function, tokens, keys) == order
+        window, lookahead = order
+        distance = torch.tensor([*tokens])[:, None] - torch.tensor([*keys])
+        seen = (distance >= -lookahead) & (distance < (99 if window is None else window))
+        assert torch.equal(function_of(function, tokens, keys), seen)
+    table = torch.ones(20, dtype=torch.bool)
+    for function in (
+        bidirectional_mask_function,
+        or_masks(near, reach),
+        and_masks(causal_mask_function, lambda b, h, q, k: k < 19),
+        lambda b, h, q, k: (k <= q) & (k > 2),
+        lambda b, h, q, k: (k <= q) & (q > 5),
+        lambda b, h, q, k: k != 3,
+        lambda b, h, q, k: k <= q if b == 0 else k <= q + 1,
+        lambda b, h, q, k: (k <= q) and (k >= 0),
+        lambda b, h, q, k: k * 2 <= q,
+        lambda b, h, q, k: k // 4 == q // 4,
+        lambda b, h, q, k: k <= torch.tensor(3),
+        padding_mask_function(table[None]),
+        lambda b, h, q, k: True,
+    ):
+        assert order_of(function, tokens, keys) is None
 
 
 def test_static_caches():

@@ -361,17 +361,19 @@ def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
 
 
 def _may_be_none(options: dict[str, Any]) -> bool:
-    return bool(options.get("allow_is_causal_skip", True))
+    skips = options.get("allow_is_causal_skip", True), options.get("allow_is_bidirectional_skip", False)
+    return any(skips)
 
 
 def _causal(**options: Any) -> CausalMask | None:
-    """The mask if it is a causal one.
+    """The mask if it is one of order.
 
     Models whose indexers read the mask do not let it be None; this also says that others change the order.
     """
     from transformers.masking_utils import causal_mask_function
 
-    plain = _may_be_none(options) or options.get("mask_function") is causal_mask_function
+    plain = options.get("allow_is_causal_skip", True)
+    plain = plain or options.get("mask_function") is causal_mask_function
     return CausalMask.of(**{**options, "allow_is_causal_skip": plain})
 
 

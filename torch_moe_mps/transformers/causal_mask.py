@@ -8,6 +8,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from ..ops.attention import seen_in_order
+from .mask_functions import order_of
 
 _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
@@ -71,7 +72,7 @@ class CausalMask(Tensor):
         attention_mask: Tensor | None = None,
         local_size: int | None = None,
         allow_is_causal_skip: bool = True,
-        allow_is_bidirectional_skip: bool = False,
+        mask_function: Any = None,
         config: Any = None,
         device: Any = "cpu",
         **_: Any,
@@ -81,10 +82,7 @@ class CausalMask(Tensor):
         Masks with padding between tokens, of packed sequences, or with a model's own pattern are not; nor is
         any while a graph is traced.
         """
-        two_sided = allow_is_bidirectional_skip and not allow_is_causal_skip and local_size is not None
         if torch.compiler.is_compiling() or torch._C._is_tracing():
-            return None
-        if not (allow_is_causal_skip or two_sided):
             return None
         sizes: tuple[Any, ...] = (batch_size, q_length, kv_length, kv_offset)
         known = getattr(attention_mask, RANGE, None)
@@ -93,13 +91,24 @@ class CausalMask(Tensor):
             return None
         if any(type(t) is not Tensor or t.is_meta for t in tensors):
             return None
-        chunked = getattr(config, "attention_chunk_size", None) is not None
-        if local_size is not None and (chunked or local_size != getattr(config, "sliding_window", None)):
-            return None
         before: Any = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
         seen = before - kv_offset + q_length
-        if not q_length <= seen <= kv_length or (two_sided and seen != kv_length):
+        if not q_length <= seen <= kv_length:
             return None
+        window, lookahead = local_size, 0
+        if not allow_is_causal_skip:
+            # A compiled step, which is of one token, takes no mask of this class.
+            if q_length == 1 or any(type(size) is not int for size in (*sizes, before)):
+                return None
+            tokens, keys = range(before, before + q_length), range(kv_offset, kv_offset + kv_length)
+            order = order_of(mask_function, tokens, keys)
+            if order is None or (order[1] > 0 and seen != kv_length):
+                return None
+            window, lookahead = order
+        elif local_size is not None:
+            chunked = getattr(config, "attention_chunk_size", None) is not None
+            if chunked or local_size != getattr(config, "sliding_window", None):
+                return None
         key_range = None
         if attention_mask is not None:
             if attention_mask.shape[0] != batch_size:
@@ -114,9 +123,7 @@ class CausalMask(Tensor):
                 return None
             (key_range,) = known
         shape = batch_size, 1, q_length, kv_length
-        if two_sided and local_size is not None:
-            return cls(shape, seen, local_size + 1, dtype, device, key_range, local_size)
-        return cls(shape, seen, local_size, dtype, device, key_range)
+        return cls(shape, seen, window, dtype, device, key_range, lookahead)
 
     @property
     def hides_nothing(self) -> bool:
