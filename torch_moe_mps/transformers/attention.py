@@ -436,7 +436,7 @@ def _attend(
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
     index_block = 1
-    if isinstance(mask, ChosenMask):
+    if type(mask) is ChosenMask:
         indices = mask.read_by_one()
         if indices is None:
             outs = []
