@@ -364,6 +364,8 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             over_many | {"gate": values(2, 20, 4, V)},
             {"q": values(1, 32, 1, D), "k": values(1, 2, 9, D), "v": values(1, 2, 9, V), "sinks": None},
             compressed,
+            compressed | {"indices": selected},
+            compressed | {"q": values(2, 36, T, D), "sinks": None},
             compressed | {"q": values(2, 36, T, D), "indices": selected, "sinks": None, "window": 2},
             in_8_bits(T, 9),
             in_8_bits(20, 300),
