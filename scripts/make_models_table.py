@@ -8,6 +8,8 @@ the simulator; mlx-lm reads and writes the checkpoints of MLX.
 import copy
 import os
 import tempfile
+from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
@@ -21,7 +23,7 @@ if __name__ == "__main__":
     install()  # in front of whatever asks torch for MPS
 
 from support import mlx_models, tiny_models
-from support.launches import launches_by_type, model_on_mps, reason_against_capture
+from support.launches import launches_by_type, model_on_mps, reason_against_capture, token_by_type
 from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
@@ -43,27 +45,26 @@ random weights; tests check that they are current.
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
 - **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32;
   `moe_gate`; or "own" where the model's router feeds the experts.
-- **Shared**: whether the output of a shared expert (and its gate) joins the sum over the experts; "-" where
-  there is none.
-- **Norms**: residual sums and RMSNorms that became one operator; "-" where the layer has no such
-  pair.
+- **Norms**: residual sums and RMSNorms that became one operator in every call; "-" where the layer has no
+  such pair. In captured tokens the operators behind norms apply them.
 - **Linears**: linear layers that run together as one operator once they are quantised (q, k and v; gate and
   up with the MLP's activation); each of the others is an operator of its own.
 - **RoPE**: `rope`, where it applies the rotary embedding, with the norms of the heads that it includes.
 - **Launches**: kernels that a layer launches for one token with a cache, in bfloat16, for each type of layer
   in the words of the config: the model's own code with its eager experts (2 for a token here) / accelerated
-  in 4 bit. An operator of aten that is no view counts as one, an operator of this package as many as it
-  encodes. "-": the layers could not be found, or the model does not run in bfloat16 without us.
+  in 4 bit, as captured tokens run, whose first layer counts what all share (4 for a table of angles). An
+  operator of aten that is no view counts as one, an operator of this package as many as it encodes. "-": the
+  layers could not be found, or the model does not run in bfloat16 without us.
 - **Pipeline**: whether its layers can be spread over several Macs ([distributed.md](distributed.md)).
 - **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.
 
-From the third of its kind on a token is one call, with the same bits ([speed.md](speed.md#counts)), in all
+From the third of its kind on a token is one call ([speed.md](speed.md#counts)), in all
 [these models](#tokens).
 
-| Architecture | Experts | Router | Shared | Norms | Linears | RoPE | Launches | Pipeline | Quantised \
+| Architecture | Experts | Router | Norms | Linears | RoPE | Launches | Pipeline | Quantised \
 | Whole model |
-|---|---|---|---|---|---|---|---|---|---|---|
+|---|---|---|---|---|---|---|---|---|---|
 """
 FOOTER = """
 {served} of {architectures} architectures run their experts on the operators, {routers} their router too.
@@ -114,11 +115,6 @@ def operators(report) -> set[str]:
     return {done.operator for row in report.replaced for done in row.done if done.operator}
 
 
-def shared_expert(report) -> str:
-    found = [text for text in texts(report, "moe_experts") if "shared expert" in text]
-    return unique(["with its gate" if "its gate" in text else "yes" for text in found])
-
-
 def norms(report) -> str:
     return unique(sorted(name for name in operators(report) if name.startswith("fused_")))
 
@@ -160,22 +156,24 @@ def quantised(architecture: str) -> tuple[str, object]:
 def launches(architecture: str) -> str:
     model = model_on_mps(architecture)
     accelerated = copy.deepcopy(model)
-    torch_moe_mps.accelerate(accelerated, bits=4, group_size=32)
-    own, ours = counts_by_type(model), counts_by_type(accelerated)
+    with mock.patch.dict(os.environ, {SWITCH: "1"}):
+        torch_moe_mps.accelerate(accelerated, bits=4, group_size=32)
+    own, ours = counts_by_type(model, launches_by_type), counts_by_type(accelerated, token_by_type)
+    ours.pop("outside", None)
     kinds = dict.fromkeys([*own, *ours]) or [""]
     return "; ".join(f"{kind} {own.get(kind, '-')} / {ours.get(kind, '-')}".strip() for kind in kinds)
 
 
-def counts_by_type(model: nn.Module) -> dict[str, int]:
+def counts_by_type(model: nn.Module, count: Callable[..., dict[str, Counter]]) -> dict[str, int]:
     try:
-        found = launches_by_type(simulator, model)
+        found = count(simulator, model)
     except (AttributeError, LookupError, TypeError, ValueError):  # no layers, or no cache for a token
         return {}
     except RuntimeError as error:
         if "same dtype" not in str(error):
             raise
         return {}  # its own code does not run with all weights in bfloat16
-    return {kind: count for kind, layer in found.items() if (count := sum(layer.values()))}
+    return {kind: total for kind, layer in found.items() if (total := sum(layer.values()))}
 
 
 def pipeline(model: nn.Module) -> str:
@@ -194,7 +192,7 @@ def row(architecture: str) -> tuple[str, object]:
     experts = unique([r.replaced_by or f"no: {r.reason}" for r in of_kind(report, "experts")])
     whole = verdict(relative_error(model, accelerated))
     right, report_quantised = quantised(architecture)
-    cells = [architecture, experts, router(report), shared_expert(report), norms(report)]
+    cells = [architecture, experts, router(report), norms(report)]
     cells += [linears(report_quantised), rope(report_quantised), launches(architecture)]
     cells += [pipeline(model), right, whole]
     return "| " + " | ".join(cells) + " |", report

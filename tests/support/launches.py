@@ -88,21 +88,62 @@ def prompted(model: nn.Module, tokens: list[int]) -> DynamicCache:
     return cache
 
 
-def one_token(simulated, model: nn.Module) -> Counter[str]:
-    cache = prompted(model, [1, 2, 3, 4])
-    token = torch.tensor([[5]], device="mps")
-    return launches(simulated, lambda: model(token, past_key_values=cache, use_cache=True))
+def operators_of_token(model: nn.Module) -> Counter[str]:
+    """The operators that a model's last captured token ran, without views and what launches nothing."""
+    captures = captures_of(model)
+    assert captures is not None and captures.programs, str(captures)
+    names = [op.overloadpacket.__name__ for op in captures.programs[0].operators if not op.is_view]
+    return Counter(name for name in names if name not in FREE)
+
+
+class NotCaptured(Exception):
+    """No token of a model is captured, and why."""
+
+
+def captured_call(model: nn.Module) -> Callable[[], None]:
+    """A model's call for a token, which runs as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
+
+    Raises: NotCaptured, from the call, too.
+    """
+    cache, token = prompted(model, [1, 2, 3, 4]), torch.tensor([[5]], device="mps")
+    captures = captures_of(model)
+    assert captures is not None
+    captures.clear()
+
+    def call() -> None:
+        with torch.no_grad():
+            model(token, past_key_values=cache, use_cache=True)
+
+    def captured() -> None:
+        captures.reason = "the program does not fit the next token"
+        call()
+        if captures.reason is not None:
+            raise NotCaptured(captures.reason)
+
+    for _ in range(8):  # the third is captured, or, after a fault, the eighth
+        call()
+        if captures.programs:
+            return captured
+    raise NotCaptured(captures.reason)
+
+
+def captured_token(simulated, model: nn.Module) -> Counter[str]:
+    """What a captured token launches: operators of aten that are no views, and the package's dispatches."""
+    call = captured_call(model)
+    with simulated.trace() as commands:
+        call()
+    ours = set(dir(torch.ops.moe_mps))
+    others = {name: n for name, n in operators_of_token(model).items() if name not in ours}
+    return Counter(others) + kernels_of(commands)
 
 
 def reason_against_capture(model: nn.Module) -> str | None:
-    """Why no token of an accelerated model is captured; None if one of six is."""
-    cache, token = prompted(model, [1, 2, 3, 4]), torch.tensor([[5]], device="mps")
-    with torch.no_grad():
-        for _ in range(6):
-            model(token, past_key_values=cache, use_cache=True)
-    captures = captures_of(model)
-    assert captures is not None
-    return None if captures.programs else captures.reason
+    """Why no token of an accelerated model is captured; None if one is."""
+    try:
+        captured_call(model)()
+    except NotCaptured as reason:
+        return str(reason)
+    return None
 
 
 # What the configs of models say of each layer.
@@ -149,8 +190,30 @@ def launches_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
     return found
 
 
-def launches_without_layers(simulated, model: nn.Module) -> Counter[str]:
-    """The launches outside the layers, which are removed from the model."""
+def captured_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
+    """{type of layer: what a captured token launches more with the last layer of this type than without}.
+
+    "outside" is what it launches without layers; the first layer has what all share. Raises: NotCaptured.
+    """
     decoder = model.get_decoder()
-    decoder.layers = decoder.layers[:0]
-    return one_token(simulated, model)
+    layers, kinds = decoder.layers, [*types_of_layers(model), "outside"]
+    found: dict[str, Counter[str]] = {}
+    above: Counter[str] = Counter()
+    try:
+        for count in range(len(layers), -1, -1):
+            decoder.layers = layers[:count]
+            counts = captured_token(simulated, model)
+            if count < len(layers):
+                found.setdefault(kinds[count], above - counts)
+            above = counts
+    finally:
+        decoder.layers = layers
+    return {**dict(reversed(found.items())), "outside": above}
+
+
+def token_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
+    """`captured_by_type`, or `launches_by_type` of a model without captured tokens."""
+    try:
+        return captured_by_type(simulated, model)
+    except NotCaptured:
+        return launches_by_type(simulated, model)

@@ -84,6 +84,11 @@ def tiny(architecture: str, **overrides):
         return eager(tiny_models.tiny_model(architecture, **overrides))
 
 
+def rewritten(module: nn.Module):
+    """The forward that `accelerate` gave a module, beneath the one that sees whether it applies."""
+    return inspect.getclosurevars(type(module).forward).nonlocals["rewritten"]
+
+
 def edit_forward(module: nn.Module, old: str, new: str) -> None:
     """Gives a module a subclass whose forward has `new` in the place of `old`, with source."""
     cls = type(module)

@@ -274,8 +274,7 @@ def test_a_layer_that_unpacks_the_result_of_its_block(call):
     for layer in own.model.layers:
         edit_forward(layer, "self.mlp(hidden_states)", call)
     fast = copy.deepcopy(own)
-    report = torch_moe_mps.accelerate(fast)
-    assert all("mlp adds the residual" in row.replaced_by for row in report.rows if row.kind == "layer")
+    torch_moe_mps.accelerate(fast)
     assert_close(output(fast, prompt()), output(own, prompt()), 1e-5)
     before = output(own, prompt())
     for model in (own, fast):

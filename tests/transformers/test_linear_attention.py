@@ -1,6 +1,5 @@
 """Linear attention by the gated delta rule, prompts and steps: the operators against the model's own code."""
 
-import ast
 import copy
 import pickle
 
@@ -10,18 +9,16 @@ import torch.nn.functional as F
 from support import tiny_models
 from support.launches import launches
 from support.linear_attention import decoded, layer_of, model_of, step
-from support.models import assert_close, eager, edit_forward, operators_of, prompt
+from support.models import assert_close, eager, operators_of, prompt
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting.program.programs import compile_forward
-from torch_moe_mps.transformers.rewriting.program.straightening import straighten
 from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
 from torch_moe_mps.transformers.rewriting.rules import linear_attention as rules
 from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
-STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1}  # with the norm
+STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1, "rms_norm_gated": 1}
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
@@ -117,7 +114,7 @@ def test_projections_of_one_input_run_together(simulated):
     x = torch.ones(1, 1, dense.config.hidden_size, device="mps")
     counts = launches(simulated, lambda: layer_of(model)(x, cache_params=cache))
     assert sum(n for name, n in counts.items() if name.startswith("matmul_rows")) == 2  # and out_proj
-    assert "mm" not in counts and sum(counts.values()) <= 5, dict(counts)
+    assert "mm" not in counts, dict(counts)
 
 
 def test_projections_of_few_outputs_run_with_those_beside_them():
@@ -178,13 +175,12 @@ def test_arguments_that_the_operator_does_not_know():
         return args[2], state
 
     options = {"initial_state": state, "output_final_state": True, "use_cache": True}
-    gates = {"gates": lambda: (g, beta), "raw": None}
     for others, own in (
         ({"cu_seqlens": None}, 0),
         ({"cu_seqlens": torch.tensor([0, 1])}, 1),
         ({"mode": "a"}, 2),
     ):
-        rules.delta_rule(function, q, k, v, **gates, **options, **others)
+        rules.delta_rule(function, q, k, v, g=g, beta=beta, **options, **others)
         assert len(given) == own
     assert given[-1] == {"g": g, "beta": beta, **options, "mode": "a"}
 
@@ -195,31 +191,8 @@ def test_hooks_are_called():
     seen = []
     layer_of(model).register_forward_hook(lambda *_: seen.append("layer"))
     layer_of(model).norm.register_forward_hook(lambda *_: seen.append("norm"))
-    assert operators_of(step(model)) == STEP | {"rms_norm_gated": 1}
+    assert operators_of(step(model)) == STEP
     assert seen == ["norm", "layer"] * 2  # the prompt and the step
-
-
-NORM, GATE = "self.norm(core_attn_out, z)", "z = z.reshape(-1, z.shape[-1])"
-
-
-@pytest.mark.parametrize(
-    ("old", "new"),
-    [
-        (NORM, f"{NORM} + core_attn_out"),
-        (NORM, "self.norm(core_attn_out + 1.0, z)"),
-        (NORM, "self.norm(core_attn_out, z.flip(-1))"),
-        (GATE, f"z = z.flip(-1); {GATE}"),
-        (GATE, f"other = core_attn_out * 2.0; {GATE} + other.mean()"),
-    ],
-)
-def test_a_norm_that_the_rule_cannot_have(old, new):
-    """Something else reads the rule's result, or the norm's arguments are not there yet."""
-    model = model_of()
-    edit_forward(layer_of(model), old, new)
-    expected, _ = decoded(model)
-    torch_moe_mps.accelerate(model)
-    assert operators_of(step(model)) == STEP | {"rms_norm_gated": 1}
-    assert_close(decoded(model)[0], expected, 1e-5)
 
 
 def test_a_state_of_another_dtype():
@@ -288,48 +261,6 @@ def test_functions_are_told_apart_by_what_they_compute():
     assert rules.is_causal_conv(conv) and all(map(rules.is_delta_rule, (rule, chunks)))
     assert not any(map(rules.is_causal_conv, (other_conv, without_update, rule, len)))
     assert not any(map(rules.is_delta_rule, (other_scale, other_decay, chunks_that_forget, conv, len)))
-
-
-def raw_gates(g: str, beta: str = "b.sigmoid()", between: str = "pass") -> str | None:
-    """The raw gates of a forward that computes g and beta, as text."""
-    text = f"def forward(self, a, b, c):\n  g = {g}\n  beta = {beta}\n  {between}\n  return g, beta, c"
-    program = straighten(torch.nn.Module(), compile_forward(raw_gates, ast.parse(text).body[0]))
-    found = rules._raw_gates(program, *program.result.elts[:2], None)
-    return None if found is None else ast.unparse(found)
-
-
-DECAY = "-self.A_log.float().exp() * F.softplus(a.float() + self.dt_bias)"
-
-
-@pytest.mark.parametrize(
-    ("text", "found"),
-    [
-        (DECAY, "(a, b, self.A_log, self.dt_bias)"),
-        ("F.softplus(self.z + a) * -torch.exp(self.b)", "(a, b, self.b, self.z)"),
-        ("-self.A_log.exp() * F.softplus(a - self.dt_bias)", None),
-        ("-self.A_log * F.softplus(a + self.dt_bias)", None),
-        ("self.A_log.exp() * F.softplus(a + self.dt_bias)", None),
-        ("-self.A_log.exp() * F.softplus(a)", None),
-        ("-self.A_log.exp() * F.softplus(a + self.dt_bias, 2.0)", None),
-        ("-self.A_log.exp() * F.softplus(a + self.dt_bias) * b", None),
-        ("-self.A_log.exp() * F.softplus(a + c)", None),
-        ("-self.A_log.exp() * F.softplus(self.f(a) + self.dt_bias)", None),
-        ("self.compute(a, self.dt_bias)", None),
-    ],
-)
-def test_decays(text, found):
-    assert raw_gates(text) == found
-
-
-@pytest.mark.parametrize(
-    "beta", ["2 * b.sigmoid()", "b", "b.sigmoid() * c", "self.f(b)", "(b + c).sigmoid()"]
-)
-def test_what_is_no_sigmoid(beta):
-    assert raw_gates(DECAY, beta) is None
-
-
-def test_a_gate_whose_input_changes():
-    assert raw_gates(DECAY, between="for _ in range(2): a *= 2.0") is None
 
 
 class OneNorm(qwen3_next.Qwen3NextRMSNormGated):

@@ -4,13 +4,12 @@ import inspect
 
 import pytest
 import torch
-from support.models import operators_of
+from support.models import operators_of, rewritten
 from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
 from torch_moe_mps.transformers.rewriting.install import rewrite
-from torch_moe_mps.transformers.rewriting.program.programs import forward_given
 
 
 class OneByOne(nn.Module):
@@ -150,7 +149,7 @@ def check(cls: type[nn.Module], heads_first: bool) -> tuple[list[str], dict, str
         used = operators_of(lambda: results.append(fast(*tables(heads_first))))
     for a, b in zip(results[0], expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    return [*map(str, rewrites)], used, inspect.getsource(forward_given(fast)[0])
+    return [*map(str, rewrites)], used, inspect.getsource(rewritten(fast))
 
 
 @pytest.mark.parametrize(

@@ -219,10 +219,11 @@ def _slice(
     mask: CausalMask, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
 ) -> CausalMask | None:
     """A slice of the tokens, or of everything in another dimension."""
-    chosen = range(*slice(start, stop, step).indices(mask.shape[dim]))
-    if step == 1 and len(chosen) == mask.shape[dim]:
+    size = mask.shape[dim]  # of keys it may be a symbol, which no range takes
+    if step == 1 and not start and (stop is None or stop >= size):
         return mask._of_tokens(0, mask.shape[_TOKENS])
     of_tokens = dim % mask.dim() == mask.dim() + _TOKENS
-    if step == 1 and len(chosen) > 0 and of_tokens and mask.lookahead == 0:
-        return mask._of_tokens(chosen.start, chosen.stop)
+    if step == 1 and of_tokens and mask.lookahead == 0:
+        chosen = range(*slice(start, stop).indices(size))
+        return mask._of_tokens(chosen.start, chosen.stop) if len(chosen) > 0 else None
     return None

@@ -31,6 +31,8 @@ from .report import Done, Report
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
 _REFUSED: dict[str, Finding] = {}
+# What passes put into a captured token beside what a report names.
+OF_PASSES = ("fused_residual_norm", "moe_gate", "router_logits")
 _ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
 _OF_KIND = {
     "experts": "moe_experts_quantized",
@@ -54,6 +56,11 @@ def forget() -> None:
     _REFUSED.clear()
     once.forget()
     once.watch(False)
+
+
+def refused() -> frozenset[str]:
+    """The operators that have failed on this machine."""
+    return frozenset(_REFUSED)
 
 
 def is_wanted(model: nn.Module) -> bool:
@@ -105,6 +112,8 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     Raises: RuntimeError for one that runs quantised weights.
     """
     named = {done.operator for row in report.rows for done in row.done if done.operator is not None}
+    if report.capture is not None and report.capture() is not None:
+        named.update(OF_PASSES)
     formats = {format for module in model.modules() for format in formats_in(module).values()}
     started = time.perf_counter()
     found, late = _failing(model, named, formats, seconds)

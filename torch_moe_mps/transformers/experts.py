@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Iterable
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,7 +25,6 @@ ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
 _NOT_REWRITTEN = (None, None)
-NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
 _PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
@@ -128,20 +127,6 @@ def _activation_is_observed(experts: nn.Module) -> bool:
     return isinstance(activation, nn.Module) and is_observed(activation)
 
 
-def may_be_fused(experts: nn.Module) -> bool:
-    """Whether an experts module runs on our operators, and nothing else sees its inputs.
-
-    The record that `prepare` fills is in the module itself: a wrapper around the experts does not have it.
-    """
-    own = experts.__dict__
-    if RECORD not in own or own[RECORD].reads is None or is_observed(experts):
-        return False
-    if own.get("quantization") is not None:
-        return True  # with a config of its own, see `pinned_config`
-    config: Any = experts.config
-    return config._experts_implementation == NAME
-
-
 def pinned_config(experts: Experts) -> Any:
     """A config that only these quantised experts have: no other implementation reads their weights.
 
@@ -171,7 +156,7 @@ def _activation(module: nn.Module) -> tuple | None:
     return None if activation is None else tuple(activation)
 
 
-def activation_arguments(activation: tuple, norm: NormArguments | None) -> dict[str, Any]:
+def activation_arguments(activation: tuple) -> dict[str, Any]:
     """As arguments of the operators, without their defaults: the dispatcher takes time for each."""
     name, alpha, limit, gated, interleaved = activation
     arguments: dict[str, Any] = {}
@@ -185,8 +170,6 @@ def activation_arguments(activation: tuple, norm: NormArguments | None) -> dict[
         arguments["alpha"] = alpha
     if limit is not None:
         arguments["limit"] = limit
-    if norm is not None:
-        arguments["norm_weight"], arguments["norm_eps"], arguments["norm_offset"] = norm
     return arguments
 
 
@@ -222,51 +205,25 @@ def unsupported(module: nn.Module) -> str | None:
 
 
 def experts_forward(
-    self: Experts,
-    hidden_states: Tensor,
-    top_k_index: Tensor,
-    top_k_weights: Tensor,
-    *,
-    shared_gate: Tensor | None = None,
-    shared_out: Tensor | None = None,
-    residual: Tensor | None = None,
-    norm: NormArguments | None = None,
+    self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
 ) -> Tensor:
-    """The forward that transformers calls for experts_implementation="moe_mps".
-
-    `shared_gate` (a logit), `shared_out`, `residual` and `norm` (arguments of the operators) come from blocks
-    that `accelerate` rewrote: g * shared_out + residual is added, and `hidden_states` are normed.
-    """
-    shared: dict[str, Any] = {}
-    if residual is not None:
-        shared["residual"] = residual
-    if shared_out is not None:
-        shared["shared_out"] = shared_out
-    if shared_gate is not None:
-        shared |= {"shared_gate": shared_gate, "gate_is_logit": True}
-    inputs = (hidden_states, top_k_weights, residual, shared_out, shared_gate)
+    """The forward that transformers calls for experts_implementation="moe_mps"."""
+    inputs = (hidden_states, top_k_weights)
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
         if torch.is_grad_enabled():
             _require_no_gradients(self, inputs)
-        return _quantized_forward(self, hidden_states, top_k_index, top_k_weights, shared, norm)
+        return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_own_code(self, *inputs) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
-        hidden_states = normed(norm, hidden_states)
-        routed = own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
-        return add_terms(routed, shared_gate, shared_out, residual)
+        return own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
     activation = _activation(self)
     if activation is None:
-        return _in_steps(self, normed(norm, hidden_states), top_k_index, top_k_weights, shared)
+        return _in_steps(self, hidden_states, top_k_index, top_k_weights)
     return ops.moe_experts(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
-        **activation_arguments(activation, norm), **(_biases(self) if self.has_bias else {}), **shared,
+        **activation_arguments(activation), **(_biases(self) if self.has_bias else {}),
     )  # fmt: skip
-
-
-def normed(norm: NormArguments | None, x: Tensor) -> Tensor:
-    """norm(x), of a norm as arguments of the operators."""
-    return x if norm is None else ops.rms_norm(x, *norm)
 
 
 def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> None:
@@ -276,17 +233,15 @@ def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> N
         )
 
 
-def _quantized_forward(
-    self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict, norm: NormArguments | None
-) -> Tensor:
+def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     in_steps = self.__dict__.get("up_quantization") is not None or _activation_is_observed(self)
     activation = None if in_steps else _activation(self)
     if activation is None:
-        return _in_steps(self, normed(norm, x), ids, weights, shared)
+        return _in_steps(self, x, ids, weights)
     form, down_form = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
-    options = activation_arguments(activation, norm) | shared
+    options = activation_arguments(activation)
     if self.has_bias:
         options |= _biases(self)
     if down_form is not form:
@@ -299,7 +254,7 @@ def _biases(self: Experts) -> dict[str, Tensor]:
     return {"gate_up_bias": first, "down_bias": self.down_proj_bias}
 
 
-def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: dict) -> Tensor:
+def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Runs the module's own activation between two operators for one matrix each."""
     first, second = projections(self)
     rows = _multiplied(self, first, x, ids)
@@ -307,7 +262,7 @@ def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor, shared: di
     slots = _multiplied(self, second, rows, ids)
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)
-    return ops.moe_weighted_reduce(weights, slots, **shared)
+    return ops.moe_weighted_reduce(weights, slots)
 
 
 def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tensor:
@@ -343,17 +298,3 @@ def own_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top
     """The class's own (eager) forward, beneath the dispatch to implementations."""
     dispatch: Any = type(self).forward
     return dispatch.__wrapped__(self, hidden_states, top_k_index, top_k_weights)
-
-
-def add_terms(
-    routed: Tensor,
-    shared_gate: Tensor | None = None,
-    shared_out: Tensor | None = None,
-    residual: Tensor | None = None,
-) -> Tensor:
-    """routed + sigmoid(shared_gate) * shared_out + residual by aten; a term that is None is left out."""
-    if shared_out is not None:
-        if shared_gate is not None:
-            shared_out = torch.sigmoid(shared_gate).reshape(-1, 1) * shared_out
-        routed = routed + shared_out
-    return routed if residual is None else residual.reshape(routed.shape) + routed

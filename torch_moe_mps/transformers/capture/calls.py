@@ -23,12 +23,13 @@ from transformers.utils import ModelOutput
 
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
+from ..checked import refused
 from ..pipeline.peers import PeerError
 from .caches import Plan, Reading, padding_of, whole
 from .fingerprint import Fingerprint, forbidden, note_change
 from .passes import simplify
 from .program import Integers, assemble
-from .tracing import Recorder, Unsupported
+from .tracing import Recorder, Unsupported, is_operator
 
 SWITCH = "MOE_MPS_CAPTURE"
 STATE = "_moe_mps_capture"  # where a model's __dict__ has its Captures
@@ -49,7 +50,8 @@ Make = Callable[[list[Tensor], Any], Any]
 class Program(NamedTuple):
     """A captured kind of calls.
 
-    `make` gives what a call returns, from its tensors and its cache. A model's programs share a fingerprint.
+    `make` gives what a call returns, from its tensors and its cache; `operators` are what it calls, in order.
+    A model's programs share a fingerprint.
     """
 
     fingerprint: Fingerprint
@@ -58,7 +60,7 @@ class Program(NamedTuple):
     run: Callable[..., list[Tensor]]
     make: Make
     handover: Any  # of a stage of a pipeline, or None
-    calls: int
+    operators: tuple[Any, ...]
     seconds: float
 
 
@@ -100,7 +102,7 @@ class Captures:
 
     def __str__(self) -> str:
         if self.programs:
-            programs = ", ".join(f"{p.calls} operators" for p in self.programs)
+            programs = ", ".join(f"{len(p.operators)} operators" for p in self.programs)
             return f"a token is one call ({programs})"
         return f"tokens run module by module: {self.reason}"
 
@@ -263,7 +265,7 @@ class Captures:
         make = _maker((output, sent), tensors, plan.stand_in_of_cache)
         tensors = [*tensors, *plan.finish(integers.place_of, len(tensors))]
         recorder.finish(tensors)
-        simplify(recorder.graph)
+        simplify(recorder.graph, refused())
         weights = [*model.parameters(), *model.buffers()]
         program = assemble(recorder.graph, integers, plan, weights, not _has_extension())
         evaluate = integers.function(least)
@@ -272,7 +274,8 @@ class Captures:
             raise Unsupported("it rests on one length of the context")
         plan.forget()
         seconds = time.perf_counter() - started
-        return Program(fingerprint, plan, evaluate, program.run, make, handover, program.size(), seconds)
+        operators = tuple(node.target for node in recorder.graph.nodes if is_operator(node))
+        return Program(fingerprint, plan, evaluate, program.run, make, handover, operators, seconds)
 
 
 def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from .caches import Plan
-from .tracing import ITEM, TENSOR, Number
+from .tracing import ITEM, TENSOR, Number, is_operator
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
@@ -187,7 +187,7 @@ class _Assembly:
                 self._places[node] = len(self._places)
             elif node.op == "get_attr":
                 self._constants[node] = program.add_constant(node.meta[TENSOR])
-            elif node.op == "call_function" and node.target is not ITEM:
+            elif is_operator(node):
                 calls.append(node)
         self._inputs = len(self._places)
         for node in calls:  # so that all integers are known

@@ -35,6 +35,11 @@ class Number:
         return str(self.expression)
 
 
+def as_recorded(value: Any) -> Any:
+    """A number as the arguments of nodes have it."""
+    return Number(value.node.expr) if isinstance(value, torch.SymInt) else value
+
+
 class _Named(Source):
     """Where a symbol comes from, for the ShapeEnv."""
 
@@ -144,11 +149,9 @@ class Recorder(TorchDispatchMode):
     def _recorded(self, value: Any) -> Any:
         if isinstance(value, Tensor):
             return self.node_of(value)
-        if isinstance(value, torch.SymInt):
-            return Number(value.node.expr)
         if isinstance(value, (list, tuple)):
             return [self._recorded(item) for item in value]
-        return value
+        return as_recorded(value)
 
     def _result(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What an operator gives: as of an equal call before, of which layers have many."""
@@ -228,3 +231,8 @@ def _item(results: Any, number: int) -> Any:
 
 
 ITEM = _item
+
+
+def is_operator(node: fx.Node) -> bool:
+    """Whether a node calls an operator; others are inputs, constants and results of several."""
+    return node.op == "call_function" and node.target is not ITEM

@@ -17,7 +17,7 @@ from ..experts import runs_own_code
 from ..interface import is_experts
 from ..report import Done
 from .program.formulas import is_pure
-from .program.programs import CLASS_MARK, FORWARD, OWN_FORWARD, Unsupported, original_class
+from .program.programs import CLASS_MARK, OWN_FORWARD, Unsupported, original_class
 from .program.reads import holds, kept, recording
 from .program.straightening import straighten
 from .record import NOTHING, RECORD, record_of
@@ -63,7 +63,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     except Unsupported as unsupported:
         return [], str(unsupported)
     if not program.rewrites and any(map(is_experts, module.modules())):
-        return [], "no norm or shared expert here that an operator can fuse"
+        return [], "nothing here but calls of its parts"
     return program.rewrites, program.reason
 
 
@@ -137,7 +137,6 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         OWN_FORWARD: (original, own),
     }
     cls: type[nn.Module] = type(original.__name__, (original,), members)
-    setattr(cls, FORWARD, (cls, (rewritten, frozenset(rewritten.__kwdefaults__ or ()))))
     return cls
 
 

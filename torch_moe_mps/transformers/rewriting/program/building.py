@@ -71,20 +71,6 @@ def every_call(program: Program) -> Iterator[ast.Call]:
         yield from calls_in(tree)
 
 
-def first_result(program: Program) -> ast.expr:
-    """What the program returns, the first of it if that is several values."""
-    result = program.follow(program.result)
-    return result.elts[0] if isinstance(result, ast.Tuple) and result.elts else program.result
-
-
-def set_first_result(program: Program, value: ast.expr) -> None:
-    result = program.follow(program.result)
-    if isinstance(result, ast.Tuple):
-        result.elts[0] = value
-    else:
-        program.result = value
-
-
 class _Replace(ast.NodeTransformer):
     def __init__(self, old: ast.expr, new: ast.expr):
         self.old, self.new = old, new
@@ -105,14 +91,3 @@ def replace_everything(program: Program, text: str) -> None:
     program.statements.clear()
     program.inplace.clear()
     program.result = code(text, X=ast.Name(program.arguments.args[1].arg, ast.Load()))
-
-
-def return_early(program: Program, before: ast.stmt, test: ast.expr, result: ast.expr) -> None:
-    """The program returns a result in front of a statement if a test holds."""
-    program.insert(before, ast.If(test, [ast.Return(result)], []))
-
-
-def add_option(program: Program, name: str, default: bool | None = None) -> None:
-    """A keyword argument of the rewritten forward."""
-    program.arguments.kwonlyargs.append(ast.arg(name))
-    program.arguments.kw_defaults.append(ast.Constant(default))

@@ -21,10 +21,9 @@ from torch import nn
 from ...report import Done
 from .. import runtime
 
-# Attributes of the subclasses that rewriting makes: the class before; itself, its forward and its options.
-CLASS_MARK, FORWARD = "_moe_mps_original_class", "_moe_mps_forward"
+# Attributes of the subclasses that rewriting makes: the class before.
+CLASS_MARK = "_moe_mps_original_class"
 OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
-_NONE: tuple[None, frozenset[str]] = (None, frozenset())
 
 # Names in rewritten forwards for the dictionaries of a module.
 _LOCALS = {"__dict__": "_moe_mps_own", "_modules": "_moe_mps_modules", "_parameters": "_moe_mps_parameters"}
@@ -40,16 +39,6 @@ class Unsupported(Exception):
 def original_class(module: nn.Module) -> type[nn.Module]:
     """The class of a module before its forward was rewritten; a class that was put on top later stays."""
     return vars(type(module)).get(CLASS_MARK, type(module))
-
-
-def forward_given(module: nn.Module) -> tuple[Callable | None, frozenset[str]]:
-    """The forward that a module was given, and its options; (None, no options) for a module with its own.
-
-    torch.compile breaks the graph at `vars` of a class, so the class says for itself whose forward it is.
-    """
-    cls = type(module)
-    of, given = getattr(cls, FORWARD, (None, _NONE))
-    return given if of is cls else _NONE
 
 
 class If(ast.If):

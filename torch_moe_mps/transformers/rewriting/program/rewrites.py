@@ -2,8 +2,7 @@
 
     Rewrite("S = R + Y; N = NORM(S)", "N, S = residual_norm(NORM, R, Y)", where)
 
-A form is a call, a list of assignments, or `return VALUE` for the forward's result, the first of several. In
-a form
+A form is a call or a list of assignments. In a form
 
 - a name that it assigns stands for a value that the program names, any other upper-case name for any
   expression, `*REST` for the other arguments and `**OPTIONS` for the other keywords of a call;
@@ -28,7 +27,7 @@ import torch
 from torch import nn
 
 from ...report import NOTHING_NEW, Done
-from .building import RESHAPING, SHAPED, child_of_call, code, first_result, replace_in, set_first_result
+from .building import RESHAPING, SHAPED, child_of_call, code, replace_in
 from .formulas import Reader, is_pure
 from .programs import Program, calls_in, name_of, names_in
 
@@ -86,7 +85,7 @@ class Form:
     def __init__(self, text: str, kept: tuple[str, ...] = ()):
         self.parts: dict[str, ast.expr] = {}
         for statement in ast.parse(text).body:
-            assert isinstance(statement, (ast.Assign, ast.Expr, ast.Return)) and statement.value is not None
+            assert isinstance(statement, (ast.Assign, ast.Expr))
             self.name = name_of(statement) if isinstance(statement, ast.Assign) else ""
             self.parts[self.name] = self.last = statement.value
         read = [name for part in self.parts.values() for name in names_in(part)]
@@ -282,19 +281,15 @@ class Rewrite:
     def __init__(self, form: str, replacement: str, where: Callable[[Match], Done | None]):
         self.steps: list[tuple[list[str], ast.expr]] = []
         for statement in ast.parse(replacement).body:
-            assert isinstance(statement, (ast.Assign, ast.Expr, ast.Return)) and statement.value is not None
+            assert isinstance(statement, (ast.Assign, ast.Expr))
             results = statement.targets[0] if isinstance(statement, ast.Assign) else ast.Tuple([])
             names = results.elts if isinstance(results, ast.Tuple) else [results]
             self.steps.append(([ast.unparse(name) for name in names], statement.value))
-            self.is_returned = isinstance(statement, ast.Return)
         self.results = [name for names, _ in self.steps for name in names]
         self.form = Form(form, tuple(self.results))
         self.where = where
 
     def __call__(self, program: Program) -> None:
-        if self.is_returned:
-            self._apply(program, None, first_result(program))
-            return
         places: list[tuple[Any, ast.expr]] = []
         if self.results:
             places += [(s, s.value) for s in program.assignments() if name_of(s) in program.definitions]
@@ -319,8 +314,6 @@ class Rewrite:
                 new = match.fill(replacement)
                 if results:
                     self._assign(match, results, new)
-                elif place is None:
-                    set_first_result(program, new)
                 else:
                     replace_in(program, place, value, new)
             match.drop()

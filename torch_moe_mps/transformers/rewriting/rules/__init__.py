@@ -7,19 +7,15 @@ from torch import nn
 from ...report import Done
 from ..program.programs import Program
 from .block_indexer import rewrite_block_indexer
-from .blocks import HAND_OVER_NORM, HAND_OVER_RESIDUAL, TAKE_RESIDUAL
 from .cache_slots import WRITE_INTO_CACHE
 from .compressed_attention import rewrite_compressed_attention
 from .gated_norm import rewrite_gated_norm
-from .handover import HAND_OVER_RAW_RESULTS
 from .hyper_connection import rewrite_hyper_connection, rewrite_hyper_layer
 from .indexer import rewrite_indexer
 from .layer_norm import rewrite_layer_norm
 from .linear import join_linears
-from .linear_attention import CAUSAL_CONV, CONV_OF_PROMPT, GATED_DELTA, KEEP_STATE, NORM_RESULTS
+from .linear_attention import CAUSAL_CONV, CONV_OF_PROMPT, GATED_DELTA
 from .mlp import fuse_mlp
-from .moe_gate import offer_gate
-from .norm_inputs import norm_inputs
 from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
 from .pooled_indexer import rewrite_pooled_indexer
@@ -31,7 +27,6 @@ from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
 from .rotary import rewrite_rotary
 from .router import select_by_operator
 from .router_logits import compute_logits_by_operator
-from .shared import FOLD_SHARED_EXPERTS
 
 # Modules that become one call of an operator, whatever their forward looks like. At most one rule applies.
 MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], ...] = (
@@ -52,14 +47,8 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
 RULES: tuple[Callable[[Program], None], ...] = (
     replace_rms_norm,  # one operator computes the whole forward: nothing is left for other rules
     fuse_mlp,  # as well
-    FOLD_SHARED_EXPERTS,
-    *TAKE_RESIDUAL,  # the residual joins the call that FOLD_SHARED_EXPERTS has made
-    HAND_OVER_RAW_RESULTS,  # a block with an option for the residual may return weights that nobody reads
-    *HAND_OVER_RESIDUAL,  # before the norm of the sum: a norm may join what follows
     *ADD_NORMS,
-    *HAND_OVER_NORM,
     NORM_SUMS,
-    offer_gate,
     *REPLACE_ROPE,
     TURN_LAST,
     *KEEP_ROWS,  # of the calls that the rules above have made
@@ -69,12 +58,9 @@ RULES: tuple[Callable[[Program], None], ...] = (
     CAUSAL_CONV,
     CONV_OF_PROMPT,
     GATED_DELTA,
-    NORM_RESULTS,
-    KEEP_STATE,
     order_outputs,
     join_linears,  # layers whose outputs order_outputs has not taken
     CALL_NORM,  # norms that no rule above has fused with something else
     select_by_operator,  # a router is what no rule above has changed
     compute_logits_by_operator,  # of a router that select_by_operator has rewritten
-    norm_inputs,  # takes the calls that the rules above have left
 )

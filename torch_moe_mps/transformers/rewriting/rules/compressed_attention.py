@@ -14,15 +14,13 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from ...causal_mask import CausalMask
-from ...experts import NormArguments, is_observed, normed
+from ...experts import is_observed
 from ...report import Done
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import record_of
-from .blocks import linear
 from .linear import linears
-from .norms import is_norm, norm_options
-from .rms_norm import rms_norm
+from .norms import is_norm
 from .rotary import is_fixed
 from .trial import agrees, tried
 
@@ -54,8 +52,6 @@ def compressed_layer(
     position_ids: Any,
     attention_mask: Any,
     past_key_values: Any = None,
-    *,
-    moe_mps_norm: NormArguments | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of a layer that is recognised."""
@@ -72,12 +68,10 @@ def compressed_layer(
             )
         options |= {"position_ids": position_ids, "attention_mask": attention_mask}
         options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
-        own: tuple[Tensor, Tensor | None] = original_class(layer).forward(
-            layer, normed(moe_mps_norm, hidden_states), **options
-        )
+        own: tuple[Tensor, Tensor | None] = original_class(layer).forward(layer, hidden_states, **options)
         return own
     tables = position_embeddings[layer.rope_layer_type]
-    return _attended(layer, held, hidden_states, tables, moe_mps_norm), None
+    return _attended(layer, held, hidden_states, tables), None
 
 
 def _layer_of(cache: Any, number: int) -> Any:
@@ -91,22 +85,18 @@ def _within(layer: nn.Module) -> list[nn.Module]:
     return [module for module in layer.modules() if module is not layer]
 
 
-def _attended(
-    layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor], norm: NormArguments | None
-) -> Tensor:
+def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     compressor = layer.compressor
     indexer = compressor._modules.get("indexer")
     first = [layer.q_a_proj, layer.kv_proj, compressor.kv_proj, compressor.gate_proj]
     if indexer is not None:
         first += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
-    q, kv, *pooled = linears(tuple(first), x, None, norm)
+    q, kv, *pooled = linears(tuple(first), x)
     turn = _TURN | {"rotary_dim": 2 * cos.shape[-1]}
 
-    given = norm_options(layer.q_a_norm, q)
-    q = rms_norm(layer.q_a_norm, q) if given is None else q
     second = [layer.q_b_proj] if indexer is None else [layer.q_b_proj, indexer.q_b_proj]
-    q, *index_q = linears(tuple(second), q, None, given)
+    q, *index_q = linears(tuple(second), layer.q_a_norm(q))
     q, kv = q.unflatten(-1, (-1, layer.head_dim)), kv.unsqueeze(2)
     ones, weight, eps = _ones_for(q), layer.kv_norm.weight, layer.kv_norm.variance_epsilon
     find = getattr(held, "slots", None)
@@ -171,7 +161,8 @@ def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str
     groups = layer.o_a_proj.n_groups
     weight = layer.o_a_proj.weight.view(groups, -1, heads * width // groups)
     out = ops.heads_mm(out.view(batch, tokens, groups, -1), weight)
-    return linear(layer.o_b_proj, out.flatten(2))
+    result: Tensor = layer.o_b_proj(out.flatten(2))
+    return result
 
 
 def _negated(sin: Tensor) -> Tensor:

@@ -9,11 +9,10 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ...report import Done
-from ..program.programs import forward_given, original_class
+from ..program.programs import original_class
 from ..program.reads import rest_on
 from ..record import RECORD, record_of
 from .norms import norm_in_result
-from .options import forward_of
 
 ops = torch.ops.moe_mps
 
@@ -35,19 +34,6 @@ def _options(norm: Any, x: Tensor, gate: Tensor) -> tuple[Tensor, float, float] 
     if not fits or not x.device == gate.device == weight.device:
         return None
     return weight, getattr(norm, eps), offset
-
-
-def is_gated_norm(module: nn.Module) -> bool:
-    return forward_given(module)[0] is gated_norm_forward
-
-
-def norm_of_heads(norm: nn.Module, heads: Tensor, gate: Tensor) -> dict[str, Any]:
-    """What linear_attention_ takes of a norm of its heads; nothing where the norm must be called."""
-    is_called = forward_of(norm)[0] is not gated_norm_forward
-    if is_called or gate.numel() != heads.numel() or (options := _options(norm, heads, gate)) is None:
-        return {}
-    weight, eps, offset = options
-    return {"gate": gate.reshape(heads.shape), "norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
 
 
 def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:

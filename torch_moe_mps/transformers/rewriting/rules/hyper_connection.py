@@ -17,8 +17,6 @@ from ...report import Done
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import NOTHING, RECORD, record_of
-from .blocks import INPUT, call_block
-from .norms import is_norm
 from .trial import agrees, bare_twin, tried
 
 ops = torch.ops.moe_mps
@@ -27,6 +25,7 @@ _TENSORS = (("fn", "base", "scale"), ("hc_fn", "hc_base", "hc_scale"))
 _NUMBERS = ("hc_mult", "hc_eps", "eps", "hc_sinkhorn_iters", "hc_post_magnitude")
 _WIDTH = 8  # of a stream in a trial
 _BLOCKS = (("attn_hc", "input_layernorm", "self_attn"), ("ffn_hc", "post_attention_layernorm", "mlp"))
+INPUT = "hidden_states"  # the argument of blocks that are called by keywords
 _EXTRA = "moe_mps_extra"  # an argument of a layer that no signature has
 
 
@@ -182,7 +181,12 @@ def _layer(layer: nn.Module, form: Layer, streams: Tensor, given: dict[str, Any]
         streams = updated if update else streams
         options = {name: given[source] for name, source in call.given.items()}
         options |= more if call.takes_more else {}
-        out = call_block(children[block], x, children[norm], None, call.name, **options)
+        x = children[norm](x)
+        out = (
+            children[block](x, **options)
+            if call.name is None
+            else children[block](**{call.name: x}, **options)
+        )
         first = out[0] if isinstance(out, tuple) else out
         others = others or (out if isinstance(out, tuple) else (out,))
         mixes = children[mixing].__dict__[RECORD].formula.parts == 3
@@ -207,8 +211,7 @@ def rewrite_hyper_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None
     for results in (0, 2, 3):
         form = tried(_form, module, mixings, results)
         if form is not None and tried(_is_layer, module, mixings, form):
-            for mixing, norm, _ in _BLOCKS:
-                is_norm(children[norm])
+            for mixing, *_ in _BLOCKS:
                 record(module, mixing)
                 _rest_on(children[mixing])
             record_of(module).formula = form

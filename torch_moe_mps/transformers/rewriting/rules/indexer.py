@@ -70,7 +70,7 @@ def _chosen(
     chooses = seen > indexer.index_topk
     q = _queries(indexer, hidden, given) if chooses else None
     layers = indexer.wk, indexer.weights_proj
-    joined = together(layers, hidden, None)
+    joined = together(layers, hidden)
     if joined is None:
         k, weights = indexer.wk(hidden), None
     else:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ...experts import NormArguments, is_observed, normed
+from ...experts import is_observed
 from ...linears import QuantizedLinear
 from ...report import Done
 from ..program.building import calls, child_of_call, code, replace_in
@@ -118,31 +118,22 @@ def join(*layers: nn.Module) -> bool:
     return True
 
 
-def together(
-    layers: tuple[nn.Module, ...], x: Tensor, norm: NormArguments | None, order: Tensor | None = None
-) -> Tensor | None:
-    """The concatenated outputs of the layers behind a norm, in an order; None if they are no matrix."""
+def together(layers: tuple[nn.Module, ...], x: Tensor, order: Tensor | None = None) -> Tensor | None:
+    """The concatenated outputs of the layers, in an order; None if they are no matrix."""
     if not join(*layers):
         return None
     whole = layers[0].__dict__[RECORD].joined
-    form = whole.format
-    return ops.linear_quantized(
-        x, whole.packed, whole.scales, whole.biases, whole.bias, form.name,
-        None, order, *(norm or ()),
-    )  # fmt: skip
+    weights = whole.packed, whole.scales, whole.biases, whole.bias
+    return ops.linear_quantized(x, *weights, whole.format.name, None, order)
 
 
 @called
 def linears(
-    layers: tuple[nn.Module, ...],
-    x: Tensor,
-    shape: tuple[int, ...] | None = None,
-    moe_mps_norm: NormArguments | None = None,
+    layers: tuple[nn.Module, ...], x: Tensor, shape: tuple[int, ...] | None = None
 ) -> Sequence[Tensor]:
-    """layer(norm(x)) of each layer, all in the shape [..., -1, width] of heads if one is given."""
-    out = together(layers, x, moe_mps_norm)
+    """layer(x) of each layer, all in the shape [..., -1, width] of heads if one is given."""
+    out = together(layers, x)
     if out is None:
-        x = normed(moe_mps_norm, x)
         each = [layer(x) for layer in layers]
         return each if shape is None else [output.view(shape) for output in each]
     rows = layers[0].__dict__[RECORD].joined.rows

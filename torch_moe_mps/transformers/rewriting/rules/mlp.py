@@ -9,25 +9,16 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._activations import POINTWISE, Activation
-from ...experts import (
-    GATES,
-    NormArguments,
-    activation_arguments,
-    add_terms,
-    is_observed,
-    normed,
-    with_numbers,
-)
+from ...experts import GATES, activation_arguments, is_observed, with_numbers
 from ...linears import QuantizedLinear
 from ...report import Done
-from ..program.building import add_option, replace_everything
+from ..program.building import replace_everything
 from ..program.formulas import Reader, child, is_argument
 from ..program.patterns import match
 from ..program.programs import Program, original_class
 from ..record import RECORD, record_of
 from ..runtime import called
 from .linear import join
-from .options import NORM, RESIDUAL
 
 ops = torch.ops.moe_mps
 
@@ -68,22 +59,20 @@ def mlp_formula(program: Program) -> MlpFormula | None:
 
 
 @called
-def mlp(
-    module: nn.Module, x: Tensor, residual: Tensor | None = None, norm: NormArguments | None = None
-) -> Tensor:
-    """The forward of an MLP behind a norm, plus the residual."""
+def mlp(module: nn.Module, x: Tensor) -> Tensor:
+    """The forward of an MLP."""
     formula: MlpFormula = module.__dict__[RECORD].formula
     layers, down = [getattr(module, name) for name in formula.first], getattr(module, formula.down)
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down):
-        return add_terms(original_class(module).forward(module, normed(norm, x)), residual=residual)
+        out: Tensor = original_class(module).forward(module, x)
+        return out
     first, to = layers[0].__dict__[RECORD].joined, down.format
     form = first.format
     packed, scales, biases, bias = down.weights()
-    options = activation_arguments(tuple(formula.activation), norm)
+    options = activation_arguments(tuple(formula.activation))
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, packed, scales, biases,
-        form.name, gate_up_bias=first.bias, down_bias=bias,
-        residual=residual, down_format=to.name, **options,
+        form.name, gate_up_bias=first.bias, down_bias=bias, down_format=to.name, **options,
     )  # fmt: skip
 
 
@@ -94,7 +83,5 @@ def fuse_mlp(program: Program) -> None:
         return
     record_of(program.module).formula = formula
     join(*(getattr(program.module, name) for name in formula.first))
-    add_option(program, RESIDUAL)
-    add_option(program, NORM)
-    replace_everything(program, f"mlp(self, X, {RESIDUAL}, {NORM})")
+    replace_everything(program, "mlp(self, X)")
     program.rewrites.append(Done("mlp_quantized", f"mlp_quantized ({formula.activation.activation})"))

@@ -5,12 +5,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
-from ...experts import NormArguments, is_observed
+from ...experts import is_observed
 from ...report import Done
 from ..program.formulas import Node, evaluate, is_argument, is_number, result_of
 from ..program.patterns import match
@@ -21,6 +21,7 @@ from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 
 ops = torch.ops.moe_mps
+NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
 
 _RMS = "X * rsqrt(mean(square(X)) + EPS)"
 # Formula of the norm's forward -> what is added to its weight.
@@ -153,14 +154,6 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
         if weight.numel() != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
             return None
     return weight, getattr(norm, formula.eps), formula.offset
-
-
-def norm_options(norm: nn.Module, x: Tensor) -> NormArguments | None:
-    """The arguments with which the operators behind a norm compute it; None if it has to run.
-
-    For one token this saves a launch. With more tokens, each operator would have to norm all of them again.
-    """
-    return None if x.numel() != x.shape[-1] or is_observed(norm) else norm_arguments(norm, x)
 
 
 @called

@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from ...experts import NormArguments, normed
 from ...report import Done
 from ..program.building import child_of_call, code
 from ..program.programs import Block, If, Program, compile_forward, copied, name_of, names_in
@@ -52,16 +51,13 @@ class Order:
 
 
 @called
-def in_order(
-    module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor, moe_mps_norm: NormArguments | None = None
-) -> tuple[bool, Sequence[Tensor]]:
+def in_order(module: nn.Module, layers: tuple[nn.Module, ...], x: Tensor) -> tuple[bool, Sequence[Tensor]]:
     """(True, the results) of norm(x), or (False, the layers' outputs) where these cannot be one tensor."""
     order: Order = module.__dict__[RECORD].formula.on(x.device)
-    outputs = together(layers, x, moe_mps_norm, order.places) if x.dim() == 3 else None
+    outputs = together(layers, x, order.places) if x.dim() == 3 else None
     if outputs is not None and order.places is not None:
         return True, order.results(outputs)
     if outputs is None:
-        x = normed(moe_mps_norm, x)
         each = [layer(x) for layer in layers]
         if x.dim() != 3 or any(output.dtype is not each[0].dtype for output in each):
             return False, each

@@ -14,12 +14,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from ...experts import NormArguments, is_observed, normed
+from ...experts import is_observed
 from ...report import Done
 from ..program.programs import original_class
 from ..program.reads import record
 from ..record import NOTHING, RECORD, record_of
-from .blocks import linear
 from .linear import join, together, together_done
 from .linear_attention import ACTIVATIONS
 from .trial import agrees, bare_twin, tried
@@ -33,13 +32,12 @@ _PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequ
 # What the forwards have in common
 
 
-def _outputs(layer: nn.Module, parts: Sequence[nn.Module], x: Tensor, norm: NormArguments | None) -> Tensor:
-    """The outputs of a layer's linear layers behind a norm, side by side; those that can run together do."""
+def _outputs(layer: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """The outputs of a layer's linear layers, side by side; those that can run together do."""
     count = layer.__dict__.get(RECORD, NOTHING).formula or 0
-    out = together(tuple(parts[:count]), x, norm) if count else None
+    out = together(tuple(parts[:count]), x) if count else None
     if out is not None and count == len(parts):
         return out
-    x = normed(norm, x)
     outs = [part(x) for part in parts[0 if out is None else count :]]
     return torch.cat(outs if out is None else [out, *outs], -1)
 
@@ -60,16 +58,6 @@ def _is_seen(layer: nn.Module) -> bool:
     gate = layer._modules.get("forget_gate")
     within: Any = () if gate is None else gate._modules.values()
     return is_observed(*layer._modules.values(), *within)  # type: ignore[arg-type]  # none of them is None
-
-
-def _own_code(
-    layer: Any, x: Tensor, norm: NormArguments | None, residual: Tensor | None, options: dict
-) -> Any:
-    """residual + the layer's own forward of norm(x), of several results to the first."""
-    out = original_class(layer).forward(layer, normed(norm, x), **options)
-    if residual is None:
-        return out
-    return (residual + out[0], *out[1:]) if isinstance(out, tuple) else residual + out
 
 
 def _convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
@@ -104,8 +92,7 @@ def _scan(
 def _with_cache(run: Callable) -> Callable:
     """The forward of a layer, which its own code runs where a call wants more.
 
-    `run` gets the input without what a mask hides, the cache, the mask and the norm in front of the layer. It
-    returns what goes into the last linear layer, and this layer.
+    `run` gets the input without what a mask hides, the cache and the mask.
     """
 
     def forward(
@@ -113,18 +100,14 @@ def _with_cache(run: Callable) -> Callable:
         hidden_states: Tensor,
         cache_params: Any = None,
         attention_mask: Any = None,
-        *,
-        moe_mps_norm: NormArguments | None = None,
-        moe_mps_residual: Tensor | None = None,
         **options: Any,
     ) -> Tensor:
         if not _is_plain_call(layer, cache_params, options):
             options |= {"cache_params": cache_params, "attention_mask": attention_mask}
-            result: Tensor = _own_code(layer, hidden_states, moe_mps_norm, moe_mps_residual, options)
-            return result
-        x = _masked(hidden_states, attention_mask)
-        out, last = run(layer, x, cache_params, attention_mask, moe_mps_norm)
-        return linear(last, out, moe_mps_residual=moe_mps_residual)
+            own: Tensor = original_class(layer).forward(layer, hidden_states, **options)
+            return own
+        result: Tensor = run(layer, _masked(hidden_states, attention_mask), cache_params, attention_mask)
+        return result
 
     forward.__doc__ = run.__doc__
     return forward
@@ -134,13 +117,11 @@ def _with_cache(run: Callable) -> Callable:
 
 
 @_with_cache
-def channel_layer(
-    layer: Any, x: Tensor, cache: Any, mask: Tensor | None, norm: NormArguments | None
-) -> tuple[Tensor, nn.Module]:
+def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Kimi's delta attention: a decay for each channel of the keys."""
     heads, width, total, forget = layer.num_heads, layer.head_dim, layer.qkv_dim, layer.forget_gate
     first, (decay, gate) = _of_channels(layer)
-    joined = _outputs(layer, first, x, norm)
+    joined = _outputs(layer, first, x)
     widths = [3 * total, *(each.out_features for each in first[3:])]
     mixed, g, z, beta = joined.split_with_sizes(widths, -1)
     g, z = (each if len(rest) == 1 else rest[1](each) for each, rest in ((g, decay), (z, gate)))
@@ -169,7 +150,8 @@ def channel_layer(
             norm_eps=layer.o_norm.variance_epsilon,
         ),
     )
-    return out.flatten(2), layer.o_proj
+    result: Tensor = layer.o_proj(out.flatten(2))
+    return result
 
 
 def _of_channels(layer: Any) -> tuple[list, tuple[list, list]]:
@@ -183,13 +165,11 @@ def _of_channels(layer: Any) -> tuple[list, tuple[list, list]]:
 
 
 @_with_cache
-def mamba_layer(
-    layer: Any, x: Tensor, cache: Any, mask: Tensor | None, norm: NormArguments | None
-) -> tuple[Tensor, nn.Module]:
+def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Mamba-2."""
     heads, width, groups, states = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
     inner = heads * width
-    projected = linear(layer.in_proj, x, norm)
+    projected = layer.in_proj(x)
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
     is_prompt = x.shape[1] > 1 or cache is None or cache.get_conv_state(layer.layer_idx) is None
     mixed = _masked(_convolution(layer, mixed, cache), mask)
@@ -220,16 +200,15 @@ def mamba_layer(
     )
     gated, options = layer.norm, {"activation": "silu", "gate_first": True, "group": layer.norm.group_size}
     out = ops.rms_norm_gated(out.flatten(2), gate, gated.weight, gated.variance_epsilon, **options)
-    return out, layer.out_proj
+    result: Tensor = layer.out_proj(out)
+    return result
 
 
 @_with_cache
-def selective_layer(
-    layer: Any, x: Tensor, cache: Any, mask: Tensor | None, norm: NormArguments | None
-) -> tuple[Tensor, nn.Module]:
+def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Mamba-1 with norms of its time step, B and C, as Jamba has it."""
     states = layer.ssm_state_size
-    mixed, gate = linear(layer.in_proj, x, norm).chunk(2, -1)
+    mixed, gate = layer.in_proj(x).chunk(2, -1)
     mixed = _masked(_convolution(layer, mixed, cache), mask)
     widths = [layer.time_step_rank, states, states]
     norms = layer.dt_layernorm, layer.b_layernorm, layer.c_layernorm
@@ -245,7 +224,8 @@ def selective_layer(
         lambda state: ops.selective_scan_(mixed, step, b, c, state, layer.A_log, **options),
         begins_anew=x.shape[1] > 1,  # as the model's prompts do, whatever the cache holds
     )
-    return out, layer.out_proj
+    result: Tensor = layer.out_proj(out)
+    return result
 
 
 def lightning_layer(
@@ -254,20 +234,16 @@ def lightning_layer(
     position_embeddings: Any = None,
     attention_mask: Any = None,
     past_key_values: Any = None,
-    *,
-    moe_mps_norm: NormArguments | None = None,
-    moe_mps_residual: Tensor | None = None,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
     """MiniMax's lightning attention: a constant decay a head."""
     heads, width = layer.num_attention_heads, layer.head_dim
-    handed = moe_mps_norm, moe_mps_residual
     if _is_seen(layer):
         options |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
         options["position_embeddings"] = position_embeddings
-        result: tuple = _own_code(layer, hidden_states, *handed, options)
-        return result
-    joined = _outputs(layer, [layer.qkv_proj, layer.output_gate], hidden_states, moe_mps_norm)
+        own: tuple = original_class(layer).forward(layer, hidden_states, **options)
+        return own
+    joined = _outputs(layer, [layer.qkv_proj, layer.output_gate], hidden_states)
     mixed, gate = joined.split_with_sizes([3 * heads * width, heads * width], -1)
     mixed = _masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
     held = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
@@ -279,7 +255,7 @@ def lightning_layer(
     out = ops.rms_norm_gated(out.flatten(2), gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
     if past_key_values is not None and held is not state:
         past_key_values.set_linear_cache(layer.layer_idx, state)
-    return linear(layer.out_proj, out, moe_mps_residual=moe_mps_residual), state
+    return layer.out_proj(out), state
 
 
 # Recognising them

@@ -6,22 +6,20 @@ results are cast to what the model's code would give (weights in its dtype, ids 
 
 import ast
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
-from ...experts import NormArguments, may_be_fused, normed
 from ...interface import is_experts
 from ...report import Done
-from ..program.building import add_option, code
+from ..program.building import code
 from ..program.formulas import Node, Reader, casts_to_float32, evaluate, is_number, is_pure, named
 from ..program.patterns import match
 from ..program.programs import Program, Unsupported, copied, name_of, names_in
 from ..runtime import called
-from .options import GATE, NORM, RAW, forward_of
 
 ops = torch.ops.moe_mps
 
@@ -61,8 +59,8 @@ _FACTORS = ("W * SCALE", "W / DIVISOR")
 _NORMALISATIONS = ("W / sum(W)", "W / (sum(W) + EPS)", "W / clamp(sum(W), MIN)", "W / clamp_min(sum(W), MIN)")
 
 
-def _selection(module: nn.Module, weights: Node, ids: Node) -> tuple[str, Callable[..., ast.expr]]:
-    """The scoring behind a router's results, and the call of `route` that gives them, for a value of RAW.
+def _selection(module: nn.Module, weights: Node, ids: Node) -> tuple[str, ast.expr]:
+    """The scoring behind a router's results, and the call of `route` that gives them.
 
     Raises Unsupported with the reason why there is none.
     """
@@ -80,11 +78,11 @@ def _selection(module: nn.Module, weights: Node, ids: Node) -> tuple[str, Callab
     nodes = bound | (factor or {}) | (divisor or {}) | {"L": named(bound["L"])}
     dtype = "None" if casts_to_float32(weights.peel(), nodes["L"]) else "L.dtype"
     given = "".join(f", {name}={value}" for name, value in sorted(options.items()))
-    call = ast.parse(f"route(L, K, {dtype}, RAW{given})", mode="eval").body
+    call = ast.parse(f"route(L, K, {dtype}{given})", mode="eval").body
     sources = {name: nodes[name].source for name in names_in(call) if name in nodes}
     if None in sources.values():
         raise Unsupported("its formula is spread over several modules")
-    return arguments["scoring"], functools.partial(code, call, **sources)
+    return arguments["scoring"], code(call, **sources)
 
 
 def _selected(weights: Node, ids: Node) -> tuple[dict[str, Node], dict[str, Any]]:
@@ -140,13 +138,9 @@ def _bias_and_groups(module: nn.Module, bound: dict[str, Node], scoring: str) ->
 
 
 @called
-def route(
-    logits: Tensor, top_k: int, dtype: torch.dtype | None, raw: bool, **arguments: Any
-) -> tuple[Tensor, Tensor]:
-    """moe_router; unless `raw`, weights in `dtype` (None: float32) and ids in int64 as models have them."""
+def route(logits: Tensor, top_k: int, dtype: torch.dtype | None, **arguments: Any) -> tuple[Tensor, Tensor]:
+    """moe_router, with weights in `dtype` (None: float32) and ids in int64 as models have them."""
     weights, ids = ops.moe_router(logits, top_k, **arguments)
-    if raw:
-        return weights, ids
     return weights if dtype is None else weights.to(dtype), ids.long()
 
 
@@ -167,14 +161,9 @@ def _replace_selection(program: Program) -> None:
         raise Unsupported("it does not return logits, weights and ids")
     reader = Reader(program)
     scoring, call = _selection(program.module, *map(reader.read, result.elts[1:3]))
-    has_option = len(result.elts) == 3
-    statement = program.assign("routed", call(RAW=code(RAW if has_option else "False")))
+    statement = program.assign("routed", call)
     program.statements.append(statement)
     routed = [code(f"{name_of(statement)}[{index}]") for index in range(2)]
-    if has_option:  # the results without the casts that follow
-        add_option(program, RAW, False)
-        results = ast.Tuple([result.elts[0], *routed], ast.Load())
-        program.statements.append(ast.If(code(RAW), [ast.Return(results)], []))
     result.elts[1:3] = map(functools.partial(_with_casts, program), result.elts[1:3], routed)
     program.drop_unused(is_pure)
     read = filter(None, map(program.defined_by, names_in(statement.value)))
@@ -190,32 +179,3 @@ def _with_casts(program: Program, value: ast.expr, new: ast.expr) -> ast.expr:
         return new
     cast.func.value = _with_casts(program, cast.func.value, new)
     return cast
-
-
-@called
-def routed(
-    experts: nn.Module,
-    unseen: bool,
-    router: nn.Module,
-    x: Tensor,
-    *args: Any,
-    moe_mps_norm: NormArguments | None = None,
-    **kwargs: Any,
-) -> tuple:
-    """router(norm(x), ...), without casts where it is rewritten and only our operators see the results.
-
-    `unseen`: nothing but the experts reads them.
-    """
-    forward, options = forward_of(router)
-    if forward is None:
-        return router(normed(moe_mps_norm, x), *args, **kwargs)
-    if unseen and may_be_fused(experts):
-        if RAW in options:
-            kwargs[RAW] = True
-        elif GATE in options:
-            kwargs[GATE] = True
-    if NORM in options:
-        kwargs[NORM] = moe_mps_norm
-    else:
-        x = normed(moe_mps_norm, x)
-    return forward(router, x, *args, **kwargs)

@@ -5,7 +5,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ...experts import NormArguments, normed
 from ...report import Done
 from ..program.formulas import Reader
 from ..program.programs import Program
@@ -16,23 +15,11 @@ ops = torch.ops.moe_mps
 
 
 @called
-def router_logits(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, moe_mps_norm: NormArguments | None = None
-) -> Tensor:
-    """linear(norm(x).float(), weight.float(), bias)."""
-    if not _fits(x, weight) or (x.dtype == weight.dtype == torch.float32 and moe_mps_norm is None):
-        return F.linear(normed(moe_mps_norm, x).float(), weight.float(), bias)
-    return ops.router_logits(x, weight, bias, *(moe_mps_norm or ()))
-
-
-@called
-def small_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None = None, moe_mps_norm: NormArguments | None = None
-) -> Tensor:
-    """linear(norm(x), weight, bias) of few outputs: of one token by the kernel of routers."""
-    if moe_mps_norm is None or not _fits(x, weight) or x.dtype is not weight.dtype:
-        return F.linear(normed(moe_mps_norm, x), weight, bias)
-    return ops.router_logits(x, weight, bias, *moe_mps_norm, x.dtype)
+def router_logits(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """linear(x.float(), weight.float(), bias)."""
+    if not _fits(x, weight) or x.dtype == weight.dtype == torch.float32:
+        return F.linear(x.float(), weight.float(), bias)
+    return ops.router_logits(x, weight, bias)
 
 
 def _fits(x: Tensor, weight: Tensor) -> bool:

@@ -8,13 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from .tracing import VALUE, Number
-
-
-def simplify(graph: fx.Graph) -> None:
-    drop_unused(graph)
-    share_views(graph)
-    drop_unused(graph)
+from ..tracing import ITEM, VALUE, Number
+from .graphs import memory_of, put, tensor_of
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -22,6 +17,47 @@ def drop_unused(graph: fx.Graph) -> None:
     for node in reversed(graph.nodes):
         if not node.users and node.op in ("call_function", "get_attr") and not _has_effects(node):
             graph.erase_node(node)
+
+
+def constants_first(graph: fx.Graph) -> None:
+    """Moves constants to the front, where every call can read them."""
+    first = next(iter(graph.nodes))
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        first.prepend(node)
+
+
+def make_new_tensors(graph: fx.Graph) -> None:
+    """x.op_(Y) -> x.op(Y), which later calls read, of a tensor that no other one shows.
+
+    Most patterns then need not ask when a value was changed.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        own, operator = node.args[0] if node.args else None, _out_of_place(node)
+        if operator is None or not isinstance(own, fx.Node) or own.op != "call_function":
+            continue
+        memory = memory_of(own)
+        if memory is not (own.args[0] if own.target is ITEM else own):
+            continue  # it is a view
+        if any(memory_of(user) is memory for user in own.users if not _out_of_place(user)):
+            continue
+        if any(tensor_of(each).dtype != tensor_of(own).dtype for each in node.all_input_nodes):
+            continue
+        new = put(node, operator, tensor_of(own), *node.args, **node.kwargs)
+        place[new] = now = place[node]
+        graph.erase_node(node)
+        for user in [user for user in own.users if place[user] > now]:
+            user.replace_input_with(own, new)
+
+
+def _out_of_place(node: fx.Node) -> Any:
+    """The operator of aten that returns what a call writes over its first argument; None if there is none."""
+    target: Any = node.target
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::") or not schema.name.endswith("_") or node.users:
+        return None
+    packet = getattr(torch.ops.aten, schema.name[6:-1], None)
+    return getattr(packet, target._overloadname, None)
 
 
 def share_views(graph: fx.Graph) -> None:

@@ -1,0 +1,311 @@
+"""Passes on a recorded token: each on its pattern, and on one with a thing changed that must stay."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.graphs import computed, operators, recorded
+from support.models import assert_close
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers.capture.passes import PASSES, simplify
+from torch_moe_mps.transformers.capture.passes.patterns import match
+
+ops = torch.ops.moe_mps
+H, E, K, I = 64, 8, 2, 32
+FORMAT = "affine4_32"
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+QUANTIZED = quantize(random(H, H, seed=2) / 8, 4, 32)
+MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.biases
+NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 8, random(E)
+WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
+GATE = random(1, H)
+
+
+def linear(x: Tensor, **options) -> Tensor:
+    return ops.linear_quantized(x, *MATRIX, None, FORMAT, **options)
+
+
+def norm(x: Tensor, weight: Tensor | None = NORM) -> Tensor:
+    return ops.rms_norm(x, weight, 1e-6)
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return ops.moe_experts(x, *WEIGHTS, ids, weights)
+
+
+def routed(x: Tensor) -> Tensor:
+    """Experts behind a router that casts its results."""
+    logits = torch.nn.functional.linear(x, ROUTER)
+    weights, ids = ops.moe_router(logits, K, scoring="softmax", norm_topk_prob=True)
+    return experts(x, ids.long(), weights.half())
+
+
+# Functions of a token and the residual stream -> the operators that are left of them.
+def residual(x, r):
+    return r + linear(x)
+
+
+def residual_of_experts(x, r):
+    return r + routed(x[0]).view(1, 1, H)
+
+
+def residual_and_shared_expert(x, r):
+    shared = linear(x[0]) * torch.sigmoid(torch.nn.functional.linear(x[0], GATE))
+    return r + (routed(x[0]) + shared).view(1, 1, H)
+
+
+def residual_in_place(x, r):
+    out = linear(x)
+    out += r
+    return out
+
+
+def sum_read_before(x, r):
+    y = linear(x)
+    return r + y, y * 2
+
+
+def sum_of_other_dtypes(x, r):
+    return r.double() + linear(x)
+
+
+def sum_that_widens(x, r):
+    return r[..., :1] + linear(x)
+
+
+def residual_changed_before_it_is_added(x, r):
+    y, r = linear(x), r.clone()
+    r.view(-1).mul_(2)
+    return r + y
+
+
+def input_changed_between(x, r):
+    x = x.clone()
+    row = x.view(-1)
+    y = linear(x)
+    row.add_(1)
+    return r + y, x
+
+
+def norm_of_input(x, r):
+    normed = norm(x)
+    return linear(normed), linear(normed)
+
+
+def norm_of_router_and_experts(x, r):
+    normed = norm(x).view(1, H)
+    return routed(normed)
+
+
+def norm_that_else_is_read(x, r):
+    normed = norm(x)
+    return linear(normed), normed
+
+
+def norm_without_weight(x, r):
+    return linear(norm(x, None))
+
+
+def norm_of_what_changes(x, r):
+    x = x.clone()
+    row, normed = x.view(-1), norm(x)
+    row.add_(1)
+    return linear(normed), x
+
+
+def norm_of_sum(x, r):
+    total = x + r
+    return norm(total), total
+
+
+def norm_in_sum_and_operator(x, r):
+    total = r + linear(x)
+    return linear(norm(total)), total
+
+
+def whole_layer(x, r):
+    total = r + linear(norm(x))
+    return total + routed(norm(total, OTHER_NORM).view(1, H)).view(1, 1, H)
+
+
+def gate(x, r):
+    """Gemma 4's router."""
+    logits = torch.nn.functional.linear(norm(x[0], None) * NORM * 0.125, ROUTER)
+    weights, ids = torch.topk(torch.softmax(logits, -1), K)
+    weights /= weights.sum(-1, keepdim=True)
+    return experts(x[0], ids, weights * SCALES[ids])
+
+
+def gate_that_scales_otherwise(x, r):
+    logits = torch.nn.functional.linear(norm(x[0], None) * NORM * 0.125, ROUTER)
+    weights, ids = torch.topk(torch.softmax(logits, -1), K)
+    weights = weights / weights.sum(-1, keepdim=True)
+    return experts(x[0], ids, weights + SCALES[ids])
+
+
+LINEAR = {"linear_quantized": 1}
+EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
+CASES: dict[Callable, dict[str, int]] = {
+    residual: LINEAR,
+    residual_of_experts: EXPERTS,
+    residual_and_shared_expert: EXPERTS | LINEAR | {"mm": 2},
+    residual_in_place: LINEAR,
+    sum_read_before: LINEAR | {"add": 1, "mul": 1},
+    sum_of_other_dtypes: LINEAR | {"add": 1, "_to_copy": 1},
+    sum_that_widens: LINEAR | {"add": 1},
+    residual_changed_before_it_is_added: LINEAR | {"clone": 1, "mul_": 1},
+    input_changed_between: LINEAR | {"clone": 1, "add_": 1, "add": 1},
+    norm_of_input: {"linear_quantized": 2},
+    norm_of_router_and_experts: {"router_logits": 1, "moe_router": 1, "moe_experts": 1},
+    norm_that_else_is_read: LINEAR | {"rms_norm": 1},
+    norm_without_weight: LINEAR | {"rms_norm": 1},
+    norm_of_what_changes: LINEAR | {"rms_norm": 1, "clone": 1, "add_": 1},
+    norm_of_sum: {"fused_residual_norm": 1},
+    norm_in_sum_and_operator: {"linear_quantized": 2},
+    whole_layer: {"linear_quantized": 1, "router_logits": 1, "moe_router": 1, "moe_experts": 1},
+    gate: {"mul": 1, "moe_gate": 1, "moe_experts": 1},
+}
+
+
+@pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
+def test_what_is_left(function):
+    x, r = random(1, 1, H), random(1, 1, H, seed=1)
+    graph = recorded(function, x, r)
+    simplify(graph)
+    assert operators(graph) == CASES[function]
+    expected = function(x.clone(), r.clone())
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for result, each in zip(computed(graph, x, r), expected, strict=True):
+        assert_close(result, each, 1e-3 if "moe_router" in CASES[function] else 1e-6)  # its weights rounded
+
+
+def test_a_gate_of_another_formula_stays():
+    graph = recorded(gate_that_scales_otherwise, random(1, 1, H), random(1, 1, H))
+    simplify(graph)
+    assert operators(graph)["moe_gate"] == 0 and operators(graph)["topk"] == 1
+
+
+def test_norms_of_several_tokens_stay():
+    """Each operator would have to norm all of them again."""
+    x, r = random(1, 3, H), random(1, 3, H)
+    graph = recorded(norm_of_input, x, r)
+    simplify(graph)
+    assert operators(graph) == {"rms_norm": 1, "linear_quantized": 2}
+
+
+HEADS, WIDTH = 2, 32
+DECAY, BIAS, HEAD_NORM = random(HEADS).exp(), random(HEADS), random(WIDTH)
+
+
+def linear_attention(x, r, state):
+    """The gates in front of a delta rule, the norm behind it, and the state that its cache takes back."""
+    q, k, v, z = (x.view(1, 1, HEADS, WIDTH) * n for n in range(1, 5))
+    beta = r[..., HEADS : 2 * HEADS].sigmoid()
+    out = ops.linear_attention_(q, k, v, decay(r[..., :HEADS]), state, 0.25, beta=beta)
+    state.copy_(state)
+    normed = ops.rms_norm_gated(out.reshape(-1, WIDTH), z.reshape(-1, WIDTH), HEAD_NORM, 1e-6)
+    return normed.view(1, 1, -1)
+
+
+def read_between(x, r, state):
+    """The norm may not take the state's change behind what reads the state."""
+    q, z = x.view(1, 1, HEADS, WIDTH), r.view(1, 1, HEADS, WIDTH)
+    g, beta = r[..., :HEADS], r[..., HEADS : 2 * HEADS]
+    out = ops.linear_attention_(q, q, q, g, state, 0.25, beta=beta)
+    last = state * 2
+    return ops.rms_norm_gated(out, z, HEAD_NORM, 1e-6), last
+
+
+@pytest.mark.parametrize(
+    "function,left",
+    [
+        (linear_attention, {"mul": 4, "linear_attention_": 1}),
+        (read_between, {"linear_attention_": 1, "mul": 1, "rms_norm_gated": 1}),
+    ],
+)
+def test_linear_attention(function, left):
+    x, r, state = random(1, 1, H), random(1, 1, H, seed=1), random(1, HEADS, WIDTH, WIDTH)
+    graph = recorded(function, x, r, state)
+    simplify(graph)
+    assert operators(graph) == left
+    states = state.clone(), state.clone()
+    expected = function(x, r, states[0])
+    results = computed(graph, x, r, states[1])
+    for result, each in zip(results, expected if isinstance(expected, tuple) else (expected,), strict=True):
+        assert_close(result, each, 1e-5)
+    assert_close(*states, 1e-5)
+
+
+def decay(a):
+    return -DECAY.exp() * softplus(a.float() + BIAS)
+
+
+GATES = [
+    (decay, torch.sigmoid, True),
+    (lambda a: softplus(BIAS + a) * -torch.exp(DECAY), torch.sigmoid, True),
+    (lambda a: -DECAY.exp() * softplus(a - BIAS), torch.sigmoid, False),
+    (lambda a: -DECAY * softplus(a + BIAS), torch.sigmoid, False),
+    (lambda a: DECAY.exp() * softplus(a + BIAS), torch.sigmoid, False),
+    (lambda a: -DECAY.exp() * softplus(a), torch.sigmoid, False),
+    (lambda a: -DECAY.exp() * softplus(a + BIAS, 2.0), torch.sigmoid, False),
+    (lambda a: -DECAY.exp() * softplus(a + BIAS) * a, torch.sigmoid, False),
+    (lambda a: -DECAY.exp() * softplus(a + a.flip(-1)), torch.sigmoid, False),
+    (lambda a: -DECAY.exp() * softplus(a[..., :1] + BIAS), torch.sigmoid, False),
+    (decay, lambda b: 2 * b.sigmoid(), False),
+    (decay, lambda b: b, False),
+    (decay, lambda b: b.sigmoid() * b, False),
+    (decay, lambda b: b[..., :1].sigmoid().expand(1, 1, HEADS), False),
+]
+
+
+@pytest.mark.parametrize("number", range(len(GATES)))
+def test_gates_of_linear_attention(number):
+    decay, strength, joined = GATES[number]
+
+    def function(x, r, state):
+        q, a, b = x.view(1, 1, HEADS, WIDTH), r[..., :HEADS], r[..., HEADS : 2 * HEADS]
+        return ops.linear_attention_(q, q, q, decay(a), state, 0.25, beta=strength(b))
+
+    x, r, state = random(1, 1, H), random(1, 1, H, seed=1), random(1, HEADS, WIDTH, WIDTH)
+    graph = recorded(function, x, r, state)
+    simplify(graph)
+    assert (operators(graph) == {"linear_attention_": 1}) == joined
+    states = state.clone(), state.clone()
+    (result,) = computed(graph, x, r, states[0])
+    assert_close(result, function(x, r, states[1]), 1e-5)
+    assert_close(*states, 1e-5)
+
+
+def test_formulas():
+    def function(x):
+        y = torch.softmax((x * 2.0).to(torch.float64).view(2, 4), -1)
+        return x + y.float().view(8)
+
+    (*_, total) = (n for n in recorded(function, random(8)).nodes if n.op == "call_function")
+    found = match("_softmax(X * 2.0, -1, False) + Y", total)
+    assert found["X"] is found["Y"] and found["X"].op == "placeholder"
+    assert match("Y + _softmax(X * 2.0, -1, False)", total) == found
+    for other in ("_softmax(X * 3.0, -1, False) + Y", "_softmax(X * 2.0, 0, False) + Y", "X - Y", "X + X"):
+        assert match(other, total) is None
+
+
+def test_each_pass_is_needed():
+    """Without any one of them, a pattern above is not found."""
+    x, r, state = random(1, 1, H), random(1, 1, H, seed=1), random(1, HEADS, WIDTH, WIDTH)
+    for left_out in set(PASSES):
+        graphs = [recorded(function, x, r) for function in CASES]
+        graphs.append(recorded(linear_attention, x, r, state))
+        for graph in graphs:
+            for each in PASSES:
+                if each is not left_out:
+                    each(graph)
+        found = [operators(graph) for graph in graphs]
+        assert found != [*CASES.values(), {"mul": 4, "linear_attention_": 1}], left_out

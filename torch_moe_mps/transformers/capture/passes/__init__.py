@@ -1,0 +1,50 @@
+"""What is done to a recorded graph before it becomes a program: patterns of operators that are one operator.
+
+A pass is a function of the graph that finds a pattern and puts calls in its place. What it replaces is left
+without readers, and dropped. A pass may not change the order in which memory is read and written: it puts
+what it makes where the last call of its pattern was, and asks `is_unchanged` of all that is read later than
+before.
+"""
+
+from collections.abc import Callable
+
+from torch import fx
+
+from .linear_attention import gates_in_linear_attention, keep_state, norm_in_linear_attention
+from .norms import norm_in_operators
+from .routing import gate_in_one, hand_routing_over
+from .simplify import constants_first, drop_unused, make_new_tensors, share_views
+from .sums import add_in_operators, norm_sums, split_residual_norms
+
+PASSES: tuple[Callable[[fx.Graph], None], ...] = (
+    constants_first,
+    make_new_tensors,
+    share_views,  # what reads one value in one shape reads one node
+    keep_state,
+    gates_in_linear_attention,
+    norm_in_linear_attention,  # once no copy of its state stands between
+    split_residual_norms,
+    gate_in_one,
+    hand_routing_over,  # of the gates that the pass before has made, too
+    add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
+    norm_in_operators,
+    norm_sums,  # norms that no operator behind them has taken
+    share_views,  # of what the passes have made
+)
+
+
+# The passes that put in operators which modules do not call.
+INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
+    gate_in_one: "moe_gate",
+    norm_in_operators: "router_logits",
+    norm_sums: "fused_residual_norm",
+}
+
+
+def simplify(graph: fx.Graph, refused: frozenset[str] = frozenset()) -> None:
+    """Runs the passes. `refused`: operators that none may put in."""
+    drop_unused(graph)
+    for each in PASSES:
+        if INTRODUCED.get(each, "") not in refused:
+            each(graph)
+            drop_unused(graph)

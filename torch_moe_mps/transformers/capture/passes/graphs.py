@@ -1,0 +1,145 @@
+"""Reads and changes the calls of a recorded graph: what passes are made of.
+
+Operators are named by their packets, torch.ops.aten.add, whichever overload was recorded.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from ..tracing import ITEM, VALUE, as_recorded
+
+aten, ours = torch.ops.aten, torch.ops.moe_mps
+
+# What gives a tensor another shape, with the same elements in the same order.
+_RESHAPING = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.alias, aten.detach)
+
+
+def is_call(value: Any, *operators: Any) -> bool:
+    return isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) in operators
+
+
+def calls(graph: fx.Graph, *operators: Any) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_call(node, *operators)]
+
+
+def arguments(call: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, in their order."""
+    defaults = _signature(call.target).defaults
+    return defaults | dict(zip(defaults, call.args, strict=False)) | call.kwargs
+
+
+def tensor_of(node: fx.Node) -> Tensor:
+    found: Tensor = node.meta[VALUE]
+    return found
+
+
+def put(before: fx.Node, operator: Any, value: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call in front of a node, whose result is like `value`."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(operator, args, kwargs)
+    node.meta[VALUE] = value
+    return node
+
+
+def changed(call: fx.Node, before: fx.Node, **new: Any) -> fx.Node:
+    """A copy of a call with other arguments, in front of a node."""
+    return put(before, call.target, call.meta[VALUE], **arguments(call) | new)
+
+
+def beneath(value: fx.Node) -> fx.Node:
+    """A value before it got another shape."""
+    while is_call(value, *_RESHAPING):
+        value = value.all_input_nodes[0]
+    return value
+
+
+def in_shape(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
+    """A value in the shape of another one, in front of a node; None if that takes a copy."""
+    shape, found = tensor_of(like).shape, value
+    while tensor_of(found).shape != shape and is_call(found, *_RESHAPING):
+        found = found.all_input_nodes[0]
+    if tensor_of(found).shape == shape:
+        return found
+    if not tensor_of(value).is_contiguous():
+        return None
+    return put(before, aten.view.default, tensor_of(like), value, [as_recorded(size) for size in shape])
+
+
+def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads a value in any shape: (reader, the value in the shape that it reads)."""
+    for user in value.users:
+        if is_call(user, *_RESHAPING):
+            yield from readers(user)
+        else:
+            yield user, value
+
+
+def is_read_once(value: fx.Node, reader: fx.Node) -> bool:
+    """Whether nothing but one reader reads a value, in any shape."""
+    while list(value.users) == [reader]:
+        if beneath(value) is value:
+            return True
+        value, reader = value.all_input_nodes[0], value
+    return False
+
+
+def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = True) -> bool:
+    """Whether no call between two nodes writes into the memory of a value; unless `read`, none reads it."""
+    memory, node = memory_of(value), since.next
+    while node is not until:
+        touched = _written(node) if read else node.all_input_nodes
+        if any(memory_of(each) is memory for each in touched):
+            return False
+        node = node.next
+    return True
+
+
+def memory_of(value: fx.Node) -> fx.Node:
+    """The node that made the memory in which a value lies."""
+    while True:
+        source: Any = value.args[0] if value.target is ITEM else value
+        if is_call(source, aten._unsafe_view):
+            value = source.args[0]
+            continue
+        viewed = _signature(source.target).viewed if source.op == "call_function" else None
+        if viewed is None:
+            return source
+        value = arguments(source)[viewed]
+
+
+class _Signature(NamedTuple):
+    """The arguments of an operator: all with defaults, those that it writes, the one it returns a view of."""
+
+    defaults: dict[str, Any]
+    written: tuple[str, ...]
+    viewed: str | None
+
+
+@functools.cache
+def _signature(operator: Any) -> _Signature:
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        return _Signature({}, (), None)
+    aliased = {each.name: each.alias_info for each in schema.arguments if each.alias_info is not None}
+    returns_view = bool(schema.returns) and schema.returns[0].alias_info is not None
+    return _Signature(
+        {each.name: each.default_value for each in schema.arguments},
+        tuple(name for name, alias in aliased.items() if alias.is_write),
+        next(iter(aliased), None) if returns_view else None,
+    )
+
+
+def _written(call: fx.Node) -> list[fx.Node]:
+    """The tensors that a call writes into."""
+    names = _signature(call.target).written if call.op == "call_function" else ()
+    given = arguments(call) if names else {}
+    values = (value for name in names for value in _as_list(given[name]))
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else [value]
