@@ -17,14 +17,14 @@ MOST = {
     "glm4_moe": ({"dense": 10, "sparse": 10, "outside": 2}, {"dense": 9, "sparse": 15}),
     "deepseek_v3": ({"dense": 13, "sparse": 13, "outside": 2}, {"dense": 13, "sparse": 19}),
     "gemma4": ({"sliding": 19, "full": 17, "outside": 4}, {"sliding": 26, "full": 26}),
-    "qwen3_next": ({"linear": 11, "full": 18, "outside": 2}, {"linear": 29, "full": 22}),
+    "qwen3_next": ({"linear": 11, "full": 15, "outside": 2}, {"linear": 29, "full": 22}),
     "cohere2_moe": ({"dense": 11, "sparse": 13, "outside": 4}, {"dense": 9, "sparse": 17}),
 }
 # Sparse attention whose indexers may choose all keys. deepseek_v4 and minimax_m3_vl run module by module.
 INDEXED = {
     "deepseek_v32": {"dense": 15, "sparse": 15},
     "glm_moe_dsa": {"dense": 15, "sparse": 15},
-    "dots3_note": {"dense": 24, "sparse": 24},
+    "dots3_note": {"dense": 22, "sparse": 22},
     "mistral_large4": {"dense": 23, "sparse": 23},
     "axk2": {"dense": 30, "sparse": 45},
     "hy_v4": {"dense": 22, "sparse": 22},

@@ -309,3 +309,67 @@ def test_each_pass_is_needed():
                     each(graph)
         found = [operators(graph) for graph in graphs]
         assert found != [*CASES.values(), {"mul": 4, "linear_attention_": 1}], left_out
+
+
+# Functions of a query, keys and a gate -> whether the gate becomes an option of attention.
+MATRICES = random(4, 8, 16) / 4
+
+
+def attend(q: Tensor, k: Tensor) -> Tensor:
+    return ops.attention(q, k, k, 0.25)
+
+
+def gate_of_values(q, k, g):
+    wide = g.view(1, 1, 4, 32)[..., 16:]  # as a query's matrix makes query and gate of each head
+    return attend(q, k).reshape(1, 1, 64) * torch.sigmoid(wide.reshape(1, 1, 64))
+
+
+def gate_of_heads(q, k, g):
+    return attend(q, k) * softplus(g[..., :4].double()).float().unsqueeze(-1)
+
+
+def gate_of_latents(q, k, g):
+    return ops.heads_mm(attend(q, k), MATRICES) * torch.sigmoid(g[..., :4].float()).unsqueeze(-1)
+
+
+def gate_of_taken_values(q, k, g):
+    return ops.heads_mm(attend(q, k), MATRICES) * torch.sigmoid(g[..., :32].view(1, 1, 4, 8))
+
+
+def gate_and_its_reader(q, k, g):
+    out = attend(q, k)
+    return out * torch.sigmoid(g[..., :4]).unsqueeze(-1), out
+
+
+def gate_that_widens(q, k, g):
+    return attend(q, k) * torch.sigmoid(g[..., :4].double()).unsqueeze(-1)
+
+
+def gate_of_tokens(q, k, g):
+    return attend(q, k) * torch.sigmoid(g[..., :1]).unsqueeze(-1)
+
+
+@pytest.mark.parametrize(
+    ("function", "taken"),
+    [
+        (gate_of_values, True),
+        (gate_of_heads, True),
+        (gate_of_latents, True),
+        (gate_of_taken_values, False),
+        (gate_and_its_reader, False),
+        (gate_that_widens, False),
+        (gate_of_tokens, False),
+    ],
+)
+def test_gates_of_attention(function, taken):
+    inputs = random(1, 4, 1, 16), random(1, 1, 9, 16), random(1, 1, 128)
+    graph = recorded(function, *inputs)
+    simplify(graph)
+    left = operators(graph)
+    assert (left["mul"] == 0) is taken
+    assert not (taken and left["clone"])
+    expected = function(*inputs)
+    for result, right in zip(
+        computed(graph, *inputs), expected if isinstance(expected, tuple) else [expected], strict=True
+    ):
+        torch.testing.assert_close(result, right)

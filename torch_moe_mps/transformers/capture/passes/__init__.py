@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from torch import fx
 
+from .attention import gate_in_attention
 from .linear_attention import gates_in_linear_attention, keep_state, norm_in_linear_attention
 from .norms import norm_in_operators
 from .routing import gate_in_one, hand_routing_over
@@ -23,6 +24,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
+    gate_in_attention,
     split_residual_norms,
     gate_in_one,
     hand_routing_over,  # of the gates that the pass before has made, too
