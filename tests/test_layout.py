@@ -21,6 +21,7 @@ FLOORS = (
     "quantization",
     "transformers.report",
     "transformers.interface",
+    "transformers.mask_functions",
     "transformers.causal_mask",
     "transformers.rewriting.record",
     "transformers.rewriting.runtime",

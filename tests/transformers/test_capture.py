@@ -79,7 +79,7 @@ def assert_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> N
     assert [torch.equal(a, b) for a, b in zip(results, expected, strict=True)] == [True] * len(expected)
 
 
-# One classifies tokens without a cache, the other's own code does not run in bfloat16.
+# One classifies tokens without a cache, the other needs a router in float32 beside layers in bfloat16.
 WITHOUT_TOKENS = {"openai_privacy_filter", "inkling2"}
 
 
