@@ -62,7 +62,7 @@ def test_own_checkpoint(monkeypatch, capsys):
     assert " times)" not in printed
 
 
-@pytest.mark.parametrize(("architecture", "operator"), [("gemma4", "moe_gate"), ("qwen3", "rms_norm")])
+@pytest.mark.parametrize(("architecture", "operator"), [("gemma4", "moe_experts"), ("qwen3", "rms_norm")])
 def test_checkpoint_of_the_user(architecture, operator, demo, tmp_path):
     tiny_models.tiny_model(architecture).save_pretrained(tmp_path)
     printed = demo("--model", str(tmp_path), "--tokens", "4", "--dtype", "float32")

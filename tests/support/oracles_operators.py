@@ -651,7 +651,7 @@ def pool_window_(a):
     (_, tokens, width), rate, rows, of_entry = (
         a.kv.shape,
         len(a.position_bias),
-        len(state[0]),
+        state.shape[1],
         entries.shape[2],
     )
     end = a.position + tokens

@@ -25,13 +25,13 @@ from torch_moe_mps.transformers.report import any_layer
 IDS = torch.arange(1, 9)[None]
 CASES = [
     ("llama", ("q4_k", "q6_k", "q5_k"), {}),  # rows of q and k move
-    ("qwen2", ("q4_0", "q8_0", "iq4_nl"), {"tied": True}),
-    ("qwen3moe", ("q3_k", "q2_k", "q5_1"), {}),
+    ("qwen2", ("q4_0", "q5_0", "iq4_nl"), {"tied": True}),
+    ("qwen3moe", ("nvfp4", "q2_k", "q5_1"), {}),
     ("qwen35", ("q4_k", "q6_k", "q5_k"), {}),  # an input is taken in another order
-    ("qwen35moe", ("nvfp4", "q4_1", "q8_0"), {"tied": True}),  # blocks move instead
-    ("lfm2", ("iq4_xs", "q5_0", "q2_k"), {}),
+    ("qwen35moe", ("iq4_xs", "q4_1", "q8_0"), {"tied": True}),  # blocks move instead
+    ("lfm2", ("iq4_nl", "q3_k", "q2_k"), {}),
     pytest.param("qwen3moe", ("q4_k", "q6_k", "iq4_xs"), {}, marks=pytest.mark.sweep),
-    pytest.param("qwen2", ("q4_1", "q5_0", "mxfp4"), {}, marks=pytest.mark.sweep),
+    pytest.param("qwen2", ("q4_1", "q8_0", "mxfp4"), {}, marks=pytest.mark.sweep),
 ]
 
 
