@@ -111,7 +111,7 @@ def test_every_architecture(architecture, device, same_bits):
     ["glm5_next", *(pytest.param(n, marks=pytest.mark.sweep) for n in ("qwen4_exp", "minimax_m3_vl"))],
 )
 @torch.no_grad()
-def test_tokens_that_choose_blocks_of_keys(device, architecture):
+def test_tokens_that_choose_blocks_of_keys(device, architecture, same_bits):
     """Some close a block, others do not: two kinds of tokens."""
     rates = dict.fromkeys(("index_kpool", "indexer_compress_ratio", "index_block_size"), 4)
     chosen = {"index_topk": 8, "indexer_budget": 8, "index_topk_blocks": 2}
