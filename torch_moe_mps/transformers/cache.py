@@ -310,7 +310,7 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
     indexer_keys: Any
     pools: Any = None  # rows that stand for several keys, which their indexer makes
     rate = 0  # of pools
-    is_padded = False  # whether any row has had padding, as their indexer notes
+    is_padded: bool | None = None  # whether any row has had padding, as their indexer notes
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if not _in_place():
@@ -358,7 +358,7 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
 
     def reset(self) -> None:
         super().reset()
-        self.pools, self.is_padded = None, False
+        self.pools, self.is_padded = None, None
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)

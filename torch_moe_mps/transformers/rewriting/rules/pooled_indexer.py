@@ -66,9 +66,10 @@ def kpool_forward(
         and hidden_states.dtype is not torch.float64
         and (layer is None or hasattr(layer, "pools_of"))
         and not is_observed(indexer.k_norm)
-        and not _is_padded(attention_mask, layer)
     )
-    if not runs:
+    if not runs or _is_padded(attention_mask, layer):
+        if not runs and layer is not None:
+            layer.is_padded = None  # nothing has looked at this call's mask
         own = original_class(indexer).forward
         return own(indexer, hidden_states, q_resid, attention_mask, past_key_values)
     return _choice_of_gated(indexer, hidden_states, q_resid, layer)
@@ -101,17 +102,19 @@ def _choice_of_gated(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer
 
 
 def _is_padded(mask: Tensor, layer: Any) -> bool:
-    """Whether any row of a batch has had padding. A single token is none."""
-    before = layer is not None and layer.is_padded
-    if mask.shape[1] == 1 or before:
-        return bool(before)
-    found: bool | None = getattr(mask, _PADDED, None)  # all layers get the same mask
-    if found is None:
-        found = not bool(mask.all())
-        setattr(mask, _PADDED, found)
+    """Whether any row of a batch has or had padding. A single token is none."""
+    noted: bool | None = getattr(layer, "is_padded", None)
+    held = getattr(layer, "indexer_keys", None)
+    if noted is None and held is not None and held.shape[1] > 0:  # which the model's own code has written
+        noted = not bool(held[..., -1].all())  # the column that says which keys are shown
+    if not noted and mask.shape[1] > 1:
+        noted = getattr(mask, _PADDED, None)  # all layers get the same mask
+        if noted is None:
+            noted = not bool(mask.all())
+            setattr(mask, _PADDED, noted)
     if layer is not None:
-        layer.is_padded = found
-    return found
+        layer.is_padded = bool(noted)
+    return bool(noted)
 
 
 @functools.cache
