@@ -151,7 +151,63 @@ def gate_that_scales_otherwise(x, r):
     return experts(x[0], ids, weights + SCALES[ids])
 
 
+def changed(value: Tensor) -> Tensor:
+    """In place, by an operator that stays one: its arguments differ in dtype."""
+    return value.masked_fill_(value > value.mean(), 0)
+
+
+def weights_changed_behind_their_cast(x, r):
+    weights, ids = ops.moe_router(
+        torch.nn.functional.linear(x[0], ROUTER), K, scoring="softmax", norm_topk_prob=True
+    )
+    return experts(x[0], ids, changed(weights.half()))
+
+
+def gate_of_changed_scores(x, r):
+    logits = torch.nn.functional.linear(norm(x[0], None) * NORM * 0.125, ROUTER)
+    weights, ids = torch.topk(changed(torch.softmax(logits, -1)), K)
+    weights /= weights.sum(-1, keepdim=True)
+    return experts(x[0], ids, weights * SCALES[ids])
+
+
+def shared_expert_that_changes(x, r):
+    shared = linear(x[0]) * torch.sigmoid(torch.nn.functional.linear(x[0], GATE))
+    return r + (routed(x[0]) + changed(shared)).view(1, 1, H)
+
+
+def shared_gate_in_double(x, r):
+    strength = torch.sigmoid(torch.nn.functional.linear(x[0], GATE).double()).float()
+    return r + (routed(x[0]) + linear(x[0]) * strength).view(1, 1, H)
+
+
+def norm_of_two_rows(x, r):
+    """Wider than the rows that the operator reads."""
+    normed = norm(torch.cat([x, r], -1), torch.cat([NORM, OTHER_NORM]))
+    return linear(normed.view(2, H))
+
+
+def norm_of_sum_with_a_late_weight(x, r):
+    total = x + r
+    return norm(total, NORM * r.view(-1)), total
+
+
+def norm_before_scaled_sum(x, r):
+    normed = norm(x[0])
+    return torch.addmm(GATE[0, :1], normed, GATE.t(), beta=2), linear(normed)
+
+
+def norm_before_sum_of_rows(x, r):
+    normed = norm(x[0])
+    return torch.addmm(r[0, :, :1], normed, GATE.t()), linear(normed)
+
+
+def conjugates(x, r):
+    pairs = torch.view_as_complex(x.view(-1, 2))
+    return torch.view_as_real((pairs * pairs.conj() + pairs).resolve_conj())
+
+
 LINEAR = {"linear_quantized": 1}
+CHANGED = {"gt": 1, "mean": 1, "masked_fill_": 1}
 EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
 CASES: dict[Callable, dict[str, int]] = {
     residual: LINEAR,
@@ -172,6 +228,14 @@ CASES: dict[Callable, dict[str, int]] = {
     norm_in_sum_and_operator: {"linear_quantized": 2},
     whole_layer: {"linear_quantized": 1, "router_logits": 1, "moe_router": 1, "moe_experts": 1},
     gate: {"mul": 1, "moe_gate": 1, "moe_experts": 1},
+    weights_changed_behind_their_cast: EXPERTS | CHANGED | {"_to_copy": 1},
+    shared_expert_that_changes: EXPERTS | LINEAR | CHANGED | {"mm": 2, "sigmoid": 1, "mul": 1},
+    shared_gate_in_double: EXPERTS | LINEAR | {"mm": 2},
+    norm_of_two_rows: LINEAR | {"cat": 2, "rms_norm": 1},
+    norm_of_sum_with_a_late_weight: {"add": 1, "mul": 1, "rms_norm": 1},
+    norm_before_scaled_sum: LINEAR | {"rms_norm": 1, "addmm": 1},
+    norm_before_sum_of_rows: LINEAR | {"rms_norm": 1, "addmm": 1},
+    conjugates: {"mul": 1, "add": 1, "clone": 1},
 }
 
 
@@ -187,8 +251,9 @@ def test_what_is_left(function):
         assert_close(result, each, 1e-3 if "moe_router" in CASES[function] else 1e-6)  # its weights rounded
 
 
-def test_a_gate_of_another_formula_stays():
-    graph = recorded(gate_that_scales_otherwise, random(1, 1, H), random(1, 1, H))
+@pytest.mark.parametrize("function", [gate_that_scales_otherwise, gate_of_changed_scores])
+def test_a_gate_of_another_formula_stays(function):
+    graph = recorded(function, random(1, 1, H), random(1, 1, H))
     simplify(graph)
     assert operators(graph)["moe_gate"] == 0 and operators(graph)["topk"] == 1
 
@@ -262,6 +327,7 @@ GATES = [
     (decay, lambda b: 2 * b.sigmoid(), False),
     (decay, lambda b: b, False),
     (decay, lambda b: b.sigmoid() * b, False),
+    (decay, lambda b: changed(b.sigmoid()), False),
     (decay, lambda b: b[..., :1].sigmoid().expand(1, 1, HEADS), False),
 ]
 
@@ -345,6 +411,19 @@ def gate_that_widens(q, k, g):
     return attend(q, k) * torch.sigmoid(g[..., :4].double()).unsqueeze(-1)
 
 
+def gate_that_changes(q, k, g):
+    return attend(q, k) * changed(torch.sigmoid(g[..., :4])).unsqueeze(-1)
+
+
+def gate_of_a_cast_that_changes(q, k, g):
+    return attend(q, k) * torch.sigmoid(changed(g[..., :4].double())).float().unsqueeze(-1)
+
+
+def gate_of_a_copy_that_changes(q, k, g):
+    wide = changed(g.view(1, 1, 4, 32)[..., 16:].clone())
+    return attend(q, k).reshape(1, 1, 64) * torch.sigmoid(wide.reshape(1, 1, 64))
+
+
 def gate_of_tokens(q, k, g):
     return attend(q, k) * torch.sigmoid(g[..., :1]).unsqueeze(-1)
 
@@ -359,6 +438,9 @@ def gate_of_tokens(q, k, g):
         (gate_and_its_reader, False),
         (gate_that_widens, False),
         (gate_of_tokens, False),
+        (gate_that_changes, False),
+        (gate_of_a_cast_that_changes, False),
+        (gate_of_a_copy_that_changes, False),
     ],
 )
 def test_gates_of_attention(function, taken):

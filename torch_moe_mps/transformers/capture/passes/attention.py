@@ -12,6 +12,7 @@ from .graphs import (
     changed,
     in_shape,
     is_call,
+    is_final,
     is_read_once,
     is_unchanged,
     ours,
@@ -79,7 +80,8 @@ def _uncopied(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
     """A value in the shape of another one, before copies that only made it contiguous."""
     shape, found = tensor_of(like).shape, value
     while tensor_of(found).shape != shape or is_call(found, aten.clone):
-        source: Any = found.args[0] if is_call(found, aten.clone) else beneath(found)
+        is_copy = is_call(found, aten.clone) and is_final(found)
+        source: Any = found.args[0] if is_copy else beneath(found)
         if source is found:
             return in_shape(value, like, before)
         found = source

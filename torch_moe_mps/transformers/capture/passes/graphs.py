@@ -66,7 +66,8 @@ def in_shape(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
         return found
     if not tensor_of(value).is_contiguous():
         return None
-    return put(before, aten.view.default, tensor_of(like), value, [as_recorded(size) for size in shape])
+    viewed = tensor_of(like).to(tensor_of(value).dtype)
+    return put(before, aten.view.default, viewed, value, [as_recorded(size) for size in shape])
 
 
 def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -96,6 +97,20 @@ def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = Tr
             return False
         node = node.next
     return True
+
+
+def is_final(value: fx.Node) -> bool:
+    """Whether no call writes into the memory of a value that a call has made."""
+    memory = memory_of(value)
+    return memory.op != "call_function" or not _is_written(memory, memory)
+
+
+def _is_written(value: fx.Node, memory: fx.Node) -> bool:
+    return any(
+        value in _written(user) or (memory_of(user) is memory and _is_written(user, memory))
+        for user in value.users
+        if user.op == "call_function"
+    )
 
 
 def memory_of(value: fx.Node) -> fx.Node:

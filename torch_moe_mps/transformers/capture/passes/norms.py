@@ -27,7 +27,9 @@ def norm_in_operators(graph: fx.Graph) -> None:
             continue
         if tensor_of(weight).dtype != tensor_of(x).dtype:  # it would be a launch of its own for each
             continue
-        found = list(readers(norm))
+        found, size = list(readers(norm)), tensor_of(weight).shape
+        if any(tensor_of(value).shape[-1:] != size for _, value in found):
+            continue
         if not all(_can_norm(*each) and is_unchanged(x, norm, each[0]) for each in found):
             continue
         options = {"norm_weight": weight, "norm_eps": eps, "norm_offset": offset}

@@ -3,29 +3,42 @@
     match("rms_norm(A + B, W, EPS, OFFSET)", node)
 
 An upper-case name stands for any argument, twice for the same one; other names are operators, of aten or of
-this package, and what a formula does not say of their arguments is as by default. `linear(X, W)` is a matmul
-however it was recorded, `item(R, 0)` one of several results. Sums and products match in either order. Casts
-and other shapes are looked through in front of an operator.
+this package, whose results no call writes into, and what a formula does not say of their arguments is as by
+default. `linear(X, W)` is a matmul however it was recorded, `item(R, 0)` one of several results. Sums and
+products match in either order. Casts and other shapes are looked through in front of an operator.
 """
 
 import ast
 import functools
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import fx
 
 from ..tracing import ITEM
-from .graphs import arguments, aten, beneath, is_call, tensor_of
+from .graphs import arguments, aten, beneath, is_call, is_final, tensor_of
 
 _SIGNS = {ast.Add: "add", ast.Mult: "mul", ast.Div: "div", ast.Sub: "sub"}
 Bound = dict[str, Any]
 
 
-def match(formula: str | ast.expr, value: Any, bound: Bound | None = None) -> Bound | None:
+def match(formula: str, value: Any, bound: Bound | None = None) -> Bound | None:
     """{name: argument} if a node computes a formula, else None. `bound`: what names stand for already."""
-    form = _parsed(formula) if isinstance(formula, str) else formula
-    bound = {} if bound is None else bound
+    found = _match(_parsed(formula), value, bound or {})
+    leaves = [] if found is None else [each for each in found.values() if each is not value]
+    return found if found and all(map(is_final, _computed(value, leaves))) else None
+
+
+def _computed(value: Any, of: list[Any]) -> Iterator[fx.Node]:
+    """A value and all that it is computed of, up to other values."""
+    if isinstance(value, fx.Node) and not any(value is each for each in of):
+        yield value
+        for each in value.all_input_nodes:
+            yield from _computed(each, of)
+
+
+def _match(form: ast.expr, value: Any, bound: Bound) -> Bound | None:
     if isinstance(form, ast.Name):
         return bound | {form.id: value} if bound.get(form.id, value) is value else None
     if isinstance(form, ast.List):
@@ -51,7 +64,7 @@ def match(formula: str | ast.expr, value: Any, bound: Bound | None = None) -> Bo
 
 def _match_all(forms: list[ast.expr], values: list[Any], bound: Bound | None) -> Bound | None:
     for form, value in zip(forms, values, strict=True):
-        bound = None if bound is None else match(form, value, bound)
+        bound = None if bound is None else _match(form, value, bound)
     return bound
 
 
@@ -64,7 +77,7 @@ def uncast(value: Any) -> Any:
 
 def before_widening(value: Any) -> Any:
     """A value before casts that keep all its digits."""
-    while is_call(value, aten._to_copy):
+    while is_call(value, aten._to_copy) and is_final(value):
         source: Any = value.args[0]
         if torch.promote_types(tensor_of(source).dtype, tensor_of(value).dtype) != tensor_of(value).dtype:
             break
@@ -80,7 +93,10 @@ def linear_of(call: Any) -> tuple[Any, Any, Any] | None:
     if not is_call(call, aten.mm, aten.addmm):
         return None
     *biases, x, turned = (value for value in arguments(call).values() if isinstance(value, fx.Node))
-    return (x, turned.args[0], biases[0] if biases else None) if is_call(turned, aten.t) else None
+    is_scaled = any(arguments(call).get(name, 1) != 1 for name in ("alpha", "beta"))
+    if is_scaled or not is_call(turned, aten.t) or any(tensor_of(each).dim() != 1 for each in biases):
+        return None
+    return x, turned.args[0], biases[0] if biases else None
 
 
 def _arguments(name: str, call: Any) -> list[tuple[Any, Any]] | None:

@@ -6,7 +6,7 @@ from torch import Tensor, fx
 
 from ....ops._checks import MAX_TOP_K
 from ..tracing import ITEM
-from .graphs import arguments, aten, calls, changed, is_call, is_unchanged, ours, put, tensor_of
+from .graphs import arguments, aten, calls, changed, is_call, is_final, is_unchanged, ours, put, tensor_of
 from .patterns import match
 
 _EXPERTS = (
@@ -69,6 +69,7 @@ def _cast(value: fx.Node, like: Tensor, before: fx.Node) -> fx.Node:
 
 def _of_router(value: Any) -> fx.Node | None:
     """A router's result before it was cast; None for what is none."""
-    while is_call(value, aten._to_copy):
+    while is_call(value, aten._to_copy) and is_final(value):
         value = value.args[0]
-    return value if value.target is ITEM and is_call(value.args[0], *_ROUTERS) else None
+    is_result = value.target is ITEM and is_call(value.args[0], *_ROUTERS) and is_final(value)
+    return value if is_result else None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from ..tracing import ITEM, VALUE, Number
-from .graphs import memory_of, put, tensor_of
+from .graphs import aten, is_call, memory_of, put, tensor_of
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -82,7 +82,9 @@ def _has_effects(node: fx.Node) -> bool:
 
 
 def _is_view(node: fx.Node) -> bool:
-    """Whether a node's only result is a view of its first argument."""
+    """Whether a node's only result is a view of its first argument, with its elements."""
+    if is_call(node, aten._conj, aten._neg_view):
+        return False
     if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta[VALUE], Tensor):
         return False
     alias = node.target._schema.returns[0].alias_info

@@ -23,7 +23,7 @@ from .graphs import (
     put,
     tensor_of,
 )
-from .patterns import match
+from .patterns import before_widening, match
 
 _EXPERTS = (ours.moe_experts, ours.moe_experts_quantized, ours.moe_weighted_reduce)
 _ADDING = (*_EXPERTS, ours.linear_quantized, ours.mlp_quantized)
@@ -48,6 +48,8 @@ def norm_sums(graph: fx.Graph) -> None:
         total, *options = arguments(norm).values()
         summands = _summands(total) if is_call(total, aten.add) else None
         if summands is None or options[0] is None or not is_unchanged(total, total, norm):
+            continue
+        if options[0].op != "get_attr":  # it may be computed behind the sum
             continue
         like = (tensor_of(norm), tensor_of(total))
         both = put(total, ours.fused_residual_norm.default, like, *summands, *options[:2], True, options[2])
@@ -102,7 +104,7 @@ def _shared(term: fx.Node, reader: fx.Node) -> dict[str, object]:
     """The arguments with which experts add sigmoid(gate) * out, or any other term."""
     product = beneath(term)
     found = match("sigmoid(LOGIT) * OUT", product)
-    logit, out = (found["LOGIT"], found["OUT"]) if found else (term, term)
+    logit, out = (before_widening(found["LOGIT"]), found["OUT"]) if found else (term, term)
     if (
         found
         and tensor_of(out).shape == tensor_of(term).shape
