@@ -80,9 +80,10 @@ def assert_equal(results: list[torch.Tensor], expected: list[torch.Tensor]) -> N
     assert [torch.equal(a, b) for a, b in zip(results, expected, strict=True)] == [True] * len(expected)
 
 
-# One classifies tokens without a cache, the other needs a router in float32 beside layers in bfloat16.
-WITHOUT_TOKENS = {"openai_privacy_filter", "inkling2"}
-ARCHITECTURES = sorted({*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - WITHOUT_TOKENS)
+# One classifies tokens without a cache.
+ARCHITECTURES = sorted(
+    {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - {"openai_privacy_filter"}
+)
 QUANTISED_SIZES = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
 # Their indexers make masks for torch's attention; a batch with padding runs module by module.
 OWN_MASKS = {"glm5_next", "minimax_m3_vl", "qwen4_exp"}
@@ -108,9 +109,10 @@ def answer(model: nn.Module, device: str, padding: int = 0) -> list[torch.Tensor
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("architecture", ARCHITECTURES)
+@pytest.mark.parametrize("architecture", [*filter("inkling2".__ne__, ARCHITECTURES)])
 @torch.no_grad()
 def test_every_architecture(architecture, device, same_bits):
+    """Without Inkling 2, which needs a router in float32 beside layers in bfloat16."""
     with tiny_models.sizes(**QUANTISED_SIZES):
         model = accelerated(architecture, device, torch.bfloat16, bits=4, group_size=32)
     own = without_capture(copy.deepcopy(model))
