@@ -389,7 +389,9 @@ class _GrowingBlocks(_Growing):
 
     def take_index(self, keys: Tensor) -> Tensor:
         """Takes the slots, whose last tokens have been written."""
-        self.idx_keys = _in_memory_of(self.idx_keys, keys.unsqueeze(1))
+        held = self.idx_keys
+        # unsqueeze would give the one head a stride that is not the memory's, and no program takes that.
+        self.idx_keys = _shown(getattr(held, MEMORY), _start(held), keys.shape[1])
         return keys
 
 

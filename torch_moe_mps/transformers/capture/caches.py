@@ -20,6 +20,7 @@ from .fingerprint import default_device
 from .tracing import Recorder, Unsupported
 
 _STATIC = (bool, float, str, type(None), torch.dtype, torch.device)
+_OF_WINDOWS = ("keys", "values")  # views that stop growing once a window is full
 _CACHES = (DynamicCache, StaticCache, QuantizedCache)
 MASK = "attention_mask"
 _ARGUMENTS = -1  # the place of what is no dictionary of the cache, nor of a mask
@@ -44,7 +45,9 @@ class Reading:
         key: hashable.
         numbers: sizes of tensors, places in memories, and numbers of the cache.
         sizes: the positions of numbers that are sizes of tensors.
-        growing: the positions of sizes that grow with a memory.
+        starts: the positions of numbers that are places in memories.
+        growing: the positions of sizes that grow with a memory, and of what counts entries for several tokens
+            each: it stays for many calls, then changes.
         entries: the values of the call.
         padding: what `range_of_padding` gives for its mask of padding, if it has one.
     """
@@ -56,6 +59,7 @@ class Reading:
         """
         self.numbers: list[int] = []
         self.sizes: set[int] = set()
+        self.starts: set[int] = set()
         self.growing: set[int] = set()
         self.entries: list[Entry] = []
         self._memories: dict[int, int] = {}  # by id, in their order
@@ -90,8 +94,10 @@ class Reading:
             inner = [value for value in vars(layer).values() if type(value) is dict]
             for held in (vars(layer), *inner):
                 yield len(held)
-                for item in held.items():
-                    yield from self._value(self._place, *item)
+                for name, value in held.items():
+                    if type(value) is int and held is not vars(layer):
+                        self.growing.add(len(self.numbers))
+                    yield from self._value(self._place, name, value)
                 self._place += 1
         for states in _lists_of(cache):
             for item in enumerate(states):
@@ -121,7 +127,10 @@ class Reading:
                 if memory is not None:
                     yield from (column_of(view, tensor), view.shape[-1], _special(view.shape[-2:-1]))
                     self.growing.add(len(self.numbers) - 2)
+                    if name not in _OF_WINDOWS:
+                        self.growing.add(len(self.numbers))
                     self.sizes.add(len(self.numbers))
+                    self.starts.add(len(self.numbers) + 1)
                     self.numbers += view.shape[-2], start_of(view, tensor)
         elif type(value) is int:
             kind = NUMBER

@@ -281,19 +281,21 @@ class Captures:
 def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:
     """{position of a number: its symbol}, what the symbols are now, and what they are at least.
 
-    Numbers that were equal in both of two calls share a symbol. A size below 2 is never one: calls of one
+    Numbers that were equal in both of two calls share a symbol, if they are sizes, places in memories or
+    others alike. A size below 2 is never one: calls of one
     kind have the same sizes of 0 and 1.
     """
-    changing = kind.varied | {position: reading.numbers[position] for position in reading.growing}
-    groups: dict[tuple[int, int, bool], int] = {}
+    changing = {position: reading.numbers[position] for position in reading.growing} | kind.varied
+    groups: dict[tuple[int, int, bool, bool], int] = {}
     symbol: dict[int, int] = {}
     for position, before in sorted(changing.items()):
         now = reading.numbers[position]
         is_size = position in reading.sizes
         if is_size and now < 2:
             continue
-        symbol[position] = groups.setdefault((before, now, is_size), len(groups))
-    return symbol, [now for _, now, _ in groups], [2 if is_size else 0 for *_, is_size in groups]
+        group = before, now, is_size, position in reading.starts
+        symbol[position] = groups.setdefault(group, len(groups))
+    return symbol, [now for _, now, *_ in groups], [2 if is_size else 0 for *_, is_size, _ in groups]
 
 
 def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:

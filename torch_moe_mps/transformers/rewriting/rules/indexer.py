@@ -32,7 +32,7 @@ _TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", "p
 _BATCH, _TOKENS, _BEFORE = 2, 3, 4  # of a trial
 # The attribute of indices none of which its token does not see.
 IN_ORDER = "_moe_mps_in_order"
-# {device: all numbers of keys up to the most that an indexer has asked for}
+# {device: the numbers of as many keys as an indexer can choose}: programs hold it, so it must not grow with them.
 _EVERY: dict[torch.device, Tensor] = {}
 
 
@@ -77,7 +77,7 @@ def _chosen(
         k, weights = joined.split_with_sizes([layer.out_features for layer in layers], -1)
     q, k = _into_cache(indexer, form, q, k, given)
     if q is None:
-        return _every(seen, k.device).expand(batch, tokens, seen)
+        return _every(indexer.index_topk, k.device)[:seen].expand(batch, tokens, seen)
     if weights is None:
         weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
     scale = indexer.softmax_scale * indexer.n_heads**-0.5
@@ -119,11 +119,11 @@ def _queries(indexer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
     return q if scaling is None else scaling(q, given["position_ids"], head_dim_first=False)
 
 
-def _every(keys: int, device: torch.device) -> Tensor:
+def _every(count: int, device: torch.device) -> Tensor:
     held = _EVERY.get(device)
-    if held is None or len(held) < keys:
-        held = _EVERY[device] = torch.arange(2 * keys, dtype=torch.int32, device=device)
-    return held[:keys]
+    if held is None or len(held) < count:
+        held = _EVERY[device] = torch.arange(count, dtype=torch.int32, device=device)
+    return held
 
 
 # Recognising an indexer
