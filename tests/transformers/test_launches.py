@@ -2,7 +2,7 @@
 
 import pytest
 from support import tiny_models
-from support.launches import captured_by_type, launches_by_type, model_on_mps, token_by_type
+from support.launches import captured_by_type, launches_by_type, model_on_mps
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH
@@ -20,7 +20,7 @@ MOST = {
     "qwen3_next": ({"linear": 11, "full": 15, "outside": 2}, {"linear": 29, "full": 22}),
     "cohere2_moe": ({"dense": 11, "sparse": 13, "outside": 4}, {"dense": 9, "sparse": 17}),
 }
-# Sparse attention whose indexers may choose all keys. deepseek_v4 and minimax_m3_vl run module by module.
+# Sparse attention whose indexers may choose all keys.
 INDEXED = {
     "deepseek_v32": {"dense": 15, "sparse": 15},
     "glm_moe_dsa": {"dense": 15, "sparse": 15},
@@ -28,13 +28,13 @@ INDEXED = {
     "mistral_large4": {"dense": 23, "sparse": 23},
     "axk2": {"dense": 30, "sparse": 45},
     "hy_v4": {"dense": 22, "sparse": 22},
-    "deepseek_v4": {"heavily compressed, hash moe": 34, "compressed sparse, moe": 28},
+    "deepseek_v4": {"heavily compressed, hash moe": 32, "compressed sparse, moe": 23},
     "glm5_next": {"linear, dense": 20, "indexed, sparse": 24},
-    "qwen4_exp": {"linear": 59, "indexed": 103},
-    "minimax_m3_vl": {"full, dense": 9, "minimax m3 sparse, sparse": 18},
+    "qwen4_exp": {"linear": 59, "indexed": 100},
+    "minimax_m3_vl": {"full, dense": 10, "minimax m3 sparse, sparse": 14},
 }
 WIDER = {"deepseek_v4": {"head_dim": 64}}  # so that what makes compressed keys is quantised
-OFTEN = ("glm_moe_dsa", "deepseek_v4")
+OFTEN = ("glm_moe_dsa", "deepseek_v4", "minimax_m3_vl")
 # Launches of each type of layer where the model's own code runs.
 OWN_CODE = {
     "mixtral": {"": 58},
@@ -81,7 +81,7 @@ def test_launches_of_a_layer_with_an_indexer(simulated, architecture):
     with tiny_models.sizes(**WIDER.get(architecture, {})):
         model = model_on_mps(architecture)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    check_types(of_layers(token_by_type(simulated, model)), INDEXED[architecture])
+    check_types(of_layers(captured_by_type(simulated, model)), INDEXED[architecture])
 
 
 # Latent attention without indexers.
@@ -98,7 +98,7 @@ LATENT = {
 def test_launches_of_a_layer_with_latent_attention(simulated, architecture):
     model = model_on_mps(architecture)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    check_types(of_layers(token_by_type(simulated, model)), LATENT[architecture])
+    check_types(of_layers(captured_by_type(simulated, model)), LATENT[architecture])
 
 
 # Layers of linear attention, by what makes the last layer one: the most launches of one token.
@@ -107,7 +107,7 @@ LINEAR = {
     "bailing_hybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 10),
     "nemotron_h": ({"layers_block_type": ["attention", "mamba"]}, 5),
     "granitemoehybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 16),
-    "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, 18),
+    "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, 16),
     "jamba": (
         {"attn_layer_offset": 0, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
         13,
@@ -123,7 +123,7 @@ def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, ar
     with tiny_models.sizes(linear_num_heads=16, linear_head_dim=32):
         model = model_on_mps(architecture)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    *_, layer = of_layers(token_by_type(simulated, model)).values()
+    *_, layer = of_layers(captured_by_type(simulated, model)).values()
     assert sum(layer.values()) <= most, dict(layer)
 
 

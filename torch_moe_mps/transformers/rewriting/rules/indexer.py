@@ -32,7 +32,7 @@ _TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", "p
 _BATCH, _TOKENS, _BEFORE = 2, 3, 4  # of a trial
 # The attribute of indices none of which its token does not see.
 IN_ORDER = "_moe_mps_in_order"
-# {device: the numbers of as many keys as an indexer can choose}: programs hold it, so it must not grow with them.
+# {device: the numbers of as many keys as an indexer can choose}: programs hold it, so it may not grow.
 _EVERY: dict[torch.device, Tensor] = {}
 
 
