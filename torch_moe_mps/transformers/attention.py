@@ -174,10 +174,12 @@ def _wrap_mask(owner: Any) -> None:
 def _sdpa_mask(sdpa_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
     """What `sdpa_mask`, the function of transformers, returns; on mps a CausalMask in its place.
 
-    On a CPU only where it may not be None, as an indexer reads it.
+    On a CPU only where it may not be None as an indexer reads it. A static cache's may not be None either;
+    its offset is a tensor, and a step would be compiled anew for each token's mask.
     """
     on_mps = torch.device(kwargs.get("device", "cpu")).type == "mps"
-    takes = not args and (on_mps or not _may_be_none(kwargs))
+    is_read = not _may_be_none(kwargs) and not isinstance(kwargs.get("q_offset"), Tensor)
+    takes = not args and (on_mps or is_read)
     mask = _causal(**{**kwargs, "dtype": torch.bool}) if takes else None
     if mask is None:
         return sdpa_mask(*args, **kwargs)

@@ -148,7 +148,7 @@ class CausalMask(Tensor):
                 tokens, keys, self.seen, self.window, self.key_range, self.device, self.lookahead
             )
             mask = sees if self.dtype == torch.bool else additive(sees, self.dtype)
-            self._elements = (mask if self.dim() == 4 else mask.squeeze(1)).expand(self.shape)
+            self._elements = (mask if len(self.shape) == 4 else mask.squeeze(1)).expand(self.shape)
         return self._elements
 
     def _of_tokens(self, start: int, stop: int) -> "CausalMask":
