@@ -191,7 +191,8 @@ def test_one_that_is_rewritten_is_recognised_without_a_change():
 
 
 def test_an_implementation_that_is_set_later():
-    """transformers' own two make masks of what is chosen, which must be keys."""
+    """transformers' own two make masks of what is chosen, which must be keys, where `sdpa` is wrapped too."""
+    torch_moe_mps.accelerate(tiny_model("qwen3_moe"))
     model = model_with("glm_moe_dsa", 5)
     expected = output(eager(copy.deepcopy(model)), IDS)
     torch_moe_mps.accelerate(model)

@@ -55,8 +55,9 @@ def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwa
     form: Form = indexer.__dict__[RECORD].formula
     given = dict(zip(form.names, args, strict=False)) | kwargs
     mask, (cos, _) = given["attention_mask"], given["position_embeddings"]
-    # Only our implementation of attention makes such a mask for it; others scatter the result without -1.
-    runs = type(mask) is CausalMask and mask.window is None
+    # Our implementation of attention asks for numbers. Beside a mask of bool, that of `sdpa`, a model
+    # scatters the result, which takes no -1.
+    runs = type(mask) is CausalMask and mask.window is None and mask.dtype is not torch.bool
     if not runs or hidden_states.dtype is torch.float64 or cos.shape[-1] != form.rotary:
         own: Tensor = original_class(indexer).forward(indexer, hidden_states, *args, **kwargs)
         return own
