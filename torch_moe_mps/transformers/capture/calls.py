@@ -281,9 +281,8 @@ class Captures:
 def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:
     """{position of a number: its symbol}, what the symbols are now, and what they are at least.
 
-    Numbers that were equal in both of two calls share a symbol, if they are sizes, places in memories or
-    others alike. A size below 2 is never one: calls of one
-    kind have the same sizes of 0 and 1.
+    Numbers that were equal in both of two calls share a symbol, if both are sizes, places in memories or
+    neither. A size below 2 is never one: calls of one kind have the same sizes of 0 and 1.
     """
     changing = {position: reading.numbers[position] for position in reading.growing} | kind.varied
     groups: dict[tuple[int, int, bool, bool], int] = {}

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from .caches import Plan
-from .tracing import ITEM, TENSOR, Number, is_operator
+from .tracing import ITEM, TENSOR, VALUE, Number, is_operator
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
@@ -219,8 +219,8 @@ class _Assembly:
             else:
                 arguments.append([self._place(value, str(argument.real_type))])
         items = {user.args[1]: user for user in node.users if user.target is ITEM}
-        of_many = isinstance(node.meta["val"], (list, tuple))
-        made = [items.get(k) for k in range(len(node.meta["val"]))] if of_many else [node]
+        of_many = isinstance(node.meta[VALUE], (list, tuple))
+        made = [items.get(k) for k in range(len(node.meta[VALUE]))] if of_many else [node]
         read = [each if each is not None and each.users else None for each in made]
         results = []
         for each in read:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, fx
 
 from ....ops._checks import MAX_TOP_K
-from ..tracing import ITEM
+from ..tracing import ITEM, VALUE
 from .graphs import arguments, aten, calls, changed, is_call, is_final, is_unchanged, ours, put, tensor_of
 from .patterns import match
 
@@ -31,7 +31,7 @@ def gate_in_one(graph: fx.Graph) -> None:
         choice = found["T"]
         scale = put(choice, aten.mul.Tensor, tensor_of(found["SCALE"]), found["SCALE"], found["ROOT"])
         of_experts = (found["LINEAR"], scale, found["PER_EXPERT"], found["K"], found["EPS"], False)
-        results = tensor_of(weights).float(), choice.meta["val"][1].int()
+        results = tensor_of(weights).float(), choice.meta[VALUE][1].int()
         gate = put(choice, ours.moe_gate.default, results, found["X"], *of_experts)
         ids = [user for user in choice.users if user.args[1] == 1]
         for number, old in enumerate((weights, *ids)):
