@@ -126,10 +126,9 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
     v.add_tail(*v_tail);
   }
   const std::optional<Tensor> key_range = contiguous(key_range_), sinks = contiguous(sinks_);
-  const std::optional<Tensor> indices = indices_ ? std::optional(rows_contiguous(*indices_)) : std::nullopt;
-  const std::optional<Tensor> relative =
-      relative_ ? std::optional(rows_contiguous(*relative_)) : std::nullopt;
-  const std::optional<Tensor> gate = gate_ ? std::optional(rows_contiguous(*gate_)) : std::nullopt;
+  const std::optional<Tensor> indices = rows_contiguous(indices_);
+  const std::optional<Tensor> relative = rows_contiguous(relative_);
+  const std::optional<Tensor> gate = rows_contiguous(gate_);
 
   AttentionParams params{};
   params.k = k.params;

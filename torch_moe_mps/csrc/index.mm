@@ -30,8 +30,7 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const std::optional<Tensor
   if (of_heads && !as_bits) indices = indices.squeeze(1);
   if (indices.numel() == 0) return indices;
   const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_);
-  const std::optional<Tensor> weights =
-      weights_.has_value() ? std::optional(rows_contiguous(*weights_)) : std::nullopt;
+  const std::optional<Tensor> weights = rows_contiguous(weights_);
   const std::optional<Tensor> key_range = contiguous(key_range_);
   IndexParams params{};
   params.q_batch_stride = q.stride(0);

@@ -101,7 +101,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   const bool channels = g_ && g_->dim() == 4;
   const OptionalTensor g = channels ? rows_contiguous(*g_) : g_;
   const OptionalTensor a_log = contiguous(a_log_), dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);
-  const OptionalTensor gate = gate_ ? OptionalTensor(rows_contiguous(*gate_)) : std::nullopt;
+  const OptionalTensor gate = rows_contiguous(gate_);
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   LinearAttentionParams params{};
   params.q = token_strides(q);

@@ -32,6 +32,7 @@ std::optional<int64_t> row_stride(const at::Tensor& tensor);
 
 // The tensor if the elements of each row are contiguous, else a contiguous copy.
 at::Tensor rows_contiguous(const at::Tensor& tensor);
+std::optional<at::Tensor> rows_contiguous(const std::optional<at::Tensor>& tensor);
 
 // Whether each row of a tensor of any strides starts on a multiple of so many elements.
 bool starts_aligned(const at::Tensor& tensor, int64_t elements = 4);

@@ -53,6 +53,10 @@ at::Tensor rows_contiguous(const at::Tensor& tensor) {
   return tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
+std::optional<at::Tensor> rows_contiguous(const std::optional<at::Tensor>& tensor) {
+  return tensor.has_value() ? std::optional(rows_contiguous(*tensor)) : std::nullopt;
+}
+
 bool starts_aligned(const at::Tensor& tensor, int64_t elements) {
   for (int64_t dim = 0; dim + 1 < tensor.dim(); ++dim) {
     if (tensor.size(dim) > 1 && tensor.stride(dim) % elements != 0) return false;
