@@ -9,8 +9,7 @@ template <typename T>
 struct StreamColumns {
   Vector<T, 4> rows[kMaxStreams];
 
-  static StreamColumns load_at(device const T* streams, ulong token, uint column,
-                               constant HyperParams& params) {
+  static StreamColumns load_at(device const T* streams, ulong token, uint column, HyperParams params) {
     StreamColumns x;
     UNROLL for (uint n = 0; n < kMaxStreams; ++n) {
       x.rows[n] = Vector<T, 4>(T(0.0f));
@@ -22,7 +21,7 @@ struct StreamColumns {
   }
 
   void update(device const T* out, device const float* post, device const float* comb, device T* updated,
-              ulong token, uint column, constant HyperParams& params) {
+              ulong token, uint column, HyperParams params) {
     const float4 added = widen(load<4>(out + token * params.width + column));
     float4 before[kMaxStreams];
     UNROLL for (uint n = 0; n < kMaxStreams; ++n) before[n] = widen(rows[n]);
@@ -118,7 +117,7 @@ inline float sum_of_column(float value) {
   return value + simd_shuffle_xor(value, 8);
 }
 
-inline float mixture(float logit, bool is_there, constant HyperParams& params) {
+inline float mixture(float logit, bool is_there, HyperParams params) {
   float highest = is_there ? logit : -INFINITY;
   highest = max(highest, simd_shuffle_xor(highest, 1));
   highest = max(highest, simd_shuffle_xor(highest, 2));
