@@ -696,13 +696,13 @@ not dispatched here
             costs("hyper_connection", "bf16"),
             """\
 hyper_connection of 1
-  hyper_products_bf16: 10.09 9.83 slots a MAC, 61.5 registers, 256/-/832 threads
+  hyper_products_bf16: 10.04 9.78 slots a MAC, 61.5 registers, 256/-/832 threads
   hyper_mix_bf16: 66.58 58.58 slots an element, 23 registers, 256/-/1024 threads
 hyper_connection of 16
-  hyper_products_of_tokens_bf16: 5.78 5.52 slots a MAC, 67 registers, 256/-/768 threads
+  hyper_products_of_tokens_bf16: 5.73 5.47 slots a MAC, 66 registers, 256/-/768 threads
   hyper_mix_bf16: 66.58 58.58 slots an element, 23 registers, 256/-/1024 threads
 hyper_update
-  hyper_update_bf16: 24.25 19.00 slots an element, 50 registers, 256/-/1024 threads
+  hyper_update_bf16: 23.12 17.88 slots an element, 49 registers, 256/-/1024 threads
 """,
         )
 
