@@ -10,9 +10,14 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.quantization import Format
-from torch_moe_mps.transformers.checkpoints.targets import Target
+from torch_moe_mps.transformers.checkpoints.targets import Target, groups_of
 from torch_moe_mps.transformers.checkpoints.weights import quantize_target
-from torch_moe_mps.transformers.linears import QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from torch_moe_mps.transformers.linears import (
+    GroupedLinear,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+)
 
 
 def tiny(architecture: str, **overrides):
@@ -142,6 +147,36 @@ def test_what_something_else_needs_stays_dense():
         f"{prefix}k_proj": "its weight is computed by a parametrisation",
         f"{prefix}v_proj": "Twice has code of its own",
     }
+
+
+def test_a_matrix_for_each_group_of_inputs(device, tmp_path):
+    """DeepSeek-V4's o_a_proj; a class that turns the groups round would keep its weight."""
+    with tiny_models.sizes(head_dim=64):
+        model = tiny("deepseek_v4")
+    layer = model.model.layers[0].self_attn.o_a_proj
+    assert (layer.n_groups, layer.in_features, layer.out_features) == (2, 128, 128)
+    own = type(layer).forward
+    turned = copy.copy(layer)
+    turned.__class__ = type("Turned", (type(layer),), {"forward": lambda self, x: own(self, x.flip(-2))})
+    assert groups_of(layer) == 2 and groups_of(turned) is None and groups_of(nn.Linear(4, 4)) is None
+    dense = copy.deepcopy(model)
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    name = "model.layers.0.self_attn.o_a_proj"
+    layer = model.get_submodule(name)
+    assert type(layer) is GroupedLinear and name not in report.skipped
+    x = torch.randn(2, 19, 2, 128, generator=torch.Generator().manual_seed(3))
+    weight = layer.weight[:].view(2, 64, 128).double()
+    expected = torch.einsum("btgc,grc->btgr", x.double(), weight)
+    for part in (x, x[:1, :1], x[:0], x[:, ::2], x.flip(1)[0]):
+        rows = expected if part is x else torch.einsum("...gc,grc->...gr", part.double(), weight)
+        found = copy.deepcopy(layer).to(device)(part.to(device)).cpu()
+        assert found.shape == rows.shape and torch.allclose(found.double(), rows, atol=1e-4)
+    dense = tiny_models.dense_twin(dense, model)
+    assert_close(output(model, prompt()), output(dense, prompt()), 1e-5)
+    model.save_pretrained(tmp_path)
+    loaded = type(model).from_pretrained(tmp_path).eval()
+    assert type(loaded.get_submodule(name)) is GroupedLinear
+    assert_close(output(eager(loaded), prompt()), output(model, prompt()), 1e-5)
 
 
 def test_adapters_keep_their_layers():

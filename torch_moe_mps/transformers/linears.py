@@ -1,5 +1,6 @@
 """Linear layers and embeddings with quantised weights, in place of nn.Linear and nn.Embedding."""
 
+import math
 from typing import Any
 
 import torch
@@ -137,6 +138,9 @@ class QuantizedLinear(QuantizedLayer):
             )
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
         form, (packed, scales, biases, bias) = self.format, self.weights()
         return ops.linear_quantized(x, packed, scales, biases, bias, form.name)
 
@@ -171,6 +175,36 @@ class OrderedLinear(QuantizedLinear):
 
     def dequantized(self, rows: slice | Tensor) -> Tensor:
         return super().dequantized(rows).index_select(-1, self.order.argsort())
+
+
+class GroupedLinear(QuantizedLinear):
+    """A QuantizedLinear whose rows are those of several matrices, each for one group of the inputs.
+
+    Attributes:
+        n_groups: the matrices are [n_groups, out_features / n_groups, in_features].
+        group_ids: [n_groups], int32: what `torch.ops.moe_mps.expert_qmm` calls them.
+    """
+
+    group_ids: Tensor
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, groups: int):
+        super().__init__(weight, dtype)
+        self.n_groups = groups
+        ids = torch.arange(groups, dtype=torch.int32, device=weight.packed.device)
+        self.register_buffer("group_ids", ids, persistent=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        """[..., n_groups, in_features] -> [..., n_groups, out_features / n_groups]"""
+        stacks = [
+            None if each is None else each.unflatten(0, (self.n_groups, -1)) for each in self.weights()[:3]
+        ]
+        rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+        ids = self.group_ids.expand(len(rows), -1)
+        out: Tensor = ops.expert_qmm(rows, *stacks, ids, self.format.name)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, n_groups={self.n_groups}"
 
 
 class QuantizedEmbedding(QuantizedLayer):

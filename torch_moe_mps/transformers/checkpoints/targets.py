@@ -19,6 +19,7 @@ from ...ops._checks import Check
 from ...quantization import TENSORS, Format
 from ..interface import Experts, experts_of, is_quantized, projections
 from ..rewriting.program.programs import syntax_of
+from ..rewriting.rules.trial import agrees, bare_twin, on_the_cpu, tried
 from .absent import around_text
 from .recipe import Recipe
 
@@ -191,7 +192,7 @@ class Reasons:
             return "a hook is on it"
         if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
             return "its weight is computed by a parametrisation"
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear:
+        if isinstance(module, nn.Linear) and type(module) is not nn.Linear and groups_of(module) is None:
             return f"{type(module).__name__} has code of its own"
         if isinstance(module, nn.Embedding) and not _is_plain(module):
             return f"{type(module).__name__} has code of its own"
@@ -200,6 +201,25 @@ class Reasons:
         if child in _weights_read_by(around):
             return "the code around it reads its weight"
         return None
+
+
+def groups_of(module: nn.Module) -> int | None:
+    """The number of groups of a layer whose rows are a matrix for each group of its inputs; None for others.
+
+    Its forward has to give out[..., g, :] = weight[g] @ x[..., g, :] for random numbers.
+    """
+    groups = getattr(module, "n_groups", None)
+    is_own = isinstance(module, nn.Linear) and type(module) is not nn.Linear and module.bias is None
+    if not is_own or not isinstance(groups, int) or groups < 1:
+        return None
+    twin = bare_twin(module)
+    with on_the_cpu():
+        weight, x = torch.rand(groups, 3, 5) - 0.5, torch.rand(2, 4, groups, 5) - 0.5
+        vars(twin).pop("weight", None)  # what stands for one that is read from a checkpoint
+        vars(twin).update(_parameters={"weight": weight.flatten(0, 1), "bias": None})
+        twin.in_features, twin.out_features = 5, 3 * groups
+        expected = torch.einsum("btgc,grc->btgr", x, weight)
+        return groups if agrees(tried(twin, x), expected) else None
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:

@@ -17,9 +17,9 @@ from ...quantization import TENSORS, Format, QuantizedWeight, dequantize
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
 from ..experts import pinned_config
 from ..interface import projections
-from ..linears import OrderedLinear, QuantizedEmbedding, QuantizedLayer, QuantizedLinear
+from ..linears import GroupedLinear, OrderedLinear, QuantizedEmbedding, QuantizedLayer, QuantizedLinear
 from ..report import QuantizedProjection
-from .targets import Target
+from .targets import Target, groups_of
 
 
 def quantized_names(parameter: str) -> list[str]:
@@ -214,6 +214,8 @@ def _layer(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> Qu
         layer = QuantizedEmbedding(weight, dtype, module.padding_idx, scale)
     elif (order := module._parameters.get("order")) is not None:
         layer = OrderedLinear(weight, dtype, module._parameters["bias"], order)
+    elif (groups := groups_of(module)) is not None:
+        layer = GroupedLinear(weight, dtype, groups)
     else:
         layer = QuantizedLinear(weight, dtype, module._parameters["bias"])
     return layer.train(module.training)

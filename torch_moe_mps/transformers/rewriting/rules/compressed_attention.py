@@ -15,6 +15,7 @@ from transformers.cache_utils import DynamicCache
 
 from ...causal_mask import CausalMask
 from ...experts import is_observed
+from ...linears import GroupedLinear
 from ...report import Done
 from ..program.programs import original_class
 from ..program.reads import record
@@ -158,9 +159,7 @@ def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str
     batch, tokens, heads, width = out.shape
     tables = (table.expand(batch, -1, -1).reshape(batch * tokens, 1, -1) for table in (cos, sin))
     out, _ = ops.rope(out.view(batch * tokens, 1, heads, width), None, *tables, **turn)
-    groups = layer.o_a_proj.n_groups
-    weight = layer.o_a_proj.weight.view(groups, -1, heads * width // groups)
-    out = ops.heads_mm(out.view(batch, tokens, groups, -1), weight)
+    out = layer.o_a_proj(out.view(batch, tokens, layer.o_a_proj.n_groups, -1))
     result: Tensor = layer.o_b_proj(out.flatten(2))
     return result
 
@@ -208,8 +207,10 @@ def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done
     if not _found[key]:
         return None
     record_of(module)
-    operators = ("pool_window_", "rope", "heads_mm")
-    return compressed_layer, [*map(Done, operators), *([Done("index_topk")] if len(parts) > 1 else [])]
+    operators = ["pool_window_", "rope"]
+    operators += ["expert_qmm"] if isinstance(children["o_a_proj"], GroupedLinear) else []
+    operators += ["index_topk"] if len(parts) > 1 else []
+    return compressed_layer, [*map(Done, operators)]
 
 
 def _has_fixed_tables(part: Any) -> bool:
