@@ -25,6 +25,7 @@ FLOORS = (
     "transformers.causal_mask",
     "transformers.rewriting.record",
     "transformers.rewriting.runtime",
+    "transformers.rewriting.reads",
     "transformers.rewriting.program",
     "transformers.rewriting.experts_calls",
     "transformers.linears",

@@ -25,8 +25,7 @@ from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
 from .quantized_states import QuantizedStates
 from .relative_bias import RelativeBias
-from .rewriting.program.programs import original_class
-from .rewriting.record import NOTHING, RECORD, record_of
+from .rewriting.record import NOTHING, RECORD, original_class, record_of
 from .rewriting.rules.indexer import IN_ORDER
 from .rewriting.rules.relative_bias import makes_relative_bias
 

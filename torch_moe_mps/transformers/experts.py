@@ -16,10 +16,10 @@ from .interface import Experts, formats_of, is_quantized, projections
 from .report import Done
 from .rewriting.program.formulas import Node, evaluate, inline, operation_of
 from .rewriting.program.patterns import match
-from .rewriting.program.programs import OWN_FORWARD, Unsupported
-from .rewriting.program.reads import holds, kept, record, recording
+from .rewriting.program.programs import Unsupported
 from .rewriting.program.straightening import straighten
-from .rewriting.record import RECORD, record_of
+from .rewriting.reads import holds, kept, record, recording
+from .rewriting.record import OWN_FORWARD, RECORD, record_of
 
 ops = torch.ops.moe_mps
 

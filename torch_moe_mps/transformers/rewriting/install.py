@@ -17,10 +17,10 @@ from ..experts import runs_own_code
 from ..interface import is_experts
 from ..report import Done
 from .program.formulas import is_pure
-from .program.programs import CLASS_MARK, OWN_FORWARD, Unsupported, original_class
-from .program.reads import holds, kept, recording
+from .program.programs import Unsupported
 from .program.straightening import straighten
-from .record import NOTHING, RECORD, record_of
+from .reads import holds, kept, recording
+from .record import CLASS_MARK, NOTHING, OWN_FORWARD, RECORD, original_class, record_of
 from .rules import MODULE_RULES, RULES
 from .rules.trial import on_the_cpu
 

@@ -1,10 +1,13 @@
-"""What this package keeps in a module, in one record; `restore` removes it."""
+"""What this package keeps in a module, in one record, and the marks of its class; `restore` removes them."""
 
 from typing import Any
 
 from torch import nn
 
 RECORD = "_moe_mps"  # where a module's __dict__ has it
+# Attributes of the subclasses that rewriting makes: the class before.
+CLASS_MARK = "_moe_mps_original_class"
+OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
 
 
 class Record:
@@ -38,6 +41,11 @@ def kv_bits_of(model: nn.Module) -> int | None:
     """The kv_bits of a model's decoders, None where it was never given."""
     records = (module.__dict__.get(RECORD, NOTHING) for module in model.modules())
     return next((record.kv_bits for record in records if record.kv_bits is not None), None)
+
+
+def original_class(module: nn.Module) -> type[nn.Module]:
+    """The class of a module before its forward was rewritten; a class that was put on top later stays."""
+    return vars(type(module)).get(CLASS_MARK, type(module))
 
 
 def record_of(module: nn.Module) -> Record:

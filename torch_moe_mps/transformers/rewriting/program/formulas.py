@@ -16,8 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..reads import record
 from .programs import Program, Unsupported, calls_in, copied
-from .reads import record
 from .straightening import attributes_in, straighten
 
 _OF_ONE = ("sigmoid", "silu", "square", "rsqrt", "exp", "softplus", "zeros_like")

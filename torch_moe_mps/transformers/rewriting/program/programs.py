@@ -21,10 +21,6 @@ from torch import nn
 from ...report import Done
 from .. import runtime
 
-# Attributes of the subclasses that rewriting makes: the class before.
-CLASS_MARK = "_moe_mps_original_class"
-OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
-
 # Names in rewritten forwards for the dictionaries of a module.
 _LOCALS = {"__dict__": "_moe_mps_own", "_modules": "_moe_mps_modules", "_parameters": "_moe_mps_parameters"}
 
@@ -34,11 +30,6 @@ IsPure: TypeAlias = Callable[[ast.expr, nn.Module], bool]
 
 class Unsupported(Exception):
     """The forward cannot be turned into a straight-line program; the message says why."""
-
-
-def original_class(module: nn.Module) -> type[nn.Module]:
-    """The class of a module before its forward was rewritten; a class that was put on top later stays."""
-    return vars(type(module)).get(CLASS_MARK, type(module))
 
 
 class If(ast.If):

@@ -13,6 +13,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from ..reads import record
+from ..record import original_class
 from .building import code
 from .programs import (
     Block,
@@ -25,10 +27,8 @@ from .programs import (
     copied,
     name_of,
     names_in,
-    original_class,
     syntax_of,
 )
-from .reads import record
 
 # Inplace operators keep their meaning: x *= y becomes x_2 = _inplace.imul(x_1, y).
 _INPLACE = {ast.Add: "iadd", ast.Sub: "isub", ast.Mult: "imul", ast.Div: "itruediv"}

@@ -15,9 +15,8 @@ from ....ops.index import MAX_INDEX_WIDTH
 from ...chosen_keys import Choice
 from ...experts import is_observed
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
-from ..record import record_of
+from ..reads import record
+from ..record import original_class, record_of
 from .indexer import FewInputs
 from .linear import together
 from .norms import NormFormula, is_norm, norm_arguments

@@ -17,9 +17,8 @@ from ...causal_mask import CausalMask
 from ...experts import is_observed
 from ...linears import GroupedLinear
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
-from ..record import record_of
+from ..reads import record
+from ..record import original_class, record_of
 from .linear import linears
 from .norms import is_norm
 from .rotary import is_fixed

@@ -9,9 +9,8 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import rest_on
-from ..record import RECORD, record_of
+from ..reads import rest_on
+from ..record import RECORD, original_class, record_of
 from .norms import norm_in_result
 
 ops = torch.ops.moe_mps

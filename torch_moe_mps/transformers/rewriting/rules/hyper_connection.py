@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from ....ops.hyper_connection import MAX_STREAMS
 from ...experts import is_observed
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
-from ..record import NOTHING, RECORD, record_of
+from ..reads import record
+from ..record import NOTHING, RECORD, original_class, record_of
 from .trial import agrees, bare_twin, tried
 
 ops = torch.ops.moe_mps

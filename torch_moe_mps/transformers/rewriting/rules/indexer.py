@@ -17,9 +17,8 @@ from ....ops.index import MAX_INDEX_WIDTH
 from ...causal_mask import CausalMask
 from ...experts import is_observed
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
-from ..record import RECORD, record_of
+from ..reads import record
+from ..record import RECORD, original_class, record_of
 from .linear import together
 from .rope import TURNS, Turn, tables_and_options
 from .trial import agrees, bare_twin, tried

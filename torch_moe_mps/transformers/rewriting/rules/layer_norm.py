@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
-from ..record import RECORD, record_of
+from ..reads import record
+from ..record import RECORD, original_class, record_of
 from .trial import agrees, bare_twin, tried
 
 ops = torch.ops.moe_mps

@@ -15,8 +15,8 @@ from ...report import Done
 from ..program.building import replace_everything
 from ..program.formulas import Reader, child, is_argument
 from ..program.patterns import match
-from ..program.programs import Program, original_class
-from ..record import RECORD, record_of
+from ..program.programs import Program
+from ..record import RECORD, original_class, record_of
 from ..runtime import called
 from .linear import join
 

@@ -15,8 +15,8 @@ from ...report import Done
 from ..program.formulas import Node, evaluate, is_argument, is_number, result_of
 from ..program.patterns import match
 from ..program.programs import Program
-from ..program.reads import Read, recording, rest_on
 from ..program.rewrites import Form, Match, Rewrite
+from ..reads import Read, recording, rest_on
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 

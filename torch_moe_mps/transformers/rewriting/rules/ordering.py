@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from ...report import Done
 from ..program.building import child_of_call, code
 from ..program.programs import Block, If, Program, compile_forward, copied, name_of, names_in
-from ..program.reads import record
+from ..reads import record
 from ..record import RECORD, record_of
 from ..runtime import called
 from .linear import LinearCall, join, linear_call, together, together_done

@@ -19,9 +19,8 @@ from ...causal_mask import CausalMask
 from ...chosen_keys import EVERYTHING, Choice
 from ...experts import is_observed
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
-from ..record import record_of
+from ..reads import record
+from ..record import original_class, record_of
 from .indexer import FewInputs, Normed
 from .linear import together
 from .rope import TURNS, Turn, tables_and_options

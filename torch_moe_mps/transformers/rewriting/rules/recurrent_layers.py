@@ -16,9 +16,8 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from ...experts import is_observed
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
-from ..record import NOTHING, RECORD, record_of
+from ..reads import record
+from ..record import NOTHING, RECORD, original_class, record_of
 from .linear import join, together, together_done
 from .linear_attention import ACTIVATIONS
 from .trial import agrees, bare_twin, tried

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from ....ops._checks import ACTIVATION_DTYPES
 from ...relative_bias import RelativeBias
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
+from ..reads import record
+from ..record import original_class
 from .trial import agrees, bare_twin, on_the_cpu, tried
 
 

@@ -6,8 +6,9 @@ from torch import Tensor, nn
 from ...experts import is_observed
 from ...report import Done
 from ..program.building import replace_everything
-from ..program.programs import Program, original_class
+from ..program.programs import Program
 from ..program.rewrites import Match, Rewrite
+from ..record import original_class
 from ..runtime import called
 from .norms import is_norm, norm_arguments
 

@@ -12,9 +12,8 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ...report import Done
-from ..program.programs import original_class
-from ..program.reads import record
-from ..record import NOTHING, RECORD, record_of
+from ..reads import record
+from ..record import NOTHING, RECORD, original_class, record_of
 from .trial import agrees, tried
 
 ops = torch.ops.moe_mps

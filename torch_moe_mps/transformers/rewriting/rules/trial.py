@@ -7,8 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..program.programs import original_class
-from ..record import RECORD
+from ..record import RECORD, original_class
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ..record import RECORD
+from .record import RECORD
 
 _PLAIN = (bool, int, float, str, tuple)
 _PLACES = ("", "_parameters", "_buffers", "_modules")
