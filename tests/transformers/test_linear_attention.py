@@ -185,6 +185,24 @@ def test_arguments_that_the_operator_does_not_know():
     assert given[-1] == {"g": g, "beta": beta, **options, "mode": "a"}
 
 
+@pytest.mark.parametrize(
+    "function", [qwen3_next.torch_recurrent_gated_delta_rule, qwen3_next.torch_chunk_gated_delta_rule]
+)
+def test_a_given_state_stays_as_it_is(function):
+    """Only the cache that takes the new one changes it."""
+    q, k, v, state = (torch.rand(1, *shape) for shape in ((3, 2, 8), (3, 2, 8), (3, 2, 4), (2, 8, 4)))
+    gates = {"g": -torch.rand(1, 3, 2), "beta": torch.rand(1, 3, 2)}
+    options = {"initial_state": state, "output_final_state": True} | gates
+    before, expected = state.clone(), function(q, k, v, **options)
+    results = []
+    assert operators_of(lambda: results.extend(rules.delta_rule(function, q, k, v, **options))) == {
+        "linear_attention_": 1
+    }
+    assert torch.equal(state, before)
+    for each, own in zip(results, expected, strict=True):
+        assert_close(each, own, 1e-5)
+
+
 def test_hooks_are_called():
     model = model_of()
     torch_moe_mps.accelerate(model)

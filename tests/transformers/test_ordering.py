@@ -110,7 +110,7 @@ def test_copies_of_a_step(simulated):
     torch_moe_mps.accelerate(model)
     after = launches(simulated, step(model))
     assert before["clone"] >= 6 and before["cat"] >= 1
-    assert "clone" not in after and (after["cat"], after["index_select"]) == (1, 1)
+    assert (after["clone"], after["cat"], after["index_select"]) == (1, 1, 1)  # the state is cloned
 
 
 def test_formats_that_differ(simulated):

@@ -16,12 +16,13 @@ from ..checked import refusal
 from ..experts import runs_own_code
 from ..interface import is_experts
 from ..report import Done
+from .functions import InPlace, with_operators
 from .program.formulas import is_pure
 from .program.programs import Unsupported
 from .program.straightening import straighten
 from .reads import holds, kept, recording
 from .record import CLASS_MARK, NOTHING, OWN_FORWARD, RECORD, original_class, record_of
-from .rules import MODULE_RULES, RULES
+from .rules import FUNCTION_RULES, MODULE_RULES, RULES
 from .rules.trial import on_the_cpu
 
 
@@ -51,20 +52,38 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
             _run(module, forward, reads)
             return done, None
     try:
-        with recording() as reads:
-            program = straighten(module)
-            program.drop_unused(is_pure)
-            for rule in RULES:
-                rule(program)
-        if (refused := refusal(module, program.rewrites)) is not None:
-            return [], refused
-        if program.rewrites:
-            _run(module, program.compile(is_pure), reads)
+        forward, done, reads, reason = _rewritten(module)
     except Unsupported as unsupported:
-        return [], str(unsupported)
-    if not program.rewrites and any(map(is_experts, module.modules())):
+        forward, done, reads, reason = original_class(module).forward, [], {}, str(unsupported)
+    if (refused := refusal(module, done)) is not None:
+        return [], refused
+    forward, functions = with_operators(forward, functools.partial(_in_place, module))
+    if done or functions:
+        _run(module, forward, reads)
+    if not done and not functions and reason is None and any(map(is_experts, module.modules())):
         return [], "nothing here but calls of its parts"
-    return program.rewrites, program.reason
+    return [*done, *functions], reason
+
+
+def _rewritten(module: nn.Module) -> tuple[Callable, list[Done], dict, str | None]:
+    """(forward, what rules of statements have replaced in it, what it rests on, the reason if nothing)."""
+    with recording() as reads:
+        program = straighten(module)
+        program.drop_unused(is_pure)
+        for rule in RULES:
+            rule(program)
+    if program.rewrites:
+        return program.compile(is_pure), program.rewrites, reads, program.reason
+    return original_class(module).forward, [], {}, program.reason
+
+
+def _in_place(module: nn.Module, function: types.FunctionType) -> InPlace | None:
+    """What runs in the place of a function, unless its operator has failed on the module's GPU."""
+    for rule in FUNCTION_RULES:
+        found = rule(function)
+        if found is not None and refusal(module, [found.done]) is None:
+            return found
+    return None
 
 
 def _is_on_top(module: nn.Module) -> bool:

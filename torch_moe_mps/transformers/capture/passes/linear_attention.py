@@ -14,6 +14,7 @@ from .graphs import (
     is_call,
     is_read_once,
     is_unchanged,
+    memory_of,
     ours,
     tensor_of,
 )
@@ -23,10 +24,19 @@ _DECAY, _STRENGTH = "neg(exp(A_LOG)) * softplus(A + DT_BIAS)", "sigmoid(B)"
 
 
 def keep_state(graph: fx.Graph) -> None:
-    """A cache that takes a state back which the operator has updated copies it onto itself."""
-    for copy in calls(graph, aten.copy_):
-        state, source = copy.args[:2]
-        if isinstance(state, fx.Node) and state is source:
+    """A state whose copy is updated and copied back is updated in place."""
+    *_, end = graph.nodes
+    for back in calls(graph, aten.copy_):
+        state, copy, _ = arguments(back).values()
+        if not is_call(copy, aten.clone) or copy.args[0] is not state:
+            continue
+        alike = tensor_of(copy).stride() == tensor_of(state).stride()
+        kept = any(memory_of(each) is copy for each in end.all_input_nodes)
+        # Nothing sees that the state changes earlier, and that it changes with its copy.
+        unseen = is_unchanged(state, copy, back, read=False) and is_unchanged(copy, back, end, read=False)
+        if alike and unseen and not kept:
+            back.replace_all_uses_with(state)
+            graph.erase_node(back)
             copy.replace_all_uses_with(state)
             graph.erase_node(copy)
 

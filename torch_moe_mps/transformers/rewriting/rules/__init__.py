@@ -5,6 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from ...report import Done
+from ..functions import Rule
 from ..program.programs import Program
 from .block_indexer import rewrite_block_indexer
 from .cache_slots import WRITE_INTO_CACHE
@@ -14,7 +15,7 @@ from .hyper_connection import rewrite_hyper_connection, rewrite_hyper_layer
 from .indexer import rewrite_indexer
 from .layer_norm import rewrite_layer_norm
 from .linear import join_linears
-from .linear_attention import CAUSAL_CONV, CONV_OF_PROMPT, GATED_DELTA
+from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import fuse_mlp
 from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
@@ -43,6 +44,9 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_hyper_layer,  # around the two of a layer
 )
 
+# Functions that forwards call by name.
+FUNCTION_RULES: tuple[Rule, ...] = (convolution_in_place, delta_rule_in_place)
+
 # A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
 RULES: tuple[Callable[[Program], None], ...] = (
     replace_rms_norm,  # one operator computes the whole forward: nothing is left for other rules
@@ -55,9 +59,6 @@ RULES: tuple[Callable[[Program], None], ...] = (
     JOIN_ROTATIONS,
     GIVE_HEADS_FIRST,
     WRITE_INTO_CACHE,
-    CAUSAL_CONV,
-    CONV_OF_PROMPT,
-    GATED_DELTA,
     order_outputs,
     join_linears,  # layers whose outputs order_outputs has not taken
     CALL_NORM,  # norms that no rule above has fused with something else

@@ -4,8 +4,9 @@ Its functions are recognised by running them on random numbers. A prompt runs th
 chunks, torch's MPS backend encodes one triangular solve for each head and chunk.
 """
 
-import ast
 import functools
+import inspect
+import types
 from collections.abc import Callable
 from typing import Any
 
@@ -15,74 +16,65 @@ from torch import Tensor
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ....ops.linear_attention import MAX_KEY_WIDTH
-from ...report import NOTHING_NEW, Done
-from ..program.building import every_call
-from ..program.programs import Program, name_of
-from ..program.rewrites import Match, Rewrite
-from ..runtime import called
+from ...report import Done
+from ..functions import InPlace
 from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
 _L2NORM_EPS = 1e-6
-_RULE = Done("linear_attention_")
+_NAMED = {"weight", "bias", "activation"}  # which a convolution may get by name
 _FLAG = (bool, type(None))
 ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
 
 
-# What the rewritten forwards call
+# What runs in the place of the functions
 
 
-@called
-def causal_conv(
-    function: Callable,
-    x: Tensor,
-    conv_state: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-) -> Tensor:
+def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
     """function(x, conv_state, weight, bias, activation), which updates conv_state in place."""
+    known = len(args) > 1 and named.keys() <= _NAMED
+    out = _convolved(*args, **named) if known else None
+    return function(*args, **named) if out is None else out
+
+
+def _convolved(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor | None:
+    """None where the operator does not apply."""
     name = ACTIVATIONS.get(activation)
     present = [tensor for tensor in (x, conv_state, weight, bias) if tensor is not None]
     known = all(tensor.dtype in ACTIVATION_DTYPES and tensor.device == x.device for tensor in present)
-    fits = known and conv_state.shape[-1] >= weight.shape[-1] - 1
-    if name is None or not fits:
-        return function(x, conv_state, weight, bias, activation)
-    return ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name).mT
+    if name is None or not known or conv_state.shape[-1] < weight.shape[-1] - 1:
+        return None
+    out: Tensor = ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name)
+    return out.mT
 
 
-@called
-def causal_conv_of_prompt(
-    function: Callable,
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    activation: str | None = None,
-    **options: Any,
-) -> Tensor:
+def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Tensor:
     """function(x, weight, bias, activation, **options), which sees nothing in front of x."""
-    plain = all(isinstance(value, _FLAG) for value in options.values())
-    if not plain or ACTIVATIONS.get(activation) is None:
-        own: Tensor = function(x, weight, bias, activation, **options)
-        return own
-    state = x.new_zeros(x.shape[0], *weight.shape)
-    return causal_conv(lambda x, _, *rest: function(x, *rest), x, state, weight, bias, activation)
+    named = {name: value for name, value in options.items() if name in _NAMED}
+    plain = all(name in named or isinstance(value, _FLAG) for name, value in options.items())
+    out = _convolved_prompt(*args, **named) if plain and args else None
+    return function(*args, **options) if out is None else out
 
 
-@called
-def delta_rule(
-    function: Callable, q: Tensor, k: Tensor, v: Tensor, *, g: Tensor, beta: Tensor, **options: Any
-) -> tuple:
-    """function(q, k, v, g=, beta=, **options), and the state, updated in place where there is one."""
-    state = options.get("initial_state")
-    if not _known(options) or not _fits(q, k, v, state):
-        result: tuple = function(q, k, v, g=g, beta=beta, **options)
+def _convolved_prompt(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor | None:
+    return _convolved(x, x.new_zeros(x.shape[0], *weight.shape), weight, *rest, **named)
+
+
+def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
+    """function(q, k, v, g=, beta=, **options), and the state, which is another tensor than the given one."""
+    g, beta, state = (options.get(name) for name in ("g", "beta", "initial_state"))
+    if len(args) != 3 or g is None or beta is None or not _known(options) or not _fits(*args, state):
+        result: tuple = function(*args, **options)
         return result
+    q, k, v = args
     eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
     if state is None:
-        shape = (v.shape[0], v.shape[2], q.shape[3], v.shape[3])
-        state = torch.zeros(shape, dtype=torch.float32, device=q.device)
+        state = q.new_zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
+    else:
+        state = state.clone()
     out = ops.linear_attention_(q, k, v, g, state, q.shape[-1] ** -0.5, beta=beta, l2norm_eps=eps)
     return out, state if options.get("output_final_state") else None
 
@@ -92,7 +84,7 @@ def _known(options: dict) -> bool:
 
     Flags of the model, such as use_cache, are no options: forwards pass them on to every function.
     """
-    others = (value for name, value in options.items() if name != "initial_state")
+    others = (value for name, value in options.items() if name not in ("g", "beta", "initial_state"))
     return all(isinstance(value, _FLAG) for value in others)
 
 
@@ -158,58 +150,24 @@ def is_delta_rule(function: Callable) -> bool:
 _agree = functools.partial(agrees, rtol=1e-4)
 
 
-# Rewriting of a program
+# Functions that forwards call
 
 
-def _is_conv(match: Match) -> Done | None:
-    given = {keyword.arg for keyword in match.values["OPTIONS"]}
-    is_candidate = "conv" in ast.unparse(match.values["_CONV"]) and given <= {"weight", "bias", "activation"}
-    found = is_candidate and is_causal_conv(match.function("_CONV"))
-    return Done("causal_conv1d_update_") if found else None
-
-
-CAUSAL_CONV = Rewrite(
-    "_CONV(X, STATE, *REST, **OPTIONS)", "causal_conv(_CONV, X, STATE, *REST, **OPTIONS)", where=_is_conv
-)
-
-
-def _is_conv_of_prompt(match: Match) -> Done | None:
-    is_candidate = "conv" in ast.unparse(match.values["_CONV"])
-    return NOTHING_NEW if is_candidate and is_conv_of_prompt(match.function("_CONV")) else None
-
-
-CONV_OF_PROMPT = Rewrite(
-    "_CONV(X, WEIGHT, *REST, **OPTIONS)",
-    "causal_conv_of_prompt(_CONV, X, WEIGHT, *REST, **OPTIONS)",
-    where=_is_conv_of_prompt,
-)
-
-
-def _is_rule(match: Match) -> Done | None:
-    """Whether a call is the recurrence. The cache takes the state back: to update it in place is the same."""
-    options = [keyword.arg for keyword in match.values["OPTIONS"]]
-    statement = match.statements["ITEMS"]
-    if "initial_state" not in options or not _state_goes_to_cache(match.program, statement):
+@functools.cache
+def convolution_in_place(function: types.FunctionType) -> InPlace | None:
+    """What runs in the place of a causal convolution, of a step or of a prompt."""
+    if "conv" not in function.__name__:
         return None
-    if not is_delta_rule(match.function("_RULE")):
+    for is_one, run in ((is_causal_conv, causal_conv), (is_conv_of_prompt, causal_conv_of_prompt)):
+        if is_one(function):
+            return InPlace(functools.partial(run, function), Done("causal_conv1d_update_"))
+    return None
+
+
+@functools.cache
+def delta_rule_in_place(function: types.FunctionType) -> InPlace | None:
+    """What runs in the place of the recurrence, of one of steps or of one of chunks."""
+    takes = inspect.signature(function).parameters.keys() >= {"g", "beta", "initial_state"}
+    if not takes or not is_delta_rule(function):
         return None
-    return NOTHING_NEW if _RULE in match.program.rewrites else _RULE  # prompts and steps have a call each
-
-
-def _state_goes_to_cache(program: Program, rule: ast.Assign) -> bool:
-    names = set().union(*map(program.names_of, _holders(program, rule, 1)))
-    updates = (c for c in every_call(program) if ast.unparse(c.func).endswith(".update_recurrent_state"))
-    return any(call.args and ast.unparse(call.args[0]) in names for call in updates)
-
-
-def _holders(program: Program, rule: ast.Assign, index: int) -> list[str]:
-    """The names of one of the results of a rule."""
-    result = f"{name_of(rule)}[{index}]"
-    return [name for name, value in program.definitions.items() if ast.unparse(value) == result]
-
-
-GATED_DELTA = Rewrite(
-    "ITEMS = _RULE(Q, K, V, g=G, beta=BETA, **OPTIONS)",
-    "ITEMS = delta_rule(_RULE, Q, K, V, g=G, beta=BETA, **OPTIONS)",
-    where=_is_rule,
-)
+    return InPlace(functools.partial(delta_rule, function), Done("linear_attention_"))

@@ -1,0 +1,189 @@
+"""Functions that forwards call by name: operators run in their place, whatever the forward looks like."""
+
+import copy
+import functools
+import pickle
+
+import pytest
+import torch
+import torch.nn.functional as F
+from support.models import operators_of
+from torch import nn
+
+import torch_moe_mps
+
+RAN = {"causal_conv1d_update_": 1}
+
+
+def conv_step(x, conv_state, weight, bias=None, activation=None):
+    """A causal convolution of one token behind a state, which takes it."""
+    window = torch.cat([conv_state, x], -1)
+    conv_state.copy_(window[..., -conv_state.shape[-1] :])
+    out = F.conv1d(window, weight.unsqueeze(1), bias, groups=weight.shape[0])[..., -x.shape[-1] :]
+    return F.silu(out) if activation == "silu" else out
+
+
+def scaled(x):
+    return 2.0 * x
+
+
+def decorated(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args, **kwargs):
+        return scaled(forward(self, *args, **kwargs))
+
+    return wrapper
+
+
+class Layer(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(3, 4, generator=torch.Generator().manual_seed(0)))
+
+    def passed_on(self, x):
+        return x
+
+    def forward(self, x, state):
+        return scaled(conv_step(x, state, self.weight, activation="silu"))
+
+
+class Decorated(Layer):
+    @decorated
+    @decorated
+    def forward(self, x, state, *, bias=None):
+        return conv_step(x, state, self.weight, bias)
+
+
+class Super(Layer):
+    """With a cell, and functions within."""
+
+    def forward(self, x, state):
+        (out,) = [(lambda y, weight=self.weight: conv_step(y, state, weight))(each) for each in (x,)]
+        return super().passed_on(out)
+
+
+class Returns(Layer):
+    """What the straightened forwards cannot be: with a return in a branch."""
+
+    def forward(self, x, state):
+        if x.shape[-1] > 1:
+            return x
+        return conv_step(x, state, weight=self.weight, bias=None)
+
+
+class Keywords(Layer):
+    """Names that the operator's call does not know go to the model's own function."""
+
+    def forward(self, x, state):
+        return conv_step(x=x, conv_state=state, weight=self.weight)
+
+
+class Attribute(Layer):
+    """The name stands for an attribute, too."""
+
+    conv_step = None
+
+    def forward(self, x, state):
+        assert self.conv_step is None
+        return conv_step(x, state, self.weight)
+
+
+def hiding(forward):
+    @functools.wraps(forward)
+    def wrapper(self, *args):
+        return wrapper.__wrapped__(self, *args)
+
+    return wrapper
+
+
+class Hidden(Layer):
+    """The wrapper keeps the forward where no copy of it would."""
+
+    forward = hiding(Layer.forward)
+
+
+def inputs():
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(2, 3, 1, generator=generator), torch.randn(2, 3, 4, generator=generator)
+
+
+def result(layer):
+    x, state = inputs()
+    with torch.no_grad():
+        return layer(x, state), state
+
+
+def accelerated(cls):
+    layer = cls().eval()
+    torch_moe_mps.accelerate(nn.ModuleList([layer]))
+    return layer
+
+
+def check(layer, expected, ran):
+    found = []
+    assert operators_of(lambda: found.extend(result(layer))) == ran
+    for each, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(each, own)
+
+
+@pytest.mark.parametrize(
+    ("cls", "ran"),
+    [
+        (Layer, RAN),
+        (Decorated, RAN),
+        (Super, RAN),
+        (Returns, RAN),
+        (Keywords, {}),
+        (Attribute, {}),
+        (Hidden, {}),
+    ],
+)
+def test_forwards(cls, ran):
+    expected = result(cls().eval())
+    layer = accelerated(cls)
+    check(layer, expected, ran)
+    check(copy.deepcopy(layer), expected, ran)
+    check(pickle.loads(pickle.dumps(layer)), expected, ran)
+    check(cls().eval(), expected, {})  # one that is not accelerated
+    torch_moe_mps.restore(layer)
+    check(layer, expected, {})
+
+
+def test_other_names_are_read_when_they_are_needed(monkeypatch):
+    layer = accelerated(Layer)
+    out, _ = result(layer)
+    monkeypatch.setitem(globals(), "scaled", lambda x: 6.0 * x)
+    torch.testing.assert_close(result(layer)[0], 3.0 * out)
+
+
+def test_a_function_that_is_patched(monkeypatch):
+    """Any other one than the one that was recognised runs."""
+    layer, own = accelerated(Decorated), conv_step
+    expected = result(layer)
+    monkeypatch.setitem(globals(), "conv_step", lambda *args: own(*args) + 1)
+    out, state = expected
+    check(layer, (out + 4.0, state), {})
+    monkeypatch.setitem(globals(), "conv_step", functools.wraps(own)(lambda *args: own(*args)))
+    check(layer, expected, {})
+    torch_moe_mps.accelerate(nn.ModuleList([layer]))  # it is one as well
+    check(layer, expected, RAN)
+    monkeypatch.undo()
+    check(layer, expected, {})
+
+
+@pytest.mark.parametrize("cls", [Layer, Decorated, Super])
+def test_torch_compile(cls):
+    """One graph, with the operator in it."""
+    layer, targets = accelerated(cls), []
+    expected = result(layer)
+
+    def backend(graph, _):
+        targets.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
+        return graph.forward
+
+    torch._dynamo.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    for _ in range(2):
+        for each, own in zip(result(compiled), expected, strict=True):
+            torch.testing.assert_close(each, own)
+    assert sum("causal_conv1d_update_" in target for target in targets) == 1
