@@ -29,6 +29,9 @@ FLOORS = (
     "transformers.rewriting.program",
     "transformers.rewriting.experts_calls",
     "transformers.linears",
+    "transformers.capture.tracing",
+    "transformers.capture.passes",
+    "transformers.rewriting.traced",
     "transformers.experts",
     "transformers",
 )

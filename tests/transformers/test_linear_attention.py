@@ -16,6 +16,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
 from torch_moe_mps.transformers.rewriting.rules import linear_attention as rules
 from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
+from torch_moe_mps.transformers.rewriting.rules.norms import NormFormula
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
 STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1, "rms_norm_gated": 1}
@@ -309,6 +310,6 @@ def test_norms_are_told_apart_by_what_they_compute(norm, offset):
     module = norm(16)
     found = rewrite_gated_norm(module)
     assert (found is None) == (offset is None)
-    expected = None if offset is None else ("variance_epsilon", offset)
+    expected = None if offset is None else NormFormula("weight", 1e-6, offset, True)
     assert module.__dict__.get(RECORD, NOTHING).formula == expected
     assert torch.equal(module.weight, torch.ones(16))

@@ -28,7 +28,6 @@ from .report import Done, Report
 from .rewriting.experts_calls import ids_of_experts, module_that_gives
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
 from .rewriting.record import NOTHING, RECORD, kv_bits_of, record_of
-from .rewriting.rules.norms import formulas_kept
 from .rewriting.rules.trial import on_the_cpu
 
 ATTENTION = Done("attention")
@@ -122,15 +121,14 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
     around = dict(_around(model, found))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
     choose_implementations(attentions.values())
-    with formulas_kept():
-        for name, module in _children_first(model):
-            if name in found or (name not in around and _is_left_out(name, module)):
-                continue
-            done, reason = rewrite(module)
-            if name in attentions:
-                done = [*done, ATTENTION, *use_latents(module)]
-            if name in around or done or "attention" in type(module).__name__.lower():
-                report.add(name, module, around.get(name, "other"), done, reason)
+    for name, module in _children_first(model):
+        if name in found or (name not in around and _is_left_out(name, module)):
+            continue
+        done, reason = rewrite(module)
+        if name in attentions:
+            done = [*done, ATTENTION, *use_latents(module)]
+        if name in around or done or "attention" in type(module).__name__.lower():
+            report.add(name, module, around.get(name, "other"), done, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place

@@ -5,10 +5,10 @@ and a formula on what a submodule computed. `holds` compares them with the value
 """
 
 import types
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,13 +23,13 @@ _current: ContextVar[dict | None] = ContextVar("moe_mps_reads", default=None)
 
 
 class Read(NamedTuple):
-    """An attribute of a module, by its path, and what it was.
+    """An attribute of a module or of an object that it has, by its path, and what it was.
 
     `kept_in`: which dictionary of the module has it, "" for its `__dict__`; None for a path, a property or an
     attribute of the class.
     """
 
-    owner: nn.Module
+    owner: Any
     path: str
     value: object
     kept_in: str | None
@@ -46,26 +46,25 @@ def recording() -> Iterator[dict[tuple[int, str], Read]]:
         _current.reset(token)
 
 
-def record(owner: nn.Module, path: str) -> None:
-    """Notes an attribute that a decision rests on. Without `recording` around it nothing happens."""
+def record(owner: Any, path: str, value: object = None) -> None:
+    """Notes an attribute that a decision rests on: its value now, or another one that is given.
+
+    Without `recording` around it nothing happens.
+    """
     reads = _current.get()
-    if reads is not None and not isinstance(value := _value(owner, path), types.MethodType):
+    if reads is None:
+        return
+    value = _value(owner, path) if value is None else value
+    if not isinstance(value, types.MethodType):
         reads[id(owner), path] = Read(owner, path, value, _place_of(owner, path))
 
 
-def rest_on(reads: Iterable[Read]) -> None:
-    """Adds the attributes that a submodule's formula read to those of the forward that is being rewritten."""
-    outer = _current.get()
-    if outer is not None:
-        outer.update({(id(read.owner), read.path): read for read in reads})
-
-
-def _place_of(owner: nn.Module, path: str) -> str | None:
+def _place_of(owner: Any, path: str) -> str | None:
     own = owner.__dict__
-    return next((name for name in _PLACES if path in (own[name] if name else own)), None)
+    return next((name for name in _PLACES if path in (own.get(name, ()) if name else own)), None)
 
 
-def _value(owner: nn.Module, path: str) -> object:
+def _value(owner: Any, path: str) -> object:
     value: object = owner
     for name in path.split("."):
         value = getattr(value, name, _MISSING)

@@ -40,7 +40,7 @@ def _computed(value: Any, of: list[Any]) -> Iterator[fx.Node]:
 
 def _match(form: ast.expr, value: Any, bound: Bound) -> Bound | None:
     if isinstance(form, ast.Name):
-        return bound | {form.id: value} if bound.get(form.id, value) is value else None
+        return bound | {form.id: value} if _is_same(bound.get(form.id, value), value) else None
     if isinstance(form, ast.List):
         is_list = isinstance(value, (list, tuple)) and len(value) == len(form.elts)
         return _match_all(form.elts, value, bound) if is_list else None
@@ -60,6 +60,10 @@ def _match(form: ast.expr, value: Any, bound: Bound) -> Bound | None:
     values = [value for value, _ in given]
     found = _match_all(forms, values, bound)
     return _match_all(forms, values[::-1], bound) if found is None and name in ("add", "mul") else found
+
+
+def _is_same(a: Any, b: Any) -> bool:
+    return a is b or (not isinstance(a, fx.Node) and type(a) is type(b) and a == b)
 
 
 def _match_all(forms: list[ast.expr], values: list[Any], bound: Bound | None) -> Bound | None:

@@ -75,6 +75,16 @@ def share_views(graph: fx.Graph) -> None:
                 node.replace_all_uses_with(first)
 
 
+def share_equal(graph: fx.Graph) -> None:
+    """Replaces a call by an equal one that was made before, in a graph where nothing is written."""
+    known: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if node.op == "call_function" and not _has_effects(node):
+            first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+
+
 def _has_effects(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False

@@ -22,7 +22,7 @@ from .ordering import order_outputs
 from .pooled_indexer import rewrite_pooled_indexer
 from .recurrent_layers import rewrite_recurrent_layer
 from .relative_bias import rewrite_relative_bias
-from .rms_norm import CALL_NORM, replace_rms_norm
+from .rms_norm import CALL_NORM, rewrite_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE
 from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
 from .rotary import rewrite_rotary
@@ -32,6 +32,7 @@ from .router_logits import compute_logits_by_operator
 # Modules that become one call of an operator, whatever their forward looks like. At most one rule applies.
 MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], ...] = (
     rewrite_rotary,
+    rewrite_rms_norm,
     rewrite_gated_norm,
     rewrite_layer_norm,
     rewrite_recurrent_layer,
@@ -49,8 +50,7 @@ FUNCTION_RULES: tuple[Rule, ...] = (convolution_in_place, delta_rule_in_place)
 
 # A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
 RULES: tuple[Callable[[Program], None], ...] = (
-    replace_rms_norm,  # one operator computes the whole forward: nothing is left for other rules
-    fuse_mlp,  # as well
+    fuse_mlp,  # one operator computes the whole forward: nothing is left for other rules
     *ADD_NORMS,
     NORM_SUMS,
     *REPLACE_ROPE,

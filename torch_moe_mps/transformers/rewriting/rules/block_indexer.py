@@ -178,8 +178,7 @@ class _Norm(nn.Module):
     def __init__(self, formula: NormFormula, width: int):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-0.5, 1.0, width), requires_grad=False)
-        setattr(self, formula.eps, 1e-3)
-        self.eps, self.offset = 1e-3, formula.offset
+        self.eps, self.offset = formula.eps, formula.offset
         record_of(self).formula = formula
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,6 +1,5 @@
 """RMSNorms whose result a gate multiplies: rms(x) * weight * silu(gate)."""
 
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -9,9 +8,8 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ...report import Done
-from ..reads import rest_on
 from ..record import RECORD, original_class, record_of
-from .norms import norm_in_result
+from .norms import NormFormula, gated_norm_formula
 
 ops = torch.ops.moe_mps
 
@@ -27,27 +25,20 @@ def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
 
 def _options(norm: Any, x: Tensor, gate: Tensor) -> tuple[Tensor, float, float] | None:
     """The weight, eps and offset of a rewritten norm, None where an operator cannot run it."""
-    eps, offset = norm.__dict__[RECORD].formula
-    weight = norm.weight
+    formula: NormFormula = norm.__dict__[RECORD].formula
+    weight = getattr(norm, formula.weight)
     fits = x.dtype == gate.dtype and x.shape[-1:] == weight.shape and weight.dtype in ACTIVATION_DTYPES
     if not fits or not x.device == gate.device == weight.device:
         return None
-    return weight, getattr(norm, eps), offset
+    return weight, formula.eps, formula.offset
 
 
 def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for a norm with a gate, else None."""
-    norm, bound = norm_in_result(module, "{} * silu(GATE)")
-    if (
-        norm is None
-        or not norm.weight
-        or not norm.keeps_dtype
-        or module.get_parameter("weight").shape[0] > _WIDEST
-    ):
+    norm = gated_norm_formula(module)
+    if norm is None or not norm.weight or not norm.keeps_dtype:
         return None
-    arguments = [*inspect.signature(original_class(module).forward).parameters]
-    if [bound[name].peel().text() for name in ("X", "GATE")] != arguments[1:]:
+    if module.get_parameter(norm.weight).shape[0] > _WIDEST:
         return None
-    rest_on(norm.reads)
-    record_of(module).formula = (norm.eps, norm.offset)
+    record_of(module).formula = norm
     return gated_norm_forward, [Done("rms_norm_gated")]

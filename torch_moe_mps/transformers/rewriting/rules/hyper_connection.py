@@ -92,7 +92,7 @@ def _rest_on(module: nn.Module) -> None:
     for name in _NUMBERS:
         if hasattr(module, name):
             record(module, name)
-    record(module._modules["input_norm"], "eps")  # type: ignore[arg-type]
+    record(module._modules["input_norm"], "eps")
 
 
 def _twin(module: nn.Module, mixing: Mixing, count: int) -> Any:

@@ -1,81 +1,127 @@
 """RMSNorms next to the residual stream: `residual + x -> norm` and `residual + norm(x)` as one operator."""
 
 import ast
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
-from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 
+from ...capture.passes.graphs import tensor_of
+from ...capture.passes.patterns import match, uncast
+from ...capture.tracing import VALUE
 from ...experts import is_observed
 from ...report import Done
-from ..program.formulas import Node, evaluate, is_argument, is_number, result_of
-from ..program.patterns import match
 from ..program.programs import Program
 from ..program.rewrites import Form, Match, Rewrite
-from ..reads import Read, recording, rest_on
-from ..record import NOTHING, RECORD, record_of
+from ..record import NOTHING, RECORD, original_class, record_of
 from ..runtime import called
+from ..traced import Input, Traced, path_of, remembered, trace
 
 ops = torch.ops.moe_mps
 NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
 
-_RMS = "X * rsqrt(mean(square(X)) + EPS)"
-# Formula of the norm's forward -> what is added to its weight.
-_FORMULAS = {f"(W + 1.0) * ({_RMS})": 1.0, f"W * ({_RMS})": 0.0, _RMS: 0.0}
+_MEANS = ("mean(pow(X, 2), [-1], True)", "mean(X * X, [-1], True)")
+_ROOTS = ("Y * rsqrt({} + EPS)", "Y * pow({} + EPS, -0.5)", "Y / sqrt({} + EPS)")
+# Formula of what a norm computes -> what is added to its weight.
+_FORMULAS = {
+    form.format(root.format(mean)): offset
+    for form, offset in (("(W + 1.0) * ({})", 1.0), ("W * ({})", 0.0), ("{}", 0.0))
+    for root in _ROOTS
+    for mean in _MEANS
+}
+_ALIKE = (torch.float32, torch.bfloat16, torch.float16)
+_MIXED = ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16))
+_SIZES: tuple[tuple[int | str, ...], ...] = ((7,), (1,), (1, 1), (2, 3, 5), ("batch", "tokens"))
+_WITHOUT_WEIGHT = 24  # the width that such a norm is traced with
 
 
-@dataclass(frozen=True)
-class NormFormula:
+class NormFormula(NamedTuple):
     """rms(x) * (weight + offset); `keeps_dtype`: the result has the dtype of x, whatever the weight has.
 
-    `weight` is empty for a norm without one.
+    `weight` is the name of a parameter, empty for a norm without one.
     """
 
     weight: str
-    eps: str
+    eps: float
     offset: float
     keeps_dtype: bool
-    reads: tuple[Read, ...] = ()
 
 
-_found: ContextVar[dict[nn.Module, NormFormula | None] | None] = ContextVar("moe_mps_norms", default=None)
-
-
-@contextmanager
-def formulas_kept() -> Iterator[None]:
-    """Inside the block, each module is read once: several rules ask for it, and nothing changes."""
-    token = _found.set({})
-    try:
-        yield
-    finally:
-        _found.reset(token)
-
-
+@remembered
 def norm_formula(module: nn.Module) -> NormFormula | None:
-    """How a module computes its RMSNorm, None if it is something else.
+    """How a module computes its RMSNorm, None if it is something else."""
+    return _norm_traced(module, "{}", 1)
 
-    A forward that is rewritten meanwhile rests on what the formula rests on.
-    """
-    found = _found.get()
-    if found is not None and module in found:
-        formula = found[module]
-    else:
-        formula, _ = norm_in_result(module)
-    if found is not None:
-        found[module] = formula
-    if formula is not None:
-        rest_on(formula.reads)
-    return formula
+
+@remembered
+def gated_norm_formula(module: nn.Module) -> NormFormula | None:
+    """The same of a module whose second input is a gate: norm(x) * silu(gate)."""
+    return _norm_traced(module, "({}) * silu(GATE)", 2)
+
+
+def _norm_traced(module: nn.Module, form: str, inputs: int) -> NormFormula | None:
+    """The norm in what a module computes, if it is the same for all shapes and dtypes of its inputs."""
+    weights = [each for each in module._parameters.values() if each is not None]
+    is_small = not module._modules and len(weights) < 2 and all(each.dim() == 1 for each in weights)
+    if not is_small or not _takes(module, inputs):
+        return None
+    width = weights[0].shape[0] if weights else _WITHOUT_WEIGHT
+
+    def ask(sizes: tuple[int | str, ...], dtype: torch.dtype, weight: torch.dtype) -> NormFormula | None:
+        traced = trace(module, *[Input((*sizes, width), dtype)] * inputs, weights=weight)
+        return None if traced is None else _read_norm(traced, form)
+
+    formula = ask(_SIZES[0], torch.float32, torch.float32)
+    if formula is None:  # of most modules
+        return None
+    same = [ask(sizes, torch.float32, torch.float32) for sizes in _SIZES]
+    same += [ask(_SIZES[0], dtype, dtype) for dtype in _ALIKE]
+    mixed = [ask(_SIZES[0], *dtypes) for dtypes in _MIXED]
+    other = formula._replace(keeps_dtype=False)
+    if any(each != formula for each in same) or not {formula, other}.issuperset(mixed):
+        return None
+    return formula if mixed == [formula] * len(mixed) else other
+
+
+def _takes(module: nn.Module, inputs: int) -> bool:
+    """Whether a forward has this number of arguments, which may be given by their places."""
+    arguments = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
+    return len(arguments) == inputs and all(
+        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in arguments
+    )
+
+
+def _read_norm(traced: Traced, form: str) -> NormFormula | None:
+    x, *gate = traced.inputs
+    if not isinstance(traced.result, fx.Node) or not all(_is_of_rows(node, x) for node in traced.graph.nodes):
+        return None
+    for formula, offset in _FORMULAS.items():
+        bound = match(form.format(formula), traced.result)
+        read = [uncast(bound[name]) for name in ("X", "Y", "GATE") if name in bound] if bound else []
+        if bound is None or read != [x, x, *gate]:  # X and Y may have other dtypes
+            continue
+        weight = path_of(bound["W"]) if "W" in bound else ""
+        if weight is not None and isinstance(bound["EPS"], (int, float)):
+            keeps_dtype = tensor_of(traced.result).dtype == tensor_of(x).dtype
+            return NormFormula(weight, bound["EPS"], offset, keeps_dtype)
+    return None
+
+
+def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
+    """Whether a node has the rows of the input, one number for each, or what is the same for all."""
+    if node.op == "output":
+        return True
+    value, *rows, width = node.meta[VALUE], *tensor_of(x).shape
+    shapes = ([*rows, width], [*rows, 1], [width])
+    return isinstance(value, Tensor) and value.dtype in _ALIKE and [*value.shape] in shapes
 
 
 def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
     """Whether a module is an RMSNorm, with a weight, without (False) or either (None).
 
-    Its record has the formula from then on.
+    Its record has the formula from then on. A forward that is rewritten meanwhile rests on it.
     """
     formula = norm_formula(module)
     if formula is None or weighted not in (None, bool(formula.weight)):
@@ -100,39 +146,6 @@ def norm_in(
     return None
 
 
-def norm_in_result(module: nn.Module, form: str = "{}") -> tuple[NormFormula | None, dict[str, Node]]:
-    """The norm in a form of what a module computes, None without one; and what the form's names stand for."""
-    with recording() as reads:
-        formula, bound = _read_norm(module, form)
-    if formula is not None:  # its weight and eps are read in every call
-        own = (formula.weight, formula.eps)
-        formula = replace(formula, reads=tuple(r for r in reads.values() if r.path not in own))
-    return formula, bound
-
-
-def _read_norm(module: nn.Module, form: str) -> tuple[NormFormula | None, dict[str, Node]]:
-    result = result_of(module)
-    if result is None:
-        return None, {}
-    for formula, offset in _FORMULAS.items():
-        bound = match(form.format(f"({formula})"), result)
-        if bound is None or not is_argument(bound["X"].peel()) or not is_number(bound["EPS"], module):
-            continue
-        if bound["EPS"].op != "attr" or not _has_weight(module, bound.get("W")):
-            continue
-        weight = "weight" if "W" in bound else ""
-        return NormFormula(weight, bound["EPS"].path, offset, result.op == "cast"), bound
-    return None, {}
-
-
-def _has_weight(module: nn.Module, weight: Node | None) -> bool:
-    """Whether a factor of the formula is the module's `weight`, a vector. There may be none."""
-    if weight is None:
-        return True
-    own = getattr(module, "weight", None)
-    return isinstance(own, Tensor) and own.dim() == 1 and evaluate(weight.peel(), module) is own
-
-
 def _arguments(norm: nn.Module, residual: Tensor, x: Tensor) -> NormArguments | None:
     """The norm's weight, eps and weight_offset; None where the module, its hooks included, has to run."""
     if is_observed(norm) or not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
@@ -148,12 +161,12 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
         return None
     weight: Any = None
     if formula.weight:
-        weight = own["_parameters"].get("weight")
-        if weight is None or "weight" in own:  # something written over the parameter
-            weight = norm.weight
+        weight = own["_parameters"].get(formula.weight)
+        if weight is None or formula.weight in own:  # something written over the parameter
+            weight = getattr(norm, formula.weight)
         if weight.numel() != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
             return None
-    return weight, getattr(norm, formula.eps), formula.offset
+    return weight, formula.eps, formula.offset
 
 
 @called

@@ -1,12 +1,12 @@
 """RMSNorms that have no residual to join: one operator each."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
 from ...report import Done
-from ..program.building import replace_everything
-from ..program.programs import Program
 from ..program.rewrites import Match, Rewrite
 from ..record import original_class
 from ..runtime import called
@@ -28,18 +28,16 @@ def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     return norm(x) if out is None else out
 
 
-@called
-def rms_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
-    """The forward of a norm that has been rewritten itself."""
+def rms_norm_forward(norm: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+    """The forward of a norm that has been rewritten itself, whatever its argument is called."""
+    (x,) = args or named.values()
     out = _normed(norm, x)
     return original_class(norm).forward(norm, x) if out is None else out
 
 
-def replace_rms_norm(program: Program) -> None:
-    """Rewrites the forward of a norm."""
-    if len(program.arguments.args) == 2 and is_norm(program.module):
-        replace_everything(program, "rms_norm_forward(self, X)")
-        program.rewrites.append(Done("rms_norm"))
+def rewrite_rms_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an RMSNorm, else None."""
+    return (rms_norm_forward, [Done("rms_norm")]) if is_norm(module) else None
 
 
 def _is_norm(match: Match) -> Done | None:

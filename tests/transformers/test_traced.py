@@ -1,0 +1,266 @@
+"""Modules are recognised by what they compute, however it is written, and by nothing less."""
+
+import contextlib
+import functools
+import itertools
+import types
+
+import pytest
+import torch
+from support.models import assert_close, operators_of
+from torch import nn
+from torch.nn.modules import module as torch_module
+
+from torch_moe_mps.transformers.rewriting.install import is_rewritten, restore_module, rewrite
+from torch_moe_mps.transformers.rewriting.traced import Input, trace
+
+WIDTH = 16
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class Norm(nn.Module):
+    """As most models have it."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(0.5, 1.5, WIDTH))
+        self.eps = 1e-2
+        self.centred = False
+        self.groups = None
+        self.config = types.SimpleNamespace(scale=True, layers=[1, 2])
+
+    def rms(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
+
+    def forward(self, x):
+        return self.weight * self.rms(x.float()).to(x.dtype)
+
+
+def decorated(function):
+    @functools.wraps(function)
+    def wrapper(*args, **kwargs):
+        return function(*args, **kwargs)
+
+    return wrapper
+
+
+class Decorated(Norm):
+    @decorated
+    def forward(self, x):
+        return (self.weight * self.rms(x.float())).type_as(x)
+
+
+class Inherited(Norm):
+    def forward(self, x):
+        return super().forward(x)
+
+
+class Conditional(Norm):
+    def forward(self, x):
+        y = self.rms(x.float()) if self.groups is None else x
+        y = y * (1.0 + self.weight.float() if self.centred else self.weight.float())
+        return y.type_as(x)
+
+
+class ByConfig(Norm):
+    def forward(self, x):
+        y = self.rms(x.float())
+        return (self.weight * y if self.config.scale else y).to(x.dtype)
+
+
+class Divided(Norm):
+    def forward(self, x):
+        y = x / torch.sqrt((x.float() * x.float()).mean((-1,), keepdim=True) + self.eps)
+        return (y * self.weight).to(x.dtype)
+
+
+class Widened(Norm):
+    """As T5 has it: what is squared is float32, and what is multiplied is not."""
+
+    def forward(self, x):
+        x = x * torch.rsqrt(x.to(torch.float32).pow(2).mean(-1, keepdim=True) + self.eps)
+        return self.weight * (x.to(self.weight.dtype) if self.weight.dtype != torch.float32 else x)
+
+
+class InPlace(Norm):
+    def forward(self, x):
+        y = x.float().square().mean(-1, keepdim=True)
+        y += self.eps
+        return (x * y.rsqrt_()).mul(self.weight).to(x.dtype)
+
+
+class Property(Norm):
+    @property
+    def epsilon(self):
+        return self.eps
+
+    def forward(self, x):
+        return x * torch.pow(x.square().mean(-1, keepdim=True) + self.epsilon, -0.5) * self.weight
+
+
+def without_source() -> Norm:
+    scope: dict = {"Norm": Norm}
+    text = "class Remote(Norm):\n  def forward(self, x):\n    return self.rms(x.float()).to(x.dtype)\n"
+    exec(text, scope)
+    return scope["Remote"]()
+
+
+WAYS = [
+    Norm,
+    Decorated,
+    Inherited,
+    Conditional,
+    ByConfig,
+    Divided,
+    Widened,
+    Property,
+    without_source,
+    InPlace,
+]
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+def test_norms_however_they_are_written(way):
+    generator = torch.Generator().manual_seed(0)
+    for dtype, of_weight in itertools.product(DTYPES, (torch.float32, torch.bfloat16)):
+        norm = way().eval().to(of_weight)
+        x = torch.randn(2, 3, WIDTH, generator=generator).to(dtype)
+        with torch.no_grad():
+            expected = norm(x)
+            assert [*map(str, rewrite(norm)[0])] == ["rms_norm"]
+            found = norm(x)
+            assert_close(norm(x=x), found, 0)
+        assert found.dtype == expected.dtype
+        assert_close(found, expected, 1e-5 if dtype == of_weight == torch.float32 else 2e-2)
+
+
+def of(forward):
+    return type("Near", (Norm,), {"forward": forward})
+
+
+def sets(self, x):
+    self.last = x
+    return Norm.forward(self, x)
+
+
+def writes(self, x):
+    result = Norm.forward(self, x)
+    x.zero_()
+    return result
+
+
+def grouped(self, x):
+    y = x.view(*x.shape[:-1], -1, 4)
+    return self.weight * self.rms(y).flatten(-2)
+
+
+def grouped_by_one(self, x):
+    return self.weight * (x * torch.rsqrt(x.pow(2)[..., None].mean(-1, keepdim=True)[..., 0] + self.eps))
+
+
+def hides_errors(self, x):
+    with contextlib.suppress(Exception):
+        self.last = x
+    return Norm.forward(self, x)
+
+
+NEAR = {
+    "another dimension": lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(0, True) + self.eps)),
+    "two dimensions": lambda self, x: (
+        self.weight * (x * torch.rsqrt(x.pow(2).mean((-2, -1), True) + self.eps))
+    ),
+    "sum": lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).sum(-1, True) + self.eps)),
+    "eps outside": lambda self, x: self.weight * (x / (x.pow(2).mean(-1, True).sqrt() + self.eps)),
+    "eps inside": lambda self, x: self.weight * (x * torch.rsqrt((x + self.eps).pow(2).mean(-1, True))),
+    "bias": lambda self, x: Norm.forward(self, x) + self.weight,
+    "weight twice": lambda self, x: self.weight * Norm.forward(self, x),
+    "weight - 1": lambda self, x: (self.weight - 1.0) * self.rms(x),
+    "another sum": lambda self, x: (self.weight + 2.0) * self.rms(x),
+    "weight first": lambda self, x: self.rms(x * self.weight),
+    "two inputs": lambda self, x, y=None: Norm.forward(self, x),
+    "any inputs": lambda self, *inputs: Norm.forward(self, *inputs),
+    "one token": lambda self, x: Norm.forward(self, x) * (2 if x.shape[0] == 1 else 1),
+    "many tokens": lambda self, x: Norm.forward(self, x) * (2 if x.shape[-2] > 4096 else 1),
+    "rank": lambda self, x: Norm.forward(self, x) * (2 if x.dim() > 3 else 1),
+    "one dtype": lambda self, x: Norm.forward(self, x) if x.dtype == DTYPES[2] else self.rms(x),
+    "float32": lambda self, x: self.rms(x.float()),
+    "integers": lambda self, x: self.weight * self.rms(x.int().float()).to(x.dtype),
+    "values": lambda self, x: Norm.forward(self, x) if x.max() > 0 else x,
+    "a list": lambda self, x: Norm.forward(self, x) * len(self.config.layers),
+    "all attributes": lambda self, x: Norm.forward(self, x) * (2 if "flag" in self.__dict__ else 1),
+    "random": lambda self, x: nn.functional.dropout(Norm.forward(self, x), 0.5, True),
+    "sets": sets,
+    "writes": writes,
+    "grouped": grouped,
+    "grouped by one": grouped_by_one,
+    "hides errors": hides_errors,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NEAR)
+def test_other_norms_run_their_own_code(name):
+    norm, x = of(NEAR[name])().eval(), torch.randn(3, WIDTH)
+    before = {**vars(norm)}
+    assert rewrite(norm)[0] == [] and not is_rewritten(norm)
+    assert {**vars(norm)} == before
+    with torch.no_grad():
+        expected = NEAR[name](norm, x.clone())
+        if name != "random":
+            assert_close(norm(x.clone()), expected, 0)
+
+
+def test_modules_that_are_alike_are_told_apart():
+    x = torch.randn(3, WIDTH)
+    for centred, groups, scale in itertools.product((False, True), (None, 4), (True, False)):
+        for cls, done in ((Conditional, groups is None), (ByConfig, True)):
+            norm = cls().eval()
+            norm.centred, norm.groups, norm.config.scale = centred, groups, scale
+            with torch.no_grad():
+                expected = norm(x)
+                assert bool(rewrite(norm)[0]) == done
+                assert_close(norm(x), expected, 1e-5)
+
+
+@pytest.mark.parametrize("again", [False, True])
+def test_what_a_norm_rests_on_changes(again):
+    x = torch.randn(3, WIDTH)
+    changes = (
+        lambda norm: setattr(norm, "eps", 3.0),
+        lambda norm: setattr(norm.config, "scale", False),
+        lambda norm: setattr(norm, "config", types.SimpleNamespace(scale=False)),
+    )
+    for change in changes:
+        norm, own = ByConfig().eval(), ByConfig().eval()
+        rewrite(norm)
+        with torch.no_grad():
+            before = norm(x)
+            assert operators_of(lambda norm=norm: norm(x)) == {"rms_norm": 1}
+            change(norm), change(own)
+            if again:
+                rewrite(norm)
+            assert operators_of(lambda norm=norm: norm(x)) == ({"rms_norm": 1} if again else {})
+            assert_close(norm(x), own(x), 1e-5)
+            assert not torch.allclose(norm(x), before, atol=1e-3)
+
+
+def test_a_trace_has_no_effects():
+    """No hook runs, and modules are as before, whatever is switched on around."""
+    calls: list = []
+    norm = Norm().eval()
+    norm.register_forward_hook(lambda *args: calls.append(1))
+    handle = torch_module.register_module_forward_hook(lambda *args: calls.append(2))
+    before = {**vars(norm)}
+    with handle, torch.inference_mode(), torch.autocast("cpu", torch.bfloat16):
+        traced = trace(norm, Input((2, WIDTH)))
+    assert traced is not None and not calls and {**vars(norm)} == before
+    names = [str(node.target) for node in traced.graph.nodes if node.op == "call_function"]
+    assert names == [f"aten.{name}" for name in (
+        "pow.Tensor_Scalar", "mean.dim", "add.Tensor", "rsqrt.default", "mul.Tensor", "mul.Tensor"
+    )]  # fmt: skip
+
+
+def test_restored_norms_are_as_before():
+    norm = Decorated().eval()
+    rewrite(norm)
+    restore_module(norm)
+    assert type(norm) is Decorated and not is_rewritten(norm)
