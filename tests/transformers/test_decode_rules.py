@@ -18,7 +18,7 @@ from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
 from torch_moe_mps.transformers.rewriting.rules import rope
 from torch_moe_mps.transformers.rewriting.rules.linear import linears
 from torch_moe_mps.transformers.rewriting.rules.norms import norm_formula
-from torch_moe_mps.transformers.rewriting.rules.rope import rope_form
+from torch_moe_mps.transformers.rewriting.rules.rope import rope_form, rotated, rotation_in_place
 
 
 def quantised(architecture: str = "qwen3_moe", dtype: torch.dtype = torch.float32):
@@ -145,36 +145,29 @@ FUNCTIONS = sorted(
 )
 
 
-def tables(function) -> int:
-    """How many tensors a function rotates."""
-    return sum(name in ("q", "k", "x", "xq", "xk") for name in inspect.signature(function).parameters)
-
-
 @pytest.mark.parametrize(("name", "architecture"), FUNCTIONS)
 def test_form_of_rotary_functions(name, architecture):
     """The form agrees with the function for other shapes, numbers and dtypes than those of the trial."""
     function = getattr(sys.modules[tiny_models.model_class(architecture).__module__], name)
-    tensors, takes_complex = tables(function), "freqs" in str(inspect.signature(function))
-    form = rope_form(function, tensors, (), takes_complex)
-    if form is None:
-        assert name.endswith("vision")
-        return
-    own_code = lambda *args: pytest.fail("fell back")  # noqa: E731
-    form = form._replace(identity=id(own_code))
-    for turn, width in ((form.wide, 32), (form.narrow, 16)):
-        if turn is None:
-            continue
-        shapes = [(2, 4, 7, 32), (2, 2, 7, 32)][:tensors]
-        inputs = [torch.randn(shape) for shape in shapes]
-        if form.heads_dim == 2:
-            inputs = [x.transpose(1, 2) for x in inputs]
-        cos, sin = torch.randn(2, 7, width), torch.randn(2, 7, width)
-        own = (torch.complex(cos, sin),) if takes_complex else (cos, sin)
-        expected = function(*inputs, *own)
-        q, k = (*inputs, None)[:2]
-        result = rope.rope(own_code, form, q, k, *(*own, None)[:2])
-        for a, b in zip(*((x,) if k is None else x for x in (result, expected)), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+    found = rotation_in_place(function)
+    assert found is not None and found.done.operator == "rope"
+    _, forms = found.run.args
+    own_code = lambda *args, **options: pytest.fail("fell back")  # noqa: E731
+    for (tensors, is_complex, dims, *options), form in forms.items():
+        for turn, width in ((form.wide, 32), (form.narrow, 16)):
+            if turn is None:
+                continue
+            inputs = [torch.randn(2, heads, 7, 32) for heads in (4, 2)][:tensors]
+            if form.heads_dim == 2:
+                inputs = [x.transpose(1, 2) for x in inputs]
+            cos, sin = torch.randn(2, 2, 7, width)
+            inputs += [torch.complex(cos, sin)] if is_complex else [cos, sin]
+            inputs = inputs if dims == 4 else [x[0] for x in inputs]
+            expected = function(*inputs, **dict(options))
+            result = rotated(own_code, forms, *inputs, **dict(options))
+            assert isinstance(result, tuple) == isinstance(expected, tuple)
+            for a, b in zip(*((x,) if tensors == 1 else x for x in (result, expected)), strict=True):
+                torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -23,7 +23,7 @@ from .pooled_indexer import rewrite_pooled_indexer
 from .recurrent_layers import rewrite_recurrent_layer
 from .relative_bias import rewrite_relative_bias
 from .rms_norm import CALL_NORM, rewrite_rms_norm
-from .rope import KEEP_ROWS, REPLACE_ROPE
+from .rope import KEEP_ROWS, REPLACE_ROPE, rotation_in_place
 from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
 from .rotary import rewrite_rotary
 from .router import select_by_operator
@@ -46,7 +46,7 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
 )
 
 # Functions that forwards call by name.
-FUNCTION_RULES: tuple[Rule, ...] = (convolution_in_place, delta_rule_in_place)
+FUNCTION_RULES: tuple[Rule, ...] = (rotation_in_place, convolution_in_place, delta_rule_in_place)
 
 # A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
 RULES: tuple[Callable[[Program], None], ...] = (

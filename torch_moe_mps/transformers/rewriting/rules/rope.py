@@ -6,16 +6,18 @@ only one of the operator's forms can agree with it.
 
 import ast
 import functools
+import inspect
 import itertools
 import types
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from ...experts import is_observed
 from ...report import NOTHING_NEW, Done
+from ..functions import InPlace
 from ..program.building import code
 from ..program.rewrites import Match, Rewrite
 from ..runtime import called
@@ -76,16 +78,16 @@ def tables_and_options(turn: tuple, cos: Tensor, sin: Tensor) -> tuple[Tensor, T
 
 @functools.lru_cache(maxsize=1024)
 def rope_form(
-    function: types.FunctionType, tensors: int, options: tuple, is_complex: bool = False
+    function: types.FunctionType, tensors: int, options: tuple, is_complex: bool = False, dims: int = 4
 ) -> RopeForm | None:
     """What a function of (q, k, cos, sin) or (x, cos, sin) does; None if the operator cannot do it.
 
-    `is_complex`: it takes one table, cos + i sin.
+    `is_complex`: it takes one table, cos + i sin. `dims`: of q and k, 4, or 3 without a batch.
     """
     widths = (_WIDTH, _WIDTH // 2)
     for heads_dim in (1, 2):
         wide, narrow = (
-            _turn_of(function, tensors, dict(options), heads_dim, width, is_complex) for width in widths
+            _turn_of(function, tensors, dict(options), heads_dim, width, is_complex, dims) for width in widths
         )
         if wide or narrow:
             return RopeForm(heads_dim, wide, narrow, id(function), options)
@@ -93,18 +95,25 @@ def rope_form(
 
 
 def _turn_of(
-    function: Callable, tensors: int, options: dict, heads_dim: int, table_width: int, is_complex: bool
+    function: Callable,
+    tensors: int,
+    options: dict,
+    heads_dim: int,
+    table_width: int,
+    is_complex: bool,
+    dims: int,
 ) -> tuple | None:
-    generator = torch.Generator().manual_seed(heads_dim)
-    shapes = [(2, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
+    generator, batch = torch.Generator().manual_seed(heads_dim), 2 if dims == 4 else 1
+    shapes = [(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
-    cos, sin = (torch.rand(2, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
+    cos, sin = (torch.rand(batch, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
     given = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
-    tables = [torch.complex(cos, sin)] if is_complex else [cos, sin]
-    results = tried(function, *given, *tables, **options)
+    given += [torch.complex(cos, sin)] if is_complex else [cos, sin]
+    results = tried(function, *(given if dims == 4 else [x[0] for x in given]), **options)
     results = results if isinstance(results, tuple) else (results,)
     if len(results) != tensors or not all(isinstance(result, Tensor) for result in results):
         return None
+    results = results if dims == 4 else [result[None] for result in results]
     expected = [result if heads_dim == 1 else result.transpose(1, 2) for result in results]
     for turn in TURNS:
         columns = table_width // 2 if turn.half_of_table else table_width
@@ -245,6 +254,66 @@ def _head_norms(
         weight, *of_all = found
         weights.append(weight)
     return (*weights, *of_all) if of_all else ()
+
+
+# Functions that forwards call
+
+# {(how many tensors turn, whether there is one complex table, dimensions of q, *options by name): the form}
+Forms: TypeAlias = dict[tuple, RopeForm]
+
+
+@functools.cache
+def rotation_in_place(function: types.FunctionType) -> InPlace | None:
+    """What runs in the place of a function of (q, k, cos, sin), (x, cos, sin) or (q, k, cos + i sin)."""
+    if "rotary" not in function.__name__:
+        return None
+    forms: Forms = {}
+    for kind in itertools.product(((2, False), (1, False), (2, True)), (4, 3), _options_of(function)):
+        (tensors, is_complex), dims, options = kind
+        form = rope_form(function, tensors, options, is_complex, dims)
+        if form is not None:
+            forms[tensors, is_complex, dims, *options] = form
+    return InPlace(functools.partial(rotated, function, forms), Done("rope")) if forms else None
+
+
+def _options_of(function: types.FunctionType) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """None, and each that a function has, such as the dimension of the heads."""
+    yield ()
+    for name, parameter in inspect.signature(function).parameters.items():
+        if isinstance(parameter.default, int):
+            yield from (((name, value),) for value in (1, 2))  # True is 1
+
+
+def rotated(function: Callable, forms: Forms, *args: Any, **options: Any) -> Any:
+    """function(*args, **options), by the operator where tensors are given by position."""
+    out, tensors = None, 0
+    if len(args) > 2 and all(isinstance(x, Tensor) for x in args):
+        is_complex = args[-1].is_complex()
+        tensors = len(args) - (1 if is_complex else 2)
+        known = all(isinstance(value, int) for value in options.values())
+        form = forms.get((tensors, is_complex, args[0].dim(), *options.items())) if known else None
+        out = None if form is None else _rotated(form, args[:tensors], args[tensors:])
+    if out is None:
+        return function(*args, **options)
+    return tuple(out) if tensors == 2 else out[0]
+
+
+def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """The inputs turned, with heads where the form has them; None where the operator does not apply."""
+    q = inputs[0]
+    if q.dtype is torch.float64 or any(x.dtype is not q.dtype for x in inputs):
+        return None
+    if q.dim() == 3:
+        out = _rotated(form, [x[None] for x in inputs], [table[None] for table in tables])
+        return None if out is None else [x[0] for x in out]
+    cos, sin = tables if len(tables) == 2 else _real(*tables)
+    turn = _turn(form, q.dim(), q.shape[-1], cos)
+    if turn is None:
+        return None
+    cos, sin, options = tables_and_options(turn, cos, sin)
+    rows = [x.transpose(1, 2) if form.heads_dim == 1 else x for x in inputs]
+    turned = ops.rope(rows[0], rows[1] if len(rows) == 2 else None, cos, sin, **options)[: len(rows)]
+    return turned if form.heads_dim == 1 else [x.transpose(1, 2) for x in turned]
 
 
 # Rewriting of an attention's program
