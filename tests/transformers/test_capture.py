@@ -468,7 +468,9 @@ def in_the_sweep(change: str):
 
 @torch.no_grad()
 @pytest.mark.parametrize("change", [*map(in_the_sweep, CHANGES)])
-def test_changes_between_tokens(change):
+def test_changes_between_tokens(change, request):
+    if change == "dtype":
+        request.getfixturevalue("same_bits")  # those of bfloat16
     model = accelerated("qwen3_moe", "cpu")
     own = without_capture(copy.deepcopy(model))
     mine, theirs = Conversation(model), Conversation(own)
@@ -531,6 +533,25 @@ def in_main(model):
 
 # name: (what is done before the fingerprint is made, the change)
 WATCHED = {
+    "attribute": (None, lambda m, p: p.setattr(norm(m), "variance_epsilon", 2.0)),
+    "attribute with another name": (
+        lambda m: setattr(norm(m), "one_name", Slotted),
+        lambda m, p: (p.delattr(norm(m), "one_name"), p.setattr(norm(m), "other", Slotted, raising=False)),
+    ),
+    "parameter": (None, lambda m, p: p.setitem(norm(m)._parameters, "weight", None)),
+    "tensor of one element in a list": (
+        lambda m: setattr(norm(m), "numbers", [torch.ones(1)]),
+        lambda m, p: p.setitem(norm(m).numbers, 0, torch.ones(1)),
+    ),
+    "tensor of one element": (
+        lambda m: norm(m).register_buffer("one", torch.ones(1)),
+        lambda m, p: p.setitem(norm(m)._buffers, "one", torch.ones(1)),
+    ),
+    "hook": (None, lambda m, p: p.setitem(norm(m)._forward_hooks, 0, double)),
+    "class of a module": (
+        None,
+        lambda m, p: p.setattr(norm(m), "__class__", type("Other", (type(norm(m)),), {})),
+    ),
     "interface": (None, lambda m, p: p.setitem(AttentionInterface._global_mapping, "sdpa", double)),
     "interface of one file": (
         None,
@@ -589,7 +610,10 @@ WATCHED = {
 
 
 @torch.no_grad()
-def test_what_the_fingerprint_holds(monkeypatch):
+@pytest.mark.parametrize("with_extension", [True, False])
+def test_what_the_fingerprint_holds(with_extension, device, monkeypatch):
+    if not with_extension:
+        monkeypatch.setattr("torch_moe_mps.transformers.capture.fingerprint.host_library", lambda: None)
     model = accelerated("qwen3_moe", "cpu")
     for _, (prepare, _) in WATCHED.items():
         if prepare is not None:
@@ -607,6 +631,8 @@ def test_what_the_fingerprint_holds(monkeypatch):
     finally:
         torch.set_default_dtype(torch.float32)
     assert [what for what, holds in found.items() if holds] == []
+    norm(model).variance_epsilon = float(repr(norm(model).variance_epsilon))  # another object
+    assert fingerprint.holds()
     monkeypatch.setattr(
         sys.modules["__main__"], "helper", 1, raising=False
     )  # an attribute of this name is read

@@ -1,19 +1,25 @@
 """What a recorded call of a model rests on, compared in one go before each token.
 
 A recording holds what Python did with the model's modules, their attributes, configs, classes and files. All
-of them are objects of Python; gc.get_referents lists what thousands of those hold in one C call.
+of them are objects of Python, nearly all dictionaries: csrc/fingerprint.mm compares what those hold;
+gc.get_referents lists what thousands of others hold in one C call.
 """
 
 import builtins
+import ctypes
 import dis
+import functools
 import gc
 import inspect
 import logging
 import sys
 import types
 import weakref
-from collections.abc import Iterable, Iterator
+from array import array
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
 from operator import attrgetter, is_not
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,6 +33,7 @@ from transformers import Cache
 from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import GeneralInterface
 
+from ..._extension import host_library
 from ..rewriting.record import Record
 from .tracing import Unsupported
 
@@ -78,8 +85,8 @@ class Fingerprint:
         self.model = model
         self._modules = reached.modules
         inner = reached.modules[1:]  # hooks of the model itself run around the recorded call
-        self._hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
-        for hook in gc.get_referents(*self._hooks):
+        hooks = [module.__dict__[name] for module in inner for name in _HOOKS]
+        for hook in gc.get_referents(*hooks):
             if getattr(hook, "__module__", None) in _KNOWN_HOOKS or isinstance(hook, int):  # a key, or True
                 continue
             owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
@@ -87,17 +94,20 @@ class Fingerprint:
         classes = dict.fromkeys(cls for each in reached.classes for cls in each.__mro__)
         members = _members(classes)
         self._functions = [f for f in gc.get_referents(*members) if isinstance(f, types.FunctionType)]
-        self._containers = [*members, *_files(classes), *reached.containers]
         self._main, self._names = vars(sys.modules[_MAIN]), _names_in_main(classes)
         self._copies = [(each, each.copy()) for each in reached.containers if isinstance(each, (dict, list))]
-        # Two tensors of one element may be equal, others cannot be compared.
-        self._single = [c for c in reached.containers if any(map(_is_single, gc.get_referents(c)))]
-        self._now = self._state()
+        held = [*hooks, *members, *_files(classes), *reached.containers]
+        # An empty one alone of other kinds: the order of those is no part of their entries.
+        entries = [each for each in held if type(each) is dict or (isinstance(each, dict) and not each)]
+        known = set(map(id, entries))
+        self._entries = _Entries(entries)
+        self._others = _Contents([each for each in held if id(each) not in known])
+        self._now = self._around()
 
     def holds(self) -> bool:
         """Whether a call would do the same as the recorded one."""
         try:
-            return self._state() == self._now
+            return self._around() == self._now and self._others.are_equal() and self._entries.are_equal()
         except Exception:  # from comparing tensors, arrays or whatever else, which are others now
             return False
 
@@ -109,18 +119,62 @@ class Fingerprint:
             container.clear()
             container.extend(before) if isinstance(container, list) else container.update(before)
 
-    def _state(self) -> tuple[Any, ...]:
-        referents = gc.get_referents
+    def _around(self) -> tuple[Any, ...]:
         return (
             list(map(type, self._modules)),
-            list(map(id, referents(*self._single))),
-            referents(*self._hooks),
-            referents(*self._containers),
             list(map(_code_of, self._functions)),  # which may be replaced
             list(map(self._main.get, self._names)),
             torch.get_default_dtype(),
             _changes,
         )
+
+
+class _Contents:
+    """What containers held."""
+
+    def __init__(self, containers: list[Any]) -> None:
+        self._containers = containers
+        # Two tensors of one element may be equal, others cannot be compared.
+        self._single = [c for c in containers if any(map(_is_single, gc.get_referents(c)))]
+        self._now = self._read()
+
+    def are_equal(self) -> bool:
+        return self._read() == self._now
+
+    def _read(self) -> tuple[list[Any], list[Any]]:
+        return list(map(id, gc.get_referents(*self._single))), gc.get_referents(*self._containers)
+
+
+class _Entries(_Contents):
+    """What dictionaries held: the same objects for C++, or equal ones."""
+
+    def __init__(self, dictionaries: list[dict[Any, Any]]) -> None:
+        super().__init__(dictionaries)
+        library = host_library()
+        self._are_the_same = None if library is None else _comparison_of(library)
+        entries = chain.from_iterable(map(dict.items, dictionaries))
+        self._alive = list(chain.from_iterable(entries))  # nothing else gets their addresses
+        self._arrays = (
+            array("Q", map(id, dictionaries)),
+            array("q", map(len, dictionaries)),
+            array("Q", map(id, self._alive)),
+        )
+        first, sizes, held = (each.buffer_info()[0] for each in self._arrays)
+        following = ctypes.cast(ctypes.pythonapi.PyDict_Next, ctypes.c_void_p)
+        self._arguments = following, first, sizes, len(dictionaries), held
+
+    def are_equal(self) -> bool:
+        are_the_same = self._are_the_same
+        return (are_the_same is not None and are_the_same(*self._arguments)) or super().are_equal()
+
+
+@functools.cache
+def _comparison_of(library: Path) -> Callable[..., bool]:
+    """moe_mps_holds of csrc/fingerprint.mm."""
+    found: Any = ctypes.PyDLL(str(library)).moe_mps_holds
+    found.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t, ctypes.c_void_p]
+    found.restype = ctypes.c_bool
+    return found  # type: ignore[no-any-return]
 
 
 def note_change() -> None:

@@ -1,0 +1,23 @@
+// Compares what dictionaries of Python hold with what they held: most of what a captured token rests on.
+//
+// torch_moe_mps/transformers/capture/fingerprint.py calls this with ctypes, with Python's lock held, and
+// hands over Python's PyDict_Next: the extension is linked with no Python.
+#include <cstddef>
+#include <cstdint>
+
+// Gives the next entry of a dictionary; 0 behind the last.
+using Next = int (*)(const void* dictionary, std::ptrdiff_t* position, const void** key, const void** value);
+
+// Whether each of `dictionaries` has as many entries as `sizes` says, with the keys and values in `held`.
+extern "C" bool moe_mps_holds(Next next, const void* const* dictionaries, const std::int64_t* sizes,
+                              std::size_t count, const void* const* held) {
+  for (std::size_t i = 0; i < count; ++i) {
+    std::ptrdiff_t position = 0;
+    const void *key, *value;
+    for (std::int64_t entry = 0; entry < sizes[i]; ++entry, held += 2) {
+      if (!next(dictionaries[i], &position, &key, &value) || key != held[0] || value != held[1]) return false;
+    }
+    if (next(dictionaries[i], &position, &key, &value)) return false;
+  }
+  return true;
+}
