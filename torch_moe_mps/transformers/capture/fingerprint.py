@@ -141,7 +141,7 @@ class _Contents:
     def are_equal(self) -> bool:
         return self._read() == self._now
 
-    def _read(self) -> tuple[list[Any], list[Any]]:
+    def _read(self) -> tuple[list[Any], ...]:
         return list(map(id, gc.get_referents(*self._single))), gc.get_referents(*self._containers)
 
 
@@ -167,6 +167,9 @@ class _Entries(_Contents):
         are_the_same = self._are_the_same
         return (are_the_same is not None and are_the_same(*self._arguments)) or super().are_equal()
 
+    def _read(self) -> tuple[list[Any], ...]:
+        return *super()._read(), list(map(list, self._containers))  # keys that are text are no referents
+
 
 @functools.cache
 def _comparison_of(library: Path) -> Callable[..., bool]:
@@ -174,7 +177,7 @@ def _comparison_of(library: Path) -> Callable[..., bool]:
     found: Any = ctypes.PyDLL(str(library)).moe_mps_holds
     found.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t, ctypes.c_void_p]
     found.restype = ctypes.c_bool
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def note_change() -> None:
