@@ -26,7 +26,7 @@ QUANTIZED = quantize(random(H, H, seed=2) / 8, 4, 32)
 MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.biases
 NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 8, random(E)
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
-GATE = random(1, H)
+GATE, SCALAR, HALF = random(1, H), random(1), random(H // 2)
 
 
 def linear(x: Tensor, **options) -> Tensor:
@@ -124,6 +124,43 @@ def norm_of_what_changes(x, r):
 def norm_of_sum(x, r):
     total = x + r
     return norm(total), total
+
+
+def sum_with_norm(x, r):
+    total = r + norm(x[0]).view(1, 1, H)
+    return linear(total), total
+
+
+def sum_with_norm_read_twice(x, r):
+    normed = norm(x)
+    return r + normed, normed
+
+
+def sum_with_norm_of_what_changes(x, r):
+    x = x.clone()
+    row, normed = x.view(-1), norm(x)
+    row.add_(1)
+    return r + normed, x
+
+
+def sum_with_norm_of_heads(x, r):
+    """The norm's rows are parts of the sum's."""
+    return r + norm(x.view(2, H // 2), HALF).view(1, 1, H)
+
+
+def scaled_sum_with_norm(x, r):
+    total = r + norm(x)
+    total *= SCALAR
+    return total
+
+
+def sum_with_norm_scaled_by_rows(x, r):
+    return (r + norm(x)) * OTHER_NORM
+
+
+def scaled_sum_that_else_is_read(x, r):
+    total = r + norm(x)
+    return total * SCALAR, total
 
 
 def norm_in_sum_and_operator(x, r):
@@ -225,6 +262,13 @@ CASES: dict[Callable, dict[str, int]] = {
     norm_without_weight: LINEAR | {"rms_norm": 1},
     norm_of_what_changes: LINEAR | {"rms_norm": 1, "clone": 1, "add_": 1},
     norm_of_sum: {"fused_residual_norm": 1},
+    sum_with_norm: LINEAR | {"fused_norm_add": 1},
+    sum_with_norm_read_twice: {"rms_norm": 1, "add": 1},
+    sum_with_norm_of_what_changes: {"rms_norm": 1, "add": 1, "clone": 1, "add_": 1},
+    sum_with_norm_of_heads: {"rms_norm": 1, "add": 1},
+    scaled_sum_with_norm: {"fused_norm_add_scalar": 1},
+    sum_with_norm_scaled_by_rows: {"fused_norm_add": 1, "mul": 1},
+    scaled_sum_that_else_is_read: {"fused_norm_add": 1, "mul": 1},
     norm_in_sum_and_operator: {"linear_quantized": 2},
     whole_layer: {"linear_quantized": 1, "router_logits": 1, "moe_router": 1, "moe_experts": 1},
     gate: {"mul": 1, "moe_gate": 1, "moe_experts": 1},

@@ -32,7 +32,7 @@ from .report import Done, Report
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
 _REFUSED: dict[str, Finding] = {}
 # What passes put into a captured token beside what a report names.
-OF_PASSES = ("fused_residual_norm", "moe_gate", "router_logits")
+OF_PASSES = ("fused_norm_add", "fused_norm_add_scalar", "fused_residual_norm", "moe_gate", "router_logits")
 _ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
 _OF_KIND = {
     "experts": "moe_experts_quantized",

@@ -15,7 +15,7 @@ from .linear_attention import gates_in_linear_attention, keep_state, norm_in_lin
 from .norms import norm_in_operators
 from .routing import gate_in_one, hand_routing_over
 from .simplify import constants_first, drop_unused, make_new_tensors, share_views
-from .sums import add_in_operators, norm_sums, split_residual_norms
+from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums, split_residual_norms
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     constants_first,
@@ -29,6 +29,8 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     gate_in_one,
     hand_routing_over,  # of the gates that the pass before has made, too
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
+    add_norms,
+    scale_norm_sums,
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
     share_views,  # of what the passes have made
@@ -37,6 +39,8 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
 
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
+    add_norms: "fused_norm_add",
+    scale_norm_sums: "fused_norm_add_scalar",
     gate_in_one: "moe_gate",
     norm_in_operators: "router_logits",
     norm_sums: "fused_residual_norm",

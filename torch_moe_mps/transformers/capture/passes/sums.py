@@ -3,6 +3,7 @@
 What an operator adds is rounded once, with its result.
 """
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -42,6 +43,38 @@ def split_residual_norms(graph: fx.Graph) -> None:
                 items[number].replace_all_uses_with(new)
 
 
+def add_norms(graph: fx.Graph) -> None:
+    """R + rms_norm(X) -> fused_norm_add(R, X)"""
+    for total in calls(graph, aten.add):
+        like = tensor_of(total)
+        for norm, _, residual in _terms(total, ours.rms_norm):
+            x, weight, *options = arguments(norm).values()
+            source = in_shape(x, total, total)
+            if weight is None or tensor_of(weight).shape != like.shape[-1:] or source is None:
+                continue
+            if all(is_unchanged(each, norm, total) for each in norm.all_input_nodes):
+                new = put(total, ours.fused_norm_add.default, like, residual, source, weight, *options)
+                total.replace_all_uses_with(new)
+                break
+
+
+def scale_norm_sums(graph: fx.Graph) -> None:
+    """fused_norm_add(R, X) * SCALAR -> fused_norm_add_scalar(R, X, SCALAR)"""
+    for product in calls(graph, aten.mul):
+        factors: Any = itertools.permutations(product.args)
+        for total, scalar in factors:
+            if not is_call(total, ours.fused_norm_add) or not is_read_once(total, product):
+                continue
+            residual, x, weight, *options = arguments(total).values()
+            if not isinstance(scalar, fx.Node) or tensor_of(scalar).shape not in ((), (1,)):
+                continue
+            if scalar.op != "get_attr" or tensor_of(product).dtype != tensor_of(total).dtype:
+                continue
+            if all(is_unchanged(each, total, product) for each in total.all_input_nodes):
+                given, like = (residual, x, weight, scalar, *options), tensor_of(product)
+                product.replace_all_uses_with(put(product, ours.fused_norm_add_scalar.default, like, *given))
+
+
 def norm_sums(graph: fx.Graph) -> None:
     """R + Y, rms_norm(R + Y) -> fused_residual_norm(R, Y)"""
     for norm in calls(graph, ours.rms_norm):
@@ -60,7 +93,7 @@ def norm_sums(graph: fx.Graph) -> None:
 def add_in_operators(graph: fx.Graph) -> None:
     """R + F(X) -> F(X, residual=R); to experts, a shared expert's output may be added before."""
     for total in calls(graph, aten.add):
-        for call, value, term in _terms(total):
+        for call, value, term in _terms(total, *_ADDING):
             given = arguments(call)
             if not all(is_unchanged(each, call, total) for each in call.all_input_nodes):
                 continue
@@ -88,15 +121,15 @@ def _summands(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
     return (first, second) if all(alike) else None
 
 
-def _terms(total: fx.Node) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
-    """(call, its value in the shape of the sum, the other term) for each term that could add the other.
+def _terms(total: fx.Node, *operators: Any) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """(call, its value in the shape of the sum, the other term) for each term that an operator gives.
 
     Experts come first: a sum of experts and an MLP is one that their operator can add.
     """
     first, second = _summands(total) or (total, total)
     found = [(beneath(v), v, t) for v, t in ((first, second), (second, first)) if is_read_once(v, total)]
     for call, value, term in sorted(found, key=lambda each: not is_call(each[0], *_EXPERTS)):
-        if is_call(call, *_ADDING):
+        if is_call(call, *operators):
             yield call, value, term
 
 
