@@ -43,10 +43,8 @@ random weights; tests check that they are current.
 
 - **Experts**: the operator, and the activation in it. "own activation" means `expert_mm`, the model's
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
-- **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32;
-  `moe_gate`; or "own" where the model's router feeds the experts.
-- **Norms**: residual sums and RMSNorms that became one operator in every call; "-" where the layer has no
-  such pair. In captured tokens the operators behind norms apply them.
+- **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32; or "own"
+  where the model's router feeds the experts. Gemma 4's is `moe_gate` in a captured token.
 - **Linears**: linear layers that run together as one operator once they are quantised (q, k and v; gate and
   up with the MLP's activation); each of the others is an operator of its own.
 - **RoPE**: `rope`, where it applies the rotary embedding, with the norms of the heads that it includes.
@@ -62,9 +60,8 @@ random weights; tests check that they are current.
 From the third of its kind on a token is one call ([speed.md](speed.md#counts)), in all
 [these models](#tokens).
 
-| Architecture | Experts | Router | Norms | Linears | RoPE | Launches | Pipeline | Quantised \
-| Whole model |
-|---|---|---|---|---|---|---|---|---|---|
+| Architecture | Experts | Router | Linears | RoPE | Launches | Pipeline | Quantised | Whole model |
+|---|---|---|---|---|---|---|---|---|
 """
 FOOTER = """
 {served} of {architectures} architectures run their experts on the operators, {routers} their router too.
@@ -79,12 +76,11 @@ Models without experts are quantised, accelerated, converted and measured in the
 architectures that were tried; others work too if their norms, linear layers and rotary embedding have a form
 that is known, and what is not known runs the model's own code. The columns are those above, and:
 
-- **Norms**: the operators that norms became, with the residual sum in front of them where there is one.
 - **MLX**: whether a 4-bit checkpoint of mlx-lm is read with the same logits, and `convert --to mlx` writes
   one that has them in mlx-lm; "-" where mlx-lm lacks the architecture or computes it differently.
 
-| Architecture | Norms | Linears | RoPE | MLX | Pipeline | Quantised | Whole model |
-|---|---|---|---|---|---|---|---|
+| Architecture | Linears | RoPE | MLX | Pipeline | Quantised | Whole model |
+|---|---|---|---|---|---|---|
 """
 TOKENS = """
 ## Tokens
@@ -109,14 +105,6 @@ def of_kind(report, kind: str) -> list:
 def texts(report, *operators: str) -> list[str]:
     """What the report says of these operators."""
     return [str(done) for row in report.replaced for done in row.done if done.operator in operators]
-
-
-def operators(report) -> set[str]:
-    return {done.operator for row in report.replaced for done in row.done if done.operator}
-
-
-def norms(report) -> str:
-    return unique(sorted(name for name in operators(report) if name.startswith("fused_")))
 
 
 def linears(report) -> str:
@@ -192,7 +180,7 @@ def row(architecture: str) -> tuple[str, object]:
     experts = unique([r.replaced_by or f"no: {r.reason}" for r in of_kind(report, "experts")])
     whole = verdict(relative_error(model, accelerated))
     right, report_quantised = quantised(architecture)
-    cells = [architecture, experts, router(report), norms(report)]
+    cells = [architecture, experts, router(report)]
     cells += [linears(report_quantised), rope(report_quantised), launches(architecture)]
     cells += [pipeline(model), right, whole]
     return "| " + " | ".join(cells) + " |", report
@@ -205,15 +193,10 @@ def dense_row(architecture: str) -> str:
     torch_moe_mps.accelerate(accelerated)
     report = torch_moe_mps.accelerate(quantised_model, bits=4, group_size=32)
     twin = tiny_models.dense_twin(copy.deepcopy(model), quantised_model)
-    cells = [architecture, dense_norms(report), linears(report), rope(report), mlx(architecture, model)]
+    cells = [architecture, linears(report), rope(report), mlx(architecture, model)]
     cells.append(pipeline(model))
     cells += [verdict(relative_error(twin, quantised_model)), verdict(relative_error(model, accelerated))]
     return "| " + " | ".join(cells) + " |"
-
-
-def dense_norms(report) -> str:
-    names = (n for n in operators(report) if n.startswith("fused_") or n in ("rms_norm", "layer_norm"))
-    return unique(sorted(names))
 
 
 def mlx(architecture: str, model) -> str:

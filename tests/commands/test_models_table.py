@@ -79,4 +79,4 @@ def test_every_dense_model_is_right():
     assert len(rows(1)) >= 20
     for line in rows(1).values():
         row = line.split(" | ")
-        assert row[4] in ("yes", "-") and (row[-2], row[-1]) == ("yes", "yes |"), row
+        assert row[-4] in ("yes", "-") and (row[-2], row[-1]) == ("yes", "yes |"), row

@@ -15,7 +15,7 @@ from .linear_attention import gates_in_linear_attention, keep_state, norm_in_lin
 from .norms import norm_in_operators
 from .routing import gate_in_one, hand_routing_over
 from .simplify import constants_first, drop_unused, make_new_tensors, share_views
-from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums, split_residual_norms
+from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     constants_first,
@@ -25,7 +25,6 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
     gate_in_attention,
-    split_residual_norms,
     gate_in_one,
     hand_routing_over,  # of the gates that the pass before has made, too
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows

@@ -30,19 +30,6 @@ _EXPERTS = (ours.moe_experts, ours.moe_experts_quantized, ours.moe_weighted_redu
 _ADDING = (*_EXPERTS, ours.linear_quantized, ours.mlp_quantized)
 
 
-def split_residual_norms(graph: fx.Graph) -> None:
-    """fused_residual_norm(R, Y) -> rms_norm(R + Y), R + Y"""
-    for node in calls(graph, ours.fused_residual_norm):
-        given = arguments(node)
-        items = {user.args[1]: user for user in node.users}
-        total = put(node, aten.add.Tensor, tensor_of(given["residual"]), given["residual"], given["input"])
-        norm = [given[name] for name in ("weight", "eps", "weight_offset")]
-        normed = put(node, ours.rms_norm.default, tensor_of(total), total, *norm)
-        for number, new in enumerate((normed, total)):
-            if number in items:
-                items[number].replace_all_uses_with(new)
-
-
 def add_norms(graph: fx.Graph) -> None:
     """R + rms_norm(X) -> fused_norm_add(R, X)"""
     for total in calls(graph, aten.add):

@@ -17,12 +17,11 @@ from .layer_norm import rewrite_layer_norm
 from .linear import join_linears
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import fuse_mlp
-from .norms import ADD_NORMS, NORM_SUMS
 from .ordering import order_outputs
 from .pooled_indexer import rewrite_pooled_indexer
 from .recurrent_layers import rewrite_recurrent_layer
 from .relative_bias import rewrite_relative_bias
-from .rms_norm import CALL_NORM, rewrite_rms_norm
+from .rms_norm import rewrite_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE, rotation_in_place
 from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
 from .rotary import rewrite_rotary
@@ -51,8 +50,6 @@ FUNCTION_RULES: tuple[Rule, ...] = (rotation_in_place, convolution_in_place, del
 # A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
 RULES: tuple[Callable[[Program], None], ...] = (
     fuse_mlp,  # one operator computes the whole forward: nothing is left for other rules
-    *ADD_NORMS,
-    NORM_SUMS,
     *REPLACE_ROPE,
     TURN_LAST,
     *KEEP_ROWS,  # of the calls that the rules above have made
@@ -61,7 +58,6 @@ RULES: tuple[Callable[[Program], None], ...] = (
     WRITE_INTO_CACHE,
     order_outputs,
     join_linears,  # layers whose outputs order_outputs has not taken
-    CALL_NORM,  # norms that no rule above has fused with something else
     select_by_operator,  # a router is what no rule above has changed
     compute_logits_by_operator,  # of a router that select_by_operator has rewritten
 )

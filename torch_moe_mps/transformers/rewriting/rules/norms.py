@@ -1,8 +1,7 @@
-"""RMSNorms next to the residual stream: `residual + x -> norm` and `residual + norm(x)` as one operator."""
+"""What RMSNorm a module is, as its forward is traced."""
 
 import ast
 import inspect
-from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -11,15 +10,11 @@ from torch import Tensor, fx, nn
 from ...capture.passes.graphs import tensor_of
 from ...capture.passes.patterns import match, uncast
 from ...capture.tracing import VALUE
-from ...experts import is_observed
-from ...report import Done
 from ..program.programs import Program
-from ..program.rewrites import Form, Match, Rewrite
+from ..program.rewrites import Form, Match
 from ..record import NOTHING, RECORD, original_class, record_of
-from ..runtime import called
 from ..traced import Input, Traced, path_of, remembered, trace
 
-ops = torch.ops.moe_mps
 NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
 
 _MEANS = ("mean(pow(X, 2), [-1], True)", "mean(X * X, [-1], True)")
@@ -146,13 +141,6 @@ def norm_in(
     return None
 
 
-def _arguments(norm: nn.Module, residual: Tensor, x: Tensor) -> NormArguments | None:
-    """The norm's weight, eps and weight_offset; None where the module, its hooks included, has to run."""
-    if is_observed(norm) or not (isinstance(residual, Tensor) and isinstance(x, Tensor)):
-        return None
-    return norm_arguments(norm, x) if residual.dtype is x.dtype and residual.shape == x.shape else None
-
-
 def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
     """The weight, None without one, eps and weight_offset; None where only the module's own code norms x."""
     own = norm.__dict__
@@ -167,60 +155,3 @@ def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
         if weight.numel() != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
             return None
     return weight, formula.eps, formula.offset
-
-
-@called
-def residual_norm(norm: nn.Module, residual: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-    """(norm(residual + x), residual + x)"""
-    arguments = _arguments(norm, residual, x)
-    if arguments is None:
-        total = residual + x
-        return norm(total), total
-    weight, eps, offset = arguments
-    return ops.fused_residual_norm(residual, x, weight, eps, True, offset)
-
-
-@called
-def norm_add(norm: nn.Module, residual: Tensor, x: Tensor) -> Tensor:
-    """residual + norm(x)"""
-    arguments = _arguments(norm, residual, x)
-    return residual + norm(x) if arguments is None else ops.fused_norm_add(residual, x, *arguments)
-
-
-@called
-def norm_add_scalar(norm: nn.Module, residual: Tensor, x: Tensor, scalar: Tensor) -> Tensor:
-    """(residual + norm(x)) * scalar, in the dtype of the sum."""
-    arguments = _arguments(norm, residual, x)
-    if arguments is None:
-        total = residual + norm(x)
-        total *= scalar
-        return total
-    weight, eps, offset = arguments
-    return ops.fused_norm_add_scalar(residual, x, weight, scalar, eps, offset)
-
-
-def _fused(operator: str) -> Callable[[Match], Done | None]:
-    """Lets NORM be replaced if it is an RMSNorm with a weight."""
-
-    def where(match: Match) -> Done | None:
-        found = is_norm(match.module("NORM"), weighted=True)
-        return Done(operator, f"{operator} ({match.child('NORM')})") if found else None
-
-    return where
-
-
-def _scaled(match: Match) -> Done | None:
-    """The same, if SCALAR is an attribute with one element."""
-    name = match.child("SCALAR")
-    scalar = getattr(match.program.module, name, None) if name.isidentifier() else None
-    is_scalar = isinstance(scalar, Tensor) and scalar.numel() == 1
-    return _fused("fused_norm_add_scalar")(match) if is_scalar else None
-
-
-ADD_NORMS = (
-    Rewrite("S = R + NORM(X); T = imul(S, SCALAR)", "T = norm_add_scalar(NORM, R, X, SCALAR)", where=_scaled),
-    Rewrite("S = R + NORM(X)", "S = norm_add(NORM, R, X)", where=_fused("fused_norm_add")),
-)
-NORM_SUMS = Rewrite(
-    "S = R + Y; N = NORM(S)", "N, S = residual_norm(NORM, R, Y)", where=_fused("fused_residual_norm")
-)

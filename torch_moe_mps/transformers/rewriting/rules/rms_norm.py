@@ -1,4 +1,4 @@
-"""RMSNorms that have no residual to join: one operator each."""
+"""RMSNorms: one operator each."""
 
 from collections.abc import Callable
 
@@ -7,9 +7,7 @@ from torch import Tensor, nn
 
 from ...experts import is_observed
 from ...report import Done
-from ..program.rewrites import Match, Rewrite
 from ..record import original_class
-from ..runtime import called
 from .norms import is_norm, norm_arguments
 
 ops = torch.ops.moe_mps
@@ -21,7 +19,6 @@ def _normed(norm: nn.Module, x: Tensor) -> Tensor | None:
     return None if arguments is None else ops.rms_norm(x, *arguments)
 
 
-@called
 def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
     """norm(x), where the calling forward has been rewritten."""
     out = None if is_observed(norm) else _normed(norm, x)
@@ -38,12 +35,3 @@ def rms_norm_forward(norm: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
 def rewrite_rms_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an RMSNorm, else None."""
     return (rms_norm_forward, [Done("rms_norm")]) if is_norm(module) else None
-
-
-def _is_norm(match: Match) -> Done | None:
-    is_one = is_norm(match.module("NORM"))
-    return Done("rms_norm", f"rms_norm ({match.child('NORM')})") if is_one else None
-
-
-# Faster than a call of a module.
-CALL_NORM = Rewrite("NORM(X)", "rms_norm(NORM, X)", where=_is_norm)
