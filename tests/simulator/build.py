@@ -76,9 +76,13 @@ INSTRUMENTATION = [
     *("-mllvm", "-tsan-instrument-read-before-write"),
     *("-mllvm", "-tsan-instrument-atomics=0"),
 ]
+# Compiled quickly: optimised as far as accesses count, then the simplest instructions and registers, and no
+# lines. For the line of a finding the executor compiles the kernel once more, with -g1.
 GENERATION = [
     "-O1",
-    "-g1",
+    "-g0",
+    *("-mllvm", "-fast-isel", "-mllvm", "-optimize-regalloc=false"),
+    *("-mllvm", "-disable-lsr", "-mllvm", "-disable-cgp"),
     "-fPIC",
     "-fno-plt",
     "-fno-vectorize",
@@ -166,25 +170,11 @@ def executor_library() -> Path:
     return build_once(path, lambda target: run([*command, "-o", target], "compiling the executor"))
 
 
-def swizzle_lists() -> str:
-    """MSL_SWIZZLES<N>: every swizzle of an N-vector of two to four letters, xyzw and rgba."""
-    lines = []
-    for components in (2, 3, 4):
-        items = []
-        for letters in ("xyzw", "rgba"):
-            for count in (2, 3, 4):
-                for choice in itertools.product(range(components), repeat=count):
-                    name = "".join(letters[i] for i in choice)
-                    items.append(f"MSL_SWIZZLE({count}, {name}, {', '.join(map(str, choice))})")
-        lines.append(f"#define MSL_SWIZZLES{components} " + " ".join(items))
-    return "\n".join(lines) + "\n"
-
-
 @functools.cache
 def prepared_headers() -> tuple[Path, Path]:
     """(folder with generated headers, precompiled header) for shader compilations."""
     flags = [*LANGUAGE, *ARITHMETIC, *INSTRUMENTATION, *GENERATION]
-    key = digest(headers_digest(), swizzle_lists(), TENSORS, METAL_HEADERS)
+    key = digest(headers_digest(), TENSORS, METAL_HEADERS)
 
     def make(target: Path) -> None:
         primitives = target / "stubs" / "MetalPerformancePrimitives"
@@ -192,7 +182,6 @@ def prepared_headers() -> tuple[Path, Path]:
         (primitives / "MetalPerformancePrimitives.h").write_text(TENSORS + "\n")
         for name in METAL_HEADERS:
             (target / "stubs" / name).touch()
-        (target / "msl_swizzles.h").write_text(swizzle_lists())
 
     folder = build_once(cache_directory() / f"headers-{key}", make)
     return folder, precompiled_library((*flags, "-I", INCLUDE, "-I", folder))
@@ -321,14 +310,14 @@ def program(preprocessed: str, constants: dict) -> str:
 
 
 def build_command(compile_: list, executor: Path) -> str:
-    """C string literals of the shell command that builds kernel `number` into the file $1."""
+    """C string literals of the shell command that builds kernel `number` into the file $1, with option $2."""
     link = shlex.join([*LINK, str(executor), "-o"])
 
     def literal(text: str) -> str:
         return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
 
     return (
-        literal(shlex.join([*map(str, compile_), "-o"]) + ' "$1.o" -DMSL_KERNEL=')
+        literal(shlex.join([*map(str, compile_), "-o"]) + ' "$1.o" $2 -DMSL_KERNEL=')
         + " number "
         + literal(" && " + link + ' "$1.tmp" "$1.o"')
         + literal(' && rm "$1.o" && mv "$1.tmp" "$1"')

@@ -32,7 +32,7 @@ class Job:
     def key(self) -> str:
         headers = build.files_digest(
             *nvrtc.INCLUDE.iterdir(),
-            nvrtc.SHARED / "tensor_types.h",
+            *nvrtc.SHARED.glob("*.h"),
             Path(__file__),
             Path(__file__).with_name("translate.py"),
         )

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 INCLUDE = Path(__file__).parent / "include"
-SHARED = Path(__file__).parents[1] / "msl" / "include"  # tensor_types.h
+SHARED = Path(__file__).parents[1] / "msl" / "include"  # of which CUDA has what is plain C++
 # As Metal's safe math: subnormal floats are flushed to zero, products and sums are contracted.
 FLAGS = ("--std=c++17", "--device-as-default-execution-space", "--ftz=true", "--disable-warnings")
 

@@ -56,6 +56,7 @@ class CudaTranslator(Translator):
         self.take_declarations()
         self.erase_address_spaces()
         self.drop_repeated_overloads()
+        self.replace_swizzles()
         self.rewrite_tokens()
         bounds = [
             f"{k.head} constexpr int threads_of_{k.name} = {k.max_threads};"
@@ -149,9 +150,6 @@ class CudaTranslator(Translator):
             ):
                 self.tokens[self.previous(i)] = "inline namespace"  # it is inside of metal already
                 self.tokens[i] = "additions"
-            elif is_swizzle(token) and self.at(self.previous(i)) == "." and self.at(self.next(i)) != "(":
-                places = ", ".join(str("xyzwrgba".index(letter) % 4) for letter in token)
-                self.tokens[i] = f"template swizzle<{places}>()"
 
 
 def pragma(line: str) -> str:
@@ -166,10 +164,6 @@ def literal(token: str) -> str:
         if token.endswith(suffix) and FLOAT.fullmatch(token.removesuffix(suffix)):
             return f"{type_}({token.removesuffix(suffix)}f)"
     return token + "f" if FLOAT.fullmatch(token) else token
-
-
-def is_swizzle(token: str) -> bool:
-    return re.fullmatch(r"[xyzw]{2,4}|[rgba]{2,4}", token) is not None
 
 
 def translate(preprocessed: str, entries: dict[str, Entry], constants: dict | None = None) -> str:

@@ -6,6 +6,7 @@ get their values, and a table of kernels is appended. Line breaks stay where the
 the source's own lines.
 """
 
+import re
 from dataclasses import dataclass
 
 from ..errors import ShaderError
@@ -30,6 +31,7 @@ POSITION_ATTRIBUTES = {
     "threads_per_simdgroup",
     "quadgroups_per_threadgroup",
 }
+SWIZZLE = re.compile("[xyzw]{2,4}|[rgba]{2,4}")
 EXPORT = '__attribute__((visibility("default")))'
 
 
@@ -66,6 +68,7 @@ class Translator(Tokens):
         self.take_declarations()
         self.erase_address_spaces()
         self.drop_repeated_overloads()
+        self.replace_swizzles()
         return self.with_table()
 
     # Function constants ---------------------------------------------------------------------------
@@ -301,6 +304,38 @@ class Translator(Tokens):
                 self.tokens[i] = (
                     " " if before in {")", "const"} or self.at(self.next(i)) == "const" else "const"
                 )
+
+    # Swizzles -------------------------------------------------------------------------------------
+
+    def replace_swizzles(self) -> None:
+        """`.xy` becomes a call, unless a struct of the source has a member of that name."""
+        members = self.members_like_swizzles()
+        for i, token in enumerate(self.tokens):
+            if (
+                not SWIZZLE.fullmatch(token)
+                or token in members
+                or self.at(self.previous(i)) not in {".", "->"}
+            ):
+                continue
+            after = self.next(i)
+            one, two = self.at(after), self.at(self.next(after))
+            assigned = (one == "=" and two != "=") or (one in set("+-*/%&|^") and two == "=")
+            places = ", ".join(str("xyzwrgba".index(letter) % 4) for letter in token)
+            self.tokens[i] = f"template {'msl_assigned' if assigned else 'msl_swizzle'}<{places}>()"
+
+    def members_like_swizzles(self) -> set[str]:
+        members, scopes, head = set(), [False], []  # whether each open brace is of a type
+        for i, token in enumerate(self.tokens):
+            if not token or is_space(token):
+                continue
+            if token == "{":
+                scopes.append(bool({"struct", "class", "union"} & set(head)) and "(" not in head)
+            elif token == "}":
+                scopes.pop()
+            elif scopes[-1] and SWIZZLE.fullmatch(token) and self.at(self.next(i)) in set(";,=["):
+                members.add(token)
+            head = [] if token in set("{};") else [*head, token]
+        return members
 
     def drop_repeated_overloads(self) -> None:
         """Functions that differ in address spaces only have become the same function: the first is kept."""

@@ -448,14 +448,15 @@ void check_launch(const msl_dispatch& d) {
   }
 }
 
-// Runs `sh -c build sh image`; what it prints is in the message when it fails.
-void build_kernel(const msl_kernel& k) {
-  const std::string image = k.image, log = image + ".log", lock_name = image + ".lock";
+// Runs `sh -c build sh image option`; what it prints is in the message when it fails.
+void build_kernel(const msl_kernel& k, const std::string& image, const char* option = "") {
+  const std::string log = image + ".log", lock_name = image + ".lock";
   const int lock = open(lock_name.c_str(), O_CREAT | O_RDWR | O_CLOEXEC, 0644);
   flock(lock, LOCK_EX);  // among processes
   int status = 0;
-  if (access(k.image, R_OK)) {
-    const std::string script = "set -- '" + image + "'; { " + k.build + "; } > '" + log + "' 2>&1";
+  if (access(image.c_str(), R_OK)) {
+    const std::string script =
+        "set -- '" + image + "' " + option + "; { " + k.build + "; } > '" + log + "' 2>&1";
     status = system(script.c_str());
   }
   close(lock);
@@ -476,7 +477,7 @@ void load_kernel(const msl_kernel& k) {
   }
   auto& known = loaded_kernels[k.image];
   if (!known) {
-    build_kernel(k);
+    build_kernel(k, k.image);
     void* library = dlopen(k.image, RTLD_NOW | RTLD_LOCAL);
     if (!library) finding(std::string("cannot be loaded: ") + dlerror());
     const std::string image = k.image, number = image.substr(image.rfind('-') + 1);
@@ -554,15 +555,21 @@ void order_threadgroups(const msl_dispatch& d) {
   shuffle_if_seeded(group_order.begin(), group_order.end());
 }
 
-// "file:line" of a code address in a shader's module, through the debug information; empty where there is
-// none. Of the inlined frames it is the innermost that is not in the simulator's metal_stdlib.
-std::string source_line(const void* code) {
+// "file:line" of a code address in a shader's module; empty where there is none. A kernel has no debug
+// information, and is compiled again with it: the code is the same. Of the inlined frames it is the innermost
+// that is not in the simulator's metal_stdlib.
+std::string source_line(const msl_kernel& kernel, const void* code) {
   Dl_info info;
   if (!dladdr(code, &info) || !info.dli_fname) return "";
+  std::string image = info.dli_fname;
+  if (kernel.image && image == kernel.image) {
+    image += ".debug";
+    build_kernel(kernel, image, "-g1");
+  }
   const long offset = static_cast<const char*>(code) - static_cast<const char*>(info.dli_fbase) - 1;
   char command[4096], line[4096];
   snprintf(command, sizeof command, "%s --functions=none --obj='%s' 0x%lx 2>/dev/null", MSL_SYMBOLIZER,
-           info.dli_fname, offset);
+           image.c_str(), offset);
   FILE* pipe = popen(command, "r");
   if (!pipe) return "";
   std::string found;
@@ -791,7 +798,7 @@ extern "C" int msl_execute(const msl_dispatch* d, msl_counters* result, char* te
   }
   if (message.empty()) return 0;
   if (finding_caller) {
-    const std::string line = source_line(finding_caller);
+    const std::string line = source_line(*d->kernel, finding_caller);
     if (!line.empty()) message += " [" + line + "]";
   }
   snprintf(text, text_size, "%s", message.c_str());

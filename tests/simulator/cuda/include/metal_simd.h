@@ -83,10 +83,6 @@ struct alignas(16) Bytes {
   uchar v[N];
 };
 
-enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_device_and_threadgroup = 3 };
-METAL_FUNC mem_flags operator|(mem_flags a, mem_flags b) {
-  return mem_flags(int(a) | int(b));
-}
 METAL_FUNC void threadgroup_barrier(mem_flags) {
   __syncthreads();
 }

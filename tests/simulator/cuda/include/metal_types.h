@@ -1,29 +1,24 @@
-// Metal's scalar types and type traits in CUDA C++. half and bfloat store 16 bits; their arithmetic runs in
-// float and is rounded after each operation, which gives what 16-bit arithmetic gives.
+// What Metal's library (msl/include) is made of in CUDA C++: type traits, scalar types, storage of vectors.
+// half and bfloat store 16 bits; their arithmetic runs in float and is rounded after each operation, which
+// gives what 16-bit arithmetic gives.
 #pragma once
 
 #define METAL_FUNC __forceinline__
+#define MSL_INLINE METAL_FUNC
 #define INFINITY __builtin_bit_cast(float, 0x7f800000)
 #define NAN __builtin_bit_cast(float, 0x7fc00000)
-#define M_LOG2E_F 1.44269504f
-#define FLT_MAX 3.402823466e+38f
-#define FLT_MIN 1.175494351e-38f
-#define INT_MAX 2147483647
+#include "constants.h"
 
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
-typedef signed char int8_t;
-typedef uchar uint8_t;
-typedef short int16_t;
-typedef ushort uint16_t;
-typedef int int32_t;
-typedef uint uint32_t;
-typedef long int64_t;
-typedef ulong uint64_t;
+// Functions of CUDA that Metal's are made of.
+#define MSL_C(name) ::name
+#define MSL_RSQRT(x) ::rsqrtf(x)
+#define MSL_POPCOUNT(x) (sizeof(x) > 4 ? __popcll(x) : __popc(uint(x)))
+#define MSL_CTZ(x) ((sizeof(x) > 4 ? __ffsll(x) : __ffs(uint(x))) - 1)
+#define MSL_LIMIT(T, value, bits) \
+  __builtin_bit_cast(T, std::conditional_t < sizeof(T) == 4, uint, ushort > (bits))
+#define MSL_EACH(i, N) _Pragma("unroll") for (int i = 0; i < N; ++i)
 
-namespace metal {
+namespace std {
 template <class T, T v>
 struct integral_constant {
   static constexpr T value = v;
@@ -75,8 +70,6 @@ template <class T>
 struct remove_cv<const volatile T> : remove_cv<T> {};
 template <class T>
 using remove_cv_t = typename remove_cv<T>::type;
-template <class T>
-using remove_addrspace_t = T;
 
 template <class T, class... Types>
 constexpr bool is_one_of = (is_same_v<remove_cv_t<T>, Types> || ...);
@@ -85,24 +78,35 @@ constexpr bool is_integral_v = is_one_of<T, bool, char, signed char, uchar, shor
                                          ulong, long long, unsigned long long>;
 template <class T>
 struct is_integral : bool_constant<is_integral_v<T>> {};
+template <class T>
+constexpr bool is_signed_v = is_one_of<T, float, double> || (is_integral_v<T> && T(-1) < T(0));
+template <class T>
+constexpr bool is_unsigned_v = is_integral_v<T> && !is_signed_v<T>;
+template <class T>
+constexpr bool is_enum_v = __is_enum(T);
 
 template <class From, class To>
 constexpr bool is_convertible_v = __is_convertible_to(From, To);
+}  // namespace std
 
+namespace metal {
 struct half;
 struct bfloat;
+}  // namespace metal
+namespace msl {
+using metal::bfloat;
+using metal::half;
 template <class T>
-constexpr bool is_floating_point_v = is_one_of<T, float, half, bfloat>;
-template <class T>
-constexpr bool is_number_v = is_integral_v<T> || is_floating_point_v<T> || is_same_v<remove_cv_t<T>, double>;
-template <class T>
-using if_number = enable_if_t<is_number_v<T>>;
+using if_number =
+    std::enable_if_t<std::is_integral_v<T> || std::is_one_of<T, float, double, metal::half, metal::bfloat>>;
+}  // namespace msl
 
+namespace metal {
 #define METAL_NARROW_FLOAT(Type, FROM_FLOAT, TO_FLOAT)  \
   struct Type {                                         \
     ushort bits;                                        \
     Type() = default;                                   \
-    template <class T, class = if_number<T>>            \
+    template <class T, class = msl::if_number<T>>       \
     METAL_FUNC Type(T value) {                          \
       const float wide = float(value);                  \
       asm(FROM_FLOAT : "=h"(bits) : "f"(wide));         \
@@ -142,50 +146,32 @@ METAL_NARROW_FLOAT(half, "cvt.rn.f16.f32 %0, %1;", asm("cvt.f32.f16 %0, %1;" : "
 METAL_NARROW_FLOAT(bfloat, "cvt.rn.bf16.f32 %0, %1;", wide = __uint_as_float(uint(bits) << 16))
 
 // Templates, so that half * float is float's operator.
-#define METAL_NARROW_OPERATOR(op)                                     \
-  template <class T, class = enable_if_t<is_one_of<T, half, bfloat>>> \
-  METAL_FUNC T operator op(T a, T b) {                                \
-    return T(float(a) op float(b));                                   \
+#define METAL_NARROW_OPERATOR(op)                                               \
+  template <class T, class = std::enable_if_t<std::is_one_of<T, half, bfloat>>> \
+  METAL_FUNC T operator op(T a, T b) {                                          \
+    return T(float(a) op float(b));                                             \
   }
 METAL_NARROW_OPERATOR(+)
 METAL_NARROW_OPERATOR(-)
 METAL_NARROW_OPERATOR(*)
 METAL_NARROW_OPERATOR(/)
-
-template <class T>
-struct numeric_limits {
-  static constexpr T max() { return T(-1) < T(0) ? T((1ul << (8 * sizeof(T) - 1)) - 1) : T(-1); }
-  static constexpr T min() { return T(-1) < T(0) ? T(-max() - 1) : T(0); }
-  static constexpr T lowest() { return min(); }
-};
-#define METAL_LIMITS(Type, MAKE, LARGEST, SMALLEST, INFINITE, NOT_NUMBER) \
-  template <>                                                             \
-  struct numeric_limits<Type> {                                           \
-    static constexpr Type max() {                                         \
-      return MAKE(LARGEST);                                               \
-    }                                                                     \
-    static constexpr Type lowest() {                                      \
-      return -max();                                                      \
-    }                                                                     \
-    static constexpr Type min() {                                         \
-      return MAKE(SMALLEST);                                              \
-    }                                                                     \
-    static constexpr Type infinity() {                                    \
-      return MAKE(INFINITE);                                              \
-    }                                                                     \
-    static constexpr Type quiet_NaN() {                                   \
-      return MAKE(NOT_NUMBER);                                            \
-    }                                                                     \
-  };
-METAL_LIMITS(float, float, FLT_MAX, FLT_MIN, INFINITY, NAN)
-METAL_LIMITS(half, half::of_bits, 0x7bff, 0x0400, 0x7c00, 0x7e00)
-METAL_LIMITS(bfloat, bfloat::of_bits, 0x7f7f, 0x0080, 0x7f80, 0x7fc0)
 }  // namespace metal
 
-template <class To, class From>
-METAL_FUNC To as_type(From from) {
-  static_assert(sizeof(To) == sizeof(From), "as_type needs types of one size");
-  To to;
-  memcpy(&to, &from, sizeof(to));
-  return to;
-}
+namespace msl {
+template <class T, int N>
+struct elements;
+#define METAL_ELEMENTS(N, ALIGNMENT, ...)         \
+  template <class T>                              \
+  struct alignas(ALIGNMENT) elements<T, N> {      \
+    T __VA_ARGS__;                                \
+    METAL_FUNC T& operator[](int i) {             \
+      return (&x)[i];                             \
+    }                                             \
+    METAL_FUNC const T& operator[](int i) const { \
+      return (&x)[i];                             \
+    }                                             \
+  };
+METAL_ELEMENTS(2, 2 * sizeof(T), x, y)
+METAL_ELEMENTS(3, 4 * sizeof(T), x, y, z)
+METAL_ELEMENTS(4, (sizeof(T) < 4 ? 4 * sizeof(T) : 16), x, y, z, w)
+}  // namespace msl

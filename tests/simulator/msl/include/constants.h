@@ -1,14 +1,29 @@
-// The macros and enumerations of metal_stdlib, for the executor and for the strict check.
+// The scalar types, macros and enumerations of metal_stdlib, for the executor, CUDA and the strict check.
 #pragma once
 
+typedef unsigned char uchar;
+typedef unsigned short ushort;
+typedef unsigned int uint;
+typedef unsigned long ulong;
+typedef signed char int8_t;
+typedef uchar uint8_t;
+typedef short int16_t;
+typedef ushort uint16_t;
+typedef int int32_t;
+typedef uint uint32_t;
+typedef long int64_t;
+typedef ulong uint64_t;
+
+#ifndef METAL_FUNC  // CUDA has its own
 #define METAL_FUNC inline __attribute__((always_inline))
 #define INFINITY __builtin_inff()
 #define NAN __builtin_nanf("")
-#define HUGE_VALF __builtin_inff()
-#define MAXFLOAT __FLT_MAX__
-#define FLT_MAX __FLT_MAX__
-#define FLT_MIN __FLT_MIN__
-#define FLT_EPSILON __FLT_EPSILON__
+#endif
+#define HUGE_VALF INFINITY
+#define MAXFLOAT 0x1.fffffep127f
+#define FLT_MAX 0x1.fffffep127f
+#define FLT_MIN 0x1p-126f
+#define FLT_EPSILON 0x1p-23f
 #define FLT_DIG 6
 #define FLT_MANT_DIG 24
 #define HALF_MAX half(0x1.ffcp15f)
@@ -16,18 +31,18 @@
 #define HALF_EPSILON half(0x1.0p-10f)
 #define MAXHALF HALF_MAX
 #define CHAR_BIT 8
-#define CHAR_MAX __SCHAR_MAX__
-#define CHAR_MIN (-__SCHAR_MAX__ - 1)
-#define UCHAR_MAX (__SCHAR_MAX__ * 2 + 1)
-#define SHRT_MAX __SHRT_MAX__
-#define SHRT_MIN (-__SHRT_MAX__ - 1)
-#define USHRT_MAX (__SHRT_MAX__ * 2 + 1)
-#define INT_MAX __INT_MAX__
-#define INT_MIN (-__INT_MAX__ - 1)
-#define UINT_MAX (__INT_MAX__ * 2U + 1)
-#define LONG_MAX __LONG_MAX__
-#define LONG_MIN (-__LONG_MAX__ - 1)
-#define ULONG_MAX (__LONG_MAX__ * 2UL + 1)
+#define CHAR_MAX 127
+#define CHAR_MIN (-127 - 1)
+#define UCHAR_MAX (127 * 2 + 1)
+#define SHRT_MAX 32767
+#define SHRT_MIN (-32767 - 1)
+#define USHRT_MAX (32767 * 2 + 1)
+#define INT_MAX 2147483647
+#define INT_MIN (-2147483647 - 1)
+#define UINT_MAX (2147483647 * 2U + 1)
+#define LONG_MAX 9223372036854775807
+#define LONG_MIN (-9223372036854775807 - 1)
+#define ULONG_MAX (9223372036854775807 * 2UL + 1)
 #define M_E_F 2.71828182845904523536028747135266250f
 #define M_LOG2E_F 1.44269504088896340735992468100189214f
 #define M_LOG10E_F 0.434294481903251827651128918916605082f
@@ -44,8 +59,12 @@
 
 namespace metal {
 enum class mem_flags { mem_none = 0, mem_device = 1, mem_threadgroup = 2, mem_texture = 4 };
-constexpr mem_flags operator|(mem_flags a, mem_flags b) {
+METAL_FUNC constexpr mem_flags operator|(mem_flags a, mem_flags b) {
   return mem_flags(int(a) | int(b));
 }
 enum memory_order { memory_order_relaxed };
+namespace precise = ::metal;
+#ifndef __CUDACC_RTC__  // which has functions of its own there
+namespace fast = ::metal;
+#endif
 }  // namespace metal

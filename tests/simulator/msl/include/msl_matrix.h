@@ -113,7 +113,7 @@ MSL_INLINE void simdgroup_load(simdgroup_matrix<T, 8, 8>& d, const T* source, ul
   for (int i = 0; i < 2; i++) {
     const ulong row = transpose ? place.column + i : place.row,
                 column = transpose ? place.row : place.column + i;
-    d.elements.msl_element(i) = source[(origin.y + row) * elements_per_row + origin.x + column];
+    d.elements[i] = source[(origin.y + row) * elements_per_row + origin.x + column];
   }
 }
 
@@ -124,7 +124,7 @@ MSL_INLINE void simdgroup_store(simdgroup_matrix<T, 8, 8> a, T* target, ulong el
   for (int i = 0; i < 2; i++) {
     const ulong row = transpose ? place.column + i : place.row,
                 column = transpose ? place.row : place.column + i;
-    target[(origin.y + row) * elements_per_row + origin.x + column] = a.elements.msl_element(i);
+    target[(origin.y + row) * elements_per_row + origin.x + column] = a.elements[i];
   }
 }
 

@@ -3,23 +3,11 @@
 // matter.
 #pragma once
 #pragma OPENCL EXTENSION cl_khr_fp16 : enable
-typedef unsigned char uchar;
-typedef unsigned short ushort;
-typedef unsigned int uint;
-typedef unsigned long ulong;
-typedef signed char int8_t;
-typedef uchar uint8_t;
-typedef short int16_t;
-typedef ushort uint16_t;
-typedef int int32_t;
-typedef uint uint32_t;
-typedef long int64_t;
-typedef ulong uint64_t;
+#include "constants.h"
+
 typedef ulong size_t;
 typedef long ptrdiff_t;
 typedef __bf16 bfloat;
-
-#include "constants.h"
 
 // device and constant are spaces of their own, neither of which converts to the other, to thread or to
 // threadgroup. OpenCL's own constant space would do for constant, but structures could not be copied from it,
@@ -31,8 +19,6 @@ typedef __bf16 bfloat;
 #define STRICT_CONSTANT static constexpr __constant
 
 namespace metal {
-namespace precise = ::metal;
-namespace fast = ::metal;
 
 template <class T, T V>
 struct integral_constant {
@@ -197,17 +183,17 @@ namespace metal {
   template <class T>      \
   bool name(T);
 // clang-format off
-STRICT_1(abs) STRICT_1(acos) STRICT_1(acosh) STRICT_1(asin) STRICT_1(asinh) STRICT_1(atan) STRICT_1(atanh)
-STRICT_1(ceil) STRICT_1(cos) STRICT_1(cosh) STRICT_1(cospi) STRICT_1(ctz) STRICT_1(exp) STRICT_1(exp10)
-STRICT_1(exp2) STRICT_1(fabs) STRICT_1(floor) STRICT_1(fract) STRICT_1(log) STRICT_1(log10) STRICT_1(log2)
-STRICT_1(normalize) STRICT_1(popcount) STRICT_1(rint) STRICT_1(round) STRICT_1(rsqrt) STRICT_1(saturate)
-STRICT_1(sign) STRICT_1(sin) STRICT_1(sinh) STRICT_1(sinpi) STRICT_1(sqrt) STRICT_1(tan) STRICT_1(tanh)
-STRICT_1(tanpi) STRICT_1(trunc) STRICT_2(atan2) STRICT_2(copysign) STRICT_2(cross) STRICT_2(divide)
-STRICT_2(fdim) STRICT_2(fmax) STRICT_2(fmin) STRICT_2(fmod) STRICT_2(max) STRICT_2(min) STRICT_2(nextafter)
-STRICT_2(pow) STRICT_2(powr) STRICT_2(step) STRICT_3(clamp) STRICT_3(fma) STRICT_3(fmax3) STRICT_3(fmedian3)
-STRICT_3(fmin3) STRICT_3(max3) STRICT_3(median3) STRICT_3(min3) STRICT_3(mix) STRICT_TEST(all)
-STRICT_TEST(any) STRICT_TEST(isfinite) STRICT_TEST(isinf) STRICT_TEST(isnan) STRICT_TEST(signbit)
-    // clang-format on
+STRICT_1(normalize) STRICT_2(cross) STRICT_2(nextafter) STRICT_TEST(all) STRICT_TEST(any)
+// clang-format on
+#define MSL_FLOAT1(name, ...) STRICT_1(name)
+#define MSL_FLOAT2(name, ...) STRICT_2(name)
+#define MSL_FLOAT3(name, ...) STRICT_3(name)
+#define MSL_TEST1(name, ...) STRICT_TEST(name)
+#define MSL_INTEGERS1(name, ...) STRICT_1(name)
+#define MSL_INTEGERS2(name, ...) STRICT_2(name)
+#define MSL_INTEGERS3(name, ...) STRICT_3(name)
+#define MSL_VECTOR1(name)
+#include "functions.h"
     template <class A, class B, class C>
     strict_common_t<A, B> select(A, B, C);
 template <class T>
@@ -225,37 +211,7 @@ STRICT_GEOMETRY(3)
 STRICT_GEOMETRY(4)
 // clang-format on
 
-template <class T>
-struct numeric_limits {
-  static constexpr T max() { return T(-1) < T(0) ? T((1ul << (8 * sizeof(T) - 1)) - 1) : T(-1); }
-  static constexpr T min() { return T(-1) < T(0) ? T(-max() - 1) : T(0); }
-  static constexpr T lowest() { return min(); }
-};
-#define STRICT_LIMITS(T, MAX, LOWEST, MIN) \
-  template <>                              \
-  struct numeric_limits<T> {               \
-    static constexpr T max() {             \
-      return T(MAX);                       \
-    }                                      \
-    static constexpr T min() {             \
-      return T(MIN);                       \
-    }                                      \
-    static constexpr T lowest() {          \
-      return T(LOWEST);                    \
-    }                                      \
-    static constexpr T infinity() {        \
-      return T(INFINITY);                  \
-    }                                      \
-    static constexpr T quiet_NaN() {       \
-      return T(NAN);                       \
-    }                                      \
-    static constexpr T epsilon() {         \
-      return T(MIN);                       \
-    }                                      \
-  };
-STRICT_LIMITS(float, __FLT_MAX__, -__FLT_MAX__, __FLT_MIN__)
-STRICT_LIMITS(half, 65504.0f, -65504.0f, 0x1p-14f)
-STRICT_LIMITS(bfloat, 0x1.fep127f, -0x1.fep127f, 0x1p-126f)
+#include "numeric_limits.h"
 
 void threadgroup_barrier(mem_flags);
 void simdgroup_barrier(mem_flags);
