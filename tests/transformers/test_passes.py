@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers.capture import passes
 from torch_moe_mps.transformers.capture.passes import PASSES, simplify
 from torch_moe_mps.transformers.capture.passes.patterns import match
 
@@ -60,6 +61,11 @@ def residual_of_experts(x, r):
 def residual_and_shared_expert(x, r):
     shared = linear(x[0]) * torch.sigmoid(torch.nn.functional.linear(x[0], GATE))
     return r + (routed(x[0]) + shared).view(1, 1, H)
+
+
+def residual_normed_by_a_module(x, r):
+    normed, total = ops.fused_residual_norm(r, linear(x), NORM, 1e-6)
+    return linear(normed), total
 
 
 def residual_in_place(x, r):
@@ -250,6 +256,7 @@ CASES: dict[Callable, dict[str, int]] = {
     residual: LINEAR,
     residual_of_experts: EXPERTS,
     residual_and_shared_expert: EXPERTS | LINEAR | {"mm": 2},
+    residual_normed_by_a_module: {"linear_quantized": 2},
     residual_in_place: LINEAR,
     sum_read_before: LINEAR | {"add": 1, "mul": 1},
     sum_of_other_dtypes: LINEAR | {"add": 1, "_to_copy": 1},
@@ -434,20 +441,6 @@ def test_formulas():
         assert match(other, total) is None
 
 
-def test_each_pass_is_needed():
-    """Without any one of them, a pattern above is not found."""
-    x, r, state = random(1, 1, H), random(1, 1, H, seed=1), random(1, HEADS, WIDTH, WIDTH)
-    for left_out in set(PASSES):
-        graphs = [recorded(function, x, r) for function in CASES]
-        graphs.append(recorded(linear_attention, x, r, state))
-        for graph in graphs:
-            for each in PASSES:
-                if each is not left_out:
-                    each(graph)
-        found = [operators(graph) for graph in graphs]
-        assert found != [*CASES.values(), {"mul": 4, "linear_attention_": 1}], left_out
-
-
 # Functions of a query, keys and a gate -> whether the gate becomes an option of attention.
 MATRICES = random(4, 8, 16) / 4
 
@@ -526,3 +519,373 @@ def test_gates_of_attention(function, taken):
         computed(graph, *inputs), expected if isinstance(expected, tuple) else [expected], strict=True
     ):
         torch.testing.assert_close(result, right)
+
+
+# Functions of a projection [B, T, 8 * 16] and of what a cache has room in -> the operators that are left.
+BATCH, TOKENS, BEFORE, WIDE = 2, 2, 5, 16
+COS, SIN = random(1, TOKENS, WIDE), random(1, TOKENS, WIDE, seed=1)
+Q_NORM, K_NORM, LATENT_NORM, LONG_NORM = random(WIDE), random(WIDE, seed=1), random(24), random(4 * WIDE)
+
+
+def of_heads(x):
+    return x.view(BATCH, TOKENS, 8, WIDE).split([4, 2, 2], -2)
+
+
+def swapped(x: Tensor) -> Tensor:
+    return x.transpose(1, 2)
+
+
+def turned(q, k=None, width=None, cos=COS, **options):
+    tables = (cos, SIN) if width is None else (cos[..., :width], SIN[..., :width])
+    q, k_out = ops.rope(q, k, *tables, **options)
+    return q if k is None else (q, k_out)
+
+
+def write(memory: Tensor, new: Tensor) -> Tensor:
+    memory.narrow(2, BEFORE, TOKENS).copy_(new)
+    return memory.narrow(2, 0, BEFORE + TOKENS)
+
+
+def seen(q, k, v, keys, values):
+    """Attention of heads that stand first, with new keys and values in a cache."""
+    return ops.attention(q, write(keys, k), write(values, v), 0.25)
+
+
+def norms_of_heads(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = swapped(norm(q, Q_NORM)), swapped(norm(k, K_NORM))
+    return seen(*turned(swapped(q), swapped(k)), swapped(v), keys, values)
+
+
+def norms_behind_transpositions(x, keys, values):
+    q, k, v = map(swapped, of_heads(x))
+    return seen(*turned(swapped(norm(q, Q_NORM)), swapped(norm(k, K_NORM))), v, keys, values)
+
+
+def one_by_one(x, keys, values):
+    """As Gemma 4 does it, with a norm of the values."""
+    q, k, v = of_heads(x)
+    q = swapped(turned(norm(q, Q_NORM)))
+    k = swapped(turned(norm(k, K_NORM)))
+    return seen(swapped(q), swapped(k), swapped(norm(v, None)), keys, values)
+
+
+def values_first(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q, k)
+    held = write(values, swapped(v))
+    return ops.attention(q, write(keys, k), held, 0.25)
+
+
+def queries_scaled_before_the_write(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q, k)
+    return seen(q * 2, k, swapped(v), keys, values)
+
+
+def values_made_last(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q, k)
+    return seen(q, k, swapped(v * 2), keys, values)
+
+
+def keys_given_as_queries(x, keys, values):
+    q, k, v = of_heads(x)
+    k, q = turned(norm(k, K_NORM), q)
+    return seen(q, k, swapped(v), keys, values)
+
+
+def ends_of_heads(x, keys, values):
+    q, k, v = map(swapped, of_heads(x))
+    (q0, q1), (k0, k1) = q.split([8, 8], -1), (k[..., :8], k[..., 8:])
+    q1, k1 = turned(swapped(q1), swapped(k1), 4, rotary_dim=8)
+    return seen(torch.cat((q0, q1), -1), torch.cat((k0, k1), -1), v, keys, values)
+
+
+def begins_of_normed_heads(x, keys, values):
+    q, k, v = of_heads(x)
+    q = norm(q, Q_NORM)
+    q1, k = turned(q[..., :8], k, 8)
+    return seen(torch.cat((q1, swapped(q)[..., 8:]), -1), k, swapped(v), keys, values)
+
+
+def latents(x, keys, values):
+    """Normed latents of 24 columns as keys, and 8 that turn as values, side by side."""
+    memory = keys.view(BATCH, 1, -1, 32)
+    q0, q1 = swapped(x[..., :64].view(BATCH, TOKENS, 4, WIDE)).split([8, 8], -1)
+    c, k = x[..., 64:96].split([24, 8], -1)
+    c = norm(c, LATENT_NORM).view(BATCH, TOKENS, 1, 24)
+    q1, k = turned(swapped(q1), k.unsqueeze(2), 4, rotary_dim=8, pairs="interleaved_to_half")
+    torch.cat((swapped(c), k), -1, out=memory.narrow(2, BEFORE, TOKENS))
+    return torch.cat((q0, q1), -1), memory[:, :, : BEFORE + TOKENS] * 2
+
+
+# With one thing changed.
+def other_eps(x, keys, values):
+    q, k, v = of_heads(x)
+    return seen(*turned(norm(q, Q_NORM), ops.rms_norm(k, K_NORM, 1e-3)), swapped(v), keys, values)
+
+
+def offset_of_keys_and_values(x, keys, values):
+    q, k, v = of_heads(x)
+    k = ops.rms_norm(k, K_NORM, 1e-6, 1.0)
+    return seen(*turned(q, k), swapped(norm(v, Q_NORM)), keys, values)
+
+
+def norm_of_all_heads(x, keys, values):
+    q, k, v = of_heads(x)
+    q = norm(q.reshape(BATCH, TOKENS, -1), LONG_NORM).view(q.shape)
+    return seen(*turned(q, k), swapped(v), keys, values)
+
+
+def norm_that_is_read(x, keys, values):
+    q, k, v = of_heads(x)
+    q = norm(q, Q_NORM)
+    return seen(*turned(q, k), swapped(v), keys, values), q
+
+
+def norm_of_columns(x, keys, values):
+    q, k, v = of_heads(x)
+    square = x.view(BATCH, TOKENS, 1, -1)[..., : WIDE * WIDE // 2].view(BATCH, TOKENS, WIDE // 2, WIDE)
+    square = torch.cat((square, square), 2)
+    q = norm(square, Q_NORM).transpose(2, 3)
+    return seen(*turned(q, k), swapped(v), keys, values)
+
+
+def norm_with_a_late_weight(x, keys, values):
+    q, k, v = of_heads(x)
+    return seen(*turned(norm(q, Q_NORM * x[0, 0, :WIDE]), k), swapped(v), keys, values)
+
+
+def normed_and_changed(x, keys, values):
+    q, k, v = of_heads(x.clone())
+    normed = norm(q, Q_NORM)
+    changed(q)
+    return seen(*turned(normed, k), swapped(v), keys, values)
+
+
+def other_tables(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q), turned(k, cos=SIN)
+    return seen(q, k, swapped(v), keys, values)
+
+
+def queries_read_between(x, keys, values):
+    q, k, v = of_heads(x)
+    q = turned(q) * 2
+    return seen(q, turned(k), swapped(v), keys, values)
+
+
+def one_after_the_other(x, keys, values):
+    q, k, v = of_heads(x)
+    k = turned(swapped(turned(k)))
+    return seen(q.transpose(1, 2), k, swapped(v), keys, values)
+
+
+def changed_between_rotations(x, keys, values):
+    q, k, v = of_heads(x.clone())
+    q_out = turned(q)
+    changed(q)
+    return seen(q_out, turned(k), swapped(v), keys, values)
+
+
+def three_rotations(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k, other = turned(q), turned(k), turned(v)
+    return seen(q, k, swapped(v), keys, values), other
+
+
+def parts_in_other_places(x, keys, values):
+    q, k, v = of_heads(x)
+    q1, k = turned(q[..., :8], k, 8)
+    return seen(torch.cat((swapped(q)[..., 8:], q1), -1), k, swapped(v), keys, values)
+
+
+def part_of_another_head(x, keys, values):
+    q, k, v = of_heads(x)
+    q1, k = turned(q[..., :8], k, 8)
+    return seen(torch.cat((q1, swapped(q).flip(1)[..., 8:]), -1), k, swapped(v), keys, values)
+
+
+def ends_and_begins(x, keys, values):
+    q, k, v = of_heads(x)
+    q1, k = turned(q[..., 8:], k, 8)
+    return seen(torch.cat((swapped(q)[..., :8], q1), -1), k, swapped(v), keys, values)
+
+
+def part_changed_before_it_is_joined(x, keys, values):
+    q, k, v = of_heads(x.clone())
+    q1, k = turned(q[..., :8], k, 8)
+    changed(q[..., 8:])
+    return seen(torch.cat((q1, swapped(q)[..., 8:]), -1), k, swapped(v), keys, values)
+
+
+def part_that_is_read(x, keys, values):
+    q, k, v = of_heads(x)
+    q1, k = turned(q[..., :8], k, 8)
+    return seen(torch.cat((q1, swapped(q)[..., 8:]), -1), k, swapped(v), keys, values), q1
+
+
+def cache_read_before_the_write(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q, k)
+    last = keys * 2
+    return seen(q, k, swapped(v), keys, values), last
+
+
+def keys_read_before_values_are_made(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q, k)
+    v = swapped(v) * write(keys, k).mean()
+    return ops.attention(q, keys.narrow(2, 0, BEFORE + TOKENS), write(values, v), 0.25)
+
+
+def keys_read_elsewhere(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q, k)
+    return seen(q, k, swapped(v), keys, values), k
+
+
+def values_of_the_queries(x, keys, values):
+    q, k, _ = of_heads(x)
+    q, k = turned(q, k)
+    return seen(q, k, q[:, :2] * 2, keys, values)
+
+
+def values_changed_before_their_write(x, keys, values):
+    q, k, v = of_heads(x.clone())
+    q, k = turned(q, k)
+    changed(v)
+    return seen(q, k, swapped(v), keys, values)
+
+
+def normed_values_changed(x, keys, values):
+    q, k, v = of_heads(x.clone())
+    v_out = norm(v, None)
+    changed(v)
+    return seen(*turned(q, k), swapped(v_out), keys, values)
+
+
+def values_of_the_cache(x, keys, values):
+    q, k, _ = of_heads(x)
+    q, k = turned(q, k)
+    return seen(q, k, keys.narrow(2, 0, TOKENS), keys, values)
+
+
+def one_memory(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q, k)
+    keys.narrow(2, 0, TOKENS).copy_(k)
+    keys.narrow(2, 1, TOKENS).copy_(swapped(v))
+    return q
+
+
+def memory_that_is_new(x, keys, values):
+    q, k, v = of_heads(x)
+    return seen(*turned(q, k), swapped(v), keys.clone(), values)
+
+
+def one_head_for_all(x, keys, values):
+    q, k, v = of_heads(x)
+    return seen(*turned(q, k), swapped(v[:, :, :1]), keys, values)
+
+
+def values_in_double(x, keys, values):
+    q, k, v = of_heads(x)
+    return seen(*turned(q, k), swapped(v).double(), keys, values)
+
+
+def written_by_index(x, keys, values):
+    q, k, v = of_heads(x)
+    q, k = turned(q, k)
+    keys.index_copy_(2, torch.arange(TOKENS), k)
+    values.index_copy_(2, torch.arange(TOKENS), swapped(v))
+    return ops.attention(q, keys, values, 0.25)
+
+
+WRITTEN = {"rope_cache_": 1, "attention": 1}
+NOT_WRITTEN = {"rope": 1, "copy_": 2, "attention": 1}
+NOT_JOINED = {"rope": 2, "copy_": 2, "attention": 1}
+ROTATIONS: dict[Callable, dict[str, int]] = {
+    norms_of_heads: WRITTEN,
+    norms_behind_transpositions: WRITTEN,
+    one_by_one: WRITTEN,
+    values_first: WRITTEN,
+    queries_scaled_before_the_write: WRITTEN | {"mul": 1},
+    values_made_last: WRITTEN | {"mul": 1},
+    keys_given_as_queries: WRITTEN,
+    ends_of_heads: WRITTEN,
+    begins_of_normed_heads: WRITTEN,
+    latents: {"rope_cache_": 1, "mul": 1},
+    other_eps: WRITTEN | {"rms_norm": 1},
+    offset_of_keys_and_values: WRITTEN | {"rms_norm": 1},
+    norm_of_all_heads: WRITTEN | {"rms_norm": 1},
+    norm_that_is_read: WRITTEN | {"rms_norm": 1},
+    norm_of_columns: WRITTEN | {"rms_norm": 1, "cat": 1},
+    norm_with_a_late_weight: WRITTEN | {"rms_norm": 1, "mul": 1},
+    normed_and_changed: WRITTEN | CHANGED | {"clone": 1, "rms_norm": 1},
+    other_tables: NOT_JOINED,
+    queries_read_between: NOT_JOINED | {"mul": 1},
+    one_after_the_other: NOT_JOINED,
+    changed_between_rotations: NOT_JOINED | CHANGED | {"clone": 1},
+    three_rotations: WRITTEN | {"rope": 1},
+    parts_in_other_places: WRITTEN | {"cat": 1},
+    part_of_another_head: WRITTEN | {"cat": 1, "flip": 1},
+    ends_and_begins: WRITTEN | {"cat": 1},
+    part_changed_before_it_is_joined: NOT_WRITTEN | CHANGED | {"cat": 1, "clone": 1},
+    part_that_is_read: WRITTEN | {"cat": 1},
+    cache_read_before_the_write: NOT_WRITTEN | {"mul": 1},
+    keys_read_before_values_are_made: NOT_WRITTEN | {"mean": 1, "mul": 1},
+    keys_read_elsewhere: NOT_WRITTEN,
+    values_of_the_queries: NOT_WRITTEN | {"mul": 1},
+    values_changed_before_their_write: NOT_WRITTEN | CHANGED | {"clone": 1},
+    normed_values_changed: WRITTEN | CHANGED | {"clone": 1, "rms_norm": 1},
+    values_of_the_cache: NOT_WRITTEN,
+    one_memory: {"rope": 1, "copy_": 2},
+    memory_that_is_new: NOT_WRITTEN | {"clone": 1},
+    one_head_for_all: NOT_WRITTEN,
+    values_in_double: NOT_WRITTEN | {"_to_copy": 1},
+    written_by_index: {"rope": 1, "arange": 2, "index_copy_": 2, "attention": 1},
+}
+
+
+def of_a_cache() -> tuple[Tensor, Tensor, Tensor]:
+    shape = (BATCH, 2, BEFORE + TOKENS + 2, WIDE)
+    return random(BATCH, TOKENS, 8 * WIDE), random(*shape), random(*shape, seed=1)
+
+
+@pytest.mark.parametrize("function", ROTATIONS, ids=lambda function: function.__name__)
+def test_rotations_and_the_write_into_a_cache(function):
+    inputs = of_a_cache()
+    graph = recorded(function, *inputs)
+    simplify(graph)
+    assert operators(graph) == ROTATIONS[function]
+    own, held = [each.clone() for each in inputs], [each.clone() for each in inputs]
+    expected = function(*own)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for result, each in zip([*computed(graph, *held), *held], [*expected, *own], strict=True):
+        assert_close(result, each, 1e-6)
+
+
+@pytest.mark.parametrize("left_out", set(PASSES), ids=lambda left_out: left_out.__name__)
+def test_each_pass_is_needed(monkeypatch, left_out):
+    """Without it, a pattern above is not found."""
+    monkeypatch.setattr(passes, "PASSES", tuple(each for each in PASSES if each is not left_out))
+    token = random(1, 1, H), random(1, 1, H, seed=1)
+    state = random(1, HEADS, WIDTH, WIDTH)
+    cases = [(function, token, left) for function, left in CASES.items()]
+    cases += [(function, of_a_cache(), left) for function, left in ROTATIONS.items()]
+    cases.append((linear_attention, (*token, state), {"mul": 4, "linear_attention_": 1}))
+    cases.append(
+        (gate_of_heads, (random(1, 4, 1, 16), random(1, 1, 9, 16), random(1, 1, 128)), {"attention": 1})
+    )
+    for function, inputs, left in cases:
+        graph = recorded(function, *inputs)
+        simplify(graph)
+        try:
+            graph.lint()
+        except RuntimeError:  # something is read before it is there
+            return
+        if operators(graph) != left:
+            return
+    pytest.fail("all patterns are found without it")

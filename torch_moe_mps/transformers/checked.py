@@ -23,6 +23,7 @@ from ..selfcheck.compare import Finding
 from ..selfcheck.libraries import libraries
 from ..selfcheck.machine import COMMAND, SWITCH, is_available, where
 from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
+from .capture.passes import INTRODUCED
 from .checkpoints.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
 from .interface import formats_of, is_experts, is_quantized
@@ -31,8 +32,6 @@ from .report import Done, Report
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
 _REFUSED: dict[str, Finding] = {}
-# What passes put into a captured token beside what a report names.
-OF_PASSES = ("fused_norm_add", "fused_norm_add_scalar", "fused_residual_norm", "moe_gate", "router_logits")
 _ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
 _OF_KIND = {
     "experts": "moe_experts_quantized",
@@ -113,7 +112,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     """
     named = {done.operator for row in report.rows for done in row.done if done.operator is not None}
     if report.capture is not None and report.capture() is not None:
-        named.update(OF_PASSES)
+        named.update(INTRODUCED.values())  # which no module calls
     formats = {format for module in model.modules() for format in formats_in(module).values()}
     started = time.perf_counter()
     found, late = _failing(model, named, formats, seconds)

@@ -13,6 +13,7 @@ from torch import fx
 from .attention import gate_in_attention
 from .linear_attention import gates_in_linear_attention, keep_state, norm_in_linear_attention
 from .norms import norm_in_operators
+from .rotation import join_rotations, norms_in_rotation, turn_parts, write_into_cache
 from .routing import gate_in_one, hand_routing_over
 from .simplify import constants_first, drop_unused, make_new_tensors, share_views
 from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums
@@ -24,6 +25,10 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
+    turn_parts,
+    norms_in_rotation,  # of the whole heads
+    join_rotations,
+    write_into_cache,
     gate_in_attention,
     gate_in_one,
     hand_routing_over,  # of the gates that the pass before has made, too
@@ -43,6 +48,7 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     gate_in_one: "moe_gate",
     norm_in_operators: "router_logits",
     norm_sums: "fused_residual_norm",
+    write_into_cache: "rope_cache_",
 }
 
 

@@ -64,9 +64,10 @@ def in_shape(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
         found = found.all_input_nodes[0]
     if tensor_of(found).shape == shape:
         return found
-    if not tensor_of(value).is_contiguous():
+    try:
+        viewed = tensor_of(value).view(shape)
+    except RuntimeError:
         return None
-    viewed = tensor_of(like).to(tensor_of(value).dtype)
     return put(before, aten.view.default, viewed, value, [as_recorded(size) for size in shape])
 
 
@@ -92,7 +93,7 @@ def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = Tr
     """Whether no call between two nodes writes into the memory of a value; unless `read`, none reads it."""
     memory, node = memory_of(value), since.next
     while node is not until:
-        touched = _written(node) if read else node.all_input_nodes
+        touched = _written(node) if read or _is_view(node) else node.all_input_nodes
         if any(memory_of(each) is memory for each in touched):
             return False
         node = node.next
@@ -115,15 +116,36 @@ def _is_written(value: fx.Node, memory: fx.Node) -> bool:
 
 def memory_of(value: fx.Node) -> fx.Node:
     """The node that made the memory in which a value lies."""
+    *_, value = value, *shown(value)
+    return value.args[0] if value.target is ITEM else value  # type: ignore[return-value]  # a call
+
+
+def shown(value: fx.Node) -> Iterator[fx.Node]:
+    """What a value is a view of, one after the other."""
     while True:
-        source: Any = value.args[0] if value.target is ITEM else value
-        if is_call(source, aten._unsafe_view):
-            value = source.args[0]
-            continue
-        viewed = _signature(source.target).viewed if source.op == "call_function" else None
-        if viewed is None:
-            return source
-        value = arguments(source)[viewed]
+        call: Any = value.args[0] if value.target is ITEM else value
+        name = "self" if is_call(call, aten._unsafe_view) else None
+        if name is None and call.op == "call_function":
+            name = _signature(call.target).viewed
+        if name is None:
+            return
+        value = arguments(call)[name]
+        yield value
+
+
+def hoist(value: fx.Node, before: fx.Node) -> None:
+    """Moves a value in front of a node, and what it is computed of, where that is behind it: views."""
+    if before < value:
+        for each in value.all_input_nodes:
+            hoist(each, before)
+        before.prepend(value)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node only shows memory of another one."""
+    if node.target is ITEM:
+        return True
+    return node.op == "call_function" and not _written(node) and _signature(node.target).viewed is not None
 
 
 class _Signature(NamedTuple):

@@ -3,6 +3,7 @@
 An operator that writes is never touched, nor one that draws random numbers.
 """
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -61,13 +62,14 @@ def _out_of_place(node: fx.Node) -> Any:
 
 
 def share_views(graph: fx.Graph) -> None:
-    """Replaces a view by an equal one that was made before, or by the tensor itself where they are alike."""
+    """Replaces a view by an equal one that was made before, or by what it shows where the two are alike."""
     views: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
         if not _is_view(node):
             continue
-        source = node.args[0]
-        if _geometry(source.meta[VALUE]) == _geometry(node.meta[VALUE]):
+        geometry = _geometry(node.meta[VALUE])
+        source = next((each for each in _shown(node) if _geometry(each.meta[VALUE]) == geometry), None)
+        if source is not None:
             node.replace_all_uses_with(source)
         else:
             first = views.setdefault((node.target, _hashable(node.args), _hashable(node.kwargs)), node)
@@ -83,6 +85,13 @@ def share_equal(graph: fx.Graph) -> None:
             first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
             if first is not node:
                 node.replace_all_uses_with(first)
+
+
+def _shown(view: Any) -> Iterator[fx.Node]:
+    """What a view is one of, one after the other."""
+    while _is_view(view):
+        view = view.args[0]
+        yield view
 
 
 def _has_effects(node: fx.Node) -> bool:
