@@ -63,11 +63,6 @@ def residual_and_shared_expert(x, r):
     return r + (routed(x[0]) + shared).view(1, 1, H)
 
 
-def residual_normed_by_a_module(x, r):
-    normed, total = ops.fused_residual_norm(r, linear(x), NORM, 1e-6)
-    return linear(normed), total
-
-
 def residual_in_place(x, r):
     out = linear(x)
     out += r
@@ -256,7 +251,6 @@ CASES: dict[Callable, dict[str, int]] = {
     residual: LINEAR,
     residual_of_experts: EXPERTS,
     residual_and_shared_expert: EXPERTS | LINEAR | {"mm": 2},
-    residual_normed_by_a_module: {"linear_quantized": 2},
     residual_in_place: LINEAR,
     sum_read_before: LINEAR | {"add": 1, "mul": 1},
     sum_of_other_dtypes: LINEAR | {"add": 1, "_to_copy": 1},
