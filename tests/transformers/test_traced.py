@@ -1,16 +1,19 @@
 """Modules are recognised by what they compute, however it is written, and by nothing less."""
 
 import contextlib
+import copy
 import functools
 import itertools
 import types
 
 import pytest
 import torch
+from support import tiny_models
 from support.models import assert_close, operators_of
 from torch import nn
 from torch.nn.modules import module as torch_module
 
+import torch_moe_mps
 from torch_moe_mps.transformers.rewriting.install import is_rewritten, restore_module, rewrite
 from torch_moe_mps.transformers.rewriting.traced import Input, trace
 
@@ -185,6 +188,7 @@ NEAR = {
     "one dtype": lambda self, x: Norm.forward(self, x) if x.dtype == DTYPES[2] else self.rms(x),
     "float32": lambda self, x: self.rms(x.float()),
     "integers": lambda self, x: self.weight * self.rms(x.int().float()).to(x.dtype),
+    "three dimensions": lambda self, x: self.weight * (x * torch.rsqrt(x.pow(2).mean(2, True) + self.eps)),
     "values": lambda self, x: Norm.forward(self, x) if x.max() > 0 else x,
     "a list": lambda self, x: Norm.forward(self, x) * len(self.config.layers),
     "all attributes": lambda self, x: Norm.forward(self, x) * (2 if "flag" in self.__dict__ else 1),
@@ -198,8 +202,8 @@ NEAR = {
 
 
 @pytest.mark.parametrize("name", NEAR)
-def test_other_norms_run_their_own_code(name):
-    norm, x = of(NEAR[name])().eval(), torch.randn(3, WIDTH)
+def test_other_norms_run_their_own_code(name, capfd):
+    norm, x = of(NEAR[name])().eval(), torch.randn(2, 3, WIDTH)
     before = {**vars(norm)}
     assert rewrite(norm)[0] == [] and not is_rewritten(norm)
     assert {**vars(norm)} == before
@@ -207,6 +211,7 @@ def test_other_norms_run_their_own_code(name):
         expected = NEAR[name](norm, x.clone())
         if name != "random":
             assert_close(norm(x.clone()), expected, 0)
+    assert capfd.readouterr() == ("", "")
 
 
 def test_modules_that_are_alike_are_told_apart():
@@ -257,6 +262,116 @@ def test_a_trace_has_no_effects():
     assert names == [f"aten.{name}" for name in (
         "pow.Tensor_Scalar", "mean.dim", "add.Tensor", "rsqrt.default", "mul.Tensor", "mul.Tensor"
     )]  # fmt: skip
+
+
+class Mlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        width = 3 * 32
+        self.gate = nn.Linear(32, width)
+        self.up = nn.Linear(32, width)
+        self.both = nn.Linear(32, 2 * width)
+        self.down = nn.Linear(width, 32)
+        self.act = nn.SiLU()
+        self.limit, self.alpha = 0.4, 1.5
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
+def accelerated_mlp(forward) -> tuple[Mlp, Mlp]:
+    """An MLP with weights of 4 bits, and a dense one with the same weights."""
+    torch.manual_seed(1)
+    dense = type("AnMlp", (Mlp,), {"forward": forward})().eval()
+    mlp = copy.deepcopy(dense)
+    torch_moe_mps.accelerate(nn.ModuleDict({"mlp": mlp}), 4, 32)
+    return mlp, tiny_models.dense_twin(dense, mlp)
+
+
+def halves(self, x):
+    gate, up = self.both(x).chunk(2, -1)
+    return self.down(self.act(gate) * up)
+
+
+def every_other(self, x):
+    both = self.both(x)
+    return self.down(self.act(both[..., ::2]) * both[..., 1::2])
+
+
+def clamped(self, x, low=-1.0, limit=1.0, one=1):
+    gate, up = self.gate(x), self.up(x).clamp(low * self.limit, limit * self.limit)
+    gate = torch.clamp(gate, max=self.limit)
+    return self.down((up + one) * (gate * torch.sigmoid(gate * self.alpha)))
+
+
+def helped(self, x):
+    def half(layer):
+        return layer(x)
+
+    return self.down(half(self.up) * self.act(half(self.gate)))
+
+
+def swapped(self, x):
+    gate, up = self.both(x).chunk(2, -1)
+    return self.down(self.act(up) * gate)
+
+
+MLPS = {
+    "plain": Mlp.forward,
+    "decorated": decorated(lambda self, x: self.down(self.act(self.gate(x)) * self.up(x))),
+    "helped": helped,
+    "exchanged": lambda self, x: self.down(self.act(self.up(x)) * self.gate(x)),
+    "float32": lambda self, x: self.down((self.act(self.gate(x).float()) * self.up(x).float()).to(x.dtype)),
+    "halves": halves,
+    "every other": every_other,
+    "clamped": lambda self, x: clamped(self, x),
+    "without a gate": lambda self, x: self.down(nn.functional.relu(self.up(x)).square()),
+}
+NEAR_MLPS = {
+    "another activation": lambda self, x: self.down(torch.tanh(self.gate(x)) * self.up(x)),
+    "swapped halves": swapped,
+    "a sum": lambda self, x: self.down(self.act(self.gate(x)) + self.up(x)),
+    "one layer twice": lambda self, x: self.down(self.act(self.gate(x)) * self.gate(x)),
+    "two activations": lambda self, x: self.down(self.act(self.gate(x)) * self.act(self.up(x))),
+    "a scale": lambda self, x: self.down(self.act(self.gate(x)) * self.up(x)) * 2,
+    "another input": lambda self, x: self.down(self.act(self.gate(x)) * self.up(x * 2)),
+    "low": lambda self, x: clamped(self, x, low=-2.0),
+    "no limit": lambda self, x: clamped(self, x, limit=torch.inf),
+    "plus two": lambda self, x: clamped(self, x, one=2),
+    "many tokens": lambda self, x: Mlp.forward(self, x) * (2 if x.shape[0] > 999 else 1),
+    "another dtype": lambda self, x: Mlp.forward(self, x.to(self.down.weight.dtype)),
+    "rows of others": lambda self, x: self.down(self.act(self.gate(x)) * self.up(x).flip(0)),
+    "two inputs": lambda self, x, scale=1: Mlp.forward(self, x) * scale,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*MLPS, *NEAR_MLPS])
+def test_mlps(name, capfd):
+    mlp, dense = accelerated_mlp((MLPS | NEAR_MLPS)[name])
+    assert is_rewritten(mlp) == (name in MLPS) and "Error" not in capfd.readouterr().err
+    for x in (torch.randn(5, 32), torch.randn(2, 3, 32), torch.randn(1, 32)):
+        with torch.no_grad():
+            expected = dense(x)
+            ran = operators_of(lambda x=x, expected=expected: assert_close(mlp(x), expected, 1e-4))
+        assert ran.get("mlp_quantized", 0) == (name in MLPS)
+
+
+def test_what_an_mlp_rests_on_changes():
+    x = torch.randn(5, 32)
+    calls: list = []
+    for name, change in (
+        ("plain", lambda mlp: setattr(mlp, "act", nn.GELU())),
+        ("plain", lambda mlp: mlp.act.register_forward_hook(lambda *args: calls.append(1))),
+        ("plain", lambda mlp: mlp.up.register_forward_hook(lambda *args: 2 * args[-1])),
+        ("clamped", lambda mlp: setattr(mlp, "limit", 0.1)),
+    ):
+        mlp, own = accelerated_mlp(MLPS[name])
+        with torch.no_grad():
+            assert operators_of(lambda mlp=mlp: mlp(x)) == {"mlp_quantized": 1}
+            change(mlp), change(own)
+            assert "mlp_quantized" not in operators_of(lambda mlp=mlp: mlp(x))
+            assert_close(mlp(x), own(x), 1e-4)
+    assert calls
 
 
 def test_restored_norms_are_as_before():

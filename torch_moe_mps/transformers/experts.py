@@ -5,21 +5,21 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
 
-from ..ops._activations import POINTWISE, Activation
+from ..ops._activations import Activation
 from ..ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ..quantization import TENSORS
+from .capture.passes.graphs import memory_of, tensor_of
+from .capture.passes.patterns import match, uncast
+from .capture.tracing import geometry
 from .interface import Experts, formats_of, is_quantized, projections
 from .report import Done
-from .rewriting.program.formulas import Node, evaluate, inline, operation_of
-from .rewriting.program.patterns import match
-from .rewriting.program.programs import Unsupported
-from .rewriting.program.straightening import straighten
 from .rewriting.reads import holds, kept, record, recording
 from .rewriting.record import OWN_FORWARD, RECORD, record_of
+from .rewriting.traced import Input, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
 
@@ -28,63 +28,97 @@ _NOT_REWRITTEN = (None, None)
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
 _PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
-# The formula of an activation of the gate G and the other half, U.
-GATES = {
-    "silu_clamped": "silu(clamp_max(G, LIMIT)) * clamp(U, LOW, LIMIT)",
-    "swiglu_oai": "(clamp(U, LOW, LIMIT) + 1) * (clamp_max(G, LIMIT) * sigmoid(clamp_max(G, LIMIT) * ALPHA))",
-} | {name: f"{name}(G) * U" for name in POINTWISE}
+_TANH = "tanh(({G} + pow({G}, 3) * 0.044715) * 0.7978845608028654)"
+_POINTWISE = {
+    "silu": ("silu({G})", "{G} * sigmoid({G})"),
+    "gelu": ("gelu({G})",),
+    "gelu_tanh": ("gelu({G}, 'tanh')", f"{{G}} * 0.5 * ({_TANH} + 1)"),
+    "relu": ("relu({G})",),
+    "relu2": ("pow(relu({G}), 2)", "relu({G}) * relu({G})"),
+}
+_LOW = "clamp({G}, None, LIMIT)"
+# Activations and their formulas, of the gate {G} and the other half, {U}; of G alone without a gate.
+ACTIVATION_FORMS: list[tuple[str, str]] = [
+    ("silu_clamped", f"silu({_LOW}) * clamp({{U}}, LOW, LIMIT)"),
+    ("swiglu_oai", f"(clamp({{U}}, LOW, LIMIT) + 1) * ({_LOW} * sigmoid({_LOW} * ALPHA))"),
+    *((name, f"{form} * {{U}}") for name, forms in _POINTWISE.items() for form in forms),
+    *((name, form) for name, forms in _POINTWISE.items() for form in forms),
+]
 
 
 def activation_of(module: nn.Module) -> Activation | None:
     """The activation if the operators know it; None if the module's own code has to compute it."""
     record(module, "has_post_expert_norm")
-    if getattr(module, "has_post_expert_norm", False):
+    return None if getattr(module, "has_post_expert_norm", False) else _activation_traced(module)
+
+
+@remembered
+def _activation_traced(module: Any) -> Activation | None:
+    width = _width_between(module)
+
+    def between(twin: Any, x: Tensor) -> Tensor:
+        out: Tensor = twin._apply_gate(x) if twin.has_gate else twin.act_fn(x)
+        return out
+
+    def ask(sizes: tuple[int | str, ...], dtype: torch.dtype) -> Activation | None:
+        traced = trace(module, Input((*sizes, width), dtype), function=between)
+        found = None if traced is None else _read_activation(traced)
+        return None if found is None or found.gated != module.has_gate else found
+
+    return everywhere(ask, ((7,), (1,), ("rows",)))
+
+
+def _width_between(module: Any) -> int:
+    """How many numbers the first matrix gives for each row."""
+    first, _ = projections(module)
+    if not is_quantized(module):
+        return int(getattr(module, first).shape[2 if module.is_transposed else 1])
+    rows = int(getattr(module, _PACKED[first][0]).shape[1])
+    return rows if vars(module).get("up_quantization") is None else 2 * rows
+
+
+def _read_activation(traced: Traced) -> Activation | None:
+    (x,), result = traced.inputs, traced.result
+    if not isinstance(result, fx.Node) or tensor_of(result).dtype != tensor_of(x).dtype:
         return None
-    if not module.has_gate:
-        record(module, "act_fn")
-        name = operation_of(getattr(module, "act_fn", None))
-        return Activation(name, gated=False) if name in POINTWISE else None
-    try:
-        result = _gate_formula(module)
-    except Unsupported:
-        return None
-    for name, form in GATES.items():
-        bound = match(form, result)
-        if bound is not None and (halves := _halves(bound["G"], bound["U"])) is not None:
-            return with_numbers(module, name, halves == "every_other", bound)
+    for name, form in ACTIVATION_FORMS:
+        bound = match(form.format(G="G", U="U"), result)
+        if bound is None:
+            continue
+        if "U" not in bound and uncast(bound["G"]) is x:
+            return Activation(name, gated=False)
+        halves = halves_of(x, bound["G"], bound["U"]) if "U" in bound else None
+        if halves is not None and (numbers := numbers_of(bound)) is not None:
+            return Activation(name, *numbers, interleaved=halves == "every_other")
     return None
 
 
-def _gate_formula(module: nn.Module) -> Node:
-    cls: Any = type(module)
-    program = straighten(module, cls._apply_gate)
-    return inline(program, "self", [Node("any", ("input",))])
-
-
-def _halves(gate: Node, up: Node) -> str | None:
-    """ "item" for [gate; up], "every_other" for interleaved, None for anything else."""
-    gate, up = gate.peel(), up.peel()
-    split_input = Node("chunk", (Node("any", ("input",)), Node("const", (2,))))
-    for op, source in (("item", split_input), ("every_other", Node("any", ("input",)))):
-        if gate.op == up.op == op and (gate.key, up.key) == ((op, source.key, 0), (op, source.key, 1)):
-            return op
+def halves_of(whole: fx.Node, gate: Any, up: Any) -> str | None:
+    """ "one by one" for [gate; up] in the last dimension, "every_other" for interleaved, None otherwise."""
+    gate, up = uncast(gate), uncast(up)
+    if not all(isinstance(each, fx.Node) and memory_of(each) is memory_of(whole) for each in (gate, up)):
+        return None
+    *rows, width = tensor_of(whole).shape
+    *strides, _ = tensor_of(whole).stride()
+    for name, step, start in (("one by one", 1, width // 2), ("every_other", 2, 1)):
+        expected = [
+            ([*rows, width // 2], [*strides, step], tensor_of(whole).storage_offset() + offset)
+            for offset in (0, start)
+        ]
+        found = [(list(a), list(b), c) for a, b, c in map(geometry, map(tensor_of, (gate, up)))]
+        if found == expected:
+            return name
     return None
 
 
-def with_numbers(
-    module: nn.Module, name: str, interleaved: bool, bound: dict[str, Node]
-) -> Activation | None:
-    """The activation with its numbers, which the formula has bound; None if they are not the operators'."""
-    limit, alpha = (evaluate(bound.get(key), module) for key in ("LIMIT", "ALPHA"))
-    if "LIMIT" in bound:
-        low = bound["LOW"]
-        lower = evaluate(low.args[0], module) if low.op == "neg" else None
-        if not isinstance(limit, (int, float)) or lower != limit:
-            return None
-    if "ALPHA" in bound and not isinstance(alpha, (int, float)):
+def numbers_of(bound: dict[str, Any]) -> tuple[float | None, float | None] | None:
+    """alpha and limit of an activation, if a formula has them; None if they are not the operators'."""
+    alpha, limit, low = (bound.get(name) for name in ("ALPHA", "LIMIT", "LOW"))
+    if any(isinstance(number, fx.Node) for number in (alpha, limit, low)):
         return None
-    alpha, limit = (float(number) if isinstance(number, (int, float)) else None for number in (alpha, limit))
-    return Activation(name, alpha, limit, interleaved=interleaved)
+    if limit is not None and low != -limit:
+        return None
+    return None if alpha is None else float(alpha), None if limit is None else float(limit)
 
 
 def runs_own_code(module: nn.Module, *inputs: object) -> bool:

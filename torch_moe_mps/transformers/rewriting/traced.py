@@ -8,6 +8,8 @@ twin notes which attributes are read, since the formula rests on them, and nothi
 import contextlib
 import enum
 import functools
+import inspect
+import logging
 import types
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -37,15 +39,21 @@ _FIXED = {"training": False, "_compiled_call_impl": None}
 _CONSTANTS = (type(None), bool, int, float, str, enum.Enum, type, torch.dtype, torch.device)
 _KNOWN = 16  # forms of one class that are remembered
 
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
 _seen: ContextVar[dict[Path, Any] | None] = ContextVar("moe_mps_seen", default=None)
 
 
 class Traced(NamedTuple):
-    """What a forward gave for its inputs: nodes in place of tensors. Nothing in the graph is written."""
+    """What a forward gave for its inputs: nodes in place of tensors. Nothing in the graph is written.
+
+    `called`: the paths of the children that ran, without quantised layers.
+    """
 
     result: Any
     inputs: tuple[fx.Node, ...]
     graph: fx.Graph
+    called: tuple[str, ...]
 
 
 class Input(NamedTuple):
@@ -53,6 +61,11 @@ class Input(NamedTuple):
 
     sizes: tuple[int | str, ...]
     dtype: torch.dtype = torch.float32
+
+
+# What modules are traced with: sizes in front of the last one, which a module decides.
+SIZES: tuple[tuple[int | str, ...], ...] = ((7,), (1,), (1, 1), (2, 3, 5), ("batch", "tokens"))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class _Refused(Exception):
@@ -101,7 +114,7 @@ def trace(
     returned: Any = graph.output_node().args[0]
     for place, node in zip(places, returned, strict=True):
         results[place] = node
-    return Traced(pytree.tree_unflatten(results, form), nodes, graph)
+    return Traced(pytree.tree_unflatten(results, form), nodes, graph, tuple(watch.called))
 
 
 def _device_of(module: nn.Module) -> torch.device:
@@ -111,9 +124,18 @@ def _device_of(module: nn.Module) -> torch.device:
 
 @contextlib.contextmanager
 def _plainly() -> Iterator[None]:
-    """Whatever the caller is in the middle of: operators as without gradients."""
-    with _disable_current_modes(), torch.inference_mode(False), torch.no_grad(), torch._C._DisableAutocast():
-        yield
+    """Operators as without gradients, whatever the caller is in the middle of; what fails is not logged."""
+    was_disabled, _LOG.disabled = _LOG.disabled, True
+    try:
+        with (
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
+            yield
+    finally:
+        _LOG.disabled = was_disabled
 
 
 class _Watch:
@@ -123,6 +145,7 @@ class _Watch:
         self.recorder = recorder
         self.dtype = dtype
         self.is_refused = False
+        self.called: dict[str, None] = {}
         self._shown: dict[Path, Any] = {}
 
     def refuse(self, what: str) -> Any:
@@ -203,6 +226,12 @@ def _twin_class(cls: type[nn.Module]) -> type:
             raise AttributeError(f"'{cls.__name__}' object has no attribute '{name}'")
         return cls.__getattr__(self, name)
 
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        real, watch, path = object.__getattribute__(self, "__dict__")[_TWIN]
+        if type(real) is not QuantizedLinear:
+            watch.called[".".join(path)] = None
+        return self.forward(*args, **kwargs)
+
     def refuse(self: Any, *args: Any) -> Any:
         return object.__getattribute__(self, "__dict__")[_TWIN][1].refuse("a change of the module")
 
@@ -211,7 +240,7 @@ def _twin_class(cls: type[nn.Module]) -> type:
         "__getattr__": getattr_,
         "__setattr__": refuse,
         "__delattr__": refuse,
-        "_call_impl": lambda self, *args, **kwargs: self.forward(*args, **kwargs),
+        "_call_impl": call,
         "__module__": cls.__module__,
         "__qualname__": cls.__qualname__,
     }
@@ -242,8 +271,14 @@ def _look(owner: Any, name: str) -> Any:
 def _is_constant(value: Any) -> bool:
     if isinstance(value, tuple):
         return all(map(_is_constant, value))
+    if isinstance(value, functools.partial):
+        return _is_constant(_parts(value))
     is_function = isinstance(value, types.FunctionType) and value.__closure__ is None
     return is_function or isinstance(value, (*_CONSTANTS, types.BuiltinFunctionType))
+
+
+def _parts(value: functools.partial) -> tuple:
+    return value.func, value.args, *value.keywords.items()
 
 
 def _has_attributes(value: Any) -> bool:
@@ -256,15 +291,17 @@ def _described(value: Any) -> Any:
         return tuple(value.shape), value.dtype, value.device.type
     if isinstance(value, nn.Module):
         return _class_of(value)
+    if isinstance(value, functools.partial) and _is_constant(value):
+        return _parts(value)
     return type(value), value if _is_constant(value) else None
 
 
 def _note(owner: Any, path: Path, value: Any) -> None:
-    """Notes what was read. Tensors are read again in each call, and so are those of quantised layers."""
+    """Notes what was read. Tensors and quantised layers are looked up again in each call."""
     seen = _seen.get()
     if seen is not None:
         seen[path] = _described(value)
-    if not isinstance(value, (Tensor, LazyWeight)) and type(owner) is not QuantizedLinear:
+    if not isinstance(value, (Tensor, LazyWeight, QuantizedLinear)) and type(owner) is not QuantizedLinear:
         record(owner, path[-1], value if path[-1] == "training" else None)
 
 
@@ -275,7 +312,28 @@ def path_of(value: Any) -> str | None:
     return found
 
 
+def takes(module: nn.Module, inputs: int) -> bool:
+    """Whether a forward has this number of arguments, which may be given by their places."""
+    arguments = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
+    return len(arguments) == inputs and all(
+        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in arguments
+    )
+
+
 # What was found
+
+
+def everywhere(
+    ask: Callable[[tuple[int | str, ...], torch.dtype], Found | None],
+    shapes: tuple[tuple[int | str, ...], ...] = SIZES,
+) -> Found | None:
+    """What is found for inputs of all these shapes and dtypes; None if they differ in it."""
+    found = ask(shapes[0], DTYPES[0])
+    if found is None:  # as for most modules
+        return None
+    others = [ask(shape, DTYPES[0]) for shape in shapes[1:]]
+    others += [ask(shapes[0], dtype) for dtype in DTYPES[1:]]
+    return found if all(each == found for each in others) else None
 
 
 def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:

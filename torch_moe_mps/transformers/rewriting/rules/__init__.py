@@ -16,7 +16,7 @@ from .indexer import rewrite_indexer
 from .layer_norm import rewrite_layer_norm
 from .linear import join_linears
 from .linear_attention import convolution_in_place, delta_rule_in_place
-from .mlp import fuse_mlp
+from .mlp import rewrite_mlp
 from .ordering import order_outputs
 from .pooled_indexer import rewrite_pooled_indexer
 from .recurrent_layers import rewrite_recurrent_layer
@@ -34,6 +34,7 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_rms_norm,
     rewrite_gated_norm,
     rewrite_layer_norm,
+    rewrite_mlp,
     rewrite_recurrent_layer,
     rewrite_indexer,
     rewrite_block_indexer,
@@ -49,7 +50,6 @@ FUNCTION_RULES: tuple[Rule, ...] = (rotation_in_place, convolution_in_place, del
 
 # A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
 RULES: tuple[Callable[[Program], None], ...] = (
-    fuse_mlp,  # one operator computes the whole forward: nothing is left for other rules
     *REPLACE_ROPE,
     TURN_LAST,
     *KEEP_ROWS,  # of the calls that the rules above have made

@@ -1,7 +1,6 @@
 """What RMSNorm a module is, as its forward is traced."""
 
 import ast
-import inspect
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -12,8 +11,8 @@ from ...capture.passes.patterns import match, uncast
 from ...capture.tracing import VALUE
 from ..program.programs import Program
 from ..program.rewrites import Form, Match
-from ..record import NOTHING, RECORD, original_class, record_of
-from ..traced import Input, Traced, path_of, remembered, trace
+from ..record import NOTHING, RECORD, record_of
+from ..traced import DTYPES, SIZES, Input, Traced, everywhere, path_of, remembered, takes, trace
 
 NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
 
@@ -26,9 +25,7 @@ _FORMULAS = {
     for root in _ROOTS
     for mean in _MEANS
 }
-_ALIKE = (torch.float32, torch.bfloat16, torch.float16)
 _MIXED = ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16))
-_SIZES: tuple[tuple[int | str, ...], ...] = ((7,), (1,), (1, 1), (2, 3, 5), ("batch", "tokens"))
 _WITHOUT_WEIGHT = 24  # the width that such a norm is traced with
 
 
@@ -60,32 +57,24 @@ def _norm_traced(module: nn.Module, form: str, inputs: int) -> NormFormula | Non
     """The norm in what a module computes, if it is the same for all shapes and dtypes of its inputs."""
     weights = [each for each in module._parameters.values() if each is not None]
     is_small = not module._modules and len(weights) < 2 and all(each.dim() == 1 for each in weights)
-    if not is_small or not _takes(module, inputs):
+    if not is_small or not takes(module, inputs):
         return None
     width = weights[0].shape[0] if weights else _WITHOUT_WEIGHT
 
-    def ask(sizes: tuple[int | str, ...], dtype: torch.dtype, weight: torch.dtype) -> NormFormula | None:
-        traced = trace(module, *[Input((*sizes, width), dtype)] * inputs, weights=weight)
+    def ask(
+        sizes: tuple[int | str, ...], dtype: torch.dtype, weight: torch.dtype | None = None
+    ) -> NormFormula | None:
+        traced = trace(module, *[Input((*sizes, width), dtype)] * inputs, weights=weight or dtype)
         return None if traced is None else _read_norm(traced, form)
 
-    formula = ask(_SIZES[0], torch.float32, torch.float32)
-    if formula is None:  # of most modules
+    formula = everywhere(ask)
+    if formula is None or not formula.keeps_dtype:
         return None
-    same = [ask(sizes, torch.float32, torch.float32) for sizes in _SIZES]
-    same += [ask(_SIZES[0], dtype, dtype) for dtype in _ALIKE]
-    mixed = [ask(_SIZES[0], *dtypes) for dtypes in _MIXED]
+    mixed = [ask(SIZES[0], *dtypes) for dtypes in _MIXED]
     other = formula._replace(keeps_dtype=False)
-    if any(each != formula for each in same) or not {formula, other}.issuperset(mixed):
+    if not {formula, other}.issuperset(mixed):
         return None
     return formula if mixed == [formula] * len(mixed) else other
-
-
-def _takes(module: nn.Module, inputs: int) -> bool:
-    """Whether a forward has this number of arguments, which may be given by their places."""
-    arguments = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
-    return len(arguments) == inputs and all(
-        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in arguments
-    )
 
 
 def _read_norm(traced: Traced, form: str) -> NormFormula | None:
@@ -110,7 +99,7 @@ def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
         return True
     value, *rows, width = node.meta[VALUE], *tensor_of(x).shape
     shapes = ([*rows, width], [*rows, 1], [width])
-    return isinstance(value, Tensor) and value.dtype in _ALIKE and [*value.shape] in shapes
+    return isinstance(value, Tensor) and value.dtype in DTYPES and [*value.shape] in shapes
 
 
 def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
