@@ -25,7 +25,7 @@ INDEXED = {
     "deepseek_v32": {"dense": 15, "sparse": 15},
     "glm_moe_dsa": {"dense": 15, "sparse": 15},
     "dots3_note": {"dense": 22, "sparse": 22},
-    "mistral_large4": {"dense": 23, "sparse": 23},
+    "mistral_large4": {"dense": 23, "sparse": 19},
     "axk2": {"dense": 30, "sparse": 45},
     "hy_v4": {"dense": 22, "sparse": 22},
     "deepseek_v4": {"heavily compressed, hash moe": 32, "compressed sparse, moe": 23},
@@ -90,6 +90,7 @@ LATENT = {
     "deepseek_v2": {"dense": 18, "sparse": 13},
     "glm4_moe_lite": {"dense": 13, "sparse": 13},
     "axk1": {"dense": 13, "sparse": 15},
+    "mistral4": {"dense": 21, "sparse": 14},  # the scale of positions is computed once
 }
 
 

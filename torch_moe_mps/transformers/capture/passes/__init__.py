@@ -15,7 +15,7 @@ from .linear_attention import gates_in_linear_attention, keep_state, norm_in_lin
 from .norms import norm_in_operators
 from .rotation import join_rotations, norms_in_rotation, turn_parts, write_into_cache
 from .routing import gate_in_one, hand_routing_over
-from .simplify import constants_first, drop_unused, make_new_tensors, share_views
+from .simplify import constants_first, drop_unused, make_new_tensors, share_equal, share_views
 from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
@@ -38,6 +38,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
     share_views,  # of what the passes have made
+    share_equal,  # last: what a pattern reads once, a call of another layer may read too
 )
 
 

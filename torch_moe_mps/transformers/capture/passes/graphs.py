@@ -93,7 +93,7 @@ def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = Tr
     """Whether no call between two nodes writes into the memory of a value; unless `read`, none reads it."""
     memory, node = memory_of(value), since.next
     while node is not until:
-        touched = _written(node) if read or _is_view(node) else node.all_input_nodes
+        touched = written(node) if read or _is_view(node) else node.all_input_nodes
         if any(memory_of(each) is memory for each in touched):
             return False
         node = node.next
@@ -108,7 +108,7 @@ def is_final(value: fx.Node) -> bool:
 
 def _is_written(value: fx.Node, memory: fx.Node) -> bool:
     return any(
-        value in _written(user) or (memory_of(user) is memory and _is_written(user, memory))
+        value in written(user) or (memory_of(user) is memory and _is_written(user, memory))
         for user in value.users
         if user.op == "call_function"
     )
@@ -145,7 +145,7 @@ def _is_view(node: fx.Node) -> bool:
     """Whether a node only shows memory of another one."""
     if node.target is ITEM:
         return True
-    return node.op == "call_function" and not _written(node) and _signature(node.target).viewed is not None
+    return node.op == "call_function" and not written(node) and _signature(node.target).viewed is not None
 
 
 class _Signature(NamedTuple):
@@ -170,7 +170,7 @@ def _signature(operator: Any) -> _Signature:
     )
 
 
-def _written(call: fx.Node) -> list[fx.Node]:
+def written(call: fx.Node) -> list[fx.Node]:
     """The tensors that a call writes into."""
     names = _signature(call.target).written if call.op == "call_function" else ()
     given = arguments(call) if names else {}

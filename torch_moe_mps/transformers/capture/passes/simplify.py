@@ -3,6 +3,7 @@
 An operator that writes is never touched, nor one that draws random numbers.
 """
 
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..tracing import ITEM, VALUE, Number
-from .graphs import aten, is_call, memory_of, put, tensor_of
+from .graphs import aten, is_call, is_final, memory_of, put, tensor_of, written
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -78,13 +79,29 @@ def share_views(graph: fx.Graph) -> None:
 
 
 def share_equal(graph: fx.Graph) -> None:
-    """Replaces a call by an equal one that was made before, in a graph where nothing is written."""
+    """Replaces a call by an equal one that was made before, where nobody can tell their results apart."""
     known: dict[Any, fx.Node] = {}
+    writes: Counter[fx.Node] = Counter()  # so far, into each memory
     for node in list(graph.nodes):
-        if node.op == "call_function" and not _has_effects(node):
-            first = known.setdefault((node.target, repr(node.args), repr(node.kwargs)), node)
-            if first is not node:
-                node.replace_all_uses_with(first)
+        if node.op != "call_function":
+            continue
+        writes.update(map(memory_of, written(node)))
+        if _has_effects(node):
+            continue
+        is_new = node.target is not ITEM and not _is_view(node)
+        read = [writes[memory_of(each)] for each in node.all_input_nodes] if is_new else None
+        # The text of arguments has their types.
+        first = known.setdefault((node.target, repr(node.args), repr(node.kwargs), repr(read)), node)
+        if first is node or (is_new and not (is_final(first) and is_final(node))):
+            continue
+        if not is_new or not (_is_returned(first) and _is_returned(node)):
+            node.replace_all_uses_with(first)
+
+
+def _is_returned(value: fx.Node) -> bool:
+    """Whether a call's memory is that of a result, which may be written later."""
+    memory = memory_of(value)
+    return any(memory_of(each) is memory for each in value.graph.output_node().all_input_nodes)
 
 
 def _shown(view: Any) -> Iterator[fx.Node]:
