@@ -64,10 +64,12 @@ def in_shape(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
         found = found.all_input_nodes[0]
     if tensor_of(found).shape == shape:
         return found
-    try:
-        viewed = tensor_of(value).view(shape)
-    except RuntimeError:
-        return None
+    viewed = tensor_of(like).to(tensor_of(value).dtype)  # much faster than a view of a fake tensor
+    if not (viewed.is_contiguous() and tensor_of(value).is_contiguous()):
+        try:
+            viewed = tensor_of(value).view(shape)
+        except RuntimeError:
+            return None
     return put(before, aten.view.default, viewed, value, [as_recorded(size) for size in shape])
 
 

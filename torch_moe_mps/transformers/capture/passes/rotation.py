@@ -158,8 +158,7 @@ def _whole(call: fx.Node, part: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.N
             turned = rows.narrow(-1, start, width)
             passed = rows.narrow(-1, start_of_kept, kept).transpose(1, 2)
             if _alike(turned, tensor_of(part)) and _alike(passed, tensor_of(beside)):
-                found = put(call, aten.transpose.int, rows, source, 1, 2) if swap else source
-                return found, join, is_last
+                return _swapped(source, call) if swap else source, join, is_last
     return None
 
 
@@ -259,7 +258,7 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     )  # fmt: skip
     for each in made.all_input_nodes:
         hoist(each, made)
-    made.update_kwarg("v", put(made, aten.transpose.int, tensor_of(v).transpose(1, 2), v, 1, 2))
+    made.update_kwarg("v", _swapped(v, made))
     for each in {turned.call, other.call}:
         call.graph.erase_node(each)
     if q is not None:
@@ -275,6 +274,13 @@ def _fit(turned: _Write, other: _Write, v: fx.Node) -> bool:
         return False
     alike = k.shape == keys.shape and rows.shape == values.shape == tensor_of(other.source).shape
     return alike and (k.shape[0], k.shape[2]) == (rows.shape[0], rows.shape[2]) and rows.shape[3] % 2 == 0
+
+
+def _swapped(x: fx.Node, before: fx.Node) -> fx.Node:
+    """x.transpose(1, 2), in front of a node."""
+    if is_call(x, aten.transpose) and x.args[1:] == (1, 2):
+        return x.args[0]  # type: ignore[return-value]  # a tensor
+    return put(before, aten.transpose.int, tensor_of(x).transpose(1, 2), x, 1, 2)
 
 
 def _is_same(value: fx.Node, reader: fx.Node, before: fx.Node, read: bool = True) -> bool:
