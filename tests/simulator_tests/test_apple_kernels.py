@@ -605,7 +605,7 @@ attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 16 bits
   attention8_128_bf16: 15.47 15.40 slots a MAC, 105.5 registers, 128/128/448 threads
   attention_merge_bf16: 255.33 252.67 slots an element, 45 registers, 256/256/1024 threads
 attention of 16 heads on 1, 1 tokens, 1024 keys of 576, 16 bits
-  attention16_512_bf16: 1.50 1.47 slots a MAC, 126.5 registers, 256/256/384 threads
+  attention16_512_bf16: 1.50 1.46 slots a MAC, 126.5 registers, 256/256/384 threads
   attention_merge_bf16: 287.11 283.56 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 8 bits
   attention8_64_affine8_bf16: 2.72 2.68 slots a MAC, 115 registers, 128/128/448 threads
@@ -614,13 +614,13 @@ attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 8 bits
   attention8_128_affine8_bf16: 2.30 2.26 slots a MAC, 116.5 registers, 128/128/384 threads
   attention_merge_affine8_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 8 bits
-  attention8_256_affine8_bf16: 4.07 3.99 slots a MAC, 110.5 registers, 128/128/448 threads
+  attention8_256_affine8_bf16: 4.07 4.00 slots a MAC, 110.5 registers, 128/128/448 threads
   attention_merge_affine8_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
 attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 8 bits
   attention8_128_affine8_bf16: 17.43 17.11 slots a MAC, 116.5 registers, 128/128/384 threads
   attention_merge_affine8_bf16: 255.33 252.67 slots an element, 45 registers, 256/256/1024 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 64, 16 bits
-  attention16_64_bf16: 2.40 2.37 slots a MAC, 121.5 registers, 128/128/384 threads
+  attention16_64_bf16: 2.40 2.36 slots a MAC, 121.5 registers, 128/128/384 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 128, 16 bits
   attention16_128_bf16: 2.05 2.01 slots a MAC, 115.5 registers, 128/128/448 threads
 attention of 8 heads on 1, 8 tokens, 64 keys of 256, 16 bits

@@ -1,4 +1,6 @@
-#include "attention.h"
+#include "attention/block.h"
+#include "attention/merge.h"
+#include "attention/write_cache.h"
 
 #ifdef MOE_WEIGHTS
 typedef MOE_WEIGHTS Cache;

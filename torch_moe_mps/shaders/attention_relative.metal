@@ -1,5 +1,5 @@
 // Attention with a bias of relative positions.
-#include "attention.h"
+#include "attention/block.h"
 
 #ifdef MOE_WEIGHTS
 typedef Relative<MOE_WEIGHTS> Cache;

@@ -1,5 +1,5 @@
 // Attention over the keys that indices select.
-#include "attention.h"
+#include "attention/block.h"
 
 #ifdef MOE_WEIGHTS
 typedef Selected<MOE_WEIGHTS> Cache;

@@ -1,5 +1,5 @@
 // Attention over the keys of a window and those of a tail.
-#include "attention.h"
+#include "attention/block.h"
 
 typedef Tailed<DenseCache<MOE_DTYPE> > Cache;
 

@@ -1,0 +1,552 @@
+// Attention of a block of queries of one key head over its keys.
+//
+// A threadgroup takes 8 * kQueryTiles queries, of several heads and tokens, and a range of the keys. Teams of
+// simdgroups take tiles of these in turn, kKeyTiles * 8 keys for each simdgroup. Scores are keys x queries: a
+// simdgroup multiplies its own keys with all queries. Their exponentials go to the team through threadgroup
+// memory, and each of its simdgroups sums all values of the tile for its own part of the value head. At the
+// end the sums of the teams are added. So each key and value is read once for all queries of the block,
+// straight into matrix fragments (see MatrixPlace), and a thread needs no more registers for wider heads:
+// these have larger teams.
+#pragma once
+#include <metal_simdgroup_matrix>
+
+#include "attention/caches.h"
+#include "attention/queries.h"
+#include "attention/scores.h"
+
+// Keeps the compiler from unrolling: several rounds in flight would take too many registers.
+#define ROLLED _Pragma("clang loop unroll(disable)")
+
+constant constexpr int kKeyTiles = 2;  // of 8 keys, of a simdgroup: half as many barriers as with one
+
+// Reductions over the lanes that hold the same column.
+inline float max_of_column(float x) {
+  x = max(x, simd_shuffle_xor(x, ushort(2)));
+  x = max(x, simd_shuffle_xor(x, ushort(4)));
+  return max(x, simd_shuffle_xor(x, ushort(16)));
+}
+inline float sum_of_column(float x) {
+  x += simd_shuffle_xor(x, ushort(2));
+  x += simd_shuffle_xor(x, ushort(4));
+  return x + simd_shuffle_xor(x, ushort(16));
+}
+
+// What queries are staged in: 16 of 576 elements fit into threadgroup memory in 16 bits only.
+template <typename T, bool kInT>
+struct StagedOf {
+  typedef float type;
+};
+template <typename T>
+struct StagedOf<T, true> {
+  typedef T type;
+};
+
+template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
+struct Block {
+  typedef typename C::Element T;
+  static constant constexpr bool kWide = kValueTiles * kQueryTiles > 8;
+  typedef typename StagedOf<T, kWide>::type Staged;
+  static constant constexpr int kSimdgroups = kTeams * kMembers;
+  static constant constexpr int kQueries = 8 * kQueryTiles;
+  static constant constexpr int kTeamTile = 8 * kKeyTiles * kMembers;  // keys
+  static constant constexpr int kThreads = kSimdgroups * kSimdWidth;
+  // How many runs of a key, and matrices of values, a lane loads before it uses the first. With more, it
+  // would wait less often, but two tiles of queries leave no registers for more codes and scales.
+  static constant constexpr bool kHasRoom = kQueryTiles == 1 || !(C::kQuantized || kWide);
+  static constant constexpr int kRunsAtOnce = kHasRoom ? C::kRunsAtOnce : 1;
+  static constant constexpr int kValuesAtOnce = kHasRoom ? 2 : 1;
+  static constant constexpr int kProbabilities = kKeyTiles * kSimdgroups * kQueryTiles;
+  static constant constexpr int kSumsOfLane = kValueTiles * kQueryTiles;  // pairs of numbers
+  static constant constexpr int kOtherSums = (kTeams - 1) * kMembers * kSumsOfLane;
+
+  // Threadgroup memory, after the queries.
+  struct Shared {
+    // Of a tile; at the end, the sums of all teams but the first.
+    float2 exchange[(kProbabilities > kOtherSums ? kProbabilities : kOtherSums) * kSimdWidth];
+    float2 highest[kSimdgroups][kQueries / 2];
+    float2 sums[kSimdgroups][kQueries / 2];
+    uint seen[kKeyTiles * kSimdgroups];  // a bit for each key that a query sees
+  };
+
+  // The keys that the block may see, and the positions of its first and last token.
+  struct Range {
+    uint begin, end;
+    int lowest, highest;
+  };
+
+  struct Mask {
+    device const uchar* values;
+    ulong start;
+  };
+
+  struct Scores {
+    float v[kKeyTiles][kQueryTiles][2];
+  };
+  // Of a lane's queries, over the keys so far: the highest score, and the sums of the exponentials of scores
+  // less that, those of its own keys only, and of the values times these.
+  struct Sums {
+    float highest[kQueryTiles][2], exponentials[kQueryTiles][2];
+    simdgroup_matrix<float, 8, 8> values[kValueTiles][kQueryTiles];
+  };
+
+  static void run(C keys, C values, device const T* q, device const uchar* mask_, device const int* key_range,
+                  device const uchar* sinks, device const T* gate, device T* output, device float* partials,
+                  threadgroup Staged* staged, threadgroup Shared& shared, uint3 group, uint lane,
+                  uint simdgroup, constant AttentionParams& params) {
+    const Queries queries = queries_of_block<C::kSelects>(group, kQueries, params);
+    if constexpr (C::kSelects) {
+      device const int* indices = key_range + queries.batch * params.index_batch_stride +
+                                  queries.key_head * params.index_head_stride +
+                                  queries.only * params.index_token_stride;
+      keys.select(indices, queries.only, params);
+      values.select(indices, queries.only, params);
+    }
+    stage(staged, q, queries, simdgroup * kSimdWidth + lane, params);
+
+    const MatrixPlace place(lane);
+    const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
+    const Mask mask = {mask_,
+                       queries.batch * params.mask_batch_stride + queries.key_head * params.mask_head_stride};
+    const Range range = range_of(queries, key_range, group.x, params);
+    int positions[kQueryTiles][2];
+    Sums sums;
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const uint r = 8 * t + 2 * place.quarter + e;
+        positions[t][e] = queries.has(r) ? params.first_position + int(queries.token(r)) : kNoQuery;
+        sums.highest[t][e] = kLowest;
+        sums.exponentials[t][e] = 0.0f;
+      }
+      UNROLL for (int f = 0; f < kValueTiles; ++f) {
+        sums.values[f][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      }
+    }
+    const uint first_value = (member * 8 + place.row) * kValueTiles;  // of the lane's value dimensions
+    const bool has_values = member * 8 * kValueTiles < params.v.width;
+    // The simdgroup's place in what its team shares, and the team's.
+    threadgroup float2* own_probabilities =
+        shared.exchange + simdgroup * kKeyTiles * kQueryTiles * kSimdWidth + lane;
+    threadgroup float2* probabilities = own_probabilities - member * kKeyTiles * kQueryTiles * kSimdWidth;
+    threadgroup uint* seen_of_team = shared.seen + team * kMembers * kKeyTiles;
+    threadgroup float2* highest_of_team = shared.highest[team * kMembers] + place.quarter;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+
+    for (uint step = range.begin; step < range.end; step += kTeams * kTeamTile) {
+      const uint tile = step + team * kTeamTile;
+      const bool inside = all_see(range, tile, params);
+      Scores scores;
+      uint seen[kKeyTiles];
+      const uint own = 8 * kKeyTiles * member + place.row;  // the first of the lane's keys in the tile
+      const bool any = see(seen, keys, mask, inside, tile, own, range.end, positions, params);
+      if (any) score(scores, keys, staged, tile, own, seen, place, params);
+      weigh(scores, any, seen, keys, mask, inside, tile, own, range.end, positions, queries, highest_of_team,
+            member, place, params);
+      team_barrier();
+      exponentiate(scores, sums, own_probabilities, highest_of_team);
+      UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+        const uint bits = inside ? 0xffu : column_bits(seen[n]);
+        if (lane == 0) seen_of_team[member * kKeyTiles + n] = bits;
+      }
+      team_barrier();
+      if (has_values) add_values(sums, values, probabilities, seen_of_team, tile, first_value, place);
+    }
+
+    float2 totals[kQueryTiles];
+    if (!join_teams(sums, totals, shared, team, member, simdgroup, lane, place)) return;
+    // One branch for those without a gate.
+    if (params.gate_width != 0 && params.chunks == 1)
+      apply_gate(sums, gate, queries, first_value, place, params);
+    give_results(sums, totals, sinks, output, partials, queries, group.x, member, first_value, place, params);
+  }
+
+  // Queries as fragments of 8 dimensions x 8 queries, in the order in which lanes hold the dimensions of a
+  // key: fragment i of 32 dimensions has in row 2 c + e value (i, e) of the run of lane quarter c.
+  static void stage(threadgroup Staged* target, device const T* q, Queries queries, uint thread_index,
+                    constant AttentionParams& params) {
+    const uint r = thread_index % kQueries;
+    device const T* source = q + queries.batch * params.q_batch_stride +
+                             queries.head(r) * params.q_head_stride +
+                             queries.token(r) * params.q_token_stride;
+    const uint octets = (params.k.width + kQueryColumns - 1) / kQueryColumns * (kQueryColumns / 8);
+    for (uint octet = thread_index / kQueries; octet < octets; octet += kThreads / kQueries) {
+      threadgroup Staged* fragments =
+          target + ((octet / 4 * 4) * kQueryTiles + r / 8) * 64 + octet % 4 * 16 + r % 8;
+      UNROLL for (int pair = 0; pair < 4; ++pair) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+          const uint column = 8 * octet + C::value_of(pair, e);
+          const bool exists = queries.has(r) && column < params.k.width;
+          fragments[pair * kQueryTiles * 64 + e * 8] = exists ? Staged(source[column]) : Staged(0.0f);
+        }
+      }
+    }
+  }
+
+  static Range range_of(Queries queries, device const int* key_range, uint chunk,
+                        constant AttentionParams& params) {
+    const uint last = min(kQueries - 1u, queries.count - 1 - queries.first);
+    const int lowest = params.first_position + int(queries.token(0));
+    const int highest = params.first_position + int(queries.token(last));
+    uint begin = params.first_key + chunk * params.chunk, end = min(begin + params.chunk, params.keys);
+    if (!C::kSelects && params.mask_kind == MASK_NONE) {
+      end = uint(clamp(highest + 1, int(begin), int(end)));
+      if (params.window != 0) begin = uint(max(int(begin), lowest - int(params.window) + 1));
+    }
+    if (params.has_key_range != 0) {
+      begin = uint(max(int(begin), key_range[2 * queries.batch]));
+      end = uint(clamp(key_range[2 * queries.batch + 1], 0, int(end)));
+    }
+    return {begin, end, lowest, highest};
+  }
+
+  // Whether all queries see all keys of a team's tile.
+  static bool all_see(thread const Range& range, uint tile, constant AttentionParams& params) {
+    return !C::kSelects && params.mask_kind == MASK_NONE && tile + kTeamTile <= range.end &&
+           int(tile + kTeamTile) <= range.lowest + 1 &&
+           (params.window == 0 || range.highest - int(tile) < int(params.window));
+  }
+
+  // Finds which of the lane's keys a query of the block sees. Returns: whether the simdgroup has any.
+  static bool see(thread uint* seen, C keys, thread const Mask& mask, bool inside, uint tile, uint own,
+                  uint end, thread const int (&positions)[kQueryTiles][2], constant AttentionParams& params) {
+    bool any = inside;
+    UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+      seen[n] = 1;
+      if (inside) continue;
+      const uint key = tile + own + 8 * n;
+      seen[n] = 0;
+      UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+        UNROLL for (int e = 0; e < 2; ++e) {
+          if (key < end && bias_of_key(keys, mask, positions[t][e], key, params) != -INFINITY) seen[n] = 1;
+        }
+      }
+      seen[n] |= simd_shuffle_xor(seen[n], ushort(1));
+      seen[n] |= simd_shuffle_xor(seen[n], ushort(8));
+      any = ballot(seen[n] != 0) != 0 || any;
+    }
+    return any;
+  }
+
+  // The dot products of the simdgroup's keys and all queries.
+  static void score(thread Scores& scores, C keys, threadgroup const Staged* staged, uint tile, uint own,
+                    thread const uint* seen, MatrixPlace place, constant AttentionParams& params) {
+    simdgroup_matrix<float, 8, 8> products[kKeyTiles][kQueryTiles];
+    UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+      UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+        products[n][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
+      }
+    }
+    threadgroup const Staged* queries = staged + place.row * 8 + 2 * place.quarter;
+    ROLLED for (uint first = 0; first < params.k.width; first += 32 * kRunsAtOnce) {
+      typename C::template Run<8> runs[kRunsAtOnce][kKeyTiles];
+      UNROLL for (int r = 0; r < kRunsAtOnce; ++r) {
+        const uint column = first + 32 * r + 8 * place.quarter;
+        UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+          runs[r][n] = keys.template load<8>(tile, own + 8 * n, column, seen[n] != 0);
+        }
+      }
+      UNROLL for (int i = 0; i < 4 * kRunsAtOnce; ++i) {
+        simdgroup_matrix<float, 8, 8> fragments[kKeyTiles];
+        UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+          const float2 two = C::template pair<8>(runs[i / 4][n], i % 4);
+          fragments[n].thread_elements()[0] = two.x;
+          fragments[n].thread_elements()[1] = two.y;
+        }
+        UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+          simdgroup_matrix<float, 8, 8> query;
+          const float2 two = float2(
+              *reinterpret_cast<threadgroup const vec<Staged, 2>*>(queries + (i * kQueryTiles + t) * 64));
+          query.thread_elements()[0] = two.x;
+          query.thread_elements()[1] = two.y;
+          UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+            simdgroup_multiply_accumulate(products[n][t], fragments[n], query, products[n][t]);
+          }
+        }
+      }
+      queries += 4 * kRunsAtOnce * kQueryTiles * 64;
+    }
+    UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+      UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+        UNROLL for (int e = 0; e < 2; ++e) scores.v[n][t][e] = products[n][t].thread_elements()[e];
+      }
+    }
+  }
+
+  // Makes products the scores of keys that are seen, and tells the team the highest of each query.
+  static void weigh(thread Scores& scores, bool any, thread const uint* seen, C keys, thread const Mask& mask,
+                    bool inside, uint tile, uint own, uint end, thread const int (&positions)[kQueryTiles][2],
+                    Queries queries, threadgroup float2* highest_of_team, uint member, MatrixPlace place,
+                    constant AttentionParams& params) {
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      float most[2];
+      UNROLL for (int e = 0; e < 2; ++e) {
+        most[e] = -INFINITY;
+        UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+          const uint key = tile + own + 8 * n;
+          float x = any ? scores.v[n][t][e] * params.scale : 0.0f;
+          if (params.softcap != 0.0f) x = params.softcap * precise::tanh(x / params.softcap);
+          if constexpr (C::kRelative)
+            x += of_distance(mask, queries.first + 8 * t + 2 * place.quarter + e, positions[t][e], key,
+                             params);
+          if (!inside) {
+            float bias = -INFINITY;
+            if (key < end && seen[n] != 0) bias = bias_of_key(keys, mask, positions[t][e], key, params);
+            x = bias == -INFINITY ? -INFINITY : x + bias;
+          }
+          scores.v[n][t][e] = x;
+          most[e] = max(most[e], x);
+        }
+        most[e] = max_of_column(most[e]);
+      }
+      if (place.row == 0) highest_of_team[member * (kQueries / 2) + 4 * t] = float2(most[0], most[1]);
+    }
+  }
+
+  // Gives the team the exponentials of the scores, less the highest so far of each query.
+  static void exponentiate(thread const Scores& scores, thread Sums& sums,
+                           threadgroup float2* own_probabilities, threadgroup const float2* highest_of_team) {
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      float2 most = float2(sums.highest[t][0], sums.highest[t][1]);
+      UNROLL for (int m = 0; m < kMembers; ++m) {
+        most = max(most, highest_of_team[m * (kQueries / 2) + 4 * t]);
+      }
+      raise(sums, t, most);
+      UNROLL for (int n = 0; n < kKeyTiles; ++n) {
+        float2 two;
+        UNROLL for (int e = 0; e < 2; ++e) {
+          two[e] = precise::exp(scores.v[n][t][e] - most[e]);
+          sums.exponentials[t][e] += two[e];
+        }
+        own_probabilities[(n * kQueryTiles + t) * kSimdWidth] = two;
+      }
+    }
+  }
+
+  // Value dimensions x keys times keys x queries, 8 keys at a time. A lane has kValueTiles dimensions of two
+  // keys: an element of each in every fragment.
+  static void add_values(thread Sums& sums, C values, threadgroup const float2* shared,
+                         threadgroup const uint* seen, uint tile, uint first_value, MatrixPlace place) {
+    constexpr int kRound = kValuesAtOnce * kQueryTiles * kSimdWidth;
+    ROLLED for (uint first = 0; first < kKeyTiles * kMembers; first += kValuesAtOnce, shared += kRound) {
+      uint any = 0;
+      UNROLL for (int n = 0; n < kValuesAtOnce; ++n) any |= seen[first + n];
+      if (any == 0) continue;
+      typename C::template Run<kValueTiles> runs[kValuesAtOnce][2];
+      UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
+        const uint bits = seen[first + n] >> (2 * place.quarter);
+        UNROLL for (int e = 0; e < 2; ++e) {
+          runs[n][e] = values.template load<kValueTiles>(tile, 8 * (first + n) + 2 * place.quarter + e,
+                                                         first_value, (bits >> e & 1) != 0);
+        }
+      }
+      UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
+        simdgroup_matrix<float, 8, 8> probabilities[kQueryTiles];
+        UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+          const float2 two = shared[(n * kQueryTiles + t) * kSimdWidth];
+          probabilities[t].thread_elements()[0] = two.x;
+          probabilities[t].thread_elements()[1] = two.y;
+        }
+        UNROLL for (int i = 0; i < kValueTiles / 2; ++i) {
+          const float2 of_key = C::template pair<kValueTiles>(runs[n][0], i);
+          const float2 of_next = C::template pair<kValueTiles>(runs[n][1], i);
+          UNROLL for (int e = 0; e < 2; ++e) {
+            simdgroup_matrix<float, 8, 8> matrix;
+            matrix.thread_elements()[0] = of_key[e];
+            matrix.thread_elements()[1] = of_next[e];
+            const int f = C::value_of(i, e);
+            UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+              simdgroup_multiply_accumulate(sums.values[f][t], matrix, probabilities[t], sums.values[f][t]);
+            }
+          }
+        }
+      }
+    }
+  }
+
+  // Adds up the sums of all teams in the first. Returns: whether the lane is of that.
+  static bool join_teams(thread Sums& sums, thread float2* totals, threadgroup Shared& shared, uint team,
+                         uint member, uint simdgroup, uint lane, MatrixPlace place) {
+    if constexpr (kTeams > 1) raise_all(sums, shared, simdgroup, place);
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      const float2 two =
+          float2(sum_of_column(sums.exponentials[t][0]), sum_of_column(sums.exponentials[t][1]));
+      if (place.row == 0) shared.sums[simdgroup][4 * t + place.quarter] = two;
+    }
+    if (kTeams > 1 && team != 0) give_sums(sums, shared, team, member, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (kTeams > 1 && team != 0) return false;
+    take_sums(sums, shared, member, lane);
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      totals[t] = float2(0.0f);
+      UNROLL for (int s = 0; s < kSimdgroups; ++s) totals[t] += shared.sums[s][4 * t + place.quarter];
+    }
+    return true;
+  }
+
+  static void apply_gate(thread Sums& sums, device const T* gate, Queries queries, uint first_value,
+                         MatrixPlace place, constant AttentionParams& params) {
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const uint r = 8 * t + 2 * place.quarter + e;
+        if (!queries.has(r)) continue;
+        const uint row = queries.row(r, params);
+        UNROLL for (int f = 0; f < kValueTiles; ++f) {
+          const uint column = first_value + f;
+          if (column >= params.v.width) break;
+          sums.values[f][t].thread_elements()[e] *= gate_factor(gate, row, column, params);
+        }
+      }
+    }
+  }
+
+  // Writes the results, or what attention_merge adds up where the keys are in several chunks.
+  static void give_results(thread Sums& sums, thread const float2* totals, device const uchar* sinks,
+                           device T* output, device float* partials, Queries queries, uint chunk, uint member,
+                           uint first_value, MatrixPlace place, constant AttentionParams& params) {
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      UNROLL for (int e = 0; e < 2; ++e) {
+        const uint r = 8 * t + 2 * place.quarter + e;
+        if (!queries.has(r)) continue;
+        const uint head = queries.head(r), row = queries.row(r, params);
+        const Total own = {sums.highest[t][e], totals[t][e]};
+        const bool merged = params.chunks > 1;
+        const float factor = merged ? 1.0f : final_factor(own, sinks, head, row, params);
+        device float* partial = merged ? partial_values(partials, chunk, row, params) : partials;
+        UNROLL for (int f = 0; f < kValueTiles; ++f) {
+          const uint column = first_value + f;
+          if (column >= params.v.width) break;
+          const float value = sums.values[f][t].thread_elements()[e];
+          if (merged) {
+            partial[column] = value;
+          } else {
+            store_result(output, ulong(row) * params.v.width + column, value * factor, params);
+          }
+        }
+        if (merged && member == 0 && place.row == 0) {
+          partial_total(partials, chunk, row, params)[0] = own.highest;
+          partial_total(partials, chunk, row, params)[1] = own.sum;
+        }
+      }
+    }
+  }
+
+  // What the relative position of a key adds to its score, for query r of the key head; 0 for hidden keys.
+  static float of_distance(thread const Mask& relative, uint r, int position, uint key,
+                           constant AttentionParams& params) {
+    const int distance = position - int(key);
+    if (distance < 0 || distance >= int(params.relative_extent)) return 0.0f;
+    const uint token = uint(position - params.first_position);
+    const uint head = r - token * (params.heads / params.key_heads);
+    const ulong row =
+        relative.start + head * params.relative_head_stride + ulong(token) * params.mask_token_stride;
+    return float(reinterpret_cast<device const T*>(relative.values)[row + distance]);
+  }
+
+  static float bias_of_key(C keys, thread const Mask& mask, int position, uint key,
+                           constant AttentionParams& params) {
+    if constexpr (C::kSelects) {
+      return keys.has(key) ? 0.0f : -INFINITY;
+    } else if constexpr (C::kRelative) {
+      return bias_in_order(position, key, params);
+    } else {
+      return bias_of(mask.values, mask.start, position, key, params);
+    }
+  }
+
+  static void team_barrier() {
+    if constexpr (kMembers == 1) {
+      simdgroup_barrier(mem_flags::mem_threadgroup);
+    } else {
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+    }
+  }
+
+  // The same sums, of the exponentials of scores less `most`.
+  static void raise(thread Sums& sums, int t, float2 most) {
+    UNROLL for (int e = 0; e < 2; ++e) {
+      const float factor = precise::exp(sums.highest[t][e] - most[e]);
+      sums.highest[t][e] = most[e];
+      sums.exponentials[t][e] *= factor;
+      UNROLL for (int f = 0; f < kValueTiles; ++f) sums.values[f][t].thread_elements()[e] *= factor;
+    }
+  }
+
+  // To the highest score of all teams.
+  static void raise_all(thread Sums& sums, threadgroup Shared& shared, uint simdgroup, MatrixPlace place) {
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      const float2 own = float2(sums.highest[t][0], sums.highest[t][1]);
+      if (place.row == 0) shared.highest[simdgroup][4 * t + place.quarter] = own;
+    }
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+      float2 most = float2(kLowest);
+      UNROLL for (int s = 0; s < kSimdgroups; s += kMembers) {
+        most = max(most, shared.highest[s][4 * t + place.quarter]);
+      }
+      raise(sums, t, most);
+    }
+  }
+
+  // The sums of the other teams go to the first, which adds them in ascending order.
+  static void give_sums(thread Sums& sums, threadgroup Shared& shared, uint team, uint member, uint lane) {
+    threadgroup float2* target =
+        shared.exchange + ((team - 1) * kMembers + member) * kSumsOfLane * kSimdWidth;
+    UNROLL for (int f = 0; f < kValueTiles; ++f) {
+      UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+        target[(f * kQueryTiles + t) * kSimdWidth + lane] =
+            float2(sums.values[f][t].thread_elements()[0], sums.values[f][t].thread_elements()[1]);
+      }
+    }
+  }
+  static void take_sums(thread Sums& sums, threadgroup const Shared& shared, uint member, uint lane) {
+    UNROLL for (int team = 1; team < kTeams; ++team) {
+      threadgroup const float2* source =
+          shared.exchange + ((team - 1) * kMembers + member) * kSumsOfLane * kSimdWidth;
+      UNROLL for (int f = 0; f < kValueTiles; ++f) {
+        UNROLL for (int t = 0; t < kQueryTiles; ++t) {
+          const float2 two = source[(f * kQueryTiles + t) * kSimdWidth + lane];
+          sums.values[f][t].thread_elements()[0] += two.x;
+          sums.values[f][t].thread_elements()[1] += two.y;
+        }
+      }
+    }
+  }
+
+  // A bit for each row of a matrix whose lanes hold a value other than 0, the same in all lanes of the row.
+  static uint column_bits(uint seen) {
+    const uint lanes = ballot(seen != 0);  // row r = 4 a + b is in lane 16 a + 2 b
+    uint bits = 0;
+    UNROLL for (int r = 0; r < 8; ++r) bits |= (lanes >> (r / 4 * 16 + r % 4 * 2) & 1) << r;
+    return bits;
+  }
+};
+
+template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
+[[kernel, max_total_threads_per_threadgroup(kTeams* kMembers* kSimdWidth)]] void attention_block(
+    device const typename C::Element* q [[buffer(0)]], device const uchar* k [[buffer(1)]],
+    device const uchar* v [[buffer(2)]], device const uchar* mask [[buffer(3)]],
+    device const uchar* sinks [[buffer(4)]], device typename C::Element* output [[buffer(5)]],
+    device float* partials [[buffer(6)]], device const typename C::Element* k_scales [[buffer(7)]],
+    device const typename C::Element* k_biases [[buffer(8)]],
+    device const typename C::Element* v_scales [[buffer(9)]],
+    device const typename C::Element* v_biases [[buffer(10)]], device const int* key_range [[buffer(11)]],
+    device const typename C::Element* gate [[buffer(12)]], constant AttentionParams& params [[buffer(13)]],
+    threadgroup uchar* staged [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
+  threadgroup typename B::Shared shared;
+  const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
+  const C keys(k, k_scales, k_biases, batch, key_head, params.k);
+  const C values(v, v_scales, v_biases, batch, key_head, params.v);
+  B::run(keys, values, q, mask, key_range, sinks, gate, output, partials,
+         reinterpret_cast<threadgroup typename B::Staged*>(staged), shared, group, lane, simdgroup, params);
+}
+
+// The blocks of 8 or 16 queries for values of up to so many elements.
+#define INSTANTIATE_ATTENTION(name)                              \
+  INSTANTIATE(name "8_64", attention_block<Cache, 4, 1, 8, 1>)   \
+  INSTANTIATE(name "8_128", attention_block<Cache, 2, 2, 8, 1>)  \
+  INSTANTIATE(name "8_256", attention_block<Cache, 1, 4, 8, 1>)  \
+  INSTANTIATE(name "8_512", attention_block<Cache, 1, 8, 8, 1>)  \
+  INSTANTIATE(name "16_64", attention_block<Cache, 2, 2, 4, 2>)  \
+  INSTANTIATE(name "16_128", attention_block<Cache, 1, 4, 4, 2>) \
+  INSTANTIATE(name "16_256", attention_block<Cache, 1, 8, 4, 2>)
