@@ -116,6 +116,12 @@ def hyper_connection() -> Calls:
     yield "hyper_update", partial(ops.hyper_update, streams, out, post)
 
 
+def pointwise() -> Calls:
+    x, gate = tensor(1, 2, 64), tensor(64, dtype=torch.float32)
+    formula = "sigmoid b f16; mul a %0 f16; add %1 0.5 f32"
+    yield "pointwise", partial(ops.pointwise, x, formula, torch.float16, gate)
+
+
 def combine() -> Calls:
     yield "silu_mul_stacked", partial(ops.silu_mul_stacked, tensor(8, 768), tensor(8, 768))
     for operator, tokens, *rest in (
@@ -364,6 +370,16 @@ hyper_connection, 20 tokens
 hyper_update
   hyper_update_f16 grid 2x20x1 of 256x1x1
   0=A[0:327680] 1=B[0:81920] 2=C[0:320] 3=A[0:327680] 4=D[0:327680] 5=60 bytes
+""",
+        )
+
+    def test_pointwise(self):
+        self.assertExpectedInline(
+            self.encoded(pointwise),
+            """\
+pointwise
+  pointwise_f16 grid 2x1x1 of 64x1x1
+  0=A[0:256] 1=B[0:256] 2=C[0:256] 3=C[0:256] 4=C[0:256] 5=C[0:256] 6=C[0:256] 7=304 bytes
 """,
         )
 

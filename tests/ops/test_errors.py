@@ -141,6 +141,28 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("keys must be 0 where k has a row for each key, got 3", keys=3),
             wrong("keys must be at most 25, for which k has rows", keys=2 * (T + 9) + 2, block=2),
         ],
+        "pointwise": [
+            wrong(
+                "a must be float32 or float16 or bfloat16 or int32 or int64, got float64",
+                a=zeros(T, dtype=torch.float64),
+            ),
+            wrong("b must be 0-D or 1-D or 2-D or 3-D or 4-D, got 5-D", b=zeros(1, 1, 1, 1, 1)),
+            wrong("of a shape that broadcasts with the others", b=zeros(T + 1, H)),
+            wrong("dtype must be float32 or float16 or bfloat16, got int32", dtype=torch.int32),
+            wrong("steps such as 'mul a %0 bf16', joined by '; ', got ''", formula=""),
+            wrong("got 'cos a f32'", formula="cos a f32"),
+            wrong("got 'mul a f32'", formula="mul a f32"),
+            wrong("got 'neg a f64'", formula="neg a f64"),
+            wrong("of inputs that are given, steps before and numbers, got 'neg d f32'", formula="neg d f32"),
+            wrong("got 'neg %0 f32'", formula="neg %0 f32"),
+            wrong("got 'neg 1e39 f32'", formula="neg 1e39 f32"),
+            wrong("got 'neg nan f32'", formula="neg nan f32"),
+            wrong("number of steps must be between 1 and 32, got 33", formula="; ".join(["neg a f32"] * 33)),
+            wrong(
+                "number of different numbers must be between 0 and 12, got 13",
+                formula="; ".join(f"add a {n} f32" for n in range(13)),
+            ),
+        ],
         "hyper_update": [
             wrong(FLOATS, streams=zeros(T, 2, H, dtype=integer)),
             wrong("at least 2-D", streams=zeros(H)),

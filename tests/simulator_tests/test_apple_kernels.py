@@ -215,6 +215,12 @@ def hyper_connection(dtype: torch.dtype) -> Iterator[Call]:
     yield "hyper_update", call, {}, streams.numel()
 
 
+def pointwise(dtype: torch.dtype) -> Iterator[Call]:
+    x, gate = on_device(8, 2048, dtype=dtype), on_device(2048, dtype=dtype)
+    formula = "sigmoid b bf16; mul a %0 bf16"
+    yield "pointwise", functools.partial(torch.ops.moe_mps.pointwise, x, formula, dtype, gate), {}, x.numel()
+
+
 def combine(dtype: torch.dtype) -> Iterator[Call]:
     slots, weights = on_device(8, 4, 2048, dtype=dtype), on_device(8, 4, dtype=dtype)
     x, norm = on_device(8, 2048, dtype=dtype), on_device(2048, dtype=dtype)
@@ -329,6 +335,7 @@ GROUPS = {
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}"]),
+    "pointwise": (pointwise, ["pointwise_{}"]),
     "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
     "int4": (functools.partial(quantised, name="affine4_64"), ["quantized_affine4_64_{}"]),
@@ -345,6 +352,7 @@ KINDS = [
     "linear_attention",
     "hyper_connection",
     "combine",
+    "pointwise",
     "routing",
 ]
 KINDS += ["bucket", "experts"]
@@ -703,6 +711,15 @@ hyper_connection of 16
   hyper_mix_bf16: 66.58 58.58 slots an element, 23 registers, 256/-/1024 threads
 hyper_update
   hyper_update_bf16: 23.12 17.88 slots an element, 49 registers, 256/-/1024 threads
+""",
+        )
+
+    def test_pointwise(self):
+        self.assertExpectedInline(
+            costs("pointwise", "bf16"),
+            """\
+pointwise
+  pointwise_bf16: 209.00 195.00 slots an element, 12 registers, 64/-/1024 threads
 """,
         )
 

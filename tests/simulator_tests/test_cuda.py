@@ -49,13 +49,15 @@ LIBRARIES += [
     "hyper_connection_f16",
     "linear_attention_f16",
     "norms_f16",
+    "pointwise_f16",
     "pooling_f16",
     "rope_f16",
     "routing_f16",
 ]
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]
-UNBOUNDED = ["hyper_connection_f16", "routing_f16"]  # a simdgroup a row, as many registers as it takes
+# A simdgroup a row, or a thread an element, and as many registers as it takes.
+UNBOUNDED = ["hyper_connection_f16", "pointwise_f16", "routing_f16"]
 BUFFER_WORDS = {"device", "threadgroup", "thread", "kernel", "constant"}
 SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
 

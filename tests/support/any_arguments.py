@@ -13,6 +13,7 @@ from support.expert_layers import ACTIVATIONS, random_options
 from support.oracles_experts import group_of
 from support.quantized_layers import EVERY_FORMAT, random_quantized
 from support.values import DTYPES
+from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
 
 IDS = (torch.int32, torch.int64)
 WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 0)
@@ -559,6 +560,22 @@ def pool_window_(d):
         "scaling": d.one(1.0, 0.5),
         "eps": d.eps(),
     }
+
+
+@strategy
+def pointwise(d):
+    *outer, width = d.one((3, 1, 2, 33), (5, 64), (130,), (2, 0, 7), (1, 1))
+    shapes = [(*outer, width), (width,), (*(1 for _ in outer), width), (*outer, 1), (*outer, width)]
+    inputs = {name: d.values(*d.one(*shapes)) for name in "bcdef" if d.flag()}
+    if d.flag():
+        inputs["f"] = d.ids(*outer, width, experts=9).clamp(-9, 9)
+    steps: list[str] = []
+    for number in range(d.one(2, 1, 5)):
+        operation = d.one(*OPERATIONS)
+        known = ["a", *inputs, *(f"%{n}" for n in range(number)), "0.75", "-2.0"]
+        operands = [d.one(*known) for _ in range(2 if operation in BINARY else 1)]
+        steps.append(" ".join((operation, *operands, d.one("f32", "f16", "bf16"))))
+    return {"a": d.values(*outer, width), "formula": "; ".join(steps), "dtype": d.dtype(), **inputs}
 
 
 def of_streams(d: Draws, leading: tuple[int, ...], count: int, width: int, dtype) -> dict[str, Any]:

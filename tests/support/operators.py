@@ -44,6 +44,7 @@ MODULES = (
     torch_moe_mps.ops.heads,
     torch_moe_mps.ops.hyper_connection,
     torch_moe_mps.ops.index,
+    torch_moe_mps.ops.pointwise,
     torch_moe_mps.ops.pooling,
     torch_moe_mps.ops.routing,
     torch_moe_mps.ops.combine,

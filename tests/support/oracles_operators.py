@@ -1,5 +1,6 @@
 """The result of each operator for its arguments in float64, and how far float32 arithmetic may be off."""
 
+import itertools
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -428,6 +429,60 @@ def hyper_update(a):
         mixed, size = comb @ streams, abs(comb) @ size
     added = post[..., None] * out[..., None, :]
     return [Expected(added + mixed, 4 * FLOAT32_EPS * (abs(added) + size))]
+
+
+POINTWISE = {
+    "to": lambda x: x,
+    "neg": np.negative,
+    "exp": np.exp,
+    "log": np.log,
+    "log1p": np.log1p,
+    "sqrt": np.sqrt,
+    "rsqrt": lambda x: 1 / np.sqrt(x),
+    "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
+    "silu": lambda x: x / (1 + np.exp(-x)),
+    "softplus": lambda x: np.logaddexp(x, 0),
+    "tanh": np.tanh,
+    "relu": lambda x: np.where(x < 0, 0, x),
+    "add": np.add,
+    "sub": np.subtract,
+    "mul": np.multiply,
+    "div": np.divide,
+    "max": np.maximum,
+    "min": np.minimum,
+}
+_SILU_LEAST = -1.2784645427610738  # where silu has its minimum
+
+
+@oracle
+def pointwise(a):
+    """Each step on both ends of what its operands may be, and rounded at both."""
+    names = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+    given = {name: getattr(a, name) for name in "abcdef" if getattr(a, name) is not None}
+    inputs = {name: tensor.double().numpy() for name, tensor in given.items()}
+    shape = np.broadcast_shapes(*(value.shape for value in inputs.values()))
+    ends = {name: (value, value) for name, value in inputs.items()}
+    known: np.ndarray = np.ones(shape, bool)
+    for number, line in enumerate(a.formula.split("; ")):
+        operation, *operands, dtype = line.split(" ")
+        sides = [ends[name] if name in ends else (np.float64(name),) * 2 for name in operands]
+        results = [POINTWISE[operation](*values) for values in itertools.product(*sides)]
+        if operation == "silu":
+            turns = (sides[0][0] < _SILU_LEAST) & (sides[0][1] > _SILU_LEAST)
+            results.append(np.where(turns, POINTWISE["silu"](_SILU_LEAST), results[0]))
+        low, high = np.minimum.reduce(results), np.maximum.reduce(results)
+        if operation == "div":  # its denominator may be on both sides of zero
+            known = known & ~((sides[1][0] < 0) & (sides[1][1] > 0))
+        low, high = (np.broadcast_to(end, shape) for end in (low, high))
+        slack = 4 * FLOAT32_EPS * np.maximum(abs(low), abs(high)) if operation not in ("to", "neg") else 0.0
+        slack = slack + (8 * FLOAT32_EPS if operation in ("log", "log1p", "exp", "tanh", "softplus") else 0.0)
+        low, high = (oracles.round_to(end, names[dtype]) for end in (low - slack, high + slack))
+        some_nan = [np.broadcast_to(np.isnan(each), shape) for each in results]
+        known = known & (np.logical_and.reduce(some_nan) == np.logical_or.reduce(some_nan))
+        known = known & (np.isfinite(low) == np.isfinite(high))
+        ends[f"%{number}"] = low, high
+    middle = np.where(low == high, low, (low + high) / 2)
+    return [Expected(middle, np.where(np.isfinite(middle), (high - low) / 2, 0.0), known)]
 
 
 @oracle

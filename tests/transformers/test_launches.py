@@ -24,13 +24,13 @@ MOST = {
 INDEXED = {
     "deepseek_v32": {"dense": 15, "sparse": 15},
     "glm_moe_dsa": {"dense": 15, "sparse": 15},
-    "dots3_note": {"dense": 22, "sparse": 22},
-    "mistral_large4": {"dense": 23, "sparse": 19},
-    "axk2": {"dense": 30, "sparse": 45},
-    "hy_v4": {"dense": 22, "sparse": 22},
-    "deepseek_v4": {"heavily compressed, hash moe": 32, "compressed sparse, moe": 23},
+    "dots3_note": {"dense": 19, "sparse": 19},
+    "mistral_large4": {"dense": 16, "sparse": 15},
+    "axk2": {"dense": 24, "sparse": 29},
+    "hy_v4": {"dense": 21, "sparse": 21},
+    "deepseek_v4": {"heavily compressed, hash moe": 29, "compressed sparse, moe": 23},
     "glm5_next": {"linear, dense": 20, "indexed, sparse": 24},
-    "qwen4_exp": {"linear": 59, "indexed": 100},
+    "qwen4_exp": {"linear": 39, "indexed": 59},
     "minimax_m3_vl": {"full, dense": 10, "minimax m3 sparse, sparse": 14},
 }
 WIDER = {"deepseek_v4": {"head_dim": 64}}  # so that what makes compressed keys is quantised
@@ -90,7 +90,7 @@ LATENT = {
     "deepseek_v2": {"dense": 18, "sparse": 13},
     "glm4_moe_lite": {"dense": 13, "sparse": 13},
     "axk1": {"dense": 13, "sparse": 15},
-    "mistral4": {"dense": 21, "sparse": 14},  # the scale of positions is computed once
+    "mistral4": {"dense": 16, "sparse": 14},  # the scale of positions is computed once
 }
 
 
@@ -107,7 +107,7 @@ LINEAR = {
     "kimi_linear": ({"layer_types": ["full_attention", "linear_attention"]}, 12),
     "bailing_hybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 10),
     "nemotron_h": ({"layers_block_type": ["attention", "mamba"]}, 5),
-    "granitemoehybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 16),
+    "granitemoehybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 15),
     "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, 16),
     "jamba": (
         {"attn_layer_offset": 0, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},

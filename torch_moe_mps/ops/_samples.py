@@ -168,6 +168,10 @@ def sample_arguments(
             **{"state_": values(2, 4, 2, 16), "entries_": values(2, T // 2 + 4, 8), "position": 3},
             **{"norm_weight": values(8), "inv_freq": values(2, dtype=torch.float32)},
         },
+        "pointwise": lambda: {
+            **{"a": values(2, T, 1, H), "formula": "silu a f32; mul %0 b f32; sub c %1 bf16; div %2 1.5 f32"},
+            **{"dtype": dtype, "b": values(T, 4, H), "c": integers(9, 4, H, dtype=torch.int64)},
+        },
         "hyper_update": lambda: {
             **{"streams": values(T, 2, H), "out": values(T, H), "post": values(T, 2, dtype=torch.float32)},
             "comb": values(T, 2, 2, dtype=torch.float32),

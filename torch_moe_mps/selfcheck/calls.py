@@ -33,6 +33,7 @@ TYPED_BY = {
     "moe_gate": "router_weight",
     "moe_weighted_reduce": "expert_out",
     "rope_tables": "dtype",
+    "pointwise": "dtype",
     "embedding_quantized": "dtype",
 }
 # One, few, and for products in tiles of 8 and of 32 pairs of an expert.

@@ -57,6 +57,9 @@ GEOMETRY kHyperThreads = 256;
 GEOMETRY kHyperColumns = 128;  // of a threadgroup: four for each lane
 GEOMETRY kHyperTokens = 8;     // that share the loads of weights
 
+// Formulas of elements
+GEOMETRY kPointwiseThreads = 64;
+
 // Combine
 GEOMETRY kSiluThreads = 128;
 GEOMETRY kSumNormThreads = 384;

@@ -13,6 +13,7 @@ from torch import fx
 from .attention import gate_in_attention
 from .linear_attention import gates_in_linear_attention, keep_state, norm_in_linear_attention
 from .norms import norm_in_operators
+from .pointwise import join_elements
 from .rotation import join_rotations, norms_in_rotation, turn_parts, write_into_cache
 from .routing import gate_in_one, hand_routing_over
 from .simplify import constants_first, drop_unused, make_new_tensors, share_equal, share_views
@@ -37,6 +38,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     scale_norm_sums,
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
+    join_elements,  # of what no operator has taken
     share_views,  # of what the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
 )
@@ -50,6 +52,7 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     norm_in_operators: "router_logits",
     norm_sums: "fused_residual_norm",
     write_into_cache: "rope_cache_",
+    join_elements: "pointwise",
 }
 
 

@@ -1,6 +1,6 @@
 """What a recorded graph does not need: results that nobody reads, and views that change nothing.
 
-An operator that writes is never touched, nor one that draws random numbers.
+An operator that writes is never touched unless nothing reads its memory, nor one that draws random numbers.
 """
 
 from collections import Counter
@@ -114,7 +114,24 @@ def _shown(view: Any) -> Iterator[fx.Node]:
 def _has_effects(node: fx.Node) -> bool:
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    return node.target._schema.is_mutable or torch.Tag.nondeterministic_seeded in node.target.tags
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return True
+    changes = [memory_of(each) for each in written(node)]
+    return node.target._schema.is_mutable and not (changes and all(map(_is_never_read, changes)))
+
+
+def _is_never_read(memory: fx.Node) -> bool:
+    """Whether a call made it, and only calls that return the same memory, as those that write, take it."""
+    made = memory.op == "call_function"
+    return made and all(memory_of(user) is memory for user in _showing(memory))
+
+
+def _showing(value: fx.Node) -> Iterator[fx.Node]:
+    """What takes a value, and what takes results that lie in its memory."""
+    for user in value.users:
+        yield user
+        if memory_of(user) is memory_of(value):
+            yield from _showing(user)
 
 
 def _is_view(node: fx.Node) -> bool:

@@ -1,0 +1,55 @@
+"""pointwise against the float64 oracle."""
+
+import pytest
+import torch
+from support.oracles_operators import checked
+from support.values import DTYPES, numbers
+
+from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS, pointwise
+
+WIDE = "sigmoid a bf16; mul %0 b f32; add %1 c f16; max %2 1e-3 f32; mul %3 %3 f32"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("operation", OPERATIONS)
+def test_operations(device, operation, dtype):
+    x, y = (numbers(3, 130, seed=seed, dtype=dtype).to(device) * 3 for seed in (0, 1))
+    for formula in (f"{operation} a{' b' if operation in BINARY else ''} {to}" for to in ("f32", "bf16")):
+        checked("pointwise", x, formula, torch.float32, y)
+
+
+def test_shapes_strides_and_dtypes(device):
+    """Elements of one threadgroup, of several, none; what is broadcast, transposed, and starts anywhere."""
+    for shape in ((), (1,), (64,), (65,), (2, 3, 4, 5), (1, 1, 300), (3, 0, 2)):
+        rows = numbers(*shape, dtype=torch.bfloat16).to(device)
+        checked("pointwise", rows, WIDE, torch.float16, rows.float(), numbers(*shape[-1:]).to(device))
+    x, memory = numbers(2, 5, 4).to(device), numbers(4, 11, 5).to(device)
+    c = memory[:, 3:5].permute(1, 2, 0)
+    checked("pointwise", x, WIDE, torch.bfloat16, memory[0, 7, :, None], c)
+    checked("pointwise", x[:, :1], WIDE, torch.float32, x.mT.contiguous().mT, c.half())
+    long = torch.arange(20, device=device).view(5, 4)
+    checked("pointwise", long, "add a 1 f32; log %0 f32; mul %1 f f32", torch.float32, f=long.int().flip(0))
+
+
+def test_values_without_a_number(device):
+    """Infinities and NaN go through as aten has them."""
+    inf, nan = torch.inf, torch.nan
+    values = torch.tensor([inf, -inf, nan, 0.0, -0.0, 100.0, -100.0, 1e-30, -3.0, 3e38]).to(device)
+    for operation in OPERATIONS:
+        binary = operation in BINARY
+        inputs = (values[:, None], values) if binary else (values,)
+        found = pointwise(inputs[0], f"{operation} a{' b' if binary else ''} f32", torch.float32, *inputs[1:])
+        name = {"max": "maximum", "min": "minimum", "to": "clone"}.get(operation, operation)
+        place = torch.nn.functional if operation in ("silu", "softplus") else torch
+        expected = getattr(place, name)(*(each.cpu() for each in inputs))
+        assert torch.allclose(found.cpu(), expected, 1e-5, 1e-37, equal_nan=True), operation
+
+
+def test_every_step_and_input(device):
+    """As many steps, numbers and inputs as there may be; all of them count."""
+    inputs = [numbers(70, seed=seed).to(device) for seed in range(6)]
+    steps = ["add a b f32", "add %0 c f32", "add %1 d f32", "add %2 e f32", "add %3 f f32"]
+    steps += [f"add %{n} {n - 3.5} f32" for n in range(4, 16)]
+    steps += [f"mul %{n} 0.5 f32" for n in range(16, 31)]
+    assert len(steps) == 32
+    checked("pointwise", inputs[0], "; ".join(steps), torch.float32, *inputs[1:])

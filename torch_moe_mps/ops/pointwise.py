@@ -1,0 +1,122 @@
+"""A formula of elements: a chain of additions, products, activations and casts in one launch."""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
+from ._registry import operator
+
+MAX_STEPS, MAX_NUMBERS, MAX_RANK = 32, 12, 4
+INPUTS = "abcdef"
+DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
+UNARY: dict[str, Callable[[Tensor], Tensor]] = {
+    "to": lambda x: x,
+    "neg": torch.neg,
+    "exp": torch.exp,
+    "log": torch.log,
+    "log1p": torch.log1p,
+    "sqrt": torch.sqrt,
+    "rsqrt": torch.rsqrt,
+    "sigmoid": torch.sigmoid,
+    "silu": F.silu,
+    "softplus": F.softplus,
+    "tanh": torch.tanh,
+    "relu": torch.relu,
+}
+BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "add": torch.add,
+    "sub": torch.sub,
+    "mul": torch.mul,
+    "div": torch.div,
+    "max": torch.maximum,
+    "min": torch.minimum,
+}
+OPERATIONS = (*UNARY, *BINARY)  # shaders/params.h numbers them in this order
+
+
+def _check_formula(formula: str, given: dict[str, Tensor | None], check: Check) -> None:
+    lines = formula.split("; ")
+    numbers: set[str] = set()
+    for before, line in enumerate(lines):
+        operation, *operands, dtype = line.split(" ") if " " in line else ("", "", "")
+        count = 1 if operation in UNARY else 2
+        if operation not in OPERATIONS or len(operands) != count or dtype not in DTYPES:
+            check.fail("formula", "steps such as 'mul a %0 bf16', joined by '; '", repr(line))
+        for operand in operands:
+            known = given.get(operand) is not None or operand in [f"%{n}" for n in range(before)]
+            if not known and not _is_number(operand):
+                check.fail("formula", "of inputs that are given, steps before and numbers", repr(line))
+            numbers.update(() if known else (operand,))
+    check.between("formula's number of steps", len(lines), 1, MAX_STEPS)
+    check.between("formula's number of different numbers", len(numbers), 0, MAX_NUMBERS)
+
+
+def _is_number(text: str) -> bool:
+    try:
+        value = float(text)
+    except ValueError:
+        return False
+    return math.isfinite(value) and abs(value) <= torch.finfo(torch.float32).max
+
+
+def _meta_pointwise(check, formula, dtype, **given):
+    _check_formula(formula, given, check)
+    check.among_dtypes("dtype", dtype)
+    present = {name: tensor for name, tensor in given.items() if tensor is not None}
+    for name, tensor in present.items():
+        check.dtype(name, tensor, (*ACTIVATION_DTYPES, *ID_DTYPES))
+        check.rank(name, tensor, range(MAX_RANK + 1))
+    try:
+        shape = torch.broadcast_shapes(*(tensor.shape for tensor in present.values()))
+    except RuntimeError:
+        shapes = ", ".join(str(tuple(tensor.shape)) for tensor in present.values())
+        check.fail("a", "of a shape that broadcasts with the others", shapes)
+    check.between("the result's number of elements", math.prod(shape), 0, 2**31 - 1)
+    return given["a"].new_empty(shape, dtype=dtype)
+
+
+@operator(meta=_meta_pointwise)
+def pointwise(
+    a: Tensor,
+    formula: str,
+    dtype: torch.dtype,
+    b: Tensor | None = None,
+    c: Tensor | None = None,
+    d: Tensor | None = None,
+    e: Tensor | None = None,
+    f: Tensor | None = None,
+) -> Tensor:
+    """A formula of elements, which aten computes in several launches: "sigmoid a bf16; mul %0 b bf16".
+
+    Each step is computed in float32 and rounded to its dtype, as a chain of operators rounds. Such chains
+    stand between the operators of many models, and for one token a launch takes longer than they do.
+
+    Args:
+        a, b, c, d, e, f: float32, float16 or bfloat16, or int32 or int64, which become float32; up to 4-D,
+            any strides; they broadcast with each other.
+        formula: up to 32 steps, joined by "; ", of an operation, its operands and the dtype of its result:
+            f32, f16 or bf16. Operands are the inputs, %n for the result of step n (the first is %0), and up
+            to 12 different numbers. Operations of one operand: to, neg, exp, log, log1p, sqrt, rsqrt,
+            sigmoid, silu, softplus, tanh, relu; of two: add, sub, mul, div, max and min, which give NaN for
+            NaN.
+        dtype: of the result: float32, float16 or bfloat16.
+
+    Returns: the result of the last step, in `dtype` and the shape that all inputs broadcast to.
+
+    Raises: ValueError for a dtype, rank, shape, device or formula that does not fit.
+    """
+    given = {"a": a, "b": b, "c": c, "d": d, "e": e, "f": f}
+    values = {name: tensor.float() for name, tensor in given.items() if tensor is not None}
+    shape = torch.broadcast_shapes(*(tensor.shape for tensor in values.values()))
+    result = a
+    for number, line in enumerate(formula.split("; ")):
+        operation, *names, rounded_to = line.split(" ")
+        operands = [values[name] if name in values else torch.tensor(float(name)) for name in names]
+        made = UNARY[operation](*operands) if operation in UNARY else BINARY[operation](*operands)
+        result = made.to(DTYPES[rounded_to])
+        values[f"%{number}"] = result.float()
+    return result.to(dtype).expand(shape)

@@ -1,0 +1,3 @@
+#include "pointwise.h"
+
+INSTANTIATE("pointwise", pointwise<MOE_DTYPE>)
