@@ -356,6 +356,15 @@ def test_mlps(name, capfd):
         assert ran.get("mlp_quantized", 0) == (name in MLPS)
 
 
+def test_an_mlp_with_a_dense_layer():
+    """It is told apart from one whose layers all are quantised."""
+    for overrides in (None, {"mlp.down": False}):
+        mlp = nn.ModuleDict({"mlp": Mlp().eval()})
+        report = torch_moe_mps.accelerate(mlp, 4, 32, overrides=overrides)
+        done = [str(done) for row in report.rows for done in row.done]
+        assert ("mlp_quantized (silu)" in done) == (overrides is None)
+
+
 def test_what_an_mlp_rests_on_changes():
     x = torch.randn(5, 32)
     calls: list = []

@@ -19,7 +19,7 @@ from .interface import Experts, formats_of, is_quantized, projections
 from .report import Done
 from .rewriting.reads import holds, kept, record, recording
 from .rewriting.record import OWN_FORWARD, RECORD, record_of
-from .rewriting.traced import Input, Traced, everywhere, remembered, trace
+from .rewriting.traced import Input, Sizes, Traced, everywhere, remembered, trace
 
 ops = torch.ops.moe_mps
 
@@ -60,12 +60,12 @@ def _activation_traced(module: Any) -> Activation | None:
         out: Tensor = twin._apply_gate(x) if twin.has_gate else twin.act_fn(x)
         return out
 
-    def ask(sizes: tuple[int | str, ...], dtype: torch.dtype) -> Activation | None:
+    def ask(sizes: Sizes, dtype: torch.dtype) -> Activation | None:
         traced = trace(module, Input((*sizes, width), dtype), function=between)
         found = None if traced is None else _read_activation(traced)
         return None if found is None or found.gated != module.has_gate else found
 
-    return everywhere(ask, ((7,), (1,), ("rows",)))
+    return everywhere(ask, ((7,), (1,), (70_001,)))
 
 
 def _width_between(module: Any) -> int:

@@ -17,7 +17,7 @@ from ...experts import ACTIVATION_FORMS, activation_arguments, halves_of, is_obs
 from ...linears import QuantizedLinear
 from ...report import Done
 from ..record import RECORD, original_class, record_of
-from ..traced import Input, Traced, everywhere, path_of, remembered, takes, trace
+from ..traced import Input, Sizes, Traced, everywhere, path_of, remembered, takes, trace
 from .linear import join
 
 ops = torch.ops.moe_mps
@@ -54,12 +54,14 @@ def mlp_formula(module: nn.Module) -> MlpFormula | None:
         return None
     for width in dict.fromkeys(layer.columns for layer in layers):
 
-        def ask(sizes: tuple[int | str, ...], dtype: torch.dtype, width: int = width) -> MlpFormula | None:
+        def ask(sizes: Sizes, dtype: torch.dtype, width: int = width) -> MlpFormula | None:
             traced = trace(module, Input((*sizes, width), dtype), weights=dtype)
             return None if traced is None else _read_mlp(traced)
 
         formula = everywhere(ask)
-        if formula is not None and not _casts(module, width):
+        if formula is None or _casts(module, width):
+            continue
+        if all(isinstance(module._modules[name], QuantizedLinear) for name in (*formula.first, formula.down)):
             return formula
     return None
 

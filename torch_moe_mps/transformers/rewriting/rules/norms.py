@@ -12,7 +12,7 @@ from ...capture.tracing import VALUE
 from ..program.programs import Program
 from ..program.rewrites import Form, Match
 from ..record import NOTHING, RECORD, record_of
-from ..traced import DTYPES, SIZES, Input, Traced, everywhere, path_of, remembered, takes, trace
+from ..traced import DTYPES, SIZES, Input, Sizes, Traced, everywhere, path_of, remembered, takes, trace
 
 NormArguments: TypeAlias = tuple[Any, float, float]  # of a norm in an operator: weight, eps and offset
 
@@ -25,7 +25,7 @@ _FORMULAS = {
     for root in _ROOTS
     for mean in _MEANS
 }
-_MIXED = ((torch.bfloat16, torch.float32), (torch.float16, torch.float32), (torch.float32, torch.bfloat16))
+_MIXED = ((torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16))  # of the input and the weight
 _WITHOUT_WEIGHT = 24  # the width that such a norm is traced with
 
 
@@ -61,9 +61,7 @@ def _norm_traced(module: nn.Module, form: str, inputs: int) -> NormFormula | Non
         return None
     width = weights[0].shape[0] if weights else _WITHOUT_WEIGHT
 
-    def ask(
-        sizes: tuple[int | str, ...], dtype: torch.dtype, weight: torch.dtype | None = None
-    ) -> NormFormula | None:
+    def ask(sizes: Sizes, dtype: torch.dtype, weight: torch.dtype | None = None) -> NormFormula | None:
         traced = trace(module, *[Input((*sizes, width), dtype)] * inputs, weights=weight or dtype)
         return None if traced is None else _read_norm(traced, form)
 
