@@ -45,8 +45,6 @@ random weights; tests check that they are current.
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
 - **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32; or "own"
   where the model's router feeds the experts. Gemma 4's is `moe_gate` in a captured token.
-- **Linears**: linear layers that run together as one operator once they are quantised (q, k and v; gate and
-  up with the MLP's activation); each of the others is an operator of its own.
 - **RoPE**: `rope`, where it applies the rotary embedding, with the norms of the heads that it includes.
 - **Launches**: kernels that a layer launches for one token with a cache, in bfloat16, for each type of layer
   in the words of the config: the model's own code with its eager experts (2 for a token here) / accelerated
@@ -60,8 +58,8 @@ random weights; tests check that they are current.
 From the third of its kind on a token is one call ([speed.md](speed.md#counts)), in all
 [these models](#tokens).
 
-| Architecture | Experts | Router | Linears | RoPE | Launches | Pipeline | Quantised | Whole model |
-|---|---|---|---|---|---|---|---|---|
+| Architecture | Experts | Router | RoPE | Launches | Pipeline | Quantised | Whole model |
+|---|---|---|---|---|---|---|---|
 """
 FOOTER = """
 {served} of {architectures} architectures run their experts on the operators, {routers} their router too.
@@ -79,8 +77,8 @@ that is known, and what is not known runs the model's own code. The columns are 
 - **MLX**: whether a 4-bit checkpoint of mlx-lm is read with the same logits, and `convert --to mlx` writes
   one that has them in mlx-lm; "-" where mlx-lm lacks the architecture or computes it differently.
 
-| Architecture | Linears | RoPE | MLX | Pipeline | Quantised | Whole model |
-|---|---|---|---|---|---|---|
+| Architecture | RoPE | MLX | Pipeline | Quantised | Whole model |
+|---|---|---|---|---|---|
 """
 TOKENS = """
 ## Tokens
@@ -102,14 +100,9 @@ def of_kind(report, kind: str) -> list:
     return [row for row in report.rows if row.kind == kind]
 
 
-def texts(report, *operators: str) -> list[str]:
-    """What the report says of these operators."""
-    return [str(done) for row in report.replaced for done in row.done if done.operator in operators]
-
-
-def linears(report) -> str:
-    joined = [text[18:-1].replace(", ", " + ") for text in texts(report, "linear_quantized")]
-    return unique(sorted({*joined, *texts(report, "mlp_quantized")}))
+def texts(report, operator: str) -> list[str]:
+    """What the report says of an operator."""
+    return [str(done) for row in report.replaced for done in row.done if done.operator == operator]
 
 
 def rope(report) -> str:
@@ -181,7 +174,7 @@ def row(architecture: str) -> tuple[str, object]:
     whole = verdict(relative_error(model, accelerated))
     right, report_quantised = quantised(architecture)
     cells = [architecture, experts, router(report)]
-    cells += [linears(report_quantised), rope(report_quantised), launches(architecture)]
+    cells += [rope(report_quantised), launches(architecture)]
     cells += [pipeline(model), right, whole]
     return "| " + " | ".join(cells) + " |", report
 
@@ -193,7 +186,7 @@ def dense_row(architecture: str) -> str:
     torch_moe_mps.accelerate(accelerated)
     report = torch_moe_mps.accelerate(quantised_model, bits=4, group_size=32)
     twin = tiny_models.dense_twin(copy.deepcopy(model), quantised_model)
-    cells = [architecture, linears(report), rope(report), mlx(architecture, model)]
+    cells = [architecture, rope(report), mlx(architecture, model)]
     cells.append(pipeline(model))
     cells += [verdict(relative_error(twin, quantised_model)), verdict(relative_error(model, accelerated))]
     return "| " + " | ".join(cells) + " |"

@@ -11,10 +11,11 @@ import torch
 from support import tiny_models
 from support.models import assert_close, eager, edit_forward, output, prompt
 from torch import nn
+from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.linears import QuantizedLinear
-from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
 from torch_moe_mps.transformers.rewriting.rules import rope
 from torch_moe_mps.transformers.rewriting.rules.linear import linears
 from torch_moe_mps.transformers.rewriting.rules.norms import norm_formula
@@ -41,15 +42,59 @@ def one_by_one(model, ids: torch.Tensor) -> torch.Tensor:
     return output(torch_moe_mps.restore(copy.deepcopy(model)), ids)
 
 
-def test_joined_layers_share_their_weights():
+@pytest.fixture
+def captured(monkeypatch):
+    monkeypatch.setenv(SWITCH, "1")
+
+
+def tokens(model, count: int = 5) -> torch.Tensor:
+    """The logits of single tokens after a prompt, of which the third and later ones are captured."""
+    cache, ids = DynamicCache(config=model.config), torch.arange(1, 10 + count)[None]
+    output(model, ids[:, :9], past_key_values=cache, use_cache=True)
+    each = [
+        output(model, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(9, 9 + count)
+    ]
+    return torch.cat(each, 1)
+
+
+def memories(model) -> int:
+    """In how many memories the projections' words lie."""
+    return len({layer.packed.untyped_storage().data_ptr() for layer in projections(model)})
+
+
+def test_joined_layers_share_their_weights(captured):
+    """From the first token that is captured on; what is written into them later is read."""
     model = quantised()
-    layers = projections(model)
-    storages = {layer.packed.untyped_storage().data_ptr() for layer in layers}
-    assert (
-        len(storages) == 1
-        and sum(layer.__dict__.get(RECORD, NOTHING).joined is not None for layer in layers) == 1
-    )
+    expected = tokens(torch_moe_mps.restore(copy.deepcopy(model)))
+    assert memories(model) == 3
+    assert_close(tokens(model), expected, 1e-5)
+    assert memories(model) == 1 and captures_of(model).programs
     assert_close(output(model, prompt()), one_by_one(model, prompt()), 1e-5)
+    for layer in projections(model):
+        layer.scales.mul_(2)
+    assert_close(tokens(model), tokens(torch_moe_mps.restore(copy.deepcopy(model))), 1e-5)
+    for layer in projections(model)[:2]:
+        layer.scales.data = layer.scales.data * 2
+    assert_close(tokens(model), tokens(torch_moe_mps.restore(copy.deepcopy(model))), 1e-5)
+
+
+def test_no_weight_moves_while_another_thread_reads_it(captured):
+    model = quantised()
+    captures_of(model)._inside = 1
+    expected = tokens(torch_moe_mps.restore(copy.deepcopy(model)))
+    assert_close(tokens(model), expected, 1e-5)
+    assert memories(model) == 3 and captures_of(model).programs
+
+
+def test_weights_that_lie_in_other_memory_stay_there(captured):
+    """Here in another order, as a file may have them, or a module that has joined them itself."""
+    model = quantised()
+    expected = tokens(torch_moe_mps.restore(copy.deepcopy(model)))
+    q, _, v = projections(model)
+    whole = torch.cat([v.packed, q.packed])
+    v.packed.data, q.packed.data = whole.split([v.rows, q.rows])
+    assert_close(tokens(model), expected, 1e-5)
+    assert v.packed.data_ptr() == whole.data_ptr() and captures_of(model).programs
 
 
 @pytest.mark.parametrize("architecture", ["phi3", "granitemoehybrid"])
@@ -71,9 +116,11 @@ def test_one_layer_for_gate_and_up(architecture):
     assert_close(output(other, prompt()), expected, 1e-5)
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "float16 and back"])
-def test_copies_of_joined_layers_stand_alone(way):
+@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "save_pretrained", "float16 and back"])
+def test_copies_of_joined_layers_stand_alone(way, captured, tmp_path):
     model = quantised()
+    tokens(model)
+    assert memories(model) == 1
     if way == "deepcopy":
         other = copy.deepcopy(model)
     elif way == "pickle":
@@ -83,6 +130,10 @@ def test_copies_of_joined_layers_stand_alone(way):
         torch.save(model, file)
         file.seek(0)
         other = torch.load(file, weights_only=False)
+    elif way == "save_pretrained":
+        model.save_pretrained(tmp_path)
+        other = eager(type(model).from_pretrained(tmp_path))
+        torch_moe_mps.accelerate(other)
     else:
         other = copy.deepcopy(model).half().float()
     before = output(model, prompt())
@@ -92,15 +143,18 @@ def test_copies_of_joined_layers_stand_alone(way):
         layer.biases.data.zero_()
     assert_close(output(model, prompt()), before, 0.0)
     assert_close(output(other, prompt()), one_by_one(other, prompt()), 1e-5)
+    assert_close(tokens(other), tokens(torch_moe_mps.restore(copy.deepcopy(other))), 1e-5)
 
 
 @pytest.mark.parametrize("assign", [False, True])
-def test_weights_that_are_loaded_are_used(assign):
+def test_weights_that_are_loaded_are_used(assign, captured):
     model, source = quantised(), quantised()
+    tokens(model)
     for layer in projections(source):
         layer.scales.data.mul_(2)
     model.load_state_dict(source.state_dict(), assign=assign)
     assert_close(output(model, prompt()), one_by_one(source, prompt()), 1e-5)
+    assert_close(tokens(model), tokens(torch_moe_mps.restore(source)), 1e-5)
 
 
 def test_a_layer_that_is_replaced_is_used():

@@ -11,12 +11,13 @@ from gguf import GGML_QUANT_SIZES, GGUFReader, dequantize
 from safetensors.torch import load_file, save_file
 from support.gguf_blocks import type_of
 from support.gguf_files import FIRST_LOADER, class_of, of_architecture, write, write_file
+from support.launches import operators_of_token
 from support.memory import Memory
-from support.models import operators_of
 from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
 
 import torch_moe_mps
 from torch_moe_mps import quantization
+from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.checkpoints import gguf_file
 from torch_moe_mps.transformers.checkpoints.targets import quantizable
 from torch_moe_mps.transformers.linears import OrderedLinear, formats_in
@@ -196,14 +197,18 @@ def test_loading_takes_the_file_and_a_layer(tmp_path, monkeypatch):
 
 
 def operators_of_a_token(model) -> dict[str, int]:
+    """Of a captured one."""
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
         model(IDS, past_key_values=cache)
-        return operators_of(lambda: model(IDS[:, :1], past_key_values=cache))
+        for _ in range(4):
+            model(IDS[:, :1], past_key_values=cache)
+    return operators_of_token(model)
 
 
-def test_a_layer_launches_what_it_does_with_affine_weights(tmp_path):
+def test_a_layer_launches_what_it_does_with_affine_weights(tmp_path, monkeypatch):
     """With values of another type, as in Q4_K_M, queries and keys still run together."""
+    monkeypatch.setenv(SWITCH, "1")
     one, two = (
         write_file(tmp_path / f"{kinds[1]}.gguf", "qwen3moe", kinds)
         for kinds in (("q4_k", "q4_k", "q4_k"), ("q4_k", "q6_k", "q4_k"))

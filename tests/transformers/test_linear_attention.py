@@ -13,6 +13,7 @@ from support.models import assert_close, eager, operators_of, prompt
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
+from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
 from torch_moe_mps.transformers.rewriting.rules import linear_attention as rules
 from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
@@ -92,38 +93,28 @@ def test_a_convolution_called_with_keywords(architecture):
     assert_close(results[0][0], expected, 1e-4)
 
 
-def quantised_with(dense, joined: str, **recipe):
-    """A quantised copy, which runs these layers together and gives the logits of the rounded weights."""
+@pytest.mark.parametrize(
+    "architecture,joined",
+    [
+        ("qwen3_next", ["in_proj_qkvz", "in_proj_ba"]),
+        ("qwen3_5_moe", ["in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"]),
+        ("qwen3_5_moe", ["in_proj_qkv", "in_proj_z"]),
+    ],
+)
+def test_projections_of_one_input_run_together(architecture, joined, monkeypatch):
+    """Of captured tokens, also where they have 4 outputs each. Those that stay dense do not keep the others
+    apart. Logits are those of the rounded weights."""
+    monkeypatch.setenv(SWITCH, "1")
+    with tiny_models.groups_of_32():
+        dense = eager(tiny_models.tiny_model(architecture))
     model = copy.deepcopy(dense)
-    report = torch_moe_mps.accelerate(model, bits=4, group_size=32, **recipe)
-    notes = [row.replaced_by for row in report.rows if row.name.endswith("linear_attn")]
-    assert f"linear_quantized ({joined})" in notes[0]
+    keep = {name for name, _ in layer_of(model).named_children() if "in_proj" in name} - {*joined}
+    torch_moe_mps.accelerate(model, bits=4, group_size=32, keep=[f"*.{name}" for name in keep])
     twin = tiny_models.dense_twin(dense, model)
     for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
-    return model
-
-
-def test_projections_of_one_input_run_together(simulated):
-    """in_proj_qkvz and in_proj_ba, quantised, are one dispatch; logits are those of the rounded weights."""
-    with tiny_models.groups_of_32():
-        dense = eager(tiny_models.tiny_model("qwen3_next"))
-    model = quantised_with(dense, "in_proj_qkvz, in_proj_ba")
-    model.to("mps")
-    with torch.no_grad():
-        cache = model(torch.arange(4, device="mps")[None], use_cache=True).past_key_values
-    x = torch.ones(1, 1, dense.config.hidden_size, device="mps")
-    counts = launches(simulated, lambda: layer_of(model)(x, cache_params=cache))
-    assert sum(n for name, n in counts.items() if name.startswith("matmul_rows")) == 2  # and out_proj
-    assert "mm" not in counts, dict(counts)
-
-
-def test_projections_of_few_outputs_run_with_those_beside_them():
-    """Of 4 outputs each. Kept dense they do not keep the others apart."""
-    with tiny_models.groups_of_32():
-        dense = eager(tiny_models.tiny_model("qwen3_5_moe"))
-    quantised_with(dense, "in_proj_qkv, in_proj_z, in_proj_b, in_proj_a")
-    quantised_with(dense, "in_proj_qkv, in_proj_z", keep=["*.in_proj_a", "*.in_proj_b"])
+    memories = {getattr(layer_of(model), name).packed.untyped_storage().data_ptr() for name in joined}
+    assert captures_of(model).programs and len(memories) == 1
 
 
 def test_as_exact_in_16_bit():

@@ -35,6 +35,16 @@ def linear(x: Tensor, **options) -> Tensor:
     return ops.linear_quantized(x, *MATRIX, None, FORMAT, **options)
 
 
+PARAMETERS = [
+    [torch.nn.Parameter(each, requires_grad=False) for each in (one.packed, one.scales, one.biases)]
+    for one in (quantize(random(rows, H), 4, 32) for rows in (H, 2 * H))
+]
+
+
+def projected(x: Tensor, number: int) -> Tensor:
+    return ops.linear_quantized(x, *PARAMETERS[number], None, FORMAT)
+
+
 def norm(x: Tensor, weight: Tensor | None = NORM) -> Tensor:
     return ops.rms_norm(x, weight, 1e-6)
 
@@ -165,6 +175,35 @@ def scaled_sum_that_else_is_read(x, r):
     return total * SCALAR, total
 
 
+def linears_of_one_input(x, r):
+    a, b = projected(x, 0), projected(x, 1)
+    return a.view(1, 1, 2, -1).transpose(1, 2), b * 2
+
+
+def linears_of_a_normed_input(x, r):
+    normed = norm(x)
+    return projected(normed, 0), projected(normed, 1)
+
+
+def linears_of_two_inputs(x, r):
+    return projected(x, 0), projected(r, 1)
+
+
+def linears_of_an_input_that_changes(x, r):
+    x = x.clone()
+    row, a = x.view(-1), projected(x, 0)
+    row.add_(1)
+    return a, projected(x, 1)
+
+
+def linears_without_parameters(x, r):
+    return linear(x) * linear(x)
+
+
+def one_linear_twice(x, r):
+    return projected(x, 0) * projected(x, 0)
+
+
 def norm_in_sum_and_operator(x, r):
     total = r + linear(x)
     return linear(norm(total)), total
@@ -271,6 +310,12 @@ CASES: dict[Callable, dict[str, int]] = {
     scaled_sum_with_norm: {"fused_norm_add_scalar": 1},
     sum_with_norm_scaled_by_rows: {"fused_norm_add": 1, "mul": 1},
     scaled_sum_that_else_is_read: {"fused_norm_add": 1, "mul": 1},
+    linears_of_one_input: LINEAR | {"mul": 1},
+    linears_of_a_normed_input: LINEAR,
+    linears_of_two_inputs: {"linear_quantized": 2},
+    linears_of_an_input_that_changes: {"linear_quantized": 2, "clone": 1, "add_": 1},
+    linears_without_parameters: {"linear_quantized": 2, "mul": 1},
+    one_linear_twice: {"linear_quantized": 2, "mul": 1},
     norm_in_sum_and_operator: {"linear_quantized": 2},
     whole_layer: {"linear_quantized": 1, "router_logits": 1, "moe_router": 1, "moe_experts": 1},
     gate: {"mul": 1, "moe_gate": 1, "moe_experts": 1},
@@ -302,6 +347,19 @@ def test_a_gate_of_another_formula_stays(function):
     graph = recorded(function, random(1, 1, H), random(1, 1, H))
     simplify(graph)
     assert operators(graph)["moe_gate"] == 0 and operators(graph)["topk"] == 1
+
+
+def test_linears_whose_outputs_are_seen_as_rows_of_heads():
+    """Of two tokens the joined result's parts have no such view."""
+    x = random(1, 2, H)
+    graph = recorded(lambda x: (projected(x, 0).view(-1, 16), projected(x, 1)), x)
+    simplify(graph)
+    assert operators(graph) == {"linear_quantized": 2}
+    graph = recorded(lambda x: (projected(x, 0).view(1, 2, -1, 16), projected(x, 1)), x)
+    simplify(graph)
+    assert operators(graph) == {"linear_quantized": 1}
+    for result, number in zip(computed(graph, x), range(2), strict=True):
+        assert_close(result.flatten(2), projected(x, number), 1e-6)
 
 
 def test_norms_of_several_tokens_stay():

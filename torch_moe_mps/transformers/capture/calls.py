@@ -92,6 +92,7 @@ class Captures:
         self._rest, self._rests = 0, 0
         self._reads_masks = False
         self._lock = threading.Lock()
+        self._entering, self._inside = threading.Lock(), 0  # threads in a call
         self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -112,6 +113,15 @@ class Captures:
 
     def call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """What `own`, the model's forward, returns for these arguments."""
+        with self._entering:
+            self._inside += 1
+        try:
+            return self._call(model, own, arguments)
+        finally:
+            with self._entering:
+                self._inside -= 1
+
+    def _call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if not self._is_candidate(arguments):
             return own(model, **arguments)
         reason = forbidden()
@@ -265,7 +275,8 @@ class Captures:
         make = _maker((output, sent), tensors, plan.stand_in_of_cache)
         tensors = [*tensors, *plan.finish(integers.place_of, len(tensors))]
         recorder.finish(tensors)
-        simplify(recorder.graph, refused())
+        with self._entering:
+            simplify(recorder.graph, refused(), alone=self._inside == 1)
         weights = [*model.parameters(), *model.buffers()]
         program = assemble(recorder.graph, integers, plan, weights, not _has_extension())
         evaluate = integers.function(least)

@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from .caches import Plan
-from .tracing import ITEM, TENSOR, VALUE, Number, is_operator
+from .tracing import ITEM, PARTS, TENSOR, VALUE, Number, is_operator
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
@@ -169,10 +169,11 @@ def assemble(
     for view in plan.views:
         program.add_view(*view)
     _Assembly(program, graph, integers)
-    read = {id(node.meta[TENSOR]) for node in graph.nodes if node.op == "get_attr"}
-    for tensor in weights:
-        if id(tensor) not in read:  # what is read is found wherever it lies
-            program.add_weight(tensor)
+    constants = [node.meta for node in graph.nodes if node.op == "get_attr"]
+    read = {id(meta[TENSOR]) for meta in constants}
+    joined = [part for meta in constants for part in meta.get(PARTS, ())]
+    for tensor in [*joined, *(each for each in weights if id(each) not in read)]:
+        program.add_weight(tensor)  # what is read by itself is found wherever it lies
     return program
 
 

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 _ATEN = torch.ops.aten
 _PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 TENSOR = "tensor"  # in the meta of a node: the constant that it stands for
+PARTS = "parts"  # likewise: the parameters that are views of this constant
 VALUE = "val"  # in the meta of a node: its fake result
 
 

@@ -12,6 +12,7 @@ from torch import fx
 
 from .attention import gate_in_attention
 from .linear_attention import gates_in_linear_attention, keep_state, norm_in_linear_attention
+from .linears import join_linears
 from .norms import norm_in_operators
 from .pointwise import join_elements
 from .rotation import join_rotations, norms_in_rotation, turn_parts, write_into_cache
@@ -23,6 +24,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     constants_first,
     make_new_tensors,
     share_views,  # what reads one value in one shape reads one node
+    join_linears,  # before any of them has a norm or a residual of its own
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
@@ -56,10 +58,15 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
 }
 
 
-def simplify(graph: fx.Graph, refused: frozenset[str] = frozenset()) -> None:
-    """Runs the passes. `refused`: operators that none may put in."""
+def simplify(graph: fx.Graph, refused: frozenset[str] = frozenset(), alone: bool = True) -> None:
+    """Runs the passes.
+
+    Args:
+        refused: operators that none may put in.
+        alone: no other thread may be reading the model's weights, which `join_linears` moves.
+    """
     drop_unused(graph)
     for each in PASSES:
-        if INTRODUCED.get(each, "") not in refused:
+        if INTRODUCED.get(each, "") not in refused and (alone or each is not join_linears):
             each(graph)
             drop_unused(graph)

@@ -14,7 +14,6 @@ from .gated_norm import rewrite_gated_norm
 from .hyper_connection import rewrite_hyper_connection, rewrite_hyper_layer
 from .indexer import rewrite_indexer
 from .layer_norm import rewrite_layer_norm
-from .linear import join_linears
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
 from .ordering import order_outputs
@@ -57,7 +56,6 @@ RULES: tuple[Callable[[Program], None], ...] = (
     GIVE_HEADS_FIRST,
     WRITE_INTO_CACHE,
     order_outputs,
-    join_linears,  # layers whose outputs order_outputs has not taken
     select_by_operator,  # a router is what no rule above has changed
     compute_logits_by_operator,  # of a router that select_by_operator has rewritten
 )

@@ -5,7 +5,6 @@ Their rows are concatenated in memory.
 
 import ast
 import operator
-from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, TypeGuard
 
@@ -15,8 +14,8 @@ from torch import Tensor, nn
 from ...experts import is_observed
 from ...linears import QuantizedLinear
 from ...report import Done
-from ..program.building import calls, child_of_call, code, replace_in
-from ..program.programs import Program, calls_in, name_of
+from ..program.building import child_of_call
+from ..program.programs import Program, name_of
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 
@@ -167,52 +166,3 @@ def linear_call(program: Program, statement: ast.Assign, call: ast.expr) -> Line
 
 def together_done(names: Iterable[str]) -> Done:
     return Done("linear_quantized", f"linear_quantized ({', '.join(names)})")
-
-
-# No Rewrite: the layers of one input may be any number, and none reads another's result.
-def join_linears(program: Program) -> None:
-    """Rewrites the calls of quantised linear layers that have one input and one format."""
-    groups = defaultdict(list)
-    for statement, call in calls(program):
-        found = linear_call(program, statement, call)
-        if found is not None and isinstance(found.layer, QuantizedLinear):
-            groups[found.x, id(program.block_of(statement)), found.layer.format].append(found)
-    order = {name: index for index, (name, _) in enumerate(program.module.named_modules())}
-    for group in groups.values():
-        first, last = group[0].statement, group[-1].statement
-        group.sort(key=lambda each: order[each.name])
-        may_join = len(group) > 1 and not program.mutates_between(first, last)
-        if may_join and join(*(each.layer for each in group)):
-            _join(program, first, group)
-            program.rewrites.append(together_done(each.name for each in group))
-
-
-def _join(program: Program, first: ast.Assign, group: list[LinearCall]) -> None:
-    outputs = [each.call for each in group]
-    layers = ", ".join(f"self.{each.name}" for each in group)
-    views = [view for each in group for view in _views_of(each.statement, each.call)]
-    shape = _shape_of_heads(program, views, first) if len(views) == len(group) else None
-    call = code(f"linears(({layers}), X, *SHAPE)", X=outputs[0].args[0], SHAPE=[shape] if shape else [])
-    together = program.assign("joined", call)
-    program.insert(first, together)
-    for index, (each, output) in enumerate(zip(group, views if shape else outputs, strict=True)):
-        replace_in(program, each.statement, output, code(f"{name_of(together)}[{index}]"))
-
-
-def _views_of(statement: ast.Assign, call: ast.Call) -> list[ast.Call]:
-    """The calls `call.view(...)` in a statement."""
-    functions = ((each, each.func) for each in calls_in(statement.value))
-    return [
-        each for each, f in functions if isinstance(f, ast.Attribute) and (f.value, f.attr) == (call, "view")
-    ]
-
-
-def _shape_of_heads(program: Program, views: list[ast.Call], first: ast.Assign) -> ast.expr | None:
-    """The shape [..., -1, width] that all views have, if it is known before the statement `first`."""
-    shape = views[0].args[0]
-    found = program.defined_by(shape.id) if isinstance(shape, ast.Name) else None
-    every = list(program.every())
-    if found is None or not isinstance(found.value, ast.Tuple) or every.index(found) > every.index(first):
-        return None
-    is_one = len({ast.unparse(argument) for view in views for argument in view.args}) == 1
-    return shape if is_one and [*map(ast.unparse, found.value.elts[-2:-1])] == ["-1"] else None
