@@ -43,7 +43,9 @@ def test_help_needs_no_package_and_installs_nothing(tmp_path):
     for path in ("scripts/demo", "scripts/demo.py", "scripts/environment.sh"):
         (tmp_path / path).parent.mkdir(exist_ok=True)
         shutil.copy(REPOSITORY / path, tmp_path / path)
-    result = subprocess.run([tmp_path / "scripts" / "demo", "--help"], capture_output=True, text=True)
+    result = subprocess.run(
+        [tmp_path / "scripts" / "demo", "--help"], capture_output=True, text=True, timeout=60
+    )
     assert result.returncode == 0, result.stderr
     assert result.stdout.startswith("usage: scripts/demo") and "--tokens" in result.stdout
     assert not (tmp_path / ".venv").exists()

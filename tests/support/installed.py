@@ -60,6 +60,6 @@ def python(package: Path, source: str, *arguments: object, **variables: str) -> 
     """What a fresh interpreter with the installed package prints."""
     command = [sys.executable, "-c", textwrap.dedent(source), *map(str, arguments)]
     variables = environment(package, **variables)
-    result = subprocess.run(command, capture_output=True, text=True, env=variables, cwd=package)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300, env=variables, cwd=package)
     assert result.returncode == 0, result.stderr
     return result.stdout.strip()

@@ -4,8 +4,9 @@ import contextlib
 import functools
 import importlib
 import inspect
-import pkgutil
+import re
 from pathlib import Path
+from types import ModuleType
 
 import torch
 import transformers
@@ -167,45 +168,44 @@ MODEL_CLASSES = {
 }
 
 
+# A class that is decorated so that its experts have an implementation to choose.
+EXPERTS_CLASS = re.compile(r"^@use_experts_implementation(?:\([^)]*\))?\n(?:@.*\n)*class (\w+)", re.MULTILINE)
+
+
 @functools.cache
-def experts_classes() -> dict[str, type[nn.Module]]:
-    """{qualified name: class} of all classes decorated with use_experts_implementation."""
-    found = {}
-    for package in pkgutil.iter_modules(transformers.models.__path__):
-        name = f"transformers.models.{package.name}.modeling_{package.name}"
-        spec = importlib.util.find_spec(name) if package.ispkg else None
-        if spec is None or "@use_experts_implementation" not in Path(spec.origin).read_text():
-            continue
-        module = importlib.import_module(name)
-        for cls in vars(module).values():
-            own = inspect.isclass(cls) and issubclass(cls, nn.Module) and cls.__module__ == name
-            if own and is_decorated(cls):
-                found[f"{package.name}.{cls.__name__}"] = cls
-    return found
+def modelling_files() -> dict[str, str]:
+    """{package: text} of the modelling files that use the decorator, in order; none is imported."""
+    files = sorted(Path(transformers.models.__path__[0]).glob("*/modeling_*.py"))
+    texts = {file.stem.removeprefix("modeling_"): file.read_text() for file in files}
+    return {package: text for package, text in texts.items() if "\n@use_experts_implementation" in text}
+
+
+def experts_classes() -> list[str]:
+    """PACKAGE.CLASS of all classes that the decorator stands before."""
+    return [
+        f"{package}.{name}"
+        for package, text in modelling_files().items()
+        for name in EXPERTS_CLASS.findall(text)
+    ]
 
 
 def count_decorators() -> int:
     """How often the modelling files apply the decorator."""
-    files = Path(transformers.models.__path__[0]).glob("*/modeling_*.py")
-    return sum(file.read_text().count("\n@use_experts_implementation") for file in files)
-
-
-def is_decorated(cls: type) -> bool:
-    """The decorator wraps forward in a function of transformers.integrations.moe."""
-    forward = cls.__dict__.get("forward")
-    return (
-        hasattr(forward, "__wrapped__") and forward.__globals__["__name__"] == "transformers.integrations.moe"
-    )
+    return sum(text.count("\n@use_experts_implementation") for text in modelling_files().values())
 
 
 def architectures() -> list[str]:
     """The model packages that the classes belong to."""
-    return sorted({name.partition(".")[0] for name in experts_classes()})
+    return [*modelling_files()]
+
+
+def modelling(architecture: str) -> ModuleType:
+    return importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
 
 
 def model_class(architecture: str) -> type[PreTrainedModel]:
     """The class of an architecture to run: the one that generates, else one that has outputs of its own."""
-    module = importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
+    module = modelling(architecture)
     classes = [
         cls
         for cls in vars(module).values()
@@ -300,7 +300,8 @@ EXPERTS_CONFIGS = {"qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts": "Qwen3OmniMoe
 
 def experts_module(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
     """An experts module of the class with this qualified name, in evaluation mode with random weights."""
-    architecture, cls = name.partition(".")[0], experts_classes()[name]
+    architecture, _, class_name = name.partition(".")
+    cls = getattr(modelling(architecture), class_name)
     if name in EXPERTS_CONFIGS:
         config = build_config(getattr(transformers, EXPERTS_CONFIGS[name]))
         config._experts_implementation = "eager"
