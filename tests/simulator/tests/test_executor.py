@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from simulator.errors import SimulatorError
+from simulator.errors import ShaderError, SimulatorError
 from simulator.shaderlib import shader_library
 from simulator.testing import HEAD, SEEDS, finding, floats, linux_only
 
@@ -276,6 +276,28 @@ def test_vectors_and_swizzles():
     np.testing.assert_array_equal(four, [[2, 1, 0, 0], [0, 0, 1, 2]])
     np.testing.assert_array_equal(packed, [[2, 4, 6], [1, 2, 3]])
     np.testing.assert_array_equal(three[:, :3], [[1, 2, 3], [0, 5, 0]])
+
+
+def test_a_member_may_have_the_name_of_a_swizzle():
+    source = "struct Ends { float ab[2], xy; }; kernel void k(device float* out [[buffer(0)]]) { Ends e; "
+    source += "e.ab[1] = 3; e.xy = 4; float3 v = float3(1, 2, 5); out[0] = e.ab[1] + e.xy + (&v)->zx.x; }"
+    out = floats(1)
+    shader_library(HEAD + source).launch("k", {0: out}, (1,), (1,))
+    assert out[0] == 12
+
+
+@pytest.mark.parametrize(
+    ("statement", "message"),
+    [("v.yy = 1;", "a repeated component cannot be assigned to"), ("v.xz *= 2;", "no such component")],
+)
+def test_swizzles_that_a_vector_does_not_have(statement, message):
+    with pytest.raises(ShaderError, match=message):
+        shader_library(
+            HEAD
+            + "kernel void k(device float2* out [[buffer(0)]]) { float2 v = 0; "
+            + statement
+            + " out[0] = v; }"
+        )
 
 
 def test_atomics():
