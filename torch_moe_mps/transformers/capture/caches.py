@@ -344,6 +344,9 @@ class Plan:
         cache = self.stand_in_of_cache
         if static_of(cache) != self._attributes:
             raise Unsupported("the call changes its cache's attributes")
+        for layer, (_, names) in zip(cache.layers, self._layers, strict=True):
+            if not vars(layer).keys() >= set(names):
+                raise Unsupported("the call takes attributes from a layer of its cache")
         places = _places_of(cache, self._layers)
         for before, held in zip(self._before, map(dict, map(_items, places)), strict=False):  # not of masks
             writes: list[tuple[Any, int, Any, Any]] = []

@@ -201,6 +201,9 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is _ATEN.lift_fresh.default:  # a new tensor, which may be written
             func = _ATEN.clone.default
+        if func is _ATEN.constant_pad_nd.default and any(isinstance(n, torch.SymInt) for n in args[1]):
+            with self:  # its kernel takes no symbols
+                return torch._refs.constant_pad_nd(*args, **kwargs)
         args = [self._fake(value) for value in args]
         kwargs = {name: self._fake(value) for name, value in kwargs.items()}
         result = self._result(func, args, kwargs)
