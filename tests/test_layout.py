@@ -21,6 +21,7 @@ FLOORS = (
     "quantization",
     "transformers.report",
     "transformers.interface",
+    "transformers.source",
     "transformers.mask_functions",
     "transformers.causal_mask",
     "transformers.rewriting.record",

@@ -5,9 +5,10 @@ accelerated. torch's attention knows neither sinks nor soft caps: models with th
 implementation of this package. Masks that only express order and window are CausalMask.
 """
 
+import dis
 import functools
 import inspect
-import re
+import itertools
 import sys
 from collections.abc import Callable, Iterable
 from math import ceil
@@ -36,8 +37,7 @@ SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where 
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
 _MASK_OF_CHOICE = "build_attention_mask_from_topk"  # a method of attention layers
 _AT_ONCE = 1024  # tokens whose indices become bits
-_ASKS = '_attn_implementation in ("eager", "sdpa")'
-_HANDS_OVER = re.compile(r"\b(block_)?indices=")  # what `attention` takes
+_CHOICE = frozenset(("indices", "block_indices"))  # of keys, which `attention` takes
 _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
 
 
@@ -94,8 +94,11 @@ def _runs_sdpa(module: nn.Module) -> bool:
 
 
 def _calls_the_interface(module: nn.Module) -> bool:
-    forward = inspect.unwrap(original_class(module).forward)
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(getattr(forward, "__code__", None), "co_names", ())
+    return "ALL_ATTENTION_FUNCTIONS" in getattr(_code(module), "co_names", ())
+
+
+def _code(module: nn.Module) -> Any:
+    return getattr(inspect.unwrap(original_class(module).forward), "__code__", None)
 
 
 def _implementation_for(module: nn.Module) -> str | None:
@@ -107,20 +110,29 @@ def _implementation_for(module: nn.Module) -> str | None:
     current = getattr(getattr(module, "config", None), "_attn_implementation", None)
     if current not in ("eager", "sdpa", NAME):
         return None
-    source = inspect.getsource(inspect.unwrap(original_class(module).forward))
-    asks = source.count("_attn_implementation") - source.count("get_interface(")
-    if asks == source.count(_ASKS) > 0 and _HANDS_OVER.search(source):
+    asks, keywords = _asks(module)
+    if asks and set(asks) == {("eager", "sdpa")} and keywords & _CHOICE:
         return NAME
     if current == "sdpa":
         return current
     capped = getattr(module, "attn_logit_softcapping", None) is not None
-    if asks == 0 and any(map(makes_relative_bias, module.children())):
+    if not asks and any(map(makes_relative_bias, module.children())):
         return NAME
-    if not isinstance(getattr(module, "sinks", None), Tensor) and not (
-        capped and "softcap=self.attn_logit_softcapping" in source
-    ):
+    if not isinstance(getattr(module, "sinks", None), Tensor) and not (capped and "softcap" in keywords):
         return None
-    return NAME if asks == 0 else None
+    return None if asks else NAME
+
+
+def _asks(module: nn.Module) -> tuple[list[Any], set[Any]]:
+    """What a forward compares the name of its implementation with, and the names of what it passes to others.
+
+    Its bytecode has both. Where it only gets the implementation, the function of eager attention follows.
+    """
+    code = _code(module)
+    loads = itertools.pairwise(dis.get_instructions(code))
+    names = [b for a, b in loads if a.argval == "_attn_implementation" and b.opname != "LOAD_GLOBAL"]
+    passed = {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
+    return [each.argval for each in names], passed
 
 
 def batch_with_own_code(manager: Any) -> None:

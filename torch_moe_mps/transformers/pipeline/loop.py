@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..rewriting.program.programs import calls_in, names_in, syntax_of
+from ..source import calls_in, names_in, syntax_of
 
 _MASKS = "transformers.masking_utils"  # its functions read shape, dtype and device of embeddings, not values
 _PLAIN = (bool, int, float, str, type(None))

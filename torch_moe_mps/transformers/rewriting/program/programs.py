@@ -8,10 +8,8 @@ values it knows and leaves every other line of the model's code alone.
 
 import ast
 import functools
-import inspect
 import linecache
 import operator
-import textwrap
 import types
 from collections.abc import Callable, Iterator
 from typing import Any, TypeAlias
@@ -19,6 +17,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ...report import Done
+from ...source import names_in
 from .. import runtime
 
 # Names in rewritten forwards for the dictionaries of a module.
@@ -41,28 +40,6 @@ def name_of(statement: ast.Assign) -> str:
     target = statement.targets[0]
     assert isinstance(target, ast.Name)
     return target.id
-
-
-@functools.lru_cache(maxsize=4096)
-def syntax_of(function: Callable) -> ast.stmt | None:
-    """The statement that defines a function, not to be changed; None where its source is not available."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function))).body[0]
-    except (OSError, TypeError, SyntaxError, ValueError, IndexError):
-        return None
-
-
-def names_in(tree: ast.AST, context: type[ast.expr_context] = ast.Load) -> list[str]:
-    """The names that a tree reads (Load) or assigns (Store), as often as they occur. x += y does both."""
-    nodes = [*ast.walk(tree)]
-    if context is ast.Load:
-        changed = (node.target for node in nodes if isinstance(node, ast.AugAssign))
-        nodes += [ast.Name(each.id, ast.Load()) for each in changed if isinstance(each, ast.Name)]
-    return [n.id for n in nodes if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
-
-
-def calls_in(tree: ast.AST) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
 def arguments_in(a: ast.arguments) -> list[ast.arg]:
