@@ -28,7 +28,6 @@ FLOORS = (
     "transformers.rewriting.runtime",
     "transformers.rewriting.reads",
     "transformers.rewriting.program",
-    "transformers.rewriting.experts_calls",
     "transformers.linears",
     "transformers.capture.tracing",
     "transformers.capture.passes",

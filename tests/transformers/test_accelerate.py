@@ -65,7 +65,7 @@ def test_report_prints_a_table():
     report = str(torch_moe_mps.accelerate(tiny_models.tiny_model("phimoe")))
     lines = [line.split("  ")[0] for line in report.splitlines()]
     assert lines[0] == "module" and "model.layers.*.mlp.experts" in lines
-    assert "left alone: its forward is decorated or uses super()" in report
+    assert "left alone: its formula is not one of moe_router" in report
 
 
 def test_model_without_experts():

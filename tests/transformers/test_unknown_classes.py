@@ -88,11 +88,6 @@ class OverTokens(FutureRouter):
         return logits, weights, ids
 
 
-def test_softmax_over_another_dimension():
-    router = OverTokens().eval()
-    assert rewrite(router) == ([], "its formula is not one of moe_router's")
-
-
 class ChangedLogits(FutureRouter):
     """What the ids are computed of is another value in the end."""
 
@@ -101,11 +96,6 @@ class ChangedLogits(FutureRouter):
         weights, ids = torch.topk(logits.softmax(-1), self.top_k, dim=-1)
         logits *= 2
         return logits, weights, ids
-
-
-def test_logits_that_change_in_place():
-    router = ChangedLogits().eval()
-    assert rewrite(router) == ([], "it changes in place what its formula reads")
 
 
 class LateLogits(FutureRouter):
@@ -118,24 +108,28 @@ class LateLogits(FutureRouter):
         return logits, weights, ids
 
 
-class ReturnsLogits(FutureBlock):
-    def __init__(self):
-        super().__init__()
-        self.router = LateLogits()
+class InGroups(FutureRouter):
+    """The scores of each half of the experts add up to 1."""
 
     def forward(self, hidden_states):
-        logits, weights, ids = self.router(hidden_states)
-        return self.experts(hidden_states, ids, weights), logits
+        logits = F.linear(hidden_states, self.weight)
+        scores = logits.view(-1, 2, 2).softmax(-1).view(-1, 4)
+        return logits, *torch.topk(scores, self.top_k, dim=-1)
 
 
-def test_logits_that_are_computed_last():
-    block, x = random_block(ReturnsLogits)
-    with torch.no_grad():
-        expected = block(x)
-        report = torch_moe_mps.accelerate(block)
-        assert {row.kind for row in report.replaced} >= {"experts", "router"}
-        for result, reference in zip(block(x), expected, strict=True):
-            assert_close(result, reference, 1e-5)
+class AddsHiddenStates(FutureRouter):
+    """What is added to the scores differs from token to token."""
+
+    def forward(self, hidden_states):
+        logits = F.linear(hidden_states, self.weight)
+        scores = logits.softmax(-1)
+        ids = torch.topk(scores + hidden_states[:, :4], self.top_k, dim=-1).indices
+        return logits, scores.gather(1, ids), ids
+
+
+@pytest.mark.parametrize("cls", [OverTokens, ChangedLogits, LateLogits, InGroups, AddsHiddenStates])
+def test_routers_of_other_formulas(cls):
+    assert rewrite(cls().eval()) == ([], "its formula is not one of moe_router's")
 
 
 class ClampedApart(FutureExperts):

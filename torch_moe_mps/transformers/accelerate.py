@@ -25,12 +25,12 @@ from .interface import experts_of, is_experts, is_quantized
 from .latents import use_latents
 from .linears import QuantizedLayer, has_quantized_weights
 from .report import Done, Report
-from .rewriting.experts_calls import ids_of_experts, module_that_gives
 from .rewriting.install import drop_forward_of_class, restore_module, rewrite
 from .rewriting.record import NOTHING, RECORD, kv_bits_of, record_of
 from .rewriting.rules.trial import on_the_cpu
 
 ATTENTION = Done("attention")
+_ROUTERS = {"router", "gate"}  # what blocks call their routers
 # {id of a config: the config, and the implementation that it named when a model with it was accelerated}
 _BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
 
@@ -128,7 +128,8 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
         if name in attentions:
             done = [*done, ATTENTION, *use_latents(module)]
         if name in around or done or "attention" in type(module).__name__.lower():
-            report.add(name, module, around.get(name, "other"), done, reason)
+            is_router = any(each.operator == "moe_router" for each in done)
+            report.add(name, module, "router" if is_router else around.get(name, "other"), done, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place
@@ -211,13 +212,13 @@ def _warn_of_experts_left_alone(report: Report) -> None:
 def _around(model: nn.Module, found: Collection[str]) -> Iterator[tuple[str, str]]:
     """(name, kind) of the routers, blocks and layers that the experts belong to."""
     for name in found:
-        parent, _, experts = name.rpartition(".")
+        parent = name.rpartition(".")[0]
         *blocks, layer = _owners(model, parent)
         yield from ((block, "block") for block in blocks)
         yield layer, "layer"
-        for ids in ids_of_experts(model.get_submodule(parent), experts):
-            if router := module_that_gives(ids):
-                yield f"{parent}.{router}".lstrip("."), "router"
+        for child, module in model.get_submodule(parent).named_children():
+            if child in _ROUTERS and not _is_left_out(child, module):
+                yield f"{parent}.{child}".lstrip("."), "router"
 
 
 def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from ...ops._checks import Check
 from ...quantization import TENSORS, Format
 from ..interface import Experts, experts_of, is_quantized, projections
-from ..source import syntax_of
 from ..rewriting.rules.trial import agrees, bare_twin, on_the_cpu, tried
+from ..source import syntax_of
 from .absent import around_text
 from .recipe import Recipe
 

@@ -39,10 +39,13 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
         restore_module(module)
     if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
         return [], "its forward was replaced on the instance"
+    reason = None
     for recognise in MODULE_RULES:
         try:
             with recording() as reads:
                 found = recognise(module)
+        except Unsupported as unsupported:
+            found, reason = None, str(unsupported)
         except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
             return [], first_line(error)
         if found is not None:
@@ -52,29 +55,31 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
             _run(module, forward, reads)
             return done, None
     try:
-        forward, done, reads, reason = _rewritten(module)
+        forward, done, reads = _rewritten(module)
     except Unsupported as unsupported:
-        forward, done, reads, reason = original_class(module).forward, [], {}, str(unsupported)
+        forward, done, reads = original_class(module).forward, [], {}
+        reason = reason or str(unsupported)
     if (refused := refusal(module, done)) is not None:
         return [], refused
     forward, functions = with_operators(forward, functools.partial(_in_place, module, done))
     if done or functions:
         _run(module, forward, reads)
-    if not done and not functions and reason is None and any(map(is_experts, module.modules())):
+        return [*done, *functions], None
+    if reason is None and any(map(is_experts, module.modules())):
         return [], "nothing here but calls of its parts"
-    return [*done, *functions], reason
+    return [], reason or "its formula is none of the operators'"
 
 
-def _rewritten(module: nn.Module) -> tuple[Callable, list[Done], dict, str | None]:
-    """(forward, what rules of statements have replaced in it, what it rests on, the reason if nothing)."""
+def _rewritten(module: nn.Module) -> tuple[Callable, list[Done], dict]:
+    """(forward, what rules of statements have replaced in it, what it rests on)."""
     with recording() as reads:
         program = straighten(module)
         program.drop_unused(is_pure)
         for rule in RULES:
             rule(program)
     if program.rewrites:
-        return program.compile(is_pure), program.rewrites, reads, program.reason
-    return original_class(module).forward, [], {}, program.reason
+        return program.compile(is_pure), program.rewrites, reads
+    return original_class(module).forward, [], {}
 
 
 def _in_place(module: nn.Module, done: list[Done], function: types.FunctionType) -> InPlace | None:

@@ -106,8 +106,10 @@ def trace(
     except Exception:  # it is not ours: any error may come of it
         return None
     graph = recorder.graph
-    for simplify in (drop_unused, make_new_tensors, share_views, share_equal, drop_unused):
+    # Aliases first: a tensor that another one shows is not made new.
+    for simplify in (drop_unused, share_views, drop_unused, make_new_tensors, share_views, share_equal):
         simplify(graph)
+    drop_unused(graph)
     is_written = any(
         each.target._schema.is_mutable for each in graph.nodes if hasattr(each.target, "_schema")
     )

@@ -5,7 +5,8 @@
 An upper-case name stands for any argument, twice for the same one; other names are operators, of aten or of
 this package, whose results no call writes into, and what a formula does not say of their arguments is as by
 default. `linear(X, W)` is a matmul however it was recorded, `item(R, 0)` one of several results. Sums and
-products match in either order. Casts and other shapes are looked through in front of an operator.
+products match in either order, and dimensions count from the last: -1. Casts and other shapes are looked
+through in front of an operator.
 """
 
 import ast
@@ -115,8 +116,17 @@ def _arguments(name: str, call: Any) -> list[tuple[Any, Any]] | None:
     schema = getattr(call.target, "_schema", None)
     if schema is None or schema.name.partition("::")[2] != name:
         return None
-    defaults = [each.default_value for each in schema.arguments]
-    return list(zip(arguments(call).values(), defaults, strict=True))
+    given = arguments(call)
+    if "dim" in given and isinstance(call.args[0], fx.Node):
+        given["dim"] = _from_the_last(given["dim"], tensor_of(call.args[0]).dim())
+    return [(given[each.name], each.default_value) for each in schema.arguments]
+
+
+def _from_the_last(dim: Any, rank: int) -> Any:
+    """A dimension, or several, as negative numbers."""
+    if isinstance(dim, (list, tuple)):
+        return [_from_the_last(each, rank) for each in dim]
+    return dim - rank if isinstance(dim, int) and dim >= 0 else dim
 
 
 @functools.cache

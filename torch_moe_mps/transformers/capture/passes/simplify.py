@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, fx
 
 from ..tracing import ITEM, VALUE, Number
-from .graphs import aten, is_call, is_final, memory_of, put, tensor_of, written
+from .graphs import arguments, aten, is_call, is_final, memory_of, put, tensor_of, written
 
 
 def drop_unused(graph: fx.Graph) -> None:
@@ -41,9 +41,12 @@ def make_new_tensors(graph: fx.Graph) -> None:
         memory = memory_of(own)
         if memory is not (own.args[0] if own.target is ITEM else own):
             continue  # it is a view
-        if any(memory_of(user) is memory for user in own.users if not _out_of_place(user)):
+        before = [user for user in own.users if place[user] < place[node]]
+        if any(memory_of(user) is memory for user in before if not _out_of_place(user)):
             continue
-        if any(tensor_of(each).dtype != tensor_of(own).dtype for each in node.all_input_nodes):
+        index = arguments(node).get("index")
+        values = [each for each in node.all_input_nodes if each is not index]
+        if any(tensor_of(each).dtype != tensor_of(own).dtype for each in values):
             continue
         new = put(node, operator, tensor_of(own), *node.args, **node.kwargs)
         place[new] = now = place[node]

@@ -17,7 +17,9 @@ from typing import Any, TypeAlias
 from torch import nn
 
 from ...report import Done
-from ...source import names_in
+from ...source import calls_in as calls_in
+from ...source import names_in as names_in
+from ...source import syntax_of as syntax_of
 from .. import runtime
 
 # Names in rewritten forwards for the dictionaries of a module.
@@ -59,7 +61,6 @@ class Program:
         self.inplace: list[ast.stmt] = []
         self.result: ast.expr = ast.Constant(None)
         self.rewrites: list[Done] = []
-        self.reason: str | None = None  # why nothing could be replaced
         self._variables: set[str] = set()  # all names but those of arguments
         self._fresh = 0
 

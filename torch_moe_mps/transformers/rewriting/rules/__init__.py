@@ -24,8 +24,7 @@ from .rms_norm import rewrite_rms_norm
 from .rope import KEEP_ROWS, REPLACE_ROPE, rotation_in_place
 from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
 from .rotary import rewrite_rotary
-from .router import select_by_operator
-from .router_logits import compute_logits_by_operator
+from .router import rewrite_router
 
 # Modules that become one call of an operator, whatever their forward looks like. At most one rule applies.
 MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], ...] = (
@@ -42,6 +41,7 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_compressed_attention,
     rewrite_hyper_connection,
     rewrite_hyper_layer,  # around the two of a layer
+    rewrite_router,
 )
 
 # Functions that forwards call by name.
@@ -56,6 +56,4 @@ RULES: tuple[Callable[[Program], None], ...] = (
     GIVE_HEADS_FIRST,
     WRITE_INTO_CACHE,
     order_outputs,
-    select_by_operator,  # a router is what no rule above has changed
-    compute_logits_by_operator,  # of a router that select_by_operator has rewritten
 )

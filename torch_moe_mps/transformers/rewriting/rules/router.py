@@ -1,181 +1,203 @@
-"""Routers: the formulas that `moe_router` computes, as one table, and their place in a router's program.
+"""Routers: modules that give logits, weights and ids, recognised by the operators that they run.
 
-A router keeps its interface: the logits are computed by its own code, the selection by the operator, and the
-results are cast to what the model's code would give (weights in its dtype, ids as int64).
+    logits = scale * linear(x, weight, bias)            in float32, or in the dtype of x
+    weights, ids = moe_router(logits)
+
+A router keeps its interface: its results have the dtypes that the model's code would give them.
 """
 
-import ast
-import functools
-from collections.abc import Iterable, Iterator
-from typing import Any, TypeAlias
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
 
-from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
-from ...interface import is_experts
+from ....ops._checks import ACTIVATION_DTYPES
+from ...capture.passes.graphs import aten, is_call, tensor_of
+from ...capture.passes.patterns import before_widening, linear_of, match, uncast
+from ...experts import is_observed
 from ...report import Done
-from ..program.building import code
-from ..program.formulas import Node, Reader, casts_to_float32, evaluate, is_number, is_pure, named
-from ..program.patterns import match
-from ..program.programs import Program, Unsupported, copied, name_of, names_in
-from ..runtime import called
+from ..program.programs import Unsupported
+from ..record import RECORD, original_class, record_of
+from ..traced import PATH, Input, Traced, remembered, trace
+from .selection import UNKNOWN, selection_of
 
 ops = torch.ops.moe_mps
 
-_SCORES = {"softmax": "softmax(L)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrtsoftplus(L)"}
-# Score of a group, and what experts outside of the best groups count as.
-_GROUPS = {
-    "top2_sum": "sum(topk(grouped({choice}, G), 2)[0])",
-    "max": "amax(grouped({choice}, G))",
-}
-_MASKED = "masked_fill({choice}, not_(scatter_(zeros_like({score}), topk({score}, T)[1], 1)), FILL)"
+_DTYPES = frozenset(ACTIVATION_DTYPES)
+_HALF = torch.bfloat16  # of hidden states in a trace, so that float32 in a result is the router's
 
 
-# The formula of the ids, those that the weights may have, and the operator's arguments for them.
-Selection: TypeAlias = tuple[str, tuple[str, ...], dict[str, Any]]
+class Router(NamedTuple):
+    """What a router computes. Results in the dtype of the hidden states have None in place of it.
 
-
-def _table() -> Iterator[Selection]:
-    for scoring, scores in _SCORES.items():
-        for choice in (scores, f"{scores} + B"):
-            chosen: list[tuple[str, dict[str, Any]]] = [(choice, {"scoring": scoring})]
-            for group, score in _GROUPS.items():
-                masked = _MASKED.format(choice=choice, score=score.format(choice=choice))
-                chosen.append((masked, {"scoring": scoring, "group_score": group}))
-            for best, arguments in chosen:
-                weights = (f"gather({scores}, topk({best}, K)[1])", f"topk({best}, K)[0]")
-                yield f"topk({best}, K)[1]", weights if choice is scores else weights[:1], arguments
-    after = ("softmax(topk(L, K)[0])", "softmax(gather(L, topk(L, K)[1]))")
-    yield "topk(L, K)[1]", after, {"scoring": "softmax_after_topk"}
-    yield "topk(L, K)[1]", ("sigmoid(topk(L, K)[0])",), {"scoring": "sigmoid"}
-    by_logits = ("sigmoid(gather(L, topk(L + B, K)[1]))", "gather(sigmoid(L), topk(L + B, K)[1])")
-    yield "topk(L + B, K)[1]", by_logits, {"scoring": "sigmoid", "bias_on_logits": True}
-
-
-SELECTIONS = tuple(_table())
-# What follows the selected scores, outermost first: a factor, then the division by the sum.
-_FACTORS = ("W * SCALE", "W / DIVISOR")
-_NORMALISATIONS = ("W / sum(W)", "W / (sum(W) + EPS)", "W / clamp(sum(W), MIN)", "W / clamp_min(sum(W), MIN)")
-
-
-def _selection(module: nn.Module, weights: Node, ids: Node) -> tuple[str, ast.expr]:
-    """The scoring behind a router's results, and the call of `route` that gives them.
-
-    Raises Unsupported with the reason why there is none.
+    Attributes:
+        inputs: the names of the arguments, the hidden states first.
+        is_flat: whether hidden states of any shape become rows.
+        in_float32: whether the matmul is, whatever dtypes the hidden states and the weight have.
+        weight, bias: their names in the module.
+        scale: multiplies the product.
+        choice_bias: the name of an argument, or of a tensor in the module.
+        options: of moe_router.
+        logits, weights: the dtypes of these results.
+        parts: the modules inside whose tensors are read.
     """
-    scored, factor = _beneath(module, _FACTORS, weights.peel())
-    scored, divisor = _beneath(module, _NORMALISATIONS, scored)
-    bound, arguments = _selected(scored, ids)
-    options = {name: repr(value) for name, value in arguments.items()}
-    options |= _bias_and_groups(module, bound, arguments["scoring"])
-    options["norm_topk_prob"] = str(divisor is not None)
-    if divisor is not None:
-        options["norm_eps"] = "EPS" if "EPS" in divisor else "0.0"
-        options |= {"norm_min": "MIN"} if "MIN" in divisor else {}
-    if factor is not None:
-        options["scaling_factor"] = "SCALE" if "SCALE" in factor else "1.0 / DIVISOR"
-    nodes = bound | (factor or {}) | (divisor or {}) | {"L": named(bound["L"])}
-    dtype = "None" if casts_to_float32(weights.peel(), nodes["L"]) else "L.dtype"
-    given = "".join(f", {name}={value}" for name, value in sorted(options.items()))
-    call = ast.parse(f"route(L, K, {dtype}{given})", mode="eval").body
-    sources = {name: nodes[name].source for name in names_in(call) if name in nodes}
-    if None in sources.values():
-        raise Unsupported("its formula is spread over several modules")
-    return arguments["scoring"], code(call, **sources)
+
+    inputs: tuple[str, ...]
+    is_flat: bool
+    in_float32: bool
+    weight: str
+    bias: str | None
+    scale: float
+    choice_bias: str | None
+    options: dict[str, Any]
+    logits: torch.dtype | None
+    weights: torch.dtype | None
+    parts: tuple[str, ...]
 
 
-def _selected(weights: Node, ids: Node) -> tuple[dict[str, Node], dict[str, Any]]:
-    """What the names in the formulas of a selection stand for, and its arguments."""
-    for form, forms, arguments in SELECTIONS:
-        bound = match(form, ids)
-        for each in forms if bound else ():
-            if found := match(each, weights, bound):
-                return found, arguments
-    raise Unsupported("its formula is not one of moe_router's")
+def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """The forward of a rewritten router."""
+    router: Router = module.__dict__[RECORD].formula
+    given = dict(zip(router.inputs, args, strict=False))
+    is_bound = len(args) <= len(router.inputs)
+    if named:
+        is_bound = is_bound and not named.keys() & given and named.keys() <= {*router.inputs}
+        given |= named
+    x: Any = given.get(router.inputs[0])
+    name = router.choice_bias
+    if name in router.inputs:
+        choice_bias = given.get(name)
+    else:
+        choice_bias = name and _tensor(module, name)
+    weight = _tensor(module, router.weight)
+    fits = (
+        is_bound
+        and isinstance(x, Tensor)
+        and (router.is_flat or x.dim() == 2)
+        and x.device == weight.device
+        and (router.in_float32 or x.dtype == weight.dtype)
+        and {x.dtype, weight.dtype} <= _DTYPES
+        and (choice_bias is None) == (name is None)
+        and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
+    )
+    if not fits:
+        return original_class(module).forward(module, *args, **named)
+    x = x.reshape(-1, weight.shape[1]) if router.is_flat else x
+    bias = None if router.bias is None else _tensor(module, router.bias)
+    if router.in_float32 and not x.dtype == weight.dtype == torch.float32:
+        logits = ops.router_logits(x, weight, bias)
+    else:
+        logits = F.linear(x, weight, bias)
+    if router.scale != 1.0:
+        logits = logits * router.scale
+    if choice_bias is not None:
+        choice_bias = choice_bias.flatten()
+    weights, ids = ops.moe_router(logits, bias=choice_bias, **router.options)
+    if logits.dtype != (router.logits or x.dtype):
+        logits = logits.to(router.logits or x.dtype)
+    return logits, weights.to(router.weights or x.dtype), ids.long()
 
 
-def _beneath(module: nn.Module, forms: Iterable[str], weights: Node) -> tuple[Node, dict[str, Node] | None]:
-    """W of the form that weights have, and the form's numbers; the weights if they have none."""
-    for form in forms:
-        numbers = match(form, weights) or {}
-        inner = numbers.pop("W", None)
-        if inner is not None and all(is_number(number, module) for number in numbers.values()):
-            return inner.peel(), numbers
-    return weights, None
+def _tensor(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
 
 
-def _bias_and_groups(module: nn.Module, bound: dict[str, Node], scoring: str) -> dict[str, str]:
-    """The operator's arguments for them. Raises Unsupported with the reason why it cannot be used."""
-    options = {}
-    top_k = evaluate(bound["K"], module)
-    if not isinstance(top_k, int) or not 1 <= top_k <= MAX_TOP_K:
-        raise Unsupported(f"top_k is {top_k}, beyond what moe_router takes")
-    weight = getattr(module, "weight", None)
-    num_experts = weight.shape[0] if isinstance(weight, Tensor) else 0
-    if num_experts > MAX_EXPERTS:
-        raise Unsupported(f"it has {num_experts} experts, beyond what moe_router takes")
-    if "B" in bound:
-        bias = evaluate(bound["B"].peel(), module)
-        if bound["B"].source is None or (bias is not None and not isinstance(bias, Tensor)):
-            raise Unsupported("its selection bias is not a tensor")
-        options["bias"] = "B"
-    if "G" in bound:
-        groups, top_groups = evaluate(bound["G"], module), evaluate(bound["T"], module)
-        if not isinstance(groups, int) or not isinstance(top_groups, int):
-            raise Unsupported("its groups are not attributes of the module")
-        size = num_experts // groups
-        if num_experts and top_k > top_groups * size:
-            raise Unsupported(f"it chooses {top_k} experts from {top_groups} of {groups} groups of {size}")
-        options |= {"num_groups": "G", "top_groups": "T"}
-        fill = evaluate(bound["FILL"].peel(), module)
-        if fill not in (0.0, float("-inf")):
-            raise Unsupported(f"experts outside of the chosen groups count as {fill}")
-        # A softmax is above 0, so 0 excludes as -inf does.
-        if fill == 0.0 and ("B" in bound or scoring != "softmax"):
-            options["masked_score"] = "0.0"
-    return options
+def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for a router, else None.
+
+    Raises Unsupported with the reason why moe_router does not compute what a router does.
+    """
+    router = None if _matrix(module) is None else router_of(module)
+    if router is None:
+        return None
+    if isinstance(router, str):
+        raise Unsupported(router)
+    record_of(module).formula = router
+    done = [Done("moe_router", f"moe_router ({router.options['scoring']})")]
+    return router_forward, [*done, Done("router_logits")] if router.in_float32 else done
 
 
-@called
-def route(logits: Tensor, top_k: int, dtype: torch.dtype | None, **arguments: Any) -> tuple[Tensor, Tensor]:
-    """moe_router, with weights in `dtype` (None: float32) and ids in int64 as models have them."""
-    weights, ids = ops.moe_router(logits, top_k, **arguments)
-    return weights if dtype is None else weights.to(dtype), ids.long()
+def _matrix(module: nn.Module) -> Tensor | None:
+    """The only matrix of a module: a router has one row for each expert."""
+    found = [each for each in module.parameters() if each.dim() == 2 and each.shape[0] > 1]
+    return found[0] if len(found) == 1 else None
 
 
-def select_by_operator(program: Program) -> None:
-    """Rewrites a router; a program that is none, or that other rules have rewritten, stays."""
-    if program.rewrites or any(map(is_experts, program.module.modules())):
-        return
-    try:
-        _replace_selection(program)
-    except Unsupported as unsupported:
-        program.reason = str(unsupported)
+@remembered
+def router_of(module: nn.Module) -> Router | str | None:
+    """What a router computes, or why that is not what this file says; None for a module that is no router."""
+    matrix = _matrix(module)
+    assert matrix is not None
+    experts, width = matrix.shape
+    _, *parameters = inspect.signature(original_class(module).forward).parameters.values()
+    names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    others = [Input((experts,), _HALF)] * (len(names) - 1)
+    reason = None
+    for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
+        for tokens in ((2, "tokens"), ("tokens",)):
+            traced = trace(module, Input((*tokens, width), _HALF), *others, weights=weights)
+            if traced is None or not _is_routing(traced.result):
+                continue
+            try:
+                return _router(traced, names)
+            except Unsupported as unsupported:
+                reason = str(unsupported)
+    return reason
 
 
-def _replace_selection(program: Program) -> None:
-    """Puts moe_router into a router's program. Raises Unsupported with the reason why it cannot."""
-    result = program.follow(program.result)
-    if not isinstance(result, ast.Tuple) or len(result.elts) < 3:
-        raise Unsupported("it does not return logits, weights and ids")
-    reader = Reader(program)
-    scoring, call = _selection(program.module, *map(reader.read, result.elts[1:3]))
-    statement = program.assign("routed", call)
-    program.statements.append(statement)
-    routed = [code(f"{name_of(statement)}[{index}]") for index in range(2)]
-    result.elts[1:3] = map(functools.partial(_with_casts, program), result.elts[1:3], routed)
-    program.drop_unused(is_pure)
-    read = filter(None, map(program.defined_by, names_in(statement.value)))
-    if any(program.mutates_between(each, statement) for each in read):
-        raise Unsupported("it changes in place what its formula reads")
-    program.rewrites.append(Done("moe_router", f"moe_router ({scoring})"))
+def _is_routing(result: Any) -> bool:
+    """Whether a module gives rows of logits, weights and ids."""
+    if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(r, fx.Node) for r in result):
+        return False
+    return all(tensor_of(each).dim() == 2 for each in result) and tensor_of(result[2]).dtype == torch.int64
 
 
-def _with_casts(program: Program, value: ast.expr, new: ast.expr) -> ast.expr:
-    """`new` behind the casts that the model's code applies to a value."""
-    cast = copied(program.follow(value))
-    if Reader(program).read(cast).op != "cast":
-        return new
-    cast.func.value = _with_casts(program, cast.func.value, new)
-    return cast
+def _router(traced: Traced, names: list[str]) -> Router:
+    """What a recorded router computes. Raises Unsupported if that is not what this file says."""
+    inputs = dict(zip(traced.inputs, names, strict=True))
+    first, weights, ids = traced.result
+    selection = selection_of(weights, ids)
+    logits = before_widening(selection.logits)
+    scaled = match("PRODUCT * SCALE", logits) or {"PRODUCT": logits, "SCALE": 1.0}
+    product, scale = scaled["PRODUCT"], scaled["SCALE"]
+    linear = linear_of(product)
+    is_first = first is logits or (is_call(first, aten._to_copy) and first.args[0] is logits)
+    if linear is None or not is_first or not isinstance(scale, (int, float)):
+        raise Unsupported(UNKNOWN)
+
+    def name_of(value: fx.Node | None) -> str | None:
+        source = before_widening(value)
+        name = source and (inputs.get(source) or source.meta.get(PATH))
+        if source is not None and name is None:
+            raise Unsupported(UNKNOWN)
+        return name
+
+    weight, bias, choice_bias = map(name_of, (linear[1], linear[2], selection.bias))
+    is_own = uncast(linear[0]) is traced.inputs[0] and choice_bias != names[0]
+    if weight is None or not is_own or tensor_of(linear[0]).dtype != tensor_of(linear[1]).dtype:
+        raise Unsupported(UNKNOWN)
+    return Router(
+        inputs=tuple(names),
+        is_flat=tensor_of(traced.inputs[0]).dim() > 2,
+        in_float32=_dtype(product) is not None,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        choice_bias=choice_bias,
+        options=selection.options,
+        logits=_dtype(first),
+        weights=_dtype(weights),
+        parts=tuple({name.rpartition(".")[0] for name in (weight, bias, choice_bias) if name} - {""}),
+    )
+
+
+def _dtype(value: fx.Node) -> torch.dtype | None:
+    """None for that of the hidden states."""
+    dtype = tensor_of(value).dtype
+    return None if dtype == _HALF else dtype
