@@ -15,6 +15,7 @@ from measured.cases.fused import (
     Hyper,
     IndexKeys,
     Logits,
+    Pointwise,
     PoolWindow,
     RopeCache,
     SelectiveScan,
@@ -221,6 +222,7 @@ def some_cases() -> list:
         SelectiveScan("fused", 3, 70, "bf16"),
         RopeCache("fused", 2, 3, 1, 64, 5, "f16"),
         IndexKeys("fused", 2, 3, 64, 5, "f16"),
+        Pointwise("sanitize", 3, 130, "f16"),
         PoolWindow("sanitize", 5, 70, 4, 2, "f16"),
         Tailed("sanitize", 1, 9, 64, 40, 5, "f16"),
     ]
@@ -282,6 +284,7 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
             "FusedLinear",
             "Logits",
             "Hyper",
+            "Pointwise",
             "PoolWindow",
             "Tailed",
             "RopeCache",

@@ -212,6 +212,39 @@ class Hyper(Case):
 
 
 @dataclass
+class Pointwise(Case):
+    """A gate, as a formula of elements."""
+
+    group: str
+    tokens: int
+    width: int
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{self.group} pointwise {self.width} T {self.tokens} {self.dtype}"
+
+    @property
+    def formula(self) -> str:
+        return f"sigmoid b {self.dtype}; mul a %0 {self.dtype}; add %1 0.5 f32"
+
+    def inputs(self, values):
+        x = values.normal(1, self.tokens, self.width, dtype=DTYPES[self.dtype])
+        return {"a": x, "b": values.normal(self.width)}
+
+    def call(self, t):
+        return ops().pointwise(t["a"], self.formula, DTYPES[self.dtype], t["b"])
+
+    def wrong(self, before, after):
+        given = {"formula": self.formula, "dtype": DTYPES[self.dtype]}
+        (right,) = oracles_operators.expected("pointwise", dict(before) | given)
+        return differs(after["result0"], right.value)
+
+    def bytes_moved(self, t, part=""):
+        return 2 * t["a"].nbytes
+
+
+@dataclass
 class PoolWindow(Case):
     """pool_window_ in front of a window's end, or of a prompt."""
 
@@ -463,6 +496,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
     cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
     cases += [PoolWindow("fused", t, 512, *kind, "bf16") for t in (1, 1024) for kind in ((4, 2), (128, 1))]
+    cases += [Pointwise("fused", t, 4096, "bf16") for t in (1, 8)]
     cases += [Tailed("fused", 1, 64, 512, 8192, selected, "bf16") for selected in (0, 512)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
@@ -488,5 +522,6 @@ def sanitizer_fused() -> list[Case]:
     cases += [SelectiveScan("sanitize", t, 70, "bf16") for t in (1, 33)]
     cases += [Hyper("sanitize", t, width, "f16") for t in (1, 3) for width in (132, 1028)]
     cases += [PoolWindow("sanitize", t, 70, *kind, "f16") for t in (1, 21) for kind in ((4, 2), (3, 1))]
+    cases += [Pointwise("sanitize", t, width, "f16") for t in (1, 3) for width in (5, 130)]
     cases += [Tailed("sanitize", t, 9, 64, 40, selected, "f16") for t in (1, 3) for selected in (0, 5)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
