@@ -30,7 +30,7 @@ INDEXED = {
     "hy_v4": {"dense": 21, "sparse": 21},
     "deepseek_v4": {"heavily compressed, hash moe": 29, "compressed sparse, moe": 23},
     "glm5_next": {"linear, dense": 20, "indexed, sparse": 24},
-    "qwen4_exp": {"linear": 39, "indexed": 59},
+    "qwen4_exp": {"linear": 39, "indexed": 56},
     "minimax_m3_vl": {"full, dense": 10, "minimax m3 sparse, sparse": 14},
 }
 WIDER = {"deepseek_v4": {"head_dim": 64}}  # so that what makes compressed keys is quantised
