@@ -17,7 +17,7 @@ MOST = {
     "glm4_moe": ({"dense": 10, "sparse": 10, "outside": 2}, {"dense": 12, "sparse": 18}),
     "deepseek_v3": ({"dense": 13, "sparse": 13, "outside": 2}, {"dense": 15, "sparse": 21}),
     "gemma4": ({"sliding": 19, "full": 17, "outside": 4}, {"sliding": 32, "full": 32}),
-    "qwen3_next": ({"linear": 11, "full": 15, "outside": 2}, {"linear": 31, "full": 25}),
+    "qwen3_next": ({"linear": 11, "full": 15, "outside": 2}, {"linear": 39, "full": 25}),
     "cohere2_moe": ({"dense": 11, "sparse": 13, "outside": 4}, {"dense": 11, "sparse": 19}),
 }
 # Sparse attention whose indexers may choose all keys.

@@ -197,11 +197,31 @@ def linears_of_an_input_that_changes(x, r):
 
 
 def linears_without_parameters(x, r):
-    return linear(x) * linear(x)
+    return linear(x) * ops.linear_quantized(x, *(each.data for each in PARAMETERS[0]), None, FORMAT)
 
 
-def one_linear_twice(x, r):
-    return projected(x, 0) * projected(x, 0)
+def outputs_in_another_order(x, r):
+    """As Qwen3-Next has them: q, k and v of each head side by side."""
+    q, k, v = projected(x, 1).view(1, 1, 2, 64).split([16, 16, 32], 3)
+    return torch.cat([each.reshape(1, 1, -1) for each in (q, k)], -1), v.reshape(-1, 32) * 2
+
+
+def outputs_in_order_and_as_they_are(x, r):
+    out = projected(x, 1)
+    return out.view(1, 1, 2, 64).transpose(2, 3).reshape(1, 1, 128), out
+
+
+def outputs_that_are_given_twice(x, r):
+    a, b = projected(x, 1).chunk(2, -1)
+    return torch.cat([a, b, a], -1)
+
+
+def outputs_in_order_that_change(x, r):
+    return changed(projected(x, 1).view(1, 1, 2, 64).transpose(2, 3).reshape(1, 1, 128))
+
+
+def outputs_between_others(x, r):
+    return torch.cat([projected(x, 0), r], -1)
 
 
 def norm_in_sum_and_operator(x, r):
@@ -315,7 +335,11 @@ CASES: dict[Callable, dict[str, int]] = {
     linears_of_two_inputs: {"linear_quantized": 2},
     linears_of_an_input_that_changes: {"linear_quantized": 2, "clone": 1, "add_": 1},
     linears_without_parameters: {"linear_quantized": 2, "mul": 1},
-    one_linear_twice: {"linear_quantized": 2, "mul": 1},
+    outputs_in_another_order: LINEAR | {"mul": 1},
+    outputs_in_order_and_as_they_are: LINEAR | {"clone": 1, "_unsafe_view": 1},
+    outputs_that_are_given_twice: LINEAR | {"cat": 1},
+    outputs_in_order_that_change: LINEAR | CHANGED | {"clone": 1, "_unsafe_view": 1},
+    outputs_between_others: LINEAR | {"cat": 1},
     norm_in_sum_and_operator: {"linear_quantized": 2},
     whole_layer: {"linear_quantized": 1, "router_logits": 1, "moe_router": 1, "moe_experts": 1},
     gate: {"mul": 1, "moe_gate": 1, "moe_experts": 1},

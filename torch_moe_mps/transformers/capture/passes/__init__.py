@@ -12,7 +12,7 @@ from torch import fx
 
 from .attention import gate_in_attention
 from .linear_attention import gates_in_linear_attention, keep_state, norm_in_linear_attention
-from .linears import join_linears
+from .linears import join_linears, order_outputs
 from .norms import norm_in_operators
 from .pointwise import join_elements
 from .rotation import join_rotations, norms_in_rotation, turn_parts, write_into_cache
@@ -25,6 +25,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     make_new_tensors,
     share_views,  # what reads one value in one shape reads one node
     join_linears,  # before any of them has a norm or a residual of its own
+    order_outputs,  # of those that the pass before has joined, too
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor, fx, nn
 
 from ..tracing import ITEM, PARTS, TENSOR, VALUE, is_operator
-from .graphs import arguments, aten, calls, is_call, is_unchanged, ours, put, tensor_of
+from .graphs import arguments, aten, calls, changed, is_call, is_final, is_unchanged, ours, put, tensor_of
 
+_COPIES = (aten.clone, aten.cat)
 _WEIGHTS = ("packed", "scales", "biases", "bias")
 
 
@@ -28,6 +29,65 @@ def join_linears(graph: fx.Graph) -> None:
     for (x, *_), group in groups.items():
         if all(is_unchanged(x, group[0], call) for call in group[1:]):
             _join(group)
+
+
+def order_outputs(graph: fx.Graph) -> None:
+    """Copies that only bring one token's outputs into another order -> linear_quantized(..., order=...)"""
+    for call in calls(graph, ours.linear_quantized):
+        given, width = arguments(call), tensor_of(call).shape[-1]
+        if tensor_of(call).numel() == width and given["residual"] is None and given["order"] is None:
+            moved, ends = _moved(call, torch.arange(width).view(tensor_of(call).shape))
+            copies = [node for node in moved if is_call(node, *_COPIES)]
+            if not copies:
+                continue
+            sources = torch.cat([moved[end].flatten() for end in ends])
+            is_order = torch.equal(sources.sort().values, torch.arange(width))
+            if is_order and all(map(is_final, [*copies, *ends])):
+                _order(call, ends, sources)
+
+
+def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
+    """What is made of a call's values by moving them alone; and those of these nodes that are read."""
+    moved: dict[fx.Node, Any] = {call: values}
+    ends: dict[fx.Node, None] = {}
+    node, waiting = call, set(call.users)
+    while waiting:
+        node = node.next
+        if node not in waiting:
+            continue
+        waiting.remove(node)
+        inside = [each for each in node.all_input_nodes if each in moved]
+        if inside and inside == node.all_input_nodes and (node.target is ITEM or _moves(node)):
+            target: Any = node.target
+            args: Any = fx.node.map_arg(node.args, moved.__getitem__)
+            moved[node] = target(*args, **node.kwargs)
+            waiting.update(node.users)
+        else:
+            ends.update(dict.fromkeys(inside))
+    return moved, list(ends)
+
+
+def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor) -> None:
+    """Lets a call give the values of all ends, one behind the other."""
+    weight, sizes = tensor_of(arguments(call)["packed"]), [tensor_of(end).numel() for end in ends]
+    order = _constant(call, sources.argsort().int().to(weight.device), [])
+    parts = tensor_of(call).split_with_sizes(sizes, -1)
+    shown: dict[fx.Node, Any] = {}
+    for end, part in zip(ends, parts, strict=True):
+        if not _can_show(end, part.view(tensor_of(end).shape), shown):
+            return
+    for node, value in shown.items():
+        node.meta[VALUE] = value
+    ordered = changed(call, call, order=order)
+    split = put(call, aten.split_with_sizes.default, parts, ordered, sizes, -1)
+    for number, end in enumerate(ends):
+        item, like = put(call, ITEM, parts[number], split, number), tensor_of(end)
+        end.replace_all_uses_with(put(call, aten.view.default, like, item, list(like.shape)))
+
+
+def _moves(node: fx.Node) -> bool:
+    target: Any = node.target
+    return is_call(node, *_COPIES, aten._unsafe_view) or (is_operator(node) and target.is_view)
 
 
 def _join(group: list[fx.Node]) -> None:
@@ -112,7 +172,7 @@ def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
         target: Any = user.target
         if target is ITEM:
             view = value[user.args[1]]
-        elif is_call(user, aten._unsafe_view) or (is_operator(user) and target.is_view):
+        elif _moves(user) and not is_call(user, *_COPIES):
             try:
                 view = target(value, *user.args[1:], **user.kwargs)
             except (RuntimeError, ValueError):

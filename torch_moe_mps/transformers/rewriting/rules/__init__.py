@@ -16,7 +16,6 @@ from .indexer import rewrite_indexer
 from .layer_norm import rewrite_layer_norm
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
-from .ordering import order_outputs
 from .pooled_indexer import rewrite_pooled_indexer
 from .recurrent_layers import rewrite_recurrent_layer
 from .relative_bias import rewrite_relative_bias
@@ -55,5 +54,4 @@ RULES: tuple[Callable[[Program], None], ...] = (
     JOIN_ROTATIONS,
     GIVE_HEADS_FIRST,
     WRITE_INTO_CACHE,
-    order_outputs,
 )

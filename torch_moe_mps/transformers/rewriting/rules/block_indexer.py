@@ -67,7 +67,7 @@ def _chosen(
 ) -> Choice | None:
     width = indexer.head_dim
     seen = hidden.shape[1] + (0 if layer is None else layer.indexed())
-    joined, q = together((indexer.k_proj, indexer.q_proj), hidden, None), None
+    joined, q = together((indexer.k_proj, indexer.q_proj), hidden), None
     if joined is None:
         k = indexer.k_proj(hidden)
     else:

@@ -3,10 +3,9 @@
 Their rows are concatenated in memory.
 """
 
-import ast
 import operator
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple, TypeGuard
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -14,8 +13,6 @@ from torch import Tensor, nn
 from ...experts import is_observed
 from ...linears import QuantizedLinear
 from ...report import Done
-from ..program.building import child_of_call
-from ..program.programs import Program, name_of
 from ..record import NOTHING, RECORD, record_of
 from ..runtime import called
 
@@ -117,13 +114,13 @@ def join(*layers: nn.Module) -> bool:
     return True
 
 
-def together(layers: tuple[nn.Module, ...], x: Tensor, order: Tensor | None = None) -> Tensor | None:
-    """The concatenated outputs of the layers, in an order; None if they are no matrix."""
+def together(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor | None:
+    """The concatenated outputs of the layers; None if they are no matrix."""
     if not join(*layers):
         return None
     whole = layers[0].__dict__[RECORD].joined
     weights = whole.packed, whole.scales, whole.biases, whole.bias
-    return ops.linear_quantized(x, *weights, whole.format.name, None, order)
+    return ops.linear_quantized(x, *weights, whole.format.name)
 
 
 @called
@@ -139,29 +136,6 @@ def linears(
     if shape is None:
         return out.split_with_sizes(rows, -1)
     return out.view(shape).split_with_sizes([count // shape[-1] for count in rows], -2)
-
-
-class LinearCall(NamedTuple):
-    """A call self.name(x) of a linear layer in a statement; x is a name of the program."""
-
-    statement: ast.Assign
-    call: ast.Call
-    name: str
-    layer: nn.Linear | QuantizedLinear
-    x: str
-
-    @property
-    def output(self) -> str:
-        return name_of(self.statement)
-
-
-def linear_call(program: Program, statement: ast.Assign, call: ast.expr) -> LinearCall | None:
-    name, layer = child_of_call(program, call) or ("", None)
-    if not isinstance(layer, (nn.Linear, QuantizedLinear)) or not isinstance(call, ast.Call):
-        return None
-    if call.keywords or len(call.args) != 1 or not isinstance(x := call.args[0], ast.Name):
-        return None
-    return LinearCall(statement, call, name, layer, program.last_name(x) or x.id)
 
 
 def together_done(names: Iterable[str]) -> Done:

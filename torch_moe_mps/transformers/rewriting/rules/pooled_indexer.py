@@ -76,7 +76,7 @@ def kpool_forward(
 
 def _choice_of_gated(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) -> Any:
     width, rate = indexer.head_dim, indexer.index_kpool
-    joined, weights = together((indexer.wk, indexer.weights_proj), hidden_states, None), None
+    joined, weights = together((indexer.wk, indexer.weights_proj), hidden_states), None
     if joined is None:
         k = indexer.wk(hidden_states)
     else:
