@@ -18,10 +18,9 @@ from ..interface import is_experts
 from ..report import Done
 from .functions import InPlace, with_operators
 from .program.formulas import is_pure
-from .program.programs import Unsupported
 from .program.straightening import straighten
 from .reads import holds, kept, recording
-from .record import CLASS_MARK, NOTHING, OWN_FORWARD, RECORD, original_class, record_of
+from .record import CLASS_MARK, NOTHING, OWN_FORWARD, RECORD, Unsupported, original_class, record_of
 from .rules import FUNCTION_RULES, MODULE_RULES, RULES
 from .rules.trial import on_the_cpu
 

@@ -10,6 +10,10 @@ CLASS_MARK = "_moe_mps_original_class"
 OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
 
 
+class Unsupported(Exception):
+    """A module cannot be replaced; the message says why."""
+
+
 class Record:
     """What is known of a module.
 

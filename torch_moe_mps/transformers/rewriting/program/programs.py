@@ -21,16 +21,13 @@ from ...source import calls_in as calls_in
 from ...source import names_in as names_in
 from ...source import syntax_of as syntax_of
 from .. import runtime
+from ..record import Unsupported as Unsupported
 
 # Names in rewritten forwards for the dictionaries of a module.
 _LOCALS = {"__dict__": "_moe_mps_own", "_modules": "_moe_mps_modules", "_parameters": "_moe_mps_parameters"}
 
 Block: TypeAlias = list[ast.stmt]
 IsPure: TypeAlias = Callable[[ast.expr, nn.Module], bool]
-
-
-class Unsupported(Exception):
-    """The forward cannot be turned into a straight-line program; the message says why."""
 
 
 class If(ast.If):

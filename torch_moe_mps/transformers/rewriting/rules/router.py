@@ -19,8 +19,7 @@ from ...capture.passes.graphs import aten, is_call, tensor_of
 from ...capture.passes.patterns import before_widening, linear_of, match, uncast
 from ...experts import is_observed
 from ...report import Done
-from ..program.programs import Unsupported
-from ..record import RECORD, original_class, record_of
+from ..record import RECORD, Unsupported, original_class, record_of
 from ..traced import PATH, Input, Traced, remembered, trace
 from .selection import UNKNOWN, selection_of
 

@@ -8,7 +8,7 @@ from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
 from ...capture.passes.graphs import aten, is_call, tensor_of
 from ...capture.passes.patterns import Bound, match, uncast
 from ...capture.tracing import ITEM
-from ..program.programs import Unsupported
+from ..record import Unsupported
 
 UNKNOWN = "its formula is not one of moe_router's"
 _IDS = "item(topk(CHOICE, K, -1, True, ORDER), 1)"
