@@ -29,7 +29,6 @@ from transformers.cache_utils import (
 from ..ops.attention import CACHE_BITS
 from .quantized_states import PLAIN, QuantizedStates, can_be_quantized
 from .rewriting.record import NOTHING, RECORD, record_of
-from .rewriting.rules.cache_slots import Slots
 from .rewriting.rules.compressed_attention import Pooled
 
 # New memory has room for a sixteenth more: it stays small, and a token is copied 17 times at most.
@@ -262,24 +261,6 @@ class _Growing(_Made, DynamicLayer):
         self.keys, self.values = keys, values
         return keys, values
 
-    def slots(self, keys: Tensor, values: Tensor) -> Slots | None:
-        """What is held with new keys and values [B, T, H, D]; None without room, or where it is quantised."""
-        if self.bits is not None or not (self.is_initialized and _in_place()):
-            return None
-        held, new = (self.keys, self.values), (keys, values)
-        if not all(map(_fits, held, new)):
-            return None
-        tokens, before = keys.shape[1], self.keys.shape[2]
-        shares = [held] if _memory_of(held) is not None else [held[:1], held[1:]]
-        views: list[Tensor] = []
-        for some in shares:
-            memory: Any = _memory_of(some)
-            if type(memory) not in PLAIN or not _has_room(some, memory, tokens):
-                return None
-            widths = [part.shape[3] for part in some]
-            views += _columns(_view(memory, _start(some[0]), before + tokens), widths)
-        return Slots(views[0], views[1], tokens)
-
     def crop(self, tokens_to_remove: int) -> None:
         keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
@@ -449,17 +430,6 @@ class _GrowingCompressed(_GrowingWindow):
         seen = super().take(keys, keys, tokens)
         self.values = self.keys
         return seen
-
-    def slots(self, keys: Tensor, values: Tensor) -> Slots | None:
-        held = self.keys
-        memory: Any = getattr(held, MEMORY, None)
-        if memory is None or not _in_place() or not _fits(held, keys):
-            return None
-        tokens = keys.shape[1]
-        if not _has_room((held,), memory, tokens):
-            return None
-        view = _view(memory, _start(held), held.shape[2] + tokens)
-        return Slots(view, view, tokens)
 
     def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
         """The memory for what new tokens have, kv [B, T, W], which `update` has counted already.
@@ -674,13 +644,6 @@ def _write(memory: Tensor, start: int, states: Sequence[Tensor], widths: Sequenc
             columns.write(start, part)
         else:
             columns.narrow(-2, start, part.shape[-2]).copy_(part)
-
-
-def _fits(held: Tensor, new: Tensor) -> bool:
-    """Whether what is held, [B, H, S, D], can be followed by new rows [B, T, H, D]."""
-    batch, _, heads, width = new.shape
-    same = held.dtype is new.dtype and held.device == new.device
-    return same and held.shape == (batch, heads, held.shape[2], width)
 
 
 def _alike(held: Tensor, new: Tensor) -> bool:

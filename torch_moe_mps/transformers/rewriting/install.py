@@ -60,7 +60,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
         reason = reason or str(unsupported)
     if (refused := refusal(module, done)) is not None:
         return [], refused
-    forward, functions = with_operators(forward, functools.partial(_in_place, module, done))
+    forward, functions = with_operators(forward, functools.partial(_in_place, module))
     if done or functions:
         _run(module, forward, reads)
         return [*done, *functions], None
@@ -81,13 +81,11 @@ def _rewritten(module: nn.Module) -> tuple[Callable, list[Done], dict]:
     return original_class(module).forward, [], {}
 
 
-def _in_place(module: nn.Module, done: list[Done], function: types.FunctionType) -> InPlace | None:
+def _in_place(module: nn.Module, function: types.FunctionType) -> InPlace | None:
     """What runs in the place of a function, unless its operator has failed on the module's GPU."""
     for rule in FUNCTION_RULES:
         found = rule(function)
-        # What REPLACE_ROPE has put there takes the function itself.
-        taken = found and found.done.operator == "rope" and any("rope" in str(each) for each in done)
-        if found is not None and not taken and refusal(module, [found.done]) is None:
+        if found is not None and refusal(module, [found.done]) is None:
             return found
     return None
 

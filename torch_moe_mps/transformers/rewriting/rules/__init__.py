@@ -8,7 +8,6 @@ from ...report import Done
 from ..functions import Rule
 from ..program.programs import Program
 from .block_indexer import rewrite_block_indexer
-from .cache_slots import WRITE_INTO_CACHE
 from .compressed_attention import rewrite_compressed_attention
 from .gated_norm import rewrite_gated_norm
 from .hyper_connection import rewrite_hyper_connection, rewrite_hyper_layer
@@ -20,8 +19,7 @@ from .pooled_indexer import rewrite_pooled_indexer
 from .recurrent_layers import rewrite_recurrent_layer
 from .relative_bias import rewrite_relative_bias
 from .rms_norm import rewrite_rms_norm
-from .rope import KEEP_ROWS, REPLACE_ROPE, rotation_in_place
-from .rope_calls import GIVE_HEADS_FIRST, JOIN_ROTATIONS, TURN_LAST
+from .rope import rotation_in_place
 from .rotary import rewrite_rotary
 from .router import rewrite_router
 
@@ -48,10 +46,4 @@ FUNCTION_RULES: tuple[Rule, ...] = (rotation_in_place, convolution_in_place, del
 
 # A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
 RULES: tuple[Callable[[Program], None], ...] = (
-    *REPLACE_ROPE,
-    TURN_LAST,
-    *KEEP_ROWS,  # of the calls that the rules above have made
-    JOIN_ROTATIONS,
-    GIVE_HEADS_FIRST,
-    WRITE_INTO_CACHE,
 )
