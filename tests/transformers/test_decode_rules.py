@@ -16,10 +16,9 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.linears import QuantizedLinear
-from torch_moe_mps.transformers.rewriting.rules import rope
 from torch_moe_mps.transformers.rewriting.rules.linear import linears
 from torch_moe_mps.transformers.rewriting.rules.norms import norm_formula
-from torch_moe_mps.transformers.rewriting.rules.rope import rope_form, rotated, rotation_in_place
+from torch_moe_mps.transformers.rewriting.rules.rope import Call, rope_form, rotated, rotation_in_place
 
 
 def quantised(architecture: str = "qwen3_moe", dtype: torch.dtype = torch.float32):
@@ -207,7 +206,7 @@ def test_form_of_rotary_functions(name, architecture):
     assert found is not None and found.done.operator == "rope"
     _, forms = found.run.args
     own_code = lambda *args, **options: pytest.fail("fell back")  # noqa: E731
-    for (tensors, is_complex, dims, *options), form in forms.items():
+    for (tensors, is_complex, dims, options), form in forms.items():
         for turn, width in ((form.wide, 32), (form.narrow, 16)):
             if turn is None:
                 continue
@@ -224,49 +223,34 @@ def test_form_of_rotary_functions(name, architecture):
                 torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_tokens_first(dtype):
-    """The operator takes q and k as they are, the model's function, which float64 needs, transposed."""
-    function = sys.modules[tiny_models.model_class("qwen3_moe").__module__].apply_rotary_pos_emb
-    q, k = (torch.randn(1, 3, heads, 32, dtype=dtype) for heads in (4, 2))
-    cos, sin = torch.randn(2, 1, 3, 32, dtype=dtype)
-    expected = function(q.transpose(1, 2), k.transpose(1, 2), cos, sin)
-    result = rope.rope(function, rope_form(function, 2, ()), q, k, cos, sin, rows=True)
-    for a, b in zip(result, expected, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("architecture", ["deepseek_v3", "deepseek_v2"])
-def test_the_last_elements_turn(architecture, dtype):
-    """The model cuts q for its function and joins the parts again; the operator takes q as it is."""
-    is_complex = architecture == "deepseek_v2"
-    name = "apply_rotary_emb" if is_complex else "apply_rotary_pos_emb_interleave"
-    function = getattr(sys.modules[tiny_models.model_class(architecture).__module__], name)
-    q, k = torch.randn(2, 4, 3, 24, dtype=dtype), torch.randn(2, 1, 3, 16, dtype=dtype)
-    cos, sin = torch.randn(2, 1, 3, 8 if is_complex else 16, dtype=dtype)
-    own = (torch.complex(cos, sin),) if is_complex else (cos, sin)
-    kept, turning = q.split([8, 16], -1)
-    turned, k_turned = function(turning, k, *own)
-    form = rope_form(function, 2, (), is_complex)
-    for rows in (False, True):
-        inputs = [x.transpose(1, 2) if rows else x for x in (q, k)]
-        result = rope.rope(function, form, *inputs, *(*own, None)[:2], rows=rows, last=16)
-        for a, b in zip(result, (torch.cat((kept, turned), -1), k_turned), strict=True):
-            torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-
-
 def test_functions_that_are_no_rotation():
-    assert rope_form(lambda q, k, cos, sin: (q, k), 2, ()) is None
-    assert rope_form(lambda q, k, cos, sin: (q * cos[:, None], k * sin[:, None]), 2, ()) is None
-    assert rope_form(lambda q, k, cos, sin: 1 / 0, 2, ()) is None
+    for call in (Call(2, False, 4), Call(1, False, 4), Call(2, True, 4)):
+        assert rope_form(lambda q, k, cos, sin: (q, k), call) is None
+        assert rope_form(lambda q, k, cos, sin: (q * cos[:, None], k * sin[:, None]), call) is None
+        assert rope_form(lambda q, k, cos, sin: 1 / 0, call) is None
 
 
-def test_other_tables_run_the_function_itself():
-    form = rope_form(sys.modules[tiny_models.model_class("qwen3_moe").__module__].apply_rotary_pos_emb, 2, ())
-    q, k = torch.randn(1, 2, 3, 32), torch.randn(1, 1, 3, 32)
-    cos = torch.randn(1, 3, 24)
-    assert rope.rope(lambda *args: args[:2], form, q, k, cos, cos)[0] is q
+OWN_CALLS = {
+    "wide": lambda q, k, cos: ((q, k, cos[..., :24], cos[..., :24]), {}),
+    "float64": lambda q, k, cos: ((q.double(), k.double(), cos.double(), cos.double()), {}),
+    "two dtypes": lambda q, k, cos: ((q, k.double(), cos, cos), {}),
+    "by name": lambda q, k, cos: ((), {"q": q, "k": k, "cos": cos, "sin": cos}),
+    "no keys": lambda q, k, cos: ((q, None, cos, cos), {}),
+    "other option": lambda q, k, cos: ((q, k, cos[0], cos[0]), {"unsqueeze_dim": 0}),
+    "one batch's table": lambda q, k, cos: ((q, k, cos[0], cos[0]), {}),
+    "list": lambda q, k, cos: ((q, k, cos, cos), {"unsqueeze_dim": [1]}),
+}
+
+
+@pytest.mark.parametrize("name", OWN_CALLS)
+def test_other_calls_run_the_function_itself(name):
+    function = sys.modules[tiny_models.model_class("qwen3_moe").__module__].apply_rotary_pos_emb
+    _, forms = rotation_in_place(function).run.args
+    args, options = OWN_CALLS[name](torch.randn(1, 2, 3, 32), torch.randn(1, 1, 3, 32), torch.randn(1, 3, 32))
+    seen = []
+    result = rotated(lambda *args, **options: seen.append((args, options)) or "own", forms, *args, **options)
+    assert result == "own" and len(seen) == 1
+    assert all(a is b for a, b in zip(seen[0][0], args, strict=True)) and seen[0][1].keys() == options.keys()
 
 
 # Norms

@@ -1,14 +1,13 @@
-"""Rotations of q and k, and of a part of the heads of q: which become one call, and which must not."""
-
-import inspect
+"""Rotations of q and k, at once or one by one, and of a part of the heads of q: each runs the operator."""
 
 import pytest
 import torch
-from support.models import operators_of, rewritten
+from support.models import operators_of
 from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
+from torch_moe_mps.transformers.report import Done
 from torch_moe_mps.transformers.rewriting.install import rewrite
 
 
@@ -139,57 +138,21 @@ def tables(heads_first: bool) -> tuple[torch.Tensor, ...]:
     return q, k, angles.cos(), angles.sin()
 
 
-def check(cls: type[nn.Module], heads_first: bool) -> tuple[list[str], dict, str]:
-    """Results equal to the module's own; what was rewritten, which operators ran, and the code that did."""
+@pytest.mark.parametrize(
+    ("cls", "heads_first", "calls"),
+    [
+        *((cls, False, 2) for cls in (OneByOne, WithOtherTables, WithTheOther, ChangedBetween, ReadBetween)),
+        *((cls, True, 1) for cls in (Cut, KeptToo, TurnedToo, Unnamed, Swapped, OfAnother)),
+        *((cls, False, 1) for cls in (Transposed, OneTransposed)),
+    ],
+)
+def test_results_are_the_modules_own(cls, heads_first, calls):
     own, fast = cls().eval(), cls().eval()
-    rewrites, _ = rewrite(fast)
+    assert rewrite(fast) == ([Done("rope")], None)
     results = []
     with torch.no_grad():
         expected = own(*tables(heads_first))
         used = operators_of(lambda: results.append(fast(*tables(heads_first))))
+    assert used == {"rope": calls}
     for a, b in zip(results[0], expected, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
-    return [*map(str, rewrites)], used, inspect.getsource(rewritten(fast))
-
-
-@pytest.mark.parametrize(
-    ("cls", "joined"),
-    [
-        (OneByOne, True),
-        (WithOtherTables, False),
-        (WithTheOther, False),
-        (ChangedBetween, False),
-        (ReadBetween, False),
-    ],
-)
-def test_q_and_k_rotate_together(cls, joined):
-    rewrites, used, _ = check(cls, heads_first=False)
-    assert ("rope of q and k" in rewrites) == joined
-    assert used == {"rope": 1 if joined else 2}
-
-
-@pytest.mark.parametrize(
-    ("cls", "whole"),
-    [
-        (Cut, True),
-        (KeptToo, True),
-        (TurnedToo, False),
-        (Unnamed, False),
-        (Swapped, False),
-        (OfAnother, False),
-    ],
-)
-def test_the_operator_takes_whole_heads(cls, whole):
-    """It leaves the part in front as it is."""
-    rewrites, used, source = check(cls, heads_first=True)
-    assert rewrites == ["rope"] and used == {"rope": 1}
-    assert ("last=" in source, "torch.cat" in source) == (whole, not whole)
-    assert ("torch.split" in source) == (cls is not Cut)
-
-
-@pytest.mark.parametrize("cls", [Transposed, OneTransposed])
-def test_q_is_not_transposed_for_the_operator(cls):
-    """It takes rows of tokens, where the model's function takes heads first."""
-    rewrites, used, source = check(cls, heads_first=False)
-    assert rewrites == ["rope"] and used == {"rope": 1}
-    assert "rows=True" in source and "q.transpose" not in source

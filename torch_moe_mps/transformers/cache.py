@@ -431,6 +431,10 @@ class _GrowingCompressed(_GrowingWindow):
         self.values = self.keys
         return seen
 
+    def slots(self, new: Tensor) -> Tensor | None:
+        """The keys that are held, [B, 1, S + T, D], with room for new ones [B, 1, T, D]; None without it."""
+        return _slots(self.keys, new)
+
     def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
         """The memory for what new tokens have, kv [B, T, W], which `update` has counted already.
 

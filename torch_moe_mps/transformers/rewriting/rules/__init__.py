@@ -45,5 +45,4 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
 FUNCTION_RULES: tuple[Rule, ...] = (rotation_in_place, convolution_in_place, delta_rule_in_place)
 
 # A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
-RULES: tuple[Callable[[Program], None], ...] = (
-)
+RULES: tuple[Callable[[Program], None], ...] = ()

@@ -99,15 +99,14 @@ def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -
     q, *index_q = linears(tuple(second), layer.q_a_norm(q))
     q, kv = q.unflatten(-1, (-1, layer.head_dim)), kv.unsqueeze(2)
     ones, weight, eps = _ones_for(q), layer.kv_norm.weight, layer.kv_norm.variance_epsilon
-    find = getattr(held, "slots", None)
-    slots = None if find is None else find(kv, kv)
-    if slots is None:
+    keys = held.slots(kv.transpose(1, 2))
+    if keys is None:
         q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
         keys, _ = held.update(k, k)
     else:
-        places = slots.keys.squeeze(1)
+        places = keys.squeeze(1)
         q = ops.index_keys_(kv.squeeze(2), places, weight, None, eps, cos, sin, q, q_weight=ones, **turn)
-        keys, _ = held.take(*slots)
+        keys, _ = held.take(keys, keys, x.shape[1])
 
     position = held.cumulative_length - x.shape[1]
     entries = _pooled(compressor, held, "compressor", pooled[0], pooled[1], position).unsqueeze(1)
@@ -253,6 +252,9 @@ class _Held:
         self.keys = torch.cat((self.keys, keys), 2) if self.cumulative_length else keys
         self.cumulative_length += keys.shape[2]
         return self.keys, self.keys
+
+    def slots(self, new: Tensor) -> None:
+        """There is no room."""
 
     def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
         batch, _, columns = kv.shape
