@@ -69,13 +69,7 @@ class Pair:
         states = [torch.randn(shape, generator=self.generator) for shape in shapes]
         exact = states if self.bits is None else [rounded(tensor) for tensor in states]
         plain = self.plain.update(*exact)
-        slots = self.growing.slots(*(tensor.transpose(1, 2) for tensor in states))
-        if slots is not None and self.random.random() < 0.5:
-            for held, tensor in zip(slots, states, strict=False):
-                held[:, :, -tokens:] = tensor
-            growing = self.growing.take(*slots)
-        else:
-            growing = self.growing.update(*states)
+        growing = self.growing.update(*states)
         assert all(map(torch.equal, plain, growing))
         assert all(isinstance(tensor, QuantizedStates) == (self.bits is not None) for tensor in growing)
         if hasattr(self.plain, "update_indexer"):

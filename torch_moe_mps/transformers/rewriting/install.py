@@ -17,11 +17,9 @@ from ..experts import runs_own_code
 from ..interface import is_experts
 from ..report import Done
 from .functions import InPlace, with_operators
-from .program.formulas import is_pure
-from .program.straightening import straighten
 from .reads import holds, kept, recording
 from .record import CLASS_MARK, NOTHING, OWN_FORWARD, RECORD, Unsupported, original_class, record_of
-from .rules import FUNCTION_RULES, MODULE_RULES, RULES
+from .rules import FUNCTION_RULES, MODULE_RULES
 from .rules.trial import on_the_cpu
 
 
@@ -53,41 +51,28 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
                 return [], refused
             _run(module, forward, reads)
             return done, None
-    try:
-        forward, done, reads = _rewritten(module)
-    except Unsupported as unsupported:
-        forward, done, reads = original_class(module).forward, [], {}
-        reason = reason or str(unsupported)
-    if (refused := refusal(module, done)) is not None:
-        return [], refused
-    forward, functions = with_operators(forward, functools.partial(_in_place, module))
-    if done or functions:
-        _run(module, forward, reads)
-        return [*done, *functions], None
+    forward, done, refusals = _with_functions(module)
+    if done:
+        _run(module, forward, {})
+        return done, None
+    reason = next(iter(refusals), reason)
     if reason is None and any(map(is_experts, module.modules())):
         return [], "nothing here but calls of its parts"
     return [], reason or "its formula is none of the operators'"
 
 
-def _rewritten(module: nn.Module) -> tuple[Callable, list[Done], dict]:
-    """(forward, what rules of statements have replaced in it, what it rests on)."""
-    with recording() as reads:
-        program = straighten(module)
-        program.drop_unused(is_pure)
-        for rule in RULES:
-            rule(program)
-    if program.rewrites:
-        return program.compile(is_pure), program.rewrites, reads
-    return original_class(module).forward, [], {}
+def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]:
+    """The module's forward with operators in the place of functions, what they are, and which are refused."""
+    refusals: list[str] = []
 
+    def in_place(function: types.FunctionType) -> InPlace | None:
+        found = next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
+        refused = None if found is None else refusal(module, [found.done])
+        if refused is not None:
+            refusals.append(refused)
+        return found if refused is None else None
 
-def _in_place(module: nn.Module, function: types.FunctionType) -> InPlace | None:
-    """What runs in the place of a function, unless its operator has failed on the module's GPU."""
-    for rule in FUNCTION_RULES:
-        found = rule(function)
-        if found is not None and refusal(module, [found.done]) is None:
-            return found
-    return None
+    return *with_operators(original_class(module).forward, in_place), refusals
 
 
 def _is_on_top(module: nn.Module) -> bool:

@@ -6,7 +6,6 @@ from torch import nn
 
 from ...report import Done
 from ..functions import Rule
-from ..program.programs import Program
 from .block_indexer import rewrite_block_indexer
 from .compressed_attention import rewrite_compressed_attention
 from .gated_norm import rewrite_gated_norm
@@ -43,6 +42,3 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
 
 # Functions that forwards call by name.
 FUNCTION_RULES: tuple[Rule, ...] = (rotation_in_place, convolution_in_place, delta_rule_in_place)
-
-# A rule rewrites what it recognises in a program, and adds what runs then to `program.rewrites`.
-RULES: tuple[Callable[[Program], None], ...] = ()

@@ -14,7 +14,6 @@ from ...experts import is_observed
 from ...linears import QuantizedLinear
 from ...report import Done
 from ..record import NOTHING, RECORD, record_of
-from ..runtime import called
 
 ops = torch.ops.moe_mps
 
@@ -123,19 +122,12 @@ def together(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor | None:
     return ops.linear_quantized(x, *weights, whole.format.name)
 
 
-@called
-def linears(
-    layers: tuple[nn.Module, ...], x: Tensor, shape: tuple[int, ...] | None = None
-) -> Sequence[Tensor]:
-    """layer(x) of each layer, all in the shape [..., -1, width] of heads if one is given."""
+def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
+    """layer(x) of each layer."""
     out = together(layers, x)
     if out is None:
-        each = [layer(x) for layer in layers]
-        return each if shape is None else [output.view(shape) for output in each]
-    rows = layers[0].__dict__[RECORD].joined.rows
-    if shape is None:
-        return out.split_with_sizes(rows, -1)
-    return out.view(shape).split_with_sizes([count // shape[-1] for count in rows], -2)
+        return [layer(x) for layer in layers]
+    return out.split_with_sizes(layers[0].__dict__[RECORD].joined.rows, -1)
 
 
 def together_done(names: Iterable[str]) -> Done:

@@ -1,6 +1,5 @@
 """What RMSNorm a module is, as its forward is traced."""
 
-import ast
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
@@ -9,8 +8,6 @@ from torch import Tensor, fx, nn
 from ...capture.passes.graphs import tensor_of
 from ...capture.passes.patterns import match, uncast
 from ...capture.tracing import VALUE
-from ..program.programs import Program
-from ..program.rewrites import Form, Match
 from ..record import NOTHING, RECORD, record_of
 from ..traced import DTYPES, SIZES, Input, Sizes, Traced, everywhere, path_of, remembered, takes, trace
 
@@ -110,22 +107,6 @@ def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
         return False
     record_of(module).formula = formula
     return True
-
-
-def norm_in(
-    program: Program,
-    value: ast.expr,
-    until: ast.stmt | None,
-    forms: dict[str, str],
-    weighted: bool | None = None,
-) -> Match | None:
-    """A norm of the value that a statement reads, by forms of it with what they norm: NORMED."""
-    for text, normed in forms.items():
-        for found in Form(text).find(program, value, until):
-            if is_norm(found.module("NORM"), weighted):
-                found.values["NORMED"] = found.fill(normed)
-                return found
-    return None
 
 
 def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:

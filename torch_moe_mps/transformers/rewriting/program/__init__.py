@@ -1,1 +1,0 @@
-"""Reads a forward as a straight-line program, matches formulas in it, and rewrites it."""
