@@ -49,7 +49,7 @@ def test_pickle_loads_in_a_fresh_process(tmp_path):
     printed = python(f"""
         import pickle
         layer = pickle.load(open({str(tmp_path / "layer.pickle")!r}, "rb"))
-        print(type(layer).__name__, hasattr(type(layer), "_moe_mps_original_class"))
+        print(type(layer).__name__, hasattr(type(layer.self_attn), "_moe_mps_original_class"))
     """)
     assert printed == "Qwen3MoeDecoderLayer True"
 

@@ -38,9 +38,9 @@ LAUNCHES = {
     "gpt_oss": 19,
     "glm4_moe": 18,
     "gemma4": 31,
-    "qwen3_next": 26,
+    "qwen3_next": 24,
     "deepseek_v3": 34,
-    "deepseek_v2": 39,
+    "deepseek_v2": 38,
 }
 
 
