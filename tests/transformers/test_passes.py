@@ -1167,7 +1167,7 @@ def test_what_is_written_for_nobody():
     torch.testing.assert_close(computed(graph, x)[0], torch.ones_like(x))
 
 
-@pytest.mark.parametrize("left_out", set(PASSES), ids=lambda left_out: left_out.__name__)
+@pytest.mark.parametrize("left_out", dict.fromkeys(PASSES), ids=lambda left_out: left_out.__name__)
 def test_each_pass_is_needed(monkeypatch, left_out):
     """Without it, a pattern above is not found."""
     monkeypatch.setattr(passes, "PASSES", tuple(each for each in PASSES if each is not left_out))
