@@ -12,7 +12,7 @@ from support.processes import REPOSITORY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import torch_moe_mps
-from torch_moe_mps.transformers.interface import formats_of
+from torch_moe_mps.transformers.basics.interface import formats_of
 
 DOCUMENTS = [
     *REPOSITORY.glob("*.md"),

@@ -19,7 +19,7 @@ def register_operators(module: object) -> None:
 
 
 def register_experts(module: Any) -> None:
-    from .transformers.experts import NAME, experts_forward
+    from .transformers.modules.experts import NAME, experts_forward
 
     module.ALL_EXPERTS_FUNCTIONS.register(NAME, experts_forward)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, fx
 
-from torch_moe_mps.transformers.capture.tracing import ITEM, TENSOR, Recorder, is_operator
+from torch_moe_mps.transformers.graphs.tracing import ITEM, TENSOR, Recorder, is_operator
 
 
 def recorded(function: Callable, *inputs: Tensor) -> fx.Graph:

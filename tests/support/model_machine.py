@@ -18,7 +18,7 @@ from support import tiny_models
 from support.interrupts import interrupted
 from support.models import eager, output, prompt
 from torch_moe_mps.transformers import experts_of
-from torch_moe_mps.transformers.linears import has_quantized_weights
+from torch_moe_mps.transformers.modules.linears import has_quantized_weights
 
 ARCHITECTURES = ("qwen3_moe", "gpt_oss", "gemma4", "deepseek_v3")
 TOLERANCE = 2e-5

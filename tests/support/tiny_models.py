@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from torch_moe_mps.quantization import Format, dequantize
-from torch_moe_mps.transformers.interface import formats_of
-from torch_moe_mps.transformers.linears import QuantizedLayer
+from torch_moe_mps.transformers.basics.interface import formats_of
+from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 # Models without experts that docs/models.md lists.
 DENSE_ARCHITECTURES = (

@@ -27,8 +27,8 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import attention, attention_mask
-from torch_moe_mps.transformers.causal_mask import CausalMask
-from torch_moe_mps.transformers.rewriting.rules import pooled_indexer
+from torch_moe_mps.transformers.modules.causal_mask import CausalMask
+from torch_moe_mps.transformers.modules.rules import pooled_indexer
 
 pytestmark = pytest.mark.one_schedule
 NAME = "moe_mps_test"

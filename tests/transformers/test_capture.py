@@ -27,11 +27,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import NAME
-from torch_moe_mps.transformers.capture import calls, passes
+from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import STATE, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
+from torch_moe_mps.transformers.graphs import passes
+from torch_moe_mps.transformers.modules.rules import indexer
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
-from torch_moe_mps.transformers.rewriting.rules import indexer
 
 PROMPT = 9
 

@@ -14,7 +14,7 @@ from torch_moe_mps._extension import ONE_THREAD
 from torch_moe_mps._registration import load_in_one_thread
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers.compiling import libraries_of
-from torch_moe_mps.transformers.linears import QuantizedLinear
+from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 
 FIRST_TOKEN = """
 import sys

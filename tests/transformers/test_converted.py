@@ -15,7 +15,7 @@ from transformers.quantizers.auto import AutoQuantizationConfig
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.transformers.linears import formats_in, has_quantized_weights
+from torch_moe_mps.transformers.modules.linears import formats_in, has_quantized_weights
 
 transformers.logging.set_verbosity_error()
 

@@ -15,10 +15,10 @@ from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
-from torch_moe_mps.transformers.linears import QuantizedLinear
-from torch_moe_mps.transformers.rewriting.rules.linear import linears
-from torch_moe_mps.transformers.rewriting.rules.norms import norm_formula
-from torch_moe_mps.transformers.rewriting.rules.rope import Call, rope_form, rotated, rotation_in_place
+from torch_moe_mps.transformers.modules.linears import QuantizedLinear
+from torch_moe_mps.transformers.modules.rules.linear import linears
+from torch_moe_mps.transformers.modules.rules.norms import norm_formula
+from torch_moe_mps.transformers.modules.rules.rope import Call, rope_form, rotated, rotation_in_place
 
 
 def quantised(architecture: str = "qwen3_moe", dtype: torch.dtype = torch.float32):

@@ -17,11 +17,11 @@ from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
 
 import torch_moe_mps
 from torch_moe_mps import quantization
+from torch_moe_mps.transformers.basics.report import any_layer
 from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.checkpoints import gguf_file
 from torch_moe_mps.transformers.checkpoints.targets import quantizable
-from torch_moe_mps.transformers.linears import OrderedLinear, formats_in
-from torch_moe_mps.transformers.report import any_layer
+from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 
 IDS = torch.arange(1, 9)[None]
 CASES = [

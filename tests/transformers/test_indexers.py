@@ -12,8 +12,8 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting.record import record_of
-from torch_moe_mps.transformers.rewriting.rules.indexer import indexer_forward, rewrite_indexer
+from torch_moe_mps.transformers.basics.record import record_of
+from torch_moe_mps.transformers.modules.rules.indexer import indexer_forward, rewrite_indexer
 
 pytestmark = pytest.mark.one_schedule
 
@@ -120,7 +120,7 @@ def test_chosen_blocks(device, block, monkeypatch):
     expected, _ = in_parts(own, ids, 1, 3)
     padded = output(own, ids, attention_mask=mask)
     model = model.to(device)
-    monkeypatch.setattr("torch_moe_mps.transformers.chosen_keys._AT_ONCE", 50)
+    monkeypatch.setattr("torch_moe_mps.transformers.modules.chosen_keys._AT_ONCE", 50)
     report = torch_moe_mps.accelerate(model)
     assert "index_topk" in str(report)
     found, cache = in_parts(model, ids.to(device), 1, 3)
@@ -219,7 +219,7 @@ def model_of_pools(architecture: str, monkeypatch):
 @pytest.mark.parametrize("architecture", POOLED)
 def test_chosen_pools(simulated, architecture, monkeypatch):
     """Prompts, and tokens that close pools or do not; padded rows run the model's own code."""
-    monkeypatch.setattr("torch_moe_mps.transformers.chosen_keys._AT_ONCE", 5)
+    monkeypatch.setattr("torch_moe_mps.transformers.modules.chosen_keys._AT_ONCE", 5)
     ids = torch.randint(1, 90, (2, 40), generator=torch.Generator().manual_seed(1))
     shown = torch.ones_like(ids)
     shown[0, :9] = 0

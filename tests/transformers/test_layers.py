@@ -12,7 +12,7 @@ import torch_moe_mps
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers.checkpoints.targets import Target, groups_of
 from torch_moe_mps.transformers.checkpoints.weights import quantize_target
-from torch_moe_mps.transformers.linears import (
+from torch_moe_mps.transformers.modules.linears import (
     GroupedLinear,
     QuantizedEmbedding,
     QuantizedLayer,

@@ -13,11 +13,11 @@ from support.models import assert_close, eager, operators_of, prompt
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.record import NOTHING, RECORD
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
-from torch_moe_mps.transformers.rewriting.record import NOTHING, RECORD
-from torch_moe_mps.transformers.rewriting.rules import linear_attention as rules
-from torch_moe_mps.transformers.rewriting.rules.gated_norm import rewrite_gated_norm
-from torch_moe_mps.transformers.rewriting.rules.norms import NormFormula
+from torch_moe_mps.transformers.modules.rules import linear_attention as rules
+from torch_moe_mps.transformers.modules.rules.gated_norm import rewrite_gated_norm
+from torch_moe_mps.transformers.modules.rules.norms import NormFormula
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
 STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1, "rms_norm_gated": 1}

@@ -14,9 +14,9 @@ from support import mlx_models
 from support.models import assert_close, output, prompt
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.interface import formats_of, is_experts, is_quantized
 from torch_moe_mps.transformers.checkpoints.mlx.names import ARCHITECTURES
-from torch_moe_mps.transformers.interface import formats_of, is_experts, is_quantized
-from torch_moe_mps.transformers.linears import QuantizedLayer
+from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()

@@ -11,10 +11,10 @@ from transformers.cache_utils import DynamicLayer
 from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.report import Done
 from torch_moe_mps.transformers.cache import growing_class
 from torch_moe_mps.transformers.capture.calls import SWITCH
-from torch_moe_mps.transformers.report import Done
-from torch_moe_mps.transformers.rewriting.install import rewrite
+from torch_moe_mps.transformers.install import rewrite
 
 # At which all linear layers of Qwen3-Next and DeepSeek-V3 can be quantised.
 SIZES = {

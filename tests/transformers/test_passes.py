@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from torch_moe_mps.quantization import quantize
-from torch_moe_mps.transformers.capture import passes
-from torch_moe_mps.transformers.capture.passes import PASSES, simplify
-from torch_moe_mps.transformers.capture.passes.patterns import match
+from torch_moe_mps.transformers.graphs import passes
+from torch_moe_mps.transformers.graphs.passes import PASSES, simplify
+from torch_moe_mps.transformers.graphs.patterns import match
 
 ops = torch.ops.moe_mps
 H, E, K, I = 64, 8, 2, 32

@@ -14,11 +14,11 @@ from support.tiny_models import tiny_model
 
 from torch_moe_mps.quantization import TENSORS, Format, dequantize, formats
 from torch_moe_mps.transformers import QuantizationReport, experts_of, quantize_experts
+from torch_moe_mps.transformers.basics.interface import projections
+from torch_moe_mps.transformers.basics.report import QuantizedProjection
 from torch_moe_mps.transformers.checkpoints import weights
 from torch_moe_mps.transformers.checkpoints.targets import Target
 from torch_moe_mps.transformers.checkpoints.weights import quantize_target, store_empty
-from torch_moe_mps.transformers.interface import projections
-from torch_moe_mps.transformers.report import QuantizedProjection
 
 
 def small(architecture, **overrides):

@@ -16,7 +16,7 @@ from support.models import assert_close, generate, operators_of, output, prompt,
 import torch_moe_mps
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.transformers import experts_of, is_experts
-from torch_moe_mps.transformers.linears import QuantizedLayer
+from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()
 

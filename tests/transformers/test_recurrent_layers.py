@@ -11,7 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting.rules import recurrent_layers
+from torch_moe_mps.transformers.modules.rules import recurrent_layers
 
 CONV, SCAN, NORM = "causal_conv1d_update_", "linear_attention_", "rms_norm_gated"
 SCANS = (SCAN, "selective_scan_")

@@ -7,7 +7,7 @@ from support import tiny_models
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting.install import rewrite
+from torch_moe_mps.transformers.install import rewrite
 
 
 class Norm(nn.Module):

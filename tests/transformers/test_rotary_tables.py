@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbedding
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting.install import restore_module, rewrite
+from torch_moe_mps.transformers.install import restore_module, rewrite
 
 KINDS = {
     "default": {},

@@ -7,8 +7,8 @@ from torch import nn
 from transformers.models.deepseek_v3.modeling_deepseek_v3 import apply_rotary_pos_emb_interleave
 from transformers.models.gemma4.modeling_gemma4 import apply_rotary_pos_emb
 
-from torch_moe_mps.transformers.report import Done
-from torch_moe_mps.transformers.rewriting.install import rewrite
+from torch_moe_mps.transformers.basics.report import Done
+from torch_moe_mps.transformers.install import rewrite
 
 
 class OneByOne(nn.Module):

@@ -11,8 +11,8 @@ from support.models import assert_close, eager, operators_of, output, prompt
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.transformers.report import Done
-from torch_moe_mps.transformers.rewriting.install import rewrite
+from torch_moe_mps.transformers.basics.report import Done
+from torch_moe_mps.transformers.install import rewrite
 
 ROUTERS = ("deepseek_v3", "glm4_moe", "dots1")
 

@@ -13,10 +13,10 @@ from support.models import eager, output, prompt
 from support.processes import python
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
-from torch_moe_mps.transformers.interface import experts_of, is_quantized
-from torch_moe_mps.transformers.linears import QuantizedLayer
+from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()
 

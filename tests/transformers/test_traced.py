@@ -14,8 +14,8 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting.install import is_rewritten, restore_module, rewrite
-from torch_moe_mps.transformers.rewriting.traced import Input, trace
+from torch_moe_mps.transformers.install import is_rewritten, restore_module, rewrite
+from torch_moe_mps.transformers.modules.traced import Input, trace
 
 WIDTH = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

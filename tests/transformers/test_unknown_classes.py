@@ -10,7 +10,7 @@ from support.models import assert_close, operators_of, output, prompt
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.transformers.rewriting.install import rewrite
+from torch_moe_mps.transformers.install import rewrite
 
 transformers.logging.set_verbosity_error()
 

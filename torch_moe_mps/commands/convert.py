@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from .. import __version__
+from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
@@ -25,7 +26,6 @@ from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.plan import Plan, planned
 from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.source import Source
-from ..transformers.report import QuantizationReport, in_unit
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json

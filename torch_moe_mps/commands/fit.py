@@ -17,6 +17,7 @@ from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
 from ..quantization import Format
+from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.config import QuantizationConfig
 from ..transformers.checkpoints.mlx.reading import Reading
 from ..transformers.checkpoints.quantizer import quantizer_for
@@ -26,7 +27,6 @@ from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.targets import Target, weights_of
 from ..transformers.pipeline.shares import Machine, shares_of
 from ..transformers.pipeline.stages import layers_of
-from ..transformers.report import aligned
 from .caches import KVCache, kv_cache
 from .prompts import AT_ONCE, prompt_bytes
 from .recipes import MIXED, mixed_overrides, read_recipe

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import DynamicCache
 
+from ..transformers.basics.interface import experts_of
 from ..transformers.checkpoints.sizes import top_k
-from ..transformers.interface import experts_of
 from ..transformers.prompt_cache import (
     can_be_cut,
     fingerprint,

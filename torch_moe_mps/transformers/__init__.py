@@ -9,10 +9,10 @@ stays as it is. In training, under autocast, and when gradients are needed, the 
 """
 
 from .accelerate import accelerate, restore
+from .basics.interface import experts_of, is_experts, is_quantized
+from .basics.report import QuantizationReport, Report, Row
 from .checkpoints.quantize import quantize_experts
-from .experts import unsupported
-from .interface import experts_of, is_experts, is_quantized
-from .report import QuantizationReport, Report, Row
+from .modules.experts import unsupported
 
 __all__ = [
     "QuantizationReport",

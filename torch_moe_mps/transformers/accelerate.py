@@ -8,6 +8,9 @@ from typing import Any
 from torch import nn
 
 from .attention import attention_layers, choose_implementations, require_kv_bits, use_attention
+from .basics.interface import experts_of, is_experts, is_quantized
+from .basics.record import NOTHING, RECORD, kv_bits_of, record_of
+from .basics.report import Done, Report
 from .checked import (
     check_replacements,
     forget,
@@ -20,14 +23,11 @@ from .checked import (
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
-from .experts import NAME, described, unsupported
-from .interface import experts_of, is_experts, is_quantized
+from .install import drop_forward_of_class, restore_module, rewrite
 from .latents import use_latents
-from .linears import QuantizedLayer, has_quantized_weights
-from .report import Done, Report
-from .rewriting.install import drop_forward_of_class, restore_module, rewrite
-from .rewriting.record import NOTHING, RECORD, kv_bits_of, record_of
-from .rewriting.rules.trial import on_the_cpu
+from .modules.experts import NAME, described, unsupported
+from .modules.linears import QuantizedLayer, has_quantized_weights
+from .modules.rules.trial import on_the_cpu
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers

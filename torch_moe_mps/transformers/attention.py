@@ -20,15 +20,15 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
-from .causal_mask import CausalMask, additive
-from .chosen_keys import EVERYTHING, Choice, ChosenMask
+from .basics.record import NOTHING, RECORD, original_class, record_of
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
+from .modules.causal_mask import CausalMask, additive
+from .modules.chosen_keys import EVERYTHING, Choice, ChosenMask
+from .modules.relative_bias import RelativeBias
+from .modules.rules.indexer import IN_ORDER
+from .modules.rules.relative_bias import makes_relative_bias
 from .quantized_states import QuantizedStates
-from .relative_bias import RelativeBias
-from .rewriting.record import NOTHING, RECORD, original_class, record_of
-from .rewriting.rules.indexer import IN_ORDER
-from .rewriting.rules.relative_bias import makes_relative_bias
 
 NAME = "moe_mps"  # the implementation in place of "eager"
 MOST_TOKENS = 8  # new ones; a call with more is a prompt

@@ -27,9 +27,9 @@ from transformers.cache_utils import (
 )
 
 from ..ops.attention import CACHE_BITS
+from .basics.record import NOTHING, RECORD, record_of
+from .modules.rules.compressed_attention import Pooled
 from .quantized_states import PLAIN, QuantizedStates, can_be_quantized
-from .rewriting.record import NOTHING, RECORD, record_of
-from .rewriting.rules.compressed_attention import Pooled
 
 # New memory has room for a sixteenth more: it stays small, and a token is copied 17 times at most.
 ROOM_SHARE = 16

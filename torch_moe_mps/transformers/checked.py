@@ -23,12 +23,12 @@ from ..selfcheck.compare import Finding
 from ..selfcheck.libraries import libraries
 from ..selfcheck.machine import COMMAND, SWITCH, is_available, where
 from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
-from .capture.passes import INTRODUCED
+from .basics.interface import formats_of, is_experts, is_quantized
+from .basics.report import Done, Report
 from .checkpoints.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
-from .interface import formats_of, is_experts, is_quantized
-from .linears import QuantizedEmbedding, QuantizedLinear, formats_in
-from .report import Done, Report
+from .graphs.passes import INTRODUCED
+from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
 _REFUSED: dict[str, Finding] = {}

@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from .basics.record import NOTHING, RECORD, record_of
+from .basics.report import Done
 from .checked import refusal
-from .experts import is_observed
-from .linears import QuantizedLinear
+from .modules.experts import is_observed
+from .modules.linears import QuantizedLinear
+from .modules.rules.trial import tried
 from .quantized_states import QuantizedStates
-from .report import Done
-from .rewriting.record import NOTHING, RECORD, record_of
-from .rewriting.rules.trial import tried
 
 ops = torch.ops.moe_mps
 

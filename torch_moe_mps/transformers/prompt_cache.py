@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
 
+from .basics.record import kv_bits_of
 from .cache import growing_class
 from .quantized_states import QuantizedStates
-from .rewriting.record import kv_bits_of
 
 _PACKAGE = __package__.partition(".")[0]
 _FORM = "torch_moe_mps prompt cache"

@@ -14,10 +14,10 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
 from ..cache import END, MEMORY, QuantizedCache
-from ..causal_mask import ELEMENTS, RANGE, CausalMask, range_of_padding
+from ..graphs.tracing import Recorder, Unsupported
+from ..modules.causal_mask import ELEMENTS, RANGE, CausalMask, range_of_padding
 from ..quantized_states import QuantizedStates
 from .fingerprint import default_device
-from .tracing import Recorder, Unsupported
 
 _STATIC = (bool, float, str, type(None), torch.dtype, torch.device)
 _OF_WINDOWS = ("keys", "values")  # views that stop growing once a window is full

@@ -24,12 +24,12 @@ from transformers.utils import ModelOutput
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
 from ..checked import refused
+from ..graphs.passes import simplify
+from ..graphs.tracing import Recorder, Unsupported, is_operator
 from ..pipeline.peers import PeerError
 from .caches import Plan, Reading, padding_of, whole
 from .fingerprint import Fingerprint, forbidden, note_change
-from .passes import simplify
 from .program import Integers, assemble
-from .tracing import Recorder, Unsupported, is_operator
 
 SWITCH = "MOE_MPS_CAPTURE"
 STATE = "_moe_mps_capture"  # where a model's __dict__ has its Captures

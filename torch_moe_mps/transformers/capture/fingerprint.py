@@ -34,8 +34,8 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import GeneralInterface
 
 from ..._extension import host_library
-from ..rewriting.record import Record
-from .tracing import Unsupported
+from ..basics.record import Record
+from ..graphs.tracing import Unsupported
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # What every module has besides them, and no forward without gradients reads.

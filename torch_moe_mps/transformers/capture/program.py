@@ -9,8 +9,8 @@ from torch import Tensor, fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
+from ..graphs.tracing import ITEM, PARTS, TENSOR, VALUE, Number, is_operator
 from .caches import Plan
-from .tracing import ITEM, PARTS, TENSOR, VALUE, Number, is_operator
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 

@@ -3,7 +3,7 @@
 import functools
 from typing import Any
 
-from ..linears import QuantizedLayer
+from ..modules.linears import QuantizedLayer
 
 
 def refuse_quantized(peft_model: Any) -> None:

@@ -9,7 +9,7 @@ from safetensors import safe_open
 from torch import nn
 
 from ...ops._checks import Check
-from ..linears import OrderedLinear, formats_in
+from ..modules.linears import OrderedLinear, formats_in
 from .weights import quantized_names
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours

@@ -18,8 +18,8 @@ from transformers.utils.quantization_config import QuantizationConfigMixin
 
 from ...ops._checks import Check
 from ...quantization import Format
-from ..experts import NAME
-from ..report import any_layer
+from ..basics.report import any_layer
+from ..modules.experts import NAME
 from .recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
 from .targets import Target, paths_of, quantizable
 

@@ -14,7 +14,7 @@ from transformers.integrations import gguf as reading
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
-from ..report import QuantizationReport, QuantizedProjection
+from ..basics.report import QuantizationReport, QuantizedProjection
 from . import gguf_oss
 from .gguf_file import File, Source, checked
 from .saving import mark_quantized

@@ -14,7 +14,7 @@ from ..attention import require_kv_bits
 from ..cache import grow_caches_in_place
 from ..checked import allowed, working_kv_bits
 from ..compiling import compile_kernels
-from ..experts import NAME
+from ..modules.experts import NAME
 from ..pipeline.loading import PipelineLoading, size_of
 from ..pipeline.peers import Timeouts
 from .config import QuantizationConfig

@@ -28,7 +28,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
 from ...ops._checks import Check
-from ..report import QuantizationReport
+from ..basics.report import QuantizationReport
 from .checking import may_lack
 from .files import Shards, checkpoint_files
 from .gguf import GgufQuantizer

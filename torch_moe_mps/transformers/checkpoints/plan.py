@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from ...quantization import Format
-from ..linears import formats_in
-from ..report import aligned, any_layer, in_unit
+from ..basics.report import aligned, any_layer, in_unit
+from ..modules.linears import formats_in
 from .quantizer import quantizer_for
 from .sizes import bytes_a_token
 from .source import Source

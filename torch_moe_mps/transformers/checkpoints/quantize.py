@@ -7,10 +7,10 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ...quantization import Format
-from ..experts import unsupported
-from ..interface import experts_of, formats_of, is_quantized, projections
-from ..linears import has_quantized_weights
-from ..report import QuantizationReport
+from ..basics.interface import experts_of, formats_of, is_quantized, projections
+from ..basics.report import QuantizationReport
+from ..modules.experts import unsupported
+from ..modules.linears import has_quantized_weights
 from .recipe import Recipe
 from .sizes import bytes_a_token
 from .targets import Target, shared_weights, tie_quantized, weights_of

@@ -20,9 +20,9 @@ from transformers.utils.quantization_config import GgufConfig
 
 from ...ops._checks import Check
 from ...quantization import Format
-from ..experts import NAME
-from ..linears import formats_in
-from ..report import QuantizationReport
+from ..basics.report import QuantizationReport
+from ..modules.experts import NAME
+from ..modules.linears import formats_in
 from .absent import leave_out
 from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, is_mlx, is_ours

@@ -9,10 +9,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from ...quantization import Format
-from ..experts import NAME
-from ..interface import experts_of, projections
-from ..linears import OrderedLinear, formats_in
-from ..rewriting.record import NOTHING, RECORD
+from ..basics.interface import experts_of, projections
+from ..basics.record import NOTHING, RECORD
+from ..modules.experts import NAME
+from ..modules.linears import OrderedLinear, formats_in
 from .absent import absent_in
 from .config import QuantizationConfig, is_ours, together
 from .files import Shards

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...quantization import Format, QuantizedWeight
-from ..interface import experts_of
+from ..basics.interface import experts_of
 from .targets import Target
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")

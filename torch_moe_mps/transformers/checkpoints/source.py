@@ -19,7 +19,7 @@ from transformers import (
 )
 
 from ...quantization import Format
-from ..experts import NAME
+from ..modules.experts import NAME
 from .config import is_mlx, is_ours
 from .mlx.reading import written_by_mlx
 

@@ -14,7 +14,7 @@ from transformers.core_model_loading import ConversionOps, WeightConverter
 
 from ...ops._checks import Check
 from ...quantization import QuantizedWeight
-from ..report import QuantizationReport
+from ..basics.report import QuantizationReport
 from .operations import only
 from .targets import Target, tied_layers
 from .weights import quantize_parameter, release_cache, replace

@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from ...ops._checks import Check
 from ...quantization import TENSORS, Format
-from ..interface import Experts, experts_of, is_quantized, projections
-from ..rewriting.rules.trial import agrees, bare_twin, on_the_cpu, tried
-from ..source import syntax_of
+from ..basics.interface import Experts, experts_of, is_quantized, projections
+from ..basics.source import syntax_of
+from ..modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
 from .absent import around_text
 from .recipe import Recipe
 

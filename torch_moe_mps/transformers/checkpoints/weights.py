@@ -15,10 +15,16 @@ from torch import Tensor, nn
 from ...ops._checks import Check
 from ...quantization import TENSORS, Format, QuantizedWeight, dequantize
 from ...quantization.formats import ErrorSums, check_finite, quantize_stack
-from ..experts import pinned_config
-from ..interface import projections
-from ..linears import GroupedLinear, OrderedLinear, QuantizedEmbedding, QuantizedLayer, QuantizedLinear
-from ..report import QuantizedProjection
+from ..basics.interface import projections
+from ..basics.report import QuantizedProjection
+from ..modules.experts import pinned_config
+from ..modules.linears import (
+    GroupedLinear,
+    OrderedLinear,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+)
 from .targets import Target, groups_of
 
 

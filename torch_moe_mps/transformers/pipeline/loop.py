@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from ..source import calls_in, names_in, syntax_of
+from ..basics.source import calls_in, names_in, syntax_of
 
 _MASKS = "transformers.masking_utils"  # its functions read shape, dtype and device of embeddings, not values
 _PLAIN = (bool, int, float, str, type(None))

@@ -16,8 +16,8 @@ from transformers.core_model_loading import (
 )
 
 from ....quantization import TENSORS, Format
-from ...experts import activation_of
-from ...interface import Experts, experts_of
+from ...basics.interface import Experts, experts_of
+from ...modules.experts import activation_of
 from ..weights import quantized_names
 from .names import Names
 from .operations import Cast, as_words, dequantized, halves, one_less

@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ....quantization import Format
-from ...linears import formats_in
+from ...modules.linears import formats_in
 from ..absent import beside_text
 from ..files import Shards
 from ..weights import quantized_names

@@ -1,0 +1,68 @@
+"""The experts interface of transformers: what a module of experts has, and what its parameters are called."""
+
+from collections.abc import Callable
+from typing import Any, TypeGuard
+
+from torch import Tensor, nn
+
+from ...quantization import Format
+
+INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of transformers' experts
+
+
+class Experts(nn.Module):
+    """The attributes of a module with the experts interface, for type checkers; it has no instances.
+
+    `quantization` and `down_quantization`, the formats of the two matrices, exist once they are quantised. If
+    gate and up projections have two formats, `up_quantization` is that of the up projections, which are
+    parameters of their own then.
+    """
+
+    has_gate: bool
+    has_bias: bool
+    is_transposed: bool
+    is_concatenated: bool
+    config: Any
+    gate_up_proj: Tensor
+    gate_up_proj_bias: Tensor
+    up_proj: Tensor
+    up_proj_bias: Tensor
+    down_proj: Tensor
+    down_proj_bias: Tensor
+    quantization: Format
+    down_quantization: Format
+    up_quantization: Format | None
+    act_fn: Callable[[Tensor], Tensor]
+    _apply_gate: Callable[[Tensor], Tensor]
+    post_expert_norm: Callable[[Tensor], Tensor]
+
+
+def is_experts(module: nn.Module) -> TypeGuard[Experts]:
+    """Whether a module has the experts interface of transformers' `use_experts_implementation`."""
+    if not all(isinstance(getattr(module, flag, None), bool) for flag in INTERFACE):
+        return False
+    tensors = [getattr(module, projection, None) for projection in projections(module)]
+    dense = all(isinstance(tensor, Tensor) and tensor.dim() == 3 for tensor in tensors)
+    return dense or is_quantized(module)
+
+
+def is_quantized(experts: nn.Module) -> bool:
+    """Whether quantising, or the loading of a checkpoint, gave the module a format."""
+    return getattr(experts, "quantization", None) is not None
+
+
+def formats_of(experts: Experts) -> dict[str, Format]:
+    """{projection: format} of a quantised module."""
+    first, second = projections(experts)
+    up = vars(experts).get("up_quantization")
+    between = {} if up is None else {"up_proj": up}
+    return {first: experts.quantization, **between, second: experts.down_quantization}
+
+
+def experts_of(model: nn.Module) -> dict[str, Experts]:
+    """{name: module} of all experts of a model, in its order."""
+    return {name: module for name, module in model.named_modules() if is_experts(module)}
+
+
+def projections(module: nn.Module) -> tuple[str, str]:
+    return ("gate_up_proj" if module.has_gate else "up_proj", "down_proj")

@@ -1,0 +1,201 @@
+"""Reports of what quantising and accelerating did, module by module."""
+
+import re
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from ...quantization import Format
+
+
+class QuantizedProjection(NamedTuple):
+    """One quantised parameter; `error` is mean |dense - quantised| / mean |dense|.
+
+    `stored` is the format that it had before; the error then comes on top of that of `stored`.
+    """
+
+    projection: str
+    error: float
+    dense_bytes: int
+    quantized_bytes: int
+    format: Format
+    stored: Format | None = None
+
+
+@dataclass
+class QuantizationReport:
+    """The result of quantising; prints as a table.
+
+    Attributes:
+        modules: {name of a quantised module: its parameters}.
+        shared: {name of a module: name of the module whose quantised weight it shares}.
+        skipped: {name of a module that stays dense: reason}.
+        bytes_before, bytes_after: bytes of weights that decoding one token reads.
+    """
+
+    modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
+    shared: dict[str, str] = field(default_factory=dict)
+    skipped: dict[str, str] = field(default_factory=dict)
+    bytes_before: int = 0
+    bytes_after: int = 0
+
+    @property
+    def dense_bytes(self) -> int:
+        return sum(entry.dense_bytes for entries in self.modules.values() for entry in entries)
+
+    @property
+    def quantized_bytes(self) -> int:
+        return sum(entry.quantized_bytes for entries in self.modules.values() for entry in entries)
+
+    def rows(self) -> list[list[Any]]:
+        """What `add_rows` takes, as JSON has it."""
+        return [
+            [name, *entry[:4], str(entry.format), None if entry.stored is None else str(entry.stored)]
+            for name, entries in self.modules.items()
+            for entry in entries
+        ]
+
+    def add_rows(self, rows: Sequence[Sequence[Any]]) -> None:
+        for name, projection, error, before, after, format, stored in rows:
+            formats = Format.named(format), None if stored is None else Format.named(stored)
+            entry = QuantizedProjection(projection, error, before, after, *formats)
+            self.modules.setdefault(name, []).append(entry)
+
+    def __str__(self) -> str:
+        """Equal layers share a line, with the mean and the largest of their errors; the last line sums up."""
+        lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
+        reasons = Counter((any_layer(name), why) for name, why in self.skipped.items())
+        lines += [f"{name} ({n}): not quantised, {why}" for (name, why), n in reasons.items()]
+        if self.modules:
+            return "\n".join([*self._table(), *lines, self.summary()])
+        return "\n".join(lines) or "Nothing in this model can be quantised."
+
+    def summary(self) -> str:
+        """One line: the size of the quantised weights, and the bytes that a token reads."""
+        count = sum(map(len, self.modules.values()))
+        show = in_unit(self.dense_bytes)
+        return (
+            f"{count} matrices quantised: {show(self.dense_bytes)} before, "
+            f"{show(self.quantized_bytes)} after; "
+            f"weights read for a token: {show(self.bytes_before)} before, {show(self.bytes_after)} after"
+        )
+
+    def _table(self) -> list[str]:
+        groups: dict[tuple[str, str], list[QuantizedProjection]] = {}
+        for name, entries in self.modules.items():
+            for entry in entries:
+                parameter = any_layer(f"{name}.{entry.projection}".removesuffix(".weight"))
+                format = str(entry.format) if entry.stored is None else f"{entry.stored} -> {entry.format}"
+                groups.setdefault((parameter, format), []).append(entry)
+        show = in_unit(self.dense_bytes)
+        added = any(entry.stored is not None for entries in groups.values() for entry in entries)
+        error = "added error" if added else "mean error"
+        rows = [("weights", "format", "n", error, "largest", "before", "after")]
+        for key, entries in groups.items():
+            errors = [entry.error for entry in entries]
+            before, after = sum(e.dense_bytes for e in entries), sum(e.quantized_bytes for e in entries)
+            mean, largest = f"{sum(errors) / len(errors):.1%}", f"{max(errors):.1%}"
+            rows.append((*key, str(len(entries)), mean, largest, show(before), show(after)))
+        return aligned(rows, 2)
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int) -> list[str]:
+    """The lines of a table; the first `left` columns are aligned to the left, the others to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    sides = [str.ljust] * left + [str.rjust] * (len(widths) - left)
+    lines = (zip(sides, row, widths, strict=True) for row in rows)
+    return ["  ".join(side(cell, width) for side, cell, width in line).rstrip() for line in lines]
+
+
+def any_layer(name: str) -> str:
+    """Numbers in the name of a module replaced by *."""
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
+
+
+def in_unit(largest: int) -> Callable[[int], str]:
+    """A function that formats numbers of bytes in one unit, chosen by the largest."""
+    size, name, digits = (1e9, "GB", 2) if largest >= 1e9 else (1e6, "MB", 1)
+    return lambda count: f"{count / size:.{digits}f} {name}"
+
+
+class Done(NamedTuple):
+    """What runs in place of some of a module's code.
+
+    Attributes:
+        operator: of this package, whose kernels the model needs for it; None for no further one.
+        text: what the report says, if not the operator's name.
+    """
+
+    operator: str | None
+    text: str = ""
+
+    def __str__(self) -> str:
+        return self.text or self.operator or ""
+
+
+NOTHING_NEW = Done(None)  # of a change that the report does not mention
+
+
+@dataclass(frozen=True)
+class Row:
+    """One module: what replaced it (or parts of it), or why it was left alone."""
+
+    name: str
+    cls: str
+    kind: str
+    done: tuple[Done, ...]
+    reason: str | None = None
+
+    @property
+    def replaced_by(self) -> str | None:
+        return "; ".join(map(str, self.done)) or None
+
+
+@dataclass
+class Report:
+    """The modules that matter, in the model's order. Prints as a table with equal layers on one line."""
+
+    rows: list[Row] = field(default_factory=list)
+    quantization: QuantizationReport | None = None
+    compiled: str | None = None
+    checked: str | None = None
+    tensor_units: str | None = None
+    capture: Callable[[], str | None] | None = None  # what the report says of tokens, when it is printed
+
+    def add(
+        self, name: str, module: object, kind: str, done: Iterable[Done], reason: str | None = None
+    ) -> None:
+        self.rows.append(Row(name, type(module).__name__, kind, tuple(done), reason))
+
+    @property
+    def replaced(self) -> list[Row]:
+        return [row for row in self.rows if row.done]
+
+    @property
+    def left_alone(self) -> list[Row]:
+        return [row for row in self.rows if not row.done]
+
+    def __str__(self) -> str:
+        if not self.rows:
+            return "No experts with transformers' experts interface found; the model is left as it is."
+        groups: dict[tuple, list[str]] = {}
+        for row in self.rows:
+            result = row.replaced_by or f"left alone: {row.reason}"
+            key = (any_layer(row.name) or "(model)", row.cls, result)
+            groups.setdefault(key, []).append(row.name)
+        lines: list[tuple[str, ...]] = [("module", "class", "n", "now runs")]
+        lines += [(name, cls, str(len(names)), result) for (name, cls, result), names in groups.items()]
+        widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+        lines.insert(1, tuple("-" * width for width in (*widths[:3], 8)))
+        table = aligned(lines, 4)
+        if self.quantization is not None:
+            table += ["", str(self.quantization)]
+        captured = None if self.capture is None else self.capture()
+        lines_about = (self.compiled, self.checked, self.tensor_units, captured)
+        about = [line for line in lines_about if line is not None]
+        if about:
+            table += ["", *about]
+        replaced, alone = len(self.replaced), len(self.left_alone)
+        table += ["", f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
+        return "\n".join(table)

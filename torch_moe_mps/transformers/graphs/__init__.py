@@ -1,0 +1,1 @@
+"""Recorded graphs of operators: how they are made, read and changed."""

@@ -1,0 +1,184 @@
+"""Reads and changes the calls of a recorded graph: what passes are made of.
+
+Operators are named by their packets, torch.ops.aten.add, whichever overload was recorded.
+"""
+
+import functools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from .tracing import ITEM, VALUE, as_recorded
+
+aten, ours = torch.ops.aten, torch.ops.moe_mps
+
+# What gives a tensor another shape, with the same elements in the same order.
+_RESHAPING = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.alias, aten.detach)
+
+
+def is_call(value: Any, *operators: Any) -> bool:
+    return isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) in operators
+
+
+def calls(graph: fx.Graph, *operators: Any) -> list[fx.Node]:
+    return [node for node in graph.nodes if is_call(node, *operators)]
+
+
+def arguments(call: fx.Node) -> dict[str, Any]:
+    """All arguments of a call by name, in their order."""
+    defaults = _signature(call.target).defaults
+    return defaults | dict(zip(defaults, call.args, strict=False)) | call.kwargs
+
+
+def tensor_of(node: fx.Node) -> Tensor:
+    found: Tensor = node.meta[VALUE]
+    return found
+
+
+def put(before: fx.Node, operator: Any, value: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A new call in front of a node, whose result is like `value`."""
+    with before.graph.inserting_before(before):
+        node = before.graph.call_function(operator, args, kwargs)
+    node.meta[VALUE] = value
+    return node
+
+
+def changed(call: fx.Node, before: fx.Node, **new: Any) -> fx.Node:
+    """A copy of a call with other arguments, in front of a node."""
+    return put(before, call.target, call.meta[VALUE], **arguments(call) | new)
+
+
+def beneath(value: fx.Node) -> fx.Node:
+    """A value before it got another shape."""
+    while is_call(value, *_RESHAPING):
+        value = value.all_input_nodes[0]
+    return value
+
+
+def in_shape(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
+    """A value in the shape of another one, in front of a node; None if that takes a copy."""
+    shape, found = tensor_of(like).shape, value
+    while tensor_of(found).shape != shape and is_call(found, *_RESHAPING):
+        found = found.all_input_nodes[0]
+    if tensor_of(found).shape == shape:
+        return found
+    viewed = tensor_of(like).to(tensor_of(value).dtype)  # much faster than a view of a fake tensor
+    if not (viewed.is_contiguous() and tensor_of(value).is_contiguous()):
+        try:
+            viewed = tensor_of(value).view(shape)
+        except RuntimeError:
+            return None
+    return put(before, aten.view.default, viewed, value, [as_recorded(size) for size in shape])
+
+
+def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """What reads a value in any shape: (reader, the value in the shape that it reads)."""
+    for user in value.users:
+        if is_call(user, *_RESHAPING):
+            yield from readers(user)
+        else:
+            yield user, value
+
+
+def is_read_once(value: fx.Node, reader: fx.Node) -> bool:
+    """Whether nothing but one reader reads a value, in any shape."""
+    while list(value.users) == [reader]:
+        if beneath(value) is value:
+            return True
+        value, reader = value.all_input_nodes[0], value
+    return False
+
+
+def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = True) -> bool:
+    """Whether no call between two nodes writes into the memory of a value; unless `read`, none reads it."""
+    memory, node = memory_of(value), since.next
+    while node is not until:
+        touched = written(node) if read or _is_view(node) else node.all_input_nodes
+        if any(memory_of(each) is memory for each in touched):
+            return False
+        node = node.next
+    return True
+
+
+def is_final(value: fx.Node) -> bool:
+    """Whether no call writes into the memory of a value that a call has made."""
+    memory = memory_of(value)
+    return memory.op != "call_function" or not _is_written(memory, memory)
+
+
+def _is_written(value: fx.Node, memory: fx.Node) -> bool:
+    return any(
+        value in written(user) or (memory_of(user) is memory and _is_written(user, memory))
+        for user in value.users
+        if user.op == "call_function"
+    )
+
+
+def memory_of(value: fx.Node) -> fx.Node:
+    """The node that made the memory in which a value lies."""
+    *_, value = value, *shown(value)
+    return value.args[0] if value.target is ITEM else value  # type: ignore[return-value]  # a call
+
+
+def shown(value: fx.Node) -> Iterator[fx.Node]:
+    """What a value is a view of, one after the other."""
+    while True:
+        call: Any = value.args[0] if value.target is ITEM else value
+        name = "self" if is_call(call, aten._unsafe_view) else None
+        if name is None and call.op == "call_function":
+            name = _signature(call.target).viewed
+        if name is None:
+            return
+        value = arguments(call)[name]
+        yield value
+
+
+def hoist(value: fx.Node, before: fx.Node) -> None:
+    """Moves a value in front of a node, and what it is computed of, where that is behind it: views."""
+    if before < value:
+        for each in value.all_input_nodes:
+            hoist(each, before)
+        before.prepend(value)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node only shows memory of another one."""
+    if node.target is ITEM:
+        return True
+    return node.op == "call_function" and not written(node) and _signature(node.target).viewed is not None
+
+
+class _Signature(NamedTuple):
+    """The arguments of an operator: all with defaults, those that it writes, the one it returns a view of."""
+
+    defaults: dict[str, Any]
+    written: tuple[str, ...]
+    viewed: str | None
+
+
+@functools.cache
+def _signature(operator: Any) -> _Signature:
+    schema = getattr(operator, "_schema", None)
+    if schema is None:
+        return _Signature({}, (), None)
+    aliased = {each.name: each.alias_info for each in schema.arguments if each.alias_info is not None}
+    returns_view = bool(schema.returns) and schema.returns[0].alias_info is not None
+    return _Signature(
+        {each.name: each.default_value for each in schema.arguments},
+        tuple(name for name, alias in aliased.items() if alias.is_write),
+        next(iter(aliased), None) if returns_view else None,
+    )
+
+
+def written(call: fx.Node) -> list[fx.Node]:
+    """The tensors that a call writes into."""
+    names = _signature(call.target).written if call.op == "call_function" else ()
+    given = arguments(call) if names else {}
+    values = (value for name in names for value in _as_list(given[name]))
+    return [value for value in values if isinstance(value, fx.Node)]
+
+
+def _as_list(value: Any) -> Any:
+    return value if isinstance(value, (list, tuple)) else [value]

@@ -1,0 +1,184 @@
+"""Quantised linear layers with one input (q, k and v; gate and up) as one operator.
+
+Their rows are laid one behind the other in memory, and the layers' parameters become views of it: the
+operator reads what is written into them later, and no weight is there twice.
+"""
+
+from collections import defaultdict
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from ..nodes import arguments, aten, calls, changed, is_call, is_final, is_unchanged, ours, put, tensor_of
+from ..tracing import ITEM, PARTS, TENSOR, VALUE, is_operator
+
+_COPIES = (aten.clone, aten.cat)
+_WEIGHTS = ("packed", "scales", "biases", "bias")
+
+
+def join_linears(graph: fx.Graph) -> None:
+    """linear_quantized(X, A), linear_quantized(X, B) -> the parts of linear_quantized(X, [A, B])"""
+    groups: dict[Any, list[fx.Node]] = defaultdict(list)
+    for call in calls(graph, ours.linear_quantized):
+        given = arguments(call)
+        x, *weights, format = (given.pop(name) for name in ("x", *_WEIGHTS, "format"))
+        has_options = any(isinstance(value, fx.Node) for value in given.values())
+        if not has_options and all(each is None or _is_parameter(each) for each in weights):
+            groups[x, format, *map(_kind, weights[:3])].append(call)
+    for (x, *_), group in groups.items():
+        if all(is_unchanged(x, group[0], call) for call in group[1:]):
+            _join(group)
+
+
+def order_outputs(graph: fx.Graph) -> None:
+    """Copies that only bring one token's outputs into another order -> linear_quantized(..., order=...)"""
+    for call in calls(graph, ours.linear_quantized):
+        given, width = arguments(call), tensor_of(call).shape[-1]
+        if tensor_of(call).numel() == width and given["residual"] is None and given["order"] is None:
+            moved, ends = _moved(call, torch.arange(width).view(tensor_of(call).shape))
+            copies = [node for node in moved if is_call(node, *_COPIES)]
+            if not copies:
+                continue
+            sources = torch.cat([moved[end].flatten() for end in ends])
+            is_order = torch.equal(sources.sort().values, torch.arange(width))
+            if is_order and all(map(is_final, [*copies, *ends])):
+                _order(call, ends, sources)
+
+
+def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
+    """What is made of a call's values by moving them alone; and those of these nodes that are read."""
+    moved: dict[fx.Node, Any] = {call: values}
+    ends: dict[fx.Node, None] = {}
+    node, waiting = call, set(call.users)
+    while waiting:
+        node = node.next
+        if node not in waiting:
+            continue
+        waiting.remove(node)
+        inside = [each for each in node.all_input_nodes if each in moved]
+        if inside and inside == node.all_input_nodes and (node.target is ITEM or _moves(node)):
+            target: Any = node.target
+            args: Any = fx.node.map_arg(node.args, moved.__getitem__)
+            moved[node] = target(*args, **node.kwargs)
+            waiting.update(node.users)
+        else:
+            ends.update(dict.fromkeys(inside))
+    return moved, list(ends)
+
+
+def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor) -> None:
+    """Lets a call give the values of all ends, one behind the other."""
+    weight, sizes = tensor_of(arguments(call)["packed"]), [tensor_of(end).numel() for end in ends]
+    order = _constant(call, sources.argsort().int().to(weight.device), [])
+    parts = tensor_of(call).split_with_sizes(sizes, -1)
+    shown: dict[fx.Node, Any] = {}
+    for end, part in zip(ends, parts, strict=True):
+        if not _can_show(end, part.view(tensor_of(end).shape), shown):
+            return
+    for node, value in shown.items():
+        node.meta[VALUE] = value
+    ordered = changed(call, call, order=order)
+    split = put(call, aten.split_with_sizes.default, parts, ordered, sizes, -1)
+    for number, end in enumerate(ends):
+        item, like = put(call, ITEM, parts[number], split, number), tensor_of(end)
+        end.replace_all_uses_with(put(call, aten.view.default, like, item, list(like.shape)))
+
+
+def _moves(node: fx.Node) -> bool:
+    target: Any = node.target
+    return is_call(node, *_COPIES, aten._unsafe_view) or (is_operator(node) and target.is_view)
+
+
+def _join(group: list[fx.Node]) -> None:
+    first, rows = group[0], [tensor_of(call).shape[-1] for call in group]
+    weights = {name: [_tensor(arguments(call)[name]) for call in group] for name in _WEIGHTS}
+    if len(group) < 2 or not all(map(_may_join, weights.values())):
+        return
+    result = tensor_of(first).new_empty((*tensor_of(first).shape[:-1], sum(rows)))
+    parts, shown = result.split_with_sizes(rows, -1), dict[fx.Node, Any]()
+    if not all(_can_show(*each, shown) for each in zip(group, parts, strict=True)):
+        return
+    for node, value in shown.items():
+        node.meta[VALUE] = value
+    matrix = [_constant(first, _joined(weights[name], rows), weights[name]) for name in _WEIGHTS]
+    x, format = (arguments(first)[name] for name in ("x", "format"))
+    joined = put(first, ours.linear_quantized.default, result, x, *matrix, format)
+    split = put(first, aten.split_with_sizes.default, parts, joined, rows, -1)
+    for number, call in enumerate(group):
+        call.replace_all_uses_with(put(first, ITEM, parts[number], split, number))
+
+
+def _is_parameter(value: Any) -> bool:
+    tensor = value.meta.get(TENSOR)
+    return type(tensor) is nn.Parameter and tensor.is_contiguous() and not tensor.is_inference()
+
+
+def _tensor(weight: fx.Node | None) -> Tensor | None:
+    return None if weight is None else weight.meta[TENSOR]
+
+
+def _kind(weight: fx.Node | None) -> Any:
+    tensor = _tensor(weight)
+    return None if tensor is None else (tensor.dtype, tensor.device, tensor.shape[1:])
+
+
+def _may_join(parts: list[Tensor | None]) -> bool:
+    """Whether weights may lie in one memory: those that already share one with others stay in it."""
+    present = [part for part in parts if part is not None]
+    own = [part.untyped_storage().nbytes() == part.nbytes for part in present]
+    alike = len({part.dtype for part in present}) < 2 and len({*map(id, present)}) == len(present)
+    return alike and (all(own) or (len(present) == len(parts) and _lie_together(present)))
+
+
+def _lie_together(parts: list[Tensor]) -> bool:
+    memory, place = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
+    for part in parts:
+        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != place:
+            return False
+        place += part.numel()
+    return True
+
+
+def _joined(parts: list[Tensor | None], rows: list[int]) -> Tensor | None:
+    """The rows of all parts, which become views of them; zeros for a bias that is not there."""
+    present = [part for part in parts if part is not None]
+    if not present:
+        return None
+    first, width = present[0], present[0].shape[1:]
+    if len(present) == len(parts) and _lie_together(present):
+        return first.detach().as_strided((sum(rows), *width), first.stride(), first.storage_offset())
+    with torch.inference_mode(False), torch.no_grad():
+        whole = first.new_zeros((sum(rows), *width))
+        for part, view in zip(parts, whole.split(rows), strict=True):
+            if part is not None:
+                part.data = view.copy_(part)
+    return whole
+
+
+def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]) -> fx.Node | None:
+    if tensor is None:
+        return None
+    with before.graph.inserting_before(before):
+        node = before.graph.get_attr("joined")
+    node.meta.update({TENSOR: tensor, VALUE: tensor, PARTS: [part for part in parts if part is not None]})
+    return node
+
+
+def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
+    """Whether all views of a node are views of another value, too; adds these to `shown`."""
+    shown[node] = value
+    for user in node.users:
+        target: Any = user.target
+        if target is ITEM:
+            view = value[user.args[1]]
+        elif _moves(user) and not is_call(user, *_COPIES):
+            try:
+                view = target(value, *user.args[1:], **user.kwargs)
+            except (RuntimeError, ValueError):
+                return False
+        else:
+            continue
+        if not _can_show(user, view, shown):
+            return False
+    return True

@@ -1,0 +1,63 @@
+"""RMSNorms of one token, which the operators behind them can apply to their input.
+
+With more tokens each operator would have to norm all of them again.
+"""
+
+from typing import Any
+
+from torch import fx
+
+from ..nodes import arguments, calls, changed, in_shape, is_call, is_unchanged, ours, put, readers, tensor_of
+from ..patterns import linear_of
+
+_TAKING = (
+    ours.linear_quantized,
+    ours.mlp_quantized,
+    ours.moe_experts,
+    ours.moe_experts_quantized,
+    ours.router_logits,
+)
+
+
+def norm_in_operators(graph: fx.Graph) -> None:
+    """F(rms_norm(X)) -> F(X, norm), if all that read the norm can apply it."""
+    for norm in calls(graph, ours.rms_norm):
+        x, weight, eps, offset = arguments(norm).values()
+        if weight is None or tensor_of(norm).numel() != tensor_of(weight).numel():
+            continue
+        if tensor_of(weight).dtype != tensor_of(x).dtype:  # it would be a launch of its own for each
+            continue
+        found, size = list(readers(norm)), tensor_of(weight).shape
+        if any(tensor_of(value).shape[-1:] != size for _, value in found):
+            continue
+        if not all(_can_norm(*each) and is_unchanged(x, norm, each[0]) for each in found):
+            continue
+        options = {"norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
+        for reader, value in found:
+            source = in_shape(x, value, reader)
+            if source is None:
+                break
+            reader.replace_all_uses_with(_with_norm(reader, source, options))
+
+
+def _with_norm(reader: fx.Node, x: fx.Node, options: dict[str, Any]) -> fx.Node:
+    if is_call(reader, *_TAKING):
+        return changed(reader, reader, x=x, **options)
+    matmul, like = linear_of(reader), tensor_of(reader)
+    assert matmul is not None
+    given = {"x": x, "weight": matmul[1], "bias": matmul[2], "dtype": like.dtype}
+    return put(reader, ours.router_logits.default, like, **given, **options)
+
+
+def _can_norm(reader: fx.Node, value: fx.Node) -> bool:
+    if is_call(reader, *_TAKING):
+        given = arguments(reader)
+        return given["x"] is value and given["norm_weight"] is None and list(given.values()).count(value) == 1
+    matmul = linear_of(reader)
+    if matmul is None or matmul[0] is not value or tensor_of(value).dim() != 2:
+        return False
+    if matmul[1].op != "get_attr" or tensor_of(matmul[1]).dtype != tensor_of(value).dtype:
+        return False
+    return tensor_of(reader).shape[-1] == 1 or all(
+        is_call(user, ours.moe_router) for user, _ in readers(reader)
+    )

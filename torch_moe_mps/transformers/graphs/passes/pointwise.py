@@ -1,0 +1,204 @@
+"""Chains of operations on elements: one launch in place of one for each."""
+
+import heapq
+from typing import Any
+
+import torch
+from torch import fx
+
+from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS
+from ..nodes import arguments, aten, is_call, is_unchanged, ours, put, tensor_of
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+_READ = (*_NAMES, torch.int32, torch.int64)
+_UNARY = {
+    getattr(aten, name): name
+    for name in ("neg", "exp", "log", "log1p", "sqrt", "rsqrt", "sigmoid", "silu", "tanh", "relu", "softplus")
+}
+_UNARY |= {aten._to_copy: "to", aten.clone: "to"}
+_BINARY = {aten.add: "add", aten.sub: "sub", aten.mul: "mul", aten.div: "div"}
+_BINARY |= {aten.maximum: "max", aten.minimum: "min"}
+# What changes neither the order of elements nor more than dimensions of one of them.
+_VIEWS = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.expand, aten.alias, aten.detach)
+# {dimension of a value: that of the result by which it goes, None where it has one element}
+Dims = tuple[int | None, ...]
+
+
+def join_elements(graph: fx.Graph) -> None:
+    """mul(sigmoid(GATE), X) -> pointwise(GATE, "sigmoid a bf16; mul %0 b bf16", X) in bfloat16"""
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    taken: set[fx.Node] = set()
+    for root in reversed(list(place)):
+        if root in taken or _operation(root) is None or not tensor_of(root).is_contiguous():
+            continue
+        if tensor_of(root).dim() > MAX_RANK:
+            continue
+        group = _Group(root, place)
+        if len(group.members) > 1:
+            taken.update(group.members)
+            root.replace_all_uses_with(group.call())
+
+
+class _Group:
+    """A call and what only leads to it, as long as one launch can compute all."""
+
+    def __init__(self, root: fx.Node, place: dict[fx.Node, int]):
+        self.root, self._place = root, place
+        self.members: dict[fx.Node, Dims] = {root: tuple(range(tensor_of(root).dim()))}
+        waiting = [(-place[each], dims, each) for each, dims in self._sources(root)]
+        heapq.heapify(waiting)
+        seen: set[fx.Node] = set()
+        while waiting:
+            _, dims, node = heapq.heappop(waiting)
+            if node in seen or not self._fits(node):
+                continue
+            seen.add(node)
+            self.members[node] = dims
+            if self._formula() is None:
+                del self.members[node]
+                continue
+            for each, of_each in self._sources(node):
+                heapq.heappush(waiting, (-place[each], of_each, each))
+
+    def _fits(self, node: fx.Node) -> bool:
+        if _operation(node) is None or not all(user in self.members for user in _users(node)):
+            return False
+        return all(is_unchanged(each, node, self.root) for each in _operands(node) if _is_node(each))
+
+    def _sources(self, member: fx.Node) -> list[tuple[fx.Node, Dims]]:
+        """What a member computes with, before views, and how its dimensions go with the result's."""
+        found = [
+            _before_views(each, self._dims(each, member)) for each in _operands(member) if _is_node(each)
+        ]
+        return [each for each in found if each[0].op == "call_function"]
+
+    def _dims(self, operand: fx.Node, member: fx.Node) -> Dims:
+        shape, of_member = tensor_of(operand).shape, self.members[member]
+        behind = of_member[len(of_member) - len(shape) :]
+        return tuple(None if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
+
+    def _formula(self) -> tuple[list[str], dict[tuple[fx.Node, Dims], str]] | None:
+        """The steps, and the names of inputs; None for too many, or for a member that is read in two ways."""
+        steps: dict[fx.Node, str] = {}
+        made: list[str] = []
+        inputs: dict[tuple[fx.Node, Dims], str] = {}
+        numbers: set[str] = set()
+        for member in sorted(self.members, key=self._place.__getitem__):
+            named = []
+            for operand in _operands(member):
+                if not _is_node(operand):
+                    named.append(repr(float(operand)))
+                    numbers.add(named[-1])
+                    continue
+                dims = self._dims(operand, member)
+                source, before = _before_views(operand, dims)
+                if source in steps:
+                    if self.members[source] != before:
+                        return None
+                    named.append(steps[source])
+                    continue
+                inputs.setdefault((operand, dims), INPUTS[len(inputs) : len(inputs) + 1])
+                named.append(inputs[operand, dims])
+            operations: Any = _operation(member)
+            for operation in operations:
+                last = f"%{len(made) - 1}"
+                operands = [last if each is None else named[each] for each in operation[1:]]
+                made.append(" ".join((operation[0], *operands, _NAMES[tensor_of(member).dtype])))
+            steps[member] = f"%{len(made) - 1}"
+        fits = len(made) <= MAX_STEPS and len(numbers) <= MAX_NUMBERS and len(inputs) <= len(INPUTS)
+        return (made, inputs) if fits else None
+
+    def call(self) -> fx.Node:
+        found = self._formula()
+        assert found is not None  # it was when its last member came
+        steps, inputs = found
+        like = tensor_of(self.root)
+        given = {name: self._aligned(*key) for key, name in inputs.items()}
+        first = given.pop(INPUTS[0])
+        formula = "; ".join(steps)
+        return put(self.root, ours.pointwise.default, like, first, formula, like.dtype, **given)
+
+    def _aligned(self, value: fx.Node, dims: Dims) -> fx.Node:
+        """An input whose dimensions are the last of the result's."""
+        rank = tensor_of(self.root).dim()
+        if all(dim in (None, rank - len(dims) + number) for number, dim in enumerate(dims)):
+            return value
+        sizes = dict(zip(dims, tensor_of(value).shape, strict=True))
+        shape = [sizes.get(dim, 1) for dim in range(rank)]
+        return put(self.root, aten.view.default, tensor_of(value).view(shape), value, shape)
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
+
+
+def _operands(call: fx.Node) -> list[Any]:
+    """What the places of an operation stand for."""
+    if is_call(call, aten.clamp):
+        given = list(arguments(call).values())
+        return [each for each in given if each is not None]
+    return list(arguments(call).values())[: 2 if is_call(call, *_BINARY) else 1]
+
+
+def _operation(call: fx.Node) -> list[tuple[Any, ...]] | None:
+    """(operation, places of its operands; None is the operation before) of a call; None for another one."""
+    packet: Any = getattr(call.target, "overloadpacket", None)
+    known = packet in _UNARY or packet in _BINARY or packet in (aten.clamp, aten.pow)
+    if not known or not call.users:
+        return None
+    given = arguments(call)
+    others = {name: value for name, value in given.items() if name in ("alpha", "beta", "rounding_mode")}
+    if any(value not in (None, 1) for value in others.values()) or given.get("threshold", 20) != 20:
+        return None
+    operands = _operands(call)
+    if not _is_node(operands[0]) or not all(_can_read(each, call) for each in operands):
+        return None
+    if packet is aten.clamp:
+        low, high = given["min"], given["max"]
+        sides = [name for name, value in (("max", low), ("min", high)) if value is not None]
+        return [(name, 0 if number == 0 else None, number + 1) for number, name in enumerate(sides)]
+    if packet is aten.pow:
+        return [("mul", 0, 0)] if given.get("exponent") == 2 else None
+    if packet in _UNARY:
+        return [(_UNARY[packet], 0)]
+    return [(_BINARY[packet], 0, 1)]
+
+
+def _can_read(value: Any, call: fx.Node) -> bool:
+    made = tensor_of(call)
+    if not _is_node(value):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and abs(value) <= torch.finfo(torch.float32).max
+    read = tensor_of(value)
+    fits = made.dtype in _NAMES and read.dtype in _READ and read.device == made.device
+    is_cast = is_call(call, aten._to_copy, aten.clone)
+    fits &= is_cast or torch.promote_types(read.dtype, made.dtype) == made.dtype
+    return fits and all(type(size) is int for size in (*read.shape, *made.shape)) and read.dim() <= made.dim()
+
+
+def _users(node: fx.Node) -> list[fx.Node]:
+    """What reads a value, through views."""
+    found = []
+    for user in node.users:
+        found += _users(user) if is_call(user, *_VIEWS) else [user]
+    return found
+
+
+def _before_views(value: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:
+    """A value before views that only add and take away dimensions of one element."""
+    while is_call(value, *_VIEWS):
+        source: Any = value.args[0]
+        shape = tensor_of(source).shape
+        if not all(type(size) is int for size in (*shape, *tensor_of(value).shape)):
+            break
+        if is_call(value, aten.expand):
+            behind = dims[len(dims) - len(shape) :]
+            dims = tuple(None if size == 1 else dim for size, dim in zip(shape, behind, strict=True))
+        else:
+            wide = [dim for dim, size in zip(dims, tensor_of(value).shape, strict=True) if size != 1]
+            if [size for size in shape if size != 1] != [s for s in tensor_of(value).shape if s != 1]:
+                break
+            left = iter(wide)
+            dims = tuple(None if size == 1 else next(left) for size in shape)
+        value = source
+    return value, dims

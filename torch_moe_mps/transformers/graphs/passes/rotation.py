@@ -1,0 +1,301 @@
+"""The rotation of queries and keys: what stands in front of `rope`, and the write into a cache behind it."""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from ..nodes import (
+    arguments,
+    aten,
+    beneath,
+    calls,
+    changed,
+    hoist,
+    in_shape,
+    is_call,
+    is_unchanged,
+    memory_of,
+    ours,
+    put,
+    shown,
+    tensor_of,
+)
+from ..tracing import ITEM, VALUE
+
+_TABLES = ("cos", "sin", "pairs", "rotary_dim", "rotary_last")
+_OF_NORMS = ("eps", "weight_offset")
+
+
+def turn_parts(graph: fx.Graph) -> None:
+    """cat(A, rope(B)) -> rope(C), where A and B are the columns of C, in either order."""
+    for call in calls(graph, ours.rope):
+        given, results = arguments(call), _results(call)
+        width = tensor_of(given["cos"]).shape[-1] if given["rotary_dim"] is None else given["rotary_dim"]
+        sides: set[bool] = set()
+        new: dict[str, fx.Node] = {}
+        for name in _given(call):
+            if tensor_of(given[name]).shape[-1] != width:
+                sides.add(given["rotary_last"])
+            elif name in results and given[f"{name}_weight"] is None:
+                found = _whole(call, given[name], results[name])
+                if found is not None:
+                    new[name], results[name], is_last = found
+                    sides.add(is_last)
+        if new and len(sides) == 1:
+            made = changed(call, call, **new, rotary_last=sides.pop())
+            _give(made, results)
+
+
+def norms_in_rotation(graph: fx.Graph) -> None:
+    """rope(rms_norm(Q), rms_norm(K)) -> rope(Q, K, norms), or so for one of them."""
+    for call in calls(graph, ours.rope):
+        given = arguments(call)
+        for name in _given(call):
+            found = None if given[f"{name}_weight"] is not None else _norm_of(given[name], call)
+            options = None if found is None or found.weight is None else _options_of_both(given, found)
+            if found is not None and options is not None:
+                given |= {name: found.x, f"{name}_weight": found.weight, **options}
+        if given != arguments(call):
+            call.replace_all_uses_with(changed(call, call, **given))
+
+
+def join_rotations(graph: fx.Graph) -> None:
+    """rope(Q), rope(K) -> rope(Q, K), of the same tables."""
+    alone = [call for call in calls(graph, ours.rope) if _given(call) == ["q"]]
+    for first, second in itertools.pairwise(alone):
+        results, last = _results(first), _results(second)
+        if not (results and last):  # the first is one of a pair already
+            continue
+        given, others = arguments(first), arguments(second)
+        one, other = tensor_of(given["q"]), tensor_of(others["q"])
+        norm = _Norm(second, others["q"], others["q_weight"], others["eps"], others["weight_offset"])
+        options = {} if norm.weight is None else _options_of_both(given, norm)
+        if (
+            options is not None
+            and all(given[name] == others[name] for name in _TABLES)
+            and (one.shape[:2], one.dtype) == (other.shape[:2], other.dtype)
+            and not any(user < second for result in results.values() for user in result.users)
+            and all(is_unchanged(each, first, second) for each in first.all_input_nodes)
+        ):
+            new = {"k": norm.x, "k_weight": norm.weight, **options}
+            made = changed(first, second, **new)
+            _give(made, results | {"k": last["q"]})
+
+
+def write_into_cache(graph: fx.Graph) -> None:
+    """rope(Q, K), and copies of K and of values V to where a cache keeps them -> rope_cache_(Q, K, V).
+
+    Latent attention keeps latents as keys and what turns as values, side by side.
+    """
+    copies = calls(graph, aten.copy_)
+    for call in calls(graph, ours.rope):
+        for name, result in _results(call).items():
+            if _given(call) == ["q", "k"] and any(_write(call, name, *w) for w in _writes(result, copies)):
+                break
+
+
+class _Norm(NamedTuple):
+    """A call of rms_norm, and its argument in the shape of what it is looked for in."""
+
+    call: fx.Node
+    x: fx.Node
+    weight: fx.Node | None
+    eps: float
+    offset: float
+
+
+class _Write(NamedTuple):
+    """A call that writes a source to a place, [B, H, T, D]."""
+
+    call: fx.Node
+    place: fx.Node
+    source: fx.Node
+
+
+def _given(call: fx.Node) -> list[str]:
+    return [name for name in "qk" if arguments(call)[name] is not None]
+
+
+def _results(call: fx.Node) -> dict[str, fx.Node]:
+    """{q, k: what a call of `rope` makes of it}, if it is read."""
+    items: list[Any] = [user for user in call.users if user.users]
+    return {"qk"[item.args[1]]: item for item in items}
+
+
+def _give(call: fx.Node, places: dict[str, fx.Node]) -> None:
+    """Puts the results of a new call of `rope` in the place of values."""
+    call.meta[VALUE] = [*call.meta[VALUE]]
+    for name, old in places.items():
+        number = "qk".index(name)
+        call.meta[VALUE][number] = tensor_of(old)
+        old.replace_all_uses_with(put(call.next, ITEM, tensor_of(old), call, number))
+
+
+def _whole(call: fx.Node, part: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
+    """Of a part of heads that turns: the whole [B, T, H, D], where it is joined, whether the part is its end.
+
+    None if the result is read elsewhere, or joined with something else than the columns beside it.
+    """
+    (join, *others), width = result.users, tensor_of(part).shape[-1]
+    if others or join.target != aten.cat.default or not tensor_of(join).is_contiguous():
+        return None
+    parts, dim = arguments(join).values()
+    if len(parts) != 2 or parts.count(result) != 1 or dim not in (-1, 3):
+        return None
+    is_last = parts[1] is result
+    beside = parts[0 if is_last else 1]
+    if memory_of(beside) is not memory_of(part) or not is_unchanged(part, call, join):
+        return None
+    whole, kept = tensor_of(join).shape[-1], tensor_of(beside).shape[-1]
+    start, start_of_kept = (kept, 0) if is_last else (0, width)
+    for source in shown(part):
+        if tensor_of(source).dim() != 4 or tensor_of(source).shape[-1] != whole or whole % 2:
+            continue
+        for swap in (False, True):
+            rows = tensor_of(source).transpose(1, 2) if swap else tensor_of(source)
+            turned = rows.narrow(-1, start, width)
+            passed = rows.narrow(-1, start_of_kept, kept).transpose(1, 2)
+            if _alike(turned, tensor_of(part)) and _alike(passed, tensor_of(beside)):
+                return _swapped(source, call) if swap else source, join, is_last
+    return None
+
+
+def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
+    """The norm over the last dimension that a value is, in any shape, if nothing but one reader reads it."""
+    views: list[fx.Node] = []
+    call, user = value, reader
+    while not is_call(call, ours.rms_norm):
+        if list(call.users) != [user] or not (is_call(call, aten.transpose) or beneath(call) is not call):
+            return None
+        views.append(call)
+        user, call = call, call.all_input_nodes[0]
+    x, weight, eps, offset = arguments(call).values()
+    width = tensor_of(x).shape[-1:]
+    if list(call.users) != [user] or any(tensor_of(each).shape[-1:] != width for each in views):
+        return None
+    if weight is not None and (weight.op != "get_attr" or tensor_of(weight).shape != width):
+        return None
+    if tensor_of(call).dtype != tensor_of(x).dtype or not is_unchanged(x, call, reader):
+        return None
+    for view in reversed(views):
+        x = _seen(x, view, call)
+        if x is None:
+            return None
+    return _Norm(call, x, weight, eps, offset)
+
+
+def _seen(x: fx.Node, view: fx.Node, before: fx.Node) -> fx.Node | None:
+    """What a view shows, of another value; None if that takes a copy, or the last dimension does not stay."""
+    if not is_call(view, aten.transpose):
+        return in_shape(x, view, before)
+    _, *dims = arguments(view).values()
+    if any(dim % tensor_of(x).dim() == tensor_of(x).dim() - 1 for dim in dims):
+        return None
+    return put(before, view.target, tensor_of(x).transpose(*dims), x, *dims)
+
+
+def _options_of_both(given: dict[str, Any], norm: _Norm) -> dict[str, Any] | None:
+    """The options of the norms that a call has and of another one; None if they differ."""
+    own = {name: given[name] for name in _OF_NORMS}
+    if given["q_weight"] is None and given["k_weight"] is None:
+        return dict(zip(_OF_NORMS, norm[-2:], strict=True))
+    has_offset = norm.weight is not None and norm.offset != own["weight_offset"]
+    return None if norm.eps != own["eps"] or has_offset else own
+
+
+def _writes(result: fx.Node, copies: list[fx.Node]) -> Iterator[tuple[_Write, _Write]]:
+    """The write of a result into a cache, if nothing else reads it, and another one next to it."""
+    call, *others = result.users
+    if others:
+        return
+    given = arguments(call)
+    if is_call(call, aten.copy_) and given["src"] is result:
+        number = copies.index(call)
+        for each in (*copies[number + 1 : number + 2], *copies[max(number - 1, 0) : number]):
+            place, source, _ = arguments(each).values()
+            yield _Write(call, given["self"], result), _Write(each, place, source)
+    elif call.target == aten.cat.out and len(given["tensors"]) == 2 and given["dim"] in (-1, 3):
+        (first, second), out = given["tensors"], given["out"]
+        width, whole = tensor_of(first).shape[-1], tensor_of(out).shape[-1]
+        left, right = (
+            _Write(call, put(call, aten.slice.Tensor, tensor_of(out)[..., a:b], out, -1, a, b), source)
+            for source, a, b in ((first, 0, width), (second, width, whole))
+        )
+        yield (left, right) if first is result else (right, left)
+
+
+def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
+    """Lets the operator do two writes, the first one of a result of `rope`. Returns: whether it can."""
+    given, v = arguments(call), other.source
+    queries = "q" if name == "k" else "k"
+    options = {each: given[each] for each in _TABLES + _OF_NORMS}
+    reader, norm = other.call, _norm_of(v, other.call)
+    shared = None if norm is None else _options_of_both(given, norm)
+    if norm is not None and shared is not None:
+        v, reader, options = norm.x, norm.call, options | shared | {"norm_v": True, "v_weight": norm.weight}
+    behind = max(call, memory_of(v)).next  # as early as possible: what reads the queries comes later
+    memories = {memory_of(turned.place), memory_of(other.place)}
+    q, read = _results(call).get(queries), [*call.all_input_nodes, v]
+    if (
+        not _fit(turned, other, v)
+        or turned.call.users
+        or other.call.users
+        or len(memories) != (1 if turned.call is other.call else 2)
+        or any(memory.op != "placeholder" for memory in memories)
+        or any(memory_of(each) in memories for each in read)
+        or (q is not None and any(user < behind for user in q.users))
+        or not all(is_unchanged(each, call, behind) for each in call.all_input_nodes)
+        or not _is_same(v, reader, behind)
+        or not all(_is_same(each.place, each.call, behind, read=False) for each in (turned, other))
+    ):
+        return False
+    made = put(
+        behind, ours.rope_cache_.default, call.meta[VALUE]["qk".index(queries)],
+        q=given[queries], k=given[name], v=v, keys_=turned.place, values_=other.place,
+        q_weight=given[f"{queries}_weight"], k_weight=given[f"{name}_weight"], **options,
+    )  # fmt: skip
+    for each in made.all_input_nodes:
+        hoist(each, made)
+    made.update_kwarg("v", _swapped(v, made))
+    for each in {turned.call, other.call}:
+        call.graph.erase_node(each)
+    if q is not None:
+        q.replace_all_uses_with(made)
+    return True
+
+
+def _fit(turned: _Write, other: _Write, v: fx.Node) -> bool:
+    """Whether two writes are ones that the operator can do, the second of the rows of v [B, H, T, D]."""
+    tensors = [tensor_of(each) for each in (turned.source, turned.place, other.place, v)]
+    k, keys, values, rows = tensors
+    if any(each.dim() != 4 or (each.dtype, each.device) != (k.dtype, k.device) for each in tensors):
+        return False
+    alike = k.shape == keys.shape and rows.shape == values.shape == tensor_of(other.source).shape
+    return alike and (k.shape[0], k.shape[2]) == (rows.shape[0], rows.shape[2]) and rows.shape[3] % 2 == 0
+
+
+def _swapped(x: fx.Node, before: fx.Node) -> fx.Node:
+    """x.transpose(1, 2), in front of a node."""
+    if is_call(x, aten.transpose) and x.args[1:] == (1, 2):
+        return x.args[0]  # type: ignore[return-value]  # a tensor
+    return put(before, aten.transpose.int, tensor_of(x).transpose(1, 2), x, 1, 2)
+
+
+def _is_same(value: fx.Node, reader: fx.Node, before: fx.Node, read: bool = True) -> bool:
+    """Whether a value is the same for what comes in front of a node as for its reader: `is_unchanged`."""
+    if reader < before:
+        return is_unchanged(value, reader, before, read)
+    return is_unchanged(value, before.prev, reader, read)
+
+
+def _alike(one: Tensor, other: Tensor) -> bool:
+    """Whether two views of one memory show the same."""
+    strides = zip(one.shape, one.stride(), other.stride(), strict=False)
+    same = one.shape == other.shape and one.dtype == other.dtype
+    return (
+        same
+        and one.storage_offset() == other.storage_offset()
+        and all(n == 1 or a == b for n, a, b in strides)
+    )

@@ -1,0 +1,164 @@
+"""What a recorded graph does not need: results that nobody reads, and views that change nothing.
+
+An operator that writes is never touched unless nothing reads its memory, nor one that draws random numbers.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from ..nodes import arguments, aten, is_call, is_final, memory_of, put, tensor_of, written
+from ..tracing import ITEM, VALUE, Number
+
+
+def drop_unused(graph: fx.Graph) -> None:
+    """Drops calls whose results nobody reads."""
+    for node in reversed(graph.nodes):
+        if not node.users and node.op in ("call_function", "get_attr") and not _has_effects(node):
+            graph.erase_node(node)
+
+
+def constants_first(graph: fx.Graph) -> None:
+    """Moves constants to the front, where every call can read them."""
+    first = next(iter(graph.nodes))
+    for node in [node for node in graph.nodes if node.op == "get_attr"]:
+        first.prepend(node)
+
+
+def make_new_tensors(graph: fx.Graph) -> None:
+    """x.op_(Y) -> x.op(Y), which later calls read, of a tensor that no other one shows.
+
+    Most patterns then need not ask when a value was changed.
+    """
+    place = {node: number for number, node in enumerate(graph.nodes)}
+    for node in list(graph.nodes):
+        own, operator = node.args[0] if node.args else None, _out_of_place(node)
+        if operator is None or not isinstance(own, fx.Node) or own.op != "call_function":
+            continue
+        memory = memory_of(own)
+        if memory is not (own.args[0] if own.target is ITEM else own):
+            continue  # it is a view
+        before = [user for user in own.users if place[user] < place[node]]
+        if any(memory_of(user) is memory for user in before if not _out_of_place(user)):
+            continue
+        index = arguments(node).get("index")
+        values = [each for each in node.all_input_nodes if each is not index]
+        if any(tensor_of(each).dtype != tensor_of(own).dtype for each in values):
+            continue
+        new = put(node, operator, tensor_of(own), *node.args, **node.kwargs)
+        place[new] = now = place[node]
+        graph.erase_node(node)
+        for user in [user for user in own.users if place[user] > now]:
+            user.replace_input_with(own, new)
+
+
+def _out_of_place(node: fx.Node) -> Any:
+    """The operator of aten that returns what a call writes over its first argument; None if there is none."""
+    target: Any = node.target
+    schema = getattr(target, "_schema", None)
+    if schema is None or not schema.name.startswith("aten::") or not schema.name.endswith("_") or node.users:
+        return None
+    packet = getattr(torch.ops.aten, schema.name[6:-1], None)
+    return getattr(packet, target._overloadname, None)
+
+
+def share_views(graph: fx.Graph) -> None:
+    """Replaces a view by an equal one that was made before, or by what it shows where the two are alike."""
+    views: dict[Any, fx.Node] = {}
+    for node in list(graph.nodes):
+        if not _is_view(node):
+            continue
+        geometry = _geometry(node.meta[VALUE])
+        source = next((each for each in _shown(node) if _geometry(each.meta[VALUE]) == geometry), None)
+        if source is not None:
+            node.replace_all_uses_with(source)
+        else:
+            first = views.setdefault((node.target, _hashable(node.args), _hashable(node.kwargs)), node)
+            if first is not node:
+                node.replace_all_uses_with(first)
+
+
+def share_equal(graph: fx.Graph) -> None:
+    """Replaces a call by an equal one that was made before, where nobody can tell their results apart."""
+    known: dict[Any, fx.Node] = {}
+    writes: Counter[fx.Node] = Counter()  # so far, into each memory
+    for node in list(graph.nodes):
+        if node.op != "call_function":
+            continue
+        writes.update(map(memory_of, written(node)))
+        if _has_effects(node):
+            continue
+        is_new = node.target is not ITEM and not _is_view(node)
+        read = [writes[memory_of(each)] for each in node.all_input_nodes] if is_new else None
+        # The text of arguments has their types.
+        first = known.setdefault((node.target, repr(node.args), repr(node.kwargs), repr(read)), node)
+        if first is node or (is_new and not (is_final(first) and is_final(node))):
+            continue
+        if not is_new or not (_is_returned(first) and _is_returned(node)):
+            node.replace_all_uses_with(first)
+
+
+def _is_returned(value: fx.Node) -> bool:
+    """Whether a call's memory is that of a result, which may be written later."""
+    memory = memory_of(value)
+    return any(memory_of(each) is memory for each in value.graph.output_node().all_input_nodes)
+
+
+def _shown(view: Any) -> Iterator[fx.Node]:
+    """What a view is one of, one after the other."""
+    while _is_view(view):
+        view = view.args[0]
+        yield view
+
+
+def _has_effects(node: fx.Node) -> bool:
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded in node.target.tags:
+        return True
+    changes = [memory_of(each) for each in written(node)]
+    return node.target._schema.is_mutable and not (changes and all(map(_is_never_read, changes)))
+
+
+def _is_never_read(memory: fx.Node) -> bool:
+    """Whether a call made it, and only calls that return the same memory, as those that write, take it."""
+    made = memory.op == "call_function"
+    return made and all(memory_of(user) is memory for user in _showing(memory))
+
+
+def _showing(value: fx.Node) -> Iterator[fx.Node]:
+    """What takes a value, and what takes results that lie in its memory."""
+    for user in value.users:
+        yield user
+        if memory_of(user) is memory_of(value):
+            yield from _showing(user)
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Whether a node's only result is a view of its first argument, with its elements."""
+    if is_call(node, aten._conj, aten._neg_view):
+        return False
+    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta[VALUE], Tensor):
+        return False
+    alias = node.target._schema.returns[0].alias_info
+    return alias is not None and not alias.is_write and isinstance(node.args[0], fx.Node)
+
+
+def _geometry(tensor: Tensor) -> tuple[Any, ...]:
+    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
+    return tensor.dtype, tensor.dim(), *(_expression(number) for number in numbers)
+
+
+def _expression(number: Any) -> Any:
+    return number.node.expr if isinstance(number, torch.SymInt) else number
+
+
+def _hashable(value: Any) -> Any:
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_hashable, value))
+    if isinstance(value, dict):
+        return tuple((name, _hashable(each)) for name, each in value.items())
+    return value.expression if isinstance(value, Number) else value

@@ -1,0 +1,136 @@
+"""Sums behind an operator that can add: the residual stream, and the outputs of shared experts.
+
+What an operator adds is rounded once, with its result.
+"""
+
+import itertools
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from ..nodes import (
+    arguments,
+    aten,
+    beneath,
+    calls,
+    changed,
+    in_shape,
+    is_call,
+    is_read_once,
+    is_unchanged,
+    ours,
+    put,
+    tensor_of,
+)
+from ..patterns import before_widening, match
+from ..tracing import ITEM
+
+_EXPERTS = (ours.moe_experts, ours.moe_experts_quantized, ours.moe_weighted_reduce)
+_ADDING = (*_EXPERTS, ours.linear_quantized, ours.mlp_quantized)
+
+
+def add_norms(graph: fx.Graph) -> None:
+    """R + rms_norm(X) -> fused_norm_add(R, X)"""
+    for total in calls(graph, aten.add):
+        like = tensor_of(total)
+        for norm, _, residual in _terms(total, ours.rms_norm):
+            x, weight, *options = arguments(norm).values()
+            source = in_shape(x, total, total)
+            if weight is None or tensor_of(weight).shape != like.shape[-1:] or source is None:
+                continue
+            if all(is_unchanged(each, norm, total) for each in norm.all_input_nodes):
+                new = put(total, ours.fused_norm_add.default, like, residual, source, weight, *options)
+                total.replace_all_uses_with(new)
+                break
+
+
+def scale_norm_sums(graph: fx.Graph) -> None:
+    """fused_norm_add(R, X) * SCALAR -> fused_norm_add_scalar(R, X, SCALAR)"""
+    for product in calls(graph, aten.mul):
+        factors: Any = itertools.permutations(product.args)
+        for total, scalar in factors:
+            if not is_call(total, ours.fused_norm_add) or not is_read_once(total, product):
+                continue
+            residual, x, weight, *options = arguments(total).values()
+            if not isinstance(scalar, fx.Node) or tensor_of(scalar).shape not in ((), (1,)):
+                continue
+            if scalar.op != "get_attr" or tensor_of(product).dtype != tensor_of(total).dtype:
+                continue
+            if all(is_unchanged(each, total, product) for each in total.all_input_nodes):
+                given, like = (residual, x, weight, scalar, *options), tensor_of(product)
+                product.replace_all_uses_with(put(product, ours.fused_norm_add_scalar.default, like, *given))
+
+
+def norm_sums(graph: fx.Graph) -> None:
+    """R + Y, rms_norm(R + Y) -> fused_residual_norm(R, Y)"""
+    for norm in calls(graph, ours.rms_norm):
+        total, *options = arguments(norm).values()
+        summands = _summands(total) if is_call(total, aten.add) else None
+        if summands is None or options[0] is None or not is_unchanged(total, total, norm):
+            continue
+        if options[0].op != "get_attr":  # it may be computed behind the sum
+            continue
+        like = (tensor_of(norm), tensor_of(total))
+        both = put(total, ours.fused_residual_norm.default, like, *summands, *options[:2], True, options[2])
+        for number, old in enumerate((norm, total)):
+            old.replace_all_uses_with(put(total, ITEM, like[number], both, number))
+
+
+def add_in_operators(graph: fx.Graph) -> None:
+    """R + F(X) -> F(X, residual=R); to experts, a shared expert's output may be added before."""
+    for total in calls(graph, aten.add):
+        for call, value, term in _terms(total, *_ADDING):
+            given = arguments(call)
+            if not all(is_unchanged(each, call, total) for each in call.all_input_nodes):
+                continue
+            term_in_shape = in_shape(term, call, total)
+            if term_in_shape is None:
+                continue
+            new: dict[str, Any] = {"residual": term_in_shape}
+            if given["residual"] is not None:
+                if not is_call(call, *_EXPERTS) or given["shared_out"] is not None:
+                    continue
+                new |= _shared(given["residual"], total)
+            result = in_shape(changed(call, total, **new), value, total)
+            assert result is not None  # the value was a view of the call's result
+            total.replace_all_uses_with(result)
+            break
+
+
+def _summands(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:
+    """R and Y of R + Y, two tensors that are like their sum."""
+    first, second, alpha = arguments(total).values()
+    if alpha != 1 or first is second or not all(isinstance(each, fx.Node) for each in (first, second)):
+        return None
+    like = tensor_of(total)
+    alike = (tensor_of(e).shape == like.shape and tensor_of(e).dtype is like.dtype for e in (first, second))
+    return (first, second) if all(alike) else None
+
+
+def _terms(total: fx.Node, *operators: Any) -> Iterator[tuple[fx.Node, fx.Node, fx.Node]]:
+    """(call, its value in the shape of the sum, the other term) for each term that an operator gives.
+
+    Experts come first: a sum of experts and an MLP is one that their operator can add.
+    """
+    first, second = _summands(total) or (total, total)
+    found = [(beneath(v), v, t) for v, t in ((first, second), (second, first)) if is_read_once(v, total)]
+    for call, value, term in sorted(found, key=lambda each: not is_call(each[0], *_EXPERTS)):
+        if is_call(call, *operators):
+            yield call, value, term
+
+
+def _shared(term: fx.Node, reader: fx.Node) -> dict[str, object]:
+    """The arguments with which experts add sigmoid(gate) * out, or any other term."""
+    product = beneath(term)
+    found = match("sigmoid(LOGIT) * OUT", product)
+    logit, out = (before_widening(found["LOGIT"]), found["OUT"]) if found else (term, term)
+    if (
+        found
+        and tensor_of(out).shape == tensor_of(term).shape
+        and tensor_of(out).dtype == tensor_of(term).dtype
+        and tensor_of(logit).shape == (*tensor_of(term).shape[:-1], 1)
+        and all(is_unchanged(each, each, reader) for each in (logit, out))
+    ):
+        return {"shared_out": out, "shared_gate": logit, "gate_is_logit": True}
+    return {"shared_out": term}

@@ -1,0 +1,164 @@
+"""Replaces the forward of a module by making its class a subclass; everything else stays.
+
+So hooks, isinstance, state_dict and the module tree are as before. Deepcopy and pickle write the original
+class and rewrite the copy, and `restore_module` puts the original class back.
+"""
+
+import functools
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from ..ops._checks import first_line
+from .basics.interface import is_experts
+from .basics.reads import holds, kept, recording
+from .basics.record import CLASS_MARK, NOTHING, OWN_FORWARD, RECORD, Unsupported, original_class, record_of
+from .basics.report import Done
+from .checked import refusal
+from .modules.experts import runs_own_code
+from .modules.functions import InPlace, with_operators
+from .modules.rules import FUNCTION_RULES, MODULE_RULES
+from .modules.rules.trial import on_the_cpu
+
+
+def is_rewritten(module: nn.Module) -> bool:
+    return hasattr(type(module), CLASS_MARK)
+
+
+@on_the_cpu()  # for tensors that a model's functions are tried on
+def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
+    """Rewrites a module's forward. Returns: what was replaced in it, and if that is nothing, the reason."""
+    if is_rewritten(module) and not _is_on_top(module):
+        return [], "a class was put on top of the one that was rewritten"
+    if is_rewritten(module):
+        restore_module(module)
+    if "forward" in module.__dict__ and "_old_forward" not in module.__dict__:
+        return [], "its forward was replaced on the instance"
+    reason = None
+    for recognise in MODULE_RULES:
+        try:
+            with recording() as reads:
+                found = recognise(module)
+        except Unsupported as unsupported:
+            found, reason = None, str(unsupported)
+        except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
+            return [], first_line(error)
+        if found is not None:
+            forward, done = found
+            if (refused := refusal(module, done)) is not None:
+                return [], refused
+            _run(module, forward, reads)
+            return done, None
+    forward, done, refusals = _with_functions(module)
+    if done:
+        _run(module, forward, {})
+        return done, None
+    reason = next(iter(refusals), reason)
+    if reason is None and any(map(is_experts, module.modules())):
+        return [], "nothing here but calls of its parts"
+    return [], reason or "its formula is none of the operators'"
+
+
+def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]:
+    """The module's forward with operators in the place of functions, what they are, and which are refused."""
+    refusals: list[str] = []
+
+    def in_place(function: types.FunctionType) -> InPlace | None:
+        found = next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
+        refused = None if found is None else refusal(module, [found.done])
+        if refused is not None:
+            refusals.append(refused)
+        return found if refused is None else None
+
+    return *with_operators(original_class(module).forward, in_place), refusals
+
+
+def _is_on_top(module: nn.Module) -> bool:
+    """Whether the rewritten class is the module's: a parametrisation, FSDP2 or a user may subclass it."""
+    return CLASS_MARK in vars(type(module))
+
+
+def restore_module(module: nn.Module) -> None:
+    """The module as it was before `rewrite`; beneath another class its own code runs anyway."""
+    drop_forward_of_class(module)
+    if _is_on_top(module):
+        _set_class(module, original_class(module))
+    record = module.__dict__.pop(RECORD, NOTHING)
+    if record.previous:  # for `restore`, which changes configs back
+        record_of(module).previous = record.previous
+
+
+def drop_forward_of_class(module: nn.Module) -> None:
+    """Drops a forward of the instance that is its class's, as hooks of the accelerate library leave it."""
+    forward = module.__dict__.get("forward")
+    if isinstance(forward, types.MethodType) and forward == types.MethodType(type(module).forward, module):
+        del module.__dict__["forward"]
+
+
+def _run(module: nn.Module, forward: Callable, reads: dict) -> None:
+    """Lets a module run a forward, as long as what was read to find it holds."""
+    record_of(module).reads = kept(reads)
+    cls: type = type(module)
+    _set_class(module, _rewritten_class(cls, forward))
+
+
+def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
+    module.__class__ = cls
+    if "_old_forward" in module.__dict__:  # the accelerate library calls this one between its hooks
+        module.__dict__["_old_forward"] = types.MethodType(cls.forward, module)
+
+
+@functools.cache
+def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.Module]:
+    """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
+    own = original.forward
+
+    @functools.wraps(own)
+    def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if original.forward is not own:  # somebody has patched the class
+            return original.forward(self, *args, **kwargs)
+        # A module without a record was restored, and a wrapper that a user put on before still calls this.
+        # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
+        record = self.__dict__.get(RECORD, NOTHING)
+        own_code = type(self) is not cls or record.reads is None
+        changed = record.reads and not holds(self)
+        if own_code or changed or runs_own_code(self, *args, *kwargs.values()):
+            return own(self, *args, **kwargs)
+        return rewritten(self, *args, **kwargs)
+
+    def reduce(self: nn.Module, protocol: Any) -> Any:
+        if type(self) is not cls:  # the class on top has its own way, or none
+            return super(cls, self).__reduce_ex__(protocol)
+        reduced: Any = super(cls, self).__reduce_ex__(protocol)
+        _, _, *state = reduced
+        return _new_copy, (original,), *state
+
+    members = {
+        "forward": forward,
+        "__reduce_ex__": reduce,
+        "__module__": original.__module__,
+        "__qualname__": original.__qualname__,
+        "__doc__": original.__doc__,
+        CLASS_MARK: original,
+        OWN_FORWARD: (original, own),
+    }
+    cls: type[nn.Module] = type(original.__name__, (original,), members)
+    return cls
+
+
+def _new_copy(original: type) -> nn.Module:
+    """An empty module that is rewritten once its state has been set."""
+    cls = _copy_class(original)
+    return cls.__new__(cls)
+
+
+@functools.cache
+def _copy_class(original: type[nn.Module]) -> type[nn.Module]:
+    def resume(self: nn.Module, state: Any) -> None:
+        self.__class__ = original
+        self.__setstate__(state)
+        rewrite(self)
+
+    return type(original.__name__, (original,), {"__setstate__": resume, "__module__": original.__module__})

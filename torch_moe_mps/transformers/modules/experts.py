@@ -1,0 +1,334 @@
+"""The experts implementation "moe_mps", for every class with the experts interface of transformers."""
+
+import copy
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, fx, nn
+from torch.autograd import forward_ad
+from torch.nn.modules import module as torch_module
+
+from ...ops._activations import Activation
+from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
+from ...quantization import TENSORS
+from ..basics.interface import Experts, formats_of, is_quantized, projections
+from ..basics.reads import depends_on, holds, kept, recording
+from ..basics.record import OWN_FORWARD, RECORD, record_of
+from ..basics.report import Done
+from ..graphs.nodes import memory_of, tensor_of
+from ..graphs.patterns import match, uncast
+from ..graphs.tracing import geometry
+from .traced import Input, Sizes, Traced, everywhere, remembered, trace
+
+ops = torch.ops.moe_mps
+
+NAME = "moe_mps"
+_NOT_REWRITTEN = (None, None)
+
+# The names of the tensors of a quantised projection, made once instead of in each call.
+_PACKED = {name: [f"{name}_{part}" for part in TENSORS] for name in ("gate_up_proj", "up_proj", "down_proj")}
+_TANH = "tanh(({G} + pow({G}, 3) * 0.044715) * 0.7978845608028654)"
+_POINTWISE = {
+    "silu": ("silu({G})", "{G} * sigmoid({G})"),
+    "gelu": ("gelu({G})",),
+    "gelu_tanh": ("gelu({G}, 'tanh')", f"{{G}} * 0.5 * ({_TANH} + 1)"),
+    "relu": ("relu({G})",),
+    "relu2": ("pow(relu({G}), 2)", "relu({G}) * relu({G})"),
+}
+_LOW = "clamp({G}, None, LIMIT)"
+# Activations and their formulas, of the gate {G} and the other half, {U}; of G alone without a gate.
+ACTIVATION_FORMS: list[tuple[str, str]] = [
+    ("silu_clamped", f"silu({_LOW}) * clamp({{U}}, LOW, LIMIT)"),
+    ("swiglu_oai", f"(clamp({{U}}, LOW, LIMIT) + 1) * ({_LOW} * sigmoid({_LOW} * ALPHA))"),
+    *((name, f"{form} * {{U}}") for name, forms in _POINTWISE.items() for form in forms),
+    *((name, form) for name, forms in _POINTWISE.items() for form in forms),
+]
+
+
+def activation_of(module: nn.Module) -> Activation | None:
+    """The activation if the operators know it; None if the module's own code has to compute it."""
+    depends_on(module, "has_post_expert_norm")
+    return None if getattr(module, "has_post_expert_norm", False) else _activation_traced(module)
+
+
+@remembered
+def _activation_traced(module: Any) -> Activation | None:
+    width = _width_between(module)
+
+    def between(twin: Any, x: Tensor) -> Tensor:
+        out: Tensor = twin._apply_gate(x) if twin.has_gate else twin.act_fn(x)
+        return out
+
+    def ask(sizes: Sizes, dtype: torch.dtype) -> Activation | None:
+        traced = trace(module, Input((*sizes, width), dtype), function=between)
+        found = None if traced is None else _read_activation(traced)
+        return None if found is None or found.gated != module.has_gate else found
+
+    return everywhere(ask, ((7,), (1,), (70_001,)))
+
+
+def _width_between(module: Any) -> int:
+    """How many numbers the first matrix gives for each row."""
+    first, _ = projections(module)
+    if not is_quantized(module):
+        return int(getattr(module, first).shape[2 if module.is_transposed else 1])
+    rows = int(getattr(module, _PACKED[first][0]).shape[1])
+    return rows if vars(module).get("up_quantization") is None else 2 * rows
+
+
+def _read_activation(traced: Traced) -> Activation | None:
+    (x,), result = traced.inputs, traced.result
+    if not isinstance(result, fx.Node) or tensor_of(result).dtype != tensor_of(x).dtype:
+        return None
+    for name, form in ACTIVATION_FORMS:
+        bound = match(form.format(G="G", U="U"), result)
+        if bound is None:
+            continue
+        if "U" not in bound and uncast(bound["G"]) is x:
+            return Activation(name, gated=False)
+        halves = halves_of(x, bound["G"], bound["U"]) if "U" in bound else None
+        if halves is not None and (numbers := numbers_of(bound)) is not None:
+            return Activation(name, *numbers, interleaved=halves == "every_other")
+    return None
+
+
+def halves_of(whole: fx.Node, gate: Any, up: Any) -> str | None:
+    """ "one by one" for [gate; up] in the last dimension, "every_other" for interleaved, None otherwise."""
+    gate, up = uncast(gate), uncast(up)
+    if not all(isinstance(each, fx.Node) and memory_of(each) is memory_of(whole) for each in (gate, up)):
+        return None
+    *rows, width = tensor_of(whole).shape
+    *strides, _ = tensor_of(whole).stride()
+    for name, step, start in (("one by one", 1, width // 2), ("every_other", 2, 1)):
+        expected = [
+            ([*rows, width // 2], [*strides, step], tensor_of(whole).storage_offset() + offset)
+            for offset in (0, start)
+        ]
+        found = [(list(a), list(b), c) for a, b, c in map(geometry, map(tensor_of, (gate, up)))]
+        if found == expected:
+            return name
+    return None
+
+
+def numbers_of(bound: dict[str, Any]) -> tuple[float | None, float | None] | None:
+    """alpha and limit of an activation, if a formula has them; None if they are not the operators'."""
+    alpha, limit, low = (bound.get(name) for name in ("ALPHA", "LIMIT", "LOW"))
+    if any(isinstance(number, fx.Node) for number in (alpha, limit, low)):
+        return None
+    if limit is not None and low != -limit:
+        return None
+    return None if alpha is None else float(alpha), None if limit is None else float(limit)
+
+
+def runs_own_code(module: nn.Module, *inputs: object) -> bool:
+    """Training, gradients that are needed, autocast and float64 belong to the model's own code.
+
+    So does a call without a tensor among its inputs. Forward-mode gradients (torch.func.jvp) are needed
+    wherever a level of dual numbers is open.
+    """
+    if module.training or forward_ad._current_level >= 0:
+        return True
+    autocast, grad = torch._C._is_any_autocast_enabled(), torch.is_grad_enabled()
+    found = False
+    for x in inputs:
+        if x is not None and isinstance(x, Tensor):
+            found = True
+            if x.dtype is torch.float64 or (grad and x.requires_grad) or (autocast and _in_autocast(x)):
+                return True
+    return not found or (grad and any(p.requires_grad for p in module.parameters()))
+
+
+def _in_autocast(x: Tensor) -> bool:
+    device = x.device.type
+    return device != "meta" and torch.is_autocast_enabled(device)
+
+
+def is_observed(*modules: nn.Module) -> bool:
+    """Whether a hook, or a forward that its class did not have, sees or changes what a module does."""
+    for module in modules:
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            return True
+        original, forward = getattr(type(module), OWN_FORWARD, _NOT_REWRITTEN)
+        if original is not None and original.forward is not forward:  # somebody has patched the class beneath
+            return True
+    return bool(torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks)
+
+
+def _activation_is_observed(experts: nn.Module) -> bool:
+    activation = experts.__dict__.get("act_fn") or experts._modules.get("act_fn")
+    return isinstance(activation, nn.Module) and is_observed(activation)
+
+
+def pinned_config(experts: Experts) -> Any:
+    """A config that only these quantised experts have: no other implementation reads their weights.
+
+    The model's config may name another one, for its dense experts or for another model with the same config.
+    """
+    config = copy.deepcopy(experts.config)
+    config._experts_implementation = NAME
+    return config
+
+
+def prepare(module: nn.Module) -> Activation | None:
+    """Finds out how an experts module works; its record keeps that, and the attributes it depends on."""
+    with recording() as reads:
+        activation = activation_of(module)
+    record_of(module).formula = activation
+    record_of(module).reads = kept(reads)
+    return activation
+
+
+@torch.compiler.assume_constant_result
+def _activation(module: nn.Module) -> tuple | None:
+    """The fields of the activation, a plain tuple because torch.compile takes it as a constant."""
+    own = module.__dict__
+    if RECORD not in own or own[RECORD].reads is None or not holds(module):
+        prepare(module)
+    activation = own[RECORD].formula
+    return None if activation is None else tuple(activation)
+
+
+def activation_arguments(activation: tuple) -> dict[str, Any]:
+    """As arguments of the operators, without their defaults: the dispatcher takes time for each."""
+    name, alpha, limit, gated, interleaved = activation
+    arguments: dict[str, Any] = {}
+    if name != "silu":
+        arguments["activation"] = name
+    if not gated:
+        arguments["gated"] = False
+    if interleaved:
+        arguments["interleaved"] = True
+    if alpha is not None:
+        arguments["alpha"] = alpha
+    if limit is not None:
+        arguments["limit"] = limit
+    return arguments
+
+
+def described(module: Experts) -> list[Done]:
+    """The operators that serve an experts module."""
+    quantization = getattr(module, "quantization", None)
+    activation = prepare(module)
+    if vars(module).get("up_quantization") is not None:
+        activation = None  # gate and up projections are two matrices
+    if activation is None:
+        product = "expert_mm" if quantization is None else "expert_qmm"
+        return [Done(product, f"{product}, own activation"), Done("moe_weighted_reduce")]
+    how = "moe_experts" if quantization is None else "moe_experts_quantized"
+    details = [activation.activation]
+    details += ["not gated"] if not activation.gated else []
+    details += ["interleaved"] if activation.interleaved else []
+    if quantization is not None:
+        details += dict.fromkeys(map(str, formats_of(module).values()))
+    return [Done(how, f"{how} ({', '.join(details)})")]
+
+
+def unsupported(module: nn.Module) -> str | None:
+    """Why an experts module is left alone; None if it is served."""
+    first, second = projections(module)
+    if is_quantized(module):
+        return None
+    dtypes = {getattr(module, p).dtype for p in (first, second)}
+    if not dtypes <= set(ACTIVATION_DTYPES) or len(dtypes) > 1:
+        return f"its weights are {', '.join(sorted(map(str, dtypes)))}"
+    if not hasattr(type(module).forward, "__wrapped__"):
+        return "its class does not dispatch to experts implementations"
+    return None
+
+
+def experts_forward(
+    self: Experts, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
+) -> Tensor:
+    """The forward that transformers calls for experts_implementation="moe_mps"."""
+    inputs = (hidden_states, top_k_weights)
+    if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
+        if torch.is_grad_enabled():
+            _require_no_gradients(self, inputs)
+        return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
+    first = self.gate_up_proj if self.has_gate else self.up_proj
+    own = runs_own_code(self, *inputs) or _activation_is_observed(self)
+    if own or not _fits(hidden_states, first, top_k_index):
+        return own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
+    activation = _activation(self)
+    if activation is None:
+        return _in_steps(self, hidden_states, top_k_index, top_k_weights)
+    return ops.moe_experts(
+        hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
+        **activation_arguments(activation), **(_biases(self) if self.has_bias else {}),
+    )  # fmt: skip
+
+
+def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> None:
+    if any(x is not None and x.requires_grad for x in inputs):
+        raise NotImplementedError(
+            f"moe_mps: {type(self).__name__} has quantised experts, without gradients; use torch.no_grad()"
+        )
+
+
+def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    in_steps = self.__dict__.get("up_quantization") is not None or _activation_is_observed(self)
+    activation = None if in_steps else _activation(self)
+    if activation is None:
+        return _in_steps(self, x, ids, weights)
+    form, down_form = self.quantization, self.down_quantization
+    projection, down_projection = projections(self)
+    first, second = _packed(self, projection), _packed(self, down_projection)
+    options = activation_arguments(activation)
+    if self.has_bias:
+        options |= _biases(self)
+    if down_form is not form:
+        options["down_format"] = down_form.name
+    return ops.moe_experts_quantized(x, *first, *second, ids, weights, form.name, **options)
+
+
+def _biases(self: Experts) -> dict[str, Tensor]:
+    first = self.gate_up_proj_bias if self.has_gate else self.up_proj_bias
+    return {"gate_up_bias": first, "down_bias": self.down_proj_bias}
+
+
+def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    """Runs the module's own activation between two operators for one matrix each."""
+    first, second = projections(self)
+    rows = _multiplied(self, first, x, ids)
+    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+    slots = _multiplied(self, second, rows, ids)
+    if getattr(self, "has_post_expert_norm", False):
+        slots = self.post_expert_norm(slots)
+    return ops.moe_weighted_reduce(weights, slots)
+
+
+def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tensor:
+    bias = getattr(self, f"{projection}_bias") if self.has_bias else None
+    if not is_quantized(self):
+        return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
+    forms = formats_of(self)
+    names = [projection] if projection == "down_proj" else [name for name in forms if name != "down_proj"]
+    biases = [None] * len(names) if bias is None else bias.chunk(len(names), -1)
+    outs = [
+        ops.expert_qmm(x, *_packed(self, name), ids, forms[name].name, own)
+        for name, own in zip(names, biases, strict=True)
+    ]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+
+def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    names, own = _PACKED[projection], self._parameters
+    packed, scales, biases = own.get(names[0]), own.get(names[1]), own.get(names[2])
+    if packed is None or scales is None:  # not where `quantize` put them
+        return getattr(self, names[0]), getattr(self, names[1]), getattr(self, names[2], None)
+    return packed, scales, biases
+
+
+def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
+    """Whether the operators take these arguments. If not, the model's own code runs, or raises its error."""
+    return (
+        x.dim() == 2 and x.dtype == weight.dtype and x.device == weight.device and ids.shape[-1] <= MAX_TOP_K
+    )
+
+
+def own_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The class's own (eager) forward, beneath the dispatch to implementations."""
+    dispatch: Any = type(self).forward
+    return dispatch.__wrapped__(self, hidden_states, top_k_index, top_k_weights)

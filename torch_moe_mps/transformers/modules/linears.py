@@ -1,0 +1,247 @@
+"""Linear layers and embeddings with quantised weights, in place of nn.Linear and nn.Embedding."""
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...quantization import TENSORS, Format, QuantizedWeight
+from ..basics.interface import formats_of, is_experts, is_quantized
+
+ops = torch.ops.moe_mps
+
+
+class LazyWeight:
+    """The `weight` of a quantised layer: shape, dtype, device and elements, but no tensor to compute with.
+
+    Elements are dequantised on access: weight[7] reads one row.
+    """
+
+    def __init__(self, layer: "QuantizedLayer"):
+        self._layer = layer
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((self._layer.rows, self._layer.columns))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self._layer._like.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self._layer.packed.device
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise AttributeError(
+            f"moe_mps: a weight must be dense for .{name}, got a quantised one; resize, tune or train first, "
+            "and quantise then"
+        )
+
+    def __getitem__(self, index: Any) -> Tensor:
+        first, *others = index if isinstance(index, tuple) else (index,)
+        if first is None or first is Ellipsis:
+            return self._layer.dequantized(slice(None))[index]
+        if isinstance(first, int):
+            within: tuple = (0, *others)
+            return self._layer.dequantized(slice(first, first + 1 or None))[within]
+        within = (slice(None), *others)
+        return self._layer.dequantized(first)[within]
+
+
+class QuantizedLayer(nn.Module):
+    """A quantised matrix [rows, columns].
+
+    Attributes:
+        packed: [rows, columns * bits / 32], int32: the words of the format.
+        scales, biases: [rows, columns / group_size]; biases are None where the format has none.
+        format: how they are read.
+    """
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+    _like: Tensor
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype):
+        super().__init__()
+        self.format = weight.format
+        for name, tensor in zip(TENSORS, weight, strict=True):
+            self.register_parameter(name, None if tensor is None else _parameter(tensor))
+        # An empty tensor that keeps the dtype of the dense weight and is moved and cast with the module.
+        self.register_buffer(
+            "_like", torch.empty(0, dtype=dtype, device=weight.packed.device), persistent=False
+        )
+
+    @property
+    def rows(self) -> int:
+        return self.packed.shape[0]
+
+    @property
+    def columns(self) -> int:
+        return self.format.columns(self.packed.shape[1])
+
+    @property
+    def weight(self) -> LazyWeight:
+        return LazyWeight(self)
+
+    def dequantized(self, rows: slice | Tensor) -> Tensor:
+        """Some rows of the matrix, in the dtype of the dense weight."""
+        weight = QuantizedWeight(self.packed, self.scales, self.biases, self.format)
+        return weight.values(rows).to(self._like.dtype)
+
+
+def formats_in(module: nn.Module) -> dict[str, Format]:
+    """{name of the dense parameter: format} of a quantised layer or quantised experts; else nothing."""
+    if isinstance(module, QuantizedLayer):
+        return {"weight": module.format}
+    return formats_of(module) if is_experts(module) and is_quantized(module) else {}
+
+
+def has_quantized_weights(module: nn.Module) -> bool:
+    return bool(formats_in(module))
+
+
+def _parameter(tensor: Tensor) -> nn.Parameter:
+    """A parameter; one that is given stays the same object, because tied layers share it."""
+    return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
+
+
+class QuantizedLinear(QuantizedLayer):
+    """nn.Linear on `torch.ops.moe_mps.linear_quantized`, for inference.
+
+    Attributes: those of QuantizedLayer with out_features rows and in_features columns, and `bias`
+        [out_features] or None.
+    """
+
+    bias: Tensor | None
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, bias: Tensor | None = None):
+        super().__init__(weight, dtype)
+        self.register_parameter("bias", None if bias is None else _parameter(bias))
+
+    @property
+    def in_features(self) -> int:
+        return self.columns
+
+    @property
+    def out_features(self) -> int:
+        return self.rows
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and x.requires_grad:
+            raise NotImplementedError(
+                "moe_mps: a quantised linear layer is without gradients; use torch.no_grad()"
+            )
+        if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
+            x = x.to(torch.get_autocast_dtype(x.device.type))
+        return self.product(x)
+
+    def product(self, x: Tensor) -> Tensor:
+        form, (packed, scales, biases, bias) = self.format, self.weights()
+        return ops.linear_quantized(x, packed, scales, biases, bias, form.name)
+
+    def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
+        """packed, scales, biases and bias, faster than by attributes of the module."""
+        own = self._parameters
+        packed, scales = own.get("packed"), own.get("scales")
+        if packed is None or scales is None:  # not registered, as FSDP leaves them
+            return self.packed, self.scales, self.biases, self.bias
+        return packed, scales, own["biases"], own["bias"]
+
+    def extra_repr(self) -> str:
+        bias = self.bias is not None
+        return f"in_features={self.in_features}, out_features={self.out_features}, {bias=}, {self.format}"
+
+
+class OrderedLinear(QuantizedLinear):
+    """A QuantizedLinear whose weight takes the elements of its input in another order.
+
+    Attributes:
+        order: [in_features], int32: column c of the weight is multiplied by x[..., order[c]].
+    """
+
+    order: Tensor
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, bias: Tensor | None, order: Tensor):
+        super().__init__(weight, dtype, bias)
+        self.register_parameter("order", _parameter(order))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.index_select(-1, self.order))
+
+    def dequantized(self, rows: slice | Tensor) -> Tensor:
+        return super().dequantized(rows).index_select(-1, self.order.argsort())
+
+
+class GroupedLinear(QuantizedLinear):
+    """A QuantizedLinear whose rows are those of several matrices, each for one group of the inputs.
+
+    Attributes:
+        n_groups: the matrices are [n_groups, out_features / n_groups, in_features].
+        group_ids: [n_groups], int32: what `torch.ops.moe_mps.expert_qmm` calls them.
+    """
+
+    group_ids: Tensor
+
+    def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, groups: int):
+        super().__init__(weight, dtype)
+        self.n_groups = groups
+        ids = torch.arange(groups, dtype=torch.int32, device=weight.packed.device)
+        self.register_buffer("group_ids", ids, persistent=False)
+
+    def product(self, x: Tensor) -> Tensor:
+        """[..., n_groups, in_features] -> [..., n_groups, out_features / n_groups]"""
+        stacks = [
+            None if each is None else each.unflatten(0, (self.n_groups, -1)) for each in self.weights()[:3]
+        ]
+        rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
+        ids = self.group_ids.expand(len(rows), -1)
+        out: Tensor = ops.expert_qmm(rows, *stacks, ids, self.format.name)
+        return out.view(*x.shape[:-1], out.shape[-1])
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, n_groups={self.n_groups}"
+
+
+class QuantizedEmbedding(QuantizedLayer):
+    """nn.Embedding on `torch.ops.moe_mps.embedding_quantized`, for inference.
+
+    Attributes: those of QuantizedLayer with num_embeddings rows and embedding_dim columns; `padding_idx`; and
+        `scale`, by which rows are multiplied in the dtype of the model, or None.
+    """
+
+    scale: Tensor | None
+
+    def __init__(
+        self,
+        weight: QuantizedWeight,
+        dtype: torch.dtype,
+        padding_idx: int | None = None,
+        scale: Tensor | None = None,
+    ):
+        super().__init__(weight, dtype)
+        self.padding_idx = padding_idx
+        if scale is None:
+            self.scale = None  # not a buffer, because offloading expects no buffer to be None
+        else:
+            self.register_buffer("scale", scale, persistent=False)
+
+    @property
+    def num_embeddings(self) -> int:
+        return self.rows
+
+    @property
+    def embedding_dim(self) -> int:
+        return self.columns
+
+    def forward(self, ids: Tensor) -> Tensor:
+        form, dtype = self.format, self._like.dtype
+        out = ops.embedding_quantized(ids, self.packed, self.scales, self.biases, form.name, dtype)
+        return out if self.scale is None else out * self.scale.to(dtype)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, {self.format}"

@@ -1,0 +1,183 @@
+"""The indexer of MiniMax M3, which chooses blocks of keys, for each head of keys by itself.
+
+While a token may choose all blocks, the indexer only adds its own keys to the cache. Beyond that the operator
+`index_topk` chooses, when attention asks. What the indexer computes in front of that is recognised by running
+it with other layers in place of its own.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....ops.index import MAX_INDEX_WIDTH
+from ...basics.reads import depends_on
+from ...basics.record import original_class, record_of
+from ...basics.report import Done
+from ..chosen_keys import Choice
+from ..experts import NAME, is_observed
+from .indexer import FewInputs
+from .linear import together
+from .norms import NormFormula, is_norm, norm_arguments
+from .rope import TURNS, Turn, tables_and_options
+from .trial import agrees, bare_twin, tried
+
+ops = torch.ops.moe_mps
+
+_LAYERS = ("q_proj", "k_proj", "q_norm", "k_norm")
+_NUMBERS = ("num_heads", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
+_BATCH, _TOKENS, _BEFORE = 2, 3, 6  # of a trial
+
+
+def block_indexer_forward(
+    indexer: Any, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
+) -> Any:
+    """The forward of a rewritten indexer: a Choice; None where tokens may choose all blocks.
+
+    Blocks begin with the cache's first token, whatever the positions are.
+    """
+    q_norm, k_norm = (norm_arguments(norm, indexer.q_norm.weight) for norm in _norms(indexer))
+    layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
+    runs = (
+        indexer.config._attn_implementation == NAME
+        and hidden_states.dtype is not torch.float64
+        and q_norm is not None
+        and k_norm is not None
+        and q_norm[1:] == k_norm[1:]
+        and not is_observed(*_norms(indexer))
+        and (layer is None or hasattr(layer, "index_slots"))
+    )
+    if not runs:
+        given = (hidden_states, position_embeddings, past_key_values, position_ids)
+        return original_class(indexer).forward(indexer, *given)
+    return _chosen(
+        indexer, record_of(indexer).formula, hidden_states, position_embeddings, layer, q_norm, k_norm
+    )
+
+
+def _norms(indexer: Any) -> tuple[nn.Module, nn.Module]:
+    return indexer.q_norm, indexer.k_norm
+
+
+def _chosen(
+    indexer: Any, turn: Turn, hidden: Tensor, tables: Any, layer: Any, q_norm: Any, k_norm: Any
+) -> Choice | None:
+    width = indexer.head_dim
+    seen = hidden.shape[1] + (0 if layer is None else layer.indexed())
+    joined, q = together((indexer.k_proj, indexer.q_proj), hidden), None
+    if joined is None:
+        k = indexer.k_proj(hidden)
+    else:
+        k, q = joined.split_with_sizes([width, indexer.num_heads * width], -1)
+    chooses = seen > indexer.topk_blocks * indexer.block_size
+    q_weight = None
+    if chooses:
+        q = (indexer.q_proj(hidden) if q is None else q).unflatten(-1, (indexer.num_heads, width))
+        q_weight = q_norm[0]
+    cos, sin, options = tables_and_options(turn, *(table[..., :width] for table in tables))
+    weight, eps, offset = k_norm
+    slots = None if layer is None else layer.index_slots(k)
+    held = k.new_empty(k.shape) if slots is None else slots
+    q = q if chooses else None
+    turned = ops.index_keys_(
+        k, held, weight, None, eps, cos, sin, q, q_weight=q_weight, weight_offset=offset, **options
+    )
+    if layer is not None:
+        held = layer.take_index(held) if slots is not None else layer.update_index(held.unsqueeze(1))[:, 0]
+    if not chooses:
+        return None
+    given = {"reduce": "keys", "tail": min(indexer.local_blocks, indexer.topk_blocks)}
+    return Choice(turned.transpose(1, 2), held, None, indexer.topk_blocks, 1.0, indexer.block_size, given)
+
+
+# Recognising an indexer
+
+
+def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an indexer of blocks, else None."""
+    layers = all(isinstance(module._modules.get(name), nn.Module) for name in _LAYERS)
+    if not layers or not all(isinstance(getattr(module, name, None), int) for name in _NUMBERS):
+        return None
+    width: Any = module.head_dim
+    fits = width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and hasattr(module, "config")
+    if not fits or not all(is_norm(norm, True) for norm in _norms(module)):
+        return None
+    for name in ("block_size", "topk_blocks", "local_blocks"):
+        depends_on(module, name)
+    trial = _Trial(module)
+    for turn in TURNS:
+        if not (turn.half_of_table or turn.doubled) and trial.agrees(turn):
+            record_of(module).formula = turn
+            return block_indexer_forward, [Done("index_topk"), Done("index_keys_")]
+    return None
+
+
+class _Trial:
+    """A call of an indexer with layers that depend on few of their inputs, and what it gives."""
+
+    def __init__(self, module: Any):
+        self.module = bare_twin(module)
+        children: dict[str, nn.Module] = {
+            name: FewInputs(module._modules[name].out_features) for name in ("q_proj", "k_proj")
+        }
+        for name in ("q_norm", "k_norm"):
+            children[name] = _Norm(record_of(module._modules[name]).formula, module.head_dim)
+        vars(self.module).update(_modules=children, block_size=2, topk_blocks=2)
+        generator = torch.Generator().manual_seed(0)
+        self.hidden = torch.rand(_BATCH, _TOKENS, 4, generator=generator) - 0.5
+        shape = (_BATCH, _TOKENS, module.head_dim // 2)
+        self.tables = [torch.rand(shape, generator=generator) + 0.5 for _ in range(2)]
+        self.before = torch.rand(_BATCH, 1, _BEFORE, module.head_dim, generator=generator) - 0.5
+        self.positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
+        layer = _Layer(self.before)
+        cache = _Cache({self.module.layer_idx: layer})
+        own = original_class(module).forward
+        self.own = tried(own, self.module, self.hidden, self.tables, cache, self.positions)
+        self.keys = layer.idx_keys
+
+    def agrees(self, turn: Turn) -> bool:
+        norms = [norm_arguments(norm, self.before) for norm in _norms(self.module)]
+        layer = _Layer(self.before)
+        found = tried(_chosen, self.module, turn, self.hidden, self.tables, layer, *norms)
+        if not isinstance(found, Choice) or not isinstance(self.own, Tensor):
+            return False
+        chosen = found.chosen(0, _TOKENS, _BEFORE + _TOKENS)
+        # Its own are by score, and -1 is last in both.
+        own = torch.where(self.own < 0, _BEFORE, self.own).sort(-1).values
+        same = torch.equal(own, torch.where(chosen < 0, _BEFORE, chosen).long())
+        return same and agrees(self.keys, layer.idx_keys)
+
+
+class _Cache(NamedTuple):
+    layers: dict[int, Any]
+
+
+class _Layer:
+    """Of a cache without room."""
+
+    def __init__(self, keys: Tensor):
+        self.idx_keys = keys
+
+    def update_index(self, keys: Tensor) -> Tensor:
+        self.idx_keys = torch.cat((self.idx_keys, keys), 2)
+        return self.idx_keys
+
+    def indexed(self) -> int:
+        return self.idx_keys.shape[2]
+
+    def index_slots(self, keys: Tensor) -> None:
+        return None
+
+
+class _Norm(nn.Module):
+    """An RMSNorm of this formula."""
+
+    def __init__(self, formula: NormFormula, width: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.linspace(-0.5, 1.0, width), requires_grad=False)
+        self.eps, self.offset = formula.eps, formula.offset
+        record_of(self).formula = formula
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self.offset)

@@ -1,0 +1,293 @@
+"""Attention to a window of tokens and to keys that stand for several tokens each (DeepSeek-V4).
+
+A layer is recognised by what it computes: its own forward and the one here run on a small layer of its class,
+for a prompt, tokens behind it and a few more, and have to give the same results and the same cache.
+"""
+
+import copy
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from ...basics.reads import depends_on
+from ...basics.record import original_class, record_of
+from ...basics.report import Done
+from ..causal_mask import CausalMask
+from ..experts import is_observed
+from ..linears import GroupedLinear
+from .linear import linears
+from .norms import is_norm
+from .rotary import is_fixed
+from .trial import agrees, tried
+
+ops = torch.ops.moe_mps
+
+_CHILDREN = (
+    *("q_a_proj", "q_a_norm", "q_b_proj", "q_b_norm", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj"),
+    "compressor",
+)
+_NUMBERS = ("layer_idx", "rope_layer_type", "head_dim", "sliding_window", "scaling")
+_OF_COMPRESSOR = ("compress_rate", "head_dim", "rope_layer_type", "index_topk", "num_heads")
+_TURN: dict[str, Any] = {"pairs": "interleaved", "rotary_last": True}
+# The attribute of a table of sines with which rotations are undone.
+_NEGATED = "_moe_mps_negated"
+_ones: dict[tuple[int, torch.device], Tensor] = {}  # weights of norms without any
+
+
+class Pooled(NamedTuple):
+    """What `pool_window_` updates in place: the last tokens, and all entries with room for the new ones."""
+
+    state: Tensor
+    entries: Tensor
+
+
+def compressed_layer(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    position_ids: Any,
+    attention_mask: Any,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The forward of a layer that is recognised."""
+    held = _layer_of(past_key_values, layer.layer_idx)
+    plain = attention_mask is None or (
+        type(attention_mask) is CausalMask and attention_mask.key_range is None
+    )
+    if held is None or not plain or options.get("output_attentions") or is_observed(*_within(layer)):
+        if attention_mask is None and past_key_values is not None:  # without one, the chosen entries are lost
+            tokens = hidden_states.shape[1]
+            keys, _ = past_key_values.get_mask_sizes(tokens, layer.layer_idx)
+            attention_mask = hidden_states.new_zeros(1, 1, tokens, keys).expand(
+                len(hidden_states), -1, -1, -1
+            )
+        options |= {"position_ids": position_ids, "attention_mask": attention_mask}
+        options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+        own: tuple[Tensor, Tensor | None] = original_class(layer).forward(layer, hidden_states, **options)
+        return own
+    tables = position_embeddings[layer.rope_layer_type]
+    return _attended(layer, held, hidden_states, tables), None
+
+
+def _layer_of(cache: Any, number: int) -> Any:
+    """The layer of a cache that grows in place; None without one."""
+    layers = getattr(cache, "layers", ())
+    held = layers[number] if number < len(layers) else None
+    return held if hasattr(held, "pooled") and not torch.is_grad_enabled() else None
+
+
+def _within(layer: nn.Module) -> list[nn.Module]:
+    return [module for module in layer.modules() if module is not layer]
+
+
+def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = tables
+    compressor = layer.compressor
+    indexer = compressor._modules.get("indexer")
+    first = [layer.q_a_proj, layer.kv_proj, compressor.kv_proj, compressor.gate_proj]
+    if indexer is not None:
+        first += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
+    q, kv, *pooled = linears(tuple(first), x)
+    turn = _TURN | {"rotary_dim": 2 * cos.shape[-1]}
+
+    second = [layer.q_b_proj] if indexer is None else [layer.q_b_proj, indexer.q_b_proj]
+    q, *index_q = linears(tuple(second), layer.q_a_norm(q))
+    q, kv = q.unflatten(-1, (-1, layer.head_dim)), kv.unsqueeze(2)
+    ones, weight, eps = _ones_for(q), layer.kv_norm.weight, layer.kv_norm.variance_epsilon
+    keys = held.slots(kv.transpose(1, 2))
+    if keys is None:
+        q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
+        keys, _ = held.update(k, k)
+    else:
+        places = keys.squeeze(1)
+        q = ops.index_keys_(kv.squeeze(2), places, weight, None, eps, cos, sin, q, q_weight=ones, **turn)
+        keys, _ = held.take(keys, keys, x.shape[1])
+
+    position = held.cumulative_length - x.shape[1]
+    entries = _pooled(compressor, held, "compressor", pooled[0], pooled[1], position).unsqueeze(1)
+    indices = None
+    if indexer is not None:
+        index_keys = _pooled(indexer, held, "indexer", pooled[2], pooled[3], position)
+        if index_keys.shape[1] > indexer.index_topk:  # else it would choose all
+            of_heads = index_q[0].unflatten(-1, (-1, indexer.head_dim))
+            of_heads, _ = ops.rope(of_heads, None, cos, sin, **turn)
+            indices = _chosen(indexer, of_heads.transpose(1, 2), index_keys, pooled[4], held).unsqueeze(1)
+    out = ops.attention(
+        *(q, keys, keys, layer.scaling),
+        window=layer.sliding_window,
+        sinks=layer.sinks,
+        indices=indices,
+        k_tail=entries,
+        v_tail=entries,
+        tail_rate=compressor.compress_rate,
+        position=position,
+    )
+    return _projected(layer, out, cos, _negated(sin), turn)
+
+
+def _pooled(compressor: Any, held: Any, name: str, kv: Tensor, gate: Tensor, position: int) -> Tensor:
+    """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
+    memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
+    rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm
+    ops.pool_window_(
+        *(kv, gate, compressor.position_bias, memory.state, memory.entries, position, norm.weight),
+        *(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling")),
+        norm.variance_epsilon,
+    )
+    entries: Tensor = held.compressed_kv[name]
+    return entries
+
+
+def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: Any) -> Tensor:
+    """[B, T, K]: the entries that an indexer chooses for each token."""
+    scorer = indexer.scorer
+    scale = scorer.softmax_scale * scorer.weights_scaling
+    of_blocks = {"block": indexer.compress_rate, "keys": held.cumulative_length}
+    chosen: Tensor = ops.index_topk(q, k, weights, indexer.index_topk, scale, **of_blocks)
+    return chosen
+
+
+def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str, Any]) -> Tensor:
+    """The layer's output from what its heads have read [B, T, H, D], turned back first."""
+    batch, tokens, heads, width = out.shape
+    tables = (table.expand(batch, -1, -1).reshape(batch * tokens, 1, -1) for table in (cos, sin))
+    out, _ = ops.rope(out.view(batch * tokens, 1, heads, width), None, *tables, **turn)
+    out = layer.o_a_proj(out.view(batch, tokens, layer.o_a_proj.n_groups, -1))
+    result: Tensor = layer.o_b_proj(out.flatten(2))
+    return result
+
+
+def _negated(sin: Tensor) -> Tensor:
+    found: Tensor | None = getattr(sin, _NEGATED, None)
+    if found is None:
+        found = -sin
+        setattr(sin, _NEGATED, found)
+    return found
+
+
+def _ones_for(heads: Tensor) -> Tensor:
+    key = heads.shape[-1], heads.device
+    if key not in _ones:
+        _ones[key] = torch.ones(key[0], device=key[1])
+    return _ones[key]
+
+
+# Recognising a layer
+
+_found: dict[type, bool] = {}  # the layers of a model are alike
+
+
+def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for attention to a window and to compressed keys, else None."""
+    children: dict[str, Any] = module._modules
+    if not all(isinstance(children.get(name), nn.Module) for name in _CHILDREN):
+        return None
+    compressor = children["compressor"]
+    parts = [part for part in (compressor, compressor._modules.get("indexer")) if part is not None]
+    if not all(_has_fixed_tables(part) for part in parts) or not is_norm(children["q_a_norm"], True):
+        return None
+    for name in (*_NUMBERS, "o_a_proj.n_groups", "kv_norm.variance_epsilon", "q_b_norm.eps"):
+        depends_on(module, name)
+    for part in parts:
+        for name in _OF_COMPRESSOR:
+            if hasattr(part, name):
+                depends_on(part, name)
+    if module.kv_norm.variance_epsilon != module.q_b_norm.eps:  # type: ignore[union-attr]  # modules
+        return None
+    key = type(compressor)
+    if key not in _found:
+        _found[key] = bool(tried(_is_same, module))
+    if not _found[key]:
+        return None
+    record_of(module)
+    operators = ["pool_window_", "rope"]
+    operators += ["expert_qmm"] if isinstance(children["o_a_proj"], GroupedLinear) else []
+    operators += ["index_topk"] if len(parts) > 1 else []
+    return compressed_layer, [*map(Done, operators)]
+
+
+def _has_fixed_tables(part: Any) -> bool:
+    kinds = getattr(part.rotary_emb, "rope_type", None)
+    return isinstance(kinds, dict) and is_fixed(kinds.get(part.rope_layer_type, "dynamic"))
+
+
+def _small(module: Any) -> Any:
+    """A layer of the same class, with random numbers."""
+    config = copy.deepcopy(module.config)
+    sizes = {"hidden_size": 24, "head_dim": 16, "num_attention_heads": 4, "q_lora_rank": 12, "o_groups": 2}
+    sizes |= {
+        "o_lora_rank": 6,
+        "index_n_heads": 3,
+        "index_head_dim": 16,
+        "index_topk": 3,
+        "sliding_window": 5,
+    }
+    tables = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    config.rope_parameters = {name: dict(tables) for name in config.rope_parameters}
+    config.compress_rates = rates
+    config._attn_implementation = "eager"
+    layer = original_class(module)(config, module.layer_idx).eval().float()
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape) * (0.3 if parameter.dim() > 1 else 1.0)
+    return layer
+
+
+class _Held:
+    """The layer of a cache, for a trial."""
+
+    def __init__(self, rate: int):
+        self.rate, self.cumulative_length, self.keys = rate, 0, torch.empty(0)
+        self.memory: dict[str, Pooled] = {}
+        self.compressed_kv: dict[str, Tensor] = {}
+
+    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+        self.keys = torch.cat((self.keys, keys), 2) if self.cumulative_length else keys
+        self.cumulative_length += keys.shape[2]
+        return self.keys, self.keys
+
+    def slots(self, new: Tensor) -> None:
+        """There is no room."""
+
+    def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
+        batch, _, columns = kv.shape
+        if name not in self.memory:
+            state = kv.new_zeros(batch, self.rate * columns // width, 2, columns)
+            self.memory[name] = Pooled(state, kv.new_zeros(batch, 16, width))
+        self.compressed_kv[name] = self.memory[name].entries[:, : self.cumulative_length // self.rate]
+        return self.memory[name]
+
+
+def _is_same(module: Any) -> bool:
+    """Whether the forward here gives what the layer's own gives: results, keys and entries."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layer = _small(module)
+        x = torch.randn(2, 17, layer.config.hidden_size)
+    tables = layer.compressor.rotary_emb(x, torch.arange(17)[None], layer_type=layer.rope_layer_type)
+    window = layer.sliding_window
+    is_norm(layer.q_a_norm)
+    cache: Any = DynamicCache(config=layer.config)
+    held, theirs, ours = _Held(layer.compressor.compress_rate), [], []
+    of_ours = SimpleNamespace(layers=[held] * (layer.layer_idx + 1))
+    for begin, end in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 17)):
+        some = {layer.rope_layer_type: tuple(table[:, begin:end] for table in tables)}
+        seen = min(begin, window - 1) + end - begin
+        distance = torch.arange(seen - (end - begin), seen)[:, None] - torch.arange(seen)
+        mask = torch.zeros(2, 1, *distance.shape).masked_fill(
+            (distance < 0) | (distance >= window), -torch.inf
+        )
+        given = x[:, begin:end], some, torch.arange(begin, end)[None]
+        theirs.append(original_class(layer).forward(layer, *given, mask, cache)[0])
+        ours.append(compressed_layer(layer, *given, None, of_ours)[0])
+    own = cache.layers[layer.layer_idx]
+    theirs += [own.keys, *own.compressed_kv.values()]
+    ours += [held.keys[:, :, 1 - window :], *held.compressed_kv.values()]
+    return len(theirs) == len(ours) and all(map(agrees, ours, theirs))

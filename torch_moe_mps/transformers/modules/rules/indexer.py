@@ -1,0 +1,236 @@
+"""Indexers of sparse attention, which choose the keys that a token reads.
+
+While a token may choose all of its keys, an indexer only adds its own keys to the cache. Beyond that the
+operator `index_topk` chooses, without scores for each head. What an indexer computes in front of that is
+recognised by running it: with other layers in place of its own, which give few numbers their weight.
+"""
+
+import copy
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....ops.index import MAX_INDEX_WIDTH
+from ...basics.reads import depends_on
+from ...basics.record import RECORD, original_class, record_of
+from ...basics.report import Done
+from ..causal_mask import CausalMask
+from ..experts import is_observed
+from .linear import together
+from .rope import TURNS, Turn, tables_and_options
+from .trial import agrees, bare_twin, tried
+
+ops = torch.ops.moe_mps
+
+_LAYERS = ("wq_b", "wk", "k_norm", "weights_proj")
+_NUMBERS = ("n_heads", "head_dim", "index_topk", "softmax_scale", "layer_idx")
+_TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
+_BATCH, _TOKENS, _BEFORE = 2, 3, 4  # of a trial
+# The attribute of indices none of which its token does not see.
+IN_ORDER = "_moe_mps_in_order"
+# {device: the numbers of as many keys as an indexer can choose}: programs hold it, so it may not grow.
+_EVERY: dict[torch.device, Tensor] = {}
+
+
+class Form(NamedTuple):
+    """How an indexer makes its queries and keys.
+
+    Attributes:
+        names: of what its forward takes behind the hidden states.
+        turn: the form of `rope` in which both turn, None if they do not.
+        rotary: the width of its tables.
+    """
+
+    names: tuple[str, ...]
+    turn: Turn | None
+    rotary: int
+
+
+def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a rewritten indexer: [B, T, K] int32, -1 where a token may choose from fewer keys."""
+    form: Form = indexer.__dict__[RECORD].formula
+    given = dict(zip(form.names, args, strict=False)) | kwargs
+    mask, (cos, _) = given["attention_mask"], given["position_embeddings"]
+    # Our implementation of attention asks for numbers. Beside a mask of bool, that of `sdpa`, a model
+    # scatters the result, which takes no -1.
+    runs = type(mask) is CausalMask and mask.window is None and mask.dtype is not torch.bool
+    if not runs or hidden_states.dtype is torch.float64 or cos.shape[-1] != form.rotary:
+        own: Tensor = original_class(indexer).forward(indexer, hidden_states, *args, **kwargs)
+        return own
+    return _chosen(indexer, form, hidden_states, given, mask.seen, mask.key_range)
+
+
+def _chosen(
+    indexer: Any, form: Form, hidden: Tensor, given: dict[str, Any], seen: int, key_range: Tensor | None
+) -> Tensor:
+    batch, tokens, _ = hidden.shape
+    chooses = seen > indexer.index_topk
+    q = _queries(indexer, hidden, given) if chooses else None
+    layers = indexer.wk, indexer.weights_proj
+    joined = together(layers, hidden)
+    if joined is None:
+        k, weights = indexer.wk(hidden), None
+    else:
+        k, weights = joined.split_with_sizes([layer.out_features for layer in layers], -1)
+    q, k = _into_cache(indexer, form, q, k, given)
+    if q is None:
+        return _every(indexer.index_topk, k.device)[:seen].expand(batch, tokens, seen)
+    if weights is None:
+        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+    scale = indexer.softmax_scale * indexer.n_heads**-0.5
+    chosen: Tensor = ops.index_topk(q, k[:, :seen], weights, indexer.index_topk, scale, key_range=key_range)
+    setattr(chosen, IN_ORDER, True)
+    return chosen
+
+
+def _into_cache(
+    indexer: Any, form: Form, q: Tensor | None, k: Tensor, given: dict[str, Any]
+) -> tuple[Tensor | None, Tensor]:
+    """The queries, turned; the keys k [B, T, D], normed and turned, behind those of the cache."""
+    norm, cache, dtype = indexer.k_norm, given.get("past_key_values"), k.dtype
+    cos, sin, options = None, None, dict[str, Any]()  # where nothing turns
+    if form.turn is not None:
+        cos, sin, options = tables_and_options(form.turn, *given["position_embeddings"])
+    layer = None if cache is None else cache.layers[indexer.layer_idx]
+    find = getattr(layer, "indexer_slots", None)
+    slots = None if find is None or type(norm) is not nn.LayerNorm or is_observed(norm) else find(k)
+    if slots is not None and layer is not None:
+        turning = None if cos is None else q
+        out = ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps, cos, sin, turning, **options)
+        return q if turning is None else out.transpose(1, 2), layer.take_indexer(slots)
+    k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
+    if cos is not None and q is None:
+        k = ops.rope(k, None, cos, sin, **options)[0].transpose(1, 2)
+    elif cos is not None:
+        q, k = (x.transpose(1, 2) for x in ops.rope(q, k, cos, sin, **options))
+    k = k.squeeze(2)
+    return q, k if cache is None else cache.update_indexer(k, indexer.layer_idx)
+
+
+def _queries(indexer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+    """[B, T, Hi, D], which have not turned."""
+    children = indexer._modules
+    x = given["q_resid"] if "q_resid" in given else children["q_input_norm"](hidden)
+    q: Tensor = indexer.wq_b(x).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    scaling = children.get("softmax_scaling")
+    return q if scaling is None else scaling(q, given["position_ids"], head_dim_first=False)
+
+
+def _every(count: int, device: torch.device) -> Tensor:
+    held = _EVERY.get(device)
+    if held is None or len(held) < count:
+        held = _EVERY[device] = torch.arange(count, dtype=torch.int32, device=device)
+    return held
+
+
+# Recognising an indexer
+
+
+def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an indexer, else None."""
+    layers = all(isinstance(module._modules.get(name), nn.Module) for name in _LAYERS)
+    if not layers or not all(isinstance(getattr(module, name, None), int | float) for name in _NUMBERS):
+        return None
+    names = tuple(inspect.signature(original_class(module).forward).parameters)[2:]
+    rotary, width = getattr(module, "qk_rope_head_dim", None), getattr(module, "head_dim", 0)
+    fits = {*names} <= _TAKEN and {*names} >= _TAKEN - {"q_resid", "position_ids"}
+    if not fits or not isinstance(rotary, int) or not 0 < rotary <= width <= MAX_INDEX_WIDTH:
+        return None
+    depends_on(module, "qk_rope_head_dim")
+    depends_on(module, "use_rope")
+    trial = _Trial(module, names, rotary, width)
+    for turn in (None, *TURNS):
+        columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
+        if turn is not None and columns * (2 if turn.doubled else 1) > width:
+            continue
+        form = Form(names, turn, rotary)
+        if trial.agrees(form):
+            record_of(module).formula = form
+            return indexer_forward, [Done("index_topk"), Done("index_keys_")]
+    return None
+
+
+class _Trial:
+    """A call of an indexer with layers that depend on few of their inputs, and what it gives."""
+
+    def __init__(self, module: nn.Module, names: tuple[str, ...], rotary: int, width: int):
+        self.module = bare_twin(module)
+        children = {name: _stand_in(child) for name, child in module._modules.items() if child is not None}
+        vars(self.module).update(_modules=children, index_topk=3)
+        generator = torch.Generator().manual_seed(0)
+
+        def numbers(*shape: int) -> Tensor:
+            return torch.rand(shape, generator=generator) - 0.5
+
+        keys = _BEFORE + _TOKENS
+        self.hidden = numbers(_BATCH, _TOKENS, 4)
+        self.given = {
+            "q_resid": numbers(_BATCH, _TOKENS, 4),
+            "position_embeddings": (numbers(_BATCH, _TOKENS, rotary), numbers(_BATCH, _TOKENS, rotary)),
+            "attention_mask": torch.full((_BATCH, _TOKENS, keys), -torch.inf).triu(_BEFORE + 1),
+            "position_ids": torch.arange(_BEFORE, keys).expand(_BATCH, -1) * 1000,
+        }
+        self.given = {name: value for name, value in self.given.items() if name in names}
+        self.before = numbers(_BATCH, _BEFORE, width)
+        self.own = self._call(original_class(module).forward, self.module, self.hidden)
+
+    def _call(self, function: Callable, *args: Any) -> tuple[Tensor, Any] | None:
+        """The keys that it adds to the cache, and the keys that it chooses."""
+        cache = _Cache(self.before, self.module.layer_idx)
+        chosen = tried(function, *args, **self.given, past_key_values=cache)
+        return None if cache.new is None else (cache.new, chosen)
+
+    def agrees(self, form: Form) -> bool:
+        def ours(hidden: Tensor, **given: Any) -> Tensor:
+            return _chosen(self.module, form, hidden, given, _BEFORE + _TOKENS, None)
+
+        found = self._call(ours, self.hidden)
+        if self.own is None or found is None or not agrees(self.own[0], found[0]):
+            return False
+        if not isinstance(self.own[1], Tensor) or not isinstance(found[1], Tensor):
+            return False
+        return torch.equal(self.own[1].sort(-1).values, found[1])
+
+
+class _Cache:
+    """Notes the keys that it gets."""
+
+    def __init__(self, before: Tensor, layer_idx: int):
+        self.before = before
+        self.layers = dict.fromkeys((layer_idx,))
+        self.new: Tensor | None = None
+
+    def update_indexer(self, keys: Tensor, layer_idx: int) -> Tensor:
+        self.new = keys
+        return torch.cat((self.before, keys), 1)
+
+
+def _stand_in(child: nn.Module) -> nn.Module:
+    rows = getattr(child, "out_features", None)
+    if isinstance(rows, int):
+        return FewInputs(rows)
+    return Normed() if isinstance(child, nn.LayerNorm) else copy.deepcopy(child).to("cpu", torch.float32)
+
+
+class FewInputs(nn.Module):
+    """A linear layer of the first four inputs."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(rows)
+        self.weight = nn.Parameter(torch.randn(rows, 4, generator=generator), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :4] @ self.weight.T
+
+
+class Normed(nn.Module):
+    """A norm of rows of any width."""
+
+    weight = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:])

@@ -1,0 +1,88 @@
+"""LayerNorms that a model computes step by step or with casts: one operator each, as torch's own is."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ....ops._checks import ACTIVATION_DTYPES
+from ...basics.reads import depends_on
+from ...basics.record import RECORD, original_class, record_of
+from ...basics.report import Done
+from .trial import agrees, bare_twin, tried
+
+ops = torch.ops.moe_mps
+
+_EPS = ("variance_epsilon", "eps")  # attributes
+_DEFAULT_EPS = 1e-5  # where a module has none
+
+
+class Form(NamedTuple):
+    """(weight + offset) * layer_norm(x) + bias of rows of `width`.
+
+    `eps`: the attribute, empty where it is _DEFAULT_EPS. `keeps_dtype`: the result has the dtype of x,
+    whatever the weight has.
+    """
+
+    width: int
+    eps: str
+    offset: float
+    keeps_dtype: bool
+
+
+_found: dict[tuple, Form | None] = {}  # the norms of a model are alike
+
+
+def layer_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
+    """The forward of a rewritten norm."""
+    form: Form = norm.__dict__[RECORD].formula
+    weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
+    same = form.keeps_dtype or weight is None or weight.dtype is x.dtype
+    if not same or x.dtype not in ACTIVATION_DTYPES or x.shape[-1] != form.width:
+        own: Tensor = original_class(norm).forward(norm, x)
+        return own
+    out: Tensor = ops.layer_norm(x, weight, bias, _eps(norm, form), form.offset)
+    return out
+
+
+def _eps(norm: nn.Module, form: Form) -> float:
+    return getattr(norm, form.eps) if form.eps else _DEFAULT_EPS
+
+
+def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for a LayerNorm of a model, else None."""
+    given = {name: value for name, value in module._parameters.items() if value is not None}
+    shape: tuple[int, ...] = getattr(module, "normalized_shape", ())
+    shape = given["weight"].shape if "weight" in given else shape
+    if module._modules or module._buffers or not given.keys() <= {"weight", "bias"} or len(shape) != 1:
+        return None
+    eps = next((name for name in _EPS if isinstance(getattr(module, name, None), float)), "")
+    key = original_class(module), shape[0], *given, eps
+    if key not in _found:
+        offsets = (0.0, 1.0) if "weight" in given else (0.0,)
+        tries = (tried(_same, module, Form(shape[0], eps, offset, False), given) for offset in offsets)
+        _found[key] = next((form for form in tries if form is not None), None)
+    form = _found[key]
+    if form is None:
+        return None
+    for name in ("weight", "bias"):
+        depends_on(module, name)
+    record_of(module).formula = form
+    return layer_norm_forward, [Done("layer_norm")]
+
+
+def _same(module: nn.Module, form: Form, given: dict[str, Any]) -> Form | None:
+    """The form, if it gives what the module's own forward gives: of large rows and of small ones, for eps."""
+    generator = torch.Generator().manual_seed(0)
+    twin = bare_twin(module)
+    numbers = {name: torch.rand(form.width, generator=generator) + 0.5 for name in given}
+    twin._parameters |= {name: nn.Parameter(value, requires_grad=False) for name, value in numbers.items()}
+    twin._parameters |= {name: None for name in ("weight", "bias") if name not in given}
+    x = torch.randn(2, form.width, generator=generator) * torch.tensor([[3.0], [1e-3]]) + 0.01
+    record_of(twin).formula = form
+    own = original_class(module).forward
+    if not agrees(layer_norm_forward(twin, x), own(twin, x)):
+        return None
+    mixed = tried(own, twin, x.bfloat16())
+    return form._replace(keeps_dtype=isinstance(mixed, Tensor) and mixed.dtype == torch.bfloat16)

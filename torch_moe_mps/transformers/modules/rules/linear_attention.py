@@ -1,0 +1,173 @@
+"""Linear attention with the gated delta rule (Qwen3-Next), prompts and decode steps.
+
+Its functions are recognised by running them on random numbers. A prompt runs the recurrence as well: for
+chunks, torch's MPS backend encodes one triangular solve for each head and chunk.
+"""
+
+import functools
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ....ops._checks import ACTIVATION_DTYPES
+from ....ops.linear_attention import MAX_KEY_WIDTH
+from ...basics.report import Done
+from ..functions import InPlace
+from .trial import agrees, tried
+
+ops = torch.ops.moe_mps
+
+_L2NORM_EPS = 1e-6
+_NAMED = {"weight", "bias", "activation"}  # which a convolution may get by name
+_FLAG = (bool, type(None))
+ACTIVATIONS = {"silu": "silu", "swish": "silu", None: "none"}
+
+
+# What runs in the place of the functions
+
+
+def causal_conv(function: Callable, *args: Any, **named: Any) -> Tensor:
+    """function(x, conv_state, weight, bias, activation), which updates conv_state in place."""
+    known = len(args) > 1 and named.keys() <= _NAMED
+    out = _convolved(*args, **named) if known else None
+    return function(*args, **named) if out is None else out
+
+
+def _convolved(
+    x: Tensor, conv_state: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str | None = None
+) -> Tensor | None:
+    """None where the operator does not apply."""
+    name = ACTIVATIONS.get(activation)
+    present = [tensor for tensor in (x, conv_state, weight, bias) if tensor is not None]
+    known = all(tensor.dtype in ACTIVATION_DTYPES and tensor.device == x.device for tensor in present)
+    if name is None or not known or conv_state.shape[-1] < weight.shape[-1] - 1:
+        return None
+    out: Tensor = ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name)
+    return out.mT
+
+
+def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Tensor:
+    """function(x, weight, bias, activation, **options), which sees nothing in front of x."""
+    named = {name: value for name, value in options.items() if name in _NAMED}
+    plain = all(name in named or isinstance(value, _FLAG) for name, value in options.items())
+    out = _convolved_prompt(*args, **named) if plain and args else None
+    return function(*args, **options) if out is None else out
+
+
+def _convolved_prompt(x: Tensor, weight: Tensor, *rest: Any, **named: Any) -> Tensor | None:
+    return _convolved(x, x.new_zeros(x.shape[0], *weight.shape), weight, *rest, **named)
+
+
+def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
+    """function(q, k, v, g=, beta=, **options), and the state, which is another tensor than the given one."""
+    g, beta, state = (options.get(name) for name in ("g", "beta", "initial_state"))
+    if len(args) != 3 or g is None or beta is None or not _known(options) or not _fits(*args, state):
+        result: tuple = function(*args, **options)
+        return result
+    q, k, v = args
+    eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
+    if state is None:
+        state = q.new_zeros((v.shape[0], v.shape[2], q.shape[3], v.shape[3]), dtype=torch.float32)
+    else:
+        state = state.clone()
+    out = ops.linear_attention_(q, k, v, g, state, q.shape[-1] ** -0.5, beta=beta, l2norm_eps=eps)
+    return out, state if options.get("output_final_state") else None
+
+
+def _known(options: dict) -> bool:
+    """Whether no option is used that the operator does not know.
+
+    Flags of the model, such as use_cache, are no options: forwards pass them on to every function.
+    """
+    others = (value for name, value in options.items() if name not in ("g", "beta", "initial_state"))
+    return all(isinstance(value, _FLAG) for value in others)
+
+
+def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
+    if state is not None and (state.dtype != torch.float32 or state.device != q.device):
+        return False
+    dtypes = q.dtype in ACTIVATION_DTYPES and q.dtype == k.dtype == v.dtype
+    narrow = q.dim() == 4 and q.shape[-1] <= MAX_KEY_WIDTH
+    return dtypes and narrow and q.shape == k.shape and v.shape[2] % q.shape[2] == 0
+
+
+# Recognising functions by running them
+
+
+@functools.cache
+def is_causal_conv(function: Callable) -> bool:
+    """Whether a function of (x, conv_state, weight, bias, activation) is causal_conv1d_update_."""
+    generator = torch.Generator().manual_seed(0)
+    x, state, weight, bias = (
+        torch.randn(shape, generator=generator) for shape in ((2, 3, 1), (2, 3, 4), (3, 4), (3,))
+    )
+    for given, activation in ((None, "silu"), (bias, None)):
+        theirs, ours = state.clone(), state.clone()
+        result = tried(function, x, theirs, weight, given, activation)
+        expected = ops.causal_conv1d_update_(x.mT, ours, weight, given, ACTIVATIONS[activation]).mT
+        if not _agree(result, expected) or not torch.equal(theirs, ours):
+            return False
+    return True
+
+
+@functools.cache
+def is_conv_of_prompt(function: Callable) -> bool:
+    """Whether a function of (x, weight, bias, activation) is that with nothing in front of x."""
+    generator = torch.Generator().manual_seed(0)
+    x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 3, 6), (3, 4), (3,)))
+    for given, activation in ((None, "silu"), (bias, None)):
+        result, state = tried(function, x, weight, given, activation=activation), torch.zeros(2, 3, 4)
+        expected = ops.causal_conv1d_update_(x.mT, state, weight, given, ACTIVATIONS[activation]).mT
+        if not _agree(result, expected):
+            return False
+    return True
+
+
+@functools.cache
+def is_delta_rule(function: Callable) -> bool:
+    """Whether a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
+    generator = torch.Generator().manual_seed(0)
+    tokens = 66  # more than a chunk
+    shapes = (*((2, tokens, *rest) for rest in ((2, 8), (2, 8), (4, 3), (4,), (4,))), (2, 4, 8, 3))
+    q, k, v, g, beta, state = (torch.randn(shape, generator=generator) for shape in shapes)
+    k, g, beta = F.normalize(k, dim=-1), -g.abs(), beta.sigmoid()
+    for normed, initial in ((True, state), (False, state), (True, None)):
+        ours = torch.zeros_like(state) if initial is None else state.clone()
+        options = {"initial_state": None if initial is None else state.clone(), "output_final_state": True}
+        result = tried(function, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
+        eps = _L2NORM_EPS if normed else None
+        expected = ops.linear_attention_(q, k, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
+        if not isinstance(result, tuple) or not all(map(_agree, result, (expected, ours))):
+            return False
+    return True
+
+
+_agree = functools.partial(agrees, rtol=1e-4)
+
+
+# Functions that forwards call
+
+
+@functools.cache
+def convolution_in_place(function: types.FunctionType) -> InPlace | None:
+    """What runs in the place of a causal convolution, of a step or of a prompt."""
+    if "conv" not in function.__name__:
+        return None
+    for is_one, run in ((is_causal_conv, causal_conv), (is_conv_of_prompt, causal_conv_of_prompt)):
+        if is_one(function):
+            return InPlace(functools.partial(run, function), Done("causal_conv1d_update_"))
+    return None
+
+
+@functools.cache
+def delta_rule_in_place(function: types.FunctionType) -> InPlace | None:
+    """What runs in the place of the recurrence, of one of steps or of one of chunks."""
+    takes = inspect.signature(function).parameters.keys() >= {"g", "beta", "initial_state"}
+    if not takes or not is_delta_rule(function):
+        return None
+    return InPlace(functools.partial(delta_rule, function), Done("linear_attention_"))

@@ -1,0 +1,151 @@
+"""Dense MLPs and shared experts with quantised weights.
+
+Gate, up and activation are one dispatch, down is one.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from ....ops._activations import Activation
+from ...basics.record import RECORD, original_class, record_of
+from ...basics.report import Done
+from ...graphs.nodes import aten, is_call, tensor_of
+from ...graphs.patterns import linear_of, match, uncast
+from ...graphs.tracing import ITEM
+from ..experts import ACTIVATION_FORMS, activation_arguments, halves_of, is_observed, numbers_of
+from ..linears import QuantizedLinear
+from ..traced import Input, Sizes, Traced, everywhere, path_of, remembered, takes, trace
+from .linear import join
+
+ops = torch.ops.moe_mps
+
+# The gate and the other half: of two layers, and of one.
+_HALVES = (("linear(X, GATE, GATE_BIAS)", "linear(X, UP, UP_BIAS)"), ("G", "U"))
+_FORMS = [
+    (name, f"linear({form.format(G=g, U=u)}, DOWN, DOWN_BIAS)")
+    for g, u in _HALVES
+    for name, form in ACTIVATION_FORMS
+    if g != "G" or "{U}" in form
+]
+
+
+class MlpFormula(NamedTuple):
+    """down(activation(gate(x), up(x))), which one layer may give, or down(activation(gate(x))).
+
+    Attributes:
+        first: the names of gate and up, or of the layer that is both.
+        others: the names of the other modules in it, as the activation.
+    """
+
+    activation: Activation
+    first: tuple[str, ...]
+    down: str
+    others: tuple[str, ...]
+
+
+@remembered
+def mlp_formula(module: nn.Module) -> MlpFormula | None:
+    """How a module of quantised layers computes an MLP, None if it is something else."""
+    layers = [each for each in module._modules.values() if isinstance(each, QuantizedLinear)]
+    if len(layers) < 2 or not takes(module, 1):
+        return None
+    for width in dict.fromkeys(layer.columns for layer in layers):
+
+        def ask(sizes: Sizes, dtype: torch.dtype, width: int = width) -> MlpFormula | None:
+            traced = trace(module, Input((*sizes, width), dtype), weights=dtype)
+            return None if traced is None else _read_mlp(traced)
+
+        formula = everywhere(ask)
+        if formula is None or _casts(module, width):
+            continue
+        if all(isinstance(module._modules[name], QuantizedLinear) for name in (*formula.first, formula.down)):
+            return formula
+    return None
+
+
+def _casts(module: nn.Module, width: int) -> bool:
+    """Whether a module casts its input, to the dtype of its weights."""
+    traced = trace(module, Input((7, width), torch.bfloat16), weights=torch.float32)
+    users = () if traced is None else traced.inputs[0].users
+    return any(is_call(user, aten._to_copy) for user in users)
+
+
+def _read_mlp(traced: Traced) -> MlpFormula | None:
+    (x,), result = traced.inputs, traced.result
+    if not isinstance(result, fx.Node) or tensor_of(result).dtype != tensor_of(x).dtype:
+        return None
+    for name, form in _FORMS:
+        bound = match(form, result)
+        if bound is None or (numbers := numbers_of(bound)) is None:
+            continue
+        activation = Activation(name, *numbers, gated="UP" in bound or "U" in bound)
+        if "G" in bound:
+            bound, halves = _of_one_layer(bound)
+            activation = activation._replace(interleaved=halves == "every_other")
+        layers = [_layer(bound, part) for part in ("GATE", "UP", "DOWN") if part in bound]
+        if uncast(bound.get("X")) is x and all(layers) and _fit(x, result, bound):
+            *first, down = (layer for layer in layers if layer is not None)
+            fits = len({*layers}) == len(layers) and not any("." in path for path in traced.called)
+            return MlpFormula(activation, tuple(first), down, traced.called) if fits else None
+    return None
+
+
+def _of_one_layer(bound: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
+    """What a formula of G and U has bound, with the layer whose halves they are and how they lie."""
+    half = uncast(bound["G"])
+    source = half.args[0] if half.target is ITEM else half
+    whole: Any = source.args[0] if source.args else source
+    linear, halves = linear_of(uncast(whole)), halves_of(whole, half, bound["U"])
+    if linear is None or halves is None:
+        return {}, None
+    return bound | dict(zip(("X", "GATE", "GATE_BIAS"), linear, strict=True)), halves
+
+
+def _layer(bound: dict[str, Any], part: str) -> str | None:
+    """The name of the layer whose weight and bias a formula has bound."""
+    weight, bias = path_of(bound[part]), bound[f"{part}_BIAS"]
+    name = (weight or "").removesuffix(".weight")
+    is_one = weight == f"{name}.weight" and (bias is None or path_of(bias) == f"{name}.bias")
+    return name if is_one and "." not in name else None
+
+
+def _fit(x: fx.Node, result: fx.Node, bound: dict[str, Any]) -> bool:
+    """Whether the matrices follow each other row by row."""
+    rows = {part: tensor_of(uncast(bound[part])).shape for part in ("GATE", "UP", "DOWN") if part in bound}
+    between, width = rows["GATE"]
+    *outer, last = tensor_of(x).shape
+    down, found = rows["DOWN"][0], rows["DOWN"][1] * (2 if "G" in bound else 1)
+    same = rows.get("UP", rows["GATE"]) == rows["GATE"] and found == between
+    return same and width == last and [*tensor_of(result).shape] == [*outer, down]
+
+
+def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
+    """The forward of an MLP, whatever its argument is called."""
+    (x,) = args or named.values()
+    formula: MlpFormula = module.__dict__[RECORD].formula
+    layers, down = [getattr(module, name) for name in formula.first], getattr(module, formula.down)
+    others = [getattr(module, name) for name in formula.others]
+    if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down, *others):
+        out: Tensor = original_class(module).forward(module, x)
+        return out
+    first, to = layers[0].__dict__[RECORD].joined, down.format
+    form = first.format
+    packed, scales, biases, bias = down.weights()
+    options = activation_arguments(tuple(formula.activation))
+    return ops.mlp_quantized(
+        x, first.packed, first.scales, first.biases, packed, scales, biases,
+        form.name, gate_up_bias=first.bias, down_bias=bias, down_format=to.name, **options,
+    )  # fmt: skip
+
+
+def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an MLP of quantised layers, else None."""
+    formula = mlp_formula(module)
+    if formula is None:
+        return None
+    record_of(module).formula = formula
+    join(*(getattr(module, name) for name in formula.first))
+    return mlp_forward, [Done("mlp_quantized", f"mlp_quantized ({formula.activation.activation})")]

@@ -1,0 +1,323 @@
+"""Indexers that choose pools of neighbouring keys, by one key for each pool (GLM-5.3-Flash, Qwen4).
+
+Each complete pool has its key once, beside those that the cache holds; a token also reads its own pool while
+that is incomplete. While a token may choose all pools, the indexer only adds its own keys to the cache.
+Beyond that the operator `index_topk` chooses, when attention asks. Padded rows run the model's own code.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ....ops.attention import MAX_INDEX_BLOCK
+from ....ops.index import MAX_INDEX_WIDTH
+from ...basics.reads import depends_on
+from ...basics.record import original_class, record_of
+from ...basics.report import Done
+from ..causal_mask import CausalMask
+from ..chosen_keys import EVERYTHING, Choice
+from ..experts import is_observed
+from .indexer import FewInputs, Normed
+from .linear import together
+from .rope import TURNS, Turn, tables_and_options
+from .trial import agrees, bare_twin, tried
+
+ops = torch.ops.moe_mps
+
+_PADDED = "_moe_mps_padded"  # the attribute of a mask of padding that says whether it hides anything
+_KPOOL = ("wq_b", "wk", "k_norm", "weights_proj")
+_KPOOL_NUMBERS = ("n_heads", "head_dim", "index_topk", "index_kpool", "softmax_scale", "layer_idx")
+_QSA = ("index_qk_proj", "q_layernorm", "k_layernorm")
+_QSA_NUMBERS = (
+    "index_n_heads",
+    "index_kv_heads",
+    "index_head_dim",
+    "compress_ratio",
+    "block_topk",
+    "layer_idx",
+)
+
+
+def _layer_of(indexer: Any, cache: Any) -> Any:
+    return None if cache is None else cache.layers[indexer.layer_idx]
+
+
+def _pools(layer: Any, keys: Tensor, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
+    """[B, S // rate, D]: what `pool` makes of complete pools from a first one on in front of a last one."""
+    count = keys.shape[1] // rate
+    return pool(0, count) if layer is None else layer.pools_of(count, rate, pool)
+
+
+# GLM-5.3-Flash
+
+
+def kpool_forward(
+    indexer: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any
+) -> Any:
+    """The forward of a rewritten indexer: a Choice, or EVERYTHING where tokens may choose all pools."""
+    layer = _layer_of(indexer, past_key_values)
+    runs = (
+        indexer.config._attn_implementation == "sdpa"
+        and hidden_states.dtype is not torch.float64
+        and (layer is None or hasattr(layer, "pools_of"))
+        and not is_observed(indexer.k_norm)
+    )
+    if not runs or _is_padded(attention_mask, layer):
+        if not runs and layer is not None:
+            layer.is_padded = None  # nothing has looked at this call's mask
+        own = original_class(indexer).forward
+        return own(indexer, hidden_states, q_resid, attention_mask, past_key_values)
+    return _choice_of_gated(indexer, hidden_states, q_resid, layer)
+
+
+def _choice_of_gated(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) -> Any:
+    width, rate = indexer.head_dim, indexer.index_kpool
+    joined, weights = together((indexer.wk, indexer.weights_proj), hidden_states), None
+    if joined is None:
+        k = indexer.wk(hidden_states)
+    else:
+        k, weights = joined.split_with_sizes([width, indexer.n_heads], -1)
+    gate = F.linear(hidden_states, indexer.index_kpool_compress_gate)
+    shown = _ones(hidden_states.device, k.dtype).expand(*k.shape[:2], 1)
+    packed = (indexer.k_norm(k), gate, shown)
+    slots = None if layer is None else layer.indexer_slots_of(packed)
+    if slots is not None:
+        keys = layer.take_indexer(slots)
+    else:
+        keys = torch.cat(packed, -1)
+        keys = keys if layer is None else layer.update_indexer(keys)
+    top_k = indexer.index_topk // rate
+    if keys.shape[1] // rate <= top_k:
+        return EVERYTHING
+    pools = _pools(layer, keys, rate, functools.partial(_weighted, indexer, keys))
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, width))
+    weights = indexer.weights_proj(hidden_states) if weights is None else weights
+    scale = indexer.softmax_scale * indexer.n_heads**-0.5
+    return Choice(q, pools, weights, top_k, scale, rate, {"tail": 1}, is_pooled=True)
+
+
+def _is_padded(mask: Tensor, layer: Any) -> bool:
+    """Whether any row of a batch has or had padding. A single token is none."""
+    noted: bool | None = getattr(layer, "is_padded", None)
+    held = getattr(layer, "indexer_keys", None)
+    if noted is None and held is not None and held.shape[1] > 0:  # which the model's own code has written
+        noted = not bool(held[..., -1].all())  # the column that says which keys are shown
+    if not noted and mask.shape[1] > 1:
+        noted = getattr(mask, _PADDED, None)  # all layers get the same mask
+        if noted is None:
+            noted = not bool(mask.all())
+            setattr(mask, _PADDED, noted)
+    if layer is not None:
+        layer.is_padded = bool(noted)
+    return bool(noted)
+
+
+@functools.cache
+def _ones(device: torch.device, dtype: torch.dtype) -> Tensor:
+    return torch.ones(1, 1, 1, device=device, dtype=dtype)
+
+
+def _weighted(indexer: Any, packed: Tensor, first: int, last: int) -> Tensor:
+    """The sums of the keys of pools, weighted by a softmax of their gates for each element."""
+    width, rate = indexer.head_dim, indexer.index_kpool
+    rows = packed[:, first * rate : last * rate].unflatten(1, (-1, rate))
+    keys, gates, _ = rows.split_with_sizes([width, width, 1], -1)
+    logits = gates.float() + indexer.index_kpool_compress_ape.float()
+    return (logits.softmax(2).to(keys.dtype) * keys).sum(2)
+
+
+# Qwen4
+
+
+def qsa_forward(
+    indexer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor,
+    past_key_values: Any,
+) -> Tensor:
+    """The forward of a rewritten indexer: a mask of what is chosen, which is made when attention asks."""
+    layer = _layer_of(indexer, past_key_values)
+    runs = (
+        type(attention_mask) is CausalMask
+        and attention_mask.key_range is None
+        and attention_mask.window is None
+        and attention_mask.lookahead == 0
+        and attention_mask.seen == attention_mask.shape[3]
+        and hidden_states.dtype is not torch.float64
+        and (layer is None or hasattr(layer, "pools_of"))
+        and not is_observed(*_norms(indexer))
+    )
+    if not runs:
+        given = (hidden_states, position_embeddings, attention_mask, past_key_values)
+        own: Tensor = original_class(indexer).forward(indexer, *given)
+        return own
+    turn: Turn = record_of(indexer).formula
+    choice = _choice_of_means(indexer, turn, hidden_states, position_embeddings, layer)
+    if choice is None:
+        return attention_mask
+    return choice.shown(attention_mask, 1, *attention_mask.shape[2:])
+
+
+def _choice_of_means(
+    indexer: Any, turn: Turn, hidden_states: Tensor, tables: Any, layer: Any
+) -> Choice | None:
+    width, rate, heads = indexer.index_head_dim, indexer.compress_ratio, indexer.index_n_heads
+    q_norm, k_norm = _norms(indexer)
+    q, keys = indexer.index_qk_proj(hidden_states).split_with_sizes([heads * width, width], -1)
+    if layer is not None:
+        keys = layer.update_indexer(keys)
+
+    def mean(first: int, last: int) -> Tensor:
+        rows = keys[:, first * rate : last * rate].unflatten(1, (-1, rate))
+        pooled = rows.float().mean(2).to(keys.dtype).unsqueeze(2)
+        of_pools = (table[:, first * rate : last * rate : rate] for table in tables)
+        cos, sin, options = tables_and_options(turn, *of_pools)
+        return ops.rope(pooled, None, cos, sin, k_norm.weight, None, k_norm.eps, 1.0, **options)[0].squeeze(1)
+
+    if keys.shape[1] // rate <= indexer.block_topk:
+        return None
+    pools = _pools(layer, keys, rate, mean)
+    of_tokens = (table[:, -hidden_states.shape[1] :] for table in tables)
+    cos, sin, options = tables_and_options(turn, *of_tokens)
+    q = q.unflatten(-1, (heads, width))
+    (q, _) = ops.rope(q, None, cos, sin, q_norm.weight, None, q_norm.eps, 1.0, **options)
+    q = q.transpose(1, 2)
+    return Choice(q, pools, None, indexer.block_topk, width**-0.5, rate, {"tail": 1}, is_pooled=True)
+
+
+def _norms(indexer: Any) -> tuple[Any, Any]:
+    return indexer.q_layernorm, indexer.k_layernorm
+
+
+# Recognising an indexer
+
+_BATCH, _TOKENS, _BEFORE, _RATE, _POOLS = 2, 3, 8, 2, 2  # of a trial
+
+
+def rewrite_pooled_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an indexer of pools, else None."""
+    done = [Done("index_topk")]
+    if _has(module, _KPOOL, _KPOOL_NUMBERS) and getattr(module, "index_kpool_always_select_tail", False):
+        for name in ("index_topk", "index_kpool"):
+            depends_on(module, name)
+        fits = isinstance(module.k_norm, nn.LayerNorm) and _fits(module.head_dim, module.index_kpool)
+        return (kpool_forward, done) if fits and _agrees_gated(module) else None
+    if _has(module, _QSA, _QSA_NUMBERS) and module.index_kv_heads == 1:
+        for name in ("compress_ratio", "block_topk"):
+            depends_on(module, name)
+        fits = _fits(module.index_head_dim, module.compress_ratio)
+        if fits and all(hasattr(norm, "eps") for norm in _norms(module)):
+            trial = _TrialOfMeans(module)
+            for turn in TURNS:
+                if not (turn.half_of_table or turn.doubled) and trial.agrees(turn):
+                    record_of(module).formula = turn
+                    return qsa_forward, done
+    return None
+
+
+def _has(module: Any, layers: tuple[str, ...], numbers: tuple[str, ...]) -> bool:
+    """Whether a module has these layers and numbers."""
+    own = all(isinstance(module._modules.get(name), nn.Module) for name in layers)
+    return own and all(isinstance(getattr(module, name, None), int | float) for name in numbers)
+
+
+def _fits(width: int, rate: int) -> bool:
+    return width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and 1 < rate <= MAX_INDEX_BLOCK
+
+
+def _numbers(*shape: int) -> Tensor:
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5
+
+
+def _agrees_gated(module: Any) -> bool:
+    """Whether an indexer with layers of few inputs chooses what is chosen here."""
+    twin, width = bare_twin(module), module.head_dim
+    layers: dict[str, Any] = {
+        name: FewInputs(module._modules[name].out_features) for name in _KPOOL if name != "k_norm"
+    }
+    vars(twin).update(_modules=layers | {"k_norm": Normed()}, index_topk=_RATE * _POOLS, index_kpool=_RATE)
+    twin.index_kpool_compress_ape = nn.Parameter(_numbers(_RATE, width), requires_grad=False)
+    twin.index_kpool_compress_gate = nn.Parameter(_numbers(width, 4), requires_grad=False)
+    hidden, q_resid = _numbers(_BATCH, _TOKENS, 4), _numbers(_BATCH, _TOKENS, 5)[..., :4]
+    before = torch.cat((_numbers(_BATCH, _BEFORE, 2 * width), torch.ones(_BATCH, _BEFORE, 1)), -1)
+    caches = [_Cache(twin.layer_idx, before) for _ in range(2)]
+    shown = torch.ones(_BATCH, _TOKENS, dtype=torch.bool)
+    own = tried(original_class(module).forward, twin, hidden, q_resid, shown, caches[0])
+    found = tried(_choice_of_gated, twin, hidden, q_resid, caches[1].layers[twin.layer_idx])
+    if not isinstance(own, Tensor) or not isinstance(found, Choice):
+        return False
+    keys = _BEFORE + _TOKENS
+    mask = torch.zeros(_BATCH, _TOKENS, keys + 1, dtype=torch.bool)
+    mask.scatter_(2, torch.where(own < 0, keys, own).long(), True)
+    same = _is_same(mask[..., :keys].unsqueeze(1), found)
+    return same and agrees(caches[0].indexer_keys, caches[1].indexer_keys)
+
+
+def _is_same(own: Tensor, found: Choice) -> bool:
+    """Whether a mask shows what is chosen, of tokens of which no two pools have a score of zero."""
+    scores = torch.einsum("bthd,bsd->bhts", found.q, found.k).relu()
+    known = (scores.sum(1) == 0).sum(-1) < 2
+    keys = _BEFORE + _TOKENS
+    order = torch.ones(_TOKENS, keys, dtype=torch.bool).tril(_BEFORE)
+    mask = found.shown(None, 1, _TOKENS, keys)
+    return bool(known.any()) and torch.equal((own & order)[:, 0][known], (mask & order)[:, 0][known])
+
+
+class _TrialOfMeans:
+    """A call of an indexer with a layer of few inputs, and what it chooses."""
+
+    def __init__(self, module: Any):
+        self.twin, width = bare_twin(module), module.index_head_dim
+        children: dict[str, nn.Module] = {}
+        for name in _QSA[1:]:
+            norm = children[name] = bare_twin(module._modules[name])
+            norm.weight = nn.Parameter(_numbers(width), requires_grad=False)
+        layers = {"index_qk_proj": FewInputs(module.index_qk_proj.out_features)}
+        vars(self.twin).update(_modules=layers | children, compress_ratio=_RATE, block_topk=_POOLS)
+        self.twin.token_budget = _RATE * _POOLS
+        keys = _BEFORE + _TOKENS
+        self.hidden, self.before = _numbers(_BATCH, _TOKENS, 4), _numbers(_BATCH, _BEFORE, width)
+        self.tables = [
+            _numbers(_BATCH, keys, width // 2 + 1)[..., i : i + width // 2] + 1.0 for i in range(2)
+        ]
+        self.cache = _Cache(self.twin.layer_idx, self.before)
+        shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-_TOKENS:].expand(_BATCH, 1, -1, -1)
+        own = original_class(module).forward
+        self.own = tried(own, self.twin, self.hidden, self.tables, shown, self.cache)
+
+    def agrees(self, turn: Turn) -> bool:
+        cache = _Cache(self.twin.layer_idx, self.before)
+        layer = cache.layers[self.twin.layer_idx]
+        found = tried(_choice_of_means, self.twin, turn, self.hidden, self.tables, layer)
+        if not isinstance(found, Choice) or not isinstance(self.own, Tensor):
+            return False
+        return _is_same(self.own, found) and agrees(self.cache.indexer_keys, cache.indexer_keys)
+
+
+class _Cache:
+    """A cache of one layer, which it is itself, without room."""
+
+    def __init__(self, layer_idx: int, before: Tensor):
+        self.layers, self.indexer_keys = {layer_idx: self}, before
+
+    @property
+    def keys(self) -> Tensor:
+        return self.indexer_keys
+
+    def get_seq_length(self) -> int:
+        return self.indexer_keys.shape[1]
+
+    def update_indexer(self, keys: Tensor, layer_idx: int | None = None) -> Tensor:
+        self.indexer_keys = torch.cat((self.indexer_keys, keys), 1)
+        return self.indexer_keys
+
+    def indexer_slots_of(self, parts: Any) -> None:
+        return None
+
+    def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
+        return pool(0, count)

@@ -1,0 +1,404 @@
+"""Whole layers of linear attention: Kimi's delta attention, Mamba-1, Mamba-2 and lightning attention.
+
+A layer is recognised by what it computes: its own forward and the one here run on a twin of it, whose linear
+layers are of rank one, for a prompt, a token behind it and a few more, and have to give the same results and
+states of the cache.
+"""
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, LinearAttentionLayer
+
+from ...basics.reads import depends_on
+from ...basics.record import NOTHING, RECORD, original_class, record_of
+from ...basics.report import Done
+from ..experts import is_observed
+from .linear import join, together, together_done
+from .linear_attention import ACTIVATIONS
+from .trial import agrees, bare_twin, tried
+
+ops = torch.ops.moe_mps
+
+_PLAIN = (bool, int, float, str, tuple, type(None))
+_PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequences of a row apart
+
+
+# What the forwards have in common
+
+
+def _outputs(layer: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Tensor:
+    """The outputs of a layer's linear layers, side by side; those that can run together do."""
+    count = layer.__dict__.get(RECORD, NOTHING).formula or 0
+    out = together(tuple(parts[:count]), x) if count else None
+    if out is not None and count == len(parts):
+        return out
+    outs = [part(x) for part in parts[0 if out is None else count :]]
+    return torch.cat(outs if out is None else [out, *outs], -1)
+
+
+def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+    return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
+
+
+def _is_plain_call(layer: Any, cache: Any, options: dict) -> bool:
+    """Whether a call wants nothing but a prompt or tokens, with no hook to be called on the way."""
+    recording = cache is not None and getattr(cache, "is_recording_past", bool)(layer.layer_idx)
+    packed = any(options.get(name) is not None for name in _PACKED)
+    return not recording and not packed and not _is_seen(layer)
+
+
+def _is_seen(layer: nn.Module) -> bool:
+    """Whether hooks see the modules in a layer, which the operators do not call."""
+    gate = layer._modules.get("forget_gate")
+    within: Any = () if gate is None else gate._modules.values()
+    return is_observed(*layer._modules.values(), *within)  # type: ignore[arg-type]  # none of them is None
+
+
+def _convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
+    """activation(conv1d(x)) of [B, T, C], and the state of the cache."""
+    weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
+    state = None if cache is None else cache.get_conv_state(layer.layer_idx)
+    if state is None:
+        state = x.new_zeros(x.shape[0], *weight.shape)
+        if cache is not None:
+            cache.update_conv_state(state, layer.layer_idx, conv_kernel_size=weight.shape[1])
+            state = cache.get_conv_state(layer.layer_idx)
+    return ops.causal_conv1d_update_(x, state, weight, bias, ACTIVATIONS[layer.activation])
+
+
+def _scan(
+    cache: Any,
+    number: int,
+    shape: tuple[int, ...],
+    x: Tensor,
+    run: Callable[[Tensor], Tensor],
+    begins_anew: bool = False,
+) -> Tensor:
+    """run(state), and the state that it leaves in the cache."""
+    held = None if cache is None or begins_anew else cache.get_recurrent_state(number)
+    state = torch.zeros(shape, dtype=torch.float32, device=x.device) if held is None else held
+    out = run(state)
+    if cache is not None and held is None:
+        cache.update_recurrent_state(state, number)
+    return out
+
+
+def _with_cache(run: Callable) -> Callable:
+    """The forward of a layer, which its own code runs where a call wants more.
+
+    `run` gets the input without what a mask hides, the cache and the mask.
+    """
+
+    def forward(
+        layer: Any,
+        hidden_states: Tensor,
+        cache_params: Any = None,
+        attention_mask: Any = None,
+        **options: Any,
+    ) -> Tensor:
+        if not _is_plain_call(layer, cache_params, options):
+            options |= {"cache_params": cache_params, "attention_mask": attention_mask}
+            own: Tensor = original_class(layer).forward(layer, hidden_states, **options)
+            return own
+        result: Tensor = run(layer, _masked(hidden_states, attention_mask), cache_params, attention_mask)
+        return result
+
+    forward.__doc__ = run.__doc__
+    return forward
+
+
+# The layers
+
+
+@_with_cache
+def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+    """Kimi's delta attention: a decay for each channel of the keys."""
+    heads, width, total, forget = layer.num_heads, layer.head_dim, layer.qkv_dim, layer.forget_gate
+    first, (decay, gate) = _of_channels(layer)
+    joined = _outputs(layer, first, x)
+    widths = [3 * total, *(each.out_features for each in first[3:])]
+    mixed, g, z, beta = joined.split_with_sizes(widths, -1)
+    g, z = (each if len(rest) == 1 else rest[1](each) for each, rest in ((g, decay), (z, gate)))
+    of_heads = (*x.shape[:2], heads, width)
+    q, k, v = (part.view(of_heads) for part in _convolution(layer, mixed, cache).chunk(3, -1))
+    bound = getattr(forget, "safe_gate_lower_bound", getattr(forget, "lower_bound", None))
+    if getattr(forget, "safe_gate", True) is False:
+        bound = None
+    out = _scan(
+        cache,
+        layer.layer_idx,
+        (x.shape[0], heads, width, width),
+        x,
+        lambda state: ops.linear_attention_(
+            *(q, k, v, g.view(of_heads), state, width**-0.5),
+            beta=beta,
+            l2norm_eps=1e-6,
+            decay="softplus" if bound is None else "sigmoid",
+            A_log=forget.A_log.view(-1),
+            dt_bias=forget.dt_bias.view(heads, width),
+            lower_bound=bound,
+            beta_activation="sigmoid",
+            gate=z.view(of_heads),
+            gate_activation="sigmoid",
+            norm_weight=layer.o_norm.weight,
+            norm_eps=layer.o_norm.variance_epsilon,
+        ),
+    )
+    result: Tensor = layer.o_proj(out.flatten(2))
+    return result
+
+
+def _of_channels(layer: Any) -> tuple[list, tuple[list, list]]:
+    """The linear layers that read the layer's input, and those of the decay and of the gate."""
+    places = (
+        (layer.forget_gate, ("f_a_proj", "f_b_proj", "f_proj")),
+        (layer, ("g_a_proj", "g_b_proj", "g_proj")),
+    )
+    decay, gate = ([getattr(of, name) for name in names if hasattr(of, name)] for of, names in places)
+    return [layer.q_proj, layer.k_proj, layer.v_proj, decay[0], gate[0], layer.b_proj], (decay, gate)
+
+
+@_with_cache
+def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+    """Mamba-2."""
+    heads, width, groups, states = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
+    inner = heads * width
+    projected = layer.in_proj(x)
+    gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
+    is_prompt = x.shape[1] > 1 or cache is None or cache.get_conv_state(layer.layer_idx) is None
+    mixed = _masked(_convolution(layer, mixed, cache), mask)
+    v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)
+    tokens = x.shape[:2]
+    least = layer.time_step_limit[0] if is_prompt else 0.0  # the model's step has no limit
+    out = _scan(
+        cache,
+        layer.layer_idx,
+        (tokens[0], heads, width, states),
+        projected,
+        lambda state: ops.linear_attention_(
+            q.view(*tokens, groups, states),
+            k.view(*tokens, groups, states),
+            v.view(*tokens, heads, width),
+            None,
+            state.mT,
+            1.0,
+            beta=step,
+            delta=False,
+            decay="times_beta",
+            A_log=layer.A_log,
+            dt_bias=layer.dt_bias,
+            beta_activation="softplus",
+            beta_min=least or None,
+            skip=layer.D,
+        ),
+    )
+    gated, options = layer.norm, {"activation": "silu", "gate_first": True, "group": layer.norm.group_size}
+    out = ops.rms_norm_gated(out.flatten(2), gate, gated.weight, gated.variance_epsilon, **options)
+    result: Tensor = layer.out_proj(out)
+    return result
+
+
+@_with_cache
+def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
+    """Mamba-1 with norms of its time step, B and C, as Jamba has it."""
+    states = layer.ssm_state_size
+    mixed, gate = layer.in_proj(x).chunk(2, -1)
+    mixed = _masked(_convolution(layer, mixed, cache), mask)
+    widths = [layer.time_step_rank, states, states]
+    norms = layer.dt_layernorm, layer.b_layernorm, layer.c_layernorm
+    parts = zip(layer.x_proj(mixed).split_with_sizes(widths, -1), norms, strict=True)
+    step, b, c = (ops.rms_norm(part, each.weight, each.variance_epsilon) for part, each in parts)
+    step = F.linear(step, layer.dt_proj.weight)
+    options = {"dt_bias": layer.dt_proj.bias, "skip": layer.D, "gate": gate}
+    out = _scan(
+        cache,
+        layer.layer_idx,
+        (*mixed.shape[::2], states),
+        x,
+        lambda state: ops.selective_scan_(mixed, step, b, c, state, layer.A_log, **options),
+        begins_anew=x.shape[1] > 1,  # as the model's prompts do, whatever the cache holds
+    )
+    result: Tensor = layer.out_proj(out)
+    return result
+
+
+def lightning_layer(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any = None,
+    attention_mask: Any = None,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """MiniMax's lightning attention: a constant decay a head."""
+    heads, width = layer.num_attention_heads, layer.head_dim
+    if _is_seen(layer):
+        options |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
+        options["position_embeddings"] = position_embeddings
+        own: tuple = original_class(layer).forward(layer, hidden_states, **options)
+        return own
+    joined = _outputs(layer, [layer.qkv_proj, layer.output_gate], hidden_states)
+    mixed, gate = joined.split_with_sizes([3 * heads * width, heads * width], -1)
+    mixed = _masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
+    held = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
+    shape = hidden_states.shape[0], heads, width, width
+    state = torch.zeros(shape, device=mixed.device) if held is None else held.float()
+    q, k, v = mixed.split_with_sizes([width] * 3, -1)
+    out = ops.linear_attention_(q, k, v, -layer.slope_rate.view(-1), state, 1.0, delta=False)
+    norm = layer.norm
+    out = ops.rms_norm_gated(out.flatten(2), gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
+    if past_key_values is not None and held is not state:
+        past_key_values.set_linear_cache(layer.layer_idx, state)
+    return layer.out_proj(out), state
+
+
+# Recognising them
+
+# The children by which a layer may be one of these, its forward, and what that runs.
+_SCAN = "linear_attention_"
+_FORMS: tuple[tuple[tuple[str, ...], Callable, tuple[str, ...]], ...] = (
+    (("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, ("causal_conv1d_update_", _SCAN)),
+    (
+        ("in_proj", "conv1d", "norm", "out_proj"),
+        mamba_layer,
+        ("causal_conv1d_update_", _SCAN, "rms_norm_gated"),
+    ),
+    (
+        ("in_proj", "conv1d", "x_proj", "dt_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "out_proj"),
+        selective_layer,
+        ("causal_conv1d_update_", "rms_norm", "selective_scan_"),
+    ),
+    (("qkv_proj", "output_gate", "norm", "out_proj"), lightning_layer, (_SCAN, "rms_norm_gated")),
+)
+_found: dict[tuple, bool] = {}  # the layers of a model are alike
+
+
+def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for a whole layer of linear attention, else None."""
+    for children, forward, operators in _FORMS:
+        has_numbers = not any(buffer.is_meta for buffer in module.buffers())
+        if has_numbers and all(name in module._modules for name in children):
+            _rest_on(module)
+            key = forward, original_class(module), _numbers(module)
+            if key not in _found:
+                _found[key] = bool(tried(_is_same, module, forward))
+            return (forward, [*map(Done, operators), *_joined(module, forward)]) if _found[key] else None
+    return None
+
+
+def _joined(module: Any, forward: Callable) -> list[Done]:
+    """The linear layers that run together: all that read the input, or q, k and v."""
+    if forward in (mamba_layer, selective_layer):
+        return []
+    layers = _of_channels(module)[0] if forward is channel_layer else [module.qkv_proj, module.output_gate]
+    count = next((n for n in (len(layers), 3) if n <= len(layers) and join(*layers[:n])), 0)
+    record_of(module).formula = count
+    names = [next(name for name, part in module.named_modules() if part is each) for each in layers[:count]]
+    return [together_done(names)] if count else []
+
+
+def _rest_on(module: nn.Module) -> None:
+    """Notes what the forward rests on: the layers within, and the numbers of those without a matrix."""
+    for path, part in module.named_modules():
+        names = [name for name, value in vars(part).items() if isinstance(value, _PLAIN) and name[0] != "_"]
+        names = [] if hasattr(part, "weight") and len(part.weight.shape) > 1 else names
+        for name in (*(name for name in names if name != "training"), *part._modules):
+            depends_on(module, f"{path}.{name}" if path else name)
+
+
+def _numbers(module: nn.Module) -> tuple:
+    numbers = [
+        (path, name, value)
+        for path, part in module.named_modules()
+        for name, value in vars(part).items()
+        if isinstance(value, _PLAIN) and name not in ("layer_idx", "training")
+    ]
+    return tuple(numbers), tuple(getattr(part, "out_features", 0) for part in module.modules())
+
+
+class _RankOne(nn.Module):
+    """A linear layer whose output depends on one direction of its input."""
+
+    def __init__(self, inputs: int, outputs: int):
+        super().__init__()
+        self.in_features, self.out_features = inputs, outputs
+        self.direction, self.a, self.b = (torch.randn(n) for n in (inputs, outputs, outputs))
+        self.direction *= 2 * inputs**-0.5
+
+    @property
+    def weight(self) -> Tensor:
+        return self.a.outer(self.direction)
+
+    @property
+    def bias(self) -> Tensor:
+        return self.b
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x @ self.direction).unsqueeze(-1) * self.a + self.b
+
+
+def _twin(module: Any) -> Any:
+    """A module of the same class on the CPU with random parameters, and the same buffers."""
+    if hasattr(module, "out_features"):
+        return _RankOne(module.in_features, module.out_features)
+    twin = bare_twin(module)
+    for name, parameter in module._parameters.items():
+        value = None if parameter is None else nn.Parameter(torch.rand(parameter.shape) + 0.25)
+        twin.register_parameter(name, value)
+    for name, buffer in module._buffers.items():
+        twin.register_buffer(name, buffer if buffer is None else buffer.detach().float().cpu())
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else _twin(child)
+    return twin
+
+
+class _Linear(DynamicCache):
+    """A cache of one layer, for models with linear attention of any kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = [LinearAttentionLayer()]
+        self.linear: Tensor | None = None
+
+    def get_linear_cache(self, layer_idx: int) -> Tensor | None:
+        return self.linear
+
+    def set_linear_cache(self, layer_idx: int, state: Tensor) -> None:
+        self.linear = state
+
+    def states(self) -> list[Tensor]:
+        (layer,) = self.layers
+        found = [self.linear, *layer.conv_states.values(), *layer.recurrent_states.values()]
+        return [state for state in found if state is not None]
+
+
+def _is_same(module: nn.Module, forward: Callable) -> bool:
+    """Whether a forward does what the module's own does: results and states."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        twin = _twin(module)
+        linear = next(part for part in twin.modules() if isinstance(part, _RankOne))
+        x = torch.randn(1, 9, linear.in_features)
+    twin.layer_idx = 0
+    mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
+    own = original_class(module).forward
+    found = []
+    for run in (own, forward):
+        copied, cache, results = copy.deepcopy(twin), _Linear(), []
+        arguments: dict[str, Any] = {"hidden_states": x[:, :5], "attention_mask": mask}
+        if forward is lightning_layer:
+            arguments["position_embeddings"] = None
+        name = "past_key_values" if forward is lightning_layer else "cache_params"
+        results.append(run(copied, **arguments, **{name: None}))
+        for piece, own_mask in ((x[:, :5], mask), (x[:, 5:6], None), (x[:, 6:], None)):
+            arguments |= {"hidden_states": piece, "attention_mask": own_mask}
+            results.append(run(copied, **arguments, **{name: cache}))
+        outs = [each[0] if isinstance(each, tuple) else each for each in results]
+        found.append([*outs, *cache.states()])
+    theirs, ours = found
+    return len(theirs) == len(ours) > 4 and all(agrees(a, b, 1e-3) for a, b in zip(ours, theirs, strict=True))

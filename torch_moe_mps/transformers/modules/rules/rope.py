@@ -1,0 +1,187 @@
+"""Functions that apply rotary position embeddings.
+
+Models write the same few formulas in many ways, so a function is recognised by running it: on random numbers
+only one of the operator's forms can agree with it.
+"""
+
+import functools
+import inspect
+import itertools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...basics.report import Done
+from ..functions import InPlace
+from .trial import agrees, tried
+
+ops = torch.ops.moe_mps
+
+_PAIRS = ("half", "interleaved", "interleaved_to_half")
+_HEADS, _TOKENS, _WIDTH = 3, 5, 16
+# The attribute of a complex table that holds its cosines and sines.
+_REAL = "_moe_mps_real"
+
+
+class Turn(NamedTuple):
+    """One of the operator's forms: which elements are a pair, how many columns of the tables count, and
+    whether the elements that turn are as many as these columns or twice as many."""
+
+    pairs: str
+    half_of_table: bool
+    doubled: bool
+    rotary_last: bool
+
+
+class RopeForm(NamedTuple):
+    """How a function rotates, for tables cos and sin as wide as a head and half as wide (None: it cannot).
+
+    `heads_dim`: where q and k have their heads, 1 or 2.
+    """
+
+    heads_dim: int
+    wide: Turn | None
+    narrow: Turn | None
+
+
+TURNS = [Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
+
+
+def tables_and_options(turn: Turn, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
+    """The operator's tables, and its options without defaults: the dispatcher takes time for each."""
+    if turn.half_of_table:
+        cos, sin = (table[..., : table.shape[-1] // 2] for table in (cos, sin))
+    options: dict[str, Any] = {}
+    if turn.pairs != "half":
+        options["pairs"] = turn.pairs
+    if turn.doubled:
+        options["rotary_dim"] = 2 * cos.shape[-1]
+    if turn.rotary_last:
+        options["rotary_last"] = True
+    return cos, sin, options
+
+
+class Call(NamedTuple):
+    """How a function is called.
+
+    Attributes:
+        tensors: that turn, 2 for q and k.
+        is_complex: it takes one table, cos + i sin.
+        dims: of what turns, 4, or 3 without a batch.
+        options: what it gets by name.
+    """
+
+    tensors: int
+    is_complex: bool
+    dims: int
+    options: tuple[tuple[str, Any], ...] = ()
+
+
+def rope_form(function: Callable, call: Call) -> RopeForm | None:
+    """What a function called like that does; None if the operator cannot do it."""
+    for heads_dim in (1, 2):
+        wide, narrow = (_turn_of(function, call, heads_dim, width) for width in (_WIDTH, _WIDTH // 2))
+        if wide or narrow:
+            return RopeForm(heads_dim, wide, narrow)
+    return None
+
+
+def _turn_of(function: Callable, call: Call, heads_dim: int, table_width: int) -> Turn | None:
+    tensors, is_complex, dims, options = call
+    generator, batch = torch.Generator().manual_seed(heads_dim), 2 if dims == 4 else 1
+    shapes = [(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
+    inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
+    cos, sin = (torch.rand(batch, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
+    given = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
+    given += [torch.complex(cos, sin)] if is_complex else [cos, sin]
+    results = tried(function, *(given if dims == 4 else [x[0] for x in given]), **dict(options))
+    results = results if isinstance(results, tuple) else (results,)
+    if len(results) != tensors or not all(isinstance(result, Tensor) for result in results):
+        return None
+    results = results if dims == 4 else [result[None] for result in results]
+    expected = [result if heads_dim == 1 else result.transpose(1, 2) for result in results]
+    for turn in TURNS:
+        columns = table_width // 2 if turn.half_of_table else table_width
+        if columns * (2 if turn.doubled else 1) > _WIDTH:
+            continue
+        *tables_of_turn, settings = tables_and_options(turn, cos, sin)
+        turned = ops.rope(inputs[0], inputs[1] if tensors == 2 else None, *tables_of_turn, **settings)
+        if all(map(agrees, turned, expected)):
+            return turn
+    return None
+
+
+def _turn(form: RopeForm, width: int, cos: Tensor) -> Turn | None:
+    """How a form rotates heads of a width by these tables: a partial rotation is one for narrow tables."""
+    if cos.shape[-1] == width:
+        return form.wide
+    narrow = form.narrow
+    return None if narrow and narrow.doubled and cos.shape[-1] * 2 != width else narrow
+
+
+def _real(table: Tensor) -> Sequence[Tensor]:
+    """The cosines and sines of a complex table, which all layers get."""
+    found: Sequence[Tensor] | None = getattr(table, _REAL, None)
+    if found is None:
+        found = torch.view_as_real(table).movedim(-1, 0).contiguous().unbind()
+        if not torch.compiler.is_compiling():
+            setattr(table, _REAL, found)
+    return found
+
+
+# Functions that forwards call
+
+
+@functools.cache
+def rotation_in_place(function: types.FunctionType) -> InPlace | None:
+    """What runs in the place of a function of (q, k, cos, sin), (x, cos, sin) or (q, k, cos + i sin)."""
+    if "rotary" not in function.__name__:
+        return None
+    kinds = itertools.product(((2, False), (1, False), (2, True)), (4, 3), _options_of(function))
+    calls = [Call(tensors, is_complex, dims, options) for (tensors, is_complex), dims, options in kinds]
+    forms = {call: form for call in calls if (form := rope_form(function, call)) is not None}
+    return InPlace(functools.partial(rotated, function, forms), Done("rope")) if forms else None
+
+
+def _options_of(function: types.FunctionType) -> Iterator[tuple[tuple[str, Any], ...]]:
+    """None, and each that a function has, such as the dimension of the heads."""
+    yield ()
+    for name, parameter in inspect.signature(function).parameters.items():
+        if isinstance(parameter.default, int):
+            yield from (((name, value),) for value in (1, 2))  # True is 1
+
+
+def rotated(function: Callable, forms: dict[Call, RopeForm], *args: Any, **options: Any) -> Any:
+    """function(*args, **options), by the operator where tensors are given by position."""
+    out, tensors = None, 0
+    if len(args) > 2 and all(isinstance(x, Tensor) for x in args):
+        is_complex = args[-1].is_complex()
+        tensors = len(args) - (1 if is_complex else 2)
+        known = all(isinstance(value, int) for value in options.values())
+        call = Call(tensors, is_complex, args[0].dim(), (*options.items(),))
+        form = forms.get(call) if known else None
+        out = None if form is None else _rotated(form, args[:tensors], args[tensors:])
+    if out is None:
+        return function(*args, **options)
+    return tuple(out) if tensors == 2 else out[0]
+
+
+def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor]) -> Sequence[Tensor] | None:
+    """The inputs turned, with heads where the form has them; None where the operator does not apply."""
+    q = inputs[0]
+    if q.dtype is torch.float64 or any(x.dtype is not q.dtype for x in inputs):
+        return None
+    if q.dim() == 3:
+        out = _rotated(form, [x[None] for x in inputs], [table[None] for table in tables])
+        return None if out is None else [x[0] for x in out]
+    cos, sin = tables if len(tables) == 2 else _real(*tables)
+    turn = _turn(form, q.shape[-1], cos) if cos.dim() == 3 else None
+    if turn is None:
+        return None
+    cos, sin, options = tables_and_options(turn, cos, sin)
+    rows = [x.transpose(1, 2) if form.heads_dim == 1 else x for x in inputs]
+    turned = ops.rope(rows[0], rows[1] if len(rows) == 2 else None, cos, sin, **options)[: len(rows)]
+    return turned if form.heads_dim == 1 else [x.transpose(1, 2) for x in turned]

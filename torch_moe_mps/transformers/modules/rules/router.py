@@ -1,0 +1,202 @@
+"""Routers: modules that give logits, weights and ids, recognised by the operators that they run.
+
+    logits = scale * linear(x, weight, bias)            in float32, or in the dtype of x
+    weights, ids = moe_router(logits)
+
+A router keeps its interface: its results have the dtypes that the model's code would give them.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ....ops._checks import ACTIVATION_DTYPES
+from ...basics.record import RECORD, Unsupported, original_class, record_of
+from ...basics.report import Done
+from ...graphs.nodes import aten, is_call, tensor_of
+from ...graphs.patterns import before_widening, linear_of, match, uncast
+from ..experts import is_observed
+from ..traced import PATH, Input, Traced, remembered, trace
+from .selection import UNKNOWN, selection_of
+
+ops = torch.ops.moe_mps
+
+_DTYPES = frozenset(ACTIVATION_DTYPES)
+_HALF = torch.bfloat16  # of hidden states in a trace, so that float32 in a result is the router's
+
+
+class Router(NamedTuple):
+    """What a router computes. Results in the dtype of the hidden states have None in place of it.
+
+    Attributes:
+        inputs: the names of the arguments, the hidden states first.
+        is_flat: whether hidden states of any shape become rows.
+        in_float32: whether the matmul is, whatever dtypes the hidden states and the weight have.
+        weight, bias: their names in the module.
+        scale: multiplies the product.
+        choice_bias: the name of an argument, or of a tensor in the module.
+        options: of moe_router.
+        logits, weights: the dtypes of these results.
+        parts: the modules inside whose tensors are read.
+    """
+
+    inputs: tuple[str, ...]
+    is_flat: bool
+    in_float32: bool
+    weight: str
+    bias: str | None
+    scale: float
+    choice_bias: str | None
+    options: dict[str, Any]
+    logits: torch.dtype | None
+    weights: torch.dtype | None
+    parts: tuple[str, ...]
+
+
+def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """The forward of a rewritten router."""
+    router: Router = module.__dict__[RECORD].formula
+    given = dict(zip(router.inputs, args, strict=False))
+    is_bound = len(args) <= len(router.inputs)
+    if named:
+        is_bound = is_bound and not named.keys() & given and named.keys() <= {*router.inputs}
+        given |= named
+    x: Any = given.get(router.inputs[0])
+    name = router.choice_bias
+    if name in router.inputs:
+        choice_bias = given.get(name)
+    else:
+        choice_bias = name and _tensor(module, name)
+    weight = _tensor(module, router.weight)
+    fits = (
+        is_bound
+        and isinstance(x, Tensor)
+        and (router.is_flat or x.dim() == 2)
+        and x.device == weight.device
+        and (router.in_float32 or x.dtype == weight.dtype)
+        and {x.dtype, weight.dtype} <= _DTYPES
+        and (choice_bias is None) == (name is None)
+        and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
+    )
+    if not fits:
+        return original_class(module).forward(module, *args, **named)
+    x = x.reshape(-1, weight.shape[1]) if router.is_flat else x
+    bias = None if router.bias is None else _tensor(module, router.bias)
+    if router.in_float32 and not x.dtype == weight.dtype == torch.float32:
+        logits = ops.router_logits(x, weight, bias)
+    else:
+        logits = F.linear(x, weight, bias)
+    if router.scale != 1.0:
+        logits = logits * router.scale
+    if choice_bias is not None:
+        choice_bias = choice_bias.flatten()
+    weights, ids = ops.moe_router(logits, bias=choice_bias, **router.options)
+    if logits.dtype != (router.logits or x.dtype):
+        logits = logits.to(router.logits or x.dtype)
+    return logits, weights.to(router.weights or x.dtype), ids.long()
+
+
+def _tensor(module: nn.Module, path: str) -> Any:
+    found: Any = module
+    for name in path.split("."):
+        found = getattr(found, name)
+    return found
+
+
+def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for a router, else None.
+
+    Raises Unsupported with the reason why moe_router does not compute what a router does.
+    """
+    router = None if _matrix(module) is None else router_of(module)
+    if router is None:
+        return None
+    if isinstance(router, str):
+        raise Unsupported(router)
+    record_of(module).formula = router
+    done = [Done("moe_router", f"moe_router ({router.options['scoring']})")]
+    return router_forward, [*done, Done("router_logits")] if router.in_float32 else done
+
+
+def _matrix(module: nn.Module) -> Tensor | None:
+    """The only matrix of a module: a router has one row for each expert."""
+    found = [each for each in module.parameters() if each.dim() == 2 and each.shape[0] > 1]
+    return found[0] if len(found) == 1 else None
+
+
+@remembered
+def router_of(module: nn.Module) -> Router | str | None:
+    """What a router computes, or why that is not what this file says; None for a module that is no router."""
+    matrix = _matrix(module)
+    assert matrix is not None
+    experts, width = matrix.shape
+    _, *parameters = inspect.signature(original_class(module).forward).parameters.values()
+    names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    others = [Input((experts,), _HALF)] * (len(names) - 1)
+    reason = None
+    for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
+        for tokens in ((2, "tokens"), ("tokens",)):
+            traced = trace(module, Input((*tokens, width), _HALF), *others, weights=weights)
+            if traced is None or not _is_routing(traced.result):
+                continue
+            try:
+                return _router(traced, names)
+            except Unsupported as unsupported:
+                reason = str(unsupported)
+    return reason
+
+
+def _is_routing(result: Any) -> bool:
+    """Whether a module gives rows of logits, weights and ids."""
+    if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(r, fx.Node) for r in result):
+        return False
+    return all(tensor_of(each).dim() == 2 for each in result) and tensor_of(result[2]).dtype == torch.int64
+
+
+def _router(traced: Traced, names: list[str]) -> Router:
+    """What a recorded router computes. Raises Unsupported if that is not what this file says."""
+    inputs = dict(zip(traced.inputs, names, strict=True))
+    first, weights, ids = traced.result
+    selection = selection_of(weights, ids)
+    logits = before_widening(selection.logits)
+    scaled = match("PRODUCT * SCALE", logits) or {"PRODUCT": logits, "SCALE": 1.0}
+    product, scale = scaled["PRODUCT"], scaled["SCALE"]
+    linear = linear_of(product)
+    is_first = first is logits or (is_call(first, aten._to_copy) and first.args[0] is logits)
+    if linear is None or not is_first or not isinstance(scale, (int, float)):
+        raise Unsupported(UNKNOWN)
+
+    def name_of(value: fx.Node | None) -> str | None:
+        source = before_widening(value)
+        name = source and (inputs.get(source) or source.meta.get(PATH))
+        if source is not None and name is None:
+            raise Unsupported(UNKNOWN)
+        return name
+
+    weight, bias, choice_bias = map(name_of, (linear[1], linear[2], selection.bias))
+    is_own = uncast(linear[0]) is traced.inputs[0] and choice_bias != names[0]
+    if weight is None or not is_own or tensor_of(linear[0]).dtype != tensor_of(linear[1]).dtype:
+        raise Unsupported(UNKNOWN)
+    return Router(
+        inputs=tuple(names),
+        is_flat=tensor_of(traced.inputs[0]).dim() > 2,
+        in_float32=_dtype(product) is not None,
+        weight=weight,
+        bias=bias,
+        scale=scale,
+        choice_bias=choice_bias,
+        options=selection.options,
+        logits=_dtype(first),
+        weights=_dtype(weights),
+        parts=tuple({name.rpartition(".")[0] for name in (weight, bias, choice_bias) if name} - {""}),
+    )
+
+
+def _dtype(value: fx.Node) -> torch.dtype | None:
+    """None for that of the hidden states."""
+    dtype = tensor_of(value).dtype
+    return None if dtype == _HALF else dtype

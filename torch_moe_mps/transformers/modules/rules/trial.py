@@ -1,0 +1,46 @@
+"""Helpers to recognise functions and modules by running them on random numbers."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...basics.record import RECORD, original_class
+
+
+@contextlib.contextmanager
+def on_the_cpu() -> Iterator[None]:
+    """Tensors made without a device are on the CPU, where the generators of random ones are."""
+    with torch.device("cpu"):
+        yield
+
+
+def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
+    """The result of a function of the model; None if it raises, as for arguments that it does not know."""
+    try:
+        with torch.no_grad():
+            return function(*arguments, **options)
+    except Exception:  # it is not ours: any error may come of it
+        return None
+
+
+def bare_twin(module: nn.Module) -> Any:
+    """A module of the same class with the same attributes, without parameters, buffers and children.
+
+    `copy.copy` would rewrite the copy of a rewritten module, and both would have one record.
+    """
+    cls: Any = original_class(module)
+    twin = cls.__new__(cls)
+    nn.Module.__init__(twin)
+    own = {name: value for name, value in vars(module).items() if name[0] != "_" and name != RECORD}
+    vars(twin).update(own)
+    return twin.eval()
+
+
+def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
+    """Whether two results are tensors that are equal up to rounding."""
+    if not isinstance(a, Tensor) or not isinstance(b, Tensor):
+        return False
+    return a.shape == b.shape and torch.allclose(a, b, rtol, 1e-5)

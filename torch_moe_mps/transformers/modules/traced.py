@@ -1,0 +1,389 @@
+"""What a module computes, as operators: its own forward, recorded on fake tensors.
+
+No source is read, so it does not matter how a forward is written, decorated or inherited. The forward runs on
+a twin of the module: without hooks, in evaluation mode, with fake tensors for parameters and buffers. The
+twin notes which attributes are read, since the formula rests on them, and nothing can be written to it.
+"""
+
+import contextlib
+import enum
+import functools
+import inspect
+import logging
+import types
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
+
+from ..basics.reads import depends_on
+from ..basics.record import original_class
+from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
+from ..graphs.patterns import uncast
+from ..graphs.tracing import Recorder
+from .linears import LazyWeight, QuantizedLinear
+
+Found = TypeVar("Found")
+Sizes = tuple[int | str, ...]
+Path = tuple[str, ...]  # of an attribute: the names that lead there from the module
+PATH = "path"  # in the meta of a node: that of the tensor which it stands for, joined by dots
+
+_MISSING = "<no attribute>"
+_TWIN = "_moe_mps_twin"
+_PLACES = ("_parameters", "_buffers", "_modules")
+_OF_MODULES = vars(nn.Module()).keys() | {"__dict__"}
+_FIXED = {"training": False, "_compiled_call_impl": None}
+_CONSTANTS = (type(None), bool, int, float, str, enum.Enum, type, torch.dtype, torch.device)
+_KNOWN = 16  # forms of one class that are remembered
+
+_LOG = logging.getLogger("torch._subclasses.fake_tensor")
+
+_seen: ContextVar[dict[Path, Any] | None] = ContextVar("moe_mps_seen", default=None)
+
+
+class Traced(NamedTuple):
+    """What a forward gave for its inputs: nodes in place of tensors. Nothing in the graph is written.
+
+    `called`: the paths of the children that ran, without quantised layers.
+    """
+
+    result: Any
+    inputs: tuple[fx.Node, ...]
+    graph: fx.Graph
+    called: tuple[str, ...]
+
+
+class Input(NamedTuple):
+    """A tensor to trace with. A size with a name is any number from 2 on, the same for each such name."""
+
+    sizes: Sizes
+    dtype: torch.dtype = torch.float32
+
+
+# What modules are traced with: sizes in front of the last one, which a module decides. A condition on the
+# number of rows is met by some of them and not by others. Names would find any, in ten times the time.
+SIZES: tuple[Sizes, ...] = ((7,), (1, 1), (2, 3, 5), (1, 70_001), (70_001, 1))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Refused(Exception):
+    """A forward reads or writes what a trace cannot follow."""
+
+
+def trace(
+    module: nn.Module,
+    *inputs: Input,
+    function: Callable | None = None,
+    weights: torch.dtype | None = None,
+) -> Traced | None:
+    """Traces a module's forward, or another function of it, with its parameters in another dtype if given.
+
+    None where it raises, depends on a size with a name, changes an input, or uses more of the module than
+    attributes, parameters and children.
+    """
+    recorder = Recorder()
+    watch = _Watch(recorder, weights)
+    like = torch.empty(0, device=_device_of(module))
+    symbols: dict[int | str, Any] = {}
+    for name in (size for each in inputs for size in each.sizes):
+        if isinstance(name, str) and name not in symbols:
+            symbols[name] = recorder.symbol(5 + 2 * len(symbols), 2)
+    shapes = (tuple(symbols.get(size, size) for size in each.sizes) for each in inputs)
+    fakes = [recorder.input(like, shape, each.dtype) for shape, each in zip(shapes, inputs, strict=True)]
+    try:
+        with _plainly():
+            function = function or original_class(module).forward
+            results, form = pytree.tree_flatten(
+                recorder.run(lambda: function(watch.shown(module, ()), *fakes))
+            )
+        places = [place for place, each in enumerate(results) if isinstance(each, Tensor)]
+        nodes = tuple(map(recorder.node_of, fakes))
+        recorder.finish([results[place] for place in places])
+    except Exception:  # it is not ours: any error may come of it
+        return None
+    graph = recorder.graph
+    # Aliases first: a tensor that another one shows is not made new.
+    for simplify in (drop_unused, share_views, drop_unused, make_new_tensors, share_views, share_equal):
+        simplify(graph)
+    drop_unused(graph)
+    is_written = any(
+        each.target._schema.is_mutable for each in graph.nodes if hasattr(each.target, "_schema")
+    )
+    if watch.is_refused or recorder.env.guards or is_written:
+        return None
+    returned: Any = graph.output_node().args[0]
+    for place, node in zip(places, returned, strict=True):
+        results[place] = node
+    return Traced(pytree.tree_unflatten(results, form), nodes, graph, tuple(watch.called))
+
+
+def _device_of(module: nn.Module) -> torch.device:
+    tensors = (*module.parameters(), *module.buffers())
+    return tensors[0].device if tensors else torch.device("cpu")
+
+
+@contextlib.contextmanager
+def _plainly() -> Iterator[None]:
+    """Operators as without gradients, whatever the caller is in the middle of; what fails is not logged."""
+    was_disabled, _LOG.disabled = _LOG.disabled, True
+    try:
+        with (
+            _disable_current_modes(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch._C._DisableAutocast(),
+        ):
+            yield
+    finally:
+        _LOG.disabled = was_disabled
+
+
+class _Watch:
+    """Shows a forward what a module has, and notes what is read."""
+
+    def __init__(self, recorder: Recorder, dtype: torch.dtype | None):
+        self.recorder = recorder
+        self.dtype = dtype
+        self.is_refused = False
+        self.called: dict[str, None] = {}
+        self._shown: dict[Path, Any] = {}
+
+    def refuse(self, what: str) -> Any:
+        self.is_refused = True  # the forward may catch the error
+        raise _Refused(what)
+
+    def read(self, owner: Any, path: Path, name: str) -> Any:
+        """An attribute of a module, or of an object that it has."""
+        path = *path, name
+        value = _look(owner, name)
+        _note(owner, path, value)
+        if value is _MISSING:
+            raise AttributeError(name)
+        return self.shown(value, path)
+
+    def shown(self, value: Any, path: Path) -> Any:
+        """What a forward sees in place of a value."""
+        if _is_constant(value):
+            return value
+        if path not in self._shown:
+            self._shown[path] = self._stand_in(value, path)
+        return self._shown[path]
+
+    def _stand_in(self, value: Any, path: Path) -> Any:
+        if isinstance(value, (Tensor, LazyWeight)):
+            return self._fake(value, path)
+        if isinstance(value, nn.Module):
+            cls: type = _class_of(value)
+            twin: Any = object.__new__(_twin_class(cls))
+            object.__getattribute__(twin, "__dict__")[_TWIN] = value, self, path
+            return twin
+        if _has_attributes(value):
+            return _Object(value, self, path)
+        return self.refuse(f"a {type(value).__name__}")
+
+    def _fake(self, value: Tensor | LazyWeight, path: Path) -> Tensor:
+        dtype = self.dtype if self.dtype is not None and value.dtype.is_floating_point else value.dtype
+        like = value if isinstance(value, Tensor) else torch.empty(0, device=value.device)
+        fake = self.recorder.input(like, tuple(value.shape), dtype)
+        self.recorder.node_of(fake).meta[PATH] = ".".join(path)
+        return fake
+
+
+class _Object:
+    """Stands for an object that a module has, as a config."""
+
+    def __init__(self, real: Any, watch: _Watch, path: Path):
+        vars(self)[_TWIN] = real, watch, path
+
+    def __getattr__(self, name: str) -> Any:
+        real, watch, path = vars(self)[_TWIN]
+        return watch.read(real, path, name)
+
+    def _refuse(self, *args: Any) -> Any:
+        return vars(self)[_TWIN][1].refuse("what an object is, or a change of it")
+
+    __setattr__ = __delattr__ = __eq__ = __bool__ = _refuse
+    __hash__ = None  # type: ignore[assignment]
+
+
+@functools.cache
+def _twin_class(cls: type[nn.Module]) -> type:
+    def getattribute(self: Any, name: str) -> Any:
+        real, watch, path = object.__getattribute__(self, "__dict__")[_TWIN]
+        if name in _FIXED:
+            if name == "training" and path:  # a child may be in another mode than the module
+                _note(real, (*path, name), False)
+            return _FIXED[name]
+        if name in _OF_MODULES:
+            return watch.refuse(name)
+        is_own = name in vars(real) and name != "forward"
+        if not is_own and hasattr(type(_of_class(cls, name)), "__get__"):  # a method, a property
+            return object.__getattribute__(self, name)
+        return watch.read(real, path, name)
+
+    def getattr_(self: Any, name: str) -> Any:
+        if cls.__getattr__ is nn.Module.__getattr__:  # which looks where `read` has looked
+            raise AttributeError(f"'{cls.__name__}' object has no attribute '{name}'")
+        return cls.__getattr__(self, name)
+
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        real, watch, path = object.__getattribute__(self, "__dict__")[_TWIN]
+        if type(real) is not QuantizedLinear:
+            watch.called[".".join(path)] = None
+        return self.forward(*args, **kwargs)
+
+    def refuse(self: Any, *args: Any) -> Any:
+        return object.__getattribute__(self, "__dict__")[_TWIN][1].refuse("a change of the module")
+
+    members = {
+        "__getattribute__": getattribute,
+        "__getattr__": getattr_,
+        "__setattr__": refuse,
+        "__delattr__": refuse,
+        "_call_impl": call,
+        "__module__": cls.__module__,
+        "__qualname__": cls.__qualname__,
+    }
+    return type(cls.__name__, (cls,), members)
+
+
+def _class_of(module: nn.Module) -> type[nn.Module]:
+    """The class whose forward is recorded: a quantised layer computes what its dense one would."""
+    return nn.Linear if type(module) is QuantizedLinear else original_class(module)
+
+
+def _of_class(cls: type, name: str) -> Any:
+    return next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), _MISSING)
+
+
+def _look(owner: Any, name: str) -> Any:
+    """An attribute as it is stored, or _MISSING."""
+    if not isinstance(owner, nn.Module):
+        return getattr(owner, name, _MISSING)
+    if type(owner) is QuantizedLinear and name == "weight":
+        return owner.weight
+    own = vars(owner)
+    value = own[name] if name in own else _of_class(_class_of(owner), name)
+    places = _PLACES if value is _MISSING else ()
+    return next((own[place][name] for place in places if name in own[place]), value)
+
+
+def _is_constant(value: Any) -> bool:
+    if isinstance(value, tuple):
+        return all(map(_is_constant, value))
+    if isinstance(value, functools.partial):
+        return _is_constant(_parts(value))
+    is_function = isinstance(value, types.FunctionType) and value.__closure__ is None
+    return is_function or isinstance(value, (*_CONSTANTS, types.BuiltinFunctionType))
+
+
+def _parts(value: functools.partial) -> tuple:
+    return value.func, value.args, *value.keywords.items()
+
+
+def _has_attributes(value: Any) -> bool:
+    return hasattr(value, "__dict__") and not callable(value)
+
+
+def _described(value: Any) -> Any:
+    """What traces of two modules are the same for, if they have it in common."""
+    if isinstance(value, (Tensor, LazyWeight)):
+        return tuple(value.shape), value.dtype, value.device.type
+    if isinstance(value, nn.Module):
+        return original_class(value)
+    if isinstance(value, functools.partial) and _is_constant(value):
+        return _parts(value)
+    return type(value), value if _is_constant(value) else None
+
+
+def _note(owner: Any, path: Path, value: Any) -> None:
+    """Notes what was read. Tensors and quantised layers are looked up again in each call."""
+    seen = _seen.get()
+    if seen is not None:
+        seen[path] = _described(value)
+    if not isinstance(value, (Tensor, LazyWeight, QuantizedLinear)) and type(owner) is not QuantizedLinear:
+        depends_on(owner, path[-1], value if path[-1] == "training" else None)
+
+
+def path_of(value: Any) -> str | None:
+    """The path of the tensor of the module that an argument is, before casts and other shapes."""
+    value = uncast(value)
+    found: str | None = value.meta.get(PATH) if isinstance(value, fx.Node) else None
+    return found
+
+
+def takes(module: nn.Module, inputs: int) -> bool:
+    """Whether a forward has this number of arguments, which may be given by their places."""
+    arguments = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
+    return len(arguments) == inputs and all(
+        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in arguments
+    )
+
+
+# What was found
+
+
+def everywhere(
+    ask: Callable[[Sizes, torch.dtype], Found | None],
+    shapes: tuple[Sizes, ...] = SIZES,
+) -> Found | None:
+    """What is found for inputs of all these shapes and dtypes; None if they differ in it."""
+    found = ask(shapes[0], DTYPES[0])
+    if found is None:  # as for most modules
+        return None
+    others = [ask(shape, DTYPES[0]) for shape in shapes[1:]]
+    others += [ask(shapes[0], dtype) for dtype in DTYPES[1:]]
+    return found if all(each == found for each in others) else None
+
+
+def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
+    """`find`, which asks traces, once for all modules that are alike: of one class, and in all that was read.
+
+    Besides traces it may only ask for names, shapes and dtypes of the module's own tensors, and for names and
+    classes of its children.
+    """
+    known: dict[Any, list[tuple[dict[Path, Any], Found]]] = {}
+
+    @functools.wraps(find)
+    def ask(module: nn.Module) -> Found:
+        forms = known.setdefault(_outside(module), [])
+        for seen, found in forms:
+            if _is_alike(module, seen):
+                return found
+        token = _seen.set({})
+        try:
+            found = find(module)
+            forms.append((_seen.get() or {}, found))
+        finally:
+            _seen.reset(token)
+        del forms[:-_KNOWN]
+        return found
+
+    return ask
+
+
+def _outside(module: nn.Module) -> tuple:
+    own = ((name, _described(each)) for place in _PLACES for name, each in vars(module)[place].items())
+    return original_class(module), *own
+
+
+def _is_alike(module: nn.Module, seen: dict[Path, Any]) -> bool:
+    """Whether a module has what was seen in another one, which is noted as when it was read."""
+    owners: dict[Path, Any] = {(): module}
+    values: dict[Path, Any] = {}
+    for path, described in seen.items():
+        owner = owners.get(path[:-1], _MISSING)
+        if path[-1] in _FIXED:
+            value: Any = _FIXED[path[-1]]
+        else:
+            value = _look(owner, path[-1])
+        if _described(value) != described:
+            return False
+        owners[path] = values[path] = value
+    for path, value in values.items():
+        _note(owners[path[:-1]], path, value)
+    return True
