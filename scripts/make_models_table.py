@@ -45,7 +45,8 @@ random weights; tests check that they are current.
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
 - **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32; or "own"
   where the model's router feeds the experts. Gemma 4's is `moe_gate` in a captured token.
-- **RoPE**: `rope`, where it applies the rotary embedding; in captured tokens with the norms of heads in front of it.
+- **RoPE**: `rope`, where it applies the rotary embedding; in captured tokens with the norms of heads
+  in front of it.
 - **Launches**: kernels that a layer launches for one token with a cache, in bfloat16, for each type of layer
   in the words of the config: the model's own code with its eager experts (2 for a token here) / accelerated
   in 4 bit, as captured tokens run, whose first layer counts what all share (4 for a table of angles). An
