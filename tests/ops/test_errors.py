@@ -143,23 +143,32 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "pointwise": [
             wrong(
-                "a must be float32 or float16 or bfloat16 or int32 or int64, got float64",
-                a=zeros(T, dtype=torch.float64),
+                "a must be float32 or float16 or bfloat16 or int32 or int64, got int16",
+                a=zeros(T, dtype=short),
             ),
-            wrong("b must be 0-D or 1-D or 2-D or 3-D or 4-D, got 5-D", b=zeros(1, 1, 1, 1, 1)),
-            wrong("of a shape that broadcasts with the others", b=zeros(T + 1, H)),
-            wrong("dtype must be float32 or float16 or bfloat16, got int32", dtype=torch.int32),
-            wrong("steps such as 'mul a %0 bf16', joined by '; ', got ''", formula=""),
-            wrong("got 'cos a f32'", formula="cos a f32"),
-            wrong("got 'mul a f32'", formula="mul a f32"),
-            wrong("got 'neg a f64'", formula="neg a f64"),
-            wrong("of inputs that are given, steps before and numbers, got 'neg d f32'", formula="neg d f32"),
-            wrong("got 'neg %0 f32'", formula="neg %0 f32"),
-            wrong("got 'neg 1e39 f32'", formula="neg 1e39 f32"),
-            wrong("got 'neg nan f32'", formula="neg nan f32"),
-            wrong("number of steps must be between 1 and 32, got 33", formula="; ".join(["neg a f32"] * 33)),
+            wrong("0-D or 1-D or 2-D or 3-D or 4-D", b=zeros(1, 1, 1, 1, 1)),
             wrong(
-                "number of different numbers must be between 0 and 12, got 13",
+                "a must be of a shape that broadcasts with the others, got (3,), (2,)",
+                a=zeros(2),
+                b=zeros(3),
+                c=None,
+                formula="add a b f32",
+            ),
+            wrong("dtype must be float32 or float16 or bfloat16, got int32", dtype=torch.int32),
+            *(
+                wrong(f"steps such as 'mul a %0 bf16', joined by '; ', got {line!r}", formula=line)
+                for line in ("", "cos a f32", "mul a f32", "neg a f64")
+            ),
+            *(
+                wrong(f"of inputs that are given, steps before and numbers, got {line!r}", formula=line)
+                for line in ("neg f f32", "neg %0 f32", "neg 1e39 f32", "neg nan f32")
+            ),
+            wrong(
+                "formula's number of steps must be between 1 and 32, got 33",
+                formula="; ".join(["neg a f32"] * 33),
+            ),
+            wrong(
+                "formula's number of different numbers must be between 0 and 12, got 13",
                 formula="; ".join(f"add a {n} f32" for n in range(13)),
             ),
         ],

@@ -246,7 +246,7 @@ def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, o
     with new_machine.trace() as commands:
         run(accelerated)
     kernels = {line.split()[0] for line in commands if " grid " in line and line.split()[0].endswith("32")}
-    assert len(kernels) >= 5
+    assert len(kernels) >= 4
     passed = machine.passed_before()
     launching = {
         label: set().union(*(launched for _, launched in kernels_of(new_machine, check)))

@@ -13,6 +13,7 @@ from support.gguf_blocks import type_of
 from support.gguf_files import FIRST_LOADER, class_of, of_architecture, write, write_file
 from support.launches import operators_of_token
 from support.memory import Memory
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
 
 import torch_moe_mps
@@ -181,7 +182,7 @@ def test_gpt_oss(tmp_path, recwarn, kinds):
 
 class OfTheCpu(Memory):
     def watch(self, tensors):
-        super().watch(tensor for tensor in tensors if not tensor.is_meta)
+        super().watch(t for t in tensors if not t.is_meta and not isinstance(t, FakeTensor))
 
 
 def test_loading_takes_the_file_and_a_layer(tmp_path, monkeypatch):
