@@ -18,7 +18,7 @@ MOST = {
     "deepseek_v3": ({"dense": 13, "sparse": 13, "outside": 2}, {"dense": 18, "sparse": 24}),
     "gemma4": ({"sliding": 19, "full": 17, "outside": 4}, {"sliding": 38, "full": 38}),
     "qwen3_next": ({"linear": 11, "full": 15, "outside": 2}, {"linear": 39, "full": 29}),
-    "cohere2_moe": ({"dense": 11, "sparse": 13, "outside": 4}, {"dense": 13, "sparse": 21}),
+    "cohere2_moe": ({"dense": 11, "sparse": 12, "outside": 4}, {"dense": 13, "sparse": 21}),
 }
 # Sparse attention whose indexers may choose all keys.
 INDEXED = {

@@ -74,7 +74,7 @@ def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor) -> None:
     parts = tensor_of(call).split_with_sizes(sizes, -1)
     shown: dict[fx.Node, Any] = {}
     for end, part in zip(ends, parts, strict=True):
-        if not _can_show(end, part.view(tensor_of(end).shape), shown):
+        if not _can_show(end, part.view(tensor_of(end).shape), shown, True):
             return
     for node, value in shown.items():
         node.meta[VALUE] = value
@@ -97,7 +97,8 @@ def _join(group: list[fx.Node]) -> None:
         return
     result = tensor_of(first).new_empty((*tensor_of(first).shape[:-1], sum(rows)))
     parts, shown = result.split_with_sizes(rows, -1), dict[fx.Node, Any]()
-    if not all(_can_show(*each, shown) for each in zip(group, parts, strict=True)):
+    is_row = tensor_of(first).numel() == rows[0]
+    if not all(_can_show(*each, shown, is_row) for each in zip(group, parts, strict=True)):
         return
     for node, value in shown.items():
         node.meta[VALUE] = value
@@ -165,8 +166,12 @@ def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]
     return node
 
 
-def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
-    """Whether all views of a node are views of another value, too; adds these to `shown`."""
+def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any], is_row: bool) -> bool:
+    """Whether all views of a node are views of another value, too; adds these to `shown`.
+
+    Unless that is one row, which is contiguous, aten's operators may not read it: what they give has the
+    strides of what they read.
+    """
     shown[node] = value
     for user in node.users:
         target: Any = user.target
@@ -177,8 +182,15 @@ def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
                 view = target(value, *user.args[1:], **user.kwargs)
             except (RuntimeError, ValueError):
                 return False
+        elif not is_row and _gives_strides_on(user):
+            return False
         else:
             continue
-        if not _can_show(user, view, shown):
+        if not _can_show(user, view, shown, is_row):
             return False
     return True
+
+
+def _gives_strides_on(call: fx.Node) -> bool:
+    target: Any = call.target
+    return is_operator(call) and target.namespace != "moe_mps" and not target._schema.is_mutable
