@@ -20,14 +20,14 @@ def layer_of(model) -> torch.nn.Module:
     return next(m for m in model.modules() if type(m).__name__.endswith("GatedDeltaNet"))
 
 
-def decoded(model, tokens: int = 4) -> tuple[torch.Tensor, list[torch.Tensor]]:
+def decoded(model, tokens: int = 4, batch: int = 2) -> tuple[torch.Tensor, list[torch.Tensor]]:
     """Logits of a prompt and of tokens one by one, and the states of the first layer behind them."""
-    ids = prompt()
+    ids = prompt(batch)
     with torch.no_grad():
         out = model(input_ids=ids, use_cache=True)
         cache, logits = out.past_key_values, [out.logits]
         for token in range(tokens):
-            ids = torch.full((2, 1), 5 + token)
+            ids = torch.full((batch, 1), 5 + token)
             logits.append(model(input_ids=ids, past_key_values=cache, use_cache=True).logits)
     layer = cache.layers[0]
     return torch.cat(logits, 1), [layer.conv_states[0], layer.recurrent_states[0]]

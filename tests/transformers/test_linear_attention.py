@@ -102,8 +102,8 @@ def test_a_convolution_called_with_keywords(architecture):
     ],
 )
 def test_projections_of_one_input_run_together(architecture, joined, monkeypatch):
-    """Of captured tokens, also where they have 4 outputs each. Those that stay dense do not keep the others
-    apart. Logits are those of the rounded weights."""
+    """Of captured tokens of one sequence, also where they have 4 outputs each. Those that stay dense do not
+    keep the others apart. Logits are those of the rounded weights."""
     monkeypatch.setenv(SWITCH, "1")
     with tiny_models.groups_of_32():
         dense = eager(tiny_models.tiny_model(architecture))
@@ -111,7 +111,7 @@ def test_projections_of_one_input_run_together(architecture, joined, monkeypatch
     keep = {name for name, _ in layer_of(model).named_children() if "in_proj" in name} - {*joined}
     torch_moe_mps.accelerate(model, bits=4, group_size=32, keep=[f"*.{name}" for name in keep])
     twin = tiny_models.dense_twin(dense, model)
-    for result, expected in zip(decoded(model)[0], decoded(twin)[0], strict=True):
+    for result, expected in zip(decoded(model, batch=1)[0], decoded(twin, batch=1)[0], strict=True):
         torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
     memories = {getattr(layer_of(model), name).packed.untyped_storage().data_ptr() for name in joined}
     assert captures_of(model).programs and len(memories) == 1

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .tracing import ITEM, VALUE, as_recorded
+from .tracing import ITEM, VALUE, as_recorded, geometry
 
 aten, ours = torch.ops.aten, torch.ops.moe_mps
 
@@ -66,11 +66,20 @@ def in_shape(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
         return found
     viewed = tensor_of(like).to(tensor_of(value).dtype)  # much faster than a view of a fake tensor
     if not (viewed.is_contiguous() and tensor_of(value).is_contiguous()):
-        try:
-            viewed = tensor_of(value).view(shape)
-        except RuntimeError:
+        if not can_view(tensor_of(value), shape):
             return None
+        viewed = tensor_of(value).view(shape)
     return put(before, aten.view.default, viewed, value, [as_recorded(size) for size in shape])
+
+
+def can_view(tensor: Tensor, shape: Any) -> bool:
+    """Whether a tensor has a view of this shape. A fake tensor gives one even where a real one cannot."""
+    size, stride, _ = geometry(tensor)
+    try:
+        torch.empty_strided(size, stride, device="meta").view(shape)
+    except RuntimeError:
+        return False
+    return True
 
 
 def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:

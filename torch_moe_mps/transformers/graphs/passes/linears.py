@@ -10,7 +10,19 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ..nodes import arguments, aten, calls, changed, is_call, is_final, is_unchanged, ours, put, tensor_of
+from ..nodes import (
+    arguments,
+    aten,
+    calls,
+    can_view,
+    changed,
+    is_call,
+    is_final,
+    is_unchanged,
+    ours,
+    put,
+    tensor_of,
+)
 from ..tracing import ITEM, PARTS, TENSOR, VALUE, is_operator
 
 _COPIES = (aten.clone, aten.cat)
@@ -74,7 +86,7 @@ def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor) -> None:
     parts = tensor_of(call).split_with_sizes(sizes, -1)
     shown: dict[fx.Node, Any] = {}
     for end, part in zip(ends, parts, strict=True):
-        if not _can_show(end, part.view(tensor_of(end).shape), shown, True):
+        if not _can_show(end, part.view(tensor_of(end).shape), shown):
             return
     for node, value in shown.items():
         node.meta[VALUE] = value
@@ -97,8 +109,7 @@ def _join(group: list[fx.Node]) -> None:
         return
     result = tensor_of(first).new_empty((*tensor_of(first).shape[:-1], sum(rows)))
     parts, shown = result.split_with_sizes(rows, -1), dict[fx.Node, Any]()
-    is_row = tensor_of(first).numel() == rows[0]
-    if not all(_can_show(*each, shown, is_row) for each in zip(group, parts, strict=True)):
+    if not all(_can_show(*each, shown) for each in zip(group, parts, strict=True)):
         return
     for node, value in shown.items():
         node.meta[VALUE] = value
@@ -166,31 +177,25 @@ def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]
     return node
 
 
-def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any], is_row: bool) -> bool:
-    """Whether all views of a node are views of another value, too; adds these to `shown`.
+def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
+    """Whether what reads a node can read another value in its place; adds the views of it to `shown`.
 
-    Unless that is one row, which is contiguous, aten's operators may not read it: what they give has the
-    strides of what they read.
+    aten's operators give the strides of what they read, so views of their results may fail, too.
     """
     shown[node] = value
     for user in node.users:
         target: Any = user.target
-        if target is ITEM:
-            view = value[user.args[1]]
-        elif _moves(user) and not is_call(user, *_COPIES):
-            try:
-                view = target(value, *user.args[1:], **user.kwargs)
-            except (RuntimeError, ValueError):
-                return False
-        elif not is_row and _gives_strides_on(user):
-            return False
-        else:
+        is_view = target is ITEM or (_moves(user) and not is_call(user, *_COPIES))
+        if not is_view and (not is_operator(user) or target.namespace != "aten" or target._schema.is_mutable):
             continue
-        if not _can_show(user, view, shown, is_row):
+        args: Any = fx.node.map_arg(user.args, lambda each: shown.get(each, each.meta[VALUE]))
+        if is_call(user, aten.view, aten._unsafe_view) and not can_view(*args):
+            return False
+        result = target(*args, **user.kwargs)
+        if (is_view or _layout(result) != _layout(user.meta[VALUE])) and not _can_show(user, result, shown):
             return False
     return True
 
 
-def _gives_strides_on(call: fx.Node) -> bool:
-    target: Any = call.target
-    return is_operator(call) and target.namespace != "moe_mps" and not target._schema.is_mutable
+def _layout(value: Any) -> Any:
+    return value.stride() if isinstance(value, Tensor) else [*map(Tensor.stride, value)]
