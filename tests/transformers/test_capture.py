@@ -28,7 +28,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import NAME
 from torch_moe_mps.transformers.capture import calls
-from torch_moe_mps.transformers.capture.calls import STATE, Captures, captures_of
+from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.modules.rules import indexer
@@ -57,7 +57,7 @@ def accelerated(architecture: str, device: str, dtype=torch.float32, sizes=(), *
 
 def without_capture(model: nn.Module) -> nn.Module:
     for module in model.modules():
-        module.__dict__.pop(STATE, None)
+        module.__dict__.pop(CAPTURES, None)
     return model
 
 

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import torch_moe_mps
-from torch_moe_mps.transformers.basics.record import record_of
+from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.modules.rules.indexer import indexer_forward, rewrite_indexer
 
 pytestmark = pytest.mark.one_schedule
@@ -181,13 +181,13 @@ def test_other_indexers_stay_as_they_are():
 
 
 def test_one_that_is_rewritten_is_recognised_without_a_change():
-    """As where another class is put on top; a trial never runs with the module's own record."""
+    """As where another class is put on top; a trial never runs with the module's own state."""
     model = model_with("deepseek_v32", 5)
     torch_moe_mps.accelerate(model)
     indexer = next(module for module in model.modules() if isinstance(module, DeepseekV32Indexer))
-    before = {**vars(record_of(indexer))}
+    before = {**vars(state_of(indexer))}
     assert rewrite_indexer(indexer)[0] is indexer_forward
-    assert {**vars(record_of(indexer))} == before and type(indexer) is not DeepseekV32Indexer
+    assert {**vars(state_of(indexer))} == before and type(indexer) is not DeepseekV32Indexer
 
 
 def test_an_implementation_that_is_set_later():

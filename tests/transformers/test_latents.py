@@ -221,7 +221,7 @@ def test_error_is_that_of_expanded_keys_and_values(simulated, name):
     keys, values = module.to("mps").expand_kv(*parts)
     expanded = nn.functional.scaled_dot_product_attention(query, keys, values)
     own = latents.Latents(module, type(module).expand_kv, *parts)
-    latents.record_of(module).expansion = form
+    latents.state_of(module).expansion = form
     source = latents.Promised(own, 0, form.heads, form.key_rows + rotary)
     absorbed = attention._attend_to_latents(query, source, None, None, sinks=None).transpose(1, 2)
     errors = [(out.cpu().double() - right).norm() / right.norm() for out in (absorbed, expanded)]

@@ -13,7 +13,7 @@ from support.models import assert_close, eager, operators_of, prompt
 from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 
 import torch_moe_mps
-from torch_moe_mps.transformers.basics.record import NOTHING, RECORD
+from torch_moe_mps.transformers.basics.state import NOTHING, STATE
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.modules.rules import linear_attention as rules
 from torch_moe_mps.transformers.modules.rules.gated_norm import rewrite_gated_norm
@@ -302,5 +302,5 @@ def test_norms_are_told_apart_by_what_they_compute(norm, offset):
     found = rewrite_gated_norm(module)
     assert (found is None) == (offset is None)
     expected = None if offset is None else NormFormula("weight", 1e-6, offset, True)
-    assert module.__dict__.get(RECORD, NOTHING).formula == expected
+    assert module.__dict__.get(STATE, NOTHING).formula == expected
     assert torch.equal(module.weight, torch.ones(16))

@@ -160,8 +160,8 @@ def _convert(
     destination = Path(options.destination)
     with _written_beside(destination) as folder:
         began = (folder / UNFINISHED).exists()
-        form = "mlx" if options.to == "mlx" else "pt"
-        shards = Shards(folder, form, _key(source, options, recipe))
+        format = "mlx" if options.to == "mlx" else "pt"
+        shards = Shards(folder, format, _key(source, options, recipe))
         if began:
             done = len(shards.done)
             print(

@@ -209,7 +209,7 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
     if source.gguf is not None:
         reader = quantizer_for(source, source.skeleton(), [folder], None, False)
         assert reader is not None
-        modules = {name.removesuffix(".weight"): form for name, form in reader.stored_formats().items()}
+        modules = {name.removesuffix(".weight"): format for name, format in reader.stored_formats().items()}
         return _size(_STORED, model, QuantizationConfig(modules=modules).targets(model).values())
     if stored is None:
         return None

@@ -79,12 +79,12 @@ def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tenso
 def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, tail, dtype):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.rank("x", x, (4,))
-    form = Format.named(format, check)
+    stored = Format.named(format, check)
     check.rank("packed", packed, (3,))
-    rows, columns = packed.shape[1], form.columns(packed.shape[2])
+    rows, columns = packed.shape[1], stored.columns(packed.shape[2])
     check.among_dtypes("dtype", dtype or x.dtype, (x.dtype,) if transposed else ACTIVATION_DTYPES)
     out = _check_heads(check, x, rows, columns, transposed, tail, dtype or x.dtype)
-    QuantizedWeight(packed, scales, biases, form).check(check, "", (x.shape[2], rows, columns), "Hq, R, C")
+    QuantizedWeight(packed, scales, biases, stored).check(check, "", (x.shape[2], rows, columns), "Hq, R, C")
     return out
 
 

@@ -9,8 +9,8 @@ from torch import nn
 
 from .attention import attention_layers, choose_implementations, require_kv_bits, use_attention
 from .basics.interface import experts_of, is_experts, is_quantized
-from .basics.record import NOTHING, RECORD, kv_bits_of, record_of
 from .basics.report import Done, Report
+from .basics.state import NOTHING, STATE, kv_bits_of, state_of
 from .checked import (
     check_replacements,
     forget,
@@ -112,7 +112,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
         reason = unsupported(experts) or refusal(experts, done)
         if reason is None and not is_quantized(experts):
             before = experts.config, _implementation(experts.config)
-            record_of(experts).previous.setdefault("_experts_implementation", before)
+            state_of(experts).previous.setdefault("_experts_implementation", before)
             experts.config._experts_implementation = NAME
         report.add(name, experts, "experts", () if reason else done, reason)
     for name, module in model.named_modules():
@@ -158,7 +158,7 @@ def restore(model: nn.Module) -> nn.Module:
         for module in model.modules():
             restore_cache(module)
     for module in model.modules():
-        previous = module.__dict__.get(RECORD, NOTHING).previous
+        previous = module.__dict__.get(STATE, NOTHING).previous
         for attribute, (config, implementation) in previous.items():
             setattr(config, attribute, implementation)
             _BEFORE.pop(id(config), None)

@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
-from .basics.record import NOTHING, RECORD, original_class, record_of
+from .basics.state import NOTHING, STATE, original_class, state_of
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
 from .modules.causal_mask import CausalMask, additive
@@ -75,7 +75,7 @@ def choose_implementations(layers: Iterable[nn.Module]) -> None:
         before, wanted = config._attn_implementation, _implementation_for(module)
         before = first.setdefault(id(config), "eager" if before == NAME else before)
         if wanted != before:
-            record_of(module).previous.setdefault("_attn_implementation", (config, before))
+            state_of(module).previous.setdefault("_attn_implementation", (config, before))
             config._attn_implementation = wanted
 
 
@@ -86,7 +86,7 @@ def use_attention(layers: Iterable[nn.Module]) -> None:
             _wrap_sdpa()
             if owner := next((cls for cls in type(module).__mro__ if _MASK_OF_CHOICE in vars(cls)), None):
                 _wrap_mask(owner)
-            record_of(module).is_attention = True
+            state_of(module).is_attention = True
 
 
 def _runs_sdpa(module: nn.Module) -> bool:
@@ -231,7 +231,7 @@ def _sdpa(
             if out is not None:
                 return out, None
     if (
-        getattr(module, RECORD, NOTHING).is_attention
+        getattr(module, STATE, NOTHING).is_attention
         and query.is_mps
         and is_causal is not False
         and dropout == 0.0

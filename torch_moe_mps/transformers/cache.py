@@ -27,7 +27,7 @@ from transformers.cache_utils import (
 )
 
 from ..ops.attention import CACHE_BITS
-from .basics.record import NOTHING, RECORD, record_of
+from .basics.state import NOTHING, STATE, state_of
 from .modules.rules.compressed_attention import Pooled
 from .quantized_states import PLAIN, QuantizedStates, can_be_quantized
 
@@ -53,7 +53,7 @@ def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
     """
     for module in _decoders(model):
         if bits is not None:
-            record_of(module).kv_bits = bits
+            state_of(module).kv_bits = bits
         if grow_cache not in module._forward_pre_hooks.values():
             module.register_forward_pre_hook(grow_cache, with_kwargs=True)
 
@@ -72,7 +72,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         cache = cache.self_attention_cache
     if cache is None:
         return
-    quantizes = module.__dict__.get(RECORD, NOTHING).kv_bits == CACHE_BITS
+    quantizes = module.__dict__.get(STATE, NOTHING).kv_bits == CACHE_BITS
     is_plain = type(cache) is DynamicCache and not cache.offloading
     if quantizes and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
         _refuse_8_bits(cache)

@@ -13,7 +13,7 @@ from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
 from .basics.interface import is_experts, is_quantized, projections
-from .basics.record import kv_bits_of
+from .basics.state import kv_bits_of
 from .modules.linears import formats_in, has_quantized_weights
 
 # Libraries that depend on a format or on the dtype of ids, not on activations alone.

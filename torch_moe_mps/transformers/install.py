@@ -14,8 +14,8 @@ from torch import nn
 from ..ops._checks import first_line
 from .basics.interface import is_experts
 from .basics.reads import holds, kept, recording
-from .basics.record import CLASS_MARK, NOTHING, OWN_FORWARD, RECORD, Unsupported, original_class, record_of
 from .basics.report import Done
+from .basics.state import CLASS_MARK, NOTHING, OWN_FORWARD, STATE, Unsupported, original_class, state_of
 from .checked import refusal
 from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
@@ -85,9 +85,9 @@ def restore_module(module: nn.Module) -> None:
     drop_forward_of_class(module)
     if _is_on_top(module):
         _set_class(module, original_class(module))
-    record = module.__dict__.pop(RECORD, NOTHING)
-    if record.previous:  # for `restore`, which changes configs back
-        record_of(module).previous = record.previous
+    state = module.__dict__.pop(STATE, NOTHING)
+    if state.previous:  # for `restore`, which changes configs back
+        state_of(module).previous = state.previous
 
 
 def drop_forward_of_class(module: nn.Module) -> None:
@@ -99,7 +99,7 @@ def drop_forward_of_class(module: nn.Module) -> None:
 
 def _run(module: nn.Module, forward: Callable, reads: dict) -> None:
     """Lets a module run a forward, as long as what was read to find it holds."""
-    record_of(module).reads = kept(reads)
+    state_of(module).reads = kept(reads)
     cls: type = type(module)
     _set_class(module, _rewritten_class(cls, forward))
 
@@ -119,11 +119,11 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if original.forward is not own:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
-        # A module without a record was restored, and a wrapper that a user put on before still calls this.
+        # A module without a state was restored, and a wrapper that a user put on before still calls this.
         # FSDP2, a parametrisation or a user may have put a class on top, which knows the original forward.
-        record = self.__dict__.get(RECORD, NOTHING)
-        own_code = type(self) is not cls or record.reads is None
-        changed = record.reads and not holds(self)
+        state = self.__dict__.get(STATE, NOTHING)
+        own_code = type(self) is not cls or state.reads is None
+        changed = state.reads and not holds(self)
         if own_code or changed or runs_own_code(self, *args, *kwargs.values()):
             return own(self, *args, **kwargs)
         return rewritten(self, *args, **kwargs)

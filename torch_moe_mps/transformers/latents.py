@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from .basics.record import NOTHING, RECORD, record_of
 from .basics.report import Done
+from .basics.state import NOTHING, STATE, state_of
 from .checked import refusal
 from .modules.experts import is_observed
 from .modules.linears import QuantizedLinear
@@ -105,7 +105,7 @@ class Latents:
 
         Nothing where all heads are no more, and where the model's own code has to run.
         """
-        form: Expansion = self.module.__dict__[RECORD].expansion
+        form: Expansion = self.module.__dict__[STATE].expansion
         layer: Any = getattr(self.module, form.projection, None)
         rows = form.key_rows + form.value_rows
         batch, _, keys, rotary = self.rotated.shape
@@ -144,7 +144,7 @@ class Latents:
 
         None where the model's own code has to run.
         """
-        form: Expansion = self.module.__dict__[RECORD].expansion
+        form: Expansion = self.module.__dict__[STATE].expansion
         layer: Any = getattr(self.module, form.projection, None)
         width = form.key_rows + self.rotated.shape[3]
         if query.shape[2] > MOST_TOKENS or query.shape[1] != form.heads or query.shape[3] != width:
@@ -157,7 +157,7 @@ class Latents:
 
     def taken_back(self, sums: Tensor) -> Tensor:
         """[B, T, Hq, L] float32, the sums of latents, as those of values: [B, T, Hq, V]."""
-        form: Expansion = self.module.__dict__[RECORD].expansion
+        form: Expansion = self.module.__dict__[STATE].expansion
         layer = getattr(self.module, form.projection)
         options = {} if type(layer) is nn.Linear else {"dtype": self.latents.dtype}
         return _product(layer, form, slice(form.key_rows, None), sums, **options)
@@ -202,7 +202,7 @@ def use_latents(module: nn.Module) -> list[Done]:
     done = [Done(operator, f"latents ({operator})")]
     if operator is None or refusal(module, done) is not None:
         return []
-    record_of(module).expansion = expansion
+    state_of(module).expansion = expansion
     _wrap(_owner(module))
     return done
 
@@ -263,7 +263,7 @@ def _wrap(owner: Any) -> None:
 
     @functools.wraps(own)
     def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> Any:
-        form = self.__dict__.get(RECORD, NOTHING).expansion
+        form = self.__dict__.get(STATE, NOTHING).expansion
         if form is None or not latents.is_mps or torch.is_grad_enabled() or torch.compiler.is_compiling():
             return own(self, latents, rotated)
         source = Latents(self, own, latents, rotated)

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
 
-from .basics.record import kv_bits_of
+from .basics.state import kv_bits_of
 from .cache import growing_class
 from .quantized_states import QuantizedStates
 

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .record import RECORD
+from .state import STATE
 
 _PLAIN = (bool, int, float, str, tuple)
 _PLACES = ("", "_parameters", "_buffers", "_modules")
@@ -80,7 +80,7 @@ def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
 @torch.compiler.assume_constant_result
 def holds(module: nn.Module) -> bool:
     """Whether a module, and others in it, still have the attributes that its rewritten forward rests on."""
-    for owner, path, value, kept_in in module.__dict__[RECORD].reads:
+    for owner, path, value, kept_in in module.__dict__[STATE].reads:
         own = owner.__dict__  # getattr on a module is slow
         if kept_in and path not in own:
             own = own[kept_in]

@@ -32,7 +32,7 @@ from .fingerprint import Fingerprint, forbidden, note_change
 from .program import Integers, assemble
 
 SWITCH = "MOE_MPS_CAPTURE"
-STATE = "_moe_mps_capture"  # where a model's __dict__ has its Captures
+CAPTURES = "_moe_mps_capture"  # where a model's __dict__ has its Captures
 STAGE = "_moe_mps_stage"  # where it has the Running of a model that is spread over processes
 _MARK = "_moe_mps_captures"  # of a class that `_capturing_class` made: the one in whose place it is
 _CALLS_BEFORE = 2  # the third call of a kind is captured
@@ -339,19 +339,19 @@ def capture_calls(model: nn.Module) -> None:
     note_change()
     for module in _models(model):
         if wanted == "1" or (wanted == "auto" and _has_extension()):
-            module.__dict__[STATE] = Captures(anywhere=wanted == "1")
+            module.__dict__[CAPTURES] = Captures(anywhere=wanted == "1")
             if not hasattr(type(module), _MARK):
                 cls: Any = type(module)
                 module.__class__ = _capturing_class(cls)
         else:
-            module.__dict__.pop(STATE, None)
+            module.__dict__.pop(CAPTURES, None)
 
 
 def restore_calls(model: nn.Module) -> None:
     """Undoes `capture_calls`. Beneath a class that somebody put on top, a model's own code runs."""
     note_change()
     for module in model.modules():
-        module.__dict__.pop(STATE, None)
+        module.__dict__.pop(CAPTURES, None)
         original = vars(type(module)).get(_MARK)
         if original is not None:
             module.__class__ = original
@@ -359,7 +359,7 @@ def restore_calls(model: nn.Module) -> None:
 
 def captures_of(model: nn.Module) -> Captures | None:
     """Of the first model in a module that captures its calls."""
-    return next((m.__dict__[STATE] for m in model.modules() if STATE in m.__dict__), None)
+    return next((m.__dict__[CAPTURES] for m in model.modules() if CAPTURES in m.__dict__), None)
 
 
 def tokens_of(model: nn.Module) -> Callable[[], str | None]:
@@ -396,7 +396,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        captures = None if torch.compiler.is_compiling() else self.__dict__.get(STATE)
+        captures = None if torch.compiler.is_compiling() else self.__dict__.get(CAPTURES)
         if original.forward is not own:  # somebody has patched the class
             return original.forward(self, *args, **kwargs)
         if captures is None or len(args) > len(names):
@@ -409,8 +409,8 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         return captures.call(self, own, kwargs)
 
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
-        if STATE in self.__dict__:
-            self.__dict__[STATE].clear()  # they hold the weights that go
+        if CAPTURES in self.__dict__:
+            self.__dict__[CAPTURES].clear()  # they hold the weights that go
         return original._apply(self, *args, **kwargs)
 
     def reduce(self: nn.Module, protocol: Any) -> Any:

@@ -34,7 +34,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import GeneralInterface
 
 from ..._extension import host_library
-from ..basics.record import Record
+from ..basics.state import State
 from ..graphs.tracing import Unsupported
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -67,7 +67,7 @@ _GLOBAL_HOOKS = tuple(
 _LEAVES = (
     str, bytes, bool, int, float, complex, type(None), type, property, Tensor, torch.dtype, torch.device,
     torch.Generator, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref, logging.Logger,
-    Record,
+    State,
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, tuple)
 _MAIN = "__main__"
@@ -181,7 +181,7 @@ def _comparison_of(library: Path) -> Callable[..., bool]:
 
 
 def note_change() -> None:
-    """Called when the records of modules change: no fingerprint holds any more."""
+    """Called when the states of modules change: no fingerprint holds any more."""
     global _changes
     _changes += 1
 

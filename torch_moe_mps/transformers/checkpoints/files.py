@@ -71,15 +71,15 @@ class Shards:
     JSON says what is complete, so that another process goes on with the folder if this one is killed.
 
     Args:
-        form: "pt" or "mlx".
+        format: "pt" or "mlx".
         key: what is written; what the folder has of another key is removed.
 
     Attributes:
         done: {part: what `end` was told of it} of the parts whose tensors are in complete files.
     """
 
-    def __init__(self, folder: Path, form: str, key: str = ""):
-        self.folder, self.form, self.key = folder, form, key
+    def __init__(self, folder: Path, format: str, key: str = ""):
+        self.folder, self.format, self.key = folder, format, key
         self._waiting: dict[str, Tensor] = {}
         self._ended: dict[str, Any] = {}  # parts of which something may be waiting
         self._names: list[list[str]] = []  # of the tensors in each complete file
@@ -112,7 +112,7 @@ class Shards:
 
     def _write(self) -> None:
         self._names.append([*self._waiting])
-        save_file(self._waiting, self._file(len(self._names)), metadata={"format": self.form})
+        save_file(self._waiting, self._file(len(self._names)), metadata={"format": self.format})
         self._waiting = {}
         self.done |= self._ended
         self._ended = {}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ...quantization import Format
 from ..basics.interface import experts_of, projections
-from ..basics.record import NOTHING, RECORD
+from ..basics.state import NOTHING, STATE
 from ..modules.experts import NAME
 from ..modules.linears import OrderedLinear, formats_in
 from .absent import absent_in
@@ -88,7 +88,7 @@ def _own_configs(model: nn.Module) -> None:
         if isinstance(config, PreTrainedConfig):
             module.config = copy.deepcopy(config, copies)
     for module in model.modules():
-        previous = module.__dict__.get(RECORD, NOTHING).previous
+        previous = module.__dict__.get(STATE, NOTHING).previous
         for attribute, (config, implementation) in previous.items():
             previous[attribute] = copies.get(id(config), config), implementation
 

@@ -14,8 +14,8 @@ from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...quantization import TENSORS
 from ..basics.interface import Experts, formats_of, is_quantized, projections
 from ..basics.reads import depends_on, holds, kept, recording
-from ..basics.record import OWN_FORWARD, RECORD, record_of
 from ..basics.report import Done
+from ..basics.state import OWN_FORWARD, STATE, state_of
 from ..graphs.nodes import memory_of, tensor_of
 from ..graphs.patterns import match, uncast
 from ..graphs.tracing import geometry
@@ -172,11 +172,11 @@ def pinned_config(experts: Experts) -> Any:
 
 
 def prepare(module: nn.Module) -> Activation | None:
-    """Finds out how an experts module works; its record keeps that, and the attributes it depends on."""
+    """Finds out how an experts module works; its state has that, and the attributes it depends on."""
     with recording() as reads:
         activation = activation_of(module)
-    record_of(module).formula = activation
-    record_of(module).reads = kept(reads)
+    state_of(module).formula = activation
+    state_of(module).reads = kept(reads)
     return activation
 
 
@@ -184,9 +184,9 @@ def prepare(module: nn.Module) -> Activation | None:
 def _activation(module: nn.Module) -> tuple | None:
     """The fields of the activation, a plain tuple because torch.compile takes it as a constant."""
     own = module.__dict__
-    if RECORD not in own or own[RECORD].reads is None or not holds(module):
+    if STATE not in own or own[STATE].reads is None or not holds(module):
         prepare(module)
-    activation = own[RECORD].formula
+    activation = own[STATE].formula
     return None if activation is None else tuple(activation)
 
 
@@ -272,15 +272,15 @@ def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -
     activation = None if in_steps else _activation(self)
     if activation is None:
         return _in_steps(self, x, ids, weights)
-    form, down_form = self.quantization, self.down_quantization
+    format, down_format = self.quantization, self.down_quantization
     projection, down_projection = projections(self)
     first, second = _packed(self, projection), _packed(self, down_projection)
     options = activation_arguments(activation)
     if self.has_bias:
         options |= _biases(self)
-    if down_form is not form:
-        options["down_format"] = down_form.name
-    return ops.moe_experts_quantized(x, *first, *second, ids, weights, form.name, **options)
+    if down_format is not format:
+        options["down_format"] = down_format.name
+    return ops.moe_experts_quantized(x, *first, *second, ids, weights, format.name, **options)
 
 
 def _biases(self: Experts) -> dict[str, Tensor]:
@@ -303,11 +303,11 @@ def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tenso
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
         return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
-    forms = formats_of(self)
-    names = [projection] if projection == "down_proj" else [name for name in forms if name != "down_proj"]
+    formats = formats_of(self)
+    names = [projection] if projection == "down_proj" else [name for name in formats if name != "down_proj"]
     biases = [None] * len(names) if bias is None else bias.chunk(len(names), -1)
     outs = [
-        ops.expert_qmm(x, *_packed(self, name), ids, forms[name].name, own)
+        ops.expert_qmm(x, *_packed(self, name), ids, formats[name].name, own)
         for name, own in zip(names, biases, strict=True)
     ]
     return outs[0] if len(outs) == 1 else torch.cat(outs, -1)

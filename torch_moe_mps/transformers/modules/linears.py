@@ -141,8 +141,7 @@ class QuantizedLinear(QuantizedLayer):
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
-        form, (packed, scales, biases, bias) = self.format, self.weights()
-        return ops.linear_quantized(x, packed, scales, biases, bias, form.name)
+        return ops.linear_quantized(x, *self.weights(), self.format.name)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""
@@ -239,8 +238,8 @@ class QuantizedEmbedding(QuantizedLayer):
         return self.columns
 
     def forward(self, ids: Tensor) -> Tensor:
-        form, dtype = self.format, self._like.dtype
-        out = ops.embedding_quantized(ids, self.packed, self.scales, self.biases, form.name, dtype)
+        dtype, weight = self._like.dtype, (self.packed, self.scales, self.biases)
+        out = ops.embedding_quantized(ids, *weight, self.format.name, dtype)
         return out if self.scale is None else out * self.scale.to(dtype)
 
     def extra_repr(self) -> str:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.reads import depends_on
-from ..basics.record import original_class
+from ..basics.state import original_class
 from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
 from ..graphs.patterns import uncast
 from ..graphs.tracing import Recorder

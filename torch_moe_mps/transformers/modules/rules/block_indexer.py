@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
 from ...basics.reads import depends_on
-from ...basics.record import original_class, record_of
 from ...basics.report import Done
+from ...basics.state import original_class, state_of
 from ..chosen_keys import Choice
 from ..experts import NAME, is_observed
 from .indexer import FewInputs
@@ -52,7 +52,7 @@ def block_indexer_forward(
         given = (hidden_states, position_embeddings, past_key_values, position_ids)
         return original_class(indexer).forward(indexer, *given)
     return _chosen(
-        indexer, record_of(indexer).formula, hidden_states, position_embeddings, layer, q_norm, k_norm
+        indexer, state_of(indexer).formula, hidden_states, position_embeddings, layer, q_norm, k_norm
     )
 
 
@@ -108,7 +108,7 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
     trial = _Trial(module)
     for turn in TURNS:
         if not (turn.half_of_table or turn.doubled) and trial.agrees(turn):
-            record_of(module).formula = turn
+            state_of(module).formula = turn
             return block_indexer_forward, [Done("index_topk"), Done("index_keys_")]
     return None
 
@@ -122,7 +122,7 @@ class _Trial:
             name: FewInputs(module._modules[name].out_features) for name in ("q_proj", "k_proj")
         }
         for name in ("q_norm", "k_norm"):
-            children[name] = _Norm(record_of(module._modules[name]).formula, module.head_dim)
+            children[name] = _Norm(state_of(module._modules[name]).formula, module.head_dim)
         vars(self.module).update(_modules=children, block_size=2, topk_blocks=2)
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.rand(_BATCH, _TOKENS, 4, generator=generator) - 0.5
@@ -177,7 +177,7 @@ class _Norm(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.linspace(-0.5, 1.0, width), requires_grad=False)
         self.eps, self.offset = formula.eps, formula.offset
-        record_of(self).formula = formula
+        state_of(self).formula = formula
 
     def forward(self, x: Tensor) -> Tensor:
         return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self.offset)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
 from ...basics.reads import depends_on
-from ...basics.record import original_class, record_of
 from ...basics.report import Done
+from ...basics.state import original_class, state_of
 from ..causal_mask import CausalMask
 from ..experts import is_observed
 from ..linears import GroupedLinear
@@ -204,7 +204,7 @@ def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done
         _found[key] = bool(tried(_is_same, module))
     if not _found[key]:
         return None
-    record_of(module)
+    state_of(module)
     operators = ["pool_window_", "rope"]
     operators += ["expert_qmm"] if isinstance(children["o_a_proj"], GroupedLinear) else []
     operators += ["index_topk"] if len(parts) > 1 else []

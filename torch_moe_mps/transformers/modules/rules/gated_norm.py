@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ...basics.record import RECORD, original_class, record_of
 from ...basics.report import Done
+from ...basics.state import STATE, original_class, state_of
 from .norms import NormFormula, gated_norm_formula
 
 ops = torch.ops.moe_mps
@@ -25,7 +25,7 @@ def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
 
 def _options(norm: Any, x: Tensor, gate: Tensor) -> tuple[Tensor, float, float] | None:
     """The weight, eps and offset of a rewritten norm, None where an operator cannot run it."""
-    formula: NormFormula = norm.__dict__[RECORD].formula
+    formula: NormFormula = norm.__dict__[STATE].formula
     weight = getattr(norm, formula.weight)
     fits = x.dtype == gate.dtype and x.shape[-1:] == weight.shape and weight.dtype in ACTIVATION_DTYPES
     if not fits or not x.device == gate.device == weight.device:
@@ -40,5 +40,5 @@ def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     if module.get_parameter(norm.weight).shape[0] > _WIDEST:
         return None
-    record_of(module).formula = norm
+    state_of(module).formula = norm
     return gated_norm_forward, [Done("rms_norm_gated")]

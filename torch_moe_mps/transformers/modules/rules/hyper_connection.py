@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from ....ops.hyper_connection import MAX_STREAMS
 from ...basics.reads import depends_on
-from ...basics.record import NOTHING, RECORD, original_class, record_of
 from ...basics.report import Done
+from ...basics.state import NOTHING, STATE, original_class, state_of
 from ..experts import is_observed
 from .trial import agrees, bare_twin, tried
 
@@ -48,12 +48,12 @@ class Mixing(NamedTuple):
 def connection_forward(module: nn.Module, hidden_streams: Tensor) -> Any:
     """What a block reads; behind the weights post and comb, as far as the module has them."""
     x, post, comb, _ = _connected(module, hidden_streams)
-    parts: int = module.__dict__[RECORD].formula.parts
+    parts: int = module.__dict__[STATE].formula.parts
     return x if parts == 1 else (post, x) if parts == 2 else (post, comb, x)
 
 
 def _connected(module: nn.Module, streams: Tensor, **update: Tensor | None) -> tuple[Tensor, ...]:
-    mixing: Mixing = module.__dict__[RECORD].formula
+    mixing: Mixing = module.__dict__[STATE].formula
     own = module._parameters
     found: tuple = ops.hyper_connection(streams, *map(own.get, mixing.tensors), **update, **mixing.numbers)
     return found
@@ -83,7 +83,7 @@ def rewrite_hyper_connection(module: nn.Module) -> tuple[Callable, list[Done]] |
     mixing = Mixing(tensors, numbers, parts)
     if not tried(_mixes, module, mixing, count):
         return None
-    record_of(module).formula = mixing
+    state_of(module).formula = mixing
     return connection_forward, [Done("hyper_connection")]
 
 
@@ -108,7 +108,7 @@ def _twin(module: nn.Module, mixing: Mixing, count: int) -> Any:
     parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in numbers.items()}
     norm: Any = module._modules["input_norm"]
     vars(twin).update(_parameters=parameters, _modules={"input_norm": bare_twin(norm)})
-    record_of(twin).formula = mixing
+    state_of(twin).formula = mixing
     return twin
 
 
@@ -163,7 +163,7 @@ class Layer(NamedTuple):
 
 def layer_forward(layer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
     """The forward of a layer with hyper-connections."""
-    form: Layer = layer.__dict__[RECORD].formula
+    form: Layer = layer.__dict__[STATE].formula
     if is_observed(*(layer._modules[name] for name, *_ in _BLOCKS)):  # type: ignore[arg-type]
         return original_class(layer).forward(layer, hidden_states, *args, **kwargs)
     return _layer(layer, form, hidden_states, dict(zip(form.defaults, args, strict=False)) | kwargs)
@@ -188,7 +188,7 @@ def _layer(layer: nn.Module, form: Layer, streams: Tensor, given: dict[str, Any]
         )
         first = out[0] if isinstance(out, tuple) else out
         others = others or (out if isinstance(out, tuple) else (out,))
-        mixes = children[mixing].__dict__[RECORD].formula.parts == 3
+        mixes = children[mixing].__dict__[STATE].formula.parts == 3
         update = {"out": first.to(streams.dtype), "post": post, "comb": comb if mixes else None}
     streams = ops.hyper_update(streams, **update)
     if not form.is_tuple:
@@ -201,7 +201,7 @@ def rewrite_hyper_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None
     children: dict[str, Any] = module._modules
     if not all(isinstance(children.get(name), nn.Module) for names in _BLOCKS for name in names):
         return None
-    mixings = [children[mixing].__dict__.get(RECORD, NOTHING).formula for mixing, *_ in _BLOCKS]
+    mixings = [children[mixing].__dict__.get(STATE, NOTHING).formula for mixing, *_ in _BLOCKS]
     if not all(isinstance(mixing, Mixing) and mixing.parts > 1 for mixing in mixings):
         return None
     for name, value in vars(module).items():
@@ -213,7 +213,7 @@ def rewrite_hyper_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None
             for mixing, *_ in _BLOCKS:
                 depends_on(module, mixing)
                 _rest_on(children[mixing])
-            record_of(module).formula = form
+            state_of(module).formula = form
             return layer_forward, [Done("hyper_connection"), Done("hyper_update")]
     return None
 

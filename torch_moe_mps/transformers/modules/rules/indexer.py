@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
 from ...basics.reads import depends_on
-from ...basics.record import RECORD, original_class, record_of
 from ...basics.report import Done
+from ...basics.state import STATE, original_class, state_of
 from ..causal_mask import CausalMask
 from ..experts import is_observed
 from .linear import together
@@ -51,7 +51,7 @@ class Form(NamedTuple):
 
 def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a rewritten indexer: [B, T, K] int32, -1 where a token may choose from fewer keys."""
-    form: Form = indexer.__dict__[RECORD].formula
+    form: Form = indexer.__dict__[STATE].formula
     given = dict(zip(form.names, args, strict=False)) | kwargs
     mask, (cos, _) = given["attention_mask"], given["position_embeddings"]
     # Our implementation of attention asks for numbers. Beside a mask of bool, that of `sdpa`, a model
@@ -148,7 +148,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
             continue
         form = Form(names, turn, rotary)
         if trial.agrees(form):
-            record_of(module).formula = form
+            state_of(module).formula = form
             return indexer_forward, [Done("index_topk"), Done("index_keys_")]
     return None
 

@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
 from ...basics.reads import depends_on
-from ...basics.record import RECORD, original_class, record_of
 from ...basics.report import Done
+from ...basics.state import STATE, original_class, state_of
 from .trial import agrees, bare_twin, tried
 
 ops = torch.ops.moe_mps
@@ -36,7 +36,7 @@ _found: dict[tuple, Form | None] = {}  # the norms of a model are alike
 
 def layer_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
     """The forward of a rewritten norm."""
-    form: Form = norm.__dict__[RECORD].formula
+    form: Form = norm.__dict__[STATE].formula
     weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
     same = form.keeps_dtype or weight is None or weight.dtype is x.dtype
     if not same or x.dtype not in ACTIVATION_DTYPES or x.shape[-1] != form.width:
@@ -68,7 +68,7 @@ def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     for name in ("weight", "bias"):
         depends_on(module, name)
-    record_of(module).formula = form
+    state_of(module).formula = form
     return layer_norm_forward, [Done("layer_norm")]
 
 
@@ -80,7 +80,7 @@ def _same(module: nn.Module, form: Form, given: dict[str, Any]) -> Form | None:
     twin._parameters |= {name: nn.Parameter(value, requires_grad=False) for name, value in numbers.items()}
     twin._parameters |= {name: None for name in ("weight", "bias") if name not in given}
     x = torch.randn(2, form.width, generator=generator) * torch.tensor([[3.0], [1e-3]]) + 0.01
-    record_of(twin).formula = form
+    state_of(twin).formula = form
     own = original_class(module).forward
     if not agrees(layer_norm_forward(twin, x), own(twin, x)):
         return None

@@ -10,8 +10,8 @@ from typing import Any, TypeGuard
 import torch
 from torch import Tensor, nn
 
-from ...basics.record import NOTHING, RECORD, record_of
 from ...basics.report import Done
+from ...basics.state import NOTHING, STATE, state_of
 from ..experts import is_observed
 from ..linears import QuantizedLinear
 
@@ -101,15 +101,15 @@ def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear
 
 @torch.compiler.assume_constant_result
 def join(*layers: nn.Module) -> bool:
-    """Whether the layers' weights are one matrix, which the record of the first holds; joins them if not."""
+    """Whether the layers' weights are one matrix, which the state of the first has; joins them if not."""
     if is_observed(*layers):
         return False
-    found: Joined | None = layers[0].__dict__.get(RECORD, NOTHING).joined
+    found: Joined | None = layers[0].__dict__.get(STATE, NOTHING).joined
     if found is not None and found.is_current(layers):
         return True
     if not _can_join(layers):
         return False
-    record_of(layers[0]).joined = Joined(layers)
+    state_of(layers[0]).joined = Joined(layers)
     return True
 
 
@@ -117,7 +117,7 @@ def together(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor | None:
     """The concatenated outputs of the layers; None if they are no matrix."""
     if not join(*layers):
         return None
-    whole = layers[0].__dict__[RECORD].joined
+    whole = layers[0].__dict__[STATE].joined
     weights = whole.packed, whole.scales, whole.biases, whole.bias
     return ops.linear_quantized(x, *weights, whole.format.name)
 
@@ -127,7 +127,7 @@ def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
     out = together(layers, x)
     if out is None:
         return [layer(x) for layer in layers]
-    return out.split_with_sizes(layers[0].__dict__[RECORD].joined.rows, -1)
+    return out.split_with_sizes(layers[0].__dict__[STATE].joined.rows, -1)
 
 
 def together_done(names: Iterable[str]) -> Done:

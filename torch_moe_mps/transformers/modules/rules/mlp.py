@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, fx, nn
 
 from ....ops._activations import Activation
-from ...basics.record import RECORD, original_class, record_of
 from ...basics.report import Done
+from ...basics.state import STATE, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import linear_of, match, uncast
 from ...graphs.tracing import ITEM
@@ -125,19 +125,18 @@ def _fit(x: fx.Node, result: fx.Node, bound: dict[str, Any]) -> bool:
 def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     """The forward of an MLP, whatever its argument is called."""
     (x,) = args or named.values()
-    formula: MlpFormula = module.__dict__[RECORD].formula
+    formula: MlpFormula = module.__dict__[STATE].formula
     layers, down = [getattr(module, name) for name in formula.first], getattr(module, formula.down)
     others = [getattr(module, name) for name in formula.others]
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down, *others):
         out: Tensor = original_class(module).forward(module, x)
         return out
-    first, to = layers[0].__dict__[RECORD].joined, down.format
-    form = first.format
+    first = layers[0].__dict__[STATE].joined
     packed, scales, biases, bias = down.weights()
     options = activation_arguments(tuple(formula.activation))
     return ops.mlp_quantized(
         x, first.packed, first.scales, first.biases, packed, scales, biases,
-        form.name, gate_up_bias=first.bias, down_bias=bias, down_format=to.name, **options,
+        first.format.name, gate_up_bias=first.bias, down_bias=bias, down_format=down.format.name, **options,
     )  # fmt: skip
 
 
@@ -146,6 +145,6 @@ def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     formula = mlp_formula(module)
     if formula is None:
         return None
-    record_of(module).formula = formula
+    state_of(module).formula = formula
     join(*(getattr(module, name) for name in formula.first))
     return mlp_forward, [Done("mlp_quantized", f"mlp_quantized ({formula.activation.activation})")]

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor, fx, nn
 
-from ...basics.record import NOTHING, RECORD, record_of
+from ...basics.state import NOTHING, STATE, state_of
 from ...graphs.nodes import tensor_of
 from ...graphs.patterns import match, uncast
 from ...graphs.tracing import VALUE
@@ -100,19 +100,19 @@ def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
 def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
     """Whether a module is an RMSNorm, with a weight, without (False) or either (None).
 
-    Its record has the formula from then on. A forward that is rewritten meanwhile rests on it.
+    Its state has the formula from then on. A forward that is rewritten meanwhile rests on it.
     """
     formula = norm_formula(module)
     if formula is None or weighted not in (None, bool(formula.weight)):
         return False
-    record_of(module).formula = formula
+    state_of(module).formula = formula
     return True
 
 
 def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
     """The weight, None without one, eps and weight_offset; None where only the module's own code norms x."""
     own = norm.__dict__
-    formula: NormFormula | None = own.get(RECORD, NOTHING).formula
+    formula: NormFormula | None = own.get(STATE, NOTHING).formula
     if formula is None:
         return None
     weight: Any = None

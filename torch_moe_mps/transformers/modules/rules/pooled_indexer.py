@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from ....ops.attention import MAX_INDEX_BLOCK
 from ....ops.index import MAX_INDEX_WIDTH
 from ...basics.reads import depends_on
-from ...basics.record import original_class, record_of
 from ...basics.report import Done
+from ...basics.state import original_class, state_of
 from ..causal_mask import CausalMask
 from ..chosen_keys import EVERYTHING, Choice
 from ..experts import is_observed
@@ -156,7 +156,7 @@ def qsa_forward(
         given = (hidden_states, position_embeddings, attention_mask, past_key_values)
         own: Tensor = original_class(indexer).forward(indexer, *given)
         return own
-    turn: Turn = record_of(indexer).formula
+    turn: Turn = state_of(indexer).formula
     choice = _choice_of_means(indexer, turn, hidden_states, position_embeddings, layer)
     if choice is None:
         return attention_mask
@@ -215,7 +215,7 @@ def rewrite_pooled_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
             trial = _TrialOfMeans(module)
             for turn in TURNS:
                 if not (turn.half_of_table or turn.doubled) and trial.agrees(turn):
-                    record_of(module).formula = turn
+                    state_of(module).formula = turn
                     return qsa_forward, done
     return None
 

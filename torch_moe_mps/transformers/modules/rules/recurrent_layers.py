@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from ...basics.reads import depends_on
-from ...basics.record import NOTHING, RECORD, original_class, record_of
 from ...basics.report import Done
+from ...basics.state import NOTHING, STATE, original_class, state_of
 from ..experts import is_observed
 from .linear import join, together, together_done
 from .linear_attention import ACTIVATIONS
@@ -33,7 +33,7 @@ _PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequ
 
 def _outputs(layer: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Tensor:
     """The outputs of a layer's linear layers, side by side; those that can run together do."""
-    count = layer.__dict__.get(RECORD, NOTHING).formula or 0
+    count = layer.__dict__.get(STATE, NOTHING).formula or 0
     out = together(tuple(parts[:count]), x) if count else None
     if out is not None and count == len(parts):
         return out
@@ -297,7 +297,7 @@ def _joined(module: Any, forward: Callable) -> list[Done]:
         return []
     layers = _of_channels(module)[0] if forward is channel_layer else [module.qkv_proj, module.output_gate]
     count = next((n for n in (len(layers), 3) if n <= len(layers) and join(*layers[:n])), 0)
-    record_of(module).formula = count
+    state_of(module).formula = count
     names = [next(name for name, part in module.named_modules() if part is each) for each in layers[:count]]
     return [together_done(names)] if count else []
 

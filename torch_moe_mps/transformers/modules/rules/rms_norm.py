@@ -5,8 +5,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from ...basics.record import original_class
 from ...basics.report import Done
+from ...basics.state import original_class
 from ..experts import is_observed
 from .norms import is_norm, norm_arguments
 

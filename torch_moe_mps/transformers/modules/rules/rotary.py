@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ...basics.reads import depends_on
-from ...basics.record import NOTHING, RECORD, original_class, record_of
 from ...basics.report import Done
+from ...basics.state import NOTHING, STATE, original_class, state_of
 from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
@@ -26,7 +26,7 @@ def rotary_forward(
     rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> tuple[Tensor, ...]:
     """The forward of a rewritten module: cos and sin for each position."""
-    layout = (rotary.__dict__.get(RECORD, NOTHING).formula or {}).get(layer_type)
+    layout = (rotary.__dict__.get(STATE, NOTHING).formula or {}).get(layer_type)
     frequencies, scaling = _parameters(rotary, layer_type)
     if layout is None or not _fits(x, position_ids, frequencies):
         options = {} if layer_type is None else {"layer_type": layer_type}
@@ -56,7 +56,7 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     found = {name: layout for name, layout in layouts.items() if layout is not None}
     if not found:
         return None
-    record_of(module).formula = found
+    state_of(module).formula = found
     return rotary_forward, [Done("rope_tables")]
 
 

@@ -15,8 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ...basics.record import RECORD, Unsupported, original_class, record_of
 from ...basics.report import Done
+from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import before_widening, linear_of, match, uncast
 from ..experts import is_observed
@@ -59,7 +59,7 @@ class Router(NamedTuple):
 
 def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """The forward of a rewritten router."""
-    router: Router = module.__dict__[RECORD].formula
+    router: Router = module.__dict__[STATE].formula
     given = dict(zip(router.inputs, args, strict=False))
     is_bound = len(args) <= len(router.inputs)
     if named:
@@ -117,7 +117,7 @@ def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     if isinstance(router, str):
         raise Unsupported(router)
-    record_of(module).formula = router
+    state_of(module).formula = router
     done = [Done("moe_router", f"moe_router ({router.options['scoring']})")]
     return router_forward, [*done, Done("router_logits")] if router.in_float32 else done
 

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
-from ...basics.record import Unsupported
+from ...basics.state import Unsupported
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import Bound, match, uncast
 from ...graphs.tracing import ITEM

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...basics.record import RECORD, original_class
+from ...basics.state import STATE, original_class
 
 
 @contextlib.contextmanager
@@ -29,12 +29,12 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
 def bare_twin(module: nn.Module) -> Any:
     """A module of the same class with the same attributes, without parameters, buffers and children.
 
-    `copy.copy` would rewrite the copy of a rewritten module, and both would have one record.
+    `copy.copy` would rewrite the copy of a rewritten module, and both would share one state.
     """
     cls: Any = original_class(module)
     twin = cls.__new__(cls)
     nn.Module.__init__(twin)
-    own = {name: value for name, value in vars(module).items() if name[0] != "_" and name != RECORD}
+    own = {name: value for name, value in vars(module).items() if name[0] != "_" and name != STATE}
     vars(twin).update(own)
     return twin.eval()
 

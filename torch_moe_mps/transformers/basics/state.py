@@ -1,10 +1,10 @@
-"""What this package keeps in a module, in one record, and the marks of its class; `restore` removes them."""
+"""The state of this package in a module, and the marks of its class; `restore` removes them."""
 
 from typing import Any
 
 from torch import nn
 
-RECORD = "_moe_mps"  # where a module's __dict__ has it
+STATE = "_moe_mps"  # where a module's __dict__ has it
 # Attributes of the subclasses that rewriting makes: the class before.
 CLASS_MARK = "_moe_mps_original_class"
 OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
@@ -14,7 +14,7 @@ class Unsupported(Exception):
     """A module cannot be replaced; the message says why."""
 
 
-class Record:
+class State:
     """What is known of a module.
 
     Attributes:
@@ -38,13 +38,13 @@ class Record:
         self.joined: Any = None
 
 
-NOTHING = Record()  # of modules that have none
+NOTHING = State()  # of modules that have none
 
 
 def kv_bits_of(model: nn.Module) -> int | None:
     """The kv_bits of a model's decoders, None where it was never given."""
-    records = (module.__dict__.get(RECORD, NOTHING) for module in model.modules())
-    return next((record.kv_bits for record in records if record.kv_bits is not None), None)
+    states = (module.__dict__.get(STATE, NOTHING) for module in model.modules())
+    return next((state.kv_bits for state in states if state.kv_bits is not None), None)
 
 
 def original_class(module: nn.Module) -> type[nn.Module]:
@@ -52,9 +52,9 @@ def original_class(module: nn.Module) -> type[nn.Module]:
     return vars(type(module)).get(CLASS_MARK, type(module))
 
 
-def record_of(module: nn.Module) -> Record:
-    """The record of a module, made if it has none."""
-    own: dict[str, Record] = module.__dict__
-    if RECORD not in own:
-        own[RECORD] = Record()
-    return own[RECORD]
+def state_of(module: nn.Module) -> State:
+    """The state of a module, made if it has none."""
+    own: dict[str, State] = module.__dict__
+    if STATE not in own:
+        own[STATE] = State()
+    return own[STATE]
