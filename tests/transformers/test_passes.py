@@ -27,6 +27,7 @@ QUANTIZED = quantize(random(H, H, seed=2) / 8, 4, 32)
 MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.biases
 NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 8, random(E)
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
+LARGE, MIXING = random(513, H) / 8, (random(24, H) / 8, random(24), random(3))
 GATE, SCALAR, HALF = random(1, H), random(1), random(H // 2)
 NO_CHAINS = frozenset({"pointwise"})  # left to the operators of aten, which patterns would have taken
 
@@ -299,6 +300,55 @@ def norm_before_sum_of_rows(x, r):
     return torch.addmm(r[0, :, :1], normed, GATE.t()), linear(normed)
 
 
+def norm_before_small_matrix(x, r):
+    normed = norm(x[0])
+    return torch.nn.functional.linear(normed, ROUTER), linear(normed)
+
+
+def norm_before_large_matrix(x, r):
+    normed = norm(x[0])
+    return torch.nn.functional.linear(normed, LARGE), linear(normed)
+
+
+def sum_that_a_mask_leaves(x, r):
+    return (x + r) * torch.ones(1, 1, dtype=torch.bool)[:, :, None]
+
+
+def sum_times_one_beside_the_sum(x, r):
+    total = x + r
+    return total * 1.0, total
+
+
+def sum_times_ones_that_change(x, r):
+    mask = torch.ones(1, 1, H)
+    mask.view(-1)[:2].mul_(2)
+    return (x + r) * mask
+
+
+def sum_times_ones_that_widen(x, r):
+    return (x + r) * torch.ones(1, dtype=torch.float64)
+
+
+def input_times_one(x, r):
+    return x * 1
+
+
+def mixed_streams(x, r):
+    streams = x.view(1, 1, 4, -1)
+    _, post, comb, _ = ops.hyper_connection(streams, *MIXING)
+    return ops.hyper_update(streams, r[..., : H // 4], post, comb)
+
+
+def streams_between_layers(x, r):
+    streams = mixed_streams(x, r)
+    return ops.hyper_connection(streams, *MIXING)[0], streams
+
+
+def streams_read_before_the_next_layer(x, r):
+    streams = mixed_streams(x, r)
+    return streams * 2, ops.hyper_connection(streams, *MIXING)[0]
+
+
 def conjugates(x, r):
     pairs = torch.view_as_complex(x.view(-1, 2))
     return torch.view_as_real((pairs * pairs.conj() + pairs).resolve_conj())
@@ -350,6 +400,15 @@ CASES: dict[Callable, dict[str, int]] = {
     norm_of_sum_with_a_late_weight: {"add": 1, "mul": 1, "rms_norm": 1},
     norm_before_scaled_sum: LINEAR | {"rms_norm": 1, "addmm": 1},
     norm_before_sum_of_rows: LINEAR | {"rms_norm": 1, "addmm": 1},
+    norm_before_small_matrix: LINEAR | {"router_logits": 1},
+    norm_before_large_matrix: LINEAR | {"rms_norm": 1, "mm": 1},
+    sum_that_a_mask_leaves: {"add": 1},
+    sum_times_one_beside_the_sum: {"add": 1, "mul": 1},
+    sum_times_ones_that_change: {"add": 1, "ones": 1, "mul_": 1, "mul": 1},
+    sum_times_ones_that_widen: {"add": 1, "ones": 1, "mul": 1},
+    input_times_one: {"mul": 1},
+    streams_between_layers: {"hyper_connection": 2},
+    streams_read_before_the_next_layer: {"hyper_connection": 2, "hyper_update": 1, "mul": 1},
     conjugates: {"mul": 1, "add": 1, "clone": 1},
 }
 
@@ -384,6 +443,24 @@ def test_linears_whose_outputs_are_seen_as_rows_of_heads():
     assert operators(graph) == {"linear_quantized": 1}
     for result, number in zip(computed(graph, x), range(2), strict=True):
         assert_close(result.flatten(2), projected(x, number), 1e-6)
+
+
+def test_linears_of_which_another_program_has_joined_some():
+    one = [quantize(random(rows, H), 4, 32) for rows in (H, 2 * H, H)]
+    matrices = [
+        [torch.nn.Parameter(m, requires_grad=False) for m in (o.packed, o.scales, o.biases)] for o in one
+    ]
+
+    def outputs(x: Tensor, count: int) -> tuple[Tensor, ...]:
+        return tuple(ops.linear_quantized(x, *matrix, None, FORMAT) for matrix in matrices[:count])
+
+    x = random(1, 1, H)
+    for count, left in ((2, 1), (3, 2)):
+        graph = recorded(lambda x, count=count: outputs(x, count), x)
+        simplify(graph)
+        assert operators(graph) == {"linear_quantized": left}
+        for result, each in zip(computed(graph, x), outputs(x, count), strict=True):
+            assert_close(result, each, 1e-6)
 
 
 def test_norms_of_several_tokens_stay():

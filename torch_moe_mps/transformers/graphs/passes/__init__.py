@@ -17,12 +17,13 @@ from .norms import norm_in_operators
 from .pointwise import join_elements
 from .rotation import join_rotations, norms_in_rotation, turn_parts, write_into_cache
 from .routing import gate_in_one, hand_routing_over
-from .simplify import constants_first, drop_unused, make_new_tensors, share_equal, share_views
-from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums
+from .simplify import constants_first, drop_ones, drop_unused, make_new_tensors, share_equal, share_views
+from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums, update_in_connections
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     constants_first,
     make_new_tensors,
+    drop_ones,
     share_views,  # what reads one value in one shape reads one node
     join_linears,  # before any of them has a norm or a residual of its own
     order_outputs,  # of those that the pass before has joined, too
@@ -39,6 +40,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
     scale_norm_sums,
+    update_in_connections,
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
     join_elements,  # of what no operator has taken

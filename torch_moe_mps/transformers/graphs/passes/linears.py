@@ -40,7 +40,8 @@ def join_linears(graph: fx.Graph) -> None:
             groups[x, format, *map(_kind, weights[:3])].append(call)
     for (x, *_), group in groups.items():
         if all(is_unchanged(x, group[0], call) for call in group[1:]):
-            _join(group)
+            for run in _runs(group):
+                _join(run)
 
 
 def order_outputs(graph: fx.Graph) -> None:
@@ -102,10 +103,24 @@ def _moves(node: fx.Node) -> bool:
     return is_call(node, *_COPIES, aten._unsafe_view) or (is_operator(node) and target.is_view)
 
 
+def _runs(group: list[fx.Node]) -> list[list[fx.Node]]:
+    """A group in parts whose weights may lie in one memory: another program may have joined some of them."""
+    runs: list[list[fx.Node]] = []
+    for call in group:
+        if runs and all(map(_may_join, _weights_of([*runs[-1], call]).values())):
+            runs[-1].append(call)
+        else:
+            runs.append([call])
+    return runs
+
+
+def _weights_of(group: list[fx.Node]) -> dict[str, list[Tensor | None]]:
+    return {name: [_tensor(arguments(call)[name]) for call in group] for name in _WEIGHTS}
+
+
 def _join(group: list[fx.Node]) -> None:
-    first, rows = group[0], [tensor_of(call).shape[-1] for call in group]
-    weights = {name: [_tensor(arguments(call)[name]) for call in group] for name in _WEIGHTS}
-    if len(group) < 2 or not all(map(_may_join, weights.values())):
+    first, rows, weights = group[0], [tensor_of(call).shape[-1] for call in group], _weights_of(group)
+    if len(group) < 2:
         return
     result = tensor_of(first).new_empty((*tensor_of(first).shape[:-1], sum(rows)))
     parts, shown = result.split_with_sizes(rows, -1), dict[fx.Node, Any]()

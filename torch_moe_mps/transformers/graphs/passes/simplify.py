@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..nodes import arguments, aten, is_call, is_final, memory_of, put, tensor_of, written
+from ..nodes import arguments, aten, calls, is_call, is_final, memory_of, put, tensor_of, written
+from ..patterns import uncast
 from ..tracing import ITEM, VALUE, Number
 
 
@@ -63,6 +64,28 @@ def _out_of_place(node: fx.Node) -> Any:
         return None
     packet = getattr(torch.ops.aten, schema.name[6:-1], None)
     return getattr(packet, target._overloadname, None)
+
+
+def drop_ones(graph: fx.Graph) -> None:
+    """X * 1 -> X, of a number or of a tensor of ones: a mask that hides nothing, a scale that is not used."""
+    for product in calls(graph, aten.mul):
+        first, second = product.args
+        for x, one in ((first, second), (second, first)):
+            if not isinstance(x, fx.Node) or memory_of(x).op != "call_function" or not _is_one(one):
+                continue
+            if not (is_final(x) and is_final(product)):
+                continue
+            alike = _geometry(tensor_of(x)) == _geometry(tensor_of(product))
+            if alike and not (_is_returned(x) and _is_returned(product)):
+                product.replace_all_uses_with(x)
+                break
+
+
+def _is_one(value: Any) -> bool:
+    if not isinstance(value, fx.Node):
+        return bool(value == 1)
+    made = uncast(value)
+    return is_call(made, aten.ones, aten.ones_like, aten.new_ones) and is_final(made)
 
 
 def share_views(graph: fx.Graph) -> None:

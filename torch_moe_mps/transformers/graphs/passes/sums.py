@@ -24,7 +24,7 @@ from ..nodes import (
     tensor_of,
 )
 from ..patterns import before_widening, match
-from ..tracing import ITEM
+from ..tracing import ITEM, VALUE
 
 _EXPERTS = (ours.moe_experts, ours.moe_experts_quantized, ours.moe_weighted_reduce)
 _ADDING = (*_EXPERTS, ours.linear_quantized, ours.mlp_quantized)
@@ -96,6 +96,22 @@ def add_in_operators(graph: fx.Graph) -> None:
             assert result is not None  # the value was a view of the call's result
             total.replace_all_uses_with(result)
             break
+
+
+def update_in_connections(graph: fx.Graph) -> None:
+    """hyper_connection(hyper_update(S, OUT)) -> hyper_connection(S, out=OUT), which gives the streams, too"""
+    for call in calls(graph, ours.hyper_connection):
+        given = arguments(call)
+        update = given["streams"]
+        if not is_call(update, ours.hyper_update) or given["out"] is not None:
+            continue
+        if any(user < call for user in update.users):
+            continue
+        if all(is_unchanged(each, update, call) for each in update.all_input_nodes):
+            values = [*call.meta[VALUE][:-1], tensor_of(update)]
+            both = put(call, call.target, values, **given | arguments(update))
+            update.replace_all_uses_with(put(call, ITEM, values[-1], both, len(values) - 1))
+            call.replace_all_uses_with(both)
 
 
 def _summands(total: fx.Node) -> tuple[fx.Node, fx.Node] | None:

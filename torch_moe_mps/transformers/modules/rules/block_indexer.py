@@ -18,7 +18,6 @@ from ...basics.state import original_class, state_of
 from ..chosen_keys import Choice
 from ..experts import NAME, is_observed
 from .indexer import FewInputs
-from .linear import together
 from .norms import NormFormula, is_norm, norm_arguments
 from .rope import TURNS, Turn, tables_and_options
 from .trial import agrees, bare_twin, tried
@@ -65,21 +64,15 @@ def _chosen(
 ) -> Choice | None:
     width = indexer.head_dim
     seen = hidden.shape[1] + (0 if layer is None else layer.indexed())
-    joined, q = together((indexer.k_proj, indexer.q_proj), hidden), None
-    if joined is None:
-        k = indexer.k_proj(hidden)
-    else:
-        k, q = joined.split_with_sizes([width, indexer.num_heads * width], -1)
+    k, q, q_weight = indexer.k_proj(hidden), None, None
     chooses = seen > indexer.topk_blocks * indexer.block_size
-    q_weight = None
     if chooses:
-        q = (indexer.q_proj(hidden) if q is None else q).unflatten(-1, (indexer.num_heads, width))
+        q = indexer.q_proj(hidden).unflatten(-1, (indexer.num_heads, width))
         q_weight = q_norm[0]
     cos, sin, options = tables_and_options(turn, *(table[..., :width] for table in tables))
     weight, eps, offset = k_norm
     slots = None if layer is None else layer.index_slots(k)
     held = k.new_empty(k.shape) if slots is None else slots
-    q = q if chooses else None
     turned = ops.index_keys_(
         k, held, weight, None, eps, cos, sin, q, q_weight=q_weight, weight_offset=offset, **options
     )

@@ -19,7 +19,6 @@ from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
 from ..causal_mask import CausalMask
 from ..experts import is_observed
-from .linear import together
 from .rope import TURNS, Turn, tables_and_options
 from .trial import agrees, bare_twin, tried
 
@@ -69,17 +68,10 @@ def _chosen(
     batch, tokens, _ = hidden.shape
     chooses = seen > indexer.index_topk
     q = _queries(indexer, hidden, given) if chooses else None
-    layers = indexer.wk, indexer.weights_proj
-    joined = together(layers, hidden)
-    if joined is None:
-        k, weights = indexer.wk(hidden), None
-    else:
-        k, weights = joined.split_with_sizes([layer.out_features for layer in layers], -1)
-    q, k = _into_cache(indexer, form, q, k, given)
+    q, k = _into_cache(indexer, form, q, indexer.wk(hidden), given)
     if q is None:
         return _every(indexer.index_topk, k.device)[:seen].expand(batch, tokens, seen)
-    if weights is None:
-        weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
     scale = indexer.softmax_scale * indexer.n_heads**-0.5
     chosen: Tensor = ops.index_topk(q, k[:, :seen], weights, indexer.index_topk, scale, key_range=key_range)
     setattr(chosen, IN_ORDER, True)

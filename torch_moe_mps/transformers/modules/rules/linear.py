@@ -81,7 +81,7 @@ def _parameters(layers: Sequence[nn.Module]) -> list[Tensor | None]:
     return found
 
 
-def _can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
+def can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
     """Whether the layers can be one matrix: same format, dtype and device, and no hook on any of them."""
     first = layers[0]
     for layer in layers:
@@ -107,7 +107,7 @@ def join(*layers: nn.Module) -> bool:
     found: Joined | None = layers[0].__dict__.get(STATE, NOTHING).joined
     if found is not None and found.is_current(layers):
         return True
-    if not _can_join(layers):
+    if not can_join(layers):
         return False
     state_of(layers[0]).joined = Joined(layers)
     return True

@@ -22,7 +22,6 @@ from ..causal_mask import CausalMask
 from ..chosen_keys import EVERYTHING, Choice
 from ..experts import is_observed
 from .indexer import FewInputs, Normed
-from .linear import together
 from .rope import TURNS, Turn, tables_and_options
 from .trial import agrees, bare_twin, tried
 
@@ -76,11 +75,7 @@ def kpool_forward(
 
 def _choice_of_gated(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) -> Any:
     width, rate = indexer.head_dim, indexer.index_kpool
-    joined, weights = together((indexer.wk, indexer.weights_proj), hidden_states), None
-    if joined is None:
-        k = indexer.wk(hidden_states)
-    else:
-        k, weights = joined.split_with_sizes([width, indexer.n_heads], -1)
+    k = indexer.wk(hidden_states)
     gate = F.linear(hidden_states, indexer.index_kpool_compress_gate)
     shown = _ones(hidden_states.device, k.dtype).expand(*k.shape[:2], 1)
     packed = (indexer.k_norm(k), gate, shown)
@@ -95,7 +90,7 @@ def _choice_of_gated(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer
         return EVERYTHING
     pools = _pools(layer, keys, rate, functools.partial(_weighted, indexer, keys))
     q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, width))
-    weights = indexer.weights_proj(hidden_states) if weights is None else weights
+    weights = indexer.weights_proj(hidden_states)
     scale = indexer.softmax_scale * indexer.n_heads**-0.5
     return Choice(q, pools, weights, top_k, scale, rate, {"tail": 1}, is_pooled=True)
 

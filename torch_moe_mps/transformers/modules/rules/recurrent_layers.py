@@ -18,7 +18,7 @@ from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, original_class, state_of
 from ..experts import is_observed
-from .linear import join, together, together_done
+from .linear import can_join, join, together, together_done
 from .linear_attention import ACTIVATIONS
 from .trial import agrees, bare_twin, tried
 
@@ -31,14 +31,21 @@ _PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequ
 # What the forwards have in common
 
 
-def _outputs(layer: nn.Module, parts: Sequence[nn.Module], x: Tensor) -> Tensor:
-    """The outputs of a layer's linear layers, side by side; those that can run together do."""
-    count = layer.__dict__.get(STATE, NOTHING).formula or 0
-    out = together(tuple(parts[:count]), x) if count else None
-    if out is not None and count == len(parts):
-        return out
-    outs = [part(x) for part in parts[0 if out is None else count :]]
-    return torch.cat(outs if out is None else [out, *outs], -1)
+def _outputs(layer: nn.Module, groups: Sequence[Sequence[nn.Module]], x: Tensor) -> list[Tensor]:
+    """The outputs of groups of linear layers, those of a group side by side; one matrix runs as one."""
+    joined = layer.__dict__.get(STATE, NOTHING).formula or ()
+    parts = [part for place in joined for part in groups[place]]
+    out = together(tuple(parts), x) if parts else None
+    found: dict[int, Tensor] = {}
+    if out is not None:
+        widths = [sum(part.out_features for part in groups[place]) for place in joined]
+        found = dict(zip(joined, out.split_with_sizes(widths, -1), strict=True))
+    return [found[n] if n in found else _side_by_side(group, x) for n, group in enumerate(groups)]
+
+
+def _side_by_side(group: Sequence[nn.Module], x: Tensor) -> Tensor:
+    outs = [part(x) for part in group]
+    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -118,11 +125,9 @@ def _with_cache(run: Callable) -> Callable:
 @_with_cache
 def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Kimi's delta attention: a decay for each channel of the keys."""
-    heads, width, total, forget = layer.num_heads, layer.head_dim, layer.qkv_dim, layer.forget_gate
+    heads, width, forget = layer.num_heads, layer.head_dim, layer.forget_gate
     first, (decay, gate) = _of_channels(layer)
-    joined = _outputs(layer, first, x)
-    widths = [3 * total, *(each.out_features for each in first[3:])]
-    mixed, g, z, beta = joined.split_with_sizes(widths, -1)
+    mixed, g, z, beta = _outputs(layer, first, x)
     g, z = (each if len(rest) == 1 else rest[1](each) for each, rest in ((g, decay), (z, gate)))
     of_heads = (*x.shape[:2], heads, width)
     q, k, v = (part.view(of_heads) for part in _convolution(layer, mixed, cache).chunk(3, -1))
@@ -154,13 +159,13 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
 
 
 def _of_channels(layer: Any) -> tuple[list, tuple[list, list]]:
-    """The linear layers that read the layer's input, and those of the decay and of the gate."""
+    """The linear layers that read the layer's input, in groups, and those of the decay and of the gate."""
     places = (
         (layer.forget_gate, ("f_a_proj", "f_b_proj", "f_proj")),
         (layer, ("g_a_proj", "g_b_proj", "g_proj")),
     )
     decay, gate = ([getattr(of, name) for name in names if hasattr(of, name)] for of, names in places)
-    return [layer.q_proj, layer.k_proj, layer.v_proj, decay[0], gate[0], layer.b_proj], (decay, gate)
+    return [[layer.q_proj, layer.k_proj, layer.v_proj], decay[:1], gate[:1], [layer.b_proj]], (decay, gate)
 
 
 @_with_cache
@@ -242,8 +247,7 @@ def lightning_layer(
         options["position_embeddings"] = position_embeddings
         own: tuple = original_class(layer).forward(layer, hidden_states, **options)
         return own
-    joined = _outputs(layer, [layer.qkv_proj, layer.output_gate], hidden_states)
-    mixed, gate = joined.split_with_sizes([3 * heads * width, heads * width], -1)
+    mixed, gate = _outputs(layer, [[layer.qkv_proj], [layer.output_gate]], hidden_states)
     mixed = _masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
     held = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
     shape = hidden_states.shape[0], heads, width, width
@@ -292,14 +296,19 @@ def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | 
 
 
 def _joined(module: Any, forward: Callable) -> list[Done]:
-    """The linear layers that run together: all that read the input, or q, k and v."""
+    """The linear layers that run together: the first group, and those that can be one matrix with it."""
     if forward in (mamba_layer, selective_layer):
         return []
-    layers = _of_channels(module)[0] if forward is channel_layer else [module.qkv_proj, module.output_gate]
-    count = next((n for n in (len(layers), 3) if n <= len(layers) and join(*layers[:n])), 0)
-    state_of(module).formula = count
-    names = [next(name for name, part in module.named_modules() if part is each) for each in layers[:count]]
-    return [together_done(names)] if count else []
+    is_of_channels = forward is channel_layer
+    groups = _of_channels(module)[0] if is_of_channels else [[module.qkv_proj], [module.output_gate]]
+    first, *others = groups
+    alike = [n for n, group in enumerate(others, 1) if can_join([*first, *group])]
+    layers = [layer for n in (0, *alike) for layer in groups[n]]
+    if len(layers) < 2 or not join(*layers):
+        return []
+    state_of(module).formula = (0, *alike)
+    names = [next(name for name, part in module.named_modules() if part is each) for each in layers]
+    return [together_done(names)]
 
 
 def _rest_on(module: nn.Module) -> None:
