@@ -6,6 +6,7 @@ runs under one of four orders of threads and threadgroups, selected by the test'
 another one, except for tests marked `one_schedule` and for cases that run only in the sweep.
 """
 
+import gc
 import os
 import sys
 import zlib
@@ -27,6 +28,7 @@ def pytest_configure(config):
         "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    gc.disable()  # until all is imported: half a million objects that stay
     # Before test modules are imported: torch remembers for the whole process whether MPS was there when first
     # asked.
     if SIMULATED:
@@ -52,6 +54,12 @@ def pytest_collection_modifyitems(config, items):
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
+
+
+def pytest_collection_finish(session):
+    """What is imported is never garbage: without it, looking for garbage takes a third of the time."""
+    gc.freeze()
+    gc.enable()
 
 
 def install_error(config) -> str | None:

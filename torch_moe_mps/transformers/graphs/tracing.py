@@ -73,6 +73,7 @@ class Recorder(TorchDispatchMode):
         self.graph = fx.Graph()
         self.env = _Symbols(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
+        self.fakes.cache_enabled = False  # `_result` has a cache, whose entries take a third of the time
         self.symbols: dict[Any, int] = {}
         self._nodes: dict[int, fx.Node] = {}  # of tensors, by id
         self._fake_of: dict[int, FakeTensor] = {}  # of constants, by id
@@ -156,10 +157,8 @@ class Recorder(TorchDispatchMode):
 
     def _result(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
         """What an operator gives: as of an equal call before, of which layers have many."""
-        is_ours = func.namespace == "moe_mps"
-        if func._schema.is_mutable and not is_ours:  # it may change a tensor's shape
+        if func._schema.is_mutable and func.namespace != "moe_mps":  # it may change a tensor's shape
             self._keys = {}
-        if not is_ours and (func._schema.is_mutable or not func.is_view):
             return func(*args, **kwargs)
         key = func, self._key(args), self._key([*kwargs.items()])
         if key in self._results:
