@@ -8,15 +8,15 @@ import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH
 
 # Launches of each type of layer for one token of a bfloat16 model in 4 bit, and those of layers that run
-# module by module. With the first layer count the tables of angles, 4 launches, which others share; gemma4
+# module by module. With the first layer count the tables of angles, 3 launches, which others share; gemma4
 # has tables for both types.
 MOST = {
     "mixtral": ({"": 8, "outside": 2}, {"": 17}),
     "qwen3_moe": ({"": 8, "outside": 2}, {"": 20}),
     "gpt_oss": ({"sliding": 12, "full": 8, "outside": 2}, {"sliding": 18, "full": 18}),
     "glm4_moe": ({"dense": 10, "sparse": 10, "outside": 2}, {"dense": 14, "sparse": 20}),
-    "deepseek_v3": ({"dense": 13, "sparse": 13, "outside": 2}, {"dense": 18, "sparse": 24}),
-    "gemma4": ({"sliding": 19, "full": 17, "outside": 3}, {"sliding": 38, "full": 38}),
+    "deepseek_v3": ({"dense": 12, "sparse": 13, "outside": 2}, {"dense": 18, "sparse": 24}),
+    "gemma4": ({"sliding": 18, "full": 17, "outside": 3}, {"sliding": 38, "full": 38}),
     "qwen3_next": ({"linear": 11, "full": 15, "outside": 2}, {"linear": 39, "full": 29}),
     "cohere2_moe": ({"dense": 11, "sparse": 12, "outside": 4}, {"dense": 13, "sparse": 21}),
 }

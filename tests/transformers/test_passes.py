@@ -108,6 +108,19 @@ def input_changed_between(x, r):
     return r + y, x
 
 
+def positions(x, r):
+    return torch.arange(3) + 5
+
+
+def numbers_that_are_no_positions(x, r):
+    return (
+        torch.arange(3) + 5.0,
+        torch.arange(3.0) + 5,
+        torch.arange(3) + r.view(-1)[:3],
+        torch.arange(1, 3) + 5,
+    )
+
+
 def norm_of_input(x, r):
     normed = norm(x)
     return linear(normed), linear(normed)
@@ -362,6 +375,8 @@ CASES: dict[Callable, dict[str, int]] = {
     residual_of_experts: EXPERTS,
     residual_and_shared_expert: EXPERTS | LINEAR | {"mm": 2},
     residual_in_place: LINEAR,
+    positions: {"arange": 1},
+    numbers_that_are_no_positions: {"arange": 3, "add": 4},
     sum_read_before: LINEAR | {"add": 1, "mul": 1},
     sum_of_other_dtypes: LINEAR | {"add": 1, "_to_copy": 1},
     sum_that_widens: LINEAR | {"add": 1},

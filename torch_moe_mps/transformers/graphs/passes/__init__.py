@@ -17,7 +17,15 @@ from .norms import norm_in_operators
 from .pointwise import join_elements
 from .rotation import join_rotations, norms_in_rotation, turn_parts, write_into_cache
 from .routing import gate_in_one, hand_routing_over
-from .simplify import constants_first, drop_ones, drop_unused, make_new_tensors, share_equal, share_views
+from .simplify import (
+    constants_first,
+    drop_ones,
+    drop_unused,
+    make_new_tensors,
+    positions_in_one,
+    share_equal,
+    share_views,
+)
 from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums, update_in_connections
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
@@ -25,6 +33,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     make_new_tensors,
     drop_ones,
     share_views,  # what reads one value in one shape reads one node
+    positions_in_one,
     join_linears,  # before any of them has a norm or a residual of its own
     order_outputs,  # of those that the pass before has joined, too
     keep_state,

@@ -56,6 +56,28 @@ def make_new_tensors(graph: fx.Graph) -> None:
             user.replace_input_with(own, new)
 
 
+def positions_in_one(graph: fx.Graph) -> None:
+    """arange(N) + START -> arange(START, START + N)"""
+    for total in calls(graph, aten.add):
+        count, start, alpha = arguments(total).values()
+        if not is_call(count, aten.arange) or count.target is not aten.arange.default or alpha != 1:
+            continue
+        given = arguments(count)
+        end = _sum(start, given.pop("end"))
+        if end is not None and tensor_of(count).dtype == tensor_of(total).dtype == torch.int64:
+            new = put(total, aten.arange.start, tensor_of(total), start, end, **given)
+            total.replace_all_uses_with(new)
+
+
+def _sum(first: Any, second: Any) -> Any:
+    """Of two integers, which may differ from call to call; None for anything else."""
+    if not isinstance(first, (int, Number)) or not isinstance(second, (int, Number)):
+        return None
+    total: Any = getattr(first, "expression", first)
+    total = total + getattr(second, "expression", second)
+    return total if isinstance(total, int) else Number(total)
+
+
 def _out_of_place(node: fx.Node) -> Any:
     """The operator of aten that returns what a call writes over its first argument; None if there is none."""
     target: Any = node.target
