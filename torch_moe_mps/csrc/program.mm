@@ -1,4 +1,5 @@
 // A captured token: a list of operator calls that one call from Python runs, through PyTorch's dispatcher.
+// Views, which are most of a model's operators and only show memory, are made without it.
 //
 // torch.classes.moe_mps.Program; torch_moe_mps/transformers/capture/program.py builds it, and has the same in
 // Python. Values have places: constants -1, -2, ...; inputs, integers and results 0, 1, ... in this order.
@@ -6,13 +7,17 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
+#include <ATen/ExpandUtils.h>
+#include <ATen/InferSize.h>
 #include <ATen/ScalarOps.h>
+#include <ATen/TensorUtils.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <string>
 #include <utility>
+#include <variant>
 #include <vector>
 
 namespace moe_mps {
@@ -24,9 +29,10 @@ using Places = std::vector<int64_t>;
 struct Number {
   int64_t value, symbol;
 
-  bool is(int64_t number, c10::ArrayRef<int64_t> symbols) const {
-    return number == (symbol < 0 ? value : symbols[static_cast<size_t>(symbol)]);
+  int64_t of(c10::ArrayRef<int64_t> symbols) const {
+    return symbol < 0 ? value : symbols[static_cast<size_t>(symbol)];
   }
+  bool is(int64_t number, c10::ArrayRef<int64_t> symbols) const { return number == of(symbols); }
 };
 
 // What a tensor must be like for the calls to be right.
@@ -77,19 +83,161 @@ struct Weight {
   int64_t offset;
 };
 
+// The sizes, strides and offset of a view, changed as PyTorch's operators change them.
+class Geometry {
+ public:
+  explicit Geometry(const at::Tensor& tensor)
+      : sizes_(tensor.sizes()), strides_(tensor.strides()), offset_(tensor.storage_offset()) {}
+
+  void view(at::IntArrayRef shape) {
+    auto sizes = at::infer_size_dv(shape, c10::multiply_integers(sizes_));
+    auto strides = at::detail::computeStride(sizes_, strides_, sizes);
+    TORCH_CHECK(strides.has_value(), "strides ", strides_, " of ", sizes_, " have no view of ", shape);
+    sizes_ = std::move(sizes), strides_ = std::move(*strides);
+  }
+
+  void expand(at::IntArrayRef shape) {
+    auto expanded = at::inferExpandGeometry_dimvector(sizes_, strides_, shape);
+    sizes_ = std::move(expanded.sizes), strides_ = std::move(expanded.strides);
+  }
+
+  void permute(at::IntArrayRef dims) {
+    const Geometry before = *this;
+    TORCH_CHECK(dims.size() == sizes_.size(), "a permutation of ", dims.size(), " dimensions of ", sizes_);
+    for (size_t i = 0; i < dims.size(); ++i) {
+      const size_t from = before.wrapped(dims[i]);
+      sizes_[i] = before.sizes_[from], strides_[i] = before.strides_[from];
+    }
+  }
+
+  void slice(int64_t dim, int64_t start, int64_t end, int64_t step) {
+    const size_t at = wrapped(dim);
+    const auto within = [size = sizes_[at]](int64_t token) {
+      return std::clamp<int64_t>(token < 0 ? token + size : token, 0, size);
+    };
+    const int64_t first = within(start);
+    offset_ += first * strides_[at];
+    sizes_[at] = (std::max(within(end) - first, int64_t{0}) + step - 1) / step;
+    strides_[at] *= step;
+  }
+
+  void select(int64_t dim, int64_t index) {
+    const size_t at = wrapped(dim);
+    const int64_t size = sizes_[at];
+    TORCH_CHECK_INDEX(-size <= index && index < size, "index ", index, " of a dimension of ", size);
+    offset_ += (index < 0 ? index + size : index) * strides_[at];
+    erase(at);
+  }
+
+  void squeeze(at::IntArrayRef dims) {
+    at::DimVector places;
+    for (const int64_t dim : dims) places.push_back(static_cast<int64_t>(wrapped(dim)));
+    std::sort(places.rbegin(), places.rend());
+    for (const int64_t place : places) {
+      if (sizes_[place] == 1) erase(place);
+    }
+  }
+
+  void unsqueeze(int64_t dim) {
+    const auto at = c10::maybe_wrap_dim(dim, static_cast<int64_t>(sizes_.size()) + 1);
+    const int64_t stride = at < sizes_.size() ? sizes_[at] * strides_[at] : 1;
+    sizes_.insert(sizes_.begin() + at, 1), strides_.insert(strides_.begin() + at, stride);
+  }
+
+  // A tensor like those that aten's views make below ADInplaceOrView.
+  at::Tensor of(const at::Tensor& base) const {
+    auto made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
+                                                         base.key_set(), base.dtype());
+    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_, offset_);
+    return made;
+  }
+
+ private:
+  size_t wrapped(int64_t dim) const {
+    return c10::maybe_wrap_dim(dim, static_cast<int64_t>(sizes_.size()), false);
+  }
+  void erase(size_t dim) { sizes_.erase(sizes_.begin() + dim), strides_.erase(strides_.begin() + dim); }
+
+  at::DimVector sizes_, strides_;
+  int64_t offset_;
+};
+
+// Where the items of an instruction are among those of all: a token reads each once, one after the other.
+struct Range {
+  uint32_t first, count;
+};
+
+template <class T>
+Range add_items(std::vector<T>& all, c10::ArrayRef<T> items) {
+  const Range range{static_cast<uint32_t>(all.size()), static_cast<uint32_t>(items.size())};
+  all.insert(all.end(), items.begin(), items.end());
+  return range;
+}
+
+template <class T>
+c10::ArrayRef<T> items_of(const std::vector<T>& all, Range range) {
+  return c10::ArrayRef<T>(all).slice(range.first, range.count);
+}
+
+struct Step {
+  enum Kind { kView, kExpand, kPermute, kSlice, kSelect, kSqueeze, kUnsqueeze } kind;
+  Range numbers;
+
+  static Kind kind_of(const std::string& name) {
+    static const std::vector<std::string> names{"view",   "expand",  "permute",  "slice",
+                                                "select", "squeeze", "unsqueeze"};
+    const auto found = std::find(names.begin(), names.end(), name);
+    TORCH_CHECK_VALUE(found != names.end(), "moe_mps::Program: views must be steps known to it, got ", name);
+    return static_cast<Kind>(found - names.begin());
+  }
+
+  void apply(Geometry& geometry, at::IntArrayRef n) const {
+    switch (kind) {
+      case kView:
+        return geometry.view(n);
+      case kExpand:
+        return geometry.expand(n);
+      case kPermute:
+        return geometry.permute(n);
+      case kSlice:
+        return geometry.slice(n[0], n[1], n[2], n[3]);
+      case kSelect:
+        return geometry.select(n[0], n[1]);
+      case kSqueeze:
+        return geometry.squeeze(n);
+      case kUnsqueeze:
+        return geometry.unsqueeze(n[0]);
+    }
+  }
+};
+
+// A view of a value, as one operator after the other would make it.
+struct Alias {
+  int32_t base, result;
+  Range steps, last;
+};
+
+enum class List : uint8_t { kNone, kTensors, kOptionalTensors, kIntegers };
+
 struct Argument {
-  Places places;  // one, or those of a list
+  int32_t place;   // of a list: where its places are among those of all instructions
+  uint16_t count;  // of places
+  List list;
   bool is_tensor;
-  c10::TypePtr element;  // of a list, or null
 };
 
 struct Call {
   c10::OperatorHandle op;
-  std::vector<Argument> arguments;
-  Places results;  // -1: nobody reads it
-  Places last;     // what this call is the last to read
-  bool is_list;    // the results are those of one list
+  Range arguments;
+  Range results;  // -1: nobody reads it
+  Range last;     // what this call is the last to read
+  bool is_list;   // the results are those of one list
 };
+
+List list_of(const c10::Type& element) {
+  if (element.kind() == c10::TypeKind::TensorType) return List::kTensors;
+  return element.kind() == c10::TypeKind::IntType ? List::kIntegers : List::kOptionalTensors;
+}
 
 c10::TypePtr without_optional(c10::TypePtr type) {
   const auto optional = type->cast<c10::OptionalType>();
@@ -128,18 +276,36 @@ class Program : public torch::CustomClassHolder {
     const auto& schema = op.schema();
     TORCH_CHECK_VALUE(arguments.size() == schema.arguments().size(), "moe_mps::Program: arguments of ", name,
                       " must be ", schema.arguments().size(), ", got ", arguments.size());
-    Call call{op, {}, results, last, false};
+    std::vector<Argument> given;
     for (size_t i = 0; i < arguments.size(); ++i) {
       const auto type = without_optional(schema.arguments()[i].type());
-      call.arguments.push_back({arguments[i], type->kind() == c10::TypeKind::TensorType, nullptr});
-    }
-    for (const int64_t i : lists) {
-      const auto type = without_optional(schema.arguments().at(i).type());
-      call.arguments[i].element = type->expectRef<c10::ListType>().getElementType();
+      const bool is_list = std::find(lists.begin(), lists.end(), static_cast<int64_t>(i)) != lists.end();
+      const auto list = is_list ? list_of(*type->expectRef<c10::ListType>().getElementType()) : List::kNone;
+      const int64_t place = is_list ? add_items<int64_t>(listed_, arguments[i]).first : arguments[i].at(0);
+      given.push_back({static_cast<int32_t>(place), static_cast<uint16_t>(arguments[i].size()), list,
+                       type->kind() == c10::TypeKind::TensorType});
     }
     const auto& returns = schema.returns();
-    call.is_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
-    calls_.push_back(std::move(call));
+    const bool is_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
+    instructions_.emplace_back(Call{op, add_items<Argument>(arguments_, given),
+                                    add_items<int64_t>(listed_, results), add_items<int64_t>(listed_, last),
+                                    is_list});
+  }
+
+  // A view of the value at `base`: for each step its name and the places of its numbers, all of them.
+  void add_alias(int64_t base, const std::vector<std::string>& names, const std::vector<Places>& numbers,
+                 int64_t result, const Places& last) {
+    std::vector<Step> steps;
+    for (size_t i = 0; i < names.size(); ++i) {
+      std::vector<Number> given;
+      for (const int64_t place : numbers.at(i)) {
+        const int64_t inputs = static_cast<int64_t>(inputs_.size());
+        given.push_back(place < 0 ? Number{constants_.at(~place).toInt(), -1} : Number{0, place - inputs});
+      }
+      steps.push_back({Step::kind_of(names[i]), add_items<Number>(numbers_, given)});
+    }
+    instructions_.emplace_back(Alias{static_cast<int32_t>(base), static_cast<int32_t>(result),
+                                     add_items<Step>(steps_, steps), add_items<int64_t>(listed_, last)});
   }
 
   void finish(int64_t places, const Places& results) {
@@ -157,16 +323,24 @@ class Program : public torch::CustomClassHolder {
     auto next = std::copy(inputs.begin(), inputs.end(), values.begin());
     std::copy(integers.begin(), integers.end(), next);
     torch::jit::Stack stack;
-    for (const Call& call : calls_) {
-      for (const Argument& argument : call.arguments) stack.push_back(given(argument, values));
-      for (const int64_t place : call.last) values[place] = c10::IValue();
+    for (const auto& instruction : instructions_) {
+      if (const auto* alias = std::get_if<Alias>(&instruction)) {
+        values[alias->result] = shown(*alias, value(alias->base, values).toTensor(), integers);
+        forget(alias->last, values);
+        continue;
+      }
+      const Call& call = std::get<Call>(instruction);
+      for (const Argument& argument : items_of(arguments_, call.arguments)) push(argument, values, stack);
+      forget(call.last, values);
       run_call(call, stack);
       if (call.is_list) {
         const auto list = stack[0].toTensorVector();
         stack.assign(list.begin(), list.end());
       }
-      for (size_t i = 0; i < call.results.size(); ++i) {
-        if (call.results[i] >= 0) values[call.results[i]] = std::move(stack[i]);
+      auto made = stack.begin();
+      for (const int64_t place : items_of(listed_, call.results)) {
+        if (place >= 0) values[place] = std::move(*made);
+        ++made;
       }
       stack.clear();
     }
@@ -175,7 +349,7 @@ class Program : public torch::CustomClassHolder {
     return results;
   }
 
-  int64_t size() const { return static_cast<int64_t>(calls_.size()); }
+  int64_t size() const { return static_cast<int64_t>(instructions_.size()); }
 
  private:
   bool fits(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& views,
@@ -202,31 +376,50 @@ class Program : public torch::CustomClassHolder {
     return place < 0 ? constants_[~place] : values[place];
   }
 
-  c10::IValue given(const Argument& argument, const std::vector<c10::IValue>& values) const {
-    if (!argument.element) {
-      const c10::IValue& only = value(argument.places[0], values);
-      // A number for a tensor, as Python hands it over.
-      if (argument.is_tensor && only.isScalar()) return at::native::wrapped_scalar_tensor(only.toScalar());
-      return only;
+  void forget(Range last, std::vector<c10::IValue>& values) const {
+    for (const int64_t place : items_of(listed_, last)) values[place] = c10::IValue();
+  }
+
+  at::Tensor shown(const Alias& alias, const at::Tensor& base, c10::ArrayRef<int64_t> integers) const {
+    try {
+      Geometry geometry(base);
+      for (const Step& step : items_of(steps_, alias.steps)) {
+        at::DimVector numbers;
+        for (const Number& each : items_of(numbers_, step.numbers)) numbers.push_back(each.of(integers));
+        step.apply(geometry, numbers);
+      }
+      return geometry.of(base);
+    } catch (c10::Error& error) {
+      error.add_context("in a view of a captured token");
+      throw;
     }
-    switch (argument.element->kind()) {
-      case c10::TypeKind::TensorType: {
-        c10::List<at::Tensor> list;
-        for (const int64_t place : argument.places) list.push_back(value(place, values).toTensor());
-        return list;
+  }
+
+  void push(const Argument& argument, const std::vector<c10::IValue>& values,
+            torch::jit::Stack& stack) const {
+    if (argument.list == List::kNone) {
+      const c10::IValue& only = value(argument.place, values);
+      // A number for a tensor, as Python hands it over.
+      if (argument.is_tensor && only.isScalar()) {
+        stack.emplace_back(at::native::wrapped_scalar_tensor(only.toScalar()));
+      } else {
+        stack.push_back(only);
       }
-      case c10::TypeKind::IntType: {
-        c10::List<int64_t> list;
-        for (const int64_t place : argument.places) list.push_back(value(place, values).toInt());
-        return list;
-      }
-      default: {
-        c10::List<std::optional<at::Tensor>> list;
-        for (const int64_t place : argument.places) {
-          list.push_back(value(place, values).toOptional<at::Tensor>());
-        }
-        return list;
-      }
+      return;
+    }
+    const auto places = items_of(listed_, {static_cast<uint32_t>(argument.place), argument.count});
+    if (argument.list == List::kTensors) {
+      c10::List<at::Tensor> list;
+      for (const int64_t place : places) list.push_back(value(place, values).toTensor());
+      stack.emplace_back(std::move(list));
+    } else if (argument.list == List::kIntegers) {
+      c10::List<int64_t> list;
+      for (const int64_t place : places) list.push_back(value(place, values).toInt());
+      stack.emplace_back(std::move(list));
+    } else {
+      c10::List<std::optional<at::Tensor>> list;
+      for (const int64_t place : places) list.push_back(value(place, values).toOptional<at::Tensor>());
+      stack.emplace_back(std::move(list));
     }
   }
 
@@ -244,7 +437,11 @@ class Program : public torch::CustomClassHolder {
   std::vector<Weight> weights_;
   std::vector<Kind> inputs_;
   std::vector<Shown> views_;
-  std::vector<Call> calls_;
+  std::vector<std::variant<Call, Alias>> instructions_;
+  std::vector<Argument> arguments_;
+  std::vector<Step> steps_;
+  std::vector<Number> numbers_;
+  Places listed_;
   int64_t places_ = 0;
   Places results_;
 };
@@ -259,6 +456,7 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
       .def("add_input", &Program::add_input)
       .def("add_view", &Program::add_view)
       .def("add_call", &Program::add_call)
+      .def("add_alias", &Program::add_alias)
       .def("finish", &Program::finish)
       .def("run",
            [](const c10::intrusive_ptr<Program>& self, const std::vector<at::Tensor>& inputs,

@@ -185,9 +185,9 @@ def written(call: fx.Node) -> list[fx.Node]:
     """The tensors that a call writes into."""
     names = _signature(call.target).written if call.op == "call_function" else ()
     given = arguments(call) if names else {}
-    values = (value for name in names for value in _as_list(given[name]))
+    values = (value for name in names for value in as_list(given[name]))
     return [value for value in values if isinstance(value, fx.Node)]
 
 
-def _as_list(value: Any) -> Any:
+def as_list(value: Any) -> Any:
     return value if isinstance(value, (list, tuple)) else [value]
