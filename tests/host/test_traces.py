@@ -347,7 +347,7 @@ linear_attention_ of a prompt with its norm: heads are fewer than cores
   rms_norm_gated_f16 grid 8x1x1 of 256x1x1
   0=B[0:8192] 1=D[0:8192] 2=F[0:128] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=64 bytes
 selective_scan_
-  selective_scan_f16 grid 2x1x1 of 64x1x1
+  selective_scan_f16 grid 1x1x1 of 128x1x1
   0=A[0:420] 1=A[0:420] 2=B[0:96] 3=B[0:96] 4=C[0:2240] 5=D[0:420] 6=D[0:420] 7=A[0:420] 8=E[0:4480]
     9=D[0:420] 10=184 bytes
 """,

@@ -1,5 +1,6 @@
 """Linear attention: the convolution and the recurrence, for prompts and single tokens."""
 
+import numpy as np
 import pytest
 import torch
 from support.oracles import FLOAT32_EPS, exact, spacing
@@ -309,6 +310,16 @@ def test_selective_scan_of_extreme_numbers(device):
     arguments[1][:] = 0.0
     finite = selective_scan_(*arguments).isfinite().cpu()[0]
     assert finite[0, :2].all() and not finite[1:, 0].any() and finite[:, 1].all() and not finite[:, 2].any()
+
+
+def test_the_steps_of_a_selective_scan(device):
+    """Of a token that writes into an empty state: log(1 + exp(x)) to a few roundings of x, however small."""
+    x = torch.linspace(-60.0, 60.0, 1201)
+    one, state = torch.ones(1, 1, 1, device=device), torch.zeros(1, len(x), 1, device=device)
+    step = x.view(1, 1, -1).to(device)
+    selective_scan_(torch.ones_like(step), step, one, one, state, torch.zeros(len(x), 1, device=device))
+    right = np.logaddexp(0.0, exact(x))
+    assert (abs(exact(state).ravel() - right) <= 2 * (2 + abs(exact(x))) * FLOAT32_EPS * right).all()
 
 
 @pytest.mark.one_schedule

@@ -670,25 +670,25 @@ causal_conv1d_update_ of 1
 causal_conv1d_update_ of 16
   causal_conv1d_update_bf16: 119.12 110.25 slots an element, 21 registers, 64/64/1024 threads
 linear_attention_ of 1, the delta rule
-  delta_scan128_bf16: 25.40 24.28 slots an element, 97 registers, 256/512/512 threads
+  delta_scan128_bf16: 25.39 24.26 slots an element, 97 registers, 256/512/512 threads
 linear_attention_ of 1, the delta rule with its norm
-  delta_scan128_bf16: 25.55 24.39 slots an element, 97 registers, 512/512/512 threads
+  delta_scan128_bf16: 25.54 24.38 slots an element, 97 registers, 512/512/512 threads
 linear_attention_ of 1, a decay a channel
-  channel_scan128_bf16: 25.95 24.83 slots an element, 99.5 registers, 256/512/512 threads
+  channel_scan128_bf16: 25.89 24.77 slots an element, 99.5 registers, 256/512/512 threads
 linear_attention_ of 1, Mamba-2
-  plain_scan128_bf16: 23.53 22.40 slots an element, 96 registers, 256/512/512 threads
+  plain_scan128_bf16: 23.51 22.39 slots an element, 96 registers, 256/512/512 threads
 linear_attention_ of 48, the delta rule
-  delta_scan128_bf16: 7.52 7.28 slots an element, 97 registers, 256/512/512 threads
+  delta_scan128_bf16: 7.50 7.26 slots an element, 97 registers, 256/512/512 threads
 linear_attention_ of 48, the delta rule with its norm
-  delta_scan128_bf16: 7.52 7.28 slots an element, 97 registers, 256/512/512 threads
+  delta_scan128_bf16: 7.50 7.26 slots an element, 97 registers, 256/512/512 threads
 linear_attention_ of 48, a decay a channel
-  channel_scan128_bf16: 8.13 7.89 slots an element, 99.5 registers, 256/512/512 threads
+  channel_scan128_bf16: 8.07 7.83 slots an element, 99.5 registers, 256/512/512 threads
 linear_attention_ of 48, Mamba-2
-  plain_scan128_bf16: 5.70 5.46 slots an element, 96 registers, 256/512/512 threads
+  plain_scan128_bf16: 5.69 5.45 slots an element, 96 registers, 256/512/512 threads
 selective_scan_ of 1
-  selective_scan_bf16: 33.84 33.38 slots an element, 76.5 registers, 64/64/640 threads
+  selective_scan_bf16: 27.19 26.73 slots an element, 100.5 registers, 128/128/512 threads
 selective_scan_ of 48
-  selective_scan_bf16: 11.84 11.37 slots an element, 76.5 registers, 64/64/640 threads
+  selective_scan_bf16: 9.27 8.82 slots an element, 100.5 registers, 128/128/512 threads
 not dispatched here
   channel_scan256_bf16: 99.5 registers, -/512/512 threads
   channel_scan64_bf16: 99.5 registers, -/512/512 threads

@@ -155,6 +155,20 @@ inline float load_one(device const uchar* source, uint dtype, ulong index) {
   return float_of_bits(reinterpret_cast<device const ushort*>(source)[index], dtype);
 }
 
+// N elements in a row, from any place on.
+template <int N>
+inline Pack<N> load_row(device const uchar* source, uint dtype, ulong index) {
+  Pack<N> values;
+  if (dtype == DTYPE_FLOAT) {
+    device const float* row = reinterpret_cast<device const float*>(source) + index;
+    UNROLL for (int i = 0; i < N; ++i) values.v[i] = row[i];
+  } else {
+    device const ushort* row = reinterpret_cast<device const ushort*>(source) + index;
+    UNROLL for (int i = 0; i < N; ++i) values.v[i] = float_of_bits(row[i], dtype);
+  }
+  return values;
+}
+
 // Stores to a tensor whose dtype is a run-time parameter.
 template <typename V>
 inline void store_any(device uchar* target, uint dtype, ulong index, V x) {
@@ -201,13 +215,17 @@ inline V silu(V x) {
   return x * sigmoid(x);
 }
 
-// log(1 + exp(x)) without overflow, and without log1p, which Metal lacks: log(u) * y / (u - 1) undoes the
-// rounding of u = 1 + y.
+// log(1 + exp(x)) without overflow, and without log1p, which Metal lacks: y - (u - 1) is what the rounding of
+// u = 1 + y lost. A part of log1p(y) up to 2^-24 / u of it is wrong for the missing division by u.
 inline float softplus(float x) {
-  const float y = precise::exp(-fabs(x));
-  const float u = 1.0f + y;
-  const float log1p = u == 1.0f ? y : precise::log(u) * y / (u - 1.0f);
-  return max(x, 0.0f) + log1p;
+  const float y = precise::exp(-fabs(x)), u = 1.0f + y;
+  return max(x, 0.0f) + (precise::log(u) + (y - (u - 1.0f)));
+}
+
+// The same with logarithms and powers of 2: log2(1 + exp2(x)).
+inline float softplus_in_octaves(float x) {
+  const float y = precise::exp2(-fabs(x)), u = 1.0f + y;
+  return max(x, 0.0f) + fma(y - (u - 1.0f), M_LOG2E_F, precise::log2(u));
 }
 
 // What a token's shared expert is multiplied by.

@@ -46,9 +46,10 @@ GEOMETRY kScanColumns = 2;      // of so many columns
 GEOMETRY kScanSimdgroups = 16;  // the most that share a head, with a norm
 GEOMETRY kSliceSimdgroups = 8;  // the most that share a part of a head, without one
 GEOMETRY kScanTokens = 16;      // staged at a time for heads of up to 128
-GEOMETRY kSelectiveThreads = 64;
+GEOMETRY kSelectiveThreads = 128;
 GEOMETRY kSelectiveStates = 16;  // of a channel: MAX_STATES of ops/linear_attention.py
-GEOMETRY kSelectiveTokens = 32;  // staged at a time
+GEOMETRY kSelectiveTokens = 64;  // staged at a time
+GEOMETRY kSelectiveUnroll = 4;   // loaded at a time
 
 // Hyper-connections
 GEOMETRY kMaxStreams = 4;  // MAX_STREAMS of ops/hyper_connection.py

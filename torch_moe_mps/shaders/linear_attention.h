@@ -306,20 +306,115 @@ template <typename T, uint kLanes, int kKind>
   }
 }
 
-// What a channel has of a token.
-template <typename T>
-struct ChannelToken {
-  T x, step, gate;
+// What a channel has of some tokens.
+template <typename T, uint kTokens>
+struct ChannelTokens {
+  T x[kTokens], step[kTokens], gate[kTokens];
 };
 
+// A channel's places in the rows of a token.
 template <typename T>
-inline ChannelToken<T> channel_token(device const T* x, device const T* step, device const T* gate,
-                                     uint token, constant SelectiveScanParams& params) {
-  return {x[token * params.x.token], step[token * params.step.token], gate[token * params.gate.token]};
+struct ChannelRows {
+  device const T *x, *step, *gate;
+
+  // Tokens from number `first` after that one on.
+  template <uint kTokens>
+  ChannelTokens<T, kTokens> load(uint first, constant SelectiveScanParams& params) const {
+    ChannelTokens<T, kTokens> tokens;
+    UNROLL for (uint i = 0; i < kTokens; ++i) {
+      tokens.x[i] = x[(first + i) * params.x.token];
+      tokens.step[i] = step[(first + i) * params.step.token];
+      tokens.gate[i] = gate[(first + i) * params.gate.token];
+    }
+    return tokens;
+  }
+  void advance(uint tokens, constant SelectiveScanParams& params) {
+    x += tokens * params.x.token;
+    step += tokens * params.step.token;
+    gate += tokens * params.gate.token;
+  }
+};
+
+// Half of B and of C of a token.
+struct StagedToken {
+  float4 b[kSelectiveStates / 8];  // times ln(2)
+  float4 c[kSelectiveStates / 8];
+};
+
+// Half of the states of two neighbouring channels: of the lane's own one, and of that of the lane beside it,
+// which has the other halves.
+struct ChannelStates {
+  float rates[2][kSelectiveStates / 2];
+  float kept[2][kSelectiveStates / 2];
+
+  // Of a channel. `left` is how many states there are from the lane's first on.
+  template <bool kWhole>
+  void load(uint channel, device const uchar* a_log, ulong first, device const float* state, int left,
+            constant SelectiveScanParams& params) {
+    Pack<kSelectiveStates / 2> logs;
+    if constexpr (kWhole) logs = load_row<kSelectiveStates / 2>(a_log, params.a_log_dtype, first);
+    UNROLL for (int n = 0; n < int(kSelectiveStates) / 2; ++n) {
+      if constexpr (!kWhole) logs.v[n] = n < left ? load_one(a_log, params.a_log_dtype, first + n) : 0.0f;
+      rates[channel][n] = -precise::exp(logs.v[n]);
+      kept[channel][n] = kWhole || n < left ? state[n * params.state.head] : 0.0f;
+    }
+  }
+  template <bool kWhole>
+  void store(uint channel, device float* state, int left, constant SelectiveScanParams& params) const {
+    UNROLL for (int n = 0; n < int(kSelectiveStates) / 2; ++n) {
+      if (kWhole || n < left) state[n * params.state.head] = kept[channel][n];
+    }
+  }
+
+  // What a token does to both channels; `octaves` is the own one's step, times log2(e), as exp2 takes an
+  // instruction less than exp. Returns: the own one's C . state.
+  float take(float octaves, float x, threadgroup const StagedToken& token) {
+    const float written = octaves * x;
+    const float other_octaves = simd_shuffle_xor(octaves, ushort(1));
+    const float other_written = simd_shuffle_xor(written, ushort(1));
+    const float other_sum = take(1, other_octaves, other_written, token, 0.0f);
+    return take(0, octaves, written, token, simd_shuffle_xor(other_sum, ushort(1)));
+  }
+  float take(uint channel, float octaves, float written, threadgroup const StagedToken& token, float sum) {
+    UNROLL for (uint j = 0; j < kSelectiveStates / 8; ++j) {
+      const float4 b = token.b[j], c = token.c[j];
+      UNROLL for (uint i = 0; i < 4; ++i) {
+        const uint n = 4 * j + i;
+        const float decay = precise::exp2(rates[channel][n] * octaves);
+        kept[channel][n] = fma(kept[channel][n], decay, written * b[i]);
+        sum = fma(kept[channel][n], c[i], sum);
+      }
+    }
+    return sum;
+  }
+};
+
+// Takes tokens in, and writes their results from the place of token number `first` on.
+template <uint kTokens, typename T>
+inline void scan_tokens(thread ChannelStates& states, ChannelTokens<T, kTokens> tokens, uint first,
+                        threadgroup const StagedToken* staged, float shift, float skip, device T* results,
+                        bool is_channel, constant SelectiveScanParams& params) {
+  float sums[kTokens];
+  UNROLL for (uint i = 0; i < kTokens; ++i) {
+    const float x = float(tokens.x[i]);
+    const float octaves = softplus_in_octaves(fma(float(tokens.step[i]), M_LOG2E_F, shift));
+    sums[i] = fma(skip, x, states.take(octaves, x, staged[first + i]));
+  }
+  if (params.has_gate != 0) {
+    UNROLL for (uint i = 0; i < kTokens; ++i) {
+      const float gate = float(tokens.gate[i]);
+      sums[i] = sums[i] * gate / (1.0f + precise::exp(-gate));
+    }
+  }
+  if (is_channel) {
+    UNROLL for (uint i = 0; i < kTokens; ++i) results[(first + i) * params.channels] = T(sums[i]);
+  }
 }
 
-// Mamba-1. A thread keeps the states of one channel in registers for all tokens; a threadgroup stages B and C
-// of some tokens at a time, which all its channels read. Grid: (channels, batch).
+// Mamba-1. Two neighbouring lanes keep the states of two channels in registers for all tokens: a lane has
+// half of the states of both, so that it reads B and C of a token once for two channels, and computes the
+// step, the gate and the result of one. A threadgroup stages B and C of some tokens at a time. Grid:
+// (channels, batch).
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kSelectiveThreads)]] void selective_scan(
     device const T* x [[buffer(0)]], device const T* step [[buffer(1)]], device const T* b [[buffer(2)]],
@@ -328,65 +423,80 @@ template <typename T>
     device const T* gate [[buffer(7)]], device float* state [[buffer(8)]], device T* output [[buffer(9)]],
     constant SelectiveScanParams& params [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]]) {
-  constexpr uint kVectors = kSelectiveStates / 4;
-  threadgroup float4 staged[kSelectiveTokens][2][kVectors];  // B, and behind it C
-  const uint place = group.x * kSelectiveThreads + thread_index;
+  constexpr uint kHalf = kSelectiveStates / 2, kUnroll = kSelectiveUnroll;
+  threadgroup StagedToken staged[2][kSelectiveTokens];
+  const uint place = group.x * kSelectiveThreads + thread_index, part = thread_index % 2;
   const bool is_channel = place < params.channels;
-  const uint channel = min(place, params.channels - 1);
+  const uint channel = min(place, params.channels - 1), other = min(place ^ 1, params.channels - 1);
   const ulong batch = group.y;
-  x += batch * params.x.batch + channel * params.x.head;
-  step += batch * params.step.batch + channel * params.step.head;
-  gate += batch * params.gate.batch + channel * params.gate.head;
-  b += batch * params.b.batch;
-  c += batch * params.c.batch;
-  state += batch * params.state.batch + channel * params.state.token;
-  output += batch * params.tokens * params.channels + channel;
-  const float shift = params.has_dt_bias != 0 ? load_one(dt_bias, params.dt_bias_dtype, channel) : 0.0f;
+  ChannelRows<T> rows = {x + batch * params.x.batch + channel * params.x.head,
+                         step + batch * params.step.batch + channel * params.step.head,
+                         gate + batch * params.gate.batch + channel * params.gate.head};
+  device T* results = output + batch * params.tokens * params.channels + channel;
   const float factor = params.has_skip != 0 ? load_one(skip, params.skip_dtype, channel) : 0.0f;
-  float4 rates[kVectors], kept[kVectors];  // rates in octaves: exp2 takes an instruction less than exp
-  UNROLL for (uint n = 0; n < kSelectiveStates; ++n) {
-    const bool is_state = n < params.states;
-    const ulong at = ulong(channel) * params.states + n;
-    rates[n / 4][n % 4] =
-        is_state ? -M_LOG2E_F * precise::exp(load_one(a_log, params.a_log_dtype, at)) : 0.0f;
-    kept[n / 4][n % 4] = is_state && is_channel ? state[n * params.state.head] : 0.0f;
+  float shift = 0.0f;
+  if (params.has_dt_bias != 0) shift = M_LOG2E_F * load_one(dt_bias, params.dt_bias_dtype, channel);
+
+  const ulong logs[2] = {ulong(channel) * params.states + kHalf * part,
+                         ulong(other) * params.states + kHalf * part};
+  state += batch * params.state.batch + kHalf * part * params.state.head;
+  device float* places[2] = {state + channel * params.state.token, state + other * params.state.token};
+  int left[2];
+  ChannelStates states;
+  UNROLL for (uint i = 0; i < 2; ++i) {
+    left[i] = (place ^ i) < params.channels ? int(params.states) - int(kHalf * part) : 0;
+    if (left[i] >= int(kHalf)) {
+      states.load<true>(i, a_log, logs[i], places[i], left[i], params);
+    } else {
+      states.load<false>(i, a_log, logs[i], places[i], left[i], params);
+    }
   }
-  // The next token is loaded while the states take in this one.
-  ChannelToken<T> next = channel_token(x, step, gate, 0, params);
+
+  // What a thread stages: a state of B or of C, of tokens kStagedRows apart.
+  constexpr uint kStagedRows = kSelectiveThreads / (2 * kSelectiveStates);
+  const uint n = thread_index % kSelectiveStates, row = thread_index / kSelectiveStates;
+  const bool is_c = row % 2 != 0;
+  device const T* source =
+      is_c ? c + batch * params.c.batch + n * params.c.head : b + batch * params.b.batch + n * params.b.head;
+  const ulong stride = is_c ? params.c.token : params.b.token;
+  const float unit = is_c ? 1.0f : M_LN2_F;
+
+  // Of 2 * kUnroll tokens each half is loaded while the states take in the one before it.
+  ChannelTokens<T, kUnroll> tokens;
+  if (params.tokens >= 2 * kUnroll) tokens = rows.template load<kUnroll>(0, params);
   for (uint first = 0; first < params.tokens; first += kSelectiveTokens) {
     const uint count = min(kSelectiveTokens, params.tokens - first);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint i = thread_index; i < count * 2 * kSelectiveStates; i += kSelectiveThreads) {
-      const uint t = i / (2 * kSelectiveStates), n = i % kSelectiveStates;
-      const bool is_c = i % (2 * kSelectiveStates) >= kSelectiveStates;
-      float value = 0.0f;
-      if (n < params.states) {
-        value = is_c ? float(c[(first + t) * params.c.token + n * params.c.head])
-                     : float(b[(first + t) * params.b.token + n * params.b.head]);
-      }
-      reinterpret_cast<threadgroup float*>(staged)[i] = value;
+    for (uint t = row / 2; t < count; t += kStagedRows) {
+      threadgroup float* target = reinterpret_cast<threadgroup float*>(&staged[n / kHalf][t]);
+      target[(is_c ? kHalf : 0) + n % kHalf] =
+          n < params.states ? unit * float(source[(first + t) * stride]) : 0.0f;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    for (uint t = 0; t < count; ++t) {
-      const ChannelToken<T> own = next;
-      next = channel_token(x, step, gate, min(first + t + 1, params.tokens - 1), params);
-      const float value = float(own.x), strength = softplus(float(own.step) + shift);
-      const float written = strength * value;
-      float4 sums = 0.0f;
-      UNROLL for (uint j = 0; j < kVectors; ++j) {
-        const float4 exponent = rates[j] * strength;
-        float4 decay;
-        UNROLL for (uint i = 0; i < 4; ++i) decay[i] = precise::exp2(exponent[i]);
-        kept[j] = fma(kept[j], decay, written * staged[t][0][j]);
-        sums = fma(kept[j], staged[t][1][j], sums);
-      }
-      float result = fma(factor, value, (sums.x + sums.y) + (sums.z + sums.w));
-      if (params.has_gate != 0) result *= silu(float(own.gate));
-      if (is_channel) output[ulong(first + t) * params.channels] = T(result);
+    threadgroup const StagedToken* token = staged[part];
+    uint t = 0;
+    for (; t + 2 * kUnroll <= count; t += 2 * kUnroll) {
+      const ChannelTokens<T, kUnroll> next = rows.template load<kUnroll>(kUnroll, params);
+      scan_tokens(states, tokens, 0, token, shift, factor, results, is_channel, params);
+      rows.advance(2 * kUnroll, params);
+      if (first + t + 4 * kUnroll <= params.tokens) tokens = rows.template load<kUnroll>(0, params);
+      scan_tokens(states, next, kUnroll, token, shift, factor, results, is_channel, params);
+      token += 2 * kUnroll;
+      results += 2 * kUnroll * params.channels;
+    }
+    for (; t < count; ++t) {
+      const ChannelTokens<T, 1> one = rows.template load<1>(0, params);
+      scan_tokens(states, one, 0, token, shift, factor, results, is_channel, params);
+      rows.advance(1, params);
+      ++token;
+      results += params.channels;
     }
   }
-  if (!is_channel) return;
-  UNROLL for (uint n = 0; n < kSelectiveStates; ++n) {
-    if (n < params.states) state[n * params.state.head] = kept[n / 4][n % 4];
+  UNROLL for (uint i = 0; i < 2; ++i) {
+    if (left[i] >= int(kHalf)) {
+      states.store<true>(i, places[i], left[i], params);
+    } else {
+      states.store<false>(i, places[i], left[i], params);
+    }
   }
 }
