@@ -401,6 +401,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("3-D", cos=zeros(T, 16)),
             wrong("an even number of at least 2", rotary_dim=7),
             wrong("of shape cos's = (1, 3, 16)", sin=zeros(1, T, 8)),
+            wrong("sin must be given with cos, and only then, got None", sin=None),
+            wrong(
+                "of heads of an even number of elements, 2 or more", q=zeros(2, T, 4, 15), cos=None, sin=None
+            ),
             wrong("float32", sin=zeros(1, T, 16, dtype=half)),
             wrong("of shape [Dq] = (16,)", q_weight=zeros(8)),
             wrong(FLOATS, k_weight=zeros(16, dtype=short)),

@@ -12,8 +12,8 @@ from torch_moe_mps.ops.linear_attention import causal_conv1d_update_, linear_att
 # The convolution
 
 
-def check_conv(x, state, weight, bias, activation):
-    assert checked("causal_conv1d_update_", x, state, weight, bias, activation).dtype == x.dtype
+def check_conv(x, state, weight, bias, activation, add_input=False):
+    assert checked("causal_conv1d_update_", x, state, weight, bias, activation, add_input).dtype == x.dtype
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -33,7 +33,7 @@ def test_conv(device, dtype):
         state = numbers(batch, channels, length, dtype=torch.float32 if i % 3 == 1 else dtype).to(device)
         weight = numbers(channels, width, dtype=torch.float32 if i % 2 else dtype).to(device)
         bias = numbers(channels, dtype=dtype).to(device) if i % 2 else None
-        check_conv(x, state, weight, bias, "none" if i == 1 else "silu")
+        check_conv(x, state, weight, bias, "none" if i in (1, 3) else "silu", add_input=i in (0, 3, 6))
 
 
 def test_conv_strides(device):
@@ -41,7 +41,7 @@ def test_conv_strides(device):
     x = numbers(2, 3, 24, dtype=torch.float16).to(device)[..., 3:19]
     state = numbers(2, 16, 10, dtype=torch.float16).to(device)
     weight = numbers(16, 1, 4, dtype=torch.float16).to(device).squeeze(1)
-    check_conv(x, state[..., 1:5], weight, None, "silu")
+    check_conv(x, state[..., 1:5], weight, None, "silu", add_input=True)
     untouched = numbers(2, 16, 10, dtype=torch.float16)
     for columns in (slice(0, 1), slice(5, 10)):
         assert torch.equal(state[..., columns].cpu(), untouched[..., columns])

@@ -54,6 +54,18 @@ def test_long_heads(device):
         check(q, None, cos, sin, numbers(width).to(device), rotary=width)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_heads_that_do_not_turn(device, dtype):
+    """Their norms alone, and their write into a cache; vectors and odd sizes, slices of a projection."""
+    for width in (64, 10, 514):
+        rows = numbers(2, 3, 6 * width + 3, dtype=dtype).to(device)[..., 3:]
+        q, k, v = rows.unflatten(-1, (6, width)).split([3, 1, 2], 2)
+        weight = numbers(width, dtype=dtype).to(device)
+        check(q, k, None, None, weight, None, 1.0)
+        keys, values = (numbers(2, heads, 5, width, dtype=dtype).to(device) for heads in (1, 2))
+        checked("rope_cache_", q, k, v, keys, values, None, None, None, weight, EPS, norm_v=width == 64)
+
+
 def test_heads_of_two_widths(device):
     """DeepSeek's queries begin with elements that do not turn; its keys have none."""
     q, k = numbers(1, 2, 4, 24).to(device), numbers(1, 2, 1, 8).to(device)

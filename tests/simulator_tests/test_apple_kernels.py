@@ -666,9 +666,9 @@ index_topk of blocks
             costs("linear_attention", "bf16"),
             """\
 causal_conv1d_update_ of 1
-  causal_conv1d_update_bf16: 253.00 231.00 slots an element, 21 registers, 64/64/1024 threads
+  causal_conv1d_update_bf16: 255.00 233.00 slots an element, 21 registers, 64/64/1024 threads
 causal_conv1d_update_ of 16
-  causal_conv1d_update_bf16: 119.12 110.25 slots an element, 21 registers, 64/64/1024 threads
+  causal_conv1d_update_bf16: 121.12 112.25 slots an element, 21 registers, 64/64/1024 threads
 linear_attention_ of 1, the delta rule
   delta_scan128_bf16: 25.39 24.26 slots an element, 97 registers, 256/512/512 threads
 linear_attention_ of 1, the delta rule with its norm

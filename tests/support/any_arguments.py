@@ -638,6 +638,7 @@ def causal_conv1d_update_(d):
         "weight": d.values(channels, width),
         "bias": d.maybe(lambda: d.values(channels)),
         "activation": d.one("silu", "none"),
+        "add_input": d.flag(),
     }
 
 
@@ -736,6 +737,7 @@ def rope_cache_(d):
         for name, x in (("keys_", k), ("values_", v))
     }
     weight = d.maybe(lambda: d.values(v.shape[3])) if norm else None
+    arguments |= {} if d.flag() else {"cos": None, "sin": None}
     return {**arguments, "v": v, **held, "norm_v": norm, "v_weight": weight}
 
 

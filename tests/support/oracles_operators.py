@@ -775,6 +775,8 @@ def causal_conv1d_update_(a):
     rest = a.conv_state_, a.weight, a.bias, a.activation
     value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
     value, magnitude = (np.swapaxes(each, 1, 2) for each in (value, magnitude))
+    if a.add_input:
+        value, magnitude = value + exact(a.x), magnitude + abs(exact(a.x))
     return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept)]
 
 
@@ -801,7 +803,7 @@ def selective_scan_(a):
 
 @oracle
 def rope(a):
-    rotary = a.cos.shape[-1] if a.rotary_dim is None else a.rotary_dim
+    rotary = a.cos.shape[-1] if a.rotary_dim is None and a.cos is not None else a.rotary_dim
     rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)
     results = []
     for x, weight in ((a.q, a.q_weight), (a.k, a.k_weight)):

@@ -152,6 +152,8 @@ def rotated(x, cos, sin, weight, pairs, rotary, last, eps, offset) -> tuple[np.n
     y = exact(x).transpose(0, 2, 1, 3)
     if weight is not None:
         y = rms(y, eps) * (exact(weight) + offset)
+    if cos is None:
+        return y, abs(y)
     cos, sin = (exact(t)[:, None] for t in (cos, sin))
     start = y.shape[-1] - rotary if last else 0
     out, magnitude = y.copy(), abs(y)

@@ -84,8 +84,9 @@ def test_launches_of_a_layer_with_an_indexer(simulated, architecture):
     check_types(of_layers(captured_by_type(simulated, model)), INDEXED[architecture])
 
 
-# Latent attention without indexers.
+# Latent attention without indexers, and attention with a bias of relative positions.
 LATENT = {
+    "inkling": {"dense": 15, "sparse": 29},
     "kimi_linear": {"linear, dense": 9, "full, sparse": 14},
     "deepseek_v2": {"dense": 15, "sparse": 13},
     "glm4_moe_lite": {"dense": 13, "sparse": 13},

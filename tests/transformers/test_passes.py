@@ -29,7 +29,12 @@ NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
 LARGE, MIXING = random(513, H) / 8, (random(24, H) / 8, random(24), random(3))
 GATE, SCALAR, HALF = random(1, H), random(1), random(H // 2)
+ROUTER_16, TAPS = ROUTER.bfloat16(), random(H, 2)
 NO_CHAINS = frozenset({"pointwise"})  # left to the operators of aten, which patterns would have taken
+
+
+def convolved(x: Tensor, state: Tensor) -> Tensor:
+    return ops.causal_conv1d_update_(x, state, TAPS, None, "none")
 
 
 def linear(x: Tensor, **options) -> Tensor:
@@ -367,6 +372,58 @@ def conjugates(x, r):
     return torch.view_as_real((pairs * pairs.conj() + pairs).resolve_conj())
 
 
+def logits_of_copies(x, r):
+    return torch.nn.functional.linear(x[0].bfloat16().float(), ROUTER_16.float(), SCALES), x + r
+
+
+def logits_of_computed_weights(x, r):
+    return torch.nn.functional.linear(x[0].bfloat16().float(), (ROUTER_16 * 2).float())
+
+
+def logits_of_copies_that_change(x, r):
+    x = x[0].bfloat16()
+    copy = x.float()
+    x.add_(r[0])
+    return torch.nn.functional.linear(copy, ROUTER_16.float()), x
+
+
+def convolution_in_float32(x, r):
+    """As Inkling computes it."""
+    state, wide = r.mT.clone(), x.bfloat16().float()
+    return (convolved(wide, state) + wide).bfloat16(), state
+
+
+def convolution_without_casts(x, r):
+    state = r.mT.clone()
+    return convolved(x, state) + x, state
+
+
+def convolution_of_another_dtype(x, r):
+    state, wide = r.mT.clone(), x.bfloat16().float()
+    return (convolved(wide, state) + wide).half(), state
+
+
+def convolution_that_is_read(x, r):
+    state, wide = r.mT.clone(), x.bfloat16().float()
+    out = convolved(wide, state)
+    return (out + wide).bfloat16(), out, state
+
+
+def convolution_of_what_changes(x, r):
+    state, x = r.mT.clone(), x.clone()
+    out, row = convolved(x, state), x.view(-1)
+    row[:3].mul_(2)
+    return out + x, state
+
+
+def convolution_of_a_copy(x, r):
+    state, x = r.mT.clone(), x.bfloat16()
+    wide, row = x.float(), x.view(-1)
+    row[:3].mul_(2)
+    return (convolved(wide, state) + wide).bfloat16(), state, x
+
+
+CONVOLUTION = {"clone": 1, "causal_conv1d_update_": 1}
 LINEAR = {"linear_quantized": 1}
 CHANGED = {"gt": 1, "mean": 1, "masked_fill_": 1}
 EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
@@ -425,6 +482,15 @@ CASES: dict[Callable, dict[str, int]] = {
     streams_between_layers: {"hyper_connection": 2},
     streams_read_before_the_next_layer: {"hyper_connection": 2, "hyper_update": 1, "mul": 1},
     conjugates: {"mul": 1, "add": 1, "clone": 1},
+    logits_of_copies: {"_to_copy": 1, "router_logits": 1, "add": 1},
+    logits_of_computed_weights: {"_to_copy": 3, "mul": 1, "mm": 1},
+    logits_of_copies_that_change: {"_to_copy": 3, "add_": 1, "mm": 1},
+    convolution_in_float32: CONVOLUTION | {"_to_copy": 1},
+    convolution_without_casts: CONVOLUTION,
+    convolution_of_another_dtype: CONVOLUTION | {"_to_copy": 3},
+    convolution_that_is_read: CONVOLUTION | {"_to_copy": 3, "add": 1},
+    convolution_of_what_changes: CONVOLUTION | {"clone": 2, "mul_": 1, "add": 1},
+    convolution_of_a_copy: CONVOLUTION | {"_to_copy": 3, "mul_": 1},
 }
 
 
@@ -865,6 +931,44 @@ def latents(x, keys, values):
 
 
 # With one thing changed.
+def not_turned(x, keys, values):
+    """As Inkling does it."""
+    q, k, v = of_heads(x)
+    return seen(swapped(norm(q, Q_NORM)), swapped(norm(k, K_NORM)), swapped(v), keys, values)
+
+
+def not_turned_nor_normed(x, keys, values):
+    return seen(*map(swapped, of_heads(x)), keys, values)
+
+
+def not_turned_and_of_one_memory(x, keys, values):
+    q, k, v = map(swapped, of_heads(x))
+    memory = keys.narrow(1, 0, 1)
+    return ops.attention(q[:, :2], write(memory, k[:, :1]), write(memory, v[:, :1]), 0.25)
+
+
+def not_turned_and_made_late(x, keys, values):
+    """Queries that come after the writes."""
+    q, k, v = map(swapped, of_heads(x))
+    k, v = write(keys, k), write(values, v)
+    return ops.attention(q * 2, k, v, 0.25)
+
+
+def not_turned_and_written_twice(x, keys, values):
+    q, k, v = map(swapped, of_heads(x))
+    write(keys, v)
+    return seen(q, k, v, keys, values)
+
+
+def changed_behind_the_write(x, keys, values):
+    q, k, v = map(swapped, of_heads(x))
+    q = q.contiguous()
+    k, v = write(keys, k), write(values, v)
+    row = q[0]
+    row.mul_(2)
+    return ops.attention(q, k, v, 0.25)
+
+
 def other_eps(x, keys, values):
     q, k, v = of_heads(x)
     return seen(*turned(norm(q, Q_NORM), ops.rms_norm(k, K_NORM, 1e-3)), swapped(v), keys, values)
@@ -1061,6 +1165,12 @@ ROTATIONS: dict[Callable, dict[str, int]] = {
     ends_of_heads: WRITTEN,
     begins_of_normed_heads: WRITTEN,
     latents: {"rope_cache_": 1, "mul": 1},
+    not_turned: WRITTEN,
+    not_turned_nor_normed: WRITTEN,
+    not_turned_and_of_one_memory: {"copy_": 2, "attention": 1},
+    not_turned_and_made_late: {"copy_": 2, "attention": 1, "mul": 1},
+    not_turned_and_written_twice: {"copy_": 3, "attention": 1},
+    changed_behind_the_write: {"copy_": 2, "attention": 1, "clone": 1, "mul_": 1},
     other_eps: WRITTEN | {"rms_norm": 1},
     offset_of_keys_and_values: WRITTEN | {"rms_norm": 1},
     norm_of_all_heads: WRITTEN | {"rms_norm": 1},

@@ -26,7 +26,7 @@ bool has(const OptionalTensor& tensor, uint32_t& dtype) {
 }
 
 Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const Tensor& weight_,
-                             const OptionalTensor& bias_, std::string_view activation) {
+                             const OptionalTensor& bias_, std::string_view activation, bool add_input) {
   Tensor output = at::empty(x.sizes(), x.options());
   if (output.numel() == 0) return output;
   const Tensor state = conv_state_.contiguous();
@@ -42,6 +42,7 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
   params.width = weight.size(1);
   params.thread_tokens = std::max<int64_t>(kConvTokens, params.width);  // only the first read the state
   params.silu = activation == "silu";
+  params.add_input = add_input;
   params.state_dtype = dtype_code(state);
   params.weight_dtype = dtype_code(weight);
   params.has_bias = has(bias, params.bias_dtype);

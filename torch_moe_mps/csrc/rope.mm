@@ -55,15 +55,24 @@ uint32_t pairs_code(std::string_view pairs) {
   return pairs == "interleaved" ? PAIRS_INTERLEAVED : PAIRS_INTERLEAVED_TO_HALF;
 }
 
-// The tables and what is the same for all heads.
+// The tables and what is the same for all heads. Without tables nothing turns: `x`, [B, T, ...], is bound in
+// place of them.
 struct Rotation {
-  const Tensor &cos, &sin;
+  Rotation(const Tensor& x, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, double eps,
+           double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last)
+      : cos(cos ? *cos : x.select(2, 0)),
+        sin(sin ? *sin : this->cos),
+        eps(eps),
+        weight_offset(weight_offset),
+        pairs(pairs),
+        rotary(cos ? rotary_dim.value_or(cos->size(2)) : 0),
+        rotary_last(rotary_last) {}
+
+  Tensor cos, sin;
   double eps, weight_offset;
   std::string_view pairs;
-  std::optional<int64_t> rotary_dim;
+  int64_t rotary;
   bool rotary_last;
-
-  int64_t rotary() const { return rotary_dim.value_or(cos.size(2)); }
 };
 
 void encode_rope(const char* kernel, const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
@@ -82,10 +91,10 @@ void encode_rope(const char* kernel, const Rotation& rotation, const Heads& q, c
   params.rows = q.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
   params.rotary_last = rotation.rotary_last;
   params.pairs = pairs_code(rotation.pairs);
-  params.table_of_pairs = cos.size(2) < rotation.rotary();
+  params.table_of_pairs = cos.size(2) < rotation.rotary;
   params.table_dtype = dtype_code(cos);
   params.vectorised = q.vectorised && (!k || k->vectorised) && (!v || v->vectorised) &&
-                      rotation.rotary() % 8 == 0 && starts_aligned(cos_rows) && starts_aligned(sin_rows);
+                      rotation.rotary % 8 == 0 && starts_aligned(cos_rows) && starts_aligned(sin_rows);
   params.eps = static_cast<float>(rotation.eps);
   params.weight_offset = static_cast<float>(rotation.weight_offset);
 
@@ -107,33 +116,34 @@ void encode_rope(const char* kernel, const Rotation& rotation, const Heads& q, c
   commands.encode();
 }
 
-std::tuple<Tensor, Tensor> rope(const Tensor& q, const std::optional<Tensor>& k, const Tensor& cos,
-                                const Tensor& sin, const std::optional<Tensor>& q_weight,
-                                const std::optional<Tensor>& k_weight, double eps, double weight_offset,
-                                std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last) {
-  const Rotation rotation{cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last};
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const std::optional<Tensor>& k,
+                                const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
+                                const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
+                                double eps, double weight_offset, std::string_view pairs,
+                                std::optional<int64_t> rotary_dim, bool rotary_last) {
   const Tensor output = heads_first(q), k_output = k ? heads_first(*k) : at::empty({0}, q.options());
   if (output.numel() == 0) return {output, k_output};
+  const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
   std::optional<Heads> keys;
-  if (k) keys = heads_of(*k, k_weight, k_output, rotation.rotary());
-  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary()), keys, std::nullopt);
+  if (k) keys = heads_of(*k, k_weight, k_output, rotation.rotary);
+  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary), keys, std::nullopt);
   return {output, k_output};
 }
 
 Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
-                   const Tensor& values_, const Tensor& cos, const Tensor& sin,
+                   const Tensor& values_, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
                    const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps,
                    double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
                    bool rotary_last, bool norm_v, const std::optional<Tensor>& v_weight) {
-  const Rotation rotation{cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last};
   const Tensor output = heads_first(q);
   if (output.numel() == 0) return output;
+  const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
   const bool in_place = keys_.stride(3) == 1 && values_.stride(3) == 1;
   const Tensor k_output = in_place ? keys_ : heads_first(k), v_output = in_place ? values_ : heads_first(v);
   Heads values = heads_of(v, v_weight, v_output, 0);
   values.params.is_normed = norm_v;
-  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary()),
-              heads_of(k, k_weight, k_output, rotation.rotary()), values);
+  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary),
+              heads_of(k, k_weight, k_output, rotation.rotary), values);
   if (!in_place) {
     keys_.narrow(2, keys_.size(2) - k.size(1), k.size(1)).copy_(k_output);
     values_.narrow(2, values_.size(2) - v.size(1), v.size(1)).copy_(v_output);
@@ -149,15 +159,12 @@ Tensor index_keys_(const Tensor& k_, const Tensor& keys_, const Tensor& weight,
   const Tensor output = q ? heads_first(*q) : at::empty({0}, k_.options());
   if (k_.numel() == 0) return output;
   const Tensor k = k_.unsqueeze(2), keys = rows_contiguous(keys_), slots = keys.unsqueeze(1);
-  const int64_t no_rotation = 0;
-  const Tensor table = cos ? *cos : k.select(2, 0), other = sin ? *sin : table;
-  const Rotation rotation{table,      other, eps, weight_offset, pairs, cos ? rotary_dim : no_rotation,
-                          rotary_last};
-  const Heads of_keys = heads_of(k, weight, slots, rotation.rotary());
+  const Rotation rotation(k, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
+  const Heads of_keys = heads_of(k, weight, slots, rotation.rotary);
   Heads queries = of_keys;  // none
   queries.params.heads = 0;
   queries.output = *of_keys.weight;
-  if (q && output.numel() > 0) queries = heads_of(*q, q_weight, output, rotation.rotary());
+  if (q && output.numel() > 0) queries = heads_of(*q, q_weight, output, rotation.rotary);
   if (bias) {
     const Tensor rows = in_dtype(bias->contiguous(), weight.scalar_type());
     queries.vectorised = queries.vectorised && starts_aligned(rows);

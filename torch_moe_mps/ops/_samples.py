@@ -301,6 +301,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         "rope_cache_": lambda: [
             {"keys_": values(2, 2, 9, D)[:, :, 2 : 3 + T], "values_": values(2, 2, 9, V)[:, :, 2 : 3 + T]}
             | {"norm_v": True, "v_weight": values(V)},
+            {"cos": None, "sin": None, "k_weight": values(D)},
         ],
         "index_keys_": lambda: [
             {"k": values(2, T, 2 * D)[..., D:], "cos": values(2, T, 4), "sin": values(2, T, 4), "q": None}
@@ -316,7 +317,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         "rope_tables": lambda: [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],
         "causal_conv1d_update_": lambda: [
             {"x": values(2, 6, T).transpose(1, 2), "bias": None, "activation": "none"},
-            {"conv_state_": values(2, 5, 6).transpose(1, 2)},
+            {"conv_state_": values(2, 5, 6).transpose(1, 2), "add_input": True},
         ],
         "selective_scan_": lambda: [
             {"gate": values(2, T, 6), "skip": values(6), "dt_bias": None},

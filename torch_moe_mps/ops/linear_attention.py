@@ -17,7 +17,7 @@ MAX_STATES = 16  # of a channel of selective_scan_
 # The convolution
 
 
-def _meta_conv(check, x, conv_state_, weight, bias, activation):
+def _meta_conv(check, x, conv_state_, weight, bias, activation, add_input):
     check.choice("activation", activation, ACTIVATIONS)
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.rank("x", x, (3,))
@@ -37,12 +37,17 @@ def _meta_conv(check, x, conv_state_, weight, bias, activation):
 
 @operator(meta=_meta_conv)
 def causal_conv1d_update_(
-    x: Tensor, conv_state_: Tensor, weight: Tensor, bias: Tensor | None = None, activation: str = "silu"
+    x: Tensor,
+    conv_state_: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str = "silu",
+    add_input: bool = False,
 ) -> Tensor:
     """A causal convolution of each channel over new positions and those before them.
 
         all = conv_state_ followed by the new positions
-        result[t] = activation(sum_w weight[w] * all[S + t - W + 1 + w] + bias)
+        result[t] = activation(sum_w weight[w] * all[S + t - W + 1 + w] + bias) + (x[t] with add_input)
         conv_state_ = the last S positions of all
 
     Args:
@@ -52,6 +57,7 @@ def causal_conv1d_update_(
         weight: [C, W], any of the three dtypes: of the oldest position first.
         bias: [C], any of the three dtypes, or None.
         activation: "silu" or "none".
+        add_input: the new positions are added to the result, in float32.
 
     Returns: [B, T, C] in the dtype of `x`.
 
@@ -66,7 +72,8 @@ def causal_conv1d_update_(
         out = (windows * weight.float().unsqueeze(1)).sum(-1)
     if bias is not None:
         out = out + bias.float().unsqueeze(-1)
-    return (torch.nn.functional.silu(out) if activation == "silu" else out).mT.to(x.dtype)
+    out = (torch.nn.functional.silu(out) if activation == "silu" else out).mT
+    return (out + x.float() if add_input else out).to(x.dtype)
 
 
 # The recurrence

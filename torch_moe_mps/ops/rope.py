@@ -31,22 +31,32 @@ def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor 
     check.tensor(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
 
 
-def _meta_rope(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim, argument="q", **others):
-    check.choice("pairs", pairs, PAIRS)
+def _check_tables(
+    check: Check, cos: Tensor, sin: Tensor, rows: tuple[int, ...], rotary_dim: int | None
+) -> int:
+    """Returns: how many elements turn."""
     check.dtype("cos", cos, ACTIVATION_DTYPES)
     check.rank("cos", cos, (3,))
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     if rotary < 2 or rotary % 2:
         check.fail("rotary_dim", "an even number of at least 2", rotary)
-    check.rank(argument, q, (4,))
-    _check_heads(check, argument, q, q, rotary)
-    if k is not None:
-        _check_heads(check, "k", k, q, rotary)
-    batch, tokens = q.shape[:2]
+    batch, tokens = rows
     if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or cos.shape[2] not in (rotary, rotary // 2):
         expected = f"of shape [B or 1, T, R or R / 2], with B, T, R = {(batch, tokens, rotary)}"
         check.fail("cos", expected, tuple(cos.shape))
     check.tensor("sin", sin, cos.shape, "cos's", (cos.dtype,))
+    return rotary
+
+
+def _meta_rope(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim, argument="q", **others):
+    check.choice("pairs", pairs, PAIRS)
+    check.rank(argument, q, (4,))
+    if (cos is None) != (sin is None):
+        check.fail("sin", "given with cos, and only then", None if sin is None else tuple(sin.shape))
+    rotary = 2 if cos is None else _check_tables(check, cos, sin, q.shape[:2], rotary_dim)
+    _check_heads(check, argument, q, q, rotary)
+    if k is not None:
+        _check_heads(check, "k", k, q, rotary)
     _check_weight(check, "q_weight", q_weight, q)
     _check_weight(check, "k_weight", k_weight, k)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
@@ -67,8 +77,8 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 def _rotated(
     x: Tensor,
     weight: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     eps: float,
     weight_offset: float,
     pairs: str,
@@ -76,6 +86,8 @@ def _rotated(
     rotary_last: bool,
 ) -> Tensor:
     y = x.float() if weight is None else normed(x, weight, eps, weight_offset)
+    if cos is None or sin is None:
+        return y.to(x.dtype).transpose(1, 2)
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     start = x.shape[-1] - rotary if rotary_last else 0
     before, y, after = y.tensor_split((start, start + rotary), -1)
@@ -92,8 +104,8 @@ def _rotated(
 def rope(
     q: Tensor,
     k: Tensor | None,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
@@ -116,7 +128,7 @@ def rope(
             the transposed view of [B, Hq, T, Dq], is read where it lies.
         k: [B, T, Hk, Dk] in the dtype of `q`, or None.
         cos, sin: [B or 1, T, R or R / 2], any of the three dtypes: of each element that turns, in the order
-            of the head's elements, or of each pair.
+            of the head's elements, or of each pair; None where nothing turns.
         q_weight, k_weight: [Dq], [Dk], any of the three dtypes: QK-norm.
         eps: added to the mean of squares.
         weight_offset: 1.0 for zero-centred weights.
@@ -159,8 +171,8 @@ def rope_cache_(
     v: Tensor,
     keys_: Tensor,
     values_: Tensor,
-    cos: Tensor,
-    sin: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     q_weight: Tensor | None = None,
     k_weight: Tensor | None = None,
     eps: float = 1e-6,
@@ -209,16 +221,13 @@ def _meta_index_keys(check, k, keys_, weight, bias, cos, sin, q, q_weight, weigh
     check.shape("keys_", keys_, (batch, keys_.shape[1], width), "[B, S, D]")
     if keys_.shape[1] < tokens:
         check.fail("keys_", f"of {tokens} tokens or more, as many as k has", tuple(keys_.shape))
-    if (cos is None) != (sin is None):
-        check.fail("sin", "given with cos, and only then", None if sin is None else tuple(sin.shape))
     if q is not None:
         if cos is None:
             check.fail("q", "None without cos and sin", tuple(q.shape))
         check.dtype("q", q, (k.dtype,))
         check.rank("q", q, (4,))
         check.shape("q", q, (batch, tokens, q.shape[2], width), "[B, T, Hi, D]")
-    if cos is not None:
-        _meta_rope(check, k.unsqueeze(2), None, cos, sin, None, None, argument="k", **rotation)
+    _meta_rope(check, k.unsqueeze(2), None, cos, sin, None, None, argument="k", **rotation)
     check.tensor("weight", weight, (width,), "[D]")
     check.tensor("bias", bias, (width,), "[D]", (weight.dtype,))
     if bias is not None and q_weight is not None:
@@ -260,7 +269,7 @@ def index_keys_(
             end are updated in place. They must not overlap themselves nor what is read.
         weight, bias: [D], of one of the three dtypes; a bias makes it a LayerNorm, None an RMSNorm.
         eps: added to the variance or the mean of squares.
-        cos, sin: as for `rope`, or None where nothing turns.
+        cos, sin: as for `rope`.
         q: [B, T, Hi, D] in the dtype of `k`: queries that turn likewise.
         pairs, rotary_dim, rotary_last: as for `rope`.
         q_weight: [D], any of the three dtypes: of an RMSNorm of the queries; None without one, and with a

@@ -33,7 +33,9 @@ template <typename T>
       sum = fma(factor, conv_value(state, state_start, x, x_start, first + i, params), sum);
     }
     const ulong place = (ulong(group.z) * params.tokens + token) * params.channels + channel;
-    output[place] = T(params.silu != 0 ? silu(sum) : sum);
+    if (params.silu != 0) sum = silu(sum);
+    if (params.add_input != 0) sum += float(x[x_start + token * params.x_token_stride]);
+    output[place] = T(sum);
   }
   if (start != 0) return;
   for (uint i = 0; i < params.length; ++i) {

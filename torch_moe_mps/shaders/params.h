@@ -197,6 +197,7 @@ struct ConvParams {
   uint32_t width;   // positions that the convolution sees
   uint32_t thread_tokens;
   uint32_t silu;
+  uint32_t add_input;
   uint32_t state_dtype;
   uint32_t weight_dtype;
   uint32_t has_bias;

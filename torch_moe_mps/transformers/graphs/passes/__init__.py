@@ -11,12 +11,17 @@ from collections.abc import Callable
 from torch import fx
 
 from .attention import gate_in_attention
-from .linear_attention import gates_in_linear_attention, keep_state, norm_in_linear_attention
+from .linear_attention import (
+    gates_in_linear_attention,
+    input_in_convolution,
+    keep_state,
+    norm_in_linear_attention,
+)
 from .linears import join_linears, order_outputs
 from .norms import norm_in_operators
 from .pointwise import join_elements
-from .rotation import join_rotations, norms_in_rotation, turn_parts, write_into_cache
-from .routing import gate_in_one, hand_routing_over
+from .rotation import heads_that_do_not_turn, join_rotations, norms_in_rotation, turn_parts, write_into_cache
+from .routing import gate_in_one, hand_routing_over, logits_in_float32
 from .simplify import (
     constants_first,
     drop_ones,
@@ -39,12 +44,15 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
+    input_in_convolution,
     turn_parts,
+    heads_that_do_not_turn,
     norms_in_rotation,  # of the whole heads
     join_rotations,
     write_into_cache,
     gate_in_attention,
     gate_in_one,
+    logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
@@ -63,8 +71,10 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     add_norms: "fused_norm_add",
     scale_norm_sums: "fused_norm_add_scalar",
     gate_in_one: "moe_gate",
+    logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
     norm_sums: "fused_residual_norm",
+    heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
     join_elements: "pointwise",
 }

@@ -1,4 +1,4 @@
-"""Linear attention: the gates in front of it, the norm behind it, and its state in the cache."""
+"""Linear attention: the gates in front of it, the norm behind it, its state in a cache; and convolutions."""
 
 from typing import Any
 
@@ -12,10 +12,12 @@ from ..nodes import (
     changed,
     in_shape,
     is_call,
+    is_final,
     is_read_once,
     is_unchanged,
     memory_of,
     ours,
+    put,
     tensor_of,
 )
 from ..patterns import before_widening, match
@@ -39,6 +41,29 @@ def keep_state(graph: fx.Graph) -> None:
             graph.erase_node(back)
             copy.replace_all_uses_with(state)
             graph.erase_node(copy)
+
+
+def input_in_convolution(graph: fx.Graph) -> None:
+    """causal_conv1d_update_(X) + X -> causal_conv1d_update_(X, add_input), and without casts around it.
+
+    What models compute in float32, and round to the dtype that X had, the operator computes likewise.
+    """
+    for conv in calls(graph, ours.causal_conv1d_update_):
+        given, readers = arguments(conv), list(conv.users)
+        terms = match("A + B", readers[0]) if len(readers) == 1 else None
+        if terms and {*terms.values()} == {conv, given["x"]} and is_unchanged(given["x"], conv, readers[0]):
+            readers[0].replace_all_uses_with(_replace(conv, conv, add_input=True))
+            graph.erase_node(readers[0])
+    for conv in calls(graph, ours.causal_conv1d_update_):
+        readers, x = list(conv.users), before_widening(arguments(conv)["x"])
+        if len(readers) != 1 or not is_call(readers[0], aten._to_copy) or not is_final(readers[0]):
+            continue
+        like = tensor_of(readers[0])
+        if tensor_of(x).dtype == like.dtype != tensor_of(conv).dtype and is_unchanged(x, x, conv):
+            made = put(conv, conv.target, like, **arguments(conv) | {"x": x})
+            readers[0].replace_all_uses_with(made)
+            graph.erase_node(readers[0])
+            graph.erase_node(conv)
 
 
 def gates_in_linear_attention(graph: fx.Graph) -> None:

@@ -1,4 +1,7 @@
-"""The rotation of queries and keys: what stands in front of `rope`, and the write into a cache behind it."""
+"""The rotation of queries and keys: what stands in front of `rope`, and the write into a cache behind it.
+
+`rope` also does this for heads that do not turn.
+"""
 
 import itertools
 from collections.abc import Iterator
@@ -21,6 +24,7 @@ from ..nodes import (
     put,
     shown,
     tensor_of,
+    written,
 )
 from ..tracing import ITEM, VALUE
 
@@ -46,6 +50,30 @@ def turn_parts(graph: fx.Graph) -> None:
         if new and len(sides) == 1:
             made = changed(call, call, **new, rotary_last=sides.pop())
             _give(made, results)
+
+
+def heads_that_do_not_turn(graph: fx.Graph) -> None:
+    """attention(Q, KEYS, VALUES) -> attention(rope(Q), KEYS, VALUES), and so K in its write; without tables.
+
+    As parts of `rope` their norms and the writes into the cache are one launch.
+    """
+    copies = calls(graph, aten.copy_)
+    for call in calls(graph, ours.attention):
+        q, *cached = list(arguments(call).values())[:3]
+        both = [
+            [write for write in copies if memory_of(*written(write)) is memory_of(each)] for each in cached
+        ]
+        if [len(writes) for writes in both] != [1, 1] or both[0] == both[1]:
+            continue
+        (write,) = both[0]
+        k: Any = write.args[1]
+        if write < q or not is_unchanged(q, write, call) or not _are_heads(q, k):
+            continue
+        results = [tensor_of(each).contiguous() for each in (q, k)]
+        rows = (_swapped(each, write) for each in (q, k))
+        made = put(write, ours.rope.default, results, *rows, None, None)
+        for number, (reader, old) in enumerate(((call, q), (write, k))):
+            reader.replace_input_with(old, put(write, ITEM, results[number], made, number))
 
 
 def norms_in_rotation(graph: fx.Graph) -> None:
@@ -94,6 +122,10 @@ def write_into_cache(graph: fx.Graph) -> None:
         for name, result in _results(call).items():
             if _given(call) == ["q", "k"] and any(_write(call, name, *w) for w in _writes(result, copies)):
                 break
+        if arguments(call)["cos"] is None and not any(arguments(call)[f"{name}_weight"] for name in "qk"):
+            for name, result in _results(call).items():  # nothing is left to do
+                given = arguments(call)[name]
+                result.replace_all_uses_with(put(call, aten.transpose.int, tensor_of(result), given, 1, 2))
 
 
 class _Norm(NamedTuple):
@@ -116,6 +148,17 @@ class _Write(NamedTuple):
 
 def _given(call: fx.Node) -> list[str]:
     return [name for name in "qk" if arguments(call)[name] is not None]
+
+
+def _are_heads(q: fx.Node, k: fx.Node) -> bool:
+    """Whether `rope` takes these heads [B, H, T, D], and has not made one of them."""
+    one, other = tensor_of(q), tensor_of(k)
+    return (
+        one.dim() == other.dim() == 4
+        and (one.shape[0], one.shape[2], one.dtype) == (other.shape[0], other.shape[2], other.dtype)
+        and one.shape[3] % 2 == other.shape[3] % 2 == 0
+        and not any(is_call(memory_of(each), ours.rope) for each in (q, k))
+    )
 
 
 def _results(call: fx.Node) -> dict[str, fx.Node]:

@@ -2,11 +2,12 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ....ops._checks import MAX_TOP_K
 from ..nodes import arguments, aten, calls, changed, is_call, is_final, is_unchanged, ours, put, tensor_of
-from ..patterns import match
+from ..patterns import before_widening, linear_of, match
 from ..tracing import ITEM, VALUE
 
 _EXPERTS = (
@@ -16,6 +17,7 @@ _EXPERTS = (
     ours.expert_mm,
     ours.expert_qmm,
 )
+_FEW_ROWS = 32  # that a kernel of router_logits takes
 _ROUTERS = (ours.moe_router, ours.moe_gate)
 _WEIGHTS = "item(T, 0) / sum(item(T, 0), [-1], True) * index(PER_EXPERT, [item(T, 1)])"
 _CHOICE = "topk(_softmax(linear(rms_norm(X, None, EPS) * SCALE * ROOT, LINEAR, None), -1, False), K)"
@@ -37,6 +39,19 @@ def gate_in_one(graph: fx.Graph) -> None:
         for number, old in enumerate((weights, *ids)):
             item = put(choice, ITEM, results[number], gate, number)
             old.replace_all_uses_with(_cast(item, tensor_of(old), choice))
+
+
+def logits_in_float32(graph: fx.Graph) -> None:
+    """linear(X, W) of copies in float32, of few rows -> router_logits(X, W)"""
+    for call in calls(graph, aten.mm, aten.addmm, aten.linear):
+        linear, like = linear_of(call), tensor_of(call)
+        if linear is None or like.dtype != torch.float32 or like.dim() != 2 or not like.shape[0] <= _FEW_ROWS:
+            continue
+        x, *weights = map(before_widening, linear)
+        if [x, *weights] == [*linear] or any(each is not None and each.op != "get_attr" for each in weights):
+            continue
+        if is_unchanged(x, x, call):
+            call.replace_all_uses_with(put(call, ours.router_logits.default, like, x, *weights))
 
 
 def hand_routing_over(graph: fx.Graph) -> None:
