@@ -543,11 +543,11 @@ not dispatched here
             costs("pooling", "bf16"),
             """\
 pool_window_ of 4 tokens of 1024
-  pool_windows_bf16: 85.59 82.09 slots an element, 45 registers, 256/256/1024 threads
+  pool_windows_bf16: 65.96 62.46 slots an element, 54 registers, 256/768/896 threads
 pool_window_ of 4 tokens of 256
-  pool_windows_bf16: 86.03 82.53 slots an element, 45 registers, 64/256/1024 threads
+  pool_windows_bf16: 66.41 62.91 slots an element, 54 registers, 64/768/896 threads
 pool_window_ of 128 tokens of 512
-  pool_windows_bf16: 72.23 69.20 slots an element, 45 registers, 256/256/1024 threads
+  pool_windows_bf16: 32.13 29.10 slots an element, 54 registers, 768/768/896 threads
 """,
         )
 

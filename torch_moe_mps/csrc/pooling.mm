@@ -37,6 +37,9 @@ void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position
   params.scaling = static_cast<float>(scaling);
   params.eps = static_cast<float>(eps);
 
+  // The parts depend on nothing that a cut of the prompt changes: sums have the same bits.
+  const int64_t part_threads = ceil_div(params.width, 2 * kSimdWidth) * kSimdWidth;
+  params.parts = std::clamp<int64_t>(params.rate / kPoolTokens, 1, kPoolThreads / part_threads);
   const int64_t closed = (position + params.tokens) / params.rate - position / params.rate;
   const int64_t groups = std::max<int64_t>(1, closed - (params.columns > params.width));
   Commands commands;
@@ -49,8 +52,7 @@ void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position
       .bind(norm_weight.contiguous())
       .bind(params.turning > 0 ? inv_freq.contiguous() : norm_weight.contiguous())
       .params(params)
-      .threadgroups({NSUInteger(groups), NSUInteger(kv.size(0))},
-                    {NSUInteger(ceil_div(params.width, 2 * kSimdWidth) * kSimdWidth)});
+      .threadgroups({NSUInteger(groups), NSUInteger(kv.size(0))}, {NSUInteger(params.parts * part_threads)});
   commands.encode();
   if (!state.is_same(state_)) state_.copy_(state);
   if (!entries.is_same(entries_)) entries_.copy_(entries);

@@ -36,7 +36,8 @@ GEOMETRY kSelectThreads = 1024;
 GEOMETRY kSelectBins = 2048;
 
 // Pooling: a thread takes two channels of an entry, MAX_POOLED_WIDTH of ops/pooling.py at most.
-GEOMETRY kPoolThreads = 256;
+GEOMETRY kPoolThreads = 768;
+GEOMETRY kPoolTokens = 16;  // of a window, at least, that a thread takes
 
 // Linear attention
 GEOMETRY kConvThreads = 64;

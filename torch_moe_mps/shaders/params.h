@@ -479,6 +479,7 @@ struct PoolParams {
   uint32_t tokens;
   uint32_t position;  // tokens before the new ones
   uint32_t rate;      // tokens of a window
+  uint32_t parts;     // of a window's tokens, for each of which there are threads
   uint32_t rows;      // tokens of the state
   uint32_t columns;   // of a token: those of an entry, or twice as many if windows overlap
   uint32_t width;     // of an entry

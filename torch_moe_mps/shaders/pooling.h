@@ -2,6 +2,11 @@
 #pragma once
 #include "common.h"
 
+// The softmax of two columns' logits, and what it weights.
+struct Pooled {
+  float2 most, sum, total;
+};
+
 // What the tokens of a batch entry have: the new ones in the call, those before them in the state.
 template <typename T>
 struct PooledTokens {
@@ -15,48 +20,58 @@ struct PooledTokens {
     return state + token % params.rows * 2 * params.columns;
   }
 
-  // Of two neighbouring columns.
-  float2 value(uint token, uint at, constant PoolParams& params) const {
-    return two(token, at, values, params.token_stride, 0, params);
-  }
-  float2 logit(uint token, uint at, constant PoolParams& params) const {
-    const ulong place = ulong(token % params.rate) * params.columns + at;
-    return two(token, at, gates, params.gate_token_stride, params.columns, params) +
-           float2(load_one(bias, params.bias_dtype, place), load_one(bias, params.bias_dtype, place + 1));
-  }
-  float2 two(uint token, uint at, device const T* given, ulong stride, uint behind,
-             constant PoolParams& params) const {
-    device const T* source =
-        token < params.position ? row_of(token, params) + behind : given + (token - params.position) * stride;
-    return float2(widen(source[at]), widen(source[at + 1]));
+  // Of the thread's columns from `at` on, tokens `begin` to `end` of a window: first those in the state, then
+  // those of the call. First the highest logit of all is looked for, then they are weighted by it.
+  template <bool kWeighted>
+  void pool(thread Pooled& pooled, uint begin, uint end, uint at, constant PoolParams& params) const {
+    for (uint is_new = 0; is_new < 2; ++is_new) {
+      uint token = is_new != 0 ? max(begin, params.position) : begin;
+      const uint last = is_new != 0 ? end : min(end, params.position);
+      if (token >= last) continue;
+      uint place = token % params.rate * params.columns + at;
+      device const T* value = row_of(token, params) + at;
+      device const T* gate = value + params.columns;
+      ulong stride = 2 * params.columns, gate_stride = stride;
+      if (is_new != 0) {
+        stride = params.token_stride, gate_stride = params.gate_token_stride;
+        value = values + (token - params.position) * stride + at;
+        gate = gates + (token - params.position) * gate_stride + at;
+      }
+      for (; token < last; ++token) {
+        const Pack<2> added = load_row<2>(bias, params.bias_dtype, place);
+        const float2 own = float2(widen(gate[0]) + added.v[0], widen(gate[1]) + added.v[1]);
+        place += params.columns;
+        gate += gate_stride;
+        if constexpr (kWeighted) {
+          const float2 weight =
+              float2(precise::exp(own.x - pooled.most.x), precise::exp(own.y - pooled.most.y));
+          pooled.sum += weight;
+          pooled.total += weight * float2(widen(value[0]), widen(value[1]));
+          value += stride;
+        } else {
+          pooled.most = max(pooled.most, own);
+        }
+      }
+    }
   }
 
-  // The tokens of the window, with overlap behind those of the one before it.
-  float2 pooled(uint window, constant PoolParams& params) const {
-    const uint own = window * params.rate, end = own + params.rate;
+  // A part of the window's tokens, with overlap behind the same part of those of the one before it.
+  template <bool kWeighted>
+  void pool_part(thread Pooled& pooled, uint window, uint part, constant PoolParams& params) const {
+    const uint begin = part * params.rate / params.parts, end = (part + 1) * params.rate / params.parts;
     const bool overlaps = params.columns > params.width;
-    const uint first = overlaps && window > 0 ? own - params.rate : own;
-    float2 most = -INFINITY, sum = 0.0f, total = 0.0f;
-    for (uint token = first; token < end; ++token) {
-      most = max(most, logit(token, column_at(token, own, overlaps, params), params));
+    if (overlaps && window > 0) {
+      const uint before = (window - 1) * params.rate;
+      pool<kWeighted>(pooled, before + begin, before + end, column, params);
     }
-    for (uint token = first; token < end; ++token) {
-      const uint at = column_at(token, own, overlaps, params);
-      const float2 logits = logit(token, at, params);
-      const float2 weight = float2(precise::exp(logits.x - most.x), precise::exp(logits.y - most.y));
-      sum += weight;
-      total += weight * value(token, at, params);
-    }
-    return total / sum;
-  }
-  uint column_at(uint token, uint own, bool overlaps, constant PoolParams& params) const {
-    return column + (overlaps && token >= own ? params.width : 0);
+    const uint own = window * params.rate;
+    pool<kWeighted>(pooled, own + begin, own + end, column + (overlaps ? params.width : 0), params);
   }
 
   // Into the state, what the thread's columns have of the last tokens.
-  void keep(constant PoolParams& params) const {
+  void keep(uint part, constant PoolParams& params) const {
     const uint end = params.position + params.tokens;
-    for (uint token = end - min(params.tokens, params.rows); token < end; ++token) {
+    for (uint token = end - min(params.tokens, params.rows) + part; token < end; token += params.parts) {
       device T* row = row_of(token, params);
       const ulong place = token - params.position;
       for (uint at = column; at < params.columns; at += params.width) {
@@ -69,8 +84,9 @@ struct PooledTokens {
   }
 };
 
-// A threadgroup takes a window; a thread two neighbouring channels of all that it reads and writes. The first
-// threadgroup takes all windows that read the state, and then updates it, so that no other one is in its way.
+// A threadgroup takes a window; a thread two neighbouring channels of all that it reads and writes, of a part
+// of the tokens. The first threadgroup takes all windows that read the state, and then updates it, so that no
+// other one is in its way.
 template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kPoolThreads)]] void pool_windows(
     device const T* kv [[buffer(0)]], device const T* gate [[buffer(1)]],
@@ -80,30 +96,49 @@ template <typename T>
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   threadgroup float partials[kPoolThreads / kSimdWidth];
+  threadgroup float2 parts[2][kPoolThreads];
   const uint batch = group.y, pairs = params.width / 2;
-  const bool has_columns = thread_index < pairs;
+  const uint part_simdgroups = (pairs + kSimdWidth - 1) / kSimdWidth,
+             part_threads = part_simdgroups * kSimdWidth;
+  const uint part = thread_index / part_threads, pair = thread_index % part_threads;
+  const bool has_columns = pair < pairs;
   const PooledTokens<T> tokens = {kv + batch * params.batch_stride, gate + batch * params.gate_batch_stride,
-                                  bias, state + ulong(batch) * params.rows * 2 * params.columns,
-                                  2 * thread_index};
+                                  bias, state + ulong(batch) * params.rows * 2 * params.columns, 2 * pair};
   const uint of_first = params.columns > params.width ? 2 : 1;
   const uint closed = (params.position + params.tokens) / params.rate;
   const uint begin = params.position / params.rate + (group.x == 0 ? 0 : of_first - 1 + group.x);
   const uint end = min(closed, begin + (group.x == 0 ? of_first : 1));
   for (uint window = begin; window < end; ++window) {
+    Pooled pooled = {-INFINITY, 0.0f, 0.0f};
+    if (has_columns) tokens.template pool_part<false>(pooled, window, part, params);
+    parts[0][thread_index] = pooled.most;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (uint i = 0; i < params.parts; ++i) pooled.most = max(pooled.most, parts[0][i * part_threads + pair]);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    if (has_columns) tokens.template pool_part<true>(pooled, window, part, params);
+    parts[0][thread_index] = pooled.sum;
+    parts[1][thread_index] = pooled.total;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    const bool is_owner = has_columns && part == 0;
     float2 x = 0.0f;
-    if (has_columns) x = tokens.pooled(window, params);
-    const uint simdgroups = (pairs + kSimdWidth - 1) / kSimdWidth;
-    const float squares = threadgroup_sum(x.x * x.x + x.y * x.y, partials, lane, simdgroup, simdgroups);
+    if (is_owner) {
+      for (uint i = 1; i < params.parts; ++i) {
+        pooled.sum += parts[0][i * part_threads + pair];
+        pooled.total += parts[1][i * part_threads + pair];
+      }
+      x = pooled.total / pooled.sum;
+    }
+    const float squares =
+        threadgroup_sum(x.x * x.x + x.y * x.y, partials, lane, simdgroup, params.parts * part_simdgroups);
     threadgroup_barrier(mem_flags::mem_threadgroup);  // before the next sum
-    if (!has_columns) continue;
+    if (!is_owner) continue;
     const float inverse = precise::rsqrt(squares / float(params.width) + params.eps);
     const uint at = tokens.column;
     x *= inverse *
          float2(load_one(weight, params.weight_dtype, at), load_one(weight, params.weight_dtype, at + 1));
     const uint still = pairs - params.turning;
-    if (thread_index >= still) {
-      const float angle =
-          float(window * params.rate) * load_one(inv_freq, params.freq_dtype, thread_index - still);
+    if (pair >= still) {
+      const float angle = float(window * params.rate) * load_one(inv_freq, params.freq_dtype, pair - still);
       const float cosine = precise::cos(angle) * params.scaling, sine = precise::sin(angle) * params.scaling;
       x = float2(x.x * cosine - x.y * sine, x.y * cosine + x.x * sine);
     }
@@ -111,5 +146,7 @@ template <typename T>
     entry[at] = narrow<T>(x.x);
     entry[at + 1] = narrow<T>(x.y);
   }
-  if (group.x == 0 && has_columns) tokens.keep(params);
+  if (group.x != 0) return;
+  threadgroup_barrier(mem_flags::mem_device);  // other threads have read what is overwritten
+  if (has_columns) tokens.keep(part, params);
 }

@@ -521,7 +521,7 @@ def sanitizer_fused() -> list[Case]:
         cases += [IndexTopk("sanitize", reduce, t, 5, 30, 150, block, 3, bits, "f16") for t in (1, 3)]
     cases += [SelectiveScan("sanitize", t, 70, "bf16") for t in (1, 33)]
     cases += [Hyper("sanitize", t, width, "f16") for t in (1, 3) for width in (132, 1028)]
-    cases += [PoolWindow("sanitize", t, 70, *kind, "f16") for t in (1, 21) for kind in ((4, 2), (3, 1))]
+    cases += [PoolWindow("sanitize", t, 70, *kind, "f16") for t in (1, 21) for kind in ((4, 2), (40, 1))]
     cases += [Pointwise("sanitize", t, width, "f16") for t in (1, 3) for width in (5, 130)]
     cases += [Tailed("sanitize", t, 9, 64, 40, selected, "f16") for t in (1, 3) for selected in (0, 5)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]
