@@ -39,7 +39,7 @@ struct Number {
 struct Kind {
   at::ScalarType dtype;
   at::Device device;
-  std::vector<Number> sizes;
+  c10::SmallVector<Number, 5> sizes;
   std::vector<int64_t> strides;  // empty: contiguous
 
   explicit Kind(const at::Tensor& tensor) : dtype(tensor.scalar_type()), device(tensor.device()) {
@@ -367,9 +367,21 @@ class Program : public torch::CustomClassHolder {
       return weight.tensor.storage().data() == weight.storage.data() &&
              weight.tensor.storage_offset() == weight.offset;
     });
-    return in_place && std::all_of(kinds_.begin(), kinds_.end(), [&](const auto& known) {
-             return known.second.fits(constants_[known.first].toTensor(), {});
-           });
+    return in_place && constants_fit();
+  }
+
+  bool constants_fit() const {
+    const auto constant = [this](size_t i) -> const at::Tensor& {
+      return constants_[kinds_[i].first].toTensor();
+    };
+    for (size_t i = 0; i < kinds_.size(); ++i) {
+      if (i + kAhead < kinds_.size()) {  // they left the processor's caches since the last token
+        const auto* ahead = reinterpret_cast<const char*>(constant(i + kAhead).unsafeGetTensorImpl());
+        for (size_t byte = 0; byte < sizeof(c10::TensorImpl); byte += 64) __builtin_prefetch(ahead + byte);
+      }
+      if (!kinds_[i].second.fits(constant(i), {})) return false;
+    }
+    return true;
   }
 
   const c10::IValue& value(int64_t place, const std::vector<c10::IValue>& values) const {
@@ -431,6 +443,8 @@ class Program : public torch::CustomClassHolder {
       throw;
     }
   }
+
+  static constexpr size_t kAhead = 8;  // constants
 
   std::vector<c10::IValue> constants_;
   std::vector<std::pair<size_t, Kind>> kinds_;  // of the tensors among the constants

@@ -6,7 +6,8 @@ next call apart in microseconds, and puts what a call has made into the cache.
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from operator import itemgetter
+from itertools import chain, repeat
+from operator import is_, is_not, itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -155,25 +156,32 @@ class Taken(NamedTuple):
 
     inputs: list[Tensor]
     views: list[Tensor]
-    memories: list[Any]
+    memories: tuple[Any, ...]
     places: list[Any]
     symbols: list[int]
     cache: Any
 
 
-class _Place:
-    """What a dictionary of the cache holds in every call."""
+class _Places:
+    """What the dictionaries of a cache and of masks hold in every call, read in one go."""
 
-    def __init__(self, entries: list[Entry], size: int, symbol: dict[int, int]) -> None:
-        static = [e for e in entries if e.kind == STATIC or (e.kind == NUMBER and e.first not in symbol)]
-        changing = [e for e in entries if e.kind == NUMBER and e.first in symbol]
-        self.size = size
-        self.static = _getter([entry.name for entry in static])
-        self.values = tuple(entry.value for entry in static)
-        self.numbers = [(entry.name, symbol[entry.first]) for entry in changing]
-        self.tensors = _getter([entry.name for entry in entries if entry.kind == TENSOR])
-        self.held = _getter([entry.name for entry in entries if entry.kind == HELD])
-        self.memories: list[int] = []  # of what is held
+    def __init__(self, entries: list[list[Entry]], sizes: list[int], symbol: dict[int, int]) -> None:
+        self._sizes = sizes
+        self._getters = [_getter([entry.name for entry in own]) for own in entries]
+        every = [entry for own in entries for entry in own]
+        changing = {n: symbol[e.first] for n, e in enumerate(every) if e.kind == NUMBER and e.first in symbol}
+        static = [n for n, e in enumerate(every) if e.kind in (STATIC, NUMBER) and n not in changing]
+        self._static, self._known = _getter(static), tuple(every[n].value for n in static)
+        self.numbers, self.symbols = _getter([*changing]), _getter([*changing.values()])
+        self.tensors = _getter([n for n, entry in enumerate(every) if entry.kind == TENSOR])
+        self.held = _getter([n for n, entry in enumerate(every) if entry.kind == HELD])
+
+    def read(self, places: list[Any]) -> list[Any] | None:
+        """All values; None if those that do not change are others."""
+        if list(map(len, places)) != self._sizes:
+            return None
+        values = [value for get, held in zip(self._getters, places, strict=True) for value in get(held)]
+        return values if self._static(values) == self._known else None
 
 
 class Plan:
@@ -202,11 +210,11 @@ class Plan:
         self._layers: list[tuple[type, list[str]]] = []
         self._arguments: list[tuple[Any, int, Any]] = []
         self._numbers: list[tuple[Any, int]] = []  # of the arguments
-        self._places: list[_Place] = []
         self._ends: list[tuple[int, ...]] = []  # what the end of each memory is the sum of
         self._sources: dict[int, tuple[int, int, Any]] = {}  # of symbols
         self._before: list[dict[Any, Any]] = []  # what the recording's cache holds at its begin
         self._memories: dict[int, tuple[int, Any, int]] = {}  # by id: number, stand-in, its first input
+        self._memory_of: list[int] = []  # of each value that shows one
         self._writes: list[list[tuple[Any, int, Any, Any]]] = []
         for entry in reading.entries:
             if entry.place == _ARGUMENTS:
@@ -218,7 +226,9 @@ class Plan:
         self._add_places(reading)
         self._readers = [self._sources[number] for number in range(len(symints))]
         self._kinds_of_ends = list(dict.fromkeys(self._ends))
-        self._end_of = [self._kinds_of_ends.index(end) for end in self._ends]
+        self._ends_of = _getter([self._kinds_of_ends.index(end) for end in self._ends])
+        self._memories_of = _getter(self._memory_of)  # what is held
+        self._first_of = _getter([self._memory_of.index(number) for number in range(len(self._ends))])
 
     def _add_argument(self, entry: Entry) -> None:
         _, name, kind, value, first = entry
@@ -256,12 +266,12 @@ class Plan:
         entries: dict[int, list[Entry]] = {}
         for entry in reading.entries:
             entries.setdefault(entry.place, []).append(entry)
-        for place, held in enumerate(self._places_in(self.stand_ins)):
-            own = entries.get(place, [])
-            self._places.append(_Place(own, len(held), self._symbol))
-            for entry in sorted(own, key=lambda entry: entry.kind):  # tensors, then views, as `take` does
-                held[entry.name] = self._stand_in(entry)
-            self._before.append(dict(_items(held)))
+        places = self._places_in(self.stand_ins)
+        own = [entries.get(place, []) for place in range(len(places))]
+        self._places = _Places(own, list(map(len, places)), self._symbol)
+        for entry in sorted(chain(*own), key=lambda entry: entry.kind):  # tensors, then views, as `take` does
+            places[entry.place][entry.name] = self._stand_in(entry)
+        self._before = [dict(_items(held)) for held in places]
 
     def _stand_in(self, entry: Entry) -> Any:
         place, name, kind, value, first = entry
@@ -283,7 +293,7 @@ class Plan:
                 position += tensor.dim() + 2
             self._memories[id(real)] = len(self._memories), _like(real, fakes), source
         memory, stand_in, source = self._memories[id(real)]
-        self._places[place].memories.append(memory)
+        self._memory_of.append(memory)
         shown = []
         for view, tensor, fake in zip(parts(value), parts(real), parts(stand_in), strict=True):
             first += tensor.dim() + 2
@@ -390,8 +400,6 @@ class Plan:
         `padding` gives what `range_of_padding` gives for the call's mask.
         """
         inputs: list[Tensor] = []
-        views: list[Tensor] = []
-        memories: list[Any] = []
         arguments = flat(arguments)
         if len(arguments) != len(self._arguments) + len(self._masks) + (self._cache is not None):
             return None
@@ -419,40 +427,32 @@ class Plan:
         if self._cache is not None:
             if not isinstance(cache, Cache) or static_of(cache) != self._attributes:
                 return None
-            if any(
-                type(layer) is not known for layer, (known, _) in zip(cache.layers, self._layers, strict=True)
-            ):
+            if list(map(type, cache.layers)) != [known for known, _ in self._layers]:
                 return None
         places = self._places_in(arguments)
-        for held, place in zip(places, self._places, strict=True):
-            if len(held) != place.size or place.static(held) != place.values:
-                return None
-            for tensor in place.tensors(held):
-                inputs += (tensor,) if type(tensor) is Tensor else parts(tensor)
-            for view, number in zip(place.held(held), place.memories, strict=True):
-                memory: Any = getattr(view, MEMORY, None)
-                if number == len(memories):
-                    memories.append(memory)
-                    inputs += (memory,) if type(memory) is Tensor else parts(memory)
-                elif memory is not memories[number]:
-                    return None
-                views += (view,) if type(view) is Tensor else parts(view)
-        if any(type(tensor) is not Tensor for tensor in inputs):
+        values = self._places.read(places)
+        if values is None:
+            return None
+        held = self._places.held(values)
+        shown = [getattr(view, MEMORY) for view in held]
+        memories = self._first_of(shown)
+        if any(map(is_not, shown, self._memories_of(memories))):
+            return None
+        inputs += _all_parts(self._places.tensors(values) + memories)
+        views = _all_parts(held)
+        if any(map(is_not, map(type, inputs), repeat(Tensor))):
             return None
         symbols = self._read(inputs, views, [*places, arguments])
         if any(arguments[name] != symbols[number] for name, number in self._numbers):
             return None
-        for held, place in zip(places, self._places, strict=True):
-            for name, number in place.numbers:
-                if held[name] != symbols[number]:
-                    return None
+        if self._places.numbers(values) != self._places.symbols(symbols):
+            return None
         ends = [
             (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
             for start, first, tokens, count in self._kinds_of_ends
         ]
-        for memory, end in zip(memories, self._end_of, strict=True):
-            if getattr(memory, END) != ends[end]:  # somebody else has written there
-                return None
+        if tuple([getattr(memory, END) for memory in memories]) != self._ends_of(ends):
+            return None  # somebody else has written there
         return Taken(inputs, views, memories, places, symbols, cache)
 
     def _read(self, inputs: list[Tensor], views: list[Tensor], places: list[Any]) -> list[int]:
@@ -585,6 +585,12 @@ def parts(states: Tensor) -> tuple[Tensor, ...]:
     return states._parts() if isinstance(states, QuantizedStates) else (states,)
 
 
+def _all_parts(states: tuple[Tensor, ...]) -> list[Tensor]:
+    if all(map(is_, map(type, states), repeat(Tensor))):
+        return [*states]  # the common case, without a call for each
+    return [*chain.from_iterable(map(parts, states))]
+
+
 def start_of(view: Tensor, memory: Tensor) -> int:
     """The token of a memory that a view begins with."""
     return (view.storage_offset() - memory.storage_offset()) // memory.stride(-2)
@@ -656,7 +662,7 @@ def _like(states: Tensor, fakes: list[Tensor]) -> Any:
     return fakes[0] if len(fakes) == 1 else QuantizedStates(*fakes)
 
 
-def _getter(names: list[Any]) -> Callable[[dict[Any, Any]], tuple[Any, ...]]:
+def _getter(names: list[Any]) -> Callable[[Any], tuple[Any, ...]]:
     """A function that returns the values of these names."""
     if not names:
         return lambda held: ()

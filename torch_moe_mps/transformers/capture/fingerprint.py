@@ -100,14 +100,22 @@ class Fingerprint:
         # An empty one alone of other kinds: the order of those is no part of their entries.
         entries = [each for each in held if type(each) is dict or (isinstance(each, dict) and not each)]
         known = set(map(id, entries))
-        self._entries = _Entries(entries)
+        self._entries = _Entries(sorted(entries, key=id))  # as they lie in memory
         self._others = _Contents([each for each in held if id(each) not in known])
+        self._types = _Given("PyObject_Type", type, self._modules)
+        self._codes = _Given("PyFunction_GetCode", _code_of, self._functions)  # which may be replaced
         self._now = self._around()
 
     def holds(self) -> bool:
         """Whether a call would do the same as the recorded one."""
         try:
-            return self._around() == self._now and self._others.are_equal() and self._entries.are_equal()
+            return (
+                self._around() == self._now
+                and self._types.are_equal()
+                and self._codes.are_equal()
+                and self._others.are_equal()
+                and self._entries.are_equal()
+            )
         except Exception:  # from comparing tensors, arrays or whatever else, which are others now
             return False
 
@@ -121,12 +129,28 @@ class Fingerprint:
 
     def _around(self) -> tuple[Any, ...]:
         return (
-            list(map(type, self._modules)),
-            list(map(_code_of, self._functions)),  # which may be replaced
             list(map(self._main.get, self._names)),
             torch.get_default_dtype(),
             _changes,
         )
+
+
+class _Given:
+    """What objects give for a function of Python's, `in_c`, which is `function` in Python."""
+
+    def __init__(self, in_c: str, function: Callable[[Any], object], objects: list[Any]) -> None:
+        self._function, self._objects, self._held = function, objects, list(map(function, objects))
+        library = host_library()
+        self._are_the_same = None if library is None else _comparison_of(library, "moe_mps_gives")
+        self._arrays = array("Q", map(id, objects)), array("Q", map(id, self._held))
+        # PyObject_Type counts what it gives.
+        names = in_c, "Py_DecRef" if in_c == "PyObject_Type" else None
+        self._arguments = *map(_address_of, names), *map(_start_of, self._arrays), len(objects)
+
+    def are_equal(self) -> bool:
+        if self._are_the_same is not None:
+            return self._are_the_same(*self._arguments)
+        return list(map(self._function, self._objects)) == self._held
 
 
 class _Contents:
@@ -151,7 +175,7 @@ class _Entries(_Contents):
     def __init__(self, dictionaries: list[dict[Any, Any]]) -> None:
         super().__init__(dictionaries)
         library = host_library()
-        self._are_the_same = None if library is None else _comparison_of(library)
+        self._are_the_same = None if library is None else _comparison_of(library, "moe_mps_holds")
         entries = chain.from_iterable(map(dict.items, dictionaries))
         self._alive = list(chain.from_iterable(entries))  # nothing else gets their addresses
         self._arrays = (
@@ -159,9 +183,8 @@ class _Entries(_Contents):
             array("q", map(len, dictionaries)),
             array("Q", map(id, self._alive)),
         )
-        first, sizes, held = (each.buffer_info()[0] for each in self._arrays)
-        following = ctypes.cast(ctypes.pythonapi.PyDict_Next, ctypes.c_void_p)
-        self._arguments = following, first, sizes, len(dictionaries), held
+        first, sizes, held = map(_start_of, self._arrays)
+        self._arguments = _address_of("PyDict_Next"), first, sizes, held, len(dictionaries)
 
     def are_equal(self) -> bool:
         are_the_same = self._are_the_same
@@ -172,12 +195,21 @@ class _Entries(_Contents):
 
 
 @functools.cache
-def _comparison_of(library: Path) -> Callable[..., bool]:
-    """moe_mps_holds of csrc/fingerprint.mm."""
-    found: Any = ctypes.PyDLL(str(library)).moe_mps_holds
-    found.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_size_t, ctypes.c_void_p]
+def _comparison_of(library: Path, name: str) -> Callable[..., bool]:
+    """A function of csrc/fingerprint.mm, of four addresses and a count."""
+    found: Any = getattr(ctypes.PyDLL(str(library)), name)
+    found.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
     found.restype = ctypes.c_bool
     return found
+
+
+def _address_of(name: str | None) -> int | None:
+    """Of a function of Python's."""
+    return None if name is None else ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
+
+
+def _start_of(numbers: "array[int]") -> int:
+    return numbers.buffer_info()[0]
 
 
 def note_change() -> None:
