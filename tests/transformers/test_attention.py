@@ -465,6 +465,22 @@ def test_memory_of_a_prompt_of_every_architecture(simulated, name, monkeypatch):
     assert long / short < 8.1, (short, long)
 
 
+@pytest.mark.parametrize("window", [None, 3])
+def test_chosen_keys_that_a_mask_hides(window):
+    """Later ones, those in front of the window, and -1 count as none."""
+    generator = torch.Generator().manual_seed(0)
+    q, k, v = (torch.randn(1, h, n, 16, generator=generator) for h, n in ((4, 2), (2, 9), (2, 9)))
+    indices = torch.tensor([[[8, 6, 1, 5], [3, -1, 8, 6]]], dtype=torch.int32)
+    mask = CausalMask((1, 1, 2, 9), 9, window, torch.float32, "cpu")
+    out, _ = attention(torch.nn.Identity(), q, k, v, mask, scaling=0.25, indices=indices)
+    shown = torch.full((2, 9), -torch.inf, dtype=torch.float64)
+    for token, keys in enumerate(([6, 1, 5], [3, 8, 6]) if window is None else ([6, 5], [8, 6])):
+        shown[token, keys] = 0
+    q, k, v = q.double(), k.double().repeat_interleave(2, 1), v.double().repeat_interleave(2, 1)
+    right = torch.softmax(q @ k.mT * 0.25 + shown, -1) @ v
+    torch.testing.assert_close(out.double(), right.transpose(1, 2), rtol=1e-5, atol=1e-5)
+
+
 @pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("gemma2", marks=pytest.mark.sweep)])
 def test_continuous_batching(architecture):
     """transformers takes no implementation but its own: the tokens are those of the model's own code."""
