@@ -26,7 +26,7 @@ INDEXED = {
     "glm_moe_dsa": {"dense": 14, "sparse": 14},
     "dots3_note": {"dense": 18, "sparse": 18},
     "mistral_large4": {"dense": 15, "sparse": 14},
-    "axk2": {"dense": 23, "sparse": 28},
+    "axk2": {"dense": 21, "sparse": 27},
     "hy_v4": {"dense": 19, "sparse": 19},
     "deepseek_v4": {"heavily compressed, hash moe": 27, "compressed sparse, moe": 22},
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 21},

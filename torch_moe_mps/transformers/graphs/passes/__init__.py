@@ -40,12 +40,12 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     share_views,  # what reads one value in one shape reads one node
     positions_in_one,
     join_linears,  # before any of them has a norm or a residual of its own
+    turn_parts,  # of heads as they lie in an output
     order_outputs,  # of those that the pass before has joined, too
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
     input_in_convolution,
-    turn_parts,
     heads_that_do_not_turn,
     norms_in_rotation,  # of the whole heads
     join_rotations,
