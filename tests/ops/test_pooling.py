@@ -71,7 +71,7 @@ def test_any_cut_gives_the_same_bits(device, overlap):
                 pool_window_(**given | parts | {"position": begin})
             closed = 40 // rate
             assert torch.equal(given["entries_"][:, :closed], whole["entries_"][:, :closed])
-            assert torch.equal(state, whole["state_"])
+            assert torch.equal(state[:, :40], whole["state_"][:, :40])
 
 
 def test_what_is_not_finite_stays_in_its_windows(device):
