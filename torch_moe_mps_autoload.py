@@ -20,7 +20,6 @@ from typing import Any
 # Modules, and the functions of torch_moe_mps._registration that are called after their import.
 _LIBRARIES = {
     "transformers.core_model_loading": "load_in_one_thread",
-    "peft.peft_model": "register_adapters",
     "transformers.masking_utils": "register_mask",
     "transformers.modeling_utils": "register_models",
     "transformers.integrations.moe": "register_experts",

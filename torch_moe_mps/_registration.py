@@ -2,8 +2,7 @@
 
 Torch gets the operators; waiting for its import keeps `torch-moe-mps --help` fast. In transformers, the
 implementation "moe_mps" goes with the experts interface, and with the attention interface for layers with
-sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`. peft refuses quantised
-weights.
+sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`.
 """
 
 import os
@@ -58,9 +57,3 @@ def load_in_one_thread(module: object) -> None:
 
     if sys.platform == "darwin" and torch_version() < (2, 15):
         os.environ.setdefault(ONE_THREAD, "1")
-
-
-def register_adapters(module: Any) -> None:
-    from .transformers.checkpoints.adapters import refuse_quantized
-
-    refuse_quantized(module)

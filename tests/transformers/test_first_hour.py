@@ -135,23 +135,10 @@ def adapt(targets, model):
     peft.get_peft_model(model, peft.LoraConfig(target_modules=targets, r=2))
 
 
-def prompt_tuning(model):
-    peft = pytest.importorskip("peft")
-    peft.get_peft_model(model, peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2))
-
-
 @pytest.mark.parametrize(
     ("change", "error"),
     [
         (functools.partial(adapt, ["q_proj"]), "Target module QuantizedLinear("),
-        (
-            functools.partial(adapt, "all-linear"),
-            "moe_mps: an adapter of all-linear must be on dense weights, got quantised ones; merge",
-        ),
-        (
-            prompt_tuning,
-            "moe_mps: prompt tuning must be on dense weights, got quantised ones; tune the dense",
-        ),
         (
             lambda model: model.resize_token_embeddings(120),
             "moe_mps: a weight must be dense for .size, got a quantised one; resize, tune",

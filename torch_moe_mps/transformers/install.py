@@ -12,6 +12,7 @@ from typing import Any
 from torch import nn
 
 from ..ops._checks import first_line
+from .basics.classes import subclass
 from .basics.interface import is_experts
 from .basics.reads import holds, kept, recording
 from .basics.report import Done
@@ -128,23 +129,8 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
             return own(self, *args, **kwargs)
         return rewritten(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        if type(self) is not cls:  # the class on top has its own way, or none
-            return super(cls, self).__reduce_ex__(protocol)
-        reduced: Any = super(cls, self).__reduce_ex__(protocol)
-        _, _, *state = reduced
-        return _new_copy, (original,), *state
-
-    members = {
-        "forward": forward,
-        "__reduce_ex__": reduce,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        CLASS_MARK: original,
-        OWN_FORWARD: (original, own),
-    }
-    cls: type[nn.Module] = type(original.__name__, (original,), members)
+    marks: dict[str, Any] = {CLASS_MARK: original, OWN_FORWARD: (original, own)}
+    cls = subclass(original, _new_copy, forward=forward, **marks)
     return cls
 
 

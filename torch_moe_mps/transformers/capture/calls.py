@@ -23,6 +23,7 @@ from transformers.utils import ModelOutput
 
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
+from ..basics.classes import subclass
 from ..checked import refused
 from ..graphs.passes import simplify
 from ..graphs.tracing import Recorder, Unsupported, is_operator
@@ -413,24 +414,8 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             self.__dict__[CAPTURES].clear()  # they hold the weights that go
         return original._apply(self, *args, **kwargs)
 
-    def reduce(self: nn.Module, protocol: Any) -> Any:
-        if type(self) is not cls:  # the class on top has its own way, or none
-            return super(cls, self).__reduce_ex__(protocol)
-        reduced: Any = super(cls, self).__reduce_ex__(protocol)
-        _, _, *state = reduced
-        return _new_copy, (original,), *state
-
-    members = {
-        "forward": forward,
-        "_apply": apply,
-        "__reduce_ex__": reduce,
-        "__module__": original.__module__,
-        "__qualname__": original.__qualname__,
-        "__doc__": original.__doc__,
-        _MARK: original,
-    }
-    cls: type[nn.Module] = type(original.__name__, (original,), members)
-    return cls
+    marks: dict[str, Any] = {_MARK: original}
+    return subclass(original, _new_copy, forward=forward, _apply=apply, **marks)
 
 
 def _new_copy(original: type[nn.Module]) -> nn.Module:

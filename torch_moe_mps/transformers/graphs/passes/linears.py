@@ -5,6 +5,7 @@ operator reads what is written into them later, and no weight is there twice.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,7 +27,7 @@ from ..nodes import (
 from ..tracing import ITEM, PARTS, TENSOR, VALUE, is_operator
 
 _COPIES = (aten.clone, aten.cat)
-_WEIGHTS = ("packed", "scales", "biases", "bias")
+WEIGHTS = ("packed", "scales", "biases", "bias")  # of a quantised linear layer
 
 
 def join_linears(graph: fx.Graph) -> None:
@@ -34,7 +35,7 @@ def join_linears(graph: fx.Graph) -> None:
     groups: dict[Any, list[fx.Node]] = defaultdict(list)
     for call in calls(graph, ours.linear_quantized):
         given = arguments(call)
-        x, *weights, format = (given.pop(name) for name in ("x", *_WEIGHTS, "format"))
+        x, *weights, format = (given.pop(name) for name in ("x", *WEIGHTS, "format"))
         has_options = any(isinstance(value, fx.Node) for value in given.values())
         if not has_options and all(each is None or _is_parameter(each) for each in weights):
             groups[x, format, *map(_kind, weights[:3])].append(call)
@@ -115,7 +116,7 @@ def _runs(group: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _weights_of(group: list[fx.Node]) -> dict[str, list[Tensor | None]]:
-    return {name: [_tensor(arguments(call)[name]) for call in group] for name in _WEIGHTS}
+    return {name: [_tensor(arguments(call)[name]) for call in group] for name in WEIGHTS}
 
 
 def _join(group: list[fx.Node]) -> None:
@@ -128,7 +129,7 @@ def _join(group: list[fx.Node]) -> None:
         return
     for node, value in shown.items():
         node.meta[VALUE] = value
-    matrix = [_constant(first, _joined(weights[name], rows), weights[name]) for name in _WEIGHTS]
+    matrix = [_constant(first, joined_rows(weights[name], rows), weights[name]) for name in WEIGHTS]
     x, format = (arguments(first)[name] for name in ("x", "format"))
     joined = put(first, ours.linear_quantized.default, result, x, *matrix, format)
     split = put(first, aten.split_with_sizes.default, parts, joined, rows, -1)
@@ -158,7 +159,7 @@ def _may_join(parts: list[Tensor | None]) -> bool:
     return alike and (all(own) or (len(present) == len(parts) and _lie_together(present)))
 
 
-def _lie_together(parts: list[Tensor]) -> bool:
+def _lie_together(parts: Sequence[Tensor]) -> bool:
     memory, place = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
     for part in parts:
         if part.untyped_storage().data_ptr() != memory or part.storage_offset() != place:
@@ -167,7 +168,7 @@ def _lie_together(parts: list[Tensor]) -> bool:
     return True
 
 
-def _joined(parts: list[Tensor | None], rows: list[int]) -> Tensor | None:
+def joined_rows(parts: Sequence[Tensor | None], rows: list[int]) -> Tensor | None:
     """The rows of all parts, which become views of them; zeros for a bias that is not there."""
     present = [part for part in parts if part is not None]
     if not present:

@@ -6,7 +6,7 @@ it with other layers in place of its own.
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from ..experts import NAME, is_observed
 from .indexer import FewInputs
 from .norms import NormFormula, is_norm, norm_arguments
 from .rope import TURNS, Turn, tables_and_options
-from .trial import agrees, bare_twin, tried
+from .trial import HeldKeys, agrees, bare_twin, tried
 
 ops = torch.ops.moe_mps
 
@@ -67,8 +67,7 @@ def _chosen(
     k, q, q_weight = indexer.k_proj(hidden), None, None
     chooses = seen > indexer.topk_blocks * indexer.block_size
     if chooses:
-        q = indexer.q_proj(hidden).unflatten(-1, (indexer.num_heads, width))
-        q_weight = q_norm[0]
+        q, q_weight = indexer.q_proj(hidden).unflatten(-1, (indexer.num_heads, width)), q_norm[0]
     cos, sin, options = tables_and_options(turn, *(table[..., :width] for table in tables))
     weight, eps, offset = k_norm
     slots = None if layer is None else layer.index_slots(k)
@@ -123,15 +122,14 @@ class _Trial:
         self.tables = [torch.rand(shape, generator=generator) + 0.5 for _ in range(2)]
         self.before = torch.rand(_BATCH, 1, _BEFORE, module.head_dim, generator=generator) - 0.5
         self.positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
-        layer = _Layer(self.before)
-        cache = _Cache({self.module.layer_idx: layer})
+        cache = HeldKeys(self.before, self.module.layer_idx)
         own = original_class(module).forward
         self.own = tried(own, self.module, self.hidden, self.tables, cache, self.positions)
-        self.keys = layer.idx_keys
+        self.keys = cache.keys
 
     def agrees(self, turn: Turn) -> bool:
         norms = [norm_arguments(norm, self.before) for norm in _norms(self.module)]
-        layer = _Layer(self.before)
+        layer = HeldKeys(self.before)
         found = tried(_chosen, self.module, turn, self.hidden, self.tables, layer, *norms)
         if not isinstance(found, Choice) or not isinstance(self.own, Tensor):
             return False
@@ -139,28 +137,7 @@ class _Trial:
         # Its own are by score, and -1 is last in both.
         own = torch.where(self.own < 0, _BEFORE, self.own).sort(-1).values
         same = torch.equal(own, torch.where(chosen < 0, _BEFORE, chosen).long())
-        return same and agrees(self.keys, layer.idx_keys)
-
-
-class _Cache(NamedTuple):
-    layers: dict[int, Any]
-
-
-class _Layer:
-    """Of a cache without room."""
-
-    def __init__(self, keys: Tensor):
-        self.idx_keys = keys
-
-    def update_index(self, keys: Tensor) -> Tensor:
-        self.idx_keys = torch.cat((self.idx_keys, keys), 2)
-        return self.idx_keys
-
-    def indexed(self) -> int:
-        return self.idx_keys.shape[2]
-
-    def index_slots(self, keys: Tensor) -> None:
-        return None
+        return same and agrees(self.keys, layer.keys)
 
 
 class _Norm(nn.Module):

@@ -5,6 +5,7 @@ Their rows are concatenated in memory.
 
 import operator
 from collections.abc import Iterable, Sequence
+from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
@@ -12,13 +13,11 @@ from torch import Tensor, nn
 
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, state_of
+from ...graphs.passes.linears import WEIGHTS, joined_rows
 from ..experts import is_observed
 from ..linears import QuantizedLinear
 
 ops = torch.ops.moe_mps
-
-_WITH_MEMORY = (Tensor, nn.Parameter)
-_TENSORS = ("packed", "scales", "biases", "bias")
 
 
 def _nothing() -> None:
@@ -34,69 +33,34 @@ class Joined:
     def __init__(self, layers: Sequence[QuantizedLinear]):
         self.format = layers[0].format
         self.rows = [layer.rows for layer in layers]
-        self.packed, self.scales, self.biases = (
-            self._join([getattr(layer, name) for layer in layers]) for name in _TENSORS[:3]
-        )
-        has_bias = any(layer.bias is not None for layer in layers)
-        self.bias = self._join([_bias(layer) for layer in layers]) if has_bias else None
-        self._share(layers)
-        self.parameters = _parameters(layers)
-        self.weights = [getattr(layer, name) for layer in layers for name in ("packed", "scales")]
-        self.addresses = [*map(Tensor.data_ptr, self.weights)]
-
-    @staticmethod
-    def _join(tensors: list[Tensor | None]) -> Tensor | None:
-        present = [tensor.detach() for tensor in tensors if tensor is not None]
-        return torch.cat(present) if present else None
-
-    def _share(self, layers: Sequence[QuantizedLinear]) -> None:
-        for name in _TENSORS:
-            whole = getattr(self, name)
-            parts = [None] * len(layers) if whole is None else whole.split(self.rows)
-            for layer, part in zip(layers, parts, strict=True):
-                parameter = layer._parameters[name]
-                if parameter is not None:
-                    parameter.data = part
+        self.weights = [joined_rows(parts, self.rows) for parts in _parameters(layers)]
+        self.parts = [*chain(*_parameters(layers))]
+        self.addresses = [part.data_ptr() for part in self.parts if part is not None]
 
     def is_current(self, layers: Sequence[nn.Module]) -> bool:
         """Whether the layers' parameters still are views of these weights, which `to` moves away."""
-        same = all(map(operator.is_, _parameters(layers), self.parameters))
-        return same and [*map(Tensor.data_ptr, self.weights)] == self.addresses
+        same = all(map(operator.is_, chain(*_parameters(layers)), self.parts))
+        return same and [part.data_ptr() for part in self.parts if part is not None] == self.addresses
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _nothing, ()
 
 
-def _bias(layer: QuantizedLinear) -> Tensor:
-    if layer.bias is not None:
-        return layer.bias
-    return torch.zeros(layer.rows, dtype=layer.weight.dtype, device=layer.packed.device)
+def _parameters(layers: Sequence[nn.Module]) -> list[list[Tensor | None]]:
+    return [[layer._parameters.get(name) for layer in layers] for name in WEIGHTS]
 
 
-def _parameters(layers: Sequence[nn.Module]) -> list[Tensor | None]:
-    found: list[Tensor | None] = []
-    for layer in layers:
-        own = layer._parameters
-        found += own.get("packed"), own.get("scales"), own.get("biases"), own.get("bias")
-    return found
-
-
-def can_join(layers: Sequence[nn.Module]) -> TypeGuard[Sequence[QuantizedLinear]]:
-    """Whether the layers can be one matrix: same format, dtype and device, and no hook on any of them."""
-    first = layers[0]
-    for layer in layers:
-        if type(layer) is not QuantizedLinear or is_observed(layer) or layer.format != first.format:
-            return False
-        same = all(
-            getattr(layer, name).dtype == getattr(first, name).dtype
-            and getattr(layer, name).device == getattr(first, name).device
-            for name in ("packed", "scales")
-        )
-        known = type(layer.packed) in _WITH_MEMORY and not layer.packed.is_meta
-        if not same or layer.columns != first.columns or not known:
-            return False
-    biases = [bias.dtype for layer in layers if (bias := layer._parameters["bias"]) is not None]
-    return len(set(biases)) < 2 and len({id(layer) for layer in layers}) == len(layers)
+def can_join(layers: Sequence[Any]) -> TypeGuard[Sequence[QuantizedLinear]]:
+    """Whether the layers can be one matrix: same format, width, dtypes and device, and no hook on any."""
+    if any(type(layer) is not QuantizedLinear for layer in layers) or len({*layers}) < len(layers):
+        return False
+    if is_observed(*layers):
+        return False
+    present = [[part for part in parts if part is not None] for parts in _parameters(layers)]
+    kinds = [{(part.dtype, part.device) for part in parts} for parts in present]
+    has_memory = all(type(part) in (Tensor, nn.Parameter) and not part.is_meta for part in chain(*present))
+    widths = {(layer.format, layer.columns) for layer in layers}
+    return has_memory and len(widths) == 1 and all(len(kind) < 2 for kind in kinds)
 
 
 @torch.compiler.assume_constant_result
@@ -118,8 +82,7 @@ def together(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor | None:
     if not join(*layers):
         return None
     whole = layers[0].__dict__[STATE].joined
-    weights = whole.packed, whole.scales, whole.biases, whole.bias
-    return ops.linear_quantized(x, *weights, whole.format.name)
+    return ops.linear_quantized(x, *whole.weights, whole.format.name)
 
 
 def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:

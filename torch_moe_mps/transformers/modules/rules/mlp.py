@@ -132,12 +132,10 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
         out: Tensor = original_class(module).forward(module, x)
         return out
     first = layers[0].__dict__[STATE].joined
-    packed, scales, biases, bias = down.weights()
+    (*gate_up, gate_up_bias), (*weights, bias) = first.weights, down.weights()
     options = activation_arguments(tuple(formula.activation))
-    return ops.mlp_quantized(
-        x, first.packed, first.scales, first.biases, packed, scales, biases,
-        first.format.name, gate_up_bias=first.bias, down_bias=bias, down_format=down.format.name, **options,
-    )  # fmt: skip
+    options |= {"gate_up_bias": gate_up_bias, "down_bias": bias, "down_format": down.format.name}
+    return ops.mlp_quantized(x, *gate_up, *weights, first.format.name, **options)
 
 
 def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:

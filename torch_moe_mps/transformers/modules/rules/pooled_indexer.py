@@ -23,7 +23,7 @@ from ..chosen_keys import EVERYTHING, Choice
 from ..experts import is_observed
 from .indexer import FewInputs, Normed
 from .rope import TURNS, Turn, tables_and_options
-from .trial import agrees, bare_twin, tried
+from .trial import HeldKeys, agrees, bare_twin, tried
 
 ops = torch.ops.moe_mps
 
@@ -240,17 +240,17 @@ def _agrees_gated(module: Any) -> bool:
     twin.index_kpool_compress_gate = nn.Parameter(_numbers(width, 4), requires_grad=False)
     hidden, q_resid = _numbers(_BATCH, _TOKENS, 4), _numbers(_BATCH, _TOKENS, 5)[..., :4]
     before = torch.cat((_numbers(_BATCH, _BEFORE, 2 * width), torch.ones(_BATCH, _BEFORE, 1)), -1)
-    caches = [_Cache(twin.layer_idx, before) for _ in range(2)]
+    caches = [HeldKeys(before, twin.layer_idx) for _ in range(2)]
     shown = torch.ones(_BATCH, _TOKENS, dtype=torch.bool)
     own = tried(original_class(module).forward, twin, hidden, q_resid, shown, caches[0])
-    found = tried(_choice_of_gated, twin, hidden, q_resid, caches[1].layers[twin.layer_idx])
+    found = tried(_choice_of_gated, twin, hidden, q_resid, caches[1])
     if not isinstance(own, Tensor) or not isinstance(found, Choice):
         return False
     keys = _BEFORE + _TOKENS
     mask = torch.zeros(_BATCH, _TOKENS, keys + 1, dtype=torch.bool)
     mask.scatter_(2, torch.where(own < 0, keys, own).long(), True)
     same = _is_same(mask[..., :keys].unsqueeze(1), found)
-    return same and agrees(caches[0].indexer_keys, caches[1].indexer_keys)
+    return same and agrees(caches[0].keys, caches[1].keys)
 
 
 def _is_same(own: Tensor, found: Choice) -> bool:
@@ -280,39 +280,14 @@ class _TrialOfMeans:
         self.tables = [
             _numbers(_BATCH, keys, width // 2 + 1)[..., i : i + width // 2] + 1.0 for i in range(2)
         ]
-        self.cache = _Cache(self.twin.layer_idx, self.before)
+        self.cache = HeldKeys(self.before, self.twin.layer_idx)
         shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-_TOKENS:].expand(_BATCH, 1, -1, -1)
         own = original_class(module).forward
         self.own = tried(own, self.twin, self.hidden, self.tables, shown, self.cache)
 
     def agrees(self, turn: Turn) -> bool:
-        cache = _Cache(self.twin.layer_idx, self.before)
-        layer = cache.layers[self.twin.layer_idx]
+        layer = HeldKeys(self.before)
         found = tried(_choice_of_means, self.twin, turn, self.hidden, self.tables, layer)
         if not isinstance(found, Choice) or not isinstance(self.own, Tensor):
             return False
-        return _is_same(self.own, found) and agrees(self.cache.indexer_keys, cache.indexer_keys)
-
-
-class _Cache:
-    """A cache of one layer, which it is itself, without room."""
-
-    def __init__(self, layer_idx: int, before: Tensor):
-        self.layers, self.indexer_keys = {layer_idx: self}, before
-
-    @property
-    def keys(self) -> Tensor:
-        return self.indexer_keys
-
-    def get_seq_length(self) -> int:
-        return self.indexer_keys.shape[1]
-
-    def update_indexer(self, keys: Tensor, layer_idx: int | None = None) -> Tensor:
-        self.indexer_keys = torch.cat((self.indexer_keys, keys), 1)
-        return self.indexer_keys
-
-    def indexer_slots_of(self, parts: Any) -> None:
-        return None
-
-    def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
-        return pool(0, count)
+        return _is_same(self.own, found) and agrees(self.cache.keys, layer.keys)

@@ -44,3 +44,31 @@ def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
     return a.shape == b.shape and torch.allclose(a, b, rtol, 1e-5)
+
+
+class HeldKeys:
+    """A cache of one layer, which it is itself, that holds an indexer's keys and has no room for more."""
+
+    def __init__(self, keys: Tensor, layer_idx: int = 0):
+        self.keys, self.layers = keys, {layer_idx: self}
+
+    @property
+    def indexer_keys(self) -> Tensor:
+        return self.keys
+
+    def get_seq_length(self) -> int:
+        return self.keys.shape[-2]
+
+    def update_indexer(self, keys: Tensor, layer_idx: int = 0) -> Tensor:
+        self.keys = torch.cat((self.keys, keys), -2)
+        return self.keys
+
+    def no_slots(self, keys: object) -> None:
+        return None
+
+    def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
+        return pool(0, count)
+
+    # The names of MiniMax M3's layer.
+    indexed, update_index, index_slots = get_seq_length, update_indexer, no_slots
+    indexer_slots = indexer_slots_of = no_slots
