@@ -99,7 +99,10 @@ def report(
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
-    contexts = {name: _contexts(sizes, cache, limit - prompt, longest) for name, limit in limits}
+    contexts = {
+        name: [_context(cache, limit - prompt - size.weights, longest) for size in sizes]
+        for name, limit in limits
+    }
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
     lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
     lines += aligned([["Mac", "GPU's GB", *(s.name for s in sizes)], *cells], 1)
@@ -247,11 +250,6 @@ def _targets(model: Any, recipe: Any) -> Iterable[Target]:
 def _size(name: str, model: Any, targets: Iterable[Target]) -> Size:
     after = quantized_sizes(targets)
     return Size(name, total_bytes(model, after), bytes_a_token(model, after), after)
-
-
-def _contexts(sizes: Sequence[Size], cache: KVCache | None, limit: int, longest: int) -> list[int | bool]:
-    """`_context` beside the weights of each size."""
-    return [_context(cache, limit - size.weights, longest) for size in sizes]
 
 
 def _context(cache: KVCache | None, room: int, longest: int) -> int | bool:

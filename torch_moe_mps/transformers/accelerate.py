@@ -98,7 +98,9 @@ def accelerate(
         report.rows.clear()
         _replace(model, report, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
-    _warn_of_experts_left_alone(report)
+    reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
+    for cls, reason in sorted(reasons):
+        warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=2)
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     return report
@@ -121,7 +123,8 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
     around = dict(_around(model, found))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
     choose_implementations(attentions.values())
-    for name, module in _children_first(model):
+    # Children first; the model, whose name is empty, is the last.
+    for name, module in sorted(model.named_modules(), key=lambda each: (not each[0], -each[0].count("."))):
         if name in found or (name not in around and _is_left_out(name, module)):
             continue
         done, reason = rewrite(module)
@@ -203,12 +206,6 @@ def _other_experts(path: str, module: nn.Module) -> str | None:
     return None
 
 
-def _warn_of_experts_left_alone(report: Report) -> None:
-    reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
-    for cls, reason in sorted(reasons):
-        warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=3)
-
-
 def _around(model: nn.Module, found: Collection[str]) -> Iterator[tuple[str, str]]:
     """(name, kind) of the routers, blocks and layers that the experts belong to."""
     for name in found:
@@ -219,11 +216,6 @@ def _around(model: nn.Module, found: Collection[str]) -> Iterator[tuple[str, str
         for child, module in model.get_submodule(parent).named_children():
             if child in _ROUTERS and not _is_left_out(child, module):
                 yield f"{parent}.{child}".lstrip("."), "router"
-
-
-def _children_first(model: nn.Module) -> list[tuple[str, nn.Module]]:
-    """(name, module) of all modules; the model, whose name is empty, is the last."""
-    return sorted(model.named_modules(), key=lambda item: (item[0] == "", -item[0].count(".")))
 
 
 def _is_left_out(name: str, module: nn.Module) -> bool:

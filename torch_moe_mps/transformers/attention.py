@@ -38,7 +38,7 @@ KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as t
 _MASK_OF_CHOICE = "build_attention_mask_from_topk"  # a method of attention layers
 _AT_ONCE = 1024  # tokens whose indices become bits
 _CHOICE = frozenset(("indices", "block_indices"))  # of keys, which `attention` takes
-_SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
+_SPECIAL = ("cache", "softcap")  # what `sdpa` may be asked for, and only knows itself
 
 
 def require_kv_bits(function: str, bits: int | None) -> None:
@@ -55,7 +55,8 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, module in model.named_modules():
         causal = getattr(module, "is_causal", None)
-        if not isinstance(causal, bool) or not _calls_the_interface(module):
+        calls = getattr(_code(module), "co_names", ())
+        if not isinstance(causal, bool) or "ALL_ATTENTION_FUNCTIONS" not in calls:
             continue
         implementation = _implementation_for(module)
         if implementation == NAME or (implementation is not None and (causal or _has_window(module))):
@@ -82,19 +83,11 @@ def choose_implementations(layers: Iterable[nn.Module]) -> None:
 def use_attention(layers: Iterable[nn.Module]) -> None:
     """Lets these layers run on the operator; called after their forwards are rewritten."""
     for module in layers:
-        if _runs_sdpa(module):
+        if module.config._attn_implementation == "sdpa":  # type: ignore[union-attr]  # a layer's config
             _wrap_sdpa()
             if owner := next((cls for cls in type(module).__mro__ if _MASK_OF_CHOICE in vars(cls)), None):
                 _wrap_mask(owner)
             state_of(module).is_attention = True
-
-
-def _runs_sdpa(module: nn.Module) -> bool:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None) == "sdpa"
-
-
-def _calls_the_interface(module: nn.Module) -> bool:
-    return "ALL_ATTENTION_FUNCTIONS" in getattr(_code(module), "co_names", ())
 
 
 def _code(module: nn.Module) -> Any:
@@ -214,50 +207,37 @@ def _sdpa(
 
     On a CPU torch's attention is faster than the operator's reference, but knows no sinks.
     """
+    options = {"scaling": scaling, "dropout": dropout, **kwargs}
+    if kwargs.get("s_aux") is not None:
+        return attention(module, query, key, value, attention_mask, **options)
+    options["is_causal"] = is_causal
+    bias = kwargs.get("position_bias")
+    plain = is_causal is not False and dropout == 0.0
+    plain = plain and all(kwargs.get(name) is None for name in _SPECIAL)
+    out: Tensor | None = None
     if isinstance(key, Promised) and isinstance(value, Promised):
-        if is_causal is not False and dropout == 0.0 and _has_nothing_special(kwargs, "s_aux"):
-            out = _attend_to_latents(query, key, attention_mask, scaling, sinks=kwargs.get("s_aux"))
-            if out is not None:
-                return out, None
-        options = {"scaling": scaling, "dropout": dropout, "is_causal": is_causal, **kwargs}
-        call = functools.partial(_sdpa, sdpa, module)
-        if (out := _some_heads_at_a_time(call, query, key, attention_mask, options)) is not None:
+        if plain and bias is None:
+            out = _attend_to_latents(query, key, attention_mask, scaling)
+        if out is None:
+            call = functools.partial(_sdpa, sdpa, module)
+            out = _some_heads_at_a_time(call, query, key, attention_mask, options)
+        if out is not None:
             return out, None
         key, value = key.expanded(), value.expanded()
-    if isinstance(bias := kwargs.get("position_bias"), RelativeBias) and is_causal is not False:
-        plain = query.is_mps and dropout == 0.0 and _has_nothing_special(kwargs, "position_bias")
-        if plain and _takes(query, key, value, attention_mask, None):
-            out = _attend_with_bias(query, key, value, attention_mask, scaling, bias)
-            if out is not None:
-                return out, None
-    if (
-        getattr(module, STATE, NOTHING).is_attention
-        and query.is_mps
-        and is_causal is not False
-        and dropout == 0.0
-        and _has_nothing_special(kwargs)
-        and (
+    if bias is None:
+        plain = plain and getattr(module, STATE, NOTHING).is_attention and query.is_mps
+        runs = plain and (
             isinstance(attention_mask, CausalMask)
             or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, value)))
         )
-        and _takes(query, key, value, attention_mask, None)
-    ):
-        return _attend(query, key, value, attention_mask, scaling), None
-    if kwargs.get("s_aux") is not None:
-        return attention(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    return sdpa(
-        module,
-        query,
-        _dense(key),
-        _dense(value),
-        _elements(attention_mask),
-        scaling=scaling,
-        dropout=dropout,
-        is_causal=is_causal,
-        **kwargs,
-    )
+    else:
+        runs = plain and isinstance(bias, RelativeBias) and query.is_mps
+    if runs and _takes(query, key, value, attention_mask, None):
+        given = (query, key, value, attention_mask, scaling)
+        out = _attend(*given) if bias is None else _attend_with_bias(*given, bias)
+        if out is not None:
+            return out, None
+    return sdpa(module, query, _dense(key), _dense(value), _elements(attention_mask), **options)
 
 
 def attention(
@@ -313,9 +293,10 @@ def attention(
         by_operator = plain and _takes(query, key, value, None, s_aux)
         attention_mask, indices = _selection(attention_mask, indices, query, by_operator)
     if isinstance(key, Promised) and isinstance(value, Promised):
-        options = {"window": window, "sinks": s_aux, "softcap": softcap, "indices": indices}
-        options["lookahead"] = lookahead
-        out = _attend_to_latents(query, key, attention_mask, scaling, **options) if plain else None
+        given = {"window": window, "sinks": s_aux, "softcap": softcap, "lookahead": lookahead}
+        out = None
+        if plain:
+            out = _attend_to_latents(query, key, attention_mask, scaling, indices=indices, **given)
         if out is None and plain and indices is None:
             options = {
                 "scaling": scaling,
@@ -336,19 +317,11 @@ def attention(
                 return out, None
         plain = False
     if plain and _takes(query, key, value, attention_mask, s_aux):
-        given = (window, s_aux, softcap, indices, lookahead)
-        return _attend(query, key, value, attention_mask, scaling, *given), None
-    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
-    functions = (getattr(file, "eager_attention_forward", None) for file in files)
-    eager = next(filter(None, functions), None)
-    if eager is None:
-        raise RuntimeError(
-            f"torch_moe_mps: attention of {type(module).__name__} must be in a file with "
-            "eager_attention_forward, which training and dropout need, got none"
-        )
+        order = (window, s_aux, softcap, indices, lookahead)
+        return _attend(query, key, value, attention_mask, scaling, *order), None
     if attention_mask is None and query.shape[2] > 1 and not sees_all:
         key, value = _seen(query, key, value)
-    return eager(
+    return _eager_function(module)(
         module,
         query,
         _dense(key),
@@ -361,6 +334,19 @@ def attention(
         softcap=softcap,
         **kwargs,
     )
+
+
+def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
+    """The model's own attention. Raises: RuntimeError where its file has none."""
+    files = (sys.modules.get(cls.__module__) for cls in type(module).__mro__)  # FSDP2 puts a class on top
+    functions = (getattr(file, "eager_attention_forward", None) for file in files)
+    eager = next(filter(None, functions), None)
+    if eager is None:
+        raise RuntimeError(
+            f"torch_moe_mps: attention of {type(module).__name__} must be in a file with "
+            "eager_attention_forward, which training and dropout need, got none"
+        )
+    return eager
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
@@ -450,7 +436,7 @@ def _attend(
     dtype: torch.dtype | None = None,
 ) -> Tensor:
     scale = query.shape[3] ** -0.5 if scaling is None else scaling
-    index_block = 1
+    asked: dict[str, Any] = {}
     if type(mask) is ChosenMask:
         indices = mask.read_by_one()
         if indices is None:
@@ -459,7 +445,7 @@ def _attend(
                 some = _first(key, seen), _first(value, seen)
                 outs.append(_attend(query[:, :, tokens], *some, bits, scale, None, sinks, softcap))
             return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
-        index_block, mask = mask.choice.block, None
+        asked["index_block"], mask = mask.choice.block, None
     key_range = None
     if indices is not None:
         window = None
@@ -469,22 +455,9 @@ def _attend(
     elif isinstance(mask, CausalMask):
         key, value = _first(key, mask.seen), _first(value, mask.seen)
         window, key_range, lookahead, mask = mask.window, mask.key_range, mask.lookahead, None
-    options: dict[str, Any] = {}
-    asked: dict[str, Any] = {
-        "mask": mask,
-        "window": window,
-        "key_range": key_range,
-        "softcap": softcap,
-        "sinks": sinks,
-    }
-    asked |= {"indices": indices, "relative": relative, "dtype": dtype}
-    if index_block != 1:
-        options["index_block"] = index_block
-    if lookahead != 0:
-        options["lookahead"] = lookahead
-    for name, given in asked.items():
-        if given is not None:  # the dispatcher takes time for each argument
-            options[name] = given
+    asked |= {"mask": mask, "window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
+    asked |= {"indices": indices, "relative": relative, "dtype": dtype, "lookahead": lookahead or None}
+    options = {name: given for name, given in asked.items() if given is not None}  # each takes host time
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         options |= {"k_scales": key.scales, "k_biases": key.biases}
         options |= {"v_scales": value.scales, "v_biases": value.biases}
@@ -525,12 +498,6 @@ def _attend_with_bias(
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
-def _has_nothing_special(options: dict[str, Any], but: str | None = None) -> bool:
-    if _SPECIAL.isdisjoint(options):
-        return True
-    return all(options.get(name) is None for name in _SPECIAL if name != but)
-
-
 def _attend_to_latents(
     query: Tensor, key: Promised, mask: Tensor | None, scaling: float | None, **options: Any
 ) -> Tensor | None:
@@ -540,7 +507,7 @@ def _attend_to_latents(
     if brought is None:
         return None
     keys, values = source.keys_and_values()
-    if not _takes(brought, keys, values, mask, options["sinks"]):
+    if not _takes(brought, keys, values, mask, options.get("sinks")):
         return None
     scaling = query.shape[3] ** -0.5 if scaling is None else scaling
     options["dtype"] = None if query.dtype == torch.float32 else torch.float32
@@ -597,17 +564,14 @@ def _beats_sdpa(query: Tensor, value: Tensor) -> bool:
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:
     """Whether the operator computes what a call asks for."""
+    tensors = (query, key, value, mask, sinks)
     return (
         query.dtype == key.dtype == value.dtype in ACTIVATION_DTYPES
         and query.shape[3] <= MAX_HEAD
         and value.shape[3] <= MAX_VALUE_HEAD
         and (mask is None or _is_plain(mask, query, key))
-        and not (torch.is_grad_enabled() and _needs_grad(query, key, value, mask, sinks))
+        and not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
     )
-
-
-def _needs_grad(*tensors: Tensor | None) -> bool:
-    return any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
 
 def _is_plain(mask: Tensor, query: Tensor, key: Tensor) -> bool:

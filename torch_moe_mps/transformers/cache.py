@@ -171,13 +171,13 @@ def _empty_layer(plain: type, bits: int | None) -> Any:
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:
     """The innermost models of transformers that take a cache; calls of the outer models reach them."""
-    found = {m for m in model.modules() if isinstance(m, PreTrainedModel) and _takes_cache(m)}
+    found = {m for m in model.modules() if isinstance(m, PreTrainedModel) and takes_cache(m)}
     for module in found:
         if not any(inner in found for inner in module.modules() if inner is not module):
             yield module
 
 
-def _takes_cache(model: nn.Module) -> bool:
+def takes_cache(model: nn.Module) -> bool:
     return "past_key_values" in inspect.signature(model.forward).parameters
 
 
@@ -239,8 +239,12 @@ class _Growing(_Made, DynamicLayer):
             return self.plain.update(self, key_states, value_states, *args, **kwargs)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-            if self.bits is not None:
-                _warn_of_widths(key_states, value_states)
+            if self.bits is not None and not can_be_quantized(key_states, value_states):
+                widths = f"keys of {key_states.shape[-1]} and values of {value_states.shape[-1]} elements"
+                warnings.warn(
+                    f"torch_moe_mps: kv_bits=8 is for heads of multiples of 32; {widths} stay as they are",
+                    stacklevel=2,
+                )
         tokens = key_states.shape[-2]
         quantized = self.bits is not None and can_be_quantized(key_states, value_states)
         room = self._room(tokens)
@@ -516,7 +520,10 @@ class _GrowingCompressed(_GrowingWindow):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         self._leave()
         made, arguments, state = super().__reduce_ex__(protocol)
-        return made, arguments, {n: _compact_all(v) if type(v) is dict else v for n, v in state.items()}
+        for name, value in state.items():
+            if type(value) is dict:
+                state[name] = {each: _compact(held) for each, held in value.items()}
+        return made, arguments, state
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises: RuntimeError, for a window of tokens that is complete cannot be opened again."""
@@ -542,16 +549,6 @@ def _may_write(held: Tensor, new: Tensor) -> bool:
     """Whether something of new tokens may be written there. torch refuses some tensors of inference mode."""
     same = held.shape[0] == new.shape[0] and held.dtype is new.dtype and held.device == new.device
     return same and (torch.is_inference_mode_enabled() or not held.is_inference())
-
-
-def _compact_all(values: dict) -> dict:
-    return {name: _compact(value) for name, value in values.items()}
-
-
-def _warn_of_widths(keys: Tensor, values: Tensor) -> None:
-    if not can_be_quantized(keys, values):
-        widths = f"keys of {keys.shape[-1]} and values of {values.shape[-1]} elements stay as they are"
-        warnings.warn(f"torch_moe_mps: kv_bits=8 is for heads of multiples of 32; {widths}", stacklevel=2)
 
 
 def latents_together(keys: Any, values: Any) -> Tensor | None:

@@ -56,12 +56,9 @@ def depends_on(owner: Any, path: str, value: object = None) -> None:
         return
     value = _value(owner, path) if value is None else value
     if not isinstance(value, types.MethodType):
-        reads[id(owner), path] = Read(owner, path, value, _place_of(owner, path))
-
-
-def _place_of(owner: Any, path: str) -> str | None:
-    own = owner.__dict__
-    return next((name for name in _PLACES if path in (own.get(name, ()) if name else own)), None)
+        own = owner.__dict__
+        kept_in = next((name for name in _PLACES if path in (own.get(name, ()) if name else own)), None)
+        reads[id(owner), path] = Read(owner, path, value, kept_in)
 
 
 def _value(owner: Any, path: str) -> object:

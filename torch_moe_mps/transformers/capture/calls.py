@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
 from ..basics.classes import subclass
+from ..cache import takes_cache
 from ..checked import refused
 from ..graphs.passes import simplify
 from ..graphs.tracing import Recorder, Unsupported, is_operator
@@ -379,13 +380,9 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost models of transformers that take a cache."""
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if module not in inside and isinstance(module, PreTrainedModel) and _takes_cache(module):
+        if module not in inside and isinstance(module, PreTrainedModel) and takes_cache(module):
             inside.update(module.modules())
             yield module
-
-
-def _takes_cache(model: nn.Module) -> bool:
-    return "past_key_values" in inspect.signature(model.forward).parameters
 
 
 @functools.cache

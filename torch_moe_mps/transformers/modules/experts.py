@@ -1,7 +1,6 @@
 """The experts implementation "moe_mps", for every class with the experts interface of transformers."""
 
 import copy
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -134,14 +133,11 @@ def runs_own_code(module: nn.Module, *inputs: object) -> bool:
     for x in inputs:
         if x is not None and isinstance(x, Tensor):
             found = True
-            if x.dtype is torch.float64 or (grad and x.requires_grad) or (autocast and _in_autocast(x)):
+            if x.dtype is torch.float64 or (grad and x.requires_grad):
+                return True
+            if autocast and not x.is_meta and torch.is_autocast_enabled(x.device.type):
                 return True
     return not found or (grad and any(p.requires_grad for p in module.parameters()))
-
-
-def _in_autocast(x: Tensor) -> bool:
-    device = x.device.type
-    return device != "meta" and torch.is_autocast_enabled(device)
 
 
 def is_observed(*modules: nn.Module) -> bool:
@@ -244,13 +240,17 @@ def experts_forward(
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     inputs = (hidden_states, top_k_weights)
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
-        if torch.is_grad_enabled():
-            _require_no_gradients(self, inputs)
+        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
+            raise NotImplementedError(
+                f"moe_mps: {type(self).__name__} has quantised experts, without gradients; "
+                "use torch.no_grad()"
+            )
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_own_code(self, *inputs) or _activation_is_observed(self)
     if own or not _fits(hidden_states, first, top_k_index):
-        return own_forward(self, hidden_states, top_k_index.long(), top_k_weights)
+        dispatch: Any = type(self).forward  # to implementations; beneath it is the class's own code
+        return dispatch.__wrapped__(self, hidden_states, top_k_index.long(), top_k_weights)
     activation = _activation(self)
     if activation is None:
         return _in_steps(self, hidden_states, top_k_index, top_k_weights)
@@ -258,13 +258,6 @@ def experts_forward(
         hidden_states, first, self.down_proj, top_k_index, top_k_weights, transposed=self.is_transposed,
         **activation_arguments(activation), **(_biases(self) if self.has_bias else {}),
     )  # fmt: skip
-
-
-def _require_no_gradients(self: nn.Module, inputs: Iterable[Tensor | None]) -> None:
-    if any(x is not None and x.requires_grad for x in inputs):
-        raise NotImplementedError(
-            f"moe_mps: {type(self).__name__} has quantised experts, without gradients; use torch.no_grad()"
-        )
 
 
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -326,9 +319,3 @@ def _fits(x: Tensor, weight: Tensor, ids: Tensor) -> bool:
     return (
         x.dim() == 2 and x.dtype == weight.dtype and x.device == weight.device and ids.shape[-1] <= MAX_TOP_K
     )
-
-
-def own_forward(self: nn.Module, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The class's own (eager) forward, beneath the dispatch to implementations."""
-    dispatch: Any = type(self).forward
-    return dispatch.__wrapped__(self, hidden_states, top_k_index, top_k_weights)

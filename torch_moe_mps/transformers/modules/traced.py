@@ -181,7 +181,7 @@ class _Watch:
             twin: Any = object.__new__(_twin_class(cls))
             object.__getattribute__(twin, "__dict__")[_TWIN] = value, self, path
             return twin
-        if _has_attributes(value):
+        if hasattr(value, "__dict__") and not callable(value):
             return _Object(value, self, path)
         return self.refuse(f"a {type(value).__name__}")
 
@@ -283,10 +283,6 @@ def _is_constant(value: Any) -> bool:
 
 def _parts(value: functools.partial) -> tuple:
     return value.func, value.args, *value.keywords.items()
-
-
-def _has_attributes(value: Any) -> bool:
-    return hasattr(value, "__dict__") and not callable(value)
 
 
 def _described(value: Any) -> Any:

@@ -55,11 +55,11 @@ def compressed_layer(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of a layer that is recognised."""
-    held = _layer_of(past_key_values, layer.layer_idx)
+    held, (_, *within) = _layer_of(past_key_values, layer.layer_idx), layer.modules()
     plain = attention_mask is None or (
         type(attention_mask) is CausalMask and attention_mask.key_range is None
     )
-    if held is None or not plain or options.get("output_attentions") or is_observed(*_within(layer)):
+    if held is None or not plain or options.get("output_attentions") or is_observed(*within):
         if attention_mask is None and past_key_values is not None:  # without one, the chosen entries are lost
             tokens = hidden_states.shape[1]
             keys, _ = past_key_values.get_mask_sizes(tokens, layer.layer_idx)
@@ -79,10 +79,6 @@ def _layer_of(cache: Any, number: int) -> Any:
     layers = getattr(cache, "layers", ())
     held = layers[number] if number < len(layers) else None
     return held if hasattr(held, "pooled") and not torch.is_grad_enabled() else None
-
-
-def _within(layer: nn.Module) -> list[nn.Module]:
-    return [module for module in layer.modules() if module is not layer]
 
 
 def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:

@@ -16,21 +16,14 @@ ops = torch.ops.moe_mps
 _WIDEST = 1024  # a norm of heads is not wider
 
 
-def gated_norm_forward(norm: nn.Module, x: Tensor, gate: Tensor) -> Tensor:
+def gated_norm_forward(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
     """The forward of a rewritten norm."""
-    if x.shape != gate.shape or (options := _options(norm, x, gate)) is None:
-        return original_class(norm).forward(norm, x, gate)
-    return ops.rms_norm_gated(x, gate, *options)
-
-
-def _options(norm: Any, x: Tensor, gate: Tensor) -> tuple[Tensor, float, float] | None:
-    """The weight, eps and offset of a rewritten norm, None where an operator cannot run it."""
     formula: NormFormula = norm.__dict__[STATE].formula
     weight = getattr(norm, formula.weight)
-    fits = x.dtype == gate.dtype and x.shape[-1:] == weight.shape and weight.dtype in ACTIVATION_DTYPES
-    if not fits or not x.device == gate.device == weight.device:
-        return None
-    return weight, formula.eps, formula.offset
+    same = x.shape == gate.shape and x.dtype == gate.dtype and x.device == gate.device == weight.device
+    if not same or x.shape[-1:] != weight.shape or weight.dtype not in ACTIVATION_DTYPES:
+        return original_class(norm).forward(norm, x, gate)
+    return ops.rms_norm_gated(x, gate, weight, formula.eps, formula.offset)
 
 
 def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:

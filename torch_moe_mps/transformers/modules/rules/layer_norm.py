@@ -42,12 +42,9 @@ def layer_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
     if not same or x.dtype not in ACTIVATION_DTYPES or x.shape[-1] != form.width:
         own: Tensor = original_class(norm).forward(norm, x)
         return own
-    out: Tensor = ops.layer_norm(x, weight, bias, _eps(norm, form), form.offset)
+    eps = getattr(norm, form.eps) if form.eps else _DEFAULT_EPS
+    out: Tensor = ops.layer_norm(x, weight, bias, eps, form.offset)
     return out
-
-
-def _eps(norm: nn.Module, form: Form) -> float:
-    return getattr(norm, form.eps) if form.eps else _DEFAULT_EPS
 
 
 def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:

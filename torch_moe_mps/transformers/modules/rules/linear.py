@@ -20,10 +20,6 @@ from ..linears import QuantizedLinear
 ops = torch.ops.moe_mps
 
 
-def _nothing() -> None:
-    return None
-
-
 class Joined:
     """The concatenated weights of several layers, whose own parameters are views of them.
 
@@ -43,7 +39,7 @@ class Joined:
         return same and [part.data_ptr() for part in self.parts if part is not None] == self.addresses
 
     def __reduce_ex__(self, protocol: Any) -> tuple:
-        return _nothing, ()
+        return type(None), ()
 
 
 def _parameters(layers: Sequence[nn.Module]) -> list[list[Tensor | None]]:

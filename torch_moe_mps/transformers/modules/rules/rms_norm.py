@@ -7,29 +7,16 @@ from torch import Tensor, nn
 
 from ...basics.report import Done
 from ...basics.state import original_class
-from ..experts import is_observed
 from .norms import is_norm, norm_arguments
 
 ops = torch.ops.moe_mps
 
 
-def _normed(norm: nn.Module, x: Tensor) -> Tensor | None:
-    """norm(x) by the operator; None where its result would differ from the module's."""
-    arguments = None if x.dtype is torch.float64 else norm_arguments(norm, x)
-    return None if arguments is None else ops.rms_norm(x, *arguments)
-
-
-def rms_norm(norm: nn.Module, x: Tensor) -> Tensor:
-    """norm(x), where the calling forward has been rewritten."""
-    out = None if is_observed(norm) else _normed(norm, x)
-    return norm(x) if out is None else out
-
-
 def rms_norm_forward(norm: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     """The forward of a norm that has been rewritten itself, whatever its argument is called."""
     (x,) = args or named.values()
-    out = _normed(norm, x)
-    return original_class(norm).forward(norm, x) if out is None else out
+    arguments = None if x.dtype is torch.float64 else norm_arguments(norm, x)
+    return original_class(norm).forward(norm, x) if arguments is None else ops.rms_norm(x, *arguments)
 
 
 def rewrite_rms_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
