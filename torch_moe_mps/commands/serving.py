@@ -93,6 +93,55 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
         yield serve, interrupt
 
 
+class _Within:
+    """Lets a manager generate what the model's context has room for."""
+
+    def generate_streaming(
+        self, model: Any, processor: Any, inputs: Any, config: Any, *others: Any, **named: Any
+    ) -> Any:
+        _limit(model, inputs, config)
+        below: Any = super()
+        self.answer = below.generate_streaming(self.seen(model), processor, inputs, config, *others, **named)
+        return self.answer
+
+    def generate_non_streaming(
+        self, model: Any, processor: Any, inputs: Any, config: Any, *others: Any, **named: Any
+    ) -> Any:
+        _limit(model, inputs, config)
+        below: Any = super()
+        return below.generate_non_streaming(self.seen(model), processor, inputs, config, *others, **named)
+
+    def seen(self, model: Any) -> Any:
+        """What the manager calls `generate` of."""
+        return model
+
+
+class _OneByOne(_Within):
+    """Lets a manager generate with what its model answers by, prompt by prompt."""
+
+    answer: Any = None  # the queue and the streamer of the last one that is streamed
+    answering: Any = None
+    submit: Any  # of transformers' manager
+
+    def seen(self, model: Any) -> Any:
+        self.answering = getattr(model, "answering", None)
+        return self.answering or model
+
+    def interrupt(self) -> None:
+        if self.answer is not None:
+            self.answer[1].cancel()
+        if self.answering is not None:
+            self.answering.interrupt()
+
+    def stop(self) -> None:
+        """A thread that is still in torch when Python ends would abort the process."""
+        if self.answering is not None:
+            self.answering.end()
+            self.submit(lambda: None).result()
+            self.answering.prompts.write(self.answering.model)
+            _report(self.answering)
+
+
 def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tuple[str, Any]]:
     """(name in transformers' server, what takes its place); managers of generation are added to `made`."""
     from transformers.cli.serving import server as app
@@ -102,57 +151,12 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
     entry = {"id": model_name, "object": "model", "created": now, "owned_by": "torch-moe-mps"}
     build, validate = app.build_server, utils.BaseHandler._validate_request
 
-    class Within:
-        """Lets a manager generate what the model's context has room for."""
-
-        def generate_streaming(
-            self, model: Any, processor: Any, inputs: Any, config: Any, *others: Any, **named: Any
-        ) -> Any:
-            _limit(model, inputs, config)
-            below: Any = super()
-            self.answer = below.generate_streaming(
-                self.seen(model), processor, inputs, config, *others, **named
-            )
-            return self.answer
-
-        def generate_non_streaming(
-            self, model: Any, processor: Any, inputs: Any, config: Any, *others: Any, **named: Any
-        ) -> Any:
-            _limit(model, inputs, config)
-            below: Any = super()
-            return below.generate_non_streaming(self.seen(model), processor, inputs, config, *others, **named)
-
-        def seen(self, model: Any) -> Any:
-            """What the manager calls `generate` of."""
-            return model
-
-    class OneByOne(Within, utils.GenerateManager):
-        answer: Any = None  # the queue and the streamer of the last one that is streamed
-        answering: Any = None
-
+    class OneByOne(_OneByOne, utils.GenerateManager):
         def __init__(self) -> None:
             super().__init__()
             made.append(self)
 
-        def seen(self, model: Any) -> Any:
-            self.answering = getattr(model, "answering", None)
-            return self.answering or model
-
-        def interrupt(self) -> None:
-            if self.answer is not None:
-                self.answer[1].cancel()
-            if self.answering is not None:
-                self.answering.interrupt()
-
-        def stop(self) -> None:
-            """A thread that is still in torch when Python ends would abort the process."""
-            if self.answering is not None:
-                self.answering.end()
-                self.submit(lambda: None).result()
-                self.answering.prompts.write(self.answering.model)
-                _report(self.answering)
-
-    class Batches(Within, utils.CBGenerateManager):
+    class Batches(_Within, utils.CBGenerateManager):
         first: Any = None  # the settings of the first request
 
         def init_cb(self, model: Any, config: Any) -> None:

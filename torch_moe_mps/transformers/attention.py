@@ -214,15 +214,12 @@ def _sdpa(
     bias = kwargs.get("position_bias")
     plain = is_causal is not False and dropout == 0.0
     plain = plain and all(kwargs.get(name) is None for name in _SPECIAL)
-    out: Tensor | None = None
     if isinstance(key, Promised) and isinstance(value, Promised):
         if plain and bias is None:
-            out = _attend_to_latents(query, key, attention_mask, scaling)
-        if out is None:
             call = functools.partial(_sdpa, sdpa, module)
-            out = _some_heads_at_a_time(call, query, key, attention_mask, options)
-        if out is not None:
-            return out, None
+            out = _attend_to_promised(call, query, key, attention_mask, options)
+            if out is not None:
+                return out, None
         key, value = key.expanded(), value.expanded()
     if bias is None:
         plain = plain and getattr(module, STATE, NOTHING).is_attention and query.is_mps
@@ -293,19 +290,11 @@ def attention(
         by_operator = plain and _takes(query, key, value, None, s_aux)
         attention_mask, indices = _selection(attention_mask, indices, query, by_operator)
     if isinstance(key, Promised) and isinstance(value, Promised):
-        given = {"window": window, "sinks": s_aux, "softcap": softcap, "lookahead": lookahead}
-        out = None
-        if plain:
-            out = _attend_to_latents(query, key, attention_mask, scaling, indices=indices, **given)
-        if out is None and plain and indices is None:
-            options = {
-                "scaling": scaling,
-                "sliding_window": sliding_window,
-                "s_aux": s_aux,
-                "softcap": softcap,
-            }
-            call = functools.partial(attention, module)
-            out = _some_heads_at_a_time(call, query, key, attention_mask, options | kwargs)
+        given = {"window": window, "sinks": s_aux, "softcap": softcap, "indices": indices}
+        options = kwargs | {"scaling": scaling, "sliding_window": sliding_window}
+        options |= {"s_aux": s_aux, "softcap": softcap}
+        call, given["lookahead"] = functools.partial(attention, module), lookahead
+        out = _attend_to_promised(call, query, key, attention_mask, options, **given) if plain else None
         if out is not None:
             return out, None
         key, value = key.expanded(), value.expanded()
@@ -498,34 +487,31 @@ def _attend_with_bias(
     return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
-def _attend_to_latents(
-    query: Tensor, key: Promised, mask: Tensor | None, scaling: float | None, **options: Any
-) -> Tensor | None:
-    """Attention to keys and values that are still latents; None where these have to be expanded."""
-    source = key.source
-    brought = source.brought(query)
-    if brought is None:
-        return None
-    keys, values = source.keys_and_values()
-    if not _takes(brought, keys, values, mask, options.get("sinks")):
-        return None
-    scaling = query.shape[3] ** -0.5 if scaling is None else scaling
-    options["dtype"] = None if query.dtype == torch.float32 else torch.float32
-    return source.taken_back(_attend(brought, keys, values, mask, scaling, **options))
-
-
-def _some_heads_at_a_time(
+def _attend_to_promised(
     call: Callable[..., tuple[Tensor, Tensor | None]],
     query: Tensor,
     key: Promised,
     mask: Tensor | None,
     options: dict[str, Any],
+    **given: Any,
 ) -> Tensor | None:
-    """What `call` gives, for the heads that are expanded at a time; None where all of them may be."""
-    if mask is not None and mask.shape[1] != 1:
+    """Attention to keys and values that are still latents; None where all of them may be expanded.
+
+    The operator, which gets what is `given`, reads the latents. Where it cannot, `call` runs with `options`
+    for some heads at a time, which are expanded.
+    """
+    source, scaling = key.source, options["scaling"]
+    brought = source.brought(query)
+    if brought is not None:
+        keys, values = source.keys_and_values()
+        if _takes(brought, keys, values, mask, given.get("sinks")):
+            scaling = query.shape[3] ** -0.5 if scaling is None else scaling
+            given["dtype"] = None if query.dtype == torch.float32 else torch.float32
+            return source.taken_back(_attend(brought, keys, values, mask, scaling, **given))
+    if given.get("indices") is not None or (mask is not None and mask.shape[1] != 1):
         return None
     outs, sinks = [], options.get("s_aux")
-    for heads, keys, values in key.source.some_heads():
+    for heads, keys, values in source.some_heads():
         of_heads = options if sinks is None else options | {"s_aux": sinks[heads]}
         outs.append(call(query[:, heads], keys, values, mask, **of_heads)[0])
     return torch.cat(outs, 2) if outs else None
