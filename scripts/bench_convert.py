@@ -54,7 +54,7 @@ def start(source: Path) -> tuple[float, float]:
     """The same of a process that converts a tiny model."""
     command = [sys.executable, "-m", "torch_moe_mps", "convert", str(source), f"{source}-new"]
     started = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
+    subprocess.run(command, check=True, capture_output=True, timeout=600)
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return time.perf_counter() - started, used.ru_utime + used.ru_stime
 

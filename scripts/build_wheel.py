@@ -44,9 +44,12 @@ class WheelError(RuntimeError):
 
 
 def run(*command: object, cwd: Path = REPOSITORY, **variables: str) -> str:
-    """The output of a command; WheelError with its messages where it fails."""
-    line = [str(word) for word in command]
-    result = subprocess.run(line, capture_output=True, text=True, cwd=cwd, env={**os.environ, **variables})
+    """The output of a command; WheelError with its messages where it fails or takes half an hour."""
+    line, environment = [str(word) for word in command], {**os.environ, **variables}
+    try:
+        result = subprocess.run(line, capture_output=True, text=True, cwd=cwd, env=environment, timeout=1800)
+    except subprocess.TimeoutExpired as error:
+        raise WheelError(str(error)) from None
     if result.returncode != 0:
         raise WheelError(f"{' '.join(line)} failed:\n{result.stdout}{result.stderr}")
     return result.stdout

@@ -25,7 +25,7 @@ def sdk_version() -> int:
     """The major version of the SDK; 0 without one."""
     try:
         command = ("xcrun", "-sdk", "macosx", "--show-sdk-version")
-        text = subprocess.run(command, capture_output=True, text=True).stdout
+        text = subprocess.run(command, capture_output=True, text=True, timeout=60).stdout
     except OSError:
         return 0
     return int(text.partition(".")[0].strip() or 0)
@@ -48,7 +48,7 @@ def compile_source(source: Path) -> str:
     """What the compiler says of a source that it refuses; empty if it takes it."""
     language = LANGUAGE_WITH_TENSORS if source.stem.startswith("tensor_units") else LANGUAGE
     command = [*COMPILER, str(source), "-o", str(source.with_suffix(".air")), language]
-    result = subprocess.run(command, capture_output=True, text=True)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
     return "" if result.returncode == 0 else result.stderr or f"exit code {result.returncode}"
 
 

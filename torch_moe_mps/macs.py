@@ -1,6 +1,5 @@
 """Facts about Macs: memory bandwidth by chip, and how much memory macOS lets the GPU use."""
 
-import shutil
 import subprocess
 from typing import NamedTuple
 
@@ -58,12 +57,10 @@ def wired_limit(gib: int) -> int:
 
 def this_mac() -> Mac:
     """Raises: ValueError where this is no Mac with Apple silicon."""
-    if shutil.which("sysctl") is None or not (brand := _sysctl("machdep.cpu.brand_string")).startswith(
-        "Apple M"
-    ):
+    if not (brand := said("sysctl", "-n", "machdep.cpu.brand_string")).startswith("Apple M"):
         raise ValueError("--mac is for a Mac with Apple silicon; this machine is not one")
-    memory = int(_sysctl("hw.memsize"))
-    chosen = _sysctl("iogpu.wired_limit_mb")  # 0 unless the user set it
+    memory = int(said("sysctl", "-n", "hw.memsize"))
+    chosen = said("sysctl", "-n", "iogpu.wired_limit_mb")  # 0 unless the user set it
     if chosen.isdecimal() and int(chosen) > 0:
         limit = int(chosen) << 20
     elif torch.backends.mps.is_available():
@@ -76,17 +73,17 @@ def this_mac() -> Mac:
     return Mac(chip, memory, limit, BANDWIDTHS.get(chip))
 
 
-def _sysctl(name: str) -> str:
-    """The value of a name; empty where there is none."""
-    return subprocess.run(["sysctl", "-n", name], capture_output=True, text=True).stdout.strip()
+def said(*command: str) -> str:
+    """What a program of the system prints; empty where there is none, or it fails."""
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return ""
 
 
 def _gpu_cores() -> int | None:
     """The number of cores of the GPU, from the registry of devices."""
-    if shutil.which("ioreg") is None:
-        return None
-    command = ["ioreg", "-r", "-d", "1", "-c", "AGXAccelerator"]
-    for line in subprocess.run(command, capture_output=True, text=True).stdout.splitlines():
+    for line in said("ioreg", "-r", "-d", "1", "-c", "AGXAccelerator").splitlines():
         name, _, value = line.partition("=")
         if '"gpu-core-count"' in name and value.strip().isdecimal():
             return int(value)

@@ -132,7 +132,7 @@ def locked(path: Path):
 
 
 def attempt(command: Sequence, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(list(map(str, command)), capture_output=True, text=True, **options)
+    return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=900, **options)
 
 
 def run(command: Sequence, what: str, **options) -> str:

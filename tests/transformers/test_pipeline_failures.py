@@ -130,7 +130,7 @@ def test_torchrun_leaves_no_process(folder, tmp_path):
     )
     for rank in range(2):
         pid = (tmp_path / f"{rank}.pid").read_text()
-        assert subprocess.run(["ps", "-p", pid], capture_output=True).returncode != 0
+        assert subprocess.run(["ps", "-p", pid], capture_output=True, timeout=60).returncode != 0
 
 
 class Alone:

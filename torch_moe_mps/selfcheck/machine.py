@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import platform
-import subprocess
 import sys
 import tempfile
 from collections.abc import Collection
@@ -14,9 +13,11 @@ from pathlib import Path
 import torch
 
 from .._extension import PACKAGE, SHADERS, host_library
+from ..macs import said
 
 COMMAND = "torch-moe-mps check"
 SWITCH = "MOE_MPS_CHECK"  # in the environment: "0" leaves out the check of accelerate()
+_said = functools.cache(said)
 
 
 def is_available() -> bool:
@@ -32,21 +33,13 @@ def machine() -> dict[str, str]:
         "python": platform.python_version(),
         "system": platform.platform(),
         "macos": platform.mac_ver()[0],
-        "processor": _output("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine(),
+        "processor": _said("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine(),
         "gpu": torch.ops.moe_mps._gpu_name() if is_available() else "",
         "code": _code(host_library()),
     }
     if sys.platform == "darwin":
-        described["macos"] += f" ({_output('sw_vers', '-buildVersion')})"
+        described["macos"] += f" ({_said('sw_vers', '-buildVersion')})"
     return described
-
-
-@functools.cache
-def _output(*command: str) -> str:
-    try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return ""
 
 
 @functools.cache

@@ -122,7 +122,7 @@ def compiled(plan: Plan, numbers: list[int], with_peers: bool) -> None:
     from simulator.cuda.compile import compile_all
 
     code = "import torch; print('sm_%d%d' % torch.cuda.get_device_capability())"
-    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    asked = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
     if asked.returncode:
         sys.exit(f"error: torch finds no GPU here: {asked.stderr.strip().splitlines()[-1]}")
     recordings = [plan.recordings[number] for number in numbers]
