@@ -276,6 +276,8 @@ def attention(
 
     Raises: RuntimeError where the model's own code is needed and its file has none.
     """
+    options = kwargs | {"scaling": scaling, "sliding_window": sliding_window, "s_aux": s_aux}
+    options |= {"softcap": softcap, "dropout": dropout}
     sees_all = attention_mask is None and not _is_causal(module)
     window = sliding_window if attention_mask is None and not sees_all else None
     lookahead = _ALL_KEYS if sees_all else 0
@@ -291,8 +293,6 @@ def attention(
         attention_mask, indices = _selection(attention_mask, indices, query, by_operator)
     if isinstance(key, Promised) and isinstance(value, Promised):
         given = {"window": window, "sinks": s_aux, "softcap": softcap, "indices": indices}
-        options = kwargs | {"scaling": scaling, "sliding_window": sliding_window}
-        options |= {"s_aux": s_aux, "softcap": softcap}
         call, given["lookahead"] = functools.partial(attention, module), lookahead
         out = _attend_to_promised(call, query, key, attention_mask, options, **given) if plain else None
         if out is not None:
@@ -310,19 +310,8 @@ def attention(
         return _attend(query, key, value, attention_mask, scaling, *order), None
     if attention_mask is None and query.shape[2] > 1 and not sees_all:
         key, value = _seen(query, key, value)
-    return _eager_function(module)(
-        module,
-        query,
-        _dense(key),
-        _dense(value),
-        None if sees_all else _additive(_elements(attention_mask), query, key, window),
-        scaling=scaling,
-        dropout=dropout,
-        sliding_window=sliding_window,
-        s_aux=s_aux,
-        softcap=softcap,
-        **kwargs,
-    )
+    mask = None if sees_all else _additive(_elements(attention_mask), query, key, window)
+    return _eager_function(module)(module, query, _dense(key), _dense(value), mask, **options)
 
 
 def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
