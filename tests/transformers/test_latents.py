@@ -13,7 +13,7 @@ from transformers import DynamicCache, StaticCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers import attention, latents
-from torch_moe_mps.transformers.cache import latents_together
+from torch_moe_mps.transformers.growing import latents_together
 from torch_moe_mps.transformers.latents import Expansion, Promised, expansion_of
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 

@@ -8,7 +8,8 @@ import torch
 from torch.fx.experimental import _config
 from transformers.utils import logging
 
-from ..transformers.cache import as_held, room_behind, room_behind_window
+from ..transformers.cache import as_held
+from ..transformers.growing import room_behind, room_behind_window
 
 
 class KVCache:

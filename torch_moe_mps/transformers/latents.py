@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_map_only
 from .basics.report import Done
 from .basics.state import NOTHING, STATE, state_of
 from .checked import refusal
+from .growing import latents_together
 from .modules.experts import is_observed
 from .modules.linears import QuantizedLinear
 from .modules.rules.trial import tried
@@ -129,8 +130,6 @@ class Latents:
 
     def keys_and_values(self) -> tuple[Tensor, Tensor]:
         """[B, 1, S, L + R], where a growing cache has them, else a copy; and its first L columns."""
-        from .cache import latents_together  # imports transformers
-
         keys = latents_together(self.latents, self.rotated)
         if keys is None:
             keys = torch.cat((self.latents, self.rotated), -1)

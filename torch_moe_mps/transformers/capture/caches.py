@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
-from ..cache import END, MEMORY, QuantizedCache
+from ..cache import QuantizedCache
 from ..graphs.tracing import Recorder, Unsupported
+from ..growing import END, MEMORY
 from ..modules.causal_mask import ELEMENTS, RANGE, CausalMask, range_of_padding
 from ..quantized_states import QuantizedStates
 from .fingerprint import default_device
