@@ -104,7 +104,7 @@ def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = Tr
     """Whether no call between two nodes writes into the memory of a value; unless `read`, none reads it."""
     memory, node = memory_of(value), since.next
     while node is not until:
-        touched = written(node) if read or _is_view(node) else node.all_input_nodes
+        touched = written(node) if read or is_view(node) else node.all_input_nodes
         if any(memory_of(each) is memory for each in touched):
             return False
         node = node.next
@@ -152,7 +152,7 @@ def hoist(value: fx.Node, before: fx.Node) -> None:
         before.prepend(value)
 
 
-def _is_view(node: fx.Node) -> bool:
+def is_view(node: fx.Node) -> bool:
     """Whether a node only shows memory of another one."""
     if node.target is ITEM:
         return True

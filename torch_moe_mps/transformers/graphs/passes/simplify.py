@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from ..nodes import arguments, aten, calls, is_call, is_final, memory_of, put, tensor_of, written
+from ..nodes import arguments, aten, calls, is_call, is_final, is_view, memory_of, put, tensor_of, written
 from ..patterns import uncast
 from ..tracing import ITEM, VALUE, Number
 
@@ -114,7 +114,7 @@ def share_views(graph: fx.Graph) -> None:
     """Replaces a view by an equal one that was made before, or by what it shows where the two are alike."""
     views: dict[Any, fx.Node] = {}
     for node in list(graph.nodes):
-        if not _is_view(node):
+        if not _is_tensor_view(node):
             continue
         geometry = _geometry(node.meta[VALUE])
         source = next((each for each in _shown(node) if _geometry(each.meta[VALUE]) == geometry), None)
@@ -136,7 +136,7 @@ def share_equal(graph: fx.Graph) -> None:
         writes.update(map(memory_of, written(node)))
         if _has_effects(node):
             continue
-        is_new = node.target is not ITEM and not _is_view(node)
+        is_new = node.target is not ITEM and not _is_tensor_view(node)
         read = [writes[memory_of(each)] for each in node.all_input_nodes] if is_new else None
         # The text of arguments has their types.
         first = known.setdefault((node.target, repr(node.args), repr(node.kwargs), repr(read)), node)
@@ -154,7 +154,7 @@ def _is_returned(value: fx.Node) -> bool:
 
 def _shown(view: Any) -> Iterator[fx.Node]:
     """What a view is one of, one after the other."""
-    while _is_view(view):
+    while _is_tensor_view(view):
         view = view.args[0]
         yield view
 
@@ -182,14 +182,11 @@ def _showing(value: fx.Node) -> Iterator[fx.Node]:
             yield from _showing(user)
 
 
-def _is_view(node: fx.Node) -> bool:
+def _is_tensor_view(node: fx.Node) -> bool:
     """Whether a node's only result is a view of its first argument, with its elements."""
-    if is_call(node, aten._conj, aten._neg_view):
+    if node.target is ITEM or is_call(node, aten._conj, aten._neg_view):
         return False
-    if not isinstance(node.target, torch._ops.OpOverload) or not isinstance(node.meta[VALUE], Tensor):
-        return False
-    alias = node.target._schema.returns[0].alias_info
-    return alias is not None and not alias.is_write and isinstance(node.args[0], fx.Node)
+    return is_view(node) and isinstance(node.meta[VALUE], Tensor) and isinstance(node.args[0], fx.Node)
 
 
 def _geometry(tensor: Tensor) -> tuple[Any, ...]:

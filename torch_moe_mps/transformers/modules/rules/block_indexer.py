@@ -18,7 +18,7 @@ from ...basics.state import original_class, state_of
 from ..chosen_keys import Choice
 from ..experts import NAME, is_observed
 from .indexer import FewInputs
-from .norms import NormFormula, is_norm, norm_arguments
+from .norms import is_norm, norm_arguments
 from .rope import TURNS, Turn, tables_and_options
 from .trial import HeldKeys, agrees, bare_twin, tried
 
@@ -110,11 +110,14 @@ class _Trial:
 
     def __init__(self, module: Any):
         self.module = bare_twin(module)
-        children: dict[str, nn.Module] = {
+        children: dict[str, Any] = {
             name: FewInputs(module._modules[name].out_features) for name in ("q_proj", "k_proj")
         }
         for name in ("q_norm", "k_norm"):
-            children[name] = _Norm(state_of(module._modules[name]).formula, module.head_dim)
+            norm, formula = bare_twin(module._modules[name]), state_of(module._modules[name]).formula
+            weight = nn.Parameter(torch.linspace(-0.5, 1.0, module.head_dim), requires_grad=False)
+            norm.register_parameter(formula.weight, weight)
+            state_of(norm).formula, children[name] = formula, norm
         vars(self.module).update(_modules=children, block_size=2, topk_blocks=2)
         generator = torch.Generator().manual_seed(0)
         self.hidden = torch.rand(_BATCH, _TOKENS, 4, generator=generator) - 0.5
@@ -138,16 +141,3 @@ class _Trial:
         own = torch.where(self.own < 0, _BEFORE, self.own).sort(-1).values
         same = torch.equal(own, torch.where(chosen < 0, _BEFORE, chosen).long())
         return same and agrees(self.keys, layer.keys)
-
-
-class _Norm(nn.Module):
-    """An RMSNorm of this formula."""
-
-    def __init__(self, formula: NormFormula, width: int):
-        super().__init__()
-        self.weight = nn.Parameter(torch.linspace(-0.5, 1.0, width), requires_grad=False)
-        self.eps, self.offset = formula.eps, formula.offset
-        state_of(self).formula = formula
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * torch.rsqrt(x.square().mean(-1, keepdim=True) + self.eps) * (self.weight + self.offset)
