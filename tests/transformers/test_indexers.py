@@ -8,11 +8,13 @@ from support import tiny_models
 from support.launches import launches
 from support.models import assert_close, eager, in_parts, operators_of, output
 from support.tiny_models import tiny_model
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.state import state_of
+from torch_moe_mps.transformers.modules.rules.constants import constant
 from torch_moe_mps.transformers.modules.rules.indexer import indexer_forward, rewrite_indexer
 
 pytestmark = pytest.mark.one_schedule
@@ -242,3 +244,12 @@ def test_chosen_pools(simulated, architecture, monkeypatch):
     cache.crop(-7)
     again = in_parts(model, ids[:, -7:].to("mps"), 1, *[1] * 5, cache=cache)[0]
     torch.testing.assert_close(torch.cat(again[1:], 1), torch.cat(found[-6:], 1), rtol=1e-4, atol=1e-4)
+
+
+def test_a_constant_that_a_recording_made_is_not_held():
+    """It is fake, and every later call would get it."""
+    with FakeTensorMode():
+        assert type(constant("test", lambda: torch.ones(3))) is FakeTensor
+    held = constant("test", lambda: torch.ones(3))
+    assert type(held) is torch.Tensor and constant("test", lambda: torch.zeros(3)) is held
+    assert len(constant("test", lambda: torch.ones(5), 5)) == 5

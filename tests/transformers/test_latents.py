@@ -223,7 +223,7 @@ def test_error_is_that_of_expanded_keys_and_values(simulated, name):
     own = latents.Latents(module, type(module).expand_kv, *parts)
     latents.state_of(module).expansion = form
     source = latents.Promised(own, 0, form.heads, form.key_rows + rotary)
-    absorbed = attention._attend_to_latents(query, source, None, None, sinks=None).transpose(1, 2)
+    absorbed = attention._attend_to_promised(None, query, source, None, {"scaling": None}).transpose(1, 2)
     errors = [(out.cpu().double() - right).norm() / right.norm() for out in (absorbed, expanded)]
     assert errors[0] <= errors[1] < 6e-3
 

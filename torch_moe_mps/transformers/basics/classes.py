@@ -1,4 +1,6 @@
-"""Subclasses that stand in for the class of a module, which looks and is copied as before."""
+"""Subclasses that take the place of a module's class: its name and documentation stay, and copies are of the
+class itself.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,8 +14,7 @@ def subclass(
     """The subclass of `original` with these members.
 
     Args:
-        new_copy: gives the empty module, for `original`, that copies and pickles of a module begin with; it
-            works without this package's subclass, which they do not name.
+        new_copy: makes the empty module that a copy or a pickle begins with, from `original`.
     """
 
     def reduce(self: nn.Module, protocol: Any) -> Any:

@@ -66,8 +66,7 @@ def from_pretrained(
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
     recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
     require_kv_bits("from_pretrained", kv_bits)
-    distributed = kwargs.get("distributed_config")
-    spread = size_of(distributed, "pp_size") > 1
+    spread = size_of(distributed := kwargs.get("distributed_config"), "pp_size") > 1
     if spread:
         del kwargs["distributed_config"]  # transformers would make a pipeline of its own
     elif shares is not None:

@@ -19,6 +19,7 @@ from ...basics.state import original_class, state_of
 from ..causal_mask import CausalMask
 from ..experts import is_observed
 from ..linears import GroupedLinear
+from .constants import constant
 from .linear import linears
 from .norms import is_norm
 from .rotary import is_fixed
@@ -35,7 +36,6 @@ _OF_COMPRESSOR = ("compress_rate", "head_dim", "rope_layer_type", "index_topk", 
 _TURN: dict[str, Any] = {"pairs": "interleaved", "rotary_last": True}
 # The attribute of a table of sines with which rotations are undone.
 _NEGATED = "_moe_mps_negated"
-_ones: dict[tuple[int, torch.device], Tensor] = {}  # weights of norms without any
 
 
 class Pooled(NamedTuple):
@@ -94,7 +94,8 @@ def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -
     second = [layer.q_b_proj] if indexer is None else [layer.q_b_proj, indexer.q_b_proj]
     q, *index_q = linears(tuple(second), layer.q_a_norm(q))
     q, kv = q.unflatten(-1, (-1, layer.head_dim)), kv.unsqueeze(2)
-    ones, weight, eps = _ones_for(q), layer.kv_norm.weight, layer.kv_norm.variance_epsilon
+    ones = constant(("ones", layer.head_dim, q.device), lambda: torch.ones(layer.head_dim, device=q.device))
+    weight, eps = layer.kv_norm.weight, layer.kv_norm.variance_epsilon
     keys = held.slots(kv.transpose(1, 2))
     if keys is None:
         q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
@@ -164,13 +165,6 @@ def _negated(sin: Tensor) -> Tensor:
         found = -sin
         setattr(sin, _NEGATED, found)
     return found
-
-
-def _ones_for(heads: Tensor) -> Tensor:
-    key = heads.shape[-1], heads.device
-    if key not in _ones:
-        _ones[key] = torch.ones(key[0], device=key[1])
-    return _ones[key]
 
 
 # Recognising a layer

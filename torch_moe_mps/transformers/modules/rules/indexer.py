@@ -19,6 +19,7 @@ from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
 from ..causal_mask import CausalMask
 from ..experts import is_observed
+from .constants import constant
 from .rope import TURNS, Turn, tables_and_options
 from .trial import HeldKeys, agrees, bare_twin, tried
 
@@ -30,8 +31,6 @@ _TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", "p
 _BATCH, _TOKENS, _BEFORE = 2, 3, 4  # of a trial
 # The attribute of indices none of which its token does not see.
 IN_ORDER = "_moe_mps_in_order"
-# {device: the numbers of as many keys as an indexer can choose}: programs hold it, so it may not grow.
-_EVERY: dict[torch.device, Tensor] = {}
 
 
 class Form(NamedTuple):
@@ -70,7 +69,12 @@ def _chosen(
     q = _queries(indexer, hidden, given) if chooses else None
     q, k = _into_cache(indexer, form, q, indexer.wk(hidden), given)
     if q is None:
-        return _every(indexer.index_topk, k.device)[:seen].expand(batch, tokens, seen)
+        # Programs hold these numbers, so they are as many as an indexer can choose.
+        count, device = indexer.index_topk, k.device
+        every = constant(
+            ("keys", device), lambda: torch.arange(count, dtype=torch.int32, device=device), count
+        )
+        return every[:seen].expand(batch, tokens, seen)
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
     scale = indexer.softmax_scale * indexer.n_heads**-0.5
     chosen: Tensor = ops.index_topk(q, k[:, :seen], weights, indexer.index_topk, scale, key_range=key_range)
@@ -109,13 +113,6 @@ def _queries(indexer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
     q: Tensor = indexer.wq_b(x).unflatten(-1, (indexer.n_heads, indexer.head_dim))
     scaling = children.get("softmax_scaling")
     return q if scaling is None else scaling(q, given["position_ids"], head_dim_first=False)
-
-
-def _every(count: int, device: torch.device) -> Tensor:
-    held = _EVERY.get(device)
-    if held is None or len(held) < count:
-        held = _EVERY[device] = torch.arange(count, dtype=torch.int32, device=device)
-    return held
 
 
 # Recognising an indexer

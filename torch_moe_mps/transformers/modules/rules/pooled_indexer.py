@@ -21,6 +21,7 @@ from ...basics.state import original_class, state_of
 from ..causal_mask import CausalMask
 from ..chosen_keys import EVERYTHING, Choice
 from ..experts import is_observed
+from .constants import constant
 from .indexer import FewInputs, Normed
 from .rope import TURNS, Turn, tables_and_options
 from .trial import HeldKeys, agrees, bare_twin, tried
@@ -77,7 +78,8 @@ def _choice_of_gated(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer
     width, rate = indexer.head_dim, indexer.index_kpool
     k = indexer.wk(hidden_states)
     gate = F.linear(hidden_states, indexer.index_kpool_compress_gate)
-    shown = _ones(hidden_states.device, k.dtype).expand(*k.shape[:2], 1)
+    one = constant(("one", k.device, k.dtype), lambda: k.new_ones(1, 1, 1))
+    shown = one.expand(*k.shape[:2], 1)
     packed = (indexer.k_norm(k), gate, shown)
     slots = None if layer is None else layer.indexer_slots_of(packed)
     if slots is not None:
@@ -109,11 +111,6 @@ def _is_padded(mask: Tensor, layer: Any) -> bool:
     if layer is not None:
         layer.is_padded = bool(noted)
     return bool(noted)
-
-
-@functools.cache
-def _ones(device: torch.device, dtype: torch.dtype) -> Tensor:
-    return torch.ones(1, 1, 1, device=device, dtype=dtype)
 
 
 def _weighted(indexer: Any, packed: Tensor, first: int, last: int) -> Tensor:
