@@ -76,6 +76,9 @@ class Draws:
     def offset(self) -> float:
         return self.one(0.0, 1.0)
 
+    def factor(self) -> float:
+        return self.one(1.0, 0.22, -3.5)
+
 
 def norm_of_input(d: Draws, width: int) -> dict[str, Any]:
     weight = d.maybe(lambda: d.values(width))
@@ -100,7 +103,7 @@ def with_scalar(d: Draws) -> dict[str, Any]:
 
 @strategy
 def rms_norm(d):
-    arguments = norm(d, "input")
+    arguments = norm(d, "input") | {"factor": d.factor()}
     return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
 
 
@@ -131,7 +134,7 @@ def fused_norm_add_scalar(d):
 
 @strategy
 def fused_residual_norm(d):
-    return {**norm(d, "residual", "input"), "write_sum": d.flag()}
+    return {**norm(d, "residual", "input"), "write_sum": d.flag(), "factor": d.factor()}
 
 
 @strategy

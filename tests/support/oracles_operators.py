@@ -117,15 +117,22 @@ def norm_add(a, factor=1.0) -> list[Expected]:
     return [Expected((residual + norm.value) * factor, error * abs(factor))]
 
 
-def residual_norm(a, factor=1.0) -> tuple[Expected, Expected]:
-    """The sum is exact: 24 bits of float32 are twice float16's 11 and two more: rounding twice is once."""
-    total = oracles.round_to(exact(a.residual) + exact(a.input), a.residual.dtype)
-    return normed(total, exact(a.weight), a.eps, a.weight_offset, factor), Expected(total)
+def residual_norm(a, of_input=1.0, factor=1.0) -> tuple[Expected, Expected]:
+    """Without a factor of the input the sum is exact: 24 bits of float32 are twice float16's 11 and two more.
+
+    With one it may be rounded to the neighbour of the nearest number.
+    """
+    residual, product = exact(a.residual), exact(a.input) * of_input
+    total, error = oracles.round_to(residual + product, a.residual.dtype), None
+    if of_input != 1.0:
+        error = 2 * FLOAT32_EPS * (abs(residual) + abs(product))
+    off = 0.0 if error is None else oracles.spacing(total, a.residual.dtype) + error
+    return normed(total, exact(a.weight), a.eps, a.weight_offset, factor, x_error=off), Expected(total, error)
 
 
 @oracle
 def rms_norm(a):
-    return [normed(exact(a.input), given(a.weight), a.eps, a.weight_offset)]
+    return [normed(exact(a.input), given(a.weight), a.eps, a.weight_offset, a.factor)]
 
 
 @oracle
@@ -177,13 +184,13 @@ def fused_norm_add_scalar(a):
 
 @oracle
 def fused_residual_norm(a):
-    norm, total = residual_norm(a)
+    norm, total = residual_norm(a, a.factor)
     return [norm, total if a.write_sum else EMPTY]
 
 
 @oracle
 def fused_residual_norm_scalar(a):
-    return [residual_norm(a, exact(a.scalar))[0]]
+    return [residual_norm(a, factor=exact(a.scalar))[0]]
 
 
 # Combine

@@ -157,6 +157,36 @@ def norm_of_sum(x, r):
     return norm(total), total
 
 
+def norm_of_sum_with_a_factor(x, r):
+    total = r + linear(x).view(1, H).mul(0.22).view(1, 1, H)
+    return norm(total), total
+
+
+def norm_of_sum_with_factors(x, r):
+    """Of which one may be joined, and none that is read elsewhere."""
+    product = r * 3.5
+    total = product + x * 0.5
+    return norm(total), product
+
+
+def norm_of_sum_of_a_wide_product(x, r):
+    total = r + (x.double() * 0.22).float()
+    return norm(total), total
+
+
+def norm_with_a_factor(x, r):
+    return norm(x).view(H) * 0.5
+
+
+def norm_with_a_factor_that_is_read(x, r):
+    normed = norm(x)
+    return normed * 0.5, normed
+
+
+def norm_in_an_operator_with_a_factor(x, r):
+    return linear(norm(x) * 0.5)
+
+
 def sum_with_norm(x, r):
     total = r + norm(x[0]).view(1, 1, H)
     return linear(total), total
@@ -445,6 +475,12 @@ CASES: dict[Callable, dict[str, int]] = {
     norm_without_weight: LINEAR | {"rms_norm": 1},
     norm_of_what_changes: LINEAR | {"rms_norm": 1, "clone": 1, "add_": 1},
     norm_of_sum: {"fused_residual_norm": 1},
+    norm_of_sum_with_a_factor: LINEAR | {"fused_residual_norm": 1},
+    norm_of_sum_with_factors: {"fused_residual_norm": 1, "mul": 1},
+    norm_of_sum_of_a_wide_product: {"fused_residual_norm": 1, "_to_copy": 2, "mul": 1},
+    norm_with_a_factor: {"rms_norm": 1},
+    norm_with_a_factor_that_is_read: {"rms_norm": 1, "mul": 1},
+    norm_in_an_operator_with_a_factor: LINEAR | {"rms_norm": 1},
     sum_with_norm: LINEAR | {"fused_norm_add": 1},
     sum_with_norm_read_twice: {"rms_norm": 1, "add": 1},
     sum_with_norm_of_what_changes: {"rms_norm": 1, "add": 1, "clone": 1, "add_": 1},

@@ -20,7 +20,7 @@ using at::Tensor;
 void add_norm(Commands& commands, const char* kernel, const std::optional<Tensor>& residual,
               const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& scalar,
               double eps, double weight_offset, const Tensor& output, const std::optional<Tensor>& sum,
-              Gating gating = {}) {
+              Gating gating = {}, double factor = 1.0) {
   const int64_t width = input.size(-1);
   const int64_t rows = input.numel() / width;
   const int64_t stride = row_stride(input).value();
@@ -46,6 +46,7 @@ void add_norm(Commands& commands, const char* kernel, const std::optional<Tensor
   params.gate_first = gating.is_first;
   params.eps = static_cast<float>(eps);
   params.weight_offset = static_cast<float>(weight_offset);
+  params.factor = static_cast<float>(factor);
 
   commands.add({"norms", input.scalar_type()}, kernel)
       .bind_or(residual, output)
@@ -65,11 +66,12 @@ void encode_norm(const Arguments&... arguments) {
   commands.encode();
 }
 
-Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, double weight_offset) {
+Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, double weight_offset,
+                double factor) {
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
   encode_norm("rms_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
-              std::nullopt, eps, weight_offset, output, std::nullopt);
+              std::nullopt, eps, weight_offset, output, std::nullopt, Gating{}, factor);
   return output;
 }
 
@@ -100,11 +102,11 @@ Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& wei
 // The norms with a residual: their results, and `sum` where the kernel writes one.
 Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& input, const Tensor& weight,
                      const std::optional<Tensor>& scalar, double eps, double weight_offset,
-                     const std::optional<Tensor>& sum = std::nullopt) {
+                     const std::optional<Tensor>& sum = std::nullopt, double factor = 1.0) {
   Tensor output = at::empty(residual.sizes(), residual.options());
   if (output.numel() == 0) return output;
   encode_norm(kernel, residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
-              weight_offset, output, sum);
+              weight_offset, output, sum, Gating{}, factor);
   return output;
 }
 
@@ -120,11 +122,11 @@ Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const 
 
 std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input,
                                                const Tensor& weight, double eps, bool write_sum,
-                                               double weight_offset) {
+                                               double weight_offset, double factor) {
   const Tensor sum =
       write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
   const Tensor output = with_residual("residual_norm", residual, input, weight, std::nullopt, eps,
-                                      weight_offset, write_sum ? std::optional(sum) : std::nullopt);
+                                      weight_offset, write_sum ? std::optional(sum) : std::nullopt, factor);
   return {output, sum};
 }
 

@@ -384,7 +384,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             {**wide, "residual": values(2, 4100)},
         ],
         "fused_residual_norm": lambda: [
-            {"residual": strided, "write_sum": False},
+            {"residual": strided, "write_sum": False, "factor": 0.22},
             {**wide, "residual": values(2, 4100)},
         ],
         "moe_router": lambda: [

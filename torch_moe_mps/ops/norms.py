@@ -81,8 +81,10 @@ def _meta_rms_norm(check, input, weight, weight_offset, gate=None, **others):
 
 
 @operator(meta=_meta_rms_norm)
-def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
-    """rms(input) * (weight + weight_offset), without a weight rms(input).
+def rms_norm(
+    input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
+) -> Tensor:
+    """rms(input) * (weight + weight_offset) * factor, without a weight rms(input) * factor.
 
     aten's `_fused_rms_norm` is one dispatch on MPS too, but takes no offset and requires a weight of the
     input's dtype; in all other cases `torch.nn.functional.rms_norm` runs one operation after the other.
@@ -93,12 +95,13 @@ def rms_norm(input: Tensor, weight: Tensor | None, eps: float, weight_offset: fl
         weight: [H], any of the three dtypes, or None.
         eps: added to the mean of squares.
         weight_offset: 1.0 for zero-centred weights; 0.0 without a weight.
+        factor: of the result, before it is rounded (latents of Dots3).
 
     Returns: [..., H] in the dtype of `input`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    return normed(input, weight, eps, weight_offset).to(input.dtype)
+    return (normed(input, weight, eps, weight_offset) * factor).to(input.dtype)
 
 
 def _meta_rms_norm_gated(check, input, gate, weight, activation, group, **others):
@@ -219,14 +222,16 @@ def fused_residual_norm(
     eps: float,
     write_sum: bool = True,
     weight_offset: float = 0.0,
+    factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
-    """s = residual + input  ->  (rms(s) * (weight + weight_offset), s), the order of pre-norm models.
+    """s = residual + input * factor  ->  (rms(s) * (weight + weight_offset), s), as pre-norm models do.
 
     In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
     Args:
         residual, input, weight, eps, weight_offset: as for fused_norm_add.
         write_sum: without it the second result is empty, of shape [0].
+        factor: of the input, whose product is not rounded (Granite, MiniMax).
 
     Returns: the normed sum and the sum, both [..., H] in the dtype of `residual`.
 
@@ -234,7 +239,7 @@ def fused_residual_norm(
 
     Stands for the source kernel fused_residual_norm_f32.
     """
-    total = residual + input
+    total = (residual.float() + input.float() * factor).to(residual.dtype)
     result = normed(total, weight, eps, weight_offset).to(residual.dtype)
     return result, total if write_sum else residual.new_empty(0)
 

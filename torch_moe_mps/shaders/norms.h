@@ -53,10 +53,11 @@ struct NormRow {
     return x;
   }
 
-  // The columns to be normed: of the input, or of residual + input rounded to T, as the residual stream is.
-  Vector<T, N> normed(Columns<T, N> x) const {
+  // The columns to be normed: of the input, or of residual + input * factor rounded to T, as the residual
+  // stream is.
+  Vector<T, N> normed(Columns<T, N> x, constant NormParams& params) const {
     if constexpr (kJoin != JOIN_SUM) return x.input;
-    return narrow<T>(widen(x.input) + widen(x.residual));
+    return narrow<T>(widen(x.input) * params.factor + widen(x.residual));
   }
 
   // Only a norm without residual or gate may lack its weight.
@@ -136,17 +137,18 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column >= params.width) continue;
-    kept[k].input = row.normed(kept[k]);
+    kept[k].input = row.normed(kept[k], params);
     squares += row.add(column, kept[k], mean, params);
   }
   for (uint column = rest; column < params.width; column += step) {
     Columns<T, N> x = row.columns(column);
-    x.input = row.normed(x);
+    x.input = row.normed(x, params);
     squares += row.add(column, x, mean, params);
   }
 
   const float total = row_sum(squares, threads, partials);
-  const float inverse = precise::rsqrt(total / float(params.width) + params.eps);
+  float inverse = precise::rsqrt(total / float(params.width) + params.eps);
+  if constexpr (kJoin == JOIN_NONE) inverse *= params.factor;
 
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
@@ -157,7 +159,7 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
   }
   for (uint column = rest; column < params.width; column += step) {
     const Columns<T, N> x = row.columns(column);
-    row.finish(column, x.residual, row.normed(x), mean, inverse, row.weights(column, params), params);
+    row.finish(column, x.residual, row.normed(x, params), mean, inverse, row.weights(column, params), params);
   }
 }
 

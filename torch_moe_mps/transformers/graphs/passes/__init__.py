@@ -18,7 +18,7 @@ from .linear_attention import (
     norm_in_linear_attention,
 )
 from .linears import join_linears, order_outputs
-from .norms import norm_in_operators
+from .norms import factor_in_norm, norm_in_operators
 from .pointwise import join_elements
 from .rotation import heads_that_do_not_turn, join_rotations, norms_in_rotation, turn_parts, write_into_cache
 from .routing import gate_in_one, hand_routing_over, logits_in_float32
@@ -60,6 +60,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     update_in_connections,
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
+    factor_in_norm,
     join_elements,  # of what no operator has taken
     share_views,  # of what the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too

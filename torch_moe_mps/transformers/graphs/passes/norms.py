@@ -7,7 +7,21 @@ from typing import Any
 
 from torch import fx
 
-from ..nodes import arguments, calls, changed, in_shape, is_call, is_unchanged, ours, put, readers, tensor_of
+from ..nodes import (
+    arguments,
+    aten,
+    beneath,
+    calls,
+    changed,
+    in_shape,
+    is_call,
+    is_read_once,
+    is_unchanged,
+    ours,
+    put,
+    readers,
+    tensor_of,
+)
 from ..patterns import linear_of
 
 _TAKING = (
@@ -23,8 +37,8 @@ _MOST_ROWS = 512  # of a dense matrix that `router_logits` multiplies by: those 
 def norm_in_operators(graph: fx.Graph) -> None:
     """F(rms_norm(X)) -> F(X, norm), if all that read the norm can apply it."""
     for norm in calls(graph, ours.rms_norm):
-        x, weight, eps, offset = arguments(norm).values()
-        if weight is None or tensor_of(norm).numel() != tensor_of(weight).numel():
+        x, weight, eps, offset, factor = arguments(norm).values()
+        if weight is None or factor != 1.0 or tensor_of(norm).numel() != tensor_of(weight).numel():
             continue
         if tensor_of(weight).dtype != tensor_of(x).dtype:  # it would be a launch of its own for each
             continue
@@ -39,6 +53,22 @@ def norm_in_operators(graph: fx.Graph) -> None:
             if source is None:
                 break
             reader.replace_all_uses_with(_with_norm(reader, source, options))
+
+
+def factor_in_norm(graph: fx.Graph) -> None:
+    """rms_norm(X) * FACTOR -> rms_norm(X, factor=FACTOR)"""
+    for product in calls(graph, aten.mul):
+        value, factor = product.args
+        norm = beneath(value)
+        if not is_call(norm, ours.rms_norm) or not isinstance(factor, (int, float)):
+            continue
+        alike = tensor_of(product).dtype == tensor_of(norm).dtype and arguments(norm)["factor"] == 1.0
+        if not alike or not is_read_once(value, product):
+            continue
+        if all(is_unchanged(each, norm, product) for each in norm.all_input_nodes):
+            scaled = in_shape(changed(norm, product, factor=float(factor)), value, product)
+            assert scaled is not None  # the value was a view of the norm
+            product.replace_all_uses_with(scaled)
 
 
 def _with_norm(reader: fx.Node, x: fx.Node, options: dict[str, Any]) -> fx.Node:

@@ -214,9 +214,9 @@ def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
             return None
         views.append(call)
         user, call = call, call.all_input_nodes[0]
-    x, weight, eps, offset = arguments(call).values()
+    x, weight, eps, offset, factor = arguments(call).values()
     width = tensor_of(x).shape[-1:]
-    if list(call.users) != [user] or any(tensor_of(each).shape[-1:] != width for each in views):
+    if factor != 1.0 or list(call.users) != [user] or any(tensor_of(v).shape[-1:] != width for v in views):
         return None
     if weight is not None and (weight.op != "get_attr" or tensor_of(weight).shape != width):
         return None

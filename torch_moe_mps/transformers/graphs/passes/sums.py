@@ -35,9 +35,14 @@ def add_norms(graph: fx.Graph) -> None:
     for total in calls(graph, aten.add):
         like = tensor_of(total)
         for norm, _, residual in _terms(total, ours.rms_norm):
-            x, weight, *options = arguments(norm).values()
+            x, weight, *options, factor = arguments(norm).values()
             source = in_shape(x, total, total)
-            if weight is None or tensor_of(weight).shape != like.shape[-1:] or source is None:
+            if (
+                weight is None
+                or tensor_of(weight).shape != like.shape[-1:]
+                or source is None
+                or factor != 1.0
+            ):
                 continue
             if all(is_unchanged(each, norm, total) for each in norm.all_input_nodes):
                 new = put(total, ours.fused_norm_add.default, like, residual, source, weight, *options)
@@ -63,18 +68,34 @@ def scale_norm_sums(graph: fx.Graph) -> None:
 
 
 def norm_sums(graph: fx.Graph) -> None:
-    """R + Y, rms_norm(R + Y) -> fused_residual_norm(R, Y)"""
+    """R + FACTOR * Y, rms_norm(R + FACTOR * Y) -> fused_residual_norm(R, Y)"""
     for norm in calls(graph, ours.rms_norm):
-        total, *options = arguments(norm).values()
+        total, weight, eps, offset, _ = arguments(norm).values()
         summands = _summands(total) if is_call(total, aten.add) else None
-        if summands is None or options[0] is None or not is_unchanged(total, total, norm):
+        if summands is None or weight is None or not is_unchanged(total, total, norm):
             continue
-        if options[0].op != "get_attr":  # it may be computed behind the sum
+        if weight.op != "get_attr":  # it may be computed behind the sum
             continue
         like = (tensor_of(norm), tensor_of(total))
-        both = put(total, ours.fused_residual_norm.default, like, *summands, *options[:2], True, options[2])
+        *summands, factor = _before_factor(*summands, total)
+        given = {"eps": eps, "weight_offset": offset, "factor": factor}
+        both = put(total, ours.fused_residual_norm.default, like, *summands, weight, **given)
         for number, old in enumerate((norm, total)):
             old.replace_all_uses_with(put(total, ITEM, like[number], both, number))
+
+
+def _before_factor(first: fx.Node, second: fx.Node, total: fx.Node) -> tuple[fx.Node, fx.Node, float]:
+    """R, Y and FACTOR, of which a sum is R + FACTOR * Y."""
+    for residual, product in ((second, first), (first, second)):
+        found = match("Y * FACTOR", product) if is_read_once(product, total) else None
+        if found is None or not isinstance(found["FACTOR"], (int, float)):
+            continue
+        value = in_shape(found["Y"], total, total)
+        if value is None or tensor_of(value).dtype != tensor_of(total).dtype:
+            continue
+        if is_unchanged(value, product, total):
+            return residual, value, float(found["FACTOR"])
+    return first, second, 1.0
 
 
 def add_in_operators(graph: fx.Graph) -> None:
