@@ -147,6 +147,12 @@ def routing() -> Calls:
     yield "router_logits", partial(ops.router_logits, tensor(1, 2048), router, tensor(128))
     several = partial(ops.router_logits, tensor(32, 2048), tensor(64, 2048))
     yield "router_logits of several tokens", several
+    hashed = partial(ops.moe_hash_router, scoring="sigmoid", norm_topk_prob=True, norm_weight=tensor(128))
+    tokens = torch.zeros(3, dtype=torch.int64, device="mps")
+    yield (
+        "moe_hash_router",
+        partial(hashed, tensor(3, 128), tensor(64, 128), tokens.expand(9, 3).clone(), tokens),
+    )
     router = tensor(128, 2816, dtype=torch.float32)
     yield "moe_gate", partial(ops.moe_gate, tensor(1, 2816), router, tensor(2816), tensor(128), 8, EPS)
     many = partial(ops.moe_gate, tensor(1030, 256), tensor(64, 256), tensor(256), tensor(64), 8, EPS)
@@ -225,31 +231,31 @@ class TestEncoded(expecttest.TestCase):
             """\
 rms_norm of a slice
   rms_norm_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=B[1024:36864] 2=C[0:8192] 3=A[0:24576] 4=A[0:24576] 5=A[0:24576] 6=64 bytes
+  0=A[0:24576] 1=B[1024:36864] 2=C[0:8192] 3=A[0:24576] 4=A[0:24576] 5=A[0:24576] 6=72 bytes
 rms_norm of heads
   rms_norm_f16 grid 4x1x1 of 256x1x1
-  0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=64 bytes
+  0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=72 bytes
 layer_norm
   layer_norm_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=B[0:24576] 2=C[0:8192] 3=D[0:4096] 4=A[0:24576] 5=A[0:24576] 6=64 bytes
+  0=A[0:24576] 1=B[0:24576] 2=C[0:8192] 3=D[0:4096] 4=A[0:24576] 5=A[0:24576] 6=72 bytes
 rms_norm_gated
   rms_norm_gated_f16 grid 4x1x1 of 256x1x1
-  0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=64 bytes
+  0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=72 bytes
 fused_norm_add
   norm_add_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=C[0:24576] 4=C[0:24576] 5=C[0:24576] 6=64 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=C[0:24576] 4=C[0:24576] 5=C[0:24576] 6=72 bytes
 fused_norm_add_scalar
   norm_add_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=64 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=72 bytes
 fused_residual_norm
   residual_norm_f16 grid 300x1x1 of 128x1x1
-  0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=C[0:1228800] 4=C[0:1228800] 5=D[0:1228800] 6=64 bytes
+  0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=C[0:1228800] 4=C[0:1228800] 5=D[0:1228800] 6=72 bytes
 fused_residual_norm without the sum
   residual_norm_f16 grid 3x1x1 of 256x1x1
-  0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=C[0:5120] 4=C[0:5120] 5=C[0:5120] 6=64 bytes
+  0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=C[0:5120] 4=C[0:5120] 5=C[0:5120] 6=72 bytes
 fused_residual_norm_scalar
   residual_norm_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=64 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=72 bytes
 """,
         )
 
@@ -345,7 +351,7 @@ linear_attention_ of a prompt with its norm: heads are fewer than cores
   0=A[0:8192] 1=A[0:8192] 2=B[0:8192] 3=C[0:128] 4=D[0:8192] 5=D[0:8192] 6=D[0:8192] 7=D[0:8192]
     8=E[0:65536] 9=D[0:8192] 10=B[0:8192] 11=F[0:128] 12=280 bytes
   rms_norm_gated_f16 grid 8x1x1 of 256x1x1
-  0=B[0:8192] 1=D[0:8192] 2=F[0:128] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=64 bytes
+  0=B[0:8192] 1=D[0:8192] 2=F[0:128] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=72 bytes
 selective_scan_
   selective_scan_f16 grid 1x1x1 of 128x1x1
   0=A[0:420] 1=A[0:420] 2=B[0:96] 3=B[0:96] 4=C[0:2240] 5=D[0:420] 6=D[0:420] 7=A[0:420] 8=E[0:4480]
@@ -424,6 +430,9 @@ router_logits
 router_logits of several tokens
   logits_many_f16 grid 4x8x1 of 128x1x1
   0=A[0:131072] 1=B[0:262144] 2=C[0:8192] 3=C[0:8192] 4=C[0:8192] 5=44 bytes
+moe_hash_router
+  normed_hash_route_f16 grid 3x1x1 of 128x1x1
+  0=A[0:768] 1=B[0:16384] 2=C[0:256] 3=D[0:216] 4=E[0:24] 5=F[0:36] 6=G[0:36] 7=76 bytes
 moe_gate
   normed_logits_few_f32 grid 64x1x1 of 128x1x1
   0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=44 bytes

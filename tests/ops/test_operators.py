@@ -31,7 +31,8 @@ moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=No
 moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
     biases_, SymInt start) -> ()
 moe_mps::layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, float weight_offset=0.) -> Tensor
-moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0.) -> Tensor
+moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0., float factor=1.) ->
+    Tensor
 moe_mps::rms_norm_gated(Tensor input, Tensor gate, Tensor weight, float eps, float weight_offset=0., str
     activation="silu", bool gate_first=False, int? group=None) -> Tensor
 moe_mps::fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps, float weight_offset=0.) ->
@@ -39,7 +40,7 @@ moe_mps::fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps,
 moe_mps::fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, float
     weight_offset=0.) -> Tensor
 moe_mps::fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float eps, bool write_sum=True,
-    float weight_offset=0.) -> (Tensor, Tensor)
+    float weight_offset=0., float factor=1.) -> (Tensor, Tensor)
 moe_mps::fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps,
     float weight_offset=0.) -> Tensor
 moe_mps::silu_mul_stacked(Tensor gate, Tensor up) -> Tensor
@@ -118,6 +119,9 @@ moe_mps::router_logits(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_
     norm_eps=9.9999999999999995e-07, float norm_offset=0., ScalarType? dtype=None) -> Tensor
 moe_mps::moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int
     top_k, float eps, bool renormalize_after_scale=True) -> (Tensor, Tensor)
+moe_mps::moe_hash_router(Tensor x, Tensor weight, Tensor table, Tensor tokens, *, str scoring, bool
+    norm_topk_prob, float sum_eps=9.9999999999999995e-21, float scaling_factor=1., Tensor? norm_weight=None,
+    float norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> (Tensor, Tensor)
 moe_mps::moe_bucket(Tensor ids, int num_experts) -> (Tensor, Tensor)
 moe_mps::moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int down_rows) -> (Tensor,
     Tensor, Tensor, Tensor)""",

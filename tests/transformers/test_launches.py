@@ -24,11 +24,11 @@ MOST = {
 INDEXED = {
     "deepseek_v32": {"dense": 14, "sparse": 14},
     "glm_moe_dsa": {"dense": 14, "sparse": 14},
-    "dots3_note": {"dense": 18, "sparse": 18},
+    "dots3_note": {"dense": 15, "sparse": 16},
     "mistral_large4": {"dense": 15, "sparse": 14},
     "axk2": {"dense": 21, "sparse": 27},
     "hy_v4": {"dense": 19, "sparse": 19},
-    "deepseek_v4": {"heavily compressed, hash moe": 27, "compressed sparse, moe": 22},
+    "deepseek_v4": {"heavily compressed, hash moe": 21, "compressed sparse, moe": 22},
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 21},
     "qwen4_exp": {"linear": 39, "indexed": 56},
     "minimax_m3_vl": {"full, dense": 10, "minimax m3 sparse, sparse": 13},

@@ -190,6 +190,11 @@ def sample_arguments(
         "moe_router_topk_softmax": lambda: routed,
         "fused_moe_routing": lambda: {"logits": values(T, E), "per_expert_scale": values(E), "top_k": K},
         "router_logits": lambda: {"x": values(T, H), "weight": values(E, H), "bias": values(E)},
+        "moe_hash_router": lambda: {
+            **{"x": values(T, H), "weight": values(E, H), "table": integers(E + 1, 11, K, dtype=torch.int64)},
+            **{"tokens": integers(12, T, dtype=torch.int32), "scoring": "sqrtsoftplus"},
+            "norm_topk_prob": True,
+        },
         "moe_gate": lambda: {
             "hidden": values(T, H),
             "router_weight": values(E, H),
@@ -343,6 +348,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
                 "beta_activation": "none",
             },
         ],
+        "moe_hash_router": lambda: [{"x": strided, "scoring": "sigmoid"}, {**norm, "norm_topk_prob": False}],
         "router_logits": lambda: [{"x": strided, "bias": None}, {**norm, "dtype": torch.bfloat16}],
         "attention": lambda: [
             {"sinks": None, "window": 4, "softcap": 20.0},

@@ -83,6 +83,47 @@ class Logits(Case):
         return differs(after["result0"], oracles.gate_logits(*(exact(t) for t in before.values()), EPS))
 
 
+@dataclass
+class HashLogits(Case):
+    """moe_hash_router behind a norm."""
+
+    operator: ClassVar[str] = "moe_hash_router"
+    group: str
+    rows: int
+    experts: int
+    width: int
+    dtype: str
+
+    TOP_K: ClassVar[int] = 6
+
+    def inputs(self, values):
+        return {
+            "hidden": values.normal(self.rows, self.width, dtype=DTYPES[self.dtype]),
+            "router": values.normal(self.experts, self.width, dtype=DTYPES[self.dtype], scale=0.05),
+            "norm": norm_of(values, self.width, self.dtype),
+            "table": values.integers(50, self.TOP_K, dtype=torch.int64, low=0, high=self.experts),
+            "tokens": values.integers(self.rows, dtype=torch.int64, low=0, high=50),
+        }
+
+    def call(self, t):
+        rows = t["hidden"], t["router"], t["table"], t["tokens"]
+        options = {
+            "scoring": "sqrtsoftplus",
+            "norm_topk_prob": True,
+            "norm_weight": t["norm"],
+            "norm_eps": EPS,
+        }
+        return ops().moe_hash_router(*rows, **options)
+
+    def wrong(self, before, after):
+        logits = oracles.gate_logits(*(exact(before[name]) for name in ("hidden", "router", "norm")), EPS)
+        ids = before["table"][before["tokens"]].cpu().numpy()
+        scores = oracles.SCORES["sqrtsoftplus"](np.take_along_axis(logits, ids, -1))
+        if not np.array_equal(after["result1"].cpu().numpy(), ids):
+            return "ids differ"
+        return differs(after["result0"], scores / scores.sum(-1, keepdims=True))
+
+
 RULE = {"l2norm_eps": EPS, "decay": "softplus", "beta_activation": "sigmoid"}
 
 
@@ -489,6 +530,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
+    cases += [HashLogits("fused", t, 256, 4096, "bf16") for t in (1, 2048)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexTopk("fused", "heads", 1, 64, 128, rows, 1, 2048, False, "bf16") for rows in (4096, 32768)]
@@ -510,6 +552,7 @@ def sanitizer_fused() -> list[Case]:
         ]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
+    cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
     for reduce, block, bits in (
