@@ -59,7 +59,7 @@ def norm_in_operators(graph: fx.Graph) -> None:
 def factor_in_norm(graph: fx.Graph) -> None:
     """rms_norm(X) * FACTOR -> rms_norm(X, factor=FACTOR)"""
     for product in calls(graph, aten.mul):
-        value, factor = product.args
+        value, factor, *_ = arguments(product).values()
         norm = beneath(value)
         if not is_call(norm, ours.rms_norm) or not isinstance(factor, (int, float)):
             continue

@@ -70,16 +70,16 @@ def scale_norm_sums(graph: fx.Graph) -> None:
 def norm_sums(graph: fx.Graph) -> None:
     """R + FACTOR * Y, rms_norm(R + FACTOR * Y) -> fused_residual_norm(R, Y)"""
     for norm in calls(graph, ours.rms_norm):
-        total, weight, eps, offset, _ = arguments(norm).values()
-        summands = _summands(total) if is_call(total, aten.add) else None
+        total, weight, eps, offset, of_norm = arguments(norm).values()
+        summands = _summands(total) if is_call(total, aten.add) and of_norm == 1.0 else None
         if summands is None or weight is None or not is_unchanged(total, total, norm):
             continue
         if weight.op != "get_attr":  # it may be computed behind the sum
             continue
         like = (tensor_of(norm), tensor_of(total))
-        *summands, factor = _before_factor(*summands, total)
+        residual, x, factor = _before_factor(*summands, total)
         given = {"eps": eps, "weight_offset": offset, "factor": factor}
-        both = put(total, ours.fused_residual_norm.default, like, *summands, weight, **given)
+        both = put(total, ours.fused_residual_norm.default, like, residual, x, weight, **given)
         for number, old in enumerate((norm, total)):
             old.replace_all_uses_with(put(total, ITEM, like[number], both, number))
 

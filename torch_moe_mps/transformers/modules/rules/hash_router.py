@@ -41,15 +41,13 @@ class HashRouter(NamedTuple):
 def hash_router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """The forward of a rewritten router: logits, weights and ids."""
     router: HashRouter = module.__dict__[STATE].formula
-    given = dict(zip(router.inputs, args, strict=False)) | named
+    given: dict[str, Any] = dict(zip(router.inputs, args, strict=False)) | named
     is_bound = len(args) + len(named) == 2 and given.keys() == {*router.inputs}
-    x, tokens = map(given.get, router.inputs) if is_bound else (None, None)
-    weight, table = module._parameters[router.weight], module._buffers[router.table]
+    tensors: Any = [module._parameters[router.weight], module._buffers[router.table]]
+    tensors += [given[name] if is_bound else None for name in router.inputs]
+    weight, table, x, tokens = tensors
     fits = (
-        isinstance(x, Tensor)
-        and isinstance(tokens, Tensor)
-        and weight is not None
-        and table is not None
+        all(isinstance(each, Tensor) for each in tensors)
         and x.dtype == weight.dtype
         and x.dtype in ACTIVATION_DTYPES
         and {tokens.dtype, table.dtype} <= {*ID_DTYPES}
