@@ -395,6 +395,14 @@ def test_mlx_attention_peer(mlx_plan, tokens):
     assert (row.wrong, row.peer, row.peer_wrong) == ("", "MLX sdpa_vector_2pass", "")
 
 
+def test_mlx_gated_delta_peer(mlx_plan):
+    """Ours, and MLX's recurrence alone, are right against float64: a token and some."""
+    plan = loaded(mlx_plan, [Delta("fused", tokens, 1, 2, 128, "bf16") for tokens in (1, 3)])
+    for recording in plan.recordings:
+        (row,) = runner(plan).run(recording)
+        assert (row.wrong, row.peer, row.peer_wrong) == ("", "MLX gated_delta_step", "")
+
+
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     (

@@ -8,17 +8,21 @@ import functools
 import re
 from importlib import metadata
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from simulator.apple.facts import GPUS
 from simulator.cuda.plan import Binding, Dispatch, Plan
 from simulator.cuda.translate import buffer_indices
 from simulator.mlx_kernels import changed_headers, source
+from support import oracles_sequence
 
-from ..cases import mlx, mlx_attention, mlx_dense, mlx_quantized
+from ..cases import mlx, mlx_attention, mlx_dense, mlx_gated_delta, mlx_quantized
 from ..cases.attention import Attention
 from ..cases.experts import Case, Experts, Linear
 from ..cases.formats import DTYPES, FORMATS, too_far
+from ..cases.fused import Delta
+from ..cases.layer import EPS, differs
 from ..cases.mlx_launch import Launch, Matrices
 from .programs import Program
 
@@ -44,6 +48,9 @@ def record(plan: Plan, include: Path) -> None:
         text = re.sub(r'static_assert\((?:"[^"]*"|[^;"])*;', "", text)
         plan.add_source(name_of(headers), text)
     plan.about["mlx"] = metadata.version("mlx")
+    if text := mlx_gated_delta.source():
+        plan.add_source(name_of(mlx_gated_delta.HEADERS), preprocessed(text))
+        plan.about["mlx_lm"] = metadata.version("mlx-lm")
 
 
 def peers(plan: Plan, case: Case) -> list[Program]:
@@ -52,6 +59,9 @@ def peers(plan: Plan, case: Case) -> list[Program]:
     if isinstance(case, Attention):
         wanted = case.group != "sanitize" and mlx_attention.has_kernel(case)
         return [attention(plan, case)] if wanted else []
+    if isinstance(case, Delta):
+        wanted = case.group != "sanitize" and mlx_gated_delta.has_kernel(case)
+        return [delta(plan, case)] if wanted and plan.files(name_of(mlx_gated_delta.HEADERS)) else []
     if isinstance(case, Experts | Linear) and case.format not in FORMATS:
         return []
     if type(case) is Linear and case.format != "dense":
@@ -110,6 +120,43 @@ def attention(plan: Plan, case: Attention) -> Program:
         return too_far(after["result0"], case.expected(before), case.dtype)
 
     return Program("MLX sdpa_vector_2pass", made, results, wrong, scratch)
+
+
+def delta(plan: Plan, case: Delta) -> Program:
+    """The recurrence alone: MLX norms q, k and the result, and makes decays and beta, in other launches."""
+
+    def derive(t: dict) -> dict:
+        def unit(x: torch.Tensor) -> torch.Tensor:
+            return x.float() * torch.rsqrt(x.float().square().sum(-1, keepdim=True) + EPS)
+
+        step = torch.nn.functional.softplus(t["g"].float())
+        return {
+            "q": (unit(t["q"]) * case.width**-0.5).to(t["q"].dtype),
+            "k": unit(t["k"]).to(t["k"].dtype),
+            "g": (-t["A_log"].float().exp() * step).exp(),
+            "beta": t["beta"].float().sigmoid().to(t["beta"].dtype),
+            "state_in": t["state"].mT.contiguous(),
+        }
+
+    def wrong(before: dict, after: dict) -> str:
+        given = derive(before)
+        absent = dict.fromkeys(("dt_bias", "beta_min", "skip", "lower_bound", "A_log", "l2norm_eps"))
+        rule = absent | {"decay": "log", "beta_activation": "none", "delta": True, "scale": 1.0}
+        given |= {"g": given["g"].log(), "v": before["v"], "state_": before["state"]}
+        value, state = oracles_sequence.recurrence(SimpleNamespace(**rule, **given))
+        return differs(after["result0"], value) or differs(after["state_out"].mT, state)
+
+    launch = mlx_gated_delta.gated_delta_step(case)
+    arrays = {name: name for name in launch.arguments.values() if isinstance(name, str)}
+    shapes = {
+        "result0": (1, case.tokens, case.heads, case.width),
+        "state_out": (1, case.heads, *2 * (case.width,)),
+    }
+    dtype = str(DTYPES[case.dtype]).removeprefix("torch.")
+    results = {
+        name: (list(shape), "float32" if name == "state_out" else dtype) for name, shape in shapes.items()
+    }
+    return Program(f"MLX {launch.kernel}", [dispatch(plan, launch, arrays)], results, wrong, derive=derive)
 
 
 def linear_peers(plan: Plan, case: Linear) -> list[Program]:
