@@ -13,11 +13,11 @@ from torch import Tensor
 
 from torch_moe_mps.ops import linear, quantized
 from torch_moe_mps.quantization import QuantizedWeight
-from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks, nearest_format, nearest_of
+from torch_moe_mps.quantization.gguf import format_of_blocks, from_blocks
 
 DOCUMENT = paths.REPOSITORY / "docs" / "gguf.md"
 MARK = "<!-- scripts/make_gguf_table.py writes what follows -->\n"
-HEAD = ("type", "bits in the file", "read as", "bits here", "error", "linear layers", "experts", "embeddings")
+HEAD = ("type", "bits in the file", "read as", "bits here", "exact", "linear layers", "experts", "embeddings")
 TOLERANCE = 2e-5  # of the largest output
 EXPERTS, ROWS, COLUMNS = 2, 16, 512
 DENSE = ("F32", "F16", "BF16")
@@ -33,18 +33,12 @@ def row(kind: GGMLQuantizationType) -> list[str]:
     except NotImplementedError:
         return [kind.name, bits, "refused", "", "", "", "", ""]
     values, format = torch.from_numpy(found), format_of_blocks(name)
-    if format is not None:
-        weight = from_blocks(torch.from_numpy(blocks), format)
-        error = 0.0 if torch.equal(weight.values(slice(None)).view(values.shape), values) else float("nan")
-    elif nearest_format(name) is not None:
-        shape = (EXPERTS, ROWS, COLUMNS)
-        weight, error = nearest_of(shape, torch.bfloat16, name, values.__getitem__)
-        values = weight.values(slice(None)).view(values.shape)
-    else:
+    if format is None:
         return [kind.name, bits, "dequantised", "", "", "", "", ""]
-    here = f"{8 * weight.nbytes / values.numel():.4g}"
-    exact = "none" if error == 0 else f"{error:.1%}"
-    return [kind.name, bits, f"`{weight.format}`", here, exact, *runs(weight, values.view(EXPERTS, ROWS, -1))]
+    weight = from_blocks(torch.from_numpy(blocks), name)
+    exact = torch.equal(weight.values(slice(None)).view(values.shape), values)
+    here, same = f"{8 * weight.nbytes / values.numel():.4g}", "yes" if exact else "no"
+    return [kind.name, bits, f"`{weight.format}`", here, same, *runs(weight, values.view(EXPERTS, ROWS, -1))]
 
 
 def runs(weight: QuantizedWeight, values: Tensor) -> list[str]:

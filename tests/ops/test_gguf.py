@@ -17,8 +17,8 @@ from support.values import DTYPES
 
 from torch_moe_mps.ops.linear import embedding_quantized
 
-# Each way in which scales are stored; the others in the sweep.
-ALWAYS = ("q4_1", "q2_k", "q3_k", "q4_k", "q6_k", "iq4_xs")
+# Each way in which scales and points are stored; the others in the sweep.
+ALWAYS = ("q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
 FORMATS = [pytest.param(f, marks=[] if f in ALWAYS else pytest.mark.sweep, id=f) for f in GGUF_FORMATS]
 
 

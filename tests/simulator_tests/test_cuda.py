@@ -208,6 +208,7 @@ def some_cases() -> list:
         Linear("linear", "int8", "f16", 2, 512, 64),
         Experts("experts", "q3_k", "bf16", 3, *experts.GGUF_SHAPE),
         Linear("linear", "q4_k", "f16", 1, 256, 37),
+        Linear("linear", "iq2_xs", "f16", 3, 256, 37),
         Gate(3, 64, 130, 4, "bf16"),
         Router("moe_router", 2, 64, 4, "f32"),
         Bucket("moe_bucket", 9, 16, 2, "i64"),

@@ -7,13 +7,10 @@ from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 HALVES = {
     **{"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82)},
     **{"q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)},
-    **{"mxfp4": (), "nvfp4": ()},
+    **{"mxfp4": (), "nvfp4": (), "tq1_0": (52,), "tq2_0": (64,), "iq1_m": ()},
+    **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
 }
-# Of types that have no format: most are tables of patterns.
-OTHERS = {
-    **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s", "q8_k"), (0,)),
-    **{"tq1_0": (52,), "tq2_0": (64,), "iq1_m": ()},
-}
+OTHERS = {"q8_k": (0,)}  # has no format
 
 
 def type_of(name: str) -> GGMLQuantizationType:
@@ -27,14 +24,19 @@ def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0, scale: float
     count = int(np.prod(rows)) * columns // values
     generator = np.random.default_rng(seed)
     blocks = generator.integers(0, 256, (count, size), dtype=np.uint8)
-    for first in (HALVES | OTHERS)[name]:
-        halves = (generator.standard_normal((count, 1)) * scale).astype(np.float16)
-        blocks[:, first : first + 2] = halves.view(np.uint8)
-    if name == "iq1_m":  # the bits of a half are above four other numbers
-        blocks[:, 49:56:2] &= 15
-        blocks[:, 55] |= 32
+    for number in range(max(1, len((HALVES | OTHERS)[name]))):
+        set_half(blocks, name, number, (generator.standard_normal(count) * scale).astype(np.float16))
     if name == "mxfp4":
         blocks[:, 0] = generator.integers(115, 121, count)
     if name == "nvfp4":
         blocks[:, :4] = generator.integers(1, 16, (count, 4))
     return blocks.reshape(*rows, columns // values * size)
+
+
+def set_half(blocks: np.ndarray, name: str, number: int, halves: np.ndarray) -> None:
+    """Writes one of the halves of blocks [n, bytes], which of those that the type has; types without stay."""
+    if name == "iq1_m":  # its bits are above four other numbers
+        bits = halves.view(np.uint16)[:, None] >> np.arange(0, 16, 4)
+        blocks[:, 49:56:2] = blocks[:, 49:56:2] & 15 | (bits & 15) << 4
+    for first in (HALVES | OTHERS)[name][number : number + 1]:
+        blocks[:, first : first + 2] = halves[:, None].view(np.uint8)

@@ -9,6 +9,7 @@ row, a lost term, or sums in 16 bit.
 import math
 import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
@@ -196,12 +197,15 @@ def codes_of(packed: Tensor, bits: int) -> np.ndarray:
     return codes.reshape(*octets.shape[:-1], -1)
 
 
+GRIDS = Path(__file__).parents[2] / "torch_moe_mps" / "shaders" / "matmul" / "grids.txt"
 # bits, group_size
 OTHER_FORMATS = {
     **{"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)},
     **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
     **{"q2_k": (2, 16), "q3_k": (3, 16), "q4_k": (4, 32), "q5_k": (5, 32), "q6_k": (6, 16)},
-    **{"iq4_nl": (4, 32), "iq4_xs": (4, 32)},
+    **{"iq4_nl": (4, 32), "iq4_xs": (4, 32), "tq2_0": (2, 256)},
+    **{"iq1_s": (1, 32), "iq1_m": (1, 16), "iq2_xxs": (2, 32), "iq2_xs": (2, 16), "iq2_s": (2, 16)},
+    **{"iq3_xxs": (3, 32), "iq3_s": (3, 32)},
 }
 # Of blocks of 256: the bits of an integer that is a factor of a scale, what is taken from it, whether there
 # are others for minima.
@@ -209,7 +213,13 @@ INTEGERS = {
     **{"q2_k": (4, 0, True), "q3_k": (6, 32, False), "q4_k": (6, 0, True), "q5_k": (6, 0, True)},
     **{"q6_k": (8, 128, False), "iq4_xs": (6, 32, False)},
 }
-CENTRES = {"q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
+# Of types of points: the bits of a small scale, of a point's number beyond eight, of shifts, and of the
+# stream that has them, for 32 values.
+POINTS = {
+    **{"iq1_s": (3, 3, 1, 16), "iq1_m": (3, 3, 4, 22), "iq2_xxs": (4, 0, 0, 0), "iq2_xs": (4, 1, 0, 8)},
+    **{"iq2_s": (4, 2, 0, 16), "iq3_xxs": (4, 0, 0, 0), "iq3_s": (4, 1, 0, 12)},
+}
+CENTRES = {"tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
 
 
 def numbers_of(format: str) -> tuple[int, int, str]:
@@ -222,14 +232,16 @@ def numbers_of(format: str) -> tuple[int, int, str]:
 
 def group_of(format: str) -> int:
     """What columns are a multiple of."""
-    return 256 if format in INTEGERS else numbers_of(format)[1]
+    return 256 if format in INTEGERS or format in POINTS else numbers_of(format)[1]
 
 
 def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
     """[..., words] -> [..., words * 32 / bits] in float64."""
     bits, group_size, _ = numbers_of(format)
+    if format in POINTS:
+        return point_values(packed, scales, biases, format)
     codes = codes_of(packed, bits).reshape(*packed.shape[:-1], -1, group_size)
-    if format[0] in "qi":
+    if format[0] in "qit":
         return ggml_values(codes, scales, biases, format).reshape(*packed.shape[:-1], -1)
     if biases is not None:
         values = codes * exact(scales)[..., None] + exact(biases)[..., None]
@@ -263,3 +275,55 @@ def ggml_values(codes: np.ndarray, scales: Tensor, biases: Tensor | None, format
     products = products.reshape(integers.shape)
     values = codes * products[..., :1]
     return values - products[..., 1:] if minima else values
+
+
+def fields(words: np.ndarray, first: int, bits: int, count: int) -> np.ndarray:
+    """`count` numbers of `bits` bits, the first from bit `first` of int64 words on: [..., count]."""
+    return words[..., None] >> first + bits * np.arange(count) & (1 << bits) - 1
+
+
+def grid_of(format: str) -> np.ndarray:
+    """[points, values], of the package's file: a machine that replays recordings has no package gguf."""
+    lines = (line.split() for line in GRIDS.read_text().splitlines() if not line.startswith("#"))
+    _, count, levels, digits = next(line for line in lines if format.startswith(line[0]))
+    level = np.array([float(number) for number in levels.split(",")])
+    points = [n for n in range(4 * len(digits)) if int(digits[n // 4], 16) >> n % 4 & 1]
+    return level[np.array(points)[:, None] // len(level) ** np.arange(int(count)) % len(level)]
+
+
+def point_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: str) -> np.ndarray:
+    """Those of ggml's types of points, whose bits the table at the top of ops/_formats.py places."""
+    bits, group_size, _ = numbers_of(format)
+    scale_bits, number_bits, shifts, stream_bits = POINTS[format]
+    grid, groups = grid_of(format), 32 // group_size
+    words = packed.cpu().view(torch.int32).numpy().view(np.uint32).astype(np.int64)
+    words = words.reshape(*packed.shape[:-1], -1, bits)
+    points = 32 // grid.shape[1]
+    low = np.concatenate([fields(words[..., i], 0, 8, 4) for i in range(points // 4)], -1)
+    more = np.zeros(words.shape[:-1], np.int64)
+    if stream_bits:
+        digits = np.unpackbits(scales.cpu().numpy(), axis=-1, bitorder="little").astype(np.int64)
+        blocks = digits.reshape(*scales.shape[:-1], -1, 8 * stream_bits)
+        if format == "iq1_m":  # sixteen bits of each 32 values, then six
+            parts = [blocks[..., 128:].reshape(*blocks.shape[:-1], 8, 6), blocks[..., :128]]
+            blocks = np.concatenate([parts[0], parts[1].reshape(*blocks.shape[:-1], 8, 16)], -1)
+        more = (blocks.reshape(*words.shape[:-1], -1) << np.arange(stream_bits)).sum(-1)
+    if bits > 1 and stream_bits < 12:
+        more = more | words[..., -1] >> 28 << stream_bits
+    first = groups * scale_bits
+    numbers = low | fields(more, first, number_bits, points) << 8 if number_bits else low
+    values = grid[numbers].reshape(*words.shape[:-1], 4, 8)
+    if bits > 1:
+        flags = np.empty(values.shape, np.int64)
+        for i in range(8):
+            flags[..., i] = fields(words[..., -1], i % 2 * 16 + i // 2 * 4, 1, 4)
+        if stream_bits < 12:
+            flags[..., 7] = flags[..., :7].sum(-1) % 2
+        values = np.where(flags == 1, -values, values)
+    else:
+        values = values + 0.125 - 0.25 * fields(more, first + number_bits * points, 1, shifts)[..., None]
+    halves = halves_of(scales if biases is None else biases)
+    factors = (2 * fields(more, 0, scale_bits, groups) + 1) / (1, 8, 4)[bits - 1]
+    factors = factors.reshape(*halves.shape, -1) * halves[..., None]
+    values = values.reshape(*factors.shape, group_size) * factors[..., None]
+    return values.reshape(*packed.shape[:-1], -1)

@@ -6,7 +6,7 @@ import torch
 
 from support.expert_layers import IDS, random_ids, to_device
 from support.layouts import lay
-from support.oracles_experts import INTEGERS, OTHER_FORMATS, dequantise, numbers_of
+from support.oracles_experts import INTEGERS, OTHER_FORMATS, POINTS, dequantise, numbers_of
 from support.oracles_operators import checked
 from support.values import DTYPES, random
 
@@ -30,7 +30,7 @@ ALL_FORMATS = (
 )
 
 
-GGUF_FORMATS = tuple(name for name in OTHER_FORMATS if name[0] in "qi")
+GGUF_FORMATS = tuple(name for name in OTHER_FORMATS if name[0] in "qit")
 EVERY_FORMAT = (*ALL_FORMATS, *GGUF_FORMATS)
 
 # Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
@@ -82,6 +82,8 @@ def held(values):
 
 def random_ggml_scales(groups, columns, format, seed):
     *rows, count = groups
+    if format in POINTS:
+        return random_point_scales((*rows, columns // 256), columns, format, seed)
     unit = columns**-0.5 / (64 if format.startswith("iq4") else 2 ** numbers_of(format)[0] / 4)
     if format not in INTEGERS:
         scales, biases = (held(random(groups, torch.float32, seed + i) * unit) for i in (1, 2))
@@ -92,6 +94,17 @@ def random_ggml_scales(groups, columns, format, seed):
     octets = torch.randint(256, (*rows, count * each * bits // 8), generator=generator, dtype=torch.uint8)
     halves = random((*rows, columns // 256 * each), torch.float32, seed + 2) * unit / 2 ** (bits - 1)
     return octets, held(halves)
+
+
+def random_point_scales(blocks, columns, format, seed):
+    """Scales up to 15 or 31, and points up to 1, 43 / 8 or 62 / 4."""
+    largest, stream_bits = {1: 8, 2: 80, 3: 250}[numbers_of(format)[0]], POINTS[format][-1]
+    halves = held(random(blocks, torch.float32, seed + 2) * columns**-0.5 / largest)
+    if not stream_bits:
+        return halves, None
+    generator = torch.Generator().manual_seed(seed + 1)
+    *rows, count = blocks
+    return torch.randint(256, (*rows, count * stream_bits), generator=generator, dtype=torch.uint8), halves
 
 
 def dense(weight, format):

@@ -23,6 +23,25 @@ dtype leaves them as they are. s and n are unsigned integers of a few bits.
     q3_k              3        16     (q - 4) * (d * (s - 32))           s, of 6 bits              d of 256
     q6_k              6        16     (q - 32) * (d * (s - 128))         s, of 8 bits              d of 256
     iq4_xs            4        32     level(q) * (d * (s - 32))          s, of 6 bits              d of 256
+    tq2_0             2        256    (q - 1) * d                        d                         none
+
+Types of points have words for each 32 values: in eight bits each the numbers of points, which are the next 4
+or 8 values in the type's grid (shaders/matmul/grids.txt), and then the signs: the i-th of eight values, in
+the j-th eight, has bit 16 (i % 2) + 4 (i // 2) + j of the last word. x is s of each group, then the upper
+bits of each number, then flags that make 1/8 negative: one for all 32 values, or one for each point.
+
+    name              bits     group  value                          scales                         biases
+    iq3_xxs           3        32     +-point * d * (2 s + 1) / 4    d of 256                       none
+    iq3_s             3        32     +-point * d * (2 s + 1) / 4    x of 4, 8 * 1 bits             d of 256
+    iq2_xxs           2        32     +-point * d * (2 s + 1) / 8    d of 256                       none
+    iq2_xs            2        16     +-point * d * (2 s + 1) / 8    x of 2 * 4 bits                d of 256
+    iq2_s             2        16     +-point * d * (2 s + 1) / 8    x of 2 * 4, 4 * 2 bits         d of 256
+    iq1_s             1        32     (point +- 1/8) * d * (2 s + 1) x of 3, 4 * 3, 1 bits          d of 256
+    iq1_m             1        16     (point +- 1/8) * d * (2 s + 1) x of 2 * 3, 4 * 3, 4 * 1 bits  d of 256
+
+In iq3_xxs, iq2_xxs and iq2_xs the eighth sign is the one that makes the number of minus signs even. The
+four bits in its place are the s of the first two, and upper bits of numbers in iq2_xs. The x of 256 values of
+iq1_m is in two parts: all but s for each 32 values, then their s.
 
 s and n of a row are a stream of bits in uint8, the lowest first, s before n; "of 256": for so many values.
 Every product is a float32, so that a value is rounded once, by the sum.
@@ -31,6 +50,7 @@ Every product is a float32, so that a value is rounded once, by the sum.
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -60,13 +80,32 @@ class Integers:
 GGUF = {
     **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
     **{"q2_k": (2, 16), "q3_k": (3, 16), "q4_k": (4, 32), "q5_k": (5, 32), "q6_k": (6, 16)},
-    **{"iq4_nl": (4, 32), "iq4_xs": (4, 32)},
+    **{"iq4_nl": (4, 32), "iq4_xs": (4, 32), "tq2_0": (2, 256)},
+    **{"iq1_s": (1, 32), "iq1_m": (1, 16), "iq2_xxs": (2, 32), "iq2_xs": (2, 16), "iq2_s": (2, 16)},
+    **{"iq3_xxs": (3, 32), "iq3_s": (3, 32)},
 }
 INTEGERS = {
     **{"q2_k": Integers(4, True, 0), "q3_k": Integers(6, False, 32), "q4_k": Integers(6, True, 0)},
     **{"q5_k": Integers(6, True, 0), "q6_k": Integers(8, False, 128), "iq4_xs": Integers(6, False, 32)},
 }
-OFFSETS = {"q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A type of points: the bits of s, of a number beyond eight, and of the shifts of 32 values."""
+
+    scale_bits: int
+    number_bits: int
+    shifts: int
+    bits: int  # in `scales`, for 32 values
+
+
+GRIDS = {
+    **{"iq1_s": Grid(3, 3, 1, 16), "iq1_m": Grid(3, 3, 4, 22), "iq2_xxs": Grid(4, 0, 0, 0)},
+    **{"iq2_xs": Grid(4, 1, 0, 8), "iq2_s": Grid(4, 2, 0, 16), "iq3_xxs": Grid(4, 0, 0, 0)},
+    **{"iq3_s": Grid(4, 1, 0, 12)},
+}
+OFFSETS = {"tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 LARGE_BLOCK = 256  # values that share d and m where there are integers
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -130,13 +169,23 @@ class Format:
 
     @property
     def has_biases(self) -> bool:
-        return self.is_affine or self.name in INTEGERS or self.name in ("q4_1", "q5_1")
+        return self.is_affine or self.stream_bits > 0 or self.name in ("q4_1", "q5_1")
+
+    @property
+    def stream_bits(self) -> int:
+        """Of 32 values in `scales` where these are a stream of bits, else 0."""
+        if self.name in GRIDS:
+            return GRIDS[self.name].bits
+        integers = INTEGERS.get(self.name)
+        return (
+            0 if integers is None else 32 // self.group_size * integers.bits * (2 if integers.minima else 1)
+        )
 
     @property
     def scale_dtypes(self) -> tuple[torch.dtype, ...]:
         if self.is_affine:
             return ACTIVATION_DTYPES
-        return (torch.int16,) if self.name in GGUF and self.name not in INTEGERS else (torch.uint8,)
+        return (torch.int16,) if self.name in GGUF and not self.stream_bits else (torch.uint8,)
 
     @property
     def bias_dtypes(self) -> tuple[torch.dtype, ...]:
@@ -145,15 +194,16 @@ class Format:
     @property
     def multiple(self) -> int:
         """What the input dimension is a multiple of."""
-        return LARGE_BLOCK if self.name in INTEGERS else self.group_size
+        return LARGE_BLOCK if self.name in INTEGERS or self.name in GRIDS else self.group_size
 
     def scales_of(self, columns: int) -> tuple[int, int]:
         """The elements of `scales` and of `biases` for a row."""
-        integers = INTEGERS.get(self.name)
-        if integers is None:
-            return self.groups(columns), self.groups(columns) if self.has_biases else 0
-        each = 2 if integers.minima else 1
-        return self.groups(columns) * each * integers.bits // 8, columns // LARGE_BLOCK * each
+        blocks = columns // LARGE_BLOCK
+        if not self.stream_bits:
+            count = blocks if self.name in GRIDS else self.groups(columns)
+            return count, count if self.has_biases else 0
+        each = 2 if self.name in INTEGERS and INTEGERS[self.name].minima else 1
+        return blocks * self.stream_bits, blocks * each
 
     def words(self, columns: int) -> int:
         return columns * self.bits // 32
@@ -192,7 +242,7 @@ class Format:
         *rows, columns = shape
         counts = self.scales_of(columns)
         names = [f"[{meaning} / {self.group_size}]"] * 2
-        if self.name in INTEGERS:
+        if self.multiple == LARGE_BLOCK:
             names = [f"[{meaning} * {count} / {LARGE_BLOCK}]" for count in self.scales_of(LARGE_BLOCK)]
         check.tensor(f"{prefix}scales", scales, (*rows, counts[0]), names[0], self.scale_dtypes)
         if not self.has_biases:
@@ -327,8 +377,64 @@ def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tu
     return factors, biases if offset is None else -offset * factors
 
 
+@functools.cache
+def grid_points(name: str) -> Tensor:
+    """The points [n, values] of a type's grid, in float32."""
+    for line in (Path(__file__).parents[1] / "shaders/matmul/grids.txt").read_text().splitlines():
+        start, values, levels, digits = line.split(" ", 3)
+        if start != "#" and name.startswith(start):
+            level = torch.tensor([float(number) for number in levels.split(",")])
+            octets = torch.tensor([int(digit, 16) for digit in digits], dtype=torch.uint8)
+            points = _flags(octets)[..., :4].flatten().nonzero()
+            return level[points // len(level) ** torch.arange(int(values)) % len(level)]
+    raise KeyError(name)
+
+
+def _flags(octets: Tensor) -> Tensor:
+    """uint8 [...] -> uint8 [..., 8]: the lowest first."""
+    return octets.unsqueeze(-1) >> torch.arange(8, dtype=torch.uint8, device=octets.device) & 1
+
+
+def _number(bits: Tensor) -> Tensor:
+    """[..., n] -> int32 [...]."""
+    places = torch.arange(bits.shape[-1], dtype=torch.int32, device=bits.device)
+    return (bits.int() << places).sum(-1, dtype=torch.int32)
+
+
+def _grid_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
+    """dequantize_values for a type of points; the last dimensions but one are those of 32 values."""
+    grid, table = GRIDS[format.name], grid_points(format.name).to(packed.device)
+    groups, points = 32 // format.group_size, 32 // table.shape[1]
+    octets = packed.view(torch.int32).contiguous().view(torch.uint8).unflatten(-1, (-1, 4 * format.bits))
+    more = octets.new_empty(*octets.shape[:-1], 0)
+    if biases is not None:
+        stream = _flags(scales).flatten(-2).unflatten(-1, (-1, 8 * grid.bits))
+        parts = stream.split((128, 48) if format.name == "iq1_m" else 8 * grid.bits, -1)
+        more = torch.cat([part.unflatten(-1, (8, -1)) for part in reversed(parts)], -1).flatten(-3, -2)
+    if format.bits > 1:
+        signs = _flags(octets[..., -4:]).flatten(-2).unflatten(-1, (2, 4, 4)).transpose(-3, -1)
+        signs = signs.flatten(-2)  # [..., eights, values]
+        if grid.bits < 12:
+            more = torch.cat((more, signs[..., 7]), -1)
+            signs[..., 7] = signs[..., :7].sum(-1) & 1
+    counts = [groups * grid.scale_bits, points * grid.number_bits, grid.shifts]
+    scale, upper, shifts = more.split(counts, -1)
+    numbers = octets[..., :points] + (_number(upper.unflatten(-1, (points, -1))) << 8)
+    values = table[numbers.long()]
+    if format.bits > 1:
+        values *= 1.0 - 2.0 * signs.view(values.shape)
+    else:
+        values += (0.125 - 0.25 * shifts).unsqueeze(-1)
+    factors = 2 * _number(scale.unflatten(-1, (groups, -1))) + 1
+    halves = _halves(scales if biases is None else biases)
+    factors = factors.unflatten(-2, (-1, 8)) * (halves / (1, 8, 4)[format.bits - 1])[..., None, None]
+    return (values.reshape(*factors.shape, -1) * factors.unsqueeze(-1)).flatten(-4)
+
+
 def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:
     """[..., words], [..., groups] -> [..., columns] float32."""
+    if format.name in GRIDS:
+        return _grid_values(packed, scales, biases, format)
     groups = unpack(packed, format).unflatten(-1, (-1, format.group_size))
     return _scaled(groups, scales, biases, format).flatten(-2)
 

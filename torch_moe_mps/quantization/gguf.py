@@ -4,15 +4,14 @@ A block is the bytes of 32, 64 or 256 neighbouring values of a row: codes, and w
 The values are those of the blocks, in float32; the tensors take as many bytes.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..ops._checks import Check
-from ..ops._formats import FORMATS, LARGE_BLOCK, Format, QuantizedWeight, pack, pack_octets
-from .formats import ErrorSums
+from ..ops._formats import FORMATS, GRIDS, LARGE_BLOCK, Format, QuantizedWeight, pack, pack_octets
 
 # A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -108,6 +107,88 @@ def _iq4_xs(blocks: Tensor) -> Parts:
     return _nibbles(codes, 16), pack_octets(factors, 6), _halves(halves)
 
 
+def _tq2_0(blocks: Tensor) -> Parts:
+    codes, halves = blocks.split((64, 2), -1)
+    return _runs(codes, 32, (0, 2, 4, 6), 2), _halves(halves), None
+
+
+def _tq1_0(blocks: Tensor) -> Parts:
+    """Five digits of base 3 in a byte, as a fraction: the first is the largest third that it fits in."""
+    long, short, four, halves = blocks.split((32, 16, 4, 2), -1)
+    codes = []
+    for octets, digits in ((long, 5), (short, 5), (four, 4)):
+        left = octets.int()
+        for _ in range(digits):
+            codes.append(left * 3 >> 8)
+            left = left * 3 & 255
+    return torch.cat(codes, -1).byte(), _halves(halves), None
+
+
+def _flags(octets: Tensor) -> Tensor:
+    """The bits [n, 8 * bytes], the lowest first."""
+    return _runs(octets, 1, tuple(range(8)), 1)
+
+
+def _points(numbers: Tensor, signs: Tensor) -> Tensor:
+    """The words of 32 values each, as bytes: the lower eight bits [n, 8, points] of numbers, then flags [n,
+    256], signs or other bits, in the order of the values."""
+    eights = signs.unflatten(-1, (8, 4, 4, 2))
+    return torch.cat((numbers, pack_octets(eights.transpose(-3, -1).flatten(-3), 1)), -1)
+
+
+def _iq2_xxs(blocks: Tensor) -> Parts:
+    halves, rest = blocks.split((2, 64), -1)
+    units = rest.unflatten(-1, (8, 8))
+    return _points(units[..., :4], _sevens(units[..., 4:])), _halves(halves), None
+
+
+def _iq3_xxs(blocks: Tensor) -> Parts:
+    halves, numbers, rest = blocks.split((2, 64, 32), -1)
+    return _points(numbers.unflatten(-1, (8, 8)), _sevens(rest.unflatten(-1, (8, 4)))), _halves(halves), None
+
+
+def _sevens(octets: Tensor) -> Tensor:
+    """Flags of four times seven signs, each followed by a bit of the four above all."""
+    flags = _flags(octets.flatten(-2)).unflatten(-1, (8, 32))
+    return torch.cat((flags[..., :28].unflatten(-1, (4, 7)), flags[..., 28:].unsqueeze(-1)), -1).flatten(1)
+
+
+def _iq2_xs(blocks: Tensor) -> Parts:
+    halves, codes, scales = blocks.split((2, 64, 8), -1)
+    low, high = codes.unflatten(-1, (8, 4, 2)).unbind(-1)  # of 16 bits: nine of a number, seven signs
+    flags = _flags(high.flatten(-2)).unflatten(-1, (-1, 8)).roll(-1, -1)
+    return _points(low, flags.flatten(1)), scales, _halves(halves)
+
+
+def _iq2_s(blocks: Tensor) -> Parts:
+    halves, numbers, signs, high, scales = blocks.split((2, 32, 32, 8, 8), -1)
+    more = torch.stack((scales, high), -1).flatten(-2)
+    return _points(numbers.unflatten(-1, (8, 4)), _flags(signs)), more, _halves(halves)
+
+
+def _iq3_s(blocks: Tensor) -> Parts:
+    halves, numbers, high, signs, scales = blocks.split((2, 64, 8, 32, 4), -1)
+    scales = _flags(scales).unflatten(-1, (8, 4))
+    more = torch.cat((scales, _flags(high).unflatten(-1, (8, 8))), -1).flatten(1)
+    return _points(numbers.unflatten(-1, (8, 8)), _flags(signs)), pack_octets(more, 1), _halves(halves)
+
+
+def _iq1_s(blocks: Tensor) -> Parts:
+    halves, numbers, more = blocks.split((2, 32, 16), -1)
+    flags = _flags(more).unflatten(-1, (8, 16))  # 4 times 3 of numbers, s, a shift
+    moved = torch.cat((flags[..., 12:15], flags[..., :12], flags[..., 15:]), -1).flatten(1)
+    return numbers, pack_octets(moved, 1), _halves(halves)
+
+
+def _iq1_m(blocks: Tensor) -> Parts:
+    numbers, more, scales = blocks.split((32, 16, 8), -1)
+    flags = _flags(more).unflatten(-1, (8, 4, 4))  # 3 of a number, a shift
+    moved = torch.cat((flags[..., :3].flatten(-2), flags[..., 3]), -1).flatten(1)
+    quarters = _flags(scales).unflatten(-1, (4, 16))  # 4 times 3 of s, four bits of the half
+    parts = (pack_octets(moved, 1), pack_octets(quarters[..., :12].flatten(1), 1))
+    return numbers, torch.cat(parts, -1), _halves(pack_octets(quarters[..., 12:].flatten(1), 1))
+
+
 # Bytes of a block, and what takes it apart.
 _BLOCKS: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
     "q4_0": (18, lambda blocks: _q4(blocks, 1)),
@@ -124,52 +205,26 @@ _BLOCKS: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
     "iq4_xs": (136, _iq4_xs),
     "mxfp4": (17, _mxfp4),
     "nvfp4": (36, _nvfp4),
+    "tq1_0": (54, _tq1_0),
+    "tq2_0": (66, _tq2_0),
+    "iq1_s": (50, _iq1_s),
+    "iq1_m": (56, _iq1_m),
+    "iq2_xxs": (66, _iq2_xxs),
+    "iq2_xs": (74, _iq2_xs),
+    "iq2_s": (82, _iq2_s),
+    "iq3_xxs": (98, _iq3_xxs),
+    "iq3_s": (110, _iq3_s),
 }
 
 
 def format_of_blocks(name: str) -> Format | None:
     """The format that holds blocks of ggml's type `name`, in any case; None where there is none."""
-    return FORMATS[name.lower()] if name.lower() in _BLOCKS else None
+    return _format(name) if name.lower() in _BLOCKS else None
 
 
-# Types whose values come from tables of patterns: the bits of the affine format that is nearest, and how many
-# steps there may be between the least and the largest value of a group. Mean errors for random patterns: none
-# for iq1_s, iq3_s, tq1_0 and tq2_0, 1 % for iq3_xxs, 2 % for iq2_xxs, 4 % for iq1_m, 5 % for the other two.
-_NEAREST = {
-    **dict.fromkeys(("iq1_s", "tq1_0", "tq2_0"), (2, range(2, 4))),
-    "iq2_xxs": (3, range(3, 8)),
-    **dict.fromkeys(("iq1_m", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (4, range(8, 16))),
-}
-_NEAREST_GROUP = 32
-
-
-def nearest_format(name: str) -> Format | None:
-    """The affine format for blocks of ggml's type `name` that no format holds; None where there is none."""
-    bits, _ = _NEAREST.get(name.lower(), (0, ()))
-    return Format(bits, _NEAREST_GROUP) if bits else None
-
-
-@torch.no_grad()
-def nearest_of(
-    shape: tuple[int, ...], dtype: torch.dtype, name: str, some: Callable[[slice], Tensor]
-) -> tuple[QuantizedWeight, float]:
-    """The weight [..., R, C] nearest to values of ggml's type `name`, and its error as a report has it.
-
-    Args:
-        dtype: of scales and biases.
-        some: float32 values [n, C] of some of the rows of all matrices.
-    """
-    (bits, steps), errors = _NEAREST[name.lower()], ErrorSums()
-    format = Format(bits, _NEAREST_GROUP)
-    out = QuantizedWeight.empty(shape, dtype, torch.device("cpu"), format)
-    for rows, (words, scales, biases) in _some_rows(out, shape[-1]):
-        groups = some(rows).unflatten(-1, (-1, _NEAREST_GROUP))
-        codes, scale, bias = _fitted(groups, steps, (1 << bits) - 1)
-        scales.copy_(scale.squeeze(-1))
-        biases.copy_(bias.squeeze(-1))
-        words.view(torch.int32).copy_(pack(codes.byte().flatten(-2), bits))
-        errors.add(groups, codes * scales.float().unsqueeze(-1) + biases.float().unsqueeze(-1))
-    return out, errors.relative
+def _format(name: str) -> Format:
+    """tq1_0 has the values of tq2_0 in a code that is no number of bits."""
+    return FORMATS[name.lower().replace("tq1", "tq2")]
 
 
 def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, list[Tensor]]]:
@@ -181,42 +236,17 @@ def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, l
         yield rows, [tensor[rows] for tensor in flat]
 
 
-def _fitted(groups: Tensor, steps: Iterable[int], most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and biases of groups [..., n]: the best of some numbers of steps, by least squares."""
-    least, largest = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    means = groups.mean(-1, keepdim=True)
-    best: tuple[Tensor, ...] | None = None
-    for count in steps:
-        scale, bias = ((largest - least) / count).clamp(min=1e-30), least
-        for _ in range(2):
-            codes = ((groups - bias) / scale).round_().clamp_(0, most)
-            centred = codes - codes.mean(-1, keepdim=True)
-            fit = (centred * (groups - means)).sum(-1, keepdim=True) / centred.square().sum(-1, keepdim=True)
-            scale = torch.where(fit > 0, fit, scale)  # NaN for equal values, which the bias holds
-            bias = means - scale * codes.mean(-1, keepdim=True)
-        error = (codes * scale + bias - groups).abs_().sum(-1, keepdim=True)
-        found: tuple[Tensor, ...] = error, codes, scale, bias
-        if best is not None:
-            found = tuple(
-                torch.where(error < best[0], new, old) for new, old in zip(found, best, strict=True)
-            )
-        best = found
-    assert best is not None
-    _, codes, scale, bias = best
-    return codes, scale, bias
-
-
 def block_values(format: Format) -> int:
     """How many values of a row a block holds."""
     return LARGE_BLOCK if format.multiple == LARGE_BLOCK else 64 if format.name == "nvfp4" else 32
 
 
-def from_blocks(blocks: Tensor, format: Format) -> QuantizedWeight:
+def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
     """Take the blocks of a matrix, or of a stack, apart.
 
     Args:
         blocks: uint8 [..., R, bytes of a row], any strides.
-        format: what the blocks are, from format_of_blocks.
+        name: ggml's type of the blocks, one for which format_of_blocks has a format.
 
     Returns: QuantizedWeight [..., R, C] on the device of `blocks`. The values are ggml's, to the bit but for
         the sign of zeros. Memory other than the result stays under about 25 MiB.
@@ -225,24 +255,25 @@ def from_blocks(blocks: Tensor, format: Format) -> QuantizedWeight:
     """
     check = Check("from_blocks")
     check.dtype("blocks", blocks, (torch.uint8,))
-    size, _ = _BLOCKS[format.name]
+    size, _ = _BLOCKS[name.lower()]
     if blocks.shape[-1] % size != 0:
         check.fail("blocks", f"of rows that are a multiple of {size} bytes", tuple(blocks.shape))
     rows = blocks.reshape(-1, blocks.shape[-1])
-    shape = (*blocks.shape[:-1], blocks.shape[-1] // size * block_values(format))
-    return blocks_of(shape, format, rows.__getitem__, blocks.device)
+    shape = (*blocks.shape[:-1], blocks.shape[-1] // size * block_values(_format(name)))
+    return blocks_of(shape, name, rows.__getitem__, blocks.device)
 
 
 @torch.no_grad()
 def blocks_of(
-    shape: tuple[int, ...], format: Format, some: Callable[[slice], Tensor], device: Any = "cpu"
+    shape: tuple[int, ...], name: str, some: Callable[[slice], Tensor], device: Any = "cpu"
 ) -> QuantizedWeight:
     """from_blocks for a weight [..., R, C] whose rows, of all matrices, are read some at a time."""
-    size, take_apart = _BLOCKS[format.name]
+    (size, take_apart), format = _BLOCKS[name.lower()], _format(name)
+    bits = 8 if format.name in GRIDS else format.bits  # types of points come packed
     out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
     for rows, (words, *targets) in _some_rows(out, shape[-1]):
         codes, *scales = take_apart(some(rows).reshape(-1, size))
-        words.view(torch.int32).copy_(pack(codes.flatten(), format.bits).view(-1, words.shape[1]))
+        words.view(torch.int32).copy_(pack(codes.flatten(), bits).view(-1, words.shape[1]))
         for target, part in zip(targets, scales, strict=False):
             if part is not None:
                 target.copy_(part.reshape(-1, target.shape[1]))

@@ -4,6 +4,7 @@ import math
 from dataclasses import dataclass
 
 import torch
+from support.oracles_experts import OTHER_FORMATS, POINTS, point_values
 from torch import Tensor
 
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -122,6 +123,30 @@ class Blocks(Format):
         return result + self.spread(bias) if self.minima else result
 
 
+@dataclass(frozen=True)
+class Points(Format):
+    """One of GGUF's whose codes are points of a grid."""
+
+    def make(self, values, name, experts, rows, inputs, dtype):
+        words = (experts, rows, inputs * self.bits // 32)
+        packed = values.integers(*words, dtype=torch.int32, low=-(2**31), high=2**31)
+        largest = 0.1 / (8, 80, 250)[self.bits - 1]
+        halves = values.uniform(
+            experts, rows, inputs // 256, dtype=torch.float16, low=-largest, high=largest
+        ).view(torch.int16)
+        stream_bits = POINTS[self.mode][-1]
+        if not stream_bits:
+            return {f"{name}_packed": packed, f"{name}_scales": halves}
+        octets = (experts, rows, inputs // 256 * stream_bits)
+        scales = values.integers(*octets, dtype=torch.uint8, low=0, high=256)
+        return {f"{name}_packed": packed, f"{name}_scales": scales, f"{name}_biases": halves}
+
+    def matrix(self, tensors, name, expert):
+        parts = [tensors.get(f"{name}_{part}") for part in ("packed", "scales", "biases")]
+        own = [None if part is None else part[expert] for part in parts]
+        return torch.from_numpy(point_values(*own, self.mode)).to(parts[0].device)
+
+
 DENSE = Format(0, 0, "")
 FORMATS = {
     **{f"int{bits}": Format(bits, 64, "affine") for bits in (2, 3, 4, 5, 6, 8)},
@@ -143,6 +168,8 @@ GGUF = {
     "q6_k": Blocks(6, 16, "q6_k", integers=8, centre=128, offset=32),
     "iq4_nl": Blocks(4, 32, "iq4_nl", levels=True),
     "iq4_xs": Blocks(4, 32, "iq4_xs", levels=True, integers=6, centre=32),
+    "tq2_0": Blocks(2, 256, "tq2_0", offset=1),
+    **{name: Points(*OTHER_FORMATS[name], name) for name in POINTS},
 }
 
 

@@ -100,7 +100,7 @@ std::string source_of(const Library& library) {
   std::string text = c10::str("#define MOE_DTYPE ", names_of(library.dtype).type, "\n#define MOE_SUFFIX \"",
                               library.suffix(), "\"\n");
   if (!library.weights.empty()) text += c10::str("#define MOE_WEIGHTS ", library.weights_type, "\n");
-  return text + flattened_source(library.file);
+  return text + grid_of(library.weights) + flattened_source(library.file);
 }
 
 const char* message(NSError* error) {

@@ -1,6 +1,7 @@
 // The text of the shaders, which is package data: a change of a .metal file needs no rebuild.
 #pragma once
 #include <string>
+#include <string_view>
 
 namespace moe_mps {
 
@@ -9,5 +10,9 @@ void set_shader_directory(std::string directory);
 // shaders/<file>.metal with its local headers pasted in, each one once: Metal compiles source text without a
 // search path.
 std::string flattened_source(const std::string& file);
+
+// The definition of MOE_GRID, the words of the points of a format's grid, from shaders/matmul/grids.txt.
+// Empty for a format without one.
+std::string grid_of(std::string_view format);
 
 }  // namespace moe_mps

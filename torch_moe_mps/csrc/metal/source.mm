@@ -1,12 +1,15 @@
 #include "source.h"
 
 #include <c10/util/Exception.h>
+#include <c10/util/Half.h>
+#include <c10/util/StringUtil.h>
 
 #include <fstream>
 #include <mutex>
 #include <set>
 #include <sstream>
 #include <string_view>
+#include <vector>
 
 namespace moe_mps {
 namespace {
@@ -59,6 +62,12 @@ void flatten(const std::string& root, const std::string& name, std::set<std::str
   }
 }
 
+std::string shader_directory() {
+  const std::lock_guard<std::mutex> lock(directory().mutex);
+  TORCH_CHECK(!directory().path.empty(), "moe_mps: the shader directory is not set");
+  return directory().path;
+}
+
 }  // namespace
 
 void set_shader_directory(std::string path) {
@@ -67,16 +76,40 @@ void set_shader_directory(std::string path) {
 }
 
 std::string flattened_source(const std::string& file) {
-  std::string root;
-  {
-    const std::lock_guard<std::mutex> lock(directory().mutex);
-    root = directory().path;
-  }
-  TORCH_CHECK(!root.empty(), "moe_mps: the shader directory is not set");
   std::set<std::string> seen;
   std::string out;
-  flatten(root, file + ".metal", seen, out);
+  flatten(shader_directory(), file + ".metal", seen, out);
   return out;
+}
+
+std::string grid_of(std::string_view format) {
+  std::istringstream lines(read_file(shader_directory() + "/matmul/grids.txt"));
+  std::ostringstream out;
+  for (std::string line; std::getline(lines, line);) {
+    std::istringstream fields(line);
+    std::string start, level, digits;
+    uint32_t count = 0;
+    std::vector<uint32_t> codes;
+    fields >> start >> count >> level >> digits;
+    if (start == "#" || format.substr(0, start.size()) != start) continue;
+    const uint32_t bits = level[0] == '-' ? 4 : 8, in_word = 32 / bits;
+    out << "#define MOE_GRID ";
+    for (std::istringstream levels(level); std::getline(levels, level, ',');) {
+      const float magnitude = std::stof(level) / 65536.0f;
+      codes.push_back(bits == 4 ? codes.size() : c10::detail::fp16_ieee_from_fp32_value(magnitude) >> 5);
+    }
+    for (uint32_t point = 0; point < 4 * digits.size(); ++point) {
+      if ((std::stoi(digits.substr(point / 4, 1), nullptr, 16) >> point % 4 & 1) == 0) continue;
+      std::vector<uint32_t> words(count / in_word);
+      for (uint32_t left = point, value = 0; value < count; ++value, left /= codes.size()) {
+        const uint32_t place = value % 2 * 16 + value % in_word / 2 * bits;
+        words[value / in_word] |= codes[left % codes.size()] << place;
+      }
+      out << c10::Join("u,", words) << "u,";
+    }
+    out << '\n';
+  }
+  return out.str();
 }
 
 }  // namespace moe_mps

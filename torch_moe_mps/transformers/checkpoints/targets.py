@@ -200,6 +200,8 @@ class Reasons:
         around: type = type(self.model.get_submodule(parent))
         if child in _weights_read_by(around):
             return "the code around it reads its weight"
+        if child in (getattr(self.model, "_keep_in_fp32_modules", None) or ()):
+            return "it stays in float32" if self.model.dtype == torch.float16 else None
         return None
 
 
@@ -258,7 +260,7 @@ def _weights_read_by(cls: type) -> set[str]:
 
 
 class _Reads(ast.NodeVisitor):
-    """The names N in `self.N.weight`, unless only an attribute or an element of the weight is read."""
+    """The names N in `self.N.weight`, unless only its type, an attribute or an element of the weight is read."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
@@ -274,6 +276,12 @@ class _Reads(ast.NodeVisitor):
         if not (node.attr in ("dtype", "device", "shape") and self._child(node.value)):
             self.found.update(self._child(node))
             self.visit(node.value)
+
+    def visit_Call(self, node: ast.Call) -> None:
+        """A weight that is no tensor is not cast to, as that of a layer quantised by others."""
+        of_type = ast.unparse(node.func) == "isinstance" and self._child(node.args[0])
+        for part in node.args[1:] if of_type else ast.iter_child_nodes(node):
+            self.visit(part)
 
     def visit_Subscript(self, node: ast.Subscript) -> None:
         if not self._child(node.value):
