@@ -982,6 +982,30 @@ iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 gemm8
 iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 gemm8 73.5 gemm32 99
   gemm16_split 93.5 gemm32_split 121.5 embedding 44 heads 50.5 heads_rows_few 68.5 heads_columns 51
   heads_columns_few 69.5
+tq2_0: rows 47.5 normed 49.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 66.5 gemm32 92
+  gemm16_split 93 gemm32_split 110 embedding 37 heads 48.5 heads_rows_few 80.5 heads_columns 45
+  heads_columns_few 64.5
+iq1_s: rows 44 normed 45.5 few 92 few_split 103 down 52.5 down_few 88.5 gemm8 77 gemm32 107
+  gemm16_split 87 gemm32_split 123 embedding 77 heads 45 heads_rows_few 68 heads_columns 65
+  heads_columns_few 99.5
+iq1_m: rows 49.5 normed 50.5 few 102.5 few_split 113.5 down 58 down_few 94 gemm8 87 gemm32 117
+  gemm16_split 97 gemm32_split 116 embedding 78 heads 50.5 heads_rows_few 73.5 heads_columns 72
+  heads_columns_few 106.5
+iq2_xxs: rows 46 normed 47 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101
+  gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns 60.5
+  heads_columns_few 95
+iq2_xs: rows 51 normed 52 few 104 few_split 115 down 59.5 down_few 93.5 gemm8 95 gemm32 125
+  gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75 heads_columns 68
+  heads_columns_few 102.5
+iq2_s: rows 44 normed 45.5 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91 gemm32 121
+  gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68 heads_columns 66
+  heads_columns_few 100.5
+iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 79 gemm32 109
+  gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78 heads_columns 64.5
+  heads_columns_few 99
+iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 86 gemm32 116
+  gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few 73 heads_columns 65.5
+  heads_columns_few 100
 affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
   gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45.5
   heads_columns_few 65

@@ -124,7 +124,7 @@ def test_mistral_is_llama_by_another_name(tmp_path):
 
 def test_what_transformers_has_no_class_for_is_refused(tmp_path):
     _, keys, matrices, _ = of_architecture("llama", "q8_0")
-    with pytest.raises(ValueError, match="transformers has a class for, got deci$"):
+    with pytest.raises(ValueError, match=r"transformers has a class for, got deci$"):
         load(write(tmp_path / "model.gguf", "deci", keys, matrices))
 
 

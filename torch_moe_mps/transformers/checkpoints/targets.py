@@ -260,7 +260,7 @@ def _weights_read_by(cls: type) -> set[str]:
 
 
 class _Reads(ast.NodeVisitor):
-    """The names N in `self.N.weight`, unless only its type, an attribute or an element of the weight is read."""
+    """The names N in `self.N.weight`, unless only the type, an attribute or an element of it is read."""
 
     def __init__(self) -> None:
         self.found: set[str] = set()
