@@ -1,5 +1,6 @@
 """A token as one call: the same bits as without, whatever happens to the model between two tokens."""
 
+import contextlib
 import copy
 import functools
 import gc
@@ -17,6 +18,7 @@ from support import tiny_models
 from support.models import assert_close, eager, output, prompt, tiny
 from torch import nn
 from torch.nn.utils import parametrize
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, GenerationConfig, masking_utils, modeling_utils
 from transformers.cache_utils import DynamicLayer
@@ -28,6 +30,7 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import NAME
 from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.graphs import passes
@@ -567,9 +570,19 @@ def in_main(model):
     norm(model).__class__ = type("Mine", (type(norm(model)),), members | {"__module__": "__main__"})
 
 
+def adds(numbers):
+    """To a list or a set. Returns: what undoes it."""
+    (numbers.append if isinstance(numbers, list) else numbers.add)(3)
+    return lambda: numbers.remove(3)
+
+
 # name: (what is done before the fingerprint is made, the change)
 WATCHED = {
     "attribute": (None, lambda m, p: p.setattr(norm(m), "variance_epsilon", 2.0)),
+    "kind of a number": (
+        lambda m: setattr(norm(m), "factor", 1),
+        lambda m, p: p.setattr(norm(m), "factor", 1.0),
+    ),
     "attribute with another name": (
         lambda m: setattr(norm(m), "named", SimpleNamespace(one=1)),
         lambda m, p: (p.delattr(norm(m).named, "one"), p.setattr(norm(m).named, "two", 1, raising=False)),
@@ -583,7 +596,10 @@ WATCHED = {
         lambda m: norm(m).register_buffer("one", torch.ones(1)),
         lambda m, p: p.setitem(norm(m)._buffers, "one", torch.ones(1)),
     ),
+    "module": (None, lambda m, p: p.setitem(m.model._modules, "norm", nn.Identity())),
     "hook": (None, lambda m, p: p.setitem(norm(m)._forward_hooks, 0, double)),
+    "hook before": (None, lambda m, p: p.setitem(norm(m)._forward_pre_hooks, 0, double)),
+    "state of the package": (None, lambda m, p: p.setattr(fingerprints, "_changes", -1)),
     "class of a module": (
         None,
         lambda m, p: p.setattr(norm(m), "__class__", type("Other", (type(norm(m)),), {})),
@@ -602,6 +618,16 @@ WATCHED = {
     "numbers in the file": (
         lambda m: setattr(file_of(m), "_numbers", {"scale": 1}),
         lambda m, p: p.setitem(file_of(m)._numbers, "scale", 2),
+    ),
+    "list in the file": (
+        lambda m: setattr(file_of(m), "_list", [1, 2]),
+        lambda m, p: adds(file_of(m)._list),
+    ),
+    "set in the file": (lambda m: setattr(file_of(m), "_set", {1}), lambda m, p: adds(file_of(m)._set)),
+    "set of a module": (lambda m: setattr(norm(m), "set", {1}), lambda m, p: adds(norm(m).set)),
+    "order of a dictionary": (
+        lambda m: setattr(norm(m), "two", {"a": 1, "b": 1}),
+        lambda m, p: p.setattr(norm(m), "two", {"b": 1, "a": 1}),
     ),
     "name in the file of a helper": (None, lambda m, p: p.setattr(sdpa_attention, "repeat_kv", double)),
     "torch's functions": (
@@ -657,8 +683,10 @@ def test_what_the_fingerprint_holds(device, monkeypatch):
     found = {}
     for what, (_, change) in WATCHED.items():
         with monkeypatch.context() as patch:
-            change(model, patch)
+            undo = change(model, patch)
             found[what] = fingerprint.holds()
+            if callable(undo):
+                undo()
         assert fingerprint.holds(), what
     torch.set_default_dtype(torch.float64)
     try:
@@ -798,6 +826,45 @@ def test_calls_that_are_left_alone():
     assert ran == [1]
     talk.tokens(1)
     assert ran == [1, 1]
+
+
+class Looks(TorchFunctionMode):
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def hooks_of_all_modules(register):
+    handle = register(double)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+AROUND = {
+    "gradients": torch.enable_grad,
+    "mode": Looks,
+    "mode of torch": torch.autograd.forward_ad.dual_level,
+    "hooks look": lambda: hooks_of_all_modules(nn.modules.module.register_module_forward_hook),
+    "hooks look at": lambda: hooks_of_all_modules(nn.modules.module.register_module_forward_pre_hook),
+}
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace`")
+@torch.no_grad()
+def test_what_must_not_be_around_a_token():
+    assert fingerprints.forbidden() is None
+    for reason, around in AROUND.items():
+        with around():
+            assert reason in fingerprints.forbidden()
+        assert fingerprints.forbidden() is None
+    found = []
+    torch.vmap(lambda x: found.append(fingerprints.forbidden()) or x)(torch.ones(2))
+    torch.jit.trace(
+        lambda x: found.append(fingerprints.forbidden()) or x + 1, torch.ones(2), check_trace=False
+    )
+    assert len(found) == 2 and all("mode" in reason for reason in found)
 
 
 class OfDefaultDevice(nn.Module):
