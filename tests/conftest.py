@@ -8,6 +8,7 @@ another one, except for tests marked `one_schedule` and for cases that run only 
 
 import gc
 import os
+import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
@@ -28,6 +29,8 @@ def pytest_configure(config):
         "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C in their processes
     gc.disable()  # until all is imported: half a million objects that stay
     # Before test modules are imported: torch remembers for the whole process whether MPS was there when first
     # asked.

@@ -148,7 +148,7 @@ def moved_and_held(simulated, model, context: int, names: tuple[str, ...]) -> tu
 
 def slope(simulated, model, *names: str) -> float:
     names = names or ("keys", "values")
-    contexts = (moved_and_held(simulated, model, context, names) for context in (60, 220))
+    contexts = (moved_and_held(simulated, model, context, names) for context in (60, 140))
     (few, held), (many, held_more) = contexts
     return (many - few) / (held_more - held)
 
