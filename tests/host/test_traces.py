@@ -315,19 +315,19 @@ writing a cache in 8 bits
             """\
 index_topk, 1 tokens
   index_scores_f16 grid 33x1x1 of 64x1x1
-  0=A[0:8192] 1=B[0:1280000] 2=C[0:64] 3=D[0:8192] 4=E[0:16400] 5=136 bytes
+  0=A[0:8192] 1=B[0:1280000] 2=C[0:64] 3=D[0:8192] 4=E[0:16400] 5=152 bytes
   index_select_f16 grid 1x1x1 of 1024x1x1
-  0=E[0:16400] 1=D[0:8192] 2=D[0:8192] 3=136 bytes
+  0=E[0:16400] 1=D[0:8192] 2=D[0:8192] 3=152 bytes
 index_topk, 5 tokens
   index_scores_f16 grid 33x5x1 of 64x1x1
-  0=A[0:40960] 1=B[0:1280000] 2=C[0:320] 3=D[0:40960] 4=E[0:82000] 5=136 bytes
+  0=A[0:40960] 1=B[0:1280000] 2=C[0:320] 3=D[0:40960] 4=E[0:82000] 5=152 bytes
   index_select_f16 grid 5x1x1 of 1024x1x1
-  0=E[0:82000] 1=D[0:40960] 2=D[0:40960] 3=136 bytes
+  0=E[0:82000] 1=D[0:40960] 2=D[0:40960] 3=152 bytes
 index_topk of blocks
   index_block_scores_f16 grid 17x5x1 of 64x1x1
-  0=A[0:5120] 1=B[0:1280000] 2=C[0:10320] 3=D[0:2640] 4=136 bytes
+  0=A[0:5120] 1=B[0:1280000] 2=C[0:10320] 3=D[0:2640] 4=152 bytes
   index_select_f16 grid 5x4x1 of 1024x1x1
-  0=D[0:2640] 1=C[0:10320] 2=C[0:10320] 3=136 bytes
+  0=D[0:2640] 1=C[0:10320] 2=C[0:10320] 3=152 bytes
 """,
         )
 
@@ -337,7 +337,7 @@ index_topk of blocks
             """\
 causal_conv1d_update_
   causal_conv1d_update_f16 grid 4x1x1 of 64x1x1
-  0=A[0:512] 1=B[0:2048] 2=C[0:2048] 3=D[0:512] 4=D[0:512] 5=64 bytes
+  0=A[0:512] 1=B[0:2048] 2=C[0:2048] 3=D[0:512] 4=D[0:512] 5=72 bytes
 linear_attention_
   delta_scan128_f16 grid 1x2x1 of 256x1x1
   0=A[0:768] 1=A[256:768] 2=A[512:768] 3=B[0:8] 4=B[4:8] 5=C[0:4] 6=D[0:256] 7=D[0:256] 8=E[0:65536]
@@ -566,7 +566,7 @@ linear, normed, with a residual
     9=G[0:256]
 linear, normed, 4 tokens
   rms_norm_f16 grid 1x1x1 of 128x1x1
-  0=A[0:1024] 1=B[0:1024] 2=C[0:256] 3=A[0:1024] 4=A[0:1024] 5=A[0:1024] 6=64 bytes
+  0=A[0:1024] 1=B[0:1024] 2=C[0:256] 3=A[0:1024] 4=A[0:1024] 5=A[0:1024] 6=72 bytes
   matmul_rows_few_split_affine4_64_f16 grid 20x1x1 of 128x1x1
   0=A[0:1024] 1=D[0:20480] 2=E[0:1280] 3=F[0:1280] 4=A[0:1024] 5=A[0:1024] 6=G[0:2560] 7=A[0:1024] 8=92
     bytes 9=A[0:1024] 10=A[0:1024]

@@ -33,11 +33,9 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const std::optional<Tensor
   const std::optional<Tensor> weights = rows_contiguous(weights_);
   const std::optional<Tensor> key_range = contiguous(key_range_);
   IndexParams params{};
-  params.q_batch_stride = q.stride(0);
-  params.q_token_stride = q.stride(1);
-  params.q_head_stride = q.stride(2);
-  params.k_batch_stride = k.stride(0);
-  params.k_key_stride = k.stride(1);
+  params.q = token_strides(q);
+  params.k = token_strides(k);
+  params.weights = token_strides(weights);
   params.tokens = tokens;
   params.heads = heads;
   params.groups = groups;
@@ -51,11 +49,7 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const std::optional<Tensor
   params.slots = slots;
   params.as_bits = as_bits;
   params.has_weights = weights.has_value();
-  if (weights.has_value()) {
-    params.weights_batch_stride = weights->stride(0);
-    params.weights_token_stride = weights->stride(1);
-    params.weights_dtype = dtype_code(*weights);
-  }
+  params.weights_dtype = dtype_code(weights);
   params.has_key_range = key_range.has_value();
   params.vectorised = params.width % 4 == 0 && starts_aligned(k);
   params.scale = static_cast<float>(scale);

@@ -33,9 +33,7 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
   const Tensor weight = weight_.contiguous();
   const OptionalTensor bias = contiguous(bias_);
   ConvParams params{};
-  params.x_batch_stride = x.stride(0);
-  params.x_token_stride = x.stride(1);
-  params.x_channel_stride = x.stride(2);
+  params.x = token_strides(x);
   params.tokens = x.size(1);
   params.channels = x.size(2);
   params.length = state.size(2);

@@ -18,12 +18,9 @@ void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position
   const Tensor kv = rows_contiguous(kv_), gate = rows_contiguous(gate_), state = state_.contiguous();
   const Tensor entries = rows_contiguous(entries_);
   PoolParams params{};
-  params.batch_stride = kv.stride(0);
-  params.token_stride = kv.stride(1);
-  params.gate_batch_stride = gate.stride(0);
-  params.gate_token_stride = gate.stride(1);
-  params.entry_batch_stride = entries.stride(0);
-  params.entry_stride = entries.stride(1);
+  params.kv = token_strides(kv);
+  params.gate = token_strides(gate);
+  params.entries = token_strides(entries);
   params.tokens = kv.size(1);
   params.position = position;
   params.rate = position_bias.size(0);

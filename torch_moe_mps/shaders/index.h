@@ -44,7 +44,7 @@ inline void stage_queries(device const T* queries, uint head, uint count, thread
     const uint of_head = head + i / fours, column = 4 * (i % fours);
     float4 values = 0.0f;
     if (of_head < params.heads) {
-      device const T* query = queries + of_head * params.q_head_stride;
+      device const T* query = queries + of_head * params.q.head;
       for (uint j = 0; j < 4 && column + j < params.width; ++j) values[j] = widen(query[column + j]);
     }
     staged[i] = values;
@@ -70,11 +70,11 @@ template <typename T>
   float totals[kKeys];
   UNROLL for (uint i = 0; i < kKeys; ++i) {
     const uint key = min(first + i * kIndexThreads + thread_index, params.rows - 1);
-    starts[i] = k + batch * params.k_batch_stride + key * params.k_key_stride;
+    starts[i] = k + batch * params.k.batch + key * params.k.token;
     totals[i] = 0.0f;
   }
-  device const T* queries = q + batch * params.q_batch_stride + token * params.q_token_stride;
-  const ulong weights_start = batch * params.weights_batch_stride + token * params.weights_token_stride;
+  device const T* queries = q + batch * params.q.batch + token * params.q.token;
+  const ulong weights_start = batch * params.weights.batch + token * params.weights.token;
   const uint fours = (params.width + 3) / 4;
   for (uint head = 0; head < params.heads; head += kIndexHeads) {
     const uint heads = min(params.heads - head, kIndexHeads);
@@ -132,14 +132,14 @@ template <typename T>
   const bool is_own = is_scored && range.end - block <= params.tail;
   const uint begin = max(block * params.block, keys.begin);
   const uint end = is_scored ? min((block + 1) * params.block, keys.end) : begin;
-  device const T* queries = q + batch * params.q_batch_stride + token * params.q_token_stride;
+  device const T* queries = q + batch * params.q.batch + token * params.q.token;
   const uint fours = (params.width + 3) / 4;
   for (uint head = 0; head < params.heads; head += kBlockHeads) {
     stage_queries(queries, head, kBlockHeads, staged, thread_index, params);
     float best[kBlockHeads];
     UNROLL for (uint j = 0; j < kBlockHeads; ++j) best[j] = -INFINITY;
     for (uint key = begin + lane; key < end; key += kSimdWidth) {
-      device const T* start = k + batch * params.k_batch_stride + key * params.k_key_stride;
+      device const T* start = k + batch * params.k.batch + key * params.k.token;
       float sums[kBlockHeads];
       UNROLL for (uint j = 0; j < kBlockHeads; ++j) sums[j] = 0.0f;
       for (uint four = 0; four < fours; ++four) {

@@ -6,8 +6,7 @@
 template <typename T>
 inline float conv_value(device const uchar* state, ulong state_start, device const T* x, ulong x_start,
                         uint position, constant ConvParams& params) {
-  if (position >= params.length)
-    return float(x[x_start + (position - params.length) * params.x_token_stride]);
+  if (position >= params.length) return float(x[x_start + (position - params.length) * params.x.token]);
   return load_one(state, params.state_dtype, state_start + position);
 }
 
@@ -22,7 +21,7 @@ template <typename T>
     uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]]) {
   const uint channel = group.x * kConvThreads + thread_index;
   if (channel >= params.channels) return;
-  const ulong x_start = group.z * params.x_batch_stride + channel * params.x_channel_stride;
+  const ulong x_start = group.z * params.x.batch + channel * params.x.head;
   const ulong state_start = (ulong(group.z) * params.channels + channel) * params.length;
   const uint start = group.y * params.thread_tokens, end = min(start + params.thread_tokens, params.tokens);
   for (uint token = start; token < end; ++token) {
@@ -34,7 +33,7 @@ template <typename T>
     }
     const ulong place = (ulong(group.z) * params.tokens + token) * params.channels + channel;
     if (params.silu != 0) sum = silu(sum);
-    if (params.add_input != 0) sum += float(x[x_start + token * params.x_token_stride]);
+    if (params.add_input != 0) sum += float(x[x_start + token * params.x.token]);
     output[place] = T(sum);
   }
   if (start != 0) return;

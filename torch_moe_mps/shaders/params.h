@@ -189,9 +189,7 @@ struct CacheWriteParams {
 
 // Strides are in elements.
 struct ConvParams {
-  uint64_t x_batch_stride;
-  uint64_t x_channel_stride;
-  uint64_t x_token_stride;
+  TokenStrides x;  // of rows, tokens and channels
   uint32_t channels;
   uint32_t tokens;
   uint32_t length;  // positions that the state holds
@@ -453,13 +451,9 @@ struct HeadsParams {
 
 // index_scores and index_select. Strides are in elements; those of scores and indices are of whole rows.
 struct IndexParams {
-  uint64_t q_batch_stride;
-  uint64_t q_token_stride;
-  uint64_t q_head_stride;
-  uint64_t k_batch_stride;
-  uint64_t k_key_stride;
-  uint64_t weights_batch_stride;
-  uint64_t weights_token_stride;
+  TokenStrides q;
+  TokenStrides k;
+  TokenStrides weights;
   uint32_t tokens;
   uint32_t first_token;  // of those whose scores are in memory
   uint32_t tokens_at_once;
@@ -483,12 +477,9 @@ struct IndexParams {
 
 // pool_windows. Strides are in elements; the state is contiguous.
 struct PoolParams {
-  uint64_t batch_stride;  // of what is pooled
-  uint64_t token_stride;
-  uint64_t gate_batch_stride;
-  uint64_t gate_token_stride;
-  uint64_t entry_batch_stride;
-  uint64_t entry_stride;
+  TokenStrides kv;
+  TokenStrides gate;
+  TokenStrides entries;  // whose tokens are entries
   uint32_t tokens;
   uint32_t position;  // tokens before the new ones
   uint32_t rate;      // tokens of a window

@@ -33,7 +33,7 @@ struct PooledTokens {
       device const T* gate = value + params.columns;
       ulong stride = 2 * params.columns, gate_stride = stride;
       if (is_new != 0) {
-        stride = params.token_stride, gate_stride = params.gate_token_stride;
+        stride = params.kv.token, gate_stride = params.gate.token;
         value = values + (token - params.position) * stride + at;
         gate = gates + (token - params.position) * gate_stride + at;
       }
@@ -76,8 +76,8 @@ struct PooledTokens {
       const ulong place = token - params.position;
       for (uint at = column; at < params.columns; at += params.width) {
         UNROLL for (uint i = 0; i < 2; ++i) {
-          row[at + i] = values[place * params.token_stride + at + i];
-          row[params.columns + at + i] = gates[place * params.gate_token_stride + at + i];
+          row[at + i] = values[place * params.kv.token + at + i];
+          row[params.columns + at + i] = gates[place * params.gate.token + at + i];
         }
       }
     }
@@ -102,8 +102,8 @@ template <typename T>
              part_threads = part_simdgroups * kSimdWidth;
   const uint part = thread_index / part_threads, pair = thread_index % part_threads;
   const bool has_columns = pair < pairs;
-  const PooledTokens<T> tokens = {kv + batch * params.batch_stride, gate + batch * params.gate_batch_stride,
-                                  bias, state + ulong(batch) * params.rows * 2 * params.columns, 2 * pair};
+  const PooledTokens<T> tokens = {kv + batch * params.kv.batch, gate + batch * params.gate.batch, bias,
+                                  state + ulong(batch) * params.rows * 2 * params.columns, 2 * pair};
   const uint of_first = params.columns > params.width ? 2 : 1;
   const uint closed = (params.position + params.tokens) / params.rate;
   const uint begin = params.position / params.rate + (group.x == 0 ? 0 : of_first - 1 + group.x);
@@ -142,7 +142,7 @@ template <typename T>
       const float cosine = precise::cos(angle) * params.scaling, sine = precise::sin(angle) * params.scaling;
       x = float2(x.x * cosine - x.y * sine, x.y * cosine + x.x * sine);
     }
-    device T* entry = entries + batch * params.entry_batch_stride + window * params.entry_stride;
+    device T* entry = entries + batch * params.entries.batch + window * params.entries.token;
     entry[at] = narrow<T>(x.x);
     entry[at + 1] = narrow<T>(x.y);
   }
