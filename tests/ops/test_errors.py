@@ -28,6 +28,8 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     def zeros(*shape, dtype=torch.float32):
         return torch.zeros(shape, dtype=dtype, device=device)
 
+    axes, places = zeros(8, dtype=torch.int32), zeros(3, 2, T, dtype=torch.int64)
+
     half, integer, short = torch.float16, torch.int32, torch.int16  # MPS has no float64
     logits = [
         wrong(FLOATS, logits=zeros(T, E, dtype=integer)),
@@ -372,6 +374,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [H] = (64,)", weight=zeros(H - 1)),
             wrong(FLOATS, weight=zeros(H, dtype=integer)),
             wrong("0.0 without a weight", weight_offset=1.0, weight=None),
+            wrong(f"of shape [N, H] of input = ({T}, 64)", weight=zeros(T + 1, H)),
+            wrong("of shape [H] = (64,)", input=zeros(H), weight=zeros(1, H)),
+            wrong(FLOATS, weight=zeros(T, H, dtype=integer)),
         ],
         "layer_norm": [
             wrong(FLOATS, input=zeros(T, H, dtype=short)),
@@ -459,6 +464,11 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("1-D", inv_freq=zeros(1, 8)),
             wrong(f"{FLOATS}, got float64", dtype=torch.float64),
             wrong("a number in the range of float32", scaling=float("nan")),
+            wrong("2-D", position_ids=zeros(3, 2, T, dtype=integer)),
+            wrong("3-D", position_ids=zeros(2, T, dtype=integer), axes=axes),
+            wrong("of shape [R / 2] = (8,)", axes=axes[1:], position_ids=places),
+            wrong("int32", axes=zeros(8), position_ids=places),
+            wrong("of at least one position a token", position_ids=places[:0], axes=axes),
         ],
         "causal_conv1d_update_": [
             wrong("one of none, silu", activation="tanh"),

@@ -48,6 +48,16 @@ def test_sizes(device, dtype):
         check_all(residual, input, weight, scalar, weight_offset=float(i % 3 == 0))
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rows_with_weights_of_their_own(device, dtype):
+    """Groups of columns that are normed apart: rows of a simdgroup and of a threadgroup, also strided."""
+    for i, (tokens, groups, width) in enumerate([(1, 4, 64), (3, 3, 31), (2, 2, 1030), (5, 1, 8)]):
+        input = random((tokens, groups, width + 4 * i), dtype, i, 3.0).to(device)[..., :width]
+        weight = random((groups, width), torch.float32 if i % 2 else dtype, i + 1).to(device)
+        checked("rms_norm", input, weight, EPS, float(i % 2))
+        checked("rms_norm", input[0], weight, EPS)
+
+
 def test_longest_row(device):
     """More than a threadgroup's memory holds in float32, and more than its registers do."""
     scalar = torch.full((1,), 0.5).to(device)

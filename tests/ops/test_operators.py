@@ -76,7 +76,7 @@ moe_mps::mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, T
 moe_mps::embedding_quantized(Tensor ids, Tensor packed, Tensor scales, Tensor? biases, str format,
     ScalarType dtype) -> Tensor
 moe_mps::causal_conv1d_update_(Tensor x, Tensor(a1!) conv_state_, Tensor weight, Tensor? bias=None, str
-    activation="silu") -> Tensor
+    activation="silu", bool add_input=False) -> Tensor
 moe_mps::linear_attention_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor(a4!) state_, float scale, *,
     Tensor? beta=None, bool delta=True, float? l2norm_eps=None, str decay="log", Tensor? A_log=None, Tensor?
     dt_bias=None, float? lower_bound=None, str beta_activation="none", float? beta_min=None, Tensor?
@@ -97,18 +97,18 @@ moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_s
     alpha=None, float? limit=None, bool gated=True, bool interleaved=False, Tensor? shared_gate=None,
     Tensor? shared_out=None, Tensor? residual=None, bool gate_is_logit=False, str? down_format=None, Tensor?
     norm_weight=None, float norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> Tensor
-moe_mps::rope(Tensor q, Tensor? k, Tensor cos, Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None,
+moe_mps::rope(Tensor q, Tensor? k, Tensor? cos, Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None,
     float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
     bool rotary_last=False) -> (Tensor, Tensor)
-moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys_, Tensor(a4!) values_, Tensor cos,
-    Tensor sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
+moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys_, Tensor(a4!) values_, Tensor? cos,
+    Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
     weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False,
     Tensor? v_weight=None) -> Tensor
 moe_mps::index_keys_(Tensor k, Tensor(a1!) keys_, Tensor weight, Tensor? bias, float
     eps=9.9999999999999995e-07, Tensor? cos=None, Tensor? sin=None, Tensor? q=None, *, str pairs="half",
     int? rotary_dim=None, bool rotary_last=False, Tensor? q_weight=None, float weight_offset=0.) -> Tensor
 moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
-    layout="halves") -> (Tensor, Tensor)
+    layout="halves", Tensor? axes=None) -> (Tensor, Tensor)
 moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int
     top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool
     norm_topk_prob, float norm_eps=9.9999999999999995e-21, float norm_min=0., float scaling_factor=1.,

@@ -28,6 +28,19 @@ def test_tables(device, dtype, layout):
         check(ids, frequencies(pairs).to(device), 1.0 if i % 2 else 1.34, dtype, layout)
 
 
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_positions_of_a_token(device, dtype, layout):
+    """In time, height and width; a pair whose axis is none of them has no table."""
+    for i, (count, batch, tokens, pairs) in enumerate([(3, 1, 1, 32), (3, 2, 5, 7), (1, 3, 2, 4)]):
+        generator = torch.Generator().manual_seed(i)
+        ids = torch.randint(0, 10**5, (count, batch, tokens), generator=generator).to(device)
+        ids = ids if i % 2 else ids.int()
+        axes = torch.randint(0, count, (pairs,), generator=generator, dtype=torch.int32)
+        axes[: i and 2] = torch.tensor([-1, count][: i and 2], dtype=torch.int32)
+        check(ids, frequencies(pairs).to(device), 1.34, dtype, layout, axes.to(device))
+
+
 def test_positions(device):
     """From 0 to positions that float32 cannot represent, and negative ones."""
     ids = torch.tensor([[0, 1, 2, 4095, 131071, 999999, 10**6, 2**24 + 1, 2**31 - 1, -1, -77]]).to(device)

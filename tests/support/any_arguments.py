@@ -104,6 +104,8 @@ def with_scalar(d: Draws) -> dict[str, Any]:
 @strategy
 def rms_norm(d):
     arguments = norm(d, "input") | {"factor": d.factor()}
+    if arguments["input"].dim() > 1 and d.flag():
+        arguments["weight"] = d.values(*arguments["input"].shape[-2:])
     return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
 
 
@@ -787,10 +789,15 @@ def index_keys_(d):
 
 @strategy
 def rope_tables(d):
-    ids = torch.randint(-100, d.one(100, 10**6), (d.one(1, 2, 0), d.one(1, 5, 0)), generator=d.generator)
+    pairs, shape, axes = d.one(16, 1, 7, 0), (d.one(1, 2, 0), d.one(1, 5, 0)), None
+    if pairs > 0 and d.flag():
+        shape = d.one(3, 1), *shape
+        axes = torch.randint(-1, 4, (pairs,), generator=d.generator, dtype=torch.int32)
+    ids = torch.randint(-100, d.one(100, 10**6), shape, generator=d.generator)
     return {
         "position_ids": ids.to(d.one(*IDS)),
-        "inv_freq": torch.rand(d.one(16, 1, 7, 0), generator=d.generator),
+        "inv_freq": torch.rand(pairs, generator=d.generator),
+        "axes": axes,
         "scaling": d.one(1.0, 1.34),
         "dtype": d.dtype(),
         "layout": d.one("pairs", "halves", "interleaved"),

@@ -893,6 +893,6 @@ def _behind(held: np.ndarray, new: Expected) -> Expected:
 
 @oracle
 def rope_tables(a):
-    angles = oracles_sequence.angles(a.position_ids, a.inv_freq, a.layout)
+    angles = oracles_sequence.angles(a.position_ids, a.inv_freq, a.layout, a.axes)
     values = [function(angles) * a.scaling for function in (np.cos, np.sin)]
     return [Expected(value, 5 * FLOAT32_EPS * abs(value)) for value in values]

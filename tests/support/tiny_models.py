@@ -152,7 +152,7 @@ EXTRA: dict[str, dict] = {
         "indexer_head_dim": 8,
         "indexer_budget": 8,
         "indexer_compress_ratio": 2,
-        "hc_lowrank": 8,
+        "hc_lowrank": 32,
     }
     | HYBRID,
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},

@@ -9,15 +9,17 @@ import sys
 import pytest
 import torch
 from support import tiny_models
-from support.models import assert_close, eager, edit_forward, output, prompt
+from support.models import assert_close, eager, edit_forward, operators_of, output, prompt
 from torch import nn
 from transformers import DynamicCache
+from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 from torch_moe_mps.transformers.modules.rules.linear import linears
-from torch_moe_mps.transformers.modules.rules.norms import norm_formula
+from torch_moe_mps.transformers.modules.rules.norms import is_norm, norm_formula
 from torch_moe_mps.transformers.modules.rules.rope import Call, rope_form, rotated, rotation_in_place
 
 
@@ -274,6 +276,28 @@ def test_a_norm_without_weight():
     formula = norm_formula(WithoutWeight())
     assert formula is not None and formula.weight == ""
     assert norm_formula(Doubled()) is None
+
+
+class OfEveryFourth(Qwen4ExpTextRMSNorm):
+    """Its groups are no neighbours."""
+
+    def _norm(self, x):
+        x = x.unflatten(-1, (-1, 4)).mT
+        return (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)).mT.flatten(-2)
+
+
+@pytest.mark.parametrize(("cls", "count"), [(Qwen4ExpTextRMSNorm, 1), (OfEveryFourth, 0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_norms_of_groups_of_columns(cls, count, dtype):
+    norm = cls(64, group_size=16, eps=1e-3).to(dtype).eval()
+    norm.weight.data.copy_(torch.linspace(-1, 1, 64))
+    x = torch.randn(2, 3, 80, generator=torch.Generator().manual_seed(0)).to(dtype)[..., 8:72]
+    with torch.no_grad():
+        own = norm(x)
+        assert not is_norm(norm)  # an operator with one norm for the row is none for it
+        rewrite(norm)
+        assert operators_of(lambda: norm(x)) == ({"rms_norm": 1} if count else {})
+        assert_close(norm(x).float(), own.float(), 1e-6 if dtype == torch.float32 else 2.0**-7)
 
 
 def test_norms_of_other_dtypes_run_their_own_code():

@@ -28,7 +28,7 @@ MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.biases
 NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 8, random(E)
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
 LARGE, MIXING = random(513, H) / 8, (random(24, H) / 8, random(24), random(3))
-GATE, SCALAR, HALF = random(1, H), random(1), random(H // 2)
+GATE, SCALAR, HALF, ROW_NORMS = random(1, H), random(1), random(H // 2), random(2, H // 2)
 ROUTER_16, TAPS = ROUTER.bfloat16(), random(H, 2)
 NO_CHAINS = frozenset({"pointwise"})  # left to the operators of aten, which patterns would have taken
 
@@ -78,6 +78,11 @@ def residual_of_experts(x, r):
 def residual_and_shared_expert(x, r):
     shared = linear(x[0]) * torch.sigmoid(torch.nn.functional.linear(x[0], GATE))
     return r + (routed(x[0]) + shared).view(1, 1, H)
+
+
+def shared_expert_without_residual(x, r):
+    shared = linear(x[0]) * torch.sigmoid(torch.nn.functional.linear(x[0], GATE))
+    return routed(x[0]) + shared
 
 
 def residual_in_place(x, r):
@@ -333,6 +338,11 @@ def norm_of_two_rows(x, r):
     return linear(normed.view(2, H))
 
 
+def norm_of_sum_with_a_weight_for_each_row(x, r):
+    total = x.view(1, 2, H // 2) + r.view(1, 2, H // 2)
+    return ops.rms_norm(total, ROW_NORMS, 1e-6), total
+
+
 def norm_of_sum_with_a_late_weight(x, r):
     total = x + r
     return norm(total, NORM * r.view(-1)), total
@@ -461,6 +471,7 @@ CASES: dict[Callable, dict[str, int]] = {
     residual: LINEAR,
     residual_of_experts: EXPERTS,
     residual_and_shared_expert: EXPERTS | LINEAR | {"mm": 2},
+    shared_expert_without_residual: EXPERTS | LINEAR | {"mm": 2},
     residual_in_place: LINEAR,
     positions: {"arange": 1},
     numbers_that_are_no_positions: {"arange": 3, "add": 4},
@@ -505,6 +516,7 @@ CASES: dict[Callable, dict[str, int]] = {
     shared_expert_that_changes: EXPERTS | LINEAR | CHANGED | {"mm": 2, "sigmoid": 1, "mul": 1},
     shared_gate_in_double: EXPERTS | LINEAR | {"mm": 2},
     norm_of_two_rows: LINEAR | {"cat": 2, "rms_norm": 1},
+    norm_of_sum_with_a_weight_for_each_row: {"add": 1, "rms_norm": 1},
     norm_of_sum_with_a_late_weight: {"add": 1, "mul": 1, "rms_norm": 1},
     norm_before_scaled_sum: LINEAR | {"rms_norm": 1, "addmm": 1},
     norm_before_sum_of_rows: LINEAR | {"rms_norm": 1, "addmm": 1},
@@ -1277,6 +1289,15 @@ def chain_through_views(x, y, p):
     return y * scale.view(1, 4, 1) - torch.exp(-y).square()
 
 
+def chain_in_two_shapes(x, y, p):
+    rows = torch.sigmoid(x).view(1, 4, 16) * y
+    return torch.exp(rows * SCALES[:4].view(1, 4, 1)).view(1, 1, 64) + x * SCALES[:1]
+
+
+def chain_in_shapes_that_cross(x, y, p):
+    return torch.exp((torch.sigmoid(y) * 2).view(1, 16, 4)) + 1
+
+
 def two_chains(x, y, p):
     mean = (x.float() * 2 + 1).square().mean(-1, keepdim=True)
     return torch.rsqrt(mean + 1) * torch.relu(x)
@@ -1345,6 +1366,8 @@ def chain_of_many_numbers(x, y, p):
         (chain, {"pointwise": 1}),
         (chain_with_weights, {"pointwise": 1}),
         (chain_through_views, {"pointwise": 1}),
+        (chain_in_two_shapes, {"pointwise": 1}),
+        (chain_in_shapes_that_cross, {"pointwise": 2}),
         (two_chains, {"pointwise": 2, "mean": 1}),
         (chain_of_two_results, {"pointwise": 2}),
         (chain_in_another_order, {"softplus": 1, "log1p": 1, "_to_copy": 1, "maximum": 1, "div": 1}),
@@ -1414,6 +1437,7 @@ def test_each_pass_is_needed(monkeypatch, left_out):
     cases = [(function, token, left) for function, left in CASES.items()]
     cases += [(function, of_a_cache(), left) for function, left in ROTATIONS.items()]
     cases.append((chain, of_elements(torch.float32), {"pointwise": 1}))
+    cases.append((chain_in_two_shapes, of_elements(torch.float32), {"pointwise": 1}))
     cases.append((linear_attention, (*token, state), {"mul": 4, "linear_attention_": 1}))
     cases.append((equal_calls, token, EQUAL[equal_calls]))
     cases.append(

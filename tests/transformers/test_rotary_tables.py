@@ -12,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeRotaryEmbed
 
 import torch_moe_mps
 from torch_moe_mps.transformers.install import restore_module, rewrite
+from torch_moe_mps.transformers.modules.rules.trial import tried
 
 KINDS = {
     "default": {},
@@ -72,6 +73,26 @@ def test_the_modules_of_models(architecture, dtype):
             run = lambda: rotary(torch.zeros(1, dtype=dtype), IDS, **call)  # noqa: E731, B023
             assert operators_of(run) == {"rope_tables": 1}
             assert_same(run(), expected, 1e-6 if dtype == torch.float32 else 2.0**-8)
+
+
+def spatial() -> nn.Module:
+    """Qwen4's, whose tokens have positions in time, height and width."""
+    model = eager(tiny_models.tiny_model("qwen4_exp"))
+    (rotary,) = (m for m in model.modules() if type(m).__name__ == "Qwen4ExpTextRotaryEmbedding")
+    rotary.mrope_section = [1, 2, 1]
+    return rotary
+
+
+def test_positions_in_time_height_and_width():
+    module, ids = spatial(), torch.tensor([[[0, 5, 4095]], [[7, 5, 11]], [[3, 5, 99]]])
+    own, alike = tables(module, ids=ids), tables(module, ids=ids[0])
+    assert list(map(str, rewrite(module)[0])) == ["rope_tables"]
+    for each, expected in ((ids, own), (ids[0], alike)):
+        assert operators_of(lambda: tables(module, ids=each)) == {"rope_tables": 1}  # noqa: B023
+        assert_same(tables(module, ids=each), expected)
+    assert not torch.equal(own[0], alike[0])
+    for count in (1, 2):  # of positions; the model's own code expands one, and takes no two
+        assert operators_of(lambda: tried(tables, module, ids=ids[:count])) == {}  # noqa: B023
 
 
 def test_one_launch(simulated):

@@ -71,7 +71,8 @@ Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
   encode_norm("rms_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
-              std::nullopt, eps, weight_offset, output, std::nullopt, Gating{}, factor);
+              std::nullopt, eps, weight_offset, output, std::nullopt,
+              Gating{.groups = weight ? weight->numel() / input.size(-1) : 1}, factor);
   return output;
 }
 

@@ -182,17 +182,20 @@ uint32_t layout_code(std::string_view layout) {
 }
 
 std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor& inv_freq, double scaling,
-                                       c10::ScalarType dtype, std::string_view layout) {
+                                       c10::ScalarType dtype, std::string_view layout,
+                                       const std::optional<Tensor>& axes) {
   const Tensor positions = position_ids.contiguous(), frequencies = inv_freq.contiguous();
+  const int64_t batch = positions.size(-2), tokens = positions.size(-1);
   RopeTableParams params{};
   params.pairs = frequencies.size(0);
-  params.angles = positions.numel() * params.pairs;
+  params.angles = batch * tokens * params.pairs;
+  params.axes = axes ? positions.size(0) : 0;
   params.layout = layout_code(layout);
   params.wide_positions = positions.scalar_type() == at::kLong;
   params.scaling = static_cast<float>(scaling);
   const int64_t width = params.pairs * (params.layout == TABLE_PAIRS ? 1 : 2);
   const auto options = frequencies.options().dtype(dtype);
-  const Tensor cos = at::empty({positions.size(0), positions.size(1), width}, options);
+  const Tensor cos = at::empty({batch, tokens, width}, options);
   const Tensor sin = at::empty_like(cos);
   if (cos.numel() == 0) return {cos, sin};
 
@@ -202,6 +205,7 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor&
       .bind(frequencies)
       .bind(cos)
       .bind(sin)
+      .bind(axes ? axes->contiguous() : frequencies)
       .params(params)
       .threadgroups({NSUInteger(ceil_div(params.angles, kTableThreads))}, {NSUInteger(kTableThreads)});
   commands.encode();

@@ -291,9 +291,15 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
     norm = {"norm_weight": values(H), "norm_offset": 1.0}
     wide = {"input": values(2, 4100), "weight": values(4100)}  # several simdgroups take a row
     ids = torch.tensor([[3, 0]], dtype=torch.int32, device=device)
+    axes = torch.tensor([0, 1, 2, 0, 1, 2, 0, 1], dtype=torch.int32, device=device)
     one = {"x": values(1, H), "ids": ids, "weights": values(1, K, dtype=torch.float32)}
     changes: dict[str, Callable[[], list[dict]]] = {
-        "rms_norm": lambda: [{"input": strided, "weight": None}, {"weight_offset": 1.0}, wide],
+        "rms_norm": lambda: [
+            {"input": strided, "weight": None},
+            {"weight_offset": 1.0},
+            wide,
+            {"weight": values(T, H)},
+        ],
         "layer_norm": lambda: [
             {"input": strided, "weight": None, "bias": None},
             {"weight_offset": 1.0, "bias": None},
@@ -319,7 +325,11 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             {"activation": "sigmoid", "gate_first": True, "group": 16},
             {**wide, "gate": values(2, 4100)},
         ],
-        "rope_tables": lambda: [{"layout": "pairs"}, {"layout": "interleaved", "scaling": 1.0}],
+        "rope_tables": lambda: [
+            {"layout": "pairs"},
+            {"layout": "interleaved", "scaling": 1.0},
+            {"position_ids": torch.arange(6 * T, device=device).view(3, 2, T), "axes": axes},
+        ],
         "causal_conv1d_update_": lambda: [
             {"x": values(2, 6, T).transpose(1, 2), "bias": None, "activation": "none"},
             {"conv_state_": values(2, 5, 6).transpose(1, 2), "add_input": True},

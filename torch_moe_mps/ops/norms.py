@@ -80,7 +80,15 @@ def _meta_rms_norm(check, input, weight, weight_offset, gate=None, **others):
     return input.new_empty(input.shape)
 
 
-@operator(meta=_meta_rms_norm)
+def _meta_norm_of_rows(check, input, weight, weight_offset, **_):
+    if weight is None or weight.dim() != 2 or input.dim() < 2:
+        return _meta_rms_norm(check, input, weight, weight_offset)
+    output = _meta_rms_norm(check, input, None, 0.0)
+    check.tensor("weight", weight, input.shape[-2:], "[N, H] of input")
+    return output
+
+
+@operator(meta=_meta_norm_of_rows)
 def rms_norm(
     input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
 ) -> Tensor:
@@ -92,7 +100,8 @@ def rms_norm(
 
     Args:
         input: [..., H], float32, float16 or bfloat16. Rows at equal distances are read where they lie.
-        weight: [H], any of the three dtypes, or None.
+        weight: [H], any of the three dtypes, or None; for an input [..., N, H] also [N, H], a row of weights
+            for each of N rows: groups of columns that are normed apart.
         eps: added to the mean of squares.
         weight_offset: 1.0 for zero-centred weights; 0.0 without a weight.
         factor: of the result, before it is rounded (latents of Dots3).

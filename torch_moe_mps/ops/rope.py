@@ -296,21 +296,29 @@ def index_keys_(
 # The tables
 
 
-def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, **others):
+def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, axes, **others):
     check.choice("layout", layout, LAYOUTS)
     check.dtype("position_ids", position_ids, ID_DTYPES)
-    check.rank("position_ids", position_ids, (2,))
+    check.rank("position_ids", position_ids, (2 if axes is None else 3,))
     check.dtype("inv_freq", inv_freq, (torch.float32,))
     check.rank("inv_freq", inv_freq, (1,))
     check.among_dtypes("dtype", dtype)
+    check.tensor("axes", axes, inv_freq.shape, "[R / 2]", (torch.int32,))
+    if axes is not None and position_ids.shape[0] == 0:
+        check.fail("position_ids", "of at least one position a token", tuple(position_ids.shape))
     width = inv_freq.shape[0] * (1 if layout == "pairs" else 2)
-    shape = (*position_ids.shape, width)
+    shape = (*position_ids.shape[-2:], width)
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
 
 
 @operator(meta=_meta_rope_tables)
 def rope_tables(
-    position_ids: Tensor, inv_freq: Tensor, scaling: float, dtype: torch.dtype, layout: str = "halves"
+    position_ids: Tensor,
+    inv_freq: Tensor,
+    scaling: float,
+    dtype: torch.dtype,
+    layout: str = "halves",
+    axes: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The tables of `rope`: cos and sin of position * frequency, times `scaling`, for each token and pair.
 
@@ -318,18 +326,25 @@ def rope_tables(
     those of the rounded angles, however large: in float32 exact to a few units of the last place of 1.0.
 
     Args:
-        position_ids: [B, T], int32 or int64.
+        position_ids: [B, T], int32 or int64; with `axes` [A, B, T], a token's positions in time and space.
         inv_freq: [R / 2], float32: radians a position.
         scaling: factor of the tables (YaRN's attention factor).
         dtype: of the tables: float32, float16 or bfloat16; the results are rounded once.
         layout: "pairs": a column for each pair; "halves": those of all pairs, twice, one after the other;
             "interleaved": the column of each pair twice in a row.
+        axes: [R / 2], int32: by which of the A positions each pair turns, or None. The tables of a pair whose
+            axis is not in [0, A) are NaN.
 
     Returns: cos and sin, [B, T, R], with "pairs" [B, T, R / 2].
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    angles = position_ids.unsqueeze(-1).float() * inv_freq
+    positions = position_ids.unsqueeze(-1).float()
+    if axes is not None:
+        known = (axes >= 0) & (axes < len(positions))
+        of_pairs = positions.squeeze(-1).movedim(0, -1)[..., axes.long().where(known, 0)]
+        positions = of_pairs.where(known, torch.nan)
+    angles = positions * inv_freq
     if layout == "halves":
         angles = torch.cat((angles, angles), -1)
     elif layout == "interleaved":

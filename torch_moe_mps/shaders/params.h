@@ -28,7 +28,7 @@ struct NormParams {
   uint32_t scalar_kind;
   uint32_t scalar_dtype;
   uint32_t write_sum;
-  uint32_t groups;  // rows that share a row of the gate and of the weight, whose columns they divide
+  uint32_t groups;  // rows, one behind the other, that have weights of their own
   uint32_t gate_is_sigmoid;
   uint32_t gate_first;
   float eps;
@@ -82,6 +82,7 @@ struct RopeParams {
 struct RopeTableParams {
   uint64_t angles;  // how many the tokens have together
   uint32_t pairs;
+  uint32_t axes;  // positions of a token, 0 where all pairs have one
   uint32_t layout;
   uint32_t wide_positions;  // positions are int64, else int32
   float scaling;

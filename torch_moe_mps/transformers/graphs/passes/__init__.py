@@ -19,7 +19,7 @@ from .linear_attention import (
 )
 from .linears import join_linears, order_outputs
 from .norms import factor_in_norm, norm_in_operators
-from .pointwise import join_elements
+from .pointwise import join_elements, split_dimensions
 from .rotation import heads_that_do_not_turn, join_rotations, norms_in_rotation, turn_parts, write_into_cache
 from .routing import gate_in_one, hand_routing_over, logits_in_float32
 from .simplify import (
@@ -61,6 +61,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
     factor_in_norm,
+    split_dimensions,
     join_elements,  # of what no operator has taken
     share_views,  # of what the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too

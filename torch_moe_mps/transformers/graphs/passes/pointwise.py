@@ -1,13 +1,14 @@
 """Chains of operations on elements: one launch in place of one for each."""
 
 import heapq
+import math
 from typing import Any
 
 import torch
 from torch import fx
 
 from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS
-from ..nodes import arguments, aten, is_call, is_unchanged, ours, put, tensor_of
+from ..nodes import arguments, aten, beneath, is_call, is_unchanged, ours, put, tensor_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _READ = (*_NAMES, torch.int32, torch.int64)
@@ -37,6 +38,61 @@ def join_elements(graph: fx.Graph) -> None:
         if len(group.members) > 1:
             taken.update(group.members)
             root.replace_all_uses_with(group.call())
+
+
+def split_dimensions(graph: fx.Graph) -> None:
+    """F(view(G(X))) -> view(F(G(X))) or F(G(view(X))): a chain has one shape, that of most dimensions."""
+    made = [*graph.nodes]
+    for call in (*made, *reversed(made)):  # to what reads it, and to what it reads
+        if _operation(call) is None or not tensor_of(call).is_contiguous():
+            continue
+        own = tensor_of(call).shape
+        behind = [user for user in call.users if is_call(user, *_VIEWS)]
+        shapes = [tensor_of(user).shape for user in behind if any(map(_operation, _users(user)))]
+        sources = [beneath(each) for each in _operands(call) if _is_node(each)]
+        shapes += [tensor_of(each).shape for each in sources if _operation(each) is not None]
+        fine = max(shapes, key=_rank, default=own)
+        parts = _parts(own, fine) if _rank(own) < _rank(fine) and len(fine) <= MAX_RANK else None
+        if parts is None:
+            continue
+        args: Any = fx.node.map_arg(call.args, lambda each: _split(each, parts, call))  # noqa: B023
+        new = put(call, call.target, tensor_of(call).view(fine), *args, **call.kwargs)
+        for user in behind:
+            if tensor_of(user).shape == fine:
+                user.replace_all_uses_with(new)
+        call.replace_all_uses_with(put(call, aten.view.default, tensor_of(call), new, list(own)))
+
+
+def _rank(shape: Any) -> int:
+    return sum(type(size) is not int or size != 1 for size in shape)
+
+
+def _parts(shape: Any, fine: Any) -> list[list[int]] | None:
+    """For each dimension of a shape those that it is split into; None for shapes that do not go so."""
+    if not all(type(size) is int and size > 0 for size in (*shape, *fine)):
+        return None
+    left, parts = list(fine), list[list[int]]()
+    for size in shape:
+        part: list[int] = []
+        while left and (math.prod(part) < size or (size == 1 and not part and left[0] == 1)):
+            part.append(left.pop(0))
+        if math.prod(part) != size:
+            return None
+        parts.append(part)
+    return None if left else parts
+
+
+def _split(value: fx.Node, parts: list[list[int]], before: fx.Node) -> fx.Node:
+    """An operand in the shape whose dimensions are parts of its own."""
+    sizes = tensor_of(value).shape
+    behind = zip(sizes, parts[len(parts) - len(sizes) :], strict=True)
+    shape = [n for size, part in behind for n in (part if size == math.prod(part) else [1] * len(part))]
+    source = value
+    while [*tensor_of(source).shape] != shape and beneath(source) is not source:
+        source = source.all_input_nodes[0]
+    if [*tensor_of(source).shape] == shape:
+        return source
+    return put(before, aten.view.default, tensor_of(value).view(shape), value, shape)
 
 
 class _Group:

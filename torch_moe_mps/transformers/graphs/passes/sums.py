@@ -74,7 +74,7 @@ def norm_sums(graph: fx.Graph) -> None:
         summands = _summands(total) if is_call(total, aten.add) and of_norm == 1.0 else None
         if summands is None or weight is None or not is_unchanged(total, total, norm):
             continue
-        if weight.op != "get_attr":  # it may be computed behind the sum
+        if weight.op != "get_attr" or tensor_of(weight).dim() > 1:  # it may be computed behind the sum
             continue
         like = (tensor_of(norm), tensor_of(total))
         residual, x, factor = _before_factor(*summands, total)
@@ -109,7 +109,10 @@ def add_in_operators(graph: fx.Graph) -> None:
             if term_in_shape is None:
                 continue
             new: dict[str, Any] = {"residual": term_in_shape}
-            if given["residual"] is not None:
+            if given["residual"] is None and is_call(call, *_EXPERTS) and given["shared_out"] is None:
+                shared = _shared(term_in_shape, total)
+                new = shared if "shared_gate" in shared else new
+            elif given["residual"] is not None:
                 if not is_call(call, *_EXPERTS) or given["shared_out"] is not None:
                     continue
                 new |= _shared(given["residual"], total)

@@ -29,7 +29,7 @@ def gated_norm_forward(norm: Any, x: Tensor, gate: Tensor) -> Tensor:
 def rewrite_gated_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for a norm with a gate, else None."""
     norm = gated_norm_formula(module)
-    if norm is None or not norm.weight or not norm.keeps_dtype:
+    if norm is None or not norm.weight or not norm.keeps_dtype or norm.groups > 1:
         return None
     if module.get_parameter(norm.weight).shape[0] > _WIDEST:
         return None

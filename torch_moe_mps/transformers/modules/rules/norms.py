@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ...basics.state import NOTHING, STATE, state_of
-from ...graphs.nodes import tensor_of
+from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import match, uncast
 from ...graphs.tracing import VALUE
 from ..traced import DTYPES, SIZES, Input, Sizes, Traced, everywhere, path_of, remembered, takes, trace
@@ -29,13 +29,15 @@ _WITHOUT_WEIGHT = 24  # the width that such a norm is traced with
 class NormFormula(NamedTuple):
     """rms(x) * (weight + offset); `keeps_dtype`: the result has the dtype of x, whatever the weight has.
 
-    `weight` is the name of a parameter, empty for a norm without one.
+    `weight` is the name of a parameter, empty for a norm without one. `groups` of neighbouring columns are
+    normed apart.
     """
 
     weight: str
     eps: float
     offset: float
     keeps_dtype: bool
+    groups: int = 1
 
 
 @remembered
@@ -84,36 +86,45 @@ def _read_norm(traced: Traced, form: str) -> NormFormula | None:
         weight = path_of(bound["W"]) if "W" in bound else ""
         if weight is not None and isinstance(bound["EPS"], (int, float)):
             keeps_dtype = tensor_of(traced.result).dtype == tensor_of(x).dtype
-            return NormFormula(weight, bound["EPS"], offset, keeps_dtype)
+            means = [tensor_of(node) for node in traced.graph.nodes if is_call(node, aten.mean)]
+            groups = means[0].numel() // tensor_of(x).shape[:-1].numel()
+            return NormFormula(weight, bound["EPS"], offset, keeps_dtype, groups)
     return None
 
 
 def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
-    """Whether a node has the rows of the input, one number for each, or what is the same for all."""
+    """Whether a node has the rows of the input, or of its groups, one number for each, or what all share."""
     if node.op == "output":
         return True
     value, *rows, width = node.meta[VALUE], *tensor_of(x).shape
-    shapes = ([*rows, width], [*rows, 1], [width])
-    return isinstance(value, Tensor) and value.dtype in DTYPES and [*value.shape] in shapes
+    if not isinstance(value, Tensor) or value.dtype not in DTYPES:
+        return False
+    *leading, last = value.shape or (0,)
+    of_groups = leading[:-1] == rows and last in (1, width // max(1, leading[-1]))
+    return [*value.shape] in ([*rows, width], [*rows, 1], [width]) or of_groups
 
 
-def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
-    """Whether a module is an RMSNorm, with a weight, without (False) or either (None).
+def is_norm(module: nn.Module, weighted: bool | None = None, grouped: bool = False) -> bool:
+    """Whether a module is an RMSNorm, with a weight, without (False) or either (None); `grouped`: or several.
 
     Its state has the formula from then on. A forward that is rewritten meanwhile rests on it.
     """
     formula = norm_formula(module)
-    if formula is None or weighted not in (None, bool(formula.weight)):
+    if (
+        formula is None
+        or (formula.groups > 1 and not grouped)
+        or weighted not in (None, bool(formula.weight))
+    ):
         return False
     state_of(module).formula = formula
     return True
 
 
-def norm_arguments(norm: nn.Module, x: Tensor) -> NormArguments | None:
+def norm_arguments(norm: nn.Module, x: Tensor, groups: int = 1) -> NormArguments | None:
     """The weight, None without one, eps and weight_offset; None where only the module's own code norms x."""
     own = norm.__dict__
     formula: NormFormula | None = own.get(STATE, NOTHING).formula
-    if formula is None:
+    if formula is None or formula.groups != groups:
         return None
     weight: Any = None
     if formula.weight:

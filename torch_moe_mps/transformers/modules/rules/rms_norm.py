@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...basics.report import Done
-from ...basics.state import original_class
+from ...basics.state import NOTHING, STATE, original_class
 from .norms import is_norm, norm_arguments
 
 ops = torch.ops.moe_mps
@@ -15,10 +15,19 @@ ops = torch.ops.moe_mps
 def rms_norm_forward(norm: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     """The forward of a norm that has been rewritten itself, whatever its argument is called."""
     (x,) = args or named.values()
-    arguments = None if x.dtype is torch.float64 else norm_arguments(norm, x)
-    return original_class(norm).forward(norm, x) if arguments is None else ops.rms_norm(x, *arguments)
+    groups: int = getattr(norm.__dict__.get(STATE, NOTHING).formula, "groups", 1)
+    arguments = None if x.dtype is torch.float64 else norm_arguments(norm, x, groups)
+    if arguments is None:
+        own: Tensor = original_class(norm).forward(norm, x)
+        return own
+    if groups == 1:
+        return ops.rms_norm(x, *arguments)
+    weight, *options = arguments
+    weight = None if weight is None else weight.view(groups, -1)
+    out: Tensor = ops.rms_norm(x.unflatten(-1, (groups, -1)), weight, *options)
+    return out.flatten(-2)
 
 
 def rewrite_rms_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an RMSNorm, else None."""
-    return (rms_norm_forward, [Done("rms_norm")]) if is_norm(module) else None
+    return (rms_norm_forward, [Done("rms_norm")]) if is_norm(module, grouped=True) else None

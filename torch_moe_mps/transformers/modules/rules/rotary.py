@@ -4,8 +4,9 @@ They are recognised by running them on random positions. Embeddings whose freque
 of the sequence are left alone.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -20,18 +21,33 @@ ops = torch.ops.moe_mps
 
 _LAYOUTS = ("halves", "pairs", "interleaved")
 _LARGEST_POSITION = 4096
+_AXES = 3  # positions of a token in time, height and width
+
+
+class Tables(NamedTuple):
+    """How a module lays out its tables; `axes`: by which of several positions each pair turns."""
+
+    layout: str
+    axes: tuple[int, ...] | None
 
 
 def rotary_forward(
     rotary: nn.Module, x: Tensor, position_ids: Tensor, layer_type: str | None = None
 ) -> tuple[Tensor, ...]:
     """The forward of a rewritten module: cos and sin for each position."""
-    layout = (rotary.__dict__.get(STATE, NOTHING).formula or {}).get(layer_type)
+    form: Tables | None = (rotary.__dict__.get(STATE, NOTHING).formula or {}).get(layer_type)
     frequencies, scaling = _parameters(rotary, layer_type)
-    if layout is None or not _fits(x, position_ids, frequencies):
+    axes = None if form is None else form.axes
+    if form is None or not _fits(x, position_ids, frequencies, axes):
         options = {} if layer_type is None else {"layer_type": layer_type}
         return original_class(rotary).forward(rotary, x, position_ids, **options)
-    return ops.rope_tables(position_ids, frequencies.float(), scaling, x.dtype, layout)
+    chosen = None if axes is None or position_ids.dim() == 2 else _on(frequencies.device, axes)
+    return ops.rope_tables(position_ids, frequencies.float(), scaling, x.dtype, form.layout, chosen)
+
+
+@functools.cache
+def _on(device: torch.device, axes: tuple[int, ...]) -> Tensor:
+    return torch.tensor(axes, dtype=torch.int32, device=device)
 
 
 def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[Any, Any]:
@@ -39,10 +55,13 @@ def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[Any, Any]:
     return getattr(rotary, f"{prefix}inv_freq", None), getattr(rotary, f"{prefix}attention_scaling", None)
 
 
-def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor) -> bool:
+def _fits(x: Tensor, position_ids: Tensor, frequencies: Tensor, axes: tuple[int, ...] | None = None) -> bool:
     dtypes = x.dtype in ACTIVATION_DTYPES and position_ids.dtype in ID_DTYPES
     devices = x.device == position_ids.device == frequencies.device
-    return dtypes and devices and frequencies.dtype in ACTIVATION_DTYPES and position_ids.dim() == 2
+    shapes = position_ids.dim() == 2 or (
+        axes is not None and position_ids.dim() == 3 and position_ids.shape[0] == _AXES
+    )
+    return dtypes and devices and shapes and frequencies.dtype in ACTIVATION_DTYPES
 
 
 def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
@@ -52,8 +71,8 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     names = {None: types} if isinstance(types, str) else types
     if not isinstance(names, dict) or not names or not all(isinstance(t, str) for t in names.values()):
         return None
-    layouts = {name: _layout(module, name) for name, kind in names.items() if is_fixed(kind)}
-    found = {name: layout for name, layout in layouts.items() if layout is not None}
+    forms = {name: _tables(module, name) for name, kind in names.items() if is_fixed(kind)}
+    found = {name: form for name, form in forms.items() if form is not None}
     if not found:
         return None
     state_of(module).formula = found
@@ -65,23 +84,39 @@ def is_fixed(rope_type: str) -> bool:
     return "dynamic" not in rope_type and rope_type != "longrope"
 
 
-def _layout(module: nn.Module, layer_type: str | None) -> str | None:
-    """The layout with which the operator computes what the module computes."""
+def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
+    """How the operator computes what the module computes."""
     frequencies, scaling = _parameters(module, layer_type)
     if not isinstance(frequencies, Tensor) or not isinstance(scaling, (int, float)) or frequencies.is_meta:
         return None
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(_LARGEST_POSITION, (2, 5), generator=generator).to(frequencies.device)
+    ids = torch.randint(_LARGEST_POSITION, (_AXES, 2, 5), generator=generator).to(frequencies.device)
     x = torch.zeros(1, dtype=torch.float32, device=frequencies.device)
-    if frequencies.dim() != 1 or not _fits(x, ids, frequencies):
+    if frequencies.dim() != 1 or not _fits(x, ids[0], frequencies):
         return None
     options = {} if layer_type is None else {"layer_type": layer_type}
-    tables = tried(original_class(module).forward, module, x, ids, **options)
-    if not isinstance(tables, tuple) or len(tables) != 2 or not all(isinstance(t, Tensor) for t in tables):
-        return None
-    tables = [table.float() for table in tables]
-    for layout in _LAYOUTS:
-        ours = ops.rope_tables(ids, frequencies.float(), scaling, torch.float32, layout)
-        if all(map(agrees, ours, tables)):
-            return layout
+
+    def own(ids: Tensor) -> Any:
+        tables = tried(original_class(module).forward, module, x, ids, **options)
+        is_pair = isinstance(tables, tuple) and len(tables) == 2
+        return [t.float() for t in tables] if is_pair and all(isinstance(t, Tensor) for t in tables) else None
+
+    def ours(ids: Tensor, layout: str, axes: Tensor | None = None) -> list[Tensor]:
+        return [*ops.rope_tables(ids, frequencies.float(), scaling, torch.float32, layout, axes)]
+
+    plain, spatial = own(ids[0]), own(ids)
+    for layout in _LAYOUTS if plain is not None else ():
+        if all(map(agrees, ours(ids[0], layout), plain)):
+            axes = None if spatial is None else _axes([ours(each, layout) for each in ids], spatial, layout)
+            is_right = axes is not None and all(map(agrees, ours(ids, layout, _on(x.device, axes)), spatial))
+            return Tables(layout, axes if is_right else None)
     return None
+
+
+def _axes(found: list[list[Tensor]], tables: list[Tensor], layout: str) -> tuple[int, ...] | None:
+    """For each pair, which of the tables of single axes is closest to its columns; None for other shapes."""
+    if any(table.shape != found[0][0].shape for table in tables):
+        return None
+    wrong = torch.stack([(torch.cat(of_axis) - torch.cat(tables)).abs().amax((0, 1)) for of_axis in found])
+    pairs = {"pairs": wrong, "halves": wrong.chunk(2, 1)[0], "interleaved": wrong[:, ::2]}[layout]
+    return tuple(pairs.argmin(0).tolist())
