@@ -536,6 +536,10 @@ def test_changes_between_tokens(change, request):
             undo()
 
 
+def scaled(self, x, *, scale=1):
+    return scale * x
+
+
 class Slotted:
     __slots__ = ("number", "numbers")
 
@@ -636,6 +640,12 @@ WATCHED = {
     ),
     "name in __main__": (in_main, lambda m, p: p.setattr(sys.modules["__main__"], "LIMIT", 2)),
     "code of a function": (None, lambda m, p: p.setattr(type(norm(m)).forward, "__code__", double.__code__)),
+    "defaults of a function": (None, lambda m, p: p.setattr(type(norm(m)).forward, "__defaults__", (1,))),
+    "a keyword's default": (
+        lambda m: setattr(type(norm(m)), "scaled", scaled),
+        lambda m, p: p.setitem(scaled.__kwdefaults__, "scale", 2),
+    ),
+    "keywords' defaults": (None, lambda m, p: p.setattr(scaled, "__kwdefaults__", {"scale": 3})),
     "method of a cache": (None, lambda m, p: p.setattr(DynamicCache, "get_seq_length", double)),
     "method of a cache's layer": (None, lambda m, p: p.setattr(DynamicLayer, "get_mask_sizes", double)),
     "class of the config": (None, lambda m, p: p.setattr(type(m.config), "scale", 2, raising=False)),

@@ -71,7 +71,12 @@ _LEAVES = (
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, tuple)
 _MAIN = "__main__"
-_code_of = attrgetter("__code__")
+# What may be replaced in a function.
+_OF_FUNCTIONS = {
+    "PyFunction_GetCode": "__code__",
+    "PyFunction_GetDefaults": "__defaults__",
+    "PyFunction_GetKwDefaults": "__kwdefaults__",
+}
 # Packages whose files are not watched: their names do not change, but for torch.nn.functional's.
 _UNWATCHED = ("torch", "torch_moe_mps", "builtins", _MAIN)
 
@@ -96,14 +101,17 @@ class Fingerprint:
         self._functions = [f for f in gc.get_referents(*members) if isinstance(f, types.FunctionType)]
         self._main, self._names = vars(sys.modules[_MAIN]), _names_in_main(classes)
         self._copies = [(each, each.copy()) for each in reached.containers if isinstance(each, (dict, list))]
-        held = [*hooks, *members, *_files(classes), *reached.containers]
+        options = [each.__kwdefaults__ for each in self._functions if each.__kwdefaults__]
+        held = [*hooks, *members, *options, *_files(classes), *reached.containers]
         # An empty one alone of other kinds: the order of those is no part of their entries.
         entries = [each for each in held if type(each) is dict or (isinstance(each, dict) and not each)]
         known = set(map(id, entries))
         self._entries = _Entries(sorted(entries, key=id))  # as they lie in memory
         self._others = _Contents([each for each in held if id(each) not in known])
-        self._types = _Given("PyObject_Type", type, self._modules)
-        self._codes = _Given("PyFunction_GetCode", _code_of, self._functions)  # which may be replaced
+        self._given = [
+            _Given("PyObject_Type", type, self._modules),
+            *(_Given(in_c, attrgetter(name), self._functions) for in_c, name in _OF_FUNCTIONS.items()),
+        ]
         self._now = self._around()
 
     def holds(self) -> bool:
@@ -111,8 +119,7 @@ class Fingerprint:
         try:
             return (
                 self._around() == self._now
-                and self._types.are_equal()
-                and self._codes.are_equal()
+                and all(given.are_equal() for given in self._given)
                 and self._others.are_equal()
                 and self._entries.are_equal()
             )
@@ -142,7 +149,8 @@ class _Given:
         self._function, self._objects, self._held = function, objects, list(map(function, objects))
         library = host_library()
         self._are_the_same = None if library is None else _comparison_of(library, "moe_mps_gives")
-        self._arrays = array("Q", map(id, objects)), array("Q", map(id, self._held))
+        addresses = (0 if each is None else id(each) for each in self._held)
+        self._arrays = array("Q", map(id, objects)), array("Q", addresses)
         # PyObject_Type counts what it gives.
         names = in_c, "Py_DecRef" if in_c == "PyObject_Type" else None
         self._arguments = *map(_address_of, names), *map(_start_of, self._arrays), len(objects)
