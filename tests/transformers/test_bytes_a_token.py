@@ -130,12 +130,12 @@ class MovedByAten(TorchDispatchMode):
 
 
 def moved_and_held(simulated, model, context: int, names: tuple[str, ...]) -> tuple[int, int]:
-    """Bytes that a token moves behind so many, and those of what its cache has by these names.
+    """Bytes that a token moves behind so many, and those of what its cache has by these names, as a.b.
 
     A dispatch of ours reads each byte once here: values are columns of latents, which were just read as keys.
     """
     cache = prompted(model, [1 + i % 90 for i in range(context)])
-    states = [getattr(layer, name, None) for layer in cache.layers for name in names]
+    states = [_named(layer, name) for layer in cache.layers for name in names]
     held = sum(part.nbytes for each in states if each is not None for part in parts(each))
     token = torch.tensor([[5]], device="mps")
     with torch.no_grad(), simulated.counters() as dispatches, MovedByAten() as moved:
@@ -144,6 +144,12 @@ def moved_and_held(simulated, model, context: int, names: tuple[str, ...]) -> tu
         *buffers, _parameters = (traffic for _, traffic in sorted(dispatch.buffers.items()))
         moved.total += sum(buffer.distinct_bytes_read + buffer.bytes_written for buffer in buffers)
     return moved.total, held
+
+
+def _named(layer, name: str) -> Tensor | None:
+    name, _, key = name.partition(".")
+    found = getattr(layer, name, None)
+    return found[key] if key else found
 
 
 def slope(simulated, model, *names: str) -> float:
@@ -196,6 +202,25 @@ def test_a_longer_context_costs_a_token_the_keys_of_blocks(simulated, name, monk
     extra = sizes | {"layer_types": [layer] * 2, "index_head_dim": 128}
     monkeypatch.setitem(tiny_models.EXTRA, text, tiny_models.EXTRA[text] | extra)
     model = tiny_models.tiny_model(name, torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model)
+    assert 1.0 <= slope(simulated, model, held) <= 1.3
+
+
+# Layers of DeepSeek-V4, and what of its cache a token reads whole: compressed keys, or those of indexers.
+COMPRESSED = {"heavily_compressed_attention": "compressor", "compressed_sparse_attention": "indexer"}
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [pytest.param("heavily_compressed_attention", marks=pytest.mark.sweep), "compressed_sparse_attention"],
+)
+def test_a_longer_context_costs_a_token_its_compressed_keys(simulated, layer, monkeypatch):
+    extra = {"layer_types": [layer] * 2, "index_head_dim": 128}
+    monkeypatch.setitem(tiny_models.EXTRA, "deepseek_v4", tiny_models.EXTRA["deepseek_v4"] | extra)
+    with tiny_models.sizes(head_dim=64):
+        model = tiny_models.tiny_model("deepseek_v4", torch.bfloat16).to("mps")
+    held = f"compressed_kv.{COMPRESSED[layer]}"
+    assert slope(simulated, model, held) > 3
     torch_moe_mps.accelerate(model)
     assert 1.0 <= slope(simulated, model, held) <= 1.3
 
