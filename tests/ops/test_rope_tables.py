@@ -39,6 +39,8 @@ def test_several_positions_of_a_token(device, dtype, layout):
         axes = torch.randint(0, count, (pairs,), generator=generator, dtype=torch.int32)
         axes[: i and 2] = torch.tensor([-1, count][: i and 2], dtype=torch.int32)
         check(ids, frequencies(pairs).to(device), 1.34, dtype, layout, axes.to(device))
+        spread = axes.repeat_interleave(2).to(device)[::2]
+        check(ids, frequencies(pairs).to(device), 1.0, dtype, layout, spread)
 
 
 def test_positions(device):

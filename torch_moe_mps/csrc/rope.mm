@@ -185,6 +185,7 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor&
                                        c10::ScalarType dtype, std::string_view layout,
                                        const std::optional<Tensor>& axes) {
   const Tensor positions = position_ids.contiguous(), frequencies = inv_freq.contiguous();
+  const Tensor of_pairs = axes ? axes->contiguous() : frequencies;
   const int64_t batch = positions.size(-2), tokens = positions.size(-1);
   RopeTableParams params{};
   params.pairs = frequencies.size(0);
@@ -205,7 +206,7 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor&
       .bind(frequencies)
       .bind(cos)
       .bind(sin)
-      .bind(axes ? axes->contiguous() : frequencies)
+      .bind(of_pairs)
       .params(params)
       .threadgroups({NSUInteger(ceil_div(params.angles, kTableThreads))}, {NSUInteger(kTableThreads)});
   commands.encode();
