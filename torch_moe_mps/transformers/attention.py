@@ -38,7 +38,7 @@ KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as t
 _MASK_OF_CHOICE = "build_attention_mask_from_topk"  # a method of attention layers
 _AT_ONCE = 1024  # tokens whose indices become bits
 _CHOICE = frozenset(("indices", "block_indices"))  # of keys, which `attention` takes
-_SPECIAL = ("cache", "softcap")  # what `sdpa` may be asked for, and only knows itself
+_SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
 
 
 def require_kv_bits(function: str, bits: int | None) -> None:
@@ -208,12 +208,13 @@ def _sdpa(
     On a CPU torch's attention is faster than the operator's reference, but knows no sinks.
     """
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
-    if kwargs.get("s_aux") is not None:
-        return attention(module, query, key, value, attention_mask, **options)
+    plain, bias = is_causal is not False and dropout == 0.0, None
+    if not _SPECIAL.isdisjoint(kwargs):
+        if kwargs.get("s_aux") is not None:
+            return attention(module, query, key, value, attention_mask, **options)
+        plain = plain and kwargs.get("cache") is None and kwargs.get("softcap") is None
+        bias = kwargs.get("position_bias")
     options["is_causal"] = is_causal
-    bias = kwargs.get("position_bias")
-    plain = is_causal is not False and dropout == 0.0
-    plain = plain and all(kwargs.get(name) is None for name in _SPECIAL)
     if isinstance(key, Promised) and isinstance(value, Promised):
         if plain and bias is None:
             call = functools.partial(_sdpa, sdpa, module)

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from ...basics.report import Done
-from ...basics.state import NOTHING, STATE, original_class
+from ...basics.state import STATE, original_class
 from .norms import is_norm, norm_arguments
 
 ops = torch.ops.moe_mps
@@ -15,7 +15,7 @@ ops = torch.ops.moe_mps
 def rms_norm_forward(norm: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     """The forward of a norm that has been rewritten itself, whatever its argument is called."""
     (x,) = args or named.values()
-    groups: int = getattr(norm.__dict__.get(STATE, NOTHING).formula, "groups", 1)
+    groups: int = norm.__dict__[STATE].formula.groups
     arguments = None if x.dtype is torch.float64 else norm_arguments(norm, x, groups)
     if arguments is None:
         own: Tensor = original_class(norm).forward(norm, x)
