@@ -65,6 +65,10 @@ def pytest_collection_finish(session):
     gc.enable()
 
 
+def pytest_unconfigure():
+    gc.unfreeze()  # or libraries find at the end that their types still live, and say so at length
+
+
 def install_error(config) -> str | None:
     """Install the simulator once. Returns: the error if it cannot be built."""
     if not hasattr(config, "_simulator_error"):
