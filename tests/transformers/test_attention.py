@@ -266,12 +266,12 @@ def padded_steps(model, ids) -> list[torch.Tensor]:
     "name", [*ALWAYS, *(pytest.param(name, marks=pytest.mark.sweep) for name in IN_THE_SWEEP)]
 )
 def test_padded_prompts(simulated, name, monkeypatch):
-    """They run on the operator, as the tokens behind them do. Only some models' own code makes a mask."""
+    """They run on the operator, as the tokens behind them do, but for layers whose own code makes a mask."""
     model = tiny_models.tiny_model(name, **WINDOWED.get(name, {})).to("mps").eval()
     layers = sum(getattr(module, "is_causal", False) is True for module in model.get_decoder().modules())
     ids = torch.randint(1, 50, (3, 20), generator=torch.Generator().manual_seed(1)).to("mps")
     kernels, _ = compared(simulated, model, ids, padded_steps)
-    assert len(kernels) in (2 * layers, 3 * layers)
+    assert 2 * layers <= len(kernels) <= 3 * layers
     if name in ALWAYS:
         assert len(kernels) == 3 * layers
         monkeypatch.setattr(CausalMask, "elements", lambda mask: pytest.fail(f"{mask} was made"))
