@@ -961,18 +961,18 @@ q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 
 q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 88 gemm8 68.5 gemm32 94
   gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few 69.5 heads_columns 44
   heads_columns_few 63.5
-q2_k: rows 57.5 normed 58.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 74.5 gemm32 100
-  gemm16_split 111 gemm32_split 128 embedding 38 heads 58.5 heads_rows_few 89.5 heads_columns 47.5
-  heads_columns_few 67
+q2_k: rows 57.5 normed 58.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98
+  gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few 89.5 heads_columns 45.5
+  heads_columns_few 65
 q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111
-  gemm16_split 92 gemm32_split 128 embedding 52 heads 46 heads_rows_few 71 heads_columns 65.5
-  heads_columns_few 100
+  gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few 71 heads_columns 64.5
+  heads_columns_few 99
 q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 91.5 gemm8 72.5 gemm32 98
-  gemm16_split 96 gemm32_split 113 embedding 36 heads 48.5 heads_rows_few 73 heads_columns 47.5
-  heads_columns_few 67
+  gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5 heads_rows_few 73 heads_columns 46.5
+  heads_columns_few 66
 q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85 gemm32 115
-  gemm16_split 96 gemm32_split 113 embedding 52 heads 50.5 heads_rows_few 75 heads_columns 66.5
-  heads_columns_few 101
+  gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5 heads_rows_few 75 heads_columns 65.5
+  heads_columns_few 100
 q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 77.5 gemm32 103
   gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5 heads_rows_few 73.5 heads_columns 48.5
   heads_columns_few 68
@@ -980,17 +980,17 @@ iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 gemm8
   gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5 heads_rows_few 61.5 heads_columns
   45.5 heads_columns_few 65
 iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 gemm8 73.5 gemm32 99
-  gemm16_split 93.5 gemm32_split 121.5 embedding 44 heads 50.5 heads_rows_few 68.5 heads_columns 51
-  heads_columns_few 69.5
-tq2_0: rows 47.5 normed 49.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 66.5 gemm32 92
-  gemm16_split 93 gemm32_split 110 embedding 37 heads 48.5 heads_rows_few 80.5 heads_columns 45
-  heads_columns_few 64.5
-iq1_s: rows 44 normed 45.5 few 92 few_split 103 down 52.5 down_few 88.5 gemm8 77 gemm32 107
-  gemm16_split 87 gemm32_split 123 embedding 77 heads 45 heads_rows_few 68 heads_columns 65
-  heads_columns_few 99.5
-iq1_m: rows 49.5 normed 50.5 few 102.5 few_split 113.5 down 58 down_few 94 gemm8 87 gemm32 117
-  gemm16_split 97 gemm32_split 116 embedding 78 heads 50.5 heads_rows_few 73.5 heads_columns 72
-  heads_columns_few 106.5
+  gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5 heads_rows_few 68.5 heads_columns 50
+  heads_columns_few 68.5
+tq2_0: rows 47.5 normed 49.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 64.5 gemm32 90
+  gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few 80.5 heads_columns 43
+  heads_columns_few 62.5
+iq1_s: rows 40 normed 41.5 few 84 few_split 95 down 48.5 down_few 82.5 gemm8 71 gemm32 101
+  gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns 61.5
+  heads_columns_few 96
+iq1_m: rows 46.5 normed 47.5 few 90.5 few_split 99.5 down 54 down_few 88 gemm8 87 gemm32 117
+  gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5 heads_columns 68
+  heads_columns_few 102.5
 iq2_xxs: rows 46 normed 47 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101
   gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns 60.5
   heads_columns_few 95
@@ -1003,7 +1003,7 @@ iq2_s: rows 44 normed 45.5 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91
 iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 79 gemm32 109
   gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78 heads_columns 64.5
   heads_columns_few 99
-iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 86 gemm32 116
+iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 84 gemm32 114
   gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few 73 heads_columns 65.5
   heads_columns_few 100
 affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94

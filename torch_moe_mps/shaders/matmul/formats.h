@@ -269,7 +269,8 @@ struct SmallScales {
   static constant constexpr int kHalves = kMins ? 2 : 1;
   static constant constexpr int kGroupBits = kBits * kHalves, kUnitBits = kGroupBits * (kUnit / kGroup);
   static constant constexpr bool kTwoBytes = kMins && kGroup < kUnit;  // one for each group of a unit
-  struct Loaded {
+  // Aligned, so that LLVM keeps its parts apart in a chunk whose words take only 32 bits.
+  struct alignas(8) Loaded {
     ushort2 integers;  // the second for kTwoBytes, and for the last 6 of 22 bits
     half factor, min_factor;
   };
