@@ -11,7 +11,9 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
+from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.caches import parts
+from torch_moe_mps.transformers.capture.calls import captures_of
 
 # Qwen3-30B-A3B: of its experts those that a token is routed to, one of its layers, fewer rows of the head.
 LAYERS, EXPERTS, TOP_K, VOCABULARY, ROWS = 48, 128, 8, 151936, 512
@@ -140,10 +142,16 @@ def moved_and_held(simulated, model, context: int, names: tuple[str, ...]) -> tu
     token = torch.tensor([[5]], device="mps")
     with torch.no_grad(), simulated.counters() as dispatches, MovedByAten() as moved:
         model(token, past_key_values=cache, use_cache=True)
+    return moved.total + moved_by(dispatches), held
+
+
+def moved_by(dispatches) -> int:
+    """Bytes that dispatches read, each once, and write."""
+    total = 0
     for dispatch in dispatches:
         *buffers, _parameters = (traffic for _, traffic in sorted(dispatch.buffers.items()))
-        moved.total += sum(buffer.distinct_bytes_read + buffer.bytes_written for buffer in buffers)
-    return moved.total, held
+        total += sum(buffer.distinct_bytes_read + buffer.bytes_written for buffer in buffers)
+    return total
 
 
 def _named(layer, name: str) -> Tensor | None:
@@ -223,6 +231,37 @@ def test_a_longer_context_costs_a_token_its_compressed_keys(simulated, layer, mo
     assert slope(simulated, model, held) > 3
     torch_moe_mps.accelerate(model)
     assert 1.0 <= slope(simulated, model, held) <= 1.3
+
+
+def captured_bytes(simulated, model, context: int, monkeypatch) -> tuple[int, int]:
+    """Bytes that a captured token moves behind so many, and those of the pools' keys that its cache has."""
+    cache, captures = prompted(model, [1 + i % 90 for i in range(context)]), captures_of(model)
+    token = torch.tensor([[5]], device="mps")
+    for _ in range(8):  # those that complete a pool have a program of their own
+        model(token, past_key_values=cache, use_cache=True)
+    captures.reason = "the program does not fit the next token"
+    held = sum(layer.pools.nbytes for layer in cache.layers)
+    with monkeypatch.context() as patch, simulated.counters() as dispatches, MovedByAten() as moved:
+        patch.setattr(calls, "forbidden", lambda: None)  # the mode only counts
+        model(token, past_key_values=cache, use_cache=True)
+    assert captures.reason is None
+    return moved.total + moved_by(dispatches), held
+
+
+def test_a_longer_context_costs_a_captured_token_the_keys_of_pools(simulated, monkeypatch):
+    """Beside these, 128 bytes a token, the model itself copies positions in three dimensions, 48 bytes."""
+    text = "qwen4_exp_text"
+    sizes = {"indexer_head_dim": 128, "indexer_compress_ratio": 4, "indexer_budget": 16}
+    extra = sizes | {"layer_types": ["indexed_attention"] * 2}
+    monkeypatch.setitem(tiny_models.EXTRA, text, tiny_models.EXTRA[text] | extra)
+    monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
+    model = tiny_models.tiny_model("qwen4_exp", torch.bfloat16).to("mps")
+    torch_moe_mps.accelerate(model)
+    with torch.no_grad():
+        few, held = captured_bytes(simulated, model, 60, monkeypatch)
+        many, held_more = captured_bytes(simulated, model, 140, monkeypatch)
+    copied = 48 * (140 - 60)
+    assert 1.0 <= (many - few - copied) / (held_more - held) <= 1.1
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])

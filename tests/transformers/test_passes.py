@@ -30,6 +30,8 @@ WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
 LARGE, MIXING = random(513, H) / 8, (random(24, H) / 8, random(24), random(3))
 GATE, SCALAR, HALF, ROW_NORMS = random(1, H), random(1), random(H // 2), random(2, H // 2)
 ROUTER_16, TAPS = ROUTER.bfloat16(), random(H, 2)
+HELD, NEW = torch.arange(21).view(3, 1, 7), torch.tensor([7, 8, 30, 31, 2, 5]).view(3, 1, 2)
+FREQUENCIES, AXES = random(4), torch.tensor([0, 1, 2, 0], dtype=torch.int32)
 NO_CHAINS = frozenset({"pointwise"})  # left to the operators of aten, which patterns would have taken
 
 
@@ -129,6 +131,47 @@ def numbers_that_are_no_positions(x, r):
         torch.arange(3) + r.view(-1)[:3],
         torch.arange(1, 3) + 5,
     )
+
+
+def tables_of(new: Tensor) -> tuple[Tensor, Tensor]:
+    """Of tokens that a cache has, and of new ones."""
+    return ops.rope_tables(torch.cat([HELD, new], -1), FREQUENCIES, 1.0, torch.float32, "halves", AXES)
+
+
+def tables_of_new_tokens(x, r):
+    cos, sin = tables_of(NEW)
+    return cos[:, -2:] + sin[:, -2:]
+
+
+def tables_of_new_and_some_other_tokens(x, r):
+    cos, sin = tables_of(NEW)
+    return cos[:, -2:] + sin[:, -2:], cos[:, 1:8:3] + sin[:, 1:8:3], sin[:, -3:-1]
+
+
+def tables_of_new_and_one_of_all_tokens(x, r):
+    cos, sin = tables_of(NEW)
+    return cos[:, -2:] + sin[:, -2:], sin
+
+
+def columns_of_tables(x, r):
+    cos, sin = tables_of(NEW)
+    return cos[..., :2], sin[..., :2]
+
+
+def tables_of_tokens_that_change(x, r):
+    new = NEW.clone()
+    row = new.view(-1)
+    held = torch.cat([HELD, new], -1)
+    row.add_(1)
+    cos, sin = ops.rope_tables(held, FREQUENCIES, 1.0, torch.float32, "halves", AXES)
+    return cos[:, -2:] + sin[:, -2:], new
+
+
+def tables_that_change(x, r):
+    cos, sin = tables_of(NEW)
+    shown = cos[:, -2:]
+    cos[:, -1:].mul_(2)
+    return shown, sin[:, -2:]
 
 
 def norm_of_input(x, r):
@@ -480,6 +523,12 @@ CASES: dict[Callable, dict[str, int]] = {
     sum_that_widens: LINEAR | {"add": 1},
     residual_changed_before_it_is_added: LINEAR | {"clone": 1, "mul_": 1},
     input_changed_between: LINEAR | {"clone": 1, "add_": 1, "add": 1},
+    tables_of_new_tokens: {"rope_tables": 1, "add": 1},
+    tables_of_new_and_some_other_tokens: {"cat": 1, "rope_tables": 3, "add": 2},
+    tables_of_new_and_one_of_all_tokens: {"cat": 1, "rope_tables": 1, "add": 1},
+    columns_of_tables: {"cat": 1, "rope_tables": 1},
+    tables_of_tokens_that_change: {"clone": 1, "cat": 1, "add_": 1, "rope_tables": 1, "add": 1},
+    tables_that_change: {"cat": 1, "rope_tables": 1, "mul_": 1},
     norm_of_input: {"linear_quantized": 2},
     norm_of_router_and_experts: {"router_logits": 1, "moe_router": 1, "moe_experts": 1},
     norm_that_else_is_read: LINEAR | {"rms_norm": 1},

@@ -20,7 +20,14 @@ from .linear_attention import (
 from .linears import join_linears, order_outputs
 from .norms import factor_in_norm, norm_in_operators
 from .pointwise import join_elements, split_dimensions
-from .rotation import heads_that_do_not_turn, join_rotations, norms_in_rotation, turn_parts, write_into_cache
+from .rotation import (
+    heads_that_do_not_turn,
+    join_rotations,
+    norms_in_rotation,
+    tables_of_slices,
+    turn_parts,
+    write_into_cache,
+)
 from .routing import gate_in_one, hand_routing_over, logits_in_float32
 from .simplify import (
     constants_first,
@@ -39,6 +46,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     drop_ones,
     share_views,  # what reads one value in one shape reads one node
     positions_in_one,
+    tables_of_slices,  # of the new tokens, not of the whole context
     join_linears,  # before any of them has a norm or a residual of its own
     turn_parts,  # of heads as they lie in an output
     order_outputs,  # of those that the pass before has joined, too
