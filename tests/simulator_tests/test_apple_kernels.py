@@ -193,8 +193,10 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
             ("the delta rule with its norm", beta, rule | norm | {"gate": v}),
             ("a decay a channel", g, rule),
             ("Mamba-2", None, mamba),
+            ("lightning attention", -per_head.abs(), {"delta": False, "beta": None}),
         ):
-            call = functools.partial(run, q, q, v, decay, state, 0.1, beta=beta, **options)
+            options = {"beta": beta} | options
+            call = functools.partial(run, q, q, v, decay, state, 0.1, **options)
             yield f"linear_attention_ of {tokens}, {name}", call, {}, state.numel() * tokens
     state, a_log = on_device(1, 256, 16), on_device(256, 16)
     for tokens in (1, 48):
@@ -681,6 +683,8 @@ linear_attention_ of 1, a decay a channel
   channel_scan128_bf16: 25.89 24.77 slots an element, 99.5 registers, 256/512/512 threads
 linear_attention_ of 1, Mamba-2
   plain_scan128_bf16: 23.51 22.39 slots an element, 96 registers, 256/512/512 threads
+linear_attention_ of 1, lightning attention
+  plain_scan128_bf16: 23.21 22.09 slots an element, 96 registers, 256/512/512 threads
 linear_attention_ of 48, the delta rule
   delta_scan128_bf16: 7.50 7.26 slots an element, 97 registers, 256/512/512 threads
 linear_attention_ of 48, the delta rule with its norm
@@ -689,6 +693,8 @@ linear_attention_ of 48, a decay a channel
   channel_scan128_bf16: 8.07 7.83 slots an element, 99.5 registers, 256/512/512 threads
 linear_attention_ of 48, Mamba-2
   plain_scan128_bf16: 5.69 5.45 slots an element, 96 registers, 256/512/512 threads
+linear_attention_ of 48, lightning attention
+  plain_scan128_bf16: 5.57 5.34 slots an element, 96 registers, 256/512/512 threads
 selective_scan_ of 1
   selective_scan_bf16: 27.19 26.73 slots an element, 100.5 registers, 128/128/512 threads
 selective_scan_ of 48
