@@ -375,7 +375,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong(FLOATS, weight=zeros(H, dtype=integer)),
             wrong("0.0 without a weight", weight_offset=1.0, weight=None),
             wrong(f"of shape [N, H] of input = ({T}, 64)", weight=zeros(T + 1, H)),
-            wrong("of shape [H] = (64,)", input=zeros(H), weight=zeros(1, H)),
+            wrong("weight must be of shape [H] = (64,)", input=zeros(H), weight=zeros(1, H)),
             wrong(FLOATS, weight=zeros(T, H, dtype=integer)),
         ],
         "layer_norm": [

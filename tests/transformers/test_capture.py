@@ -35,7 +35,7 @@ from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, capture
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.tracing import geometry
-from torch_moe_mps.transformers.modules.rules import indexer
+from torch_moe_mps.transformers.modules.rules import constants
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 PROMPT = 9
@@ -191,7 +191,7 @@ def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bit
 
 @torch.no_grad()
 def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch):
-    monkeypatch.setattr(indexer, "_EVERY", {})
+    monkeypatch.setattr(constants, "_held", {})
     model = accelerated("axk2", "cpu")
     Conversation(model, length=3).tokens(20)
     captures = captures_of(model)
