@@ -34,13 +34,13 @@ OPERATORS = {
 # All that the model launches for it, each operator of this package counted once. The attention of latents
 # is five operators here, one on MPS.
 LAUNCHES = {
-    "mixtral": 19,
-    "gpt_oss": 19,
-    "glm4_moe": 18,
-    "gemma4": 31,
-    "qwen3_next": 24,
-    "deepseek_v3": 34,
-    "deepseek_v2": 38,
+    "mixtral": 18,
+    "gpt_oss": 18,
+    "glm4_moe": 17,
+    "gemma4": 30,
+    "qwen3_next": 23,
+    "deepseek_v3": 33,
+    "deepseek_v2": 36,
 }
 
 

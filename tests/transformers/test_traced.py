@@ -101,6 +101,12 @@ class Property(Norm):
         return x * torch.pow(x.square().mean(-1, keepdim=True) + self.epsilon, -0.5) * self.weight
 
 
+class Grouped(Norm):
+    def forward(self, x):
+        y = self.rms(x.float().view(*x.shape[:-1], -1, 4)).flatten(-2)
+        return (self.weight * y).to(x.dtype)
+
+
 def without_source() -> Norm:
     scope: dict = {"Norm": Norm}
     text = "class Remote(Norm):\n  def forward(self, x):\n    return self.rms(x.float()).to(x.dtype)\n"
@@ -119,6 +125,7 @@ WAYS = [
     Property,
     without_source,
     InPlace,
+    Grouped,
 ]
 
 
@@ -150,11 +157,6 @@ def writes(self, x):
     result = Norm.forward(self, x)
     x.zero_()
     return result
-
-
-def grouped(self, x):
-    y = x.view(*x.shape[:-1], -1, 4)
-    return self.weight * self.rms(y).flatten(-2)
 
 
 def grouped_by_one(self, x):
@@ -195,7 +197,6 @@ NEAR = {
     "random": lambda self, x: nn.functional.dropout(Norm.forward(self, x), 0.5, True),
     "sets": sets,
     "writes": writes,
-    "grouped": grouped,
     "grouped by one": grouped_by_one,
     "hides errors": hides_errors,
 }  # fmt: skip
