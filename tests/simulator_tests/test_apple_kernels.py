@@ -772,7 +772,7 @@ router_logits of 32
 router_logits of 32, normed
   normed_logits_many_bf16: 5.70 5.45 slots a MAC, 109 registers, 128/-/448 threads
 moe_hash_router
-  normed_hash_route_bf16: 18.96 17.96 slots a MAC, 74.5 registers, 128/-/640 threads
+  normed_hash_route_bf16: 18.71 17.71 slots a MAC, 74.5 registers, 128/-/640 threads
 moe_gate of 1
   normed_logits_few_bf16: 16.66 15.66 slots a MAC, 72.5 registers, 128/-/640 threads
 moe_gate of 65
