@@ -13,7 +13,7 @@ inline float rounded(float x, uint dtype) {
   return dtype == DTYPE_HALF ? float(half(x)) : dtype == DTYPE_BFLOAT ? float(bfloat(x)) : x;
 }
 
-// log(1 + x) without losing small x: see softplus.
+// log(1 + x) without losing small x: x / (u - 1) undoes the rounding of u = 1 + x.
 inline float log_plus_1(float x) {
   const float u = 1.0f + x;
   if (u == 1.0f) return x;

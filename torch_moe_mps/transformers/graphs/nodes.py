@@ -57,12 +57,20 @@ def beneath(value: fx.Node) -> fx.Node:
     return value
 
 
+def of_shape(value: fx.Node, shape: Any) -> fx.Node | None:
+    """A value as it was when it had this shape; None if it never had."""
+    while [*tensor_of(value).shape] != [*shape]:
+        if not is_call(value, *_RESHAPING):
+            return None
+        value = value.all_input_nodes[0]
+    return value
+
+
 def in_shape(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
     """A value in the shape of another one, in front of a node; None if that takes a copy."""
-    shape, found = tensor_of(like).shape, value
-    while tensor_of(found).shape != shape and is_call(found, *_RESHAPING):
-        found = found.all_input_nodes[0]
-    if tensor_of(found).shape == shape:
+    shape = tensor_of(like).shape
+    found = of_shape(value, shape)
+    if found is not None:
         return found
     viewed = tensor_of(like).to(tensor_of(value).dtype)  # much faster than a view of a fake tensor
     if not (viewed.is_contiguous() and tensor_of(value).is_contiguous()):

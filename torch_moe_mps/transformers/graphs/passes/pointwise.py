@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS
-from ..nodes import arguments, aten, beneath, is_call, is_unchanged, ours, put, tensor_of
+from ..nodes import arguments, aten, beneath, is_call, is_unchanged, of_shape, ours, put, tensor_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _READ = (*_NAMES, torch.int32, torch.int64)
@@ -87,10 +87,8 @@ def _split(value: fx.Node, parts: list[list[int]], before: fx.Node) -> fx.Node:
     sizes = tensor_of(value).shape
     behind = zip(sizes, parts[len(parts) - len(sizes) :], strict=True)
     shape = [n for size, part in behind for n in (part if size == math.prod(part) else [1] * len(part))]
-    source = value
-    while [*tensor_of(source).shape] != shape and beneath(source) is not source:
-        source = source.all_input_nodes[0]
-    if [*tensor_of(source).shape] == shape:
+    source = of_shape(value, shape)
+    if source is not None:
         return source
     return put(before, aten.view.default, tensor_of(value).view(shape), value, shape)
 

@@ -4,7 +4,6 @@ They are recognised by running them on random positions. Embeddings whose freque
 of the sequence are left alone.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +14,7 @@ from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, original_class, state_of
+from .constants import constant
 from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
@@ -45,9 +45,8 @@ def rotary_forward(
     return ops.rope_tables(position_ids, frequencies.float(), scaling, x.dtype, form.layout, chosen)
 
 
-@functools.cache
 def _on(device: torch.device, axes: tuple[int, ...]) -> Tensor:
-    return torch.tensor(axes, dtype=torch.int32, device=device)
+    return constant(("axes", device, axes), lambda: torch.tensor(axes, dtype=torch.int32, device=device))
 
 
 def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[Any, Any]:
