@@ -31,6 +31,7 @@ PLAIN = [
     (LinearAttentionAndSlidingWindowAttentionLayer, {"sliding_window": 7}),
 ]
 NEW_TOKENS = [1, 1, 1, 2, 5, 80, 300]
+OF_INDEXER = ("indexer_keys", "indexer_position_ids")
 
 
 class Pair:
@@ -75,6 +76,8 @@ class Pair:
         if hasattr(self.plain, "update_indexer"):
             keys = torch.randn(self.batch, tokens, 3, generator=self.generator)
             assert torch.equal(*self.both(lambda layer: layer.update_indexer(keys)))
+            positions = torch.randint(99, (3, self.batch, tokens), generator=self.generator)
+            assert torch.equal(*self.both(lambda layer: behind_positions(layer, positions)))
 
     def crop(self):
         if self.plain.get_seq_length() > 4:
@@ -114,7 +117,8 @@ class Pair:
 
     def take(self):
         """A user keeps a tensor of the layer, a slice or a copy of it."""
-        for tensor in (self.growing.keys, self.growing.values, getattr(self.growing, "indexer_keys", None)):
+        of_indexer = (getattr(self.growing, name, None) for name in OF_INDEXER)
+        for tensor in (self.growing.keys, self.growing.values, *of_indexer):
             if tensor is not None and tensor.dim() > 1 and self.random.random() < 0.5:
                 first = self.random.randrange(tensor.shape[-2] + 1)
                 parts = [tensor, tensor[..., first:, :], copy.copy(tensor), tensor.detach()]
@@ -144,10 +148,17 @@ class Pair:
         assert all(torch.equal(tensor, before) for tensor, before in self.taken)
         assert self.plain.get_seq_length() == self.growing.get_seq_length()
         assert self.plain.get_mask_sizes(3) == self.growing.get_mask_sizes(3)
-        for name in ("keys", "values", "indexer_keys"):
+        for name in ("keys", "values", *OF_INDEXER):
             plain, growing = (getattr(layer, name, None) for layer in (self.plain, self.growing))
             assert (plain is None) == (growing is None)
             assert plain is None or torch.equal(plain, growing)
+
+
+def behind_positions(layer, new):
+    """Keeps positions as Qwen4 does."""
+    held = layer.indexer_position_ids
+    layer.indexer_position_ids = new if held is None else torch.cat([held, new], dim=-1)
+    return layer.indexer_position_ids
 
 
 def rounded(states):

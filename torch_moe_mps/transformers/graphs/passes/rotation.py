@@ -54,18 +54,9 @@ def _shows_tokens(reader: fx.Node) -> bool:
 
 
 def _sliced(positions: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node:
-    """The positions of tokens whose tables a slice shows, in front of a node.
-
-    Of those behind the positions that a cache has, cat(CACHED, NEW), the last are those that are new.
-    """
+    """The positions of tokens whose tables a slice shows, in front of a node."""
     count, old = tensor_of(like).shape[1], tensor_of(positions)
     _, _, first, last, step = arguments(like).values()
-    if is_call(positions, aten.cat) and isinstance(first, int) and -first == count and step == 1:
-        tensors, dim = arguments(positions).values()
-        new: fx.Node = tensors[-1]
-        are_last = dim in (-1, old.dim() - 1) and tensor_of(new).shape[-1] == count
-        if are_last and tensor_of(new).dtype == old.dtype and is_unchanged(new, positions, before):
-            return new
     value = old.new_empty_strided((*old.shape[:-1], count), (*old.stride()[:-1], old.stride(-1) * step))
     return put(before, aten.slice.Tensor, value, positions, old.dim() - 1, first, last, step)
 
