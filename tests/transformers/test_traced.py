@@ -249,6 +249,28 @@ def test_what_a_norm_rests_on_changes(again):
             assert not torch.allclose(norm(x), before, atol=1e-3)
 
 
+class Ones(nn.Module):
+    def forward(self, x):
+        return torch.ones(3), x[:, 1:]
+
+
+def test_what_operators_give_is_known_from_other_traces():
+    """But not from those under another default dtype, nor for other sizes."""
+
+    def results(rows, default):
+        before = torch.get_default_dtype()
+        torch.set_default_dtype(default)
+        try:
+            traced = trace(Ones(), Input((rows, 4)))
+        finally:
+            torch.set_default_dtype(before)
+        return [(tuple(each.meta["val"].shape), each.meta["val"].dtype) for each in traced.result]
+
+    for _ in range(2):
+        assert results(2, torch.float32) == [((3,), torch.float32), ((2, 3), torch.float32)]
+        assert results(5, torch.float64) == [((3,), torch.float64), ((5, 3), torch.float32)]
+
+
 def test_a_trace_has_no_effects():
     """No hook runs, and modules are as before, whatever is switched on around."""
     calls: list = []

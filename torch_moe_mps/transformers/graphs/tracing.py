@@ -60,6 +60,28 @@ class _Symbols(ShapeEnv):
         return None
 
 
+class _Like:
+    """What a fake tensor is like, for others without its mode.
+
+    Attributes:
+        plain: a meta tensor like it, made for the second one.
+    """
+
+    plain: Tensor | None = None
+
+    def __init__(self, fake: FakeTensor) -> None:
+        self.geometry = geometry(fake)
+        self.dtype, self.device = fake.dtype, fake.fake_device
+
+    @classmethod
+    def of(cls, value: Any) -> Any:
+        return cls(value) if isinstance(value, FakeTensor) else value
+
+
+_known: dict[Any, Any] = {}  # {call without symbols: what it gave}, of all recorders
+_MOST_KNOWN = 10_000
+
+
 class Recorder(TorchDispatchMode):
     """Records into `graph` what runs inside its block.
 
@@ -79,8 +101,7 @@ class Recorder(TorchDispatchMode):
         self._fake_of: dict[int, FakeTensor] = {}  # of constants, by id
         self._alive: list[Any] = []
         self._keys: dict[int, tuple[Any, ...]] = {}  # of fake tensors, by id
-        self._results: dict[Any, Any] = {}  # {call: what it gave}
-        self._plain: dict[int, Tensor] = {}  # meta tensors like results, by their id
+        self._results: dict[Any, Any] = {}  # {call: what it gave}, of calls with symbols
 
     def symbol(self, value: int, least: int) -> torch.SymInt:
         """A number that is `value` now and at least `least` in every call."""
@@ -107,7 +128,7 @@ class Recorder(TorchDispatchMode):
         """Ends the graph, which returns these tensors."""
         self.graph.output([self.node_of(tensor) for tensor in results])
         self._alive, self._nodes, self._fake_of = [], {}, {}
-        self._keys, self._results, self._plain = {}, {}, {}
+        self._keys, self._results = {}, {}
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that makes a tensor, or a constant for one that nothing here has made."""
@@ -156,17 +177,21 @@ class Recorder(TorchDispatchMode):
         return as_recorded(value)
 
     def _result(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives: as of an equal call before, of which layers have many."""
+        """What an operator gives: as of an equal call before, of which layers and modules have many."""
         if func._schema.is_mutable and func.namespace != "moe_mps":  # it may change a tensor's shape
             self._keys = {}
             return func(*args, **kwargs)
-        key = func, self._key(args), self._key([*kwargs.items()])
-        if key in self._results:
-            known = self._results[key]
-            return [*map(self._like, known)] if isinstance(known, (list, tuple)) else self._like(known)
+        key = func, torch.get_default_dtype(), self._key(args), self._key([*kwargs.items()])
+        known = self._results if self.symbols else _known
+        if key in known:
+            like = known[key]
+            return [*map(self._like, like)] if isinstance(like, list) else self._like(like)
         result = func(*args, **kwargs)
         if all(id(each) not in self._nodes for each in _listed(result)):
-            self._results[key] = result
+            if len(known) == _MOST_KNOWN:
+                known.clear()
+            of_list = isinstance(result, (list, tuple))
+            known[key] = [*map(_Like.of, result)] if of_list else _Like.of(result)
         return result
 
     def _key(self, value: Any) -> Any:
@@ -185,14 +210,14 @@ class Recorder(TorchDispatchMode):
 
     def _like(self, known: Any) -> Any:
         """A new fake tensor like another one; both may share memory, which nobody asks of fake tensors."""
-        if not isinstance(known, FakeTensor):
+        if not isinstance(known, _Like):
             return known
-        if id(known) not in self._plain:
-            shape, stride, offset = geometry(known)
+        if known.plain is None:
+            shape, stride, offset = known.geometry
             with in_kernel_invocation_manager(self.fakes), self.env.suppress_guards():
                 made = torch.empty_strided(shape, stride, dtype=known.dtype, device="meta")
-                self._plain[id(known)] = made.set_(made.untyped_storage(), offset, shape, stride)
-        return FakeTensor(self.fakes, self._plain[id(known)], known.fake_device)
+                known.plain = made.set_(made.untyped_storage(), offset, shape, stride)
+        return FakeTensor(self.fakes, known.plain, known.device)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _PLAIN.issuperset(types):
