@@ -173,6 +173,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 "formula's number of different numbers must be between 0 and 12, got 13",
                 formula="; ".join(f"add a {n} f32" for n in range(13)),
             ),
+            wrong(
+                "mean must be of a last dimension but one with elements, got (3,)",
+                **{"a": zeros(3), "formula": "neg a f32", "b": None, "c": None, "mean": True},
+            ),
         ],
         "hyper_update": [
             wrong(FLOATS, streams=zeros(T, 2, H, dtype=integer)),

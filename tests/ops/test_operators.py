@@ -85,7 +85,7 @@ moe_mps::linear_attention_(Tensor q, Tensor k, Tensor v, Tensor? g, Tensor(a4!) 
 moe_mps::selective_scan_(Tensor x, Tensor step, Tensor B, Tensor C, Tensor(a4!) state_, Tensor A_log, *,
     Tensor? dt_bias=None, Tensor? skip=None, Tensor? gate=None) -> Tensor
 moe_mps::pointwise(Tensor a, str formula, ScalarType dtype, Tensor? b=None, Tensor? c=None, Tensor? d=None,
-    Tensor? e=None, Tensor? f=None) -> Tensor
+    Tensor? e=None, Tensor? f=None, bool mean=False) -> Tensor
 moe_mps::pool_window_(Tensor kv, Tensor gate, Tensor position_bias, Tensor(a3!) state_, Tensor(a4!)
     entries_, SymInt position, Tensor norm_weight, Tensor inv_freq, float scaling=1., float
     eps=9.9999999999999995e-07) -> ()

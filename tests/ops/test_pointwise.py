@@ -31,6 +31,12 @@ def test_shapes_strides_and_dtypes(device):
     checked("pointwise", long, "add a 1 f32; log %0 f32; mul %1 f f32", torch.float32, f=long.int().flip(0))
 
 
+def test_the_mean_of_streams(device):
+    for shape in ((4, 70), (3, 1, 2, 33), (2, 300, 1), (2, 4, 0)):
+        x = numbers(*shape, dtype=torch.bfloat16).to(device)
+        checked("pointwise", x, WIDE, torch.float16, x[..., :1, :].float(), x[..., :1], mean=True)
+
+
 def test_values_without_a_number(device):
     """Infinities and NaN go through as aten has them."""
     inf, nan = torch.inf, torch.nan

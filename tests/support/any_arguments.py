@@ -600,7 +600,8 @@ def pointwise(d):
         known = ["a", *inputs, *(f"%{n}" for n in range(number)), "0.75", "-2.0"]
         operands = [d.one(*known) for _ in range(2 if operation in BINARY else 1)]
         steps.append(" ".join((operation, *operands, d.one("f32", "f16", "bf16"))))
-    return {"a": d.values(*outer, width), "formula": "; ".join(steps), "dtype": d.dtype(), **inputs}
+    options = {"dtype": d.dtype(), "mean": outer[-1:] > [0] and d.flag()}
+    return {"a": d.values(*outer, width), "formula": "; ".join(steps), **options, **inputs}
 
 
 def of_streams(d: Draws, leading: tuple[int, ...], count: int, width: int, dtype) -> dict[str, Any]:

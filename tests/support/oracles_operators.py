@@ -514,7 +514,11 @@ def pointwise(a):
         known = known & (np.isfinite(low) == np.isfinite(high))
         ends[f"%{number}"] = low, high
     middle = np.where(low == high, low, (low + high) / 2)
-    return [Expected(middle, np.where(np.isfinite(middle), (high - low) / 2, 0.0), known)]
+    error = np.where(np.isfinite(middle), (high - low) / 2, 0.0)
+    if a.mean:
+        error = (error + shape[-2] * FLOAT32_EPS * abs(middle)).mean(-2)
+        middle, known = middle.mean(-2), known.all(-2)
+    return [Expected(middle, error, known)]
 
 
 @oracle

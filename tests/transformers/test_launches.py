@@ -17,7 +17,7 @@ MOST = {
     "glm4_moe": ({"dense": 9, "sparse": 10, "outside": 2}, {"dense": 14, "sparse": 20}),
     "deepseek_v3": ({"dense": 12, "sparse": 13, "outside": 2}, {"dense": 18, "sparse": 24}),
     "gemma4": ({"sliding": 18, "full": 17, "outside": 3}, {"sliding": 38, "full": 38}),
-    "qwen3_next": ({"linear": 11, "full": 14, "outside": 2}, {"linear": 39, "full": 29}),
+    "qwen3_next": ({"linear": 10, "full": 13, "outside": 2}, {"linear": 39, "full": 29}),
     "cohere2_moe": ({"dense": 10, "sparse": 12, "outside": 4}, {"dense": 13, "sparse": 21}),
 }
 # Sparse attention whose indexers may choose all keys.
@@ -30,7 +30,7 @@ INDEXED = {
     "hy_v4": {"dense": 18, "sparse": 19},
     "deepseek_v4": {"heavily compressed, hash moe": 21, "compressed sparse, moe": 22},
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 21},
-    "qwen4_exp": {"linear": 25, "indexed": 28},
+    "qwen4_exp": {"linear": 22, "indexed": 25},
     "minimax_m3_vl": {"full, dense": 9, "minimax m3 sparse, sparse": 13},
 }
 OFTEN = ("glm_moe_dsa", "deepseek_v4", "minimax_m3_vl")

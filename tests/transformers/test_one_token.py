@@ -27,7 +27,7 @@ OPERATORS = {
     "gpt_oss": {"rope_cache_": 2, "router_logits": 2},
     "glm4_moe": {"rope_cache_": 2, "router_logits": 1},  # its first layer is dense
     "gemma4": {"rms_norm": 2, "rope_cache_": 2},  # a norm behind the MLP of each layer
-    "qwen3_next": {"rope_cache_": 1, "router_logits": 4},  # and gates of shared experts
+    "qwen3_next": {"rope_cache_": 1, "router_logits": 2},  # with the gates of shared experts
     "deepseek_v3": {"rope_cache_": 2, "router_logits": 1},
     "deepseek_v2": {"rope_cache_": 2, "router_logits": 1},
 }
@@ -38,7 +38,7 @@ LAUNCHES = {
     "gpt_oss": 18,
     "glm4_moe": 17,
     "gemma4": 30,
-    "qwen3_next": 23,
+    "qwen3_next": 21,
     "deepseek_v3": 33,
     "deepseek_v2": 36,
 }

@@ -76,7 +76,7 @@ uint8_t number_code(const Tensor& tensor) {
 
 Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, const OptionalTensor& b,
                  const OptionalTensor& c, const OptionalTensor& d, const OptionalTensor& e,
-                 const OptionalTensor& f) {
+                 const OptionalTensor& f, bool mean) {
   const Formula& formula = formula_of(text);
   const std::array<const Tensor*, POINTWISE_INPUTS> inputs = {&a,           tensor_of(b), tensor_of(c),
                                                               tensor_of(d), tensor_of(e), tensor_of(f)};
@@ -87,10 +87,18 @@ Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, 
       shape.assign(both.begin(), both.end());
     }
   }
-  const Tensor output = at::empty(shape, a.options().dtype(dtype));
+  PointwiseParams params{};
+  params.terms = 1;
+  auto of_output = shape;
+  if (mean) {
+    const auto streams = shape.end() - 2;
+    params.terms = *streams;
+    *streams = 1;
+    of_output.erase(of_output.end() - 2);
+  }
+  const Tensor output = at::empty(of_output, a.options().dtype(dtype));
   if (output.numel() == 0) return output;
 
-  PointwiseParams params{};
   params.count = output.numel();
   params.steps = formula.steps;
   std::copy(std::begin(formula.code), std::end(formula.code), params.code);

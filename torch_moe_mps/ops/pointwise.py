@@ -63,7 +63,7 @@ def _is_number(text: str) -> bool:
     return math.isfinite(value) and abs(value) <= torch.finfo(torch.float32).max
 
 
-def _meta_pointwise(check, formula, dtype, **given):
+def _meta_pointwise(check, formula, dtype, mean, **given):
     _check_formula(formula, given, check)
     check.among_dtypes("dtype", dtype)
     present = {name: tensor for name, tensor in given.items() if tensor is not None}
@@ -76,6 +76,10 @@ def _meta_pointwise(check, formula, dtype, **given):
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in present.values())
         check.fail("a", "of a shape that broadcasts with the others", shapes)
     check.between("the result's number of elements", math.prod(shape), 0, 2**31 - 1)
+    if mean:
+        if len(shape) < 2 or shape[-2] == 0:
+            check.fail("mean", "of a last dimension but one with elements", tuple(shape))
+        shape = torch.Size((*shape[:-2], *shape[-1:]))
     return given["a"].new_empty(shape, dtype=dtype)
 
 
@@ -89,6 +93,7 @@ def pointwise(
     d: Tensor | None = None,
     e: Tensor | None = None,
     f: Tensor | None = None,
+    mean: bool = False,
 ) -> Tensor:
     """A formula of elements, which aten computes in several launches: "sigmoid a bf16; mul %0 b bf16".
 
@@ -104,8 +109,10 @@ def pointwise(
             sigmoid, silu, softplus, tanh, relu; of two: add, sub, mul, div, max and min, which give NaN for
             NaN.
         dtype: of the result: float32, float16 or bfloat16.
+        mean: of what the last step gives over the last dimension but one, in float32: of streams.
 
-    Returns: the result of the last step, in `dtype` and the shape that all inputs broadcast to.
+    Returns: the result of the last step, in `dtype` and the shape that all inputs broadcast to, without the
+        last dimension but one if it is the mean.
 
     Raises: ValueError for a dtype, rank, shape, device or formula that does not fit.
     """
@@ -119,4 +126,5 @@ def pointwise(
         made = UNARY[operation](*operands) if operation in UNARY else BINARY[operation](*operands)
         result = made.to(DTYPES[rounded_to])
         values[f"%{number}"] = result.float()
-    return result.to(dtype).expand(shape)
+    result = result.expand(shape)
+    return (result.float().mean(-2) if mean else result).to(dtype)

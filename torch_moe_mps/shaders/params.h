@@ -566,6 +566,7 @@ struct PointwiseParams {
   uint32_t sizes[POINTWISE_RANK];
   uint32_t strides[POINTWISE_INPUTS][POINTWISE_RANK];  // in elements; 0 where an input is broadcast
   uint32_t count;                                      // elements of the result
+  uint32_t terms;  // of a mean, whose dimension is the last but one and has size 1 above
   uint32_t steps;
   uint8_t dtypes[8];  // of inputs
   PointwiseStep code[POINTWISE_STEPS];

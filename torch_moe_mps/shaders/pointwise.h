@@ -83,21 +83,25 @@ template <typename T>
     rest /= params.sizes[dim];
   }
   device const uchar* const inputs[POINTWISE_INPUTS] = {a, b, c, d, e, f};
-  UNROLL for (uint i = 0; i < POINTWISE_INPUTS; ++i) {
-    if (params.dtypes[i] != DTYPE_NONE) {
-      ulong index = 0;
-      UNROLL for (uint dim = 0; dim < POINTWISE_RANK; ++dim) index +=
-          ulong(place[dim]) * params.strides[i][dim];
-      values[i * kPointwiseThreads] = load_number(inputs[i], params.dtypes[i], index);
+  float total = 0.0f;
+  for (uint term = 0; term < params.terms; ++term) {
+    UNROLL for (uint i = 0; i < POINTWISE_INPUTS; ++i) {
+      if (params.dtypes[i] != DTYPE_NONE) {
+        ulong index = ulong(term) * params.strides[i][POINTWISE_RANK - 2];
+        UNROLL for (uint dim = 0; dim < POINTWISE_RANK; ++dim) index +=
+            ulong(place[dim]) * params.strides[i][dim];
+        values[i * kPointwiseThreads] = load_number(inputs[i], params.dtypes[i], index);
+      }
     }
+    float result = 0.0f;
+    for (uint i = 0; i < params.steps; ++i) {
+      const PointwiseStep step = params.code[i];
+      const float x = operand(step.x, params, values);
+      const float y = operand(step.y, params, values);
+      result = rounded(operate(step.operation, x, y), step.dtype);
+      values[(POINTWISE_FIRST_STEP + i) * kPointwiseThreads] = result;
+    }
+    total = term == 0 ? result : total + result;
   }
-  float result = 0.0f;
-  for (uint i = 0; i < params.steps; ++i) {
-    const PointwiseStep step = params.code[i];
-    const float x = operand(step.x, params, values);
-    const float y = operand(step.y, params, values);
-    result = rounded(operate(step.operation, x, y), step.dtype);
-    values[(POINTWISE_FIRST_STEP + i) * kPointwiseThreads] = result;
-  }
-  output[element] = T(result);
+  output[element] = T(total / float(params.terms));
 }

@@ -19,7 +19,7 @@ from .linear_attention import (
 )
 from .linears import join_linears, order_outputs
 from .norms import factor_in_norm, norm_in_operators
-from .pointwise import join_elements, split_dimensions
+from .pointwise import join_elements, mean_in_elements, split_dimensions
 from .rotation import (
     heads_that_do_not_turn,
     join_rotations,
@@ -71,6 +71,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     factor_in_norm,
     split_dimensions,
     join_elements,  # of what no operator has taken
+    mean_in_elements,
     share_views,  # of what the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
 )

@@ -1,4 +1,4 @@
-"""Quantised linear layers with one input (q, k and v; gate and up) as one operator.
+"""Linear layers with one input (q, k and v; gate and up; a router and a gate) as one operator.
 
 Their rows are laid one behind the other in memory, and the layers' parameters become views of it: the
 operator reads what is written into them later, and no weight is there twice.
@@ -24,14 +24,16 @@ from ..nodes import (
     put,
     tensor_of,
 )
+from ..patterns import linear_of
 from ..tracing import ITEM, PARTS, TENSOR, VALUE, is_operator
+from .norms import MOST_ROWS
 
 _COPIES = (aten.clone, aten.cat)
 WEIGHTS = ("packed", "scales", "biases", "bias")  # of a quantised linear layer
 
 
 def join_linears(graph: fx.Graph) -> None:
-    """linear_quantized(X, A), linear_quantized(X, B) -> the parts of linear_quantized(X, [A, B])"""
+    """linear_quantized(X, A), linear_quantized(X, B) -> the parts of linear_quantized(X, [A, B]); so mm"""
     groups: dict[Any, list[fx.Node]] = defaultdict(list)
     for call in calls(graph, ours.linear_quantized):
         given = arguments(call)
@@ -39,6 +41,12 @@ def join_linears(graph: fx.Graph) -> None:
         has_options = any(isinstance(value, fx.Node) for value in given.values())
         if not has_options and all(each is None or _is_parameter(each) for each in weights):
             groups[x, format, *map(_kind, weights[:3])].append(call)
+    for call in calls(graph, aten.mm):
+        x, weight, _ = linear_of(call) or (None, None, None)
+        # Parts of several tokens are copied, which takes as many launches. Large matrices are not moved.
+        tokens, rows = tensor_of(call).shape
+        if x is not None and _is_parameter(weight) and tokens == 1 and rows <= MOST_ROWS:
+            groups[x, *_kind(weight)].append(call)
     for (x, *_), group in groups.items():
         if all(is_unchanged(x, group[0], call) for call in group[1:]):
             for run in _runs(group):
@@ -116,6 +124,8 @@ def _runs(group: list[fx.Node]) -> list[list[fx.Node]]:
 
 
 def _weights_of(group: list[fx.Node]) -> dict[str, list[Tensor | None]]:
+    if is_call(group[0], aten.mm):
+        return {"mat2": [_tensor(call.args[1].args[0]) for call in group]}  # type: ignore[union-attr,arg-type]
     return {name: [_tensor(arguments(call)[name]) for call in group] for name in WEIGHTS}
 
 
@@ -129,9 +139,11 @@ def _join(group: list[fx.Node]) -> None:
         return
     for node, value in shown.items():
         node.meta[VALUE] = value
-    matrix = [_constant(first, joined_rows(weights[name], rows), weights[name]) for name in WEIGHTS]
-    x, format = (arguments(first)[name] for name in ("x", "format"))
-    joined = put(first, ours.linear_quantized.default, result, x, *matrix, format)
+    matrix = {name: _constant(first, joined_rows(each, rows), each) for name, each in weights.items()}
+    if is_call(first, aten.mm):
+        rows_of_all: Any = matrix["mat2"]
+        matrix["mat2"] = put(first, aten.t.default, tensor_of(rows_of_all).t(), rows_of_all)
+    joined = put(first, first.target, result, **arguments(first) | matrix)
     split = put(first, aten.split_with_sizes.default, parts, joined, rows, -1)
     for number, call in enumerate(group):
         call.replace_all_uses_with(put(first, ITEM, parts[number], split, number))
