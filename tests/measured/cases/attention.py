@@ -27,6 +27,7 @@ class Attention(Case):
     bits: int = 16
     gated: bool = False
     extent: int = 0  # of a bias of relative positions
+    latent: bool = False  # values are the first columns of the keys
 
     @property
     def name(self) -> str:
@@ -35,12 +36,14 @@ class Attention(Case):
             " kv8" * (self.bits == 8)
             + " gated" * self.gated
             + f" relative to {self.extent}" * (self.extent > 0)
+            + " latents" * self.latent
         )
         return f"attention {sizes} T {self.tokens} S {self.keys} {self.dtype}{others}"
 
     def weights(self, values):
         dtype, tensors = DTYPES[self.dtype], {}
-        for name, width in (("k", self.width), ("v", self.value_width)):
+        for name in self.held:
+            width = self.width if name == "k" else self.value_width
             shape = (1, self.key_heads, self.keys)
             if self.bits == 16:
                 tensors[name] = values.normal(*shape, width, dtype=dtype)
@@ -65,7 +68,12 @@ class Attention(Case):
 
     def call(self, t):
         others = {name: tensor for name, tensor in t.items() if name not in "qkv"}
-        return ops().attention(t["q"], t["k"], t["v"], self.scale, **others)
+        v = t["k"][..., : self.value_width] if self.latent else t["v"]
+        return ops().attention(t["q"], t["k"], v, self.scale, **others)
+
+    @property
+    def held(self) -> str:
+        return "k" if self.latent else "kv"
 
     @property
     def scale(self) -> float:
@@ -96,10 +104,12 @@ class Attention(Case):
         out = self.heads * self.tokens * self.value_width * DTYPES[self.dtype].itemsize
         parts = ("", "_scales", "_biases") if self.bits == 8 else ("",)
         others = ["gate"] * self.gated + ["relative"] * (self.extent > 0)
-        names = ["q", *others, *(name + part for name in ("k", "v") for part in parts)]
+        names = ["q", *others, *(name + part for name in self.held for part in parts)]
         return out + sum(t[name].nbytes for name in names)
 
     def _states(self, t: dict[str, Tensor], name: str) -> Tensor:
+        if self.latent and name == "v":
+            return t["k"][..., : self.value_width].double()
         if self.bits == 16:
             return t[name].double()
         codes = t[name].view(torch.uint8).unflatten(-1, (-1, GROUP)).double()
@@ -114,6 +124,7 @@ MODELS = {
     "Gemma 4": (16, 2, 512, 512),
     "DeepSeek-V3": (128, 128, 192, 128),
 }
+LATENTS = {"GLM-4.7-Flash": 20, "DeepSeek-V3": 128}  # heads over latents of 512 and a rotated part of 64
 
 
 def attention_cases() -> list[Case]:
@@ -125,6 +136,10 @@ def attention_cases() -> list[Case]:
         cases.append(Attention(heads, key_heads, 1, 32768, *sizes, 8))
         cases.append(Attention(heads, key_heads, 1, 4096, *sizes, gated=True))
         cases.append(Attention(heads, key_heads, 2048, 2048, *sizes))
+    for heads in LATENTS.values():
+        sizes = (576, 512, "bf16")
+        cases += [Attention(heads, 1, 1, s, *sizes, latent=True) for s in (1024, 4096, 32768)]
+        cases.append(Attention(heads, 1, 4, 4096, *sizes, latent=True))
     return cases
 
 

@@ -29,6 +29,7 @@ REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "bench_gpu.py"
 # Of the cases that are timed.
 GROUPS = ("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused", "gguf")
+TOOLS = ("memcheck", "racecheck")
 
 
 def parse(arguments: list[str]) -> argparse.Namespace:
@@ -61,6 +62,7 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--sources", type=Path, metavar="DIR", help="files with the source kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the results there too")
+    parser.add_argument("--tool", choices=TOOLS, help="of compute-sanitizer, the only one (default: both)")
     parser.add_argument("--kernels", action="store_true", help="registers and time of each dispatch")
     parser.add_argument("--cases", default="", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
@@ -170,7 +172,7 @@ def sanitize(options: argparse.Namespace) -> int:
     command += ["--cases", ",".join(map(str, numbers))]
     sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
     failed = False
-    for tool in ("memcheck", "racecheck"):
+    for tool in [options.tool] if options.tool else TOOLS:
         say(f"compute-sanitizer --tool {tool}, {len(numbers)} cases")
         tool_command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *command]
         with subprocess.Popen(tool_command, env=environment, stdout=subprocess.PIPE, text=True) as process:
