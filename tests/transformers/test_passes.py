@@ -1498,6 +1498,30 @@ def test_what_is_written_for_nobody():
     torch.testing.assert_close(computed(graph, x)[0], torch.ones_like(x))
 
 
+@pytest.mark.parametrize("parts", [torch.split, torch.unsafe_split])
+def test_what_is_written_into_a_part(parts):
+    """The schema of one of them says that parts are new tensors: they are none."""
+
+    def written(x):
+        x = x.clone()
+        twice = x * 2
+        first, _ = parts(x, 4, 1)
+        first.mul_(3)
+        return x * 2 + twice
+
+    def read(x):
+        x = x.clone()
+        first, _ = parts(x, 4, 1)
+        x.mul_(3)
+        return first + 1
+
+    for function in (written, read):
+        x = random(1, 8)
+        graph = recorded(function, x)
+        simplify(graph)
+        torch.testing.assert_close(computed(graph, x)[0], function(x))
+
+
 @pytest.mark.parametrize("left_out", dict.fromkeys(PASSES), ids=lambda left_out: left_out.__name__)
 def test_each_pass_is_needed(monkeypatch, left_out):
     """Without it, a pattern above is not found."""

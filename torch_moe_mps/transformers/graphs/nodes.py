@@ -17,6 +17,9 @@ aten, ours = torch.ops.aten, torch.ops.moe_mps
 # What gives a tensor another shape, with the same elements in the same order.
 _RESHAPING = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.alias, aten.detach)
 
+# Views whose schemas promise new tensors.
+_UNSAFE = (aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes)
+
 
 def is_call(value: Any, *operators: Any) -> bool:
     return isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) in operators
@@ -143,9 +146,7 @@ def shown(value: fx.Node) -> Iterator[fx.Node]:
     """What a value is a view of, one after the other."""
     while True:
         call: Any = value.args[0] if value.target is ITEM else value
-        name = "self" if is_call(call, aten._unsafe_view) else None
-        if name is None and call.op == "call_function":
-            name = _signature(call.target).viewed
+        name = _signature(call.target).viewed if call.op == "call_function" else None
         if name is None:
             return
         value = arguments(call)[name]
@@ -182,10 +183,11 @@ def _signature(operator: Any) -> _Signature:
         return _Signature({}, (), None)
     aliased = {each.name: each.alias_info for each in schema.arguments if each.alias_info is not None}
     returns_view = bool(schema.returns) and schema.returns[0].alias_info is not None
+    viewed = next(iter(aliased), None) if returns_view else None
     return _Signature(
         {each.name: each.default_value for each in schema.arguments},
         tuple(name for name, alias in aliased.items() if alias.is_write),
-        next(iter(aliased), None) if returns_view else None,
+        "self" if operator.overloadpacket in _UNSAFE else viewed,
     )
 
 
