@@ -343,6 +343,17 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong(FLOATS, bias=zeros(I, dtype=integer)),
             wrong("int32", order=zeros(I)),
             wrong("of shape [N] = (32,)", order=zeros(I + 1, dtype=integer)),
+            wrong("one of silu, gelu, gelu_tanh, relu, relu2, got 'swiglu_oai'", activation="swiglu_oai"),
+            wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=0),
+            wrong("activated must be between 1 and 32", activation="silu", activated=I + 1),
+            wrong("activated must be None without an activation, got 4", activated=4),
+            wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
+            wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
+            wrong(
+                "activation must be None for an x without columns, got 'silu'",
+                **{"x": zeros(T, 0), "packed": zeros(I, 0, dtype=integer), "activation": "silu"},
+                **{"scales": zeros(I, 0), "biases": zeros(I, 0)},
+            ),
         ],
         "mlp_quantized": [
             wrong("gate_up_packed must be of shape [2I, H * 4 / 32] = (64, 4), got (64, 8)", x=zeros(T, I)),

@@ -81,6 +81,22 @@ def test_outputs_in_another_order(device, tokens):
         checked("linear_quantized", x, *weight, None, format, order=order, norm_weight=norm)
 
 
+@pytest.mark.parametrize("tokens", TOKENS)
+def test_activation_of_the_first_outputs(device, tokens):
+    """Or of all: before the residual is added, and before the order is changed; with a norm."""
+    for i, activation in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2")):
+        rows, dtype, format = 45 + 16 * i, DTYPES[i % 3], ("affine4_64", "affine8_32")[i % 2]
+        weight = place(random_matrix(rows, 128, format, dtype, i), device)
+        x, residual = (random((tokens, n), dtype, i).to(device) for n in (128, rows))
+        bias = random((rows,), torch.float32, i).to(device) if i % 2 else None
+        order = torch.randperm(rows, generator=torch.Generator().manual_seed(i)).int().to(device)
+        options = {"activation": activation, "factor": (0.25, -1.5)[i % 2]}
+        checked("linear_quantized", x, *weight, bias, format, **options)
+        options |= {"activated": (1, 32, rows - 1)[i % 3], "residual": residual, "order": order}
+        norm = random((128,), dtype, i).to(device) if i % 2 else None
+        checked("linear_quantized", x, *weight, bias, format, norm_weight=norm, **options)
+
+
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (33, 2048)])
 def test_threadgroups_for_every_core(device, tokens, rows):
     """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""

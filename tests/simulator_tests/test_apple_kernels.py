@@ -805,21 +805,21 @@ dense, 8 tokens, 4 of 32
   expert_down_few_bf16: 5.16 3.88 slots a MAC, 100.5 registers, 256/256/512 threads
 dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
-  gemm8_bf16: 2.18 1.98 slots a MAC, 70 registers, 128/384/704 threads
+  gemm8_bf16: 2.19 1.99 slots a MAC, 70 registers, 128/384/704 threads
 dense, 256 tokens, 4 of 32
   gemm32_bf16: 1.41 1.35 slots a MAC, 96.5 registers, 128/384/512 threads
-  gemm32_bf16: 1.52 1.45 slots a MAC, 96.5 registers, 128/384/512 threads
+  gemm32_bf16: 1.53 1.46 slots a MAC, 96.5 registers, 128/384/512 threads
 dense, normed, 1 tokens, 4 of 32
   matmul_rows_normed_bf16: 7.02 4.98 slots a MAC, 63 registers, 64/384/832 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 queries of latents, 1 tokens
   heads_columns_bf16: 5.32 4.24 slots a MAC, 58 registers, 256/384/832 threads
 values of latents, 1 tokens
-  heads_rows_bf16: 4.41 3.38 slots a MAC, 58.5 registers, 64/384/832 threads
+  heads_rows_bf16: 4.40 3.37 slots a MAC, 58.5 registers, 64/384/832 threads
 queries of latents, 2 tokens
   heads_columns_few_bf16: 4.18 3.60 slots a MAC, 77.5 registers, 256/384/640 threads
 values of latents, 2 tokens
-  heads_rows_few_bf16: 3.26 2.74 slots a MAC, 86 registers, 64/384/576 threads
+  heads_rows_few_bf16: 3.25 2.73 slots a MAC, 86 registers, 64/384/576 threads
 not dispatched here
   matmul_rows_few_split_bf16: 116 registers, -/256/448 threads
 """,
@@ -840,21 +840,21 @@ affine4_64, 8 tokens, 4 of 32
   expert_down_few_affine4_64_bf16: 5.58 5.02 slots a MAC, 86.5 registers, 256/256/576 threads
 affine4_64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
-  gemm8_affine4_64_bf16: 2.47 2.42 slots a MAC, 68.5 registers, 128/384/704 threads
+  gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 68.5 registers, 128/384/704 threads
 affine4_64, 256 tokens, 4 of 32
   gemm32_affine4_64_bf16: 1.48 1.46 slots a MAC, 94 registers, 128/384/512 threads
-  gemm32_affine4_64_bf16: 1.59 1.56 slots a MAC, 94 registers, 128/384/512 threads
+  gemm32_affine4_64_bf16: 1.60 1.57 slots a MAC, 94 registers, 128/384/512 threads
 affine4_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine4_64_bf16: 7.23 6.14 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
 queries of latents, 1 tokens
   heads_columns_affine4_64_bf16: 6.77 6.56 slots a MAC, 45.5 registers, 256/384/1024 threads
 values of latents, 1 tokens
-  heads_rows_affine4_64_bf16: 4.84 4.74 slots a MAC, 43.5 registers, 64/384/1024 threads
+  heads_rows_affine4_64_bf16: 4.82 4.73 slots a MAC, 43.5 registers, 64/384/1024 threads
 queries of latents, 2 tokens
   heads_columns_few_affine4_64_bf16: 4.91 4.76 slots a MAC, 65 registers, 256/384/768 threads
 values of latents, 2 tokens
-  heads_rows_few_affine4_64_bf16: 3.64 3.59 slots a MAC, 68 registers, 64/384/768 threads
+  heads_rows_few_affine4_64_bf16: 3.63 3.59 slots a MAC, 68 registers, 64/384/768 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
@@ -878,21 +878,21 @@ affine8_64, 8 tokens, 4 of 32
   expert_down_few_affine8_64_bf16: 5.79 5.24 slots a MAC, 91 registers, 256/256/576 threads
 affine8_64, 64 tokens, 4 of 32
   gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
-  gemm8_affine8_64_bf16: 2.50 2.46 slots a MAC, 72.5 registers, 128/384/640 threads
+  gemm8_affine8_64_bf16: 2.52 2.47 slots a MAC, 72.5 registers, 128/384/640 threads
 affine8_64, 256 tokens, 4 of 32
   gemm32_affine8_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
-  gemm32_affine8_64_bf16: 1.60 1.57 slots a MAC, 98 registers, 128/384/512 threads
+  gemm32_affine8_64_bf16: 1.61 1.58 slots a MAC, 98 registers, 128/384/512 threads
 affine8_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine8_64_bf16: 7.52 6.42 slots a MAC, 50.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
 queries of latents, 1 tokens
   heads_columns_affine8_64_bf16: 6.96 6.75 slots a MAC, 46.5 registers, 256/384/1024 threads
 values of latents, 1 tokens
-  heads_rows_affine8_64_bf16: 5.12 5.02 slots a MAC, 49.5 registers, 64/384/1024 threads
+  heads_rows_affine8_64_bf16: 5.10 5.01 slots a MAC, 49.5 registers, 64/384/1024 threads
 queries of latents, 2 tokens
   heads_columns_few_affine8_64_bf16: 5.00 4.85 slots a MAC, 66 registers, 256/384/768 threads
 values of latents, 2 tokens
-  heads_rows_few_affine8_64_bf16: 3.77 3.72 slots a MAC, 72.5 registers, 64/384/640 threads
+  heads_rows_few_affine8_64_bf16: 3.76 3.71 slots a MAC, 72.5 registers, 64/384/640 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
   gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
@@ -916,21 +916,21 @@ mxfp4, 8 tokens, 4 of 32
   expert_down_few_mxfp4_bf16: 6.31 5.81 slots a MAC, 80.5 registers, 256/256/576 threads
 mxfp4, 64 tokens, 4 of 32
   gemm8_mxfp4_bf16: 2.63 2.61 slots a MAC, 68.5 registers, 128/384/704 threads
-  gemm8_mxfp4_bf16: 2.77 2.74 slots a MAC, 68.5 registers, 128/384/704 threads
+  gemm8_mxfp4_bf16: 2.78 2.75 slots a MAC, 68.5 registers, 128/384/704 threads
 mxfp4, 256 tokens, 4 of 32
   gemm32_mxfp4_bf16: 1.55 1.54 slots a MAC, 94 registers, 128/384/512 threads
-  gemm32_mxfp4_bf16: 1.66 1.64 slots a MAC, 94 registers, 128/384/512 threads
+  gemm32_mxfp4_bf16: 1.67 1.65 slots a MAC, 94 registers, 128/384/512 threads
 mxfp4, normed, 1 tokens, 4 of 32
   matmul_rows_normed_mxfp4_bf16: 8.38 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 queries of latents, 1 tokens
   heads_columns_mxfp4_bf16: 8.42 8.33 slots a MAC, 44 registers, 256/384/1024 threads
 values of latents, 1 tokens
-  heads_rows_mxfp4_bf16: 5.98 5.95 slots a MAC, 39 registers, 64/384/1024 threads
+  heads_rows_mxfp4_bf16: 5.96 5.93 slots a MAC, 39 registers, 64/384/1024 threads
 queries of latents, 2 tokens
   heads_columns_few_mxfp4_bf16: 5.73 5.65 slots a MAC, 63.5 registers, 256/384/832 threads
 values of latents, 2 tokens
-  heads_rows_few_mxfp4_bf16: 3.91 3.89 slots a MAC, 62 registers, 64/384/832 threads
+  heads_rows_few_mxfp4_bf16: 3.90 3.88 slots a MAC, 62 registers, 64/384/832 threads
 not dispatched here
   embedding_rows_mxfp4_bf16: 35 registers, -/-/1024 threads
   gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads

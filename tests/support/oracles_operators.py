@@ -625,9 +625,19 @@ def moe_experts_quantized(a):
     return experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
 
 
+def first_activated(rows: Estimate, a) -> Estimate:
+    if a.activation is None:
+        return rows
+    own = Estimate(a.factor * rows.value, abs(a.factor) * rows.deviation)
+    acted = activate(own, {"activation": a.activation, "gated": False}, torch.float32)
+    count = a.packed.shape[0] if a.activated is None else a.activated
+    parts = zip(acted, rows, strict=True)
+    return Estimate(*(np.hstack((first[:, :count], rest[:, count:])) for first, rest in parts))
+
+
 @oracle
 def linear_quantized(a):
-    out = product(flat_rows(a), dense(a), a.bias, a.x.dtype)
+    out = first_activated(product(flat_rows(a), dense(a), a.bias, a.x.dtype), a)
     shape = (*a.x.shape[:-1], a.packed.shape[0])
     value, deviation = (part.reshape(shape) for part in out)
     if a.order is not None:

@@ -26,11 +26,11 @@ INDEXED = {
     "glm_moe_dsa": {"dense": 13, "sparse": 14},
     "dots3_note": {"dense": 15, "sparse": 16},
     "mistral_large4": {"dense": 14, "sparse": 14},
-    "axk2": {"dense": 21, "sparse": 27},
+    "axk2": {"dense": 20, "sparse": 25},
     "hy_v4": {"dense": 18, "sparse": 19},
     "deepseek_v4": {"heavily compressed, hash moe": 21, "compressed sparse, moe": 22},
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 21},
-    "qwen4_exp": {"linear": 22, "indexed": 25},
+    "qwen4_exp": {"linear": 20, "indexed": 23},
     "minimax_m3_vl": {"full, dense": 9, "minimax m3 sparse, sparse": 13},
 }
 OFTEN = ("glm_moe_dsa", "deepseek_v4", "minimax_m3_vl")

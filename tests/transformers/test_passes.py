@@ -7,7 +7,7 @@ import torch
 from support.graphs import computed, operators, recorded
 from support.models import assert_close
 from torch import Tensor
-from torch.nn.functional import softplus
+from torch.nn.functional import silu, softplus
 
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers.graphs import passes
@@ -299,6 +299,61 @@ def linears_without_parameters(x, r):
     return linear(x) * ops.linear_quantized(x, *(each.data for each in PARAMETERS[0]), None, FORMAT)
 
 
+def activation_of_a_linear(x, r):
+    return r + silu(linear(x))
+
+
+def activation_of_the_first_outputs(x, r):
+    first, second = projected(x, 0), projected(x, 1)
+    return silu(first.view(1, H) / 4), second + 1
+
+
+def activation_of_the_last_outputs(x, r):
+    first, second = projected(x, 0), projected(x, 1)
+    return first + 1, silu(second)
+
+
+def activation_of_what_is_read_elsewhere(x, r):
+    y = linear(x)
+    return silu(y), y * 2
+
+
+def activation_of_a_quotient_that_is_read_elsewhere(x, r):
+    y = linear(x) / 4
+    return silu(y), y * 2
+
+
+def activation_of_a_part_that_is_read_elsewhere(x, r):
+    y = linear(x)
+    return silu(y / 4), y * 2
+
+
+def activation_of_a_sum(x, r):
+    return silu(linear(x) + r)
+
+
+def activation_of_another_dtype(x, r):
+    return silu(linear(x).double())
+
+
+def activation_of_a_quotient_of_tensors(x, r):
+    return silu(linear(x) / r)
+
+
+def activation_of_a_whole_quotient(x, r):
+    return silu(torch.div(linear(x), 0.25, rounding_mode="floor"))
+
+
+def activation_that_changes(x, r):
+    y = silu(linear(x))
+    y.view(-1).mul_(2)
+    return y
+
+
+def activation_twice(x, r):
+    return silu(silu(linear(x)))
+
+
 def outputs_in_another_order(x, r):
     """As Qwen3-Next has them: q, k and v of each head side by side."""
     q, k, v = projected(x, 1).view(1, 1, 2, 64).split([16, 16, 32], 3)
@@ -556,6 +611,18 @@ CASES: dict[Callable, dict[str, int]] = {
     linears_of_two_inputs: {"linear_quantized": 2},
     linears_of_an_input_that_changes: {"linear_quantized": 2, "clone": 1, "add_": 1},
     linears_without_parameters: {"linear_quantized": 2, "mul": 1},
+    activation_of_a_linear: LINEAR,
+    activation_of_the_first_outputs: LINEAR | {"add": 1},
+    activation_of_the_last_outputs: LINEAR | {"add": 1, "silu": 1},
+    activation_of_what_is_read_elsewhere: LINEAR | {"silu": 1, "mul": 1},
+    activation_of_a_quotient_that_is_read_elsewhere: LINEAR | {"div": 1, "silu": 1, "mul": 1},
+    activation_of_a_part_that_is_read_elsewhere: LINEAR | {"div": 1, "silu": 1, "mul": 1},
+    activation_of_a_sum: LINEAR | {"silu": 1},
+    activation_of_another_dtype: LINEAR | {"_to_copy": 1, "silu": 1},
+    activation_of_a_quotient_of_tensors: LINEAR | {"div": 1, "silu": 1},
+    activation_of_a_whole_quotient: LINEAR | {"div": 1, "silu": 1},
+    activation_that_changes: LINEAR | {"silu": 1, "mul_": 1},
+    activation_twice: LINEAR | {"silu": 1},
     outputs_in_another_order: LINEAR | {"mul": 1},
     outputs_in_order_and_as_they_are: LINEAR | {"clone": 1, "_unsafe_view": 1},
     outputs_that_are_given_twice: LINEAR | {"cat": 1},

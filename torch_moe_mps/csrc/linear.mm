@@ -28,7 +28,9 @@ at::DimVector with_columns(at::IntArrayRef sizes, int64_t columns) {
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                         const OptionalTensor& biases, const OptionalTensor& bias, std::string_view format,
                         const OptionalTensor& residual, const OptionalTensor& order,
-                        const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
+                        const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
+                        std::optional<std::string_view> activation, std::optional<int64_t> activated,
+                        double factor) {
   const auto shape = with_columns(x.sizes(), packed.size(0));
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
     Tensor out =
@@ -42,8 +44,12 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   const Tensor out = at::empty(shape, rows.options());
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   const OptionalTensor added = converted(residual, dtype), columns = contiguous(order);
+  Activation of_outputs;
+  if (activation) of_outputs = activation_of(*activation, std::nullopt, std::nullopt, false, false);
+  of_outputs.activated = activated.value_or(0);
+  of_outputs.factor = static_cast<float>(factor);
   Commands commands;
-  add_linear(commands, rows, norm, matrix, Activation{}, added, columns, out);
+  add_linear(commands, rows, norm, matrix, of_outputs, added, columns, out);
   commands.encode();
   return in_dtype(out, x.scalar_type());
 }

@@ -28,6 +28,8 @@ struct Activation {
   float alpha = 0.0f;
   float limit = 0.0f;
   uint32_t row_layout = ROWS_PLAIN;
+  int64_t activated = 0;  // of the outputs of plain rows, the first; 0: all
+  float factor = 1.0f;    // of what a pointwise activation is computed of
 };
 
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,

@@ -97,6 +97,8 @@ MatmulParams matrix_params(const Tensor& x, const MatrixStack& matrix, const Act
   params.vectorised = matrix.inputs % 16 == 0 && is_aligned(x) && is_aligned(matrix.packed);
   params.row_layout = activation.row_layout;
   params.activation = activation.kind;
+  params.activated = activation.activated > 0 ? activation.activated : params.outputs;
+  params.factor = activation.factor;
   params.has_bias = matrix.bias.has_value();
   params.bias_dtype = dtype_code(matrix.bias);
   params.alpha = activation.alpha;

@@ -457,6 +457,7 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
             {"x": values(2, 0, H)},
             {"x": values(1, H), "residual": values(1, I), **norm},
             {"order": torch.arange(I - 1, -1, -1, dtype=torch.int32, device=device), **norm},
+            {"activation": "silu", "activated": I - 5, "factor": 0.25},
         ],
         "mlp_quantized": lambda: [
             {"residual": strided, "gate_up_bias": values(2 * I), "interleaved": True},

@@ -1,11 +1,12 @@
 """Linear layers, dense MLPs and embeddings with weights in the formats of _formats.py."""
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ._activations import Activation
+from ._activations import POINTWISE, Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
 from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
@@ -31,7 +32,39 @@ def _product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tens
     return out if bias is None else out.add_(bias.float())
 
 
-def _meta_linear_quantized(check, x, packed, scales, biases, bias, format, residual, order, **norm):
+def _check_activated(check, activation, activated, factor, rows, columns):
+    if activation is None:
+        if activated is not None:
+            check.fail("activated", "None without an activation", activated)
+        if factor != 1.0:
+            check.fail("factor", "1.0 without an activation", factor)
+        return
+    check.choice("activation", activation, POINTWISE)
+    if columns == 0:
+        check.fail("activation", "None for an x without columns", repr(activation))
+    if activated is not None:
+        check.between("activated", activated, 1, rows, ", the rows of packed")
+    if not math.isfinite(factor):
+        check.fail("factor", "a finite number", factor)
+
+
+def _meta_linear_quantized(
+    check,
+    x,
+    packed,
+    scales,
+    biases,
+    bias,
+    format,
+    residual,
+    order,
+    norm_weight,
+    norm_eps,
+    norm_offset,
+    activation,
+    activated,
+    factor,
+):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
@@ -41,7 +74,8 @@ def _meta_linear_quantized(check, x, packed, scales, biases, bias, format, resid
     check.tensor("bias", bias, (rows,), "[N]")
     check.tensor("residual", residual, (*x.shape[:-1], rows), "[..., N]", (x.dtype,))
     check.tensor("order", order, (rows,), "[N]", (torch.int32,))
-    InputNorm(**norm).check(check, x.shape[-1])
+    InputNorm(norm_weight, norm_eps, norm_offset).check(check, x.shape[-1])
+    _check_activated(check, activation, activated, factor, rows, x.shape[-1])
     return x.new_empty(*x.shape[:-1], rows)
 
 
@@ -58,8 +92,11 @@ def linear_quantized(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
+    activation: str | None = None,
+    activated: int | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
-    """A linear layer with quantised weights: out = norm(x) @ dequantised^T + bias + residual.
+    """A linear layer with quantised weights: out = act(norm(x) @ dequantised^T + bias) + residual.
 
     Several layers of one input and one format are one call: concatenate the rows of their weights.
 
@@ -76,14 +113,21 @@ def linear_quantized(
             rounded, if its weight has the dtype of `x` and the format has 3 bits or more; else it is a
             dispatch of its own.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
+        activation: silu, gelu, gelu_tanh, relu, relu2, or None: act(y) is y. Otherwise it is
+            activation(factor * y), and C is at least 1.
+        activated: so many rows of the weight, the first, have the activation; None: all N.
+        factor: 1.0 without an activation.
 
     Returns: [..., N] in the dtype of `x`; dequantised and accumulated in float32. For more than a few rows of
         `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`.
 
-    Raises: ValueError for a dtype, shape, device or format that does not fit.
+    Raises: ValueError for a dtype, shape, option, device or format that does not fit.
     """
     rows = _rows(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x))
     out = _product(rows, QuantizedWeight(packed, scales, biases, Format.named(format)), bias)
+    if activation is not None:
+        some = out[:, :activated]
+        some.copy_(POINTWISE[activation](some * factor))
     if order is not None:
         out = torch.empty_like(out).index_copy_(1, order.long(), out)
     out = out.view(*x.shape[:-1], packed.shape[0])

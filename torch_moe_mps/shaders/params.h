@@ -416,12 +416,14 @@ struct MatmulParams {
   uint32_t writes_tiles;    // the kernel writes the list of pairs by expert for the down projection
   uint32_t row_layout;
   uint32_t activation;
+  uint32_t activated;  // so many outputs, the first, have a pointwise activation
   uint32_t bias_dtype;
   uint32_t has_bias;
   uint32_t has_residual;
   uint32_t has_order;  // of a linear layer: it is where experts have their ids
   float alpha;
   float limit;
+  float factor;       // of what a pointwise activation is computed of
   float norm_eps;     // of the RMSNorm of the inputs, in kernels that have one
   float norm_offset;  // what is added to its weight
 };

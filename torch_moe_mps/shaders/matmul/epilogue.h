@@ -13,7 +13,9 @@ inline float with_bias(float value, device const uchar* bias, uint expert, uint 
 inline float finished_output(float own, float up, device const uchar* bias, uint expert, uint output,
                              constant MatmulParams& params) {
   if (params.row_layout == ROWS_PLAIN) {
-    return pointwise_activation(with_bias(own, bias, expert, output, params), params.activation);
+    const float value = with_bias(own, bias, expert, output, params);
+    if (output >= params.activated) return value;
+    return pointwise_activation(params.factor * value, params.activation);
   }
   return gated_activation(with_bias(own, bias, expert, weight_row(output, 0, params), params),
                           with_bias(up, bias, expert, weight_row(output, 1, params), params), params);

@@ -14,17 +14,20 @@ from torch import Tensor, fx, nn
 from ..nodes import (
     arguments,
     aten,
+    beneath,
     calls,
     can_view,
     changed,
+    in_shape,
     is_call,
     is_final,
+    is_read_once,
     is_unchanged,
     ours,
     put,
     tensor_of,
 )
-from ..patterns import linear_of
+from ..patterns import linear_of, match
 from ..tracing import ITEM, PARTS, TENSOR, VALUE, is_operator
 from .norms import MOST_ROWS
 
@@ -66,6 +69,47 @@ def order_outputs(graph: fx.Graph) -> None:
             is_order = torch.equal(sources.sort().values, torch.arange(width))
             if is_order and all(map(is_final, [*copies, *ends])):
                 _order(call, ends, sources)
+
+
+def activate_in_linears(graph: fx.Graph) -> None:
+    """silu(linear_quantized(X) / N) -> linear_quantized(X, activation="silu"), also of its first outputs"""
+    for silu in calls(graph, aten.silu):
+        value, divisor = _quotient(silu.args[0], silu)
+        call = _linear_behind(beneath(value))
+        if call is None or not isinstance(divisor, (int, float)) or divisor == 0:
+            continue
+        given, like, shown = arguments(call), tensor_of(silu), dict[fx.Node, Any]()
+        alike = like.dtype == tensor_of(call).dtype and is_final(silu) and is_final(call)
+        if not alike or given["residual"] is not None or given["activation"] is not None:
+            continue
+        first = in_shape(value, silu, silu)
+        if first is None or not _can_show(silu, tensor_of(first), shown):
+            continue
+        for node, each in shown.items():
+            node.meta[VALUE] = each
+        options = {"activated": tensor_of(beneath(value)).shape[-1], "factor": 1 / divisor}
+        silu.replace_all_uses_with(first)
+        call.replace_all_uses_with(changed(call, call, activation="silu", **options))
+
+
+def _quotient(value: Any, reader: fx.Node) -> tuple[Any, Any]:
+    """Y and N of Y / N that only the reader reads; N is 1 without a quotient, None where others read it."""
+    quotient = beneath(value)
+    found = match("Y / N", quotient) if is_call(quotient, aten.div) else None
+    if found is not None and is_read_once(value, reader):
+        value, divisor, reader = found["Y"], found["N"], quotient
+    else:
+        divisor = 1
+    return value, divisor if is_read_once(value, reader) else None
+
+
+def _linear_behind(value: fx.Node) -> fx.Node | None:
+    """The linear layer that gives a value, or whose first outputs it is."""
+    call: Any = value
+    if value.target is ITEM and value.args[1] == 0 and is_call(value.args[0], aten.split_with_sizes):
+        source, _, dim = arguments(value.args[0]).values()  # type: ignore[arg-type]  # a call
+        call = source if dim in (-1, tensor_of(source).dim() - 1) else None
+    return call if is_call(call, ours.linear_quantized) else None
 
 
 def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
