@@ -88,7 +88,7 @@ Of {count} architectures in the tables, {captured} have tokens that are captured
 continuous batching are for up to 8 requests at once, where transformers can batch a model.{others}
 """
 LAST = """
-Several Macs, as a pipeline or with experts in parallel: [distributed.md](distributed.md).
+Several Macs, as a pipeline: [distributed.md](distributed.md).
 """
 TOLERANCE = 1e-5
 
