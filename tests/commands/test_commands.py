@@ -16,7 +16,7 @@ import torch
 import transformers
 from support import tiny_models
 from support.checkpoints import add_tokenizer
-from support.processes import interrupted
+from support.processes import COMMAND, interrupted
 
 import torch_moe_mps
 from torch_moe_mps.commands import convert, main, perplexity
@@ -559,7 +559,6 @@ def test_a_recipe_that_cannot_be_written_is_said_before_it_is_measured(checkpoin
 def test_ctrl_c_of_a_perplexity(checkpoint, tmp_path):
     """What is said begins a line of its own behind the bar of progress; no file is begun."""
     options = [checkpoint, "--device", "cpu", "--window", 8, "--json", tmp_path / "found.json"]
-    source = "import sys; from torch_moe_mps.commands import main; sys.exit(main(sys.argv[1:]))"
-    code, errors = interrupted(source, "Reading:", "perplexity", *options)
+    code, errors = interrupted(COMMAND, "Reading:", "perplexity", *options)
     assert code == 130 and errors.splitlines()[-1] == "torch-moe-mps: interrupted"
     assert "Traceback" not in errors and not (tmp_path / "found.json").exists()

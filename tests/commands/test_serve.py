@@ -4,11 +4,8 @@ import argparse
 import functools
 import os
 import pty
-import resource
 import select
 import signal
-import subprocess
-import sys
 import time
 
 import openai
@@ -16,7 +13,7 @@ import pytest
 import torch
 import transformers
 from support import serving, tiny_models
-from support.processes import environment
+from support.processes import COMMAND, Forked
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.cli.chat import RichInterface
 
@@ -321,21 +318,13 @@ class Terminal:
     """A command that runs in a terminal of its own."""
 
     def __init__(self, *arguments, longest_file: int | None = None):
-        def begin() -> None:
-            os.open(os.ttyname(follower), os.O_RDWR)  # Ctrl-C comes from its terminal
-            if longest_file is not None:
-                resource.setrlimit(resource.RLIMIT_FSIZE, (longest_file, longest_file))
-
+        begin = "import os; os.open(os.ttyname(0), os.O_RDWR)"  # Ctrl-C comes from its terminal
+        if longest_file is not None:
+            limit = f"setrlimit(RLIMIT_FSIZE, ({longest_file}, {longest_file}))"
+            begin += f"; from resource import RLIMIT_FSIZE, setrlimit; {limit}"
         leader, follower = pty.openpty()
-        command = [sys.executable, "-m", "torch_moe_mps", *map(str, arguments)]
-        self.process = subprocess.Popen(
-            command,
-            stdin=follower,
-            stdout=follower,
-            stderr=follower,
-            start_new_session=True,
-            env=environment() | {"TERM": "dumb", "COLUMNS": "300", "OMP_NUM_THREADS": "1"},
-            preexec_fn=begin,
+        self.process = Forked(
+            f"{begin}; {COMMAND}", *arguments, files=(follower,) * 3, TERM="dumb", COLUMNS=300
         )
         os.close(follower)
         self.leader, self.shown = leader, ""
@@ -364,10 +353,9 @@ class Terminal:
         A Ctrl-D that comes between the prompt and the first read is lost, so it is typed again.
         """
         self.shown, end = "", time.monotonic() + 90
-        while self.process.poll() is None:
+        while self._read():
             assert time.monotonic() < end, self.shown
             os.write(self.leader, CTRL_D.encode())
-            self._read()
         return self.rest(end)
 
     def rest(self, end: float | None = None) -> tuple[int, str]:

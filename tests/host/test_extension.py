@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch._dynamo.testing
-from support.processes import python
+from support.processes import forked, python
 
 from torch_moe_mps import _extension
 from torch_moe_mps.ops._checks import Check
@@ -75,8 +75,6 @@ IN_A_FRESH_PROCESS = """
 import sys
 import torch
 from simulator import pipeline_limit
-from support.simulated import install
-install()
 from torch_moe_mps.ops._samples import packet, sample_arguments
 
 def run(dtype):
@@ -101,7 +99,7 @@ def test_messages_of_pipelines_and_of_the_compiler(simulated, tmp_path):
         source = (shaders / name).read_text()
         (shaders / name).write_text(f"{source}static_assert(false);\n")
         faults.append(f"{name}:{source.count(chr(10)) + 1}:")
-    narrow, broken, _ = python(IN_A_FRESH_PROCESS, str(shaders)).split("---")
+    narrow, broken, _ = forked(IN_A_FRESH_PROCESS, shaders).split("---")
     message = "moe_mps: norm_add_f32 takes 96 threads a threadgroup, its pipeline on this GPU at most 16"
     assert narrow.splitlines()[0].strip() == message
     assert broken.strip().startswith("moe_mps: norms_f16 does not compile: ")

@@ -7,7 +7,7 @@ import expecttest
 import pytest
 import torch
 from support import tiny_models
-from support.processes import python
+from support.processes import forked, python
 from support.quantized_layers import check_layer, check_linear
 
 import torch_moe_mps
@@ -184,8 +184,6 @@ FAULTS = [
 FAULTY = """
 import json, re, shutil, sys
 from pathlib import Path
-from support.simulated import install
-install()
 import torch
 from simulator.errors import SimulatorError
 from support.oracles_experts import group_of
@@ -211,6 +209,6 @@ for number, (good, bad, _) in enumerate(json.loads(sys.argv[1])):
 
 @pytest.mark.parametrize("faults", [FAULTS[:4], pytest.param(FAULTS[4:], marks=pytest.mark.sweep)])
 def test_mistakes_in_the_kernel_are_found(simulated, tmp_path, faults):
-    found = python(FAULTY, json.dumps(faults), str(tmp_path)).splitlines()
+    found = forked(FAULTY, json.dumps(faults), tmp_path).splitlines()
     for (_, bad, expected), line in zip(faults, found, strict=True):
         assert re.search(expected, line), (bad, line)

@@ -6,12 +6,10 @@
 import contextlib
 import io
 import json
-import multiprocessing
 import os
 import shutil
 import signal
 import socket
-import tempfile
 import time
 import warnings
 from pathlib import Path
@@ -24,54 +22,32 @@ from safetensors.torch import load_file, save_file
 
 from support import mlx_models, tiny_models
 from support.models import generate, prompt
+from support.processes import Recorded
 
 _RESULT = "RESULT "
-# One process imports what all need; those that run the functions are its children.
-_SERVER = multiprocessing.get_context("forkserver")
-_SERVER.set_forkserver_preload(["support.pipeline", "torch_moe_mps.transformers", "transformers.generation"])
+_RUN = "import sys; from support import pipeline; pipeline.run(*sys.argv[1:])"
 
 
-class Started:
-    """A process that runs one of the functions below."""
-
-    def __init__(self, function: str, arguments: tuple, variables: dict[str, object]) -> None:
-        self.folder = tempfile.TemporaryDirectory()
-        parts = function, arguments, {name: str(value) for name, value in variables.items()}
-        self.process = _SERVER.Process(target=_run, args=(*parts, self.folder.name), daemon=True)
-        self.process.start()
-
-    def end(self, timeout: float) -> tuple[int, str, str]:
-        """Return code, output and errors."""
-        self.process.join(timeout)
-        self.process.kill()
-        self.process.join(timeout=60)
-        output, errors = (Path(self.folder.name, name).read_text() for name in ("output", "errors"))
-        return self.process.exitcode, output, errors
-
-
-def _run(function: str, arguments: tuple, variables: dict[str, str], folder: str) -> None:
-    for number, name in ((1, "output"), (2, "errors")):
-        os.dup2(os.open(f"{folder}/{name}", os.O_WRONLY | os.O_CREAT), number)
-    os.environ.update(variables)
+def run(function: str, arguments: str) -> None:
     warnings.simplefilter("ignore")
     transformers.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
-    print(_RESULT + json.dumps(globals()[function](*arguments)), flush=True)
+    print(_RESULT + json.dumps(globals()[function](*json.loads(arguments))), flush=True)
 
 
-def start(function: str, *arguments: Any, processes: int = 2) -> list[Started]:
+def start(function: str, *arguments: Any, processes: int = 2) -> list[Recorded]:
     """The processes, with the variables that torchrun sets."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     shared = {"WORLD_SIZE": processes, "MASTER_PORT": port, "MASTER_ADDR": "127.0.0.1", "MOE_MPS_CHECK": 0}
     return [
-        Started(function, arguments, {"RANK": rank, "LOCAL_RANK": rank, **shared})
+        Recorded(_RUN, function, json.dumps(arguments), RANK=rank, LOCAL_RANK=rank, **shared)
         for rank in range(processes)
     ]
 
 
-def ends_of(started: list[Started], timeout: float = 300) -> list[tuple[int, str, str]]:
+def ends_of(started: list[Recorded], timeout: float = 300) -> list[tuple[int, str, str]]:
     """(return code, output, errors) of each process; none is left running."""
     deadline = time.monotonic() + timeout
     return [process.end(max(deadline - time.monotonic(), 0)) for process in started]

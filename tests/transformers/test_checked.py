@@ -9,7 +9,7 @@ import pytest
 import torch
 import transformers
 from support import tiny_models
-from support.processes import python
+from support.processes import forked
 
 import torch_moe_mps
 from torch_moe_mps.selfcheck import calls, machine, once
@@ -258,8 +258,6 @@ shutil.copytree(SHADERS, shaders)
 file = shaders / "rope.metal"
 file.write_text(file.read_text() + "\\nkernel void broken() { undeclared = 1; }\\n")
 from simulator import pipeline_limit
-from support.simulated import install
-install()
 torch.ops.moe_mps._set_shader_directory(str(shaders))
 from support import tiny_models
 import torch_moe_mps
@@ -286,7 +284,7 @@ with torch.no_grad():
 
 def test_shaders_that_do_not_compile_and_pipelines_of_few_threads(simulated, tmp_path):
     """Their modules run the model's own code; the experts run on their operator."""
-    *lines, classes, finite = python(BROKEN, str(tmp_path)).splitlines()
+    *lines, classes, finite = forked(BROKEN, tmp_path).splitlines()
     (rope,) = [line for line in lines if line.startswith("rope ")]
     assert rope.startswith("rope (float32) does not compile: moe_mps: rope_f32 does not compile: ")
     assert COMMAND in rope

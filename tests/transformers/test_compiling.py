@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 from support import tiny_models
-from support.processes import python
+from support.processes import forked
 from transformers import AutoModelForCausalLM, core_model_loading
 
 import torch_moe_mps
@@ -18,8 +18,6 @@ from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 
 FIRST_TOKEN = """
 import sys
-from support.simulated import install
-install()
 import torch
 from support import tiny_models
 import torch_moe_mps
@@ -47,7 +45,7 @@ print(before == built(), *sorted(before))
 )
 def test_nothing_compiles_in_the_first_token(simulated, bits, dtype, experts):
     """A model compiles nothing for other dtypes, and only its own weight format."""
-    same, *built = python(FIRST_TOKEN, str(bits), dtype).splitlines()[-1].split()
+    same, *built = forked(FIRST_TOKEN, bits, dtype).splitlines()[-1].split()
     own = "f16" if dtype == "float16" else "f32"
     assert same == "True"
     assert experts in built and {f"routing_{own}", "routing_f32", f"norms_{own}", "bucket_i32"} <= set(built)

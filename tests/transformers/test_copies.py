@@ -9,7 +9,6 @@ import torch
 import transformers
 from support import tiny_models
 from support.models import assert_close, eager, operators_of, output, prompt
-from support.processes import python
 
 import torch_moe_mps
 
@@ -39,19 +38,6 @@ def test_copies_are_accelerated(architecture):
         torch_moe_mps.restore(twin)
         assert operators_of(lambda: output(twin, prompt())) == {}  # noqa: B023
         assert operators_of(lambda: output(model, prompt())) == used
-
-
-def test_pickle_loads_in_a_fresh_process(tmp_path):
-    """Reading the pickle imports this package."""
-    model = tiny_models.tiny_model("qwen3_moe")
-    torch_moe_mps.accelerate(model)
-    (tmp_path / "layer.pickle").write_bytes(pickle.dumps(model.model.layers[0]))
-    printed = python(f"""
-        import pickle
-        layer = pickle.load(open({str(tmp_path / "layer.pickle")!r}, "rb"))
-        print(type(layer).__name__, hasattr(type(layer.self_attn), "_moe_mps_original_class"))
-    """)
-    assert printed == "Qwen3MoeDecoderLayer True"
 
 
 def test_state_dict_is_unchanged():

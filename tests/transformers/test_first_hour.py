@@ -3,6 +3,7 @@
 import copy
 import functools
 import json
+import pickle
 
 import accelerate
 import pytest
@@ -33,21 +34,27 @@ def folder(quantised, tmp_path_factory):
     return folder
 
 
-def test_without_the_package_transformers_refuses(folder):
-    """It would fill weights that it does not know with random values."""
-    said = python(
+def test_without_the_package(folder, quantised, tmp_path):
+    """transformers refuses, as it would fill weights that it does not know with random values; reading the
+    pickle of a layer imports the package."""
+    (tmp_path / "layer.pickle").write_bytes(pickle.dumps(quantised.model.layers[0]))
+    said, layer = python(
         """
-        import os, sys
-        os.environ["MOE_MPS_AUTOLOAD"] = "0"
+        import pickle, sys
         from transformers import AutoModelForCausalLM
         try:
             AutoModelForCausalLM.from_pretrained(sys.argv[1])
         except ValueError as error:
-            print("torch_moe_mps" in sys.modules, error)
+            print("torch_moe_mps" in sys.modules, str(error).splitlines()[0])
+        layer = pickle.load(open(sys.argv[2], "rb"))
+        print(type(layer).__name__, hasattr(type(layer.self_attn), "_moe_mps_original_class"))
         """,
         str(folder),
-    )
+        str(tmp_path / "layer.pickle"),
+        MOE_MPS_AUTOLOAD="0",
+    ).splitlines()
     assert said.startswith("False The model's quantization config from the arguments has no `quant_method`")
+    assert layer == "Qwen3MoeDecoderLayer True"
 
 
 def test_the_classes_of_transformers_load_accelerated(folder, quantised):

@@ -10,7 +10,7 @@ import transformers
 from support import tiny_models
 from support.checkpoints import fp8_blocks
 from support.models import eager, output, prompt
-from support.processes import python
+from support.processes import forked
 
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
@@ -162,13 +162,14 @@ def test_the_bits_on_mps_are_those_on_the_cpu(device_map, tmp_path):
 # Memory
 
 CHILD = """
-import gc, json, sys, threading, time
+import ctypes, gc, json, sys, threading, time
 import torch, transformers, torch_moe_mps
 transformers.logging.set_verbosity_error()
 device, folder, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-if device == "mps":
-    from support.simulated import install
-    install()
+# Freed memory goes back to the system at once: the C library would keep some of it for later.
+M_MMAP_THRESHOLD = -3
+ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
+ctypes.CDLL(None).malloc_trim(0)
 
 def private():
     with open("/proc/self/status") as status:
@@ -257,9 +258,7 @@ def measure(
     write(sized_model(1, 128, 128, 8), tmp_path / "warm", source, "5GB")
     del model
     arguments = arguments or {"bits": 4}
-    # Freed memory goes back to the system at once: the C library would keep some of it for later.
-    variables = {"MALLOC_MMAP_THRESHOLD_": "65536"}
-    printed = python(CHILD, device, str(tmp_path), json.dumps(arguments), **variables)
+    printed = forked(CHILD, device, tmp_path, json.dumps(arguments))
     result = json.loads(printed.splitlines()[-1])
     result |= {
         "bound": result["model"] + 1.5 * layer,

@@ -1,0 +1,95 @@
+"""A process that has imported what takes long, and forks for each process that tests ask for.
+
+`support.processes` starts it. It ends with the test run.
+"""
+
+import importlib
+import json
+import os
+import random
+import select
+import signal
+import socket
+import struct
+import sys
+
+IMPORTED = (
+    "transformers.generation",
+    "transformers.cli.chat",
+    "transformers.cli.serve",
+    "transformers.models.mixtral.modeling_mixtral",
+    "transformers.models.qwen3_moe.modeling_qwen3_moe",
+    "torch_moe_mps.commands.chat",
+    "torch_moe_mps.commands.convert",
+    "torch_moe_mps.commands.perplexity",
+    "torch_moe_mps.commands.serving",
+    "torch_moe_mps.transformers",
+    "support.pipeline",
+)
+NUMBER = struct.Struct("i")
+
+
+def serve(listener: int, owner: int) -> str:
+    """Returns in each new process, with the source that it runs; never in the server."""
+    if sys.platform != "darwin":
+        from support.simulated import install
+
+        install()
+    for name in IMPORTED:
+        importlib.import_module(name)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the new processes
+    with socket.socket(fileno=listener) as requests:
+        path = requests.getsockname()
+        while _lives(owner):
+            if not select.select([requests], [], [], 1.0)[0]:
+                continue
+            connection, _ = requests.accept()
+            with connection:
+                if os.fork() == 0:
+                    requests.close()
+                    return _begun(connection)
+    os.unlink(path)
+    os.unlink(f"{path}.lock")
+    os._exit(0)
+
+
+def _lives(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def _begun(connection: socket.socket) -> str:
+    """In a process that waits for a new one, and in the new one, where it returns."""
+    header, files, _, _ = socket.recv_fds(connection, NUMBER.size, 3)
+    (length,) = NUMBER.unpack(header)
+    request = json.loads(connection.recv(length, socket.MSG_WAITALL))
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    process = os.fork()
+    if process == 0:
+        connection.close()
+        return _become(request, files)
+    for file in files:
+        os.close(file)
+    connection.sendall(NUMBER.pack(process))
+    _, status = os.waitpid(process, 0)
+    connection.sendall(NUMBER.pack(os.waitstatus_to_exitcode(status)))
+    os._exit(0)
+
+
+def _become(request: dict, files: list[int]) -> str:
+    """This process is now like `python -c SOURCE ARGUMENTS`."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.setsid()
+    for number, file in enumerate(files):
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout.reconfigure(line_buffering=os.isatty(1))
+    os.environ.clear()
+    os.environ.update(request["variables"])
+    os.chdir(request["folder"])
+    sys.argv = ["-c", *request["arguments"]]
+    random.seed()  # as each would otherwise draw the same
+    return request["source"]
