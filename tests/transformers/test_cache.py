@@ -165,7 +165,7 @@ def rounded(states):
     """The values of states after rounding to 8 bits."""
     quantized = QuantizedStates.empty(states, states.shape[2])
     quantized.write(0, states)
-    return quantized.dequantized()
+    return quantized.elements()
 
 
 SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 8))]
@@ -201,7 +201,7 @@ def test_quantised_states_are_not_changed_unseen():
     states = QuantizedStates.empty(torch.zeros(1, 1, 2, 32), 2)
     with pytest.raises(RuntimeError, match="keys and values in 8 bits must be left as they are, got aten"):
         states.copy_(torch.ones(1, 1, 2, 32))
-    assert states.zero_() is states and not states.dequantized().any()
+    assert states.zero_() is states and not states.elements().any()
 
 
 @pytest.mark.parametrize("window", [None, 1025])
@@ -230,14 +230,14 @@ def test_quantised_states_stay_so_when_copied_or_moved(device):
     states = torch.randn(2, 2, 5, 64, generator=torch.Generator().manual_seed(0)).to(device)
     kept = QuantizedStates.empty(states, 5)
     kept.write(0, states)
-    expected = kept.dequantized().cpu()
+    expected = kept.elements().cpu()
     one, other = copy.deepcopy([kept, kept])
     assert one is other and one.packed.data_ptr() != kept.packed.data_ptr()
     moved = kept.to("cpu")
     for same in (one, moved, moved.to(device), kept.to(states.dtype), kept.clone(), kept.detach()):
-        assert type(same) is QuantizedStates and torch.equal(same.dequantized().cpu(), expected)
+        assert type(same) is QuantizedStates and torch.equal(same.elements().cpu(), expected)
     assert moved.device.type == "cpu" and kept.to("meta").packed.device.type == "meta"
-    assert torch.equal(kept[:, :, 2:4].dequantized().cpu(), expected[:, :, 2:4])
+    assert torch.equal(kept[:, :, 2:4].elements().cpu(), expected[:, :, 2:4])
     half = kept.to(torch.float16)
     assert type(half) is torch.Tensor and torch.equal(half.cpu(), expected.half())
     assert kept.nbytes == sum(part.nbytes for part in (kept.packed, kept.scales, kept.biases))

@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import statically_known_true
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
+from .basics.deferred import Deferred
 from .basics.state import NOTHING, STATE, original_class, state_of
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
@@ -221,7 +222,7 @@ def _sdpa(
             out = _attend_to_promised(call, query, key, attention_mask, options)
             if out is not None:
                 return out, None
-        key, value = key.expanded(), value.expanded()
+        key, value = key.elements(), value.elements()
     if bias is None:
         plain = plain and getattr(module, STATE, NOTHING).is_attention and query.is_mps
         runs = plain and (
@@ -235,7 +236,7 @@ def _sdpa(
         out = _attend(*given) if bias is None else _attend_with_bias(*given, bias)
         if out is not None:
             return out, None
-    return sdpa(module, query, _dense(key), _dense(value), _elements(attention_mask), **options)
+    return sdpa(module, query, _elements(key), _elements(value), _elements(attention_mask), **options)
 
 
 def attention(
@@ -298,7 +299,7 @@ def attention(
         out = _attend_to_promised(call, query, key, attention_mask, options, **given) if plain else None
         if out is not None:
             return out, None
-        key, value = key.expanded(), value.expanded()
+        key, value = key.elements(), value.elements()
     if kwargs.get("position_bias") is not None or kwargs.get("sinks") is not None:
         bias, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
         if plain and isinstance(bias, RelativeBias) and _takes(query, key, value, attention_mask, sinks):
@@ -312,7 +313,7 @@ def attention(
     if attention_mask is None and query.shape[2] > 1 and not sees_all:
         key, value = _seen(query, key, value)
     mask = None if sees_all else _additive(_elements(attention_mask), query, key, window)
-    return _eager_function(module)(module, query, _dense(key), _dense(value), mask, **options)
+    return _eager_function(module)(module, query, _elements(key), _elements(value), mask, **options)
 
 
 def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -372,7 +373,7 @@ def _selection(
     chosen = torch.where(indices < 0, keys, indices).unsqueeze(1).long()
     shown = torch.zeros((*chosen.shape[:3], keys + 1), dtype=torch.bool, device=mask.device)
     shown = shown.scatter(3, chosen, True)[..., :keys]
-    elements = mask.elements() if isinstance(mask, CausalMask) else mask
+    elements: Tensor = _elements(mask)
     if mask.dtype == torch.bool:
         return elements & shown, None
     return elements.masked_fill(~shown, torch.finfo(mask.dtype).min), None
@@ -511,12 +512,8 @@ def _is_causal(module: nn.Module) -> bool:
     return getattr(module, "is_causal", True) is not False
 
 
-def _dense(states: Tensor) -> Tensor:
-    return states.dequantized() if isinstance(states, QuantizedStates) else states
-
-
-def _elements(mask: Tensor | None) -> Tensor | None:
-    return mask.elements() if isinstance(mask, CausalMask) else mask
+def _elements(tensor: Any) -> Any:
+    return tensor.elements() if isinstance(tensor, Deferred) else tensor
 
 
 def _seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,6 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -29,6 +28,7 @@ from transformers.cache_utils import (
 
 from ..ops.attention import CACHE_BITS
 from . import growing
+from .basics.deferred import Deferred
 from .basics.state import NOTHING, STATE, state_of
 from .modules.rules.compressed_attention import Pooled
 from .quantized_states import PLAIN, QuantizedStates, can_be_quantized
@@ -273,7 +273,7 @@ class _Growing(_Made, DynamicLayer):
                 self.keys, self.values = growing.columns_of(growing.with_room(together, change), widths)
 
 
-class _Positions(Tensor):
+class _Positions(Deferred):
     """The positions of an indexer's keys, [A, B, S]: torch.cat writes new ones behind them, in their memory.
 
     Attributes:
@@ -284,23 +284,22 @@ class _Positions(Tensor):
 
     @staticmethod
     def __new__(cls, held: Tensor) -> "_Positions":
-        made: Any = Tensor._make_wrapper_subclass(cls, held.shape[:3], dtype=held.dtype, device=held.device)
-        made.held = held
+        made: _Positions = cls.made(held.shape[:3], held.dtype, held.device, held=held)
         return made
+
+    def elements(self) -> Tensor:
+        return self.held.squeeze(-1)
 
     __torch_function__: Any = torch._C._disabled_torch_function_impl
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func is torch.ops.aten.cat.default and args[1:] in ((-1,), (2,)) and growing.may_grow():
             first, last = args[0][0], args[0][-1]
             if len(args[0]) == 2 and type(first) is cls and type(last) in PLAIN:
                 (every,) = growing.extended((first.held,), (last.unsqueeze(-1),))
                 return growing.in_memory_of(every, every.squeeze(-1))
-        args, kwargs = tree_map_only(cls, lambda each: each.held.squeeze(-1), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return NotImplemented
 
 
 class _GrowingIndexed(DynamicIndexedLayer, _Growing):

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
+from .basics.deferred import Deferred
 from .basics.report import Done
 from .basics.state import NOTHING, STATE, state_of
 from .checked import refusal
@@ -50,8 +50,8 @@ class Expansion(NamedTuple):
     value_rows: int
 
 
-class Promised(Tensor):
-    """Keys or values that have not been expanded. Operators see them expanded.
+class Promised(Deferred):
+    """Keys or values that have not been expanded.
 
     Attributes:
         source: what both are expanded from.
@@ -65,22 +65,11 @@ class Promised(Tensor):
     def __new__(cls, source: "Latents", number: int, heads: int, width: int) -> "Promised":
         latents = source.latents
         shape = (latents.shape[0], heads, latents.shape[2], width)
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=latents.dtype, device=latents.device)
-        made.source, made.number = source, number
+        made: Promised = cls.made(shape, latents.dtype, latents.device, source=source, number=number)
         return made
 
-    def expanded(self) -> Tensor:
+    def elements(self) -> Tensor:
         return self.source.expanded()[self.number]
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"Promised({tuple(self.shape)}, {self.dtype}, {self.device})"
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        args, kwargs = tree_map_only(Promised, Promised.expanded, (args, kwargs or {}))
-        return func(*args, **kwargs)
 
 
 class Latents:
@@ -115,7 +104,7 @@ class Latents:
         if heads >= form.heads or _operator_for(layer) is None or layer.weight.dtype != self.latents.dtype:
             return
         latents, rotated = (
-            part.dequantized() if isinstance(part, QuantizedStates) else part
+            part.elements() if isinstance(part, QuantizedStates) else part
             for part in (self.latents, self.rotated)
         )
         for first in range(0, form.heads, heads):

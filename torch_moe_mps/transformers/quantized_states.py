@@ -7,11 +7,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
 
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops._formats import GROUP_SIZES
 from ..ops.attention import CACHE_BITS, values_in
+from .basics.deferred import Deferred
 
 _ATEN = torch.ops.aten
 PLAIN = (Tensor, FakeTensor)  # without a meaning of its own; fake while a token is captured
@@ -36,8 +36,8 @@ def can_be_quantized(*states: Tensor) -> bool:
     )
 
 
-class QuantizedStates(Tensor):
-    """[B, Hk, S, D] in 8 bits. Operators see the dequantised numbers.
+class QuantizedStates(Deferred):
+    """[B, Hk, S, D] in 8 bits; its elements are the dequantised numbers, made anew for each reader.
 
     Slices and index_select of tokens and batches stay quantised. Only `write` and `zero_` change it.
 
@@ -53,10 +53,8 @@ class QuantizedStates(Tensor):
     @staticmethod
     def __new__(cls, packed: Tensor, scales: Tensor, biases: Tensor) -> "QuantizedStates":
         *rows, words = packed.shape
-        made: Any = Tensor._make_wrapper_subclass(
-            cls, (*rows, words * 32 // CACHE_BITS), dtype=scales.dtype, device=scales.device
-        )
-        made.packed, made.scales, made.biases = packed, scales, biases
+        shape, own = (*rows, words * 32 // CACHE_BITS), {"packed": packed, "scales": scales, "biases": biases}
+        made: QuantizedStates = cls.made(shape, scales.dtype, scales.device, **own)
         return made
 
     @classmethod
@@ -96,7 +94,7 @@ class QuantizedStates(Tensor):
         else:
             torch.ops.moe_mps.write_cache_quantized_(states, *self._parts(), start)
 
-    def dequantized(self) -> Tensor:
+    def elements(self) -> Tensor:
         return values_in(*self._parts()).to(self.dtype)
 
     @property
@@ -105,9 +103,6 @@ class QuantizedStates(Tensor):
 
     def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.packed, self.scales, self.biases
-
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"QuantizedStates({tuple(self.shape)}, {self.dtype}, {self.device})"
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedStates":
         copied = self.map(lambda tensor: tensor.clone(memory_format=torch.contiguous_format))
@@ -118,10 +113,7 @@ class QuantizedStates(Tensor):
         return QuantizedStates, self._parts()
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
         first = args[0] if args else None
         if isinstance(first, QuantizedStates):
             position = _OF_A_DIMENSION.get(func)
@@ -140,5 +132,4 @@ class QuantizedStates(Tensor):
             raise RuntimeError(
                 f"torch_moe_mps: keys and values in 8 bits must be left as they are, got {func}"
             )
-        args, kwargs = tree_map_only(QuantizedStates, QuantizedStates.dequantized, (args, kwargs))
-        return func(*args, **kwargs)
+        return NotImplemented

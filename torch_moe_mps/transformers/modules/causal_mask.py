@@ -5,9 +5,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ...ops.attention import seen_in_order
+from ..basics.deferred import Deferred
 from .mask_functions import order_of
 
 _ATEN = torch.ops.aten
@@ -21,7 +21,7 @@ ELEMENTS = "_elements"  # the attribute of what the others tell
 _NO_END = torch.iinfo(torch.int32).max  # of a key range that ends with the keys
 
 
-class CausalMask(Tensor):
+class CausalMask(Deferred):
     """[B, 1, T, S], for attention of T new tokens to S keys; each sees its own key and what lies before it.
     Indexers get [B, T, S].
 
@@ -54,9 +54,8 @@ class CausalMask(Tensor):
         key_range: Tensor | None = None,
         lookahead: int = 0,
     ) -> "CausalMask":
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        made.seen, made.window, made.key_range, made._elements = seen, window, key_range, None
-        made.lookahead = lookahead
+        order = {"seen": seen, "window": window, "lookahead": lookahead, "key_range": key_range}
+        made: CausalMask = cls.made(shape, dtype, device, **order, _elements=None)
         return made
 
     @classmethod
@@ -164,10 +163,7 @@ class CausalMask(Tensor):
         return f"CausalMask({tuple(self.shape)}, {order}, {self.dtype}{padded})"
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _OF_EVERYTHING:
             return args[0]._of_tokens(0, args[0].shape[_TOKENS])
         if func in AND and args[0] is args[1]:
@@ -177,8 +173,7 @@ class CausalMask(Tensor):
         if func is _ATEN.select.int and args[0].dim() == 4 and args[1] == 1:
             batch, _, *rest = args[0].shape
             return args[0]._shaped((batch, *rest), args[0].seen)
-        args, kwargs = tree_map_only(CausalMask, CausalMask.elements, (args, kwargs))
-        return func(*args, **kwargs)
+        return NotImplemented
 
 
 def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from ...ops.attention import bits_as_bool
 from .causal_mask import AND, CausalMask, additive
@@ -83,9 +82,8 @@ class ChosenMask(CausalMask):
     def __new__(cls, choice: Choice, mask: CausalMask, heads: int) -> "ChosenMask":
         batch, _, tokens, keys = mask.shape
         shape = (batch, heads, tokens, keys)
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=mask.dtype, device=mask.device)
-        made.seen, made.window, made.key_range, made._elements = mask.seen, None, mask.key_range, None
-        made.lookahead, made.choice = 0, choice
+        made: Any = super().__new__(cls, shape, mask.seen, None, mask.dtype, mask.device, mask.key_range)
+        made.choice = choice
         return made
 
     def read_by_one(self) -> Tensor | None:
@@ -114,10 +112,7 @@ class ChosenMask(CausalMask):
         return self._elements
 
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func in AND and type(args[1]) is ChosenMask and type(args[0]) is CausalMask:
             return args[1]  # it was made of that mask
-        args, kwargs = tree_map_only(CausalMask, lambda mask: mask.elements(), (args, kwargs or {}))
-        return func(*args, **kwargs)
+        return NotImplemented

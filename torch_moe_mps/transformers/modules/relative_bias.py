@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
+
+from ..basics.deferred import Deferred
 
 _ATEN = torch.ops.aten
 # What a model does to its bias: each of these gives an element for each element.
@@ -17,7 +18,7 @@ _OF_ELEMENTS = (_ATEN._to_copy.default, _ATEN.mul.Tensor)
 MOST_BYTES = 128 * 2**20  # of biases that a prompt has at a time
 
 
-class RelativeBias(Tensor):
+class RelativeBias(Deferred):
     """[B, Hq, T, S]: what is added to scores.
 
     Attributes:
@@ -45,8 +46,8 @@ class RelativeBias(Tensor):
     ) -> "RelativeBias":
         batch, tokens, heads, _ = states.shape
         shape = batch, heads, tokens, keys
-        made: Any = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=states.device)
-        made.states, made.bank, made.make, made.steps, made._elements = states, bank, make, steps, None
+        own = {"states": states, "bank": bank, "make": make, "steps": steps, "_elements": None}
+        made: RelativeBias = cls.made(shape, dtype, states.device, **own)
         return made
 
     def elements(self) -> Tensor:
@@ -69,14 +70,8 @@ class RelativeBias(Tensor):
         batch, _, heads, _ = self.states.shape
         return max(1, MOST_BYTES // max(1, batch * heads * self.bank.shape[1] * self.element_size()))
 
-    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
-        return f"RelativeBias({tuple(self.shape)}, {self.dtype}, {self.device})"
-
     @classmethod
-    def __torch_dispatch__(  # type: ignore[override]  # torch: not typed as a class method
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
         if func in _OF_ELEMENTS and type(args[0]) is cls and all(map(_is_of_rows, args[1:])):
             bias, *arguments = args
             like = [arg.new_empty((), device="meta") if isinstance(arg, Tensor) else arg for arg in arguments]
@@ -85,8 +80,7 @@ class RelativeBias(Tensor):
             steps = (*bias.steps, (func, tuple(arguments), kwargs))
             keys = bias.shape[3]
             return cls(bias.states, bias.bank, keys, dtype, bias.make, steps)
-        args, kwargs = tree_map_only(RelativeBias, RelativeBias.elements, (args, kwargs))
-        return func(*args, **kwargs)
+        return NotImplemented
 
 
 def _is_of_rows(argument: object) -> bool:
