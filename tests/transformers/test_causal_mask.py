@@ -1,5 +1,8 @@
 """The mask of causal attention without memory, beside transformers' own."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from support import tiny_models
@@ -188,13 +191,23 @@ def test_padding(mask, past):
 
 
 def test_the_ranges_of_a_batch_are_made_once():
-    """As generate asks in every step, with a token more."""
-    of_steps = [
-        masks(tokens - 1, 1, create_causal_mask, attention_mask=padded((4, tokens - 4, 0), (0, tokens, 0)))[0]
-        for tokens in (12, 13, 14)
-    ]
-    assert all(mask.key_range is of_steps[0].key_range for mask in of_steps)
-    assert of_steps[0].key_range.tolist() == [[4, 2**31 - 1], [0, 2**31 - 1]]
+    """As generate asks in every step, with a token more; they are held as long as the model's config."""
+    config = GptOssConfig(**CONFIG.to_dict())
+    config._attn_implementation = NAME
+
+    def key_range(config, tokens):
+        mask = padded((4, tokens - 4, 0), (0, tokens, 0))
+        return create_causal_mask(config, torch.zeros(2, tokens, 8), mask, None).key_range
+
+    first = key_range(config, 12)
+    assert key_range(config, 13) is first and first.tolist() == [[4, 2**31 - 1], [0, 2**31 - 1]]
+    held = weakref.ref(first)
+    del first
+    gc.collect()
+    assert held() is not None and key_range(config, 14) is held()
+    del config
+    gc.collect()
+    assert held() is None
 
 
 @pytest.mark.parametrize(

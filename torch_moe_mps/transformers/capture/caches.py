@@ -51,14 +51,11 @@ class Reading:
         growing: the positions of sizes that grow with a memory, and of what counts entries for several tokens
             each: it stays for many calls, then changes.
         entries: the values of the call.
-        padding: what `range_of_padding` gives for its mask of padding, if it has one.
+        padding: what `padding_of` gives; None where the values of a mask are read.
     """
 
-    def __init__(self, arguments: dict[str, Any], by_ranges: bool = True) -> None:
-        """`by_ranges`: the values of a mask of padding are not read.
-
-        Raises: Unsupported for what cannot be captured.
-        """
+    def __init__(self, arguments: dict[str, Any], padding: tuple[Tensor | None] | None) -> None:
+        """Raises: Unsupported for what cannot be captured."""
         self.numbers: list[int] = []
         self.sizes: set[int] = set()
         self.starts: set[int] = set()
@@ -66,8 +63,8 @@ class Reading:
         self.entries: list[Entry] = []
         self._memories: dict[int, int] = {}  # by id, in their order
         self._place = 0
-        self.padding = padding_of(arguments) if by_ranges else None
-        key: list[Any] = [default_device(), None if self.padding is None else self.padding[0] is None]
+        self.padding = padding
+        key: list[Any] = [default_device(), None if padding is None else padding[0] is None]
         masks: list[tuple[Any, CausalMask]] = []
         for name, value in flat(arguments).items():
             if isinstance(value, Cache):
@@ -398,7 +395,7 @@ class Plan:
     def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | None:
         """A call like the recorded one, as far as Python can tell; None for another one.
 
-        `padding` gives what `range_of_padding` gives for the call's mask.
+        `padding` gives what `padding_of` gives for the call.
         """
         inputs: list[Tensor] = []
         arguments = flat(arguments)
@@ -492,12 +489,12 @@ def _special(sizes: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(min(size, 2) for size in sizes)
 
 
-def padding_of(arguments: dict[str, Any]) -> tuple[Tensor | None] | None:
-    """What `range_of_padding` gives for a call's mask of padding; None where it has none."""
+def padding_of(model: Any, arguments: dict[str, Any]) -> tuple[Tensor | None] | None:
+    """What `range_of_padding` gives for the mask of padding of a model's call; None where it has none."""
     mask = arguments.get(MASK)
     if type(mask) is not Tensor or mask.dim() != 2:
         return None
-    return range_of_padding(mask, mask.shape[1], mask.device)
+    return range_of_padding(mask, mask.shape[1], mask.device, model)
 
 
 def flat(arguments: dict[str, Any]) -> dict[Any, Any]:

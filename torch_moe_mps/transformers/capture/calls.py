@@ -160,7 +160,7 @@ class Captures:
         if fingerprint is None or fingerprint.model is not model or not fingerprint.holds():
             self.clear()
             return None
-        padding = functools.cache(lambda: padding_of(arguments))
+        padding = functools.cache(lambda: padding_of(model, arguments))
         for number, program in enumerate(programs):
             plan = program.plan
             try:
@@ -191,7 +191,7 @@ class Captures:
         if not self._lock.acquire(blocking=False):
             return False  # another thread captures
         try:
-            reading = Reading(arguments, by_ranges=not self._reads_masks)
+            reading = Reading(arguments, None if self._reads_masks else padding_of(model, arguments))
             kind = self._kind_of(reading)
             if kind is None:
                 return False

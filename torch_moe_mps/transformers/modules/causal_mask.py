@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops.attention import seen_in_order
 from ..basics.deferred import Deferred
@@ -94,35 +95,23 @@ class CausalMask(Deferred):
         seen = before - kv_offset + q_length
         if not q_length <= seen <= kv_length:
             return None
-        window, lookahead = local_size, 0
-        if not allow_is_causal_skip:
-            # A compiled step, which is of one token, takes no mask of this class.
-            if q_length == 1 or any(type(size) is not int for size in (*sizes, before)):
-                return None
+        order: tuple[int | None, int] | None = None
+        if allow_is_causal_skip:
+            order = (local_size, 0) if local_size is None or _has_window(config, local_size) else None
+        # A compiled step, which is of one token, takes no mask of this class.
+        elif q_length > 1 and all(type(size) is int for size in (*sizes, before)):
             tokens, keys = range(before, before + q_length), range(kv_offset, kv_offset + kv_length)
             order = order_of(mask_function, tokens, keys)
-            if order is None or (order[1] > 0 and seen != kv_length):
-                return None
-            window, lookahead = order
-        elif local_size is not None:
-            chunked = getattr(config, "attention_chunk_size", None) is not None
-            if chunked or local_size != getattr(config, "sliding_window", None):
-                return None
-        key_range = None
+        if order is None or (order[1] > 0 and seen != kv_length):
+            return None
+        shown: tuple[Tensor | None] | None = (None,)
         if attention_mask is not None:
-            if attention_mask.shape[0] != batch_size:
-                return None
-            if known is None:
-                known = range_of_padding(attention_mask[:, kv_offset : kv_offset + seen], seen, device)
-            elif attention_mask.shape[1] != kv_offset + seen:
-                return None
-            elif known[0] is not None and kv_offset > 0:
-                known = ((known[0] - kv_offset).clamp(min=0),)
-            if known is None:
-                return None
-            (key_range,) = known
-        shape = batch_size, 1, q_length, kv_length
-        return cls(shape, seen, window, dtype, device, key_range, lookahead)
+            is_fitting = attention_mask.shape[0] == batch_size
+            shown = _shown(attention_mask, kv_offset, seen, device, config) if is_fitting else None
+        if shown is None:
+            return None
+        shape, (window, lookahead) = (batch_size, 1, q_length, kv_length), order
+        return cls(shape, seen, window, dtype, device, *shown, lookahead)
 
     @property
     def hides_nothing(self) -> bool:
@@ -181,12 +170,32 @@ def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
 
 
-def range_of_padding(mask: Tensor, keys: int, device: Any) -> tuple[Tensor | None] | None:
-    """The key range that a 2D mask stands for, None in it where no key is padding; None for other masks."""
+def _has_window(config: Any, size: int) -> bool:
+    """Whether a local mask of this size is a model's sliding window, not one of chunks."""
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return not chunked and size == getattr(config, "sliding_window", None)
+
+
+def _shown(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:
+    """What `range_of_padding` gives for some keys of a mask, from the first one on."""
+    known: tuple[Tensor | None] | None = getattr(mask, RANGE, None)
+    if known is None:
+        return range_of_padding(mask[:, first : first + keys], keys, device, config)
+    if mask.shape[1] != first + keys:
+        return None
+    (every,) = known
+    return known if every is None or first == 0 else ((every - first).clamp(min=0),)
+
+
+def range_of_padding(mask: Tensor, keys: int, device: Any, owner: Any = None) -> tuple[Tensor | None] | None:
+    """The key range that a 2D mask stands for, None in it where no key is padding; None for other masks.
+
+    `owner`: a config or a model, as long as which its last ranges are held.
+    """
     ranges = key_ranges(mask.bool().cpu(), keys)
     if ranges is None:
         return None
-    return (None if not ranges or set(ranges) == {(0, _NO_END)} else _on_device(ranges, device),)
+    return (None if not ranges or set(ranges) == {(0, _NO_END)} else _on_device(ranges, device, owner),)
 
 
 def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
@@ -204,10 +213,21 @@ def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
     )
 
 
-@functools.lru_cache(maxsize=8)
-def _on_device(ranges: tuple[tuple[int, int], ...], device: Any) -> Tensor:
+def _on_device(ranges: tuple[tuple[int, int], ...], device: Any, owner: Any) -> Tensor:
     """Copied once for all tokens of a `generate`: the CPU would wait for each copy to the GPU."""
+    if owner is None:
+        return _copied(ranges, device)
+    if owner not in _copiers:
+        _copiers[owner] = functools.lru_cache(maxsize=8)(_copied)
+    found: Tensor = _copiers[owner](ranges, device)
+    return found
+
+
+def _copied(ranges: tuple[tuple[int, int], ...], device: Any) -> Tensor:
     return torch.tensor(ranges, dtype=torch.int32, device=device)
+
+
+_copiers = WeakIdKeyDictionary()  # {owner: `_copied`, which remembers what it gave}
 
 
 def _slice(
