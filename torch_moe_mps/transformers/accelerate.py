@@ -1,11 +1,11 @@
 """Makes models run on the operators of this package, and undoes it."""
 
 import warnings
-import weakref
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from torch import nn
+from torch.utils.weak import WeakIdKeyDictionary
 
 from .attention import attention_layers, choose_implementations, require_kv_bits, use_attention
 from .basics.interface import experts_of, is_experts, is_quantized
@@ -31,8 +31,8 @@ from .modules.rules.trial import on_the_cpu
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
-# {id of a config: the config, and the implementation that it named when a model with it was accelerated}
-_BEFORE: dict[int, tuple[weakref.ref, str | None]] = {}
+# {config: the implementation that it named when a model with it was accelerated}
+_BEFORE = WeakIdKeyDictionary()
 
 
 @on_the_cpu()  # for tensors made to try and to check, whatever torch.set_default_device says
@@ -164,7 +164,7 @@ def restore(model: nn.Module) -> nn.Module:
         previous = module.__dict__.get(STATE, NOTHING).previous
         for attribute, (config, implementation) in previous.items():
             setattr(config, attribute, implementation)
-            _BEFORE.pop(id(config), None)
+            _BEFORE.pop(config, None)
         previous.clear()
         restore_module(module)
     return model
@@ -173,12 +173,10 @@ def restore(model: nn.Module) -> nn.Module:
 def _implementation(config: object) -> str | None:
     """The implementation of a config before the first of the models that share it was accelerated."""
     current = getattr(config, "_experts_implementation", None)
-    known, implementation = _BEFORE.get(id(config), (None, None))
-    if current == NAME and known is not None and known() is config:
-        return implementation
-    key = id(config)
-    _BEFORE[key] = (weakref.ref(config, lambda _: _BEFORE.pop(key, None)), current)
-    return current
+    if current != NAME or config not in _BEFORE:
+        _BEFORE[config] = current
+    before: str | None = _BEFORE[config]
+    return before
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

@@ -67,13 +67,18 @@ def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]
     refusals: list[str] = []
 
     def in_place(function: types.FunctionType) -> InPlace | None:
-        found = next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
+        found = _in_place(function)
         refused = None if found is None else refusal(module, [found.done])
         if refused is not None:
             refusals.append(refused)
         return found if refused is None else None
 
     return *with_operators(original_class(module).forward, in_place), refusals
+
+
+@functools.lru_cache(maxsize=4096)  # of functions, which models call in each layer
+def _in_place(function: types.FunctionType) -> InPlace | None:
+    return next(filter(None, (rule(function) for rule in FUNCTION_RULES)), None)
 
 
 def _is_on_top(module: nn.Module) -> bool:

@@ -23,7 +23,7 @@ from .constants import constant
 from .linear import linears
 from .norms import is_norm
 from .rotary import is_fixed
-from .trial import agrees, tried
+from .trial import agrees, verdict
 
 ops = torch.ops.moe_mps
 
@@ -169,8 +169,6 @@ def _negated(sin: Tensor) -> Tensor:
 
 # Recognising a layer
 
-_found: dict[type, bool] = {}  # the layers of a model are alike
-
 
 def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for attention to a window and to compressed keys, else None."""
@@ -189,10 +187,7 @@ def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done
                 depends_on(part, name)
     if module.kv_norm.variance_epsilon != module.q_b_norm.eps:  # type: ignore[union-attr]  # modules
         return None
-    key = type(compressor)
-    if key not in _found:
-        _found[key] = bool(tried(_is_same, module))
-    if not _found[key]:
+    if not verdict(type(compressor), _is_same, module):
         return None
     state_of(module)
     operators = ["pool_window_", "rope"]

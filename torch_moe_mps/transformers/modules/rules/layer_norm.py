@@ -10,7 +10,7 @@ from ....ops._checks import ACTIVATION_DTYPES
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
-from .trial import agrees, bare_twin, tried
+from .trial import agrees, bare_twin, tried, verdict
 
 ops = torch.ops.moe_mps
 
@@ -29,9 +29,6 @@ class Form(NamedTuple):
     eps: str
     offset: float
     keeps_dtype: bool
-
-
-_found: dict[tuple, Form | None] = {}  # the norms of a model are alike
 
 
 def layer_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
@@ -55,12 +52,10 @@ def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if module._modules or module._buffers or not given.keys() <= {"weight", "bias"} or len(shape) != 1:
         return None
     eps = next((name for name in _EPS if isinstance(getattr(module, name, None), float)), "")
-    key = original_class(module), shape[0], *given, eps
-    if key not in _found:
-        offsets = (0.0, 1.0) if "weight" in given else (0.0,)
-        tries = (tried(_same, module, Form(shape[0], eps, offset, False), given) for offset in offsets)
-        _found[key] = next((form for form in tries if form is not None), None)
-    form = _found[key]
+    offsets = (0.0, 1.0) if "weight" in given else (0.0,)
+    forms = [Form(shape[0], eps, offset, False) for offset in offsets]
+    tries = (verdict((original_class(module), *given, form), _same, module, form, given) for form in forms)
+    form = next((form for form in tries if form is not None), None)
     if form is None:
         return None
     for name in ("weight", "bias"):

@@ -99,7 +99,6 @@ def _fits(q: Tensor, k: Tensor, v: Tensor, state: Tensor | None) -> bool:
 # Recognising functions by running them
 
 
-@functools.cache
 def is_causal_conv(function: Callable) -> bool:
     """Whether a function of (x, conv_state, weight, bias, activation) is causal_conv1d_update_."""
     generator = torch.Generator().manual_seed(0)
@@ -115,7 +114,6 @@ def is_causal_conv(function: Callable) -> bool:
     return True
 
 
-@functools.cache
 def is_conv_of_prompt(function: Callable) -> bool:
     """Whether a function of (x, weight, bias, activation) is that with nothing in front of x."""
     generator = torch.Generator().manual_seed(0)
@@ -128,7 +126,6 @@ def is_conv_of_prompt(function: Callable) -> bool:
     return True
 
 
-@functools.cache
 def is_delta_rule(function: Callable) -> bool:
     """Whether a function of (q, k, v, g, beta, ...) is linear_attention_: one of steps or one of chunks."""
     generator = torch.Generator().manual_seed(0)
@@ -153,7 +150,6 @@ _agree = functools.partial(agrees, rtol=1e-4)
 # Functions that forwards call
 
 
-@functools.cache
 def convolution_in_place(function: types.FunctionType) -> InPlace | None:
     """What runs in the place of a causal convolution, of a step or of a prompt."""
     if "conv" not in function.__name__:
@@ -164,7 +160,6 @@ def convolution_in_place(function: types.FunctionType) -> InPlace | None:
     return None
 
 
-@functools.cache
 def delta_rule_in_place(function: types.FunctionType) -> InPlace | None:
     """What runs in the place of the recurrence, of one of steps or of one of chunks."""
     takes = inspect.signature(function).parameters.keys() >= {"g", "beta", "initial_state"}

@@ -20,7 +20,7 @@ from ...basics.state import NOTHING, STATE, original_class, state_of
 from ..experts import is_observed
 from .linear import can_join, join, together, together_done
 from .linear_attention import ACTIVATIONS
-from .trial import agrees, bare_twin, tried
+from .trial import agrees, bare_twin, verdict
 
 ops = torch.ops.moe_mps
 
@@ -279,7 +279,6 @@ _FORMS: tuple[tuple[tuple[str, ...], Callable, tuple[str, ...]], ...] = (
     ),
     (("qkv_proj", "output_gate", "norm", "out_proj"), lightning_layer, (_SCAN, "rms_norm_gated")),
 )
-_found: dict[tuple, bool] = {}  # the layers of a model are alike
 
 
 def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
@@ -288,10 +287,8 @@ def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | 
         has_numbers = not any(buffer.is_meta for buffer in module.buffers())
         if has_numbers and all(name in module._modules for name in children):
             _rest_on(module)
-            key = forward, original_class(module), _numbers(module)
-            if key not in _found:
-                _found[key] = bool(tried(_is_same, module, forward))
-            return (forward, [*map(Done, operators), *_joined(module, forward)]) if _found[key] else None
+            is_same = verdict((forward, original_class(module), _numbers(module)), _is_same, module, forward)
+            return (forward, [*map(Done, operators), *_joined(module, forward)]) if is_same else None
     return None
 
 

@@ -135,7 +135,6 @@ def _real(table: Tensor) -> Sequence[Tensor]:
 # Functions that forwards call
 
 
-@functools.cache
 def rotation_in_place(function: types.FunctionType) -> InPlace | None:
     """What runs in the place of a function of (q, k, cos, sin), (x, cos, sin) or (q, k, cos + i sin)."""
     if "rotary" not in function.__name__:

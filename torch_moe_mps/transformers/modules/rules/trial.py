@@ -26,6 +26,19 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
         return None
 
 
+_verdicts: dict[Any, Any] = {}  # {key: what a trial gave}
+_MOST_VERDICTS = 256
+
+
+def verdict(key: Any, function: Callable, *arguments: Any) -> Any:
+    """What `tried` gives, once for all modules with this key: those of a model are alike."""
+    if key not in _verdicts:
+        if len(_verdicts) == _MOST_VERDICTS:
+            _verdicts.clear()
+        _verdicts[key] = tried(function, *arguments)
+    return _verdicts[key]
+
+
 def bare_twin(module: nn.Module) -> Any:
     """A module of the same class with the same attributes, without parameters, buffers and children.
 
