@@ -682,9 +682,7 @@ WATCHED = {
 
 
 @torch.no_grad()
-def test_what_the_fingerprint_holds(device, monkeypatch):
-    if device == "cpu":  # without the extension
-        monkeypatch.setattr("torch_moe_mps.transformers.capture.fingerprint.host_library", lambda: None)
+def test_what_the_fingerprint_holds(monkeypatch):
     model = accelerated("qwen3_moe", "cpu")
     for _, (prepare, _) in WATCHED.items():
         if prepare is not None:
@@ -1005,23 +1003,14 @@ def test_the_switch(monkeypatch):
     assert captures_of(model) is None and type(model) is tiny_models.model_class("qwen3_moe")
 
 
-def empty_program(device):
-    if device == "cpu":
-        from torch_moe_mps.transformers.capture.program import PythonProgram as Program
-    else:
-        Program = torch.classes.moe_mps.Program
-    return Program()
-
-
 def test_an_error_names_the_operator(device):
-    program, x = empty_program(device), torch.ones(2, 3, device=device)
+    program, x = torch.classes.moe_mps.Program(), torch.ones(2, 3, device=device)
     program.add_input(x, [0], [0])
     program.add_call("aten::mm", "", [[0], [0]], [], [1], [])
     program.finish(2, [1])
     assert program.run([x], [], [3], []) == [] == program.run([x.half()], [], [2], [])
-    if device != "cpu":
-        with pytest.raises(RuntimeError, match="aten::mm, an operator of a captured token"):
-            program.run([x], [], [2], [])
+    with pytest.raises(RuntimeError, match="aten::mm, an operator of a captured token"):
+        program.run([x], [], [2], [])
 
 
 # {steps of a view: what torch gives}, of 4 x 6 x 5 numbers in a row of memory with gaps.
@@ -1049,7 +1038,7 @@ def test_views(steps, view, device):
     x = torch.arange(1000, device=device)[7:].as_strided((4, 6, 5), (60, 5, 1), 7)
     integers = sorted({number for _, *numbers in steps for number in numbers})
     for in_constants in (True, False):
-        program = empty_program(device)
+        program = torch.classes.moe_mps.Program()
         program.add_input(x, [], [])
         place = program.add_constant if in_constants else lambda n: 1 + integers.index(n)
         numbers = [[place(number) for number in numbers] for _, *numbers in steps]
@@ -1070,7 +1059,7 @@ def test_views_that_are_none(device):
         ([("view", 7, -1)], RuntimeError),
         ([("permute", 0, 1)], RuntimeError),
     ):
-        program, x = empty_program(device), torch.ones(4, 6, 5, device=device)
+        program, x = torch.classes.moe_mps.Program(), torch.ones(4, 6, 5, device=device)
         program.add_input(x, [], [])
         program.add_alias(
             0, [n for n, *_ in steps], [[*map(program.add_constant, n)] for _, *n in steps], 1, []

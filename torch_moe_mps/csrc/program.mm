@@ -1,8 +1,8 @@
 // A captured token: a list of operator calls that one call from Python runs, through PyTorch's dispatcher.
 // Views, which are most of a model's operators and only show memory, are made without it.
 //
-// torch.classes.moe_mps.Program; torch_moe_mps/transformers/capture/program.py builds it, and has the same in
-// Python. Values have places: constants -1, -2, ...; inputs, integers and results 0, 1, ... in this order.
+// torch.classes.moe_mps.Program, which torch_moe_mps/transformers/capture/program.py builds. Values have
+// places: constants -1, -2, ...; inputs, integers and results 0, 1, ... in this order.
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>

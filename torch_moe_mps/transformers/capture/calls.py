@@ -21,6 +21,7 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
+from ..._extension import host_library
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
 from ..basics.classes import subclass
@@ -86,7 +87,7 @@ class Captures:
     """
 
     def __init__(self, anywhere: bool = False) -> None:
-        """`anywhere`: without the extension Python runs the programs, which is slower than no program."""
+        """`anywhere`: on any device, not on mps alone."""
         self.programs: list[Program] = []
         self.reason: str | None = "no kind of call for a few tokens was repeated three times"
         self._anywhere = anywhere
@@ -280,7 +281,7 @@ class Captures:
         with self._entering:
             simplify(recorder.graph, refused(), alone=self._inside == 1)
         weights = [*model.parameters(), *model.buffers()]
-        program = assemble(recorder.graph, integers, plan, weights, not _has_extension())
+        program = assemble(recorder.graph, integers, plan, weights)
         evaluate = integers.function(least)
         kind.pinned += integers.is_pinned  # once a window is full, it is so for all tokens
         if kind.pinned > _MOST_PINNED:
@@ -329,10 +330,6 @@ def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
     raise Unsupported(f"it returns a {type(value).__name__}")
 
 
-def _has_extension() -> bool:
-    return hasattr(torch.ops.moe_mps, "_pipelines")
-
-
 def capture_calls(model: nn.Module) -> None:
     """Lets the models of transformers in a module capture their calls, unless MOE_MPS_CAPTURE=0."""
     wanted = os.environ.get(SWITCH, "auto")
@@ -340,7 +337,7 @@ def capture_calls(model: nn.Module) -> None:
         raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {wanted!r}")
     note_change()
     for module in _models(model):
-        if wanted == "1" or (wanted == "auto" and _has_extension()):
+        if wanted != "0" and host_library() is not None:
             module.__dict__[CAPTURES] = Captures(anywhere=wanted == "1")
             if not hasattr(type(module), _MARK):
                 cls: Any = type(module)

@@ -19,7 +19,6 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from operator import attrgetter, is_, is_not
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -146,19 +145,16 @@ class _Given:
     """What objects give for a function of Python's, `in_c`, which is `function` in Python."""
 
     def __init__(self, in_c: str, function: Callable[[Any], object], objects: list[Any]) -> None:
-        self._function, self._objects, self._held = function, objects, list(map(function, objects))
-        library = host_library()
-        self._are_the_same = None if library is None else _comparison_of(library, "moe_mps_gives")
-        addresses = (0 if each is None else id(each) for each in self._held)
+        held = list(map(function, objects))
+        self._alive = objects, held  # nothing else gets their addresses
+        addresses = (0 if each is None else id(each) for each in held)
         self._arrays = array("Q", map(id, objects)), array("Q", addresses)
         # PyObject_Type counts what it gives.
         names = in_c, "Py_DecRef" if in_c == "PyObject_Type" else None
         self._arguments = *map(_address_of, names), *map(_start_of, self._arrays), len(objects)
 
     def are_equal(self) -> bool:
-        if self._are_the_same is not None:
-            return self._are_the_same(*self._arguments)
-        return list(map(self._function, self._objects)) == self._held
+        return _comparison("moe_mps_gives")(*self._arguments)
 
 
 class _Contents:
@@ -182,8 +178,6 @@ class _Entries(_Contents):
 
     def __init__(self, dictionaries: list[dict[Any, Any]]) -> None:
         super().__init__(dictionaries)
-        library = host_library()
-        self._are_the_same = None if library is None else _comparison_of(library, "moe_mps_holds")
         entries = chain.from_iterable(map(dict.items, dictionaries))
         self._alive = list(chain.from_iterable(entries))  # nothing else gets their addresses
         self._arrays = (
@@ -195,17 +189,16 @@ class _Entries(_Contents):
         self._arguments = _address_of("PyDict_Next"), first, sizes, held, len(dictionaries)
 
     def are_equal(self) -> bool:
-        are_the_same = self._are_the_same
-        return (are_the_same is not None and are_the_same(*self._arguments)) or super().are_equal()
+        return _comparison("moe_mps_holds")(*self._arguments) or super().are_equal()
 
     def _read(self) -> tuple[list[Any], ...]:
         return *super()._read(), list(map(list, self._containers))  # keys that are text are no referents
 
 
 @functools.cache
-def _comparison_of(library: Path, name: str) -> Callable[..., bool]:
+def _comparison(name: str) -> Callable[..., bool]:
     """A function of csrc/fingerprint.mm, of four addresses and a count."""
-    found: Any = getattr(ctypes.PyDLL(str(library)), name)
+    found: Any = getattr(ctypes.PyDLL(str(host_library())), name)
     found.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
     found.restype = ctypes.c_bool
     return found

@@ -1,4 +1,4 @@
-"""A recorded graph as a list of calls of operators, which C++ runs; without the extension, Python does."""
+"""A recorded graph as a list of calls of operators, which C++ runs."""
 
 from collections.abc import Callable
 from itertools import chain
@@ -16,16 +16,6 @@ from .caches import Plan
 
 _ATEN = torch.ops.aten
 _END = 2**63 - 1  # of a dimension
-# What the steps of an alias do.
-_STEPS: dict[str, Callable[..., Tensor]] = {
-    "view": lambda base, *sizes: base.view(sizes),
-    "expand": lambda base, *sizes: base.expand(sizes),
-    "permute": lambda base, *dims: base.permute(dims),
-    "slice": _ATEN.slice.Tensor,
-    "select": torch.select,
-    "squeeze": lambda base, *dims: base.squeeze(dims),
-    "unsqueeze": torch.unsqueeze,
-}
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
 
@@ -64,130 +54,14 @@ class Integers:
         return made
 
 
-class PythonProgram:
-    """What torch.classes.moe_mps.Program is; csrc/program.mm says what its functions do."""
-
-    def __init__(self) -> None:
-        self._constants: list[Any] = []
-        self._inputs: list[tuple[Any, ...]] = []
-        self._views: list[tuple[int, ...]] = []
-        self._calls: list[tuple[Any, ...]] = []
-        self._weights: list[tuple[Tensor, int]] = []
-
-    def add_constant(self, value: Any) -> int:
-        self._constants.append((value, _kind(value)) if isinstance(value, Tensor) else (value, None))
-        return -len(self._constants)
-
-    def add_weight(self, tensor: Tensor) -> None:
-        self._weights.append((tensor, tensor.data_ptr()))
-
-    def add_input(self, example: Tensor, dims: list[int], symbols: list[int]) -> None:
-        self._inputs.append((*_kind(example), dict(zip(dims, symbols, strict=True))))
-
-    def add_view(self, *view: int) -> None:
-        self._views.append(view)
-
-    def add_call(
-        self,
-        name: str,
-        overload: str,
-        arguments: list[list[int]],
-        lists: list[int],
-        results: list[int],
-        last: list[int],
-    ) -> None:
-        namespace, _, operator = name.partition("::")
-        call = getattr(getattr(getattr(torch.ops, namespace), operator), overload or "default")
-        self._calls.append((call, arguments, frozenset(lists), results, last))
-
-    def add_alias(
-        self, base: int, names: list[str], numbers: list[list[int]], result: int, last: list[int]
-    ) -> None:
-        def alias(tensor: Tensor, *given: Any) -> Tensor:
-            for name, each in zip(names, given, strict=True):
-                tensor = _STEPS[name](tensor, *each)
-            return tensor
-
-        self._calls.append((alias, [[base], *numbers], range(1, 1 + len(numbers)), [result], last))
-
-    def finish(self, places: int, results: list[int]) -> None:
-        self._places, self._results = places, results
-
-    def size(self) -> int:
-        return len(self._calls)
-
-    def run(
-        self, inputs: list[Tensor], views: list[Tensor], symbols: list[int], integers: list[int]
-    ) -> list[Tensor]:
-        if not self._fits(inputs, views, symbols):
-            return []
-        values: list[Any] = [None] * self._places
-        values[: len(inputs) + len(integers)] = [*inputs, *integers]
-
-        def value(place: int) -> Any:
-            return values[place] if place >= 0 else self._constants[~place][0]
-
-        for call, read, lists, results, last in self._calls:
-            given = [
-                [value(place) for place in places] if number in lists else value(places[0])
-                for number, places in enumerate(read)
-            ]
-            schema = call._schema.arguments if isinstance(call, torch._ops.OpOverload) else ()
-            named = {a.name: v for a, v in zip(schema, given, strict=False) if a.kwarg_only}
-            for place in last:
-                values[place] = None
-            made = call(*given[: len(given) - len(named)], **named)
-            for place, each in zip(
-                results, made if isinstance(made, (list, tuple)) else [made], strict=False
-            ):
-                if place >= 0:
-                    values[place] = each
-        return [value(place) for place in self._results]
-
-    def _fits(self, inputs: list[Tensor], views: list[Tensor], symbols: list[int]) -> bool:
-        if any(kind is not None and kind != _kind(value) for value, kind in self._constants):
-            return False
-        if any(tensor.data_ptr() != address for tensor, address in self._weights):
-            return False
-        if len(inputs) != len(self._inputs) or len(views) != len(self._views):
-            return False
-        if not torch.is_inference_mode_enabled() and any(map(Tensor.is_inference, inputs)):
-            return False  # torch forbids to write into them
-        for tensor, (dtype, device, sizes, strides, dims) in zip(inputs, self._inputs, strict=True):
-            expected = [symbols[dims[dim]] if dim in dims else size for dim, size in enumerate(sizes)]
-            if _kind(tensor) != (dtype, device, torch.Size(expected), strides):
-                return False
-        for view, known in zip(views, self._views, strict=True):
-            number, start, start_symbol, tokens, tokens_symbol, column, width = known
-            start = start if start_symbol < 0 else symbols[start_symbol]
-            tokens = tokens if tokens_symbol < 0 else symbols[tokens_symbol]
-            memory = inputs[number]
-            if not 0 <= start <= memory.shape[-2] - tokens:
-                return False
-            if not view.is_set_to(memory.narrow(-2, start, tokens).narrow(-1, column, width)):
-                return False
-        return True
-
-
-def _kind(tensor: Tensor) -> tuple[Any, ...]:
-    strides = None if tensor.is_contiguous() else tensor.stride()
-    return tensor.dtype, tensor.device, tensor.shape, strides
-
-
-def assemble(
-    graph: fx.Graph,
-    integers: Integers,
-    plan: Plan,
-    weights: list[Tensor],
-    in_python: bool,
-) -> Any:
+def assemble(graph: fx.Graph, integers: Integers, plan: Plan, weights: list[Tensor]) -> Any:
     """A program of the calls of a graph.
 
     Args:
         graph: its placeholders are the inputs of the plan, its output is a list.
         weights: of the model. A matrix that several layers share is only right as long as theirs lie in it.
     """
-    program = PythonProgram() if in_python else torch.classes.moe_mps.Program()
+    program = torch.classes.moe_mps.Program()
     for example, dims in plan.inputs:
         program.add_input(example, list(dims), list(dims.values()))
     for view in plan.views:
@@ -308,7 +182,7 @@ def _is_changing(value: Any) -> bool:
 
 
 class _Step(NamedTuple):
-    """A view, by its name in _STEPS and its numbers."""
+    """A view, by its name in csrc/program.mm and its numbers."""
 
     name: str
     numbers: list[Any]
