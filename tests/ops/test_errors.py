@@ -754,6 +754,19 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "fused_residual_norm": [
             wrong(FLOATS, residual=zeros(T, H, dtype=short)),
+            wrong("at least 1-D", residual=zeros()),
+            wrong("of shape [..., H] of residual = (3, 64)", input=zeros(T + 1, H)),
+            wrong("float32", input=zeros(T, H, dtype=half)),
+            wrong("of shape [H] = (64,)", weight=zeros(H - 1)),
+            wrong("of shape [N, H] of residual = (3, 64)", weight=zeros(1, H)),
+            wrong("at least 2-D", residual=zeros(H), input=zeros(H), gate=zeros(1)),
+            wrong("of shape [..., N] of residual = (3, 4)", residual=zeros(T, 4, H), gate=zeros(T, 3)),
+            wrong("float32", residual=zeros(T, 4, H), gate=zeros(T, 4, dtype=half)),
+            wrong(
+                "of shape [..., H] of residual = (3, 64)",
+                **{"residual": zeros(T, 4, H), "input": zeros(T, 4, H), "gate": zeros(T, 4)},
+            ),
+            wrong("gate_factor must be 1.0 without a gate, got 0.5", gate_factor=0.5),
         ],
         "fused_residual_norm_scalar": [
             wrong("of shape [H] = (64,)", weight=zeros(H - 1)),

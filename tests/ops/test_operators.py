@@ -40,7 +40,7 @@ moe_mps::fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps,
 moe_mps::fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, float
     weight_offset=0.) -> Tensor
 moe_mps::fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float eps, bool write_sum=True,
-    float weight_offset=0., float factor=1.) -> (Tensor, Tensor)
+    float weight_offset=0., float factor=1., Tensor? gate=None, float gate_factor=1.) -> (Tensor, Tensor)
 moe_mps::fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps,
     float weight_offset=0.) -> Tensor
 moe_mps::silu_mul_stacked(Tensor gate, Tensor up) -> Tensor

@@ -500,7 +500,7 @@ rms_norm_gated
 fused_norm_add
   norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
-  residual_norm_bf16: 52.25 40.25 slots an element, 67.5 registers, 512/512/768 threads
+  residual_norm_bf16: 56.25 44.25 slots an element, 67 registers, 512/512/768 threads
 """,
         )
 

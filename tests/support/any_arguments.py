@@ -136,7 +136,15 @@ def fused_norm_add_scalar(d):
 
 @strategy
 def fused_residual_norm(d):
-    return {**norm(d, "residual", "input"), "write_sum": d.flag(), "factor": d.factor()}
+    arguments = {**norm(d, "residual", "input"), "write_sum": d.flag(), "factor": d.factor()}
+    residual = arguments["residual"]
+    if residual.dim() > 1 and d.flag():
+        arguments["weight"] = d.values(*residual.shape[-2:])
+    if residual.dim() > 1 and d.flag():
+        arguments["input"] = d.values(*residual.shape[:-2], residual.shape[-1], dtype=residual.dtype)
+        arguments["gate"] = d.values(*residual.shape[:-1], dtype=residual.dtype)
+        arguments["gate_factor"] = d.factor()
+    return arguments
 
 
 @strategy

@@ -117,15 +117,19 @@ def norm_add(a, factor=1.0) -> list[Expected]:
     return [Expected((residual + norm.value) * factor, error * abs(factor))]
 
 
-def residual_norm(a, of_input=1.0, factor=1.0) -> tuple[Expected, Expected]:
+def residual_norm(a, of_input=1.0, factor=1.0, sigmoids=None) -> tuple[Expected, Expected]:
     """Without a factor of the input the sum is exact: 24 bits of float32 are twice float16's 11 and two more.
 
     With one it may be rounded to the neighbour of the nearest number.
     """
     residual, product = exact(a.residual), exact(a.input) * of_input
+    if sigmoids is not None:
+        product = product[..., None, :] * sigmoids[..., None]
     total, error = oracles.round_to(residual + product, a.residual.dtype), None
     if of_input != 1.0:
         error = 2 * FLOAT32_EPS * (abs(residual) + abs(product))
+    if sigmoids is not None:
+        error = FLOAT32_EPS * (2 * abs(residual) + 8 * abs(product)) + 1e-35
     off = 0.0 if error is None else oracles.spacing(total, a.residual.dtype) + error
     return normed(total, exact(a.weight), a.eps, a.weight_offset, factor, x_error=off), Expected(total, error)
 
@@ -184,7 +188,8 @@ def fused_norm_add_scalar(a):
 
 @oracle
 def fused_residual_norm(a):
-    norm, total = residual_norm(a, a.factor)
+    sigmoids = None if a.gate is None else oracles.sigmoid(a.gate_factor * exact(a.gate))
+    norm, total = residual_norm(a, a.factor, sigmoids=sigmoids)
     return [norm, total if a.write_sum else EMPTY]
 
 

@@ -30,7 +30,7 @@ INDEXED = {
     "hy_v4": {"dense": 18, "sparse": 19},
     "deepseek_v4": {"heavily compressed, hash moe": 21, "compressed sparse, moe": 22},
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 21},
-    "qwen4_exp": {"linear": 20, "indexed": 23},
+    "qwen4_exp": {"linear": 18, "indexed": 21},
     "minimax_m3_vl": {"full, dense": 9, "minimax m3 sparse, sparse": 13},
 }
 OFTEN = ("glm_moe_dsa", "deepseek_v4", "minimax_m3_vl")
@@ -107,7 +107,7 @@ LINEAR = {
     "bailing_hybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 10),
     "nemotron_h": ({"layers_block_type": ["attention", "mamba"]}, 5),
     "granitemoehybrid": ({"layer_types": ["full_attention", "linear_attention"]}, 11),
-    "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, 12),
+    "minimax": ({"layer_types": ["full_attention", "linear_attention"]}, 11),
     "jamba": (
         {"attn_layer_offset": 0, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
         12,

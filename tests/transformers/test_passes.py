@@ -29,6 +29,7 @@ NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
 LARGE, MIXING = random(514, H) / 8, (random(24, H) / 8, random(24), random(3))
 GATE, SCALAR, HALF, ROW_NORMS = random(1, H), random(1), random(H // 2), random(2, H // 2)
+HALF_NORM = random(H // 2, seed=1)
 ROUTER_16, TAPS = ROUTER.bfloat16(), random(H, 2)
 POSITIONS = torch.arange(27).view(3, 1, 9)  # of seven tokens before, and of two new ones
 FREQUENCIES, AXES = random(4), torch.tensor([0, 1, 2, 0], dtype=torch.int32)
@@ -354,6 +355,49 @@ def activation_twice(x, r):
     return silu(silu(linear(x)))
 
 
+def streams_and_their_norm(x, r, strength=lambda x: 2 * torch.sigmoid(x[..., 32:34] / 4)):
+    product = x[..., :32].unsqueeze(-2) * strength(x).unsqueeze(-1)
+    total = r + product.flatten(-2)
+    return norm(total.view(1, 1, 2, 32), ROW_NORMS).flatten(-2), total * 3
+
+
+def streams_with_one_weight(x, r):
+    product = torch.sigmoid(x[..., 32:34] / -4).mul(0.5).unsqueeze(-1) * x[..., :32].unsqueeze(-2)
+    total = product + r.view(1, 1, 2, 32)
+    return norm(total, HALF_NORM)
+
+
+def streams_with_a_tensor_for_a_factor(x, r):
+    return streams_and_their_norm(x, r, lambda x: 2 * torch.sigmoid(x[..., 32:34] / SCALAR))
+
+
+def streams_whose_gate_changes(x, r):
+    x = x.clone()
+
+    def strength(y):
+        result = 2 * torch.sigmoid(y[..., 32:34] / 4)
+        x.view(-1).mul_(2)
+        return result
+
+    return streams_and_their_norm(x, r, strength)
+
+
+def streams_with_a_gate_of_columns(x, r):
+    product = x[..., :2].unsqueeze(-1) * (2 * torch.sigmoid(x[..., None, :32] / 4))
+    return norm((r + product.flatten(-2)).view(1, 1, 2, 32), ROW_NORMS)
+
+
+def streams_in_double(x, r):
+    strength = (2 * torch.sigmoid(x[..., 32:34].double() / 4)).unsqueeze(-1)
+    return norm((r + (x[..., :32].unsqueeze(-2) * strength).float().flatten(-2)).view(1, 1, 2, 32), ROW_NORMS)
+
+
+def streams_with_a_late_weight(x, r):
+    strength = (2 * torch.sigmoid(x[..., 32:34] / 4)).unsqueeze(-1)
+    total = (r + (x[..., :32].unsqueeze(-2) * strength).flatten(-2)).view(1, 1, 2, 32)
+    return norm(total, ROW_NORMS * x[0, 0, 0])
+
+
 def outputs_in_another_order(x, r):
     """As Qwen3-Next has them: q, k and v of each head side by side."""
     q, k, v = projected(x, 1).view(1, 1, 2, 64).split([16, 16, 32], 3)
@@ -565,6 +609,7 @@ def convolution_of_a_copy(x, r):
 
 CONVOLUTION = {"clone": 1, "causal_conv1d_update_": 1}
 LINEAR = {"linear_quantized": 1}
+STREAMS = {"sigmoid": 1, "add": 1, "rms_norm": 1}
 CHANGED = {"gt": 1, "mean": 1, "masked_fill_": 1}
 EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
 CASES: dict[Callable, dict[str, int]] = {
@@ -623,6 +668,13 @@ CASES: dict[Callable, dict[str, int]] = {
     activation_of_a_whole_quotient: LINEAR | {"div": 1, "silu": 1},
     activation_that_changes: LINEAR | {"silu": 1, "mul_": 1},
     activation_twice: LINEAR | {"silu": 1},
+    streams_and_their_norm: {"fused_residual_norm": 1, "mul": 1},
+    streams_with_one_weight: {"fused_residual_norm": 1},
+    streams_with_a_tensor_for_a_factor: STREAMS | {"div": 1, "mul": 3},
+    streams_whose_gate_changes: STREAMS | {"div": 1, "mul": 3, "clone": 1, "mul_": 1},
+    streams_with_a_gate_of_columns: STREAMS | {"div": 1, "mul": 2},
+    streams_in_double: STREAMS | {"div": 1, "mul": 2, "_to_copy": 2},
+    streams_with_a_late_weight: STREAMS | {"div": 1, "mul": 3},
     outputs_in_another_order: LINEAR | {"mul": 1},
     outputs_in_order_and_as_they_are: LINEAR | {"clone": 1, "_unsafe_view": 1},
     outputs_that_are_given_twice: LINEAR | {"cat": 1},
@@ -635,7 +687,7 @@ CASES: dict[Callable, dict[str, int]] = {
     shared_expert_that_changes: EXPERTS | LINEAR | CHANGED | {"mm": 2, "sigmoid": 1, "mul": 1},
     shared_gate_in_double: EXPERTS | LINEAR | {"mm": 2},
     norm_of_two_rows: LINEAR | {"cat": 2, "rms_norm": 1},
-    norm_of_sum_with_a_weight_for_each_row: {"add": 1, "rms_norm": 1},
+    norm_of_sum_with_a_weight_for_each_row: {"fused_residual_norm": 1},
     norm_of_sum_with_a_late_weight: {"add": 1, "mul": 1, "rms_norm": 1},
     norm_before_scaled_sum: LINEAR | {"rms_norm": 1, "addmm": 1},
     norm_before_sum_of_rows: LINEAR | {"rms_norm": 1, "addmm": 1},

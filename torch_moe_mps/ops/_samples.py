@@ -402,6 +402,8 @@ def more_samples(name: str, device: str, dtype: torch.dtype, head: tuple[int, in
         "fused_residual_norm": lambda: [
             {"residual": strided, "write_sum": False, "factor": 0.22},
             {**wide, "residual": values(2, 4100)},
+            {"residual": values(T, 4, H), "weight": values(4, H), "gate": values(T, 9)[:, 5:]}
+            | {"factor": 2.0, "gate_factor": 0.25},
         ],
         "moe_router": lambda: [
             {

@@ -218,9 +218,21 @@ def fused_norm_add_scalar(
 # The norm of the sum
 
 
-def _meta_residual_norm(check, residual, write_sum, **others):
-    out = _meta_fused(check, residual, **others)
-    return out, residual.new_empty(residual.shape if write_sum else (0,))
+def _meta_residual_norm(check, residual, input, weight, write_sum, gate, gate_factor, **_):
+    check.dtype("residual", residual, ACTIVATION_DTYPES)
+    check.min_rank("residual", residual, 1 if gate is None else 2)
+    of_input, meaning = residual.shape, "[..., H] of residual"
+    if gate is not None:
+        of_input = (*residual.shape[:-2], residual.shape[-1])
+        check.tensor("gate", gate, residual.shape[:-1], "[..., N] of residual", (residual.dtype,))
+    elif gate_factor != 1.0:
+        check.fail("gate_factor", "1.0 without a gate", gate_factor)
+    check.tensor("input", input, of_input, meaning, (residual.dtype,))
+    if weight.dim() == 2 and residual.dim() > 1:
+        check.tensor("weight", weight, residual.shape[-2:], "[N, H] of residual")
+    else:
+        check.tensor("weight", weight, residual.shape[-1:], "[H]")
+    return residual.new_empty(residual.shape), residual.new_empty(residual.shape if write_sum else (0,))
 
 
 @operator(meta=_meta_residual_norm)
@@ -232,23 +244,34 @@ def fused_residual_norm(
     write_sum: bool = True,
     weight_offset: float = 0.0,
     factor: float = 1.0,
+    gate: Tensor | None = None,
+    gate_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """s = residual + input * factor  ->  (rms(s) * (weight + weight_offset), s), as pre-norm models do.
 
     In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
+    With a gate, the residual has N streams, and s[..., n, :] = residual[..., n, :] +
+    input * factor * sigmoid(gate[..., n] * gate_factor): the low-rank hyper-connections of Qwen4.
+
     Args:
-        residual, input, weight, eps, weight_offset: as for fused_norm_add.
+        residual, input, eps, weight_offset: as for fused_norm_add; with a gate, `residual` is [..., N, H].
+        weight: [H], any of the three dtypes; for a residual [..., N, H] also [N, H], as for rms_norm.
         write_sum: without it the second result is empty, of shape [0].
         factor: of the input, whose product is not rounded (Granite, MiniMax).
+        gate: [..., N] in the dtype of `residual`, or None. Rows at equal distances are read where they lie.
+        gate_factor: 1.0 without a gate.
 
-    Returns: the normed sum and the sum, both [..., H] in the dtype of `residual`.
+    Returns: the normed sum and the sum, both like `residual`.
 
-    Raises: ValueError for a dtype, shape or device that does not fit.
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
 
     Stands for the source kernel fused_residual_norm_f32.
     """
-    total = (residual.float() + input.float() * factor).to(residual.dtype)
+    added = input.float() * factor
+    if gate is not None:
+        added = added.unsqueeze(-2) * torch.sigmoid(gate.float() * gate_factor).unsqueeze(-1)
+    total = (residual.float() + added).to(residual.dtype)
     result = normed(total, weight, eps, weight_offset).to(residual.dtype)
     return result, total if write_sum else residual.new_empty(0)
 

@@ -38,7 +38,14 @@ from .simplify import (
     share_equal,
     share_views,
 )
-from .sums import add_in_operators, add_norms, norm_sums, scale_norm_sums, update_in_connections
+from .sums import (
+    add_in_operators,
+    add_norms,
+    gated_norm_sums,
+    norm_sums,
+    scale_norm_sums,
+    update_in_connections,
+)
 
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     constants_first,
@@ -68,6 +75,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     scale_norm_sums,
     update_in_connections,
     norm_in_operators,
+    gated_norm_sums,
     norm_sums,  # norms that no operator behind them has taken
     factor_in_norm,
     split_dimensions,
@@ -85,6 +93,7 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     gate_in_one: "moe_gate",
     logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
+    gated_norm_sums: "fused_residual_norm",
     norm_sums: "fused_residual_norm",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
