@@ -6,7 +6,6 @@ context ("@ d4096"). ttft64 is the second turn of a chat: the time from 64 new t
 
 import argparse
 import copy
-import gc
 import resource
 import statistics
 import sys
@@ -36,6 +35,7 @@ from .results import check_writable, write_json, written_whole
 from .sources import (
     context_of,
     folder_of,
+    free,
     is_first_process,
     load,
     loading_options,
@@ -99,15 +99,7 @@ def run(options: argparse.Namespace) -> None:
 
     KeyboardInterrupt ends it after what was measured is written.
     """
-    for name in ("prompt", "generate", "turn", "repeats"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if options.depth is not None and min(options.depth) < 0:
-        raise ValueError(f"--depth must be at least 0 tokens, got {min(options.depth)}")
-    check_writable("--json", options.json)
-    check_speculation(options)
-    if options.beside and processes() > 1:
-        raise ValueError("--beside is for one process, got a pipeline of several")
+    _check(options)
     draw = _drawing(options.picture) if options.picture else None
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
@@ -157,6 +149,18 @@ def run(options: argparse.Namespace) -> None:
         if draw and rows and is_first_process():
             draw(options.picture, rows, bench, f"{options.model}, {size}, {chip}")
             print(f"wrote {options.picture}")
+
+
+def _check(options: argparse.Namespace) -> None:
+    for name in ("prompt", "generate", "turn", "repeats"):
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
+    if options.depth is not None and min(options.depth) < 0:
+        raise ValueError(f"--depth must be at least 0 tokens, got {min(options.depth)}")
+    check_writable("--json", options.json)
+    check_speculation(options)
+    if options.beside and processes() > 1:
+        raise ValueError("--beside is for one process, got a pipeline of several")
 
 
 def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
@@ -276,9 +280,7 @@ class Bench:
     def free(self) -> None:
         """Gives the model's memory back, for other engines."""
         self.model = None
-        gc.collect()
-        if self.device.type == "mps":
-            torch.mps.empty_cache()
+        free(self.device)
 
     def bound(self, depth: int) -> float:
         """Tokens/s that reading the weights and the KV cache allows."""
@@ -320,9 +322,7 @@ class Bench:
 
     def _host(self, cache: Any) -> float:
         """Seconds until the operators of a token are issued, without waiting for what they compute."""
-        cache, ids, count = copy.deepcopy(cache), self.ids[:, :1], 8
-        for _ in range(2):  # until the cache has room: a copied one has none, nor one that the model made
-            cache = self._forward(ids, cache).past_key_values
+        cache, ids, count = self._with_room(cache), self.ids[:, :1], 8
         self._synchronize()
         start = time.perf_counter()
         for _ in range(count):
@@ -332,12 +332,17 @@ class Bench:
         return seconds
 
     def _launches(self, cache: Any) -> int:
-        cache, ids = copy.deepcopy(cache), self.ids[:, :1]
-        for _ in range(2):  # until the cache has room: a copied one has none, nor one that the model made
-            cache = self._forward(ids, cache).past_key_values
+        cache = self._with_room(cache)
         with _Launches(self.device) as launches:
-            self._forward(ids, cache)
+            self._forward(self.ids[:, :1], cache)
         return launches.count
+
+    def _with_room(self, cache: Any) -> Any:
+        """A copy behind two tokens: a copied cache has no room for more, nor one that the model made."""
+        cache = copy.deepcopy(cache)
+        for _ in range(2):
+            cache = self._forward(self.ids[:, :1], cache).past_key_values
+        return cache
 
     def _synchronize(self) -> None:
         if self.device.type == "mps":

@@ -1,7 +1,6 @@
 """`perplexity MODEL`: how well a model predicts a text, and how far it is from another model."""
 
 import argparse
-import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, fields
@@ -13,7 +12,15 @@ from torch import Tensor
 
 from ..ops.attention import CACHE_BITS
 from .results import check_writable, write_json
-from .sources import folder_of, is_first_process, loading_options, pipeline_of, tokenizer_of, usable_device
+from .sources import (
+    folder_of,
+    free,
+    is_first_process,
+    loading_options,
+    pipeline_of,
+    tokenizer_of,
+    usable_device,
+)
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
@@ -36,7 +43,7 @@ def run(options: argparse.Namespace) -> None:
     with tempfile.TemporaryDirectory() as folder:
         if other is not None:
             save_references(_load(other, device, options), pieces, Path(folder))
-            _free(device)
+            free(device)
         model = _load(source, device, options)
         if options.kv_bits == CACHE_BITS:
             model = WithQuantizedCache(model)
@@ -56,13 +63,6 @@ def run(options: argparse.Namespace) -> None:
         found |= {"agreement": means.agreement, "rest": means.rest}
     if is_first_process():
         write_json(options.json, found)
-
-
-def _free(device: str) -> None:
-    """Give back the memory of the first model before the second is loaded."""
-    gc.collect()
-    if torch.device(device).type == "mps":
-        torch.mps.empty_cache()
 
 
 def _bound(rest: float) -> str:

@@ -22,7 +22,7 @@ _said = functools.cache(said)
 
 def is_available() -> bool:
     """Whether there is a GPU to check: a Mac's, with the compiled extension."""
-    return torch.backends.mps.is_available() and hasattr(torch.ops.moe_mps, "_pipelines")
+    return torch.backends.mps.is_available() and host_library() is not None
 
 
 def machine() -> dict[str, str]:

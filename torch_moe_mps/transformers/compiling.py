@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from .._extension import torch_version
+from .._extension import host_library, torch_version
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
@@ -47,9 +47,7 @@ def align_weights(model: nn.Module) -> None:
 
 def compile_kernels(model: nn.Module, strict: bool = True) -> str | None:
     """Compile what a model on mps will run: see compile_libraries."""
-    return (
-        compile_libraries(libraries_of(model), strict) if hasattr(torch.ops.moe_mps, "_pipelines") else None
-    )
+    return None if host_library() is None else compile_libraries(libraries_of(model), strict)
 
 
 def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
