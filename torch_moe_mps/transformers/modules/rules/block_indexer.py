@@ -17,10 +17,9 @@ from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ..chosen_keys import Choice
 from ..experts import NAME, is_observed
-from .indexer import FewInputs
 from .norms import is_norm, norm_arguments
-from .rope import TURNS, Turn, tables_and_options
-from .trial import HeldKeys, agrees, bare_twin, tried
+from .rope import WHOLE_TURNS, Turn, tables_and_options
+from .trial import FewInputs, HeldKeys, agrees, bare_twin, has_parts, numbers, tried
 
 ops = torch.ops.moe_mps
 
@@ -88,8 +87,7 @@ def _chosen(
 
 def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an indexer of blocks, else None."""
-    layers = all(isinstance(module._modules.get(name), nn.Module) for name in _LAYERS)
-    if not layers or not all(isinstance(getattr(module, name, None), int) for name in _NUMBERS):
+    if not has_parts(module, _LAYERS, _NUMBERS):
         return None
     width: Any = module.head_dim
     fits = width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and hasattr(module, "config")
@@ -97,47 +95,43 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
         return None
     for name in ("block_size", "topk_blocks", "local_blocks"):
         depends_on(module, name)
-    trial = _Trial(module)
-    for turn in TURNS:
-        if not (turn.half_of_table or turn.doubled) and trial.agrees(turn):
-            state_of(module).formula = turn
-            return block_indexer_forward, [Done("index_topk"), Done("index_keys_")]
-    return None
+    turn = _turn_of(module)
+    if turn is None:
+        return None
+    state_of(module).formula = turn
+    return block_indexer_forward, [Done("index_topk"), Done("index_keys_")]
 
 
-class _Trial:
-    """A call of an indexer with layers that depend on few of their inputs, and what it gives."""
+def _turn_of(module: Any) -> Turn | None:
+    """How queries and keys turn; None if what is computed here is not what the indexer computes.
 
-    def __init__(self, module: Any):
-        self.module = bare_twin(module)
-        children: dict[str, Any] = {
-            name: FewInputs(module._modules[name].out_features) for name in ("q_proj", "k_proj")
-        }
-        for name in ("q_norm", "k_norm"):
-            norm, formula = bare_twin(module._modules[name]), state_of(module._modules[name]).formula
-            weight = nn.Parameter(torch.linspace(-0.5, 1.0, module.head_dim), requires_grad=False)
-            norm.register_parameter(formula.weight, weight)
-            state_of(norm).formula, children[name] = formula, norm
-        vars(self.module).update(_modules=children, block_size=2, topk_blocks=2)
-        generator = torch.Generator().manual_seed(0)
-        self.hidden = torch.rand(_BATCH, _TOKENS, 4, generator=generator) - 0.5
-        shape = (_BATCH, _TOKENS, module.head_dim // 2)
-        self.tables = [torch.rand(shape, generator=generator) + 0.5 for _ in range(2)]
-        self.before = torch.rand(_BATCH, 1, _BEFORE, module.head_dim, generator=generator) - 0.5
-        self.positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
-        cache = HeldKeys(self.before, self.module.layer_idx)
-        own = original_class(module).forward
-        self.own = tried(own, self.module, self.hidden, self.tables, cache, self.positions)
-        self.keys = cache.keys
-
-    def agrees(self, turn: Turn) -> bool:
-        norms = [norm_arguments(norm, self.before) for norm in _norms(self.module)]
-        layer = HeldKeys(self.before)
-        found = tried(_chosen, self.module, turn, self.hidden, self.tables, layer, *norms)
-        if not isinstance(found, Choice) or not isinstance(self.own, Tensor):
-            return False
+    It runs with layers that depend on few of their inputs.
+    """
+    twin, width = bare_twin(module), module.head_dim
+    children: dict[str, Any] = {
+        name: FewInputs(module._modules[name].out_features) for name in ("q_proj", "k_proj")
+    }
+    for name in ("q_norm", "k_norm"):
+        norm, formula = bare_twin(module._modules[name]), state_of(module._modules[name]).formula
+        weight = nn.Parameter(torch.linspace(-0.5, 1.0, width), requires_grad=False)
+        norm.register_parameter(formula.weight, weight)
+        state_of(norm).formula, children[name] = formula, norm
+    vars(twin).update(_modules=children, block_size=2, topk_blocks=2)
+    hidden, before = numbers(_BATCH, _TOKENS, 4), numbers(_BATCH, 1, _BEFORE, width)
+    both = numbers(2, _BATCH, _TOKENS, width // 2) + 1.0
+    positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
+    cache, tables = HeldKeys(before, twin.layer_idx), [*both]
+    own = tried(original_class(module).forward, twin, hidden, tables, cache, positions)
+    norms = [norm_arguments(norm, before) for norm in _norms(twin)]
+    for turn in WHOLE_TURNS if isinstance(own, Tensor) else ():
+        layer = HeldKeys(before)
+        found = tried(_chosen, twin, turn, hidden, tables, layer, *norms)
+        if not isinstance(found, Choice):
+            continue
         chosen = found.chosen(0, _TOKENS, _BEFORE + _TOKENS)
         # Its own are by score, and -1 is last in both.
-        own = torch.where(self.own < 0, _BEFORE, self.own).sort(-1).values
-        same = torch.equal(own, torch.where(chosen < 0, _BEFORE, chosen).long())
-        return same and agrees(self.keys, layer.keys)
+        theirs = torch.where(own < 0, _BEFORE, own).sort(-1).values
+        same = torch.equal(theirs, torch.where(chosen < 0, _BEFORE, chosen).long())
+        if same and agrees(cache.keys, layer.keys):
+            return turn
+    return None

@@ -21,7 +21,7 @@ from ..causal_mask import CausalMask
 from ..experts import is_observed
 from .constants import constant
 from .rope import TURNS, Turn, tables_and_options
-from .trial import HeldKeys, agrees, bare_twin, tried
+from .trial import FewInputs, HeldKeys, Normed, agrees, bare_twin, has_parts, numbers, tried
 
 ops = torch.ops.moe_mps
 
@@ -120,8 +120,7 @@ def _queries(indexer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
 
 def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an indexer, else None."""
-    layers = all(isinstance(module._modules.get(name), nn.Module) for name in _LAYERS)
-    if not layers or not all(isinstance(getattr(module, name, None), int | float) for name in _NUMBERS):
+    if not has_parts(module, _LAYERS, _NUMBERS):
         return None
     names = tuple(inspect.signature(original_class(module).forward).parameters)[2:]
     rotary, width = getattr(module, "qk_rope_head_dim", None), getattr(module, "head_dim", 0)
@@ -130,56 +129,43 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     depends_on(module, "qk_rope_head_dim")
     depends_on(module, "use_rope")
-    trial = _Trial(module, names, rotary, width)
-    for turn in (None, *TURNS):
+    form = _form_of(module, names, rotary, width)
+    if form is None:
+        return None
+    state_of(module).formula = form
+    return indexer_forward, [Done("index_topk"), Done("index_keys_")]
+
+
+def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> Form | None:
+    """What an indexer with layers of few inputs computes; None if that is not what is computed here."""
+    twin = bare_twin(module)
+    children = {name: _stand_in(child) for name, child in module._modules.items() if child is not None}
+    vars(twin).update(_modules=children, index_topk=3)
+    keys = _BEFORE + _TOKENS
+    hidden, before = numbers(_BATCH, _TOKENS, 4), numbers(_BATCH, _BEFORE, width)
+    every = {
+        "q_resid": numbers(_BATCH, _TOKENS, 5)[..., :4],
+        "position_embeddings": numbers(2, _BATCH, _TOKENS, rotary).unbind(),
+        "attention_mask": torch.full((_BATCH, _TOKENS, keys), -torch.inf).triu(_BEFORE + 1),
+        "position_ids": torch.arange(_BEFORE, keys).expand(_BATCH, -1) * 1000,
+    }
+    given = {name: value for name, value in every.items() if name in names}
+
+    def ours(twin: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
+        return _chosen(twin, form, hidden, given, keys, None)
+
+    cache = HeldKeys(before, twin.layer_idx)
+    own = tried(original_class(module).forward, twin, hidden, **given, past_key_values=cache)
+    for turn in (None, *TURNS) if isinstance(own, Tensor) else ():
         columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
         if turn is not None and columns * (2 if turn.doubled else 1) > width:
             continue
-        form = Form(names, turn, rotary)
-        if trial.agrees(form):
-            state_of(module).formula = form
-            return indexer_forward, [Done("index_topk"), Done("index_keys_")]
+        form, held = Form(names, turn, rotary), HeldKeys(before, twin.layer_idx)
+        found = tried(ours, twin, hidden, **given, past_key_values=held)
+        same = isinstance(found, Tensor) and torch.equal(own.sort(-1).values, found)
+        if same and agrees(cache.keys, held.keys):
+            return form
     return None
-
-
-class _Trial:
-    """A call of an indexer with layers that depend on few of their inputs, and what it gives."""
-
-    def __init__(self, module: nn.Module, names: tuple[str, ...], rotary: int, width: int):
-        self.module = bare_twin(module)
-        children = {name: _stand_in(child) for name, child in module._modules.items() if child is not None}
-        vars(self.module).update(_modules=children, index_topk=3)
-        generator = torch.Generator().manual_seed(0)
-
-        def numbers(*shape: int) -> Tensor:
-            return torch.rand(shape, generator=generator) - 0.5
-
-        keys = _BEFORE + _TOKENS
-        self.hidden = numbers(_BATCH, _TOKENS, 4)
-        self.given = {
-            "q_resid": numbers(_BATCH, _TOKENS, 4),
-            "position_embeddings": (numbers(_BATCH, _TOKENS, rotary), numbers(_BATCH, _TOKENS, rotary)),
-            "attention_mask": torch.full((_BATCH, _TOKENS, keys), -torch.inf).triu(_BEFORE + 1),
-            "position_ids": torch.arange(_BEFORE, keys).expand(_BATCH, -1) * 1000,
-        }
-        self.given = {name: value for name, value in self.given.items() if name in names}
-        self.before = numbers(_BATCH, _BEFORE, width)
-        self.own = self._call(original_class(module).forward, self.module, self.hidden)
-
-    def _call(self, function: Callable, *args: Any) -> tuple[Tensor, Any]:
-        """The keys of the cache behind it, and the keys that it chooses."""
-        cache = HeldKeys(self.before, self.module.layer_idx)
-        chosen = tried(function, *args, **self.given, past_key_values=cache)
-        return cache.keys, chosen
-
-    def agrees(self, form: Form) -> bool:
-        def ours(hidden: Tensor, **given: Any) -> Tensor:
-            return _chosen(self.module, form, hidden, given, _BEFORE + _TOKENS, None)
-
-        found = self._call(ours, self.hidden)
-        if not isinstance(self.own[1], Tensor) or not isinstance(found[1], Tensor):
-            return False
-        return torch.equal(self.own[1].sort(-1).values, found[1]) and agrees(self.own[0], found[0])
 
 
 def _stand_in(child: nn.Module) -> nn.Module:
@@ -187,24 +173,3 @@ def _stand_in(child: nn.Module) -> nn.Module:
     if isinstance(rows, int):
         return FewInputs(rows)
     return Normed() if isinstance(child, nn.LayerNorm) else copy.deepcopy(child).to("cpu", torch.float32)
-
-
-class FewInputs(nn.Module):
-    """A linear layer of the first four inputs."""
-
-    def __init__(self, rows: int):
-        super().__init__()
-        generator = torch.Generator().manual_seed(rows)
-        self.weight = nn.Parameter(torch.randn(rows, 4, generator=generator), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., :4] @ self.weight.T
-
-
-class Normed(nn.Module):
-    """A norm of rows of any width."""
-
-    weight = torch.empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, x.shape[-1:])

@@ -22,9 +22,8 @@ from ..causal_mask import CausalMask
 from ..chosen_keys import EVERYTHING, Choice
 from ..experts import is_observed
 from .constants import constant
-from .indexer import FewInputs, Normed
-from .rope import TURNS, Turn, tables_and_options
-from .trial import HeldKeys, agrees, bare_twin, tried
+from .rope import WHOLE_TURNS, Turn, tables_and_options
+from .trial import FewInputs, HeldKeys, Normed, agrees, bare_twin, has_parts, numbers, tried
 
 ops = torch.ops.moe_mps
 
@@ -194,36 +193,24 @@ _BATCH, _TOKENS, _BEFORE, _RATE, _POOLS = 2, 3, 8, 2, 2  # of a trial
 def rewrite_pooled_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an indexer of pools, else None."""
     done = [Done("index_topk")]
-    if _has(module, _KPOOL, _KPOOL_NUMBERS) and getattr(module, "index_kpool_always_select_tail", False):
+    if has_parts(module, _KPOOL, _KPOOL_NUMBERS) and getattr(module, "index_kpool_always_select_tail", False):
         for name in ("index_topk", "index_kpool"):
             depends_on(module, name)
         fits = isinstance(module.k_norm, nn.LayerNorm) and _fits(module.head_dim, module.index_kpool)
         return (kpool_forward, done) if fits and _agrees_gated(module) else None
-    if _has(module, _QSA, _QSA_NUMBERS) and module.index_kv_heads == 1:
+    if has_parts(module, _QSA, _QSA_NUMBERS) and module.index_kv_heads == 1:
         for name in ("compress_ratio", "block_topk"):
             depends_on(module, name)
         fits = _fits(module.index_head_dim, module.compress_ratio)
-        if fits and all(hasattr(norm, "eps") for norm in _norms(module)):
-            trial = _TrialOfMeans(module)
-            for turn in TURNS:
-                if not (turn.half_of_table or turn.doubled) and trial.agrees(turn):
-                    state_of(module).formula = turn
-                    return qsa_forward, done
+        fits = fits and all(hasattr(norm, "eps") for norm in _norms(module))
+        if fits and (turn := _turn_of_means(module)) is not None:
+            state_of(module).formula = turn
+            return qsa_forward, done
     return None
-
-
-def _has(module: Any, layers: tuple[str, ...], numbers: tuple[str, ...]) -> bool:
-    """Whether a module has these layers and numbers."""
-    own = all(isinstance(module._modules.get(name), nn.Module) for name in layers)
-    return own and all(isinstance(getattr(module, name, None), int | float) for name in numbers)
 
 
 def _fits(width: int, rate: int) -> bool:
     return width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and 1 < rate <= MAX_INDEX_BLOCK
-
-
-def _numbers(*shape: int) -> Tensor:
-    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5
 
 
 def _agrees_gated(module: Any) -> bool:
@@ -233,10 +220,10 @@ def _agrees_gated(module: Any) -> bool:
         name: FewInputs(module._modules[name].out_features) for name in _KPOOL if name != "k_norm"
     }
     vars(twin).update(_modules=layers | {"k_norm": Normed()}, index_topk=_RATE * _POOLS, index_kpool=_RATE)
-    twin.index_kpool_compress_ape = nn.Parameter(_numbers(_RATE, width), requires_grad=False)
-    twin.index_kpool_compress_gate = nn.Parameter(_numbers(width, 4), requires_grad=False)
-    hidden, q_resid = _numbers(_BATCH, _TOKENS, 4), _numbers(_BATCH, _TOKENS, 5)[..., :4]
-    before = torch.cat((_numbers(_BATCH, _BEFORE, 2 * width), torch.ones(_BATCH, _BEFORE, 1)), -1)
+    twin.index_kpool_compress_ape = nn.Parameter(numbers(_RATE, width), requires_grad=False)
+    twin.index_kpool_compress_gate = nn.Parameter(numbers(width, 4), requires_grad=False)
+    hidden, q_resid = numbers(_BATCH, _TOKENS, 4), numbers(_BATCH, _TOKENS, 5)[..., :4]
+    before = torch.cat((numbers(_BATCH, _BEFORE, 2 * width), torch.ones(_BATCH, _BEFORE, 1)), -1)
     caches = [HeldKeys(before, twin.layer_idx) for _ in range(2)]
     shown = torch.ones(_BATCH, _TOKENS, dtype=torch.bool)
     own = tried(original_class(module).forward, twin, hidden, q_resid, shown, caches[0])
@@ -260,31 +247,24 @@ def _is_same(own: Tensor, found: Choice) -> bool:
     return bool(known.any()) and torch.equal((own & order)[:, 0][known], (mask & order)[:, 0][known])
 
 
-class _TrialOfMeans:
-    """A call of an indexer with a layer of few inputs, and what it chooses."""
-
-    def __init__(self, module: Any):
-        self.twin, width = bare_twin(module), module.index_head_dim
-        children: dict[str, nn.Module] = {}
-        for name in _QSA[1:]:
-            norm = children[name] = bare_twin(module._modules[name])
-            norm.weight = nn.Parameter(_numbers(width), requires_grad=False)
-        layers = {"index_qk_proj": FewInputs(module.index_qk_proj.out_features)}
-        vars(self.twin).update(_modules=layers | children, compress_ratio=_RATE, block_topk=_POOLS)
-        self.twin.token_budget = _RATE * _POOLS
-        keys = _BEFORE + _TOKENS
-        self.hidden, self.before = _numbers(_BATCH, _TOKENS, 4), _numbers(_BATCH, _BEFORE, width)
-        self.tables = [
-            _numbers(_BATCH, keys, width // 2 + 1)[..., i : i + width // 2] + 1.0 for i in range(2)
-        ]
-        self.cache = HeldKeys(self.before, self.twin.layer_idx)
-        shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-_TOKENS:].expand(_BATCH, 1, -1, -1)
-        own = original_class(module).forward
-        self.own = tried(own, self.twin, self.hidden, self.tables, shown, self.cache)
-
-    def agrees(self, turn: Turn) -> bool:
-        layer = HeldKeys(self.before)
-        found = tried(_choice_of_means, self.twin, turn, self.hidden, self.tables, layer)
-        if not isinstance(found, Choice) or not isinstance(self.own, Tensor):
-            return False
-        return _is_same(self.own, found) and agrees(self.cache.keys, layer.keys)
+def _turn_of_means(module: Any) -> Turn | None:
+    """How queries and keys turn; None if an indexer with a layer of few inputs chooses anything else."""
+    twin, width = bare_twin(module), module.index_head_dim
+    children: dict[str, nn.Module] = {"index_qk_proj": FewInputs(module.index_qk_proj.out_features)}
+    for name in _QSA[1:]:
+        norm = children[name] = bare_twin(module._modules[name])
+        norm.weight = nn.Parameter(numbers(width), requires_grad=False)
+    vars(twin).update(_modules=children, compress_ratio=_RATE, block_topk=_POOLS)
+    twin.token_budget = _RATE * _POOLS
+    keys = _BEFORE + _TOKENS
+    hidden, before = numbers(_BATCH, _TOKENS, 4), numbers(_BATCH, _BEFORE, width)
+    both = numbers(_BATCH, keys, width // 2 + 1) + 1.0
+    cache, tables = HeldKeys(before, twin.layer_idx), [both[..., :-1], both[..., 1:]]
+    shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-_TOKENS:].expand(_BATCH, 1, -1, -1)
+    own = tried(original_class(module).forward, twin, hidden, tables, shown, cache)
+    for turn in WHOLE_TURNS if isinstance(own, Tensor) else ():
+        layer = HeldKeys(before)
+        found = tried(_choice_of_means, twin, turn, hidden, tables, layer)
+        if isinstance(found, Choice) and _is_same(own, found) and agrees(cache.keys, layer.keys):
+            return turn
+    return None

@@ -48,6 +48,7 @@ class RopeForm(NamedTuple):
 
 
 TURNS = [Turn(*fields) for fields in itertools.product(_PAIRS, (False, True), (False, True), (False, True))]
+WHOLE_TURNS = [turn for turn in TURNS if not (turn.half_of_table or turn.doubled)]
 
 
 def tables_and_options(turn: Turn, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:

@@ -1,7 +1,7 @@
 """Helpers to recognise functions and modules by running them on random numbers."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -57,6 +57,38 @@ def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
     return a.shape == b.shape and torch.allclose(a, b, rtol, 1e-5)
+
+
+def has_parts(module: nn.Module, layers: Iterable[str], numbers: Iterable[str]) -> bool:
+    """Whether a module has layers and numbers of these names."""
+    own = all(isinstance(module._modules.get(name), nn.Module) for name in layers)
+    return own and all(isinstance(getattr(module, name, None), int | float) for name in numbers)
+
+
+def numbers(*shape: int) -> Tensor:
+    """Random ones about 0, the same for each shape."""
+    return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5
+
+
+class FewInputs(nn.Module):
+    """A linear layer of the first four inputs, which gives few numbers their weight."""
+
+    def __init__(self, rows: int):
+        super().__init__()
+        generator = torch.Generator().manual_seed(rows)
+        self.weight = nn.Parameter(torch.randn(rows, 4, generator=generator), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[..., :4] @ self.weight.T
+
+
+class Normed(nn.Module):
+    """A norm of rows of any width."""
+
+    weight = torch.empty(0)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.layer_norm(x, x.shape[-1:])
 
 
 class HeldKeys:
