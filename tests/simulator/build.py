@@ -6,14 +6,16 @@ import functools
 import hashlib
 import itertools
 import os
+import pickle
 import platform
 import re
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from .errors import BuildError, ShaderError
 from .language.translate import translate
@@ -153,6 +155,13 @@ def build_once(path: Path, make) -> Path:
             make(temporary)
             temporary.rename(path)
     return path
+
+
+def kept(name: str, make: Callable[[], Any]) -> Any:
+    """What `make()` returns, made once for a name, which has a digest of all that it depends on."""
+    path = cache_directory() / f"{name}.pickle"
+    build_once(path, lambda target: target.write_bytes(pickle.dumps(make())))
+    return pickle.loads(path.read_bytes())
 
 
 @functools.cache

@@ -1,7 +1,6 @@
 """The kernels of dispatches, translated and compiled in parallel, and kept by content."""
 
 import os
-import pickle
 import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -30,13 +29,8 @@ class Job:
     architecture: str
 
     def key(self) -> str:
-        headers = build.files_digest(
-            *nvrtc.INCLUDE.iterdir(),
-            *nvrtc.SHARED.glob("*.h"),
-            Path(__file__),
-            Path(__file__).with_name("translate.py"),
-        )
-        return build.digest(repr(self), headers, nvrtc.FLAGS, nvrtc.version())
+        sources = build.files_digest(Path(__file__), Path(__file__).with_name("translate.py"))
+        return build.digest(repr(self), sources, nvrtc.identity())
 
 
 @dataclass
@@ -63,9 +57,7 @@ def job_of(plan: Plan, dispatch: Dispatch, tf32: bool, architecture: str) -> Job
 
 def compile_job(job: Job) -> Compiled:
     """Raises nvrtc.CompileError or ShaderError."""
-    path = build.cache_directory() / f"cuda-{job.key()}.pickle"
-    build.build_once(path, lambda target: target.write_bytes(pickle.dumps(compiled(job))))
-    return pickle.loads(path.read_bytes())
+    return build.kept(f"cuda-{job.key()}", lambda: compiled(job))
 
 
 def compiled(job: Job) -> Compiled:

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from .. import build
+
 INCLUDE = Path(__file__).parent / "include"
 SHARED = Path(__file__).parents[1] / "msl" / "include"  # of which CUDA has what is plain C++
 # As Metal's safe math: subnormal floats are flushed to zero, products and sums are contracted.
@@ -42,6 +44,12 @@ def version() -> str:
     major, minor = ctypes.c_int(), ctypes.c_int()
     library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor))
     return f"{major.value}.{minor.value}"
+
+
+def identity() -> str:
+    """Of all that a program's code depends on beside the program."""
+    headers = build.files_digest(*INCLUDE.iterdir(), *SHARED.glob("*.h"))
+    return build.digest(headers, FLAGS, version())
 
 
 def text(program: ctypes.c_void_p, what: str) -> bytes:

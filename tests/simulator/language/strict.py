@@ -22,7 +22,7 @@ from .. import build
 from ..errors import ShaderError
 from .tokens import is_identifier, is_space
 from .translate import Translator
-from .vocabulary import VECTOR, Location, check_vocabulary
+from .vocabulary import VECTOR, Location, accepted_words, check_vocabulary
 
 STRICT = build.MSL / "strict"
 ADDRESS_SPACES = {
@@ -356,10 +356,21 @@ def check(source: str, include: tuple = (), name: str = "program_source") -> lis
     """What is wrong with a shader's source, one text per problem; empty when nothing is."""
     try:
         text = build.preprocess(source, include, name)
-        problems = check_vocabulary(text) + check_language(text) + check_address_spaces(text)
-        return list(dict.fromkeys(problems))
+        return build.kept(f"strict-{build.digest(text, identity())}", lambda: problems_of(text))
     except ShaderError as error:
         return [str(error)]
+
+
+@functools.cache
+def identity() -> str:
+    """Of all that the problems depend on beside the source."""
+    files = build.files_digest(*STRICT.iterdir(), *Path(__file__).parent.glob("*.py"))
+    return build.digest(files, sorted(accepted_words()), *build.prepared_headers(), clangs_headers())
+
+
+def problems_of(text: str) -> list[str]:
+    problems = check_vocabulary(text) + check_language(text) + check_address_spaces(text)
+    return list(dict.fromkeys(problems))
 
 
 def check_file(path: Path) -> list[str]:
