@@ -134,9 +134,10 @@ def captured_call(model: nn.Module) -> Callable[[], None]:
 
 def captured_token(simulated, model: nn.Module) -> Counter[str]:
     """What a captured token launches: operators of aten that are no views, and the package's dispatches."""
-    call = captured_call(model)
-    with simulated.trace() as commands:
-        call()
+    with simulated.dropped():
+        call = captured_call(model)
+        with simulated.trace() as commands:
+            call()
     ours = set(dir(torch.ops.moe_mps))
     others = {name: n for name, n in operators_of_token(model).items() if name not in ours}
     return Counter(others) + kernels_of(commands)
@@ -170,7 +171,9 @@ def types_of_layers(model: nn.Module) -> list[str]:
 
 def launches_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
     """{type of layer: what the last layer of this type launches for one token}."""
-    cache, token = prompted(model, [1, 2, 3, 4]), torch.tensor([[5]], device="mps")
+    token = torch.tensor([[5]], device="mps")
+    with simulated.dropped():
+        cache = prompted(model, [1, 2, 3, 4])
     found: dict[str, Counter[str]] = {}
     inside: list[tuple[ExitStack, Any, Launches]] = []
 
@@ -188,7 +191,7 @@ def launches_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
     hooks = []
     for kind, layer in zip(types_of_layers(model), model.get_decoder().layers, strict=True):
         hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(partial(end, kind))]
-    with torch.no_grad():
+    with torch.no_grad(), simulated.dropped():
         model(token, past_key_values=cache, use_cache=True)
     for hook in hooks:
         hook.remove()

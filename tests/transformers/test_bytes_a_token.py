@@ -73,7 +73,8 @@ def counted(simulated, model, keys) -> tuple[int, int]:
             return update(*args, **kwargs)
 
     with torch.no_grad():
-        model(token, past_key_values=cache)
+        with simulated.dropped():
+            model(token, past_key_values=cache)
         cache.update = counting
         with simulated.counters() as dispatches:
             model(token, past_key_values=cache)
@@ -131,12 +132,18 @@ class MovedByAten(TorchDispatchMode):
         return out
 
 
+def behind(simulated, model, context: int) -> DynamicCache:
+    """A cache of so many tokens; nobody asks for its values."""
+    with simulated.dropped():
+        return prompted(model, [1 + i % 90 for i in range(context)])
+
+
 def moved_and_held(simulated, model, context: int, names: tuple[str, ...]) -> tuple[int, int]:
     """Bytes that a token moves behind so many, and those of what its cache has by these names, as a.b.
 
     A dispatch of ours reads each byte once here: values are columns of latents, which were just read as keys.
     """
-    cache = prompted(model, [1 + i % 90 for i in range(context)])
+    cache = behind(simulated, model, context)
     states = [_named(layer, name) for layer in cache.layers for name in names]
     held = sum(part.nbytes for each in states if each is not None for part in parts(each))
     token = torch.tensor([[5]], device="mps")
@@ -235,7 +242,7 @@ def test_a_longer_context_costs_a_token_its_compressed_keys(simulated, layer, mo
 
 def captured_bytes(simulated, model, context: int, monkeypatch) -> tuple[int, int]:
     """Bytes that a captured token moves behind so many, and those of the pools' keys that its cache has."""
-    cache, captures = prompted(model, [1 + i % 90 for i in range(context)]), captures_of(model)
+    cache, captures = behind(simulated, model, context), captures_of(model)
     token = torch.tensor([[5]], device="mps")
     for _ in range(8):  # those that complete a pool have a program of their own
         model(token, past_key_values=cache, use_cache=True)
