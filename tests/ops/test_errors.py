@@ -345,7 +345,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [N] = (32,)", order=zeros(I + 1, dtype=integer)),
             wrong("one of silu, gelu, gelu_tanh, relu, relu2, got 'swiglu_oai'", activation="swiglu_oai"),
             wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=0),
-            wrong("activated must be between 1 and 32", activation="silu", activated=I + 1),
+            wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1),
             wrong("activated must be None without an activation, got 4", activated=4),
             wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
             wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),

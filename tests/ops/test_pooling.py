@@ -47,13 +47,15 @@ def test_sizes(device, dtype):
 
 
 def test_strides(device):
-    """Of columns of a joined projection, and of a cache and a state between others."""
+    """Of columns of a joined projection, a cache and a state between others, and every other weight."""
     given = arguments(device, torch.bfloat16, 2, 9, 40, 4, True, 3, 8)
     joined = torch.cat((given["kv"][..., :3], given["gate"], given["kv"]), -1)
     given |= {"gate": joined[..., 3:83], "kv": joined[..., 83:]}
     given["entries_"] = torch.cat((given["entries_"], given["entries_"]), 2)[..., 40:]
     given["state_"] = given["state_"].transpose(0, 1).contiguous().transpose(0, 1)
     given["inv_freq"] = given["inv_freq"].half()
+    for name in ("position_bias", "norm_weight", "inv_freq"):
+        given[name] = given[name].repeat_interleave(2, -1)[..., ::2]
     checked("pool_window_", **given)
 
 

@@ -194,7 +194,7 @@ def codes_of(packed: Tensor, bits: int) -> np.ndarray:
     eights = np.zeros((*octets.shape[:-1], octets.shape[-1] // bits, 8), np.uint8)
     eights[..., :bits] = octets.reshape(*eights.shape[:-1], bits)
     codes = (eights.view(np.uint64) >> (bits * np.arange(8, dtype=np.uint64))) & np.uint64(2**bits - 1)
-    return codes.reshape(*octets.shape[:-1], -1)
+    return codes.reshape(*octets.shape[:-1], eights.shape[-2] * 8)
 
 
 GRIDS = Path(__file__).parents[2] / "torch_moe_mps" / "shaders" / "matmul" / "grids.txt"
@@ -240,17 +240,16 @@ def dequantise(packed: Tensor, scales: Tensor, biases: Tensor | None, format: st
     bits, group_size, _ = numbers_of(format)
     if format in POINTS:
         return point_values(packed, scales, biases, format)
-    codes = codes_of(packed, bits).reshape(*packed.shape[:-1], -1, group_size)
+    shape = *packed.shape[:-1], packed.shape[-1] * 32 // bits
+    codes = codes_of(packed, bits).reshape(*shape[:-1], shape[-1] // group_size, group_size)
     if format[0] in "qit":
-        return ggml_values(codes, scales, biases, format).reshape(*packed.shape[:-1], -1)
+        return ggml_values(codes, scales, biases, format).reshape(shape)
     if biases is not None:
-        values = codes * exact(scales)[..., None] + exact(biases)[..., None]
-        return values.reshape(*packed.shape[:-1], -1)
+        return (codes * exact(scales)[..., None] + exact(biases)[..., None]).reshape(shape)
     scales = scales.cpu().numpy()
     factors = e4m3(scales.astype(np.int64)) if group_size == 16 else np.exp2(scales.astype(np.float64) - 127)
     numbers = e2m1(np.arange(16)) if bits == 4 else e4m3(np.arange(256))
-    values = numbers[codes] * factors[..., None]
-    return values.reshape(*packed.shape[:-1], -1)
+    return (numbers[codes] * factors[..., None]).reshape(shape)
 
 
 def halves_of(bits: Tensor) -> np.ndarray:
@@ -297,17 +296,17 @@ def point_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: 
     scale_bits, number_bits, shifts, stream_bits = POINTS[format]
     grid, groups = grid_of(format), 32 // group_size
     words = packed.cpu().view(torch.int32).numpy().view(np.uint32).astype(np.int64)
-    words = words.reshape(*packed.shape[:-1], -1, bits)
+    words = words.reshape(*packed.shape[:-1], packed.shape[-1] // bits, bits)
     points = 32 // grid.shape[1]
     low = np.concatenate([fields(words[..., i], 0, 8, 4) for i in range(points // 4)], -1)
     more = np.zeros(words.shape[:-1], np.int64)
     if stream_bits:
         digits = np.unpackbits(scales.cpu().numpy(), axis=-1, bitorder="little").astype(np.int64)
-        blocks = digits.reshape(*scales.shape[:-1], -1, 8 * stream_bits)
+        blocks = digits.reshape(*words.shape[:-2], words.shape[-2] // 8, 8 * stream_bits)
         if format == "iq1_m":  # sixteen bits of each 32 values, then six
             parts = [blocks[..., 128:].reshape(*blocks.shape[:-1], 8, 6), blocks[..., :128]]
             blocks = np.concatenate([parts[0], parts[1].reshape(*blocks.shape[:-1], 8, 16)], -1)
-        more = (blocks.reshape(*words.shape[:-1], -1) << np.arange(stream_bits)).sum(-1)
+        more = (blocks.reshape(*words.shape[:-1], stream_bits) << np.arange(stream_bits)).sum(-1)
     if bits > 1 and stream_bits < 12:
         more = more | words[..., -1] >> 28 << stream_bits
     first = groups * scale_bits
@@ -324,6 +323,6 @@ def point_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: 
         values = values + 0.125 - 0.25 * fields(more, first + number_bits * points, 1, shifts)[..., None]
     halves = halves_of(scales if biases is None else biases)
     factors = (2 * fields(more, 0, scale_bits, groups) + 1) / (1, 8, 4)[bits - 1]
-    factors = factors.reshape(*halves.shape, -1) * halves[..., None]
+    factors = factors.reshape(*halves.shape, 8 * groups) * halves[..., None]
     values = values.reshape(*factors.shape, group_size) * factors[..., None]
-    return values.reshape(*packed.shape[:-1], -1)
+    return values.reshape(*packed.shape[:-1], packed.shape[-1] * 32 // bits)

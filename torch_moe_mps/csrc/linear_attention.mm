@@ -200,7 +200,7 @@ Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, con
       .bind(a_log)
       .bind_or(dt_bias, output)
       .bind_or(skip, output)
-      .bind_strided(gate.value_or(x))
+      .bind_strided_or(gate, x)
       .bind_strided(state)
       .bind(output)
       .params(params)

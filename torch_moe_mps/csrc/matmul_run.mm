@@ -184,7 +184,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   params.has_order = order.has_value();
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
-  bind_matmul(command, x, matrix, order.value_or(x), out).bind_or(residual, x).params(params);
+  bind_matmul(command, x, matrix, order ? *order : x, out).bind_or(residual, x).params(params);
   if (step.norms_inputs) {
     command.bind(norm->weight);
   } else if (step.kernel != "matmul_rows") {

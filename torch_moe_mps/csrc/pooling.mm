@@ -11,12 +11,13 @@ namespace {
 
 using at::Tensor;
 
-void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position_bias, const Tensor& state_,
-                  const Tensor& entries_, int64_t position, const Tensor& norm_weight, const Tensor& inv_freq,
-                  double scaling, double eps) {
+void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position_bias_, const Tensor& state_,
+                  const Tensor& entries_, int64_t position, const Tensor& norm_weight_,
+                  const Tensor& inv_freq_, double scaling, double eps) {
   if (kv_.numel() == 0) return;
   const Tensor kv = rows_contiguous(kv_), gate = rows_contiguous(gate_), state = state_.contiguous();
-  const Tensor entries = rows_contiguous(entries_);
+  const Tensor entries = rows_contiguous(entries_), position_bias = position_bias_.contiguous();
+  const Tensor norm_weight = norm_weight_.contiguous(), inv_freq = inv_freq_.contiguous();
   PoolParams params{};
   params.kv = token_strides(kv);
   params.gate = token_strides(gate);
@@ -43,11 +44,11 @@ void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position
   commands.add({"pooling", kv.scalar_type()}, "pool_windows")
       .bind_strided(kv)
       .bind_strided(gate)
-      .bind(position_bias.contiguous())
+      .bind(position_bias)
       .bind(state)
       .bind_strided(entries.numel() > 0 ? entries : state)
-      .bind(norm_weight.contiguous())
-      .bind(params.turning > 0 ? inv_freq.contiguous() : norm_weight.contiguous())
+      .bind(norm_weight)
+      .bind(params.turning > 0 ? inv_freq : norm_weight)
       .params(params)
       .threadgroups({NSUInteger(groups), NSUInteger(kv.size(0))}, {NSUInteger(params.parts * part_threads)});
   commands.encode();

@@ -428,7 +428,7 @@ def _grid_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: 
     factors = 2 * _number(scale.unflatten(-1, (groups, -1))) + 1
     halves = _halves(scales if biases is None else biases)
     factors = factors.unflatten(-2, (-1, 8)) * (halves / (1, 8, 4)[format.bits - 1])[..., None, None]
-    return (values.reshape(*factors.shape, -1) * factors.unsqueeze(-1)).flatten(-4)
+    return (values.reshape(*factors.shape, format.group_size) * factors.unsqueeze(-1)).flatten(-4)
 
 
 def dequantize_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: Format) -> Tensor:

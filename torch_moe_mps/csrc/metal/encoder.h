@@ -31,13 +31,18 @@ class Command {
  public:
   explicit Command(const Pipeline& pipeline) : pipeline_(&pipeline) {}
 
-  // The tensor must be contiguous and not empty, and must live until Commands::encode returns.
+  // The tensor must be contiguous and not empty, and must live until Commands::encode returns: it has a name.
   Command& bind(const at::Tensor& tensor);
+  Command& bind(at::Tensor&& tensor) = delete;
   // The same, starting at an element, for a tensor whose strides the kernel is told.
   Command& bind_strided(const at::Tensor& tensor, int64_t element = 0);
+  Command& bind_strided(at::Tensor&& tensor, int64_t element = 0) = delete;
   // `stand_in` fills the slot of an argument that is absent; the kernel is told by its params not to read it.
   Command& bind_or(const std::optional<at::Tensor>& tensor, const at::Tensor& stand_in) {
     return bind(tensor.has_value() && tensor->defined() ? *tensor : stand_in);
+  }
+  Command& bind_strided_or(const std::optional<at::Tensor>& tensor, const at::Tensor& stand_in) {
+    return bind_strided(tensor.has_value() ? *tensor : stand_in);
   }
 
   template <class Params>
