@@ -14,7 +14,7 @@ NORM = "fused_norm_add_scalar"  # one dispatch
 
 
 def norms(count: int) -> list[torch.Tensor]:
-    arguments = sample_arguments("mps", torch.float32)[NORM]
+    arguments = sample_arguments(NORM, "mps", torch.float32)
     return [packet(NORM)(**arguments) for _ in range(count)]
 
 

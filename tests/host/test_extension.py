@@ -40,8 +40,8 @@ from torch_moe_mps.ops import OPERATORS
 with warnings.catch_warnings(record=True) as caught:
     warnings.simplefilter("always")
     for name in OPERATORS:
-        expected = copies(sample_arguments("cpu", torch.float32)[name])
-        arguments = copies(sample_arguments("mps", torch.float32)[name])
+        expected = copies(sample_arguments(name, "cpu", torch.float32))
+        arguments = copies(sample_arguments(name, "mps", torch.float32))
         torch.testing.assert_close(packet(name)(**arguments), packet(name)(**expected), check_device=False)
         for written in (argument for argument in arguments if argument.endswith("_")):
             torch.testing.assert_close(arguments[written].cpu(), expected[written])
@@ -79,7 +79,7 @@ from torch_moe_mps.ops._samples import packet, sample_arguments
 
 def run(dtype):
     try:
-        packet("fused_norm_add")(**sample_arguments("mps", dtype)["fused_norm_add"])
+        packet("fused_norm_add")(**sample_arguments("fused_norm_add", "mps", dtype))
     except RuntimeError as error:
         print(error, "---")
 

@@ -15,7 +15,7 @@ WITH_NUMBERS = [n for n in OPERATORS if n not in ("moe_bucket", "moe_compute_ids
 
 
 def floating_arguments(name: str, device: str) -> tuple[dict, list[str]]:
-    arguments = sample_arguments(device, torch.float32)[name]
+    arguments = sample_arguments(name, device, torch.float32)
     mutated = {
         a.name for a in packet(name).default._schema.arguments if a.alias_info and a.alias_info.is_write
     }
@@ -45,7 +45,7 @@ def test_backward_fails_by_name(device, name):
 @pytest.mark.filterwarnings("ignore:Error detected in _NoBackward")
 def test_compiled_backward_fails_by_name():
     """torch.compile traces backward with forward, so the same error comes when it compiles."""
-    arguments = copies(sample_arguments("cpu", torch.float32)["fused_norm_add"])
+    arguments = copies(sample_arguments("fused_norm_add", "cpu", torch.float32))
     arguments["weight"].requires_grad_()
     compiled = torch.compile(
         lambda: packet("fused_norm_add")(**arguments), backend="aot_eager", fullgraph=True
@@ -91,7 +91,7 @@ IN_PLACE = [name for name in OPERATORS if name.endswith("_")]
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_writing_in_place_is_seen_by_autograd(device, name):
     """What was saved for a backward pass and overwritten since gives an error, not a wrong gradient."""
-    arguments = copies(sample_arguments(device, torch.float32)[name])
+    arguments = copies(sample_arguments(name, device, torch.float32))
     written = [value for argument, value in arguments.items() if argument.endswith("_")]
     versions = [tensor._version for tensor in written]
     factor = torch.ones_like(written[-1], requires_grad=True)
@@ -105,7 +105,7 @@ def test_writing_in_place_is_seen_by_autograd(device, name):
 @pytest.mark.parametrize("name", IN_PLACE)
 def test_writing_in_place_over_other_arguments(device, name):
     """An argument that is written and another one, read or written, as views of one buffer."""
-    arguments = copies(sample_arguments(device, torch.float32)[name])
+    arguments = copies(sample_arguments(name, device, torch.float32))
     tensors = [argument for argument, value in arguments.items() if isinstance(value, Tensor)]
     written = [argument for argument in tensors if argument.endswith("_")]
     pairs = [(w, n) for w in written for n in tensors if n not in written[: written.index(w) + 1]]
@@ -133,7 +133,7 @@ def test_inference_with_weights_that_need_gradients(device, mode):
 
 
 def test_in_place_on_a_leaf_that_needs_gradients(device):
-    arguments = copies(sample_arguments(device, torch.float32)["weighted_sum_residual_stacked_"])
+    arguments = copies(sample_arguments("weighted_sum_residual_stacked_", device, torch.float32))
     arguments["residual_"].requires_grad_()
     with pytest.raises(RuntimeError, match="leaf Variable"):
         packet("weighted_sum_residual_stacked_")(**arguments)

@@ -5,7 +5,7 @@ import torch
 import torch._dynamo.testing
 from torch import Tensor
 
-from torch_moe_mps.ops._samples import E, H, I, K
+from torch_moe_mps.ops._sample import E, H, I, K
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule

@@ -5,7 +5,8 @@ import torch
 from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
-from torch_moe_mps.ops._samples import E, H, I, K, T, packet, sample_arguments
+from torch_moe_mps.ops._sample import E, H, I, K, T
+from torch_moe_mps.ops._samples import packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule
@@ -345,7 +346,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [N] = (32,)", order=zeros(I + 1, dtype=integer)),
             wrong("one of silu, gelu, gelu_tanh, relu, relu2, got 'swiglu_oai'", activation="swiglu_oai"),
             wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=0),
-            wrong("activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1),
+            wrong(
+                "activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1
+            ),
             wrong("activated must be None without an activation, got 4", activated=4),
             wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
             wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
@@ -877,7 +880,7 @@ def descriptions(value) -> list[str]:
 def test_messages(device):
     """On the device and on meta: one line that names the operator and the argument."""
     for where in (device, "meta"):
-        good = sample_arguments(where, torch.float32)
+        good = {name: sample_arguments(name, where, torch.float32) for name in OPERATORS}
         for name, message, changes in bad_arguments(where):
             with pytest.raises(ValueError) as error:
                 packet(name)(**(good[name] | changes))
@@ -897,7 +900,7 @@ def test_sparse_tensors():
 @pytest.mark.parametrize("name", OPERATORS)
 def test_tensors_of_two_devices(name):
     """Each tensor argument but the first on meta beside a first one on the CPU."""
-    arguments = sample_arguments("cpu", torch.float32)[name]
+    arguments = sample_arguments(name, "cpu", torch.float32)
     tensors = [argument for argument, value in arguments.items() if isinstance(value, Tensor)]
     for argument in tensors[1:]:
         mixed = {**arguments, argument: arguments[argument].to("meta")}

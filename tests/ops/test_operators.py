@@ -10,7 +10,7 @@ from support.operators import MODULES, positional, wrapped
 
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._checks import ACTIVATION_DTYPES as DTYPES
-from torch_moe_mps.ops._samples import copies, more_samples, packet, sample_arguments
+from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule
@@ -130,7 +130,7 @@ moe_mps::moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int 
 
 
 def test_samples_cover_every_operator():
-    assert set(sample_arguments("cpu", torch.float32)) == set(OPERATORS)
+    assert set(CALLS) == set(OPERATORS)
 
 
 ALL_UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
@@ -143,7 +143,7 @@ def test_opcheck(device, name, compiles_all):
     """In one dtype after the other. Only the sweep compiles the calls of other paths, too; what is registered
     does not depend on the call."""
     dtype = DTYPES[list(OPERATORS).index(name) % len(DTYPES)]
-    base = sample_arguments(device, dtype)[name]
+    base = sample_arguments(name, device, dtype)
     for number, changes in enumerate(({}, *more_samples(name, device, dtype))):
         args, kwargs = positional(name, copies({**base, **changes}))
         utils = ALL_UTILS if compiles_all or number == 0 else ("test_schema", "test_faketensor")
@@ -153,7 +153,7 @@ def test_opcheck(device, name, compiles_all):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_keyword_and_positional_calls_agree(device, name):
     """By keyword, by position, and through the public function."""
-    base = sample_arguments(device, torch.float32)[name]
+    base = sample_arguments(name, device, torch.float32)
     module = next(module for module in MODULES if hasattr(module, name))
     args, kwargs = positional(name, copies(base))
     results = [
@@ -182,7 +182,7 @@ def test_every_operator_has_its_kernels(device):
 @pytest.mark.parametrize("name", OPERATORS)
 def test_autocast_changes_nothing(device, name):
     """Autocast does not change the dtypes that the operators compute in."""
-    arguments = sample_arguments(device, torch.float32)[name]
+    arguments = sample_arguments(name, device, torch.float32)
     expected = packet(name)(**copies(arguments))
     with torch.autocast(device, dtype=torch.bfloat16):
         torch.testing.assert_close(packet(name)(**copies(arguments)), expected, rtol=0, atol=0)
@@ -190,7 +190,7 @@ def test_autocast_changes_nothing(device, name):
 
 def test_two_threads(device):
     """Two threads calling operators at once get the same results as one."""
-    arguments = {name: sample_arguments(device, torch.float32)[name] for name in OPERATORS}
+    arguments = {name: sample_arguments(name, device, torch.float32) for name in OPERATORS}
     alone = {name: packet(name)(**copies(arguments[name])) for name in OPERATORS}
     failures = []
 

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -10,6 +11,7 @@ from torch import Tensor
 from ._checks import ACTIVATION_DTYPES, Check
 from ._formats import GROUP_SIZES, PACKED_DTYPES, Format, dequantize_values, pack
 from ._registry import operator
+from ._sample import Calls, Changes, Sample, whole_groups
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
@@ -445,3 +447,86 @@ def write_cache_quantized_(
         (biases_, bias.squeeze(-1).to(biases_.dtype)),
     ):
         target[:, :, start : start + states.shape[2]] = new
+
+
+def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, Any]:
+    arguments = {"q": s.values(2, heads, tokens, whole_groups(s.D))}
+    for name, width in (("k", whole_groups(s.D)), ("v", whole_groups(s.V))):
+        arguments[name] = s.integers(2**31, 2, 2, keys, width // 4, dtype=torch.int32)
+        arguments[f"{name}_scales"] = s.values(2, 2, keys, width // 32) / 128
+        arguments[f"{name}_biases"] = s.values(2, 2, keys, width // 32)
+    return arguments
+
+
+def _more_attention(s: Sample) -> list[dict[str, Any]]:
+    selected = torch.tensor([[[[8, 0, -1]] * s.T]] * 2, dtype=torch.int32, device=s.device)
+    over_many = {"q": s.values(2, 4, 20, s.D), "k": s.values(2, 2, 300, s.D), "v": s.values(2, 2, 300, s.V)}
+    compressed = {
+        "k_tail": s.values(2, 2, 6, s.D),
+        "v_tail": s.values(2, 2, 6, s.V),
+        "tail_rate": 2,
+        "position": 7,
+    }
+    return [
+        {"sinks": None, "window": 4, "softcap": 20.0},
+        {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=s.device)},
+        {"window": 3, "lookahead": 2, "q": s.values(2, 4, 9, s.D)},
+        *(
+            {
+                "relative": s.values(2, tokens, 4, 5),
+                "sinks": s.values(2, tokens, 4),
+                "q": s.values(2, 4, tokens, s.D),
+            }
+            for tokens in (1, 9)
+        ),
+        _in_8_bits(s, s.T, 9) | {"relative": s.values(2, s.T, 4, 20)},
+        _in_8_bits(s, 9, 9) | {"relative": s.values(2, 9, 4, 3)},
+        {"mask": s.values(2, 1, s.T, 9), "gate": s.values(2, s.T, 4, s.V)},
+        {"mask": s.values(1, 1, s.T, 9) > 0.0, "gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"},
+        {"mask": torch.randint(512, (2, 2, s.T, 1), dtype=torch.int32).to(s.device)},
+        {"indices": selected},
+        {"indices": selected, "q": s.values(2, 36, s.T, s.D), "sinks": None},
+        {"indices": selected, **_in_8_bits(s, s.T, 9)},
+        {"indices": selected, **_in_8_bits(s, s.T, 9, 36), "sinks": None},
+        over_many,
+        over_many | {"gate": s.values(2, 20, 4, s.V)},
+        {
+            "q": s.values(1, 32, 1, s.D),
+            "k": s.values(1, 2, 9, s.D),
+            "v": s.values(1, 2, 9, s.V),
+            "sinks": None,
+        },
+        compressed,
+        compressed | {"indices": selected},
+        compressed | {"q": s.values(2, 36, s.T, s.D), "sinks": None},
+        compressed | {"q": s.values(2, 36, s.T, s.D), "indices": selected, "sinks": None, "window": 2},
+        _in_8_bits(s, s.T, 9),
+        _in_8_bits(s, 20, 300),
+        _in_8_bits(s, 20, 300) | {"gate": s.values(2, 20, 4, whole_groups(s.V))},
+    ]
+
+
+def _written(s: Sample) -> dict[str, Any]:
+    width = max(64, whole_groups(s.D))
+    return {
+        "states": s.values(2, 2, s.T, width),
+        "packed_": torch.zeros(2, 2, s.T + 5, width // 4, dtype=torch.int32, device=s.device),
+        "scales_": torch.zeros(2, 2, s.T + 5, width // 32, dtype=s.dtype, device=s.device),
+        "biases_": torch.zeros(2, 2, s.T + 5, width // 32, dtype=s.dtype, device=s.device),
+        "start": 3,
+    }
+
+
+CALLS: Calls = {
+    "attention": lambda s: {
+        **{"q": s.q.transpose(1, 2), "k": s.values(2, 2, s.T + 6, s.D), "v": s.values(2, 2, s.T + 6, s.V)},
+        **{"sinks": s.values(4), "scale": 0.25},
+    },
+    "write_cache_quantized_": _written,
+}
+CHANGES: Changes = {
+    "attention": _more_attention,
+    "write_cache_quantized_": lambda s: [
+        {"states": s.values(2, s.T, 2, max(64, whole_groups(s.D))).transpose(1, 2)},
+    ],
+}

@@ -6,13 +6,14 @@ depend on how many tokens there are.
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
+from ._sample import Calls, Changes, Sample
 from .norms import normed
 
 
@@ -217,3 +218,30 @@ def moe_weighted_reduce(
     total = _sum_over_slots(expert_out.reshape(*weights.shape, expert_out.shape[-1]), weights)
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
     return around.added_to(total).to(expert_out.dtype)
+
+
+def _slots(s: Sample) -> dict[str, Any]:
+    return {"slots": s.values(s.T, s.K, s.H), "weights": s.weights}
+
+
+CALLS: Calls = {
+    "silu_mul_stacked": lambda s: {"gate": s.values(s.T, s.I), "up": s.values(s.T, s.I)},
+    "weighted_sum_stacked": _slots,
+    "weighted_sum_residual_stacked_": lambda s: {"residual_": s.values(s.T, s.H), **_slots(s)},
+    "weighted_sum_residual_norm_stacked_": lambda s: {
+        "residual_": s.values(s.T, s.H),
+        **_slots(s),
+        "norm_weight": s.values(s.H),
+        "eps": 1e-6,
+    },
+    "moe_weighted_reduce": lambda s: {"weights": s.weights, "expert_out": s.values(s.T, s.K, s.H)},
+}
+CHANGES: Changes = {
+    "silu_mul_stacked": lambda s: [{"gate": s.values(s.I, s.T).t()}],
+    "weighted_sum_residual_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
+    "weighted_sum_residual_norm_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
+    "moe_weighted_reduce": lambda s: [
+        {"expert_out": s.values(s.T * s.K, s.H), **s.shared, "gate_is_logit": True},
+        {"residual": s.values(1, s.T, s.H)},
+    ],
+}

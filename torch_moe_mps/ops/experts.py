@@ -12,6 +12,7 @@ from torch import Tensor
 from ._activations import Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, MAX_TOP_K, Check, picked
 from ._registry import operator
+from ._sample import Calls, Changes
 from .combine import ExpertSum
 from .norms import InputNorm
 
@@ -298,3 +299,22 @@ def moe_experts(
     norm = InputNorm(norm_weight, norm_eps, norm_offset)
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
     return combine_experts(x, norm, ids, gate_up.shape[0], mlp, around)
+
+
+CALLS: Calls = {
+    "expert_mm": lambda s: {"x": s.values(s.T, s.H), "weight": s.values(s.E, s.I, s.H), "ids": s.ids},
+    "moe_experts": lambda s: {
+        "x": s.values(s.T, s.H),
+        "gate_up": s.values(s.E, 2 * s.I, s.H),
+        "down": s.values(s.E, s.H, s.I),
+        "ids": s.ids,
+        "weights": s.weights,
+    },
+}
+CHANGES: Changes = {
+    "moe_experts": lambda s: [
+        {**s.shared, "gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},
+        s.norm,
+        {**s.one_token, **s.norm},
+    ],
+}

@@ -6,6 +6,7 @@ from torch import Tensor
 from ._checks import ACTIVATION_DTYPES, Check
 from ._formats import Format, QuantizedWeight
 from ._registry import operator
+from ._sample import Calls, Changes
 
 
 def _check_heads(
@@ -118,3 +119,35 @@ def heads_quantized(
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
     return _product(x, weight.values(slice(None)), transposed, tail, dtype or x.dtype)
+
+
+CALLS: Calls = {
+    "heads_quantized": lambda s: {
+        "x": s.values(2, s.T, 4, s.I),
+        **s.quantized("", s.I, s.H, (4,)),
+        "format": s.format.name,
+        "transposed": True,
+        "tail": s.values(2, s.T, 4, 6),
+    },
+    "heads_mm": lambda s: {
+        "x": s.values(2, s.T, 4, 16),
+        "weight": s.values(4, 16, 40),
+        "transposed": True,
+        "tail": s.values(2, s.T, 4, 6),
+    },
+}
+CHANGES: Changes = {
+    "heads_quantized": lambda s: [
+        {
+            "x": s.values(1, s.T, 4, s.H, dtype=torch.float32),
+            "dtype": s.dtype,
+            "transposed": False,
+            "tail": None,
+        }
+    ],
+    "heads_mm": lambda s: [
+        {"x": s.values(1, s.T, 4, 40, dtype=torch.float32), "transposed": False, "tail": None},
+        {"x": s.values(1, 1, 4, 40), "transposed": False, "tail": None},
+        {"x": s.values(1, 1, 4, 16), "tail": None},
+    ],
+}

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
+from ._sample import Calls, Changes
 
 MAX_STREAMS = 4
 
@@ -147,3 +148,30 @@ def hyper_connection(
             mixture = mixture / (mixture.sum(-1, keepdim=True) + eps)
             mixture = mixture / (mixture.sum(-2, keepdim=True) + eps)
     return x, ahead, mixture, updated
+
+
+CALLS: Calls = {
+    "hyper_update": lambda s: {
+        **{
+            "streams": s.values(s.T, 2, s.H),
+            "out": s.values(s.T, s.H),
+            "post": s.values(s.T, 2, dtype=torch.float32),
+        },
+        "comb": s.values(s.T, 2, 2, dtype=torch.float32),
+    },
+    "hyper_connection": lambda s: {
+        **{"streams": s.values(s.T, 4, s.H), "fn": s.values(24, 4 * s.H, dtype=torch.float32) / 16},
+        **{"base": s.values(24, dtype=torch.float32), "scale": s.values(3, dtype=torch.float32)},
+        **{"out": s.values(s.T, s.H), "post": s.values(s.T, 4, dtype=torch.float32)},
+        "comb": s.values(s.T, 4, 4, dtype=torch.float32).softmax(-1),
+    },
+}
+CHANGES: Changes = {
+    "hyper_update": lambda s: [{"comb": None, "out": s.strided}],
+    "hyper_connection": lambda s: [
+        {"out": None, "post": None, "comb": None, "iterations": 3},
+        {"fn": s.values(8, 4 * s.H) / 16, "base": s.values(8), "scale": s.values(2), "comb": None}
+        | {"post_eps": 1e-3, "post_factor": 0.5},
+        {"fn": s.values(4, 4 * s.H) / 16, "base": s.values(4), "scale": s.values(1)},
+    ],
+}

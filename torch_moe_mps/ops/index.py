@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
+from ._sample import Calls, Changes
 from .attention import MAX_INDEX_BLOCK, WORD, seen_in_order
 
 MAX_INDEX_WIDTH = 256  # elements of an index query and key
@@ -146,3 +147,25 @@ def _packed(bits: Tensor) -> Tensor:
     """[..., ceil(S / 32)] int32 of bools [..., S]."""
     words = F.pad(bits, (0, -bits.shape[-1] % WORD)).unflatten(-1, (-1, WORD)).long()
     return (words << torch.arange(WORD, device=bits.device)).sum(-1).int()
+
+
+CALLS: Calls = {
+    "index_topk": lambda s: {
+        "q": s.values(2, s.T, 4, 16),
+        "k": s.values(2, s.T + 9, 16),
+        "weights": s.values(2, s.T, 4, dtype=torch.float32),
+        "top_k": 5,
+        "scale": 0.25,
+    },
+}
+CHANGES: Changes = {
+    "index_topk": lambda s: [
+        {"key_range": torch.tensor([[2, 9], [0, 40]], dtype=torch.int32, device=s.device)},
+        {"q": s.values(2, 4, s.T, 16).transpose(1, 2), "weights": s.values(2, s.T, 4)},
+        {"block": 3, "keys": 3 * s.T + 14, "tail": 1, "weights": None, "as_bits": True},
+        *(
+            {"reduce": "keys", "block": 2, "tail": 1, "weights": None, "top_k": 3, "as_bits": as_bits}
+            for as_bits in (False, True)
+        ),
+    ],
+}

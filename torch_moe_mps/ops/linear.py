@@ -10,6 +10,7 @@ from ._activations import POINTWISE, Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
 from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
+from ._sample import Calls, Changes
 from .norms import InputNorm
 
 # Values that the reference dequantises at a time: 16 MiB of float32, whatever the size of the matrix.
@@ -265,3 +266,39 @@ def embedding_quantized(
     flat = flat[inside]
     out[inside] = weight.values(flat).to(dtype)
     return out.view(*ids.shape, columns)
+
+
+CALLS: Calls = {
+    "linear_quantized": lambda s: {
+        "x": s.values(s.T, s.H),
+        **s.quantized("", s.I, s.H, ()),
+        "bias": s.values(s.I),
+        "format": s.format.name,
+    },
+    "mlp_quantized": lambda s: {
+        "x": s.values(s.T, s.H),
+        **s.quantized("gate_up_", 2 * s.I, s.H, ()),
+        **s.quantized("down_", s.H, s.I, ()),
+        "format": s.format.name,
+    },
+    "embedding_quantized": lambda s: {
+        "ids": s.ids,
+        **s.quantized("", s.E, s.H, ()),
+        "format": s.format.name,
+        "dtype": s.dtype,
+    },
+}
+CHANGES: Changes = {
+    "linear_quantized": lambda s: [
+        {"x": s.strided, "bias": None},
+        {"x": s.values(2, 0, s.H)},
+        {"x": s.values(1, s.H), "residual": s.values(1, s.I), **s.norm},
+        {"order": torch.arange(s.I - 1, -1, -1, dtype=torch.int32, device=s.device), **s.norm},
+        {"activation": "silu", "activated": s.I - 5, "factor": 0.25},
+    ],
+    "mlp_quantized": lambda s: [
+        {"residual": s.strided, "gate_up_bias": s.values(2 * s.I), "interleaved": True},
+        s.norm,
+        {"x": s.values(1, s.H), **s.norm},
+    ],
+}

@@ -5,6 +5,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
+from ._sample import Calls, Changes
 from .norms import GATE_ACTIVATIONS, rms_norm_gated
 
 ACTIVATIONS = ("none", "silu")
@@ -348,3 +349,61 @@ def selective_scan_(
     if gate is not None:
         results *= torch.nn.functional.silu(gate.float())
     return results.to(x.dtype)
+
+
+CALLS: Calls = {
+    "causal_conv1d_update_": lambda s: {
+        **{"x": s.values(2, s.T, 6), "conv_state_": s.values(2, 6, 5), "weight": s.values(6, 4)},
+        "bias": s.values(6),
+    },
+    "linear_attention_": lambda s: {
+        **{"q": s.values(2, s.T, 2, s.D), "k": s.values(2, s.T, 2, s.D), "v": s.values(2, s.T, 4, s.V)},
+        **{"g": s.values(2, s.T, 4), "beta": s.values(2, s.T, 4)},
+        **{"state_": s.values(2, 4, s.D, s.V, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
+        **{"A_log": s.values(4), "dt_bias": s.values(4), "decay": "softplus", "beta_activation": "sigmoid"},
+    },
+    "selective_scan_": lambda s: {
+        **{
+            "x": s.values(2, s.T, 6),
+            "step": s.values(2, s.T, 6),
+            "B": s.values(2, s.T, 5),
+            "C": s.values(2, s.T, 5),
+        },
+        **{"state_": s.values(2, 6, 5, dtype=torch.float32), "A_log": s.values(6, 5), "dt_bias": s.values(6)},
+    },
+}
+CHANGES: Changes = {
+    "causal_conv1d_update_": lambda s: [
+        {"x": s.values(2, 6, s.T).transpose(1, 2), "bias": None, "activation": "none"},
+        {"conv_state_": s.values(2, 5, 6).transpose(1, 2), "add_input": True},
+    ],
+    "selective_scan_": lambda s: [
+        {"gate": s.values(2, s.T, 6), "skip": s.values(6), "dt_bias": None},
+        {
+            "x": s.values(2, s.T, 70),
+            "step": s.values(2, 70, s.T).mT,
+            "A_log": s.values(70, 16),
+            "dt_bias": None,
+        }
+        | {"B": s.values(2, s.T, 16), "C": s.values(2, s.T, 16)}
+        | {"state_": s.values(2, 16, 70, dtype=torch.float32).mT},
+    ],
+    "linear_attention_": lambda s: [
+        {"A_log": None, "dt_bias": None, "g": -s.values(2, s.T, 4).abs(), "beta_activation": "none"}
+        | {"decay": "log", "state_": s.values(4, 2, s.D, s.V, dtype=torch.float32).transpose(0, 1)},
+        {"gate": s.values(2, s.T, 4, s.V), "norm_weight": s.values(s.V), "norm_offset": 1.0},
+        {"g": s.values(2, s.T, 4, s.D), "dt_bias": s.values(4, s.D), "decay": "sigmoid", "lower_bound": -5.0}
+        | {"gate": s.values(2, s.T, 4, s.V), "norm_weight": s.values(s.V), "gate_activation": "sigmoid"},
+        {"g": None, "delta": False, "decay": "times_beta", "beta_activation": "softplus"}
+        | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1, "skip": s.values(4)},
+        {
+            "g": -s.values(4).abs(),
+            "delta": False,
+            "decay": "log",
+            "A_log": None,
+            "dt_bias": None,
+            "beta": None,
+            "beta_activation": "none",
+        },
+    ],
+}

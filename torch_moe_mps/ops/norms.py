@@ -3,13 +3,14 @@
 rms(x) = x * rsqrt(mean(x^2) + eps), over the last dimension, in float32, rounded once when stored.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
+from ._sample import Calls, Changes, Sample
 
 GATE_ACTIVATIONS = ("silu", "sigmoid")
 
@@ -296,3 +297,66 @@ def fused_residual_norm_scalar(
     """
     result = normed(residual + input, weight, eps, weight_offset)
     return (result * scalar.float()).to(residual.dtype)
+
+
+def _norm_and_residual(s: Sample) -> dict[str, Any]:
+    weight = s.values(s.H, dtype=torch.float32)
+    return {"residual": s.values(s.T, s.H), "input": s.values(s.T, s.H), "weight": weight, "eps": 1e-6}
+
+
+def _wide(s: Sample) -> dict[str, Any]:
+    """Rows that several simdgroups take."""
+    return {"input": s.values(2, 4100), "weight": s.values(4100)}
+
+
+CALLS: Calls = {
+    "rms_norm": lambda s: {
+        "input": s.values(s.T, s.H),
+        "weight": s.values(s.H, dtype=torch.float32),
+        "eps": 1e-6,
+    },
+    "layer_norm": lambda s: {
+        **{"input": s.values(s.T, s.H), "weight": s.values(s.H, dtype=torch.float32), "bias": s.values(s.H)},
+        "eps": 1e-5,
+    },
+    "rms_norm_gated": lambda s: {
+        **{
+            "input": s.values(s.T, s.H),
+            "gate": s.values(s.T, s.H),
+            "weight": s.values(s.H, dtype=torch.float32),
+        },
+        "eps": 1e-6,
+    },
+    "fused_norm_add": _norm_and_residual,
+    "fused_norm_add_scalar": lambda s: {**_norm_and_residual(s), "scalar": s.values(1)},
+    "fused_residual_norm": _norm_and_residual,
+    "fused_residual_norm_scalar": lambda s: {**_norm_and_residual(s), "scalar": s.values(s.H)},
+}
+CHANGES: Changes = {
+    "rms_norm": lambda s: [
+        {"input": s.strided, "weight": None},
+        {"weight_offset": 1.0},
+        _wide(s),
+        {"weight": s.values(s.T, s.H)},
+    ],
+    "layer_norm": lambda s: [
+        {"input": s.strided, "weight": None, "bias": None},
+        {"weight_offset": 1.0, "bias": None},
+        {**_wide(s), "bias": s.values(4100)},
+    ],
+    "rms_norm_gated": lambda s: [
+        {"input": s.strided, "gate": s.strided, "weight_offset": 1.0},
+        {"activation": "sigmoid", "gate_first": True, "group": 16},
+        {**_wide(s), "gate": s.values(2, 4100)},
+    ],
+    "fused_norm_add": lambda s: [
+        {"input": s.strided, "weight_offset": 1.0},
+        {**_wide(s), "residual": s.values(2, 4100)},
+    ],
+    "fused_residual_norm": lambda s: [
+        {"residual": s.strided, "write_sum": False, "factor": 0.22},
+        {**_wide(s), "residual": s.values(2, 4100)},
+        {"residual": s.values(s.T, 4, s.H), "weight": s.values(4, s.H), "gate": s.values(s.T, 9)[:, 5:]}
+        | {"factor": 2.0, "gate_factor": 0.25},
+    ],
+}

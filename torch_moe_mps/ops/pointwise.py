@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
 from ._registry import operator
+from ._sample import Calls, Changes
 
 MAX_STEPS, MAX_NUMBERS, MAX_RANK = 32, 12, 4
 INPUTS = "abcdef"
@@ -128,3 +129,15 @@ def pointwise(
         values[f"%{number}"] = result.float()
     result = result.expand(shape)
     return (result.float().mean(-2) if mean else result).to(dtype)
+
+
+CALLS: Calls = {
+    "pointwise": lambda s: {
+        **{
+            "a": s.values(2, s.T, 1, s.H),
+            "formula": "silu a f32; mul %0 b f32; sub c %1 bf16; div %2 1.5 f32",
+        },
+        **{"dtype": s.dtype, "b": s.values(s.T, 4, s.H), "c": s.integers(9, 4, s.H, dtype=torch.int64)},
+    },
+}
+CHANGES: Changes = {}

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
+from ._sample import Calls, Changes
 from .attention import MAX_POSITION
 from .norms import normed
 
@@ -118,3 +119,13 @@ def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, scaling: f
     still, turning = entries.split([entries.shape[2] - 2 * len(inv_freq), 2 * len(inv_freq)], -1)
     a, b = turning[..., 0::2], turning[..., 1::2]
     return torch.cat((still, torch.stack((a * cos - b * sin, b * cos + a * sin), -1).flatten(-2)), -1)
+
+
+CALLS: Calls = {
+    "pool_window_": lambda s: {
+        **{"kv": s.values(2, s.T, 16), "gate": s.values(2, s.T, 16), "position_bias": s.values(2, 16)},
+        **{"state_": s.values(2, 4, 2, 16), "entries_": s.values(2, s.T // 2 + 4, 8), "position": 3},
+        **{"norm_weight": s.values(8), "inv_freq": s.values(2, dtype=torch.float32)},
+    },
+}
+CHANGES: Changes = {}

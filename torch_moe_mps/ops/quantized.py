@@ -6,6 +6,7 @@ from ._activations import Activation
 from ._checks import picked
 from ._formats import Format, QuantizedWeight
 from ._registry import operator
+from ._sample import Calls, Changes
 from .combine import ExpertSum
 from .experts import (
     Mlp,
@@ -142,3 +143,27 @@ def moe_experts_quantized(
     norm = InputNorm(norm_weight, norm_eps, norm_offset)
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
     return combine_experts(x, norm, ids, gate_up_packed.shape[0], mlp, around)
+
+
+CALLS: Calls = {
+    "expert_qmm": lambda s: {
+        "x": s.values(s.T, s.H),
+        **s.quantized("", s.I, s.H),
+        "ids": s.ids,
+        "format": s.format.name,
+    },
+    "moe_experts_quantized": lambda s: {
+        "x": s.values(s.T, s.H),
+        **s.quantized("gate_up_", 2 * s.I, s.H),
+        **s.quantized("down_", s.H, s.I),
+        "ids": s.ids,
+        "weights": s.weights,
+        "format": s.format.name,
+    },
+}
+CHANGES: Changes = {
+    "moe_experts_quantized": lambda s: [
+        {"residual": s.values(1, s.T, s.H), **s.norm},
+        {**s.one_token, **s.norm},
+    ],
+}

@@ -6,6 +6,7 @@ from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
 from ._registry import operator
+from ._sample import Calls, Changes
 from .norms import normed
 
 PAIRS = ("half", "interleaved", "interleaved_to_half")
@@ -350,3 +351,68 @@ def rope_tables(
     elif layout == "interleaved":
         angles = angles.repeat_interleave(2, -1)
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+
+CALLS: Calls = {
+    "rope": lambda s: {
+        **{"q": s.q, "k": s.k, "cos": s.values(1, s.T, s.D), "sin": s.values(1, s.T, s.D)},
+        **{"q_weight": s.values(s.D), "k_weight": s.values(s.D)},
+    },
+    "rope_cache_": lambda s: {
+        **{
+            "q": s.q,
+            "k": s.k,
+            "v": s.values(2, s.T, 2, s.V),
+            "cos": s.values(1, s.T, s.D),
+            "sin": s.values(1, s.T, s.D),
+        },
+        **{"keys_": s.values(2, 2, s.T, s.D), "values_": s.values(2, 2, s.T, s.V), "q_weight": s.values(s.D)},
+    },
+    "index_keys_": lambda s: {
+        **{
+            "k": s.values(2, s.T, s.D),
+            "keys_": s.values(2, s.T + 2, s.D),
+            "weight": s.values(s.D),
+            "bias": s.values(s.D),
+        },
+        **{"cos": s.values(1, s.T, s.D), "sin": s.values(1, s.T, s.D), "q": s.q},
+    },
+    "rope_tables": lambda s: {
+        "position_ids": s.integers(1000, 2, s.T, dtype=torch.int64),
+        "inv_freq": s.values(8, dtype=torch.float32).abs(),
+        **{"scaling": 1.25, "dtype": s.dtype},
+    },
+}
+CHANGES: Changes = {
+    "rope": lambda s: [
+        {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": s.values(2, s.T, 4)}
+        | {"sin": s.values(2, s.T, 4), "rotary_last": True},
+    ],
+    "rope_cache_": lambda s: [
+        {
+            "keys_": s.values(2, 2, 9, s.D)[:, :, 2 : 3 + s.T],
+            "values_": s.values(2, 2, 9, s.V)[:, :, 2 : 3 + s.T],
+        }
+        | {"norm_v": True, "v_weight": s.values(s.V)},
+        {"cos": None, "sin": None, "k_weight": s.values(s.D)},
+    ],
+    "index_keys_": lambda s: [
+        {
+            "k": s.values(2, s.T, 2 * s.D)[..., s.D :],
+            "cos": s.values(2, s.T, 4),
+            "sin": s.values(2, s.T, 4),
+            "q": None,
+        }
+        | {"rotary_dim": 8, "rotary_last": True, "pairs": "interleaved"},
+        {"cos": None, "sin": None, "q": None},
+        {"bias": None, "q_weight": s.values(s.D), "weight_offset": 1.0},
+    ],
+    "rope_tables": lambda s: [
+        {"layout": "pairs"},
+        {"layout": "interleaved", "scaling": 1.0},
+        {
+            "position_ids": torch.arange(6 * s.T, device=s.device).view(3, 2, s.T),
+            "axes": torch.tensor([0, 1, 2, 0, 1, 2, 0, 1], dtype=torch.int32, device=s.device),
+        },
+    ],
+}

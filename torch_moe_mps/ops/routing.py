@@ -7,12 +7,14 @@ where rounded or saturated scores would tie.
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX_TOP_K, Check
 from ._registry import operator
+from ._sample import Calls, Changes, Sample
 from .norms import InputNorm, normed
 
 SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -521,3 +523,65 @@ def _grid(tiles: Tensor, rows: int, num_experts: int) -> Tensor:
     """The threadgroups of a matmul: tiles of pairs, tiles of rows, experts."""
     fixed = tiles.new_tensor([-(-rows // ROWS_PER_TILE), num_experts])
     return torch.cat([tiles.reshape(1), fixed]).int()
+
+
+def _routed(s: Sample) -> dict[str, Any]:
+    return {"logits": s.values(s.T, s.E), "top_k": s.K, "norm_topk_prob": True}
+
+
+CALLS: Calls = {
+    "moe_router": lambda s: {**_routed(s), "scoring": "softmax"},
+    "moe_router_topk_softmax": _routed,
+    "fused_moe_routing": lambda s: {
+        "logits": s.values(s.T, s.E),
+        "per_expert_scale": s.values(s.E),
+        "top_k": s.K,
+    },
+    "router_logits": lambda s: {"x": s.values(s.T, s.H), "weight": s.values(s.E, s.H), "bias": s.values(s.E)},
+    "moe_hash_router": lambda s: {
+        **{
+            "x": s.values(s.T, s.H),
+            "weight": s.values(s.E, s.H),
+            "table": s.integers(s.E + 1, 11, s.K, dtype=torch.int64),
+        },
+        **{"tokens": s.integers(12, s.T, dtype=torch.int32), "scoring": "sqrtsoftplus"},
+        "norm_topk_prob": True,
+    },
+    "moe_gate": lambda s: {
+        "hidden": s.values(s.T, s.H),
+        "router_weight": s.values(s.E, s.H),
+        "norm_weight": s.values(s.H),
+        "per_expert_scale": s.values(s.E).abs(),
+        "top_k": s.K,
+        "eps": 1e-6,
+    },
+    "moe_bucket": lambda s: {"ids": s.ids, "num_experts": s.E},
+    "moe_compute_ids_tpe": lambda s: {
+        **{"ids": s.ids, "num_experts": s.E, "gate_up_rows": 2 * s.I, "down_rows": s.H}
+    },
+}
+CHANGES: Changes = {
+    "moe_hash_router": lambda s: [
+        {"x": s.strided, "scoring": "sigmoid"},
+        {**s.norm, "norm_topk_prob": False},
+    ],
+    "router_logits": lambda s: [{"x": s.strided, "bias": None}, {**s.norm, "dtype": torch.bfloat16}],
+    "moe_router": lambda s: [
+        {
+            "scoring": "sigmoid",
+            "bias": s.values(s.E),
+            "num_groups": 4,
+            "top_groups": 2,
+            "per_expert_scale": s.values(s.E, dtype=torch.float32),
+        },
+        {"scoring": "softmax_after_topk", "logits": s.values(s.E, s.T).t(), "norm_topk_prob": False},
+        *({"logits": s.values(s.T, experts)} for experts in (100, 200, 300, 600)),
+    ],
+    "fused_moe_routing": lambda s: [{"logits": s.values(s.E)}],
+    "moe_gate": lambda s: [{"renormalize_after_scale": False}],
+    "moe_bucket": lambda s: [
+        {"ids": torch.zeros(0, s.K, dtype=torch.int64, device=s.device)},
+        {"ids": s.ids.long()},
+    ],
+    "moe_compute_ids_tpe": lambda s: [{"ids": s.ids.long()}],
+}

@@ -16,7 +16,8 @@ from .._extension import use_of_tensor_units
 from ..ops import OPERATORS
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
-from ..ops._samples import FORMAT, HEAD, OF_HEADS, T, more_samples, packet, sample_arguments
+from ..ops._sample import FORMAT, HEAD, T
+from ..ops._samples import OF_HEADS, more_samples, packet, sample_arguments
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 FORMATS = tuple(NAMED_FORMATS.values())
@@ -148,7 +149,7 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
     name, dtype = subject.operator, subject.dtype
 
     def sample(tokens: int = T, wider: int = 1, of: str = name) -> dict[str, Any]:
-        return sample_arguments("cpu", dtype, format, tokens, wider, head)[of]
+        return sample_arguments(of, "cpu", dtype, format, tokens, wider, head)
 
     with torch.device("cpu"), _without_tensor_units():
         for changes in ({}, *more_samples(name, "cpu", dtype, head)) if format == FORMAT else ({},):

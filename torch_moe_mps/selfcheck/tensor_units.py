@@ -13,7 +13,8 @@ import torch
 
 from .._extension import TENSOR_VARIABLE, use_of_tensor_units
 from ..ops._formats import Format
-from ..ops._samples import FORMAT, E, sample_arguments
+from ..ops._sample import FORMAT, E
+from ..ops._samples import sample_arguments
 from .calls import DTYPES, FORMATS, Call
 from .compare import Finding
 from .machine import COMMAND, where
@@ -142,9 +143,8 @@ def calls(library: str) -> Iterator[Call]:
     torch.ops.moe_mps._allow_tensor_units(library, True)
     try:
         for tokens in TOKENS:
-            every = sample_arguments("cpu", dtype, format or FORMAT, tokens, wider=3)
             for operator in operators:
-                arguments = every[operator]
+                arguments = sample_arguments(operator, "cpu", dtype, format or FORMAT, tokens, wider=3)
                 if "ids" in arguments:
                     arguments["ids"][-1], arguments["x"][-1] = E, torch.nan
                 yield Call(operator, dtype, arguments, f"{weights} on tensor units")

@@ -1,0 +1,133 @@
+"""What good calls of the operators are made of; each family of operators ends with tables of them."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._formats import Format
+
+T, H, E, K, I = 3, 64, 8, 2, 32
+FORMAT = Format(4, 32, "affine")
+HEAD = (16, 8)  # elements of a head of queries and keys, and of values
+_LOWEST = {"nvfp4": 40, "mxfp8": 118, "mxfp4": 124}  # of the bytes that scales are
+
+
+def whole_groups(width: int) -> int:
+    return -(-width // 32) * 32
+
+
+class Sample:
+    """Sizes, of which no two are equal, and random tensors.
+
+    Attributes:
+        T, H, E, K, I: tokens, hidden units, experts, those of a token, and rows of an expert.
+        D, V: elements of a head of queries and keys, and of values.
+        format: of quantised weights, whose columns are a multiple of its groups.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        dtype: torch.dtype,
+        format: Format = FORMAT,
+        tokens: int = T,
+        wider: int = 1,
+        head: tuple[int, int] = HEAD,
+        seed: int = 0,
+    ):
+        """`wider`: so many times as many columns."""
+        self.device, self.dtype, self.format = device, dtype, format
+        self.T, self.E, self.K, (self.D, self.V) = tokens, E, K, head
+        columns = (format.multiple,) * 2 if format.multiple > 32 else (H, I)
+        self.H, self.I = (wider * size for size in columns)
+        self._generator = torch.Generator().manual_seed(seed)
+
+    def values(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
+        return torch.randn(shape, generator=self._generator).to(dtype or self.dtype).to(self.device)
+
+    def integers(self, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
+        whole = torch.randint(high, shape, generator=self._generator, dtype=torch.int64)
+        return whole.to(dtype).to(self.device)
+
+    def quantized(
+        self, prefix: str, rows: int, columns: int, experts: tuple[int, ...] = (E,)
+    ) -> dict[str, Tensor | None]:
+        """Weights of about 1."""
+        counts = self.format.scales_of(columns)
+        words = (*experts, rows, self.format.words(columns))
+        size = 2.0 ** (-6 - self.format.bits) if self._of_blocks else 0.25
+        return {
+            f"{prefix}packed": self.integers(2**31, *words, dtype=torch.int32),
+            f"{prefix}scales": self._scales(*experts, rows, counts[0]),
+            f"{prefix}biases": self._held(size, *experts, rows, counts[1])
+            if self.format.has_biases
+            else None,
+        }
+
+    @property
+    def _of_blocks(self) -> bool:
+        return self.format.scale_dtypes == (torch.uint8,) and self.format.name not in _LOWEST
+
+    def _held(self, size: float, *shape: int) -> Tensor:
+        """Numbers of about a size as the format holds them: GGUF's are the bits of halves."""
+        numbers = self.values(*shape) * size
+        return numbers if self.format.is_affine else numbers.half().view(torch.int16)
+
+    def _scales(self, *groups: int) -> Tensor:
+        if self._of_blocks:
+            return self.integers(256, *groups, dtype=torch.uint8)
+        if not self.format.is_affine and self.format.scale_dtypes[0] == torch.uint8:
+            count = 16 if self.format.name == "nvfp4" else 3
+            return _LOWEST[self.format.name] + self.integers(count, *groups, dtype=torch.uint8)
+        return self._held(2.0 ** (-1 - self.format.bits), *groups)
+
+    # What several families take.
+
+    @property
+    def ids(self) -> Tensor:
+        """[T, K]; one of them is no expert."""
+        ids = torch.tensor([[0, 7], [3, E], [5, 3]], dtype=torch.int32, device=self.device)
+        return ids.repeat(-(-self.T // 3), 1)[: self.T]
+
+    @property
+    def weights(self) -> Tensor:
+        return self.values(self.T, K, dtype=torch.float32).abs()
+
+    @property
+    def one_token(self) -> dict[str, Tensor]:
+        ids = torch.tensor([[3, 0]], dtype=torch.int32, device=self.device)
+        weights = self.values(1, K, dtype=torch.float32)
+        return {"x": self.values(1, self.H), "ids": ids, "weights": weights}
+
+    @property
+    def shared(self) -> dict[str, Tensor]:
+        """Of an expert that all tokens share, and of the residual."""
+        return {
+            "shared_gate": self.values(self.T, 1),
+            "shared_out": self.values(self.T, self.H),
+            "residual": self.values(self.T, self.H),
+        }
+
+    @property
+    def strided(self) -> Tensor:
+        """[T, H], column after column."""
+        return self.values(self.H, self.T).t()
+
+    @property
+    def norm(self) -> dict[str, Any]:
+        """Of the input of an operator."""
+        return {"norm_weight": self.values(self.H), "norm_offset": 1.0}
+
+    @property
+    def q(self) -> Tensor:
+        return self.values(2, self.T, 4, self.D)
+
+    @property
+    def k(self) -> Tensor:
+        return self.values(2, self.T, 2, self.D)
+
+
+Calls = dict[str, Callable[[Sample], dict[str, Any]]]  # a good one of each operator
+Changes = dict[str, Callable[[Sample], list[dict[str, Any]]]]  # to it, which lead to other paths
