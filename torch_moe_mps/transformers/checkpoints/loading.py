@@ -84,34 +84,40 @@ def from_pretrained(
         alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
         timeouts = Timeouts(loading_timeout, decoding_timeout)
         pipeline = PipelineLoading(name, source, distributed, shares, timeouts, alike)
-    quantization = source.quantization(None if recipe is None else asked)
-    if quantization is not None and kwargs.get("quantization_config") is None:
-        if not source.stored:
-            kwargs["quantization_config"] = QuantizationConfig(**quantization)
-        else:
-            config = copy.deepcopy(source.config)
-            config.quantization_config = {"quant_method": NAME, **quantization}
-            vars(config).pop("quantization", None)
-            kwargs = {**source.others, "config": config}
+    kwargs = _with_quantization(kwargs, source, None if recipe is None else asked)
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if pipeline is None else pipeline.reading()
-    with one_by_one(recipe is not None), allowed(check), reading:
-        model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
-    if info["missing_keys"]:
-        missing = sorted(info["missing_keys"])
-        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
-        raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
-    quantizer = getattr(model, "hf_quantizer", None)
-    if not isinstance(quantizer, Quantizer):
-        with allowed(check):
+    with allowed(check):
+        with one_by_one(recipe is not None), reading:
+            model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
+        _check_complete(sorted(info["missing_keys"]))
+        if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
             accelerate(model.eval(), **({} if recipe is None else asked))
-    if kv_bits is not None:
-        with allowed(check):
+        if kv_bits is not None:
             grow_caches_in_place(model, working_kv_bits(model, kv_bits))
-        compile_kernels(model)
+            compile_kernels(model)
     if pipeline is not None:
         pipeline.finish(model)
     return (model, info) if with_info else model
+
+
+def _with_quantization(kwargs: dict[str, Any], source: Source, asked: Any) -> dict[str, Any]:
+    """The arguments with those by which Quantizer reads the checkpoint, where it does."""
+    quantization = source.quantization(asked)
+    if quantization is None or kwargs.get("quantization_config") is not None:
+        return kwargs
+    if not source.stored:
+        return kwargs | {"quantization_config": QuantizationConfig(**quantization)}
+    config = copy.deepcopy(source.config)
+    config.quantization_config = {"quant_method": NAME, **quantization}
+    vars(config).pop("quantization", None)
+    return {**source.others, "config": config}
+
+
+def _check_complete(missing: list[str]) -> None:
+    if missing:
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
 
 
 @contextlib.contextmanager
