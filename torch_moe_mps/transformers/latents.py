@@ -187,8 +187,10 @@ def use_latents(module: nn.Module) -> list[Done]:
     """
     expansion = expansion_of(module)
     operator = None if expansion is None else _operator_for(getattr(module, expansion.projection))
+    if operator is None:
+        return []
     done = [Done(operator, f"latents ({operator})")]
-    if operator is None or refusal(module, done) is not None:
+    if refusal(module, done) is not None:
         return []
     state_of(module).expansion = expansion
     _wrap(_owner(module))

@@ -123,18 +123,15 @@ class Done(NamedTuple):
     """What runs in place of some of a module's code.
 
     Attributes:
-        operator: of this package, whose kernels the model needs for it; None for no further one.
+        operator: of this package, whose kernels the model needs for it.
         text: what the report says, if not the operator's name.
     """
 
-    operator: str | None
+    operator: str
     text: str = ""
 
     def __str__(self) -> str:
-        return self.text or self.operator or ""
-
-
-NOTHING_NEW = Done(None)  # of a change that the report does not mention
+        return self.text or self.operator
 
 
 @dataclass(frozen=True)
