@@ -24,10 +24,10 @@ constexpr int64_t kWordsOfRun = 2;
 // Keys or values as kernels read them.
 struct Cache {
   Tensor values;
-  std::optional<Tensor> scales, biases;
+  OptionalTensor scales, biases;
   CacheParams params{};
 
-  Cache(const Tensor& values_, const std::optional<Tensor>& scales_, const std::optional<Tensor>& biases_)
+  Cache(const Tensor& values_, const OptionalTensor& scales_, const OptionalTensor& biases_)
       : values(rows_contiguous(values_)), scales(scales_), biases(biases_) {
     const bool near = values.stride(2) < kMostKeyStride;
     if (!near || (scales && !starts_aligned(values, kWordsOfRun)))
@@ -44,23 +44,25 @@ struct Cache {
       scales = scales->contiguous();
       biases = biases->contiguous();
     }
-    params.scales_batch_stride = scales->stride(0);
-    params.scales_head_stride = scales->stride(1);
-    params.scales_key_stride = scales->stride(2);
+    set_scale_strides();
     for (int64_t group = params.width / scales->size(3); group > 1; group /= 2) ++params.group_shift;
   }
 
   void add_tail(const Tensor& tail) {
     scales = rows_contiguous(tail);
     if (scales->stride(2) >= kMostKeyStride) scales = scales->contiguous();
+    set_scale_strides();
+    params.vectorised = params.vectorised && starts_aligned(*scales, kRun);
+  }
+
+  void set_scale_strides() {
     params.scales_batch_stride = scales->stride(0);
     params.scales_head_stride = scales->stride(1);
     params.scales_key_stride = scales->stride(2);
-    params.vectorised = params.vectorised && starts_aligned(*scales, kRun);
   }
 };
 
-void set_mask(AttentionParams& params, const std::optional<Tensor>& mask, std::optional<int64_t> window,
+void set_mask(AttentionParams& params, const OptionalTensor& mask, std::optional<int64_t> window,
               int64_t lookahead) {
   const int64_t keys = params.keys, first = keys - params.tokens;
   lookahead = std::min(lookahead, std::max<int64_t>(keys, params.tokens));
@@ -98,15 +100,13 @@ void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) 
 }
 
 Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double scale,
-                 const std::optional<Tensor>& mask, std::optional<int64_t> window,
-                 const std::optional<Tensor>& key_range_, std::optional<double> softcap,
-                 const std::optional<Tensor>& sinks_, const std::optional<Tensor>& k_scales,
-                 const std::optional<Tensor>& k_biases, const std::optional<Tensor>& v_scales,
-                 const std::optional<Tensor>& v_biases, const std::optional<Tensor>& indices_,
-                 int64_t index_block, const std::optional<Tensor>& gate_, std::string_view gate_activation,
-                 int64_t lookahead, const std::optional<Tensor>& k_tail, const std::optional<Tensor>& v_tail,
-                 int64_t tail_rate, int64_t position, const std::optional<Tensor>& relative_,
-                 std::optional<c10::ScalarType> dtype) {
+                 const OptionalTensor& mask, std::optional<int64_t> window, const OptionalTensor& key_range_,
+                 std::optional<double> softcap, const OptionalTensor& sinks_, const OptionalTensor& k_scales,
+                 const OptionalTensor& k_biases, const OptionalTensor& v_scales,
+                 const OptionalTensor& v_biases, const OptionalTensor& indices_, int64_t index_block,
+                 const OptionalTensor& gate_, std::string_view gate_activation, int64_t lookahead,
+                 const OptionalTensor& k_tail, const OptionalTensor& v_tail, int64_t tail_rate,
+                 int64_t position, const OptionalTensor& relative_, std::optional<c10::ScalarType> dtype) {
   const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), stored = k_.size(2);
   const int64_t tail_keys = k_tail ? k_tail->size(2) : 0;
   const int64_t selected = indices_ ? indices_->size(3) * index_block : tail_keys;
@@ -125,10 +125,10 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
     k.add_tail(*k_tail);
     v.add_tail(*v_tail);
   }
-  const std::optional<Tensor> key_range = contiguous(key_range_), sinks = contiguous(sinks_);
-  const std::optional<Tensor> indices = rows_contiguous(indices_);
-  const std::optional<Tensor> relative = rows_contiguous(relative_);
-  const std::optional<Tensor> gate = rows_contiguous(gate_);
+  const OptionalTensor key_range = contiguous(key_range_), sinks = contiguous(sinks_);
+  const OptionalTensor indices = rows_contiguous(indices_);
+  const OptionalTensor relative = rows_contiguous(relative_);
+  const OptionalTensor gate = rows_contiguous(gate_);
 
   AttentionParams params{};
   params.k = k.params;
@@ -171,7 +171,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
                      gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
-  std::optional<Tensor> partials;
+  OptionalTensor partials;
   if (plan.chunks > 1) {
     partials =
         at::empty({plan.chunks * int64_t(params.rows) * (value_width + 2)}, q.options().dtype(at::kFloat));

@@ -12,7 +12,7 @@ namespace moe_mps {
 // sum over the slots + gate * shared_out + residual. All are contiguous.
 struct ExpertSum {
   at::Tensor weights;  // [T, K]
-  std::optional<at::Tensor> shared_gate = {}, shared_out = {}, residual = {};
+  OptionalTensor shared_gate = {}, shared_out = {}, residual = {};
   bool gate_is_logit = false;
 };
 

@@ -12,7 +12,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // Threads that share a row of a weighted sum. With few columns in all, threadgroups are smaller, so that
 // there are more of them. Untuned.

@@ -8,7 +8,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // The kernels read rows of inputs. `transposed` weights have them if their memory is that of the other
 // layout.

@@ -9,7 +9,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr int64_t kMostStride = int64_t(1) << 30;  // kernels count in 32 bits from a token to the next
 constexpr int64_t kPack = 8;                       // elements that a kernel loads at once

@@ -12,7 +12,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // What a block adds to the streams, readable for kernels; `streams` stands in for what is absent.
 struct Update {

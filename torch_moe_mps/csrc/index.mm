@@ -16,9 +16,9 @@ using at::Tensor;
 
 constexpr int64_t kMostScores = int64_t(16) << 20;  // 64 MB
 
-Tensor index_topk(const Tensor& q_, const Tensor& k_, const std::optional<Tensor>& weights_, int64_t top_k,
-                  double scale, const std::optional<Tensor>& key_range_, std::string_view reduce,
-                  int64_t block, int64_t tail, int64_t keys, bool as_bits) {
+Tensor index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& weights_, int64_t top_k,
+                  double scale, const OptionalTensor& key_range_, std::string_view reduce, int64_t block,
+                  int64_t tail, int64_t keys, bool as_bits) {
   const int64_t batch = q_.size(0), tokens = q_.size(1), heads = q_.size(2), stored = k_.size(1);
   const bool of_heads = reduce == "heads", is_pooled = of_heads && block > 1;
   const int64_t groups = of_heads ? 1 : heads;
@@ -30,8 +30,8 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const std::optional<Tensor
   if (of_heads && !as_bits) indices = indices.squeeze(1);
   if (indices.numel() == 0) return indices;
   const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_);
-  const std::optional<Tensor> weights = rows_contiguous(weights_);
-  const std::optional<Tensor> key_range = contiguous(key_range_);
+  const OptionalTensor weights = rows_contiguous(weights_);
+  const OptionalTensor key_range = contiguous(key_range_);
   IndexParams params{};
   params.q = token_strides(q);
   params.k = token_strides(k);

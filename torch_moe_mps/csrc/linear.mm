@@ -12,7 +12,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // Contiguous, aligned, in `dtype`.
 Tensor rows_of(const Tensor& x, c10::ScalarType dtype) {

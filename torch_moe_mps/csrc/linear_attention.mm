@@ -17,7 +17,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 // Whether a call has an argument that may be absent, whose dtype it stores.
 bool has(const OptionalTensor& tensor, uint32_t& dtype) {

@@ -18,7 +18,7 @@ namespace moe_mps {
 struct MatrixStack {
   Library library;                    // the kernels for its format and the dtype of the activations
   at::Tensor packed, scales, biases;  // of a dense matrix, all three are the weight
-  std::optional<at::Tensor> bias;     // the layer's bias, [E, rows]
+  OptionalTensor bias;                // the layer's bias, [E, rows]
   int64_t experts, rows, inputs;
   bool norms_inputs = true;  // for one token, a norm within the matmul costs less than a launch
 };
@@ -38,9 +38,8 @@ Activation activation_of(std::string_view name, std::optional<double> alpha, std
 // Adds to `commands`: out[..., outputs] = activation(norm(x[..., inputs]) times the matrix, of one expert) +
 // residual; output n goes to column order[n]. The tensors are contiguous, x aligned, the matrix not empty.
 void add_linear(Commands& commands, const at::Tensor& x, const std::optional<InputNorm>& norm,
-                const MatrixStack& matrix, const Activation& activation,
-                const std::optional<at::Tensor>& residual, const std::optional<at::Tensor>& order,
-                const at::Tensor& out);
+                const MatrixStack& matrix, const Activation& activation, const OptionalTensor& residual,
+                const OptionalTensor& order, const at::Tensor& out);
 
 void warn_of_copy(const at::Tensor& weight);
 

@@ -168,9 +168,8 @@ void add_combine(Commands& commands, const Run& run, const MatmulStep& step, con
 }  // namespace
 
 void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputNorm>& norm,
-                const MatrixStack& matrix, const Activation& activation,
-                const std::optional<Tensor>& residual, const std::optional<Tensor>& order,
-                const Tensor& out) {
+                const MatrixStack& matrix, const Activation& activation, const OptionalTensor& residual,
+                const OptionalTensor& order, const Tensor& out) {
   const int64_t tokens = x_.numel() / x_.size(-1);
   const MatmulStep step = plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
                                       on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));

@@ -14,7 +14,7 @@ struct InputNorm {
 };
 
 // The norm that an operator's arguments ask for.
-std::optional<InputNorm> input_norm(const std::optional<at::Tensor>& weight, double eps, double offset);
+std::optional<InputNorm> input_norm(const OptionalTensor& weight, double eps, double offset);
 
 // Adds the norm of the rows x[T, H] and returns its result.
 const at::Tensor& add_norm(Commands& commands, const at::Tensor& x, const InputNorm& norm);

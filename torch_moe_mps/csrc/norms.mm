@@ -19,15 +19,15 @@ using at::Tensor;
 // How much of an input goes to each stream of a residual: a factor of the input, or a logit for each stream.
 struct OfInput {
   double factor = 1.0;
-  std::optional<Tensor> logits;
+  OptionalTensor logits;
   double of_logits = 1.0;
 };
 
 // One dispatch for all operators. `residual`, `scalar` and `sum` are nullopt where the kernel has none.
-void add_norm(Commands& commands, const char* kernel, const std::optional<Tensor>& residual,
-              const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& scalar,
-              double eps, double weight_offset, const Tensor& output, const std::optional<Tensor>& sum,
-              Gating gating = {}, const OfInput& of_input = {}) {
+void add_norm(Commands& commands, const char* kernel, const OptionalTensor& residual, const Tensor& input,
+              const OptionalTensor& weight, const OptionalTensor& scalar, double eps, double weight_offset,
+              const Tensor& output, const OptionalTensor& sum, Gating gating = {},
+              const OfInput& of_input = {}) {
   const int64_t width = input.size(-1);
   const int64_t rows = output.numel() / width;
   const int64_t stride = row_stride(input).value();
@@ -80,7 +80,7 @@ void encode_norm(const Arguments&... arguments) {
   commands.encode();
 }
 
-Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double eps, double weight_offset,
+Tensor rms_norm(const Tensor& input, const OptionalTensor& weight, double eps, double weight_offset,
                 double factor) {
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
@@ -90,8 +90,8 @@ Tensor rms_norm(const Tensor& input, const std::optional<Tensor>& weight, double
   return output;
 }
 
-Tensor layer_norm(const Tensor& input, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
-                  double eps, double weight_offset) {
+Tensor layer_norm(const Tensor& input, const OptionalTensor& weight, const OptionalTensor& bias, double eps,
+                  double weight_offset) {
   Tensor output = at::empty(input.sizes(), input.options());
   if (output.numel() == 0) return output;
   encode_norm("layer_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
@@ -116,8 +116,8 @@ Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& wei
 
 // The norms with a residual: their results, and `sum` where the kernel writes one.
 Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& input, const Tensor& weight,
-                     const std::optional<Tensor>& scalar, double eps, double weight_offset,
-                     const std::optional<Tensor>& sum = std::nullopt, const OfInput& of_input = {}) {
+                     const OptionalTensor& scalar, double eps, double weight_offset,
+                     const OptionalTensor& sum = std::nullopt, const OfInput& of_input = {}) {
   Tensor output = at::empty(residual.sizes(), residual.options());
   if (output.numel() == 0) return output;
   encode_norm(kernel, residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
@@ -138,7 +138,7 @@ Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const 
 std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input,
                                                const Tensor& weight, double eps, bool write_sum,
                                                double weight_offset, double factor,
-                                               const std::optional<Tensor>& gate, double gate_factor) {
+                                               const OptionalTensor& gate, double gate_factor) {
   const Tensor sum =
       write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
   const bool is_copied = gate && !row_stride(*gate);
@@ -155,7 +155,7 @@ Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, c
 
 }  // namespace
 
-std::optional<InputNorm> input_norm(const std::optional<Tensor>& weight, double eps, double offset) {
+std::optional<InputNorm> input_norm(const OptionalTensor& weight, double eps, double offset) {
   if (!weight) return std::nullopt;
   return InputNorm{weight->contiguous(), eps, offset};
 }

@@ -23,16 +23,15 @@ c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesOf>
 // kernels take scales in the dtype of the activations. For scales of another dtype, scales and activations
 // are converted to float32, which is right but slow: every call reads the scales once more. `bias` is the
 // layer's.
-MatrixStack packed_matrix(const at::Tensor& packed, const at::Tensor& scales,
-                          const std::optional<at::Tensor>& biases, const WeightFormat& format,
-                          const std::optional<at::Tensor>& bias, c10::ScalarType dtype);
+MatrixStack packed_matrix(const at::Tensor& packed, const at::Tensor& scales, const OptionalTensor& biases,
+                          const WeightFormat& format, const OptionalTensor& bias, c10::ScalarType dtype);
 
 // The arguments of an operator that are one quantised matrix, or a stack of them.
 struct Packed {
   const at::Tensor& packed;
   const at::Tensor& scales;
-  const std::optional<at::Tensor>& biases;
-  const std::optional<at::Tensor>& bias;
+  const OptionalTensor& biases;
+  const OptionalTensor& bias;
 };
 
 // The two matrices of a feed-forward network, and the dtype in which a call for activations of dtype `x`
@@ -46,6 +45,6 @@ GatedMatrices gated_matrices(c10::ScalarType x, const Packed& gate_up, std::stri
                              const Packed& down, std::optional<std::string_view> down_format);
 
 // The tensor made contiguous, in `dtype`.
-std::optional<at::Tensor> converted(const std::optional<at::Tensor>& tensor, c10::ScalarType dtype);
+OptionalTensor converted(const OptionalTensor& tensor, c10::ScalarType dtype);
 
 }  // namespace moe_mps

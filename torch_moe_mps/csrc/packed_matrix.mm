@@ -17,9 +17,8 @@ c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesOf>
   return same ? x : at::kFloat;
 }
 
-MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const std::optional<Tensor>& biases,
-                          const WeightFormat& format, const std::optional<Tensor>& bias,
-                          c10::ScalarType dtype) {
+MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const OptionalTensor& biases,
+                          const WeightFormat& format, const OptionalTensor& bias, c10::ScalarType dtype) {
   if (!packed.is_contiguous() || !is_aligned(packed)) warn_of_copy(packed);
   MatrixStack matrix{quantized_library(format, dtype), aligned(packed)};
   const auto placed = [&](const Tensor& tensor) {
@@ -43,8 +42,8 @@ GatedMatrices gated_matrices(c10::ScalarType x, const Packed& gate_up, std::stri
           packed_matrix(down.packed, down.scales, down.biases, second, down.bias, dtype)};
 }
 
-std::optional<Tensor> converted(const std::optional<Tensor>& tensor, c10::ScalarType dtype) {
-  const std::optional<Tensor> rows = contiguous(tensor);
+OptionalTensor converted(const OptionalTensor& tensor, c10::ScalarType dtype) {
+  const OptionalTensor rows = contiguous(tensor);
   return rows ? std::optional(in_dtype(*rows, dtype)) : rows;
 }
 

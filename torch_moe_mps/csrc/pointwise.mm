@@ -15,7 +15,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 
 constexpr std::array<std::string_view, POINTWISE_MIN + 1> kOperations = {
     "to",       "neg",  "exp",  "log", "log1p", "sqrt", "rsqrt", "sigmoid", "silu",

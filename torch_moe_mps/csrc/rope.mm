@@ -17,7 +17,7 @@ using at::Tensor;
 // q, k or v, and the buffers that a dispatch binds for it.
 struct Heads {
   Tensor input;  // its heads are contiguous
-  std::optional<Tensor> weight;
+  OptionalTensor weight;
   Tensor output;         // [B, heads, T or more, D], its heads are contiguous
   int64_t output_start;  // the element that the first of the last T tokens begins with
   RopeHeads params{};
@@ -28,7 +28,7 @@ Tensor heads_first(const Tensor& x) {
   return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
 }
 
-Heads heads_of(const Tensor& x, const std::optional<Tensor>& weight, const Tensor& output, int64_t rotary) {
+Heads heads_of(const Tensor& x, const OptionalTensor& weight, const Tensor& output, int64_t rotary) {
   Heads heads;
   heads.input = rows_contiguous(x);
   heads.weight = contiguous(weight);
@@ -58,7 +58,7 @@ uint32_t pairs_code(std::string_view pairs) {
 // The tables and what is the same for all heads. Without tables nothing turns: `x`, [B, T, ...], is bound in
 // place of them.
 struct Rotation {
-  Rotation(const Tensor& x, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin, double eps,
+  Rotation(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, double eps,
            double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last)
       : cos(cos ? *cos : x.select(2, 0)),
         sin(sin ? *sin : this->cos),
@@ -76,7 +76,7 @@ struct Rotation {
 };
 
 void encode_rope(const char* kernel, const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
-                 const std::optional<Heads>& v, const std::optional<Tensor>& k_bias = std::nullopt) {
+                 const std::optional<Heads>& v, const OptionalTensor& k_bias = std::nullopt) {
   const Tensor &cos = rotation.cos, &sin = rotation.sin;
   const bool same_strides = cos.strides() == sin.strides() && cos.stride(2) == 1;
   const Tensor cos_rows = same_strides ? cos : cos.contiguous();
@@ -116,11 +116,10 @@ void encode_rope(const char* kernel, const Rotation& rotation, const Heads& q, c
   commands.encode();
 }
 
-std::tuple<Tensor, Tensor> rope(const Tensor& q, const std::optional<Tensor>& k,
-                                const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                                const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight,
-                                double eps, double weight_offset, std::string_view pairs,
-                                std::optional<int64_t> rotary_dim, bool rotary_last) {
+std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptionalTensor& k, const OptionalTensor& cos,
+                                const OptionalTensor& sin, const OptionalTensor& q_weight,
+                                const OptionalTensor& k_weight, double eps, double weight_offset,
+                                std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last) {
   const Tensor output = heads_first(q), k_output = k ? heads_first(*k) : at::empty({0}, q.options());
   if (output.numel() == 0) return {output, k_output};
   const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
@@ -131,10 +130,10 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const std::optional<Tensor>& k,
 }
 
 Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
-                   const Tensor& values_, const std::optional<Tensor>& cos, const std::optional<Tensor>& sin,
-                   const std::optional<Tensor>& q_weight, const std::optional<Tensor>& k_weight, double eps,
+                   const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
+                   const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
                    double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                   bool rotary_last, bool norm_v, const std::optional<Tensor>& v_weight) {
+                   bool rotary_last, bool norm_v, const OptionalTensor& v_weight) {
   const Tensor output = heads_first(q);
   if (output.numel() == 0) return output;
   const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
@@ -151,11 +150,10 @@ Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tens
   return output;
 }
 
-Tensor index_keys_(const Tensor& k_, const Tensor& keys_, const Tensor& weight,
-                   const std::optional<Tensor>& bias, double eps, const std::optional<Tensor>& cos,
-                   const std::optional<Tensor>& sin, const std::optional<Tensor>& q, std::string_view pairs,
-                   std::optional<int64_t> rotary_dim, bool rotary_last, const std::optional<Tensor>& q_weight,
-                   double weight_offset) {
+Tensor index_keys_(const Tensor& k_, const Tensor& keys_, const Tensor& weight, const OptionalTensor& bias,
+                   double eps, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& q,
+                   std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last,
+                   const OptionalTensor& q_weight, double weight_offset) {
   const Tensor output = q ? heads_first(*q) : at::empty({0}, k_.options());
   if (k_.numel() == 0) return output;
   const Tensor k = k_.unsqueeze(2), keys = rows_contiguous(keys_), slots = keys.unsqueeze(1);
@@ -183,7 +181,7 @@ uint32_t layout_code(std::string_view layout) {
 
 std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor& inv_freq, double scaling,
                                        c10::ScalarType dtype, std::string_view layout,
-                                       const std::optional<Tensor>& axes) {
+                                       const OptionalTensor& axes) {
   const Tensor positions = position_ids.contiguous(), frequencies = inv_freq.contiguous();
   const Tensor of_pairs = axes ? axes->contiguous() : frequencies;
   const int64_t batch = positions.size(-2), tokens = positions.size(-1);

@@ -17,7 +17,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using OptionalTensor = std::optional<Tensor>;
 using Routing = std::tuple<Tensor, Tensor>;  // weights, ids
 
 // The smallest normal float16: the floor of the sum in moe_router_topk_softmax.

@@ -32,22 +32,22 @@ std::optional<int64_t> row_stride(const at::Tensor& tensor);
 
 // The tensor if the elements of each row are contiguous, else a contiguous copy.
 at::Tensor rows_contiguous(const at::Tensor& tensor);
-std::optional<at::Tensor> rows_contiguous(const std::optional<at::Tensor>& tensor);
+OptionalTensor rows_contiguous(const OptionalTensor& tensor);
 
 // Whether each row of a tensor of any strides starts on a multiple of so many elements.
 bool starts_aligned(const at::Tensor& tensor, int64_t elements = 4);
 
 // The strides of [B, T, heads, ...]; of what all tokens share, [heads], the first two are 0. Zeros without x.
-TokenStrides token_strides(const std::optional<at::Tensor>& x);
+TokenStrides token_strides(const OptionalTensor& x);
 
 // The DTYPE_* code of shaders/params.h; without a tensor, which no kernel reads then, DTYPE_FLOAT.
 uint32_t dtype_code(const at::Tensor& tensor);
-uint32_t dtype_code(const std::optional<at::Tensor>& tensor);
+uint32_t dtype_code(const OptionalTensor& tensor);
 
 // The tensor in a dtype; itself if it has that dtype already: at::Tensor::to calls the dispatcher.
 at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype);
 
-std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor);
+OptionalTensor contiguous(const OptionalTensor& tensor);
 
 // The tensor if it is contiguous and starts at a multiple of 16 bytes, else a copy that does.
 at::Tensor aligned(const at::Tensor& tensor);

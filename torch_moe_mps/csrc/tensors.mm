@@ -53,7 +53,7 @@ at::Tensor rows_contiguous(const at::Tensor& tensor) {
   return tensor.size(-1) == 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
 }
 
-std::optional<at::Tensor> rows_contiguous(const std::optional<at::Tensor>& tensor) {
+OptionalTensor rows_contiguous(const OptionalTensor& tensor) {
   return tensor.has_value() ? std::optional(rows_contiguous(*tensor)) : std::nullopt;
 }
 
@@ -77,11 +77,11 @@ uint32_t dtype_code(const at::Tensor& tensor) {
   }
 }
 
-uint32_t dtype_code(const std::optional<at::Tensor>& tensor) {
+uint32_t dtype_code(const OptionalTensor& tensor) {
   return tensor ? dtype_code(*tensor) : DTYPE_FLOAT;
 }
 
-TokenStrides token_strides(const std::optional<at::Tensor>& x) {
+TokenStrides token_strides(const OptionalTensor& x) {
   if (!x) return {};
   if (x->dim() == 1) return {0, 0, uint64_t(x->stride(0))};
   return {uint64_t(x->stride(0)), uint64_t(x->stride(1)), uint64_t(x->stride(2))};
@@ -100,7 +100,7 @@ at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype) {
   return tensor.scalar_type() == dtype ? tensor : tensor.to(dtype);
 }
 
-std::optional<at::Tensor> contiguous(const std::optional<at::Tensor>& tensor) {
+OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor.has_value() ? std::optional(tensor->contiguous()) : std::nullopt;
 }
 

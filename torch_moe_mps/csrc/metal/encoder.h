@@ -21,6 +21,8 @@
 
 namespace moe_mps {
 
+using OptionalTensor = std::optional<at::Tensor>;
+
 struct Size {
   NSUInteger x;
   NSUInteger y = 1;
@@ -38,7 +40,7 @@ class Command {
   Command& bind_strided(const at::Tensor& tensor, int64_t element = 0);
   Command& bind_strided(at::Tensor&& tensor, int64_t element = 0) = delete;
   // `stand_in` fills the slot of an argument that is absent; the kernel is told by its params not to read it.
-  Command& bind_or(const std::optional<at::Tensor>& tensor, const at::Tensor& stand_in) {
+  Command& bind_or(const OptionalTensor& tensor, const at::Tensor& stand_in) {
     return bind(tensor.has_value() && tensor->defined() ? *tensor : stand_in);
   }
   Command& bind_strided_or(const std::optional<at::Tensor>& tensor, const at::Tensor& stand_in) {
