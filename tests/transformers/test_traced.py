@@ -14,8 +14,9 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.bounded import Bounded
 from torch_moe_mps.transformers.install import is_rewritten, restore_module, rewrite
-from torch_moe_mps.transformers.modules.traced import Input, trace
+from torch_moe_mps.transformers.modules.traced import Input, remembered, trace
 
 WIDTH = 16
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -269,6 +270,20 @@ def test_what_operators_give_is_known_from_other_traces():
     for _ in range(2):
         assert results(2, torch.float32) == [((3,), torch.float32), ((2, 3), torch.float32)]
         assert results(5, torch.float64) == [((3,), torch.float64), ((5, 3), torch.float32)]
+
+
+def test_what_is_remembered_has_a_bound():
+    held = Bounded(3)
+    for number in range(7):
+        held[number] = held[number] = str(number)
+        assert held[number] == str(number) and len(held) <= 3
+    assert held == {6: "6"}
+    asked = []
+    ask = remembered(lambda module: asked.append(module) or module.in_features)
+    first, *others = [nn.Linear(width, 1) for width in range(1, 1026)]
+    assert ask(first) == ask(first) == 1 and len(asked) == 1
+    assert [ask(module) for module in others] == [*range(2, 1026)]
+    assert ask(first) == 1 and len(asked) == 1026
 
 
 def test_a_trace_has_no_effects():

@@ -24,6 +24,7 @@ from transformers.utils import ModelOutput
 from ..._extension import host_library
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
+from ..basics.bounded import Bounded
 from ..basics.classes import subclass
 from ..cache import takes_cache
 from ..checked import refused
@@ -91,7 +92,7 @@ class Captures:
         self.programs: list[Program] = []
         self.reason: str | None = "no kind of call for a few tokens was repeated three times"
         self._anywhere = anywhere
-        self._kinds: dict[tuple[Any, ...], _Kind] = {}
+        self._kinds = Bounded(_MOST_KINDS)
         self._rest, self._rests = 0, 0
         self._reads_masks = False
         self._lock = threading.Lock()
@@ -112,7 +113,7 @@ class Captures:
 
     def clear(self) -> None:
         """Forgets all programs, and with them the weights that they hold."""
-        self.programs, self._kinds = [], {}
+        self.programs, self._kinds = [], Bounded(_MOST_KINDS)
 
     def call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """What `own`, the model's forward, returns for these arguments."""
@@ -234,9 +235,9 @@ class Captures:
 
     def _kind_of(self, reading: Reading) -> _Kind | None:
         """The kind of a call, if this is the one to capture."""
-        if reading.key not in self._kinds and len(self._kinds) >= _MOST_KINDS:
-            self._kinds.clear()
-        kind = self._kinds.setdefault(reading.key, _Kind())
+        kind: _Kind | None = self._kinds.get(reading.key)
+        if kind is None:
+            kind = self._kinds[reading.key] = _Kind()
         for position, (before, now) in enumerate(zip(kind.numbers, reading.numbers, strict=False)):
             if before != now:
                 kind.varied[position] = before

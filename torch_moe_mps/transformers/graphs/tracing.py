@@ -15,6 +15,8 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from ..basics.bounded import Bounded
+
 _ATEN = torch.ops.aten
 _PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 TENSOR = "tensor"  # in the meta of a node: the constant that it stands for
@@ -78,8 +80,8 @@ class _Like:
         return cls(value) if isinstance(value, FakeTensor) else value
 
 
-_known: dict[Any, Any] = {}  # {call without symbols: what it gave}, of all recorders
 _MOST_KNOWN = 10_000
+_known = Bounded(_MOST_KNOWN)  # {call without symbols: what it gave}, of all recorders
 
 
 class Recorder(TorchDispatchMode):
@@ -101,7 +103,7 @@ class Recorder(TorchDispatchMode):
         self._fake_of: dict[int, FakeTensor] = {}  # of constants, by id
         self._alive: list[Any] = []
         self._keys: dict[int, tuple[Any, ...]] = {}  # of fake tensors, by id
-        self._results: dict[Any, Any] = {}  # {call: what it gave}, of calls with symbols
+        self._results = Bounded(_MOST_KNOWN)  # {call: what it gave}, of calls with symbols
 
     def symbol(self, value: int, least: int) -> torch.SymInt:
         """A number that is `value` now and at least `least` in every call."""
@@ -128,7 +130,7 @@ class Recorder(TorchDispatchMode):
         """Ends the graph, which returns these tensors."""
         self.graph.output([self.node_of(tensor) for tensor in results])
         self._alive, self._nodes, self._fake_of = [], {}, {}
-        self._keys, self._results = {}, {}
+        self._keys, self._results = {}, Bounded(_MOST_KNOWN)
 
     def node_of(self, tensor: Tensor) -> fx.Node:
         """The node that makes a tensor, or a constant for one that nothing here has made."""
@@ -188,8 +190,6 @@ class Recorder(TorchDispatchMode):
             return [*map(self._like, like)] if isinstance(like, list) else self._like(like)
         result = func(*args, **kwargs)
         if all(id(each) not in self._nodes for each in _listed(result)):
-            if len(known) == _MOST_KNOWN:
-                known.clear()
             of_list = isinstance(result, (list, tuple))
             known[key] = [*map(_Like.of, result)] if of_list else _Like.of(result)
         return result

@@ -20,6 +20,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
+from ..basics.bounded import Bounded
 from ..basics.reads import depends_on
 from ..basics.state import original_class
 from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
@@ -38,7 +39,7 @@ _PLACES = ("_parameters", "_buffers", "_modules")
 _OF_MODULES = vars(nn.Module()).keys() | {"__dict__"}
 _FIXED = {"training": False, "_compiled_call_impl": None}
 _CONSTANTS = (type(None), bool, int, float, str, enum.Enum, type, torch.dtype, torch.device)
-_KNOWN = 16  # forms of one class that are remembered
+_CLASSES, _KNOWN = 1024, 16  # modules that differ from outside, and forms of each, that are remembered
 
 _LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
@@ -342,11 +343,14 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
     Besides traces it may only ask for names, shapes and dtypes of the module's own tensors, and for names and
     classes of its children.
     """
-    known: dict[Any, list[tuple[dict[Path, Any], Found]]] = {}
+    known = Bounded(_CLASSES)
 
     @functools.wraps(find)
     def ask(module: nn.Module) -> Found:
-        forms = known.setdefault(_outside(module), [])
+        outside = _outside(module)
+        forms: list[tuple[dict[Path, Any], Found]] | None = known.get(outside)
+        if forms is None:
+            forms = known[outside] = []
         for seen, found in forms:
             if _is_alike(module, seen):
                 return found

@@ -5,7 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-_held: dict[Any, Tensor] = {}
+from ...basics.bounded import Bounded
+
+_held = Bounded(64)
 
 
 def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
@@ -13,7 +15,7 @@ def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
 
     A fake tensor, as it is made while a token is captured, is not held.
     """
-    found = _held.get(key)
+    found: Tensor | None = _held.get(key)
     if found is None or len(found) < count:
         found = make()
         if type(found) is Tensor:

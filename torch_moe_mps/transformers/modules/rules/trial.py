@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...basics.bounded import Bounded
 from ...basics.state import STATE, original_class
 
 
@@ -26,17 +27,15 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
         return None
 
 
-_verdicts: dict[Any, Any] = {}  # {key: what a trial gave}
-_MOST_VERDICTS = 256
+_verdicts = Bounded(256)  # {key: what a trial gave, in a tuple}
 
 
 def verdict(key: Any, function: Callable, *arguments: Any) -> Any:
     """What `tried` gives, once for all modules with this key: those of a model are alike."""
-    if key not in _verdicts:
-        if len(_verdicts) == _MOST_VERDICTS:
-            _verdicts.clear()
-        _verdicts[key] = tried(function, *arguments)
-    return _verdicts[key]
+    found = _verdicts.get(key)
+    if found is None:
+        found = _verdicts[key] = (tried(function, *arguments),)
+    return found[0]
 
 
 def bare_twin(module: nn.Module) -> Any:
