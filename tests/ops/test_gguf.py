@@ -56,6 +56,19 @@ def test_embeddings_are_the_values_in_float32(device, format):
     checked("embedding_quantized", ids.to(device), *place(weight, device), format, dtype)
 
 
+def test_no_rows(device):
+    for format in GGUF_FORMATS:
+        columns = max(group_of(format), 32)
+        weight, none = (
+            random_matrix(3, columns, format, torch.float32, 3),
+            torch.empty(2, 0, dtype=torch.int64),
+        )
+        checked("embedding_quantized", none.to(device), *place(weight, device), format, torch.float32)
+        checked("linear_quantized", torch.empty(0, columns).to(device), *place(weight, device), None, format)
+        weight = tuple(part if part is None else part[:0] for part in weight)
+        checked("linear_quantized", torch.ones(2, columns).to(device), *place(weight, device), None, format)
+
+
 def test_scales_need_not_be_those_of_the_activations(device):
     """A down projection of another type, and of one of MLX's."""
     for i, (gate_up, down) in enumerate((("q4_k", "q6_k"), ("q6_k", "affine4_64"))):

@@ -268,9 +268,10 @@ def ggml_values(codes: np.ndarray, scales: Tensor, biases: Tensor | None, format
         return values if biases is None else values + halves_of(biases)[..., None]
     bits, centre, minima = INTEGERS[format]
     digits = np.unpackbits(scales.cpu().numpy(), axis=-1, bitorder="little")
-    integers = digits.reshape(*codes.shape[:-1], -1, bits) @ (1 << np.arange(bits)) - centre
-    factors = halves_of(biases).reshape(*biases.shape[:-1], -1, 1, integers.shape[-1])
-    products = integers.reshape(*factors.shape[:-2], -1, integers.shape[-1]) * factors
+    integers = digits.reshape(*codes.shape[:-1], 1 + minima, bits) @ (1 << np.arange(bits)) - centre
+    blocks = *codes.shape[:-2], codes.shape[-2] * codes.shape[-1] // 256
+    factors = halves_of(biases).reshape(*blocks, 1, 1 + minima)
+    products = integers.reshape(*blocks, 256 // codes.shape[-1], 1 + minima) * factors
     products = products.reshape(integers.shape)
     values = codes * products[..., :1]
     return values - products[..., 1:] if minima else values

@@ -440,7 +440,7 @@ def index_topk(a):
         best = sorted(order[:slots])
         if len(best) < len(order):
             kept, left = scores[order[len(best) - 1]], scores[order[len(best)]]
-            highest = max(abs(each) for each in scores.values() if np.isfinite(each))
+            highest = max((abs(each) for each in scores.values() if np.isfinite(each)), default=0.0)
             known[entry, head, token] = kept == left or kept - left > 1e-4 * highest
         if is_pooled and a.tail and end % a.block:
             best.append(end // a.block)

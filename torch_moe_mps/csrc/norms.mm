@@ -66,7 +66,7 @@ void add_norm(Commands& commands, const char* kernel, const OptionalTensor& resi
       .bind_or(residual, output)
       .bind_strided(input)
       .bind_or(weight, output)
-      .bind_strided(of_input.logits.value_or(scalar.value_or(output)))
+      .bind_strided_or(of_input.logits ? of_input.logits : scalar, output)
       .bind(output)
       .bind_or(sum, output)
       .params(params)

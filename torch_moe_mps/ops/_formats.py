@@ -300,12 +300,12 @@ def _spread(octets: Tensor, bits: int) -> Tensor:
         return octets
     eights = octets.new_zeros(*octets.shape[:-1], octets.shape[-1] // bits, 8)
     eights[..., :bits] = octets.unflatten(-1, (-1, bits))
-    codes = eights.view(torch.int64).squeeze(-1)
+    codes = eights.view(torch.int64)
     for count in (4, 2, 1):  # how many codes move together
         lower = _repeated((1 << count * bits) - 1, 16 * count)
         upper = (codes << count * (8 - bits)).bitwise_and_(lower << 8 * count)
-        codes = (codes & lower).bitwise_or_(upper)
-    return codes.view(torch.uint8)
+        codes.bitwise_and_(lower).bitwise_or_(upper)
+    return eights.flatten(-2)
 
 
 def pack(codes: Tensor, bits: int) -> Tensor:
