@@ -43,7 +43,7 @@ class Command {
   Command& bind_or(const OptionalTensor& tensor, const at::Tensor& stand_in) {
     return bind(tensor.has_value() && tensor->defined() ? *tensor : stand_in);
   }
-  Command& bind_strided_or(const std::optional<at::Tensor>& tensor, const at::Tensor& stand_in) {
+  Command& bind_strided_or(const OptionalTensor& tensor, const at::Tensor& stand_in) {
     return bind_strided(tensor.has_value() ? *tensor : stand_in);
   }
 
