@@ -57,6 +57,19 @@ def test_peft_adapters_put_in_after_acceleration(architecture, target):
     assert_close(output(model.eval(), prompt()), expected, 1e-5)
 
 
+def test_peft_prompts_in_front_of_quantised_layers():
+    """PEFT looks for the embedding by a dense weight: the prompt is put in first."""
+    peft = pytest.importorskip("peft")
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    with tiny_models.groups_of_32():
+        model = eager(tiny_models.tiny_model("qwen3_moe"))
+    adapted = peft.get_peft_model(model, config).eval()
+    expected = output(adapted, prompt())
+    assert expected.shape[1] == prompt().shape[1] + 4
+    torch_moe_mps.accelerate(adapted, 8, 32)
+    assert_close(output(adapted, prompt()), expected, 0.05)
+
+
 @pytest.mark.parametrize("hooks_first", [True, False])
 def test_hooks_of_the_accelerate_library(hooks_first):
     """Offloaded weights come and go around each module's forward; the hooks keep working."""
