@@ -215,7 +215,7 @@ def _begins(kept: Kept, other: Kept) -> bool:
 def _tensors(value: Any) -> Iterator[Tensor]:
     """The tensors in a cache and in kept states, of which quantised ones have parts."""
     if isinstance(value, QuantizedStates):
-        yield from (value.packed, value.scales, value.biases)
+        yield from value.parts()
     elif isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):

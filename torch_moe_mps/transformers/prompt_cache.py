@@ -246,8 +246,7 @@ def _stored(value: Any, tensors: dict[str, Tensor]) -> Any:
     if isinstance(value, dict):
         return {"dict": [[key, _stored(item, tensors)] for key, item in value.items()]}
     if isinstance(value, QuantizedStates):
-        parts = (value.packed, value.scales, value.biases)
-        return {"quantized": [_stored(part, tensors)["tensor"] for part in parts]}
+        return {"quantized": [_stored(part, tensors)["tensor"] for part in value.parts()]}
     if isinstance(value, Tensor):
         name = str(len(tensors))
         tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)

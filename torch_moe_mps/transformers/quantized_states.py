@@ -81,7 +81,7 @@ class QuantizedStates(Deferred):
     def columns(self, widths: Sequence[int]) -> "list[QuantizedStates]":
         """Views of neighbouring columns of these widths, which whole groups fill."""
         parts = []
-        for tensor in self._parts():
+        for tensor in self.parts():
             shares = [width * tensor.shape[3] // self.shape[3] for width in widths]
             parts.append(tensor.split(shares, 3))
         return [QuantizedStates(*each) for each in zip(*parts, strict=True)]
@@ -89,19 +89,19 @@ class QuantizedStates(Deferred):
     def write(self, start: int, states: Tensor) -> None:
         """Tokens from `start` on become these states."""
         if isinstance(states, QuantizedStates):
-            for part, other in zip(self._parts(), states._parts(), strict=True):
+            for part, other in zip(self.parts(), states.parts(), strict=True):
                 part.narrow(2, start, states.shape[2]).copy_(other)
         else:
-            torch.ops.moe_mps.write_cache_quantized_(states, *self._parts(), start)
+            torch.ops.moe_mps.write_cache_quantized_(states, *self.parts(), start)
 
     def elements(self) -> Tensor:
-        return values_in(*self._parts()).to(self.dtype)
+        return values_in(*self.parts()).to(self.dtype)
 
     @property
     def nbytes(self) -> int:  # type: ignore[override]
-        return sum(part.nbytes for part in self._parts())
+        return sum(part.nbytes for part in self.parts())
 
-    def _parts(self) -> tuple[Tensor, Tensor, Tensor]:
+    def parts(self) -> tuple[Tensor, Tensor, Tensor]:
         return self.packed, self.scales, self.biases
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "QuantizedStates":
@@ -110,7 +110,7 @@ class QuantizedStates(Deferred):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return QuantizedStates, self._parts()
+        return QuantizedStates, self.parts()
 
     @classmethod
     def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
@@ -125,7 +125,7 @@ class QuantizedStates(Deferred):
             if rows or moves or func in _OF_EVERYTHING:
                 return first.map(lambda tensor: func(tensor, *args[1:], **kwargs))
             if func is _ATEN.zero_.default:
-                for part in first._parts():
+                for part in first.parts():
                     part.zero_()
                 return first
         if func._schema.is_mutable and isinstance(first, QuantizedStates):

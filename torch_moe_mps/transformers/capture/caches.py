@@ -580,7 +580,7 @@ class Pages:
 
 def parts(states: Tensor) -> tuple[Tensor, ...]:
     """The tensors that states consist of."""
-    return states._parts() if isinstance(states, QuantizedStates) else (states,)
+    return states.parts() if isinstance(states, QuantizedStates) else (states,)
 
 
 def _all_parts(states: tuple[Tensor, ...]) -> list[Tensor]:
