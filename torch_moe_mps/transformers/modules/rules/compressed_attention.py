@@ -275,4 +275,4 @@ def _is_same(module: Any) -> bool:
     own = cache.layers[layer.layer_idx]
     theirs += [own.keys, *own.compressed_kv.values()]
     ours += [held.keys[:, :, 1 - window :], *held.compressed_kv.values()]
-    return len(theirs) == len(ours) and all(map(agrees, ours, theirs))
+    return agrees(ours, theirs)

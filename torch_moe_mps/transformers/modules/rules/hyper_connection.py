@@ -115,15 +115,7 @@ def _twin(module: nn.Module, mixing: Mixing, count: int) -> Any:
 def _mixes(module: nn.Module, mixing: Mixing, count: int) -> bool:
     twin = _twin(module, mixing, count)
     streams = torch.randn(2, 3, count, _WIDTH, generator=torch.Generator().manual_seed(1))
-    return _alike(connection_forward(twin, streams), original_class(module).forward(twin, streams))
-
-
-def _alike(ours: Any, theirs: Any) -> bool:
-    """Whether two forwards gave the same: a tensor, or a tuple of tensors and None."""
-    ours, theirs = (each if isinstance(each, tuple) else (each,) for each in (ours, theirs))
-    return len(ours) == len(theirs) and all(
-        a is b is None or agrees(a, b) for a, b in zip(ours, theirs, strict=True)
-    )
+    return agrees(connection_forward(twin, streams), original_class(module).forward(twin, streams))
 
 
 # The layers around them
@@ -290,4 +282,4 @@ def _is_layer(module: nn.Module, mixings: list[Mixing], form: Layer) -> bool:
     twin = _twin_of_layer(module, mixings, form.calls[0].results)
     streams = torch.randn(2, 3, twin.attn_hc.hc_mult, _WIDTH, generator=torch.Generator().manual_seed(2))
     given: dict[str, Any] = dict.fromkeys(form.defaults)
-    return _alike(_layer(twin, form, streams, given), original_class(module).forward(twin, streams, **given))
+    return agrees(_layer(twin, form, streams, given), original_class(module).forward(twin, streams, **given))

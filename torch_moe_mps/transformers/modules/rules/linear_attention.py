@@ -109,7 +109,7 @@ def is_causal_conv(function: Callable) -> bool:
         theirs, ours = state.clone(), state.clone()
         result = tried(function, x, theirs, weight, given, activation)
         expected = ops.causal_conv1d_update_(x.mT, ours, weight, given, ACTIVATIONS[activation]).mT
-        if not _agree(result, expected) or not torch.equal(theirs, ours):
+        if not agrees(result, expected, 1e-4) or not torch.equal(theirs, ours):
             return False
     return True
 
@@ -121,7 +121,7 @@ def is_conv_of_prompt(function: Callable) -> bool:
     for given, activation in ((None, "silu"), (bias, None)):
         result, state = tried(function, x, weight, given, activation=activation), torch.zeros(2, 3, 4)
         expected = ops.causal_conv1d_update_(x.mT, state, weight, given, ACTIVATIONS[activation]).mT
-        if not _agree(result, expected):
+        if not agrees(result, expected, 1e-4):
             return False
     return True
 
@@ -139,12 +139,9 @@ def is_delta_rule(function: Callable) -> bool:
         result = tried(function, q, k, v, g=g, beta=beta, use_qk_l2norm_in_kernel=normed, **options)
         eps = _L2NORM_EPS if normed else None
         expected = ops.linear_attention_(q, k, v, g, ours, 8**-0.5, beta=beta, l2norm_eps=eps)
-        if not isinstance(result, tuple) or not all(map(_agree, result, (expected, ours))):
+        if not agrees(result, (expected, ours), 1e-4):
             return False
     return True
-
-
-_agree = functools.partial(agrees, rtol=1e-4)
 
 
 # Functions that forwards call

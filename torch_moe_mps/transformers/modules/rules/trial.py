@@ -52,7 +52,11 @@ def bare_twin(module: nn.Module) -> Any:
 
 
 def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
-    """Whether two results are tensors that are equal up to rounding."""
+    """Whether two results are tensors that are equal up to rounding, or as many of them; None is in both."""
+    if isinstance(a, tuple | list) and isinstance(b, tuple | list):
+        return len(a) == len(b) and all(
+            x is y is None or agrees(x, y, rtol) for x, y in zip(a, b, strict=True)
+        )
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
     return a.shape == b.shape and torch.allclose(a, b, rtol, 1e-5)
