@@ -245,10 +245,6 @@ class Source:
         assert format is not None
         return format
 
-    @property
-    def nbytes(self) -> int:
-        return sum(tensor.data.nbytes for tensor in self.tensors)
-
     def take(self, number: int) -> Tensor:
         """One of the tensors of the packed parameter. Blocks are taken apart once for all of them."""
         with self._lock:
