@@ -19,7 +19,7 @@ from ...basics.state import original_class, state_of
 from ..causal_mask import CausalMask
 from ..experts import is_observed
 from ..linears import GroupedLinear
-from .constants import constant
+from .constants import beside, constant
 from .linear import linears
 from .norms import is_norm
 from .rotary import is_fixed
@@ -124,7 +124,7 @@ def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -
         tail_rate=compressor.compress_rate,
         position=position,
     )
-    return _projected(layer, out, cos, _negated(sin), turn)
+    return _projected(layer, out, cos, beside(sin, _NEGATED, sin.neg), turn)
 
 
 def _pooled(compressor: Any, held: Any, name: str, kv: Tensor, gate: Tensor, position: int) -> Tensor:
@@ -157,14 +157,6 @@ def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str
     out = layer.o_a_proj(out.view(batch, tokens, layer.o_a_proj.n_groups, -1))
     result: Tensor = layer.o_b_proj(out.flatten(2))
     return result
-
-
-def _negated(sin: Tensor) -> Tensor:
-    found: Tensor | None = getattr(sin, _NEGATED, None)
-    if found is None:
-        found = -sin
-        setattr(sin, _NEGATED, found)
-    return found
 
 
 # Recognising a layer

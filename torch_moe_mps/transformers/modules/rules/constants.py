@@ -1,8 +1,9 @@
-"""Tensors of fixed numbers, made once for each device."""
+"""What is made once: fixed numbers on each device, and what follows from tensors that all layers get."""
 
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...basics.bounded import Bounded
@@ -20,4 +21,14 @@ def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
         found = make()
         if type(found) is Tensor:
             _held[key] = found
+    return found
+
+
+def beside(tensor: Tensor, name: str, make: Callable[[], Any]) -> Any:
+    """What `make` gives, which a tensor that all layers get keeps as an attribute of this name."""
+    found = getattr(tensor, name, None)
+    if found is None:
+        found = make()
+        if not torch.compiler.is_compiling():
+            setattr(tensor, name, found)
     return found

@@ -21,7 +21,7 @@ from ...basics.state import original_class, state_of
 from ..causal_mask import CausalMask
 from ..chosen_keys import EVERYTHING, Choice
 from ..experts import is_observed
-from .constants import constant
+from .constants import beside, constant
 from .rope import WHOLE_TURNS, Turn, tables_and_options
 from .trial import FewInputs, HeldKeys, Normed, agrees, bare_twin, has_parts, numbers, tried
 
@@ -103,10 +103,7 @@ def _is_padded(mask: Tensor, layer: Any) -> bool:
     if noted is None and held is not None and held.shape[1] > 0:  # which the model's own code has written
         noted = not bool(held[..., -1].all())  # the column that says which keys are shown
     if not noted and mask.shape[1] > 1:
-        noted = getattr(mask, _PADDED, None)  # all layers get the same mask
-        if noted is None:
-            noted = not bool(mask.all())
-            setattr(mask, _PADDED, noted)
+        noted = bool(beside(mask, _PADDED, lambda: not bool(mask.all())))
     if layer is not None:
         layer.is_padded = bool(noted)
     return bool(noted)

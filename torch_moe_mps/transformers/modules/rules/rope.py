@@ -16,6 +16,7 @@ from torch import Tensor
 
 from ...basics.report import Done
 from ..functions import InPlace
+from .constants import beside
 from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
@@ -123,16 +124,6 @@ def _turn(form: RopeForm, width: int, cos: Tensor) -> Turn | None:
     return None if narrow and narrow.doubled and cos.shape[-1] * 2 != width else narrow
 
 
-def _real(table: Tensor) -> Sequence[Tensor]:
-    """The cosines and sines of a complex table, which all layers get."""
-    found: Sequence[Tensor] | None = getattr(table, _REAL, None)
-    if found is None:
-        found = torch.view_as_real(table).movedim(-1, 0).contiguous().unbind()
-        if not torch.compiler.is_compiling():
-            setattr(table, _REAL, found)
-    return found
-
-
 # Functions that forwards call
 
 
@@ -177,7 +168,10 @@ def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor])
     if q.dim() == 3:
         out = _rotated(form, [x[None] for x in inputs], [table[None] for table in tables])
         return None if out is None else [x[0] for x in out]
-    cos, sin = tables if len(tables) == 2 else _real(*tables)
+    if len(tables) == 1:
+        (table,) = tables
+        tables = beside(table, _REAL, lambda: torch.view_as_real(table).movedim(-1, 0).contiguous().unbind())
+    cos, sin = tables
     turn = _turn(form, q.shape[-1], cos) if cos.dim() == 3 else None
     if turn is None:
         return None
