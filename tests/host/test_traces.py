@@ -201,6 +201,8 @@ def linear() -> Calls:
     yield "linear, normed, with a residual", normed
     normed = partial(ops.linear_quantized, tensor(4, 128), *weight, None, INT4, **norm)
     yield "linear, normed, 4 tokens", normed
+    gates = partial(ops.linear_quantized, tensor(2, 128), *weight, None, INT4, streams=tensor(2, 4, 80))
+    yield "gates of streams, 2 tokens", gates
     parts = (*matrix(512, 128), *matrix(128, 256, INT6))
     yield "mlp, down of 6 bits", partial(ops.mlp_quantized, x, *parts, INT4, residual=x, down_format=INT6)
     ids = torch.arange(3, dtype=torch.int32, device="mps")
@@ -570,6 +572,10 @@ linear, normed, 4 tokens
   matmul_rows_few_split_affine4_64_f16 grid 20x1x1 of 128x1x1
   0=A[0:1024] 1=D[0:20480] 2=E[0:1280] 3=F[0:1280] 4=A[0:1024] 5=A[0:1024] 6=G[0:2560] 7=A[0:1024] 8=100
     bytes 9=A[0:1024] 10=A[0:1024]
+gates of streams, 2 tokens
+  matmul_rows_streams_affine4_64_f16 grid 10x2x1 of 64x1x1
+  0=A[0:512] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280] 4=A[0:512] 5=A[0:512] 6=E[0:320] 7=A[0:512] 8=100 bytes
+    9=F[0:1280]
 mlp, down of 6 bits
   matmul_rows_affine4_64_f16 grid 32x1x1 of 64x1x1
   0=A[0:256] 1=B[0:32768] 2=C[0:2048] 3=D[0:2048] 4=A[0:256] 5=A[0:256] 6=E[0:512] 7=A[0:256] 8=100 bytes

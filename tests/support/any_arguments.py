@@ -441,14 +441,18 @@ def linear_quantized(d):
     form = d.one(*EVERY_FORMAT)
     columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300), d.leading()
     x = d.values(*leading, columns)
+    around = {"x": x, "format": form, **norm_of_input(d, columns)}
+    around |= {**weight(d, "", None, rows, columns, form), "bias": d.maybe(lambda: d.values(rows))}
+    streams = d.one(None, None, *(n for n in (1, 2, 3, 4) if rows % n == 0))
+    if streams is not None:
+        outputs = rows // streams
+        around["streams"] = d.values(*leading, streams, outputs, dtype=x.dtype)
+        return around | {"residual": d.maybe(lambda: d.values(*leading, outputs, dtype=x.dtype))}
     activation = d.maybe(lambda: d.one("silu", "gelu", "gelu_tanh", "relu", "relu2"))
     factor = 1.0 if activation is None else d.one(1.0, 0.25, -2.0)
     return {
-        **{"x": x, "format": form, **norm_of_input(d, columns)},
-        **{"activation": activation, "factor": factor},
+        **{**around, "activation": activation, "factor": factor},
         "activated": None if activation is None else d.maybe(lambda: d.one(1, rows, (rows + 1) // 2)),
-        **weight(d, "", None, rows, columns, form),
-        "bias": d.maybe(lambda: d.values(rows)),
         "residual": d.maybe(lambda: d.values(*leading, rows, dtype=x.dtype)),
         "order": d.maybe(lambda: torch.randperm(rows, generator=d.generator).int()),
     }

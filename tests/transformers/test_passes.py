@@ -398,6 +398,35 @@ def streams_with_a_late_weight(x, r):
     return norm(total, ROW_NORMS * x[0, 0, 0])
 
 
+def mean_of_streams(x, r):
+    gates = torch.sigmoid(linear(x)).unflatten(-1, (4, 16))
+    return r[..., :16] + (gates * r.unflatten(-1, (4, 16))).mean(-2)
+
+
+def mean_of_streams_that_change(x, r):
+    r = r.clone()
+    gates = torch.sigmoid(linear(x)).view(1, 1, 4, 16)
+    product = gates * r.view(1, 1, 4, 16)
+    r.view(-1).mul_(2)
+    return product.mean(-2), r
+
+
+def mean_of_columns(x, r):
+    return (torch.sigmoid(linear(x)) * r).view(1, 1, 4, 16).mean(-1)
+
+
+def mean_of_too_many_streams(x, r):
+    return (torch.sigmoid(linear(x)).view(1, 1, 8, 8) * r.view(1, 1, 8, 8)).mean(-2)
+
+
+def mean_of_streams_in_double(x, r):
+    return (torch.sigmoid(linear(x)).view(1, 1, 4, 16) * r.double().view(1, 1, 4, 16)).mean(-2)
+
+
+def mean_of_streams_of_an_activation(x, r):
+    return (torch.sigmoid(silu(linear(x))).view(1, 1, 4, 16) * r.view(1, 1, 4, 16)).mean(-2)
+
+
 def outputs_in_another_order(x, r):
     """As Qwen3-Next has them: q, k and v of each head side by side."""
     q, k, v = projected(x, 1).view(1, 1, 2, 64).split([16, 16, 32], 3)
@@ -609,7 +638,7 @@ def convolution_of_a_copy(x, r):
 
 CONVOLUTION = {"clone": 1, "causal_conv1d_update_": 1}
 LINEAR = {"linear_quantized": 1}
-STREAMS = {"sigmoid": 1, "add": 1, "rms_norm": 1}
+STREAMS, MEAN = {"sigmoid": 1, "add": 1, "rms_norm": 1}, {"sigmoid": 1, "mul": 1, "mean": 1}
 CHANGED = {"gt": 1, "mean": 1, "masked_fill_": 1}
 EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
 CASES: dict[Callable, dict[str, int]] = {
@@ -675,6 +704,12 @@ CASES: dict[Callable, dict[str, int]] = {
     streams_with_a_gate_of_columns: STREAMS | {"div": 1, "mul": 2},
     streams_in_double: STREAMS | {"div": 1, "mul": 2, "_to_copy": 2},
     streams_with_a_late_weight: STREAMS | {"div": 1, "mul": 3},
+    mean_of_streams: LINEAR,
+    mean_of_streams_that_change: LINEAR | MEAN | {"clone": 1, "mul_": 1},
+    mean_of_columns: LINEAR | MEAN,
+    mean_of_too_many_streams: LINEAR | MEAN,
+    mean_of_streams_in_double: LINEAR | MEAN | {"_to_copy": 1},
+    mean_of_streams_of_an_activation: LINEAR | MEAN,
     outputs_in_another_order: LINEAR | {"mul": 1},
     outputs_in_order_and_as_they_are: LINEAR | {"clone": 1, "_unsafe_view": 1},
     outputs_that_are_given_twice: LINEAR | {"cat": 1},
@@ -743,6 +778,14 @@ def test_linears_whose_outputs_are_seen_as_rows_of_heads():
     assert operators(graph) == {"linear_quantized": 1}
     for result, number in zip(computed(graph, x), range(2), strict=True):
         assert_close(result.flatten(2), projected(x, number), 1e-6)
+
+
+def test_gates_of_streams_of_two_tokens_stay():
+    """Their operator would read the weights for each."""
+    x, r = random(1, 2, H), random(1, 2, 4, 16)
+    graph = recorded(lambda x, r: (torch.sigmoid(linear(x)).view(1, 2, 4, 16) * r).mean(-2), x, r)
+    simplify(graph, NO_CHAINS)
+    assert operators(graph) == LINEAR | MEAN
 
 
 def test_routers_of_two_tokens_stay():

@@ -11,6 +11,7 @@ from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
 from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
 from ._sample import Calls, Changes
+from .hyper_connection import MAX_STREAMS
 from .norms import InputNorm
 
 # Values that the reference dequantises at a time: 16 MiB of float32, whatever the size of the matrix.
@@ -49,6 +50,26 @@ def _check_activated(check, activation, activated, factor, rows, columns):
         check.fail("factor", "a finite number", factor)
 
 
+def _check_streams(check, x, rows, streams, order, activation):
+    """Returns: the columns of the result."""
+    if streams is None:
+        return rows
+    check.dtype("streams", streams, (x.dtype,))
+    check.rank("streams", streams, (x.dim() + 1,))
+    count = streams.shape[-2]
+    check.between("streams' dimension -2", count, 1, MAX_STREAMS)
+    if rows % count:
+        check.fail("streams' dimension -2", f"a divisor of the {rows} rows of packed", count)
+    check.shape("streams", streams, (*x.shape[:-1], count, rows // count), "[..., S, N / S]")
+    if x.shape[-1] == 0:
+        check.fail("streams", "None for an x without columns", f"a tensor of shape {tuple(streams.shape)}")
+    if order is not None:
+        check.fail("order", "None with streams", f"a tensor of shape {tuple(order.shape)}")
+    if activation is not None:
+        check.fail("activation", "None with streams", repr(activation))
+    return rows // count
+
+
 def _meta_linear_quantized(
     check,
     x,
@@ -65,6 +86,7 @@ def _meta_linear_quantized(
     activation,
     activated,
     factor,
+    streams,
 ):
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.min_rank("x", x, 1)
@@ -73,11 +95,12 @@ def _meta_linear_quantized(
     rows = packed.shape[0]
     weight.check(check, "", (rows, x.shape[-1]), "N, C")
     check.tensor("bias", bias, (rows,), "[N]")
-    check.tensor("residual", residual, (*x.shape[:-1], rows), "[..., N]", (x.dtype,))
+    columns = _check_streams(check, x, rows, streams, order, activation)
+    check.tensor("residual", residual, (*x.shape[:-1], columns), "[..., N]", (x.dtype,))
     check.tensor("order", order, (rows,), "[N]", (torch.int32,))
     InputNorm(norm_weight, norm_eps, norm_offset).check(check, x.shape[-1])
     _check_activated(check, activation, activated, factor, rows, x.shape[-1])
-    return x.new_empty(*x.shape[:-1], rows)
+    return x.new_empty(*x.shape[:-1], columns)
 
 
 @operator(meta=_meta_linear_quantized)
@@ -96,10 +119,14 @@ def linear_quantized(
     activation: str | None = None,
     activated: int | None = None,
     factor: float = 1.0,
+    streams: Tensor | None = None,
 ) -> Tensor:
     """A linear layer with quantised weights: out = act(norm(x) @ dequantised^T + bias) + residual.
 
     Several layers of one input and one format are one call: concatenate the rows of their weights.
+
+    With streams, out[..., i] is the mean over s of sigmoid(y[..., s * N / S + i]) * streams[..., s, i], plus
+    the residual, where y is the layer's result: what a low-rank hyper-connection of Qwen4 gives to a block.
 
     Args:
         x: [..., C], float32, float16 or bfloat16.
@@ -107,7 +134,7 @@ def linear_quantized(
         scales, biases: of the rows [N, C], as expert_qmm's of [E, N, H].
         bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
         format: its name, as for expert_qmm; so is the multiple that C must be.
-        residual: [..., N] in the dtype of `x`.
+        residual: in the dtype of `x`, of the shape of the result.
         order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of a single row joins the product and is not
@@ -118,9 +145,12 @@ def linear_quantized(
             activation(factor * y), and C is at least 1.
         activated: so many rows of the weight, the first, have the activation; None: all N.
         factor: 1.0 without an activation.
+        streams: [..., S, N / S] in the dtype of `x`, S up to 4, or None. Beside it C is at least 1, and
+            there is neither `order` nor `activation`. On Metal each row of `x` reads the weights anew.
 
-    Returns: [..., N] in the dtype of `x`; dequantised and accumulated in float32. For more than a few rows of
-        `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`.
+    Returns: [..., N], or [..., N / S], in the dtype of `x`; dequantised and accumulated in float32. For more
+        than a few rows of `x` the Metal kernels round what they dequantise to float16 where that is the dtype
+        of `x`, but not with streams.
 
     Raises: ValueError for a dtype, shape, option, device or format that does not fit.
     """
@@ -132,6 +162,8 @@ def linear_quantized(
     if order is not None:
         out = torch.empty_like(out).index_copy_(1, order.long(), out)
     out = out.view(*x.shape[:-1], packed.shape[0])
+    if streams is not None:
+        out = (torch.sigmoid(out.unflatten(-1, streams.shape[-2:])) * streams.float()).mean(-2)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
@@ -295,6 +327,7 @@ CHANGES: Changes = {
         {"x": s.values(1, s.H), "residual": s.values(1, s.I), **s.norm},
         {"order": torch.arange(s.I - 1, -1, -1, dtype=torch.int32, device=s.device), **s.norm},
         {"activation": "silu", "activated": s.I - 5, "factor": 0.25},
+        {"streams": s.values(s.T, 4, s.I // 4)},
     ],
     "mlp_quantized": lambda s: [
         {"residual": s.strided, "gate_up_bias": s.values(2 * s.I), "interleaved": True},

@@ -167,6 +167,10 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
             for tokens in (1, T):
                 arguments = sample(tokens=tokens)
                 yield arguments | {"norm_weight": torch.ones_like(arguments["x"][0])}
+        if name == "linear_quantized":
+            arguments = sample()
+            shape = (*arguments["x"].shape[:-1], 4, len(arguments["packed"]) // 4)
+            yield arguments | {"streams": torch.ones(shape, dtype=dtype)}
         if name == "heads_quantized":
             yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1])
         if "format" in names_of(name) or name in DENSE:

@@ -4,6 +4,7 @@
 #include "matmul/kernels.h"
 
 INSTANTIATE_MATMULS(MOE_WEIGHTS)
+INSTANTIATE("matmul_rows_streams", matmul_rows_streams<Weights>)
 INSTANTIATE("gemm16_split", gemm<Weights, kSplitTilePairs / 8, true>)
 INSTANTIATE("gemm32_split", gemm<Weights, kTilePairs / 8, true>)
 INSTANTIATE("embedding_rows", embedding_rows<Weights>)

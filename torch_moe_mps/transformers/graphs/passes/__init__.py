@@ -17,7 +17,7 @@ from .linear_attention import (
     keep_state,
     norm_in_linear_attention,
 )
-from .linears import activate_in_linears, join_linears, order_outputs
+from .linears import activate_in_linears, join_linears, order_outputs, streams_in_linears
 from .norms import factor_in_norm, norm_in_operators
 from .pointwise import join_elements, mean_in_elements, split_dimensions
 from .rotation import (
@@ -70,6 +70,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
+    streams_in_linears,
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
     scale_norm_sums,
