@@ -58,6 +58,80 @@ class FusedLinear(Linear):
         return out[:, t["order"].flatten().argsort()] + t["residual"].double()
 
 
+class ActivatedLinear(Linear):
+    """silu of a quarter of all outputs but the last four."""
+
+    @property
+    def name(self):
+        return f"{super().name} silu"
+
+    @property
+    def activated(self) -> int:
+        return self.outputs - 4
+
+    def call(self, t):
+        return super().call(t, activation="silu", activated=self.activated, factor=0.25)
+
+    def expected(self, t):
+        out = super().expected(t)
+        out[:, : self.activated] = torch.nn.functional.silu(0.25 * out[:, : self.activated])
+        return out
+
+
+class GatedStreams(Linear):
+    """The mean of four streams, whose gates are the outputs."""
+
+    @property
+    def name(self):
+        return f"{super().name} streams"
+
+    def inputs(self, values):
+        shape = self.tokens, 4, self.outputs // 4
+        return {**super().inputs(values), "streams": values.normal(*shape, dtype=DTYPES[self.dtype])}
+
+    def call(self, t):
+        return super().call(t, streams=t["streams"])
+
+    def expected(self, t):
+        gates = super().expected(t).unflatten(-1, (4, -1)).sigmoid()
+        return (gates * t["streams"].double()).mean(-2)
+
+
+@dataclass
+class GatedResidual(Case):
+    """fused_residual_norm of what a gate adds to four streams."""
+
+    group: str
+    tokens: int
+    hidden: int
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{self.group} fused_residual_norm 4 of {self.hidden} T {self.tokens} {self.dtype}"
+
+    def inputs(self, values):
+        def random(*shape: int) -> Tensor:
+            return values.normal(self.tokens, *shape, dtype=DTYPES[self.dtype])
+
+        weight = values.normal(4, self.hidden, scale=0.1, offset=1.0)
+        return {
+            **{"residual": random(4, self.hidden), "input": random(self.hidden)},
+            **{"weight": weight, "gate": random(9)},
+        }
+
+    def call(self, t):
+        return ops().fused_residual_norm(**self._called(t))
+
+    def _called(self, t):
+        return t | {"gate": t["gate"][:, 5:], "eps": EPS, "factor": 2.0, "gate_factor": 0.25}
+
+    def wrong(self, before, after):
+        right = oracles_operators.expected("fused_residual_norm", self._called(before))
+        said = (differs(after[f"result{i}"], each.value) for i, each in enumerate(right))
+        return next((each for each in said if each), "")
+
+
 @dataclass
 class Logits(Case):
     """router_logits behind a norm."""
@@ -529,6 +603,11 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
+    cases += [
+        ActivatedLinear("fused", "int4", "f16", 1, 2048, 260),
+        GatedStreams("fused", "int4", "f16", 1, 256, 8192),
+    ]
+    cases += [GatedResidual("fused", t, 2048, "bf16") for t in (1, 8)]
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
     cases += [HashLogits("fused", t, 256, 4096, "bf16") for t in (1, 2048)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
@@ -551,6 +630,9 @@ def sanitizer_fused() -> list[Case]:
             FusedExperts("sanitize", format_, dtype, t, *shape) for shape in SMALL_SHAPES for t in (1, 3)
         ]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
+    cases += [ActivatedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
+    cases += [GatedStreams("sanitize", "int8", "f16", t, 320, 180) for t in (1, 3)]
+    cases += [GatedResidual("sanitize", t, width, "f16") for t in (1, 3) for width in (70, 4100)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
