@@ -163,19 +163,29 @@ def result_of(case: Any, model: Any) -> torch.Tensor | str:
         return f"{type(error).__name__}: {error}"
 
 
-def compared(whole: Any, load: Any, cases: dict[str, Any]) -> dict[str, str]:
+def in_one_process(load: Any, cases: dict[str, Any]) -> tuple[dict[str, Any], dict[str, int]]:
+    """{case: its result or error} of the whole model, and {parameter: its bytes}: from the first process."""
+    shared: list[Any] = [None]
+    if rank() == 0:
+        whole = load()
+        results = {name: result_of(case, whole) for name, case in cases.items()}
+        shared = [(results, {name: p.nbytes for name, p in whole.named_parameters()})]
+    dist.broadcast_object_list(shared)
+    return shared[0]
+
+
+def compared(expected: dict[str, Any], load: Any, cases: dict[str, Any]) -> dict[str, str]:
     """{case: "equal", or what differs}. `load` gives the stage; a failure ends it."""
     found, model = {}, load()
     for name, case in cases.items():
-        expected = result_of(case, whole)
-        if isinstance(expected, str):
+        if isinstance(expected[name], str):
             found[name] = "does not run in one process"
             continue
         result = result_of(case, model)
         if isinstance(result, str):
             found[name], model = result, load()
         else:
-            found[name] = "equal" if torch.equal(result, expected) else "other values"
+            found[name] = "equal" if torch.equal(result, expected[name]) else "other values"
     return found
 
 
@@ -213,8 +223,10 @@ def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
     for architecture, form in wanted:
         folder, options = saved(architecture, f"{root}/{architecture}-{form}", form)
         cls = options.pop("cls")
-        whole = torch_moe_mps.from_pretrained(folder, cls, **options)
-        stages: list[Any] = []
+        cases, stages = cases_of(architecture, form), []
+
+        def load_whole(folder=folder, cls=cls, options=options) -> Any:
+            return torch_moe_mps.from_pretrained(folder, cls, **options)
 
         def load(folder=folder, cls=cls, options=options, stages=stages, form=form) -> Any:
             os.environ["MOE_MPS_CAPTURE"] = "1" if form.endswith("captured") else "0"
@@ -222,11 +234,11 @@ def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
             os.environ["MOE_MPS_CAPTURE"] = "0"
             return stages[-1]
 
-        outcome: dict[str, Any] = {"cases": {}}
+        expected, sizes = in_one_process(load_whole, cases)
+        outcome: dict[str, Any] = {"cases": {}, "all": sizes}
         try:
-            outcome["cases"] = compared(whole, load, cases_of(architecture, form))
+            outcome["cases"] = compared(expected, load, cases)
             outcome["parameters"] = {n: p.nbytes for n, p in stages[0].named_parameters()}
-            outcome["all"] = {n: p.nbytes for n, p in whole.named_parameters()}
             outcome["tokens"] = str(captures_of(stages[0]))
         except ValueError as error:
             outcome["refused"] = str(error)
