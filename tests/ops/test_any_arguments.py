@@ -3,11 +3,14 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.any_arguments import STRATEGIES
-from support.any_calls import calls, check_values, fake_outcome, outcome
+from support.any_arguments import LAYOUTS, STRATEGIES
+from support.any_calls import Call, calls, check_values, fake_outcome, outcome
 from support.oracles_operators import ORACLES
+from support.values import DTYPES
+from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._samples import sample_arguments
 
 SETTINGS = {
     "phases": (Phase.explicit, Phase.generate),
@@ -40,9 +43,9 @@ def is_refused_for_overlap(error: str | None) -> bool:
     return error is not None and "free of overlap" in error
 
 
-def run(name: str, device: str, request, examples: int, **options) -> None:
+def run(name: str, device: str, request, examples: int, drawn=None, **options) -> None:
     @settings(max_examples=examples, **options, **SETTINGS)
-    @given(call=calls(name), order=st.integers(0, 3))
+    @given(call=calls(name) if drawn is None else drawn, order=st.integers(0, 3))
     def body(call, order):
         if device == "mps" and "simulated" in request.fixturenames:
             request.getfixturevalue("simulated").set_schedule(order)
@@ -56,6 +59,28 @@ def run(name: str, device: str, request, examples: int, **options) -> None:
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_few(device, name, request):
     run(name, device, request, 4, derandomize=True)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.usefixtures("few_formats")
+@pytest.mark.parametrize("name", OPERATORS)
+def test_without_elements(device, name, request):
+    """Calls in which a size is 0."""
+    drawn = calls(name, faults=(0,)).filter(lambda call: not all(t.numel() for t in call.tensors().values()))
+    run(name, device, request, 5, drawn, derandomize=True)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("name", OPERATORS)
+def test_layouts(device, name):
+    """All tensors in one layout; each alone at an odd element, where nothing can be read as a vector."""
+    arguments = sample_arguments(name, "cpu", DTYPES[len(name) % 3])
+    names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
+    for layout in LAYOUTS:
+        check(Call(name, arguments, dict.fromkeys(names, layout), good=True), device)
+    for odd in names:
+        layouts = {each: "offset" if each == odd else "contiguous" for each in names}
+        check(Call(name, arguments, layouts, good=True), device)
 
 
 @pytest.mark.sweep

@@ -30,6 +30,9 @@ class Call(NamedTuple):
     layouts: dict[str, Any]
     good: bool
 
+    def tensors(self) -> dict[str, Tensor]:
+        return {name: value for name, value in self.arguments.items() if isinstance(value, Tensor)}
+
     def __repr__(self) -> str:
         """Without the elements of tensors."""
         arguments = (
@@ -76,11 +79,11 @@ def place(values: Tensor, layout: Any, device: str) -> Tensor:
 
 
 @st.composite
-def calls(draw, name: str) -> Call:
+def calls(draw, name: str, faults: tuple[int, ...] = (0, 0, 1, 1, 2)) -> Call:
     d = Draws(draw)
     arguments = STRATEGIES[name](d)
     layouts = {n: d.one(*LAYOUTS) for n, v in arguments.items() if isinstance(v, Tensor)}
-    faults = d.one(0, 0, 1, 1, 2)
+    faults = d.one(*faults)
     for _ in range(faults):
         spoil(d, name, arguments, layouts)
     return Call(name, arguments, layouts, good=faults == 0)

@@ -156,7 +156,7 @@ Tensor fused_residual_norm_scalar(const Tensor& residual, const Tensor& input, c
 }  // namespace
 
 std::optional<InputNorm> input_norm(const OptionalTensor& weight, double eps, double offset) {
-  if (!weight) return std::nullopt;
+  if (!weight || weight->numel() == 0) return std::nullopt;  // a row without elements has no mean
   return InputNorm{weight->contiguous(), eps, offset};
 }
 
