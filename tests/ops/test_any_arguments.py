@@ -3,14 +3,15 @@
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.any_arguments import LAYOUTS, STRATEGIES
+from support.any_arguments import STRATEGIES
 from support.any_calls import Call, calls, check_values, fake_outcome, outcome
+from support.layouts import LAYOUTS
 from support.oracles_operators import ORACLES
 from support.values import DTYPES
 from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
-from torch_moe_mps.ops._samples import sample_arguments
+from torch_moe_mps.ops._samples import more_samples, sample_arguments
 
 SETTINGS = {
     "phases": (Phase.explicit, Phase.generate),
@@ -62,6 +63,7 @@ def test_a_few(device, name, request):
 
 
 @pytest.mark.one_schedule
+@pytest.mark.of_kernels
 @pytest.mark.usefixtures("few_formats")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_without_elements(device, name, request):
@@ -71,16 +73,19 @@ def test_without_elements(device, name, request):
 
 
 @pytest.mark.one_schedule
+@pytest.mark.of_kernels
 @pytest.mark.parametrize("name", OPERATORS)
 def test_layouts(device, name):
     """All tensors in one layout; each alone at an odd element, where nothing can be read as a vector."""
-    arguments = sample_arguments(name, "cpu", DTYPES[len(name) % 3])
-    names = [name for name, value in arguments.items() if isinstance(value, Tensor)]
-    for layout in LAYOUTS:
-        check(Call(name, arguments, dict.fromkeys(names, layout), good=True), device)
-    for odd in names:
-        layouts = {each: "offset" if each == odd else "contiguous" for each in names}
-        check(Call(name, arguments, layouts, good=True), device)
+    dtype = DTYPES[len(name) % 3]
+    arguments = sample_arguments(name, "cpu", dtype)
+    laid = [(arguments, dict.fromkeys(arguments, layout)) for layout in LAYOUTS]
+    laid += [(arguments, dict.fromkeys(arguments, "contiguous") | {odd: "offset"}) for odd in arguments]
+    for other in (arguments | changes for changes in more_samples(name, "cpu", dtype)):
+        laid += [(other, dict.fromkeys(other, layout)) for layout in ("offset", "strided")]
+    for each, layouts in laid:
+        tensors = {n: layouts[n] for n, value in each.items() if isinstance(value, Tensor)}
+        check(Call(name, each, tensors, good=True), device)
 
 
 @pytest.mark.sweep

@@ -4,7 +4,6 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layouts import LAYOUTS, lay
 from support.routing import check_sorting, random_ids
 
 
@@ -41,17 +40,6 @@ def test_sorting_of_distant_sentinels(device):
     ids = torch.tensor([[2**32 + 1, 1], [-(2**40), 2**62], [2, 3]], device=device)
     check_sorting(ids, 3)
     check_sorting(torch.tensor([[2**31 - 1, 0], [-(2**31), 2]], dtype=torch.int32, device=device), 3)
-
-
-def test_sorting_layouts(device):
-    for layout in LAYOUTS:
-        for dtype in (torch.int32, torch.int64):
-            check_sorting(lay(random_ids((10, 4), 0, 9, 0, dtype), layout, device), 9)
-
-
-def test_sorting_nothing(device):
-    for shape in ((0, 4), (3, 0)):
-        check_sorting(torch.zeros(shape, dtype=torch.int32, device=device), 5)
 
 
 @given(

@@ -5,7 +5,6 @@ import itertools
 import numpy as np
 import pytest
 import torch
-from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles import exact, round_to
 from support.oracles_operators import check_tensor, checked, expected
 from support.values import DTYPES, random
@@ -43,9 +42,6 @@ def clone_in_place(tensor):
 def test_silu_mul(device, dtype):
     for i, shape in enumerate([(1,), (31,), (3, 33), (2, 127), (2, 3, 300), (3, 3001)]):
         checked("silu_mul_stacked", *(random(shape, dtype, 2 * i + j, 4.0).to(device) for j in range(2)))
-    for layout, other in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True):
-        gate, up = (random((3, 2, 34), dtype, j) for j in range(2))
-        checked("silu_mul_stacked", lay(gate, layout, device), lay(up, other, device))
 
 
 def test_silu_of_large_arguments(device):
@@ -70,30 +66,6 @@ def test_sums(device, dtype):
             random((*leading, slots), torch.float32 if i % 2 else dtype, 10 * i + 2).to(device),
             random((width,), dtype if i % 2 else torch.float32, 10 * i + 3).to(device),
         )
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts(device, dtype):
-    for i, layout in enumerate(LAYOUTS):
-        others = LAYOUTS[i + 1 :] + LAYOUTS[: i + 1]
-        residual = lay(random((3, 34), dtype, 0), others[0], device)
-        slots = lay(random((3, 5, 34), dtype, 1), layout, device)
-        weights = lay(random((3, 5), torch.float32, 2), others[1], device)
-        check_sums(residual, slots, weights, lay(random((34,), dtype, 3), "strided", device))
-
-
-@pytest.mark.parametrize("width", [36, 128])
-def test_one_unaligned_operand(device, width):
-    shapes = ((3, width), (3, 5, width), (3, 5), (width,))
-    for operands in lay_with_one_unaligned([random(shape, torch.float16, 0) for shape in shapes], device):
-        check_sums(*operands)
-    for operands in lay_with_one_unaligned([random((3, width), torch.float16, i) for i in (1, 2)], device):
-        checked("silu_mul_stacked", *operands)
-    rows = [random(shape, torch.float16, 3) for shape in ((3, 5, width), (3, width), (3, width))]
-    weights = random((3, 5), torch.float32, 4).to(device)
-    for expert_out, shared_out, residual in lay_with_one_unaligned(rows, device):
-        checked("moe_weighted_reduce", weights, expert_out, shared_out=shared_out, residual=residual)
-        checked("moe_weighted_reduce", weights, expert_out, residual=residual.unsqueeze(1))
 
 
 def test_longest_row(device):
@@ -175,20 +147,6 @@ def test_weighted_reduce(device, dtype):
         checked("moe_weighted_reduce", weights, expert_out, shared_out=shared)
         checked("moe_weighted_reduce", weights, flat, shared_gate=gate, shared_out=shared)
         checked("moe_weighted_reduce", weights, expert_out, **every)
-
-
-def test_weighted_reduce_layouts(device):
-    for i, layout in enumerate(LAYOUTS):
-        others = LAYOUTS[i + 1 :] + LAYOUTS[: i + 1]
-        checked(
-            "moe_weighted_reduce",
-            lay(random((3, 4), torch.float32, 0), others[0], device),
-            lay(random((3, 4, 34), torch.bfloat16, 1), layout, device),
-            gate_is_logit=True,
-            shared_gate=lay(random((3, 1), torch.bfloat16, 2), others[1], device),
-            shared_out=lay(random((3, 34), torch.bfloat16, 3), others[2], device),
-            residual=lay(random((3, 34), torch.bfloat16, 4), layout, device),
-        )
 
 
 def test_empty(device):

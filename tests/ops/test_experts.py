@@ -170,14 +170,6 @@ def test_layouts(device, dtype):
             checked("expert_mm", placed[0], placed[1], placed[3], options["gate_up_bias"])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_empty(device, dtype):
-    x, gate_up, down, ids, weights = (t.to(device) for t in layer(0, 2, 3, 16, 8, dtype))
-    assert moe_experts(x, gate_up, down, ids, weights).shape == (0, 16)
-    assert moe_experts(x, gate_up, down, ids, weights, shared_out=x, residual=x).dtype == dtype
-    assert expert_mm(x, gate_up, ids).shape == (0, 2, 16)
-
-
 def test_no_columns(device):
     """A product over nothing is zero; the bias is left, and a sentinel has none."""
     x, weight = torch.zeros(3, 0, device=device), torch.zeros(4, 5, 0, device=device)

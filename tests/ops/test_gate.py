@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.layouts import LAYOUTS
 from support.routing import check_gate, gate_arguments
 from support.values import DTYPES
 
@@ -38,19 +37,6 @@ def test_gate_for_many_tokens(device):
         assert check_gate(*gate_arguments(66, 1100, 9, dtype, torch.float32, 4), 2, True, device) > 40
         assert check_gate(*gate_arguments(1100, 260, 5, dtype, torch.float32, 5), 2, False, device) >= 1024
         assert check_gate(*gate_arguments(1100, 33, 6, dtype, torch.bfloat16, 6), 3, True, device) >= 1024
-
-
-def test_gate_layouts(device):
-    for layout in LAYOUTS:
-        arguments = gate_arguments(6, 66, 16, torch.float16, torch.float32, 7)
-        assert check_gate(*arguments, 3, True, device, [layout] * 4) > 2
-
-
-def test_gate_with_one_unaligned_operand(device):
-    arguments = gate_arguments(6, 128, 16, torch.float16, torch.float32, 7)
-    for odd in range(4):
-        layouts = ["offset" if i == odd else "contiguous" for i in range(4)]
-        assert check_gate(*arguments, 3, True, device, layouts) > 2
 
 
 def test_gate_of_degenerate_rows(device):

@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from support.layouts import LAYOUTS, lay
 from support.oracles_operators import checked
 from support.values import DTYPES, numbers
 
@@ -36,14 +35,6 @@ def test_sizes(device, dtype):
         checked("moe_hash_router", *given, **options, **norm)
         narrow = (each.int() for each in given[2:])
         checked("moe_hash_router", *given[:2], *narrow, **OPTIONS)
-
-
-def test_layouts(device):
-    for layout in LAYOUTS:
-        x, weight = (lay(numbers(rows, 64), layout, device) for rows in (5, 7))
-        ids = lay(table(9, 4, 7), layout, device)
-        chosen = torch.arange(10, device=device)[::2]
-        checked("moe_hash_router", x, weight, ids, chosen, **OPTIONS)
 
 
 def test_tokens_and_experts_that_do_not_exist(device):

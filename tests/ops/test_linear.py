@@ -6,7 +6,7 @@ import expecttest
 import numpy as np
 import pytest
 import torch
-from support.layouts import LAYOUTS, lay
+from support.layouts import lay
 from support.operators import plans_for
 from support.oracles_experts import group_of, numbers_of
 from support.oracles_operators import checked
@@ -130,15 +130,6 @@ def test_tokens(device, dtype, tokens):
     check_linear(device, (2, tokens, 1, 64, 40), "affine4_64", dtype, 8)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_layouts(device, layout):
-    for tokens in (1, 3, 8):
-        check_linear(device, (tokens, 128, 40), "affine4_32", torch.float16, tokens, bias=True, layout=layout)
-    weight = random_matrix(20, 128, "affine4_32", torch.float16, 1)
-    ids = torch.tensor([[3, 19], [0, 7]])
-    check_embedding(device, weight, ids, "affine4_32", torch.float16, layout)
-
-
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_scales_beyond_the_dtype_of_the_activations(device, tokens):
     check_linear(
@@ -171,9 +162,9 @@ def test_mlp(device, options):
         check_mlp(device, (tokens, 64, 64), "affine4_64", dtype, i, **down, **options)
 
 
-def check_embedding(device, weight, ids, format, dtype, layout="contiguous"):
+def check_embedding(device, weight, ids, format, dtype):
     for ids_dtype, out_dtype in zip((*IDS, torch.int32), DTYPES, strict=True):
-        placed, indices = place(weight, device, layout), lay(ids.to(ids_dtype), layout, device)
+        placed, indices = place(weight, device), ids.to(device, ids_dtype)
         assert checked("embedding_quantized", indices, *placed, format, out_dtype).dtype == out_dtype
 
 

@@ -49,13 +49,6 @@ def test_conv_strides(device):
     check_conv(numbers(2, 16, 3, dtype=torch.float16).to(device).mT, state[..., ::2], weight, None, "silu")
 
 
-def test_conv_without_tokens(device):
-    state = numbers(2, 6, 4).to(device)
-    before = state.clone()
-    result = causal_conv1d_update_(torch.zeros(2, 0, 6, device=device), state, numbers(6, 4).to(device))
-    assert result.shape == (2, 0, 6) and torch.equal(state, before)
-
-
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_convolution_of_qwen3_next(device, dtype):
@@ -188,13 +181,6 @@ def test_linear_attention_strides(device):
     assert torch.equal(states[:, 0].cpu(), numbers(2, 5, 16, 8)[:, 0])
     checked("linear_attention_", q, k, v, a, numbers(2, 4, 8, 16).to(device).mT, 0.25, **options)
     checked("linear_attention_", q.mT.contiguous().mT, k, v, a, states[:, :4], 0.25, **options)
-
-
-def test_linear_attention_without_tokens(device):
-    arguments = [tensor.to(device) for tensor in inputs(2, 0, 1, 2, 16, 8, torch.float32)[0]]
-    before = arguments[4].clone()
-    assert linear_attention_(*arguments, 1.0).shape == (2, 0, 2, 8)
-    assert torch.equal(arguments[4], before)
 
 
 @pytest.mark.one_schedule

@@ -4,14 +4,11 @@ import itertools
 
 import pytest
 import torch
-from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import DTYPES, random
 
 from torch_moe_mps.ops.norms import (
-    fused_norm_add,
-    fused_norm_add_scalar,
     fused_residual_norm,
     fused_residual_norm_scalar,
     rms_norm,
@@ -143,41 +140,11 @@ def test_many_rows(device):
         check_all(residual, input, random((width,), torch.float32, 2).to(device), torch.ones(1).to(device))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts(device, dtype):
-    values = [random((3, 2, 66), dtype, seed) for seed in range(2)]
-    for layout, other in zip(LAYOUTS, LAYOUTS[1:] + LAYOUTS[:1], strict=True):
-        weight = lay(random((66,), torch.float32, 2), "offset" if layout == "transposed" else layout, device)
-        scalar = lay(random((66,), dtype, 3), "strided", device)
-        check_all(lay(values[0], layout, device), lay(values[1], other, device), weight, scalar)
-
-
-@pytest.mark.parametrize("width", [36, 128])
-def test_one_unaligned_operand(device, width):
-    rows = [random((3, width), torch.float16, seed) for seed in range(2)]
-    columns = [random((width,), torch.float16, seed) for seed in range(2, 4)]
-    for operands in lay_with_one_unaligned([*rows, *columns], device):
-        check_all(*operands)
-
-
 def test_leading_dimensions_and_broadcast_storage(device):
     vector = [random((40,), torch.float16, seed).to(device) for seed in range(3)]
     check_all(*vector, vector[0][:1])
     deep = random((2, 1, 3, 40), torch.float16, 5).to(device)
     check_all(deep, vector[0].expand(2, 1, 3, 40), vector[1], vector[2][0])
-
-
-def test_empty(device):
-    for shape in ((0, 8), (2, 0, 8), (0,), (3, 0)):
-        residual, weight = (torch.zeros(size, device=device) for size in (shape, shape[-1]))
-        outputs = (
-            rms_norm(residual, weight, EPS),
-            fused_norm_add(residual, residual, weight, EPS),
-            fused_norm_add_scalar(residual, residual, weight, torch.ones(1, device=device), EPS),
-            *fused_residual_norm(residual, residual, weight, EPS),
-            fused_residual_norm_scalar(residual, residual, weight, torch.ones(1, device=device), EPS),
-        )
-        assert all(tuple(output.shape) == shape for output in outputs)
 
 
 def test_magnitudes(device):
@@ -236,18 +203,6 @@ def test_gated(device, dtype):
         input, gate = (random((rows, width), dtype, 10 * i + j, 3.0).to(device) for j in range(2))
         weight, offset = random((width,), torch.float32 if i % 2 else dtype, i).to(device), float(i % 3 == 0)
         checked("rms_norm_gated", input, gate, weight, EPS, offset)
-
-
-def test_gated_layouts(device):
-    tensors = [random((6, 64), torch.float16, seed) for seed in range(2)] + [random((64,), torch.float16, 2)]
-    laid = [[lay(tensor, layout, device) for tensor in tensors] for layout in LAYOUTS]
-    for operands in (*laid, *lay_with_one_unaligned(tensors, device)):
-        checked("rms_norm_gated", *operands, EPS)
-
-
-def test_gated_empty(device):
-    empty = torch.zeros(0, 8, device=device)
-    assert rms_norm_gated(empty, empty, torch.ones(8, device=device), EPS).shape == (0, 8)
 
 
 @pytest.mark.one_schedule

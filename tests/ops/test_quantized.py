@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import torch
 from support.expert_layers import IDS, random_ids, to_device
-from support.layouts import LAYOUTS, lay
 from support.oracles import exact
 from support.oracles_experts import assert_close, dequantise, group_of, numbers_of
 from support.oracles_experts import expert_mm as expected_mm
@@ -154,20 +153,6 @@ def test_sentinels_contribute_and_read_nothing(device, format):
         assert (out[-1] == 0).all() and (slots[-1] == 0).all()
 
 
-def test_layouts(device):
-    """Also of the packed words, as int32."""
-    for i, layout in enumerate(LAYOUTS):
-        format = FORMATS[(0, 3, 6, 0)[i]]
-        others = LAYOUTS[i + 1 :] + LAYOUTS[: i + 1]
-        gate_up = random_quantized(3, 64, 64, format, torch.float16, i)
-        down = random_quantized(3, 64, 32, format, torch.float16, i + 1)
-        x, ids = random((4, 64), torch.float16, i), random_ids(4, 2, 3, i, torch.int64)
-        weights = random((4, 2), torch.float32, i).softmax(-1)
-        placed = (*place(gate_up, device, layout), *place(down, device, others[0]))
-        x, ids, weights = (lay(tensor, others[j], device) for j, tensor in enumerate((x, ids, weights)))
-        checked("moe_experts_quantized", x, *placed, ids, weights, format)
-
-
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("format", [FORMATS[0], FORMATS[-1]])
 def test_the_same_bits_every_time(device, every_order, format):
@@ -181,15 +166,6 @@ def test_the_same_bits_every_time(device, every_order, format):
             moe_experts_quantized(x, *gate_up, *down, ids, weights, format).cpu() for _ in every_order()
         ]
         assert all(torch.equal(other, first) for other in others)
-
-
-def test_empty(device):
-    weight = place(random_quantized(2, 64, 32, FORMATS[0], torch.float32, 0), device)
-    down = place(random_quantized(2, 32, 32, FORMATS[0], torch.float32, 0), device)
-    x, ids = torch.empty(0, 32, device=device), torch.empty(0, 2, dtype=torch.int32, device=device)
-    assert expert_qmm(x, *weight, ids, FORMATS[0]).shape == (0, 2, 64)
-    weights = torch.empty(0, 2, device=device)
-    assert moe_experts_quantized(x, *weight, *down, ids, weights, FORMATS[0]).shape == (0, 32)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])

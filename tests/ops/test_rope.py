@@ -102,17 +102,6 @@ def test_inputs_are_read_where_they_lie(simulated):
     assert sum(of_qkv) == 2 * (q.numel() + k.numel())
 
 
-def test_empty(device):
-    for batch, tokens in ((0, 3), (2, 0)):
-        q, k = (
-            torch.zeros(batch, tokens, 4, 8, device=device),
-            torch.zeros(batch, tokens, 2, 8, device=device),
-        )
-        cos = torch.zeros(batch, tokens, 8, device=device)
-        q_out, k_out = rope(q, k, cos, cos)
-        assert q_out.shape == (batch, 4, tokens, 8) and k_out.shape == (batch, 2, tokens, 8)
-
-
 def test_nan_stays_in_its_head(device):
     q = numbers(1, 2, 3, 16).to(device)
     q[0, 1, 2, 5] = torch.nan
@@ -238,10 +227,3 @@ def test_keys_of_an_indexer(device, dtype):
         plain, of_queries = (norm[0], None, EPS), {"q_weight": norm[1] if with_q else None}
         checked("index_keys_", k, held, *plain, cos, sin, q, **turned, **of_queries, weight_offset=1.0)
         checked("index_keys_", k, held, *plain)
-
-
-def test_into_no_cache(device):
-    none, table = torch.zeros(1, 0, 2, 8, device=device), torch.zeros(1, 0, 8, device=device)
-    slots = torch.zeros(1, 2, 0, 8, device=device)
-    result = torch.ops.moe_mps.rope_cache_(none, none, none, slots, slots.clone(), table, table)
-    assert result.shape == (1, 2, 0, 8)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 from support.launches import launches
-from support.layouts import LAYOUTS, lay, lay_with_one_unaligned
 from support.oracles_operators import checked
 from support.values import DTYPES, numbers
 
@@ -52,14 +51,6 @@ def test_a_prompt_runs_on_the_matmul_of_pytorch(simulated):
     few, many = (launches(simulated, lambda: router_logits(rows, weight)) for rows in (x[:32], x))  # noqa: B023
     assert any(name.startswith("logits") for name in few)
     assert not any(name.startswith("logits") for name in many)
-
-
-def test_layouts(device):
-    tensors = [numbers(5, 64, dtype=torch.float16), numbers(7, 64), numbers(7)]
-    for layout in LAYOUTS:
-        check(*(lay(tensor, layout, device) for tensor in tensors))
-    for operands in lay_with_one_unaligned(tensors, device):
-        check(*operands)
 
 
 def test_empty(device):

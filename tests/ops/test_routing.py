@@ -5,7 +5,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.layouts import LAYOUTS, lay
+from support.layouts import lay
 from support.oracles import LARGEST, exact, finite, route
 from support.routing import assert_routing, random_ids
 from support.values import DTYPES, random
@@ -106,12 +106,6 @@ def test_router_for_many_rows(device):
     for num_experts in (40, 33):
         logits = random((259, num_experts), torch.float32, num_experts, 2.0)
         assert check_router(logits, 3, device, **router_options("mixtral", num_experts, 3, 0)) == 259
-
-
-def test_router_layouts(device):
-    for layout in LAYOUTS:
-        options = router_options("every option", 32, 4, 5)
-        assert check_router(random((7, 32), torch.float32, 6), 4, device, layout=layout, **options) > 3
 
 
 def test_unaligned_logits(device):

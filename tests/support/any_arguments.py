@@ -18,7 +18,6 @@ from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
 IDS = (torch.int32, torch.int64)
 WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 0)
 COUNTS = (1, 2, 3, 5, 9, 33, 0)
-LAYOUTS = ("contiguous", "offset", "strided", "transposed")
 OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}
 
 STRATEGIES: dict[str, Callable[["Draws"], dict[str, Any]]] = {}

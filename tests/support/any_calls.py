@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from support.any_arguments import LAYOUTS, STRATEGIES, Draws
+from support.any_arguments import STRATEGIES, Draws
+from support.layouts import LAYOUTS
 from support.oracles_operators import check_tensor, expected, written
 from support.quantized_layers import lay_words
 from support.values import DTYPES

@@ -1,7 +1,5 @@
 """The same values in the memory layouts that callers pass."""
 
-from collections.abc import Iterator
-
 from torch import Tensor
 
 LAYOUTS = ("contiguous", "offset", "strided", "transposed")
@@ -23,15 +21,3 @@ def lay(values: Tensor, layout: str, device: str) -> Tensor:
         view = storage[..., 1::2]
     view.copy_(values)
     return view
-
-
-def lay_with_one_unaligned(tensors: list[Tensor], device: str) -> Iterator[list[Tensor]]:
-    """The tensors on the device, each time another one of them at an odd element and the others aligned.
-
-    Rows of a multiple of 4 elements are then read as vectors but for the one operand, from which Metal would
-    silently load other elements.
-    """
-    for odd in range(len(tensors)):
-        yield [
-            lay(tensor, "offset" if i == odd else "contiguous", device) for i, tensor in enumerate(tensors)
-        ]

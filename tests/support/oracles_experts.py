@@ -148,8 +148,9 @@ def moe_experts_of_rows(
         value += gate[:, None] * exact(options["shared_out"])
         size += abs(gate[:, None] * exact(options["shared_out"]))
     if options.get("residual") is not None:
-        value += exact(options["residual"])
-        size += abs(exact(options["residual"]))
+        residual = exact(options["residual"]).reshape(value.shape)
+        value += residual
+        size += abs(residual)
     return Estimate(value, deviation + 4 * roundoff(torch.float32) * size)
 
 

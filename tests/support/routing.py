@@ -3,7 +3,6 @@
 import numpy as np
 import torch
 
-from support.layouts import lay
 from support.oracles import assert_rounded, exact, gap, gate_logits, gate_weights, pairs_of_experts
 from support.values import random
 from torch_moe_mps.ops.routing import moe_bucket, moe_compute_ids_tpe, moe_gate
@@ -19,17 +18,15 @@ def assert_routing(weights, ids, expected_weights, expected_ids, float32_errors=
     assert_rounded(weights, expected_weights, abs(expected_weights), float32_errors)
 
 
-def check_gate(hidden, router_weight, norm_weight, scale, top_k, renormalize, device, layouts=None):
-    """Returns the number of rows whose order float32 can decide; `layouts` has one layout for each tensor."""
+def check_gate(hidden, router_weight, norm_weight, scale, top_k, renormalize, device):
+    """Returns the number of rows whose order float32 can decide."""
     h, r, n, s = (exact(tensor) for tensor in (hidden, router_weight, norm_weight, scale))
     logits = gate_logits(h, r, n, 1e-6)
     magnitude = gate_logits(abs(h), abs(r), abs(n), 1e-6).max()
     sure = np.array([gap(row, top_k) for row in logits]) > 1e-3
     logits = logits[sure]
     tensors = hidden[sure], router_weight, norm_weight, scale
-    layouts = layouts or ["contiguous"] * len(tensors)
-    placed = (lay(tensor, layout, device) for tensor, layout in zip(tensors, layouts, strict=True))
-    weights, ids = moe_gate(*placed, top_k, 1e-6, renormalize)
+    weights, ids = moe_gate(*(tensor.to(device) for tensor in tensors), top_k, 1e-6, renormalize)
     expected_ids = np.argsort(-logits, axis=1)[:, :top_k]
     expected = gate_weights(logits, expected_ids, s, renormalize)
     assert_routing(weights, ids, expected, expected_ids, WEIGHT_ERRORS + 4 * magnitude)
