@@ -49,9 +49,9 @@ random weights; tests check that they are current.
   in front of it.
 - **Launches**: kernels that a layer launches for one token with a cache, in bfloat16, for each type of layer
   in the words of the config: the model's own code with its eager experts (2 for a token here) / accelerated
-  in 4 bit, as captured tokens run, whose first layer counts what all share (3 for a table of angles). An
-  operator of aten that is no view counts as one, an operator of this package as many as it encodes. "-": the
-  layers could not be found, or the model does not run in bfloat16 without us.
+  in 4 bit, as captured tokens run, whose first layer counts what all share (3 for a table of angles, 8 for
+  the mask of unlimited_ocr). An operator of aten that is no view counts as one, an operator of this package
+  as many as it encodes. "-": the layers could not be found, or the model does not run in bfloat16 without us.
 - **Pipeline**: whether its layers can be spread over several Macs ([distributed.md](distributed.md)).
 - **Quantised**: whether the model in 4 bit gives the logits of a dense model with the same rounded weights.
 - **Whole model**: logits (or hidden states) equal to the model's eager code in float32 within 1e-5.

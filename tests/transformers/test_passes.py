@@ -545,6 +545,26 @@ def sum_that_a_mask_leaves(x, r):
     return (x + r) * torch.ones(1, 1, dtype=torch.bool)[:, :, None]
 
 
+def mask_of_all_and_of_none(x, r):
+    return torch.zeros(1, dtype=torch.bool) | (torch.ones(1, dtype=torch.bool) & (x > r))
+
+
+def mask_of_none_alone(x, r):
+    return (torch.zeros(1, dtype=torch.bool) & (x > r)) | (x > 0)
+
+
+def lowest_bits(x, r):
+    return torch.ones(1, dtype=torch.int32) & (x * 8).int()
+
+
+def sum_less_nothing(x, r):
+    return (x + r) - 0
+
+
+def nothing_less_a_sum(x, r):
+    return torch.zeros(1) - (x + r)
+
+
 def sum_times_one_beside_the_sum(x, r):
     total = x + r
     return total * 1.0, total
@@ -729,6 +749,11 @@ CASES: dict[Callable, dict[str, int]] = {
     norm_before_small_matrix: LINEAR | {"router_logits": 1},
     norm_before_large_matrix: LINEAR | {"rms_norm": 1, "mm": 1},
     sum_that_a_mask_leaves: {"add": 1},
+    mask_of_all_and_of_none: {"gt": 1},
+    mask_of_none_alone: {"zeros": 1, "gt": 2, "bitwise_and": 1, "bitwise_or": 1},
+    lowest_bits: {"ones": 1, "mul": 1, "_to_copy": 1, "bitwise_and": 1},
+    sum_less_nothing: {"add": 1},
+    nothing_less_a_sum: {"zeros": 1, "add": 1, "sub": 1},
     sum_times_one_beside_the_sum: {"add": 1, "mul": 1},
     sum_times_ones_that_change: {"add": 1, "ones": 1, "mul_": 1, "mul": 1},
     sum_times_ones_that_widen: {"add": 1, "ones": 1, "mul": 1},

@@ -31,7 +31,7 @@ from .rotation import (
 from .routing import gate_in_one, hand_routing_over, logits_in_float32
 from .simplify import (
     constants_first,
-    drop_ones,
+    drop_neutral,
     drop_unused,
     make_new_tensors,
     positions_in_one,
@@ -50,7 +50,7 @@ from .sums import (
 PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     constants_first,
     make_new_tensors,
-    drop_ones,
+    drop_neutral,
     share_views,  # what reads one value in one shape reads one node
     positions_in_one,
     tables_of_slices,  # of the new tokens, not of the whole context

@@ -14,6 +14,16 @@ from ..nodes import arguments, aten, calls, is_call, is_final, is_view, memory_o
 from ..patterns import uncast
 from ..tracing import ITEM, VALUE, Number
 
+_ONE = 1, (aten.ones, aten.ones_like, aten.new_ones)
+_ZERO = 0, (aten.zeros, aten.zeros_like, aten.new_zeros)
+# What changes nothing as an operand: a number, and the calls that make tensors of it.
+_NEUTRAL: dict[Any, tuple[int, tuple[Any, ...]]] = {
+    aten.mul: _ONE,
+    aten.bitwise_and: _ONE,
+    aten.bitwise_or: _ZERO,
+    aten.sub: _ZERO,
+}
+
 
 def drop_unused(graph: fx.Graph) -> None:
     """Drops calls whose results nobody reads."""
@@ -88,26 +98,30 @@ def _out_of_place(node: fx.Node) -> Any:
     return getattr(packet, target._overloadname, None)
 
 
-def drop_ones(graph: fx.Graph) -> None:
-    """X * 1 -> X, of a number or of a tensor of ones: a mask that hides nothing, a scale that is not used."""
-    for product in calls(graph, aten.mul):
-        first, second = product.args
-        for x, one in ((first, second), (second, first)):
-            if not isinstance(x, fx.Node) or memory_of(x).op != "call_function" or not _is_one(one):
+def drop_neutral(graph: fx.Graph) -> None:
+    """X * 1, X - 0, X & True, X | False -> X: masks that hide nothing, scales that are not used."""
+    for call in calls(graph, *_NEUTRAL):
+        first, second = call.args
+        if is_call(call, aten.bitwise_and) and tensor_of(call).dtype != torch.bool:
+            continue
+        for x, other in ((first, second), (second, first))[: 1 if is_call(call, aten.sub) else 2]:
+            if not isinstance(x, fx.Node) or memory_of(x).op != "call_function":
                 continue
-            if not (is_final(x) and is_final(product)):
+            if not (_is_neutral(other, call) and is_final(x) and is_final(call)):
                 continue
-            alike = _geometry(tensor_of(x)) == _geometry(tensor_of(product))
-            if alike and not (_is_returned(x) and _is_returned(product)):
-                product.replace_all_uses_with(x)
+            alike = _geometry(tensor_of(x)) == _geometry(tensor_of(call))
+            if alike and not (_is_returned(x) and _is_returned(call)):
+                call.replace_all_uses_with(x)
                 break
 
 
-def _is_one(value: Any) -> bool:
+def _is_neutral(value: Any, call: fx.Node) -> bool:
+    """Whether a call gives its other operand: for a number, or a tensor of it."""
+    number, made_by = _NEUTRAL[getattr(call.target, "overloadpacket", None)]
     if not isinstance(value, fx.Node):
-        return bool(value == 1)
+        return bool(value == number)
     made = uncast(value)
-    return is_call(made, aten.ones, aten.ones_like, aten.new_ones) and is_final(made)
+    return is_call(made, *made_by) and is_final(made)
 
 
 def share_views(graph: fx.Graph) -> None:
