@@ -561,6 +561,10 @@ def sum_less_nothing(x, r):
     return (x + r) - 0
 
 
+def sum_less_a_multiple(x, r):
+    return torch.ops.aten.sub.Scalar(torch.ops.aten.sub.Scalar(x + r, 0, 3), 1, 3)
+
+
 def nothing_less_a_sum(x, r):
     return torch.zeros(1) - (x + r)
 
@@ -753,6 +757,7 @@ CASES: dict[Callable, dict[str, int]] = {
     mask_of_none_alone: {"zeros": 1, "gt": 2, "bitwise_and": 1, "bitwise_or": 1},
     lowest_bits: {"ones": 1, "mul": 1, "_to_copy": 1, "bitwise_and": 1},
     sum_less_nothing: {"add": 1},
+    sum_less_a_multiple: {"add": 1, "sub": 1},
     nothing_less_a_sum: {"zeros": 1, "add": 1, "sub": 1},
     sum_times_one_beside_the_sum: {"add": 1, "mul": 1},
     sum_times_ones_that_change: {"add": 1, "ones": 1, "mul_": 1, "mul": 1},

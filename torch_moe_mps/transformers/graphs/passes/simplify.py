@@ -101,7 +101,7 @@ def _out_of_place(node: fx.Node) -> Any:
 def drop_neutral(graph: fx.Graph) -> None:
     """X * 1, X - 0, X & True, X | False -> X: masks that hide nothing, scales that are not used."""
     for call in calls(graph, *_NEUTRAL):
-        first, second = call.args
+        first, second, *_ = arguments(call).values()
         if is_call(call, aten.bitwise_and) and tensor_of(call).dtype != torch.bool:
             continue
         for x, other in ((first, second), (second, first))[: 1 if is_call(call, aten.sub) else 2]:
