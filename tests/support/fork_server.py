@@ -1,6 +1,7 @@
 """A process that has imported what takes long, and forks for each process that tests ask for.
 
-`support.processes` starts it. It ends with the test run.
+`support.processes` starts it. It ends with the test run. On a Mac, where Metal does not survive a fork, it
+has imported nothing, and each process is a fresh interpreter.
 """
 
 import importlib
@@ -27,16 +28,17 @@ IMPORTED = (
     "support.pipeline",
 )
 NUMBER = struct.Struct("i")
+ON_MAC = sys.platform == "darwin"
 
 
 def serve(listener: int, owner: int) -> str:
     """Returns in each new process, with the source that it runs; never in the server."""
-    if sys.platform != "darwin":
+    if not ON_MAC:
         from support.simulated import install
 
         install()
-    for name in IMPORTED:
-        importlib.import_module(name)
+        for name in IMPORTED:
+            importlib.import_module(name)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those that wait for the new processes
     with socket.socket(fileno=listener) as requests:
         path = requests.getsockname()
@@ -86,6 +88,10 @@ def _become(request: dict, files: list[int]) -> str:
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)
+    if ON_MAC:
+        os.chdir(request["folder"])
+        program = [sys.executable, "-c", request["source"], *request["arguments"]]
+        os.execve(sys.executable, program, request["variables"])
     sys.stdout.reconfigure(line_buffering=os.isatty(1))
     os.environ.clear()
     os.environ.update(request["variables"])
