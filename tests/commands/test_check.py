@@ -48,6 +48,13 @@ def test_everything_is_built_and_compared(few, capsys):
     assert {"route8_f32", "bucket_pairs_i64", "gemm32_affine4_32_f32"} <= kernels.keys()
 
 
+def test_a_type_of_gguf_alone(few, capsys):
+    """To which no model is quantised; a norm in front of 2 bits has no kernel."""
+    assert main([*ONE[:-1], "q2_k"]) == 0
+    kernels = {kernel["kernel"] for kernel in report()["kernels"]}
+    assert "matmul_rows_q2_k_f32" in kernels and "matmul_rows_normed_q2_k_f32" not in kernels
+
+
 def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
     """What linear_attention_ writes in place is compared, not only what it returns."""
     plain = compare.packet

@@ -74,8 +74,6 @@ def broken(name: str):
 def break_each_kernel(simulated, names: list[str], checks: list) -> None:
     """The smallest call that launches a kernel finds that it is broken."""
     every = {kernel["kernel"] for kernel in pipelines(names)}
-    # With 1 or 2 bits a norm costs more within the matmul than as a launch: no plan takes this kernel.
-    every -= {k for k in every if re.match("matmul_rows_normed_(affine2|q2_k|tq2|iq1|iq2)", k)}
     smallest: dict[str, tuple[int, int, int]] = {}
     for number, check in enumerate(checks):
         for turn, (size, kernels) in enumerate(kernels_of(simulated, check)):

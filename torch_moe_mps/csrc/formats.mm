@@ -39,7 +39,7 @@ const std::vector<WeightFormat>& all_formats() {
 }
 
 Library quantized_library(const WeightFormat& format, c10::ScalarType dtype) {
-  return {"quantized", dtype, format.name, format.type};
+  return {"quantized", dtype, format.name, format.type, format.norms_inputs()};
 }
 
 Library tensor_units_library(const Library& library) {

@@ -19,6 +19,7 @@ struct Library {
   c10::ScalarType dtype;
   std::string_view weights = {};       // the format's name
   std::string_view weights_type = {};  // and its type
+  bool norms_inputs = true;            // of the format; without it the shader sees MOE_NORMS_APART
 
   std::string suffix() const;  // "_bf16", "_affine4_64_bf16"
   // Whether it needs Metal 4.0, for tensor units. All others are 3.1.

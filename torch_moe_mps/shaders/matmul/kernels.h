@@ -4,13 +4,19 @@
 #include "matmul/gemm.h"
 #include "matmul/rows.h"
 
-#define INSTANTIATE_MATMULS(...)                                              \
-  typedef __VA_ARGS__ Weights;                                                \
-  INSTANTIATE("matmul_rows", matmul_rows<Weights, kSingleRows>)               \
-  INSTANTIATE("matmul_rows_normed", matmul_rows_normed<Weights, kSingleRows>) \
-  INSTANTIATE("matmul_rows_few", matmul_rows_few<Weights, false>)             \
-  INSTANTIATE("matmul_rows_few_split", matmul_rows_few<Weights, true>)        \
-  INSTANTIATE("expert_down", expert_down<Weights, kSingleRows>)               \
-  INSTANTIATE("expert_down_few", expert_down_few<Weights>)                    \
-  INSTANTIATE("gemm8", gemm<Weights, 1, false>)                               \
+#ifdef MOE_NORMS_APART
+#define INSTANTIATE_NORMED()
+#else
+#define INSTANTIATE_NORMED() INSTANTIATE("matmul_rows_normed", matmul_rows_normed<Weights, kSingleRows>)
+#endif
+
+#define INSTANTIATE_MATMULS(...)                                       \
+  typedef __VA_ARGS__ Weights;                                         \
+  INSTANTIATE("matmul_rows", matmul_rows<Weights, kSingleRows>)        \
+  INSTANTIATE_NORMED()                                                 \
+  INSTANTIATE("matmul_rows_few", matmul_rows_few<Weights, false>)      \
+  INSTANTIATE("matmul_rows_few_split", matmul_rows_few<Weights, true>) \
+  INSTANTIATE("expert_down", expert_down<Weights, kSingleRows>)        \
+  INSTANTIATE("expert_down_few", expert_down_few<Weights>)             \
+  INSTANTIATE("gemm8", gemm<Weights, 1, false>)                        \
   INSTANTIATE("gemm32", gemm<Weights, kTilePairs / 8, false>)
