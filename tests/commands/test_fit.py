@@ -16,6 +16,7 @@ from torch_moe_mps import macs
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
 from torch_moe_mps.commands.prompts import prompt_bytes
+from torch_moe_mps.transformers.capture.caches import parts
 
 # Qwen3-30B-A3B.
 QWEN3 = {
@@ -162,15 +163,14 @@ def test_the_memory_of_a_cache_is_at_most_what_fit_says(architecture, bits):
         found = kv_cache(tiny_models.model_class(architecture)(config), bits)
     model = tiny_models.tiny_model(architecture, **options)
     torch_moe_mps.accelerate(model, kv_bits=bits)
-    for parts in ([3], [700, 1], [400, 300, *[1] * 70]):
+    for calls in ([3], [700, 1], [400, 300, *[1] * 70]):
         cache = transformers.DynamicCache(config=model.config)
-        for tokens in parts:
+        for tokens in calls:
             with torch.no_grad():
                 model(torch.ones(1, tokens, dtype=torch.long), past_key_values=cache)
         states = [tensor for layer in cache.layers for tensor in (layer.keys, layer.values)]
-        parts_of = [getattr(tensor, "_parts", lambda tensor=tensor: [tensor])() for tensor in states]
-        held = sum(part.untyped_storage().nbytes() for kept in parts_of for part in kept)
-        assert found.at(sum(parts)) <= held <= found.memory(sum(parts)) <= 1.5 * held
+        held = sum(part.untyped_storage().nbytes() for tensor in states for part in parts(tensor))
+        assert found.at(sum(calls)) <= held <= found.memory(sum(calls)) <= 1.5 * held
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "llama"])
