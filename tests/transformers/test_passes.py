@@ -778,6 +778,12 @@ CASES: dict[Callable, dict[str, int]] = {
 }
 
 
+def test_a_conjugate_is_recorded_again_as_at_first():
+    """Whoever reads it gets it by a copy, also where what operators gave is remembered."""
+    graphs = [recorded(conjugates, random(1, 1, H), random(1, 1, H)) for _ in range(2)]
+    assert operators(graphs[1]) == operators(graphs[0]) == {"mul": 1, "add": 1, "clone": 1}
+
+
 @pytest.mark.parametrize("function", CASES, ids=lambda function: function.__name__)
 def test_what_is_left(function):
     x, r = random(1, 1, H), random(1, 1, H, seed=1)

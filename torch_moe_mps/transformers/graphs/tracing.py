@@ -189,7 +189,7 @@ class Recorder(TorchDispatchMode):
             like = known[key]
             return [*map(self._like, like)] if isinstance(like, list) else self._like(like)
         result = func(*args, **kwargs)
-        if all(id(each) not in self._nodes for each in _listed(result)):
+        if all(id(each) not in self._nodes and not _has_bits(each) for each in _listed(result)):
             of_list = isinstance(result, (list, tuple))
             known[key] = [*map(_Like.of, result)] if of_list else _Like.of(result)
         return result
@@ -198,7 +198,7 @@ class Recorder(TorchDispatchMode):
         if isinstance(value, FakeTensor):
             key = self._keys.get(id(value))
             if key is None:
-                key = value.dtype, value.fake_device, *map(self._key, geometry(value))
+                key = value.dtype, value.fake_device, _has_bits(value), *map(self._key, geometry(value))
                 if id(value) in self._nodes:  # it stays alive
                     self._keys[id(value)] = key
             return key
@@ -248,6 +248,11 @@ class Recorder(TorchDispatchMode):
 
 def _listed(result: Any) -> Any:
     return result if isinstance(result, (list, tuple)) else [result]
+
+
+def _has_bits(value: Any) -> bool:
+    """Whether a tensor has its elements conjugated or negated by whoever reads them."""
+    return isinstance(value, Tensor) and (value.is_conj() or value.is_neg())
 
 
 def geometry(tensor: Tensor) -> tuple[Any, Any, Any]:
