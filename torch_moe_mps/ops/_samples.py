@@ -4,46 +4,16 @@ The tests of all operators and the self-check use them.
 """
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import (
-    attention,
-    combine,
-    experts,
-    heads,
-    hyper_connection,
-    index,
-    linear,
-    linear_attention,
-    norms,
-    pointwise,
-    pooling,
-    quantized,
-    rope,
-    routing,
-)
-from ._formats import Format
-from ._sample import FORMAT, HEAD, Calls, Changes, Sample, T
+from . import __all__ as exported
+from ._sample import HEAD, Calls, Changes, Sample
 
-_FAMILIES: tuple[Any, ...] = (
-    norms,
-    rope,
-    linear_attention,
-    attention,
-    index,
-    pooling,
-    pointwise,
-    hyper_connection,
-    routing,
-    combine,
-    experts,
-    heads,
-    quantized,
-    linear,
-)
+_FAMILIES = [import_module(f".{name}", __package__) for name in exported if name != "OPERATORS"]
 CALLS: Calls = {name: call for family in _FAMILIES for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in _FAMILIES for name, make in family.CHANGES.items()}
 # The arguments whose last dimensions are those of a head; of keys and values in 8 bits: words of four.
@@ -61,17 +31,9 @@ def packet(name: str) -> Callable:
     return getattr(torch.ops.moe_mps, name)
 
 
-def sample_arguments(
-    name: str,
-    device: str,
-    dtype: torch.dtype,
-    format: Format = FORMAT,
-    tokens: int = T,
-    wider: int = 1,
-    head: tuple[int, int] = HEAD,
-) -> dict[str, Any]:
-    """Valid arguments of an operator. The sizes are those of Sample."""
-    return CALLS[name](Sample(device, dtype, format, tokens, wider, head))
+def sample_arguments(name: str, device: str, dtype: torch.dtype, **sizes: Any) -> dict[str, Any]:
+    """Valid arguments of an operator; `sizes` are the other arguments of Sample."""
+    return CALLS[name](Sample(device, dtype, **sizes))
 
 
 def more_samples(

@@ -149,7 +149,7 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
     name, dtype = subject.operator, subject.dtype
 
     def sample(tokens: int = T, wider: int = 1, of: str = name) -> dict[str, Any]:
-        return sample_arguments(of, "cpu", dtype, format, tokens, wider, head)
+        return sample_arguments(of, "cpu", dtype, format=format, tokens=tokens, wider=wider, head=head)
 
     with torch.device("cpu"), _without_tensor_units():
         for changes in ({}, *more_samples(name, "cpu", dtype, head)) if format == FORMAT else ({},):

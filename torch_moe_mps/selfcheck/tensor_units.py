@@ -144,7 +144,8 @@ def calls(library: str) -> Iterator[Call]:
     try:
         for tokens in TOKENS:
             for operator in operators:
-                arguments = sample_arguments(operator, "cpu", dtype, format or FORMAT, tokens, wider=3)
+                sizes = {"format": format or FORMAT, "tokens": tokens, "wider": 3}
+                arguments = sample_arguments(operator, "cpu", dtype, **sizes)
                 if "ids" in arguments:
                     arguments["ids"][-1], arguments["x"][-1] = E, torch.nan
                 yield Call(operator, dtype, arguments, f"{weights} on tensor units")

@@ -98,8 +98,8 @@ class GatedStreams(Linear):
 
 
 @dataclass
-class GatedResidual(Case):
-    """fused_residual_norm of what a gate adds to four streams."""
+class Streams(Case):
+    """An operator on four streams of a residual."""
 
     group: str
     tokens: int
@@ -108,16 +108,22 @@ class GatedResidual(Case):
 
     @property
     def name(self):
-        return f"{self.group} fused_residual_norm 4 of {self.hidden} T {self.tokens} {self.dtype}"
+        return f"{self.group} {self.operator} 4 of {self.hidden} T {self.tokens} {self.dtype}"
+
+    def random(self, values, *shape: int) -> Tensor:
+        return values.normal(self.tokens, *shape, dtype=DTYPES[self.dtype])
+
+
+class GatedResidual(Streams):
+    """fused_residual_norm of what a gate adds to four streams."""
+
+    operator: ClassVar[str] = "fused_residual_norm"
 
     def inputs(self, values):
-        def random(*shape: int) -> Tensor:
-            return values.normal(self.tokens, *shape, dtype=DTYPES[self.dtype])
-
         weight = values.normal(4, self.hidden, scale=0.1, offset=1.0)
         return {
-            **{"residual": random(4, self.hidden), "input": random(self.hidden)},
-            **{"weight": weight, "gate": random(9)},
+            **{"residual": self.random(values, 4, self.hidden), "input": self.random(values, self.hidden)},
+            **{"weight": weight, "gate": self.random(values, 9)},
         }
 
     def call(self, t):
@@ -292,27 +298,17 @@ class SelectiveScan(Case):
         return super().bytes_moved(t) + t["state_"].nbytes + t["x"].nbytes
 
 
-@dataclass
-class Hyper(Case):
+class Hyper(Streams):
     """hyper_connection of four streams after a block."""
 
-    group: str
-    tokens: int
-    hidden: int
-    dtype: str
-
-    @property
-    def name(self):
-        return f"{self.group} hyper_connection 4 of {self.hidden} T {self.tokens} {self.dtype}"
+    operator: ClassVar[str] = "hyper_connection"
 
     def inputs(self, values):
-        def random(*shape: int) -> Tensor:
-            return values.normal(self.tokens, *shape, dtype=DTYPES[self.dtype])
-
         fn = values.normal(24, 4 * self.hidden, scale=(4 * self.hidden) ** -0.5)
         gates = {"post": values.normal(self.tokens, 4), "comb": values.normal(self.tokens, 4, 4, scale=0.5)}
         sizes = {"fn": fn, "base": values.normal(24), "scale": values.normal(3)}
-        return {"streams": random(4, self.hidden), **sizes, "out": random(self.hidden), **gates}
+        streams, out = (self.random(values, *shape, self.hidden) for shape in ((4,), ()))
+        return {"streams": streams, **sizes, "out": out, **gates}
 
     def call(self, t):
         return ops().hyper_connection(**t)
