@@ -31,9 +31,11 @@ from ..checked import refused
 from ..graphs.passes import simplify
 from ..graphs.tracing import Recorder, Unsupported, is_operator
 from ..pipeline.peers import PeerError
-from .caches import Plan, Reading, padding_of, whole
+from .arguments import padding_of, whole
 from .fingerprint import Fingerprint, forbidden, note_change
+from .plan import Plan
 from .program import Integers, assemble
+from .reading import Reading
 
 SWITCH = "MOE_MPS_CAPTURE"
 CAPTURES = "_moe_mps_capture"  # where a model's __dict__ has its Captures

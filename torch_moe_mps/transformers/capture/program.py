@@ -12,7 +12,7 @@ from torch.utils._sympy.printers import PythonPrinter
 
 from ..graphs.nodes import arguments, as_list, is_call, tensor_of
 from ..graphs.tracing import ITEM, PARTS, TENSOR, VALUE, Number, is_operator
-from .caches import Plan
+from .plan import Plan
 
 _ATEN = torch.ops.aten
 _END = 2**63 - 1  # of a dimension

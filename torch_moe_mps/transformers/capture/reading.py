@@ -1,0 +1,145 @@
+"""A call of a model, taken apart: its arguments and its cache, as tensors and numbers."""
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from ..graphs.tracing import Unsupported
+from ..growing import MEMORY
+from ..modules.causal_mask import ELEMENTS, CausalMask
+from ..quantized_states import QuantizedStates
+from .arguments import Pages, flat
+from .caches import column_of, is_known, kind_of, lists_of, parts, start_of, static_of
+from .fingerprint import default_device
+
+PLAIN = (bool, float, str, type(None), torch.dtype, torch.device)
+_OF_WINDOWS = ("keys", "values")  # views that stop growing once a window is full
+ARGUMENTS = -1  # the place of what is no dictionary of the cache, nor of a mask
+STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
+
+
+class Entry(NamedTuple):
+    """A value of a call: `place` is a dictionary of the cache or of a mask, by its number, or ARGUMENTS."""
+
+    place: int
+    name: Any
+    kind: int
+    value: Any
+    first: int  # of its numbers
+
+
+class Reading:
+    """A call, taken apart. Calls with equal keys differ in numbers and tensors alone.
+
+    Attributes:
+        key: hashable.
+        numbers: sizes of tensors, places in memories, and numbers of the cache.
+        sizes: the positions of numbers that are sizes of tensors.
+        starts: the positions of numbers that are places in memories.
+        growing: the positions of sizes that grow with a memory, and of what counts entries for several tokens
+            each: it stays for many calls, then changes.
+        entries: the values of the call.
+        padding: what `padding_of` gives; None where the values of a mask are read.
+    """
+
+    def __init__(self, arguments: dict[str, Any], padding: tuple[Tensor | None] | None) -> None:
+        """Raises: Unsupported for what cannot be captured."""
+        self.numbers: list[int] = []
+        self.sizes: set[int] = set()
+        self.starts: set[int] = set()
+        self.growing: set[int] = set()
+        self.entries: list[Entry] = []
+        self._memories: dict[int, int] = {}  # by id, in their order
+        self._place = 0
+        self.padding = padding
+        key: list[Any] = [default_device(), None if padding is None else padding[0] is None]
+        masks: list[tuple[Any, CausalMask]] = []
+        for name, value in flat(arguments).items():
+            if isinstance(value, Cache):
+                key += self._cache(name, value)
+            elif type(value) is CausalMask:
+                masks.append((name, value))
+            elif type(value) is Pages or (type(value) is int and type(name) is str):
+                key += name, STATIC, value.known if type(value) is Pages else value
+                self.entries.append(Entry(ARGUMENTS, name, STATIC, value, 0))
+            else:
+                key += self._value(ARGUMENTS, name, value)
+        for name, mask in masks:  # behind the cache
+            key += self._mask(name, mask)
+        self.key = tuple(key)
+
+    def _cache(self, name: str, cache: Any) -> Iterator[Any]:
+        offloads = getattr(cache, "offloading", False)
+        if not is_known(cache) or offloads:
+            raise Unsupported(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
+        if any(isinstance(entry.value, Cache) for entry in self.entries):
+            raise Unsupported("it has two caches")
+        self.entries.append(Entry(ARGUMENTS, name, STATIC, cache, 0))
+        yield from (name, *static_of(cache).items())
+        for layer in cache.layers:
+            yield type(layer)
+            inner = [value for value in vars(layer).values() if type(value) is dict]
+            for held in (vars(layer), *inner):
+                yield len(held)
+                for name, value in held.items():
+                    if type(value) is int and held is not vars(layer):
+                        self.growing.add(len(self.numbers))
+                    yield from self._value(self._place, name, value)
+                self._place += 1
+        for states in lists_of(cache):
+            for item in enumerate(states):
+                yield from self._value(self._place, *item)
+            self._place += 1
+
+    def _mask(self, name: Any, mask: CausalMask) -> Iterator[Any]:
+        self.entries.append(Entry(ARGUMENTS, name, STATIC, mask, 0))
+        yield from (name, *kind_of(mask))
+        for attribute, value in vars(mask).items():
+            if attribute != ELEMENTS:  # which are made anew from the others
+                yield from self._value(self._place, attribute, value)
+        self._place += 1
+
+    def _value(self, place: int, name: Any, value: Any) -> Iterator[Any]:
+        first, kind = len(self.numbers), STATIC
+        yield name
+        if type(value) in (Tensor, QuantizedStates):
+            memory: Any = getattr(value, MEMORY, None)
+            kind = TENSOR if memory is None else HELD
+            number = self._memories.setdefault(id(memory), len(self._memories))
+            yield from (type(value), kind, memory is not None and number)
+            for view, tensor in zip(parts(value), parts(value if memory is None else memory), strict=True):
+                yield from (tensor.dtype, tensor.device, tensor.dim())
+                yield None if tensor.is_contiguous() else tensor.stride()
+                yield self._sizes_of(tensor)
+                if memory is not None:
+                    yield from (column_of(view, tensor), view.shape[-1], _special(view.shape[-2:-1]))
+                    self.growing.add(len(self.numbers) - 2)
+                    if name not in _OF_WINDOWS:
+                        self.growing.add(len(self.numbers))
+                    self.sizes.add(len(self.numbers))
+                    self.starts.add(len(self.numbers) + 1)
+                    self.numbers += view.shape[-2], start_of(view, tensor)
+        elif type(value) is int:
+            kind = NUMBER
+            self.numbers.append(value)
+            yield kind
+        elif isinstance(value, PLAIN) or (type(value) is list and not value):
+            yield from (type(value), value or None)
+        elif type(value) is dict and place != ARGUMENTS:  # another place
+            return
+        else:
+            raise Unsupported(f"{name} is a {type(value).__name__}")
+        self.entries.append(Entry(place, name, kind, value, first))
+
+    def _sizes_of(self, tensor: Tensor) -> tuple[int, ...]:
+        self.sizes.update(range(len(self.numbers), len(self.numbers) + tensor.dim()))
+        self.numbers += tensor.shape
+        return _special(tensor.shape)
+
+
+def _special(sizes: tuple[int, ...]) -> tuple[int, ...]:
+    """Sizes with all equal but 0 and 1, for which torch has rules of their own."""
+    return tuple(min(size, 2) for size in sizes)
