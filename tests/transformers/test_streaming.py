@@ -13,6 +13,7 @@ from support.models import eager, output, prompt
 from support.processes import forked
 
 import torch_moe_mps
+from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
@@ -65,6 +66,12 @@ def test_the_bits_are_those_of_quantising_afterwards(architecture, tmp_path):
     again, info = type(model).from_pretrained(tmp_path / "saved", output_loading_info=True)
     assert not any(info.values())
     assert_same_state(again, model)
+    new = tmp_path / "converted"  # part by part
+    assert main(["convert", str(tmp_path), str(new), "--bits", "4", "--group-size", "32"]) == 0
+    files = (folder / "model.safetensors" for folder in (tmp_path / "saved", new))
+    saved, converted = map(safetensors.torch.load_file, files)
+    assert saved.keys() == converted.keys()
+    assert all(LOST in name or torch.equal(saved[name], converted[name]) for name in saved)
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "deepseek_v3"])

@@ -237,6 +237,8 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
     probe.__dict__["_parameters"] = {"weight": ones}
     probe.padding_idx = None
     row = probe(torch.zeros(1, dtype=torch.long, device=device))[0]
+    if row.is_meta:  # which has no values, and never multiplies any
+        return row
     return row[0].clone() if bool((row == row[0]).all()) else row
 
 
