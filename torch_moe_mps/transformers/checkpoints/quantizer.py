@@ -122,29 +122,34 @@ class Quantizer(HasTargets, HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         _keep_float32(model)
         config = self.quantization_config
+        if not self.streams:
+            self._find_stored(model, kwargs["checkpoint_files"])
         report = QuantizationReport(bytes_before=bytes_a_token(model))
-        if self.streams or config.wanted is not None:
+        if self.streams or config.wanted is not None:  # of what the checkpoint has
             self._wanted, report.skipped = weights_of(model, config.recipe())
             self.report = report
         if self.streams:
             self._stream = Stream(self._wanted, report)
             return
-        vars(model)["_get_dtype_plan"] = lambda dtype: {}  # its patterns ("scale") fit our names ("scales")
-        if self.quantization_config.mlx:
-            self._reading = Reading(model, kwargs["checkpoint_files"])
-            self._targets = self._reading.targets
-            leave_out(model, self._reading.absent)
-        else:
-            leave_out(model, self.quantization_config.absent)
-            self._targets = self.quantization_config.targets(model)
         self._keep_what_would_not_shrink()
         for target in self._targets.values():
             store_empty(target)
         tie_quantized(model)
         if self.report is not None:
             self.report.bytes_before = bytes_a_token(model)
-        if not self.quantization_config.mlx:
+        if not config.mlx:
             check_shapes(model, kwargs["checkpoint_files"])
+
+    def _find_stored(self, model: Any, files: list[str]) -> None:
+        """Finds what the checkpoint has quantised, and takes from the model what it has nothing of."""
+        vars(model)["_get_dtype_plan"] = lambda dtype: {}  # its patterns ("scale") fit our names ("scales")
+        if self.quantization_config.mlx:
+            self._reading = Reading(model, files)
+            self._targets = self._reading.targets
+            leave_out(model, self._reading.absent)
+        else:
+            leave_out(model, self.quantization_config.absent)
+            self._targets = self.quantization_config.targets(model)
 
     def _keep_what_would_not_shrink(self) -> None:
         """Of what is stored, leaves in `_wanted` only what is to be quantised again.
