@@ -31,8 +31,7 @@ from torch_moe_mps.ops._checks import first_line
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
-from torch_moe_mps.transformers.pipeline.loop import CannotBeCut
-from torch_moe_mps.transformers.pipeline.stages import layers_of
+from torch_moe_mps.transformers.pipeline.loop import CannotBeCut, find_loop
 
 HEADER = """# Models
 
@@ -161,7 +160,7 @@ def counts_by_type(model: nn.Module, count: Callable[..., dict[str, Counter]]) -
 def pipeline(model: nn.Module) -> str:
     """Whether the layers of a model can be cut; it has its own code."""
     try:
-        layers_of(model)
+        find_loop(model)
     except CannotBeCut as error:
         return f"no: {error}"
     return "yes"

@@ -117,6 +117,7 @@ EXTRA: dict[str, dict] = {
         },
     },
     "glm5_next_text": {"qk_rope_head_dim": 0, "head_dim": 0, "indexer_types": ["full", "full"]} | HYBRID,
+    "inkling2_text": {"n_layers_per_attn_res_block": 1},
     "minimax_m3_vl_text": {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "index_n_heads": 2,

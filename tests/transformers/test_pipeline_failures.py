@@ -15,6 +15,7 @@ from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.pipeline.loop import find_loop
 from torch_moe_mps.transformers.pipeline.peers import PeerError, Timeouts
 from torch_moe_mps.transformers.pipeline.running import Running
 from torch_moe_mps.transformers.pipeline.stages import Stage
@@ -157,7 +158,8 @@ class Alone:
 def test_a_failure_while_a_token_is_captured(monkeypatch):
     """It is raised as it is, and nothing is said of the capture."""
     monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
-    model, stage = tiny_models.tiny_model("llama", num_hidden_layers=2), Stage(1, [1, 1])
+    model = tiny_models.tiny_model("llama", num_hidden_layers=2)
+    stage = Stage(1, [1, 1], find_loop(model))
     stage.cut(model)
     torch_moe_mps.accelerate(model.eval())
     Running(model, stage, peers := Alone())

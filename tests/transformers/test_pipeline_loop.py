@@ -1,175 +1,281 @@
-"""Which loops over layers can be cut, from their code."""
+"""Which models can be cut between their layers, from calls of their code."""
 
 import pytest
 import torch
 from support import tiny_models
 from torch import nn
+from transformers import LlamaModel
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from torch_moe_mps.transformers.pipeline.loop import CannotBeCut, read_loop
-from torch_moe_mps.transformers.pipeline.stages import layers_of
+from torch_moe_mps.transformers.pipeline.loop import CannotBeCut, find_loop
+from torch_moe_mps.transformers.pipeline.stages import Stage
 
 
 class Layer(nn.Module):
-    shares = False
-
-    def forward(self, x, shared=None, index=None, extra=None):
-        if self.shares:
-            shared["keys"] = x
-        return x + 1
-
-
-class Base(nn.Module):
-    first_shared = 9
+    """Returns the hidden states, made from these and another tensor."""
 
     def __init__(self):
         super().__init__()
-        self.layers = nn.ModuleList([Layer(), Layer()])
-        self.table = Table()
-        self.embed_tokens = nn.Embedding(5, 3)
+        self.weight = nn.Parameter(torch.ones(32))
+
+    def forward(self, hidden, other=None):
+        return hidden * self.weight if other is None else hidden * self.weight + other
 
 
-class Table(nn.Module):
-    def forward(self, x, positions):
-        return positions.to(x.dtype)
+class Pair(Layer):
+    def forward(self, hidden, other=None):
+        return super().forward(hidden, other), hidden.argmax(-1, keepdim=True)
 
 
-class Plain(Base):
-    def forward(self, input_ids):
-        inputs_embeds = self.embed_tokens(input_ids)
-        hidden = inputs_embeds
-        table = self.table(hidden, torch.arange(inputs_embeds.shape[1]))
-        for layer in self.layers[: self.first_shared]:
-            hidden = layer(hidden, extra=table)
-        return hidden
+class Single(Layer):
+    def forward(self, hidden):
+        return (super().forward(hidden),)
 
 
-class HandsOnIndices(Base):
-    def forward(self, inputs_embeds):
-        hidden, index = inputs_embeds, None
-        for i, layer in enumerate(self.layers):
-            if i == self.first_shared:
-                hidden, index = hidden[:1], index[:1]
-            hidden, index = layer(hidden, index=index)
-            hidden = hidden * 2
-        return hidden
+class InList(Layer):
+    def forward(self, hidden):
+        return [super().forward(hidden)]
 
 
-class HandsOnAnother(Base):
-    def forward(self, inputs_embeds):
-        hidden = inputs_embeds
-        total = hidden * 0
-        for layer in self.layers:
-            new = layer(hidden, extra=total)
-            total = total + hidden
-            hidden = new
-        return hidden
+class Sharing(Layer):
+    """Reads what the first layer put into a dictionary."""
+
+    def forward(self, hidden, shared):
+        return hidden + shared.setdefault("first", hidden * self.weight)
 
 
-class Collects(Base):
-    def forward(self, inputs_embeds):
-        hidden, sums = inputs_embeds, 0
-        for layer in self.layers:
-            hidden = layer(hidden)
-            if hidden.requires_grad:
-                sums = sums + hidden.sum()
-        return hidden, sums
+class Writing(Layer):
+    """Adds to what earlier layers have written into a tensor."""
+
+    def forward(self, hidden, table):
+        table[0] += (hidden * self.weight).sum()
+        return hidden + table
 
 
-class Shares(Base):
-    def forward(self, inputs_embeds):
-        hidden, shared = inputs_embeds, {}
-        for layer in self.layers:
-            hidden = layer(hidden, shared=shared)
-        return hidden
+class NeedsIds(Layer):
+    def forward(self, hidden, ids):
+        return hidden + ids.unsqueeze(-1)
 
 
-class CallsTwice(Base):
-    def forward(self, inputs_embeds):
-        hidden = inputs_embeds
-        for layer in self.layers:
-            hidden = layer(layer(hidden))
-        return hidden
+def changed(run, layer=Layer):
+    """A model with three such layers, which `run` calls with hidden states and ids."""
+
+    def forward(self, input_ids=None, inputs_embeds=None, past_key_values=None, use_cache=None):
+        hidden = self.embed_tokens(input_ids) if inputs_embeds is None else inputs_embeds
+        return BaseModelOutputWithPast(run(self, hidden, input_ids), past_key_values)
+
+    model = tiny_models.tiny_model("llama")
+    model.model.__class__ = type("Changed", (LlamaModel,), {"forward": forward})
+    model.model.layers = nn.ModuleList([layer(), layer(), layer()])
+    return model
 
 
-class ReadsEmbeddings(Base):
-    def forward(self, input_ids):
-        inputs_embeds = self.embed_tokens(input_ids)
-        hidden = inputs_embeds
-        extra = inputs_embeds.mean(-1)
-        for layer in self.layers:
-            hidden = layer(hidden, extra=extra)
-        return hidden
+def plain(self, hidden, ids):
+    for layer in self.layers:
+        hidden = layer(hidden)
+    return hidden
 
 
-class NoLoop(Base):
-    def forward(self, inputs_embeds):
-        return self.layers[1](self.layers[0](inputs_embeds))
+def one_by_one(self, hidden, ids):
+    return self.layers[2](self.layers[1](self.layers[0](hidden)))
 
 
-def test_a_loop_that_hands_on_hidden_states():
-    loop = read_loop(Plain())
-    assert (loop.layers, loop.results, loop.passed) == ("layers", ["hidden"], {"hidden": 0})
-    assert not loop.uses_embeddings
+def hands_on_indices(self, hidden, ids):
+    index = None
+    for layer in self.layers:
+        hidden, index = layer(hidden, index)
+        hidden, index = hidden * 2, index + 1
+    return hidden
 
 
-def test_all_that_a_layer_returns_can_be_handed_on():
-    loop = read_loop(HandsOnIndices())
-    assert loop.results == ["hidden", "index"] and loop.passed == {"hidden": 0, "index": "index"}
+def takes_elements(self, hidden, ids):
+    for layer in self.layers:
+        hidden = layer(hidden)[0]
+    return hidden
 
 
-def test_a_branch_that_attributes_rule_out_does_not_count():
-    model = HandsOnIndices()
-    model.first_shared = 1
-    assert read_loop(model).results == ["hidden", "index"]  # both come from a layer after the branch
-    model = Shares()
-    assert read_loop(model).results == ["hidden"]
-    model.layers[1].shares = True
-    with pytest.raises(CannotBeCut, match="write into shared, which later ones read"):
-        read_loop(model)
+def reads_shapes(self, hidden, ids):
+    like = torch.zeros_like(hidden) + hidden.new_ones(hidden.shape[1], 1)
+    for layer in self.layers:
+        hidden = layer(hidden, like.to(hidden))
+    return hidden
+
+
+def reads_embeddings(self, hidden, ids):
+    mean = hidden.mean(-1, keepdim=True)
+    for layer in self.layers:
+        hidden = layer(hidden, mean)
+    return hidden
+
+
+def returns_embeddings(self, hidden, ids):
+    return hidden + plain(self, hidden, ids)
+
+
+def finds_ids(self, hidden, ids):
+    if ids is None:
+        ids = (hidden @ self.embed_tokens.weight.T).argmax(-1)
+    return reads_ids(self, hidden, ids)
+
+
+def asks_for_ids(self, hidden, ids):
+    return reads_ids(self, hidden, ids.abs())
+
+
+def reads_ids(self, hidden, ids):
+    for layer in self.layers:
+        hidden = layer(hidden, ids)
+    return hidden
+
+
+def hands_on_sums(self, hidden, ids):
+    total = hidden * 0
+    for layer in self.layers:
+        hidden, total = layer(hidden, total), total + hidden
+    return hidden
+
+
+def collects(self, hidden, ids):
+    collected = []
+    for layer in self.layers:
+        hidden = layer(hidden)
+        collected.append(hidden)
+    return sum(collected)
+
+
+def shares(self, hidden, ids):
+    shared = {}
+    for layer in self.layers:
+        hidden = layer(hidden, shared)
+    return hidden
+
+
+def gives_a_table(self, hidden, ids):
+    table = torch.zeros(32, device=hidden.device)
+    for layer in self.layers:
+        hidden = layer(hidden, table)
+    return hidden
+
+
+def calls_twice(self, hidden, ids):
+    for layer in self.layers:
+        hidden = layer(layer(hidden))
+    return hidden
+
+
+def leaves_out_one(self, hidden, ids):
+    for layer in self.layers[:2]:
+        hidden = layer(hidden)
+    return hidden
+
+
+def turns_round(self, hidden, ids):
+    for layer in reversed(self.layers):
+        hidden = layer(hidden)
+    return hidden
+
+
+def reads_a_value(self, hidden, ids):
+    return plain(self, hidden, ids) if hidden.sum() > 0 else hidden
 
 
 @pytest.mark.parametrize(
-    ("cls", "line"),
+    ("run", "layer", "results"),
     [
-        (HandsOnAnother, "hands on total beside what layers return"),
-        (Collects, "hands on sums beside what layers return"),
-        (CallsTwice, "does not call each layer once"),
-        (NoLoop, "has no loop over its layers"),
+        (plain, Layer, None),
+        (one_by_one, Layer, None),
+        (takes_elements, Single, 1),
+        (hands_on_indices, Pair, 2),
     ],
 )
-def test_what_cannot_be_cut(cls, line):
+def test_what_can_be_cut(run, layer, results):
+    """A stand-in gives what has the form of a layer's results."""
+    model = changed(run, layer)
+    loop = find_loop(model)
+    assert (loop.base, loop.layers, loop.results) == ("model", "model.layers", results)
+    assert not loop.uses_embeddings and not loop.convolving
+    Stage(0, [1, 2], loop).cut(model)
+    hidden = model.model(torch.zeros(2, 4, dtype=torch.long)).last_hidden_state
+    assert hidden.shape == (2, 4, 32) and type(model.model.layers[0]) is layer
+
+
+@pytest.mark.parametrize(
+    ("run", "layer", "line"),
+    [
+        (hands_on_sums, Layer, "has a layer 2 that reads what layer 0 has computed"),
+        (shares, Sharing, "has a layer 2 that reads what layer 0 has computed"),
+        (gives_a_table, Writing, "has a layer 2 that reads what layer 0 has computed"),
+        (collects, Layer, "returns what layer 0 has computed"),
+        (calls_twice, Layer, "does not call each layer once, in their order"),
+        (leaves_out_one, Layer, "does not call each layer once, in their order"),
+        (turns_round, Layer, "does not call each layer once, in their order"),
+        (plain, InList, "has layers that do not return tensors, but list"),
+        (reads_a_value, Layer, "does not run on shapes alone: "),
+    ],
+)
+def test_what_cannot_be_cut(run, layer, line):
+    with pytest.raises(CannotBeCut, match=f"^Changed {line}"):
+        find_loop(changed(run, layer))
+
+
+def test_layers_that_are_not_as_in_the_model():
+    model = changed(plain)
+    model.model.layers[1].layer_idx = 2
+    with pytest.raises(CannotBeCut, match="the layers of LlamaForCausalLM are not numbered as in the model"):
+        find_loop(model)
+    model.model.layers = nn.Sequential(*model.model.layers)
+    with pytest.raises(CannotBeCut, match="Changed has no list of layers"):
+        find_loop(model)
+
+
+@pytest.mark.parametrize(
+    ("run", "layer", "uses_embeddings"),
+    [
+        (reads_shapes, Layer, False),
+        (reads_embeddings, Layer, True),
+        (returns_embeddings, Layer, True),
+        (reads_ids, NeedsIds, False),  # which fails without ids
+        (finds_ids, NeedsIds, True),
+        (asks_for_ids, NeedsIds, True),  # what it would do with embeddings is not known
+    ],
+)
+def test_values_of_embeddings_beside_hidden_states(run, layer, uses_embeddings):
+    assert find_loop(changed(run, layer)).uses_embeddings == uses_embeddings
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "results", "uses_embeddings", "convolving"),
+    [
+        ("qwen3_moe", {}, None, False, set()),
+        ("deepseek_v4", {}, None, False, set()),
+        ("hy_v4", {}, 2, False, set()),
+        ("zaya", {}, 2, False, {0, 1}),
+        ("qwen3_next", {}, None, False, {0}),
+        ("gemma4", {"hidden_size_per_layer_input": 8}, None, True, set()),
+        ("llama", {}, None, False, set()),
+    ],
+)
+def test_architectures(architecture, options, results, uses_embeddings, convolving):
+    loop = find_loop(tiny_models.tiny_model(architecture, **options))
+    assert (loop.results, loop.uses_embeddings) == (results, uses_embeddings)
+    assert loop.convolving == convolving
+
+
+SHARED = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "hidden_size_per_layer_input": 8}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "options", "line"),
+    [
+        ("inkling2", {}, "Inkling2TextModel returns what layer 0 has computed"),
+        (
+            "gemma4",
+            SHARED | {"layer_types": ["sliding_attention", "full_attention"] * 2},
+            "Gemma4TextModel has a layer 2 that reads what layer 0 has computed",
+        ),
+        ("muse_spark", {}, "MuseSparkTextModel has no output head for tokens"),
+    ],
+)
+def test_architectures_that_cannot_be_cut(architecture, options, line):
     with pytest.raises(CannotBeCut, match=line):
-        read_loop(cls())
-
-
-def test_values_of_embeddings_beside_hidden_states():
-    assert read_loop(ReadsEmbeddings()).uses_embeddings
-
-
-@pytest.mark.parametrize(
-    ("architecture", "results", "uses_embeddings"),
-    [
-        ("qwen3_moe", 1, False),
-        ("deepseek_v4", 1, False),
-        ("hy_v4", 2, False),
-        ("zaya", 2, False),
-        ("qwen4_exp", 1, True),
-        ("llama", 1, False),
-    ],
-)
-def test_architectures(architecture, results, uses_embeddings):
-    _, loop, _ = layers_of(tiny_models.tiny_model(architecture))
-    assert len(loop.results) == results == len(loop.passed)
-    assert loop.uses_embeddings == uses_embeddings
-
-
-@pytest.mark.parametrize(
-    ("architecture", "line"),
-    [
-        ("inkling2", "hands on block_states beside what layers return"),
-        ("muse_spark", "MuseSparkTextModel has no output head for tokens"),
-    ],
-)
-def test_architectures_that_cannot_be_cut(architecture, line):
-    with pytest.raises(CannotBeCut, match=line):
-        layers_of(tiny_models.tiny_model(architecture))
+        find_loop(tiny_models.tiny_model(architecture, **options))

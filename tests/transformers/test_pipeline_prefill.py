@@ -11,6 +11,7 @@ import torch
 from support import tiny_models
 from support.models import generate, prompt
 
+from torch_moe_mps.transformers.pipeline.loop import find_loop
 from torch_moe_mps.transformers.pipeline.peers import Timeouts
 from torch_moe_mps.transformers.pipeline.running import Running
 from torch_moe_mps.transformers.pipeline.stages import Stage
@@ -45,11 +46,12 @@ class ClockedPeers:
 def stages(count):
     """The model in one piece, and its stages; a layer takes a unit of time for each token."""
     whole = tiny_models.tiny_model("llama", num_hidden_layers=LAYERS)
+    loop = find_loop(whole)
     links = {(a, b): queue.Queue() for a in range(count) for b in range(count) if a != b}
     found = []
     for rank in range(count):
         model = tiny_models.tiny_model("llama", num_hidden_layers=LAYERS)
-        stage, peers = Stage(rank, [LAYERS // count] * count), ClockedPeers(rank, links)
+        stage, peers = Stage(rank, [LAYERS // count] * count, loop), ClockedPeers(rank, links)
         stage.cut(model)
 
         def work(module, args, output, peers=peers):

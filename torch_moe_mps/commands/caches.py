@@ -5,9 +5,8 @@ from collections import Counter
 from typing import Any
 
 import torch
-from torch.fx.experimental import _config
-from transformers.utils import logging
 
+from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.cache import as_held
 from ..transformers.growing import room_behind, room_behind_window
 
@@ -55,11 +54,8 @@ def kv_cache(model: Any, bits: int = 16) -> KVCache | None:
     """
     few, more = 4, 8  # fewer than any sliding window
     try:
-        model.set_experts_implementation("batched_mm")  # of transformers: knows shapes without values
         text = model.get_decoder()  # around it, models for images look at values
-        # Which tokens an indexer chooses changes no size.
-        with _config.patch(meta_nonzero_assume_all_nonzero=True):  # type: ignore[attr-defined]  # made at run time
-            before, after = _cached(text, few, bits), _cached(text, more, bits)
+        before, after = _cached(text, few, bits), _cached(text, more, bits)
     except Exception:  # code that reads values, or knows no meta device: any error may come of it
         return None
     states, rates = 0, Counter[int | None]()
@@ -70,18 +66,10 @@ def kv_cache(model: Any, bits: int = 16) -> KVCache | None:
     return KVCache(states, dict(rates))
 
 
-@torch.no_grad()
 def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:
-    """(sliding window or None, bytes) of each layer of the cache.
-
-    Without the advice to install kernels for other machines, which transformers gives for hybrids.
-    """
-    ids, verbosity = torch.zeros((1, tokens), dtype=torch.long, device="meta"), logging.get_verbosity()
-    logging.set_verbosity_error()
-    try:
-        layers = model(input_ids=ids, use_cache=True).past_key_values.layers
-    finally:
-        logging.set_verbosity(verbosity)
+    """(sliding window or None, bytes) of each layer of the cache."""
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    layers = call_on_shapes(model, input_ids=ids).past_key_values.layers
     return [(getattr(layer, "sliding_window", None), _nbytes(as_held(layer, bits))) for layer in layers]
 
 

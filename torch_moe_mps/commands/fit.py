@@ -25,8 +25,8 @@ from ..transformers.checkpoints.recipe import recipe_of, requested_recipe
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.targets import Target, weights_of
+from ..transformers.pipeline.loop import find_loop
 from ..transformers.pipeline.shares import Machine, shares_of
-from ..transformers.pipeline.stages import layers_of
 from .caches import KVCache, kv_cache
 from .prompts import AT_ONCE, prompt_bytes
 from .recipes import MIXED, mixed_overrides, read_recipe
@@ -150,7 +150,7 @@ def spread(
 
     Raises: ValueError for a model whose layers cannot be spread.
     """
-    *_, layers = layers_of(model)
+    layers = model.get_submodule(find_loop(model).layers)
     if len(layers) < len(macs):
         raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(macs)}")
     head, cache = model.get_output_embeddings(), kv_cache(model, kv_bits)

@@ -1,6 +1,6 @@
 """A model spread over the processes of torch.distributed: each holds consecutive layers.
 
-    loop      reads the loop over the layers of a model: whether it can be cut, and what has to be handed on
+    loop      finds how a model runs its layers: whether it can be cut, and what has to be handed on
     stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
     peers     the processes: messages, time limits, and what is said when one of them fails

@@ -17,11 +17,11 @@ from transformers.utils import cached_file
 
 from ..checkpoints.sizes import total_bytes
 from ..checkpoints.source import Source
-from .loop import CannotBeCut
+from .loop import CannotBeCut, find_loop
 from .peers import PeerError, Peers, Timeouts
 from .running import Running
 from .shares import Machine, given_shares, shares_of, this_machine
-from .stages import Stage, layers_of
+from .stages import Stage
 
 _PACKAGE = __package__.partition(".")[0]
 _STAGE: ContextVar[Stage | None] = ContextVar("stage", default=None)
@@ -59,10 +59,11 @@ class PipelineLoading:
                 self._fail(other, f"1 beside pp_size={size}", count)
         model = source.skeleton()
         try:
-            *_, layers = layers_of(model)
+            loop = find_loop(model)
         except CannotBeCut as error:
             expected = "of layers that a pipeline can be cut between"
             raise CannotBeCut(f"moe_mps::from_pretrained: the model must be {expected}: {error}") from None
+        layers: Any = model.get_submodule(loop.layers)
         self.peers = Peers(timeouts)
         with self._telling():
             if self.peers.size != size:
@@ -76,7 +77,7 @@ class PipelineLoading:
                 ends = [model.get_input_embeddings(), model.get_output_embeddings()]
                 sizes, of_ends = [[*map(total_bytes, parts)] for parts in (layers, ends)]
                 shares = shares_of(sizes, of_ends, _apart(machines, self.peers.hosts))
-            self.stage = Stage(self.peers.rank, given_shares(shares, size, len(layers)))
+            self.stage = Stage(self.peers.rank, given_shares(shares, size, len(layers)), loop)
 
     def _fail(self, argument: str, expected: str, got: Any) -> None:
         raise ValueError(f"moe_mps::from_pretrained: {argument} must be {expected}, got {got!r}")

@@ -121,9 +121,9 @@ class Running:
 
     def _send(self, layer: Any, args: tuple, output: Any) -> None:
         results = [*output] if isinstance(output, tuple) else [output]
-        names = self.stage.loop.results
-        if len(results) != len(names) or not all(r is None or isinstance(r, Tensor) for r in results):
-            self._fail("the result of a layer", " and ".join(names), [type(r).__name__ for r in results])
+        wanted = self.stage.loop.results or 1
+        if len(results) != wanted or not all(r is None or isinstance(r, Tensor) for r in results):
+            self._fail("what a layer returns", f"{wanted} tensors", [type(r).__name__ for r in results])
         self._sent = results
         if self._as_input is None:
             self.send(results)

@@ -1,6 +1,5 @@
 """What a process holds of a model: its own layers, and stand-ins for the others."""
 
-import inspect
 import re
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -9,8 +8,8 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..checkpoints.absent import around_text, beside_text, leave_out
-from .loop import CannotBeCut, Loop, read_loop
+from ..checkpoints.absent import beside_text, leave_out
+from .loop import Loop
 
 _CACHE = "past_key_values"
 
@@ -29,20 +28,17 @@ class Elsewhere(nn.Module):
         super().__init__()
         plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float | bool | None)}
         vars(self).update({k: v for k, v in plain.items() if not k.startswith("_")})
-        self.index, self.loop = index, loop
-        self.has_conv_state = any("update_conv_state" in _source(type(m)) for m in layer.modules())
+        self.index, self.results = index, loop.results
+        self.convolves = index in loop.convolving
         self.arrives: Any = None
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        named: dict[Any, Any] = {**dict(enumerate(args)), **kwargs}
         hidden = args[0] if args else kwargs["hidden_states"]
         if kwargs.get(_CACHE) is not None:
-            count_tokens(kwargs[_CACHE], self.index, hidden, self.has_conv_state)
-        if self.arrives is not None:
-            results = self.arrives(hidden.device)
-        else:
-            results = [named.get(self.loop.passed.get(name, 0)) for name in self.loop.results]
-        return results[0] if len(results) == 1 else tuple(results)
+            count_tokens(kwargs[_CACHE], self.index, hidden, self.convolves)
+        # Where nothing arrives, nobody reads what follows from this.
+        results = [hidden] * (self.results or 1) if self.arrives is None else self.arrives(hidden.device)
+        return results[0] if self.results is None else tuple(results)
 
 
 class NoEmbedding(nn.Module):
@@ -70,47 +66,16 @@ class NoHead(nn.Module):
         return hidden.new_zeros(()).expand(*hidden.shape[:-1], 1)
 
 
-def _source(cls: type) -> str:
-    if cls.__module__.startswith("torch."):
-        return ""
-    try:
-        return inspect.getsource(cls)
-    except (OSError, TypeError):
-        return ""
-
-
-def count_tokens(cache: Any, index: int, hidden: Tensor, has_conv_state: bool) -> None:
+def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> None:
     """Gives the entry of a cache for a layer as many tokens as if the layer were here."""
     layer = cache.layers[index] if index < len(cache.layers) else None
     batch, tokens = hidden.shape[:2]
     if isinstance(layer, LinearAttentionCacheLayerMixin):
-        for state in range(layer.number_of_states if has_conv_state else 0):
+        for state in range(layer.number_of_states if convolves else 0):
             layer.update_conv_state(hidden.new_zeros(batch, 1, tokens), state, conv_kernel_size=1)
     if layer is None or (hasattr(layer, "get_seq_length") and hasattr(layer, "keys")):
         number = hidden.new_zeros(batch, 1, tokens, 1)
         cache.update(number, number, index)
-
-
-def layers_of(model: Any) -> tuple[str, Loop, Any]:
-    """The name of the module of a model with the loop over layers, the loop, and the layers.
-
-    Raises: CannotBeCut with the reason.
-    """
-    try:
-        head = model.get_output_embeddings()
-        _, name = around_text(model)
-    except (NotImplementedError, AttributeError):
-        head = None
-    if head is None or not model.can_generate():
-        raise CannotBeCut(f"{type(model).__name__} has no output head for tokens")
-    base = model.get_submodule(name)
-    loop = read_loop(base)
-    layers = getattr(base, loop.layers)
-    for index, layer in enumerate(layers):
-        for module in layer.modules():
-            if getattr(module, "layer_idx", index) not in (index, None):
-                raise CannotBeCut(f"the layers of {type(model).__name__} are not numbered as in the model")
-    return name, loop, layers
 
 
 class Stage:
@@ -118,26 +83,28 @@ class Stage:
 
     Args:
         rank, shares: of the process, and the number of layers of each.
+        loop: of the model.
 
     Attributes:
         own: the numbers of the layers that are here.
         layers: these, and stand-ins for the others, once the model is cut.
     """
 
-    def __init__(self, rank: int, shares: Sequence[int]):
+    def __init__(self, rank: int, shares: Sequence[int], loop: Loop):
         begin = sum(shares[:rank])
         self.own = range(begin, begin + shares[rank])
         self.first, self.last = rank == 0, rank == len(shares) - 1
+        self.loop = loop
 
     def cut(self, model: Any) -> None:
         """Replaces what other processes have by stand-ins. The model has no weights yet."""
-        name, self.loop, self.layers = layers_of(model)
-        self.base: Any = model.get_submodule(name)
+        self.base: Any = model.get_submodule(self.loop.base)
+        self.layers: Any = model.get_submodule(self.loop.layers)
         removed = []
         for index, layer in enumerate(self.layers):
             if index not in self.own:
                 self.layers[index] = Elsewhere(layer, index, self.loop)
-                removed.append(f"{name}.{self.loop.layers}.{index}".lstrip("."))
+                removed.append(f"{self.loop.layers}.{index}")
         if not self.first:  # towers of vision and audio give embeddings, which only the first process needs
             towers = [n for n in beside_text(model) if any(True for _ in model.get_submodule(n).parameters())]
             leave_out(model, towers)
