@@ -32,7 +32,8 @@ AFFINE = FORMATS["affine4_32"]
 def launched(simulated, name: str, arguments: dict) -> set[str]:
     """The kernels that a call encodes; none is run."""
     placed = {n: v.to("mps", copy=True) if isinstance(v, Tensor) else v for n, v in arguments.items()}
-    with simulated.dropped(), simulated.trace() as commands:
+    # Unwatched, or its kernels would first be compared, and dropped there, too.
+    with once._unwatched(), simulated.dropped(), simulated.trace() as commands:
         packet(name)(**placed)
     return {line.split()[0] for line in commands if " grid " in line}
 
