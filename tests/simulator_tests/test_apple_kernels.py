@@ -523,6 +523,7 @@ rope_tables
 """,
         )
 
+    @pytest.mark.sweep
     def test_selected(self):
         self.assertExpectedInline(
             costs("selected", "bf16"),
@@ -561,6 +562,7 @@ pool_window_ of 128 tokens of 512
 """,
         )
 
+    @pytest.mark.sweep
     def test_tailed(self):
         self.assertExpectedInline(
             costs("tailed", "bf16"),
@@ -578,6 +580,7 @@ not dispatched here
 """,
         )
 
+    @pytest.mark.sweep
     def test_relative(self):
         self.assertExpectedInline(
             costs("relative", "bf16"),
