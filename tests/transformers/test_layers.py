@@ -102,6 +102,25 @@ def test_an_embedding_that_scales_its_rows():
     assert_close(embedding(prompt()), dense.get_input_embeddings()(prompt()), 1e-6)
 
 
+OF_THEIR_OWN = {
+    "Shifted": lambda self, ids: nn.Embedding.forward(self, ids + 1) * self.embed_scale,
+    "OfTheIds": lambda self, ids: nn.Embedding.forward(self, ids) * ids.unsqueeze(-1),
+    "WithoutOneId": lambda self, ids: (nn.Embedding.forward(self, ids) * 2).masked_fill(
+        ids[..., None] == 3, 0
+    ),
+    "ByValue": lambda self, ids: nn.Embedding.forward(self, ids) * (2 if ids.max() > 3 else 1),
+}
+
+
+@pytest.mark.parametrize("name", OF_THEIR_OWN)
+def test_an_embedding_with_code_of_its_own_stays_dense(name):
+    model = tiny("gemma4")
+    model.model.embed_tokens.__class__ = type(name, (nn.Embedding,), {"forward": OF_THEIR_OWN[name]})
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    assert report.skipped["model.embed_tokens"] == f"{name} has code of its own"
+    assert type(model.model.embed_tokens).__name__ == name
+
+
 FORMATS = {None: None, 6: Format(6, 32), 8: Format(8, 32), "same": Format(4, 32)}
 
 

@@ -7,8 +7,9 @@ import ast
 import functools
 import inspect
 import re
+import textwrap
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, cast
 
@@ -18,8 +19,9 @@ from torch import Tensor, nn
 from ...ops._checks import Check
 from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
-from ..basics.source import syntax_of
+from ..graphs.patterns import match
 from ..modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
+from ..modules.traced import Input, path_of, trace
 from .absent import around_text
 from .recipe import Recipe
 
@@ -225,22 +227,23 @@ def groups_of(module: nn.Module) -> int | None:
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
-    """Whether the forward is the plain lookup, or the lookup times a number: `super().forward(ids) * ...`."""
-    if embedding.max_norm is not None:
+    """Whether the forward is the lookup, or the lookup times a number or a tensor of the module."""
+    if type(embedding).forward is nn.Embedding.forward:
+        return embedding.max_norm is None
+    traced = trace(embedding, Input((2, 3), torch.long))
+    found = traced and match("embedding(WEIGHT, IDS, PADDING) * FACTOR", traced.result)
+    if not traced or not found or found["IDS"] is not traced.inputs[0]:
         return False
-    own = type(embedding).forward
-    if own is nn.Embedding.forward:
-        return True
-    function = syntax_of(own)
-    if not isinstance(function, ast.FunctionDef):
-        return False
-    body = function.body[1:] if ast.get_docstring(function) else function.body
-    value = body[0].value if len(body) == 1 and isinstance(body[0], ast.Return) else None
-    if not isinstance(value, ast.BinOp):
-        return False
-    ids = function.args.args[-1].arg
-    product = isinstance(value.op, ast.Mult) and ast.unparse(value.left) == f"super().forward({ids})"
-    return product and not re.search(rf"\b{ids}\b", ast.unparse(value.right))
+    return isinstance(found["FACTOR"], int | float) or path_of(found["FACTOR"]) is not None
+
+
+@functools.lru_cache(maxsize=4096)
+def _syntax_of(function: Callable) -> ast.AST | None:
+    """None where the source is not available."""
+    try:
+        return ast.parse(textwrap.dedent(inspect.getsource(function)))
+    except (OSError, TypeError, SyntaxError, ValueError):
+        return None
 
 
 @functools.cache
@@ -254,7 +257,7 @@ def _weights_read_by(cls: type) -> set[str]:
         if base.__module__.startswith(("torch.", "builtins")):
             continue
         for name, function in vars(base).items():
-            if inspect.isfunction(function) and "cuda" not in name and (tree := syntax_of(function)):
+            if inspect.isfunction(function) and "cuda" not in name and (tree := _syntax_of(function)):
                 reads.visit(tree)
     return reads.found
 
