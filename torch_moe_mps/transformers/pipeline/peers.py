@@ -54,13 +54,17 @@ class Peers:
     def __init__(self, timeouts: Timeouts):
         self.timeouts = timeouts
         limit = timedelta(seconds=timeouts.loading)
-        if not dist.is_initialized():
-            dist.init_process_group("gloo", timeout=limit)
-        self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        met = within(timeouts.loading, lambda: dist.new_group(backend="gloo", timeout=limit))
+
+        def meet() -> Any:
+            if not dist.is_initialized():
+                dist.init_process_group("gloo", timeout=limit)
+            return dist.new_group(backend="gloo", timeout=limit)
+
+        met = within(timeouts.loading, meet)
         if met is None:
             raise PeerError(f"moe_mps: the processes of the pipeline did not meet within {limit}")
         self.group = met[0]
+        self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.hosts = [""] * self.size
         self.sent = {rank: [0, 0] for rank in range(self.size)}
         self._number = next(_COUNT)  # the same in all processes
