@@ -92,22 +92,25 @@ def break_each_kernel(simulated, names: list[str], checks: list) -> None:
     assert not unseen
 
 
-def checks(dtypes, formats):
-    return once.checks_of(calls.subjects(OPERATORS, dtypes, formats))
-
-
-def test_each_kernel(simulated):
-    """In float32, and one format of weights."""
-    arguments = [torch.float32], [AFFINE]
-    break_each_kernel(simulated, libraries(*arguments), checks(*arguments))
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float32, *(pytest.param(d, marks=pytest.mark.sweep) for d in (torch.float16, torch.bfloat16))],
+    ids=str,
+)
+def test_each_kernel(simulated, dtype):
+    """With one format of weights."""
+    arguments = [dtype], [AFFINE]
+    checks = once.checks_of(calls.subjects(OPERATORS, *arguments))
+    break_each_kernel(simulated, libraries(*arguments), checks)
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("dtype", calls.DTYPES, ids=str)
-def test_each_kernel_in_every_format(simulated, dtype, format):
-    arguments = [dtype], [FORMATS[format]]
-    break_each_kernel(simulated, libraries(*arguments), checks(*arguments))
+@pytest.mark.parametrize(("format", "dtype"), [*zip(FORMATS, itertools.cycle(calls.DTYPES))], ids=str)
+def test_each_kernel_of_a_format(simulated, format, dtype):
+    """In one dtype: the calls do not depend on it, nor does which kernels there are."""
+    subjects = calls.subjects(OPERATORS, [dtype], [FORMATS[format]])
+    checks = once.checks_of(subject for subject in subjects if subject.format)
+    break_each_kernel(simulated, [f"quantized_{format}_{calls.DTYPES[dtype]}"], checks)
 
 
 @pytest.mark.parametrize(
