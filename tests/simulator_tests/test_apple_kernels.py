@@ -429,10 +429,12 @@ def costs(group: str, dtype: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def registers_of_formats(dtype: str) -> str:
-    """Each quantised format: the registers of its kernels, in the order of the library."""
+def registers_of_formats(dtype: str, *starts: str) -> str:
+    """Each quantised format that starts so: the registers of its kernels, in the order of the library."""
     lines = []
     for name in libraries("quantized", dtype):
+        if not name.startswith(tuple(f"quantized_{start}" for start in starts)):
+            continue
         if not name.startswith("quantized_affine4_") and is_of_another_group(name):
             continue
         path, end = library(name), len(name) - len("quantized")
@@ -444,8 +446,13 @@ def registers_of_formats(dtype: str) -> str:
     return "\n".join(lines) + "\n"
 
 
+# Of the formats one of each way of storing: in float32 their kernels have at most 7 registers more than in
+# bfloat16, by what the activations take.
+IN_FLOAT32 = ("quantized_affine4", "quantized_mxfp4", "quantized_q4_k", "quantized_iq4_xs")
+
+
 @pytest.mark.sweep
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [k for k in KINDS if k in IN_FLOAT32 or not k.startswith("quantized")])
 def test_registers_fit_the_bound(simulated, kind):
     """In float32. Those of bfloat16 are pinned below; float16 needs no more than it."""
     names = [name for name in libraries(kind, "f32") if not is_of_another_group(name)]
@@ -952,9 +959,9 @@ not dispatched here
         )
 
     @pytest.mark.sweep
-    def test_registers_of_every_format(self):
+    def test_registers_of_formats_of_mlx(self):
         self.assertExpectedInline(
-            registers_of_formats("bf16"),
+            registers_of_formats("bf16", "affine", "mx", "nv"),
             """\
 mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 68.5 gemm32 94 streams
   49 gemm16_split 85 gemm32_split 121 embedding 35 heads 39 heads_rows_few 62 heads_columns 44
@@ -965,6 +972,38 @@ mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68
 nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 64.5 gemm32 90
   streams 39.5 gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5 heads_rows_few 56.5
   heads_columns 43 heads_columns_few 62.5
+affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
+  heads_columns 45.5 heads_columns_few 65
+affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
+  heads_columns 45.5 heads_columns_few 65
+affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
+  heads_columns 45.5 heads_columns_few 65
+affine2_64: rows 50.5 few 100.5 few_split 111.5 down 59 down_few 102 gemm8 68.5 gemm32 94 streams
+  55.5 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5 heads_rows_few 83.5 heads_columns
+  45.5 heads_columns_few 65
+affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 86.5 gemm8 72 gemm32 102
+  streams 51 gemm16_split 83 gemm32_split 119 embedding 51 heads 43 heads_rows_few 68 heads_columns
+  62.5 heads_columns_few 97
+affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 80 gemm32 110
+  streams 55.5 gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5 heads_rows_few 70
+  heads_columns 64.5 heads_columns_few 99
+affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 90 gemm8 72.5 gemm32 98
+  streams 59.5 gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5 heads_rows_few 71.5
+  heads_columns 46.5 heads_columns_few 66
+affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98
+  streams 65.5 gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5 heads_rows_few 72.5
+  heads_columns 46.5 heads_columns_few 66
+""",
+        )
+
+    @pytest.mark.sweep
+    def test_registers_of_blocks_of_gguf(self):
+        self.assertExpectedInline(
+            registers_of_formats("bf16", "q"),
+            """\
 q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90 streams
   49.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5 heads_rows_few 65 heads_columns 43
   heads_columns_few 62.5
@@ -980,9 +1019,9 @@ q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 
 q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 88 gemm8 68.5 gemm32 94
   streams 63.5 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few 69.5
   heads_columns 44 heads_columns_few 63.5
-q2_k: rows 57.5 normed 58.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98
-  streams 68.5 gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few 89.5
-  heads_columns 45.5 heads_columns_few 65
+q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98 streams 68.5
+  gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few 89.5 heads_columns 45.5
+  heads_columns_few 65
 q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111 streams
   56 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few 71 heads_columns 64.5
   heads_columns_few 99
@@ -995,29 +1034,37 @@ q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85
 q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 77.5 gemm32 103
   streams 63.5 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5 heads_rows_few 73.5
   heads_columns 48.5 heads_columns_few 68
+""",
+        )
+
+    @pytest.mark.sweep
+    def test_registers_of_points_and_levels_of_gguf(self):
+        self.assertExpectedInline(
+            registers_of_formats("bf16", "iq", "tq"),
+            """\
 iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 gemm8 65.5 gemm32 91
   streams 62.5 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5 heads_rows_few 61.5
   heads_columns 45.5 heads_columns_few 65
 iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 gemm8 73.5 gemm32 99
   streams 70.5 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5 heads_rows_few 68.5
   heads_columns 50 heads_columns_few 68.5
-tq2_0: rows 47.5 normed 49.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 64.5 gemm32 90
-  streams 53.5 gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few 80.5
-  heads_columns 43 heads_columns_few 62.5
-iq1_s: rows 40 normed 41.5 few 84 few_split 95 down 48.5 down_few 82.5 gemm8 71 gemm32 101 streams
-  48 gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns 61.5
+tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 64.5 gemm32 90 streams 53.5
+  gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few 80.5 heads_columns 43
+  heads_columns_few 62.5
+iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 82.5 gemm8 71 gemm32 101 streams 48
+  gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns 61.5
   heads_columns_few 96
-iq1_m: rows 46.5 normed 47.5 few 90.5 few_split 99.5 down 54 down_few 88 gemm8 87 gemm32 117 streams
-  55.5 gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5 heads_columns 68
+iq1_m: rows 46.5 few 90.5 few_split 99.5 down 54 down_few 88 gemm8 87 gemm32 117 streams 55.5
+  gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5 heads_columns 68
   heads_columns_few 102.5
-iq2_xxs: rows 46 normed 47 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101 streams
-  62 gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns 60.5
+iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101 streams 62
+  gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns 60.5
   heads_columns_few 95
-iq2_xs: rows 51 normed 52 few 104 few_split 115 down 59.5 down_few 93.5 gemm8 95 gemm32 125 streams
-  69 gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75 heads_columns 68
+iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 93.5 gemm8 95 gemm32 125 streams 69
+  gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75 heads_columns 68
   heads_columns_few 102.5
-iq2_s: rows 44 normed 45.5 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91 gemm32 121 streams
-  56 gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68 heads_columns 66
+iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91 gemm32 121 streams 56
+  gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68 heads_columns 66
   heads_columns_few 100.5
 iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 79 gemm32 109 streams
   81 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78 heads_columns 64.5
@@ -1025,29 +1072,5 @@ iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 7
 iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 84 gemm32 114 streams
   67 gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few 73 heads_columns 65.5
   heads_columns_few 100
-affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
-  heads_columns 45.5 heads_columns_few 65
-affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
-  heads_columns 45.5 heads_columns_few 65
-affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
-  heads_columns 45.5 heads_columns_few 65
-affine2_64: rows 50.5 normed 52.5 few 100.5 few_split 111.5 down 59 down_few 102 gemm8 68.5 gemm32
-  94 streams 55.5 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5 heads_rows_few 83.5
-  heads_columns 45.5 heads_columns_few 65
-affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 86.5 gemm8 72 gemm32 102
-  streams 51 gemm16_split 83 gemm32_split 119 embedding 51 heads 43 heads_rows_few 68 heads_columns
-  62.5 heads_columns_few 97
-affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 80 gemm32 110
-  streams 55.5 gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5 heads_rows_few 70
-  heads_columns 64.5 heads_columns_few 99
-affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 90 gemm8 72.5 gemm32 98
-  streams 59.5 gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5 heads_rows_few 71.5
-  heads_columns 46.5 heads_columns_few 66
-affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98
-  streams 65.5 gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5 heads_rows_few 72.5
-  heads_columns 46.5 heads_columns_few 66
 """,
         )
