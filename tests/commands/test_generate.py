@@ -70,13 +70,16 @@ def test_an_answer_goes_to_stdout(checkpoint, capsys, monkeypatch):
     assert capsys.readouterr().out == expected(checkpoint, "hello") + "\n"
 
 
-def test_several_prompts(checkpoint, tmp_path, capsys):
-    """Of different lengths, side by side: a line of JSON for each."""
+@pytest.mark.parametrize("architecture", ["mixtral", "deepseek_v4"])
+def test_several_prompts(architecture, tmp_path, capsys):
+    """Of different lengths, side by side or, where padding would count, alone: a line of JSON for each."""
+    write(folder := tmp_path / "model", architecture)
     (tmp_path / "prompts.txt").write_text("hello\n\na\nquestion\n")
     arguments = ["--prompts", tmp_path / "prompts.txt", "--max-tokens", 6, "--batch", 2, "--raw"]
-    assert run(checkpoint, *arguments) == 0
+    capsys.readouterr()
+    assert run(folder, *arguments) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    texts = [expected(checkpoint, prompt, 6).replace(" ", "") for prompt in ("hello", "a", "question")]
+    texts = [expected(folder, prompt, 6).replace(" ", "") for prompt in ("hello", "a", "question")]
     assert [line["prompt"] for line in lines] == ["hello", "a", "question"]
     assert [line["text"].replace(" ", "").replace("?", "") for line in lines] == [
         text.replace("?", "") for text in texts
@@ -232,6 +235,7 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
             ["--prompts", tmp_path / "empty.txt", *hello],
             "--prompt and --prompts are two ways to give prompts",
         ),
+        (["--raw", "-p", ""], "the prompt must have at least 1 token, got none"),
         (["--raw", "-p", "a" * 256], "the prompt must have fewer than the model's 256 tokens, got 256"),
         ([*hello, "--image", tmp_path / "cat.png"], "--image must be a file, got "),
         ([*hello, "--image", tmp_path / "empty.txt"], "--image is for a model that takes images, got "),
@@ -249,9 +253,10 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
         assert error.startswith("torch-moe-mps: error: ") and message in error
 
 
-def test_states_that_cannot_be_cut_take_no_guesses(tmp_path, capsys):
-    write(tmp_path / "next", "qwen3_next")
-    assert run(tmp_path / "next", "-p", "a", "--prompt-lookup", 3) == 1
+@pytest.mark.parametrize("architecture", ["qwen3_next", "minimax"])
+def test_states_that_cannot_be_cut_take_no_guesses(architecture, tmp_path, capsys):
+    write(tmp_path, architecture)
+    assert run(tmp_path, "-p", "a", "--prompt-lookup", 3) == 1
     assert "are for a model whose cache can be cut, got the recurrent states of" in capsys.readouterr().err
 
 

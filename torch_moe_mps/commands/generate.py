@@ -31,11 +31,17 @@ def run(options: argparse.Namespace) -> None:
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
-    inputs = [_inputs(options, reader, some) for some in _batches(prompts, options)]
+    size = 1 if options.draft or options.prompt_lookup else options.batch  # assisted, it takes one sequence
+    inputs = [_inputs(options, reader, some) for some in _batches(prompts, size)]
+    lengths = [batch["input_ids"].shape[1] for batch in inputs]
+    if min(lengths) == 0:
+        raise ValueError("the prompt must have at least 1 token, got none")
     model = load(options, folder, device)
-    longest, limit = max(batch["input_ids"].shape[1] for batch in inputs), context_of(model.config)
-    if longest >= limit:
-        raise ValueError(f"the prompt must have fewer than the model's {limit} tokens, got {longest}")
+    limit = context_of(model.config)
+    if max(lengths) >= limit:
+        raise ValueError(f"the prompt must have fewer than the model's {limit} tokens, got {max(lengths)}")
+    if size > 1 and _pools_padding(model.config):
+        size, inputs = 1, [_inputs(options, reader, [prompt]) for prompt in prompts]
     kept = Prompts(machine_memory(), file=options.prompt_cache)
     generating = Generating(model, kept, speculation_of(options, model, folder, device))
     if options.prompts is None:
@@ -45,7 +51,7 @@ def run(options: argparse.Namespace) -> None:
         if generating.has_ended:
             raise KeyboardInterrupt
     else:
-        for some, batch in zip(_batches(prompts, options), inputs, strict=True):
+        for some, batch in zip(_batches(prompts, size), inputs, strict=True):
             start = batch["input_ids"].shape[1]
             answers = generating.generate(**batch.to(model.device), **settings)[:, start:]
             for prompt, answer in zip(some, answers, strict=True):
@@ -78,10 +84,14 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     return [text for text in texts if text.strip()]
 
 
-def _batches(prompts: list[str], options: argparse.Namespace) -> list[list[str]]:
-    """Assisted generation takes one sequence."""
-    size = 1 if options.draft or options.prompt_lookup else options.batch
+def _batches(prompts: list[str], size: int) -> list[list[str]]:
     return [prompts[start : start + size] for start in range(0, len(prompts), size)]
+
+
+def _pools_padding(config: Any) -> bool:
+    """Whether a model makes one key of several tokens and of padding, as DeepSeek-V4 does."""
+    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
+    return any("compressed" in kind for kind in kinds)
 
 
 def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any:

@@ -106,7 +106,7 @@ def speculation_of(options: argparse.Namespace, model: Any, folder: str, device:
     """
     if options.draft is None and options.prompt_lookup is None:
         return None
-    if model._is_stateful:
+    if model._is_stateful or not model._supports_default_dynamic_cache():
         expected = "a model whose cache can be cut"
         raise ValueError(
             f"--draft and --prompt-lookup are for {expected}, got the recurrent states of {folder}"
