@@ -77,6 +77,13 @@ def test_words_come_back(architecture, tmp_path):
     assert_mlx_computes_the_same(loaded, written)
 
 
+def test_what_mlx_drops_is_said(tmp_path):
+    model = mlx_models.tiny("ernie4_5_moe")
+    config = config_of(model, tmp_path)
+    with pytest.warns(UserWarning, match=r"mlx-lm drops \S+\.e_score_correction_bias and 0 others like it"):
+        save_mlx(model, tmp_path, config)
+
+
 def test_dense_models(tmp_path):
     model = mlx_models.tiny("qwen3_moe").eval()
     config = config_of(model, tmp_path / "dense")

@@ -1,6 +1,7 @@
 """Writes models in MLX's layout, by the reverse of the rows that read it."""
 
 import json
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -38,6 +39,9 @@ def save_mlx(
     check_architecture(model.config)
     names, shards = Names(model), folder if isinstance(folder, Shards) else Shards(folder, "mlx")
     rows = Rows(names, names.is_halved)
+    if dropped := [*filter(names.is_dropped, model.state_dict())]:
+        what = f"{dropped[0]} and {len(dropped) - 1} others like it"
+        warnings.warn(f"torch_moe_mps: mlx-lm drops {what}: they are not written", stacklevel=2)
     tied = model.all_tied_weights_keys or {}
     beside = tuple(f"{name}." for name in beside_text(model))
 
