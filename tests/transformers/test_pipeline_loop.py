@@ -44,6 +44,29 @@ class Sharing(Layer):
         return hidden + shared.setdefault("first", hidden * self.weight)
 
 
+class Handing(Layer):
+    """Reads what the layer before it put into a dictionary."""
+
+    def forward(self, hidden, shared):
+        before = shared.get("last", 0)
+        shared["last"] = hidden * self.weight
+        return hidden + before
+
+
+class Folding(Layer):
+    """Reads what the first layer made of its weight."""
+
+    def forward(self, hidden, shared):
+        return hidden * shared.setdefault("factors", self.weight + 1)
+
+
+class Masking(Layer):
+    """Reads what the first layer made, of which any other would make the same."""
+
+    def forward(self, hidden, shared):
+        return hidden * shared.setdefault("mask", torch.arange(32, device=hidden.device) > 3)
+
+
 class Writing(Layer):
     """Adds to what earlier layers have written into a tensor."""
 
@@ -186,6 +209,7 @@ def reads_a_value(self, hidden, ids):
         (one_by_one, Layer, None),
         (takes_elements, Single, 1),
         (hands_on_indices, Pair, 2),
+        (shares, Masking, None),
     ],
 )
 def test_what_can_be_cut(run, layer, results):
@@ -202,10 +226,12 @@ def test_what_can_be_cut(run, layer, results):
 @pytest.mark.parametrize(
     ("run", "layer", "line"),
     [
-        (hands_on_sums, Layer, "has a layer 2 that reads what layer 0 has computed"),
-        (shares, Sharing, "has a layer 2 that reads what layer 0 has computed"),
-        (gives_a_table, Writing, "has a layer 2 that reads what layer 0 has computed"),
-        (collects, Layer, "returns what layer 0 has computed"),
+        (hands_on_sums, Layer, "has a layer 2 that reads what layer 0 has returned"),
+        (shares, Sharing, "has a layer 1 that reads what layer 0 has kept"),
+        (shares, Folding, "has a layer 1 that reads what layer 0 has kept"),
+        (shares, Handing, "has a layer 1 that reads what layer 0 has kept"),
+        (gives_a_table, Writing, "has a layer 1 that reads what layer 0 has kept"),
+        (collects, Layer, "returns what follows from layer 0"),
         (calls_twice, Layer, "does not call each layer once, in their order"),
         (leaves_out_one, Layer, "does not call each layer once, in their order"),
         (turns_round, Layer, "does not call each layer once, in their order"),
@@ -267,11 +293,11 @@ SHARED = {"num_kv_shared_layers": 2, "num_hidden_layers": 4, "hidden_size_per_la
 @pytest.mark.parametrize(
     ("architecture", "options", "line"),
     [
-        ("inkling2", {}, "Inkling2TextModel returns what layer 0 has computed"),
+        ("inkling2", {}, "Inkling2TextModel returns what follows from layer 0"),
         (
             "gemma4",
             SHARED | {"layer_types": ["sliding_attention", "full_attention"] * 2},
-            "Gemma4TextModel has a layer 2 that reads what layer 0 has computed",
+            "Gemma4TextModel has a layer 2 that reads what layer 0 has kept",
         ),
         ("muse_spark", {}, "MuseSparkTextModel has no output head for tokens"),
     ],

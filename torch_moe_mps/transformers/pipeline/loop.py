@@ -19,7 +19,8 @@ from transformers import Cache
 from ..basics.shapes import call_on_shapes
 from ..checkpoints.absent import around_text
 
-_EMBEDDING = -1  # in place of the number of a layer
+_Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it
+_EMBEDDED = -1, True
 
 
 class CannotBeCut(ValueError):
@@ -108,13 +109,15 @@ class _Calls(TorchDispatchMode):
         self.results: int | None = None
         self.uses_embeddings = False
         self._begun = 0  # how many layers
-        self._sources: dict[int, set[int]] = {}  # of storages
+        self._sources: dict[int, set[_Source]] = {}  # of storages
         self._alive: list[Tensor] = []
         for weight in model.get_input_embeddings().parameters():
-            self._add(weight, {_EMBEDDING})
+            self._add(weight, {_EMBEDDED})
         for number, layer in enumerate(layers):
+            for tensor in (*layer.parameters(), *layer.buffers()):
+                self._add(tensor, {(number, False)})
             layer.register_forward_pre_hook(functools.partial(self._enter, number))
-            layer.register_forward_hook(self._leave)
+            layer.register_forward_hook(functools.partial(self._leave, number))
 
     def run(self, **inputs: Any) -> Any:
         """The cache that a call leaves."""
@@ -141,33 +144,39 @@ class _Calls(TorchDispatchMode):
         if self._begun != begun:
             self._refuse("does not call each layer once, in their order")
 
-    def _leave(self, layer: nn.Module, args: tuple, output: Any) -> Any:
-        """Returns new tensors, which follow from this layer alone."""
+    def _leave(self, number: int, layer: nn.Module, args: tuple, output: Any) -> Any:
+        """Returns new tensors, which follow from nothing else."""
         results = output if isinstance(output, tuple) else (output,)
         if not all(each is None or isinstance(each, Tensor) for each in results):
             kinds = ", ".join(type(each).__name__ for each in results)
             self._refuse(f"has layers that do not return tensors, but {kinds}")
         self.results = len(output) if isinstance(output, tuple) else None
-        made = tuple(None if each is None else torch.empty_like(each) for each in results)
         self.layer = None
+        made = tuple(None if each is None else torch.empty_like(each) for each in results)
+        for each in made:
+            if each is not None:
+                self._add(each, {(number, True)})
         return made[0] if self.results is None else made
 
-    def _read(self, reader: int, sources: set[int]) -> None:
+    def _read(self, reader: int, sources: set[_Source]) -> None:
         """Notes what a layer reads. The reader behind the last one is what the model returns."""
-        if reader > 0 and _EMBEDDING in sources:
+        if reader > 0 and _EMBEDDED in sources:
             self.uses_embeddings = True
-        for source in sources - {_EMBEDDING, reader, reader - 1}:
-            what = "returns" if reader == self.count else f"has a layer {reader} that reads"
-            self._refuse(f"{what} what layer {source} has computed")
+        own = {(reader, True), (reader, False)}
+        for layer, is_returned in sorted(sources - own - {_EMBEDDED, (reader - 1, True)}):
+            if reader == self.count:
+                self._refuse(f"returns what follows from layer {layer}")
+            verb = "returned" if is_returned else "kept"
+            self._refuse(f"has a layer {reader} that reads what layer {layer} has {verb}")
 
     def _refuse(self, why: str) -> NoReturn:
         raise CannotBeCut(f"{type(self.model).__name__} {why}")
 
-    def _sources_of(self, values: list[Any]) -> set[int]:
+    def _sources_of(self, values: list[Any]) -> set[_Source]:
         known = (self._sources.get(_storage(each), set()) for each in values if isinstance(each, Tensor))
         return set().union(*known)
 
-    def _add(self, tensor: Tensor, sources: set[int]) -> None:
+    def _add(self, tensor: Tensor, sources: set[_Source]) -> None:
         self._alive.append(tensor)  # so that no other storage has its address
         self._sources.setdefault(_storage(tensor), set()).update(sources)
 
@@ -175,9 +184,9 @@ class _Calls(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         sources = set() if _reads_shapes_only(func) else self._sources_of(given)
-        if self.layer is not None:
+        if self.layer is not None and sources:  # else it is made of nothing but numbers, as masks are
             self._read(self.layer, sources)
-            sources = {self.layer}
+            sources = {(self.layer, False)}
         before = {*map(_storage, given)}
         for each in pytree.tree_leaves(result):
             # A view is followed as what it shows.
