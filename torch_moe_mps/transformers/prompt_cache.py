@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
-from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from .basics.state import kv_bits_of
 from .cache import growing_class
@@ -80,7 +80,7 @@ def prefix(cache: DynamicCache, tokens: int, states: States) -> DynamicCache:
         part.__dict__.update(vars(layer))
         if not can_be_cut(layer):
             part.__dict__.update(tree_map(_copy, dict(states[tokens][index])))
-        elif not isinstance(layer, DummyLayer) and layer.is_initialized:
+        elif layer.is_initialized and layer.keys is not None:
             part.crop(tokens - layer.get_seq_length())
         found.layers.append(part)
     return found
