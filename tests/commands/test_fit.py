@@ -257,6 +257,15 @@ def test_a_config_with_a_wrong_type_is_one_line(tmp_path, capsys):
         assert len(error.splitlines()) == 1
 
 
+def test_a_config_that_makes_no_model_is_one_line(tmp_path, capsys):
+    config = transformers.HunYuanDenseV1Config(head_dim=None, architectures=["HunYuanDenseV1ForCausalLM"])
+    config.save_pretrained(tmp_path)
+    assert main(["fit", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    expected = "the config must be complete for HunYuanDenseV1ForCausalLM, got one that raises TypeError: "
+    assert expected in error and len(error.splitlines()) == 1
+
+
 def test_no_advice_for_other_machines(tmp_path, capfd, caplog):
     """transformers advises, once, to install causal_conv1d and others when it runs a hybrid model."""
     with tiny_models.groups_of_32():

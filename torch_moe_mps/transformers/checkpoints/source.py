@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedModel,
 )
 
+from ...ops._checks import first_line
 from ...quantization import Format
 from ..modules.experts import NAME
 from .config import is_mlx, is_ours
@@ -109,17 +110,25 @@ class Source:
         return None
 
     def skeleton(self) -> PreTrainedModel:
-        """The dense model on the meta device."""
+        """The dense model on the meta device.
+
+        Raises: ValueError for a config that the class cannot be made of.
+        """
         config = copy.deepcopy(self.config)
         for attribute in ("quantization_config", "quantization"):
             vars(config).pop(attribute, None)
         dtype, trust = self.others.get("dtype") or "auto", self.others.get("trust_remote_code") or False
         if dtype == "auto":
             dtype = getattr(config, "dtype", None) or torch.bfloat16
-        with torch.device("meta"):
-            if hasattr(self.cls, "from_config"):  # an Auto class
-                return self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
-            return self.cls._from_config(config, dtype=dtype)
+        try:
+            with torch.device("meta"):
+                if hasattr(self.cls, "from_config"):  # an Auto class
+                    return self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
+                return self.cls._from_config(config, dtype=dtype)
+        except (TypeError, AttributeError, LookupError) as error:  # a value is missing, or of another kind
+            got = f"one that raises {type(error).__name__}: {first_line(error)}"
+            expected = f"complete for {self.cls.__name__}"
+            raise ValueError(f"moe_mps::from_pretrained: the config must be {expected}, got {got}") from error
 
 
 def _words(asked: Mapping[str, Any]) -> str:
