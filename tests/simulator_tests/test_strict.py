@@ -9,22 +9,36 @@ from simulator.testing import linux_only
 
 pytestmark = linux_only
 
-# Of the formats those in groups of 64: in the others a number differs. Always one dtype, and a format of each
-# way of storing; the others, in which words and numbers differ, in the sweep.
+# A format of each way of storing: in all dtypes, one of them always. Of the others, in which words and
+# numbers differ, bfloat16 in the sweep; of those in groups of 32 or 128, in which a number differs, nothing.
 ALWAYS = ("affine3_64", "affine4_64", "mxfp4", "nvfp4", "q3_k", "q4_k", "iq4_xs")
+
+
+def format_of(library: str) -> str | None:
+    found = re.fullmatch(r"(?:quantized|tensor_units)_(\w+)_[a-z0-9]+", library)
+    return found and found[1]
+
+
+def is_checked(library: str) -> bool:
+    format = format_of(library)
+    if format in (None, "dense", *ALWAYS):
+        return True
+    return library.endswith("_bf16") and not re.search("affine[0-9]_(32|128)", format)
+
+
 LIBRARIES = [
     name
     for tensor_units in (False, True)
     for name in sorted(torch.ops.moe_mps._libraries(tensor_units=tensor_units))
-    if not re.search("affine[0-9]_(32|128)_", name)
+    if is_checked(name)
 ]
 
 
 def in_sweep(library):
-    others = library.endswith(("_f16", "_f32"))
-    others |= library.startswith("quantized_") and library.split("_", 1)[1].rpartition("_")[0] not in ALWAYS
     if library.startswith("tensor_units_"):
         others = not library.endswith(("affine3_64_bf16", "affine4_64_f16", "mxfp4_bf16", "dense_f16"))
+    else:
+        others = library.endswith(("_f16", "_f32")) or format_of(library) not in (None, *ALWAYS)
     return pytest.param(library, marks=pytest.mark.sweep if others else ())
 
 

@@ -287,13 +287,16 @@ def test_peak_of_private_memory(tmp_path):
     assert_small(measure("cpu", tmp_path, "sharded", 5, 768, 512, 16, "40MB"))
 
 
+HALF_A_GIGABYTE = 10, 768, 512, 24  # layers, hidden and intermediate sizes, experts
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize(
     "source, to", [("one by one", "mlx"), ("one by one", "moe_mps"), ("mlx", "moe_mps"), ("moe_mps", "mlx")]
 )
-def test_convert_of_a_gigabyte_needs_one_layer(source, to, tmp_path):
-    """And its quantised weights; neither the tensors read nor those written are in private memory."""
-    result = measure("cpu", tmp_path / "dense", source, 10, 1024, 512, 32, to=to)
+def test_convert_needs_one_layer(source, to, tmp_path):
+    """Of 10, and its quantised weights; neither tensors read nor those written are in private memory."""
+    result = measure("cpu", tmp_path / "dense", source, *HALF_A_GIGABYTE, to=to)
     bound = result["bound"] + 4.5 / 16 * result["dense"] / 10
     assert result["peak"] <= min(bound, 0.3 * result["stored"])
 
@@ -309,5 +312,6 @@ def test_measuring_needs_two_layers(tmp_path):
 @pytest.mark.parametrize(
     "source, on", [("one by one", "cpu"), ("merged", "mps"), ("sharded", "cpu"), ("fp8", "mps")]
 )
-def test_peak_of_a_gigabyte(source, on, tmp_path):
-    assert_small(measure(on, tmp_path, source, 10, 1024, 512, 32, "200MB" if source == "sharded" else "5GB"))
+def test_peak_of_ten_layers(source, on, tmp_path):
+    shard = "100MB" if source == "sharded" else "5GB"
+    assert_small(measure(on, tmp_path, source, *HALF_A_GIGABYTE, shard))
