@@ -18,7 +18,8 @@ from torch import Tensor
 
 import torch_moe_mps
 from torch_moe_mps.ops import OPERATORS
-from torch_moe_mps.ops._formats import FORMATS
+from torch_moe_mps.ops._formats import FORMATS, dequantize_values
+from torch_moe_mps.ops._sample import Sample
 from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
 from torch_moe_mps.selfcheck import compare as compare_module
@@ -319,6 +320,15 @@ def test_the_time_ends_within_an_operator(new_machine, monkeypatch):
     assert machine.passed_before() == {"rms_norm f32 #0"}
     assert once.first_failures(norm, 600.0) == ({}, set())
     assert machine.passed_before() == {"rms_norm f32"}
+
+
+@pytest.mark.parametrize("format", calls.FORMATS, ids=str)
+def test_results_of_a_check_are_numbers_in_float16(format):
+    """Weights are of about 1: three matrices of an MLP give no infinity, which would hide mistakes."""
+    sample = Sample("cpu", torch.float16, format)
+    weights = sample.quantized("", 64, sample.H, ())
+    values = dequantize_values(*weights.values(), format)
+    assert 0.04 < values.square().mean().sqrt() < 2.1 and values.abs().max() < 16
 
 
 def test_heads_that_no_operator_takes(new_machine):

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._formats import Format
+from ._formats import GRIDS, Format
 
 T, H, E, K, I = 3, 64, 8, 2, 32
 FORMAT = Format(4, 32, "affine")
@@ -81,7 +81,8 @@ class Sample:
         if not self.format.is_affine and self.format.scale_dtypes[0] == torch.uint8:
             count = 16 if self.format.name == "nvfp4" else 3
             return _LOWEST[self.format.name] + self.integers(count, *groups, dtype=torch.uint8)
-        return self._held(2.0 ** (-1 - self.format.bits), *groups)
+        more = 4 if self.format.name in GRIDS else 1  # elements of points are larger than codes
+        return self._held(2.0 ** (-more - self.format.bits), *groups)
 
     # What several families take.
 
