@@ -32,7 +32,8 @@ def run(options: argparse.Namespace) -> None:
     folder = folder_of(options.model, options.revision)
     reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
     size = 1 if options.draft or options.prompt_lookup else options.batch  # assisted, it takes one sequence
-    inputs = [_inputs(options, reader, some) for some in _batches(prompts, size)]
+    batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
+    inputs = [_inputs(options, reader, some) for some in batches]
     lengths = [batch["input_ids"].shape[1] for batch in inputs]
     if min(lengths) == 0:
         raise ValueError("the prompt must have at least 1 token, got none")
@@ -40,8 +41,9 @@ def run(options: argparse.Namespace) -> None:
     limit = context_of(model.config)
     if max(lengths) >= limit:
         raise ValueError(f"the prompt must have fewer than the model's {limit} tokens, got {max(lengths)}")
-    if size > 1 and _pools_padding(model.config):
-        size, inputs = 1, [_inputs(options, reader, [prompt]) for prompt in prompts]
+    if len(batches) < len(prompts) and _pools_padding(model.config):
+        batches = [[prompt] for prompt in prompts]
+        inputs = [_inputs(options, reader, some) for some in batches]
     kept = Prompts(machine_memory(), file=options.prompt_cache)
     generating = Generating(model, kept, speculation_of(options, model, folder, device))
     if options.prompts is None:
@@ -51,7 +53,7 @@ def run(options: argparse.Namespace) -> None:
         if generating.has_ended:
             raise KeyboardInterrupt
     else:
-        for some, batch in zip(_batches(prompts, size), inputs, strict=True):
+        for some, batch in zip(batches, inputs, strict=True):
             start = batch["input_ids"].shape[1]
             answers = generating.generate(**batch.to(model.device), **settings)[:, start:]
             for prompt, answer in zip(some, answers, strict=True):
@@ -82,10 +84,6 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if not any(text.strip() for text in texts):
         raise ValueError(f"{options.prompts or 'stdin'} has no prompt")
     return [text for text in texts if text.strip()]
-
-
-def _batches(prompts: list[str], size: int) -> list[list[str]]:
-    return [prompts[start : start + size] for start in range(0, len(prompts), size)]
 
 
 def _pools_padding(config: Any) -> bool:

@@ -16,7 +16,7 @@ from ..quantized_states import QuantizedStates
 from .arguments import MASK, Pages, flat
 from .caches import all_parts, column_of, empty_copy, items_of, kind_of, parts, places_of, start_of, static_of
 from .fingerprint import default_device
-from .reading import ARGUMENTS, HELD, NUMBER, PLAIN, STATIC, TENSOR, Entry, Reading
+from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
 
 SIZE, TOKENS, START = range(4, 7)  # beside NUMBER what a symbol is read from
 
@@ -248,7 +248,7 @@ class Plan:
                     tensors += parts(value)
                 elif isinstance(value, (int, torch.SymInt)) and not isinstance(value, bool):
                     writes.append((name, NUMBER, expression(value), None))
-                elif isinstance(value, PLAIN):
+                elif isinstance(value, STATIC_TYPES):
                     writes.append((name, STATIC, value, None))
                 else:
                     raise Unsupported(f"the call gives its cache {name}, a {type(value).__name__}")

@@ -15,7 +15,7 @@ from .arguments import Pages, flat
 from .caches import column_of, is_known, kind_of, lists_of, parts, start_of, static_of
 from .fingerprint import default_device
 
-PLAIN = (bool, float, str, type(None), torch.dtype, torch.device)
+STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
 _OF_WINDOWS = ("keys", "values")  # views that stop growing once a window is full
 ARGUMENTS = -1  # the place of what is no dictionary of the cache, nor of a mask
 STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
@@ -126,7 +126,7 @@ class Reading:
             kind = NUMBER
             self.numbers.append(value)
             yield kind
-        elif isinstance(value, PLAIN) or (type(value) is list and not value):
+        elif isinstance(value, STATIC_TYPES) or (type(value) is list and not value):
             yield from (type(value), value or None)
         elif type(value) is dict and place != ARGUMENTS:  # another place
             return

@@ -124,11 +124,12 @@ class Quantizer(HasTargets, HfQuantizer):
         config = self.quantization_config
         if not self.streams:
             self._find_stored(model, kwargs["checkpoint_files"])
-        report = QuantizationReport(bytes_before=bytes_a_token(model))
+        report = QuantizationReport()
         if self.streams or config.wanted is not None:  # of what the checkpoint has
             self._wanted, report.skipped = weights_of(model, config.recipe())
             self.report = report
         if self.streams:
+            report.bytes_before = bytes_a_token(model)
             self._stream = Stream(self._wanted, report)
             return
         self._keep_what_would_not_shrink()

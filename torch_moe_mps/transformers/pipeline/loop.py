@@ -16,8 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache
 
+from ...ops._checks import first_line
 from ..basics.shapes import call_on_shapes
 from ..checkpoints.absent import around_text
+from ..checkpoints.sizes import total_bytes
 
 _Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it
 _EMBEDDED = -1, True
@@ -86,7 +88,7 @@ def _layers_of(model: Any) -> tuple[str, str]:
     lists = {n: child for n, child in base.named_children() if isinstance(child, nn.ModuleList)}
     if not lists:
         raise CannotBeCut(f"{type(base).__name__} has no list of layers")
-    layers = max(lists, key=lambda n: sum(p.numel() for p in lists[n].parameters()))
+    layers = max(lists, key=lambda n: total_bytes(lists[n]))
     for index, layer in enumerate(lists[layers]):
         for module in layer.modules():
             if getattr(module, "layer_idx", index) not in (index, None):
@@ -128,7 +130,7 @@ class _Calls(TorchDispatchMode):
         except CannotBeCut:
             raise
         except Exception as error:  # it is not ours: any error may come of it
-            line = str(error).partition("\n")[0]
+            line = first_line(error)
             raise _DoesNotRun(f"{type(self.model).__name__} does not run on shapes alone: {line}") from error
         self._check_order(self.count)
         leaves = pytree.tree_leaves(output, is_leaf=lambda value: isinstance(value, Cache))
