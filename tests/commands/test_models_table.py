@@ -2,12 +2,12 @@
 
 import functools
 import importlib.util
-from collections.abc import Iterable
 
 import pytest
 import transformers
 from support import tiny_models
 from support.processes import REPOSITORY
+from support.sweep import in_sweep
 
 TABLE = REPOSITORY / "docs" / "models.md"
 ALWAYS = ["qwen3_moe", "gemma4", "deepseek_v3", "phimoe"]  # every other row in the sweep
@@ -45,11 +45,6 @@ def test_every_architecture_is_listed(current):
 
 def test_every_dense_architecture_is_listed():
     assert list(rows(1)) == list(tiny_models.DENSE_ARCHITECTURES)
-
-
-def in_sweep(architectures: Iterable[str], always: list[str]) -> list:
-    """Test parameters, those not in `always` only in the sweep."""
-    return [a if a in always else pytest.param(a, marks=pytest.mark.sweep) for a in architectures]
 
 
 def reasons(text: str, architecture: str) -> list[str]:

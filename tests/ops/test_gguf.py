@@ -13,13 +13,14 @@ from support.quantized_layers import (
     place,
     random_matrix,
 )
+from support.sweep import in_sweep
 from support.values import DTYPES
 
 from torch_moe_mps.ops.linear import embedding_quantized
 
 # Each way in which scales and points are stored; the others in the sweep.
 ALWAYS = ("q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
-FORMATS = [pytest.param(f, marks=[] if f in ALWAYS else pytest.mark.sweep, id=f) for f in GGUF_FORMATS]
+FORMATS = in_sweep(GGUF_FORMATS, ALWAYS)
 
 
 def dtype_of(format):

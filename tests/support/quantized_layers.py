@@ -1,13 +1,13 @@
 """Random layers of quantised experts, and a check of one against the float64 oracle."""
 
 import numpy as np
-import pytest
 import torch
 
 from support.expert_layers import IDS, random_ids, to_device
 from support.layouts import lay
 from support.oracles_experts import INTEGERS, OTHER_FORMATS, POINTS, dequantise, numbers_of
 from support.oracles_operators import checked
+from support.sweep import in_sweep
 from support.values import DTYPES, random
 
 # Those that every path is tested with
@@ -47,7 +47,7 @@ ALWAYS = {
 
 def each(formats):
     """Test parameters for `formats`: those not in ALWAYS run only in the sweep."""
-    return [pytest.param(f, marks=[] if f in ALWAYS else pytest.mark.sweep) for f in formats]
+    return in_sweep(formats, ALWAYS)
 
 
 def random_quantized(experts, rows, columns, format, dtype, seed):

@@ -16,6 +16,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, eager, output, prompt, tiny
+from support.sweep import in_sweep
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -503,12 +504,8 @@ ALWAYS = {
 }
 
 
-def in_the_sweep(change: str):
-    return change if change in ALWAYS else pytest.param(change, marks=pytest.mark.sweep)
-
-
 @torch.no_grad()
-@pytest.mark.parametrize("change", [*map(in_the_sweep, CHANGES)])
+@pytest.mark.parametrize("change", in_sweep(CHANGES, ALWAYS))
 def test_changes_between_tokens(change, request):
     if change == "dtype":
         request.getfixturevalue("same_bits")  # those of bfloat16

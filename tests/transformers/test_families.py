@@ -7,6 +7,7 @@ import torch
 import transformers
 from support import tiny_models
 from support.models import NO_GENERATE, assert_close, eager, generate, output, prompt
+from support.sweep import in_sweep
 
 import torch_moe_mps
 
@@ -103,10 +104,7 @@ ROUTED_IN_TOKENS = ("gemma4", "diffusion_gemma")
 ROUTERS = ("deepseek_v3", "gemma4", "gpt_oss", "qwen3_next")
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    [name if name in ROUTERS else pytest.param(name, marks=pytest.mark.sweep) for name in FAMILIES],
-)
+@pytest.mark.parametrize("architecture", in_sweep(FAMILIES, ROUTERS))
 def test_bfloat16_logits(architecture):
     """No farther from float32 than the model's own code is. Near ties between experts fall either way, with
     the whole difference of two experts: the median is what rounding makes."""

@@ -8,6 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from support import mlx_models
 from support.models import assert_close, output, prompt
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -22,10 +23,7 @@ REWRITTEN = ("gate", "gate.proj", "router", "router.layer", "embed_q", "unembed_
 ALWAYS = ["qwen3_moe", "gpt_oss", "glm4_moe"]
 # transformers 5 does not keep all that mlx-lm reads of its config.
 ONLY_OF_ORIGINALS = ("mimo_v2_flash",)
-EVERY = [
-    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep)
-    for name in mlx_models.ARCHITECTURES
-]
+EVERY = in_sweep(mlx_models.ARCHITECTURES, ALWAYS)
 
 
 def config_of(model, folder) -> dict:

@@ -11,6 +11,7 @@ from support import tiny_models
 from support.checkpoints import fp8_blocks
 from support.models import eager, output, prompt
 from support.processes import forked
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -23,10 +24,7 @@ transformers.logging.set_verbosity_error()
 
 # Experts one by one, merged, transposed, two kinds in one list; tied and scaled embeddings.
 ALWAYS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "ernie4_5_vl_moe", "nemotron_h"]
-EVERY = [
-    name if name in ALWAYS else pytest.param(name, marks=pytest.mark.sweep)
-    for name in tiny_models.architectures()
-]
+EVERY = in_sweep(tiny_models.architectures(), ALWAYS)
 # Buffers that save_pretrained of transformers loses.
 LOST = "balancing_biases"
 

@@ -1,0 +1,11 @@
+"""Which cases of a test run for every change, and which only in the sweep."""
+
+from collections.abc import Collection, Iterable
+from typing import Any
+
+import pytest
+
+
+def in_sweep(cases: Iterable[Any], always: Collection[Any]) -> list[Any]:
+    """The cases as parameters of a test; those not in `always` run only in the sweep."""
+    return [case if case in always else pytest.param(case, marks=pytest.mark.sweep) for case in cases]
