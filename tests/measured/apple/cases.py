@@ -102,7 +102,7 @@ def ours(
     tensors = _weights(shape, format_name, dtype) | {
         "x": torch.randn(tokens, shape.hidden).to(DTYPES[dtype]).to("mps"),
         "ids": torch.from_numpy(ids).to("mps"),
-        "routing": torch.rand(ids.shape).to("mps"),
+        "weights": torch.rand(ids.shape).to("mps"),
     }
     h, i = shape.hidden, shape.intermediate
     if shape.alone:

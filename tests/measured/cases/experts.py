@@ -13,7 +13,11 @@ from .formats import FORMATS as MLX_FORMATS
 FORMATS = MLX_FORMATS | GGUF
 FAMILIES: dict[str, type] = {}
 # Of the fields that are sizes, in the names of cases.
-LETTERS = {"tokens": "T", "rows": "T", "experts": "E", "slots": "K", "top_k": "K", "width": "H"}
+LETTERS = {
+    **{"tokens": "T", "rows": "T", "experts": "E", "slots": "K", "top_k": "K", "width": "H"},
+    **{"heads": "Hq", "key_heads": "Hk", "keys": "S", "block": "block", "channels": "I", "entries": "N"},
+    **{"rate": "rate", "overlap": "overlap"},
+}
 
 
 class Case:
@@ -108,7 +112,7 @@ class Experts(Case):
         return {
             "x": values.normal(self.tokens, self.hidden, dtype=DTYPES[self.dtype]),
             "ids": values.ids(self.tokens, self.top_k, self.experts),
-            "routing": values.uniform(self.tokens, self.top_k),
+            "weights": values.uniform(self.tokens, self.top_k),
         }
 
     def call(self, t):
@@ -120,12 +124,12 @@ class Experts(Case):
 
     def called(self, t, **others):
         if self.format == "dense":
-            return ops().moe_experts(t["x"], t["gate_up"], t["down"], t["ids"], t["routing"], **others)
+            return ops().moe_experts(t["x"], t["gate_up"], t["down"], t["ids"], t["weights"], **others)
         matrices = [
             t.get(f"{name}_{part}") for name in ("gate_up", "down") for part in ("packed", "scales", "biases")
         ]
         name = FORMATS[self.format].name
-        return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["routing"], name, **others)
+        return ops().moe_experts_quantized(t["x"], *matrices, t["ids"], t["weights"], name, **others)
 
     def wrong(self, before, after):
         return too_far(after["result0"], self.expected(before), self.dtype)
@@ -137,7 +141,7 @@ class Experts(Case):
             token, slot = (t["ids"] == e).nonzero(as_tuple=True)
             gate, up = (t["x"][token].double() @ matrix(t, "gate_up", e).T).chunk(2, -1)
             y = (torch.nn.functional.silu(gate) * up) @ matrix(t, "down", e).T
-            out.index_add_(0, token, y * t["routing"][token, slot, None].double())
+            out.index_add_(0, token, y * t["weights"][token, slot, None].double())
         return out
 
     def bytes_moved(self, t, part=""):

@@ -8,22 +8,21 @@ import functools
 import re
 from importlib import metadata
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 from simulator.apple.facts import GPUS
 from simulator.cuda.plan import Binding, Dispatch, Plan
 from simulator.cuda.translate import buffer_indices
 from simulator.mlx_kernels import changed_headers, source
-from support import oracles_sequence
+from support import oracles_operators
 
 from ..cases import mlx, mlx_attention, mlx_dense, mlx_gated_delta, mlx_quantized
 from ..cases.attention import Attention
 from ..cases.experts import Case, Experts, Linear
 from ..cases.formats import DTYPES, FORMATS, too_far
 from ..cases.fused import Delta
-from ..cases.layer import EPS, differs
 from ..cases.mlx_launch import Launch, Matrices
+from ..cases.operators import EPS, differs
 from .programs import Program
 
 HEADERS = (
@@ -135,15 +134,13 @@ def delta(plan: Plan, case: Delta) -> Program:
             "k": unit(t["k"]).to(t["k"].dtype),
             "g": (-t["A_log"].float().exp() * step).exp(),
             "beta": t["beta"].float().sigmoid().to(t["beta"].dtype),
-            "state_in": t["state"].mT.contiguous(),
+            "state_in": t["state_"].mT.contiguous(),
         }
 
     def wrong(before: dict, after: dict) -> str:
-        given = derive(before)
-        absent = dict.fromkeys(("dt_bias", "beta_min", "skip", "lower_bound", "A_log", "l2norm_eps"))
-        rule = absent | {"decay": "log", "beta_activation": "none", "delta": True, "scale": 1.0}
-        given |= {"g": given["g"].log(), "v": before["v"], "state_": before["state"]}
-        value, state = oracles_sequence.recurrence(SimpleNamespace(**rule, **given))
+        given = derive(before) | {"v": before["v"], "state_": before["state_"], "scale": 1.0}
+        held = {name: given[name] for name in ("q", "k", "v", "state_", "beta", "scale")}
+        value, state = oracles_operators.expected("linear_attention_", held | {"g": given["g"].log()})
         return differs(after["result0"], value) or differs(after["state_out"].mT, state)
 
     launch = mlx_gated_delta.gated_delta_step(case)

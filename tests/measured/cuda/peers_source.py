@@ -12,8 +12,9 @@ import torch
 from simulator.cuda.plan import Dispatch, Plan
 
 from ..cases.experts import Case, Experts
-from ..cases.layer import EPS, Bucket, Gate, Norm, Router, SiluMul, WeightedSum
+from ..cases.layer import Bucket, Gate, Norm, Router, SiluMul, WeightedSum
 from ..cases.mlx_launch import ceil_div
+from ..cases.operators import EPS
 from ..cases.values import Shapes
 from .programs import Program, bind, buffers, joined, words
 
@@ -92,17 +93,21 @@ def silu_mul(plan: Plan, case: SiluMul) -> Program | None:
 
 def weighted_sum(plan: Plan, case: WeightedSum) -> Program | None:
     row, has_norm = 4 * case.width, "norm" in case.operator
-    total = "residual" if "residual" in case.operator else "result0"
+    total = "residual_" if "residual" in case.operator else "result0"
     dispatches = []
     for token in range(case.rows):
         bindings = [
             bind(0, "slots", token * case.slots * row),
-            bind(1, "routing", token * case.slots * 4),
+            bind(1, "weights", token * case.slots * 4),
             bind(2, total, token * row),
         ]
         grid = (1,) if has_norm else (ceil_div(case.width, 256),)
         if has_norm:
-            more = [bind(3, "norm"), bind(4, "result0", token * row), words(5, case.width, case.slots, EPS)]
+            more = [
+                bind(3, "norm_weight"),
+                bind(4, "result0", token * row),
+                words(5, case.width, case.slots, EPS),
+            ]
         else:
             more = [words(3, case.width, case.slots)]
         dispatches.append(launch(plan, case.operator.rstrip("_") + "_f32", grid, 256, 0, bindings + more))
@@ -120,7 +125,7 @@ def router(plan: Plan, case: Router) -> Program | None:
         # A threadgroup of more threads than experts would overwrite its own exponentials.
         threads = min(128, 1 << (experts.bit_length() - 1))
         name = "fused_moe_routing_f32" if case.rows == 1 else "fused_moe_routing_batch_f32"
-        bindings = [*buffers("logits", "result1", "result0", "scale"), words(4, experts, top_k)]
+        bindings = [*buffers("logits", "result1", "result0", "per_expert_scale"), words(4, experts, top_k)]
         dispatch = launch(plan, name, (case.rows,), threads, 4 * (2 * experts + threads), bindings)
     else:
         return None
@@ -130,7 +135,7 @@ def router(plan: Plan, case: Router) -> Program | None:
 
 def gate(plan: Plan, case: Gate) -> Program | None:
     parameters = (case.width, case.experts, case.top_k, EPS)
-    bindings = buffers("hidden", "router", "norm", "scale", "result1", "result0")
+    bindings = buffers("hidden", "router_weight", "norm_weight", "per_expert_scale", "result1", "result0")
     bindings += [words(6 + i, value) for i, value in enumerate(parameters)]
     dispatch = launch(plan, "moe_gate", (case.tokens,), 128, 4 * (case.width + case.experts), bindings)
     shape = (case.tokens, case.top_k)

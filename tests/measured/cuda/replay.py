@@ -22,7 +22,7 @@ def poison(machine, size: int) -> Tensor:
 class Replay:
     def __init__(self, machine, program: Program, tensors: Tensors, mutated: tuple[str, ...] = ()):
         self.machine = machine
-        self.buffers = tensors | {name: tensors[name].clone() for name in mutated if name in tensors}
+        self.buffers = tensors | {name: tensors[name].clone() for name in mutated}
         self.buffers |= program.derive(tensors)
         for name, (shape, dtype) in program.results.items():
             self.buffers[name] = empty(machine, shape, getattr(torch, dtype))
