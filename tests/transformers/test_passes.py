@@ -28,6 +28,7 @@ MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.biases
 NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 8, random(E)
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
 LARGE, MIXING = random(514, H) / 8, (random(24, H) / 8, random(24), random(3))
+HALF_MIXING = random(8, H) / 8, random(8), random(2)
 GATE, SCALAR, HALF, ROW_NORMS = random(1, H), random(1), random(H // 2), random(2, H // 2)
 HALF_NORM = random(H // 2, seed=1)
 ROUTER_16, TAPS = ROUTER.bfloat16(), random(H, 2)
@@ -588,10 +589,37 @@ def input_times_one(x, r):
     return x * 1
 
 
-def mixed_streams(x, r):
+def mixed_streams(x, r, turned=True):
+    """As DeepSeek-V4 computes them."""
     streams = x.view(1, 1, 4, -1)
     _, post, comb, _ = ops.hyper_connection(streams, *MIXING)
-    return ops.hyper_update(streams, r[..., : H // 4], post, comb)
+    mixed = torch.matmul(comb.transpose(-1, -2) if turned else comb, streams)
+    return post.unsqueeze(-1) * r[..., : H // 4].unsqueeze(-2) + mixed
+
+
+def streams_mixed_otherwise(x, r):
+    return mixed_streams(x, r, turned=False)
+
+
+def streams_in_16_bits(x, r):
+    """As HY-V4 computes them, which mixes none."""
+    streams, out = x.view(1, 1, 4, -1).bfloat16(), r[..., : H // 4].bfloat16()
+    _, post, *_ = ops.hyper_connection(streams, *HALF_MIXING)
+    return (post.float().unsqueeze(-1) * out.float().unsqueeze(-2) + streams.float()).to(streams.dtype)
+
+
+def streams_that_change(x, r):
+    streams, out = x.view(1, 1, 4, -1).bfloat16(), r[..., : H // 4].bfloat16()
+    _, post, *_ = ops.hyper_connection(streams, *HALF_MIXING)
+    wide = streams.float()
+    streams[..., 0].zero_()
+    return (post.unsqueeze(-1) * out.float().unsqueeze(-2) + wide).bfloat16(), streams
+
+
+def streams_by_other_weights(x, r):
+    streams = x.view(1, 1, 4, -1)
+    pre, *_ = ops.hyper_connection(streams, *HALF_MIXING)
+    return pre[..., :4].unsqueeze(-1) * r[..., : H // 4].unsqueeze(-2) + streams
 
 
 def streams_between_layers(x, r):
@@ -763,6 +791,10 @@ CASES: dict[Callable, dict[str, int]] = {
     sum_times_ones_that_change: {"add": 1, "ones": 1, "mul_": 1, "mul": 1},
     sum_times_ones_that_widen: {"add": 1, "ones": 1, "mul": 1},
     input_times_one: {"mul": 1},
+    streams_mixed_otherwise: {"hyper_connection": 1, "bmm": 1, "_unsafe_view": 1, "hyper_update": 1},
+    streams_in_16_bits: {"_to_copy": 2, "hyper_connection": 1, "hyper_update": 1},
+    streams_that_change: {"_to_copy": 5, "hyper_connection": 1, "zero_": 1, "mul": 1, "add": 1},
+    streams_by_other_weights: {"hyper_connection": 1, "mul": 1, "add": 1},
     streams_between_layers: {"hyper_connection": 2},
     streams_read_before_the_next_layer: {"hyper_connection": 2, "hyper_update": 1, "mul": 1},
     conjugates: {"mul": 1, "add": 1, "clone": 1},

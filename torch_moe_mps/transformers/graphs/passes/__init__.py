@@ -44,6 +44,7 @@ from .sums import (
     gated_norm_sums,
     norm_sums,
     scale_norm_sums,
+    streams_in_update,
     update_in_connections,
 )
 
@@ -74,6 +75,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
     scale_norm_sums,
+    streams_in_update,
     update_in_connections,
     norm_in_operators,
     gated_norm_sums,
@@ -91,6 +93,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     add_norms: "fused_norm_add",
     scale_norm_sums: "fused_norm_add_scalar",
+    streams_in_update: "hyper_update",
     gate_in_one: "moe_gate",
     logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",

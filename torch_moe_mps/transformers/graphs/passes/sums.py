@@ -26,7 +26,7 @@ from ..nodes import (
     put,
     tensor_of,
 )
-from ..patterns import before_widening, match
+from ..patterns import before_widening, match, uncast
 from ..tracing import ITEM, VALUE
 
 _EXPERTS = (ours.moe_experts, ours.moe_experts_quantized, ours.moe_weighted_reduce)
@@ -170,6 +170,39 @@ def add_in_operators(graph: fx.Graph) -> None:
             assert result is not None  # the value was a view of the call's result
             total.replace_all_uses_with(result)
             break
+
+
+def streams_in_update(graph: fx.Graph) -> None:
+    """POST * OUT + COMB^T STREAMS -> hyper_update(STREAMS, OUT, POST, COMB), also without COMB
+
+    POST and COMB are what `hyper_connection` gives, or that in the dtype of the streams.
+    """
+    for total in calls(graph, aten.add):
+        terms: Any = itertools.permutations(total.args) if match("A + B", total) else ()
+        for product, other in terms:
+            found = match("item(C, 1) * OUT", product) if isinstance(other, fx.Node) else None
+            if found and is_call(found["C"], ours.hyper_connection):
+                _update(total, product, other, **found)
+
+
+def _update(total: fx.Node, product: fx.Node, other: fx.Node, C: fx.Node, OUT: fx.Node) -> None:
+    like, parts = tensor_of(arguments(C)["streams"]), {part.args[1]: part for part in C.users}
+    *leading, count, width = like.shape
+    post: Any = next((each for each in uncast(product).args if each is not OUT), OUT)
+    shapes = [tensor_of(each).shape for each in (total, post, OUT)]
+    if shapes != [(*leading, count, width), (*leading, count, 1), (*leading, 1, width)]:
+        return
+    mixed = match("bmm(transpose(item(C, 2), -1, -2), STREAMS)", other, {"C": C})
+    rounded = next((user for user in total.users if is_call(user, aten._to_copy)), total)
+    end = total if tensor_of(total).dtype == like.dtype else rounded
+    out = of_shape(OUT, [*leading, width])
+    streams = in_shape(before_widening(mixed["STREAMS"] if mixed else other), total, end)
+    given = [before_widening(each) for each in (streams, out) if each is not None]
+    alike = [tensor_of(each).dtype == like.dtype and is_unchanged(each, each, end) for each in given]
+    if len(alike) == 2 and all(alike) and tensor_of(end).dtype == like.dtype:
+        comb = parts[2] if mixed else None
+        new = put(end, ours.hyper_update.default, tensor_of(end), *given, parts[1], comb)
+        end.replace_all_uses_with(new)
 
 
 def update_in_connections(graph: fx.Graph) -> None:

@@ -10,7 +10,7 @@ from .block_indexer import rewrite_block_indexer
 from .compressed_attention import rewrite_compressed_attention
 from .gated_norm import rewrite_gated_norm
 from .hash_router import rewrite_hash_router
-from .hyper_connection import rewrite_hyper_connection, rewrite_hyper_layer
+from .hyper_connection import rewrite_hyper_connection
 from .indexer import rewrite_indexer
 from .layer_norm import rewrite_layer_norm
 from .linear_attention import convolution_in_place, delta_rule_in_place
@@ -37,7 +37,6 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_relative_bias,
     rewrite_compressed_attention,
     rewrite_hyper_connection,
-    rewrite_hyper_layer,  # around the two of a layer
     rewrite_router,
     rewrite_hash_router,
 )
