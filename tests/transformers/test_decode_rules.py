@@ -18,7 +18,6 @@ import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
-from torch_moe_mps.transformers.modules.rules.linear import linears
 from torch_moe_mps.transformers.modules.rules.norms import is_norm, norm_formula
 from torch_moe_mps.transformers.modules.rules.rope import Call, rope_form, rotated, rotation_in_place
 
@@ -174,16 +173,6 @@ def test_a_hook_within_an_attention_is_called(name):
     seen.clear()
     assert_close(output(model, prompt()), expected, 1e-5)
     assert len(seen) == 1
-
-
-def test_layers_of_several_formats_run_one_by_one():
-    model = quantised()
-    layers = projections(model)
-    x = torch.randn(3, layers[0].in_features)
-    dense = nn.Linear(layers[0].in_features, 5)
-    with torch.no_grad():
-        results = linears((*layers, dense), x)
-        assert all(map(torch.equal, results, [layer(x) for layer in (*layers, dense)]))
 
 
 # Rotary embeddings

@@ -20,7 +20,6 @@ from ..causal_mask import CausalMask
 from ..experts import is_observed
 from ..linears import GroupedLinear
 from .constants import beside, constant
-from .linear import linears
 from .norms import is_norm
 from .rotary import is_fixed
 from .trial import agrees, verdict
@@ -85,15 +84,9 @@ def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -
     cos, sin = tables
     compressor = layer.compressor
     indexer = compressor._modules.get("indexer")
-    first = [layer.q_a_proj, layer.kv_proj, compressor.kv_proj, compressor.gate_proj]
-    if indexer is not None:
-        first += [indexer.kv_proj, indexer.gate_proj, indexer.scorer.weights_proj]
-    q, kv, *pooled = linears(tuple(first), x)
     turn = _TURN | {"rotary_dim": 2 * cos.shape[-1]}
-
-    second = [layer.q_b_proj] if indexer is None else [layer.q_b_proj, indexer.q_b_proj]
-    q, *index_q = linears(tuple(second), layer.q_a_norm(q))
-    q, kv = q.unflatten(-1, (-1, layer.head_dim)), kv.unsqueeze(2)
+    latent = layer.q_a_norm(layer.q_a_proj(x))
+    q, kv = layer.q_b_proj(latent).unflatten(-1, (-1, layer.head_dim)), layer.kv_proj(x).unsqueeze(2)
     ones = constant(("ones", layer.head_dim, q.device), lambda: torch.ones(layer.head_dim, device=q.device))
     weight, eps = layer.kv_norm.weight, layer.kv_norm.variance_epsilon
     keys = held.slots(kv.transpose(1, 2))
@@ -106,14 +99,15 @@ def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -
         keys, _ = held.take(keys, keys, x.shape[1])
 
     position = held.cumulative_length - x.shape[1]
-    entries = _pooled(compressor, held, "compressor", pooled[0], pooled[1], position).unsqueeze(1)
+    entries = _pooled(compressor, held, "compressor", x, position).unsqueeze(1)
     indices = None
     if indexer is not None:
-        index_keys = _pooled(indexer, held, "indexer", pooled[2], pooled[3], position)
+        index_keys = _pooled(indexer, held, "indexer", x, position)
         if index_keys.shape[1] > indexer.index_topk:  # else it would choose all
-            of_heads = index_q[0].unflatten(-1, (-1, indexer.head_dim))
+            of_heads = indexer.q_b_proj(latent).unflatten(-1, (-1, indexer.head_dim))
             of_heads, _ = ops.rope(of_heads, None, cos, sin, **turn)
-            indices = _chosen(indexer, of_heads.transpose(1, 2), index_keys, pooled[4], held).unsqueeze(1)
+            weights = indexer.scorer.weights_proj(x)
+            indices = _chosen(indexer, of_heads.transpose(1, 2), index_keys, weights, held).unsqueeze(1)
     out = ops.attention(
         *(q, keys, keys, layer.scaling),
         window=layer.sliding_window,
@@ -127,8 +121,9 @@ def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -
     return _projected(layer, out, cos, beside(sin, _NEGATED, sin.neg), turn)
 
 
-def _pooled(compressor: Any, held: Any, name: str, kv: Tensor, gate: Tensor, position: int) -> Tensor:
+def _pooled(compressor: Any, held: Any, name: str, x: Tensor, position: int) -> Tensor:
     """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
+    kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
     memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
     rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm
     ops.pool_window_(

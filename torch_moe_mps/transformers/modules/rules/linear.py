@@ -1,23 +1,17 @@
-"""Quantised linear layers with the same input (q, k and v; gate and up) run as one operator.
-
-Their rows are concatenated in memory.
-"""
+"""Quantised linear layers with the same input as one matrix: the gate and up projections of an MLP."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import chain
 from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
 
-from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, state_of
 from ...graphs.passes.linears import WEIGHTS, joined_rows
 from ..experts import is_observed
 from ..linears import QuantizedLinear
-
-ops = torch.ops.moe_mps
 
 
 class Joined:
@@ -28,8 +22,8 @@ class Joined:
 
     def __init__(self, layers: Sequence[QuantizedLinear]):
         self.format = layers[0].format
-        self.rows = [layer.rows for layer in layers]
-        self.weights = [joined_rows(parts, self.rows) for parts in _parameters(layers)]
+        rows = [layer.rows for layer in layers]
+        self.weights = [joined_rows(parts, rows) for parts in _parameters(layers)]
         self.parts = [*chain(*_parameters(layers))]
         self.addresses = [part.data_ptr() for part in self.parts if part is not None]
 
@@ -46,11 +40,9 @@ def _parameters(layers: Sequence[nn.Module]) -> list[list[Tensor | None]]:
     return [[layer._parameters.get(name) for layer in layers] for name in WEIGHTS]
 
 
-def can_join(layers: Sequence[Any]) -> TypeGuard[Sequence[QuantizedLinear]]:
-    """Whether the layers can be one matrix: same format, width, dtypes and device, and no hook on any."""
+def _can_join(layers: Sequence[Any]) -> TypeGuard[Sequence[QuantizedLinear]]:
+    """Whether the layers can be one matrix: same format, width, dtypes and device."""
     if any(type(layer) is not QuantizedLinear for layer in layers) or len({*layers}) < len(layers):
-        return False
-    if is_observed(*layers):
         return False
     present = [[part for part in parts if part is not None] for parts in _parameters(layers)]
     kinds = [{(part.dtype, part.device) for part in parts} for parts in present]
@@ -61,33 +53,16 @@ def can_join(layers: Sequence[Any]) -> TypeGuard[Sequence[QuantizedLinear]]:
 
 @torch.compiler.assume_constant_result
 def join(*layers: nn.Module) -> bool:
-    """Whether the layers' weights are one matrix, which the state of the first has; joins them if not."""
+    """Whether the layers' weights are one matrix, which the state of the first has; joins them if not.
+
+    No matrix of layers that hooks see.
+    """
     if is_observed(*layers):
         return False
     found: Joined | None = layers[0].__dict__.get(STATE, NOTHING).joined
     if found is not None and found.is_current(layers):
         return True
-    if not can_join(layers):
+    if not _can_join(layers):
         return False
     state_of(layers[0]).joined = Joined(layers)
     return True
-
-
-def together(layers: tuple[nn.Module, ...], x: Tensor) -> Tensor | None:
-    """The concatenated outputs of the layers; None if they are no matrix."""
-    if not join(*layers):
-        return None
-    whole = layers[0].__dict__[STATE].joined
-    return ops.linear_quantized(x, *whole.weights, whole.format.name)
-
-
-def linears(layers: tuple[nn.Module, ...], x: Tensor) -> Sequence[Tensor]:
-    """layer(x) of each layer."""
-    out = together(layers, x)
-    if out is None:
-        return [layer(x) for layer in layers]
-    return out.split_with_sizes(layers[0].__dict__[STATE].joined.rows, -1)
-
-
-def together_done(names: Iterable[str]) -> Done:
-    return Done("linear_quantized", f"linear_quantized ({', '.join(names)})")

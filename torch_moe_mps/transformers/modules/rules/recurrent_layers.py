@@ -16,9 +16,8 @@ from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
 from ...basics.reads import depends_on
 from ...basics.report import Done
-from ...basics.state import NOTHING, STATE, original_class, state_of
+from ...basics.state import original_class
 from ..experts import is_observed
-from .linear import can_join, join, together, together_done
 from .linear_attention import ACTIVATIONS
 from .trial import agrees, bare_twin, verdict
 
@@ -31,21 +30,11 @@ _PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequ
 # What the forwards have in common
 
 
-def _outputs(layer: nn.Module, groups: Sequence[Sequence[nn.Module]], x: Tensor) -> list[Tensor]:
-    """The outputs of groups of linear layers, those of a group side by side; one matrix runs as one."""
-    joined = layer.__dict__.get(STATE, NOTHING).formula or ()
-    parts = [part for place in joined for part in groups[place]]
-    out = together(tuple(parts), x) if parts else None
-    found: dict[int, Tensor] = {}
-    if out is not None:
-        widths = [sum(part.out_features for part in groups[place]) for place in joined]
-        found = dict(zip(joined, out.split_with_sizes(widths, -1), strict=True))
-    return [found[n] if n in found else _side_by_side(group, x) for n, group in enumerate(groups)]
-
-
-def _side_by_side(group: Sequence[nn.Module], x: Tensor) -> Tensor:
-    outs = [part(x) for part in group]
-    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
+    """What those of these layers that a module has make of x, one behind the other."""
+    for layer in (owner._modules[name] for name in names if name in owner._modules):
+        x = layer(x)  # type: ignore[misc]  # none of them is None
+    return x
 
 
 def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
@@ -126,9 +115,9 @@ def _with_cache(run: Callable) -> Callable:
 def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Kimi's delta attention: a decay for each channel of the keys."""
     heads, width, forget = layer.num_heads, layer.head_dim, layer.forget_gate
-    first, (decay, gate) = _of_channels(layer)
-    mixed, g, z, beta = _outputs(layer, first, x)
-    g, z = (each if len(rest) == 1 else rest[1](each) for each, rest in ((g, decay), (z, gate)))
+    mixed = torch.cat([layer.q_proj(x), layer.k_proj(x), layer.v_proj(x)], -1)
+    g = _in_a_row(forget, ("f_a_proj", "f_b_proj", "f_proj"), x)
+    z = _in_a_row(layer, ("g_a_proj", "g_b_proj", "g_proj"), x)
     of_heads = (*x.shape[:2], heads, width)
     q, k, v = (part.view(of_heads) for part in _convolution(layer, mixed, cache).chunk(3, -1))
     bound = getattr(forget, "safe_gate_lower_bound", getattr(forget, "lower_bound", None))
@@ -141,7 +130,7 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
         x,
         lambda state: ops.linear_attention_(
             *(q, k, v, g.view(of_heads), state, width**-0.5),
-            beta=beta,
+            beta=layer.b_proj(x),
             l2norm_eps=1e-6,
             decay="softplus" if bound is None else "sigmoid",
             A_log=forget.A_log.view(-1),
@@ -156,16 +145,6 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
     )
     result: Tensor = layer.o_proj(out.flatten(2))
     return result
-
-
-def _of_channels(layer: Any) -> tuple[list, tuple[list, list]]:
-    """The linear layers that read the layer's input, in groups, and those of the decay and of the gate."""
-    places = (
-        (layer.forget_gate, ("f_a_proj", "f_b_proj", "f_proj")),
-        (layer, ("g_a_proj", "g_b_proj", "g_proj")),
-    )
-    decay, gate = ([getattr(of, name) for name in names if hasattr(of, name)] for of, names in places)
-    return [[layer.q_proj, layer.k_proj, layer.v_proj], decay[:1], gate[:1], [layer.b_proj]], (decay, gate)
 
 
 @_with_cache
@@ -247,7 +226,7 @@ def lightning_layer(
         options["position_embeddings"] = position_embeddings
         own: tuple = original_class(layer).forward(layer, hidden_states, **options)
         return own
-    mixed, gate = _outputs(layer, [[layer.qkv_proj], [layer.output_gate]], hidden_states)
+    mixed, gate = layer.qkv_proj(hidden_states), layer.output_gate(hidden_states)
     mixed = _masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
     held = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
     shape = hidden_states.shape[0], heads, width, width
@@ -288,24 +267,8 @@ def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | 
         if has_numbers and all(name in module._modules for name in children):
             _rest_on(module)
             is_same = verdict((forward, original_class(module), _numbers(module)), _is_same, module, forward)
-            return (forward, [*map(Done, operators), *_joined(module, forward)]) if is_same else None
+            return (forward, [*map(Done, operators)]) if is_same else None
     return None
-
-
-def _joined(module: Any, forward: Callable) -> list[Done]:
-    """The linear layers that run together: the first group, and those that can be one matrix with it."""
-    if forward in (mamba_layer, selective_layer):
-        return []
-    is_of_channels = forward is channel_layer
-    groups = _of_channels(module)[0] if is_of_channels else [[module.qkv_proj], [module.output_gate]]
-    first, *others = groups
-    alike = [n for n, group in enumerate(others, 1) if can_join([*first, *group])]
-    layers = [layer for n in (0, *alike) for layer in groups[n]]
-    if len(layers) < 2 or not join(*layers):
-        return []
-    state_of(module).formula = (0, *alike)
-    names = [next(name for name, part in module.named_modules() if part is each) for each in layers]
-    return [together_done(names)]
 
 
 def _rest_on(module: nn.Module) -> None:
