@@ -4,7 +4,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.routing import check_sorting, random_ids
+from support.oracles_operators import checked
+from support.routing import random_ids
+
+
+def check_sorting(ids, num_experts, gate_up_rows=100, down_rows=65):
+    results = (
+        *checked("moe_bucket", ids, num_experts),
+        *checked("moe_compute_ids_tpe", ids, num_experts, gate_up_rows, down_rows),
+    )
+    assert {tensor.dtype for tensor in results} == {torch.int32}
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])

@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from support.routing import check_gate, gate_arguments
+from support.oracles_operators import checked
+from support.routing import gate_arguments
 from support.values import DTYPES
 
 from torch_moe_mps.ops.routing import moe_gate
@@ -10,33 +11,35 @@ from torch_moe_mps.ops.routing import moe_gate
 NAN, INF = float("nan"), float("inf")
 
 
+def check(arguments, top_k, renormalize, device):
+    checked("moe_gate", *(tensor.to(device) for tensor in arguments), top_k, 1e-6, renormalize)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gate(device, dtype):
     sizes = [(1, 31, 8, 2), (4, 33, 5, 5), (3, 300, 60, 4), (9, 128, 128, 8), (2, 520, 130, 16)]
     for i, (tokens, width, num_experts, top_k) in enumerate(sizes):
-        arguments = gate_arguments(
-            tokens + 4, width, num_experts, dtype, torch.float32 if i % 2 else dtype, 10 * i
-        )
-        for renormalize in (True, False):
-            assert check_gate(*arguments, top_k, renormalize, device) > 0
+        for weight_dtype, renormalize in ((torch.float32, True), (dtype, False)):
+            arguments = gate_arguments(tokens, width, num_experts, dtype, weight_dtype, 10 * i)
+            check(arguments, top_k, renormalize, device)
 
 
 def test_gate_of_gemma4(device):
     """The shape of the source kernel, and rows longer than a threadgroup's memory holds in float32."""
-    assert check_gate(*gate_arguments(3, 2816, 128, torch.bfloat16, torch.float32, 0), 8, False, device) > 0
-    assert check_gate(*gate_arguments(2, 16384, 16, torch.bfloat16, torch.bfloat16, 5), 2, True, device) > 0
+    check(gate_arguments(3, 2816, 128, torch.bfloat16, torch.float32, 0), 8, False, device)
+    check(gate_arguments(2, 16384, 16, torch.bfloat16, torch.bfloat16, 5), 2, True, device)
     # The row is staged again for the experts behind the first 128.
-    assert check_gate(*gate_arguments(2, 8200, 130, torch.float16, torch.float32, 6), 4, False, device) > 0
+    check(gate_arguments(2, 8200, 130, torch.float16, torch.float32, 6), 4, False, device)
 
 
 @pytest.mark.one_schedule
 def test_gate_for_many_tokens(device):
     """4 and 16 tokens share the router's rows; rows longer than what is staged of them at once."""
     for dtype in (torch.bfloat16, torch.float32):
-        assert check_gate(*gate_arguments(70, 96, 32, dtype, torch.bfloat16, 3), 4, True, device) > 20
-        assert check_gate(*gate_arguments(66, 1100, 9, dtype, torch.float32, 4), 2, True, device) > 40
-        assert check_gate(*gate_arguments(1100, 260, 5, dtype, torch.float32, 5), 2, False, device) >= 1024
-        assert check_gate(*gate_arguments(1100, 33, 6, dtype, torch.bfloat16, 6), 3, True, device) >= 1024
+        check(gate_arguments(70, 96, 32, dtype, torch.bfloat16, 3), 4, True, device)
+        check(gate_arguments(66, 1100, 9, dtype, torch.float32, 4), 2, True, device)
+        check(gate_arguments(1100, 260, 5, dtype, torch.float32, 5), 2, False, device)
+        check(gate_arguments(1100, 33, 6, dtype, torch.bfloat16, 6), 3, True, device)
 
 
 def test_gate_of_degenerate_rows(device):
@@ -84,4 +87,4 @@ def test_gate_sweep(device, dtype):
         for j, (num_experts, top_k) in enumerate(((1, 1), (8, 2), (31, 5), (128, 8), (512, 10))):
             for tokens in (1, 3, 33) if width * num_experts < 2**17 else (1,):
                 arguments = gate_arguments(tokens, width, num_experts, dtype, DTYPES[(i + j) % 3], width)
-                check_gate(*arguments, top_k, tokens != 3, device)
+                check(arguments, top_k, tokens != 3, device)

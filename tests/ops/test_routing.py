@@ -6,16 +6,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.layouts import lay
-from support.oracles import LARGEST, exact, finite, route
-from support.routing import assert_routing, random_ids
+from support.oracles import LARGEST, finite
+from support.oracles_operators import checked
+from support.routing import random_ids
 from support.values import DTYPES, random
 
-from torch_moe_mps.ops.routing import fused_moe_routing, moe_gate, moe_router, moe_router_topk_softmax
+from torch_moe_mps.ops.routing import moe_gate, moe_router, moe_router_topk_softmax
 
 NAN, INF = float("nan"), float("inf")
-# Rows decided by a smaller gap are left out: float32 cannot tell their choices apart.
-SMALLEST_GAP = 1e-4
-
 # One router of each kind in transformers, by a family that has it.
 NORMED, AS_THEY_ARE = {"norm_topk_prob": True}, {"norm_topk_prob": False}
 ROUTERS = {
@@ -63,23 +61,16 @@ def router_options(name, num_experts, top_k, seed, dtype=torch.float32):
 
 
 def check_router(logits, top_k, device, layout="contiguous", **options):
-    """moe_router on the rows that have one right answer; returns how many there were."""
-    oracle_options = {k: exact(v) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    weights, ids, gaps = route(exact(logits), top_k, **oracle_options)
-    sure = gaps > SMALLEST_GAP
     placed = {k: lay(v, layout, device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
-    got_weights, got_ids = moe_router(lay(logits[sure], layout, device), top_k, **placed)
-    assert_routing(got_weights, got_ids, weights[sure], ids[sure])
-    return sure.sum()
+    weights, ids = checked("moe_router", lay(logits, layout, device), top_k, **placed)
+    assert weights.dtype == torch.float32 and ids.dtype == torch.int32
 
 
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_of_each_kind(device, name):
-    rows = 0
     for i, (num_experts, top_k) in enumerate([(8, 2), (60, 4), (64, 6), (128, 8), (256, 8)]):
         logits = random((6, num_experts), torch.float32, 10 * i, 1.5)
-        rows += check_router(logits, top_k, device, **router_options(name, num_experts, top_k, 10 * i + 1))
-    assert rows > 15
+        check_router(logits, top_k, device, **router_options(name, num_experts, top_k, 10 * i + 1))
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
@@ -87,7 +78,7 @@ def test_router_16_bit(device, dtype):
     """In 16 bit equal logits are common."""
     for name in ("mixtral", "gemma4", "deepseek_v2", "deepseek_v3"):
         logits = random((9, 64), dtype, 3, 1.5)
-        assert check_router(logits, 6, device, **router_options(name, 64, 6, 4, dtype)) > 1
+        check_router(logits, 6, device, **router_options(name, 64, 6, 4, dtype))
 
 
 def test_router_sizes(device):
@@ -96,54 +87,44 @@ def test_router_sizes(device):
         logits = random((3, num_experts), torch.float32, num_experts, 2.0)
         check_router(logits, top_k, device, **router_options("mixtral", num_experts, top_k, 0))
         check_router(logits, top_k, device, **router_options("gemma4", num_experts, top_k, 0))
-    assert check_router(
-        random((40, 512), torch.float32, 1, 2.0), 8, device, **router_options("deepseek_v3", 512, 8, 0)
-    )
+    logits = random((40, 512), torch.float32, 1, 2.0)
+    check_router(logits, 8, device, **router_options("deepseek_v3", 512, 8, 0))
 
 
 def test_router_for_many_rows(device):
     """Several rows share a threadgroup, and the last one is not full."""
     for num_experts in (40, 33):
         logits = random((259, num_experts), torch.float32, num_experts, 2.0)
-        assert check_router(logits, 3, device, **router_options("mixtral", num_experts, 3, 0)) == 259
+        check_router(logits, 3, device, **router_options("mixtral", num_experts, 3, 0))
 
 
 def test_unaligned_logits(device):
     """As many experts as make a lane read four logits at once."""
     for num_experts in (128, 256):
         logits = random((5, num_experts), torch.float32, num_experts, 2.0)
-        options = router_options("mixtral", num_experts, 4, 0)
-        assert check_router(logits, 4, device, layout="offset", **options) == 5
+        check_router(logits, 4, device, layout="offset", **router_options("mixtral", num_experts, 4, 0))
 
 
 def test_named_routers(device):
     for num_experts, top_k in [(8, 2), (60, 4), (128, 8), (512, 10)]:
-        logits = random((5, num_experts), torch.float32, num_experts, 2.0)
-        scale = random((num_experts,), torch.float32, 1)
+        logits = random((5, num_experts), torch.float32, num_experts, 2.0).to(device)
+        scale = random((num_experts,), torch.float32, 1).to(device)
         for norm in (True, False):
-            expected = route(
-                exact(logits), top_k, "softmax", norm_topk_prob=norm, norm_eps=0.0, norm_min=2.0**-14
-            )
-            assert_routing(*moe_router_topk_softmax(logits.to(device), top_k, norm), *expected[:2])
-        expected = route(exact(logits), top_k, "softmax", norm_topk_prob=True, per_expert_scale=exact(scale))
-        assert_routing(*fused_moe_routing(logits.to(device), scale.to(device), top_k), *expected[:2])
-        weights, ids = fused_moe_routing(logits[2].to(device), scale.to(device), top_k)
-        assert_routing(weights, ids, expected[0][2], expected[1][2])
+            checked("moe_router_topk_softmax", logits, top_k, norm)
+        checked("fused_moe_routing", logits, scale, top_k)
+        checked("fused_moe_routing", logits[2], scale, top_k)
 
 
 def all_routers(logits, top_k):
-    """(scoring, result) of every router that needs nothing but the logits."""
-    ones = torch.ones(logits.shape[-1], device=logits.device)
+    """What every router gives that needs nothing but the logits."""
     for scoring in ("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"):
-        yield scoring, moe_router(logits, top_k, scoring=scoring, norm_topk_prob=True)
-    yield "softmax", moe_router_topk_softmax(logits, top_k, True)
-    yield "softmax_after_topk", fused_moe_routing(logits, ones, top_k)
+        yield checked("moe_router", logits, top_k, scoring=scoring, norm_topk_prob=True)
+    yield checked("moe_router_topk_softmax", logits, top_k, True)
+    yield checked("fused_moe_routing", logits, torch.ones(logits.shape[-1], device=logits.device), top_k)
 
 
 def check_degenerate(logits, top_k):
-    for scoring, (weights, ids) in all_routers(logits, top_k):
-        expected = route(exact(logits), top_k, scoring, norm_topk_prob=True)
-        assert_routing(weights, ids, *expected[:2])
+    for _, ids in all_routers(logits, top_k):
         assert all(len(set(row)) == top_k for row in ids.tolist())
 
 
@@ -189,7 +170,7 @@ def test_degenerate_logits(device):
 def test_saturated_scores_are_told_apart_by_their_logits(device):
     """sigmoid(30) = sigmoid(40) = 1 in float32, and exp(-200) = exp(-300) = 0."""
     logits = torch.tensor([[30.0, 40.0, 35.0, 100.0, -200.0, -300.0]], device=device)
-    for _, (_, ids) in all_routers(logits, 6):
+    for _, ids in all_routers(logits, 6):
         assert ids.tolist() == [[3, 1, 2, 0, 4, 5]]
     _, ids = moe_router(
         logits, 2, scoring="sigmoid", num_groups=3, top_groups=1, group_score="max", norm_topk_prob=True
@@ -284,7 +265,7 @@ def test_denominators(device):
 
 def test_empty_batch(device):
     empty, scale = torch.zeros(0, 16, device=device), torch.ones(16, device=device)
-    results = [result for _, result in all_routers(empty, 3)]
+    results = [*all_routers(empty, 3)]
     options = {
         k: v.to(device) if isinstance(v, torch.Tensor) else v
         for k, v in router_options("axk2", 16, 3, 0).items()
@@ -318,11 +299,9 @@ def test_finite_of_the_oracle():
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", ROUTERS)
 def test_router_sweep(device, name):
-    rows = 0
     for num_experts in (8, 16, 20, 60, 64, 100, 128, 132, 256, 384, 512, 768, 1024):
         for top_k in {1, 2, 4, min(8, num_experts), min(22, num_experts)}:
             for tokens, dtype in zip((1, 4, 33), DTYPES, strict=True):
                 logits = random((tokens, num_experts), dtype, tokens, 1.5)
                 options = router_options(name, num_experts, top_k, 1, dtype)
-                rows += check_router(logits, top_k, device, **options)
-    assert rows > 300
+                check_router(logits, top_k, device, **options)

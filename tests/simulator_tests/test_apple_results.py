@@ -13,8 +13,9 @@ from measured.cases.values import Values
 from simulator import apple
 from simulator.testing import linux_only
 from support.expert_layers import check_experts, layer
+from support.oracles_operators import checked
 from support.quantized_layers import check_layer
-from support.routing import check_gate, check_sorting, gate_arguments, random_ids
+from support.routing import gate_arguments, random_ids
 
 pytestmark = linux_only
 SWEEP = pytest.mark.sweep
@@ -49,9 +50,10 @@ class TestOurs:
 
     def test_routing(self, simulated):
         """Later dispatches read what earlier ones wrote: grids and lists."""
-        assert self.kernels(lambda: check_sorting(random_ids((300, 4), 0, 16, 1).to("mps"), 16))
-        arguments = gate_arguments(5, 128, 24, torch.bfloat16, torch.bfloat16, 3)
-        assert self.kernels(lambda: check_gate(*arguments, 4, True, "mps"))
+        ids = random_ids((300, 4), 0, 16, 1).to("mps")
+        assert self.kernels(lambda: checked("moe_compute_ids_tpe", ids, 16, 100, 65))
+        gate = [each.to("mps") for each in gate_arguments(5, 128, 24, torch.bfloat16, torch.bfloat16, 3)]
+        assert self.kernels(lambda: checked("moe_gate", *gate, 4, 1e-6))
 
 
 class TestMlx:

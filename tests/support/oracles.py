@@ -33,37 +33,11 @@ def round_to(x: np.ndarray, dtype: torch.dtype) -> np.ndarray:
     return np.where(np.abs(rounded) > FORMATS[dtype][2], np.copysign(np.inf, x), rounded)
 
 
-def assert_rounded(
-    actual: Tensor, expected: np.ndarray, magnitude: np.ndarray, float32_errors: float
-) -> None:
-    """`actual` is within 1 ulp of the correctly rounded `expected`.
-
-    Where terms cancel, the float32 arithmetic inside may lose `float32_errors` units of the last place of
-    `magnitude`, the same formula with every term positive.
-    """
-    assert tuple(actual.shape) == expected.shape
-    assert actual.is_contiguous()
-    correct = round_to(expected, actual.dtype)
-    allowed = spacing(correct, actual.dtype) + float32_errors * FLOAT32_EPS * magnitude
-    error = np.abs(exact(actual) - correct)
-    assert np.isfinite(exact(actual)).all()
-    assert (error <= allowed).all(), f"{(error / allowed).max():.3g} times the allowed error"
-
-
 # Norms
 
 
 def rms(x: np.ndarray, eps: float) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
-
-
-def norm_add(residual, input, weight, eps, scalar=1.0, weight_offset=0.0):
-    return (residual + rms(input, eps) * (weight + weight_offset)) * scalar
-
-
-def residual_norm(total, weight, eps, scalar=1.0, weight_offset=0.0):
-    """`total` is the sum as the residual stream carries it, rounded to its dtype."""
-    return rms(total, eps) * (weight + weight_offset) * scalar
 
 
 # Combine
@@ -181,10 +155,6 @@ def route(
         all_ids.append(ids)
         gaps.append(row_gap)
     return np.array(all_weights), np.array(all_ids), np.array(gaps)
-
-
-def gate_logits(hidden, router_weight, norm_weight, eps):
-    return (rms(hidden, eps) * norm_weight) @ router_weight.T
 
 
 def gate_weights(logits, ids, per_expert_scale, renormalize):

@@ -348,18 +348,19 @@ def moe_hash_router(a):
 
 @oracle
 def moe_gate(a):
-    norm = normed(exact(a.hidden), exact(a.norm_weight), a.eps)
+    rows = normed(exact(a.hidden), exact(a.norm_weight), a.eps).value
     weight, scale = exact(a.router_weight), exact(a.per_expert_scale)
-    logits = dot_products(norm.value, weight, 0.0)
-    error = (2 * logits.error + norm.error @ abs(weight).T).max(-1, initial=0.0)
-    ids = np.array([oracles.descending(row)[: a.top_k] for row in logits.value], dtype=np.int64)
+    logits = rows @ weight.T
+    # Roundings are independent of each other: their sum is far below the bound that grows with the width.
+    error = 4 * FLOAT32_EPS * (abs(rows) @ abs(weight).T).max(-1, initial=0.0)
+    ids = np.array([oracles.descending(row)[: a.top_k] for row in logits], dtype=np.int64)
     ids = ids.reshape(-1, a.top_k)
-    gaps = np.array([oracles.gap(row, a.top_k) for row in logits.value])
+    gaps = np.array([oracles.gap(row, a.top_k) for row in logits])
     sure = (gaps > 2 * error)[:, None]
-    weights = oracles.gate_weights(logits.value, ids, scale, a.renormalize_after_scale)
-    relative = 64 * FLOAT32_EPS + 4 * error[:, None]
+    weights = oracles.gate_weights(logits, ids, scale, a.renormalize_after_scale)
+    relative = 64 * FLOAT32_EPS + error[:, None]
     if a.renormalize_after_scale:  # scales of both signs cancel in the sum
-        plain = oracles.gate_weights(logits.value, ids, scale, False)
+        plain = oracles.gate_weights(logits, ids, scale, False)
         total, size = plain.sum(-1, keepdims=True), abs(plain).sum(-1, keepdims=True)
         relative = relative * (1 + size / np.where(total == 0, 1.0, abs(total)))
     return [Expected(weights, relative * abs(weights) + 1e-36, sure), Expected(ids, None, sure)]
