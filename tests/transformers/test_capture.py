@@ -899,6 +899,26 @@ def test_default_devices(device, same_bits):
     assert captures_of(model).programs[0].plan is programs[1]
 
 
+class CompiledNorm(nn.RMSNorm):
+    double = staticmethod(torch.compile(lambda x: 2 * x, backend="eager", fullgraph=True))
+
+    def forward(self, x):
+        return self.double(super().forward(x))
+
+
+@torch.no_grad()
+def test_compiled_code_in_a_model_stays_compiled(same_bits):
+    """With fullgraph=True, torch raises where it is not."""
+    model = accelerated("qwen3_moe", "cpu")
+    model.model.norm = CompiledNorm(64)
+    torch_moe_mps.accelerate(model)  # which traces the norm
+    own = without_capture(copy.deepcopy(model))
+    mine, theirs = Conversation(model), Conversation(own)
+    assert_equal(mine.tokens(5), theirs.tokens(5))
+    assert captures_of(model).programs
+    assert_equal(Conversation(model).tokens(1), Conversation(own).tokens(1))
+
+
 @torch.no_grad()
 def test_an_unknown_cache_says_why():
     class Own(DynamicCache):

@@ -122,8 +122,10 @@ class Recorder(TorchDispatchMode):
         self._name(fake, node)
         return fake
 
+    @torch.compiler.disable
     def run(self, function: Callable[[], Any]) -> Any:
-        with self.fakes, self:
+        # In these modes torch's compiler would give up what it compiles, and not for this call alone.
+        with torch.compiler.set_stance("force_eager"), self.fakes, self:
             return function()
 
     def finish(self, results: list[Tensor]) -> None:
