@@ -267,7 +267,8 @@ def test_a_longer_context_costs_a_captured_token_the_keys_of_pools(simulated, mo
     with torch.no_grad():
         few, held = captured_bytes(simulated, model, 60, monkeypatch)
         many, held_more = captured_bytes(simulated, model, 140, monkeypatch)
-    assert 1.0 <= (many - few) / (held_more - held) <= 1.1
+    copied = 2 * 3 * 8 * (140 - 60)  # the model's positions of tokens, once for all layers
+    assert 1.0 <= (many - few - copied) / (held_more - held) <= 1.1
 
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3"])

@@ -28,14 +28,12 @@ from transformers.cache_utils import (
 
 from ..ops.attention import CACHE_BITS
 from . import growing
-from .basics.deferred import Deferred
 from .basics.state import NOTHING, STATE, state_of
 from .modules.rules.compressed_attention import Pooled
-from .quantized_states import PLAIN, QuantizedStates, can_be_quantized
+from .quantized_states import QuantizedStates, can_be_quantized
 
 # Attributes of a layer of compressed keys.
 _POOLS, _BIASES = "_moe_mps_pools", "_moe_mps_biases"
-_POSITIONS = "indexer_position_ids"
 
 
 def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
@@ -273,35 +271,6 @@ class _Growing(_Made, DynamicLayer):
                 self.keys, self.values = growing.columns_of(growing.with_room(together, change), widths)
 
 
-class _Positions(Deferred):
-    """The positions of an indexer's keys, [A, B, S]: torch.cat writes new ones behind them, in their memory.
-
-    Attributes:
-        held: [A, B, S, 1]
-    """
-
-    held: Tensor
-
-    @staticmethod
-    def __new__(cls, held: Tensor) -> "_Positions":
-        made: _Positions = cls.made(held.shape[:3], held.dtype, held.device, held=held)
-        return made
-
-    def elements(self) -> Tensor:
-        return self.held.squeeze(-1)
-
-    __torch_function__: Any = torch._C._disabled_torch_function_impl
-
-    @classmethod
-    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        if func is torch.ops.aten.cat.default and args[1:] in ((-1,), (2,)) and growing.may_grow():
-            first, last = args[0][0], args[0][-1]
-            if len(args[0]) == 2 and type(first) is cls and type(last) in PLAIN:
-                (every,) = growing.extended((first.held,), (last.unsqueeze(-1),))
-                return growing.in_memory_of(every, every.squeeze(-1))
-        return NotImplemented
-
-
 class _GrowingIndexed(DynamicIndexedLayer, _Growing):
     """A layer that holds all tokens, and the keys of an indexer."""
 
@@ -309,17 +278,6 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
     pools: Any = None  # rows that stand for several keys, which their indexer makes
     rate = 0  # of pools
     is_padded: bool | None = None  # whether any row has had padding, as their indexer notes
-
-    @property
-    def indexer_position_ids(self) -> Tensor | None:
-        """[A, B, S]; the layer's dictionary has [A, B, S, 1], whose last dimension but one can grow."""
-        held: Tensor | None = self.__dict__.get(_POSITIONS)
-        return _Positions(held) if held is not None and held.dim() == 4 else held
-
-    @indexer_position_ids.setter
-    def indexer_position_ids(self, positions: Tensor | None) -> None:
-        held = None if positions is None else growing.in_memory_of(positions, positions.unsqueeze(-1))
-        self.__dict__[_POSITIONS] = held
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if not growing.may_grow():
@@ -359,22 +317,15 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
         return pools
 
     def crop(self, tokens_to_remove: int) -> None:
-        indexer_keys, pools, positions = self.indexer_keys, self.pools, self.__dict__.get(_POSITIONS)
+        indexer_keys, pools = self.indexer_keys, self.pools
         super().crop(tokens_to_remove)
         self.indexer_keys = growing.in_memory_of(indexer_keys, self.indexer_keys)
-        growing.in_memory_of(positions, self.__dict__.get(_POSITIONS))
         if pools is not None:
             self.pools = growing.in_memory_of(pools, pools[:, : self.indexer_keys.shape[1] // self.rate])
 
     def reset(self) -> None:
         super().reset()
         self.pools, self.is_padded = None, None
-
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        made, given, state = super().__reduce_ex__(protocol)
-        if self.indexer_position_ids is not None:
-            state[_POSITIONS] = self.indexer_position_ids.clone(memory_format=torch.contiguous_format)
-        return made, given, state
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)
