@@ -5,14 +5,12 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 
 import pytest
 import torch
 import transformers
 from support import tiny_models
-from support.processes import environment
+from support.processes import COMMAND, Forked
 from tokenizers import Tokenizer, models, pre_tokenizers
 
 import torch_moe_mps
@@ -263,11 +261,13 @@ def test_states_that_cannot_be_cut_take_no_guesses(architecture, tmp_path, capsy
 def test_a_pipe_that_is_closed_ends_it_quietly(checkpoint):
     """As `| head -c 1` does."""
     arguments = ["generate", str(checkpoint), "-p", "hello", "--max-tokens", "200", "--device", "cpu"]
-    command = [sys.executable, "-m", "torch_moe_mps", *arguments]
-    process = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, env=environment() | {"OMP_NUM_THREADS": "1"}
-    )
-    os.read(process.stdout.fileno(), 1)
-    process.stdout.close()
-    errors = process.stderr.read().decode()
-    assert process.wait(60) == 128 + signal.SIGPIPE and "error" not in errors.lower()
+    (reader, writer), (errors, errors_writer) = os.pipe(), os.pipe()
+    with open(os.devnull) as none:
+        process = Forked(COMMAND, *arguments, files=(none, writer, errors_writer))
+    os.close(writer)
+    os.close(errors_writer)
+    os.read(reader, 1)
+    os.close(reader)
+    with open(errors) as said:
+        assert "error" not in said.read().lower()
+    assert process.wait(60) == 128 + signal.SIGPIPE

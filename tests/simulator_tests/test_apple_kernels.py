@@ -681,6 +681,7 @@ index_topk of blocks
 """,
         )
 
+    @pytest.mark.sweep
     def test_linear_attention(self):
         self.assertExpectedInline(
             costs("linear_attention", "bf16"),
@@ -747,6 +748,7 @@ pointwise
 """,
         )
 
+    @pytest.mark.sweep
     def test_combine(self):
         self.assertExpectedInline(
             costs("combine", "bf16"),
