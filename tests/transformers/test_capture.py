@@ -250,9 +250,10 @@ def test_batches_and_several_tokens(batch, tokens, device, same_bits):
 
 
 @torch.no_grad()
-def test_kinds_behind_each_other():
+@pytest.mark.parametrize("bits", [None, 4])
+def test_kinds_behind_each_other(bits):
     """A batch of one row has a program of its own, larger ones share one from the second size on."""
-    model = accelerated("qwen3_moe", "cpu")
+    model = accelerated("qwen3_moe", "cpu", bits=bits, group_size=32 if bits else None)
     own = without_capture(copy.deepcopy(model))
     captures, programs = captures_of(model), []
     for batch in (1, 2, 3, 5, 1):

@@ -11,7 +11,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from ..graphs.nodes import arguments, as_list, is_call, tensor_of
-from ..graphs.tracing import ITEM, PARTS, TENSOR, VALUE, Number, is_operator
+from ..graphs.tracing import ITEM, PARTS, TENSOR, VALUE, Number, as_recorded, is_operator
 from .plan import Plan
 
 _ATEN = torch.ops.aten
@@ -28,8 +28,7 @@ class Integers:
 
     def place_of(self, number: Any) -> int:
         """The place of a number among the integers."""
-        if isinstance(number, torch.SymInt):
-            number = Number(number.node.expr)
+        number = as_recorded(number)
         expression = number.expression if isinstance(number, Number) else sympy.Integer(number)
         return self._places.setdefault(self._env.simplify(expression), len(self._places))
 

@@ -29,10 +29,15 @@ class Unsupported(Exception):
 
 
 class Number:
-    """A number in the arguments of a node that differs from call to call: a sympy expression."""
+    """A number in the arguments of a node that differs from call to call."""
 
-    def __init__(self, expression: Any) -> None:
-        self.expression = expression
+    def __init__(self, value: torch.SymInt) -> None:
+        self.value = value
+
+    @property
+    def expression(self) -> Any:
+        """Of sympy."""
+        return self.value.node.expr
 
     def __repr__(self) -> str:
         return str(self.expression)
@@ -40,7 +45,12 @@ class Number:
 
 def as_recorded(value: Any) -> Any:
     """A number as the arguments of nodes have it."""
-    return Number(value.node.expr) if isinstance(value, torch.SymInt) else value
+    return Number(value) if isinstance(value, torch.SymInt) else value
+
+
+def as_given(value: Any) -> Any:
+    """The inverse of `as_recorded`."""
+    return value.value if isinstance(value, Number) else value
 
 
 class _Named(Source):

@@ -30,7 +30,7 @@ from ..nodes import (
     tensor_of,
 )
 from ..patterns import linear_of, match
-from ..tracing import ITEM, PARTS, TENSOR, VALUE, is_operator
+from ..tracing import ITEM, PARTS, TENSOR, VALUE, as_given, is_operator
 from .norms import MOST_ROWS
 
 _COPIES = (aten.clone, aten.cat)
@@ -286,13 +286,18 @@ def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
         is_view = target is ITEM or (_moves(user) and not is_call(user, *_COPIES))
         if not is_view and (not is_operator(user) or target.namespace != "aten" or target._schema.is_mutable):
             continue
-        args: Any = fx.node.map_arg(user.args, lambda each: shown.get(each, each.meta[VALUE]))
+        args: Any = fx.node.map_aggregate(user.args, lambda each: _as_shown(each, shown))
         if is_call(user, aten.view, aten._unsafe_view) and not can_view(*args):
             return False
         result = target(*args, **user.kwargs)
         if (is_view or _layout(result) != _layout(user.meta[VALUE])) and not _can_show(user, result, shown):
             return False
     return True
+
+
+def _as_shown(value: Any, shown: dict[fx.Node, Any]) -> Any:
+    """An argument of a node, as its operator takes it."""
+    return shown.get(value, value.meta[VALUE]) if isinstance(value, fx.Node) else as_given(value)
 
 
 def _layout(value: Any) -> Any:

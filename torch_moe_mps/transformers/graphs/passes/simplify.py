@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..nodes import arguments, aten, calls, is_call, is_final, is_view, memory_of, put, tensor_of, written
 from ..patterns import uncast
-from ..tracing import ITEM, VALUE, Number
+from ..tracing import ITEM, VALUE, Number, as_given, as_recorded
 
 _ONE = 1, (aten.ones, aten.ones_like, aten.new_ones)
 _ZERO = 0, (aten.zeros, aten.zeros_like, aten.new_zeros)
@@ -83,9 +83,7 @@ def _sum(first: Any, second: Any) -> Any:
     """Of two integers, which may differ from call to call; None for anything else."""
     if not isinstance(first, (int, Number)) or not isinstance(second, (int, Number)):
         return None
-    total: Any = getattr(first, "expression", first)
-    total = total + getattr(second, "expression", second)
-    return total if isinstance(total, int) else Number(total)
+    return as_recorded(as_given(first) + as_given(second))
 
 
 def _out_of_place(node: fx.Node) -> Any:
