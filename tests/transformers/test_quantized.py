@@ -60,6 +60,8 @@ def test_logits_generation_and_checkpoint(architecture, form, tmp_path):
     tiny_models.dense_twin(dense, model)
     expected = output(model, prompt())
     assert_close(expected, output(dense, prompt()), 1e-5)
+    stored = [each for m in model.modules() for each in tiny_models.quantized_parameters(m).values()]
+    assert not any(tensor.requires_grad for tensors, _ in stored for tensor in tensors if tensor is not None)
     if architecture in ARCHITECTURES:
         errors = [entry.error for entries in report.quantization.modules.values() for entry in entries]
         assert errors and all(0.0 < error < 0.2 for error in errors)
