@@ -113,19 +113,6 @@ def test_what_is_written_over_a_child(path):
     assert not torch.allclose(output(fast, prompt()), before, atol=1e-3)
 
 
-def test_a_bias_added_to_the_projection_of_a_gate():
-    fast, own = pair("gemma4")
-    check(fast, own)
-    bias = torch.randn(block(own, "router").proj.out_features)
-    for model in (fast, own):
-        for module in model.modules():
-            if hasattr(module, "per_expert_scale"):
-                module.proj.bias = nn.Parameter(bias.clone())
-    check(fast, own)
-    torch_moe_mps.accelerate(fast)
-    check(fast, own)
-
-
 # Hooks
 
 

@@ -195,16 +195,6 @@ def test_a_given_state_stays_as_it_is(function):
         assert_close(each, own, 1e-5)
 
 
-def test_hooks_are_called():
-    model = model_of()
-    torch_moe_mps.accelerate(model)
-    seen = []
-    layer_of(model).register_forward_hook(lambda *_: seen.append("layer"))
-    layer_of(model).norm.register_forward_hook(lambda *_: seen.append("norm"))
-    assert operators_of(step(model)) == STEP
-    assert seen == ["norm", "layer"] * 2  # the prompt and the step
-
-
 def test_a_state_of_another_dtype():
     """It is not what the operator takes: the model's own function runs."""
     model = model_of()

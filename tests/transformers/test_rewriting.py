@@ -37,20 +37,3 @@ def test_instance_with_its_own_forward_is_left_alone():
     norm = Norm().eval()
     norm.forward = lambda x: x
     assert rewrite(norm) == ([], "its forward was replaced on the instance")
-
-
-class Indexed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.steps = nn.ModuleList([nn.Linear(16, 16), Norm()])
-
-    def forward(self, x):
-        return self.steps[0](nn.functional.silu(self.steps[0](x)) * self.steps[1](x))
-
-
-def test_modules_of_a_list_have_no_name():
-    module, x = Indexed().eval(), torch.randn(3, 16)
-    with torch.no_grad():
-        expected = module(x)
-        assert rewrite(module)[0] == []
-        assert torch.equal(module(x), expected)
