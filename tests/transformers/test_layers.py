@@ -168,6 +168,41 @@ def test_what_something_else_needs_stays_dense():
     }
 
 
+class Reader(nn.Module):
+    def __init__(self):
+        super().__init__()
+        for name in ("product", "cast", "dtype", "row", "asked", "trained", "called"):
+            setattr(self, name, nn.Linear(32, 32))
+        self.eval()
+
+    def forward(self, x):
+        if isinstance(self.asked.weight, torch.Tensor) and x.dtype != self.asked.weight.dtype:
+            x = x.to(self.asked.weight.dtype)
+        if self.training and x is not None:
+            return x @ self.trained.weight.T
+        return self.called(x.to(self.dtype.weight.dtype)) @ self.product.weight + self.row.weight[0, None]
+
+    def cuda_forward(self, x):
+        return x @ self.called.weight
+
+    def backwards(self, x):
+        return x @ self.cast.weight.float()
+
+
+class InheritingReader(Reader):
+    def forward(self, x):
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("cls", [Reader, InheritingReader])
+def test_what_code_computes_with_stays_dense(cls):
+    """Of a weight its type, an attribute or a row may be read, and anything for training or CUDA."""
+    report = torch_moe_mps.accelerate(nn.ModuleDict({"reader": cls()}), 4, 32).quantization
+    why = "the code around it reads its weight"
+    assert report.skipped == {"reader.product": why, "reader.cast": why}
+    assert len(report.modules) == 5
+
+
 def test_a_matrix_for_each_group_of_inputs(device, tmp_path):
     """DeepSeek-V4's o_a_proj; a class that turns the groups round would keep its weight."""
     with tiny_models.sizes(head_dim=64):

@@ -3,14 +3,14 @@
 A weight stays dense, with a reason, if something uses an attribute that a quantised layer lacks.
 """
 
-import ast
+import contextlib
 import functools
 import inspect
 import re
-import textwrap
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -28,6 +28,9 @@ from .recipe import Recipe
 # Layers with fewer outputs than this save no bytes: the gate of a shared expert has one.
 SMALLEST = 16
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
+# What reads the weight of a child, unless only its type, an attribute or an element of it.
+_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b|\[)")
+_FOR_TRAINING = re.compile(r"^( *)if [^\n]*self\.training[^\n]*:\n(?:\1 [^\n]*\n|\n)*", re.MULTILINE)
 
 
 @dataclass
@@ -237,63 +240,19 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     return isinstance(found["FACTOR"], int | float) or path_of(found["FACTOR"]) is not None
 
 
-@functools.lru_cache(maxsize=4096)
-def _syntax_of(function: Callable) -> ast.AST | None:
-    """None where the source is not available."""
-    try:
-        return ast.parse(textwrap.dedent(inspect.getsource(function)))
-    except (OSError, TypeError, SyntaxError, ValueError):
-        return None
-
-
 @functools.cache
 def _weights_read_by(cls: type) -> set[str]:
     """The children whose weight the methods of a class read in ways that LazyWeight does not allow.
 
     Functions with "cuda" in their names and branches for training never run on quantised layers.
     """
-    reads = _Reads()
-    for base in cls.__mro__:
-        if base.__module__.startswith(("torch.", "builtins")):
-            continue
-        for name, function in vars(base).items():
-            if inspect.isfunction(function) and "cuda" not in name and (tree := _syntax_of(function)):
-                reads.visit(tree)
-    return reads.found
-
-
-class _Reads(ast.NodeVisitor):
-    """The names N in `self.N.weight`, unless only the type, an attribute or an element of it is read."""
-
-    def __init__(self) -> None:
-        self.found: set[str] = set()
-
-    def visit_If(self, node: ast.If) -> None:
-        parts = [node.test, *node.orelse]
-        if not any(ast.unparse(n) == "self.training" for n in ast.walk(node.test)):
-            parts += node.body
-        for part in parts:
-            self.visit(part)
-
-    def visit_Attribute(self, node: ast.Attribute) -> None:
-        if not (node.attr in ("dtype", "device", "shape") and self._child(node.value)):
-            self.found.update(self._child(node))
-            self.visit(node.value)
-
-    def visit_Call(self, node: ast.Call) -> None:
-        """A weight that is no tensor is not cast to, as that of a layer quantised by others."""
-        of_type = ast.unparse(node.func) == "isinstance" and self._child(node.args[0])
-        for part in node.args[1:] if of_type else ast.iter_child_nodes(node):
-            self.visit(part)
-
-    def visit_Subscript(self, node: ast.Subscript) -> None:
-        if not self._child(node.value):
-            self.visit(node.value)
-        self.visit(node.slice)
-
-    @staticmethod
-    def _child(node: ast.expr) -> list[str]:
-        return re.findall(r"^self\.(\w+)\.weight$", ast.unparse(node))
+    found: set[str] = set()
+    own = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    for name, function in chain.from_iterable(vars(base).items() for base in own):
+        if inspect.isfunction(function) and "cuda" not in name:
+            with contextlib.suppress(OSError):  # there is no source
+                found.update(_READ.findall(_FOR_TRAINING.sub("", inspect.getsource(function))))
+    return found
 
 
 def _towers(model: Any) -> Iterator[str]:
