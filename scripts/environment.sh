@@ -22,8 +22,9 @@ system_python() {
   fail "Python 3.11 or newer is needed"
 }
 
+# Another torch may bring another version of CUDA's compiler than the pinned one.
 requirements() {
-  sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/}" tests/requirements.txt
+  sed "${TORCH_VERSION:+s/^torch==.*/torch==$TORCH_VERSION/; s/^nvidia-cuda-nvrtc==[^;]*/nvidia-cuda-nvrtc/}" tests/requirements.txt
 }
 
 make_environment() {
