@@ -131,7 +131,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
         if name in attentions:
             done = [*done, ATTENTION, *use_latents(module)]
         if name in around or done or "attention" in type(module).__name__.lower():
-            is_router = any(each.operator in ("moe_router", "moe_hash_router") for each in done)
+            is_router = any(each.operator == "moe_router" for each in done)
             report.add(name, module, "router" if is_router else around.get(name, "other"), done, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
