@@ -60,6 +60,8 @@ def install(strict: bool = False) -> None:
             "install() comes too late: torch was asked for MPS before and remembers its answer"
         )
     torch.backends.mps.is_available.cache_clear()
+    if hasattr(torch.mps, "current_stream"):  # from torch 2.15 on; here there is one stream
+        torch.mps.current_stream = torch.mps.default_stream = torch.accelerator.current_stream
     # torch.load restores tensors of other backends through such a pair of functions.
     torch.serialization.register_package(19, _tag, _restore)
 

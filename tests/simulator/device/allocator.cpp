@@ -1,5 +1,6 @@
 // Memory of the simulated device for PyTorch: allocator, guard, hooks, random generators.
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <ATen/detail/MPSHooksInterface.h>
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
@@ -150,6 +151,17 @@ class Hooks final : public at::MPSHooksInterface {
   c10::Device getDeviceFromPtr(void*) const override { return kMps; }
 };
 
+namespace {
+
+// Torch has one kind of accelerator, and its build for Linux on PyPI is for CUDA: it becomes one without.
+const bool without_cuda = [] {
+  auto* hooks = const_cast<at::CUDAHooksInterface*>(&at::detail::getCUDAHooks());
+  hooks->~CUDAHooksInterface();
+  new (hooks) at::CUDAHooksInterface;
+  return true;
+}();
+
+}  // namespace
 }  // namespace simulator
 
 namespace at {
