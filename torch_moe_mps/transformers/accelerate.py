@@ -120,19 +120,19 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
     for name, module in model.named_modules():
         if name not in found and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", (), reason)
-    around = dict(_around(model, found))
+    routers = set(_routers(model, found))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
     choose_implementations(attentions.values())
     # Children first; the model, whose name is empty, is the last.
     for name, module in sorted(model.named_modules(), key=lambda each: (not each[0], -each[0].count("."))):
-        if name in found or (name not in around and _is_left_out(name, module)):
+        if name in found or _is_left_out(name, module):
             continue
         done, reason = rewrite(module)
         if name in attentions:
             done = [*done, ATTENTION, *use_latents(module)]
-        if name in around or done or "attention" in type(module).__name__.lower():
-            is_router = any(each.operator == "moe_router" for each in done)
-            report.add(name, module, "router" if is_router else around.get(name, "other"), done, reason)
+        if name in routers or done or "attention" in type(module).__name__.lower():
+            is_router = name in routers or any(each.operator == "moe_router" for each in done)
+            report.add(name, module, "router" if is_router else "other", done, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place
@@ -204,34 +204,16 @@ def _other_experts(path: str, module: nn.Module) -> str | None:
     return None
 
 
-def _around(model: nn.Module, found: Collection[str]) -> Iterator[tuple[str, str]]:
-    """(name, kind) of the routers, blocks and layers that the experts belong to."""
+def _routers(model: nn.Module, found: Collection[str]) -> Iterator[str]:
+    """The names of the routers beside the experts."""
     for name in found:
         parent = name.rpartition(".")[0]
-        *blocks, layer = _owners(model, parent)
-        yield from ((block, "block") for block in blocks)
-        yield layer, "layer"
         for child, module in model.get_submodule(parent).named_children():
             if child in _ROUTERS and not _is_left_out(child, module):
-                yield f"{parent}.{child}".lstrip("."), "router"
+                yield f"{parent}.{child}".lstrip(".")
 
 
 def _is_left_out(name: str, module: nn.Module) -> bool:
     """Whether a module is a model, or a layer of torch or of ours."""
     is_layer = type(module).__module__.startswith("torch.") or isinstance(module, QuantizedLayer)
     return is_layer or hasattr(module, "base_model_prefix") or not name
-
-
-def _owners(model: nn.Module, path: str) -> Iterator[str]:
-    """The paths of a block and of its parents up to the layer, the last module below a list or a model."""
-    while True:
-        yield path
-        above = path.rpartition(".")[0]
-        module = model.get_submodule(above)
-        if (
-            not path
-            or isinstance(module, (nn.ModuleList, nn.ModuleDict))
-            or hasattr(module, "base_model_prefix")
-        ):
-            return
-        path = above

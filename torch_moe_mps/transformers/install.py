@@ -13,7 +13,6 @@ from torch import nn
 
 from ..ops._checks import first_line
 from .basics.classes import subclass
-from .basics.interface import is_experts
 from .basics.reads import holds, kept, recording
 from .basics.report import Done
 from .basics.state import CLASS_MARK, NOTHING, OWN_FORWARD, STATE, Unsupported, original_class, state_of
@@ -56,10 +55,7 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     if done:
         _run(module, forward, {})
         return done, None
-    reason = next(iter(refusals), reason)
-    if reason is None and any(map(is_experts, module.modules())):
-        return [], "nothing here but calls of its parts"
-    return [], reason or "its formula is none of the operators'"
+    return [], next(iter(refusals), reason) or "its formula is none of the operators'"
 
 
 def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]:
