@@ -5,7 +5,6 @@ import functools
 import gc
 import json
 import os
-import resource
 import shutil
 import signal
 import weakref
@@ -16,6 +15,7 @@ import torch
 import transformers
 from support import tiny_models
 from support.checkpoints import add_tokenizer
+from support.disk import files_of
 from support.processes import COMMAND, interrupted
 
 import torch_moe_mps
@@ -500,17 +500,6 @@ def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoin
         assert error.startswith("torch-moe-mps: error: ") and message in error
         assert None in change.values() or place in error
         assert not (tmp_path / "new").exists()
-
-
-@contextlib.contextmanager
-def files_of(limit: int):
-    """No file grows over `limit` bytes, as on a disk that is full."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
 @pytest.mark.parametrize("limit", [2000, 40000], ids=["while quantising", "while writing"])

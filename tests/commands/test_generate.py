@@ -4,14 +4,16 @@ import contextlib
 import io
 import json
 import os
+import shutil
 import signal
 
 import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.disk import files_of
 from support.processes import COMMAND, Forked
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -174,16 +176,9 @@ def test_a_file_that_is_no_cache_for_the_model_is_named_and_ignored(change, chec
 
 
 def test_a_full_disk_does_not_lose_the_answer(checkpoint, tmp_path, capsys):
-    import resource
-
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
-    try:
-        file = tmp_path / "prompt.safetensors"
+    file = tmp_path / "prompt.safetensors"
+    with files_of(2000):
         assert run(checkpoint, "--raw", "-p", "hello", "--max-tokens", 12, "--prompt-cache", file) == 0
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     out, err = capsys.readouterr()
     assert out == expected(checkpoint, "hello") + "\n" and not [*tmp_path.iterdir()]
     assert f"the prompt is not kept in {file}: " in err and "File too large" in err
@@ -245,10 +240,30 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
         ([*hello, "--prompt-lookup", 0], "--prompt-lookup must be at least 1 token, got 0"),
         ([*hello, "--prompt-cache", tmp_path], "--prompt-cache must be a file that can be written"),
         ([*hello, "--set", "max_tokens=3"], "--set must name arguments of generate(), got max_tokens"),
+        ([*hello, "--set", "top_k=many"], "--set top_k must be a number, true, false, None or a list, got"),
     ):
         assert run(checkpoint, *arguments) == 1
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("torch-moe-mps: error: ") and message in error
+
+
+def test_stop_strings(checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()  # words without blanks between their tokens
+    tokenizer.save_pretrained(folder)
+    text = expected(folder, "hello")
+    assert run(folder, "--raw", "-p", "hello", "--set", f"stop_strings={text[4:6]}") == 0
+    assert capsys.readouterr().out == text[: text.index(text[4:6]) + 2] + "\n"
+
+
+def test_what_a_chat_template_refuses_is_one_line(checkpoint, tmp_path, capsys):
+    shutil.copytree(checkpoint, tmp_path / "model")
+    template = "{{ raise_exception('System role not supported') }}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    assert run(tmp_path / "model", "-p", "hello", "--system-prompt", "a") == 1
+    expected = "torch-moe-mps: error: the model's chat template: System role not supported\n"
+    assert capsys.readouterr().err == expected
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "minimax"])

@@ -27,7 +27,10 @@ from torch_moe_mps.commands.sources import load
 from torch_moe_mps.commands.speculation import Speculation
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+)
 
 
 @pytest.fixture(scope="module")
@@ -134,6 +137,24 @@ def test_prompts_that_the_model_does_not_read_are_refused(checkpoint):
             ) as raised:
                 create(model=str(checkpoint), messages=said("a" * 256), stream=stream)
             assert raised.value.code == "context_length_exceeded"
+
+
+def test_errors_say_what_is_wrong(checkpoint):
+    """What is asked wrongly is of the client's class, which does not ask again; and it stops no server."""
+    with client_of(checkpoint, continuous_batching=True, cb_num_blocks=16) as client:
+        for messages, kind, reason in (
+            (said(""), openai.BadRequestError, "The prompt must have at least 1 token, got none"),
+            ([], openai.BadRequestError, "ValueError: Cannot apply chat template to an empty conversation"),
+            ([{"role": "tool", "content": "a"}], openai.BadRequestError, "TemplateError: no tools"),
+            ([{"content": "a"}], openai.InternalServerError, "KeyError: 'role'"),
+            (said("a" * 256), openai.BadRequestError, "This model's maximum context length is 256"),
+        ):
+            for stream in (False, True):
+                with pytest.raises(kind, match=reason):
+                    create = client.with_options(max_retries=1).chat.completions.create
+                    create(model=str(checkpoint), messages=messages, stream=stream)
+        asked = {"model": str(checkpoint), "messages": said("hello"), "max_tokens": 6}
+        assert client.chat.completions.create(**asked).choices[0].message.content
 
 
 def test_batches_refuse_what_requests_cannot_have_for_themselves(checkpoint):
@@ -320,8 +341,8 @@ class Terminal:
     def __init__(self, *arguments, longest_file: int | None = None):
         begin = "import os; os.open(os.ttyname(0), os.O_RDWR)"  # Ctrl-C comes from its terminal
         if longest_file is not None:
-            limit = f"setrlimit(RLIMIT_FSIZE, ({longest_file}, {longest_file}))"
-            begin += f"; from resource import RLIMIT_FSIZE, setrlimit; {limit}"
+            begin += "; from support.disk import files_of"
+            begin += f"; disk = files_of({longest_file}); disk.__enter__()"
         leader, follower = pty.openpty()
         self.process = Forked(
             f"{begin}; {COMMAND}", *arguments, files=(follower,) * 3, TERM="dumb", COLUMNS=300

@@ -66,12 +66,15 @@ def _line(error: Exception) -> str | None:
     if isinstance(error, ImportError):
         return _of_import(error)
     from huggingface_hub.errors import StrictDataclassError
+    from jinja2 import TemplateError
     from safetensors import SafetensorError
 
     from ..ops._checks import first_line
 
     if isinstance(error, StrictDataclassError):  # its second line says what is wrong
         return "the model's config.json: " + " ".join(str(error).split())
+    if isinstance(error, TemplateError):
+        return f"the model's chat template: {first_line(error)}"
     if not isinstance(error, (ValueError, OSError, RuntimeError, SafetensorError)):
         return None
     line = first_line(error) or type(error).__name__

@@ -31,6 +31,7 @@ def run(options: argparse.Namespace) -> None:
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     reader = _processor(options, folder) if options.image else tokenizer_of(folder, options.trust_remote_code)
+    settings["tokenizer"] = getattr(reader, "tokenizer", reader)  # stop_strings are in its words
     size = 1 if options.draft or options.prompt_lookup else options.batch  # assisted, it takes one sequence
     batches = [prompts[start : start + size] for start in range(0, len(prompts), size)]
     inputs = [_inputs(options, reader, some) for some in batches]

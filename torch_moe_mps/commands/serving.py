@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from ..ops._checks import first_line
 from .generating import Generating
 from .prompts import Prompts, machine_memory
 from .sources import context_of, folder_of, is_first_process, load, name_of, processes, usable_device
@@ -170,11 +171,12 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
             _refuse_unless_empty(field, body[field])
 
     def build_server(*parts: Any, **others: Any) -> Any:
+        from jinja2 import TemplateError
         from starlette.exceptions import HTTPException
 
         built = build(*parts, **others)
-        built.add_exception_handler(Refused, _error)
-        built.add_exception_handler(HTTPException, _error)
+        for kind in (Refused, HTTPException, TemplateError, ValueError, Exception):
+            built.add_exception_handler(kind, _error)
         return built
 
     return [
@@ -221,10 +223,12 @@ def _refuse_unless_empty(field: str, value: Any) -> None:
 def _limit(model: Any, inputs: Any, config: Any) -> None:
     """Lets a request generate at most as many tokens as the model still reads.
 
-    Raises: Refused for a prompt that leaves no room for a token.
+    Raises: Refused for a prompt without tokens, and for one that leaves no room for a token.
     """
     ids, limit = inputs["input_ids"], context_of(model.config)
     count = len(ids) if isinstance(ids, list) else ids.shape[-1]
+    if count == 0:
+        raise Refused("The prompt must have at least 1 token, got none.", "messages")
     if count >= limit:
         message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}."
         raise Refused(message, "messages", "context_length_exceeded")
@@ -233,13 +237,16 @@ def _limit(model: Any, inputs: Any, config: Any) -> None:
 
 
 async def _error(request: Any, error: Any) -> Any:
-    """Errors in OpenAI's form, those of transformers, too."""
+    """Errors in OpenAI's form, those of transformers and of a chat template, too."""
     from fastapi.responses import JSONResponse
+    from jinja2 import TemplateError
 
-    if isinstance(error, Refused):
-        return JSONResponse({"error": error.body}, status_code=400)
-    body = {"message": str(error.detail), "type": "invalid_request_error", "param": None, "code": None}
-    return JSONResponse({"error": body}, status_code=error.status_code)
+    is_asked_wrongly = isinstance(error, (Refused, TemplateError, ValueError))
+    status = getattr(error, "status_code", 400 if is_asked_wrongly else 500)
+    message = getattr(error, "detail", f"{type(error).__name__}: {first_line(error)}")
+    kind = "server_error" if status == 500 else "invalid_request_error"
+    body = {"message": str(message), "type": kind, "param": None, "code": None}
+    return JSONResponse({"error": getattr(error, "body", body)}, status_code=status)
 
 
 def prompts_of(options: argparse.Namespace) -> Prompts:
