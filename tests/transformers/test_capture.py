@@ -900,6 +900,17 @@ def test_default_devices(device, same_bits):
     assert captures_of(model).programs[0].plan is programs[1]
 
 
+@pytest.mark.parametrize("architecture", ["qwen3_next", "deepseek_v3"])
+def test_inference_mode(architecture, same_bits):
+    """Pipelines have it. A program runs with and without it."""
+    model = accelerated(architecture, "cpu")
+    own, captures = without_capture(copy.deepcopy(model)), captures_of(model)
+    for mode in (torch.inference_mode, torch.no_grad):
+        with mode():
+            assert_equal(Conversation(model).tokens(5), Conversation(own).tokens(5))
+        assert len(captures.programs) == 1 and captures.reason is None
+
+
 class CompiledNorm(nn.RMSNorm):
     double = staticmethod(torch.compile(lambda x: 2 * x, backend="eager", fullgraph=True))
 

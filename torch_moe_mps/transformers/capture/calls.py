@@ -252,6 +252,8 @@ class Captures:
         kind.calls, kind.captures = 0, kind.captures + 1
         return kind
 
+    @torch.inference_mode(False)  # in which torch refuses views of weights among fake tensors
+    @torch.no_grad()
     def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Program:
         started = time.perf_counter()
         recorder = Recorder()
