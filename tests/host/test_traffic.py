@@ -8,7 +8,7 @@ import torch
 from simulator import DispatchCounters
 from support.expert_layers import random_ids
 from support.gguf_blocks import random_blocks
-from support.on_mps import INT4, matrix, tensor
+from support.on_mps import INT4, matrix, tensor, warnings_of_operators
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 
 ops = torch.ops.moe_mps
@@ -208,15 +208,10 @@ def test_a_stack_is_bound_where_it_lies(simulated, transposed):
 def test_other_strides_are_copied_with_a_warning(simulated, capfd):
     stack = tensor(8, 128, 96)[:, :64]
     x, ids = tensor(1, 96), torch.tensor([[5]], device="mps")
-    always = torch.is_warn_always_enabled()
-    torch.set_warn_always(True)
-    try:
-        with simulated.trace() as commands:
-            ops.expert_mm(x, stack, ids)
-    finally:
-        torch.set_warn_always(always)
+    with warnings_of_operators(capfd) as said, simulated.trace() as commands:
+        ops.expert_mm(x, stack, ids)
     assert f" 1=B[0:{8 * 64 * 96 * 2}] " in commands[0]
-    assert "a stack of experts of shape [8, 64, 96]" in capfd.readouterr().err
+    assert "a stack of experts of shape [8, 64, 96]" in said()
 
 
 # Linear layers -----------------------------------------------------------------------------------------

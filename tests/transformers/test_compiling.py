@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 from support import tiny_models
+from support.on_mps import warnings_of_operators
 from support.processes import forked
 from transformers import AutoModelForCausalLM, core_model_loading
 
@@ -145,13 +146,9 @@ def test_experts_whose_inputs_come_first_are_laid_out_once(simulated, capfd, tmp
     memory = experts.down_proj.data_ptr()
     torch_moe_mps.accelerate(model)
     assert experts.down_proj.data_ptr() == memory
-    torch.set_warn_always(True)
-    try:
-        with simulated.trace() as commands, torch.no_grad():
-            model(torch.tensor([[5]], device="mps"))
-    finally:
-        torch.set_warn_always(False)
-    assert "is copied in every call" not in capfd.readouterr().err
+    with warnings_of_operators(capfd) as said, simulated.trace() as commands, torch.no_grad():
+        model(torch.tensor([[5]], device="mps"))
+    assert "is copied in every call" not in said()
     kernels = [line.split()[0] for line in commands if " grid " in line]
     assert "expert_down_bf16" in kernels
     model.save_pretrained(tmp_path)
