@@ -35,7 +35,6 @@ from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.graphs import passes
-from torch_moe_mps.transformers.graphs.tracing import geometry
 from torch_moe_mps.transformers.modules.rules import constants
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
@@ -1042,62 +1041,6 @@ def test_an_error_names_the_operator(device):
     assert program.run([x], [], [3], []) == [] == program.run([x.half()], [], [2], [])
     with pytest.raises(RuntimeError, match="aten::mm, an operator of a captured token"):
         program.run([x], [], [2], [])
-
-
-# {steps of a view: what torch gives}, of 4 x 6 x 5 numbers in a row of memory with gaps.
-VIEWS = {
-    (): lambda x: x,
-    (("view", 4, -1, 3, 5),): lambda x: x.view(4, -1, 3, 5),
-    (("view", 4, 1, 6, 5, 1),): lambda x: x.view(4, 1, 6, 5, 1),
-    (("permute", 2, 0, -2),): lambda x: x.permute(2, 0, 1),
-    (("slice", 1, 1, 6, 2),): lambda x: x[:, 1:6:2],
-    (("slice", -2, -3, 2**63 - 1, 1),): lambda x: x[:, -3:],
-    (("slice", 0, 3, 1, 1),): lambda x: x[3:1],
-    (("slice", 0, -9, 9, 3),): lambda x: x[-9:9:3],
-    (("select", 1, -2), ("view", 2, 2, 5)): lambda x: x[:, -2].view(2, 2, 5),
-    (("select", 0, 3), ("select", -1, 0)): lambda x: x[3, :, 0],
-    (("unsqueeze", -1), ("unsqueeze", 0), ("unsqueeze", 2)): lambda x: x[None, :, None, :, :, None],
-    (("slice", 2, 1, 2, 1), ("expand", 3, -1, 6, 7)): lambda x: x[..., 1:2].expand(3, -1, 6, 7),
-    (("slice", 0, 2, 3, 1), ("squeeze", 1, -3), ("permute", 1, 0)): lambda x: x[2].T,
-    (("slice", 2, 1, 1, 1), ("view", 8, 3, 0)): lambda x: x[..., 1:1].view(8, 3, 0),
-}
-
-
-@pytest.mark.parametrize("steps,view", VIEWS.items())
-def test_views(steps, view, device):
-    """The very view that torch makes; numbers are constants, or the program's integers."""
-    x = torch.arange(1000, device=device)[7:].as_strided((4, 6, 5), (60, 5, 1), 7)
-    integers = sorted({number for _, *numbers in steps for number in numbers})
-    for in_constants in (True, False):
-        program = torch.classes.moe_mps.Program()
-        program.add_input(x, [], [])
-        place = program.add_constant if in_constants else lambda n: 1 + integers.index(n)
-        numbers = [[place(number) for number in numbers] for _, *numbers in steps]
-        result = 1 + len(integers)
-        program.add_alias(0, [name for name, *_ in steps], numbers, result, [0])
-        program.finish(result + 1, [result])
-        (made,) = program.run([x], [], [], integers)
-        expected = view(x)
-        assert made.untyped_storage().data_ptr() == expected.untyped_storage().data_ptr()
-        assert (made.dtype, made.device, *geometry(made)) == (x.dtype, x.device, *geometry(expected))
-
-
-def test_views_that_are_none(device):
-    for steps, error in (
-        ([("select", 1, 6)], IndexError),
-        ([("expand", 3, 6, 5)], RuntimeError),
-        ([("permute", 1, 0, 2), ("view", 24, 5)], RuntimeError),
-        ([("view", 7, -1)], RuntimeError),
-        ([("permute", 0, 1)], RuntimeError),
-    ):
-        program, x = torch.classes.moe_mps.Program(), torch.ones(4, 6, 5, device=device)
-        program.add_input(x, [], [])
-        program.add_alias(
-            0, [n for n, *_ in steps], [[*map(program.add_constant, n)] for _, *n in steps], 1, []
-        )
-        program.finish(2, [1])
-        with pytest.raises(error):
-            program.run([x], [], [], [])
 
 
 GENERATIONS = {

@@ -1,5 +1,4 @@
 // A captured token: a list of operator calls that one call from Python runs, through PyTorch's dispatcher.
-// Views, which are most of a model's operators and only show memory, are made without it.
 //
 // torch.classes.moe_mps.Program, which torch_moe_mps/transformers/capture/program.py builds. Values have
 // places: constants -1, -2, ...; inputs, integers and results 0, 1, ... in this order.
@@ -7,17 +6,13 @@
 #include <ATen/core/grad_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/core/Tensor.h>
-#include <ATen/ExpandUtils.h>
-#include <ATen/InferSize.h>
 #include <ATen/ScalarOps.h>
-#include <ATen/TensorUtils.h>
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
 #include <algorithm>
 #include <string>
 #include <utility>
-#include <variant>
 #include <vector>
 
 namespace moe_mps {
@@ -83,86 +78,7 @@ struct Weight {
   int64_t offset;
 };
 
-// The sizes, strides and offset of a view, changed as PyTorch's operators change them.
-class Geometry {
- public:
-  explicit Geometry(const at::Tensor& tensor)
-      : sizes_(tensor.sizes()), strides_(tensor.strides()), offset_(tensor.storage_offset()) {}
-
-  void view(at::IntArrayRef shape) {
-    auto sizes = at::infer_size_dv(shape, c10::multiply_integers(sizes_));
-    auto strides = at::detail::computeStride(sizes_, strides_, sizes);
-    TORCH_CHECK(strides.has_value(), "strides ", strides_, " of ", sizes_, " have no view of ", shape);
-    sizes_ = std::move(sizes), strides_ = std::move(*strides);
-  }
-
-  void expand(at::IntArrayRef shape) {
-    auto expanded = at::inferExpandGeometry_dimvector(sizes_, strides_, shape);
-    sizes_ = std::move(expanded.sizes), strides_ = std::move(expanded.strides);
-  }
-
-  void permute(at::IntArrayRef dims) {
-    const Geometry before = *this;
-    TORCH_CHECK(dims.size() == sizes_.size(), "a permutation of ", dims.size(), " dimensions of ", sizes_);
-    for (size_t i = 0; i < dims.size(); ++i) {
-      const size_t from = before.wrapped(dims[i]);
-      sizes_[i] = before.sizes_[from], strides_[i] = before.strides_[from];
-    }
-  }
-
-  void slice(int64_t dim, int64_t start, int64_t end, int64_t step) {
-    const size_t at = wrapped(dim);
-    const auto within = [size = sizes_[at]](int64_t token) {
-      return std::clamp<int64_t>(token < 0 ? token + size : token, 0, size);
-    };
-    const int64_t first = within(start);
-    offset_ += first * strides_[at];
-    sizes_[at] = (std::max(within(end) - first, int64_t{0}) + step - 1) / step;
-    strides_[at] *= step;
-  }
-
-  void select(int64_t dim, int64_t index) {
-    const size_t at = wrapped(dim);
-    const int64_t size = sizes_[at];
-    TORCH_CHECK_INDEX(-size <= index && index < size, "index ", index, " of a dimension of ", size);
-    offset_ += (index < 0 ? index + size : index) * strides_[at];
-    erase(at);
-  }
-
-  void squeeze(at::IntArrayRef dims) {
-    at::DimVector places;
-    for (const int64_t dim : dims) places.push_back(static_cast<int64_t>(wrapped(dim)));
-    std::sort(places.rbegin(), places.rend());
-    for (const int64_t place : places) {
-      if (sizes_[place] == 1) erase(place);
-    }
-  }
-
-  void unsqueeze(int64_t dim) {
-    const auto at = c10::maybe_wrap_dim(dim, static_cast<int64_t>(sizes_.size()) + 1);
-    const int64_t stride = at < sizes_.size() ? sizes_[at] * strides_[at] : 1;
-    sizes_.insert(sizes_.begin() + at, 1), strides_.insert(strides_.begin() + at, stride);
-  }
-
-  // A tensor like those that aten's views make below ADInplaceOrView.
-  at::Tensor of(const at::Tensor& base) const {
-    auto made = at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, c10::Storage(base.storage()),
-                                                         base.key_set(), base.dtype());
-    made.unsafeGetTensorImpl()->set_sizes_and_strides(sizes_, strides_, offset_);
-    return made;
-  }
-
- private:
-  size_t wrapped(int64_t dim) const {
-    return c10::maybe_wrap_dim(dim, static_cast<int64_t>(sizes_.size()), false);
-  }
-  void erase(size_t dim) { sizes_.erase(sizes_.begin() + dim), strides_.erase(strides_.begin() + dim); }
-
-  at::DimVector sizes_, strides_;
-  int64_t offset_;
-};
-
-// Where the items of an instruction are among those of all: a token reads each once, one after the other.
+// Where the items of a call are among those of all: a token reads each once, one after the other.
 struct Range {
   uint32_t first, count;
 };
@@ -179,48 +95,10 @@ c10::ArrayRef<T> items_of(const std::vector<T>& all, Range range) {
   return c10::ArrayRef<T>(all).slice(range.first, range.count);
 }
 
-struct Step {
-  enum Kind { kView, kExpand, kPermute, kSlice, kSelect, kSqueeze, kUnsqueeze } kind;
-  Range numbers;
-
-  static Kind kind_of(const std::string& name) {
-    static const std::vector<std::string> names{"view",   "expand",  "permute",  "slice",
-                                                "select", "squeeze", "unsqueeze"};
-    const auto found = std::find(names.begin(), names.end(), name);
-    TORCH_CHECK_VALUE(found != names.end(), "moe_mps::Program: views must be steps known to it, got ", name);
-    return static_cast<Kind>(found - names.begin());
-  }
-
-  void apply(Geometry& geometry, at::IntArrayRef n) const {
-    switch (kind) {
-      case kView:
-        return geometry.view(n);
-      case kExpand:
-        return geometry.expand(n);
-      case kPermute:
-        return geometry.permute(n);
-      case kSlice:
-        return geometry.slice(n[0], n[1], n[2], n[3]);
-      case kSelect:
-        return geometry.select(n[0], n[1]);
-      case kSqueeze:
-        return geometry.squeeze(n);
-      case kUnsqueeze:
-        return geometry.unsqueeze(n[0]);
-    }
-  }
-};
-
-// A view of a value, as one operator after the other would make it.
-struct Alias {
-  int32_t base, result;
-  Range steps, last;
-};
-
 enum class List : uint8_t { kNone, kTensors, kOptionalTensors, kIntegers };
 
 struct Argument {
-  int32_t place;   // of a list: where its places are among those of all instructions
+  int32_t place;   // of a list: where its places are among those of all calls
   uint16_t count;  // of places
   List list;
   bool is_tensor;
@@ -287,25 +165,8 @@ class Program : public torch::CustomClassHolder {
     }
     const auto& returns = schema.returns();
     const bool is_list = returns.size() == 1 && returns[0].type()->kind() == c10::TypeKind::ListType;
-    instructions_.emplace_back(Call{op, add_items<Argument>(arguments_, given),
-                                    add_items<int64_t>(listed_, results), add_items<int64_t>(listed_, last),
-                                    is_list});
-  }
-
-  // A view of the value at `base`: for each step its name and the places of its numbers, all of them.
-  void add_alias(int64_t base, const std::vector<std::string>& names, const std::vector<Places>& numbers,
-                 int64_t result, const Places& last) {
-    std::vector<Step> steps;
-    for (size_t i = 0; i < names.size(); ++i) {
-      std::vector<Number> given;
-      for (const int64_t place : numbers.at(i)) {
-        const int64_t inputs = static_cast<int64_t>(inputs_.size());
-        given.push_back(place < 0 ? Number{constants_.at(~place).toInt(), -1} : Number{0, place - inputs});
-      }
-      steps.push_back({Step::kind_of(names[i]), add_items<Number>(numbers_, given)});
-    }
-    instructions_.emplace_back(Alias{static_cast<int32_t>(base), static_cast<int32_t>(result),
-                                     add_items<Step>(steps_, steps), add_items<int64_t>(listed_, last)});
+    calls_.push_back({op, add_items<Argument>(arguments_, given), add_items<int64_t>(listed_, results),
+                      add_items<int64_t>(listed_, last), is_list});
   }
 
   void finish(int64_t places, const Places& results) {
@@ -323,13 +184,7 @@ class Program : public torch::CustomClassHolder {
     auto next = std::copy(inputs.begin(), inputs.end(), values.begin());
     std::copy(integers.begin(), integers.end(), next);
     torch::jit::Stack stack;
-    for (const auto& instruction : instructions_) {
-      if (const auto* alias = std::get_if<Alias>(&instruction)) {
-        values[alias->result] = shown(*alias, value(alias->base, values).toTensor(), integers);
-        forget(alias->last, values);
-        continue;
-      }
-      const Call& call = std::get<Call>(instruction);
+    for (const Call& call : calls_) {
       for (const Argument& argument : items_of(arguments_, call.arguments)) push(argument, values, stack);
       forget(call.last, values);
       run_call(call, stack);
@@ -349,7 +204,7 @@ class Program : public torch::CustomClassHolder {
     return results;
   }
 
-  int64_t size() const { return static_cast<int64_t>(instructions_.size()); }
+  int64_t size() const { return static_cast<int64_t>(calls_.size()); }
 
  private:
   bool fits(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& views,
@@ -390,21 +245,6 @@ class Program : public torch::CustomClassHolder {
 
   void forget(Range last, std::vector<c10::IValue>& values) const {
     for (const int64_t place : items_of(listed_, last)) values[place] = c10::IValue();
-  }
-
-  at::Tensor shown(const Alias& alias, const at::Tensor& base, c10::ArrayRef<int64_t> integers) const {
-    try {
-      Geometry geometry(base);
-      for (const Step& step : items_of(steps_, alias.steps)) {
-        at::DimVector numbers;
-        for (const Number& each : items_of(numbers_, step.numbers)) numbers.push_back(each.of(integers));
-        step.apply(geometry, numbers);
-      }
-      return geometry.of(base);
-    } catch (c10::Error& error) {
-      error.add_context("in a view of a captured token");
-      throw;
-    }
   }
 
   void push(const Argument& argument, const std::vector<c10::IValue>& values,
@@ -451,10 +291,8 @@ class Program : public torch::CustomClassHolder {
   std::vector<Weight> weights_;
   std::vector<Kind> inputs_;
   std::vector<Shown> views_;
-  std::vector<std::variant<Call, Alias>> instructions_;
+  std::vector<Call> calls_;
   std::vector<Argument> arguments_;
-  std::vector<Step> steps_;
-  std::vector<Number> numbers_;
   Places listed_;
   int64_t places_ = 0;
   Places results_;
@@ -470,7 +308,6 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
       .def("add_input", &Program::add_input)
       .def("add_view", &Program::add_view)
       .def("add_call", &Program::add_call)
-      .def("add_alias", &Program::add_alias)
       .def("finish", &Program::finish)
       .def("run",
            [](const c10::intrusive_ptr<Program>& self, const std::vector<at::Tensor>& inputs,
