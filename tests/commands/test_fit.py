@@ -266,6 +266,22 @@ def test_a_config_that_makes_no_model_is_one_line(tmp_path, capsys):
     assert expected in error and len(error.splitlines()) == 1
 
 
+@pytest.mark.parametrize(
+    ("wrong", "reason"),
+    [
+        ({"rope_parameters": {"rope_type": "yarn"}}, 'KeyError: "Missing required keys in'),
+        ({"dtype": "float7"}, "AttributeError: module 'torch' has no attribute 'float7'"),
+    ],
+    ids=["rope", "dtype"],
+)
+def test_a_config_that_transformers_does_not_read_is_one_line(wrong, reason, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(json.dumps(QWEN3 | wrong))
+    assert main(["fit", str(tmp_path)]) == 1
+    error = capsys.readouterr().err
+    expected = f"the config must be one that transformers reads, got one that raises {reason}"
+    assert expected in error and len(error.splitlines()) == 1
+
+
 def test_no_advice_for_other_machines(tmp_path, capfd, caplog):
     """transformers advises, once, to install causal_conv1d and others when it runs a hybrid model."""
     with tiny_models.groups_of_32():

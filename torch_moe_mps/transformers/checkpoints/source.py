@@ -59,7 +59,7 @@ class Source:
         others: the arguments without those overrides.
         stored: the quantisation of the checkpoint; {} is dense.
 
-    Raises: ValueError for a type of model that is not known.
+    Raises: ValueError for a type of model that is not known, and a config that transformers does not read.
     """
 
     config: Any
@@ -78,7 +78,13 @@ class Source:
                 config_class: Any = AutoConfig
             else:
                 config_class = getattr(model_class, "config_class", None) or _config_class(str(path), given)
-            self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **given)
+            try:
+                self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **given)
+            except (AttributeError, KeyError, TypeError) as error:  # of a field that it lacks, or got wrong
+                raise ValueError(
+                    "moe_mps::from_pretrained: the config must be one that transformers reads, got one that "
+                    f"raises {type(error).__name__}: {first_line(error)}"
+                ) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
             self.others = {key: value for key, value in self.others.items() if key in kept}
         self.cls = model_class or class_for(self.config)
