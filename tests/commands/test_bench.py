@@ -233,6 +233,7 @@ def test_contexts_are_those_that_the_model_reads(checkpoint, capsys):
 def test_wrong_numbers_are_one_line(checkpoint, capsys):
     for arguments, message in (
         (["--generate", 0], "--generate must be at least 1, got 0"),
+        (["--bandwidth", 0], "--bandwidth must be more than 0 GB/s, got 0"),
         (["--depth=-1,5"], "--depth must be at least 0 tokens, got -1"),
     ):
         assert run(checkpoint, *arguments) == 1

@@ -74,13 +74,14 @@ def test_an_answer_goes_to_stdout(checkpoint, capsys, monkeypatch):
 def test_several_prompts(architecture, tmp_path, capsys):
     """Of different lengths, side by side or, where padding would count, alone: a line of JSON for each."""
     write(folder := tmp_path / "model", architecture)
-    (tmp_path / "prompts.txt").write_text("hello\n\na\nquestion\n")
+    prompts = ["hello", "a", "question\u2028\f"]  # what ends a line for some, but not in a file
+    (tmp_path / "prompts.txt").write_text("\n".join([prompts[0], "", *prompts[1:], ""]))
     arguments = ["--prompts", tmp_path / "prompts.txt", "--max-tokens", 6, "--batch", 2, "--raw"]
     capsys.readouterr()
     assert run(folder, *arguments) == 0
-    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    texts = [expected(folder, prompt, 6).replace(" ", "") for prompt in ("hello", "a", "question")]
-    assert [line["prompt"] for line in lines] == ["hello", "a", "question"]
+    lines = [json.loads(line) for line in capsys.readouterr().out.rstrip("\n").split("\n")]
+    texts = [expected(folder, prompt, 6).replace(" ", "") for prompt in prompts]
+    assert [line["prompt"] for line in lines] == prompts
     assert [line["text"].replace(" ", "").replace("?", "") for line in lines] == [
         text.replace("?", "") for text in texts
     ]
@@ -228,6 +229,7 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
             ["--prompts", tmp_path / "empty.txt", *hello],
             "--prompt and --prompts are two ways to give prompts",
         ),
+        ([*hello, "--batch", 0], "--batch must be at least 1 prompt, got 0"),
         (["--raw", "-p", ""], "the prompt must have at least 1 token, got none"),
         (["--raw", "-p", "a" * 256], "the prompt must have fewer than the model's 256 tokens, got 256"),
         ([*hello, "--image", tmp_path / "cat.png"], "--image must be a file, got "),

@@ -157,6 +157,8 @@ def _check(options: argparse.Namespace) -> None:
             raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
     if options.depth is not None and min(options.depth) < 0:
         raise ValueError(f"--depth must be at least 0 tokens, got {min(options.depth)}")
+    if options.bandwidth is not None and not options.bandwidth > 0:
+        raise ValueError(f"--bandwidth must be more than 0 GB/s, got {options.bandwidth:g}")
     check_writable("--json", options.json)
     check_speculation(options)
     if options.beside and processes() > 1:

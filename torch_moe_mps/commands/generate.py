@@ -25,6 +25,8 @@ def run(options: argparse.Namespace) -> None:
     if processes() > 1:
         raise ValueError("generate is for one process, got a pipeline of several")
     check_speculation(options)
+    if options.batch < 1:
+        raise ValueError(f"--batch must be at least 1 prompt, got {options.batch}")
     settings = {"max_new_tokens": options.max_tokens, **settings_of(options.set)}
     prompts = _prompts(options)
     check_writable("--prompt-cache", options.prompt_cache)
@@ -79,7 +81,7 @@ def _prompts(options: argparse.Namespace) -> list[str]:
         if options.prompts is None:
             texts = [sys.stdin.buffer.read().decode("utf-8")]
         else:
-            texts = Path(options.prompts).read_text(encoding="utf-8").splitlines()
+            texts = Path(options.prompts).read_text(encoding="utf-8").split("\n")
     except UnicodeDecodeError as error:
         raise ValueError(f"{options.prompts or 'stdin'} must be in UTF-8: {error}") from None
     if not any(text.strip() for text in texts):
