@@ -53,9 +53,7 @@ def test_a_prompt_runs_on_the_matmul_of_pytorch(simulated):
     assert not any(name.startswith("logits") for name in many)
 
 
-def test_empty(device):
-    assert router_logits(torch.zeros(0, 8, device=device), torch.zeros(3, 8, device=device)).shape == (0, 3)
-    assert router_logits(torch.zeros(2, 8, device=device), torch.zeros(0, 8, device=device)).shape == (2, 0)
+def test_no_columns(device):
     bias = torch.tensor([1.0, -2.0, 0.5], device=device)
     empty = router_logits(torch.zeros(2, 0, device=device), torch.zeros(3, 0, device=device), bias)
     assert torch.equal(empty.cpu(), torch.tensor([[1.0, -2.0, 0.5]]).expand(2, 3))

@@ -11,7 +11,7 @@ from support.oracles_operators import checked
 from support.routing import random_ids
 from support.values import DTYPES, random
 
-from torch_moe_mps.ops.routing import moe_gate, moe_router, moe_router_topk_softmax
+from torch_moe_mps.ops.routing import moe_router, moe_router_topk_softmax
 
 NAN, INF = float("nan"), float("inf")
 # One router of each kind in transformers, by a family that has it.
@@ -261,24 +261,6 @@ def test_denominators(device):
     assert weights.tolist() == [[0.125, 0.125]]
     weights, _ = moe_router(logits, 2, scoring="sigmoid", norm_topk_prob=True, norm_min=8.0)
     assert weights.tolist() == [[0.0625, 0.0625]]
-
-
-def test_empty_batch(device):
-    empty, scale = torch.zeros(0, 16, device=device), torch.ones(16, device=device)
-    results = [*all_routers(empty, 3)]
-    options = {
-        k: v.to(device) if isinstance(v, torch.Tensor) else v
-        for k, v in router_options("axk2", 16, 3, 0).items()
-    }
-    results.append(moe_router(empty, 3, **options))
-    results.append(
-        moe_gate(
-            torch.zeros(0, 8, device=device), torch.zeros(16, 8, device=device), scale[:8], scale, 3, 1e-6
-        )
-    )
-    for weights, ids in results:
-        assert tuple(weights.shape) == tuple(ids.shape) == (0, 3)
-        assert weights.dtype == torch.float32 and ids.dtype == torch.int32
 
 
 @given(st.integers(1, 30), st.integers(1, 200), st.data())
