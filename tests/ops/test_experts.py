@@ -4,7 +4,6 @@ import pytest
 import torch
 from numpy.testing import assert_allclose
 from support.expert_layers import ACTIVATIONS, IDS, check_experts, layer, random_ids
-from support.layouts import LAYOUTS, lay
 from support.oracles import exact
 from support.oracles_experts import assert_close
 from support.oracles_experts import expert_mm as expected_mm
@@ -146,28 +145,6 @@ def test_sentinels_contribute_and_read_nothing(device, tokens):
         out = checked("moe_experts", x, gate_up, down, ids, weights)
         slots = checked("expert_mm", x, gate_up, ids)
         assert (out[-1] == 0).all() and (slots[-1] == 0).all()
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_layouts(device, dtype):
-    for i, layout in enumerate(LAYOUTS):
-        others = LAYOUTS[i + 1 :] + LAYOUTS[: i + 1]
-        for tokens in (3, 36):
-            arguments = layer(tokens, 2, 4, 32, 16, dtype, i)
-            options = {
-                "gate_up_bias": random((4, 32), dtype, 7),
-                "down_bias": random((4, 32), dtype, 8),
-                "shared_gate": random((tokens, 1), dtype, 9),
-                "shared_out": random((tokens, 32), dtype, 10),
-                "residual": random((tokens, 32), dtype, 11),
-            }
-            chosen = [layout, others[0], others[1], others[2], layout]
-            placed = [lay(tensor, where, device) for tensor, where in zip(arguments, chosen, strict=True)]
-            options = {
-                name: lay(value, others[j % 4], device) for j, (name, value) in enumerate(options.items())
-            }
-            checked("moe_experts", *placed, **options)
-            checked("expert_mm", placed[0], placed[1], placed[3], options["gate_up_bias"])
 
 
 def test_no_columns(device):
