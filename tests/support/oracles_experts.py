@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from support.oracles import FORMATS, LARGEST, exact, spacing
+from support.oracles import FORMATS, LARGEST, exact, sigmoid, spacing
 
 DEVIATIONS = 5
 erf = np.vectorize(math.erf, otypes=[np.float64])
@@ -45,10 +45,6 @@ def multiply(x: Estimate, weight: np.ndarray, dtype: torch.dtype, rounded_weight
     inherited = np.sqrt(x.deviation**2 @ (weight**2).T)
     weights = roundoff(dtype) * spread if rounded_weight else 0.0
     return rounded(value, np.sqrt(inherited**2 + sums**2 + weights**2), dtype)
-
-
-def sigmoid(x: np.ndarray) -> np.ndarray:
-    return 0.5 * (1 + np.tanh(0.5 * x))
 
 
 def pointwise(x: np.ndarray, activation: str) -> np.ndarray:
