@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -23,7 +24,7 @@ from measured.cases.fused import (
 )
 from measured.cases.layer import Bucket, Gate, LayerNorm, Norm, Router, SiluMul, WeightedSum
 from measured.cases.values import Shapes
-from measured.cuda import main, peers_mlx, record, report, timing
+from measured.cuda import main, peers_mlx, programs, record, report, timing
 from measured.cuda.run import Row, Runner
 from measured.cuda.worker import is_right, supervise
 from simulator import build
@@ -419,26 +420,22 @@ def test_mlx_linear_peers(mlx_plan, tokens, expected):
     assert all(row.peer_wrong == "" for row in rows), rows
 
 
-def test_a_peer_of_its_own_source(plan):
-    """A source kernel is found by name, and its fault is not ours."""
-    kernel = """
-    #include <metal_stdlib>
-    using namespace metal;
-    kernel void silu_mul_stacked_f32(
-        device const float* gate [[buffer(0)]], device const float* up [[buffer(1)]],
-        device float* out [[buffer(2)]], constant uint2& shape [[buffer(3)]],
-        uint2 i [[thread_position_in_grid]]) {
-      if (i.x >= shape.x) return;
-      const uint at = i.y * shape.x + i.x;
-      out[at] = gate[at] / (1.0f + exp(-gate[at])) * up[at] FACTOR;
-    }"""
-    for factor, wrong in (("", ""), ("* 2", "error 1.0e+00")):
-        for path in plan.folder.glob("source-*"):
-            path.unlink()
-        plan.recordings.clear()
-        plan.add_source("source", record.preprocessed(kernel.replace("FACTOR", factor)))
-        (row,) = runner(loaded(plan, [SiluMul(3, 300, "f32")])).run(plan.recordings[0])
-        assert (row.wrong, row.peer, row.peer_wrong) == ("", "source", wrong)
+def test_a_peer_that_is_wrong(plan, monkeypatch):
+    """Its fault is not ours."""
+    plan = loaded(plan, [SiluMul(3, 300, "f32")])
+    for index in (1, 0):
+
+        def peers(plan, case, index=index):
+            """Ours, with `up` at the second place, or with `gate` there, too."""
+            program = programs.ours(case, plan.recordings[0])
+            gate, up, *others = program.dispatches[0].bindings
+            second = replace((gate, up)[index], index=up.index)
+            dispatch = replace(program.dispatches[0], bindings=[gate, second, *others])
+            return [replace(program, label="another", dispatches=[dispatch])]
+
+        monkeypatch.setattr(peers_mlx, "peers", peers)
+        (row,) = runner(plan).run(plan.recordings[0])
+        assert (row.wrong, row.peer, row.peer_wrong != "") == ("", "another", index == 0)
 
 
 def test_a_worker_that_dies_costs_one_case(simulated, tmp_path):

@@ -1,4 +1,4 @@
-"""scripts/bench_gpu.py: the package's Metal kernels on an NVIDIA GPU, beside MLX's and the source kernels.
+"""scripts/bench_gpu.py: the package's Metal kernels on an NVIDIA GPU, beside MLX's.
 
     record     what the operators encode, as a folder of files; needs the simulator (Linux, clang)
     run        that folder on a GPU: every result checked, every time printed; needs torch with CUDA
@@ -23,7 +23,7 @@ from simulator.mlx_kernels import KERNELS, has_kernels, include_folder
 
 from ..cases import attention, experts, fused, layer
 from ..cases.experts import Case
-from . import peers_mlx, peers_source, report, run, worker
+from . import peers_mlx, report, run, worker
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "bench_gpu.py"
@@ -60,7 +60,6 @@ def parse(arguments: list[str]) -> argparse.Namespace:
         metavar="DIR",
         help="the include folder of an mlx wheel (default: that of the installed one)",
     )
-    parser.add_argument("--sources", type=Path, metavar="DIR", help="files with the source kernels")
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the results there too")
     parser.add_argument("--tool", choices=TOOLS, help="of compute-sanitizer, the only one (default: both)")
     parser.add_argument("--kernels", action="store_true", help="registers and time of each dispatch")
@@ -104,8 +103,6 @@ def record(options: argparse.Namespace) -> None:
     plan = Plan(options.plan)
     if options.mlx:
         peers_mlx.record(plan, options.mlx)
-    if options.sources:
-        peers_source.record(plan, options.sources)
     wanted = [case for case in all_cases(options.dimensions) if case.group in options.groups]
     for case in wanted:
         record_case(plan, case)

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass
 from simulator.cuda.compile import Job, job_of
 from simulator.cuda.plan import Plan, Recording
 
-from ..cases.experts import Case, Experts, make_case
+from ..cases.experts import Case, make_case
 from ..cases.values import Shapes, Values
-from . import peers_mlx, peers_source, programs, timing
+from . import peers_mlx, programs, timing
 from .programs import Program, Tensors
 from .replay import Replay
 
@@ -51,18 +51,12 @@ def uses_tf32(case: Case) -> bool:
     return getattr(case, "dtype", "") in ("f16", "bf16")
 
 
-def peers(plan: Plan, case: Case) -> list[Program]:
-    products = peers_mlx.peers(plan, case)
-    found = products + peers_source.peers(plan, case)
-    return found + (peers_source.layer(plan, case, products) if type(case) is Experts else [])
-
-
 def jobs(plan: Plan, recordings: list[Recording], architecture: str, with_peers: bool) -> list[Job]:
     """Every kernel that the cases need."""
     found = []
     for recording in recordings:
         case = case_of(recording)
-        all_programs = [programs.ours(case, recording), *(peers(plan, case) if with_peers else [])]
+        all_programs = [programs.ours(case, recording), *(peers_mlx.peers(plan, case) if with_peers else [])]
         dispatches = [dispatch for program in all_programs for dispatch in program.dispatches]
         found += [job_of(plan, dispatch, uses_tf32(case), architecture) for dispatch in dispatches]
     return found
@@ -145,14 +139,12 @@ class Runner:
         return replays
 
     def check(self, program: Program, tensors: Tensors, replay: Replay) -> str:
-        if program.wrong is None:
-            return ""
         device = "cpu" if self.only_check else self.machine.device
         return program.wrong(moved(tensors, device), moved(replay.buffers, device))
 
     def beside_peers(self, case: Case, sets: list[Tensors], rows: dict[str, Row]) -> list[Row]:
         result, beside = [], set()
-        for peer in [] if self.only_check else peers(self.plan, case):
+        for peer in [] if self.only_check else peers_mlx.peers(self.plan, case):
             if peer.part not in rows:
                 continue
             row = Row(**asdict(rows[peer.part]) | {"peer": peer.label})
