@@ -259,11 +259,16 @@ def test_a_config_with_a_wrong_type_is_one_line(tmp_path, capsys):
 
 def test_a_config_that_makes_no_model_is_one_line(tmp_path, capsys):
     config = transformers.HunYuanDenseV1Config(head_dim=None, architectures=["HunYuanDenseV1ForCausalLM"])
-    config.save_pretrained(tmp_path)
-    assert main(["fit", str(tmp_path)]) == 1
-    error = capsys.readouterr().err
-    expected = "the config must be complete for HunYuanDenseV1ForCausalLM, got one that raises TypeError: "
-    assert expected in error and len(error.splitlines()) == 1
+    incomplete = "the config must be complete for"
+    for wrong, expected in (
+        (config.to_dict(), f"{incomplete} HunYuanDenseV1ForCausalLM, got one that raises TypeError: "),
+        (QWEN3 | {"head_dim": 0}, f"{incomplete} AutoModelForCausalLM, got one that raises ZeroDivision"),
+        (QWEN3 | {"num_hidden_layers": 0}, "the config's num_hidden_layers must be at least 1, got 0"),
+    ):
+        (tmp_path / "config.json").write_text(json.dumps(wrong))
+        assert main(["fit", str(tmp_path)]) == 1
+        error = capsys.readouterr().err
+        assert expected in error and len(error.splitlines()) == 1
 
 
 @pytest.mark.parametrize(

@@ -243,10 +243,22 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
         ([*hello, "--prompt-cache", tmp_path], "--prompt-cache must be a file that can be written"),
         ([*hello, "--set", "max_tokens=3"], "--set must name arguments of generate(), got max_tokens"),
         ([*hello, "--set", "top_k=many"], "--set top_k must be a number, true, false, None or a list, got"),
+        ([*hello, "--set", "temperature=-1"], "--set temperature must be from 0 to inf, got -1"),
+        ([*hello, "--set", "top_p=5"], "--set top_p must be from 0 to 1, got 5"),
     ):
         assert run(checkpoint, *arguments) == 1
         error = capsys.readouterr().err.splitlines()[-1]
         assert error.startswith("torch-moe-mps: error: ") and message in error
+
+
+@pytest.mark.parametrize("bits", [[], ["--bits", "4"]], ids=["dense", "4 bits"])
+def test_a_config_that_makes_no_model_is_one_line(bits, checkpoint, tmp_path, capsys):
+    folder = shutil.copytree(checkpoint, tmp_path / "model")
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"hidden_act": "none"}))
+    assert main(["generate", str(folder), "-p", "hello", *bits]) == 1
+    expected = "ForCausalLM, got one that raises KeyError: 'none'"
+    assert expected in capsys.readouterr().err.splitlines()[-1]
 
 
 def test_stop_strings(checkpoint, tmp_path, capsys):

@@ -78,7 +78,7 @@ def client_of(checkpoint, *arguments, **settings):
     return serving.client_of(checkpoint, "--bits", 4, "--group-size", 32, *arguments, **settings)
 
 
-def said(text: str) -> list[dict[str, str]]:
+def said(text: str | list) -> list[dict]:
     return [{"role": "user", "content": text}]
 
 
@@ -141,6 +141,7 @@ def test_prompts_that_the_model_does_not_read_are_refused(checkpoint):
 
 def test_errors_say_what_is_wrong(checkpoint):
     """What is asked wrongly is of the client's class, which does not ask again; and it stops no server."""
+    text, picture = [{"type": "text", "text": "a"}], {"type": "image_url", "image_url": {"url": "a.png"}}
     with client_of(checkpoint, continuous_batching=True, cb_num_blocks=16) as client:
         for messages, kind, reason in (
             (said(""), openai.BadRequestError, "The prompt must have at least 1 token, got none"),
@@ -148,12 +149,13 @@ def test_errors_say_what_is_wrong(checkpoint):
             ([{"role": "tool", "content": "a"}], openai.BadRequestError, "TemplateError: no tools"),
             ([{"content": "a"}], openai.InternalServerError, "KeyError: 'role'"),
             (said("a" * 256), openai.BadRequestError, "This model's maximum context length is 256"),
+            (said([*text, picture]), openai.BadRequestError, "This model does not read 'image_url'"),
         ):
             for stream in (False, True):
                 with pytest.raises(kind, match=reason):
                     create = client.with_options(max_retries=1).chat.completions.create
                     create(model=str(checkpoint), messages=messages, stream=stream)
-        asked = {"model": str(checkpoint), "messages": said("hello"), "max_tokens": 6}
+        asked = {"model": str(checkpoint), "messages": said(text), "max_tokens": 6}
         assert client.chat.completions.create(**asked).choices[0].message.content
 
 

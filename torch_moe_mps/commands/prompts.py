@@ -231,8 +231,12 @@ def prompt_bytes(model: Any, tokens: int) -> int:
 
     They are counted as if the inputs and outputs of all matrices of a layer lived at the same time. Those of
     experts have a row for each pair of token and slot; the router's logits and routing weights are float32.
+
+    Raises: ValueError for a model without layers.
     """
     text, count = model.get_decoder(), model.config.get_text_config().num_hidden_layers
+    if count < 1:
+        raise ValueError(f"the config's num_hidden_layers must be at least 1, got {count}")
     lists = [part for part in text.modules() if isinstance(part, nn.ModuleList) and len(part) == count]
     itemsize = next(model.parameters()).element_size()
     return tokens * max(map(_row, lists[0] if lists else [text])) * itemsize

@@ -151,6 +151,7 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
     now = int(time.time())
     entry = {"id": model_name, "object": "model", "created": now, "owned_by": "torch-moe-mps"}
     build, validate = app.build_server, utils.BaseHandler._validate_request
+    read = utils.BaseHandler.get_processor_inputs_from_messages
 
     class OneByOne(_OneByOne, utils.GenerateManager):
         def __init__(self) -> None:
@@ -170,6 +171,15 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
         for field in {*body} & handler._unused_fields & {*_ASKS_NOTHING, "text"}:
             _refuse_unless_empty(field, body[field])
 
+    def read_all(messages: list[dict[str, Any]], modality: Any) -> Any:
+        for message in messages:
+            parts = message.get("content")
+            for part in parts if isinstance(parts, list) else ():
+                alone = [{"role": "user", "content": [part]}]
+                if "text" not in part and not read(alone, modality)[0]["content"]:
+                    raise Refused(f"This model does not read '{part['type']}'.", "messages")
+        return read(messages, modality)
+
     def build_server(*parts: Any, **others: Any) -> Any:
         from jinja2 import TemplateError
         from starlette.exceptions import HTTPException
@@ -183,6 +193,7 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
         ("model_manager.ModelManager._load_model", load_model),
         ("model_manager.ModelManager.get_gen_models", staticmethod(lambda: [entry])),
         ("utils.BaseHandler._validate_request", validated),
+        ("utils.BaseHandler.get_processor_inputs_from_messages", staticmethod(read_all)),
         ("utils.GenerateManager", OneByOne),
         ("utils.CBGenerateManager", Batches),
         ("server.build_server", build_server),

@@ -1,5 +1,6 @@
 """--set FLAG=VALUE: arguments of generate()."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -7,13 +8,15 @@ _OF_TEXT = {
     "cache_implementation", "dola_layers", "early_stopping", "num_assistant_tokens_schedule",
     "speculation_type", "stop_strings",
 }  # fmt: skip
+# Without sampling, transformers ignores these, whatever they are.
+_AT_MOST = {"temperature": math.inf, "top_k": math.inf, "top_p": 1, "min_p": 1, "typical_p": 1}
 
 
 def settings_of(texts: Sequence[str]) -> dict[str, Any]:
     """The arguments, with values as transformers' chat reads them.
 
     Raises: ValueError for what is no argument of generate(), which transformers' chat would ignore, and for
-        text where generate() takes numbers.
+        text where generate() takes numbers, and for numbers that no sampling has.
     """
     from transformers import GenerationConfig
     from transformers.cli.chat import parse_generate_flags
@@ -23,6 +26,9 @@ def settings_of(texts: Sequence[str]) -> dict[str, Any]:
     for name, value in settings.items():
         if isinstance(value, str) and name in vars(config).keys() - _OF_TEXT:
             raise ValueError(f"--set {name} must be a number, true, false, None or a list, got {value}")
+        most = _AT_MOST.get(name)
+        if most is not None and isinstance(value, int | float) and not 0 <= value <= most:
+            raise ValueError(f"--set {name} must be from 0 to {most}, got {value}")
     unknown = config.update(**settings)
     if unknown:
         raise ValueError(f"--set must name arguments of generate(), got {', '.join(unknown)}")

@@ -20,7 +20,7 @@ from ..pipeline.peers import Timeouts
 from .config import QuantizationConfig
 from .quantizer import Quantizer
 from .recipe import ARGUMENTS, requested_recipe
-from .source import Source
+from .source import NO_MODEL, Source
 
 
 def from_pretrained(
@@ -88,8 +88,12 @@ def from_pretrained(
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if pipeline is None else pipeline.reading()
     with allowed(check):
-        with one_by_one(recipe is not None), reading:
-            model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
+        try:
+            with one_by_one(recipe is not None), reading:
+                model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
+        except NO_MODEL:
+            source.skeleton()  # says so, if the config is the reason
+            raise
         _check_complete(sorted(info["missing_keys"]))
         if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
             accelerate(model.eval(), **({} if recipe is None else asked))

@@ -32,6 +32,8 @@ _FOR_BOTH = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
     "token", "trust_remote_code",
 )  # fmt: skip
+# What code of models raises for a config in which a value is missing, or is one that it cannot compute with.
+NO_MODEL = (ArithmeticError, AttributeError, LookupError, TypeError)
 
 
 def split_gguf(name: str) -> tuple[str, str | None]:
@@ -131,7 +133,7 @@ class Source:
                 if hasattr(self.cls, "from_config"):  # an Auto class
                     return self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
                 return self.cls._from_config(config, dtype=dtype)
-        except (TypeError, AttributeError, LookupError) as error:  # a value is missing, or of another kind
+        except NO_MODEL as error:
             got = f"one that raises {type(error).__name__}: {first_line(error)}"
             expected = f"complete for {self.cls.__name__}"
             raise ValueError(f"moe_mps::from_pretrained: the config must be {expected}, got {got}") from error
