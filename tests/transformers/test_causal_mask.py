@@ -25,6 +25,7 @@ from transformers.masking_utils import (
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import NAME
 from torch_moe_mps.transformers.modules.causal_mask import CausalMask
+from torch_moe_mps.transformers.modules.mask_functions import order_of
 
 CONFIG = GptOssConfig(
     num_hidden_layers=2, sliding_window=6, num_attention_heads=2, num_key_value_heads=1, head_dim=4
@@ -97,24 +98,50 @@ def test_two_sides(tokens):
     assert type(ours) is torch.Tensor and torch.equal(ours, own)
 
 
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda batch, head, q, k: (k <= q) & (k > q - 6) & (k != 1),
-        lambda batch, head, q, k: (k <= q) & (k > q - 5),
-        or_masks(sliding_window_overlay(6), bidirectional_mask_function),
-        and_masks(sliding_window_overlay(6), padding_mask_function(torch.ones(2, 9) > 0)),
-        and_masks(sliding_window_overlay(5), causal_mask_function),
-        and_masks(sliding_window_bidirectional_overlay(5), bidirectional_mask_function),
-        None,
-    ],
-)
-def test_windows_of_other_functions_have_elements(function):
-    """With the size of a window beside them, as transformers' own have it."""
-    shape = {"batch_size": 2, "q_length": 9, "kv_length": 9, "dtype": torch.bool, "local_size": 6}
-    assert CausalMask.of(**shape, mask_function=function, allow_is_causal_skip=False) is None
-    own = and_masks(sliding_window_overlay(6), causal_mask_function)
-    assert CausalMask.of(**shape, mask_function=own, allow_is_causal_skip=False).window == 6
+def function_of(function, tokens, keys):
+    """Which keys tokens see, by the function itself."""
+    q, k = torch.tensor([*tokens])[:, None], torch.tensor([*keys])
+    return function(torch.tensor(0), torch.tensor(0), q, k).expand(len(tokens), len(keys))
+
+
+def test_functions_of_masks():
+    """Windows and orders are read from their functions, whatever they consist of; nothing else is."""
+    tokens, keys = range(4, 20), range(2, 20)
+    near, reach = sliding_window_overlay(5), sliding_window_bidirectional_overlay(3)
+
+    def first(batch, head, q, k):
+        return k - 2 < float("inf")
+
+    for function, order in (
+        (causal_mask_function, (None, 0)),
+        (and_masks(near, causal_mask_function), (5, 0)),
+        (and_masks(reach, bidirectional_mask_function), (4, 3)),
+        (or_masks(and_masks(near, causal_mask_function), and_masks(causal_mask_function, first)), (None, 0)),
+        (lambda b, h, q, k: (q - k > -2) & (k >= q - 3), (4, 1)),
+        (lambda b, h, q, k: (k <= q) & (k >= 2) & (q < 20), (None, 0)),
+    ):
+        assert order_of(function, tokens, keys) == order
+        window, lookahead = order
+        distance = torch.tensor([*tokens])[:, None] - torch.tensor([*keys])
+        seen = (distance >= -lookahead) & (distance < (99 if window is None else window))
+        assert torch.equal(function_of(function, tokens, keys), seen)
+    table = torch.ones(20, dtype=torch.bool)
+    for function in (
+        bidirectional_mask_function,
+        or_masks(near, reach),
+        and_masks(causal_mask_function, lambda b, h, q, k: k < 19),
+        lambda b, h, q, k: (k <= q) & (k > 2),
+        lambda b, h, q, k: (k <= q) & (q > 5),
+        lambda b, h, q, k: k != 3,
+        lambda b, h, q, k: k <= q if b == 0 else k <= q + 1,
+        lambda b, h, q, k: (k <= q) and (k >= 0),
+        lambda b, h, q, k: k * 2 <= q,
+        lambda b, h, q, k: k // 4 == q // 4,
+        lambda b, h, q, k: k <= torch.tensor(3),
+        padding_mask_function(table[None]),
+        lambda b, h, q, k: True,
+    ):
+        assert order_of(function, tokens, keys) is None
 
 
 def test_static_caches():

@@ -1,7 +1,6 @@
 """Masks of order, with or without a window, that take no memory until something reads them."""
 
 import functools
-import types
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops.attention import seen_in_order
 from ..basics.deferred import Deferred
+from .mask_functions import order_of
 
 _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
@@ -100,7 +100,8 @@ class CausalMask(Deferred):
             order = (local_size, 0) if local_size is None or _has_window(config, local_size) else None
         # A compiled step, which is of one token, takes no mask of this class.
         elif q_length > 1 and all(type(size) is int for size in (*sizes, before)):
-            order = _order_of(mask_function, local_size)
+            tokens, keys = range(before, before + q_length), range(kv_offset, kv_offset + kv_length)
+            order = order_of(mask_function, tokens, keys)
         if order is None or (order[1] > 0 and seen != kv_length):
             return None
         shown: tuple[Tensor | None] | None = (None,)
@@ -173,33 +174,6 @@ def _has_window(config: Any, size: int) -> bool:
     """Whether a local mask of this size is a model's sliding window, not one of chunks."""
     chunked = getattr(config, "attention_chunk_size", None) is not None
     return not chunked and size == getattr(config, "sliding_window", None)
-
-
-def _order_of(function: Any, size: int | None) -> tuple[int | None, int] | None:
-    """The window and the lookahead of transformers' functions of masks with a window of this size.
-
-    None for all others.
-    """
-    from transformers import masking_utils as made  # not complete when this module is imported
-
-    if size is None:
-        return None
-    if _is_same(function, made.sliding_window_causal_mask_function(size)):
-        return size, 0
-    two_sided = _is_same(function, made.sliding_window_bidirectional_mask_function(size))
-    return (size + 1, size) if two_sided else None
-
-
-def _is_same(one: Any, other: Any) -> bool:
-    """Whether two functions have the same code, and the same numbers and functions in their closures."""
-    if isinstance(one, tuple) and isinstance(other, tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
-    if not isinstance(one, types.FunctionType) or not isinstance(other, types.FunctionType):
-        return type(one) is type(other) is int and one == other
-    if one.__code__ is not other.__code__:
-        return False
-    cells = zip(one.__closure__ or (), other.__closure__ or (), strict=True)
-    return all(_is_same(a.cell_contents, b.cell_contents) for a, b in cells)
 
 
 def _shown(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:

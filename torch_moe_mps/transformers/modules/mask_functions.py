@@ -1,0 +1,148 @@
+"""What transformers' functions of masks say, read without an element for each pair of a token and a key."""
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple, NoReturn
+
+
+class Box(NamedTuple):
+    """Pairs of a token and a key: the token's position less the key's, and the key's, both inclusive."""
+
+    least: float = -math.inf
+    most: float = math.inf
+    first: float = -math.inf
+    last: float = math.inf
+
+    def within(self, other: "Box") -> bool:
+        return (
+            other.least <= self.least <= self.most <= other.most
+            and other.first <= self.first <= self.last <= other.last
+        )
+
+
+def order_of(function: Callable, tokens: range, keys: range) -> tuple[int | None, int] | None:
+    """(window, lookahead) of a mask in which the position alone decides, None for all others.
+
+    Args:
+        function: of (batch entry, head, position of a token, position of a key).
+        tokens, keys: their positions.
+    """
+    unread = _Unreadable()
+    try:
+        found = function(unread, unread, _Position(tokens, 1, 0), _Position(tokens, 0, 1))
+    except Exception:  # it asks for what positions do not tell
+        return None
+    if type(found) is not _Seen or len(found.boxes) != 1:
+        return None
+    (box,) = found.boxes
+    if box.first > keys[0] or box.last < keys[-1] or not -math.inf < box.least <= 0 <= box.most:
+        return None
+    return None if box.most == math.inf else int(box.most) + 1, int(-box.least)
+
+
+class _Unreadable:
+    """Nothing is told from it: any question raises."""
+
+    def __bool__(self) -> NoReturn:
+        raise TypeError
+
+    __eq__ = __ne__ = lambda self, other: bool(self)
+    __hash__ = None  # type: ignore[assignment]
+
+
+class _Seen(_Unreadable):
+    """The pairs in any of some boxes, none of which is within another."""
+
+    device = None
+
+    def __init__(self, *boxes: Box) -> None:
+        self.boxes: list[Box] = []
+        for box in boxes:
+            if box.least <= box.most and box.first <= box.last and not any(map(box.within, self.boxes)):
+                self.boxes = [*(other for other in self.boxes if not other.within(box)), box]
+
+    def __or__(self, other: "_Seen") -> "_Seen":
+        return _Seen(*self.boxes, *other.boxes)
+
+    def __and__(self, other: "_Seen") -> "_Seen":
+        pairs = [(a, b) for a in self.boxes for b in other.boxes]
+        return _Seen(
+            *(Box(max(a[0], b[0]), min(a[1], b[1]), max(a[2], b[2]), min(a[3], b[3])) for a, b in pairs)
+        )
+
+    def to(self, *_: Any) -> "_Seen":
+        return self
+
+
+class _Position(_Unreadable):
+    """`token` * the position of a token + `key` * that of a key + `more`."""
+
+    def __init__(self, tokens: range, token: int, key: int, more: float = 0) -> None:
+        self.tokens, self.token, self.key, self.more = tokens, token, key, more
+
+    def __add__(self, other: Any) -> "_Position":
+        if isinstance(other, _Position):
+            return _Position(
+                self.tokens, self.token + other.token, self.key + other.key, self.more + other.more
+            )
+        if type(other) not in (int, float):
+            raise TypeError
+        return _Position(self.tokens, self.token, self.key, self.more + other)
+
+    __radd__ = __add__
+
+    def __neg__(self) -> "_Position":
+        return _Position(self.tokens, -self.token, -self.key, -self.more)
+
+    def __sub__(self, other: Any) -> "_Position":
+        return self + -other
+
+    def __rsub__(self, other: Any) -> "_Position":
+        return -self + other
+
+    def __abs__(self) -> "_Distance":
+        return _Distance(self)
+
+    def __le__(self, other: Any) -> _Seen:
+        less = self - other
+        if (less.token, less.key) == (0, 0):
+            return _Seen(Box()) if less.more <= 0 else _Seen()
+        if (less.token, less.key) == (1, -1):
+            return _Seen(Box(most=-less.more))
+        if (less.token, less.key) == (-1, 1):
+            return _Seen(Box(least=less.more))
+        if (less.token, less.key) == (0, 1):
+            return _Seen(Box(last=-less.more))
+        if (less.token, less.key) == (0, -1):
+            return _Seen(Box(first=less.more))
+        if less.key == 0 and all(
+            less.token * end + less.more <= 0 for end in (self.tokens[0], self.tokens[-1])
+        ):
+            return _Seen(Box())
+        raise TypeError
+
+    def __lt__(self, other: Any) -> _Seen:
+        return self + 1 <= other
+
+    def __ge__(self, other: Any) -> _Seen:
+        return -self <= -other
+
+    def __gt__(self, other: Any) -> _Seen:
+        return -self < -other
+
+    def new_ones(self, *_: Any, **__: Any) -> _Seen:
+        return _Seen(Box())
+
+    def new_zeros(self, *_: Any, **__: Any) -> _Seen:
+        return _Seen()
+
+
+class _Distance(_Unreadable):
+    def __init__(self, of: _Position) -> None:
+        self.of = of
+
+    def __le__(self, other: Any) -> _Seen:
+        return (self.of <= other) & (self.of >= -other)
+
+    def __lt__(self, other: Any) -> _Seen:
+        return (self.of < other) & (self.of > -other)
