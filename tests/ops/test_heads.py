@@ -73,6 +73,15 @@ def test_formats(device, form):
         checked("heads_quantized", x.to(dtype), *parts, form)
 
 
+def test_matrices_without_rows(device):
+    """With gaps between their words, where there are none."""
+    for form in ("affine4_64", "mxfp8", "q4_k", "iq1_m"):
+        columns = max(group_of(form), 256)
+        whole = random_quantized(1, 1, columns, form, torch.float32, 0)
+        empty = [t if t is None else t.new_empty(2, 0, 2 * t.shape[-1])[..., ::2].to(device) for t in whole]
+        checked("heads_quantized", numbers(1, 1, 2, columns).to(device), *empty, form)
+
+
 def test_scales_of_another_dtype(device):
     """And rows that do not follow each other: right, from copies."""
     parts = [t.to(device) for t in random_quantized(2, 12, 64, "affine4_32", torch.float32, 0)]

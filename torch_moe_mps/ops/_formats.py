@@ -325,9 +325,16 @@ def pack_octets(codes: Tensor, bits: int) -> Tensor:
     return codes.contiguous()
 
 
+def _octets(packed: Tensor) -> Tensor:
+    """[..., words] -> uint8 [..., 4 * words]."""
+    if packed.numel() == 0:  # contiguous with any strides, of which no view as bytes takes all
+        return packed.new_empty((*packed.shape[:-1], 4 * packed.shape[-1]), dtype=torch.uint8)
+    return packed.view(torch.int32).contiguous().view(torch.uint8)
+
+
 def unpack(packed: Tensor, format: Format) -> Tensor:
     """[..., words] uint32 or int32 -> [..., columns] float32: the numbers that the codes stand for."""
-    octets = packed.view(torch.int32).contiguous().view(torch.uint8)
+    octets = _octets(packed)
     if format.mode == "mxfp8":
         return e4m3(octets)
     if format.bits == 4:
@@ -405,7 +412,7 @@ def _grid_values(packed: Tensor, scales: Tensor, biases: Tensor | None, format: 
     """dequantize_values for a type of points; the last dimensions but one are those of 32 values."""
     grid, table = GRIDS[format.name], grid_points(format.name).to(packed.device)
     groups, points = 32 // format.group_size, 32 // table.shape[1]
-    octets = packed.view(torch.int32).contiguous().view(torch.uint8).unflatten(-1, (-1, 4 * format.bits))
+    octets = _octets(packed).unflatten(-1, (-1, 4 * format.bits))
     more = octets.new_empty(*octets.shape[:-1], 0)
     if biases is not None:
         stream = _flags(scales).flatten(-2).unflatten(-1, (-1, 8 * grid.bits))
