@@ -147,6 +147,12 @@ def routing() -> Calls:
     yield "router_logits", partial(ops.router_logits, tensor(1, 2048), router, tensor(128))
     several = partial(ops.router_logits, tensor(32, 2048), tensor(64, 2048))
     yield "router_logits of several tokens", several
+    hashed = partial(ops.moe_hash_router, scoring="sigmoid", norm_topk_prob=True, norm_weight=tensor(128))
+    tokens = torch.zeros(3, dtype=torch.int64, device="mps")
+    yield (
+        "moe_hash_router",
+        partial(hashed, tensor(3, 128), tensor(64, 128), tokens.expand(9, 3).clone(), tokens),
+    )
     router = tensor(128, 2816, dtype=torch.float32)
     yield "moe_gate", partial(ops.moe_gate, tensor(1, 2816), router, tensor(2816), tensor(128), 8, EPS)
     many = partial(ops.moe_gate, tensor(1030, 256), tensor(64, 256), tensor(256), tensor(64), 8, EPS)
@@ -426,6 +432,9 @@ router_logits
 router_logits of several tokens
   logits_many_f16 grid 4x8x1 of 128x1x1
   0=A[0:131072] 1=B[0:262144] 2=C[0:8192] 3=C[0:8192] 4=C[0:8192] 5=44 bytes
+moe_hash_router
+  normed_hash_route_f16 grid 3x1x1 of 128x1x1
+  0=A[0:768] 1=B[0:16384] 2=C[0:256] 3=D[0:216] 4=E[0:24] 5=F[0:36] 6=G[0:36] 7=76 bytes
 moe_gate
   normed_logits_few_f32 grid 64x1x1 of 128x1x1
   0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=44 bytes

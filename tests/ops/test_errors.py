@@ -295,6 +295,13 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             wrong("given with norm_weight, and only then, got one of the two", gate=zeros(2, T, 4, 8)),
         ],
+        "moe_hash_router": [
+            wrong("between 1 and 1024 rows, got 0", weight=zeros(0, H)),
+            wrong("between 1 and 2147483647 rows, got 0", table=zeros(0, 2, dtype=integer)),
+            wrong("between 1 and 64 columns, got 65", table=zeros(11, 65, dtype=integer)),
+            wrong("one of sigmoid, sqrtsoftplus", scoring="softmax"),
+            wrong("at least 0.0", sum_eps=-1.0),
+        ],
         "attention": [
             wrong("q's head dimension must be between 1 and 576, got 577", q=zeros(2, 4, T, 577)),
             wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),

@@ -120,6 +120,9 @@ moe_mps::router_logits(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_
     norm_eps=9.9999999999999995e-07, float norm_offset=0., ScalarType? dtype=None) -> Tensor
 moe_mps::moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int
     top_k, float eps, bool renormalize_after_scale=True) -> (Tensor, Tensor)
+moe_mps::moe_hash_router(Tensor x, Tensor weight, Tensor table, Tensor tokens, *, str scoring, bool
+    norm_topk_prob, float sum_eps=9.9999999999999995e-21, float scaling_factor=1., Tensor? norm_weight=None,
+    float norm_eps=9.9999999999999995e-07, float norm_offset=0.) -> (Tensor, Tensor)
 moe_mps::moe_bucket(Tensor ids, int num_experts) -> (Tensor, Tensor)
 moe_mps::moe_compute_ids_tpe(Tensor ids, int num_experts, int gate_up_rows, int down_rows) -> (Tensor,
     Tensor, Tensor, Tensor)""",

@@ -250,6 +250,10 @@ def routing(dtype: torch.dtype) -> Iterator[Call]:
         yield f"router_logits of {tokens}", call, work, 0
         call = functools.partial(ops.router_logits, hidden, router, norm_weight=norm)
         yield f"router_logits of {tokens}, normed", call, work, 0
+    table, options = torch.zeros(9, 6, dtype=torch.int64, device="mps"), {"scoring": "sqrtsoftplus"}
+    chosen = functools.partial(ops.moe_hash_router, hidden[:1], router, table, table[0, :1], norm_weight=norm)
+    work = {router: apple.Work("router", 6 * HIDDEN)}
+    yield "moe_hash_router", functools.partial(chosen, norm_topk_prob=True, **options), work, 0
     for tokens in (1, 65, 1024):
         hidden = on_device(tokens, HIDDEN, dtype=dtype)
         work = {router: apple.Work("router", tokens * router.numel())}
@@ -783,6 +787,8 @@ router_logits of 32
   logits_many_bf16: 3.84 3.59 slots a MAC, 91 registers, 128/-/576 threads
 router_logits of 32, normed
   normed_logits_many_bf16: 5.70 5.45 slots a MAC, 109 registers, 128/-/448 threads
+moe_hash_router
+  normed_hash_route_bf16: 18.71 17.71 slots a MAC, 74.5 registers, 128/-/640 threads
 moe_gate of 1
   normed_logits_few_bf16: 16.66 15.66 slots a MAC, 72.5 registers, 128/-/640 threads
 moe_gate of 65
@@ -797,6 +803,8 @@ moe_bucket torch.int64
   bucket_pairs_i64: 170.50 141.50 slots an element, 37 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int64
   ids_by_expert_i64: 3296.62 3296.62 slots an element, 14 registers, 256/1024/1024 threads
+not dispatched here
+  hash_route_bf16: 52 registers, -/-/1024 threads
 """,
         )
 

@@ -260,6 +260,26 @@ def fused_moe_routing(d):
 
 
 @strategy
+def moe_hash_router(d):
+    tokens, width, experts = d.count(), d.width(), d.one(8, 1, 33)
+    rows, top_k = d.one(1, 7, 40), d.one(2, 1, 33, 64)
+    low, high = d.one((0, 1), (-2, 3))  # ids beyond the experts, and tokens beyond the table
+    ids = torch.randint(low, experts + high, (rows, top_k), generator=d.generator)
+    chosen = torch.randint(low, rows + high, (tokens,), generator=d.generator)
+    return {
+        "x": d.values(tokens, width),
+        "weight": d.values(experts, width),
+        "table": ids.to(d.one(torch.int32, torch.int64)),
+        "tokens": chosen.to(d.one(torch.int32, torch.int64)),
+        "scoring": d.one("sigmoid", "sqrtsoftplus"),
+        "norm_topk_prob": d.flag(),
+        "sum_eps": d.one(1e-20, 0.0, 0.5),
+        "scaling_factor": d.one(1.0, 2.5),
+        **norm_of_input(d, width),
+    }
+
+
+@strategy
 def router_logits(d):
     tokens, width, experts = d.count(), d.width(), d.one(8, 1, 5, 33, 64, 0)
     return {

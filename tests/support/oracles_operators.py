@@ -322,6 +322,31 @@ def router_logits(a):
 
 
 @oracle
+def moe_hash_router(a):
+    rows, weight = input_rows(a), exact(a.weight)
+    logits = dot_products(rows.value, weight, 0.0)
+    error = logits.error + DEVIATIONS * np.sqrt(rows.deviation**2 @ (weight**2).T)
+    tokens, table = a.tokens.long().numpy(), a.table.long().numpy()
+    known = (tokens >= 0) & (tokens < len(table))
+    ids = table[tokens.clip(0, len(table) - 1)]
+    known = known[:, None] & (ids >= 0) & (ids < len(weight))
+    places = np.where(known, ids, 0)
+    chosen, error = (np.take_along_axis(each, places, -1) for each in (oracles.finite(logits.value), error))
+    scores = np.where(known, oracles.SCORES[a.scoring](chosen), 0.0)
+    # Both scorings change by at most as much as the logit; float32 rounds them.
+    error = np.where(known, error + 16 * (1 + abs(chosen)) * FLOAT32_EPS * scores, 0.0)
+    if a.norm_topk_prob:
+        total = scores.sum(-1, keepdims=True) + a.sum_eps
+        total[total == 0.0] = 1.0
+        error = (error + scores / total * error.sum(-1, keepdims=True)) / total
+        scores = scores / total
+    factor = abs(a.scaling_factor)
+    error = factor * (error + 64 * FLOAT32_EPS * scores) + 1e-36
+    sure = np.isfinite(error).all(-1, keepdims=True)
+    return [Expected(scores * a.scaling_factor, error, sure), Expected(np.where(known, ids, -1))]
+
+
+@oracle
 def moe_gate(a):
     rows = normed(exact(a.hidden), exact(a.norm_weight), a.eps).value
     weight, scale = exact(a.router_weight), exact(a.per_expert_scale)

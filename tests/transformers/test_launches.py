@@ -28,7 +28,7 @@ INDEXED = {
     "mistral_large4": {"dense": 14, "sparse": 14},
     "axk2": {"dense": 20, "sparse": 25},
     "hy_v4": {"dense": 18, "sparse": 19},
-    "deepseek_v4": {"heavily compressed, hash moe": 26, "compressed sparse, moe": 22},
+    "deepseek_v4": {"heavily compressed, hash moe": 21, "compressed sparse, moe": 22},
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 21},
     "qwen4_exp": {"linear": 16, "indexed": 19},
     "minimax_m3_vl": {"full, dense": 9, "minimax m3 sparse, sparse": 13},

@@ -206,6 +206,41 @@ Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor
   return route(logits, std::nullopt, per_expert_scale, params);
 }
 
+Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& table_, const Tensor& tokens_,
+                        std::string_view scoring, bool norm_topk_prob, double sum_eps, double scaling_factor,
+                        const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
+  const Tensor hidden = x.contiguous(), router = weight.contiguous();
+  const Tensor table = table_.contiguous(), tokens = tokens_.contiguous();
+  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
+  const Routing result = empty_routing(hidden, {hidden.size(0)}, table.size(1));
+  const auto& [weights, ids] = result;
+  if (weights.numel() == 0) return result;
+  HashRouterParams params{};
+  params.logits = logits_params(hidden, router, norm);
+  params.table_rows = table.size(0);
+  params.top_k = table.size(1);
+  params.scoring = scoring_code(scoring);
+  params.normalise = norm_topk_prob;
+  params.wide_table = table.scalar_type() == at::kLong;
+  params.wide_tokens = tokens.scalar_type() == at::kLong;
+  params.sum_eps = static_cast<float>(sum_eps);
+  params.scaling_factor = static_cast<float>(scaling_factor);
+  const bool is_wide = hidden.size(1) > 0;  // an empty tensor cannot be bound
+  Commands commands;
+  commands.add({"routing", router.scalar_type()}, norm ? "normed_hash_route" : "hash_route")
+      .bind(is_wide ? hidden : weights)
+      .bind(is_wide ? router : weights)
+      .bind(is_wide && norm ? norm->weight : weights)
+      .bind(table)
+      .bind(tokens)
+      .bind(weights)
+      .bind(ids)
+      .params(params)
+      .threadgroups({NSUInteger(hidden.size(0))}, {NSUInteger(kLogitsSimdgroups * kSimdWidth)});
+  commands.encode();
+  return result;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
@@ -214,6 +249,7 @@ TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<fused_moe_routing>(m, "fused_moe_routing");
   implement<router_logits>(m, "router_logits");
   implement<moe_gate>(m, "moe_gate");
+  implement<moe_hash_router>(m, "moe_hash_router");
 }
 
 }  // namespace moe_mps

@@ -23,6 +23,7 @@ SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "sqrtsoftplus": lambda logits: torch.nn.functional.softplus(logits).sqrt(),
     "softmax_after_topk": lambda logits: logits,
 }
+OF_EACH = ("sigmoid", "sqrtsoftplus")  # whose score of an expert needs no other logits
 GROUP_SCORES = ("top2_sum", "max")
 # Rows and columns of the tiles that the grids of moe_compute_ids_tpe count.
 PAIRS_PER_TILE = 32
@@ -367,6 +368,75 @@ def moe_gate(
 # A router whose choice a table has
 
 
+def _meta_hash_router(
+    check, x, weight, table, tokens, scoring, sum_eps, norm_weight, norm_eps, norm_offset, **_
+):
+    _meta_router_logits(
+        check, x, weight, None, None, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset
+    )
+    check.between("weight", weight.shape[0], 1, MAX_EXPERTS, " rows")
+    check.dtype("table", table, ID_DTYPES)
+    check.rank("table", table, (2,))
+    check.between("table", table.shape[0], 1, 2**31 - 1, " rows")
+    check.between("table", table.shape[1], 1, MAX_TOP_K, " columns")
+    check.tensor("tokens", tokens, (x.shape[0],), "[T]", ID_DTYPES)
+    check.choice("scoring", scoring, OF_EACH)
+    check.number("sum_eps", sum_eps, 0.0)
+    return _selected(x, table.shape[1])
+
+
+@operator(meta=_meta_hash_router)
+def moe_hash_router(
+    x: Tensor,
+    weight: Tensor,
+    table: Tensor,
+    tokens: Tensor,
+    *,
+    scoring: str,
+    norm_topk_prob: bool,
+    sum_eps: float = 1e-20,
+    scaling_factor: float = 1.0,
+    norm_weight: Tensor | None = None,
+    norm_eps: float = 1e-6,
+    norm_offset: float = 0.0,
+) -> tuple[Tensor, Tensor]:
+    """The experts that a table has for each token, and their weights (DeepSeek-V4's first layers).
+
+        ids = table[tokens]
+        w   = scoring(norm(x) @ weight[ids]^T)
+        w   = w / (sum(w) + sum_eps)                 with norm_topk_prob
+        w   = w * scaling_factor
+
+    On mps, only the rows of the chosen experts are read.
+
+    Args:
+        x: [T, H], float32, float16 or bfloat16.
+        weight: [E, H], any of the three dtypes; E is at most 1024.
+        table: [V, K] int32 or int64: the experts of each token of the vocabulary; K is at most 64. Those
+            outside [0, E) are none: their id is -1 and their weight 0.
+        tokens: [T] int32 or int64. Tokens outside [0, V) have no experts.
+        scoring: "sigmoid" or "sqrtsoftplus" (the root of softplus). NaN logits count as the lowest float32.
+        norm_topk_prob: divide the weights by their sum; a sum of 0 counts as 1.
+        sum_eps: added to the sum.
+        scaling_factor: multiplies the weights.
+        norm_weight, norm_eps, norm_offset: as for router_logits.
+
+    Returns: weights [T, K] float32 and ids [T, K] int32.
+
+    Raises: ValueError for a dtype, shape, count, choice or device that does not fit.
+    """
+    logits = _finite(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x).float() @ weight.float().T)
+    known = ((tokens >= 0) & (tokens < table.shape[0])).unsqueeze(-1)
+    ids = table[tokens.long().clamp(0, table.shape[0] - 1)].long()
+    known = known & (ids >= 0) & (ids < weight.shape[0])
+    scores = SCORINGS[scoring](logits.gather(-1, ids.where(known, 0))) * known
+    weights = _divide_by_sum(scores, sum_eps) if norm_topk_prob else scores
+    return weights * scaling_factor, ids.where(known, -1).int()
+
+
+# Sorting the pairs p = t * K + k by expert
+
+
 def _check_ids(check: Check, ids: Tensor, num_experts: int) -> None:
     check.dtype("ids", ids, ID_DTYPES)
     check.rank("ids", ids, (2,))
@@ -468,6 +538,15 @@ CALLS: Calls = {
         "top_k": s.K,
     },
     "router_logits": lambda s: {"x": s.values(s.T, s.H), "weight": s.values(s.E, s.H), "bias": s.values(s.E)},
+    "moe_hash_router": lambda s: {
+        **{
+            "x": s.values(s.T, s.H),
+            "weight": s.values(s.E, s.H),
+            "table": s.integers(s.E + 1, 11, s.K, dtype=torch.int64),
+        },
+        **{"tokens": s.integers(12, s.T, dtype=torch.int32), "scoring": "sqrtsoftplus"},
+        "norm_topk_prob": True,
+    },
     "moe_gate": lambda s: {
         "hidden": s.values(s.T, s.H),
         "router_weight": s.values(s.E, s.H),
@@ -482,6 +561,10 @@ CALLS: Calls = {
     },
 }
 CHANGES: Changes = {
+    "moe_hash_router": lambda s: [
+        {"x": s.strided, "scoring": "sigmoid"},
+        {**s.norm, "norm_topk_prob": False},
+    ],
     "router_logits": lambda s: [{"x": s.strided, "bias": None}, {**s.norm, "dtype": torch.bfloat16}],
     "moe_router": lambda s: [
         {

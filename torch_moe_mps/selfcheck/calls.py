@@ -31,6 +31,7 @@ ON_IDS = ("moe_bucket", "moe_compute_ids_tpe")  # without activations, so withou
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
     "router_logits": "weight",
+    "moe_hash_router": "weight",
     "moe_gate": "router_weight",
     "moe_weighted_reduce": "expert_out",
     "rope_tables": "dtype",

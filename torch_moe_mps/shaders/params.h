@@ -352,6 +352,18 @@ struct RouterLogitsParams {
   float norm_offset;
 };
 
+struct HashRouterParams {
+  RouterLogitsParams logits;
+  uint32_t table_rows;
+  uint32_t top_k;
+  uint32_t scoring;
+  uint32_t normalise;
+  uint32_t wide_table;  // int64, else int32
+  uint32_t wide_tokens;
+  float sum_eps;
+  float scaling_factor;
+};
+
 struct BucketParams {
   uint32_t pairs;
   uint32_t experts;

@@ -131,8 +131,8 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
         if name in attentions:
             done = [*done, ATTENTION, *use_latents(module)]
         if name in routers or done or "attention" in type(module).__name__.lower():
-            is_router = name in routers or any(each.operator == "moe_router" for each in done)
-            report.add(name, module, "router" if is_router else "other", done, reason)
+            routes = any(each.operator in ("moe_router", "moe_hash_router") for each in done)
+            report.add(name, module, "router" if name in routers or routes else "other", done, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .cache import grow_caches_in_place

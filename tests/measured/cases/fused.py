@@ -164,6 +164,20 @@ class Logits(OperatorCase):
         return t | {"norm_eps": EPS}
 
 
+class HashLogits(Logits):
+    """The same for experts that a table chooses."""
+
+    operator: ClassVar[str] = "moe_hash_router"
+
+    def inputs(self, values):
+        table = values.integers(50, 6, dtype=torch.int64, low=0, high=self.experts)
+        tokens = values.integers(self.rows, dtype=torch.int64, low=0, high=50)
+        return {**super().inputs(values), "table": table, "tokens": tokens}
+
+    def given(self, t):
+        return super().given(t) | {"scoring": "sqrtsoftplus", "norm_topk_prob": True}
+
+
 @dataclass
 class Delta(OperatorCase):
     """The delta rule with its norm, heads of one width."""
@@ -409,6 +423,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     ]
     cases += [GatedResidual("fused", t, 2048, "bf16") for t in (1, 8)]
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
+    cases += [HashLogits("fused", t, 256, 4096, "bf16") for t in (1, 2048)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexTopk("fused", "heads", 1, 64, 128, rows, 1, 2048, False, "bf16") for rows in (4096, 32768)]
@@ -433,6 +448,7 @@ def sanitizer_fused() -> list[Case]:
     cases += [GatedStreams("sanitize", "int8", "f16", t, 320, 180) for t in (1, 3)]
     cases += [GatedResidual("sanitize", t, width, "f16") for t in (1, 3) for width in (70, 4100)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
+    cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
     for reduce, block, bits in (

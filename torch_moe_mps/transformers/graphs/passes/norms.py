@@ -30,6 +30,7 @@ _TAKING = (
     ours.moe_experts,
     ours.moe_experts_quantized,
     ours.router_logits,
+    ours.moe_hash_router,
 )
 MOST_ROWS = 513  # of a dense matrix that `router_logits` multiplies by: a router and a gate. Not measured.
 

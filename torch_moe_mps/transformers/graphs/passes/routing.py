@@ -18,7 +18,7 @@ _EXPERTS = (
     ours.expert_qmm,
 )
 _FEW_ROWS = 32  # that a kernel of router_logits takes
-_ROUTERS = (ours.moe_router, ours.moe_gate)
+_ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
 _WEIGHTS = "item(T, 0) / sum(item(T, 0), [-1], True) * index(PER_EXPERT, [item(T, 1)])"
 _CHOICE = "topk(_softmax(linear(rms_norm(X, None, EPS) * SCALE * ROOT, LINEAR, None), -1, False), K)"
 

@@ -9,6 +9,7 @@ from ..functions import Rule
 from .block_indexer import rewrite_block_indexer
 from .compressed_attention import rewrite_compressed_attention
 from .gated_norm import rewrite_gated_norm
+from .hash_router import rewrite_hash_router
 from .hyper_connection import rewrite_hyper_connection
 from .indexer import rewrite_indexer
 from .layer_norm import rewrite_layer_norm
@@ -37,6 +38,7 @@ MODULE_RULES: tuple[Callable[[nn.Module], tuple[Callable, list[Done]] | None], .
     rewrite_compressed_attention,
     rewrite_hyper_connection,
     rewrite_router,
+    rewrite_hash_router,
 )
 
 # Functions that forwards call by name.

@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
+from ....ops.routing import OF_EACH
 from ...basics.state import Unsupported
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import Bound, match, uncast
@@ -52,6 +53,35 @@ def selection_of(weights: fx.Node, ids: fx.Node) -> Selection:
     if options.get("masked_score") == float("-inf") or is_above_0:
         options.pop("masked_score", None)
     return Selection(logits, bias, options)
+
+
+class Lookup(NamedTuple):
+    """weights, ids = moe_hash_router of what gives these logits, **options"""
+
+    logits: fx.Node
+    table: fx.Node
+    tokens: fx.Node
+    options: dict[str, Any]
+
+
+def lookup_of(weights: fx.Node, ids: fx.Node) -> Lookup:
+    """The lookup with these results. Raises Unsupported if they are none."""
+    table = match("index(TABLE, [TOKENS])", ids)
+    chosen, options = _before_scaling(weights)
+    found = match("gather(FROM, -1, IDS)", _rows(chosen))
+    if (
+        table is None
+        or found is None
+        or uncast(found["IDS"]) is not uncast(ids)
+        or options.pop("norm_min", 0.0)
+    ):
+        raise Unsupported(UNKNOWN)
+    options["sum_eps"] = options.pop("norm_eps", 0.0)
+    for name in OF_EACH:
+        scored = match(_SCORES[name], found["FROM"])
+        if scored is not None:
+            return Lookup(scored["L"], table["TABLE"], table["TOKENS"], {"scoring": name, **options})
+    raise Unsupported(UNKNOWN)
 
 
 def _before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
