@@ -144,12 +144,14 @@ def test_a_terminal_sees_progress(dense, tmp_path, capsys, monkeypatch):
 
 @pytest.mark.parametrize(("layout", "library"), [("moe_mps", "transformers"), ("mlx", "mlx")])
 def test_the_model_card_says_where_the_model_is_from(layout, library, dense, tmp_path):
-    assert run(dense, tmp_path / "new", "--group-size", 32, "--to", layout) == 0
-    card = ModelCard.load(tmp_path / "new" / "README.md")
+    assert run(dense, tmp_path / "a new one", "--group-size", 32, "--to", layout) == 0
+    card = ModelCard.load(tmp_path / "a new one" / "README.md")
     about = card.data.to_dict()
     assert about["license"] == "apache-2.0" and about["base_model"] == "org/name"
     assert about["library_name"] == library and about["base_model_relation"] == "quantized"
     assert "affine4_32" in card.text and "mean error" in card.text and str(tmp_path) not in card.content
+    command = {"moe_mps": "torch-moe-mps chat 'a new one'", "mlx": "mlx_lm.chat --model 'a new one'"}[layout]
+    assert f"\n{command}\n" in card.text
 
 
 # Runs that were cut off

@@ -1,5 +1,6 @@
 """The model card of a converted checkpoint."""
 
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", 
 
 _OURS = """```
 pip install 'torch-moe-mps[transformers]'
-torch-moe-mps chat {name}
+torch-moe-mps chat {word}
 ```
 
 ```python
@@ -21,7 +22,7 @@ import torch_moe_mps
 model = torch_moe_mps.from_pretrained("{name}", device_map="mps")
 ```"""
 _MLX = """```
-mlx_lm.chat --model {name}
+mlx_lm.chat --model {word}
 ```"""
 
 
@@ -45,7 +46,7 @@ def model_card(name: str, source: str, base: str | None, layout: str, report: st
     library = "mlx" if layout == "mlx" else "transformers"
     data = ModelCardData(library_name=library, tags=[library, "torch-moe-mps"], **found)
     of = f" of [{found['base_model']}](https://huggingface.co/{found['base_model']})" if base else ""
-    use = (_MLX if layout == "mlx" else _OURS).format(name=name)
+    use = (_MLX if layout == "mlx" else _OURS).format(name=name, word=shlex.quote(name))
     errors = f"\n```\n{report}\n```\n" if report else ""
     return f"""---
 {data.to_yaml()}
