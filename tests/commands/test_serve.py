@@ -226,8 +226,10 @@ def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, compu
         assert ask(client, [], first + "when") <= 3
     with pytest.raises(ValueError, match=r"--prompt-cache must be a folder, got .*: File exists"):
         client_of(checkpoint, "--prompt-cache", tmp_path / "kept" / "notes.txt").__enter__()
-    with pytest.raises(ValueError, match="--prompt-memory must be at least 0 GB, got -1"):
-        client_of(checkpoint, "--prompt-memory", "-1").__enter__()
+    for memory in ("-1", "nan", "inf"):
+        message = f"--prompt-memory must be at least 0 GB, and finite, got {memory}"
+        with pytest.raises(ValueError, match=message):
+            client_of(checkpoint, "--prompt-memory", memory).__enter__()
     assert f"{files[0]} is damaged or not a prompt cache" in capsys.readouterr().err
     assert (tmp_path / "kept" / "notes.txt").exists()
 
@@ -448,6 +450,12 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         "torch-moe-mps: error: --kv-bits must be 16 with --continuous-batching, whose cache of pages is "
         "transformers' own, got 8\n"
     )
+    assert main(["serve", str(checkpoint), "--port", "70000"]) == 1
+    assert capsys.readouterr().err == "torch-moe-mps: error: --port must be from 0 to 65535, got 70000\n"
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", str(checkpoint), "--log-level", "loud"])
+    error = capsys.readouterr().err
+    assert "error: argument --log-level: invalid choice: 'loud'" in error and error.count("\n") == 1
     for module in ("cli.serve", "utils.import_utils"):
         monkeypatch.setattr(f"transformers.{module}.is_serve_available", lambda: False)
     assert main(["serve", str(checkpoint), "--device", "cpu"]) == 1

@@ -256,7 +256,8 @@ def _serve(command: argparse.ArgumentParser) -> None:
         help="serve requests side by side, and share their prefixes",
     )
     add("--enable-cors", action="store_true", help="answer scripts of any web page")
-    add("--log-level", default="warning", help="debug, info, warning or error (warning)")
+    levels = ("debug", "info", "warning", "error")
+    add("--log-level", choices=levels, default="warning", help="what is logged (warning)")
 
 
 def _model_to_run(command: argparse.ArgumentParser) -> None:

@@ -8,6 +8,8 @@ from .sources import is_first_process, processes
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
+    if not 0 <= options.port < 1 << 16:
+        raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
     if options.continuous_batching and processes() > 1:
         raise ValueError("--continuous-batching is for one process, got a pipeline of several")
     if options.continuous_batching and options.kv_bits != 16:

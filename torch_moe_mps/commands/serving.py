@@ -4,6 +4,7 @@ What is asked of it that it would not do, it refuses: transformers ignores such 
 """
 
 import argparse
+import math
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -263,13 +264,14 @@ async def _error(request: Any, error: Any) -> Any:
 def prompts_of(options: argparse.Namespace) -> Prompts:
     """Where chat and serve keep prompts.
 
-    Raises: ValueError for a pipeline, for less than no memory, and for what is no folder.
+    Raises: ValueError for a pipeline, for what is no size of memory, and for what is no folder.
     """
     if options.prompt_cache is not None and processes() > 1:
         raise ValueError("--prompt-cache is for one process, got a pipeline of several")
-    memory = machine_memory() // 8 if options.prompt_memory is None else int(options.prompt_memory * 1e9)
-    if memory < 0:
-        raise ValueError(f"--prompt-memory must be at least 0 GB, got {options.prompt_memory:g}")
+    gigabytes = machine_memory() / 8e9 if options.prompt_memory is None else options.prompt_memory
+    if not 0 <= gigabytes < math.inf:
+        raise ValueError(f"--prompt-memory must be at least 0 GB, and finite, got {gigabytes:g}")
+    memory = int(gigabytes * 1e9)
     if options.command == "chat" or options.prompt_cache is None:
         return Prompts(memory, file=options.prompt_cache)
     try:
