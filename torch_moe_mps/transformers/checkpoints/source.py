@@ -36,6 +36,11 @@ _FOR_BOTH = (
 NO_MODEL = (ArithmeticError, AttributeError, LookupError, TypeError)
 
 
+def _wrong_config(expected: str, error: Exception) -> ValueError:
+    got = f"one that raises {type(error).__name__}: {first_line(error)}"
+    return ValueError(f"moe_mps::from_pretrained: the config must be {expected}, got {got}")
+
+
 def split_gguf(name: str) -> tuple[str, str | None]:
     """The folder, or name on the Hub, and the GGUF file in it, of FILE.gguf or NAME:FILE.gguf; else None."""
     if not name.endswith(".gguf"):
@@ -83,10 +88,7 @@ class Source:
             try:
                 self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **given)
             except (AttributeError, KeyError, TypeError) as error:  # of a field that it lacks, or got wrong
-                raise ValueError(
-                    "moe_mps::from_pretrained: the config must be one that transformers reads, got one that "
-                    f"raises {type(error).__name__}: {first_line(error)}"
-                ) from error
+                raise _wrong_config("one that transformers reads", error) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
             self.others = {key: value for key, value in self.others.items() if key in kept}
         self.cls = model_class or class_for(self.config)
@@ -134,9 +136,7 @@ class Source:
                     return self.cls.from_config(config, dtype=dtype, trust_remote_code=trust)
                 return self.cls._from_config(config, dtype=dtype)
         except NO_MODEL as error:
-            got = f"one that raises {type(error).__name__}: {first_line(error)}"
-            expected = f"complete for {self.cls.__name__}"
-            raise ValueError(f"moe_mps::from_pretrained: the config must be {expected}, got {got}") from error
+            raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
 
 
 def _words(asked: Mapping[str, Any]) -> str:
