@@ -1,6 +1,7 @@
 """Random arguments: CPU, meta, fake tensors and mps agree in errors, shapes, dtypes; values are float64's."""
 
 import pytest
+import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 from support.any_arguments import STRATEGIES
@@ -11,7 +12,7 @@ from support.values import DTYPES
 from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
-from torch_moe_mps.ops._samples import more_samples, sample_arguments
+from torch_moe_mps.ops._samples import more_samples, packet, sample_arguments
 
 SETTINGS = {
     "phases": (Phase.explicit, Phase.generate),
@@ -86,6 +87,59 @@ def test_layouts(device, name):
     for each, layouts in laid:
         tensors = {n: layouts[n] for n, value in each.items() if isinstance(value, Tensor)}
         check(Call(name, each, tensors, good=True), device)
+
+
+# Integers that are compared with others, and are no size, count of steps or place in memory.
+ANY_SIZE = {
+    ("attention", "window"),
+    ("attention", "lookahead"),
+    ("attention", "tail_rate"),
+    ("attention", "position"),
+    ("index_topk", "top_k"),
+    ("moe_compute_ids_tpe", "gate_up_rows"),
+    ("moe_compute_ids_tpe", "down_rows"),
+    ("rope_cache_", "rotary_dim"),
+    ("index_keys_", "rotary_dim"),
+}
+HUGE = (2**62 + 1, 2**31 - 1, -1)
+
+
+def numbers_of(name: str) -> list[str]:
+    kinds = ("int", "SymInt", "Optional[int]")
+    arguments = packet(name).default._schema.arguments
+    return [a.name for a in arguments if str(a.type) in kinds and a.name != "dtype"]
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("name", [*filter(numbers_of, OPERATORS)])
+def test_huge_integers(device, name):
+    """Each is refused, which names the operator, or costs nothing: a loop that long would hang a GPU."""
+    plain, changes = sample_arguments(name, "cpu", torch.float32), more_samples(name, "cpu", torch.float32)
+    for argument in numbers_of(name):
+        for sample in (plain, *(plain | changed for changed in changes if argument in changed)):
+            tensors = {n: "contiguous" for n, given in sample.items() if isinstance(given, Tensor)}
+            each = [Call(name, sample | {argument: value}, tensors, good=True) for value in HUGE]
+            errors = [outcome(call, "meta").error for call in each]
+            for error in filter(None, errors):
+                assert error.startswith(f"ValueError: moe_mps::{name}: ") and "\n" not in error
+            assert all(errors) or (name, argument) in ANY_SIZE, f"{argument} has no bound"
+            for call in [call for call, error in zip(each, errors, strict=True) if error is None][:1]:
+                check(call, device)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.parametrize("name", OPERATORS)
+def test_a_tensor_on_another_device(device, name):
+    """Whichever it is, the error reads as that of the CPU."""
+    plain = sample_arguments(name, "cpu", torch.float32)
+    samples = [plain, *(plain | changes for changes in more_samples(name, "cpu", torch.float32))]
+    for sample in samples:
+        tensors = {n: "contiguous" for n, given in sample.items() if isinstance(given, Tensor)}
+        for other in tensors if len(tensors) > 1 else ():
+            call = Call(name, sample, tensors | {other: "meta"}, good=False)
+            on_cpu = outcome(call, "cpu")
+            assert on_cpu.error is not None and "meta" in on_cpu.error
+            assert outcome(call, device).error == on_cpu.error
 
 
 @pytest.mark.sweep

@@ -144,7 +144,8 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("post must be given with out, and only then, got (3, 4)", out=None, comb=None),
             wrong("post must be given with out, and only then", post=None),
             wrong("comb must be None without out, got shape (3, 4, 4)", out=None, post=None),
-            wrong("iterations must be at least 1, got 0", iterations=0),
+            wrong("iterations must be between 1 and 1024, got 0", iterations=0),
+            wrong("iterations must be between 1 and 1024, got 1025", iterations=1025),
         ],
         "expert_mm": [
             wrong("of shape [T, K, H] = (3, 2, 64)", x=zeros(T, 1, H)),

@@ -1,6 +1,7 @@
 """Random calls of every operator, with valid or spoilt arguments in random layouts, and their outcomes."""
 
 import math
+import re
 from typing import Any, NamedTuple
 
 import torch
@@ -164,7 +165,7 @@ def performed(name: str, arguments: dict[str, Any], device: str) -> Outcome:
         results = packet(name)(**arguments)
     except Exception as error:
         text = f"{type(error).__name__}: {error}"
-        return Outcome(text.replace(f"{device}:0", "DEVICE").replace(f", {device},", ", DEVICE,"))
+        return Outcome(re.sub(rf"(?<=, |t ){device}(:0)?(?=,|$)", "DEVICE", text))
     results = () if results is None else results if isinstance(results, tuple) else (results,)
     if device == "mps":
         torch.mps.synchronize()

@@ -8,6 +8,7 @@ from ._registry import operator
 from ._sample import Calls, Changes
 
 MAX_STREAMS = 4
+MAX_ITERATIONS = 1024
 
 
 def _check_update(check, streams, out, post, comb):
@@ -68,8 +69,7 @@ def _meta_hyper_connection(check, streams, fn, base, scale, out, post, comb, ite
     check.tensor("base", base, fn.shape[:1], "[R]")
     parts = rows.index(fn.shape[0]) + 1
     check.tensor("scale", scale, (parts,), "[1 to 3, as many as parts of fn]")
-    if iterations < 1:
-        check.fail("iterations", "at least 1", iterations)
+    check.between("iterations", iterations, 1, MAX_ITERATIONS)
     return (
         streams.new_empty((*leading, width)),
         streams.new_empty((*leading, count) if parts > 1 else (0,), dtype=torch.float32),
@@ -116,7 +116,7 @@ def hyper_connection(
         post, comb: as hyper_update takes them; `post` is given with `out`, and only then.
         norm_eps: of the mean of squares.
         eps: see above.
-        iterations: how often columns are normed, at least 1.
+        iterations: how often columns are normed, 1 to 1024.
         post_factor, post_eps: of post'.
 
     Returns:
