@@ -12,9 +12,11 @@ import signal
 import sys
 import zlib
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
+from support import trained
 
 SCHEDULES = 4
 OTHER_ORDER = "mps-other-order"
@@ -126,6 +128,15 @@ def few_formats(monkeypatch) -> None:
     from support import any_arguments
 
     monkeypatch.setattr(any_arguments, "EVERY_FORMAT", ("affine4_64", "mxfp4", "q4_k"))
+
+
+@pytest.fixture
+def smollm2() -> Path:
+    """The file of a model with trained weights."""
+    file = trained.smollm2()
+    if file is None:
+        pytest.skip(trained.MISSING)
+    return file
 
 
 @pytest.fixture
