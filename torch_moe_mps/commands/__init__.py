@@ -32,7 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except Exception as error:
         _tell_other_processes(error)
         line = _line(error)
-        if line is None:
+        if line is None or options.debug:
             raise
         code, said = 1, f"error: {line}"
     if said is not None:  # behind a bar of progress, which has ended its line with the exception

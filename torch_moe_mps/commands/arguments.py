@@ -1,6 +1,7 @@
 """The options of the commands. Importing this costs nothing: --help must not wait for torch."""
 
 import argparse
+import os
 import sys
 from typing import NoReturn
 
@@ -9,7 +10,10 @@ from .. import __version__
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
-EPILOG = "`torch-moe-mps COMMAND --help` has examples. An error is one line; the exit code is then not 0."
+EPILOG = (
+    "`torch-moe-mps COMMAND --help` has examples. An error is one line, behind --debug, or with "
+    "MOE_MPS_TRACEBACK=1 in the environment, with a traceback; the exit code is then not 0."
+)
 
 CHECK = """examples:
   torch-moe-mps check                                             # everything; writes moe_mps_report.json
@@ -104,6 +108,12 @@ def parser() -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_options(command)
+        command.add_argument(
+            "--debug",
+            action="store_true",
+            default=os.environ.get("MOE_MPS_TRACEBACK", "0") != "0",
+            help="show where an error comes from, as MOE_MPS_TRACEBACK=1 does",
+        )
     return whole
 
 
