@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch_moe_mps
+from torch_moe_mps import pipeline
 from torch_moe_mps.transformers.cache import QuantizedCache
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "api.md"
@@ -22,7 +23,8 @@ def public() -> dict[str, Any]:
     """{name: function or class}, loading first."""
     names = sorted(set(torch_moe_mps.__all__) - {"ops"})
     return {f"torch_moe_mps.{name}": getattr(torch_moe_mps, name) for name in names} | {
-        "torch_moe_mps.transformers.cache.QuantizedCache": QuantizedCache
+        "torch_moe_mps.pipeline.from_pretrained": pipeline.from_pretrained,
+        "torch_moe_mps.transformers.cache.QuantizedCache": QuantizedCache,
     }
 
 

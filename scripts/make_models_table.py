@@ -28,10 +28,10 @@ from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
 from torch_moe_mps.ops._checks import first_line
+from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
-from torch_moe_mps.transformers.pipeline.loop import CannotBeCut, find_loop
 
 HEADER = """# Models
 

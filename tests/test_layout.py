@@ -23,6 +23,7 @@ FLOORS = (
     "transformers.graphs",
     "transformers.modules",
     "transformers",
+    "pipeline",
 )
 
 

@@ -224,7 +224,7 @@ def test_models_are_compared_one_after_the_other(checkpoint, tmp_path, monkeypat
     """The first is gone when the second is loaded."""
     text = tmp_path / "text.txt"
     text.write_text(SAMPLE.read_text()[:40])
-    load, loaded = perplexity._load, []
+    load, loaded = perplexity.load_stored, []
 
     def load_alone(*arguments):
         gc.collect()
@@ -233,7 +233,7 @@ def test_models_are_compared_one_after_the_other(checkpoint, tmp_path, monkeypat
         loaded.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(perplexity, "_load", load_alone)
+    monkeypatch.setattr(perplexity, "load_stored", load_alone)
     assert run("perplexity", checkpoint, "--against", checkpoint, "--text", text, "--device", "cpu") == 0
     assert len(loaded) == 2
 

@@ -70,11 +70,11 @@ def rank() -> int:
 def staged(folder: str | Path, cls: Any = None, **options: Any) -> Any:
     from transformers.distributed import DistributedConfig
 
-    import torch_moe_mps
+    from torch_moe_mps import pipeline
 
     parallel = DistributedConfig(pp_size=int(os.environ["WORLD_SIZE"]))
     options = {"decoding_timeout": 30.0} | options
-    return torch_moe_mps.from_pretrained(str(folder), cls, distributed_config=parallel, **options)
+    return pipeline.from_pretrained(str(folder), cls, distributed_config=parallel, **options)
 
 
 # Cases: what a model generates
@@ -330,7 +330,7 @@ def _raise() -> None:
 
 
 def _receive_late() -> None:
-    from torch_moe_mps.transformers.pipeline.peers import Peers
+    from torch_moe_mps.pipeline.peers import Peers
 
     receive = Peers.receive
 
@@ -353,7 +353,7 @@ def outcome(call: Any) -> str:
 
 def failing(folder: str, failures: list[str], culprit: int = 1) -> dict[str, str]:
     """{failure: how the call ended here}."""
-    from torch_moe_mps.transformers.pipeline import loading as pipeline_loading
+    from torch_moe_mps.pipeline import loading as pipeline_loading
 
     found = {}
     for failure in failures:

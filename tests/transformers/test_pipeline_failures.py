@@ -14,11 +14,11 @@ from support.processes import environment
 from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps.pipeline.loop import find_loop
+from torch_moe_mps.pipeline.peers import PeerError, Timeouts
+from torch_moe_mps.pipeline.running import Running
+from torch_moe_mps.pipeline.stages import Stage
 from torch_moe_mps.transformers.capture.calls import captures_of
-from torch_moe_mps.transformers.pipeline.loop import find_loop
-from torch_moe_mps.transformers.pipeline.peers import PeerError, Timeouts
-from torch_moe_mps.transformers.pipeline.running import Running
-from torch_moe_mps.transformers.pipeline.stages import Stage
 
 HOST = socket.gethostname()
 OTHER = (

@@ -7,8 +7,8 @@ from torch import nn
 from transformers import LlamaModel
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
-from torch_moe_mps.transformers.pipeline.loop import CannotBeCut, find_loop
-from torch_moe_mps.transformers.pipeline.stages import Stage
+from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
+from torch_moe_mps.pipeline.stages import Stage
 
 
 class Layer(nn.Module):

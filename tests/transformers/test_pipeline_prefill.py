@@ -11,10 +11,10 @@ import torch
 from support import tiny_models
 from support.models import generate, prompt
 
-from torch_moe_mps.transformers.pipeline.loop import find_loop
-from torch_moe_mps.transformers.pipeline.peers import Timeouts
-from torch_moe_mps.transformers.pipeline.running import Running
-from torch_moe_mps.transformers.pipeline.stages import Stage
+from torch_moe_mps.pipeline.loop import find_loop
+from torch_moe_mps.pipeline.peers import Timeouts
+from torch_moe_mps.pipeline.running import Running
+from torch_moe_mps.pipeline.stages import Stage
 
 LAYERS = 4
 

@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from torch_moe_mps.transformers.pipeline.shares import Machine, given_shares, shares_of
+from torch_moe_mps.pipeline.shares import Machine, given_shares, shares_of
 
 LAYERS, ENDS = [10, 30, 30, 30, 30, 30, 20], [15, 25]
 

@@ -56,7 +56,7 @@ def _first_process_talks() -> Iterator[None]:
 
 
 def _tell_other_processes(error: Exception) -> None:
-    peers = sys.modules.get(f"{__package__.rpartition('.')[0]}.transformers.pipeline.peers")
+    peers = sys.modules.get(f"{__package__.rpartition('.')[0]}.pipeline.peers")
     if peers is not None:
         peers.tell(error)
 

@@ -16,6 +16,8 @@ from torch import nn
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
+from ..pipeline.loop import find_loop
+from ..pipeline.shares import Machine, shares_of
 from ..quantization import Format
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.config import QuantizationConfig
@@ -25,8 +27,6 @@ from ..transformers.checkpoints.recipe import recipe_of, requested_recipe
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.targets import Target, weights_of
-from ..transformers.pipeline.loop import find_loop
-from ..transformers.pipeline.shares import Machine, shares_of
 from .caches import KVCache, kv_cache
 from .prompts import AT_ONCE, prompt_bytes
 from .recipes import MIXED, mixed_overrides, read_recipe

@@ -16,8 +16,7 @@ from .sources import (
     folder_of,
     free,
     is_first_process,
-    loading_options,
-    pipeline_of,
+    load_stored,
     tokenizer_of,
     usable_device,
 )
@@ -42,9 +41,9 @@ def run(options: argparse.Namespace) -> None:
     print(f"{len(ids)} tokens in windows of {options.window}")
     with tempfile.TemporaryDirectory() as folder:
         if other is not None:
-            save_references(_load(other, device, options), pieces, Path(folder))
+            save_references(load_stored(options, other, device), pieces, Path(folder))
             free(device)
-        model = _load(source, device, options)
+        model = load_stored(options, source, device)
         if options.kv_bits == CACHE_BITS:
             model = WithQuantizedCache(model)
         means = measure(model, pieces, Path(folder) if other else None)
@@ -206,9 +205,3 @@ class WithQuantizedCache:
 
         cache = QuantizedCache(self.model.config)
         return self.model(input_ids=input_ids, past_key_values=cache, use_cache=True)
-
-
-def _load(source: str, device: str, options: argparse.Namespace) -> Callable:
-    from ..transformers.checkpoints.loading import from_pretrained
-
-    return from_pretrained(source, device_map=device, **pipeline_of(options), **loading_options(options))

@@ -204,21 +204,27 @@ def is_first_process() -> bool:
     return processes() == 1 or os.environ.get("RANK") == "0"
 
 
-def pipeline_of(options: argparse.Namespace) -> dict[str, Any]:
-    """The arguments of `from_pretrained` under torchrun: the layers are spread over all processes."""
+def load(options: argparse.Namespace, folder: str, device: str) -> Any:
+    """The model in a folder, quantised as --bits, --group-size and --kv-bits say."""
+    bits = {} if options.bits is None else {"bits": options.bits, "group_size": options.group_size}
+    return load_stored(options, folder, device, kv_bits=options.kv_bits, **bits)
+
+
+def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:
+    """The model in a folder; `asked` are more arguments of from_pretrained.
+
+    Under torchrun, the layers are spread over all processes.
+    """
+    asked |= {"device_map": device, **loading_options(options)}
     if processes() == 1:
         if options.shares is not None:
             raise ValueError("--shares is for the processes that torchrun starts, got one process")
-        return {}
+        from ..transformers.checkpoints.loading import from_pretrained
+
+        return from_pretrained(folder, **asked)
     from transformers.distributed import DistributedConfig
 
-    return {"distributed_config": DistributedConfig(pp_size=processes()), "shares": options.shares}
+    from .. import pipeline
 
-
-def load(options: argparse.Namespace, folder: str, device: str) -> Any:
-    """The model in a folder, quantised as --bits, --group-size and --kv-bits say."""
-    from ..transformers.checkpoints.loading import from_pretrained
-
-    bits = {} if options.bits is None else {"bits": options.bits, "group_size": options.group_size}
-    given = {**bits, **pipeline_of(options), **loading_options(options)}
-    return from_pretrained(folder, device_map=device, kv_bits=options.kv_bits, **given)
+    size = DistributedConfig(pp_size=processes())
+    return pipeline.from_pretrained(folder, distributed_config=size, shares=options.shares, **asked)

@@ -30,8 +30,8 @@ from ..cache import takes_cache
 from ..checked import refused
 from ..graphs.passes import simplify
 from ..graphs.tracing import Recorder, Unsupported, is_operator
-from ..pipeline.peers import PeerError
 from .arguments import padding_of, whole
+from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
 from .plan import Plan
 from .program import Integers, assemble
@@ -39,7 +39,6 @@ from .reading import Reading
 
 SWITCH = "MOE_MPS_CAPTURE"
 CAPTURES = "_moe_mps_capture"  # where a model's __dict__ has its Captures
-STAGE = "_moe_mps_stage"  # where it has the Running of a model that is spread over processes
 _MARK = "_moe_mps_captures"  # of a class that `_capturing_class` made: the one in whose place it is
 _CALLS_BEFORE = 2  # the third call of a kind is captured
 _MOST_PROGRAMS = 8  # that a model keeps
@@ -65,7 +64,7 @@ class Program(NamedTuple):
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
-    handover: Any  # of a stage of a pipeline, or None
+    handover: Any  # of an Exchange, or None
     operators: tuple[Any, ...]
     seconds: float
 
@@ -174,8 +173,8 @@ class Captures:
             integers = None if taken is None else program.integers(*taken.symbols)
             if taken is None or integers is None:
                 continue
-            stage = model.__dict__.get(STAGE)
-            arriving = [] if stage is None else stage.arriving(program.handover)
+            exchange = exchange_of(model)
+            arriving = [] if exchange is None else exchange.arriving(program.handover)
             if arriving is None:
                 continue
             results = program.run(taken.inputs + arriving, taken.views, taken.symbols, integers)
@@ -185,8 +184,8 @@ class Captures:
                     self.programs = [program, *(p for p in programs if p is not program)]
                 self.reason = None
                 made, sent = program.make(results, taken.cache)
-                if stage is not None:
-                    stage.send(sent)
+                if exchange is not None:
+                    exchange.send(sent)
                 return (made,)
         return None
 
@@ -200,7 +199,7 @@ class Captures:
             if kind is None:
                 return False
             program = self._captured(model, own, reading, kind)
-        except PeerError:
+        except ExchangeError:
             raise
         except Unsupported as unsupported:
             self._fail(str(unsupported))
@@ -260,17 +259,16 @@ class Captures:
         symbol, values, least = _symbols(reading, kind)
         symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
         plan = Plan(reading, symbol, symints, recorder)
-        stage = model.__dict__.get(STAGE)
-        fingerprint = Fingerprint(
-            model, self, stage
-        )  # now: the first copy of a cache notes something in its class
+        exchange = exchange_of(model)
+        # Now: the first copy of a cache notes something in its class.
+        fingerprint = Fingerprint(model, self, exchange)
         sent, handover = None, None
         try:
             run = functools.partial(recorder.run, lambda: own(model, **whole(plan.stand_ins)))
-            if stage is None:
+            if exchange is None:
                 output = run()
             else:
-                output, sent, handover = stage.record(run, plan.fixed_input)
+                output, sent, handover = exchange.record(run, plan.fixed_input)
         finally:
             if not fingerprint.holds():
                 fingerprint.undo()

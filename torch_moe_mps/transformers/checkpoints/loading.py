@@ -3,8 +3,8 @@
 import contextlib
 import copy
 import os
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator
+from typing import Any, Protocol
 
 import torch
 
@@ -15,12 +15,20 @@ from ..cache import grow_caches_in_place
 from ..checked import allowed, working_kv_bits
 from ..compiling import compile_kernels
 from ..modules.experts import NAME
-from ..pipeline.loading import PipelineLoading, size_of
-from ..pipeline.peers import Timeouts
 from .config import QuantizationConfig
 from .quantizer import Quantizer
 from .recipe import ARGUMENTS, requested_recipe
 from .source import NO_MODEL, Source
+
+
+class Part(Protocol):
+    """Loading of one part of a model, while other processes load the rest."""
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block, transformers builds the model and reads its weights."""
+
+    def finish(self, model: Any) -> None:
+        """The part is loaded and accelerated."""
 
 
 def from_pretrained(
@@ -29,9 +37,7 @@ def from_pretrained(
     *,
     kv_bits: int | None = None,
     check: bool = True,
-    shares: Sequence[int] | None = None,
-    loading_timeout: float = 1800.0,
-    decoding_timeout: float = 60.0,
+    part: Callable[[Source, dict[str, Any]], Part] | None = None,
     **kwargs: Any,
 ) -> Any:
     """Load a model and accelerate it; with bits, each weight is quantised as soon as it is read.
@@ -47,10 +53,8 @@ def from_pretrained(
             AutoModelForCausalLM or AutoModelForImageTextToText.
         kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
-        shares: of a pipeline (distributed_config=DistributedConfig(pp_size=2), docs/distributed.md): how many
-            layers each process has; by default as many as its memory and bandwidth suggest.
-        loading_timeout, decoding_timeout: how many seconds a process of a pipeline waits until the others
-            have loaded, and until the layers of another have run on 512 tokens.
+        part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
+            all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
         kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
             what is stored in more bits is quantised again. All others go to the from_pretrained of the class.
 
@@ -60,33 +64,25 @@ def from_pretrained(
 
     Raises: ValueError for a format that does not exist, does not fit the weights, or has more bits than the
         checkpoint, for parameters that it lacks, for a checkpoint of MLX of a type of model that transformers
-        does not know, and for a pipeline of a model that cannot be cut. PeerError if another process of a
-        pipeline fails or differs.
+        does not know, and for a `distributed_config` that spreads layers over processes.
     """
     asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
     recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
     require_kv_bits("from_pretrained", kv_bits)
-    spread = size_of(distributed := kwargs.get("distributed_config"), "pp_size") > 1
-    if spread:
-        del kwargs["distributed_config"]  # transformers would make a pipeline of its own
-    elif shares is not None:
-        expected = "given with distributed_config=DistributedConfig(pp_size=...)"
-        raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got none")
+    spread = getattr(kwargs.get("distributed_config"), "pp_size", None) or 1
+    if spread > 1:  # transformers would make a pipeline of its own
+        expected = "of pp_size 1: torch_moe_mps.pipeline.from_pretrained spreads layers over processes"
+        raise ValueError(f"moe_mps::from_pretrained: distributed_config must be {expected}, got {spread}")
     source = Source(name, kwargs, model_class)
-    pipeline = None
     if source.gguf is not None:
-        if spread:
-            raise ValueError("moe_mps::from_pretrained: a pipeline must be of safetensors, got a GGUF file")
         kwargs["gguf_file"] = source.gguf
         if kwargs.get("dtype") == "auto":
             kwargs["dtype"] = torch.bfloat16
-    if spread:
-        alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
-        timeouts = Timeouts(loading_timeout, decoding_timeout)
-        pipeline = PipelineLoading(name, source, distributed, shares, timeouts, alike)
+    alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
+    loading = None if part is None else part(source, alike)
     kwargs = _with_quantization(kwargs, source, None if recipe is None else asked)
     with_info = kwargs.pop("output_loading_info", False)
-    reading = contextlib.nullcontext() if pipeline is None else pipeline.reading()
+    reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
         try:
             with one_by_one(recipe is not None), reading:
@@ -100,8 +96,8 @@ def from_pretrained(
         if kv_bits is not None:
             grow_caches_in_place(model, working_kv_bits(model, kv_bits))
             compile_kernels(model)
-    if pipeline is not None:
-        pipeline.finish(model)
+    if loading is not None:
+        loading.finish(model)
     return (model, info) if with_info else model
 
 

@@ -16,10 +16,10 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache
 
-from ...ops._checks import first_line
-from ..basics.shapes import call_on_shapes
-from ..checkpoints.absent import around_text
-from ..checkpoints.sizes import total_bytes
+from ..ops._checks import first_line
+from ..transformers.basics.shapes import call_on_shapes
+from ..transformers.checkpoints.absent import around_text
+from ..transformers.checkpoints.sizes import total_bytes
 
 _Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it
 _EMBEDDED = -1, True

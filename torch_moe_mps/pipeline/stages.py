@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from ..checkpoints.absent import beside_text, leave_out
+from ..transformers.checkpoints.absent import beside_text, leave_out
 from .loop import Loop
 
 _CACHE = "past_key_values"

@@ -1,5 +1,7 @@
 """A model spread over the processes of torch.distributed: each holds consecutive layers.
 
+    torch_moe_mps.pipeline.from_pretrained(name, distributed_config=DistributedConfig(pp_size=2), bits=4)
+
     loop      finds how a model runs its layers: whether it can be cut, and what has to be handed on
     stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
@@ -9,3 +11,7 @@
 Every process calls the model with the same inputs, and runs its whole `forward`. Layers of another process
 pass hidden states on; the last of them in front of a process's own layers gives what its neighbour sent.
 """
+
+from .loading import from_pretrained
+
+__all__ = ["from_pretrained"]

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import GenerationConfig, LogitsProcessorList, StoppingCriteriaList
 
-from ..capture.calls import STAGE
+from ..transformers.capture.exchange import exchange_by
 from .peers import PeerError, Peers, as_octets, from_octets, on_the_host
 from .stages import Stage
 
@@ -70,7 +70,7 @@ class Running:
             stage.layers[stage.own.stop - 1].register_forward_hook(self._send)
         if not stage.first:
             stage.layers[stage.own.start - 1].arrives = self._receive  # the stand-in in front of its layers
-        vars(model)[STAGE] = self
+        exchange_by(model, self)
         vars(model).update(
             generate=self.generate, save_pretrained=self._refuse_saving, init_continuous_batching=self._refuse
         )
@@ -144,15 +144,11 @@ class Running:
             return self._arrived
         return [None if t is None else self._as_input(t) for t in self._arrived]
 
-    # Captured tokens: `capture.calls` asks for what arrives, and hands over what is to be sent
+    # Captured tokens: see capture.exchange.Exchange
 
     def record(
         self, run: Callable[[], Any], as_input: Callable[[Tensor], Tensor]
     ) -> tuple[Any, list[Tensor | None], Handover]:
-        """What a call that is being captured returns, what it would have sent, and what calls like it share.
-
-        `as_input` gives an input of the captured call that is like a tensor.
-        """
         self._as_input, self._sent, self._device = as_input, [], None
         try:
             result = run()
@@ -163,7 +159,6 @@ class Running:
         return result, [] if self.stage.last else sent, Handover(self._given, self._device, present)
 
     def arriving(self, handover: Handover) -> list[Tensor] | None:
-        """The tensors that arrive for a captured call; None where they are not of its kind."""
         self._given = handover.given
         if handover.device is None:
             return []

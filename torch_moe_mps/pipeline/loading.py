@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any
@@ -15,8 +15,9 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..checkpoints.sizes import total_bytes
-from ..checkpoints.source import Source
+from ..transformers.checkpoints import loading
+from ..transformers.checkpoints.sizes import total_bytes
+from ..transformers.checkpoints.source import Source
 from .loop import CannotBeCut, find_loop
 from .peers import PeerError, Peers, Timeouts
 from .running import Running
@@ -31,7 +32,43 @@ _INDEX, _WEIGHTS = "model.safetensors.index.json", "model.safetensors"
 _SAMPLE = 64  # bytes
 
 
-def size_of(distributed: Any, kind: str) -> int:
+def from_pretrained(
+    name: str,
+    model_class: type | None = None,
+    *,
+    distributed_config: Any = None,
+    shares: Sequence[int] | None = None,
+    loading_timeout: float = 1800.0,
+    decoding_timeout: float = 60.0,
+    **kwargs: Any,
+) -> Any:
+    """Load consecutive layers of a model in each process of torch.distributed, and accelerate them.
+
+    Every process calls this, then the model or its `generate`, with the same arguments: docs/distributed.md.
+
+    Args:
+        name, model_class, kwargs: as in `torch_moe_mps.from_pretrained`; GGUF files are refused.
+        distributed_config: transformers' DistributedConfig, with pp_size as the number of processes.
+        shares: how many layers each process has; by default as many as its memory and bandwidth suggest.
+        loading_timeout, decoding_timeout: how many seconds a process waits until the others have loaded, and
+            until the layers of another have run on 512 tokens.
+
+    Returns: what `torch_moe_mps.from_pretrained` returns, whose calls are those of all processes.
+
+    Raises: ValueError for what `torch_moe_mps.from_pretrained` refuses, for a model that cannot be cut, and
+        for sizes and shares that do not fit. PeerError if another process fails or differs.
+    """
+    if _size_of(distributed_config, "pp_size") == 1:
+        if shares is not None:
+            expected = "given with distributed_config=DistributedConfig(pp_size=...)"
+            raise ValueError(f"moe_mps::from_pretrained: shares must be {expected}, got none")
+        return loading.from_pretrained(name, model_class, distributed_config=distributed_config, **kwargs)
+    timeouts = Timeouts(loading_timeout, decoding_timeout)
+    part = functools.partial(PipelineLoading, name, distributed_config, shares, timeouts)
+    return loading.from_pretrained(name, model_class, part=part, **kwargs)
+
+
+def _size_of(distributed: Any, kind: str) -> int:
     """The "pp_size", "ep_size" and so on of an argument `distributed_config`; 1 by default."""
     return getattr(distributed, kind, None) or 1
 
@@ -40,10 +77,8 @@ class PipelineLoading:
     """Loading in one of the processes.
 
     Args:
-        name, source: the checkpoint.
-        distributed: transformers' DistributedConfig, with pp_size as the number of processes.
-        shares: how many layers each has; by default as many as its memory and bandwidth suggest.
-        timeouts: see Timeouts.
+        name, distributed, shares, timeouts: as in `from_pretrained`.
+        source: the checkpoint.
         asked: other arguments, which must be the same in all processes.
 
     Raises: ValueError for a model that cannot be cut, before anything is read of the weights; PeerError if
@@ -51,12 +86,14 @@ class PipelineLoading:
     """
 
     def __init__(
-        self, name: str, source: Source, distributed: Any, shares: Any, timeouts: Timeouts, asked: Any
+        self, name: str, distributed: Any, shares: Any, timeouts: Timeouts, source: Source, asked: Any
     ):
         size = distributed.pp_size
         for other in _OTHERS:
-            if (count := size_of(distributed, other)) > 1:
+            if (count := _size_of(distributed, other)) > 1:
                 self._fail(other, f"1 beside pp_size={size}", count)
+        if source.gguf is not None:
+            raise ValueError("moe_mps::from_pretrained: a pipeline must be of safetensors, got a GGUF file")
         model = source.skeleton()
         try:
             loop = find_loop(model)

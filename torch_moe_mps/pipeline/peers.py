@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops._checks import first_line
+from ..ops._checks import first_line
+from ..transformers.capture.exchange import ExchangeError
 
 _HEAD = 512  # bytes
 _ALIGNED = 16
@@ -33,8 +34,8 @@ _COUNT = itertools.count()
 _NAMES = {str(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
-class PeerError(RuntimeError):
-    """Another process failed or differs from this one: names its rank, its host and what happened."""
+class PeerError(ExchangeError):
+    """Names the rank of the other process, its host and what happened."""
 
 
 class Timeouts(NamedTuple):

@@ -4,7 +4,7 @@ import os
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from ...macs import this_mac
+from ..macs import this_mac
 
 
 class Machine(NamedTuple):

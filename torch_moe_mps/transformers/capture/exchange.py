@@ -1,0 +1,43 @@
+"""What a call of a model exchanges with other processes, which a captured call does around its program."""
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+from torch import Tensor, nn
+
+_EXCHANGE = "_moe_mps_exchange"  # where a model's __dict__ has its Exchange
+
+
+class ExchangeError(RuntimeError):
+    """Another process failed or differs: the call ends with it, captured or not."""
+
+
+class Exchange(Protocol):
+    """Belongs to a model that is spread over processes, in whose modules it has hooks.
+
+    While a call is recorded, these hooks exchange nothing.
+    """
+
+    def record(
+        self, run: Callable[[], Any], as_input: Callable[[Tensor], Tensor]
+    ) -> tuple[Any, list[Tensor | None], Any]:
+        """What a call that is being captured returns, what it would have sent, and what calls like it share.
+
+        `as_input` gives an input of the captured call that is like a tensor.
+        """
+
+    def arriving(self, handover: Any) -> list[Tensor] | None:
+        """The tensors that arrive for a captured call; None where they are not of its kind, `handover`."""
+
+    def send(self, results: list[Tensor | None]) -> None:
+        """Sends what a captured call has computed for others."""
+
+
+def exchange_of(model: nn.Module) -> Exchange | None:
+    found: Exchange | None = vars(model).get(_EXCHANGE)
+    return found
+
+
+def exchange_by(model: nn.Module, exchange: Exchange) -> None:
+    """The model's captured calls exchange by this from now on."""
+    vars(model)[_EXCHANGE] = exchange
