@@ -16,7 +16,7 @@ import torch
 import torch_moe_mps  # noqa: F401  (brings the operators)
 
 # As compile_options() in csrc/metal/library.mm has it: safe math, and the languages.
-COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-c")
+COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-Wmetal-addr-spaces", "-c")
 LANGUAGE, LANGUAGE_WITH_TENSORS = "-std=metal3.1", "-std=metal4.0"
 SDK_WITH_TENSORS = 26
 

@@ -2,8 +2,8 @@
 
 1. Address spaces: clang's OpenCL C++ front end, which has them, checks the source with every kernel
    instantiated: no pointer or reference without an address space, none of one where another is expected.
-2. Language: nothing outside of Metal 3.1 (C++14 with `if constexpr`; no lambdas, double, recursion, goto),
-   and no implicit conversion to bfloat. A source that includes MetalPerformancePrimitives may use the tensors
+2. Language: nothing outside of Metal 3.1 (C++14 with `if constexpr`; no lambdas, double, recursion, goto,
+   derived classes), no implicit conversion to bfloat, no constant that is aligned or made of another's elements. A source that includes MetalPerformancePrimitives may use the tensors
    of Metal 4.0, too.
 3. Vocabulary: whatever the source uses of Metal's library also occurs in Metal sources that Apple's compiler
    is known to accept (MLX's kernels, PyTorch's c10/metal), or in the specification (vocabulary.py).
@@ -322,10 +322,48 @@ def is_assignment_of_braces(translator: Translator, at: int) -> bool:
     return translator.at(translator.next(first)) in {"=", "[", ".", "->"}
 
 
+def derives(translator: Translator, at: int) -> bool:
+    """Whether the struct or class at this keyword names another one that it derives from."""
+    if translator.at(translator.previous(at)) in {"enum", "<", ","}:
+        return False
+    i = translator.next(at)
+    while translator.at(i) not in {"", "{", ";", ":", "(", ")"}:
+        i = translator.next(translator.closing_angle(i) if translator.at(i) == "<" else i)
+    return translator.at(i) == ":"
+
+
+def takes_elements(translator: Translator, at: int) -> bool:
+    """Whether the initialiser of the variable at this `constant` has elements of an array."""
+    i = translator.next(at)
+    while translator.at(i) not in {"", "=", ";", "(", ")", "&", "*"}:
+        i = translator.next(translator.closing_angle(i) if translator.at(i) == "<" else i)
+    if translator.at(i) != "=":
+        return False
+    while translator.at(i) not in {"", ";"}:
+        i = translator.next(i)
+        if translator.at(i) == "[":
+            return True
+    return False
+
+
+def check_constructs(translator: Translator, at: int) -> str | None:
+    """What the specification excludes, and what Apple's compiler is not known to take."""
+    token = translator.tokens[at]
+    if token in {"struct", "class"} and derives(translator, at):
+        return "derived classes are not in Metal"
+    if token == "alignas" and translator.at(translator.previous(at)) not in {"struct", "class"}:
+        return "'alignas' of a variable is not known to compile"
+    if token == "constant" and takes_elements(translator, at):
+        return "a constant made of another's elements is not known to compile"
+    return None
+
+
 def check_language(preprocessed: str) -> list[str]:
     translator = Translator(preprocessed, {})
     problems = []
     for i, token in enumerate(translator.tokens):
+        if construct := check_constructs(translator, i):
+            problems.append(f"{translator.line(i)}: error: {construct}")
         if message := LANGUAGE_WORDS.get(token):
             problems.append(f"{translator.line(i)}: error: '{token}': {message}")
         elif token == "kernel" and names_something(translator, i):

@@ -15,7 +15,8 @@ def problems(source):
 
 
 GOOD = """
-struct Params { uint rows; float eps; };
+struct alignas(8) Params { uint rows; float eps; };
+enum class Kind : uint { none, some };
 constant float table[4] = {1, 2, 3, 4};
 constant bool flag [[function_constant(0)]];
 constexpr constant uint kWidth = 4;
@@ -120,6 +121,15 @@ def test_good_shader_passes():
          "              uint n [[threads_per_grid]]) { x[i.x] = n; }\n", "are uint2 and uint in one kernel"),
         ("void f(thread simdgroup_matrix<int, 8, 8>& m) { m.thread_elements()[0] = 1; }\n",
          "no matrix of this type"),
+        ("struct A { float v; };\nstruct B : A { float w; };\n", "derived classes are not in Metal"),
+        ("struct A { float v; };\ntemplate <class T> struct B;\ntemplate <> struct B<A> : A {};\n",
+         "program_source:5: error: derived classes are not in Metal"),
+        ("template <class C> class B : public C { device float* w; };\n", "derived classes are not in Metal"),
+        ("alignas(8) constant constexpr uint k[] = {1, 2};\n", "'alignas' of a variable"),
+        ("constant constexpr uint a[2] = {1, 2};\nconstant constexpr uint b[1] = {a[0] | a[1] << 16};\n",
+         "program_source:4: error: a constant made of another's elements"),
+        ("constant constexpr uint a[2] = {1, 2};\nstruct S { static constant constexpr uint v = a[1]; };\n",
+         "a constant made of another's elements"),
         ("float f(float x) { throw 1; }\n", "'throw': exceptions do not exist"),
         ("float apply(float (*f)(float)) { return f(1); }\n", "pointers to functions are not allowed"),
         ("struct P { int a, b; };\nint f(thread P& p) { auto [a, b] = p; return a + b; }\n",

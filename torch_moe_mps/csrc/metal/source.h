@@ -11,8 +11,8 @@ void set_shader_directory(std::string directory);
 // search path.
 std::string flattened_source(const std::string& file);
 
-// The definition of MOE_GRID, the words of the points of a format's grid, from shaders/matmul/grids.txt.
-// Empty for a format without one.
+// The definitions of MOE_GRID, the points of a format's grid from shaders/matmul/grids.txt as the shader
+// reads them, and of MOE_POINT, their type. Empty for a format without one.
 std::string grid_of(std::string_view format);
 
 }  // namespace moe_mps

@@ -2,7 +2,6 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
-#include <c10/util/StringUtil.h>
 
 #include <fstream>
 #include <mutex>
@@ -92,20 +91,22 @@ std::string grid_of(std::string_view format) {
     std::vector<uint32_t> codes;
     fields >> start >> count >> level >> digits;
     if (start == "#" || format.substr(0, start.size()) != start) continue;
-    const uint32_t bits = level[0] == '-' ? 4 : 8, in_word = 32 / bits;
-    out << "#define MOE_GRID ";
+    const uint32_t bits = count == 2 ? 16 : level[0] == '-' ? 4 : 8, in_word = 32 / bits;
+    const std::string_view type = count > in_word ? "ulong" : "uint", ending = count > in_word ? "ul," : "u,";
+    out << "#define MOE_POINT " << type << "\n#define MOE_GRID ";
     for (std::istringstream levels(level); std::getline(levels, level, ',');) {
-      const float magnitude = std::stof(level) / 65536.0f;
-      codes.push_back(bits == 4 ? codes.size() : c10::detail::fp16_ieee_from_fp32_value(magnitude) >> 5);
+      const float value = std::stof(level) / (bits == 8 ? 65536.0f : 1.0f);
+      const uint16_t half = c10::detail::fp16_ieee_from_fp32_value(value);
+      codes.push_back(bits == 16 ? half : bits == 8 ? half >> 5 : codes.size());
     }
     for (uint32_t point = 0; point < 4 * digits.size(); ++point) {
       if ((std::stoi(digits.substr(point / 4, 1), nullptr, 16) >> point % 4 & 1) == 0) continue;
-      std::vector<uint32_t> words(count / in_word);
+      uint64_t word = 0;
       for (uint32_t left = point, value = 0; value < count; ++value, left /= codes.size()) {
-        const uint32_t place = value % 2 * 16 + value % in_word / 2 * bits;
-        words[value / in_word] |= codes[left % codes.size()] << place;
+        const uint32_t place = value / in_word * 32 + value % 2 * 16 + value % in_word / 2 * bits;
+        word |= uint64_t(codes[left % codes.size()]) << place;
       }
-      out << c10::Join("u,", words) << "u,";
+      out << word << ending;
     }
     out << '\n';
   }

@@ -43,7 +43,8 @@ struct StagedOf<T, true> {
 
 template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
 struct Block {
-  typedef typename C::Element T;
+  typedef typename C::Stored Stored;
+  typedef typename Stored::Element T;
   static constant constexpr bool kWide = kValueTiles * kQueryTiles > 8;
   typedef typename StagedOf<T, kWide>::type Staged;
   static constant constexpr int kSimdgroups = kTeams * kMembers;
@@ -52,8 +53,8 @@ struct Block {
   static constant constexpr int kThreads = kSimdgroups * kSimdWidth;
   // How many runs of a key, and matrices of values, a lane loads before it uses the first. With more, it
   // would wait less often, but two tiles of queries leave no registers for more codes and scales.
-  static constant constexpr bool kHasRoom = kQueryTiles == 1 || !(C::kQuantized || kWide);
-  static constant constexpr int kRunsAtOnce = kHasRoom ? C::kRunsAtOnce : 1;
+  static constant constexpr bool kHasRoom = kQueryTiles == 1 || !(Stored::kQuantized || kWide);
+  static constant constexpr int kRunsAtOnce = kHasRoom ? Stored::kRunsAtOnce : 1;
   static constant constexpr int kValuesAtOnce = kHasRoom ? 2 : 1;
   static constant constexpr int kProbabilities = kKeyTiles * kSimdgroups * kQueryTiles;
   static constant constexpr int kSumsOfLane = kValueTiles * kQueryTiles;  // pairs of numbers
@@ -173,7 +174,7 @@ struct Block {
           target + ((octet / 4 * 4) * kQueryTiles + r / 8) * 64 + octet % 4 * 16 + r % 8;
       UNROLL for (int pair = 0; pair < 4; ++pair) {
         UNROLL for (int e = 0; e < 2; ++e) {
-          const uint column = 8 * octet + C::value_of(pair, e);
+          const uint column = 8 * octet + Stored::value_of(pair, e);
           const bool exists = queries.has(r) && column < params.k.width;
           fragments[pair * kQueryTiles * 64 + e * 8] = exists ? Staged(source[column]) : Staged(0.0f);
         }
@@ -237,7 +238,7 @@ struct Block {
     }
     threadgroup const Staged* queries = staged + place.row * 8 + 2 * place.quarter;
     ROLLED for (uint first = 0; first < params.k.width; first += 32 * kRunsAtOnce) {
-      typename C::template Run<8> runs[kRunsAtOnce][kKeyTiles];
+      typename Stored::template Run<8> runs[kRunsAtOnce][kKeyTiles];
       UNROLL for (int r = 0; r < kRunsAtOnce; ++r) {
         const uint column = first + 32 * r + 8 * place.quarter;
         UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -247,7 +248,7 @@ struct Block {
       UNROLL for (int i = 0; i < 4 * kRunsAtOnce; ++i) {
         simdgroup_matrix<float, 8, 8> fragments[kKeyTiles];
         UNROLL for (int n = 0; n < kKeyTiles; ++n) {
-          const float2 two = C::template pair<8>(runs[i / 4][n], i % 4);
+          const float2 two = Stored::template pair<8>(runs[i / 4][n], i % 4);
           fragments[n].thread_elements()[0] = two.x;
           fragments[n].thread_elements()[1] = two.y;
         }
@@ -330,7 +331,7 @@ struct Block {
       uint any = 0;
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) any |= seen[first + n];
       if (any == 0) continue;
-      typename C::template Run<kValueTiles> runs[kValuesAtOnce][2];
+      typename Stored::template Run<kValueTiles> runs[kValuesAtOnce][2];
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
         const uint bits = seen[first + n] >> (2 * place.quarter);
         UNROLL for (int e = 0; e < 2; ++e) {
@@ -346,13 +347,13 @@ struct Block {
           probabilities[t].thread_elements()[1] = two.y;
         }
         UNROLL for (int i = 0; i < kValueTiles / 2; ++i) {
-          const float2 of_key = C::template pair<kValueTiles>(runs[n][0], i);
-          const float2 of_next = C::template pair<kValueTiles>(runs[n][1], i);
+          const float2 of_key = Stored::template pair<kValueTiles>(runs[n][0], i);
+          const float2 of_next = Stored::template pair<kValueTiles>(runs[n][1], i);
           UNROLL for (int e = 0; e < 2; ++e) {
             simdgroup_matrix<float, 8, 8> matrix;
             matrix.thread_elements()[0] = of_key[e];
             matrix.thread_elements()[1] = of_next[e];
-            const int f = C::value_of(i, e);
+            const int f = Stored::value_of(i, e);
             UNROLL for (int t = 0; t < kQueryTiles; ++t) {
               simdgroup_multiply_accumulate(sums.values[f][t], matrix, probabilities[t], sums.values[f][t]);
             }
@@ -522,16 +523,17 @@ struct Block {
 
 template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
 [[kernel, max_total_threads_per_threadgroup(kTeams* kMembers* kSimdWidth)]] void attention_block(
-    device const typename C::Element* q [[buffer(0)]], device const uchar* k [[buffer(1)]],
+    device const typename C::Stored::Element* q [[buffer(0)]], device const uchar* k [[buffer(1)]],
     device const uchar* v [[buffer(2)]], device const uchar* mask [[buffer(3)]],
-    device const uchar* sinks [[buffer(4)]], device typename C::Element* output [[buffer(5)]],
-    device float* partials [[buffer(6)]], device const typename C::Element* k_scales [[buffer(7)]],
-    device const typename C::Element* k_biases [[buffer(8)]],
-    device const typename C::Element* v_scales [[buffer(9)]],
-    device const typename C::Element* v_biases [[buffer(10)]], device const int* key_range [[buffer(11)]],
-    device const typename C::Element* gate [[buffer(12)]], constant AttentionParams& params [[buffer(13)]],
-    threadgroup uchar* staged [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    device const uchar* sinks [[buffer(4)]], device typename C::Stored::Element* output [[buffer(5)]],
+    device float* partials [[buffer(6)]], device const typename C::Stored::Element* k_scales [[buffer(7)]],
+    device const typename C::Stored::Element* k_biases [[buffer(8)]],
+    device const typename C::Stored::Element* v_scales [[buffer(9)]],
+    device const typename C::Stored::Element* v_biases [[buffer(10)]],
+    device const int* key_range [[buffer(11)]], device const typename C::Stored::Element* gate [[buffer(12)]],
+    constant AttentionParams& params [[buffer(13)]], threadgroup uchar* staged [[threadgroup(0)]],
+    uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
   threadgroup typename B::Shared shared;
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;

@@ -15,6 +15,7 @@ inline float2 pair_of(bfloat, uint word) {
 // enough.
 template <typename T>
 struct DenseCache {
+  typedef DenseCache Stored;
   typedef T Element;
   static constant constexpr bool kSelects = false;
   static constant constexpr bool kRelative = false;
@@ -75,6 +76,7 @@ struct DenseCache {
 // The same in codes of 8 bits, with a scale and a bias in T for each group.
 template <typename T>
 struct QuantizedCache {
+  typedef QuantizedCache Stored;
   typedef T Element;
   static constant constexpr bool kSelects = false;
   static constant constexpr bool kRelative = false;
@@ -133,17 +135,23 @@ struct QuantizedCache {
   }
 };
 
+// What reads keys or values of a cache in another way has the cache, which says how they are stored: Metal
+// has no derived classes.
+
 // Keys or values of which indices select some: key i of a tile is that of an index.
 template <typename C>
-struct Selected : C {
+struct Selected {
+  typedef C Stored;
   static constant constexpr bool kSelects = true;
+  static constant constexpr bool kRelative = false;
 
+  C all;
   device const int* indices;
   uint block, stored;  // keys of an index, and of the cache
 
   Selected(device const uchar* values, device const typename C::Element* scales,
            device const typename C::Element* biases, uint batch, uint head, constant CacheParams& params)
-      : C(values, scales, biases, batch, head, params) {}
+      : all(values, scales, biases, batch, head, params) {}
 
   void select(device const int* indices_, uint, constant AttentionParams& params) {
     indices = indices_;
@@ -162,29 +170,41 @@ struct Selected : C {
 
   template <int N>
   typename C::template Run<N> load(uint tile, uint key, uint column, bool wanted) const {
-    return C::template load<N>(wanted ? row(tile + key) : 0, 0, column, wanted);
+    return all.template load<N>(wanted ? row(tile + key) : 0, 0, column, wanted);
   }
 };
 
 // Keys or values of which one token sees all that it is given.
 template <typename C>
-struct Whole : C {
+struct Whole {
+  typedef C Stored;
   static constant constexpr bool kSelects = true;
+  static constant constexpr bool kRelative = false;
+
+  C all;
 
   Whole(device const uchar* values, device const typename C::Element* scales,
         device const typename C::Element* biases, uint batch, uint head, constant CacheParams& params)
-      : C(values, scales, biases, batch, head, params) {}
+      : all(values, scales, biases, batch, head, params) {}
+
   void select(device const int*, uint, constant AttentionParams&) {}
   bool has(uint) const { return true; }
+  template <int N>
+  typename C::template Run<N> load(uint tile, uint key, uint column, bool wanted) const {
+    return all.template load<N>(tile, key, column, wanted);
+  }
 };
 
 // Keys or values of a window and of a tail. The slots of a token are keys of the tail, those of indices or
 // all, and behind them its own key and what lies before it. The tail is in place of the scales.
 template <typename C>
-struct Tailed : C {
+struct Tailed {
+  typedef C Stored;
   typedef typename C::Element T;
   static constant constexpr bool kSelects = true;
+  static constant constexpr bool kRelative = false;
 
+  C window;
   device const T* tail;
   device const int* indices;
   uint tail_stride, slots, limit;
@@ -193,7 +213,7 @@ struct Tailed : C {
 
   Tailed(device const uchar* values, device const T* tail_, device const T*, uint batch, uint head,
          constant CacheParams& params)
-      : C(values, tail_, tail_, batch, head, params),
+      : window(values, tail_, tail_, batch, head, params),
         tail(tail_ + batch * params.scales_batch_stride + head * params.scales_head_stride),
         tail_stride(params.scales_key_stride) {}
 
@@ -211,7 +231,7 @@ struct Tailed : C {
   template <int N>
   typename C::template Run<N> load(uint tile, uint key, uint column, bool wanted) const {
     const uint slot = tile + key;
-    C from = *this;
+    C from = window;
     if (slot < slots) {
       from.start = tail;
       from.stride = tail_stride;
@@ -223,10 +243,19 @@ struct Tailed : C {
 
 // Keys or values of which each adds to its score by its distance from the token.
 template <typename C>
-struct Relative : C {
+struct Relative {
+  typedef C Stored;
+  static constant constexpr bool kSelects = false;
   static constant constexpr bool kRelative = true;
+
+  C all;
 
   Relative(device const uchar* values, device const typename C::Element* scales,
            device const typename C::Element* biases, uint batch, uint head, constant CacheParams& params)
-      : C(values, scales, biases, batch, head, params) {}
+      : all(values, scales, biases, batch, head, params) {}
+
+  template <int N>
+  typename C::template Run<N> load(uint tile, uint key, uint column, bool wanted) const {
+    return all.template load<N>(tile, key, column, wanted);
+  }
 };

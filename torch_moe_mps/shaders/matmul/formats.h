@@ -562,21 +562,17 @@ struct FloatCodes {
   }
 };
 
-// ggml's 16 levels for codes of 4 bits, as halves, and those of the two codes of a byte.
-constant constexpr uint kLevels[16] = {0xd7f0, 0xd680, 0xd530, 0xd410, 0xd220, 0xd060, 0xcd80, 0xc900,
-                                       0x3c00, 0x4a80, 0x4e40, 0x50c0, 0x52a0, 0x5450, 0x5590, 0x5710};
-#define LEVEL_PAIR(LOW, HIGH) kLevels[LOW] | kLevels[HIGH] << 16
-#define LEVEL_PAIRS(HIGH)                                                                                  \
-  LEVEL_PAIR(0, HIGH), LEVEL_PAIR(1, HIGH), LEVEL_PAIR(2, HIGH), LEVEL_PAIR(3, HIGH), LEVEL_PAIR(4, HIGH), \
-      LEVEL_PAIR(5, HIGH), LEVEL_PAIR(6, HIGH), LEVEL_PAIR(7, HIGH), LEVEL_PAIR(8, HIGH),                  \
-      LEVEL_PAIR(9, HIGH), LEVEL_PAIR(10, HIGH), LEVEL_PAIR(11, HIGH), LEVEL_PAIR(12, HIGH),               \
-      LEVEL_PAIR(13, HIGH), LEVEL_PAIR(14, HIGH), LEVEL_PAIR(15, HIGH)
-constant constexpr uint kLevelPairs[256] = {
-    LEVEL_PAIRS(0),  LEVEL_PAIRS(1),  LEVEL_PAIRS(2),  LEVEL_PAIRS(3), LEVEL_PAIRS(4),  LEVEL_PAIRS(5),
-    LEVEL_PAIRS(6),  LEVEL_PAIRS(7),  LEVEL_PAIRS(8),  LEVEL_PAIRS(9), LEVEL_PAIRS(10), LEVEL_PAIRS(11),
-    LEVEL_PAIRS(12), LEVEL_PAIRS(13), LEVEL_PAIRS(14), LEVEL_PAIRS(15)};
+// The points of the format's grid, of the host, each in a word of 32 or 64 bits: then it is one load. Of two
+// values, they are halves. Of more, a value with a sign has its magnitude in 8 bits, those from bit 5 on of a
+// half that is the magnitude / 2^16; one without has its level in 4, -1, 0 and 1 as 0, 1 and 2. The second of
+// two neighbours is 16 bits above the first.
+#ifndef MOE_GRID
+#define MOE_POINT uint
+#define MOE_GRID 0
+#endif
+constant constexpr MOE_POINT kGrid[] = {MOE_GRID};
 
-// level * scale.
+// level * scale, of ggml's 16 levels. A byte has two codes: it is the number of their point.
 template <typename T, typename Scales>
 struct LevelCodes {
   typedef T Element;
@@ -610,7 +606,7 @@ struct LevelCodes {
   static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
   template <int N>
   static half2 levels(Chunk<N> chunk, int number) {
-    return as_type<half2>(kLevelPairs[chunk.words[number / 4] >> (number % 4 * 8) & 0xff]);
+    return as_type<half2>(uint(kGrid[chunk.words[number / 4] >> (number % 4 * 8) & 0xff]));
   }
 
   static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
@@ -636,14 +632,6 @@ struct LevelCodes {
   }
 };
 
-// The points of the format's grid, of the host. A value with a sign has its magnitude in 8 bits,
-// those from bit 5 on of a half that is the magnitude / 2^16; one without has its level in 4, -1, 0 and 1 as
-// 0, 1 and 2. The second of two neighbours is 16 bits above the first.
-#ifndef MOE_GRID
-#define MOE_GRID
-#endif
-alignas(8) constant constexpr uint kGrid[] = {MOE_GRID 0};  // so that two words are one load
-
 // Codes are numbers of points; _formats.py says where their bits are. (sign * point) * scale, or, with one
 // bit a value, (point +- 1/8) * scale. Scales are (2 s + 1) times a half for 256.
 template <typename T, int kBits, int kGroup, int kScaleBits, int kNumberBits, int kStreamBits>
@@ -657,7 +645,6 @@ struct GridCodes {
   static constant constexpr int kPlaceBytes = Scales::kPlaceBytes + (kGroups == 2 || kBits == 3 ? 48 : 0);
   static constant constexpr bool kAnyLength = false;
   static constant constexpr bool kSigned = kBits > 1, kEven = kSigned && kStreamBits < 12;
-  static constant constexpr int kPointWords = kBits == 2 ? 2 : 1;
   static constant constexpr int kPointPairs = kBits == 3 ? 2 : 4, kPoints = 16 / kPointPairs;
   static constant constexpr int kFirstNumber = kScaleBits * kGroups;
   static constant constexpr int kFirstShift = kFirstNumber + kPoints * kNumberBits;
@@ -705,7 +692,8 @@ struct GridCodes {
   }
   // Of the grid: that of the values of a pair.
   static uint word_of(Unit unit, int pair) {
-    return kGrid[kPointWords * number(unit, pair / kPointPairs) + pair / 2 % kPointWords];
+    const MOE_POINT point = kGrid[number(unit, pair / kPointPairs)];
+    return kBits == 2 ? uint(ulong(point) >> (pair / 2 % 2 * 32)) : uint(point);
   }
   // Values 2 * number and 2 * number + 1 but for the scale.
   static half2 pair(Unit unit, int number) {
