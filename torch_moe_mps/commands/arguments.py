@@ -43,9 +43,8 @@ FIT = """examples:
 
 BENCH = """examples:
   torch-moe-mps bench qwen3-4bit
-  torch-moe-mps bench Qwen/Qwen3-30B-A3B --bits 4 --picture speed.png   # needs matplotlib
   torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json
-  torch-moe-mps bench qwen3-mlx --beside mlx-lm --beside llama.cpp --gguf qwen3.gguf --picture three.png"""
+  torch-moe-mps bench qwen3-mlx --beside mlx-lm --beside llama.cpp --gguf qwen3.gguf"""
 
 CHAT = """!help in the chat lists what else it understands. Ctrl-C ends an answer, Ctrl-D the chat.
 
@@ -215,7 +214,6 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--gguf", metavar="FILE", help="MODEL as a GGUF file, for llama-bench")
     _speculation(command)
     _json(command)
-    add("--picture", metavar="FILE", help="draw tokens/s by context beside the bound (.png, .svg, .pdf)")
     add(
         "--bandwidth",
         type=float,

@@ -1,7 +1,8 @@
 """`bench MODEL`: how fast a model reads prompts and generates, at several contexts.
 
-pp512 is a prompt of 512 tokens, tg128 the generation of 128 tokens one by one, each after that many tokens of
-context ("@ d4096"). ttft64 is the second turn of a chat: the time from 64 new tokens to the first answer.
+pp512 is a prompt of 512 tokens after that many tokens of context ("@ d4096"). tg128 is what `generate()`
+gives: 128 tokens, the likeliest or "sampled", each read by the host while the GPU computes the next. ttft64 is
+the second turn of a chat: the time from 64 new tokens to the first answer.
 """
 
 import argparse
@@ -14,7 +15,6 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,7 +31,7 @@ from .beside import beside, check_beside
 from .caches import KVCache, kv_cache
 from .generating import Generating
 from .perplexity import text_ids
-from .results import check_writable, write_json, written_whole
+from .results import check_writable, write_json
 from .sources import (
     context_of,
     folder_of,
@@ -48,6 +48,7 @@ from .speculation import Speculation, check_speculation, speculation_of
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
 _OURS = "torch_moe_mps"
+SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}  # of "sampled" rows, in mlx-lm, too
 
 
 @dataclass
@@ -100,7 +101,6 @@ def run(options: argparse.Namespace) -> None:
     KeyboardInterrupt ends it after what was measured is written.
     """
     _check(options)
-    draw = _drawing(options.picture) if options.picture else None
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
     check_beside(options, source)
@@ -134,7 +134,7 @@ def run(options: argparse.Namespace) -> None:
             print(f"\n{bench.captured}")
         if options.beside:
             bench.free()
-        for engine, test, depth, rates in beside(options, source, bench.ids[0].tolist()):
+        for engine, test, depth, rates in beside(options, source, bench.ids[0].tolist(), SAMPLING):
             row = bench.row(f"{test} @ d{depth}" if depth else test, rates, "t/s", depth)
             row.engine, row.memory = engine, 0
             if bench.bandwidth is not None and test.startswith("tg"):
@@ -146,9 +146,6 @@ def run(options: argparse.Namespace) -> None:
     finally:  # an interruption keeps what was measured
         if options.json and is_first_process():
             _write(options.json, rows, bench, model=options.model, size=size, device=chip)
-        if draw and rows and is_first_process():
-            draw(options.picture, rows, bench, f"{options.model}, {size}, {chip}")
-            print(f"wrote {options.picture}")
 
 
 def _check(options: argparse.Namespace) -> None:
@@ -224,10 +221,10 @@ class Bench:
         self.speculation: Speculation | None = None
         self.captured: str | None = None  # how the tokens ran
         self.weights = _of_all_processes(model, bytes_a_token(model))
-        vocabulary = model.config.get_text_config().vocab_size
+        self.vocabulary = model.config.get_text_config().vocab_size
         count = max(options.depth) + options.prompt + options.turn
         generator = torch.Generator().manual_seed(0)
-        self.ids = torch.randint(vocabulary, (1, count), generator=generator).to(self.device)
+        self.ids = torch.randint(self.vocabulary, (1, count), generator=generator).to(self.device)
 
     def use_text(self, ids: Tensor) -> None:
         """Measure with the tokens [T] of a text, repeated as often as needed."""
@@ -243,12 +240,10 @@ class Bench:
             prompt = self.ids[:, depth : depth + options.prompt]
             seconds = self._repeated(cache, partial(self._read, prompt))
             yield self._rate(f"pp{options.prompt}{name}", options.prompt, seconds, depth)
-            seconds = self._repeated(cache, partial(self._generate, options.generate))
-            row = self._rate(f"tg{options.generate}{name}", options.generate, seconds, depth)
-            if self.bandwidth is not None:
-                row.share = row.rate / self.bound(depth)
+            row = self._generated("", cache, depth, do_sample=False)
             row.launches, row.host = self._launches(cache), self._host(cache)
             yield row
+            yield self._generated(" sampled", cache, depth, do_sample=True, **SAMPLING)
             if self.speculation is not None:
                 yield self._guessing(self.speculation, cache, depth, name)
             if depth:
@@ -303,13 +298,20 @@ class Bench:
         """The token after a prompt; `item` waits for the device."""
         return int(self._forward(ids, cache).logits[0, -1].argmax().item())
 
-    def _generate(self, tokens: int, cache: Any) -> None:
-        """Greedily, with each token given to the host, as a chat does to show it."""
-        ids = self.ids[:, :1]
-        for _ in range(tokens):
-            output = self._forward(ids, cache)
-            cache, ids = output.past_key_values, output.logits[:, -1:].argmax(-1)
-            ids.item()
+    def _generated(self, kind: str, cache: Any, depth: int, **how: Any) -> Row:
+        """The model's own `generate` from one token behind the context on; nothing ends it early."""
+        tokens, ids = self.options.generate, self.ids[:, : depth + 1]
+        how |= {"eos_token_id": [self.vocabulary], "pad_token_id": 0, "max_new_tokens": tokens}
+
+        def generate(cache: Any) -> None:
+            given = {} if cache is None else {"past_key_values": cache}
+            self.model.generate(ids, attention_mask=torch.ones_like(ids), **given, **how).tolist()
+
+        name = f"tg{tokens}{kind}" + (f" @ d{depth}" if depth else "")
+        row = self._rate(name, tokens, self._repeated(cache, generate), depth)
+        if self.bandwidth is not None:
+            row.share = row.rate / self.bound(depth)
+        return row
 
     def _repeated(self, cache: Any, test: Callable[[Any], object]) -> list[float]:
         """Seconds of each repeat, which begins with a copy of the cache. One before them warms up."""
@@ -384,62 +386,3 @@ class _Launches(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         self.count += torch.ops.moe_mps._encoded_dispatches() - before
         return result
-
-
-def _drawing(file: str) -> Callable[[str, list[Row], Bench, str], None]:
-    """Raises: ValueError if matplotlib is missing, or cannot write the file: before anything is measured."""
-    try:
-        import matplotlib
-    except ModuleNotFoundError:
-        raise ValueError("--picture needs matplotlib: pip install 'torch-moe-mps[picture]'") from None
-    matplotlib.use("agg")
-    from matplotlib.backend_bases import FigureCanvasBase
-
-    known = FigureCanvasBase.get_supported_filetypes()
-    if Path(file).suffix.removeprefix(".").lower() not in known:
-        raise ValueError(f"--picture must end in .{', .'.join(sorted(known))}, got {file}")
-    check_writable("--picture", file)
-    return _draw
-
-
-def _draw(file: str, rows: list[Row], bench: Bench, title: str) -> None:
-    """Tokens/s of generation by context, with the spread, and the bound beside them."""
-    from matplotlib import pyplot
-
-    rows = [row for row in rows if row.test.startswith("tg")]
-    others = {row.engine: [r for r in rows if r.engine == row.engine] for row in rows if row.engine != _OURS}
-    rows = [row for row in rows if row.engine == _OURS]
-    figure, axes = pyplot.subplots(figsize=(7, 4.2), layout="constrained")
-    depths = [row.depth for row in rows]
-    if bench.bandwidth is not None and rows:
-        last = max(depths) or 1
-        line = [last * i / 64 for i in range(65)]
-        bounds = [bench.bound(round(depth)) for depth in line]
-        label = f"bound by memory at {bench.bandwidth / 1e9:.0f} GB/s"
-        axes.plot(line, bounds, color="0.55", linestyle="--", label=label)
-    axes.errorbar(
-        depths,
-        [row.rate for row in rows],
-        [row.spread for row in rows],
-        color="#1f6feb",
-        marker="o",
-        capsize=3,
-        label="measured" if bench.bandwidth is None else "measured, and its share of the bound",
-    )
-    for engine, theirs in others.items():
-        places, rates = [row.depth for row in theirs], [row.rate for row in theirs]
-        axes.errorbar(places, rates, [row.spread for row in theirs], marker="s", capsize=3, label=engine)
-    axes.set_ylim(bottom=0)
-    for row in rows:
-        text = f"{row.rate:.1f}" if row.share is None else f"{row.rate:.1f}\n{100 * row.share:.0f} %"
-        above = row.rate < 0.15 * axes.get_ylim()[1]  # below the point it would cover the axis
-        place = {"xytext": (0, 8 if above else -8), "va": "bottom" if above else "top"}
-        axes.annotate(text, (row.depth, row.rate), textcoords="offset points", ha="center", **place)
-    axes.set(title=title, xlabel="tokens of context", ylabel="tokens/s, one after the other")
-    axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.spines[["top", "right"]].set_visible(False)
-    axes.grid(alpha=0.25)
-    axes.legend(frameon=False)
-    with written_whole(file):
-        figure.savefig(file, dpi=160)
-    pyplot.close(figure)

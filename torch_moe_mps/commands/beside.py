@@ -34,21 +34,26 @@ def check_beside(options: argparse.Namespace, folder: str) -> None:
             )
 
 
-def beside(options: argparse.Namespace, folder: str, ids: Sequence[int]) -> Iterator[Found]:
-    """Runs each engine in a process of its own, with these tokens where it takes tokens."""
+def beside(
+    options: argparse.Namespace, folder: str, ids: Sequence[int], sampling: dict[str, float]
+) -> Iterator[Found]:
+    """Runs each engine in a process of its own, with these tokens and this sampling where it takes them."""
     if "mlx-lm" in options.beside:
-        yield from _mlx_lm(options, folder, ids)
+        yield from _mlx_lm(options, folder, ids, sampling)
     if "llama.cpp" in options.beside:
         yield from _llama_cpp(options)
 
 
-def _mlx_lm(options: argparse.Namespace, folder: str, ids: Sequence[int]) -> Iterator[Found]:
-    asked = {"model": folder, "ids": [*ids], "depths": sorted({*options.depth})}
+def _mlx_lm(
+    options: argparse.Namespace, folder: str, ids: Sequence[int], sampling: dict[str, float]
+) -> Iterator[Found]:
+    asked = {"model": folder, "ids": [*ids], "depths": sorted({*options.depth}), "sampling": sampling}
     asked |= {name: getattr(options, name) for name in ("prompt", "generate", "repeats")}
     command = [sys.executable, str(Path(__file__).with_name("mlx_lm_worker.py"))]
     for row in _lines("mlx-lm", command, json.dumps(asked)):
         yield "mlx-lm", f"pp{options.prompt}", row["depth"], row["pp"]
-        yield "mlx-lm", f"tg{options.generate}", row["depth"], row["tg"]
+        for kind, rates in zip(("", " sampled"), row["tg"], strict=True):
+            yield "mlx-lm", f"tg{options.generate}{kind}", row["depth"], rates
 
 
 def _llama_cpp(options: argparse.Namespace) -> Iterator[Found]:
