@@ -12,7 +12,7 @@ void set_shader_directory(std::string directory);
 std::string flattened_source(const std::string& file);
 
 // The definitions of MOE_GRID, the points of a format's grid from shaders/matmul/grids.txt as the shader
-// reads them, and of MOE_POINT, their type. Empty for a format without one.
+// reads them, and of MOE_GRID_WORDS, how many words they are. Empty for a format without one.
 std::string grid_of(std::string_view format);
 
 }  // namespace moe_mps

@@ -2,6 +2,7 @@
 
 #include <c10/util/Exception.h>
 #include <c10/util/Half.h>
+#include <c10/util/StringUtil.h>
 
 #include <fstream>
 #include <mutex>
@@ -92,23 +93,23 @@ std::string grid_of(std::string_view format) {
     fields >> start >> count >> level >> digits;
     if (start == "#" || format.substr(0, start.size()) != start) continue;
     const uint32_t bits = count == 2 ? 16 : level[0] == '-' ? 4 : 8, in_word = 32 / bits;
-    const std::string_view type = count > in_word ? "ulong" : "uint", ending = count > in_word ? "ul," : "u,";
-    out << "#define MOE_POINT " << type << "\n#define MOE_GRID ";
     for (std::istringstream levels(level); std::getline(levels, level, ',');) {
       const float value = std::stof(level) / (bits == 8 ? 65536.0f : 1.0f);
       const uint16_t half = c10::detail::fp16_ieee_from_fp32_value(value);
       codes.push_back(bits == 16 ? half : bits == 8 ? half >> 5 : codes.size());
     }
+    std::vector<uint32_t> words;
     for (uint32_t point = 0; point < 4 * digits.size(); ++point) {
       if ((std::stoi(digits.substr(point / 4, 1), nullptr, 16) >> point % 4 & 1) == 0) continue;
-      uint64_t word = 0;
+      const size_t first = words.size();
+      words.resize(first + count / in_word);
       for (uint32_t left = point, value = 0; value < count; ++value, left /= codes.size()) {
-        const uint32_t place = value / in_word * 32 + value % 2 * 16 + value % in_word / 2 * bits;
-        word |= uint64_t(codes[left % codes.size()]) << place;
+        const uint32_t place = value % 2 * 16 + value % in_word / 2 * bits;
+        words[first + value / in_word] |= codes[left % codes.size()] << place;
       }
-      out << word << ending;
     }
-    out << '\n';
+    out << "#define MOE_GRID_WORDS " << words.size() << "\n#define MOE_GRID " << c10::Join("u,", words)
+        << "u\n";
   }
   return out.str();
 }

@@ -562,15 +562,17 @@ struct FloatCodes {
   }
 };
 
-// The points of the format's grid, of the host, each in a word of 32 or 64 bits: then it is one load. Of two
-// values, they are halves. Of more, a value with a sign has its magnitude in 8 bits, those from bit 5 on of a
-// half that is the magnitude / 2^16; one without has its level in 4, -1, 0 and 1 as 0, 1 and 2. The second of
-// two neighbours is 16 bits above the first.
+// The points of the format's grid, of the host. Of two values, they are halves. Of more, a value with a sign
+// has its magnitude in 8 bits, those from bit 5 on of a half that is the magnitude / 2^16; one without has
+// its level in 4, -1, 0 and 1 as 0, 1 and 2. The second of two neighbours is 16 bits above the first.
 #ifndef MOE_GRID
-#define MOE_POINT uint
+#define MOE_GRID_WORDS 1
 #define MOE_GRID 0
 #endif
-constant constexpr MOE_POINT kGrid[] = {MOE_GRID};
+struct alignas(8) Grid {  // so that two words are one load
+  uint words[MOE_GRID_WORDS];
+};
+constant constexpr Grid kGrid = {{MOE_GRID}};
 
 // level * scale, of ggml's 16 levels. A byte has two codes: it is the number of their point.
 template <typename T, typename Scales>
@@ -606,7 +608,7 @@ struct LevelCodes {
   static FragmentElement place_of(int value) { return {value / 2, value % 2}; }
   template <int N>
   static half2 levels(Chunk<N> chunk, int number) {
-    return as_type<half2>(uint(kGrid[chunk.words[number / 4] >> (number % 4 * 8) & 0xff]));
+    return as_type<half2>(kGrid.words[chunk.words[number / 4] >> (number % 4 * 8) & 0xff]);
   }
 
   static Pack<kPackSize> codes(Chunk<kValues> chunk, int pack) {
@@ -645,6 +647,7 @@ struct GridCodes {
   static constant constexpr int kPlaceBytes = Scales::kPlaceBytes + (kGroups == 2 || kBits == 3 ? 48 : 0);
   static constant constexpr bool kAnyLength = false;
   static constant constexpr bool kSigned = kBits > 1, kEven = kSigned && kStreamBits < 12;
+  static constant constexpr int kPointWords = kBits == 2 ? 2 : 1;
   static constant constexpr int kPointPairs = kBits == 3 ? 2 : 4, kPoints = 16 / kPointPairs;
   static constant constexpr int kFirstNumber = kScaleBits * kGroups;
   static constant constexpr int kFirstShift = kFirstNumber + kPoints * kNumberBits;
@@ -692,8 +695,7 @@ struct GridCodes {
   }
   // Of the grid: that of the values of a pair.
   static uint word_of(Unit unit, int pair) {
-    const MOE_POINT point = kGrid[number(unit, pair / kPointPairs)];
-    return kBits == 2 ? uint(ulong(point) >> (pair / 2 % 2 * 32)) : uint(point);
+    return kGrid.words[kPointWords * number(unit, pair / kPointPairs) + pair / 2 % kPointWords];
   }
   // Values 2 * number and 2 * number + 1 but for the scale.
   static half2 pair(Unit unit, int number) {
