@@ -1,8 +1,8 @@
 """`bench MODEL`: how fast a model reads prompts and generates, at several contexts.
 
 pp512 is a prompt of 512 tokens after that many tokens of context ("@ d4096"). tg128 is what `generate()`
-gives: 128 tokens, the likeliest or "sampled", each read by the host while the GPU computes the next. ttft64 is
-the second turn of a chat: the time from 64 new tokens to the first answer.
+gives: 128 tokens, the likeliest or "sampled", each read by the host while the GPU computes the next. ttft64
+is the second turn of a chat: the time from 64 new tokens to the first answer.
 """
 
 import argparse
