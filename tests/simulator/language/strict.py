@@ -3,8 +3,8 @@
 1. Address spaces: clang's OpenCL C++ front end, which has them, checks the source with every kernel
    instantiated: no pointer or reference without an address space, none of one where another is expected.
 2. Language: nothing outside of Metal 3.1 (C++14 with `if constexpr`; no lambdas, double, recursion, goto,
-   derived classes), no implicit conversion to bfloat, no constant that is aligned or made of another's elements. A source that includes MetalPerformancePrimitives may use the tensors
-   of Metal 4.0, too.
+   derived classes), no implicit conversion to bfloat, no constant that is aligned or has elements of another.
+   A source that includes MetalPerformancePrimitives may use the tensors of Metal 4.0, too.
 3. Vocabulary: whatever the source uses of Metal's library also occurs in Metal sources that Apple's compiler
    is known to accept (MLX's kernels, PyTorch's c10/metal), or in the specification (vocabulary.py).
 
