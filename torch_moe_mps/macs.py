@@ -68,8 +68,8 @@ def this_mac() -> Mac:
     else:
         limit = wired_limit(memory // GIB)
     chip = brand.removeprefix("Apple ")
-    cores = _gpu_cores() if f"{chip} (40 cores)" in BANDWIDTHS else None
-    chip = f"{chip} ({cores} cores)" if cores else chip
+    if f"{chip} (40 cores)" in BANDWIDTHS:
+        chip = f"{chip} ({torch.backends.mps.get_core_count()} cores)"
     return Mac(chip, memory, limit, BANDWIDTHS.get(chip))
 
 
@@ -79,12 +79,3 @@ def said(*command: str) -> str:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):
         return ""
-
-
-def _gpu_cores() -> int | None:
-    """The number of cores of the GPU, from the registry of devices."""
-    for line in said("ioreg", "-r", "-d", "1", "-c", "AGXAccelerator").splitlines():
-        name, _, value = line.partition("=")
-        if '"gpu-core-count"' in name and value.strip().isdecimal():
-            return int(value)
-    return None

@@ -116,7 +116,7 @@ def test_mean_of_gated_streams(device, dtype):
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (33, 2048)])
 def test_threadgroups_for_every_core(device, tokens, rows):
     """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""
-    with plans_for("Apple M1") if device == "mps" else nullcontext():
+    with plans_for("M1") if device == "mps" else nullcontext():
         check_linear(device, (tokens, 64, rows), "affine4_64", torch.float16, tokens, bias=True)
 
 

@@ -46,7 +46,7 @@ def test_one_token_is_bound_by_dram(simulated, format, size):
 def test_eight_tokens_fill_the_gpu(simulated, inputs, rows):
     """Predicted with the latency of few threadgroups; a threadgroup stands for all."""
     shape, one = cases.Shape(1, 1, inputs, rows, alone=True), Limit(groups=1, slots=1)
-    with plans_for("Apple M4 Max"):
+    with plans_for("M4 Max"):
         [row] = cases.ours(shape, "int4", "f16", 8, one)
     assert row.measurement.grid[0] == rows // 32
     for gpu, most in (("M1 Max", 55), ("M4 Max", 45)):

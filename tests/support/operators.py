@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from simulator.apple import GPUS
 
 import torch_moe_mps
 from torch_moe_mps.ops._samples import packet
@@ -24,8 +25,8 @@ def positional(name: str, arguments: dict) -> tuple[list, dict]:
 
 @contextmanager
 def plans_for(gpu: str) -> Iterator[None]:
-    """Inside the block, kernels are planned for the cores of the GPU with this name."""
-    torch.ops.moe_mps._plan_for(torch.ops.moe_mps._gpu_cores(gpu))
+    """Inside the block, kernels are planned for the cores of this GPU of the cost model."""
+    torch.ops.moe_mps._plan_for(GPUS[gpu].cores)
     try:
         yield
     finally:

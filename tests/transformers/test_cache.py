@@ -20,6 +20,7 @@ from transformers.cache_utils import (
 )
 
 import torch_moe_mps
+from torch_moe_mps.transformers import growing
 from torch_moe_mps.transformers.cache import QuantizedCache, grow_cache, growing_class
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
@@ -274,6 +275,21 @@ def test_a_token_is_written_alone(window):
             if not window:
                 layer.crop(-1)
     assert memory.written == 40 * 2 * 2 * 64 * 4
+
+
+@torch.no_grad()
+def test_nothing_is_done_where_no_token_is_removed(monkeypatch):
+    """generate() asks for that after each token."""
+    for plain in (DynamicLayer, DynamicIndexedLayer):
+        layer = growing_class(plain)()
+        layer.update(*one_token())
+        if plain is DynamicIndexedLayer:
+            layer.update_indexer(torch.randn(1, 1, 32))
+        monkeypatch.setattr(growing, "in_memory_of", None)
+        before = dict(vars(layer))
+        layer.crop(0)
+        assert all(value is before[name] for name, value in vars(layer).items())
+        monkeypatch.undo()
 
 
 @torch.no_grad()

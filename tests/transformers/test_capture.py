@@ -29,6 +29,7 @@ from transformers.integrations import sdpa_attention
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 import torch_moe_mps
+from torch_moe_mps.ops import _registry
 from torch_moe_mps.transformers.attention import NAME
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
@@ -217,6 +218,22 @@ def test_a_captured_token_has_the_same_bits(device, same_bits):
     mine, theirs = Conversation(model, length=262), Conversation(own, length=262)
     assert_equal(mine.tokens(8), theirs.tokens(8))
     assert captures.programs == [program]
+
+
+@torch.no_grad()
+def test_a_captured_token_is_checked_once(simulated, monkeypatch):
+    """The sizes that grow with the context are symbols of the recording, which has checked them."""
+    model = accelerated("qwen3_moe", "mps")
+    conversation = Conversation(model)
+    conversation.tokens(3)
+    (program,) = captures_of(model).programs
+    checked = []
+    monkeypatch.setattr(_registry, "before_first_call", lambda name, given: checked.append(name))
+    conversation.tokens(5)
+    assert checked == [] and captures_of(model).programs == [program]
+    torch.ops.moe_mps._forget_signatures()
+    conversation.tokens(1)
+    assert "attention" in checked
 
 
 @torch.no_grad()

@@ -45,13 +45,17 @@ void encode_weighted_sum(const Tensor& slots, const ExpertSum& sum, const Tensor
   params.width = width;
   params.vectorised = rows_start_aligned(
       width, {slots, output, sum.shared_out.value_or(output), sum.residual.value_or(output)});
+  // A buffer that is written is bound once: the compiler may take two for two.
+  ExpertSum bound = sum;
+  params.in_place = sum.residual.has_value() && sum.residual->is_same(output);
+  if (params.in_place) bound.residual.reset();
 
   const int64_t items = ceil_div(width, params.vectorised ? 4 : 1);
   const int64_t most = output.numel() <= kFewColumns ? kSumThreadsFew : kSumThreads;
   const int64_t threads = std::min(most, ceil_div(items, kSimdWidth) * kSimdWidth);
   Commands commands;
   Command& command = commands.add({"combine", output.scalar_type()}, "weighted_sum").bind(slots);
-  bind_sum(command, sum, output)
+  bind_sum(command, bound, slots)
       .bind(output)
       .params(params)
       .threadgroups({NSUInteger(ceil_div(items, threads)), NSUInteger(rows)}, {NSUInteger(threads)});

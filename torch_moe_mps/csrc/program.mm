@@ -11,9 +11,12 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "signature.h"
 
 namespace moe_mps {
 namespace {
@@ -178,6 +181,8 @@ class Program : public torch::CustomClassHolder {
   std::vector<at::Tensor> run(const std::vector<at::Tensor>& inputs, const std::vector<at::Tensor>& views,
                               const Places& symbols, const Places& integers) const {
     if (!fits(inputs, views, symbols)) return {};
+    const int64_t begun = checks_begun();
+    const WithoutChecks unchecked(checked_ == begun);
     const at::NoGradGuard no_grad;
     const at::AutoDispatchBelowADInplaceOrView below;  // where the calls were recorded
     std::vector<c10::IValue> values(static_cast<size_t>(places_));
@@ -199,6 +204,7 @@ class Program : public torch::CustomClassHolder {
       }
       stack.clear();
     }
+    checked_ = begun;
     std::vector<at::Tensor> results;
     for (const int64_t place : results_) results.push_back(value(place, values).toTensor());
     return results;
@@ -296,6 +302,7 @@ class Program : public torch::CustomClassHolder {
   Places listed_;
   int64_t places_ = 0;
   Places results_;
+  mutable std::atomic<int64_t> checked_ = 0;  // of checks_begun(), when a run last checked all calls
 };
 
 }  // namespace

@@ -68,7 +68,8 @@ inline void weighted_sum_columns(Slots<T> slots, device const uchar* shared_gate
   const ulong place = row * params.width + column;
   Vector<T, N> own_shared, own_residual;  // in flight with the slots
   if (active && params.sum.has_shared != 0) own_shared = load<N>(shared + place);
-  if (active && params.sum.has_residual != 0) own_residual = load<N>(residual + place);
+  if (active && params.sum.has_residual != 0)
+    own_residual = load<N>((params.in_place != 0 ? output : residual) + place);
   Floats<N> sum = slots.template sum<N>(row, column, active);
   if (!active) return;
   if (params.sum.has_shared != 0) sum += factor_of_shared(shared_gate, row, params.sum) * widen(own_shared);
@@ -76,8 +77,8 @@ inline void weighted_sum_columns(Slots<T> slots, device const uchar* shared_gate
   store(output + place, sum);
 }
 
-// output = sum over slots + gate * shared + residual. `output` may be `residual`: a thread reads its columns
-// before it writes.
+// output = sum over slots + gate * shared + residual. In place the residual is in `output`: a thread reads
+// its columns before it writes.
 template <typename T>
 [[kernel]] void weighted_sum_rows(
     device const T* slots [[buffer(0)]], device const uchar* weights [[buffer(1)]],

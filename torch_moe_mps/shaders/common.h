@@ -169,15 +169,25 @@ inline Pack<N> load_row(device const uchar* source, uint dtype, ulong index) {
   return values;
 }
 
-// Stores to a tensor whose dtype is a run-time parameter.
+template <typename T>
+inline void store_bits(device ushort* target, float x) {
+  *target = as_type<ushort>(T(x));
+}
+template <typename T>
+inline void store_bits(device ushort* target, float4 x) {
+  *reinterpret_cast<device ushort4*>(target) = as_type<ushort4>(narrow<T>(x));
+}
+
+// Stores to a tensor whose dtype is a run-time parameter. A kernel may load from it, too, as bits: memory has
+// one type.
 template <typename V>
 inline void store_any(device uchar* target, uint dtype, ulong index, V x) {
   if (dtype == DTYPE_FLOAT) {
     store(reinterpret_cast<device float*>(target) + index, x);
   } else if (dtype == DTYPE_HALF) {
-    store(reinterpret_cast<device half*>(target) + index, x);
+    store_bits<half>(reinterpret_cast<device ushort*>(target) + index, x);
   } else {
-    store(reinterpret_cast<device bfloat*>(target) + index, x);
+    store_bits<bfloat>(reinterpret_cast<device ushort*>(target) + index, x);
   }
 }
 

@@ -297,6 +297,7 @@ struct WeightedSumParams {
   uint32_t slots;
   uint32_t width;
   uint32_t vectorised;
+  uint32_t in_place;  // the residual is in the output
 };
 
 struct WeightedSumNormParams {

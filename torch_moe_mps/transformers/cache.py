@@ -244,10 +244,11 @@ class _Growing(_Made, DynamicLayer):
     def crop(self, tokens_to_remove: int) -> None:
         keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
-        self.keys, self.values = (
-            growing.in_memory_of(keys, self.keys),
-            growing.in_memory_of(values, self.values),
-        )
+        if self.keys is not keys:  # after each token generate() removes none
+            self.keys, self.values = (
+                growing.in_memory_of(keys, self.keys),
+                growing.in_memory_of(values, self.values),
+            )
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -319,6 +320,8 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
     def crop(self, tokens_to_remove: int) -> None:
         indexer_keys, pools = self.indexer_keys, self.pools
         super().crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
         self.indexer_keys = growing.in_memory_of(indexer_keys, self.indexer_keys)
         if pools is not None:
             self.pools = growing.in_memory_of(pools, pools[:, : self.indexer_keys.shape[1] // self.rate])

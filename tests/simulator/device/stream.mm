@@ -1,7 +1,9 @@
 // at::mps::MPSStream, which libtorch declares everywhere and defines on macOS only.
 #include <ATen/core/Tensor.h>
+#include <ATen/mps/MPSDevice.h>
 #include <ATen/mps/MPSStream.h>
 
+#include <cstdlib>
 #include <exception>
 
 #include "../metal/dispatch.h"
@@ -50,6 +52,17 @@ MPSStream* MPSStreamImpl::getInstance() {
 }
 MPSStream* getCurrentMPSStream() {
   return MPSStreamImpl::getInstance();
+}
+
+MPSDevice::MPSDevice() : _mtl_device(simulated_device()) {}
+MPSDevice::~MPSDevice() = default;
+MPSDevice* MPSDevice::getInstance() {
+  static auto* const device = new MPSDevice;
+  return device;
+}
+unsigned MPSDevice::getCoreCount() const {
+  const char* cores = std::getenv("SIMULATED_CORES");
+  return cores == nullptr ? 16 : std::atoi(cores);
 }
 
 __attribute__((visibility("default"))) void dispatch_sync_with_rethrow(dispatch_queue_t queue,
