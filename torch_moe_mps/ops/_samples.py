@@ -14,6 +14,8 @@ from . import __all__ as exported
 from ._sample import HEAD, Calls, Changes, Sample
 
 _FAMILIES = [import_module(f".{name}", __package__) for name in exported if name != "OPERATORS"]
+# The family of each operator: its file here, and in csrc/ and shaders/.
+FAMILY_OF = {name: family.__name__.rpartition(".")[2] for family in _FAMILIES for name in family.CALLS}
 CALLS: Calls = {name: call for family in _FAMILIES for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in _FAMILIES for name, make in family.CHANGES.items()}
 # The arguments whose last dimensions are those of a head; of keys and values in 8 bits: words of four.

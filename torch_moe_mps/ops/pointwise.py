@@ -36,7 +36,7 @@ BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "max": torch.maximum,
     "min": torch.minimum,
 }
-OPERATIONS = (*UNARY, *BINARY)  # shaders/params.h numbers them in this order
+OPERATIONS = (*UNARY, *BINARY)  # shaders/params/pointwise.h numbers them in this order
 
 
 def _check_formula(formula: str, given: dict[str, Tensor | None], check: Check) -> None:

@@ -1,6 +1,7 @@
 // Sorting pairs p = t * K + k by expert. Ids outside [0, experts) fall into a last bucket of their own.
 #pragma once
 #include "common.h"
+#include "params/routing.h"
 
 template <typename Id>
 inline uint bucket_of(Id id, uint experts) {

@@ -1,6 +1,7 @@
 // What follows the experts' matmuls: the gated activation, and the weighted sum over the slots of a token.
 #pragma once
 #include "common.h"
+#include "params/combine.h"
 
 template <typename T>
 [[kernel]] void silu_mul_stacked(device const T* gate [[buffer(0)]], device const T* up [[buffer(1)]],

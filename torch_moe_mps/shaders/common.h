@@ -3,7 +3,7 @@
 #include <metal_stdlib>
 
 #include "geometry.h"
-#include "params.h"
+#include "params/common.h"
 
 using namespace metal;
 

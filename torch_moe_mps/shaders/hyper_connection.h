@@ -1,6 +1,7 @@
 // Hyper-connections: a residual of up to four streams, which a block reads as one row.
 #pragma once
 #include "common.h"
+#include "params/hyper_connection.h"
 
 constant constexpr uint kHyperFours = kHyperColumns / 4;
 

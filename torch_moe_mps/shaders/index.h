@@ -1,6 +1,7 @@
 // The keys that sparse attention reads: scores of an indexer, and the best of them.
 #pragma once
 #include "common.h"
+#include "params/index.h"
 
 struct KeyRange {
   uint begin;

@@ -1,6 +1,7 @@
 // Linear attention: the convolution in front of it and the recurrence.
 #pragma once
 #include "common.h"
+#include "params/linear_attention.h"
 
 // The value of a channel at a position; the positions of the input follow those of the state.
 template <typename T>

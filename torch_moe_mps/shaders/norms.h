@@ -2,6 +2,7 @@
 // where rows are short.
 #pragma once
 #include "common.h"
+#include "params/norms.h"
 
 // How many elements a thread keeps in registers from the first pass over a row to the second: rows of up to
 // 16 * kNormThreads columns are read once, and columns beyond that twice.

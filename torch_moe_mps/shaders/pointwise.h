@@ -2,6 +2,7 @@
 // what they give lies in threadgroup memory, a column for each thread, because registers have no numbers.
 #pragma once
 #include "common.h"
+#include "params/pointwise.h"
 
 inline float load_number(device const uchar* source, uint dtype, ulong index) {
   if (dtype == DTYPE_INT) return float(reinterpret_cast<device const int*>(source)[index]);

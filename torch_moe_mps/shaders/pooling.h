@@ -1,6 +1,7 @@
 // Entries of a cache that stand for windows of tokens.
 #pragma once
 #include "common.h"
+#include "params/pooling.h"
 
 // The softmax of two columns' logits, and what it weights.
 struct Pooled {

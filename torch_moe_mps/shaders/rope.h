@@ -6,6 +6,7 @@
 // elements are read once.
 #pragma once
 #include "common.h"
+#include "params/rope.h"
 
 template <int N>
 struct Pairs {

@@ -2,6 +2,7 @@
 // logits are read once and the lowest lane of a tie holds the lowest id.
 #pragma once
 #include "common.h"
+#include "params/routing.h"
 
 // What orders the choice. Keys below kLowestKey are states: 0 is not to be chosen, n is chosen for slot n
 // - 1.

@@ -1,6 +1,7 @@
 // A router's matmul, with the RMSNorm in front of it or without. The choice is the router's kernel.
 #pragma once
 #include "common.h"
+#include "params/routing.h"
 
 template <int R, int M>
 struct LogitSums {

@@ -91,7 +91,7 @@ def accelerate(
         keep_when_saving(model)
     _replace(model, report, kv_bits)
     align_weights(model)
-    report.compiled = compile_kernels(model, strict=not check)
+    report.compiled = compile_kernels(model, report.operators(), strict=not check)
     if check and check_replacements("accelerate", model, report, seconds):
         kv_bits = kv_bits_of(model)
         restore(model)

@@ -110,7 +110,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
 
     Raises: RuntimeError for one that runs quantised weights.
     """
-    named = {done.operator for row in report.rows for done in row.done}
+    named = report.operators()
     if report.capture is not None and report.capture() is not None:
         named.update(INTRODUCED.values())  # which no module calls
     formats = {format for module in model.modules() for format in formats_in(module).values()}

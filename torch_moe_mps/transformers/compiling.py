@@ -3,21 +3,19 @@
 import itertools
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 import torch
 from torch import nn
 
 from .._extension import host_library, torch_version
+from ..ops._samples import FAMILY_OF
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
 from .basics.interface import is_experts, is_quantized, projections
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in, has_quantized_weights
-
-# Libraries that depend on a format or on the dtype of ids, not on activations alone.
-_OF_WEIGHTS = ("experts", "quantized", "attention_", "index", "pooling", "hyper_connection")
 
 OLDEST_TORCH = (2, 13)
 
@@ -45,9 +43,9 @@ def align_weights(model: nn.Module) -> None:
                 parameter.data = parameter.data.clone()
 
 
-def compile_kernels(model: nn.Module, strict: bool = True) -> str | None:
-    """Compile what a model on mps will run: see compile_libraries."""
-    return None if host_library() is None else compile_libraries(libraries_of(model), strict)
+def compile_kernels(model: nn.Module, operators: Collection[str] = (), strict: bool = True) -> str | None:
+    """Compile what a model on mps will run: see libraries_of and compile_libraries."""
+    return None if host_library() is None else compile_libraries(libraries_of(model, operators), strict)
 
 
 def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
@@ -78,24 +76,26 @@ def tensor_libraries_of(model: nn.Module) -> list[str]:
     return [name for name in torch.ops.moe_mps._libraries(tensor_units=True) if name in used]
 
 
-def libraries_of(model: nn.Module) -> list[str]:
-    """The names of the libraries that the accelerated modules on mps run, in the package's order."""
+def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]:
+    """The names of the libraries that the accelerated modules on mps run, in the package's order: for their
+    weights and for `operators`, which were put in place of others."""
     used: set[str] = set()
+    has_experts = False
     for module, dtype in _on_mps(model):
         used.update(f"quantized_{format}_{dtype}" for format in formats_in(module).values())
+        has_experts |= is_experts(module)
         if is_experts(module) and not is_quantized(module):
             used.add(f"experts_{dtype}")
     dtypes = {name.rpartition("_")[2] for name in used}
     if kv_bits_of(model) == CACHE_BITS:
         used.update(f"attention_affine8_{dtype}" for dtype in dtypes)
-    for name in torch.ops.moe_mps._libraries():
-        file, _, dtype = name.rpartition("_")
-        if dtypes and file == "bucket":
-            used.add(name)
-        elif file == "routing" and dtypes:  # routers compute logits in float32, too
-            used.update({name} if dtype in dtypes | {"f32"} else ())
-        elif dtype in dtypes and not file.startswith(_OF_WEIGHTS):
-            used.add(name)
+    families = {FAMILY_OF[name] for name in operators}
+    if has_experts:
+        families.add("combine")
+        used.add("bucket_i64")  # routers give such ids
+    used.update(f"{family}_{dtype}" for family in families for dtype in dtypes)
+    if dtypes and "router_logits" in operators:  # in float32
+        used.add("routing_f32")
     return [name for name in torch.ops.moe_mps._libraries() if name in used]
 
 

@@ -2,6 +2,7 @@
 // count.
 #pragma once
 #include "common.h"
+#include "params/attention.h"
 
 // Two neighbouring elements as they lie in memory.
 inline float2 pair_of(half, uint word) {

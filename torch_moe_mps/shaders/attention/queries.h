@@ -1,6 +1,7 @@
 // The queries of a block.
 #pragma once
 #include "common.h"
+#include "params/attention.h"
 
 // Query r of the block: (token, head of the key head's group), with the heads of a token side by side.
 struct Queries {

@@ -1,6 +1,7 @@
 // What is done to a score, and with the sums over all keys.
 #pragma once
 #include "common.h"
+#include "params/attention.h"
 
 constant constexpr float kLowest = -3.402823466e38f;
 constant constexpr int kNoQuery = -(1 << 30);  // in place of a position

@@ -1,6 +1,7 @@
 // Writes keys or values into a cache of 8 bits.
 #pragma once
 #include "common.h"
+#include "params/attention.h"
 
 // Four elements of a key or value a lane, a group in 8, 16 or 32 neighbouring lanes: its lowest and highest
 // number, then its codes, each lane's in a word.

@@ -2,6 +2,7 @@
 // per output.
 #pragma once
 #include "common.h"
+#include "params/matmul.h"
 
 // Metal has no erf. erfc(z) = t * P(t) * exp(-z * z) with t = 1 / (1 + 0.3 z): P is a least-squares fit in
 // Chebyshev nodes, its relative error 2.4e-8 on 0 <= z <= 9.5, beyond which erfc is below the smallest normal

@@ -165,6 +165,10 @@ class Report:
     ) -> None:
         self.rows.append(Row(name, type(module).__name__, kind, tuple(done), reason))
 
+    def operators(self) -> set[str]:
+        """Those that run in place of modules."""
+        return {done.operator for row in self.rows for done in row.done}
+
     @property
     def replaced(self) -> list[Row]:
         return [row for row in self.rows if row.done]

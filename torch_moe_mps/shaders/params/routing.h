@@ -1,0 +1,75 @@
+// Routing
+#pragma once
+
+#define SCORING_SOFTMAX 0
+#define SCORING_SIGMOID 1
+#define SCORING_SQRTSOFTPLUS 2
+#define SCORING_SOFTMAX_AFTER_TOPK 3
+
+struct RouterParams {
+  uint32_t rows;
+  uint32_t experts;
+  uint32_t top_k;
+  uint32_t vectorised;
+  uint32_t scoring;
+  uint32_t has_bias;
+  uint32_t bias_dtype;
+  uint32_t bias_on_logits;
+  uint32_t groups;
+  uint32_t top_groups;
+  uint32_t group_score_is_max;
+  uint32_t has_masked_score;
+  uint32_t normalise;
+  uint32_t has_scale;
+  uint32_t scale_dtype;
+  uint32_t normalise_scaled;
+  float masked_score;
+  float norm_eps;
+  float norm_min;
+  float scaling_factor;
+};
+
+struct RouterLogitsParams {
+  uint32_t tokens;
+  uint32_t experts;
+  uint32_t width;
+  uint32_t vectorised;
+  uint32_t hidden_dtype;
+  uint32_t norm_dtype;
+  uint32_t has_bias;
+  uint32_t bias_dtype;
+  uint32_t logits_dtype;
+  float eps;
+  float norm_offset;
+};
+
+struct HashRouterParams {
+  RouterLogitsParams logits;
+  uint32_t table_rows;
+  uint32_t top_k;
+  uint32_t scoring;
+  uint32_t normalise;
+  uint32_t wide_table;  // int64, else int32
+  uint32_t wide_tokens;
+  float sum_eps;
+  float scaling_factor;
+};
+
+struct BucketParams {
+  uint32_t pairs;
+  uint32_t experts;
+  uint32_t chunks;          // runs of consecutive pairs, one a simdgroup
+  uint32_t chunk;           // pairs of a run, a multiple of 32
+  uint32_t upper_digits;    // binary digits of the number of experts above those that select a lane set
+  uint32_t tile_pairs;      // 0: no tile list
+  uint32_t sentinel_tiles;  // also tiles of expert -1 for the sentinels
+  uint32_t columns_a;       // threadgroups across the columns of the two matmuls that use the tiles
+  uint32_t columns_b;
+};
+
+struct IdsTpeParams {
+  uint32_t pairs;
+  uint32_t experts;
+  uint32_t gate_up_tiles;
+  uint32_t down_tiles;
+};
