@@ -10,14 +10,16 @@ from ..ops._formats import Format
 from .calls import DTYPES
 from .compare import Finding
 
-
-COMPILERS = 4  # at once: each takes up to a gigabyte, and Macs begin at 8
+COMPILERS = 4  # at once, each with memory of its own: Macs begin at 8 GB
 
 
 def compile_side_by_side(
     names: Iterable[str], built: Callable[[str], object] = lambda name: None
 ) -> list[Finding]:
-    """Has Metal compile libraries, COMPILERS at a time; calls `built` with each name. Returns: what failed."""
+    """Has Metal compile libraries, COMPILERS at a time; calls `built` with each name.
+
+    Returns: what failed.
+    """
     findings = []
     with ThreadPoolExecutor(COMPILERS) as pool:
         futures = {pool.submit(torch.ops.moe_mps._pipelines, name): name for name in names}
