@@ -21,6 +21,8 @@ LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
+_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
+MAX_SIGNATURES = 4096  # of an operator, after which they are noted anew: contexts grow with every token
 _NO_BACKWARD = (
     "moe_mps::{}: backward is not implemented, the operators are for inference; run it under torch.no_grad() "
     "or use the model's own code for training"
@@ -71,21 +73,46 @@ def operator(
                 before_first_call(name, given)
             return outputs
 
-        @functools.wraps(reference)
-        def checked_reference(*args, **kwargs):
-            checked_meta(*args, **kwargs)
-            _check_apart(check, written, named(args, kwargs))
-            if args[0].device.type == "mps":
-                _warn_mps_reference()
+        def run(*args, **kwargs):
             if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
                 with torch.autocast(args[0].device.type, enabled=False):
                     return _contiguous(reference(*args, **kwargs))
             return _contiguous(reference(*args, **kwargs))
 
+        @functools.wraps(reference)
+        def checked_reference(*args, **kwargs):
+            checked_meta(*args, **kwargs)
+            if written:
+                _check_apart(check, written, named(args, kwargs))
+            if args[0].device.type == "mps":
+                _warn_mps_reference()
+            return run(*args, **kwargs)
+
+        checked: set[tuple] = set()  # signatures whose arguments are good, as the Metal host has them
+
+        def on_cpu(*args, **kwargs):
+            """The same for dense tensors on the CPU, where checks take longer than many a reference."""
+            values = (*args, *kwargs.values())
+            signature = (
+                *kwargs,
+                *[(value.dtype, value.shape) if isinstance(value, Tensor) else value for value in values],
+            )
+            if signature not in checked:
+                checked_meta(*args, **kwargs)
+                if len(checked) >= MAX_SIGNATURES:
+                    checked.clear()
+                checked.add(signature)
+            return run(*args, **kwargs)
+
         LIBRARY.impl(name, checked_reference, "CPU")
         LIBRARY.impl(name, checked_reference, "CompositeExplicitAutograd")
         torch.library.register_fake(f"{NAMESPACE}::{name}", checked_meta, lib=LIBRARY)
-        LIBRARY.impl(name, _autograd_kernel(name), "Autograd", with_keyset=True)
+        LIBRARY.impl(
+            name,
+            _autograd_kernel(name, checked_reference if written else on_cpu),
+            "Autograd",
+            with_keyset=True,
+        )
         packet.__doc__ = reference.__doc__
 
         @functools.wraps(reference)
@@ -136,16 +163,26 @@ def _warn_mps_reference() -> None:
     )
 
 
-def _autograd_kernel(name: str) -> Callable:
-    """A kernel for the Autograd keys that lets inference through and makes a backward pass fail by name."""
+def _autograd_kernel(name: str, reference: Callable) -> Callable:
+    """A kernel for the Autograd keys that lets inference through and makes a backward pass fail by name.
+
+    Where nothing lies between it and the CPU's kernel it calls that by itself, which takes less time.
+    """
     overload = getattr(torch.ops.moe_mps, name).default
     mutated = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
 
     def kernel(keyset, *args, **kwargs):
+        below = keyset & torch._C._after_autograd_keyset
+
         def call():
             with torch._C._AutoDispatchBelowAutograd():
-                return overload.redispatch(keyset & torch._C._after_autograd_keyset, *args, **kwargs)
+                return overload.redispatch(below, *args, **kwargs)
 
+        if forward_ad._current_level < 0 and not torch.is_grad_enabled():
+            if below != _CPU:
+                return call()
+            with torch._C._AutoDispatchBelowAutograd():
+                return reference(*args, **kwargs)
         tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
         if forward_ad._current_level >= 0 and any(
             forward_ad.unpack_dual(t).tangent is not None for t in tensors

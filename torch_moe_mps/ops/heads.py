@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
+from ._decoded import decoded
 from ._formats import Format, QuantizedWeight
 from ._registry import operator
 from ._sample import Calls, Changes
@@ -118,7 +119,7 @@ def heads_quantized(
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
     weight = QuantizedWeight(packed, scales, biases, Format.named(format))
-    return _product(x, weight.values(slice(None)), transposed, tail, dtype or x.dtype)
+    return _product(x, decoded(weight), transposed, tail, dtype or x.dtype)
 
 
 CALLS: Calls = {

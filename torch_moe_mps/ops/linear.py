@@ -1,6 +1,7 @@
 """Linear layers, dense MLPs and embeddings with weights in the formats of _formats.py."""
 
 import math
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ from torch import Tensor
 
 from ._activations import POINTWISE, Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
+from ._decoded import decoded
 from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
 from ._sample import Calls, Changes
@@ -20,17 +22,21 @@ VALUES_AT_ONCE = 1 << 22
 
 def _rows(x: Tensor) -> Tensor:
     """[..., C] -> [n, C], also for C = 0."""
-    return x.reshape(-1, x.shape[-1]) if x.shape[-1] > 0 else x.new_empty(x.shape[:-1].numel(), 0)
+    columns = x.shape[-1]
+    return x.reshape(-1, columns) if columns > 0 else x.new_empty(x.shape[:-1].numel(), 0)
 
 
 def _product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
     """[n, C] -> [n, N] in float32: rows times the transposed matrix, plus the layer's bias."""
     outputs = weight.packed.shape[0]
-    rows, out = rows.float(), rows.new_empty(rows.shape[0], outputs, dtype=torch.float32)
-    step = max(1, VALUES_AT_ONCE // max(1, rows.shape[1]))
-    for first in range(0, outputs, step):
-        some = slice(first, first + step)
-        torch.mm(rows, weight.values(some).t(), out=out[:, some])
+    rows, step = rows.float(), max(1, VALUES_AT_ONCE // max(1, rows.shape[1]))
+    if outputs <= step:
+        out = torch.mm(rows, decoded(weight).t())
+    else:
+        out = rows.new_empty(rows.shape[0], outputs)
+        for first in range(0, outputs, step):
+            some = slice(first, first + step)
+            torch.mm(rows, decoded(weight.map(itemgetter(some))).t(), out=out[:, some])
     return out if bias is None else out.add_(bias.float())
 
 

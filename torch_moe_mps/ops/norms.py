@@ -18,8 +18,11 @@ GATE_ACTIVATIONS = ("silu", "sigmoid")
 def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0) -> Tensor:
     """rms(x) * (weight + weight_offset), in float32."""
     x = x.float()
-    x = x * torch.rsqrt(x.square().mean(-1, keepdim=True) + eps)
-    return x if weight is None else x * (weight.float() + weight_offset)
+    x = x * x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+    if weight is None:
+        return x
+    weight = weight.float()
+    return x.mul_(weight + weight_offset if weight_offset else weight)
 
 
 class InputNorm(NamedTuple):
@@ -111,7 +114,8 @@ def rms_norm(
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
-    return (normed(input, weight, eps, weight_offset) * factor).to(input.dtype)
+    out = normed(input, weight, eps, weight_offset)
+    return (out if factor == 1.0 else out.mul_(factor)).to(input.dtype)
 
 
 def _meta_rms_norm_gated(check, input, gate, weight, activation, group, **others):

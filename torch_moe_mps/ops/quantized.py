@@ -1,9 +1,12 @@
 """The experts with weights in the formats of _formats.py."""
 
+from operator import itemgetter
+
 from torch import Tensor
 
 from ._activations import Activation
 from ._checks import picked
+from ._decoded import decoded
 from ._formats import Format, QuantizedWeight
 from ._registry import operator
 from ._sample import Calls, Changes
@@ -25,7 +28,7 @@ def _quantized_product(weight: QuantizedWeight) -> Product:
     """The product with a quantised stack, in float32; experts are dequantised one at a time."""
 
     def matrix(expert: int) -> Tensor:
-        return weight.values(expert).t()
+        return decoded(weight.map(itemgetter(expert))).t()
 
     return lambda rows, groups: grouped_product(rows.float(), groups, matrix, weight.packed.shape[1])
 

@@ -91,14 +91,27 @@ def _rotated(
         return y.to(x.dtype).transpose(1, 2)
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     start = x.shape[-1] - rotary if rotary_last else 0
-    before, y, after = y.tensor_split((start, start + rotary), -1)
-    interleaved = pairs != "half"
+    if rotary < x.shape[-1]:
+        before, y, after = y.tensor_split((start, start + rotary), -1)
+    cos, sin = (table.float().unsqueeze(2) for table in (cos, sin))
+    if pairs == "half" and cos.shape[-1] == sin.shape[-1] == rotary:
+        first, second = y.chunk(2, -1)
+        turned = (y * cos).add_(torch.cat((-second, first), -1).mul_(sin))
+    else:
+        turned = _turned(y, cos, sin, pairs)
+    if rotary < x.shape[-1]:
+        turned = torch.cat((before, turned, after), -1)
+    return turned.to(x.dtype).transpose(1, 2)
+
+
+def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
+    interleaved, rotary = pairs != "half", y.shape[-1]
     first, second = _split(y, interleaved)
-    tables = (table.float().unsqueeze(2) for table in (cos, sin))
-    (cos1, cos2), (sin1, sin2) = ((t, t) if t.shape[-1] < rotary else _split(t, interleaved) for t in tables)
+    (cos1, cos2), (sin1, sin2) = (
+        (t, t) if t.shape[-1] < rotary else _split(t, interleaved) for t in (cos, sin)
+    )
     halves = (first * cos1 - second * sin1, second * cos2 + first * sin2)
-    turned = torch.stack(halves, -1).flatten(-2) if pairs == "interleaved" else torch.cat(halves, -1)
-    return torch.cat((before, turned, after), -1).to(x.dtype).transpose(1, 2)
+    return torch.stack(halves, -1).flatten(-2) if pairs == "interleaved" else torch.cat(halves, -1)
 
 
 @operator(meta=_meta_rope)

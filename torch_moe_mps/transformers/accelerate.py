@@ -26,7 +26,7 @@ from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, restore_module, rewrite
 from .latents import use_latents
 from .modules.experts import NAME, described, unsupported
-from .modules.linears import QuantizedLayer, has_quantized_weights
+from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.trial import on_the_cpu
 
 ATTENTION = Done("attention")
@@ -98,6 +98,7 @@ def accelerate(
         report.rows.clear()
         _replace(model, report, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
+    report.kept_on_cpu = kept_on_cpu(model)
     reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
     for cls, reason in sorted(reasons):
         warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=2)

@@ -158,6 +158,7 @@ class Report:
     compiled: str | None = None
     checked: str | None = None
     tensor_units: str | None = None
+    kept_on_cpu: str | None = None
     capture: Callable[[], str | None] | None = None  # what the report says of tokens, when it is printed
 
     def add(
@@ -193,7 +194,7 @@ class Report:
         if self.quantization is not None:
             table += ["", str(self.quantization)]
         captured = None if self.capture is None else self.capture()
-        lines_about = (self.compiled, self.checked, self.tensor_units, captured)
+        lines_about = (self.compiled, self.checked, self.tensor_units, self.kept_on_cpu, captured)
         about = [line for line in lines_about if line is not None]
         if about:
             table += ["", *about]

@@ -6,8 +6,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...ops._decoded import VARIABLE, memory
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import formats_of, is_experts, is_quantized
+from ..basics.report import in_unit
 
 ops = torch.ops.moe_mps
 
@@ -103,6 +105,23 @@ def formats_in(module: nn.Module) -> dict[str, Format]:
 
 def has_quantized_weights(module: nn.Module) -> bool:
     return bool(formats_in(module))
+
+
+def kept_on_cpu(model: nn.Module) -> str | None:
+    """What the report says of quantised weights on a CPU; None without any."""
+    values: dict[int, int] = {}  # {id of the words: how many values}
+    for module in model.modules():
+        for name, format in formats_in(module).items():
+            is_layer = isinstance(module, QuantizedLayer)
+            packed: Tensor = module.packed if is_layer else getattr(module, f"{name}_packed")  # type: ignore[assignment]
+            if packed.device.type == "cpu" and not isinstance(module, QuantizedEmbedding):
+                values[id(packed)] = packed.shape[:-1].numel() * format.columns(packed.shape[-1])
+    if not values:
+        return None
+    size, allowed = 4 * sum(values.values()), memory()
+    show = in_unit(size)
+    kept = show(size) if size <= allowed else f"{show(allowed)} of {show(size)}, the others in every call"
+    return f"on the CPU weights are decoded once and kept in float32: {kept} ({VARIABLE} sets the limit)"
 
 
 def _parameter(tensor: Tensor) -> nn.Parameter:
