@@ -7,13 +7,14 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
+from ..transformers.basics.state import Beside
 from ..transformers.prompt_cache import new_cache
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
@@ -24,7 +25,7 @@ _IMAGES = re.compile("pixel_|image_|video_|audio_|input_features")
 _THEIR_TOKENS = re.compile("(image|video|audio)_token_(id|index)")
 
 
-class Generating:
+class Generating(Beside):
     """Stands for a model in calls of `generate`; all else is the model's.
 
     Args:
@@ -37,6 +38,10 @@ class Generating:
         if speculation is not None and prompts is not None:
             speculation.prompts = Prompts(prompts.memory)
         self._ended, self._interrupted = threading.Event(), threading.Event()
+        # Once for a model: a captured token rests on its attributes.
+        _slice_prompts(model)
+        if speculation is not None:
+            speculation.count(model)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.model, name)
@@ -70,15 +75,14 @@ class Generating:
         self._interrupted.clear()
         steps = _Steps(self._ends, streamer)
         given |= {"stopping_criteria": [steps], "streamer": streamer and steps}
-        with ExitStack() as stack:
-            if self.speculation is not None:
-                given |= self.speculation.arguments
-                stack.enter_context(self.speculation.counting(self.model))
-            if self.prompts is None or not can_be_kept(self.model, given):
-                stack.enter_context(_sliced(self.model))
-                result = self.model.generate(**given)
-            else:
-                result = self._keeping(self.prompts, given, steps)
+        if self.speculation is not None:
+            given |= self.speculation.arguments
+        if self.prompts is None or not can_be_kept(self.model, given):
+            result = self.model.generate(**given)
+        else:
+            result = self._keeping(self.prompts, given, steps)
+        if self.speculation is not None:
+            self.speculation.keep()
         if steps.error is not None:
             raise steps.error
         return result
@@ -100,8 +104,7 @@ class Generating:
             if steps.streamer is not None:
                 steps.end()
             return ids
-        with _sliced(self.model):
-            result = self.model.generate(**given, past_key_values=kept.cache)
+        result = self.model.generate(**given, past_key_values=kept.cache)
         if images is not None:
             images.moved.update({name: module.rope_deltas for name, module in modules.items()})
             kept.images = images
@@ -215,10 +218,11 @@ def at_ctrl_c(first: Callable[[], None] | None = None) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-@contextmanager
-def _sliced(model: Any) -> Iterator[None]:
+def _slice_prompts(model: Any) -> None:
     """Lets the first step of assisted generation skip what its cache has, as plain generation does."""
     own = model.prepare_inputs_for_generation
+    if "prepare_inputs_for_generation" in vars(model):
+        return
 
     @functools.wraps(own)
     def prepare(ids: Tensor, next_sequence_length: int | None = None, **given: Any) -> Any:
@@ -228,7 +232,3 @@ def _sliced(model: Any) -> Iterator[None]:
         return own(ids, next_sequence_length=next_sequence_length, **given)
 
     model.prepare_inputs_for_generation = prepare
-    try:
-        yield
-    finally:
-        del model.prepare_inputs_for_generation

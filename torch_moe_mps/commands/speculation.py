@@ -1,19 +1,19 @@
 """--draft and --prompt-lookup: tokens are guessed and verified together, in ways that transformers has."""
 
 import argparse
-from collections.abc import Iterator
-from contextlib import contextmanager
+import functools
 from typing import Any
 
 from transformers import DynamicCache
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
+from ..transformers.basics.state import Beside
 from ..transformers.prompt_cache import new_cache
 from .prompts import Kept, Prompts
 from .sources import folder_of, loading_options, processes, tokenizer_of
 
 
-class Speculation:
+class Speculation(Beside):
     """Counts what `generate` guesses and accepts.
 
     Args:
@@ -26,6 +26,7 @@ class Speculation:
     def __init__(self, arguments: dict[str, Any]):
         self.arguments, self.guessed, self.accepted = arguments, 0, 0
         self.prompts: Prompts | None = None
+        self._drafted: tuple[Any, Any] | None = None  # tokens and cache of the last `generate`
 
     @property
     def acceptance(self) -> float | None:
@@ -36,24 +37,24 @@ class Speculation:
         share = "" if self.acceptance is None else f" ({100 * self.acceptance:.0f} %)"
         return f"{self.accepted} of {self.guessed} guessed tokens accepted{share}"
 
-    @contextmanager
-    def counting(self, model: Any) -> Iterator[None]:
-        """Counts what the model's `generate` does in the block."""
-        own, drafted = model._get_candidate_generator, list[Any]()
+    def count(self, model: Any) -> None:
+        """Counts from now on what the model's `generate` does."""
+        own = functools.partial(type(model)._get_candidate_generator, model)
 
         def counted(*given: Any, **named: Any) -> Any:
+            self._drafted = None
             generator = own(*given, **named)
             guess, update = generator.get_candidates, generator.update_candidate_strategy
             # One for another tokenizer has other tokens.
             keeps = self.prompts is not None and type(generator) is AssistedCandidateGenerator
 
             def get_candidates(ids: Any, *others: Any, **more: Any) -> Any:
-                if keeps and not drafted:
+                if keeps and self._drafted is None:
                     self._begin(generator, ids[0].cpu())
                 found = guess(ids, *others, **more)
                 self.guessed += found[0].shape[1] - ids.shape[1]
                 if keeps and found[0].shape[1] > ids.shape[1]:
-                    drafted[:] = [found[0][0].cpu(), generator.assistant_kwargs["past_key_values"]]
+                    self._drafted = found[0][0].cpu(), generator.assistant_kwargs["past_key_values"]
                 return found
 
             def update_candidate_strategy(ids: Any, scores: Any, matches: Any) -> Any:
@@ -65,12 +66,13 @@ class Speculation:
             return generator
 
         model._get_candidate_generator = counted
-        try:
-            yield
-        finally:
-            del model._get_candidate_generator
-        if drafted:
-            self._keep(*drafted)
+
+    def keep(self) -> None:
+        """Keeps what the draft has computed for the last `generate`."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None and self.prompts is not None and type(drafted[1]) is DynamicCache:
+            ids, cache = drafted
+            self.prompts.put(Kept(ids[: cache.get_seq_length()], cache))
 
     def _begin(self, generator: Any, ids: Any) -> None:
         """Gives the draft what there is for a prompt."""
@@ -79,11 +81,6 @@ class Speculation:
         kept = self.prompts.take(ids, new_cache(draft))
         if len(kept.ids):
             generator.assistant_kwargs["past_key_values"] = kept.cache
-
-    def _keep(self, ids: Any, cache: Any) -> None:
-        assert self.prompts is not None
-        if type(cache) is DynamicCache:
-            self.prompts.put(Kept(ids[: cache.get_seq_length()], cache))
 
 
 def check_speculation(options: argparse.Namespace) -> None:

@@ -14,6 +14,10 @@ class Unsupported(Exception):
     """A module cannot be replaced; the message says why."""
 
 
+class Beside:
+    """What lies in a model's attributes for its callers: no call of the model reads it."""
+
+
 class State:
     """What is known of a module.
 

@@ -33,7 +33,7 @@ from transformers.cache_utils import CacheLayerMixin
 from transformers.utils.generic import GeneralInterface
 
 from ..._extension import host_library
-from ..basics.state import State
+from ..basics.state import Beside, State
 from ..graphs.tracing import Unsupported
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
@@ -65,7 +65,7 @@ _GLOBAL_HOOKS = tuple(
 _LEAVES = (
     str, bytes, bool, int, float, complex, type(None), type, property, Tensor, torch.dtype, torch.device,
     torch.Generator, types.ModuleType, types.BuiltinFunctionType, types.CodeType, weakref.ref, logging.Logger,
-    State,
+    State, Beside,
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, tuple)
 _MAIN = "__main__"

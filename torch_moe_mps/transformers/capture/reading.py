@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache
+from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..graphs.tracing import Unsupported
 from ..growing import MEMORY
@@ -128,6 +128,8 @@ class Reading:
             yield kind
         elif isinstance(value, STATIC_TYPES) or (type(value) is list and not value):
             yield from (type(value), value or None)
+        elif isinstance(value, (PreTrainedTokenizerBase, ProcessorMixin)):
+            yield id(value)  # generate() hands its own on to the model
         elif type(value) is dict and place != ARGUMENTS:  # another place
             return
         else:

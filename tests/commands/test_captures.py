@@ -1,0 +1,112 @@
+"""How often a token is captured: once a kind of call, over ten requests of each command."""
+
+import json
+
+import openai
+import pytest
+import torch
+import transformers
+from support import serving, tiny_models
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers.cli.chat import RichInterface
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.transformers.capture.calls import SWITCH, Captures
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+REQUESTS, TOKENS = 10, 5
+QUESTIONS = ["hello", "other", "a", "helloyou", "again", "bcd", "hello", "otherone", "zyx", "last"]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """With a tokenizer of letters."""
+    folder = tmp_path_factory.mktemp("captures") / "model"
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27).save_pretrained(folder)
+    letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="?", pad_token="?", chat_template=TEMPLATE
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def captured(monkeypatch):
+    """The kinds of calls that are captured, in their order, and how often a program runs."""
+    monkeypatch.setenv(SWITCH, "1")
+    kinds, runs = [], []
+    own, run = Captures._captured, Captures._run
+
+    def capture(self, model, forward, reading, kind):
+        kinds.append(reading.key)
+        return own(self, model, forward, reading, kind)
+
+    def counted(self, *arguments):
+        result = run(self, *arguments)
+        runs.append(result is not None)
+        return result
+
+    monkeypatch.setattr(Captures, "_captured", capture)
+    monkeypatch.setattr(Captures, "_run", counted)
+    return kinds, runs
+
+
+def assert_once(captured) -> None:
+    """One capture a kind of call, a token alone is one kind, and nearly every token is a program's."""
+    kinds, runs = captured
+    assert len(kinds) == len({*kinds}) and sum((1, 1) in kind for kind in kinds) == 1
+    assert sum(runs) >= (REQUESTS - 1) * (TOKENS - 1)
+
+
+def ask(client: openai.OpenAI, name: str, messages: list, stream: bool) -> str:
+    asked = {"model": name, "messages": messages, "temperature": 0, "max_tokens": TOKENS}
+    answer = client.chat.completions.create(**asked, stream=stream)
+    if stream:
+        return "".join(part.choices[0].delta.content or "" for part in answer)
+    return answer.choices[0].message.content
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_serve(checkpoint, captured, stream):
+    """Two conversations in turns, of which each request has all that was said."""
+    talks = [[], []]
+    with serving.client_of(checkpoint, "--bits", 4, "--group-size", 32) as client:
+        for number, question in enumerate(QUESTIONS):
+            talk = talks[number % 2]
+            talk.append({"role": "user", "content": question})
+            talk.append({"role": "assistant", "content": ask(client, str(checkpoint), talk, stream)})
+    assert_once(captured)
+
+
+def test_chat(checkpoint, captured, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    lines = iter([*QUESTIONS, "!exit"])
+    monkeypatch.setattr(RichInterface, "input", lambda self: next(lines))
+    monkeypatch.setattr(RichInterface, "confirm", lambda self, *arguments, **kwargs: False)
+    flags = ["--set", f"max_new_tokens={TOKENS}", "--set", "do_sample=False", "--device", "cpu"]
+    assert main(["chat", str(checkpoint), *flags]) == 0
+    assert_once(captured)
+
+
+def test_generate(checkpoint, captured, tmp_path, capsys):
+    file = tmp_path / "prompts.txt"
+    file.write_text("\n".join(QUESTIONS))
+    flags = ["--set", "do_sample=False", "--max-tokens", str(TOKENS), "--device", "cpu"]
+    assert main(["generate", str(checkpoint), "--prompts", str(file), "--batch", "1", *flags]) == 0
+    assert [json.loads(line)["prompt"] for line in capsys.readouterr().out.splitlines()] == QUESTIONS
+    assert_once(captured)
+
+
+@torch.no_grad()
+def test_a_script(checkpoint, captured):
+    model = torch_moe_mps.from_pretrained(checkpoint, bits=4, group_size=32)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    for question in QUESTIONS:
+        ids = tokenizer(question, return_tensors="pt").input_ids
+        model.generate(ids, max_new_tokens=TOKENS, do_sample=False, attention_mask=torch.ones_like(ids))
+    assert_once(captured)
