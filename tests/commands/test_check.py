@@ -25,6 +25,7 @@ def few(simulated, monkeypatch, tmp_path):
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(once, "calls", one_call)
+    monkeypatch.setattr(calls, "SIZES", {})
     monkeypatch.setattr(check, "never_launched", lambda kernels: [])
 
 

@@ -73,6 +73,11 @@ def broken(name: str):
     return run
 
 
+def plain(subjects) -> list:
+    """Their checks but for those at size, which test_branches.py is about."""
+    return [check for check in once.checks_of(subjects) if not check.label.endswith(" at size")]
+
+
 def break_each_kernel(simulated, names: list[str], checks: list) -> None:
     """The smallest call that launches a kernel finds that it is broken."""
     every = {kernel["kernel"] for kernel in pipelines(names)}
@@ -101,7 +106,7 @@ def break_each_kernel(simulated, names: list[str], checks: list) -> None:
 def test_each_kernel(simulated, dtype):
     """With one format of weights."""
     arguments = [dtype], [AFFINE]
-    checks = once.checks_of(calls.subjects(OPERATORS, *arguments))
+    checks = plain(calls.subjects(OPERATORS, *arguments))
     break_each_kernel(simulated, libraries(*arguments), checks)
 
 
@@ -110,7 +115,7 @@ def test_each_kernel(simulated, dtype):
 def test_each_kernel_of_a_format(simulated, format, dtype):
     """In one dtype: the calls do not depend on it, nor does which kernels there are."""
     subjects = calls.subjects(OPERATORS, [dtype], [FORMATS[format]])
-    checks = once.checks_of(subject for subject in subjects if subject.format)
+    checks = plain(subject for subject in subjects if subject.format)
     break_each_kernel(simulated, [f"quantized_{format}_{calls.DTYPES[dtype]}"], checks)
 
 
@@ -163,8 +168,8 @@ def test_plans_for_the_sizes_of_models_have_kernels_that_were_compared(simulated
     """Calls of this size would take too long here; a kernel depends on sizes only through its plan."""
 
     def compared(name: str, head: tuple[int, int] | None = None) -> set[str]:
-        (check,) = once.checks_of([calls.Subject(name, torch.float32, head=head, format=format)])
-        kernels = set().union(*(kernels for _, kernels in kernels_of(simulated, check)))
+        checks = once.checks_of([calls.Subject(name, torch.float32, head=head, format=format)])
+        kernels = set().union(*(each for check in checks for _, each in kernels_of(simulated, check)))
         return {re.sub(r"(_affine4_32)?_(f32|i32|i64)$", "", kernel) for kernel in kernels}
 
     def planned(plan, *sizes: int) -> set[str]:
@@ -188,8 +193,9 @@ def test_plans_for_the_sizes_of_models_have_kernels_that_were_compared(simulated
 
 @pytest.fixture
 def new_machine(simulated, monkeypatch, tmp_path):
-    """A machine that has checked nothing yet."""
+    """A machine that has checked nothing yet, and makes no calls at size: see test_branches.py."""
     monkeypatch.setenv(machine.SWITCH, "1")
+    monkeypatch.setattr(calls, "SIZES", {})
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(once, "SECONDS", 600.0)
     yield simulated

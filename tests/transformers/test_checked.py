@@ -17,7 +17,7 @@ from torch_moe_mps.transformers import checked
 from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
-NORM = once.checks_of([calls.Subject("rms_norm", torch.float32)])
+NORM = once.checks_of([calls.Subject("rms_norm", torch.float32)])[:1]
 IDS = torch.tensor([[1, 2, 3, 4, 5]])
 COMMAND = "`torch-moe-mps check` writes a report"
 
@@ -35,6 +35,7 @@ def new_machine(simulated, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setattr(once, "SECONDS", 600.0)
     monkeypatch.setattr(once, "calls", one_call)
+    monkeypatch.setattr(calls, "SIZES", {})
     yield simulated
     checked.forget()
 
@@ -265,7 +266,7 @@ from torch_moe_mps.selfcheck import calls, machine, once
 def one_call(subject):
     with contextlib.closing(calls.calls(subject)) as made:
         yield next(made)
-once.SECONDS, once.calls = 600.0, one_call
+once.SECONDS, once.calls, calls.SIZES = 600.0, one_call, {}
 os.environ.update({machine.SWITCH: "1", "XDG_CACHE_HOME": sys.argv[1]})
 # A limit is read when a pipeline is built: these kernels get one before the others are compiled.
 with pipeline_limit(16):

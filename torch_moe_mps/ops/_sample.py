@@ -47,9 +47,13 @@ class Sample:
     def values(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(dtype or self.dtype).to(self.device)
 
-    def integers(self, high: int, *shape: int, dtype: torch.dtype) -> Tensor:
-        whole = torch.randint(high, shape, generator=self._generator, dtype=torch.int64)
+    def integers(self, high: int, *shape: int, dtype: torch.dtype, low: int = 0) -> Tensor:
+        whole = torch.randint(low, high, shape, generator=self._generator, dtype=torch.int64)
         return whole.to(dtype).to(self.device)
+
+    def words(self, *shape: int) -> Tensor:
+        """Of 32 bits, all of them random."""
+        return self.integers(2**31, *shape, dtype=torch.int32, low=-(2**31))
 
     def quantized(
         self, prefix: str, rows: int, columns: int, experts: tuple[int, ...] = (E,)
@@ -59,7 +63,7 @@ class Sample:
         words = (*experts, rows, self.format.words(columns))
         size = 2.0 ** (-6 - self.format.bits) if self._of_blocks else 0.25
         return {
-            f"{prefix}packed": self.integers(2**31, *words, dtype=torch.int32),
+            f"{prefix}packed": self.words(*words),
             f"{prefix}scales": self._scales(*experts, rows, counts[0]),
             f"{prefix}biases": self._held(size, *experts, rows, counts[1])
             if self.format.has_biases

@@ -422,7 +422,7 @@ def write_cache_quantized_(
         code = min(round((x - bias) / scale), 255), 0 where scale is 0
 
     With 254, `scale` may be rounded down: a number is off by half of `scale` at most. A group with a number
-    that is not finite becomes NaN.
+    that is not finite has NaN for both, and codes of 0.
 
     Args:
         states: [B, Hk, T, D], float32, float16 or bfloat16; any strides.
@@ -437,10 +437,11 @@ def write_cache_quantized_(
         return
     groups = states.float().unflatten(-1, (scales_.shape[3], -1))
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
-    bias = low + (groups * 0).sum(-1, keepdim=True)
-    scale = ((high - low) / 254).to(states.dtype).float()
+    not_finite = (groups * 0).sum(-1, keepdim=True)  # NaN if any number is, else 0
+    bias = low + not_finite
+    scale = ((high - low) / 254 + not_finite).to(states.dtype).float()
     codes = ((groups - low) / scale).round_().clamp_(max=255)
-    codes = torch.where((scale > 0) & bias.isfinite(), codes, 0.0).to(torch.uint8)
+    codes = torch.where(scale > 0, codes, 0.0).to(torch.uint8)
     for target, new in (
         (packed_.view(torch.int32), pack(codes.flatten(-2), CACHE_BITS).view(torch.int32)),
         (scales_, scale.squeeze(-1).to(scales_.dtype)),
@@ -452,7 +453,7 @@ def write_cache_quantized_(
 def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, Any]:
     arguments = {"q": s.values(2, heads, tokens, whole_groups(s.D))}
     for name, width in (("k", whole_groups(s.D)), ("v", whole_groups(s.V))):
-        arguments[name] = s.integers(2**31, 2, 2, keys, width // 4, dtype=torch.int32)
+        arguments[name] = s.words(2, 2, keys, width // 4)
         arguments[f"{name}_scales"] = s.values(2, 2, keys, width // 32) / 128
         arguments[f"{name}_biases"] = s.values(2, 2, keys, width // 32)
     return arguments

@@ -16,8 +16,9 @@ from .._extension import use_of_tensor_units
 from ..ops import OPERATORS
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
-from ..ops._sample import FORMAT, HEAD, T
+from ..ops._sample import FORMAT, HEAD, Sample, T
 from ..ops._samples import OF_HEADS, more_samples, packet, sample_arguments
+from .sizes import SIZES
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
 FORMATS = tuple(NAMED_FORMATS.values())
@@ -145,12 +146,27 @@ def calls(subject: Subject) -> Iterator[Call]:
         yield Call(subject.operator, subject.dtype, arguments, str(subject.format or ""))
 
 
+def has_calls_at_size(subject: Subject) -> bool:
+    return subject.operator in SIZES and not subject.given
+
+
+def calls_at_size(subject: Subject) -> Iterator[Call]:
+    """As `calls`: those that only real sizes, and odd values, send to some branches of the kernels."""
+    sizes: dict[str, Any] = {"format": subject.format or FORMAT, "head": subject.head or HEAD}
+    name, dtype = subject.operator, subject.dtype
+    with torch.device("cpu"), _without_tensor_units():
+        for changes in SIZES[name](Sample("cpu", dtype, seed=2, **sizes)):
+            arguments = sample_arguments(name, "cpu", dtype, **sizes) | changes
+            yield Call(name, dtype, arguments, str(subject.format or ""))
+
+
 def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Iterator[dict[str, Any]]:
     name, dtype = subject.operator, subject.dtype
 
     def sample(tokens: int = T, wider: int = 1, of: str = name) -> dict[str, Any]:
         return sample_arguments(of, "cpu", dtype, format=format, tokens=tokens, wider=wider, head=head)
 
+    odd = Sample("cpu", dtype, seed=3)
     with torch.device("cpu"), _without_tensor_units():
         for changes in ({}, *more_samples(name, "cpu", dtype, head)) if format == FORMAT else ({},):
             if _given(name, changes) == subject.given:
@@ -166,13 +182,13 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
         if "format" in names_of(name) and "norm_weight" in names_of(name):
             for tokens in (1, T):
                 arguments = sample(tokens=tokens)
-                yield arguments | {"norm_weight": torch.ones_like(arguments["x"][0])}
+                yield arguments | {"norm_weight": odd.values(arguments["x"].shape[-1])}
         if name == "linear_quantized":
             arguments = sample()
             shape = (*arguments["x"].shape[:-1], 4, len(arguments["packed"]) // 4)
-            yield arguments | {"streams": torch.ones(shape, dtype=dtype)}
+            yield arguments | {"streams": odd.values(*shape)}
         if name == "heads_quantized":
-            yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1])
+            yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1], odd)
         if "format" in names_of(name) or name in DENSE:
             # Where few threadgroups fill the GPU, each takes more rows: of linear layers more than there are.
             with planned_for(1):
@@ -181,10 +197,10 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
                     yield sample(tokens=tokens, wider=wider)
 
 
-def _both_ways(arguments: dict[str, Any], width: int) -> Iterator[dict[str, Any]]:
+def _both_ways(arguments: dict[str, Any], width: int, odd: Sample) -> Iterator[dict[str, Any]]:
     """Products of heads with their matrices and, as given, the transposed ones, of one token and of few."""
     x, tail = arguments["x"], arguments["tail"]
-    columns = torch.ones(*x.shape[:-1], width, dtype=x.dtype)
+    columns = odd.values(*x.shape[:-1], width)
     for tokens in (1, T):
         yield arguments | {"x": x[:1, :tokens], "tail": tail[:1, :tokens]}
         yield arguments | {"x": columns[:1, :tokens], "tail": None, "transposed": False}

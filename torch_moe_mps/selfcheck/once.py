@@ -13,7 +13,7 @@ import torch
 from torch._subclasses import FakeTensor
 
 from ..ops import _registry
-from .calls import Call, Subject, calls, subjects_of
+from .calls import Call, Subject, calls, calls_at_size, has_calls_at_size, subjects_of
 from .compare import Finding, OutOfTime, compare
 from .machine import COMMAND, passed_before, remember, where
 
@@ -44,9 +44,13 @@ _lock = threading.RLock()
 
 
 def checks_of(subjects: Iterable[Subject]) -> list[Check]:
+    """Their plain calls, and behind all of these the calls at real sizes."""
+    every = [*subjects]
+    plain = [(subject, str(subject), calls) for subject in every]
+    at_size = [(each, f"{each} at size", calls_at_size) for each in every if has_calls_at_size(each)]
     return [
-        Check(subject.operator, str(subject), functools.partial(calls, subject), subject.without_head())
-        for subject in subjects
+        Check(subject.operator, label, functools.partial(made, subject), subject.without_head())
+        for subject, label, made in plain + at_size
     ]
 
 

@@ -26,9 +26,9 @@ template <typename T>
     high = max(high, simd_shuffle_xor(high, ushort(distance)));
     not_finite += simd_shuffle_xor(not_finite, ushort(distance));
   }
-  const T scale = T((high - low) / 254.0f);
+  const T scale = T((high - low) / 254.0f + not_finite);
   uint codes = 0;
-  if (float(scale) > 0.0f && not_finite == 0.0f) {
+  if (float(scale) > 0.0f) {
     const float4 numbers = min(rint((x - low) / float(scale)), 255.0f);
     codes = uint(numbers.x) | uint(numbers.y) << 8 | uint(numbers.z) << 16 | uint(numbers.w) << 24;
   }

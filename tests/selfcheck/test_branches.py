@@ -1,0 +1,188 @@
+"""The self-check takes every branch of the shaders, and notices kernels that are wrong at real sizes."""
+
+import contextlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+from support.processes import REPOSITORY
+
+from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._formats import FORMATS
+from torch_moe_mps.ops._samples import OF_HEADS
+from torch_moe_mps.selfcheck import calls, once
+from torch_moe_mps.selfcheck.compare import compare
+
+SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
+AFFINE = FORMATS["affine4_32"]
+# (file, line of the source, what the condition never is): why.
+NEVER = {
+    (
+        "matmul/down.h",
+        "if (m >= count) continue;",
+        True,
+    ): "pairs come in twos while two are left, kFewPairs of them",
+    (
+        "matmul/epilogue.h",
+        "if (column >= params.outputs) return;",
+        True,
+    ): "no valid `order` has such a number",
+}
+
+
+def checks_of(names, dtype: torch.dtype) -> list[once.Check]:
+    return once.checks_of(calls.subjects(names, [dtype], [AFFINE]))
+
+
+def compared(check: once.Check):
+    """The calls, and what is wrong with each."""
+    with contextlib.closing(check.calls()) as made:
+        for call in made:
+            yield call, compare(call)
+
+
+def never_taken(simulated, folder: Path, names, dtypes) -> set[tuple[str, str, bool]]:
+    """What conditions that these operators' kernels evaluate never are; all results are right."""
+    from simulator.coverage import Coverage
+
+    coverage = Coverage()
+    with simulated.intercepted(coverage):
+        for dtype in dtypes:
+            for check in checks_of(names, dtype):
+                for call, finding in compared(check):
+                    assert finding is None, (check.label, call, finding)
+    outcomes = coverage.outcomes(folder)
+    assert len(outcomes) > 20
+    missing = [outcome for outcome, count in outcomes.items() if not count]
+    lines = {file: (SHADERS / file).read_text().splitlines() for file in {each.file for each in missing}}
+    return {(each.file, lines[each.file][each.line - 1].strip(), each.taken) for each in missing}
+
+
+@pytest.mark.sweep
+def test_every_branch(simulated, tmp_path):
+    """With one format of weights, in float32 and in 16 bits."""
+    dtypes = (torch.float32, torch.float16)
+    assert never_taken(simulated, tmp_path, OPERATORS, dtypes) == NEVER.keys()
+
+
+def test_branches_of_combining(simulated, tmp_path):
+    """One family for every change: the others take minutes."""
+    names = ["silu_mul_stacked", "weighted_sum_residual_norm_stacked_"]
+    missing = never_taken(simulated, tmp_path, names, [torch.float32])
+    assert {line for line in missing if line[0] == "combine.h"} == set()
+
+
+class Fault(NamedTuple):
+    """`text` of a shader becomes `wrong`. `at_size`: only calls at real sizes, or with odd values, notice."""
+
+    operator: str
+    text: str
+    wrong: str
+    at_size: bool = True
+
+
+NORM_AGAIN = "    x.input = row.normed(x);\n    squares += row.add"
+INPUTS = "input_row(pairs.v[m], params) * params.inputs"
+TILE_INPUTS = "input_row(pairs.at(pair), params) * params.inputs"
+SINK = "load_one(sinks, params.sinks_dtype, params.sinks == SINKS_OF_HEADS ? head : row)"
+LOW_WORD = "words.v[max(word - 1, 0)]"
+ROUTER_ROW = "const ulong row = ulong(group) * simdgroups + simdgroup;\n  if (row >= params.rows)"
+ADDED = "narrow<T>(widen(load<N>(residual + column)) + sum)"
+CAPPED = "params.softcap * precise::tanh(x / params.softcap)"
+FAULTS = {
+    "rows of sums over 6,144": Fault(
+        "weighted_sum_residual_norm_stacked_", ADDED, ADDED.replace("+ sum", "- sum")
+    ),
+    "rows of norms over 8,192": Fault("rms_norm", NORM_AGAIN, NORM_AGAIN.replace("+=", "-=")),
+    "rows of layer norms over 8,192": Fault(
+        "layer_norm", "sum = add_dot(sum, widen(row.columns(column).input), ones);", "sum = 0.0f;"
+    ),
+    "linear attention behind token 128": Fault(
+        "linear_attention_", "own_beta = token->beta,", "own_beta = first + t < 128 ? token->beta : 0.0f,"
+    ),
+    "scans behind token 64": Fault(
+        "selective_scan_",
+        "first < params.tokens; first += kS",
+        "first < min(params.tokens, 64u); first += kS",
+    ),
+    "windows over 65,536 keys": Fault("attention", "int(params.window)", "int(ushort(params.window))"),
+    "keys behind 65,536": Fault(
+        "attention", "start + ulong(tile) * stride", "start + ulong(ushort(tile)) * stride"
+    ),
+    "an offset of x in 16 bits": Fault("linear_quantized", INPUTS, f"uint(ushort({INPUTS}))"),
+    "an offset of x in 16 bits, in tiles": Fault(
+        "linear_quantized", TILE_INPUTS, f"uint(ushort({TILE_INPUTS}))"
+    ),
+    "the last element of a count": Fault(
+        "silu_mul_stacked", "first + width && i < params.count", "first + width && i + 1 < params.count"
+    ),
+    "low bits of scores": Fault("index_topk", "return bits ^ (", "return (bits & ~255u) ^ ("),
+    "large scores with a soft cap": Fault("attention", CAPPED, f"clamp({CAPPED}, -15.0f, 15.0f)"),
+    "large sinks": Fault("attention", SINK, f"min({SINK}, 20.0f)"),
+    "masks of the lowest half": Fault("attention", "? -65504.0f :", "? -70000.0f :"),
+    "experts over 64": Fault("moe_bucket", "digit < upper_digits", "digit < min(upper_digits, 1u)"),
+    "pairs of several runs": Fault(
+        "moe_bucket", "uint place = start + before[bucket];", "uint place = start;"
+    ),
+    "slots over 32": Fault("weighted_sum_stacked", "row * count + base + lane)", "row * count + lane)"),
+    "streams over 1,024 columns": Fault(
+        "hyper_connection", "4 * (group.x * kHyperThreads + thread", "4 * (thread"
+    ),
+    "heads over 256 elements": Fault("rope", "if (pair != first) x = load_pairs<N>(head, from);", ""),
+    "windows of many tokens": Fault(
+        "pool_window_", "uint i = 1; i < params.parts", "uint i = 2; i < params.parts"
+    ),
+    "routers of 256 rows": Fault("moe_router", ROUTER_ROW, ROUTER_ROW.replace(" + simdgroup;", ";")),
+    "a zero with a sign": Fault("moe_router", "as_type<uint>(x == 0.0f ? 0.0f : x)", "as_type<uint>(x)"),
+    "codes in the highest bits": Fault(
+        "linear_quantized", LOW_WORD, f"({LOW_WORD} & 0x7fffffffu)", at_size=False
+    ),
+}
+
+
+def with_fault(fault: Fault) -> Callable:
+    """Runs kernels as they would be with the fault, and looks for no other: accesses are not checked."""
+    from simulator import build, shaderlib
+    from simulator.coverage import Coverage
+
+    broken: dict[Path, dict] = {}
+    unchecked = Coverage()
+
+    def run(dispatch) -> None:
+        kernel = dispatch.kernel.contents
+        path = Path(kernel.image.decode().rpartition("-")[0] + ".so")
+        if path not in broken:
+            source, constants = build.origins[path]
+            changed = build.compile_shader(source.replace(fault.text, fault.wrong), constants)
+            broken[path] = shaderlib.kernels_of(changed)
+        copy = shaderlib.Dispatch.from_buffer_copy(dispatch)
+        copy.kernel = type(copy.kernel)(broken[path][kernel.name.decode()])
+        unchecked(copy)
+
+    return run
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("name", FAULTS)
+def test_what_is_wrong_at_real_sizes(simulated, name):
+    fault = FAULTS[name]
+    subject = next(s for s in calls.subjects([fault.operator], [torch.float32], [AFFINE]) if not s.given)
+    with simulated.intercepted(with_fault(fault)):
+        seen = {check.label: [f for _, f in compared(check) if f] for check in once.checks_of([subject])}
+    plain, at_size = seen[str(subject)], seen[f"{subject} at size"]
+    assert (at_size and not plain) if fault.at_size else plain, seen
+
+
+def test_what_a_first_use_takes():
+    """Of one dtype, format and width of heads: what does not fit into 3 seconds waits for the next time."""
+    heads = {name: [(128, 128)] for name in OF_HEADS}
+    subjects = calls.subjects(OPERATORS, [torch.bfloat16], [AFFINE], heads, [()])
+    count = of_arguments = 0
+    for check in once.checks_of(subjects):
+        with contextlib.closing(check.calls()) as made:
+            for call in made:
+                tensors = [value for value in call.arguments.values() if isinstance(value, torch.Tensor)]
+                count, of_arguments = count + 1, of_arguments + sum(t.nbytes for t in tensors)
+    assert count < 600 and of_arguments < 120e6, (count, of_arguments)

@@ -1,0 +1,542 @@
+"""Calls that reach what plain samples do not: branches that only real sizes take, and odd values.
+
+Each is as cheap as its branch allows: one row, few heads. tests/selfcheck counts the shaders' branches over
+all calls of the check; the families' own samples (CALLS, CHANGES) take the others.
+"""
+
+import itertools
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..ops._sample import Changes, Sample
+
+BEYOND_NORM = (9000, 8201)  # columns: rows of up to 8,192 stay in registers; read as vectors, and one by one
+BEYOND_SUM = (8000, 6151)  # as many of a weighted sum with a norm: up to 6,144
+OFFSET = 8192  # columns of 9 tokens, and 2,048 of 40: an offset of 16 bits is too short for them
+FAR = 65_700  # keys: behind what 16 bits count
+WIDEST_FAR = 128  # elements of a head that are compared with so many keys
+
+
+def _apart(s: Sample, *shape: int) -> Tensor:
+    """Contiguous, but nothing of it can be read as a vector."""
+    return s.values(math.prod(shape) + 1)[1:].view(shape)
+
+
+def _weights_of_norm(s: Sample) -> list[dict[str, Any]]:
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    wide = [
+        {"input": s.values(1, width), "weight": s.values(width, dtype=d)}
+        for width in BEYOND_NORM
+        for d in dtypes
+    ]
+    return [*wide, {"input": _apart(s, s.T, s.H)}]
+
+
+def _with(name: str, changes: list[dict[str, Any]], s: Sample) -> list[dict[str, Any]]:
+    """The same, with another tensor of the input's shape."""
+    return [{**change, name: s.values(*change["input"].shape)} for change in changes]
+
+
+def _scalars(s: Sample) -> list[dict[str, Any]]:
+    changes = _with("residual", _weights_of_norm(s), s)
+    dtypes = itertools.cycle((torch.float16, torch.bfloat16, torch.float32))
+    counts = ((c, n) for c in changes for n in (1, c["input"].shape[-1]))
+    return [{**change, "scalar": s.values(n, dtype=next(dtypes))} for change, n in counts]
+
+
+def _slots(s: Sample, width: int, slots: int = 2, rows: int = 1) -> dict[str, Any]:
+    return {"slots": s.values(rows, slots, width), "weights": s.values(rows, slots, dtype=torch.float32)}
+
+
+def _weighted_sums(s: Sample) -> list[dict[str, Any]]:
+    return [_slots(s, 63, 40), _slots(s, 17_000)]
+
+
+def _residual_sums(s: Sample) -> list[dict[str, Any]]:
+    return [c | {"residual_": s.values(1, c["slots"].shape[-1])} for c in _weighted_sums(s)]
+
+
+def _normed_sums(s: Sample) -> list[dict[str, Any]]:
+    return [
+        _slots(s, width) | {"residual_": s.values(1, width), "norm_weight": s.values(width)}
+        for width in (*BEYOND_SUM, 63)
+    ]
+
+
+def _reduced(s: Sample) -> list[dict[str, Any]]:
+    rows = {"shared_out": s.values(s.T, s.H), "shared_gate": None}
+    return [rows, {"weights": s.values(1, 40, dtype=torch.float32), "expert_out": s.values(1, 40, 63)}]
+
+
+# --- attention
+
+
+def _far_keys(s: Sample) -> dict[str, Any]:
+    """Rows are repeated: numbers of that many keys would take longer than the call."""
+    period = 1021
+    k, v = (s.values(1, 1, period, w).repeat(1, 1, -(-FAR // period), 1)[:, :, :FAR] for w in (s.D, s.V))
+    return {"q": s.values(1, 1, 1, s.D), "k": k, "v": v, "sinks": None, "scale": s.D**-0.5}
+
+
+def _masks(s: Sample) -> list[dict[str, Any]]:
+    """Of each dtype, with numbers that hide; the last token sees nothing."""
+    changes = []
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        mask = s.values(2, 1, s.T, 9, dtype=dtype)
+        mask[..., ::4] = torch.finfo(dtype).min
+        mask[0, :, -1], mask[1, :, -1] = torch.finfo(dtype).min, -torch.inf
+        changes.append({"mask": mask, "sinks": None})
+    return [*changes, {"mask": mask, "sinks": torch.tensor([1.0, -torch.inf, -50.0, 60.0]).to(s.dtype)}]
+
+
+def _attention(s: Sample) -> list[dict[str, Any]]:
+    steep = 30 * s.D**-0.5  # scores of 30
+    blocks = torch.tensor([[[[4, 1, -1]] * s.T]] * 2, dtype=torch.int32)
+    many = {"k": s.values(2, 2, 300, s.D), "v": s.values(2, 2, 300, s.V)}
+    odd = {"k": s.values(2, 2, 9, s.D + 1)[..., 1:], "v": s.values(2, 2, 9, s.V + 1)[..., 1:]}
+    bits = torch.randint(-(2**31), 2**31, (2, 2, s.T, 10), generator=torch.Generator().manual_seed(0)).int()
+    changes = [
+        {"softcap": 20.0, "scale": steep, "sinks": None, "dtype": torch.float32},
+        {"scale": steep, "sinks": torch.tensor([60.0, -60.0, 80.0, 30.0]).to(s.dtype)},
+        {"indices": blocks, "index_block": 2},
+        many | {"window": 250, "q": s.values(2, 4, 20, s.D)},
+        many | {"mask": bits},
+        odd,
+        {"q": s.values(2, 4, s.T, 7), "k": s.values(2, 2, 9, 7), "v": s.values(2, 2, 9, 5)},
+        *_masks(s),
+    ]
+    if max(s.D, s.V) <= WIDEST_FAR:
+        changes += [_far_keys(s), _far_keys(s) | {"window": FAR - 100}]
+    return changes
+
+
+def _written(s: Sample) -> list[dict[str, Any]]:
+    """A group whose numbers are equal, and one with NaN."""
+    states = s.values(2, 2, s.T, max(64, -(-s.D // 32) * 32))
+    states[0, 0, 0, :32], states[1, 1, -1, 40] = 0.5, torch.nan
+    return [{"states": states}]
+
+
+def _exact_scores(s: Sample, keys: int, heads: int) -> dict[str, Any]:
+    """Scores of 2^22 and more, which differ in the last bits alone. Sums in any order are exact."""
+    q, k = torch.zeros(1, 2, heads, 16), torch.zeros(1, keys, 16)
+    low = torch.randperm(4096, generator=torch.Generator().manual_seed(1))[:keys]
+    q[..., 0], q[..., 1], q[..., 2] = 2048.0, 64.0, 1.0
+    k[..., 0], k[..., 1], k[..., 2] = 2048.0, low // 64, low % 64
+    return {"q": q.to(s.dtype), "k": k.to(s.dtype), "weights": None, "scale": 1.0}
+
+
+def _index_topk(s: Sample) -> list[dict[str, Any]]:
+    scores = _exact_scores(s, 1500, 1) | {"top_k": 700}
+    q, k = s.values(2, s.T, 5, 15), s.values(2, 300, 15)
+    k[0, 11], k[1, 290] = torch.nan, torch.nan
+    ranged = torch.tensor([[0, 9], [202, 300]], dtype=torch.int32)
+    empty = torch.tensor([[5, 5], [9, 2]], dtype=torch.int32)
+    heads: dict[str, Any] = {"q": q, "k": k, "weights": s.values(2, s.T, 5)}
+    of_keys = {"q": q, "k": k, "weights": None, "reduce": "keys", "block": 3, "tail": 1, "top_k": 6}
+    pooled = {"block": 3, "weights": None}
+    few = {"key_range": torch.tensor([[0, 3], [6, 9]], dtype=torch.int32), "as_bits": True}
+    return [
+        scores,
+        scores | {"as_bits": True},
+        scores | {"as_bits": True, "k": s.integers(2, 1, 1500, 16, dtype=s.dtype)},  # many are equal
+        _exact_scores(s, 1500, 2) | {"reduce": "keys", "top_k": 700},
+        *(heads | {"key_range": r, "as_bits": b} for r in (ranged, empty, None) for b in (False, True)),
+        *(of_keys | {"key_range": r, "as_bits": b} for r in (ranged, empty, None) for b in (False, True)),
+        *(
+            pooled | {"keys": 3 * s.T + n, "tail": tail, "as_bits": b}
+            for n in (12, 14)
+            for tail in (0, 1)
+            for b in (False, True)
+        ),
+        few,
+        {"top_k": 40},
+        {"top_k": 40, "as_bits": True},
+    ]
+
+
+# --- sequences
+
+
+def _many_tokens(s: Sample, tokens: int = 150) -> list[dict[str, Any]]:
+    """Of one sequence and few heads."""
+    shape = (1, tokens, 1)
+    heads = {"q": s.values(*shape, s.D), "k": s.values(*shape, s.D), "v": s.values(1, tokens, 2, s.V)}
+    gates = {"g": s.values(1, tokens, 2), "beta": s.values(1, tokens, 2)}
+    state = {
+        "state_": s.values(1, 2, s.D, s.V, dtype=torch.float32),
+        "A_log": s.values(2),
+        "dt_bias": s.values(2),
+    }
+    channels = {"g": -s.values(2, s.T, 4, s.D).abs(), "A_log": None, "dt_bias": None, "decay": "log"}
+    return [{**heads, **gates, **state}, channels]
+
+
+def _scanned(s: Sample) -> list[dict[str, Any]]:
+    def values(width: int) -> Tensor:
+        return s.values(1, 150, width)
+
+    state = s.values(1, 6, 5, dtype=torch.float32)
+    return [{"x": values(6), "step": values(6), "B": values(5), "C": values(5), "state_": state}]
+
+
+def _pooled(s: Sample) -> list[dict[str, Any]]:
+    """The first windows, which have none before them; without overlap; and windows of many tokens."""
+    plain = {"entries_": s.values(2, 9, 8), "position_bias": s.values(2, 8), "state_": s.values(2, 2, 2, 8)}
+    alone = {**plain, "kv": s.values(2, 5, 8), "gate": s.values(2, 5, 8)}
+    long: dict[str, Any] = {
+        "kv": s.values(1, 150, 16),
+        "gate": s.values(1, 150, 16),
+        "position_bias": s.values(64, 16),
+    }
+    long |= {"state_": s.values(1, 128, 2, 16), "entries_": s.values(1, 5, 8), "position": 70}
+    return [{"position": 0}, alone, long, {"position_bias": s.values(2, 16, dtype=torch.float32)}]
+
+
+def _heads(s: Sample) -> list[dict[str, Any]]:
+    """Wider than what a simdgroup reads at once, as vectors and one by one; pairs of one table."""
+    changes: list[dict[str, Any]] = []
+    for width in (264, 130):
+        tables = {name: s.values(1, s.T, width) for name in ("cos", "sin")}
+        q, k = s.values(2, s.T, 4, width), s.values(2, s.T, 2, width)
+        changes.append({"q": q, "k": k, **tables, "q_weight": s.values(width), "k_weight": s.values(width)})
+    return [*changes, {"pairs": "interleaved"}, {"q": _apart(s, 2, s.T, 4, s.D)}]
+
+
+def _index_keys(s: Sample) -> list[dict[str, Any]]:
+    width = 264
+    tables = {name: s.values(1, s.T, width) for name in ("cos", "sin")}
+    keys = {
+        "k": s.values(2, s.T, width),
+        "keys_": s.values(2, s.T + 2, width),
+        "q": s.values(2, s.T, 4, width),
+    }
+    return [{**tables, **keys, "weight": s.values(width), "bias": s.values(width)}, {"pairs": "interleaved"}]
+
+
+def _tables(s: Sample) -> list[dict[str, Any]]:
+    far = 100_000 + s.integers(900_000, 2, s.T, dtype=torch.int32)
+    axes = torch.tensor([0, 1, 2, 0, 1, 2, 0, 9], dtype=torch.int32)  # the last one is unknown
+    return [{"position_ids": far}, {"position_ids": torch.arange(6 * s.T).view(3, 2, s.T), "axes": axes}]
+
+
+def _streams(s: Sample) -> list[dict[str, Any]]:
+    """Two streams, and four that are wider than a threadgroup."""
+
+    def streams(tokens: int, count: int, width: int) -> dict[str, Any]:
+        rows, f32 = (2 + count) * count, torch.float32
+        return {
+            **{"streams": s.values(tokens, count, width), "out": s.values(tokens, width)},
+            **{
+                "fn": s.values(rows, count * width, dtype=f32) / width**0.5,
+                "base": s.values(rows),
+                "scale": s.values(3),
+            },
+            **{
+                "post": s.values(tokens, count, dtype=f32),
+                "comb": s.values(tokens, count, count, dtype=f32).softmax(-1),
+            },
+        }
+
+    return [streams(s.T, 2, s.H), streams(1, 4, 2052)]
+
+
+def _formulas(s: Sample) -> list[dict[str, Any]]:
+    steps = [
+        "neg a f32",
+        "exp %0 f16",
+        "sigmoid a bf16",
+        "tanh a f32",
+        "relu a f32",
+        "log1p %4 f32",
+        "add %1 2.5 f32",
+    ]
+    steps += [
+        "log %6 f32",
+        "sqrt %6 f32",
+        "rsqrt %6 f32",
+        "softplus a f32",
+        "max a b f32",
+        "min c b f32",
+        "to %12 bf16",
+    ]
+    total = [f"add %{i} %{len(steps) + i - 1 if i else len(steps) - 1} f32" for i in range(len(steps))]
+    a, b, c = s.values(5, 37), s.values(5, 1), s.integers(9, 5, 37, dtype=torch.int32)
+    a[1, 3], b[2], b[3] = torch.inf, torch.nan, torch.inf
+    formula = "; ".join([*steps, *total])
+    return [{"a": a, "b": b, "c": c, "formula": formula, "mean": mean} for mean in (False, True)]
+
+
+# --- routing
+
+
+def _router(s: Sample) -> list[dict[str, Any]]:
+    special = s.values(5, 48)
+    special[0], special[1], special[2, 5], special[4] = torch.nan, -1.0, torch.inf, -torch.inf
+    special[1, ::2], special[1, 4::8] = 0.0, -0.0  # a tie
+    groups = {"num_groups": 4, "top_groups": 2, "bias": s.values(48)}
+    sigmoid = {"scoring": "sigmoid"}
+    return [
+        {"logits": special, "top_k": 6},
+        {"logits": special, "top_k": 6, "norm_topk_prob": False},
+        {"logits": _apart(s, 5, 48) - 200, **sigmoid, "norm_min": 1e-3, "norm_eps": 0.0},
+        {"logits": s.values(5, 48) - 200, **sigmoid, "norm_eps": 0.0},
+        {"logits": s.values(5, 48), **groups, "group_score": "max", **sigmoid},
+        {"logits": s.values(5, 48), "num_groups": 4, "top_groups": 2, "group_score": "max", **sigmoid},
+        {"logits": s.values(5, 48), **groups, "masked_score": 0.0, **sigmoid},
+        {"logits": s.values(5, 48), "bias": s.values(48), **sigmoid},
+        {"logits": s.values(5, 48), "num_groups": 4, "top_groups": 2, **sigmoid},
+        {"logits": s.values(5, 48), "bias": s.values(48), "bias_on_logits": True},
+        {"logits": s.values(5, 48), "num_groups": 4, "top_groups": 2, "masked_score": 0.0, **sigmoid},
+        {"logits": s.values(1, 1023), "top_k": 64},
+        {"logits": s.values(259, 9)},
+    ]
+
+
+def _gate(s: Sample) -> list[dict[str, Any]]:
+    odd = {"hidden": s.values(41, 63), "router_weight": s.values(7, 63), "norm_weight": s.values(63)}
+    odd["per_expert_scale"] = s.values(7).abs()
+    far = {
+        "hidden": s.values(9, OFFSET),
+        "router_weight": s.values(s.E, OFFSET) / 64,
+        "norm_weight": s.values(OFFSET),
+    }
+    return [odd, far]
+
+
+def _logits(s: Sample) -> list[dict[str, Any]]:
+    experts = 7
+
+    def of(tokens: int, width: int) -> dict[str, Any]:
+        return {"x": s.values(tokens, width), "weight": s.values(experts, width), "bias": s.values(experts)}
+
+    changes = [of(tokens, width) for tokens, width in ((1, 63), (1, 2048), (41, 63), (41, 2048), (9, OFFSET))]
+    return [*changes, {"dtype": torch.float16}, {"dtype": torch.float32, "bias": None}]
+
+
+def _hash_router(s: Sample) -> list[dict[str, Any]]:
+    odd = {"x": s.values(s.T, 63), "weight": s.values(s.E, 63)}
+    unknown = {"tokens": torch.tensor([-1, 3, 2**31 - 1], dtype=torch.int32)}
+    return [odd, *([unknown] if s.T == 3 else [])]
+
+
+def _ids(s: Sample, tokens: int, slots: int, experts: int) -> Tensor:
+    """Some of them are no expert."""
+    return s.integers(experts + 2, tokens, slots, dtype=torch.int64) - 1
+
+
+def _buckets(s: Sample) -> list[dict[str, Any]]:
+    """Ids of any size, all of one expert, and so many that runs and chunks are several."""
+    return [
+        *(
+            {"ids": _ids(s, tokens, 8, experts).to(dtype), "num_experts": experts}
+            for (tokens, experts), dtype in itertools.product(
+                ((40, 8), (700, 600), (4100, 1000)), (torch.int32, torch.int64)
+            )
+        ),
+        {"ids": torch.full((40, 8), 3, dtype=torch.int32)},
+        {"ids": torch.full((40, 8), -(2**31), dtype=torch.int32)},
+    ]
+
+
+# --- matmuls
+
+
+def _rows(s: Sample, tokens: int, columns: int) -> Tensor:
+    """Sums over the columns are of about 1."""
+    return s.values(tokens, columns) * columns**-0.5
+
+
+def _expert_ids(s: Sample, tokens: int, experts: int) -> dict[str, Any]:
+    ids = torch.stack([torch.arange(tokens) % experts, torch.arange(1, tokens + 1) % experts], 1).int()
+    return {"ids": ids, "weights": s.values(tokens, 2, dtype=torch.float32)}
+
+
+ACTIVATIONS: tuple[dict[str, Any], ...] = (
+    *({"activation": name} for name in ("gelu", "gelu_tanh", "relu", "relu2")),
+    {"activation": "swiglu_oai", "limit": 0.5, "alpha": 1.7},
+    {"activation": "silu_clamped", "limit": 0.5},
+)
+
+
+def _dense(s: Sample, experts: int, columns: int, rows: int, tokens: int) -> dict[str, Any]:
+    weights = {"gate_up": s.values(experts, 2 * rows, columns), "down": s.values(experts, columns, rows) / 4}
+    return {"x": _rows(s, tokens, columns), **weights, **_expert_ids(s, tokens, experts)}
+
+
+def _experts(s: Sample) -> list[dict[str, Any]]:
+    nobody = torch.full((40, 2), s.E, dtype=torch.int32)
+    single = {"x": s.values(1, s.H), "weights": s.values(1, 2, dtype=torch.float32)}
+    return [
+        *(_dense(s, 2, OFFSET if tokens < 10 else 2048, 4, tokens) for tokens in (1, 9, 40)),
+        *(_dense(s, 3, 38, 7, tokens) for tokens in (1, 5, 20, 40)),
+        *ACTIVATIONS,
+        {"x": s.values(40, s.H), "ids": nobody, "weights": s.values(40, 2, dtype=torch.float32)},
+        {**single, "ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
+    ]
+
+
+def _expert_mm(s: Sample) -> list[dict[str, Any]]:
+    changes = [
+        {
+            "x": _rows(s, tokens, columns),
+            "weight": s.values(2, 5, columns),
+            "ids": _expert_ids(s, tokens, 2)["ids"],
+        }
+        for tokens, columns in ((1, OFFSET), (9, OFFSET), (40, 2048), (20, 38))
+    ]
+    nobody = ([[s.E, 2]], torch.int32), ([[2**32, 2]], torch.int64)
+    return changes + [{"x": s.values(1, s.H), "ids": torch.tensor(i, dtype=dtype)} for i, dtype in nobody]
+
+
+def _quantized_columns(s: Sample, least: int) -> int:
+    return -(-least // s.format.multiple) * s.format.multiple
+
+
+def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
+    changes: list[dict[str, Any]] = []
+    for tokens, least in ((1, OFFSET), (9, OFFSET), (40, 2048)):
+        columns, inner = _quantized_columns(s, least), s.format.multiple
+        weights = {
+            **s.quantized("gate_up_", 2 * inner, columns, (2,)),
+            **s.quantized("down_", columns, inner, (2,)),
+        }
+        changes.append({"x": _rows(s, tokens, columns), **weights, **_expert_ids(s, tokens, 2)})
+    nobody = torch.full((40, 2), s.E, dtype=torch.int32)
+    return [
+        *changes,
+        *ACTIVATIONS,
+        {"x": s.values(20, s.H), **_expert_ids(s, 20, s.E)},
+        {"x": s.values(40, s.H), "ids": nobody, "weights": s.values(40, 2, dtype=torch.float32)},
+    ]
+
+
+def _expert_qmm(s: Sample) -> list[dict[str, Any]]:
+    changes = []
+    for tokens, least in ((1, OFFSET), (9, OFFSET), (40, 2048)):
+        columns = _quantized_columns(s, least)
+        ids = _expert_ids(s, tokens, 2)["ids"]
+        changes.append({"x": _rows(s, tokens, columns), **s.quantized("", 5, columns, (2,)), "ids": ids})
+    return changes
+
+
+def _linear(s: Sample) -> list[dict[str, Any]]:
+    """Rows that are no multiple of anything; columns behind an offset of 16 bits; few streams."""
+
+    def of(tokens: int, rows: int, columns: int, **more: Any) -> dict[str, Any]:
+        return {
+            "x": _rows(s, tokens, columns),
+            **s.quantized("", rows, columns, ()),
+            "bias": s.values(rows),
+            **more,
+        }
+
+    wide, deep = _quantized_columns(s, OFFSET), _quantized_columns(s, 2048)
+    changes = [of(tokens, rows, wide if tokens < 10 else deep) for tokens in (1, 9, 40) for rows in (5, 37)]
+    names = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
+    streams = {"streams": s.values(3, 2, 35), "residual": s.values(3, 35)}
+    return [
+        *changes,
+        of(4, 5, _quantized_columns(s, 3 * OFFSET)),  # the most tokens that matrix products do not take
+        *(of(3, 37, s.H, activation=name, activated=20, factor=0.5) for name in names),
+        of(3, 70, s.H, **streams),
+    ]
+
+
+def _mlp(s: Sample) -> list[dict[str, Any]]:
+    wide, inner = _quantized_columns(s, OFFSET), s.format.multiple
+    weights = {**s.quantized("gate_up_", 2 * inner, wide, ()), **s.quantized("down_", wide, inner, ())}
+    return [{"x": _rows(s, 9, wide), **weights}, *ACTIVATIONS]
+
+
+def _heads_mm(s: Sample) -> list[dict[str, Any]]:
+    weight = s.values(2, 19, 300)
+    plain = {"transposed": False, "tail": None}
+    return [
+        *(
+            {"x": s.values(1, tokens, 2, 19), "weight": weight, "tail": s.values(1, tokens, 2, 6)}
+            for tokens in (1, 5)
+        ),
+        *({"x": s.values(1, tokens, 2, 300), "weight": weight, **plain} for tokens in (1, 5)),
+    ]
+
+
+def _quantized_heads(s: Sample) -> list[dict[str, Any]]:
+    columns = _quantized_columns(s, 300)
+    of = s.quantized("", 19, columns, (2,))
+    changes = [
+        {"x": s.values(1, tokens, 2, 19), **of, "tail": s.values(1, tokens, 2, 6)} for tokens in (1, 5)
+    ]
+    plain = {"transposed": False, "tail": None, "dtype": s.dtype}
+    return changes + [
+        {"x": s.values(1, tokens, 2, columns, dtype=torch.float32), **of, **plain} for tokens in (1, 5)
+    ]
+
+
+SIZES: Changes = {
+    "attention": _attention,
+    "write_cache_quantized_": _written,
+    "rms_norm": _weights_of_norm,
+    "layer_norm": lambda s: [c | {"bias": s.values(c["input"].shape[-1])} for c in _weights_of_norm(s)],
+    "rms_norm_gated": lambda s: _with("gate", _weights_of_norm(s), s),
+    "fused_norm_add": lambda s: _with("residual", _weights_of_norm(s), s),
+    "fused_norm_add_scalar": _scalars,
+    "fused_residual_norm": lambda s: _with("residual", _weights_of_norm(s), s),
+    "fused_residual_norm_scalar": _scalars,
+    "silu_mul_stacked": lambda s: [
+        {name: make(s, 3, 43) for name in ("gate", "up")} for make in (lambda s, *n: s.values(*n), _apart)
+    ],
+    "weighted_sum_stacked": _weighted_sums,
+    "weighted_sum_residual_stacked_": _residual_sums,
+    "weighted_sum_residual_norm_stacked_": _normed_sums,
+    "moe_weighted_reduce": _reduced,
+    "expert_mm": _expert_mm,
+    "moe_experts": _experts,
+    "heads_mm": _heads_mm,
+    "hyper_connection": _streams,
+    "index_topk": _index_topk,
+    "hyper_update": lambda s: [
+        {
+            "streams": s.values(1, 3, 2052),
+            "out": s.values(1, 2052),
+            "post": s.values(1, 3, dtype=torch.float32),
+        }
+        | {"comb": s.values(1, 3, 3, dtype=torch.float32)}
+    ],
+    "heads_quantized": _quantized_heads,
+    "embedding_quantized": lambda s: [
+        {
+            "ids": s.integers(300, 5, 1, dtype=torch.int32),
+            **s.quantized("", 300, _quantized_columns(s, 512), ()),
+        }
+    ],
+    "linear_quantized": _linear,
+    "mlp_quantized": _mlp,
+    "linear_attention_": _many_tokens,
+    "selective_scan_": _scanned,
+    "causal_conv1d_update_": lambda s: [{"x": s.values(1, 150, 6), "conv_state_": s.values(1, 6, 5)}],
+    "pointwise": _formulas,
+    "pool_window_": _pooled,
+    "expert_qmm": _expert_qmm,
+    "moe_experts_quantized": _quantized_experts,
+    "rope": _heads,
+    "rope_cache_": lambda s: [{"norm_v": True}],
+    "index_keys_": _index_keys,
+    "rope_tables": _tables,
+    "moe_router": _router,
+    "moe_router_topk_softmax": lambda s: [{"logits": s.values(5, 300), "top_k": 11}],
+    "fused_moe_routing": lambda s: [
+        {"logits": s.values(5, 300), "per_expert_scale": s.values(300), "top_k": 11}
+    ],
+    "moe_gate": _gate,
+    "router_logits": _logits,
+    "moe_hash_router": _hash_router,
+    "moe_bucket": _buckets,
+    "moe_compute_ids_tpe": lambda s: [
+        {"ids": _ids(s, 700, 2, 9).int()},
+        {"ids": _ids(s, 9, 2, 900), "num_experts": 900},
+    ],
+}
