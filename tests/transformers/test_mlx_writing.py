@@ -77,9 +77,10 @@ def test_words_come_back(architecture, tmp_path):
 
 def test_what_mlx_drops_is_said(tmp_path):
     model = mlx_models.tiny("ernie4_5_moe")
-    config = config_of(model, tmp_path)
+    config = config_of(model, tmp_path / "dense")
+    (tmp_path / "mlx").mkdir()
     with pytest.warns(UserWarning, match=r"mlx-lm drops \S+\.e_score_correction_bias and 0 others like it"):
-        save_mlx(model, tmp_path, config)
+        save_mlx(model, tmp_path / "mlx", config)
 
 
 def test_dense_models(tmp_path):
@@ -88,6 +89,21 @@ def test_dense_models(tmp_path):
     (tmp_path / "mlx").mkdir()
     save_mlx(model, tmp_path / "mlx", config)
     assert_mlx_computes_the_same(model, mlx_models.read(tmp_path / "mlx"))
+
+
+def test_a_folder_of_the_users_stays_as_it_is(tmp_path):
+    """Beside files and folders nothing is written, and nothing of them is removed."""
+    model = mlx_models.tiny("qwen3_moe").eval()
+    config, folder = config_of(model, tmp_path / "dense"), tmp_path / "mine"
+    (folder / "photos").mkdir(parents=True)
+    for name in ("notes.txt", "photos/a.jpg", "model-00001.safetensors", "unfinished.json"):
+        (folder / name).write_text(name)
+    with pytest.raises(
+        ValueError, match=r"mine must be an empty folder, got one with model-00001\.safetensors"
+    ):
+        save_mlx(model, folder, config)
+    files = [file for file in folder.rglob("*") if file.is_file()]
+    assert len(files) == 4 and all(file.read_text() == str(file.relative_to(folder)) for file in files)
 
 
 def test_several_files(tmp_path, monkeypatch):

@@ -1,6 +1,9 @@
 """Caches that are cut, written and read: the model computes from them what it computes anew, bit for bit."""
 
 import json
+import random
+from types import NoneType
+from unittest import mock
 
 import pytest
 import torch
@@ -126,3 +129,47 @@ def test_a_file_is_for_one_model(tmp_path):
             ValueError, match=f"cache must be a DynamicCache of 8, got a {type(wrong).__name__}"
         ):
             torch_moe_mps.save_prompt_cache(tmp_path / "y", model, IDS[:, :8], wrong)
+
+
+def _same(one, other) -> bool:
+    """Whether two caches have the same bits."""
+    if isinstance(one, torch.Tensor):
+        octets = [value.contiguous().view(-1).view(torch.uint8) for value in (one, other)]
+        return one.shape == other.shape and one.dtype == other.dtype and torch.equal(*octets)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_same, one, other))
+    return one == other if isinstance(one, NoneType | bool | int | float | str) else str(one) == str(other)
+
+
+@pytest.mark.parametrize("kind", ["growing", "recurrent"])
+def test_no_single_bit_of_a_file_changes_what_is_read(kind, tmp_path):
+    """A flipped bit of the header or of the tensors is an error of one line, or changes nothing."""
+    model, file = model_of(kind), tmp_path / "x.safetensors"
+    cache = new_cache(model)
+    read(model, cache, (8,))
+    torch_moe_mps.save_prompt_cache(file, model, IDS[:, :8], cache, {8: kept_states(cache)})
+
+    def content(loaded) -> list:
+        ids, whole, states = loaded
+        return [ids, [vars(layer) for layer in whole.layers], states]
+
+    expected, whole = content(load_with_states(file, model)), file.read_bytes()
+    header = 8 + int.from_bytes(whole[:8], "little")
+    draw, refused = random.Random(0), 0
+    places = [draw.randrange(8 * header) for _ in range(1500)]
+    places += [draw.randrange(8 * header, 8 * len(whole)) for _ in range(200)]
+    with mock.patch("torch_moe_mps.transformers.prompt_cache.fingerprint", return_value=fingerprint(model)):
+        for place in places:
+            damaged = bytearray(whole)
+            damaged[place // 8] ^= 1 << place % 8
+            file.write_bytes(damaged)
+            try:
+                loaded = load_with_states(file, model)
+            except ValueError as error:
+                assert str(error).startswith(str(file)) and "\n" not in str(error)
+                refused += 1
+            else:
+                assert _same(content(loaded), expected), place
+    assert refused > 0.95 * len(places)

@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from ..ops._checks import first_line
 from .basics.state import kv_bits_of
 from .cache import growing_class
 from .quantized_states import QuantizedStates
@@ -127,7 +128,7 @@ def save_prompt_cache(
         "layers": json.dumps(layers),
         "states": json.dumps(kept),
     }
-    about["sum"] = str(_sum(tensors))
+    about["sum"] = str(_sum(about, tensors))
     with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
         whole = Path(folder) / path.name
         try:
@@ -165,7 +166,7 @@ def load_with_states(
                 raise Unusable(f"{file} is not a prompt cache")
             _check_key(file, json.loads(about["key"]), model)
             tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
-        if str(_sum(tensors)) != about["sum"]:
+        if str(_sum(about, tensors)) != about["sum"]:
             raise Unusable(f"{file} is damaged: its checksum is another")
         read = _reader(tensors, model.device)
         cache = new_cache(model)
@@ -181,8 +182,10 @@ def load_with_states(
             layer.__dict__ = read(found["state"])
         states = {position: {i: read(s) for i, s in of} for position, of in json.loads(about["states"])}
         return tensors["ids"][None].to(model.device), cache, states
-    except (SafetensorError, KeyError, TypeError, json.JSONDecodeError) as error:
-        raise Unusable(f"{file} is damaged or not a prompt cache: {error}") from None
+    except (Unusable, OSError):
+        raise
+    except Exception as error:  # what is read may be anything
+        raise Unusable(f"{file} is damaged or not a prompt cache: {first_line(error)}") from None
 
 
 def fingerprint(model: PreTrainedModel) -> str:
@@ -280,9 +283,13 @@ def _reader(tensors: Mapping[str, Tensor], device: torch.device) -> Callable[[An
     return read
 
 
-def _sum(tensors: Mapping[str, Tensor]) -> int:
-    """A checksum of the tensors, in the order of their names."""
-    found = 0
-    for name in sorted(tensors):
-        found = zlib.crc32(tensors[name].reshape(-1).view(torch.uint8).numpy().data, found)
-    return found
+def _sum(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> int:
+    """A checksum of all that a file says: its metadata but the sum, and the tensors in the order of names."""
+    header = [
+        {name: text for name, text in about.items() if name != "sum"},
+        [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())],
+    ]
+    total = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    for _, tensor in sorted(tensors.items()):
+        total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
+    return total

@@ -72,13 +72,18 @@ class Shards:
 
     Args:
         format: "pt" or "mlx".
-        key: what is written; what the folder has of another key is removed.
+        key: what is written, into a folder that nobody else writes to: files of this key are gone on with,
+            all else is removed. Without one the folder must be empty.
 
     Attributes:
         done: {part: what `end` was told of it} of the parts whose tensors are in complete files.
+
+    Raises: ValueError for a folder without a key that is not empty.
     """
 
     def __init__(self, folder: Path, format: str, key: str = ""):
+        if not key and (others := sorted(file.name for file in folder.iterdir())):
+            raise ValueError(f"{folder} must be an empty folder, got one with {', '.join(others[:3])}")
         self.folder, self.format, self.key = folder, format, key
         self._waiting: dict[str, Tensor] = {}
         self._ended: dict[str, Any] = {}  # parts of which something may be waiting

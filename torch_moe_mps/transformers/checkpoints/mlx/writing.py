@@ -30,11 +30,11 @@ def save_mlx(
 
     Args:
         model: quantised by this package, or dense.
-        folder: which exists, or its files.
+        folder: an empty one, or its files.
         config: the original config.json, because mlx-lm reads keys that transformers 5 no longer writes.
         parts: the tensors of the model, some at a time; by default those that it has.
 
-    Raises: ValueError for an architecture whose layout in MLX is not known.
+    Raises: ValueError for an architecture whose layout in MLX is not known, and for a folder with files.
     """
     check_architecture(model.config)
     names, shards = Names(model), folder if isinstance(folder, Shards) else Shards(folder, "mlx")
