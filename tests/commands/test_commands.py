@@ -433,13 +433,24 @@ def other_index(folder):
     return f"{folder / 'model.safetensors.index.json'} is truncated or has no weight_map in JSON"
 
 
+def outside(folder):
+    """Of files that are there, whole, and the user's."""
+    index = folder / "model.safetensors.index.json"
+    stray = folder.parent / "stray.safetensors"
+    shutil.copy(shards(folder)[0], stray)
+    index.write_text(index.read_text().replace(shards(folder)[0].name, "../stray.safetensors"))
+    return "stray.safetensors, which is outside of the folder"
+
+
 def no_config(folder):
     (folder / "config.json").unlink()
     return f"{folder} has no config.json"
 
 
 @pytest.mark.parametrize(
-    "damage", [truncated, missing, nothing, no_index, other_index, no_config], ids=lambda f: f.__name__
+    "damage",
+    [truncated, missing, nothing, no_index, other_index, outside, no_config],
+    ids=lambda f: f.__name__,
 )
 def test_damaged_checkpoints_are_one_line(damage, checkpoint, tmp_path, capsys):
     message = damage(checkpoint)

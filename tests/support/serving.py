@@ -1,11 +1,18 @@
 """A server of this package in this process, and OpenAI's client of it."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import openai
+import torch
+import transformers
+from tokenizers import Tokenizer, models, pre_tokenizers
 
+import torch_moe_mps
+from support import tiny_models
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
 from torch_moe_mps.commands.serving import server
@@ -26,3 +33,48 @@ def client_of(*arguments: object, **settings: object) -> Iterator[openai.OpenAI]
                 yield client
         finally:
             serve.kill_server()
+
+
+TEMPLATE = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}{% endfor %}"
+)
+
+
+def chat_checkpoint(folder: Path) -> Path:
+    """With a tokenizer of letters, and a chat template without roles. It reads 256 tokens.
+
+    A Mixtral: transformers' server does not look for parts of an answer, such as thinking, in its text.
+    """
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27).save_pretrained(folder)
+    letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
+    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="?", chat_template=TEMPLATE
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+@functools.cache
+def quantised(checkpoint):
+    return torch_moe_mps.from_pretrained(checkpoint, bits=4, group_size=32)
+
+
+def expected_text(checkpoint, prompt: str, tokens: int) -> str:
+    model = quantised(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer(prompt, return_tensors="pt").input_ids
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False}
+    with torch.no_grad():
+        output = model.generate(ids, **given)
+    text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
+    assert len(text) >= tokens / 2
+    return text
+
+
+def said(text: str | list) -> list[dict]:
+    """A chat of one message."""
+    return [{"role": "user", "content": text}]

@@ -231,6 +231,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
     _prompt_cache(command, "FILE", "keep the computed chat there, for the next one that begins alike")
     _prompt_memory(command)
     _speculation(command)
+    command.set_defaults(host="localhost", allow_host=[], only_model=False, token=None)  # of its own server
 
 
 def _generate(command: argparse.ArgumentParser) -> None:
@@ -264,6 +265,15 @@ def _serve(command: argparse.ArgumentParser) -> None:
         help="serve requests side by side, and share their prefixes",
     )
     add("--enable-cors", action="store_true", help="answer scripts of any web page")
+    add("--only-model", action="store_true", help="refuse requests for a model of another name")
+    add("--token", help="what POST /reset needs as a bearer (it is refused)")
+    add(
+        "--allow-host",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="a name in the Host header of requests, beside addresses and this machine's names",
+    )
     levels = ("debug", "info", "warning", "error")
     add("--log-level", choices=levels, default="warning", help="what is logged (warning)")
 

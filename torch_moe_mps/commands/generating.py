@@ -183,7 +183,7 @@ class _Steps(StoppingCriteria):
         self.error: Exception | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
-        ends = self.is_ended() or self.error is not None
+        ends = self.is_ended() or self.error is not None or getattr(self.streamer, "ended", False)
         return input_ids.new_full((len(input_ids),), ends).bool()
 
     def put(self, value: Tensor) -> None:

@@ -13,35 +13,15 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from ..ops._checks import first_line
 from .generating import Generating
+from .guard import Guard, error_response
 from .prompts import Prompts, machine_memory
-from .sources import context_of, folder_of, is_first_process, load, name_of, processes, usable_device
-from .speculation import check_speculation, speculation_of
+from .requests import Refused, check, cut, refuse_unless_empty
+from .sources import folder_of, is_first_process, load, name_of, processes, usable_device
+from .speculation import check_speculation, print_counts, speculation_of
 
-# {field of a request: values that ask for nothing}. Hints such as `user` or `store` change no answer.
-_ASKS_NOTHING: dict[str, list[Any]] = {
-    "audio": [], "background": [False], "best_of": [1], "echo": [False], "function_call": ["auto"],
-    "functions": [[]], "include": [[]], "logprobs": [False], "max_tool_calls": [], "modalities": [["text"]],
-    "n": [1], "presence_penalty": [0], "previous_response_id": [], "prompt": [],
-    "response_format": [{"type": "text"}], "tool_choice": ["auto"], "top_logprobs": [0],
-    "truncation": ["disabled"], "web_search_options": [],
-}  # fmt: skip
-# With continuous batching: {setting: its field}, of settings that no request can have for itself.
-_OF_THE_MODEL = {
-    "stop_strings": "stop",
-    "sequence_bias": "logit_bias",
-    "repetition_penalty": "frequency_penalty",
-}
-_OF_ALL_REQUESTS = ("temperature", "top_p", "top_k")
-
-
-class Refused(Exception):
-    """What a client asks for and does not get, for OpenAI's form of an error."""
-
-    def __init__(self, message: str, field: str | None, code: str = "unsupported_value"):
-        super().__init__(message)
-        self.body = {"message": message, "type": "invalid_request_error", "param": field, "code": code}
+# {handler of transformers' server: the field with the prompt}.
+_PROMPTS = {"ChatCompletionHandler": "messages", "CompletionHandler": "prompt", "ResponseHandler": "input"}
 
 
 @contextmanager
@@ -77,8 +57,8 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
     with ExitStack() as stack:
         if stage is not None:
             stack.enter_context(stage.pipeline.leading())
-            stack.callback(_report, stage.pipeline.answering)
-        for name, replaced in _replacements(name_of(options), load_model, made):
+            stack.callback(lambda: print_counts(stage.pipeline.answering.speculation))
+        for name, replaced in _replacements(options, load_model, made):
             stack.enter_context(mock.patch(f"transformers.cli.serving.{name}", replaced))
         stack.callback(lambda: [manager.stop() for manager in made])
         serve = Serve(
@@ -95,82 +75,55 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
         yield serve, interrupt
 
 
-class _Within:
-    """Lets a manager generate what the model's context has room for."""
-
-    def generate_streaming(
-        self, model: Any, processor: Any, inputs: Any, config: Any, *others: Any, **named: Any
-    ) -> Any:
-        _limit(model, inputs, config)
-        below: Any = super()
-        self.answer = below.generate_streaming(self.seen(model), processor, inputs, config, *others, **named)
-        return self.answer
-
-    def generate_non_streaming(
-        self, model: Any, processor: Any, inputs: Any, config: Any, *others: Any, **named: Any
-    ) -> Any:
-        _limit(model, inputs, config)
-        below: Any = super()
-        return below.generate_non_streaming(self.seen(model), processor, inputs, config, *others, **named)
-
-    def seen(self, model: Any) -> Any:
-        """What the manager calls `generate` of."""
-        return model
-
-
-class _OneByOne(_Within):
-    """Lets a manager generate with what its model answers by, prompt by prompt."""
-
-    answer: Any = None  # the queue and the streamer of the last one that is streamed
-    answering: Any = None
-    submit: Any  # of transformers' manager
-
-    def seen(self, model: Any) -> Any:
-        self.answering = getattr(model, "answering", None)
-        return self.answering or model
-
-    def interrupt(self) -> None:
-        if self.answer is not None:
-            self.answer[1].cancel()
-        if self.answering is not None:
-            self.answering.interrupt()
-
-    def stop(self) -> None:
-        """A thread that is still in torch when Python ends would abort the process."""
-        if self.answering is not None:
-            self.answering.end()
-            self.submit(lambda: None).result()
-            self.answering.prompts.write(self.answering.model)
-            _report(self.answering)
-
-
-def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tuple[str, Any]]:
+def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any]) -> list[tuple[str, Any]]:
     """(name in transformers' server, what takes its place); managers of generation are added to `made`."""
+    from transformers.cli.serving import chat_completion, model_manager, utils
     from transformers.cli.serving import server as app
-    from transformers.cli.serving import utils
 
-    now = int(time.time())
-    entry = {"id": model_name, "object": "model", "created": now, "owned_by": "torch-moe-mps"}
-    build, validate = app.build_server, utils.BaseHandler._validate_request
-    read = utils.BaseHandler.get_processor_inputs_from_messages
+    from . import managers
 
-    class OneByOne(_OneByOne, utils.GenerateManager):
+    name, thread = name_of(options), utils.InferenceThread()
+    entry = {"id": name, "object": "model", "created": int(time.time()), "owned_by": "torch-moe-mps"}
+    repository, file = utils.split_model_id(name)
+    pinned = model_manager.ModelManager.process_model_name(repository)
+    build, handler, manager = app.build_server, utils.BaseHandler, model_manager.ModelManager
+    validate, resolve, config_of = (
+        handler._validate_request, handler._resolve_model, handler._build_generation_config
+    )  # fmt: skip
+    read, load, parse = (
+        handler.get_processor_inputs_from_messages,
+        manager.load_model_and_processor,
+        chat_completion.parse_assistant_message,
+    )
+
+    class OneByOne(managers.OneByOne):
         def __init__(self) -> None:
-            super().__init__()
+            super().__init__(thread)
             made.append(self)
 
-    class Batches(_Within, utils.CBGenerateManager):
-        first: Any = None  # the settings of the first request
-
-        def init_cb(self, model: Any, config: Any) -> None:
-            _check_shared(model, self.first or config, config)
-            super().init_cb(model, config)
-            self.first = self.first or config
-
     def validated(handler: Any, body: dict[str, Any]) -> None:
+        check(body, _PROMPTS.get(type(handler).__name__))
+        if options.only_model and body.get("model", name) != name:
+            raise Refused(f"The model must be {name}, got {body['model']}.", "model", "model_not_found", 404)
+        body["model"] = name
         validate(handler, body)
-        for field in {*body} & handler._unused_fields & {*_ASKS_NOTHING, "text"}:
-            _refuse_unless_empty(field, body[field])
+        for field in {*body} & handler._unused_fields:
+            refuse_unless_empty(field, body[field])
+
+    def resolved(handler: Any, body: dict[str, Any]) -> Any:
+        model_id, model, processor = resolve(handler, body)
+        return model_id, managers.OnHost(model), processor
+
+    def config_for(handler: Any, body: dict[str, Any], *others: Any, **named: Any) -> Any:
+        seed = body.pop("seed", None)  # it is set where tokens are drawn
+        config = config_of(handler, body, *others, **named)
+        config.seed = seed
+        if body.get("temperature") or (body.get("top_p") is not None and body.get("temperature") != 0):
+            config.do_sample = True
+        return config
+
+    def load_pinned(manager: Any, _: str, *others: Any, gguf_file: str | None = None, **named: Any) -> Any:
+        return load(manager, pinned, *others, gguf_file=file, **named)
 
     def read_all(messages: list[dict[str, Any]], modality: Any) -> Any:
         for message in messages:
@@ -181,84 +134,36 @@ def _replacements(model_name: str, load_model: Any, made: list[Any]) -> list[tup
                     raise Refused(f"This model does not read '{part['type']}'.", "messages")
         return read(messages, modality)
 
+    def parsed(processor: Any, model: Any, ids: Any, *others: Any, **named: Any) -> Any:
+        if stops := getattr(ids, "stops", ()):
+            ids = cut(getattr(processor, "tokenizer", processor).decode(ids), stops)
+        return parse(processor, model, ids, *others, **named)
+
     def build_server(*parts: Any, **others: Any) -> Any:
+        from fastapi.exceptions import RequestValidationError
         from jinja2 import TemplateError
         from starlette.exceptions import HTTPException
 
         built = build(*parts, **others)
-        for kind in (Refused, HTTPException, TemplateError, ValueError, Exception):
-            built.add_exception_handler(kind, _error)
+        for kind in (Refused, HTTPException, RequestValidationError, TemplateError, ValueError, Exception):
+            built.add_exception_handler(kind, error_response)
+        built.add_middleware(Guard, hosts=(options.host, *options.allow_host), token=options.token)
         return built
 
     return [
         ("model_manager.ModelManager._load_model", load_model),
+        ("model_manager.ModelManager.load_model_and_processor", load_pinned),
         ("model_manager.ModelManager.get_gen_models", staticmethod(lambda: [entry])),
         ("utils.BaseHandler._validate_request", validated),
+        ("utils.BaseHandler._resolve_model", resolved),
+        ("utils.BaseHandler._build_generation_config", config_for),
         ("utils.BaseHandler.get_processor_inputs_from_messages", staticmethod(read_all)),
+        ("chat_completion.parse_assistant_message", parsed),
+        ("response.parse_assistant_message", parsed),
         ("utils.GenerateManager", OneByOne),
-        ("utils.CBGenerateManager", Batches),
+        ("utils.CBGenerateManager", managers.Batches),
         ("server.build_server", build_server),
     ]
-
-
-def _report(answering: Generating) -> None:
-    if answering.speculation is not None:
-        print(answering.speculation, file=sys.stderr)
-
-
-def _check_shared(model: Any, first: Any, config: Any) -> None:
-    """Raises: Refused for settings that a request cannot have for itself with continuous batching."""
-    for setting, field in _OF_THE_MODEL.items():
-        if getattr(config, setting) != getattr(model.generation_config, setting):
-            raise Refused(f"'{field}' is not supported with --continuous-batching.", field)
-    expected, got = (
-        {name: getattr(asked, name) for name in _OF_ALL_REQUESTS} if asked.do_sample else "greedy"
-        for asked in (first, config)
-    )
-    if got != expected:
-        raise Refused(
-            "With --continuous-batching all requests share the sampling of the first: it must be "
-            f"{expected}, got {got}.",
-            "temperature",
-        )
-
-
-def _refuse_unless_empty(field: str, value: Any) -> None:
-    """Raises: Refused for a field that would be ignored, and asks for something."""
-    if field == "text":  # of the Responses API, with the format inside
-        field, value = "response_format", value.get("format") if isinstance(value, dict) else value
-    empty = any(value == nothing and type(value) is type(nothing) for nothing in _ASKS_NOTHING[field])
-    if value is not None and not empty and not (field == "presence_penalty" and value == 0):
-        raise Refused(f"'{field}' is not supported by this server, got {value!r}.", field)
-
-
-def _limit(model: Any, inputs: Any, config: Any) -> None:
-    """Lets a request generate at most as many tokens as the model still reads.
-
-    Raises: Refused for a prompt without tokens, and for one that leaves no room for a token.
-    """
-    ids, limit = inputs["input_ids"], context_of(model.config)
-    count = len(ids) if isinstance(ids, list) else ids.shape[-1]
-    if count == 0:
-        raise Refused("The prompt must have at least 1 token, got none.", "messages")
-    if count >= limit:
-        message = f"This model's maximum context length is {limit} tokens, and the prompt has {count}."
-        raise Refused(message, "messages", "context_length_exceeded")
-    if config.max_new_tokens is not None:
-        config.max_new_tokens = min(config.max_new_tokens, limit - count)
-
-
-async def _error(request: Any, error: Any) -> Any:
-    """Errors in OpenAI's form, those of transformers and of a chat template, too."""
-    from fastapi.responses import JSONResponse
-    from jinja2 import TemplateError
-
-    is_asked_wrongly = isinstance(error, (Refused, TemplateError, ValueError))
-    status = getattr(error, "status_code", 400 if is_asked_wrongly else 500)
-    message = getattr(error, "detail", f"{type(error).__name__}: {first_line(error)}")
-    kind = "server_error" if status == 500 else "invalid_request_error"
-    body = {"message": str(message), "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": getattr(error, "body", body)}, status_code=status)
 
 
 def prompts_of(options: argparse.Namespace) -> Prompts:

@@ -2,6 +2,7 @@
 
 import argparse
 import functools
+import sys
 from typing import Any
 
 from transformers import DynamicCache
@@ -120,3 +121,9 @@ def speculation_of(options: argparse.Namespace, model: Any, folder: str, device:
     if own.get_vocab() != other.get_vocab() or len(sizes) > 1:
         arguments |= {"tokenizer": own, "assistant_tokenizer": other}
     return Speculation(arguments)
+
+
+def print_counts(speculation: Speculation | None) -> None:
+    """Says on stderr how many guessed tokens were accepted, if any were guessed."""
+    if speculation is not None:
+        print(speculation, file=sys.stderr)

@@ -54,6 +54,9 @@ def checkpoint_files(source: str) -> list[Path]:
         raise ValueError(f"{source} has no safetensors files: {first_line(error)}") from None
     files = [Path(name) for name in names or ()]
     for file in files:
+        inside = file.relative_to(source) if file.is_relative_to(source) else None
+        if Path(source).is_dir() and (inside is None or ".." in inside.parts):
+            raise ValueError(f"{Path(source) / INDEX} names {file}, which is outside of the folder")
         if not file.exists():
             raise ValueError(f"{file.parent / INDEX} names {file.name}, which is missing")
         try:

@@ -1,0 +1,226 @@
+"""The server answers what OpenAI's client can send as OpenAI's server does."""
+
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import openai
+import pytest
+from support import serving
+from support.serving import expected_text, said
+
+PROMPT = "hello"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return serving.chat_checkpoint(tmp_path_factory.mktemp("serve") / "model")
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint):
+    arguments = ["--bits", 4, "--group-size", 32, "--token", "secret", "--allow-host", "mac.example"]
+    with serving.client_of(checkpoint, *arguments) as client:
+        yield client
+
+
+def post(client, path: str, body: object, **headers: str) -> tuple[int, str]:
+    """The status and the text of an answer to any program: OpenAI's client would not send some of it."""
+    url = str(client.base_url).removesuffix("/v1/") + path
+    content = (body if isinstance(body, str) else json.dumps(body)).encode()
+    request = urllib.request.Request(url, content, {"content-type": "application/json"} | headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+CHAT, RAW, RESPONSES = "/v1/chat/completions", "/v1/completions", "/v1/responses"
+WRONG = [
+    *((CHAT, {"messages": value}, "messages") for value in ("hi", None, [], {}, 5)),
+    (CHAT, {}, "messages"),
+    (CHAT, {"messages": [1]}, "messages[0]"),
+    (CHAT, {"messages": [{"content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "nobody", "content": "a"}]}, "messages[0].role"),
+    (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user"}]}, "messages[0].content"),
+    (CHAT, {"messages": [{"role": "user", "content": [5]}]}, "messages[0].content[0]"),
+    (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
+    (CHAT, {"messages": [{"role": "assistant", "tool_calls": 5}]}, "messages[0].tool_calls"),
+    *(
+        (CHAT, {"messages": said("a"), field: value}, field)
+        for field, values in {
+            "temperature": (float("nan"), float("inf"), -1, 2.5, "warm", True),
+            "top_p": (2, 0, -1, float("nan"), "a"),
+            "max_tokens": (0, -3, 1.5, "many"),
+            "max_completion_tokens": (0, "many"),
+            "frequency_penalty": (-1, 3, "a"),
+            "stop": (5, [5], [""], ["a"] * 5),
+            "seed": ("a", 1.5, 1 << 70),
+            "stream": ("yes", 1),
+            "logit_bias": ([1], {"a": 1}, {"1": 1000}, {"1": "a"}, {"27": 1}),
+            "tools": (5, [5], [{"type": "function"}]),
+            "generation_config": (5, "{", "[]"),
+            "chat_template_kwargs": (5,),
+            "model": (5,),
+        }.items()
+        for value in values
+    ),
+    (RAW, {}, "prompt"),
+    (RAW, {"prompt": 5}, "prompt"),
+    (RAW, {"prompt": "a", "temperature": float("nan")}, "temperature"),
+    (RESPONSES, {}, "input"),
+    (RESPONSES, {"input": 5}, "input"),
+    (RESPONSES, {"input": [5]}, "input"),
+    (RESPONSES, {"input": [{"type": "nothing"}]}, "input[0].type"),
+    (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input[0].content"),
+    (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
+    (RESPONSES, {"input": "a", "instructions": 5}, "instructions"),
+]
+
+
+def test_malformed_requests_are_400_in_openais_form(client):
+    """With the field that is wrong; the server answers the next one."""
+    for path, body, field in WRONG:
+        status, text = post(client, path, body)
+        assert status == 400, (path, body, text)
+        error = json.loads(text)["error"]
+        assert error["type"] == "invalid_request_error" and error["message"], (path, body)
+        assert error["param"] == field, (path, body, error)
+    for body in ("{", "[1]", "5", "", "null"):
+        status, text = post(client, CHAT, body)
+        assert status == 400 and json.loads(text)["error"]["type"] == "invalid_request_error", body
+    assert client.chat.completions.create(model="m", messages=said("a"), max_tokens=1).choices
+
+
+@pytest.mark.parametrize("way", ["chat", "completion"])
+def test_a_stop_is_not_part_of_the_text(way, client, checkpoint):
+    """Of a tokenizer of words, whose text has blanks; streamed and not, alone and in a list."""
+    whole = expected_text(checkpoint, PROMPT, 20)
+    inside = whole[7:12]
+    assert whole.find(inside) > 0 and " " in inside
+
+    def ask(**more) -> tuple[str, str]:
+        asked = {"model": "any", "temperature": 0, "max_tokens": 20, **more}
+        if way == "chat":
+            answer = client.chat.completions.create(messages=said(PROMPT), **asked)
+        else:
+            answer = client.completions.create(prompt=PROMPT, **asked)
+        chunks = [answer] if not more.get("stream") else answer
+        text, reason = "", None
+        for chunk in chunks:
+            choice = chunk.choices[0]
+            part = choice.text if way == "completion" else (getattr(choice, "delta", None) or choice.message)
+            text += (part if isinstance(part, str) else part.content) or ""
+            reason = choice.finish_reason or reason
+        return text, reason
+
+    for stream in (False, True):
+        for stop in (inside, [inside], ["zzz", inside], [whole[9:14], inside, "0"]):
+            listed = [stop] if isinstance(stop, str) else stop
+            expected = whole[: min(whole.find(one) for one in listed if one in whole)]
+            assert ask(stop=stop, stream=stream) == (expected, "stop"), (stop, stream)
+        assert ask(stop=["zzz"], stream=stream) == (whole, "length")
+        # The end of the answer may be the beginning of a stop.
+        assert ask(stop=[whole[-3:] + "zzz"], stream=stream) == (whole, "length")
+
+
+def test_a_response_is_json_unless_it_is_streamed(client, checkpoint):
+    """`instructions` are a message in front."""
+    text = expected_text(checkpoint, PROMPT, 6)
+    asked = {"model": "any", "input": "llo", "instructions": "he", "temperature": 0, "max_output_tokens": 6}
+    answer = client.responses.create(**asked)
+    assert answer.output_text == text and answer.status == "completed" and answer.usage.output_tokens == 6
+    events = [*client.responses.create(**asked, stream=True)]
+    assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == text
+
+
+def test_temperature_samples_and_a_seed_repeats(client, checkpoint):
+    """transformers' server ignores a temperature of a model that is greedy by default."""
+    asked = {"model": "any", "messages": said(PROMPT), "max_tokens": 20}
+
+    def ask(**more) -> str:
+        return client.chat.completions.create(**asked, **more).choices[0].message.content
+
+    drawn = [ask(temperature=2, seed=seed) for seed in (1, 2, 1)]
+    assert drawn[0] == drawn[2] != drawn[1] and expected_text(checkpoint, PROMPT, 20) not in drawn
+    assert ask(top_p=0.9, seed=3) == ask(top_p=0.9, seed=3)
+
+
+def test_a_client_that_leaves_frees_its_place(client, checkpoint):
+    """Streaming or not, in a prompt, in an answer and in the queue; what it asked for is not computed."""
+    from torch_moe_mps.commands.generating import Generating
+
+    ended, started, own = [], threading.Event(), Generating.generate
+
+    def slow(self, streamer=None, **given):
+        put = streamer.put
+
+        def waiting(value):
+            put(value)
+            started.set()
+            time.sleep(0.05)
+
+        streamer.put = waiting
+        try:
+            return own(self, streamer, **given)
+        finally:
+            ended.append(streamer.total_tokens)
+
+    asked = {"model": "any", "messages": said("a"), "temperature": 0, "max_tokens": 10**18}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Generating, "generate", slow)
+        leaving = [
+            threading.Thread(target=_leave, args=(client, asked, stream), daemon=True)
+            for stream in (False, False, True)
+        ]
+        leaving[0].start()
+        assert started.wait(30)
+        for thread in leaving[1:]:
+            thread.start()
+        for thread in leaving:
+            thread.join(30)
+        answer = client.chat.completions.create(**asked | {"max_tokens": 2})
+    assert answer.usage.completion_tokens == 2
+    # Of the model's 255 tokens some were computed for the first, none for those that waited.
+    assert 1 <= len(ended) <= 3 and ended[-1] == 2 and max(ended) < 100, ended
+
+
+def _leave(client, asked: dict, stream: bool) -> None:
+    with pytest.raises(openai.APITimeoutError):
+        answer = client.with_options(timeout=1).chat.completions.create(**asked, stream=stream)
+        for _ in answer if stream else ():
+            pass
+
+
+def test_reset_needs_the_token(client):
+    """Without --token nobody has one; what names another model loads none."""
+    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret2"}):
+        status, text = post(client, "/reset", "", **headers)
+        assert status == 401 and json.loads(text)["error"]["code"] == "invalid_api_key"
+    status, events = post(client, "/load_model", {"model": "somebody/else"})
+    assert status == 200 and '"status": "ready"' in events and '"cached": true' in events
+    assert post(client, "/reset", "", authorization="Bearer secret")[0] == 200
+    assert client.chat.completions.create(model="any", messages=said("a"), max_tokens=1).choices
+
+
+def test_the_host_header_names_this_machine(client):
+    """A page of the web whose name means this machine is refused."""
+    port = client.base_url.port
+    asked = {"messages": said("a"), "max_tokens": 1}
+    for host in ("localhost", "127.0.0.1", "[::1]", "192.168.0.7", "MAC.example", f"localhost:{port}"):
+        assert post(client, CHAT, asked, host=host)[0] == 200, host
+    for host in ("evil.example", f"evil.example:{port}", "localhost.evil.example", "127.0.0.1.evil.example"):
+        status, text = post(client, CHAT, asked, host=host)
+        assert status == 403 and json.loads(text)["error"]["code"] == "host_not_allowed", host
+
+
+def test_a_flag_refuses_other_models(checkpoint):
+    with serving.client_of(checkpoint, "--only-model") as client:
+        create = client.chat.completions.create
+        with pytest.raises(openai.NotFoundError, match=r"The model must be .*, got another"):
+            create(model="another", messages=said("a"))
+        assert create(model=str(checkpoint), messages=said("a"), max_tokens=1).choices
