@@ -10,13 +10,16 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import modeling_gguf_pytorch_utils
 from transformers.integrations import gguf as reading
+from transformers.integrations.gguf import reader
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from ..basics.report import QuantizationReport, QuantizedProjection
 from . import gguf_oss
-from .gguf_file import File, Source, checked
+from .gguf_file import File, Source, read_checked
+from .gguf_header import reading_once
 from .saving import mark_quantized
 from .sizes import bytes_a_token, quantized_bytes
 from .targets import HasTargets, Reasons, Target, quantizable, tie_quantized, tied_layers
@@ -172,6 +175,10 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
         return model
 
 
-reading.read_gguf_metadata = checked(reading.read_gguf_metadata)
+reading.read_gguf_metadata = read_checked
+reader.read_gguf_metadata = read_checked  # for tokenizers
+modeling_gguf_pytorch_utils.load_gguf_checkpoint = reading_once(
+    modeling_gguf_pytorch_utils.load_gguf_checkpoint
+)
 reading.GGUF_ARCHS[gguf_oss.NAME] = gguf_oss.conversions
 AUTO_QUANTIZER_MAPPING["gguf"] = GgufQuantizer

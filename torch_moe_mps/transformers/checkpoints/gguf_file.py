@@ -6,10 +6,9 @@ the result is a row of the file, its blocks are taken as they are.
 """
 
 import copy
-import functools
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Container, Iterable
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -18,12 +17,12 @@ import numpy as np
 import torch
 from torch import Tensor
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
-from transformers.integrations.gguf import reader
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...ops._checks import first_line
 from ...quantization import Format, QuantizedWeight
 from ...quantization.gguf import block_values, blocks_of, format_of_blocks
+from .gguf_header import header_of, read_metadata
 from .targets import Target
 from .weights import words
 
@@ -77,15 +76,13 @@ def read_file(path: str) -> tuple[str, list[Stored]]:
 
     found = []
     try:
-        blob = reader._mapped(path)
-        metadata, count, place = reader._read_metadata(blob, path)
-        tensors, place = reader._read_tensor_table(blob, count, place)
-        alignment = int(metadata.get("general.alignment", 32))
-        start = -(-place // alignment) * alignment
-        for name, shape, kind, offset in tensors:
+        header, blob = header_of(path), np.memmap(path, mode="r", dtype=np.uint8)
+        alignment = int(header.metadata.get("general.alignment", 32))
+        start = -(-header.end // alignment) * alignment
+        for name, shape, kind, offset in header.tensors:
             if kind not in GGML_QUANT_SIZES:
                 raise ValueError(f"{name} has the unknown type {kind}")
-            values, size = GGML_QUANT_SIZES[kind]
+            values, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
             if not shape or min(shape) < 1 or shape[-1] % values:
                 raise ValueError(f"{name} has the shape {shape}")
             row = shape[-1] // values * size
@@ -96,7 +93,7 @@ def read_file(path: str) -> tuple[str, list[Stored]]:
             found.append(Stored(name, GGMLQuantizationType(kind).name, shape, data))
         if len({tensor.name for tensor in found}) < len(found):
             raise ValueError("two tensors have one name")
-        return str(metadata["general.architecture"]), found
+        return str(header.metadata["general.architecture"]), found
     except Exception as error:  # also of struct and numpy
         raise ValueError(f"moe_mps::gguf: {path} is damaged or not in GGUF ({first_line(error)})") from error
 
@@ -351,12 +348,7 @@ class File:
         return rows.long() - 1 if torch.equal(placed, whole.to(placed.dtype)) else None
 
 
-def checked(read: Callable) -> Callable:
-    """transformers reads the config first: a bad file is refused there."""
-
-    @functools.wraps(read)
-    def read_checked(gguf_path: str, *args: Any, **kwargs: Any) -> Any:
-        check_file(gguf_path)
-        return read(gguf_path, *args, **kwargs)
-
-    return read_checked
+def read_checked(gguf_path: str, string_arrays: Container[str] = ()) -> Any:
+    """transformers reads the metadata first: a bad file is refused there."""
+    check_file(gguf_path)
+    return read_metadata(gguf_path, string_arrays)

@@ -1,0 +1,85 @@
+"""The header of a GGUF file is read once, and says what transformers' own readers find in it."""
+
+import os
+
+import gguf
+import pytest
+from support.gguf_files import FIRST_LOADER, of_architecture, write, write_file
+from transformers import AutoConfig, modeling_gguf_pytorch_utils
+from transformers.integrations.gguf import reader
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.transformers.checkpoints import gguf_header
+
+TOKENS = 262_144
+
+
+def vocabulary() -> dict[str, object]:
+    """A tokenizer's lists, as long as those of Gemma 3."""
+    tokens = [f"t{number}" for number in range(TOKENS)]
+    return {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.scores": [0.5] * TOKENS,
+        "tokenizer.ggml.token_type": [1] * TOKENS,
+    }
+
+
+@pytest.fixture
+def counts(monkeypatch):
+    """How often a header is taken apart, lists of texts are decoded, and the package gguf reads."""
+    found = {"headers": 0, "lists": 0, "readers": 0}
+
+    def count(owner, name: str, what: str) -> None:
+        own = getattr(owner, name)
+
+        def counted(self, *others, **named):
+            found[what] += 1
+            return own(self, *others, **named)
+
+        monkeypatch.setattr(owner, name, counted)
+
+    count(gguf_header.Header, "__init__", "headers")
+    count(gguf_header.Header, "texts", "lists")
+    count(gguf.GGUFReader, "__init__", "readers")
+    return found
+
+
+def test_a_header_is_read_once_without_lists(tmp_path, counts):
+    """By `fit` and by loading together; a file that was written again is read again."""
+    stored, keys, matrices, _ = of_architecture("gemma3", "q8_0")
+    path = write(tmp_path / "model.gguf", stored, keys | vocabulary(), matrices)
+    assert main(["fit", str(path)]) == 0
+    assert counts == {"headers": 1, "lists": 0, "readers": 0}
+    model = torch_moe_mps.from_pretrained(path)
+    assert model.config.vocab_size == 96 and counts == {"headers": 1, "lists": 0, "readers": 0}
+    write(path, stored, keys | {"general.name": "another"}, matrices)
+    os.utime(path, ns=(1, 1))
+    assert AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).vocab_size == 96
+    assert counts == {"headers": 2, "lists": 0, "readers": 0}
+
+
+def test_the_length_of_a_vocabulary_is_its_size(tmp_path, counts):
+    """Where the file has no key of it, as transformers counts it."""
+    stored, keys, matrices, _ = of_architecture("gemma3", "q8_0")
+    del keys["vocab_size"]
+    path = write(tmp_path / "model.gguf", stored, keys | vocabulary(), matrices)
+    assert AutoConfig.from_pretrained(tmp_path, gguf_file=path.name).vocab_size == TOKENS
+    assert counts["lists"] == counts["readers"] == 0
+
+
+@pytest.mark.parametrize("architecture", [*FIRST_LOADER, "gpt-oss", "qwen35", "lfm2"])
+def test_configs_are_those_of_transformers_own_readers(architecture, tmp_path):
+    path = tmp_path / "model.gguf"
+    if architecture in FIRST_LOADER:
+        stored, keys, matrices, _ = of_architecture(architecture, "q8_0")
+        write(path, stored, keys | {"tokenizer.ggml.tokens": ["a", "b"]}, matrices)
+    else:
+        write_file(path, architecture, ("q8_0",) * 3, tokenizer=True)
+    metadata, names = gguf_header.read_metadata(str(path), ("tokenizer.ggml.tokens",))
+    expected, _, _ = reader._read_metadata(reader._mapped(str(path)), str(path), ("tokenizer.ggml.tokens",))
+    assert metadata == expected and [*names] == [t.name for t in gguf.GGUFReader(path).tensors]
+    if architecture in FIRST_LOADER:
+        load = modeling_gguf_pytorch_utils.load_gguf_checkpoint
+        assert load(str(path))["config"] == load.__wrapped__(str(path))["config"]
