@@ -116,6 +116,25 @@ def test_every_architecture_is_exact(tmp_path, architecture):
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
+def test_bits_quantise_again(tmp_path):
+    """The dequantised weights, as a dense model with them is; the report has the error that was added."""
+    path = write_file(tmp_path / "model.gguf", "qwen3moe", ("q4_k", "q6_k", "q5_k"))
+    dequantised = dense(path)
+    plain = type(dequantised)(dequantised.config).eval()
+    vars(plain.config).pop("quantization_config", None)
+    plain.load_state_dict(dequantised.state_dict())
+    torch_moe_mps.accelerate(plain, bits=4, group_size=32)
+    expected = logits(plain)
+    again = torch_moe_mps.accelerate(dequantised, bits=4, group_size=32).quantization
+    loaded = torch_moe_mps.from_pretrained(path, bits=4, group_size=32, device_map="cpu")
+    for model, report in ((dequantised, again), (loaded, loaded.hf_quantizer.report)):
+        assert torch.equal(logits(model), expected)
+        entries = [entry for own in report.modules.values() for entry in own]
+        assert entries and all(str(entry.format) == "affine4_32" and entry.error > 0 for entry in entries)
+    loaded.save_pretrained(tmp_path / "saved")
+    assert torch.equal(logits(torch_moe_mps.from_pretrained(tmp_path / "saved", device_map="cpu")), expected)
+
+
 def test_mistral_is_llama_by_another_name(tmp_path):
     stored, keys, matrices, _ = of_architecture("mistral", "q8_0")
     named, other = (

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
+from transformers import GgufConfig
 
 from ..._extension import ONE_THREAD
 from ..accelerate import accelerate
@@ -48,7 +49,8 @@ def from_pretrained(
 
     Args:
         name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. What is packed
-            in such a file stays so; dtype="auto" is bfloat16.
+            in such a file stays so, unless bits are given: then it is loaded dense, and quantised again, with
+            the added error in the report; dtype="auto" is bfloat16.
         model_class: a class of transformers; the default is the one that the config names, or else
             AutoModelForCausalLM or AutoModelForImageTextToText.
         kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
@@ -78,6 +80,8 @@ def from_pretrained(
         kwargs["gguf_file"] = source.gguf
         if kwargs.get("dtype") == "auto":
             kwargs["dtype"] = torch.bfloat16
+        if recipe is not None:  # its blocks are dequantised, and what comes of them is quantised again
+            kwargs["quantization_config"] = GgufConfig(dequantize=True)
     alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
     loading = None if part is None else part(source, alike)
     kwargs = _with_quantization(kwargs, source, None if recipe is None else asked)
@@ -92,7 +96,9 @@ def from_pretrained(
             raise
         _check_complete(sorted(info["missing_keys"]))
         if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
-            accelerate(model.eval(), **({} if recipe is None else asked))
+            done = accelerate(model.eval(), **({} if recipe is None else asked))
+            if recipe is not None:
+                model.hf_quantizer.report = done.quantization
         if kv_bits is not None:
             grow_caches_in_place(model, working_kv_bits(model, kv_bits))
             compile_kernels(model)

@@ -133,7 +133,7 @@ def _check_one_method(function: str, model: nn.Module) -> None:
         stored = getattr(getattr(module, "config", None), "quantization_config", None)
         get = stored.get if isinstance(stored, Mapping) else partial(getattr, stored)
         method = get("quant_method", None)
-        if method not in (None, "moe_mps"):
+        if method not in (None, "moe_mps") and not get("dequantize", False):
             refuse_second_method(function, getattr(method, "value", method))
 
 

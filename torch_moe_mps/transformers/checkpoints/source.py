@@ -101,11 +101,8 @@ class Source:
             asked: the arguments of a recipe.
             requantize: whether it holds for what is quantised, too.
 
-        Raises: ValueError for a recipe for a GGUF file.
         """
         if self.gguf is not None:
-            if asked is not None:
-                raise ValueError(f"moe_mps::quantize: a GGUF file must be read as it is, got {_words(asked)}")
             return None
         wanted = {"wanted": asked, "requantize": requantize}
         if not self.stored:
@@ -137,10 +134,6 @@ class Source:
                 return self.cls._from_config(config, dtype=dtype)
         except NO_MODEL as error:
             raise _wrong_config(f"complete for {self.cls.__name__}", error) from error
-
-
-def _words(asked: Mapping[str, Any]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in asked.items() if value is not None)
 
 
 def class_for(config: PreTrainedConfig) -> Any:
