@@ -5,6 +5,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -224,3 +225,20 @@ def test_a_flag_refuses_other_models(checkpoint):
         with pytest.raises(openai.NotFoundError, match=r"The model must be .*, got another"):
             create(model="another", messages=said("a"))
         assert create(model=str(checkpoint), messages=said("a"), max_tokens=1).choices
+
+
+def test_one_thread_uses_the_device(checkpoint, simulated):
+    """Requests side by side, streamed and not, and the end of one that is left."""
+    asked = {"model": "any", "temperature": 0, "max_tokens": 3}
+    with serving.client_of(checkpoint, "--device", "mps") as client, simulated.one_thread():
+        create = client.chat.completions.create
+
+        def ask(text: str, stream: bool) -> str:
+            answer = create(messages=said(text), stream=stream, **asked)
+            if not stream:
+                return answer.choices[0].message.content
+            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+
+        with ThreadPoolExecutor(4) as threads:
+            answers = [*threads.map(ask, ["abc", "abc", "hello", "hello"], [False, True, True, False])]
+        assert answers[0] == answers[1] != "" and answers[2] == answers[3] != ""

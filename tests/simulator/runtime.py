@@ -94,6 +94,17 @@ def pipeline_limit(threads: int) -> Iterator[None]:
         _runtime().simulator_limit_pipelines(ctypes.c_size_t(-1).value)
 
 
+@contextlib.contextmanager
+def one_thread() -> Iterator[None]:
+    """The first thread that uses the device is the only one: a use by any other raises SimulatorError."""
+    torch.mps.synchronize()
+    _runtime().simulator_one_thread(1)
+    try:
+        yield
+    finally:
+        _runtime().simulator_one_thread(0)
+
+
 def reset() -> None:
     """Forget recorded commands and findings, and go back to schedule 0."""
     _runtime().simulator_reset()

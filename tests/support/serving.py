@@ -20,9 +20,9 @@ from torch_moe_mps.commands.serving import server
 
 @contextlib.contextmanager
 def client_of(*arguments: object, **settings: object) -> Iterator[openai.OpenAI]:
-    """Of `serve` with these arguments on the CPU."""
+    """Of `serve` with these arguments, on the CPU unless they say where."""
     port = _free_port()
-    given = parser().parse_args(["serve", *map(str, arguments), "--device", "cpu"])
+    given = parser().parse_args(["serve", "--device", "cpu", *map(str, arguments)])
     with server(given, port=port, non_blocking=True, log_level="error", **settings) as (serve, _):
         try:
             while not serve.server.started:

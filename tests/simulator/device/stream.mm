@@ -90,6 +90,7 @@ void* stream_command_buffer() {
 }
 
 void synchronize() {
+  use_device();
   // Even if nothing waits: on macOS, reading a tensor inside a block always enters the queue again.
   if (has_pending() || in_block_of(stream_queue())) {
     at::mps::dispatch_sync_with_rethrow(at::mps::getCurrentMPSStream()->queue(), ^{

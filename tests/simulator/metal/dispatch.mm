@@ -5,6 +5,7 @@
 #include <atomic>
 #include <mutex>
 #include <string>
+#include <thread>
 #include <vector>
 
 #include "dispatch.h"
@@ -38,6 +39,7 @@ thread_local std::vector<Block> blocks;
 class Enter {
  public:
   explicit Enter(SimulatorQueue* queue) {
+    simulator::use_device();
     static std::atomic<uint64_t> next{1};
     if (simulator::in_block_of((void*)queue)) {
       simulator::fail("dispatch_sync on queue '" + *queue->label +
@@ -61,6 +63,28 @@ class Enter {
 };
 
 }  // namespace
+
+namespace {
+std::mutex user_mutex;
+bool has_one_user = false;
+std::thread::id user;  // the first thread since
+}  // namespace
+
+extern "C" __attribute__((visibility("default"))) void simulator_one_thread(int on) {
+  const std::lock_guard<std::mutex> lock(user_mutex);
+  has_one_user = on != 0;
+  user = std::thread::id();
+}
+
+void simulator::use_device() {
+  {
+    const std::lock_guard<std::mutex> lock(user_mutex);
+    if (!has_one_user) return;
+    if (user == std::thread::id()) user = std::this_thread::get_id();
+    if (user == std::this_thread::get_id()) return;
+  }
+  fail("a second thread uses the device, which one thread alone may");
+}
 
 bool simulator::in_block_of(const void* queue) {
   for (const Block& block : blocks) {

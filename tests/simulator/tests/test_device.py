@@ -2,8 +2,10 @@
 
 import copy
 import io
+import threading
 
 import pytest
+import simulator
 import torch
 import torch.nn.functional as F
 from transformers import (
@@ -272,3 +274,28 @@ def test_transformers_model_generates(tiny_qwen, load, cache):
         expected = on_cpu(ids).logits
         torch.testing.assert_close(model(ids.to("mps")).logits.cpu(), expected, atol=1e-5, rtol=1e-4)
     assert same(generate(model, ids, cache), generate(on_cpu, ids, cache))
+
+
+def test_a_second_thread_is_a_finding():
+    """Of operators and of copies; outside of the block any thread may."""
+    value, raised = torch.ones(4, device="mps"), []
+
+    def use():
+        try:
+            (value + 1).cpu()
+        except simulator.SimulatorError as error:
+            raised.append(str(error))
+
+    def in_another_thread():
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+
+    in_another_thread()
+    with simulator.one_thread():
+        in_another_thread()
+        assert not raised  # it was the first
+    with simulator.one_thread():
+        use()
+        in_another_thread()
+    assert raised == ["a second thread uses the device, which one thread alone may"]
