@@ -145,6 +145,22 @@ def test_texts_that_cannot_be_read_are_one_line(damage, checkpoint, short_text, 
 
 
 @torch.no_grad()
+def test_the_first_tokens_of_a_text(checkpoint, tmp_path, capsys):
+    """--tokens is the text cut off there; less than two are no prediction."""
+    short, long, found = tmp_path / "short.txt", tmp_path / "long.txt", tmp_path / "found.json"
+    short.write_text(SAMPLE.read_text()[:100])
+    long.write_text(SAMPLE.read_text()[:300])
+    values = []
+    for more in (["--text", short], ["--text", long, "--tokens", 100]):
+        assert run("perplexity", checkpoint, *more, "--device", "cpu", "--json", found) == 0
+        values.append(json.loads(found.read_text()))
+    assert values[0]["tokens"] == values[1]["tokens"] == 100
+    assert values[0]["perplexity"] == values[1]["perplexity"]
+    capsys.readouterr()
+    assert run("perplexity", tmp_path / "nothing", "--tokens", 1) == 1
+    assert capsys.readouterr().err == "torch-moe-mps: error: --tokens must be at least 2, got 1\n"
+
+
 def test_perplexity_with_a_cache_in_8_bits(tmp_path):
     """Of a model in float32, whose heads of 64 have groups: close to what it predicts with a dense cache."""
     model = tiny_models.tiny_model("llama", head_dim=64)

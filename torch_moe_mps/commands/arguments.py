@@ -170,6 +170,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)")
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=int, default=512, help="tokens that are read at once (512)")
+    add("--tokens", type=int, metavar="N", help="read the first N tokens of the text (all)")
     _json(command)
     _kv_bits(command)
     _device(command)

@@ -13,7 +13,7 @@ CARD = "README.md"
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model")
 
 _OURS = """```
-pip install 'torch-moe-mps[transformers]'
+pip install 'torch-moe-mps[serve]'
 torch-moe-mps chat {word}
 ```
 

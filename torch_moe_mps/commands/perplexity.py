@@ -30,6 +30,8 @@ def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
     if options.window < 2:
         raise ValueError(f"--window must be at least 2 tokens, got {options.window}")
+    if options.tokens is not None and options.tokens < 2:
+        raise ValueError(f"--tokens must be at least 2, got {options.tokens}")
     check_writable("--json", options.json)
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
@@ -37,6 +39,7 @@ def run(options: argparse.Namespace) -> None:
     ids, first = text_ids(source, options.text, options.trust_remote_code)
     if len(ids) < 2:
         raise ValueError(f"--text must have 2 tokens or more, got {len(ids)} in {options.text}")
+    ids = ids[: options.tokens]
     pieces = windows(ids, first, options.window)
     print(f"{len(ids)} tokens in windows of {options.window}")
     with tempfile.TemporaryDirectory() as folder:
