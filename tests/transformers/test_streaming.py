@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 
 import pytest
 import safetensors.torch
@@ -14,9 +15,11 @@ from support.processes import forked
 from support.sweep import in_sweep
 
 import torch_moe_mps
+from torch_moe_mps._extension import ONE_THREAD
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
+from torch_moe_mps.transformers.checkpoints.loading import one_by_one
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
@@ -313,3 +316,18 @@ def test_measuring_needs_two_layers(tmp_path):
 def test_peak_of_ten_layers(source, on, tmp_path):
     shard = "100MB" if source == "sharded" else "5GB"
     assert_small(measure(on, tmp_path, source, *HALF_A_GIGABYTE, shard))
+
+
+@pytest.mark.parametrize("before", [None, "0"])
+def test_two_threads_load_side_by_side(before, monkeypatch):
+    """The one that ends first leaves the environment to the other; then it is as it was."""
+    monkeypatch.delenv(ONE_THREAD, raising=False)
+    if before is not None:
+        monkeypatch.setenv(ONE_THREAD, before)
+    one, other = one_by_one(True), one_by_one(True)
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    assert os.environ.get(ONE_THREAD) == "1"
+    other.__exit__(None, None, None)
+    assert os.environ.get(ONE_THREAD) == before

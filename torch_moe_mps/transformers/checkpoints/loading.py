@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import os
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
@@ -126,16 +127,33 @@ def _check_complete(missing: list[str]) -> None:
         raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
 
 
-@contextlib.contextmanager
-def one_by_one(enabled: bool) -> Iterator[None]:
-    """Makes transformers read one tensor at a time: its four threads would read faster than we quantise."""
-    before = os.environ.get(ONE_THREAD)
-    if enabled:
-        os.environ[ONE_THREAD] = "1"
-    try:
-        yield
-    finally:
-        if enabled:
-            os.environ.pop(ONE_THREAD)
-        if before is not None:
-            os.environ[ONE_THREAD] = before
+class _OneByOne:
+    """Holds an environment variable at 1 while any thread loads."""
+
+    def __init__(self) -> None:
+        self._lock, self._loading = threading.Lock(), 0
+        self._before: str | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, enabled: bool) -> Iterator[None]:
+        """Makes transformers read a tensor at a time: its four threads would read faster than we quantise."""
+        if not enabled:
+            yield
+            return
+        with self._lock:
+            if self._loading == 0:
+                self._before = os.environ.get(ONE_THREAD)
+                os.environ[ONE_THREAD] = "1"
+            self._loading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loading -= 1
+                if self._loading == 0 and self._before is None:
+                    os.environ.pop(ONE_THREAD, None)
+                elif self._loading == 0 and self._before is not None:
+                    os.environ[ONE_THREAD] = self._before
+
+
+one_by_one = _OneByOne()
