@@ -22,6 +22,11 @@ from .speculation import check_speculation, print_counts, speculation_of
 
 # {handler of transformers' server: the field with the prompt}.
 _PROMPTS = {"ChatCompletionHandler": "messages", "CompletionHandler": "prompt", "ResponseHandler": "input"}
+# For a model that knows no roles: an answer continues what is above it, and a message begins a line.
+_CONTINUED = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role != 'user' and not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+)
 
 
 @contextmanager
@@ -123,7 +128,11 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         return config
 
     def load_pinned(manager: Any, _: str, *others: Any, gguf_file: str | None = None, **named: Any) -> Any:
-        return load(manager, pinned, *others, gguf_file=file, **named)
+        model, processor = load(manager, pinned, *others, gguf_file=file, **named)
+        if getattr(processor, "chat_template", None) is None:
+            print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
+            processor.chat_template = _CONTINUED
+        return model, processor
 
     def read_all(messages: list[dict[str, Any]], modality: Any) -> Any:
         for message in messages:
