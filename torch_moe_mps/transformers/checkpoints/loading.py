@@ -45,8 +45,9 @@ def from_pretrained(
     """Load a model and accelerate it; with bits, each weight is quantised as soon as it is read.
 
     Loading needs the memory of the quantised model and one layer: the dense model never exists as a whole.
-    MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised; FP8 checkpoints are dequantised, then
-    quantised.
+    MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised. What compressed-tensors, AutoAWQ,
+    GPTQModel or ModelOpt have quantised stays packed, and needs none of these libraries (docs/others.md); FP8
+    becomes 8 bits, or is dequantised and then quantised as asked.
 
     Args:
         name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. What is packed
@@ -90,7 +91,8 @@ def from_pretrained(
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
         try:
-            with one_by_one(recipe is not None), reading:
+            # What is made of several tensors, or into another format, is made before the next ones are read.
+            with one_by_one(recipe is not None or source.by_others), reading:
                 model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
         except NO_MODEL:
             source.skeleton()  # says so, if the config is the reason

@@ -4,6 +4,7 @@ The package's import hook imports it with transformers' quantizers.
 """
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,6 +30,7 @@ from .config import QuantizationConfig, is_mlx, is_ours
 from .gguf import GgufQuantizer
 from .mlx.reading import Reading
 from .operations import packed_blocks
+from .others.reading import Reading as OthersReading
 from .quantize import quantize_targets, refuse_second_method
 from .saving import mark_quantized
 from .sizes import bytes_a_token, quantized_bytes
@@ -49,6 +51,9 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from .source import Source
 
 register_quantization_config(NAME)(QuantizationConfig)
+
+# {method: the package that transformers reads it with}; of other methods it has code of its own.
+_PACKAGES = {"awq": "gptqmodel", "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel"}
 
 
 def _recognise() -> None:
@@ -71,9 +76,21 @@ def _with_method(stored: Any) -> Any:
     if isinstance(stored, dict) and is_mlx(stored):
         stored.clear()
         stored.update(quant_method=NAME, mlx=True)
+    elif isinstance(stored, dict) and _is_for_us(stored):
+        other = dict(stored)
+        stored.clear()
+        stored.update(quant_method=NAME, other=other)
     elif isinstance(stored, dict) and is_ours(stored):
         stored.update(quant_method=NAME)
     return stored
+
+
+def _is_for_us(stored: dict[str, Any]) -> bool:
+    """Whether transformers cannot read the checkpoint of another library here, or only for other GPUs."""
+    package = _PACKAGES.get(stored.get("quant_method", ""))
+    if package is None:
+        return False
+    return torch.backends.mps.is_available() or find_spec(package) is None
 
 
 _recognise()
@@ -90,6 +107,7 @@ class Quantizer(HasTargets, HfQuantizer):
     requires_calibration = False
     quantization_config: QuantizationConfig
     report: QuantizationReport | None = None
+    _reading: Reading | OthersReading | None = None  # of a checkpoint in names that are not ours
     _device: torch.device | None = None  # where the model is moved once it is quantised
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
@@ -136,9 +154,11 @@ class Quantizer(HasTargets, HfQuantizer):
         for target in self._targets.values():
             store_empty(target)
         tie_quantized(model)
+        if isinstance(self._reading, OthersReading):  # which may not be able to keep every value
+            self.report = self._reading.report = self.report or self._reading.report
         if self.report is not None:
             self.report.bytes_before = bytes_a_token(model)
-        if not config.mlx:
+        if self._reading is None:
             check_shapes(model, kwargs["checkpoint_files"])
 
     def _find_stored(self, model: Any, files: list[str]) -> None:
@@ -146,11 +166,14 @@ class Quantizer(HasTargets, HfQuantizer):
         vars(model)["_get_dtype_plan"] = lambda dtype: {}  # its patterns ("scale") fit our names ("scales")
         if self.quantization_config.mlx:
             self._reading = Reading(model, files)
-            self._targets = self._reading.targets
-            leave_out(model, self._reading.absent)
-        else:
-            leave_out(model, self.quantization_config.absent)
+        elif self.quantization_config.other is not None:
+            self._reading = OthersReading(model, files, self.quantization_config.other)
+        absent = self.quantization_config.absent if self._reading is None else self._reading.absent
+        leave_out(model, absent)
+        if self._reading is None:
             self._targets = self.quantization_config.targets(model)
+        else:
+            self._targets = self._reading.targets
 
     def _keep_what_would_not_shrink(self) -> None:
         """Of what is stored, leaves in `_wanted` only what is to be quantised again.
@@ -188,7 +211,7 @@ class Quantizer(HasTargets, HfQuantizer):
             self._stream.report.bytes_before = bytes_a_token(model)
             return
         self._targets = present(model, self._targets)
-        if self.quantization_config.mlx:
+        if self._reading is not None:
             self._reading.forget_absent()
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -218,7 +241,7 @@ class Quantizer(HasTargets, HfQuantizer):
         """
         if self.streams:
             self._stream.place(model, loaded)
-        if self.quantization_config.mlx:
+        if self._reading is not None:
             self._reading.fill_dropped(loaded)
         stored = {name: self._targets.pop(name) for name in filter(loaded, list(self._targets))}
         for target in stored.values():
@@ -229,7 +252,7 @@ class Quantizer(HasTargets, HfQuantizer):
         dense = {name: target for name, target in wanted.items() if not formats_in(target.module)}
         if self.report is not None:
             quantize_targets("quantize", model, dense, self.report, progress=False)
-        if self.quantization_config.mlx or self.quantization_config.source is not None:
+        if self._reading is not None or self.quantization_config.source is not None:
             model._weight_conversions = None  # saved under the names of transformers
 
     def _quantize_again(self, stored: Mapping[str, Target]) -> None:
@@ -254,8 +277,9 @@ class Quantizer(HasTargets, HfQuantizer):
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
-        if self.quantization_config.mlx:
-            return [*self._reading.rows()]
+        if self._reading is not None:
+            others = [] if self.quantization_config.mlx else weight_conversions
+            return [*self._reading.rows(), *others]
         source = self.quantization_config.source
         if source is None:
             return [*weight_conversions, *self.get_weight_conversions()]

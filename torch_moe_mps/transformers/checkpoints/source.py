@@ -23,6 +23,7 @@ from ...quantization import Format
 from ..modules.experts import NAME
 from .config import is_mlx, is_ours
 from .mlx.reading import written_by_mlx
+from .others.layouts import METHODS
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -114,7 +115,14 @@ class Source:
                 return {**Format(mode="mxfp4").to_dict(), **wanted}
             case "fp8" if asked is not None:
                 return {**asked, "source": dict(self.stored)}
+            case method if method in METHODS:
+                return {"other": dict(self.stored), **wanted}
         return None
+
+    @property
+    def by_others(self) -> bool:
+        """Whether another library quantised the checkpoint."""
+        return self.stored.get("quant_method") in METHODS
 
     def skeleton(self) -> PreTrainedModel:
         """The dense model on the meta device.
