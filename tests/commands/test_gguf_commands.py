@@ -40,6 +40,8 @@ def test_convert_and_fit(file, tmp_path, capsys):
     )
     model, expected = torch_moe_mps.from_pretrained(str(new)), logits(dense, ids)
     assert (logits(model, ids) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert str(file.parent) not in (new / "README.md").read_text()  # a path of the user's
+    assert (new / "model.safetensors").stat().st_mode & 0o777 == 0o644
     modules = json.loads((new / "config.json").read_text())["quantization_config"]["modules"]
     assert {*modules.values()} == {*KINDS}
     tokenizer = AutoTokenizer.from_pretrained(new)

@@ -25,7 +25,7 @@ from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.plan import Plan, planned
 from ..transformers.checkpoints.saving import save_parts
-from ..transformers.checkpoints.source import Source
+from ..transformers.checkpoints.source import Source, split_gguf
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json
@@ -182,7 +182,7 @@ def _convert(
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
-        base = options.source if not Path(options.source).is_dir() else None
+        base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
     return report.rows()
 
