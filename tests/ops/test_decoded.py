@@ -104,6 +104,35 @@ def test_a_change_in_place_is_noticed(part, inference, decodings):
         assert len(decodings) == 3
 
 
+@pytest.mark.parametrize("part", ["packed", "scales", "biases"])
+@pytest.mark.parametrize("format", ["affine4_64", "affine2_128", "q4_k", "iq2_xs"])
+def test_a_row_written_through_data_is_noticed(part, format, decodings):
+    """Which raises no version: any row of codes, any element of scales and biases."""
+    weight = matrix(format, columns=256 if part == "packed" else 512)
+    for row in range(24) if part == "packed" else (0, 23):
+        product(weight)
+        changed = getattr(weight, part)
+        version = changed._version
+        changed.data.view(torch.int32)[row, slice(None) if part == "packed" else -1] ^= 0x00010001
+        assert changed._version == version
+        count = len(decodings)
+        assert torch.equal(product(weight), product(weight.map(torch.clone)))
+        assert len(decodings) == count + 2
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_every_operator_notices_scales_written_through_data(name, decodings):
+    arguments = sample_arguments(name, "cpu", torch.float32)
+    packet(name)(**arguments)
+    for argument, value in arguments.items():
+        if argument.endswith("scales"):
+            value.data.copy_(value.flip(-2))
+    fresh = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()
+    }
+    assert torch.equal(packet(name)(**arguments), packet(name)(**fresh))
+
+
 def test_a_loaded_state_dict_is_noticed_by_layers_that_are_joined(decodings):
     layers = [QuantizedLinear(matrix(), torch.float32) for _ in range(2)]
     assert joining.join(*layers)
