@@ -33,6 +33,8 @@ SOURCES = Path(__file__).parents[1] / "torch_moe_mps" / "csrc"
 METAL_CPP = "mlx-metal==0.32.4"
 TARGET = "aarch64-macos.14.0"
 DYLIBS = ("torch_cpu", "torch", "c10")
+# What metal-cpp does not cover: developer.apple.com/documentation/metalperformanceshaders/mpscommandbuffer
+PERFORMANCE_SHADERS_SELECTORS = {"rootCommandBuffer"}
 # Foundation's, of which metal-cpp covers a part only: developer.apple.com/documentation/foundation
 FOUNDATION_SELECTORS = {"initWithBytes:length:encoding:", "new", "stringWithUTF8String:"}
 FOUNDATION_CLASSES = {"NSConstantString"}
@@ -206,11 +208,12 @@ def section(binary: Path, name: str) -> list[str]:
 def check_names(objects: Sequence[Path]) -> tuple[int, list[str]]:
     """How many selectors are sent, and which selectors and classes Apple does not have."""
     selectors, classes = metal_cpp_names()
+    known = selectors | FOUNDATION_SELECTORS | PERFORMANCE_SHADERS_SELECTORS
     sent = {selector for binary in objects for selector in section(binary, "__TEXT,__objc_methname")}
     symbols = "".join(run([tool("llvm-nm"), "-u", binary], "listing symbols") for binary in objects)
     sent |= set(re.findall(r"_objc_msgSend\$(\S+)", symbols))
     used = set(re.findall(r"_OBJC_CLASS_\$_(\w+)", symbols))
-    faults = [f"selector {name} is not Apple's" for name in sorted(sent - selectors - FOUNDATION_SELECTORS)]
+    faults = [f"selector {name} is not Apple's" for name in sorted(sent - known)]
     faults += [f"class {name} is not Apple's" for name in sorted(used - classes - FOUNDATION_CLASSES)]
     return len(sent), faults
 

@@ -15,6 +15,7 @@ __all__ = [
     "quantize_experts",
     "restore",
     "save_prompt_cache",
+    "synchronize",
 ]
 
 # Imported when first used: most of it needs transformers, and all of it torch.
@@ -26,10 +27,12 @@ _LAZY = {
     "measured_recipe": ".transformers.checkpoints.budget",
     "quantize_experts": ".transformers",
     "save_prompt_cache": ".transformers.prompt_cache",
+    "synchronize": "._faults",
 }
 
 if TYPE_CHECKING:
     from . import ops
+    from ._faults import synchronize
     from .transformers import accelerate, quantize_experts, restore
     from .transformers.checkpoints.budget import measured_recipe
     from .transformers.checkpoints.loading import from_pretrained

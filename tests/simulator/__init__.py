@@ -7,6 +7,7 @@
     with intercepted(run): ...      run(dispatch) replaces the executor
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
+    with failing(kind, after):      a command buffer fails, as where macOS stops it
     commits()                       how often the stream was committed
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
@@ -22,6 +23,7 @@ from .runtime import (
     commits,
     counters,
     dropped,
+    failing,
     install,
     intercepted,
     live_buffers,
@@ -41,6 +43,7 @@ __all__ = [
     "counters",
     "dropped",
     "extension",
+    "failing",
     "install",
     "intercepted",
     "live_buffers",

@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -35,6 +36,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_contents.argtypes = [ctypes.c_void_p]
     library.simulator_contents.restype = ctypes.c_void_p
     library.simulator_commits.restype = ctypes.c_uint64
+    library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
     return library
@@ -103,6 +105,34 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         _runtime().simulator_one_thread(0)
+
+
+# {how a command buffer fails: Metal's code of the error}
+FAILURES = {"timeout": 2, "fault": 3, "memory": 8}
+
+
+@dataclass
+class Failure:
+    """Whether `failing` has made a buffer fail, known when its block ends."""
+
+    happened: bool = False
+
+
+@contextlib.contextmanager
+def failing(kind: str, after: int = 0) -> Iterator[Failure]:
+    """Behind `after` command buffers one fails: none of its commands runs, its status is an
+    error ("timeout", "fault" or "memory"), and its completed handlers are called. Nobody else is told, as on
+    a Mac: what reads its results gets what was in memory.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_fail_buffer(after, FAILURES[kind])
+    failure = Failure()
+    try:
+        yield failure
+        torch.mps.synchronize()
+    finally:
+        failure.happened = bool(_runtime().simulator_has_failed())
+        _runtime().simulator_fail_buffer(0, 0)
 
 
 def reset() -> None:

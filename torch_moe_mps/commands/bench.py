@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
+from .._faults import synchronize
 from ..macs import this_mac
 from ..selfcheck import tensor_units
 from ..transformers.capture.calls import tokens_of
@@ -321,6 +322,7 @@ class Bench:
             self._synchronize()
             start = time.perf_counter()
             test(fresh)
+            self._synchronize()
             seconds.append(time.perf_counter() - start)
         return seconds[1:]
 
@@ -349,8 +351,7 @@ class Bench:
         return cache
 
     def _synchronize(self) -> None:
-        if self.device.type == "mps":
-            torch.mps.synchronize()
+        synchronize(self.device)
 
     def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Row:
         return self.row(test, [tokens / s for s in seconds], "t/s", depth)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 from transformers import StoppingCriteria
 
+from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
 from ..transformers.prompt_cache import new_cache
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
@@ -73,7 +74,7 @@ class Generating(Beside):
     def generate(self, streamer: Any = None, **given: Any) -> Any:
         """As the model's own `generate`, whose arguments it takes by name."""
         self._interrupted.clear()
-        steps = _Steps(self._ends, streamer)
+        steps = _Steps(self._ends, streamer, self.model.device)
         given |= {"stopping_criteria": [steps], "streamer": streamer and steps}
         if self.speculation is not None:
             given |= self.speculation.arguments
@@ -100,9 +101,8 @@ class Generating(Beside):
         if images is not None and kept.images is None:
             kept.images = images
         elif not self._compute(kept, ids):
+            steps.end()
             prompts.put(kept)
-            if steps.streamer is not None:
-                steps.end()
             return ids
         result = self.model.generate(**given, past_key_values=kept.cache)
         if images is not None:
@@ -175,11 +175,11 @@ class _Steps(StoppingCriteria):
     """Between the steps of `generate`: shows their tokens, and ends it.
 
     A streamer that raises, as that of a request does whose client has gone, ends it, too: `generate` returns
-    then, with a cache that is whole.
+    then, with a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
     """
 
-    def __init__(self, is_ended: Callable[[], bool], streamer: Any):
-        self.is_ended, self.streamer = is_ended, streamer
+    def __init__(self, is_ended: Callable[[], bool], streamer: Any, device: torch.device):
+        self.is_ended, self.streamer, self.device = is_ended, streamer, device
         self.error: Exception | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -187,6 +187,7 @@ class _Steps(StoppingCriteria):
         return input_ids.new_full((len(input_ids),), ends).bool()
 
     def put(self, value: Tensor) -> None:
+        raise_fault()
         try:
             if self.error is None:
                 self.streamer.put(value.reshape(-1))  # several tokens, where candidates were accepted
@@ -194,7 +195,8 @@ class _Steps(StoppingCriteria):
             self.error = error
 
     def end(self) -> None:
-        if self.error is None:
+        synchronize(self.device)
+        if self.error is None and self.streamer is not None:
             self.streamer.end()
 
 

@@ -154,7 +154,8 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         from starlette.exceptions import HTTPException
 
         built = build(*parts, **others)
-        for kind in (Refused, HTTPException, RequestValidationError, TemplateError, ValueError, Exception):
+        known = (Refused, HTTPException, RequestValidationError, TemplateError, ValueError, RuntimeError)
+        for kind in (*known, Exception):  # the server closes the connection behind one that is not known
             built.add_exception_handler(kind, error_response)
         built.add_middleware(Guard, hosts=(options.host, *options.allow_host), token=options.token)
         return built

@@ -7,6 +7,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._faults import synchronize
 from .attention import attention_layers, choose_implementations, require_kv_bits, use_attention
 from .basics.interface import experts_of, is_experts, is_quantized
 from .basics.report import Done, Report
@@ -70,7 +71,7 @@ def accelerate(
     Raises: ValueError for a quantisation that does not fit the weights, for a group_size or a mode without
         one and for other kv_bits, TypeError for what is not a module, RuntimeError for a model on mps with
         torch before 2.13, whose own operators are wrong there, and for quantised weights whose operator fails
-        on this machine: all before anything is changed.
+        on this machine: all before anything is changed. torch.AcceleratorError if the GPU fails meanwhile.
     """
     _require_module("accelerate", model)
     require_torch("accelerate", model)
@@ -99,6 +100,8 @@ def accelerate(
         _replace(model, report, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
+    for device in {parameter.device for parameter in model.parameters()}:
+        synchronize(device)
     reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
     for cls, reason in sorted(reasons):
         warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=2)

@@ -195,14 +195,21 @@ void drain_pools(size_t depth) {
 @interface SimulatorError : NSError {
  @public
   NSString* text;
+  NSInteger number;
 }
 @end
 @implementation NSError
+- (NSInteger)code {
+  return 0;
+}
 - (NSString*)localizedDescription {
   return @"";
 }
 @end
 @implementation SimulatorError
+- (NSInteger)code {
+  return number;
+}
 - (NSString*)localizedDescription {
   return text;
 }
@@ -212,8 +219,9 @@ void drain_pools(size_t depth) {
 }
 @end
 
-NSError* simulated_error(const std::string& message) {
+NSError* simulated_error(const std::string& message, long code) {
   SimulatorError* error = [SimulatorError new];
+  error->number = code;
   error->text = [[NSString alloc] initWithUTF8String:message.c_str()];
   return [error autorelease];
 }

@@ -301,6 +301,17 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
     {"own encoder", [](const Tensor& x) { [stream()->commandBuffer() computeCommandEncoder]; }},
     {"commit", [](const Tensor& x) { [stream()->commandBuffer() commit]; }},
     {"wait", [](const Tensor& x) { [stream()->commandBuffer() waitUntilCompleted]; }},
+    {"handler after the commit",
+     [](const Tensor& x) {
+       in_block(^(Encoder encoder) {
+         bind_axpy(encoder, x, x, x, 1);
+         dispatch(encoder, 1, 1);
+         id<MTLCommandBuffer> buffer = [stream()->commandBuffer() rootCommandBuffer];
+         stream()->synchronize(at::mps::SyncType::COMMIT);
+         [buffer addCompletedHandler:^(id<MTLCommandBuffer>){
+         }];
+       });
+     }},
     {"stream synchronize",
      [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT); }},
     {"commit outside of a block", [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT); }},
@@ -333,6 +344,27 @@ void commit_fault(const std::string& name, const Tensor& x) {
   });
 }
 
+std::vector<std::string> completed;  // what the handlers of `watch` have seen
+
+void watch(const std::string& name) {
+  in_block(^(Encoder) {
+    id<MTLCommandBuffer> buffer = [stream()->commandBuffer() rootCommandBuffer];
+    TORCH_CHECK([buffer status] == MTLCommandBufferStatusNotEnqueued && [buffer error] == nil);
+    const std::string* kept = new std::string(name);
+    [buffer addCompletedHandler:^(id<MTLCommandBuffer> done) {
+      NSError* error = [done error];
+      completed.push_back(c10::str(*kept, ": ", static_cast<unsigned long>([done status])));
+      if (error)
+        completed.back() += c10::str(" ", [error code], " ", [[error localizedDescription] UTF8String]);
+      delete kept;
+    }];
+  });
+}
+
+std::vector<std::string> seen() {
+  return std::exchange(completed, {});
+}
+
 void commit() {
   at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
     stream()->synchronize(at::mps::SyncType::COMMIT);
@@ -344,6 +376,8 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("axpy(Tensor x, Tensor y, float alpha) -> Tensor", axpy);
   m.def("indirect(Tensor groups) -> Tensor", indirect);
   m.def("commit() -> ()", commit);
+  m.def("watch(str name) -> ()", watch);
+  m.def("seen() -> str[]", seen);
   m.def("fault(str name, Tensor x) -> ()", commit_fault);
   m.def("no_kernel(Tensor x) -> Tensor");
 }

@@ -90,6 +90,7 @@ FAULTS = {
     "stream synchronize": "stream->synchronize: host code never waits, it only commits",
     "commit outside of a block": "stream->synchronize: a commit is called outside of a block",
     "encoder after a commit": OUTSIDE,
+    "handler after the commit": "addCompletedHandler: the command buffer is committed",
 }
 
 
@@ -288,6 +289,35 @@ def test_commit(calls, simulated, x, schedule):
     with pytest.raises(SimulatorError, match="overrun"):
         torch.mps.synchronize()
     assert usable(calls)
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
+    """Each once, in order, before a wait returns; what a buffer that failed would have written is missing."""
+    simulated.set_schedule(schedule)
+    y = torch.zeros_like(x)
+    before = simulated.live_objects()
+    with simulated.failing("timeout", 1) as failure:
+        first = calls.axpy(x, y, 2.0)
+        calls.watch("a"), calls.watch("b")
+        calls.commit()
+        assert calls.seen() == ["a: 4", "b: 4"] * schedule
+        second = calls.axpy(x, y, 2.0)
+        calls.watch("c")
+        calls.commit()
+        third = calls.axpy(x, y, 2.0)
+        torch.mps.synchronize()
+        text = "5 2 Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
+        assert calls.seen() == ["a: 4", "b: 4"] * (1 - schedule) + [f"c: {text}"]
+        assert torch.equal(first, 2 * x) and torch.equal(third, 2 * x) and second.isnan().all()
+    del first, second, third
+    assert failure.happened and simulated.live_objects() == before
+    with simulated.failing("memory", 5) as failure:
+        calls.axpy(x, y, 2.0)
+    assert not failure.happened
+    calls.watch("d")
+    simulated.reset()  # what is dropped is complete, too
+    assert calls.seen() == ["d: 4"]
 
 
 def test_counters(calls, simulated):

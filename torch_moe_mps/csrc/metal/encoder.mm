@@ -6,6 +6,8 @@
 
 #include <atomic>
 
+#include "faults.h"
+
 namespace moe_mps {
 namespace {
 
@@ -121,11 +123,13 @@ Command& Commands::add(const Library& library, std::string_view function) {
 }
 
 void Commands::encode() {
+  raise_fault();
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   const Commands* commands = this;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
+      watch_work(stream);
       for (const Command& command : commands->commands_) command.encode(encoder);
       if (commit_is_due(commands->commands_.size())) stream->synchronize(at::mps::SyncType::COMMIT);
     }

@@ -87,6 +87,7 @@ enum { NSUTF8StringEncoding = 4 };
 #endif
 
 @interface NSError : NSObject
+@property(readonly) NSInteger code;
 @property(readonly, copy) NSString* localizedDescription;
 @end
 

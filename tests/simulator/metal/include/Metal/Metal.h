@@ -82,7 +82,24 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope;
 @end
 
+typedef enum MTLCommandBufferStatus : NSUInteger {
+  MTLCommandBufferStatusNotEnqueued,
+  MTLCommandBufferStatusEnqueued,
+  MTLCommandBufferStatusCommitted,
+  MTLCommandBufferStatusScheduled,
+  MTLCommandBufferStatusCompleted,
+  MTLCommandBufferStatusError,
+} MTLCommandBufferStatus;
+typedef enum MTLCommandBufferError : NSUInteger {
+  MTLCommandBufferErrorTimeout = 2,
+  MTLCommandBufferErrorPageFault = 3,
+  MTLCommandBufferErrorOutOfMemory = 8,
+} MTLCommandBufferError;
+
 @protocol MTLCommandBuffer <NSObject>
+@property(readonly) MTLCommandBufferStatus status;
+@property(readonly) NSError* error;
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (void)commit;
 - (void)waitUntilCompleted;
