@@ -15,8 +15,10 @@ from ..ops._formats import MODES, Format
 from ..selfcheck import tensor_units
 from ..selfcheck.calls import DTYPES, FORMATS, Subject, subjects
 from ..selfcheck.compare import TOLERANCE, Finding, difference
+from ..selfcheck.facts import anonymous, facts
+from ..selfcheck.journal import noted, stopped
 from ..selfcheck.libraries import compile_side_by_side, libraries, pipelines
-from ..selfcheck.machine import is_available, machine
+from ..selfcheck.machine import is_available
 from ..selfcheck.once import checks_of, first_fault
 from .results import check_writable, written_whole
 
@@ -29,11 +31,13 @@ def run(options: argparse.Namespace) -> int:
 
     Returns: the exit code: 1 where anything fails, 2 without a GPU.
     """
-    report: dict[str, Any] = {"machine": machine()}
     if not is_available():
         print(_why_not())
         return NO_GPU
     check_writable("--json", options.json)
+    report: dict[str, Any] = {"machine": facts(), "stopped_in": stopped()}
+    for step in report["stopped_in"]:
+        print(f"The process before stopped in: {step}")
     dtypes = _chosen("--dtype", options.dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
     formats = _chosen("--format", options.format, {str(format): format for format in FORMATS})
     about = report["machine"]
@@ -59,7 +63,7 @@ def run(options: argparse.Namespace) -> int:
     report["failures"] = [asdict(finding) for finding in findings]
     _print_verdict(report, findings, options.json)
     with written_whole(options.json):
-        Path(options.json).write_text(json.dumps(report, indent=1))
+        Path(options.json).write_text(anonymous(json.dumps(report, indent=1)))
     return 1 if findings else 0
 
 
@@ -117,7 +121,7 @@ def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
         model = transformers.Qwen3MoeForCausalLM(config).to(dtype).eval()
         quantisation = {} if format is None else format.to_dict()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), noted(f"running a tiny model in {format or dtype}"):
                 accelerate(model, **quantisation, check=False)
                 expected = model(ids).logits
                 accelerate(restore(model).to("mps"), check=False)
@@ -167,5 +171,7 @@ def _print_verdict(report: dict[str, Any], findings: Iterable[Finding], path: st
     print(f"Tensor units: {report['tensor_units']}")
     for finding in findings:
         print(f"FAILED: {finding}")
+        for line in finding.lines():
+            print(f"  {line}")
     verdict = "Please attach it to an issue." if report["failures"] else "All built, all equal."
     print(f"{verdict} Report: {path}")
