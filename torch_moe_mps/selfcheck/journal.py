@@ -83,10 +83,10 @@ def _file() -> int:
     """The file of this process; a fork has another one than its parent."""
     global _open
     if _open is None or _open.process != os.getpid():
-        for step in stopped():
+        if steps := stopped():
             warnings.warn(
-                f"torch_moe_mps: the process before stopped in its self-check, {step}. If nobody ended it, "
-                f"`{COMMAND}` writes a report for an issue; {SWITCH}=0 checks nothing",
+                f"torch_moe_mps: the process before stopped in its self-check, {', '.join(steps)}. If nobody "
+                f"ended it, `{COMMAND}` writes a report for an issue; {SWITCH}=0 checks nothing",
                 stacklevel=2,
             )
         path = cache_folder() / f"journal-{os.getpid()}.txt"
