@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ..ops._checks import first_line
+from ..ops._decoded import nothing_kept
 from ..ops._samples import OF_HEADS, packet
 from . import differences
 from .calls import Call, planned_for
@@ -158,7 +159,8 @@ def _results(call: Call, device: str, end: float) -> dict[str, Tensor]:
         for key, value in call.arguments.items()
     }
     operator: Any = packet(call.operator)
-    result = operator(**own)
+    with nothing_kept():  # of copies of the weights
+        result = operator(**own)
     returned = [*result] if isinstance(result, tuple) else [] if result is None else [result]
     arguments = operator.default._schema.arguments
     written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]

@@ -59,9 +59,10 @@ def _of(model: Model, s: Sample, smaller: int) -> Iterator[tuple[str, str, dict[
     def values(*shape: int) -> torch.Tensor:
         return s.values(*shape) * hidden**-0.5
 
+    head = {**s.quantized("", rows, hidden, ()), "bias": None, "format": s.format.name}
     for tokens in (1, 3):
-        head = {**s.quantized("", rows, hidden, ()), "bias": None, "format": s.format.name}
         yield f"output head, {_tokens(tokens)}", "linear_quantized", {"x": values(tokens, hidden), **head}
+    del head
     stack = () if model.experts == 1 else (model.experts,)
     weights = s.quantized("gate_up_", 2 * inner, hidden, stack) | s.quantized("down_", hidden, inner, stack)
     for tokens in (1, chunk):
