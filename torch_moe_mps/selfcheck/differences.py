@@ -1,7 +1,8 @@
 """Where and how a result is wrong: what a developer without the machine needs to name the fault."""
 
+import contextlib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -136,20 +137,18 @@ def untouched(
     return found
 
 
-class _filled:
+@contextlib.contextmanager
+def _filled() -> Iterator[None]:
     """Inside, torch fills new memory with NaN, or the largest integer."""
-
-    def __enter__(self) -> None:
-        self.before = (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.utils.deterministic.fill_uninitialized_memory,
-        )
-        torch.use_deterministic_algorithms(True, warn_only=True)
-        torch.utils.deterministic.fill_uninitialized_memory = True
-
-    def __exit__(self, *error: object) -> None:
-        torch.use_deterministic_algorithms(self.before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = self.before[1]
+    setting: Any = torch.utils.deterministic  # a module with a property
+    before = torch.are_deterministic_algorithms_enabled(), setting.fill_uninitialized_memory
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    setting.fill_uninitialized_memory = True
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(before[0])
+        setting.fill_uninitialized_memory = before[1]
 
 
 def _fill(dtype: torch.dtype) -> Tensor:
