@@ -141,14 +141,16 @@ def untouched(
 def _filled() -> Iterator[None]:
     """Inside, torch fills new memory with NaN, or the largest integer."""
     setting: Any = torch.utils.deterministic  # a module with a property
-    before = torch.are_deterministic_algorithms_enabled(), setting.fill_uninitialized_memory
+    enabled = torch.are_deterministic_algorithms_enabled()
+    warns_only = torch.is_deterministic_algorithms_warn_only_enabled()
+    filled = setting.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
     setting.fill_uninitialized_memory = True
     try:
         yield
     finally:
-        torch.use_deterministic_algorithms(before[0])
-        setting.fill_uninitialized_memory = before[1]
+        torch.use_deterministic_algorithms(enabled, warn_only=warns_only)
+        setting.fill_uninitialized_memory = filled
 
 
 def _fill(dtype: torch.dtype) -> Tensor:

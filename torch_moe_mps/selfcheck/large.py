@@ -91,8 +91,8 @@ def _attended(model: Model, s: Sample, before: int, tokens: int) -> Iterator[tup
         "q": s.values(1, model.heads, tokens, model.width),
         "k": s.values(*shape),
         "v": s.values(*shape),
+        "sinks": s.values(model.heads) if model.has_sinks else None,
     }
-    heads |= {"sinks": s.values(model.heads) if model.has_sinks else None}
     for window in dict.fromkeys((None, model.window)):
         where = f"{before + tokens} keys" if window is None else f"{window} of {before + tokens} keys"
         called = {**heads, "scale": model.width**-0.5, "window": window}
