@@ -35,7 +35,7 @@ def write_sources(folder: Path) -> list[Path]:
     """<library>.metal for each library of the package that the SDK can have compiled."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = []
-    names = torch.ops.moe_mps._libraries()
+    names = [*torch.ops.moe_mps._libraries(), "probe_f32"]
     if sdk_version() >= SDK_WITH_TENSORS:
         names += torch.ops.moe_mps._libraries(tensor_units=True)
     for name in names:

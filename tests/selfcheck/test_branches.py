@@ -1,12 +1,12 @@
 """The self-check takes every branch of the shaders, and notices kernels that are wrong at real sizes."""
 
 import contextlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 import torch
+from support.faults import with_fault
 from support.processes import REPOSITORY
 
 from torch_moe_mps.ops import OPERATORS
@@ -142,34 +142,12 @@ FAULTS = {
 }
 
 
-def with_fault(fault: Fault) -> Callable:
-    """Runs kernels as they would be with the fault, and looks for no other: accesses are not checked."""
-    from simulator import build, shaderlib
-    from simulator.coverage import Coverage
-
-    broken: dict[Path, dict] = {}
-    unchecked = Coverage()
-
-    def run(dispatch) -> None:
-        kernel = dispatch.kernel.contents
-        path = Path(kernel.image.decode().rpartition("-")[0] + ".so")
-        if path not in broken:
-            source, constants = build.origins[path]
-            changed = build.compile_shader(source.replace(fault.text, fault.wrong), constants)
-            broken[path] = shaderlib.kernels_of(changed)
-        copy = shaderlib.Dispatch.from_buffer_copy(dispatch)
-        copy.kernel = type(copy.kernel)(broken[path][kernel.name.decode()])
-        unchecked(copy)
-
-    return run
-
-
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", FAULTS)
 def test_what_is_wrong_at_real_sizes(simulated, name):
     fault = FAULTS[name]
     subject = next(s for s in calls.subjects([fault.operator], [torch.float32], [AFFINE]) if not s.given)
-    with simulated.intercepted(with_fault(fault)):
+    with simulated.intercepted(with_fault(fault.text, fault.wrong)):
         seen = {check.label: [f for _, f in compared(check) if f] for check in once.checks_of([subject])}
     plain, at_size = seen[str(subject)], seen[f"{subject} at size"]
     assert (at_size and not plain) if fault.at_size else plain, seen

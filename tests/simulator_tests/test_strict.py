@@ -42,6 +42,6 @@ def in_sweep(library):
     return pytest.param(library, marks=pytest.mark.sweep if others else ())
 
 
-@pytest.mark.parametrize("library", list(map(in_sweep, LIBRARIES)))
+@pytest.mark.parametrize("library", [*map(in_sweep, LIBRARIES), "probe_f32"])
 def test_shaders_pass(library):
     assert strict.check(torch.ops.moe_mps._library_source(library)) == []

@@ -17,7 +17,9 @@ EPILOG = (
 
 CHECK = """examples:
   torch-moe-mps check                                             # everything; writes moe_mps_report.json
-  torch-moe-mps check --dtype bfloat16 --format affine4_64,mxfp4  # what some models need"""
+  torch-moe-mps check --dtype bfloat16 --format affine4_64,mxfp4  # what some models need
+  torch-moe-mps check --large                                     # the sizes of three real models
+  torch-moe-mps check --probe > gpu.json                          # what is assumed of this GPU, measured"""
 
 CONVERT = """examples:
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit                 # everything in 4 bit
@@ -123,8 +125,18 @@ def _check(command: argparse.ArgumentParser) -> None:
     add(
         "--json",
         metavar="FILE",
-        default="moe_mps_report.json",
-        help="write all that was found, to attach to an issue (moe_mps_report.json)",
+        help="write all that was found, to attach to an issue (moe_mps_report.json; of --probe nothing)",
+    )
+    instead = command.add_mutually_exclusive_group()
+    instead.add_argument(
+        "--large",
+        action="store_true",
+        help="instead: calls of the sizes of real models, in bfloat16 and affine4_64; takes 3 GB of memory",
+    )
+    instead.add_argument(
+        "--probe",
+        action="store_true",
+        help="instead: measure what this GPU does and how fast, and print it as JSON",
     )
 
 

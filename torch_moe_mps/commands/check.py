@@ -12,14 +12,17 @@ import torch
 
 from ..ops import OPERATORS
 from ..ops._formats import MODES, Format
-from ..selfcheck import tensor_units
+from ..selfcheck import large, probe, tensor_units
 from ..selfcheck.calls import DTYPES, FORMATS, Subject, subjects
-from ..selfcheck.compare import TOLERANCE, Finding, difference
+from ..selfcheck.compare import TOLERANCE, Finding, compare, difference, in_words
+from ..selfcheck.facts import anonymous, facts
+from ..selfcheck.journal import noted, stopped
 from ..selfcheck.libraries import compile_side_by_side, libraries, pipelines
-from ..selfcheck.machine import is_available, machine
+from ..selfcheck.machine import is_available
 from ..selfcheck.once import checks_of, first_fault
 from .results import check_writable, written_whole
 
+REPORT = "moe_mps_report.json"
 NO_GPU = 2  # the exit code where nothing can be checked
 Item = TypeVar("Item")
 
@@ -29,15 +32,43 @@ def run(options: argparse.Namespace) -> int:
 
     Returns: the exit code: 1 where anything fails, 2 without a GPU.
     """
-    report: dict[str, Any] = {"machine": machine()}
     if not is_available():
         print(_why_not())
         return NO_GPU
     check_writable("--json", options.json)
     dtypes = _chosen("--dtype", options.dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
     formats = _chosen("--format", options.format, {str(format): format for format in FORMATS})
+    if options.probe:
+        return _probe(options.json)
+    path = options.json or REPORT
+    check_writable("--json", path)
+    report: dict[str, Any] = {"machine": facts(), "stopped_in": stopped()}
+    for step in report["stopped_in"]:
+        print(f"The process before stopped in: {step}")
     about = report["machine"]
     print(f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}")
+    if options.large:
+        dtype = dtypes[0] if options.dtype else torch.bfloat16
+        format = formats[0] if options.format else Format.named("affine4_64")
+        findings = check_large(dtype, format, report)
+    else:
+        findings = check_all(dtypes, formats, report)
+    report["failures"] = [asdict(finding) for finding in findings]
+    for finding in findings:
+        print(f"FAILED: {finding}")
+        for line in finding.lines():
+            print(f"  {line}")
+    verdict = "Please attach it to an issue." if findings else "All built, all equal."
+    print(f"{verdict} Report: {path}")
+    with written_whole(path):
+        Path(path).write_text(anonymous(json.dumps(report, indent=1)))
+    return 1 if findings else 0
+
+
+def check_all(
+    dtypes: Sequence[torch.dtype], formats: Sequence[Format], report: dict[str, Any]
+) -> list[Finding]:
+    """Every library, every operator, a tiny model, and the tensor units."""
     started = time.perf_counter()
     names = libraries(dtypes, formats)
     with _bar("Compiling", len(names), "library") as bar:
@@ -56,11 +87,41 @@ def run(options: argparse.Namespace) -> int:
     )
     report["tensor_units"] = f"off: {units.reason}" if units.reason else count
     report["checked"] = {"libraries": len(names), "operators": len(work)}
-    report["failures"] = [asdict(finding) for finding in findings]
-    _print_verdict(report, findings, options.json)
-    with written_whole(options.json):
-        Path(options.json).write_text(json.dumps(report, indent=1))
-    return 1 if findings else 0
+    print(
+        f"{len(names)} Metal libraries with {len(report['kernels'])} kernels compiled in "
+        f"{report['seconds_compiling']} s, {len(work)} operators compared with the CPU"
+    )
+    print(f"Tensor units: {report['tensor_units']}")
+    return findings
+
+
+def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> list[Finding]:
+    """Calls of the sizes of real models, all of them."""
+    findings, made = [], []
+    for what, call in large.calls(dtype, format):
+        started = time.perf_counter()
+        with noted(f"calling {what}: {call.operator} of {in_words(call)}"):
+            finding = compare(call)
+        seconds = round(time.perf_counter() - started, 1)
+        made.append({"call": what, "operator": call.operator, "seconds": seconds, "right": finding is None})
+        print(f"{what}: {'wrong' if finding else 'right'} ({seconds} s)", flush=True)
+        findings += [finding] if finding else []
+        torch.mps.empty_cache()
+    report["large"] = made
+    return findings
+
+
+def _probe(path: str | None) -> int:
+    """Prints the page alone, so that it can be sent to a file."""
+    names = [name for name in libraries([torch.bfloat16], [Format.named("affine4_64")]) if "_i" not in name]
+    with _bar("Probing", len(probe.PARTS), "part") as bar:
+        found = probe.probe(probe.Sizes(), names, lambda name: bar.update())
+    page = anonymous(json.dumps(found, indent=1))
+    print(page)
+    if path is not None:
+        with written_whole(path):
+            Path(path).write_text(page + "\n")
+    return 1 if any("error" in part for part in found.values() if isinstance(part, dict)) else 0
 
 
 def never_launched(kernels: Iterable[dict[str, Any]]) -> list[str]:
@@ -117,7 +178,7 @@ def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
         model = transformers.Qwen3MoeForCausalLM(config).to(dtype).eval()
         quantisation = {} if format is None else format.to_dict()
         try:
-            with torch.no_grad():
+            with torch.no_grad(), noted(f"running a tiny model in {format or dtype}"):
                 accelerate(model, **quantisation, check=False)
                 expected = model(ids).logits
                 accelerate(restore(model).to("mps"), check=False)
@@ -156,16 +217,3 @@ def _bar(what: str, total: int, unit: str) -> Any:
     from tqdm.auto import tqdm
 
     return tqdm(total=total, desc=what, unit=unit)
-
-
-def _print_verdict(report: dict[str, Any], findings: Iterable[Finding], path: str) -> None:
-    checked = report["checked"]
-    print(
-        f"{checked['libraries']} Metal libraries with {len(report['kernels'])} kernels compiled in "
-        f"{report['seconds_compiling']} s, {checked['operators']} operators compared with the CPU"
-    )
-    print(f"Tensor units: {report['tensor_units']}")
-    for finding in findings:
-        print(f"FAILED: {finding}")
-    verdict = "Please attach it to an issue." if report["failures"] else "All built, all equal."
-    print(f"{verdict} Report: {path}")

@@ -7,11 +7,12 @@ through `.data` is counted, by the bytes of scales and biases and of one word of
 these takes a few hundredths of a product with one row.
 """
 
+import contextlib
 import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -34,6 +35,7 @@ class _Kept(NamedTuple):
 
 # {memory of codes: {where in it, and where the scales are: what is decoded}}
 _KEPT: weakref.WeakKeyDictionary[torch.UntypedStorage, dict[tuple, _Kept]] = weakref.WeakKeyDictionary()
+_here = threading.local()
 _lock = threading.RLock()  # a finalizer may run wherever memory is asked for
 _bytes = 0
 _quarter = 0
@@ -94,9 +96,19 @@ def kept_bytes() -> int:
     return _bytes
 
 
+@contextlib.contextmanager
+def nothing_kept() -> Iterator[None]:
+    """Around calls in this thread whose weights no other call has: nothing more is kept."""
+    before, _here.keeps = getattr(_here, "keeps", True), False
+    try:
+        yield
+    finally:
+        _here.keeps = before
+
+
 def _takes(nbytes: int) -> bool:
     """Whether so much more may be kept."""
-    return _bytes + nbytes <= memory()
+    return getattr(_here, "keeps", True) and _bytes + nbytes <= memory()
 
 
 def _keep(storage: torch.UntypedStorage, place: tuple, kept: _Kept) -> None:

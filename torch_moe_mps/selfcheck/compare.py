@@ -10,8 +10,11 @@ from torch import Tensor
 
 from .._faults import raise_fault
 from ..ops._checks import first_line
+from ..ops._decoded import nothing_kept
 from ..ops._samples import OF_HEADS, packet
-from .calls import Call
+from . import differences
+from .calls import Call, planned_for
+from .differences import errors
 
 # Relative to the largest value of a result: how much rounding in another order may change.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
@@ -32,6 +35,7 @@ class Finding:
         error: the largest difference, relative to the largest value; None where there is no result.
         message: of the compiler or of the error, whole.
         arguments: {name: dtype and shape, or value} of the call.
+        details: of a wrong result, what `diagnose` finds.
     """
 
     subject: str
@@ -41,12 +45,25 @@ class Finding:
     error: float | None = None
     message: str = ""
     arguments: dict[str, str] = field(default_factory=dict)
+    details: dict[str, Any] = field(default_factory=dict)
 
     def __str__(self) -> str:
         where = ", ".join(filter(None, (self.dtype, self.format)))
         what = self.kind if self.error is None else f"{self.kind} (largest error {self.error:.1e})"
         line = first_line(self.message)
         return f"{self.subject}{f' ({where})' if where else ''} {what}{f': {line}' if line else ''}"
+
+    def lines(self) -> list[str]:
+        """Of a wrong result, for people."""
+        found = self.details
+        if "results" not in found:
+            return []
+        lines = [differences.in_words(name, result) for name, result in found["results"].items()]
+        lines.append(f"planned for {found['cores']} cores: {', '.join(found['plan'])}")
+        if "one_core" in found:
+            wrong = found["one_core"]["wrong"]
+            lines.append(f"planned for one core: {f'{wrong:,} are wrong, too' if wrong else 'all is right'}")
+        return lines
 
 
 def compare(call: Call, end: float = math.inf) -> Finding | None:
@@ -59,13 +76,19 @@ def compare(call: Call, end: float = math.inf) -> Finding | None:
     return finding
 
 
+def in_words(call: Call) -> str:
+    """dtypes and shapes, for the journal."""
+    tensors = ((k, v) for k, v in call.arguments.items() if isinstance(v, Tensor))
+    return ", ".join(f"{key} {_dtype(value)}{list(value.shape)}" for key, value in tensors)
+
+
 def _compare(call: Call, end: float) -> Finding | None:
     name = call.operator
     try:
         # Both results of the GPU are kept, so that the second one gets other memory than the first.
         first = _results(call, "mps", end)
-        actual = [tensor.cpu() for tensor in first]
-        again = [tensor.cpu() for tensor in _results(call, "mps", end)]
+        actual = [tensor.cpu() for tensor in first.values()]
+        again = [tensor.cpu() for tensor in _results(call, "mps", end).values()]
         raise_fault()
     except torch.AcceleratorError:  # of the GPU, not of the operator
         raise
@@ -76,18 +99,63 @@ def _compare(call: Call, end: float) -> Finding | None:
         if name not in OF_HEADS:
             raise
         return None  # the operator takes no heads of this width, from a model neither
-    expected = _results(call, "cpu", end)
+    expected = [*_results(call, "cpu", end).values()]
     largest = max(map(difference, actual, expected), default=0.0)
     if not largest <= TOLERANCE[call.dtype]:
-        return Finding(name, "differs", error=largest)
+        return Finding(name, "differs", error=largest, details=diagnose(call, actual, expected))
     if not all(map(_same_bits, actual, again)):
         kind = "gives another result the second time"
-        return Finding(name, kind, error=max(map(difference, actual, again)))
+        largest = max(map(difference, actual, again))
+        return Finding(name, kind, error=largest, details=diagnose(call, again, actual, tolerance=0.0))
     return None
 
 
-def _results(call: Call, device: str, end: float) -> list[Tensor]:
-    """What an operator returns, and what it writes in place."""
+def diagnose(
+    call: Call, actual: list[Tensor], expected: list[Tensor], tolerance: float | None = None
+) -> dict[str, Any]:
+    """What is wrong with the results of a call, and whether it is with the plan for one core, too.
+
+    Returns: `cores`, for which the call was planned; `plan`, its dispatches; `results`, by name what
+    differences.described() finds; `one_core`, its plan and how many elements are wrong with it.
+    """
+    bound = TOLERANCE[call.dtype] if tolerance is None else tolerance
+    cores = torch.ops.moe_mps._gpu_cores()
+    found: dict[str, Any] = {"cores": cores}
+    try:
+        names, found["plan"] = _recorded(call)
+        before = [None if key.startswith("result") else call.arguments[key] for key in names]
+        kept = differences.untouched(lambda: _on_cpu(call), before, actual)
+        found["results"] = {
+            name: differences.described(a, e, bound, u)
+            for name, a, e, u in zip(names, actual, expected, kept, strict=True)
+            if difference(a, e) > bound
+        }
+        if cores > 1:
+            with planned_for(1):
+                _, plan = _recorded(call)
+                wrong = [errors(a, e) > bound for a, e in zip(_on_cpu(call), expected, strict=True)]
+            found["one_core"] = {"wrong": sum(int(each.sum()) for each in wrong), "plan": plan}
+    except (RuntimeError, ValueError) as error:  # of a GPU that has just been wrong
+        found["not_diagnosed"] = first_line(error)
+    return found
+
+
+def _recorded(call: Call) -> tuple[list[str], list[str]]:
+    """The names of a call's results, and its dispatches."""
+    torch.ops.moe_mps._record_dispatches(True)
+    try:
+        names = [*_results(call, "mps", math.inf)]
+        return names, torch.ops.moe_mps._recorded_dispatches()
+    finally:
+        torch.ops.moe_mps._record_dispatches(False)
+
+
+def _on_cpu(call: Call) -> list[Tensor]:
+    return [tensor.cpu() for tensor in _results(call, "mps", math.inf).values()]
+
+
+def _results(call: Call, device: str, end: float) -> dict[str, Tensor]:
+    """What an operator returns, and what it writes in place, by the argument's name."""
     if time.monotonic() > end:
         raise OutOfTime
     own = {
@@ -95,11 +163,13 @@ def _results(call: Call, device: str, end: float) -> list[Tensor]:
         for key, value in call.arguments.items()
     }
     operator: Any = packet(call.operator)
-    result = operator(**own)
+    with nothing_kept():  # of copies of the weights
+        result = operator(**own)
     returned = [*result] if isinstance(result, tuple) else [] if result is None else [result]
-    schema = operator.default._schema
-    written = [own[a.name] for a in schema.arguments if a.alias_info is not None and a.alias_info.is_write]
-    return returned + written
+    arguments = operator.default._schema.arguments
+    written = [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+    named = {f"result {number}": tensor for number, tensor in enumerate(returned)}
+    return named | {name: own[name] for name in written if own.get(name) is not None}
 
 
 def _placed(tensor: Tensor, device: str) -> Tensor:
@@ -118,22 +188,15 @@ def difference(actual: Tensor, expected: Tensor) -> float:
     return errors(actual, expected).max().item() if actual.numel() else 0.0
 
 
-def errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """The difference of each element, relative to the largest value; of integers 0 or infinite."""
-    if not actual.dtype.is_floating_point:
-        return torch.where(actual == expected, 0.0, math.inf)
-    largest = expected.double()[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 1.0
-    apart = (actual.double() - expected.double()).abs() / max(largest, 1e-30)
-    same = (actual == expected) | (actual.isnan() & expected.isnan())
-    return torch.where(same, 0.0, apart.nan_to_num(math.inf, math.inf))
-
-
 def _same_bits(a: Tensor, b: Tensor) -> bool:
     return torch.equal(*(tensor.contiguous().flatten().view(torch.uint8) for tensor in (a, b)))
 
 
 def _text(value: object) -> str:
     if isinstance(value, Tensor):
-        dtype = str(value.dtype).removeprefix("torch.")
-        return f"{dtype}{list(value.shape)} strides {list(value.stride())}"
+        return f"{_dtype(value)}{list(value.shape)} strides {list(value.stride())}"
     return repr(value)
+
+
+def _dtype(tensor: Tensor) -> str:
+    return str(tensor.dtype).removeprefix("torch.")

@@ -9,6 +9,7 @@ import torch
 from ..ops._formats import Format
 from .calls import DTYPES
 from .compare import Finding
+from .journal import noted
 
 COMPILERS = 4  # at once, each with memory of its own: Macs begin at 8 GB
 
@@ -22,13 +23,18 @@ def compile_side_by_side(
     """
     findings = []
     with ThreadPoolExecutor(COMPILERS) as pool:
-        futures = {pool.submit(torch.ops.moe_mps._pipelines, name): name for name in names}
+        futures = {pool.submit(_compile, name): name for name in names}
         for future in as_completed(futures):
             error = future.exception()
             if error is not None:
                 findings.append(Finding(futures[future], "does not compile", message=str(error)))
             built(futures[future])
     return findings
+
+
+def _compile(name: str) -> None:
+    with noted(f"compiling {name}"):
+        torch.ops.moe_mps._pipelines(name)
 
 
 def pipelines(names: Iterable[str]) -> list[dict[str, Any]]:

@@ -61,33 +61,48 @@ def where() -> str:
     return f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}"
 
 
-def cache_file() -> Path:
-    """The file that remembers what passed on this machine, in the user's cache directory."""
+def cache_folder() -> Path:
+    """In the user's cache directory. Raises: RuntimeError where the user has no home directory."""
     home = Path.home()
     root = home / "Library/Caches" if sys.platform == "darwin" else home / ".cache"
     if sys.platform != "darwin" and os.environ.get("XDG_CACHE_HOME"):
         root = Path(os.environ["XDG_CACHE_HOME"])
+    return root / "torch_moe_mps"
+
+
+def cache_file() -> Path:
+    """The file that remembers what passed on this machine."""
     about = machine()
     key = "\0".join(about[part] for part in ("torch_moe_mps", "code", "torch", "macos", "gpu"))
-    return root / "torch_moe_mps" / f"selfcheck-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+    return cache_folder() / f"selfcheck-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
 def passed_before() -> set[str]:
     """What has passed; nothing if the file is missing or damaged."""
+    return _remembered("passed")
+
+
+def late_before() -> set[str]:
+    """What accelerate() or a first call had no time for."""
+    return _remembered("late")
+
+
+def _remembered(what: str) -> set[str]:
     try:
-        passed = json.loads(cache_file().read_text())["passed"]
-        return set(passed) if all(isinstance(label, str) for label in passed) else set()
+        labels = json.loads(cache_file().read_text())[what]
+        return set(labels) if all(isinstance(label, str) for label in labels) else set()
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
         return set()
 
 
-def remember(passed: Collection[str]) -> None:
+def remember(passed: Collection[str], late: Collection[str] = ()) -> None:
     """If the file cannot be written, the next process checks again."""
     try:
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            json.dump({"machine": machine(), "passed": sorted(passed)}, file, indent=1)
+            known = {"machine": machine(), "passed": sorted(passed), "late": sorted(late)}
+            json.dump(known, file, indent=1)
         os.replace(file.name, path)
     except (OSError, RuntimeError):  # RuntimeError: no home directory
         return

@@ -14,8 +14,9 @@ from torch._subclasses import FakeTensor
 
 from ..ops import _registry
 from .calls import Call, Subject, calls, calls_at_size, has_calls_at_size, subjects_of
-from .compare import Finding, OutOfTime, compare
-from .machine import COMMAND, passed_before, remember, where
+from .compare import Finding, OutOfTime, compare, in_words
+from .journal import noted
+from .machine import COMMAND, late_before, passed_before, remember, where
 
 SECONDS = 3.0  # for the check in accelerate(), without compiling; what is left is checked the next time
 
@@ -71,8 +72,8 @@ def first_failures(
     What passes is remembered, call by call. Returns: {subject: what is wrong with it}, and the subjects for
     which there was no time.
     """
-    passed = passed_before()
-    before = set(passed)
+    passed, waiting = passed_before(), late_before()
+    before = set(passed), set(waiting)
     found: dict[str, Finding] = {}
     late = set()
     end = time.monotonic() + (time_allowed() if seconds is None else seconds)
@@ -83,11 +84,13 @@ def first_failures(
             finding = _KNOWN.get(check.kind) or first_fault(check, end, passed)
         except OutOfTime:
             late.add(check.subject)
+            waiting.add(check.label)
             continue
         if finding is not None:
             found[check.subject] = _KNOWN[check.kind] = finding
-    if passed != before:
-        remember(passed)
+    waiting -= passed
+    if (passed, waiting) != before:
+        remember(passed, waiting)
     return found, late - found.keys()
 
 
@@ -104,7 +107,9 @@ def first_fault(check: Check, end: float = math.inf, passed: set[str] | None = N
             steps.add(step)
             if step in done:
                 continue
-            if fault := compare(call, end):
+            with noted(f"calling {step}: {call.operator} of {in_words(call)}"):
+                fault = compare(call, end)
+            if fault:
                 return fault
             done.add(step)
     done -= steps

@@ -11,5 +11,6 @@
 #include "params/norms.h"
 #include "params/pointwise.h"
 #include "params/pooling.h"
+#include "params/probe.h"
 #include "params/rope.h"
 #include "params/routing.h"

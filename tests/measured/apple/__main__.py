@@ -3,12 +3,13 @@
 import argparse
 import sys
 
-from simulator.apple.facts import GPUS, Gpu, table
+from simulator.apple.facts import COSTS, GPUS, Gpu, table
 from simulator.errors import SimulatorError
 from support.simulated import install
 
 from . import layers, published, report
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours
+from .fit import fitted
 
 DESCRIPTION = """\
 Predicts, without a Mac, what the package's expert kernels cost on Apple GPUs, beside MLX's kernels.
@@ -73,7 +74,14 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         action="store_true",
         help="print published measurements, and what the model says of them",
     )
-    add("--facts", action="store_true", help="print what is known of the GPUs, and from where")
+    add(
+        "--facts",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="print what is known of the GPUs, and from where; with what `torch-moe-mps check --probe` has "
+        "printed on a Mac: the other tables for that one, with its numbers",
+    )
     return parser.parse_args(arguments)
 
 
@@ -125,11 +133,16 @@ def peers(shape: Shape, format_name: str, dtype: str, tokens: int, gpus: list[Gp
 
 def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
-    if options.facts:
+    if options.facts == "":
         print(table())
         return 0
     try:
         gpus = [GPUS[name] for name in chosen(options.gpu, list(GPUS), "gpu")]
+        if options.facts:
+            measured = fitted(options.facts)
+            gpus = [measured.gpu]
+            COSTS.update(measured.costs)
+            print("\n".join(measured.lines))
         formats = chosen(options.formats, [*FORMATS, "bf16", "f16"], "formats")
         if options.linear:
             inputs, rows = numbers(options.linear, 2, "linear")

@@ -1,6 +1,8 @@
 // The aten operators of the simulated device that handle memory. All arithmetic is in fallback.cpp.
+#include <ATen/Context.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/EmptyTensor.h>
+#include <ATen/native/TensorFactories.h>
 #include <ATen/ops/_local_scalar_dense.h>
 #include <ATen/ops/_local_scalar_dense_native.h>
 #include <ATen/ops/_reshape_alias_native.h>
@@ -55,15 +57,23 @@ c10::ScalarType supported(optional<at::ScalarType> dtype) {
   return type;
 }
 
+// NaN, or the largest integer, where torch.use_deterministic_algorithms() wants it.
+Tensor filled(Tensor tensor) {
+  const auto& context = at::globalContext();
+  if (context.deterministicAlgorithms() && context.deterministicFillUninitializedMemory())
+    at::native::fill_empty_deterministic_(tensor);
+  return tensor;
+}
+
 Tensor empty(IntArrayRef size, optional<at::ScalarType> dtype, optional<at::Layout>, optional<c10::Device>,
              optional<bool>, optional<at::MemoryFormat> format) {
-  return at::detail::empty_generic(size, allocator(), c10::DispatchKeySet(c10::DispatchKey::MPS),
-                                   supported(dtype), format);
+  return filled(at::detail::empty_generic(size, allocator(), c10::DispatchKeySet(c10::DispatchKey::MPS),
+                                          supported(dtype), format));
 }
 Tensor empty_strided(IntArrayRef size, IntArrayRef stride, optional<at::ScalarType> dtype,
                      optional<at::Layout>, optional<c10::Device>, optional<bool>) {
-  return at::detail::empty_strided_generic(size, stride, allocator(),
-                                           c10::DispatchKeySet(c10::DispatchKey::MPS), supported(dtype));
+  return filled(at::detail::empty_strided_generic(
+      size, stride, allocator(), c10::DispatchKeySet(c10::DispatchKey::MPS), supported(dtype)));
 }
 
 const Tensor& resize_(const Tensor& self, IntArrayRef size, optional<at::MemoryFormat> format) {

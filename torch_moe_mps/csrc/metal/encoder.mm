@@ -2,11 +2,13 @@
 
 #include <ATen/mps/MPSStream.h>
 #include <c10/util/Exception.h>
+#include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
 #include <atomic>
 
 #include "faults.h"
+#include "recorded.h"
 
 namespace moe_mps {
 namespace {
@@ -117,6 +119,14 @@ void Command::encode(id<MTLComputeCommandEncoder> encoder) const {
   }
 }
 
+std::string Command::text() const {
+  const auto size = [](const Size& of) { return c10::str(of.x, "x", of.y, "x", of.z); };
+  const std::string grid = indirect_buffer_ == nil ? size(grid_) : "of an earlier one";
+  const std::string memory =
+      threadgroup_bytes_ == 0 ? "" : c10::str(", ", threadgroup_bytes_, " bytes of threadgroup memory");
+  return c10::str(pipeline_->name, " grid ", grid, " of ", size(threads_), memory);
+}
+
 Command& Commands::add(const Library& library, std::string_view function) {
   // Pipelines are built here, in front of encode(): compiling must not hold up the stream's queue.
   return commands_.emplace_back(pipeline(library, function));
@@ -126,6 +136,9 @@ void Commands::encode() {
   raise_fault();
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   const Commands* commands = this;
+  if (is_recording()) {
+    for (const Command& command : commands_) record(command.text());
+  }
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();

@@ -41,7 +41,10 @@ struct Pipeline {
 // side by side. Raises with Metal's own message when the source does not compile. The reference stays good.
 const Pipeline& pipeline(const Library& library, std::string_view function);
 
-// Every library that the package can build.
+// What measures a GPU, which no operator launches.
+const Library& probe_library();
+
+// Every other library that the package can build.
 const std::vector<Library>& all_libraries();
 
 }  // namespace moe_mps

@@ -178,6 +178,11 @@ const Pipeline& pipeline(const Library& library, std::string_view function) {
                          [&](const std::string& kept) { return build_pipeline(library, kept); });
 }
 
+const Library& probe_library() {
+  static const Library library = {"probe", at::kFloat};
+  return library;
+}
+
 const std::vector<Library>& all_libraries() {
   static const auto* const all = [] {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
@@ -211,6 +216,7 @@ const Library& named_library(const std::string& name) {
   for (const Library& library : all_libraries()) {
     if (library.name() == name) return library;
   }
+  if (name == probe_library().name()) return probe_library();
   TORCH_CHECK(false, "moe_mps: no library ", name);
 }
 

@@ -1,0 +1,85 @@
+"""The model with the numbers of one GPU, as `torch-moe-mps check --probe` measures them there."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from simulator.apple.facts import COSTS, GPUS, LANES, M1, M2, M3, M5, SCHEDULERS, Cost, Gpu
+from simulator.errors import SimulatorError
+
+FAMILIES = {"1": M1, "2": M2, "3": M3, "4": M3, "5": M5}
+MACS = 512  # of a product of 8 x 8 matrices
+HOLDS = {  # what the kernels rely on, and what the page says then
+    "matrix_layout": {"as_assumed": True},
+    "contraction": {"contracted": False},
+    "bfloat_rounding": {"to_nearest_even": True, "nan_stays": True},
+    "in_place": {"right": True},
+    "indirect_grid": {"right": True},
+    "subnormals": {
+        "single_operand": False,
+        "single_result": False,
+        "half_operand": True,
+        "half_result": True,
+    },
+}
+
+
+class Fitted(NamedTuple):
+    """`gpu` and `costs`, which the page measures; `lines` for people: what was assumed, and what differs."""
+
+    gpu: Gpu
+    costs: dict[str, Cost]
+    lines: list[str]
+
+
+def fitted(file: str) -> Fitted:
+    """Raises: SimulatorError for a file that is no such page."""
+    try:
+        page = json.loads(Path(file).read_text())
+    except OSError as error:
+        raise SimulatorError(f"--facts: {file} cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise SimulatorError(f"--facts: {file} is not JSON") from None
+    try:
+        return _fitted(page)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        wanted = "the page of `torch-moe-mps check --probe`"
+        raise SimulatorError(f"--facts: {file} must be {wanted}, got none with {error}") from None
+
+
+def _fitted(page: dict[str, Any]) -> Fitted:
+    about = page["machine"]
+    name = about["gpu"].removeprefix("Apple ")
+    generation = re.match(r"M(\d)", name)
+    if generation is None or generation[1] not in FAMILIES:
+        raise SimulatorError(f"--facts: the GPU must be one of M1 to M5, got {about['gpu']}")
+    cores = int(about.get("cores") or about["cores_planned_for"])
+    known = [gpu for gpu in GPUS.values() if gpu.name == name or gpu.name.startswith(f"{name} ")]
+    assumed = min(known, key=lambda gpu: abs(gpu.cores - cores), default=None)
+    largest = max(page["read_gbs"], key=float)
+    reached = float(page["read_gbs"][largest])
+    ghz = float(page["fma_tmacs"]) * 1e3 / (cores * SCHEDULERS * LANES)
+    gbs = assumed.gbs if assumed else reached
+    gpu = Gpu(f"{name}, measured", FAMILIES[generation[1]], cores, ghz, gbs, reached / gbs)
+    costs, lines = {}, [f"{about['gpu']}, macOS {about['macos']}: measured (assumed)"]
+    compared = [("cores", cores, assumed and assumed.cores), ("GHz", ghz, assumed and assumed.ghz)]
+    reach = assumed and assumed.gbs * assumed.reach
+    compared.append((f"GB/s of reads of {largest} MB", reached, reach))
+    for kind, operand in (("mma16", "half"), ("mma32", "float")):
+        cycles = gpu.core_cycles_per_us * SCHEDULERS * MACS / (float(page["matrix_tmacs"][operand]) * 1e6)
+        costs[kind] = Cost(cycles)
+        compared.append((f"issue slots of {kind}", cycles, COSTS[kind].slots))
+    compared.append(
+        ("us of a dependent dispatch, which no table has", float(page["dispatch_us"]["run"]["1"]), None)
+    )
+    lines += [
+        f"  {what}: {value:.4g} ({was if was is None else f'{was:.4g}'})" for what, value, was in compared
+    ]
+    for part, expected in HOLDS.items():
+        lines += [
+            f"  NOT as assumed: {part} has {key} {page[part].get(key)}"
+            for key, value in expected.items()
+            if page[part].get(key) != value
+        ]
+    return Fitted(gpu, costs, lines)

@@ -1,0 +1,84 @@
+"""`check --large`: calls of the sizes of real models, here of smaller ones."""
+
+import json
+
+import pytest
+import torch
+from support.processes import python
+
+from torch_moe_mps.commands import check, main
+from torch_moe_mps.ops import _decoded
+from torch_moe_mps.ops._formats import FORMATS
+from torch_moe_mps.selfcheck import large
+
+AFFINE = FORMATS["affine4_64"]
+
+
+def test_every_call_is_right(simulated):
+    made = []
+    for what, call in large.calls(torch.bfloat16, AFFINE, smaller=128):
+        assert check.compare(call) is None, what
+        made.append(what)
+    assert len(made) == 35 and len(set(made)) == 35
+    operators = {call.operator for _, call in large.calls(torch.bfloat16, AFFINE, smaller=512)}
+    assert operators == {
+        *("linear_quantized", "moe_experts_quantized", "mlp_quantized", "moe_router", "rms_norm", "attention")
+    }
+
+
+def test_a_wrong_one_is_in_the_report(simulated, monkeypatch, tmp_path, capsys):
+    monkeypatch.chdir(tmp_path)
+    wanted = [each for each in large.calls(torch.bfloat16, AFFINE, smaller=512) if "norm" in each[0]]
+    monkeypatch.setattr(large, "calls", lambda dtype, format: iter(wanted))
+    assert main(["check", "--large"]) == 0
+    assert capsys.readouterr().out.splitlines()[1].startswith("Qwen3-30B-A3B, norm, 1 token: right (")
+    wrong = check.Finding("rms_norm", "differs", error=1.0)
+    monkeypatch.setattr(check, "compare", lambda call: wrong)
+    assert main(["check", "--large", "--json", "large.json"]) == 1
+    assert "Qwen3-30B-A3B, norm, 1 token: wrong" in capsys.readouterr().out
+    report = json.loads((tmp_path / "large.json").read_text())
+    assert len(report["failures"]) == 3 and [each["right"] for each in report["large"]] == [False] * 3
+
+
+def test_either_large_or_probe(capsys):
+    with pytest.raises(SystemExit):
+        main(["check", "--large", "--probe"])
+    assert "not allowed with argument" in capsys.readouterr().err
+
+
+REAL = """
+import resource, sys, time
+from support.simulated import install
+install()
+import simulator, torch
+from torch_moe_mps.ops import _decoded
+from torch_moe_mps.ops._formats import FORMATS
+from torch_moe_mps.selfcheck import compare, large
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+sizes = []
+with simulator.dropped():
+    for what, call in large.calls(torch.bfloat16, FORMATS["affine4_64"]):
+        for device in ("mps", "cpu"):
+            compare._results(call, device, float("inf"))
+        tensors = [v for v in call.arguments.values() if isinstance(v, torch.Tensor)]
+        sizes.append((sum(t.nbytes for t in tensors), what))
+peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print((peak - before) * 1024, max(sizes)[0])
+"""
+
+
+@pytest.mark.sweep
+def test_the_real_sizes_fit(simulated):
+    """The kernels are encoded and do not run; the references do, and the memory of all is counted."""
+    peak, arguments = map(int, python(REAL).split())
+    assert peak < large.MEMORY and arguments > 3e8, (peak, arguments)
+
+
+def test_a_comparison_keeps_no_decoded_weight(simulated):
+    call = next(call for _, call in large.calls(torch.float32, AFFINE, smaller=512))
+    before = _decoded.kept_bytes()
+    kept = torch.ops.moe_mps.linear_quantized(**call.arguments)
+    assert _decoded.kept_bytes() > before
+    during = _decoded.kept_bytes()
+    assert check.compare(call) is None and kept.numel()
+    assert _decoded.kept_bytes() == during

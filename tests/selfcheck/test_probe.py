@@ -1,0 +1,147 @@
+"""`check --probe` measures what the GPU does, here the simulator's; and the cost model takes its page."""
+
+import json
+
+import pytest
+import torch
+from measured.apple import __main__ as model
+from simulator.apple.facts import COSTS, GPUS, Cost
+from simulator.testing import linux_only
+from support.faults import with_fault
+
+from torch_moe_mps.commands import check, main
+from torch_moe_mps.selfcheck import probe
+
+pytestmark = linux_only
+SMALL = probe.Sizes(
+    **{"dispatches": 20, "buffers": (1, 5), "reads": (1 << 16, 1 << 18), "idle": (0.0, 0.01)},
+    **{"groups": 2, "fma_steps": 2, "matrix_steps": 2, "repeats": 1},
+)
+RATES = ("dispatch_us", "wake_us", "read_gbs", "fma_tmacs", "matrix_tmacs", "first_read_after_idle_ms")
+AS_ASSUMED = {
+    "matrix_layout": {"as_assumed": True},
+    "contraction": {"contracted": False},
+    "subnormals": {
+        **{"single_operand": False, "single_result": False},
+        **{"half_operand": True, "half_result": True},
+    },
+    "bfloat_rounding": {"to_nearest_even": True, "nan_stays": True},
+    "in_place": {"right": True},
+    "indirect_grid": {"right": True, "groups": 6},
+}
+
+
+def numbers(value) -> list[float]:
+    if isinstance(value, dict):
+        return [number for inner in value.values() for number in numbers(inner)]
+    return [value]
+
+
+def test_a_page(simulated, monkeypatch, capsys):
+    monkeypatch.setattr(probe, "Sizes", lambda: SMALL)
+    monkeypatch.setattr(check, "libraries", lambda *arguments: ["norms_f32", "bucket_i32"])
+    assert main(["check", "--probe"]) == 0
+    page = json.loads(capsys.readouterr().out)
+    assert page["machine"]["gpu"] == "Simulated Apple GPU" and page.keys() >= {*probe.PARTS, "compiling_s"}
+    assert {name: page[name] for name in AS_ASSUMED} == AS_ASSUMED
+    assert all(number >= 0 for name in RATES for number in numbers(page[name]))
+    assert page["compiling_s"].keys() == {"probe_f32", "norms_f32"}
+    assert [*page["read_gbs"]] == ["0.0625", "0.25"] and [*page["dispatch_us"]["run"]] == ["1", "5"]
+
+
+def test_what_is_launched(simulated):
+    """1,000 dispatches in so many buffers, and memory that is read once."""
+    counter = torch.zeros(1, dtype=torch.int32, device="mps")
+    probe._run("probe_empty", [counter], 1, 32, times=12, in_buffer=4)
+    assert counter.item() == 12
+    with probe._no_commits(), simulated.trace() as commands:
+        probe.dispatches(SMALL._replace(dispatches=10, buffers=(5,)))
+    lines = [line.partition(" ")[0] for line in commands if not line.startswith("synchronize")]
+    assert lines == ["probe_empty_f32"] + 5 * ["probe_empty_f32", "probe_empty_f32", "commit"]
+    read, size = probe._reader(3 << 16, 2)
+    with simulated.counters() as counters:
+        read(1)
+    (counted,) = counters
+    assert size == 6 * 2 * probe.THREADS * 64 and counted.buffers[0].bytes_read == size
+
+
+@pytest.mark.parametrize(
+    ("part", "text", "wrong"),
+    [
+        ("matrix_layout", "held.thread_elements()[1];", "held.thread_elements()[0];"),
+        ("contraction", "a[i] * b[i] + c[i]", "fma(a[i], b[i], c[i])"),
+        ("subnormals", "half(x[i]) * half(scales[i])", "half(0.0f)"),
+        (
+            "bfloat_rounding",
+            "out[i] = bfloat(x[i])",
+            "out[i] = as_type<bfloat>(ushort(as_type<uint>(x[i]) >> 16))",
+        ),
+        ("in_place", "2.0f * x[i] + 1.0f", "2.0f * x[max(i, 1u) - 1] + 1.0f"),
+        ("indirect_grid", "grid[i] = 3 - i", "grid[i] = 1"),
+    ],
+)
+def test_what_is_not_as_assumed(simulated, part, text, wrong):
+    with simulated.intercepted(with_fault(text, wrong)):
+        found = probe.PARTS[part](SMALL)
+    assert any(found[key] != value for key, value in AS_ASSUMED[part].items())
+
+
+def test_a_part_that_fails_is_in_the_page(simulated, monkeypatch, capsys):
+    def fails(sizes):
+        raise RuntimeError("no pipeline for probe_fma\n/Users/jane/x")
+
+    monkeypatch.setattr(probe, "Sizes", lambda: SMALL)
+    monkeypatch.setattr(probe, "PARTS", {"in_place": probe.in_place, "fma_tmacs": fails})
+    monkeypatch.setattr(check, "libraries", lambda *arguments: [])
+    assert main(["check", "--probe"]) == 1
+    page = json.loads(capsys.readouterr().out)
+    assert page["fma_tmacs"] == {"error": "no pipeline for probe_fma"} and page["in_place"] == {"right": True}
+
+
+# Of an imagined M1 Max: 32 cores at 1.2 GHz, 320 GB/s, 16 cycles a product of halves.
+PAGE = AS_ASSUMED | {
+    "machine": {"gpu": "Apple M1 Max", "macos": "15.1 (24B83)", "cores": 32, "cores_planned_for": 32},
+    "read_gbs": {"16": 900.0, "200": 330.0, "2048": 320.0},
+    "fma_tmacs": 32 * 128 * 1.2e9 / 1e12,
+    "matrix_tmacs": {"half": 32 * 4 * 1.2e9 * 512 / 16 / 1e12, "float": 32 * 4 * 1.2e9 * 512 / 20 / 1e12},
+    "dispatch_us": {"run": {"1": 4.5}},
+}
+
+
+@pytest.fixture
+def costs(monkeypatch):
+    for name in ("mma16", "mma32"):
+        monkeypatch.setitem(COSTS, name, COSTS[name])
+    return COSTS
+
+
+def test_the_model_takes_a_page(simulated, tmp_path, capsys, costs):
+    file = tmp_path / "gpu.json"
+    file.write_text(json.dumps(PAGE | {"contraction": {"contracted": True}}))
+    assert model.main(["--facts", str(file), "--linear", "512,512", "--tokens", "1", "--no-mlx"]) == 0
+    out = capsys.readouterr().out
+    assert "  GHz: 1.2 (1.296)\n  GB/s of reads of 2048 MB: 320 (352.3)\n" in out
+    assert "  issue slots of mma16: 16 (17)\n  issue slots of mma32: 20 (18)\n" in out
+    assert "  NOT as assumed: contraction has contracted True\n" in out
+    assert "M1 Max, measured: bound (next), predicted us" in out
+    assert costs["mma16"] == Cost(16.0)
+    assert GPUS["M1 Max"].dram_bytes_per_us == pytest.approx(409.6 * 0.86 * 1e3)
+
+
+@pytest.mark.parametrize(
+    ("text", "error"),
+    [
+        ("{", "is not JSON"),
+        ("[]", "must be the page of `torch-moe-mps check --probe`"),
+        (json.dumps(PAGE | {"read_gbs": {"error": "x"}}), "must be the page of"),
+        (json.dumps(PAGE | {"machine": {"gpu": "AMD Radeon"}}), "must be one of M1 to M5, got AMD Radeon"),
+        (None, "cannot be read: No such file"),
+    ],
+)
+def test_a_file_that_is_no_page(tmp_path, capsys, costs, text, error):
+    file = tmp_path / "gpu.json"
+    if text is not None:
+        file.write_text(text)
+    assert model.main(["--facts", str(file)]) == 1
+    out, err = capsys.readouterr()
+    assert error in err and len(err.splitlines()) == 1 and out == ""

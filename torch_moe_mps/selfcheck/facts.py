@@ -1,0 +1,101 @@
+"""The state of this machine, for a report; and a report without the names of its user."""
+
+import getpass
+import importlib.metadata
+import json
+import os
+import re
+import socket
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..macs import said
+from .machine import late_before, machine
+
+PACKAGES = ("transformers", "mlx", "mlx-lm", "accelerate", "safetensors")
+SWITCHES = ("MOE_MPS_", "PYTORCH_MPS_", "PYTORCH_ENABLE_MPS", "MTL_", "METAL_")
+
+
+def facts() -> dict[str, Any]:
+    """`machine()` and what may explain a fault or a slow run. What the system does not tell is left out."""
+    found: dict[str, Any] = dict(machine())
+    found["cores_planned_for"] = torch.ops.moe_mps._gpu_cores()
+    found["memory_recommended"] = torch.mps.recommended_max_memory()
+    found["versions"] = dict(filter(None, map(_version, PACKAGES)))
+    found["switches"] = {
+        name: value for name, value in sorted(os.environ.items()) if name.startswith(SWITCHES)
+    }
+    found["late"] = sorted(late_before())  # calls that accelerate() had no time for
+    return found | (_of_macos() if sys.platform == "darwin" else {})
+
+
+def _version(package: str) -> tuple[str, str] | None:
+    try:
+        return package, importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _of_macos() -> dict[str, Any]:
+    """As the programs of macOS print it: whole numbers of bytes, and their own words."""
+    power = said("pmset", "-g")
+    found: dict[str, Any] = {
+        "cores": _number(r'"gpu-core-count" = (\d+)', said("ioreg", "-rc", "AGXAccelerator", "-d1")),
+        "memory": _number(r"(\d+)", said("sysctl", "-n", "hw.memsize")),
+        "wired_limit_mb": _number(r"(\d+)", said("sysctl", "-n", "iogpu.wired_limit_mb")),
+        "memory_free_percent": _number(r"free percentage: (\d+)%", said("memory_pressure", "-Q")),
+        "swap": said("sysctl", "-n", "vm.swapusage"),
+        "displays": _displays(said("system_profiler", "SPDisplaysDataType", "-json")),
+        "low_power_mode": _number(r"lowpowermode\s+(\d)", power),
+        "power_mode": _number(r"powermode\s+(\d)", power),
+        "power_source": _first(r"drawing from '([^']+)'", said("pmset", "-g", "batt")),
+        "speed_limit": _number(r"CPU_Speed_Limit\s*=\s*(\d+)", said("pmset", "-g", "therm")),
+        "load": os.getloadavg()[0],
+    }
+    return {name: value for name, value in found.items() if value not in (None, "")}
+
+
+def _first(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text)
+    return found and found[1]
+
+
+def _number(pattern: str, text: str) -> int | None:
+    found = _first(pattern, text)
+    return None if found is None else int(found)
+
+
+def _displays(text: str) -> int | None:
+    """How many are attached; a Mac that drives none kills no long command buffer."""
+    try:
+        gpus = json.loads(text)["SPDisplaysDataType"]
+        return sum(len(gpu.get("spdisplays_ndrvs", ())) for gpu in gpus)
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def anonymous(text: str) -> str:
+    """Without folders, and without the names of the user, the home directory and the machine."""
+    text = re.sub(r"(?<![\w.~])~?/(?:[^\s/\"'\\:,]+/)+", ".../", text)
+    names = {_user(): "USER", _home(): "USER", socket.gethostname().partition(".")[0]: "HOST"}
+    for name, instead in names.items():
+        if len(name) > 2:
+            text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", instead, text, flags=re.IGNORECASE)
+    return text
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (OSError, KeyError, ImportError):  # of a user without a name
+        return ""
+
+
+def _home() -> str:
+    try:
+        return Path.home().name
+    except RuntimeError:
+        return ""

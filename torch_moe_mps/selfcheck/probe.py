@@ -1,0 +1,278 @@
+"""Measures what the kernels and the cost model assume of a GPU: a page of numbers.
+
+Each is the best of a few runs, by the clock of the host, which waits for the GPU before and after: what takes
+less than about 10 ms in all is not measured well.
+"""
+
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .._extension import _commit_interval
+from ..ops._checks import first_line
+from .facts import facts
+from .journal import noted
+
+THREADS = 256  # of a threadgroup
+SIMDGROUPS = THREADS // 32
+CHAINS = 8  # kProbeChains of probe.metal
+FMAS = 8 * CHAINS  # of a step
+MATRIX = 8 * 8 * 8  # multiply-adds of two matrices
+TINY = 2.0**-127  # a subnormal number in single precision
+
+
+class Sizes(NamedTuple):
+    """How much is run; the tests' simulator runs less."""
+
+    dispatches: int = 1000
+    buffers: tuple[int, ...] = (1, 10, 100)
+    reads: tuple[int, ...] = (16 << 20, 200 << 20, 2 << 30)  # bytes
+    idle: tuple[float, ...] = (0.0, 1.0, 3.0)  # seconds
+    groups: int = 1024
+    fma_steps: int = 8000
+    matrix_steps: int = 4000
+    repeats: int = 5
+
+
+def probe(
+    sizes: Sizes, libraries: Iterable[str], told: Callable[[str], object] = lambda name: None
+) -> dict[str, Any]:
+    """{part: what it finds}, with `machine`. A part that fails has its error in its place.
+
+    `libraries` are those whose compiling is timed. `told` is called behind each part with its name.
+    """
+    found: dict[str, Any] = {"machine": facts()}
+    found["compiling_s"] = _found(partial(compiling, ["probe_f32", *libraries]), "compiling")
+    for name, part in PARTS.items():
+        found[name] = _found(partial(part, sizes), name)
+        told(name)
+    return found
+
+
+def _found(part: Callable[[], Any], name: str) -> Any:
+    try:
+        with noted(f"probing {name}"):
+            return part()
+    except RuntimeError as error:
+        return {"error": first_line(error)}
+
+
+def compiling(libraries: Iterable[str]) -> dict[str, float]:
+    """Seconds, one after the other. macOS remembers what it has compiled before."""
+    compiled = torch.ops.moe_mps._pipelines
+    return {name: _digits(_seconds(partial(compiled, name))) for name in libraries}
+
+
+# --- how it computes
+
+
+def matrix_layout(sizes: Sizes) -> dict[str, Any]:
+    """`as_assumed`, as MatrixPlace has it; else `elements`: two of each lane (8 * row + column)."""
+    matrix, held = torch.arange(64.0).to("mps"), torch.empty(64, device="mps")
+    _run("probe_layout", [matrix, held], groups=1, threads=32)
+    lanes = torch.arange(32)
+    first = 8 * (lanes // 16 * 4 + lanes // 2 % 4) + 2 * (lanes // 8 % 2 * 2 + lanes % 2)
+    same = torch.equal(held.cpu(), torch.stack([first, first + 1], 1).flatten().float())
+    return {"as_assumed": True} if same else {"as_assumed": False, "elements": held.cpu().int().tolist()}
+
+
+def contraction(sizes: Sizes) -> dict[str, bool]:
+    """Whether a * b + c is rounded once; the kernels are compiled so that it is not."""
+    a = torch.tensor([1 + 2.0**-12]).to("mps")
+    out = torch.empty(1, device="mps")
+    _run("probe_contraction", [a, a, torch.tensor([-1 - 2.0**-11]).to("mps"), out], groups=1, threads=1)
+    return {"contracted": out.item() != 0.0}
+
+
+def subnormals(sizes: Sizes) -> dict[str, bool]:
+    """Whether those of single and of half precision stay, as operands and as results."""
+    x = torch.tensor([TINY, 2 * TINY, 2.0**-20, 2.0**-14]).to("mps")
+    scales = torch.tensor([2.0, 0.5, 1024.0, 0.5]).to("mps")
+    single, half = torch.empty(4, device="mps"), torch.empty(4, dtype=torch.float16, device="mps")
+    _run("probe_subnormals", [x, scales, single, half], groups=1, threads=4)
+    of_single, of_half = (single.cpu() != 0).tolist(), (half.cpu() != 0).tolist()
+    return {
+        "single_operand": of_single[0],
+        "single_result": of_single[1],
+        "half_operand": of_half[2],
+        "half_result": of_half[3],
+    }
+
+
+def bfloat_rounding(sizes: Sizes) -> dict[str, Any]:
+    """Whether numbers are rounded to the nearest, ties to even, as torch does on the CPU, and NaN stays."""
+    bits = torch.tensor([0x3F808000, 0x3F818000, 0x3F808001, 0x3F80FFFF, 0xBF817FFF - 2**32, 0x7F7FFFFF])
+    x = torch.cat([bits.int().view(torch.float32), torch.tensor([math.nan, math.inf, 1e-30])])
+    out = torch.empty(len(x), dtype=torch.bfloat16, device="mps")
+    _run("probe_bfloat", [x.to("mps"), out], groups=1, threads=len(x))
+    got, right = out.cpu(), x.bfloat16()
+    same = torch.equal(got[~right.isnan()], right[~right.isnan()])
+    found = {"to_nearest_even": same, "nan_stays": bool(got.isnan().any())}
+    return found if same else found | {"bits": got.view(torch.int16).tolist()}
+
+
+def in_place(sizes: Sizes) -> dict[str, bool]:
+    """Whether a buffer that is bound twice, to read and to write, gives the right result."""
+    x = torch.arange(4 * THREADS).float()
+    bound = x.to("mps")
+    _run("probe_in_place", [bound, bound], groups=4)
+    return {"right": torch.equal(bound.cpu(), 2 * x + 1)}
+
+
+def indirect_grid(sizes: Sizes) -> dict[str, Any]:
+    """Whether a dispatch has the grid that the one in front of it wrote: 3 x 2 x 1 threadgroups."""
+    grid = torch.ones(3, dtype=torch.int32, device="mps")
+    counter = torch.zeros(1, dtype=torch.int32, device="mps")
+    torch.ops.moe_mps._probe_indirect(grid, counter, 32)
+    return {"right": counter.item() == 6, "groups": counter.item()}
+
+
+# --- how fast
+
+
+def dispatches(sizes: Sizes) -> dict[str, Any]:
+    """Microseconds of a dispatch that does nothing but wait for the one before, by the number of command
+    buffers: until all are encoded, and until the GPU has run them."""
+    counter = torch.zeros(1, dtype=torch.int32, device="mps")
+    count = sizes.dispatches
+    found: dict[str, Any] = {"encoded": {}, "run": {}}
+    _run("probe_empty", [counter], 1, 32)
+    with _no_commits():
+        for buffers in sizes.buffers:
+            encoded, run = [], []
+            for _ in range(sizes.repeats):
+                torch.mps.synchronize()
+                started = time.perf_counter()
+                _run("probe_empty", [counter], 1, 32, times=count, in_buffer=max(1, count // buffers))
+                encoded.append(time.perf_counter() - started)
+                torch.mps.synchronize()
+                run.append(time.perf_counter() - started)
+            found["encoded"][str(buffers)] = _digits(min(encoded) / count * 1e6)
+            found["run"][str(buffers)] = _digits(min(run) / count * 1e6)
+    return found
+
+
+def wake(sizes: Sizes) -> float:
+    """From a commit of one empty dispatch until the host goes on."""
+    counter = torch.zeros(1, dtype=torch.int32, device="mps")
+    return _digits(_best(lambda: _run("probe_empty", [counter], 1, 32), 4 * sizes.repeats) * 1e6)
+
+
+def reads(sizes: Sizes) -> dict[str, float]:
+    """GB/s by MB; without what the memory of this machine does not hold."""
+    found = {}
+    for size in filter(_is_held, sizes.reads):
+        read, of_one = _reader(size, sizes.groups)
+        times = max(1, min(20, sizes.reads[-1] // size))  # small ones again, from the GPU's caches
+        seconds = _best(partial(read, times), sizes.repeats)
+        found[f"{size / 2**20:g}"] = _digits(of_one * times / seconds / 1e9)
+    return found
+
+
+def fma_rate(sizes: Sizes) -> float:
+    """10^12 multiply-adds a second in single precision."""
+    x = torch.tensor([0.5, 1.0]).to("mps")
+    out = torch.empty(sizes.groups * THREADS, device="mps")
+    seconds = _best(lambda: _run("probe_fma", [x, out], sizes.groups, steps=sizes.fma_steps), sizes.repeats)
+    return _digits(sizes.groups * THREADS * sizes.fma_steps * FMAS / seconds / 1e12)
+
+
+def matrix_rates(sizes: Sizes) -> dict[str, float]:
+    """10^12 multiply-adds a second of 8 x 8 matrices in registers, added up in single precision."""
+    found = {}
+    work = sizes.groups * SIMDGROUPS * sizes.matrix_steps * CHAINS * MATRIX
+    for name, dtype in (("half", torch.float16), ("float", torch.float32)):
+        x = torch.ones(128, dtype=dtype, device="mps")
+        out = torch.empty(sizes.groups * SIMDGROUPS * CHAINS * 64, device="mps")
+        run = partial(_run, f"probe_matrix_{name}", [x, out], sizes.groups, steps=sizes.matrix_steps)
+        found[name] = _digits(work / _best(run, sizes.repeats) / 1e12)
+    return found
+
+
+def after_idle(sizes: Sizes) -> dict[str, float]:
+    """Milliseconds of reading the largest piece of memory once, as a token does, after so many seconds."""
+    size = max(filter(_is_held, sizes.reads), default=sizes.reads[0])
+    read, _ = _reader(size, sizes.groups)
+    _best(partial(read, 1), 2)
+    found: dict[str, float] = {"mb": size / 2**20}
+    for seconds in sizes.idle:
+        time.sleep(seconds)
+        found[f"{seconds:g}"] = _digits(_seconds(partial(read, 1)) * 1e3)
+    return found
+
+
+def _is_held(size: int) -> bool:
+    return size <= torch.mps.recommended_max_memory() // 2
+
+
+def _reader(size: int, groups: int) -> tuple[Callable[[int], None], int]:
+    """What reads memory, so many times; and the bytes of one time, which are whole steps of all threads."""
+    of_group = THREADS * 4 * 16
+    groups = min(groups, size // of_group)
+    steps = size // (groups * of_group)
+    data, out = torch.zeros(size // 4, device="mps"), torch.empty(groups * THREADS, device="mps")
+    return lambda times: _run("probe_read", [data, out], groups, steps=steps, times=times), (
+        steps * groups * of_group
+    )
+
+
+def _run(
+    kernel: str,
+    buffers: list[Tensor],
+    groups: int,
+    threads: int = THREADS,
+    steps: int = 0,
+    times: int = 1,
+    in_buffer: int = 0,
+) -> None:
+    torch.ops.moe_mps._probe(kernel, buffers, groups, threads, steps, times, in_buffer)
+
+
+def _seconds(call: Callable[[], object]) -> float:
+    torch.mps.synchronize()
+    started = time.perf_counter()
+    call()
+    torch.mps.synchronize()
+    return time.perf_counter() - started
+
+
+def _best(call: Callable[[], object], repeats: int) -> float:
+    """Behind a run that compiles and wakes the GPU."""
+    call()
+    return min(_seconds(call) for _ in range(repeats))
+
+
+@contextmanager
+def _no_commits() -> Iterator[None]:
+    """Commits come from the probe alone."""
+    torch.ops.moe_mps._commit_every(0)
+    try:
+        yield
+    finally:
+        torch.ops.moe_mps._commit_every(_commit_interval())
+
+
+def _digits(value: float) -> float:
+    return float(f"{value:.4g}")
+
+
+PARTS: dict[str, Callable[[Sizes], Any]] = {
+    "matrix_layout": matrix_layout,
+    "contraction": contraction,
+    "subnormals": subnormals,
+    "bfloat_rounding": bfloat_rounding,
+    "in_place": in_place,
+    "indirect_grid": indirect_grid,
+    "dispatch_us": dispatches,
+    "wake_us": wake,
+    "read_gbs": reads,
+    "fma_tmacs": fma_rate,
+    "matrix_tmacs": matrix_rates,
+    "first_read_after_idle_ms": after_idle,
+}
