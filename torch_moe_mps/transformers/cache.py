@@ -400,6 +400,7 @@ class _GrowingCompressed(_GrowingWindow):
     the buffers of transformers' class while that does: each starts from what the other has left.
     """
 
+    is_croppable = False
     compress_rate: int
     compressed_kv: dict[str, Any]
     entry_count: dict[str, int]
