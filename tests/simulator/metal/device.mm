@@ -55,10 +55,16 @@ extern "C" void simulator_set_strict(int on) {
   const char* macos = std::getenv("SIMULATED_MACOS");
   if (sel_isEqual(selector, @selector(newTensorWithDescriptor:error:)))
     return macos == nullptr || std::atoi(macos) >= 26;
+  if (sel_isEqual(selector, @selector(newResidencySetWithDescriptor:error:)))
+    return macos == nullptr || std::atoi(macos) >= 15;
   return [super respondsToSelector:selector];
 }
 - (id)newTensorWithDescriptor:(id)descriptor error:(NSError**)error {
   fail("newTensorWithDescriptor is not simulated");
+}
+- (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)descriptor
+                                               error:(NSError**)error {
+  return simulated_residency_set(descriptor);
 }
 - (id<MTLCommandQueue>)newCommandQueue {
   not_ours("newCommandQueue");

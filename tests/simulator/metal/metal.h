@@ -15,6 +15,9 @@ id<MTLDevice> simulated_device();
 id<MTLCommandQueue> simulated_queue();
 MPSCommandBuffer* simulated_command_buffer();
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error);
+id<MTLResidencySet> simulated_residency_set(MTLResidencySetDescriptor* descriptor);
+// The heap that a new buffer of so many bytes lies in; nil where it stands alone.
+id<MTLHeap> simulated_heap(size_t bytes);
 id<MTLComputePipelineState> simulated_pipeline(id<MTLFunction> function, NSError** error);
 
 // The encoder of the dispatch_sync block that the calling thread is in. Raises outside of any block.
