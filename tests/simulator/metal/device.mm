@@ -74,6 +74,9 @@ extern "C" void simulator_set_strict(int on) {
                                  error:(NSError**)error {
   return simulated_library(source, options, error);
 }
+- (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
+  return simulated_compiled_library(url, error);
+}
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function
                                                              error:(NSError**)error {
   return simulated_pipeline(function, error);
