@@ -55,6 +55,14 @@ def test_a_release_is_installed_with_every_torch():
     assert (release["install"]["needs"], release["publish"]["needs"]) == ("build", "install")
 
 
+def test_a_release_brings_compiled_shaders():
+    """Of the folder that the compiler wrote, and each job that installs the wheel compares their keys."""
+    release = jobs(FOLDER / "release.yml")
+    compiled, built = re.findall(r"build/\w+", commands(release["build"]))
+    assert compiled == built and f"compile_shaders --release {compiled}" in commands(release["build"])
+    assert "check_load.py" in commands(release["install"])
+
+
 def test_apples_compiler_and_gpu_are_asked():
     """Every shader is compiled; what a hosted GPU answers is kept, and fails nothing."""
     test = jobs(FOLDER / "test.yml")

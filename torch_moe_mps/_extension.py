@@ -16,6 +16,9 @@ COMMIT_VARIABLE = "MOE_MPS_COMMIT_EVERY"
 # "auto" those of accelerated models that tensor_units.py has found right.
 TENSOR_VARIABLE = "MOE_MPS_TENSOR_UNITS"
 
+# "0" leaves out the libraries that a release has compiled: Metal compiles all of them on this machine.
+COMPILED_VARIABLE = "MOE_MPS_COMPILED"
+
 # Where this variable is "1", transformers reads a checkpoint without threads.
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
 
@@ -69,7 +72,7 @@ def activate(library: Path) -> None:
     global _loaded
     torch.ops.load_library(str(library))
     _loaded = library
-    torch.ops.moe_mps._set_shader_directory(str(SHADERS))
+    torch.ops.moe_mps._set_shader_directory(str(SHADERS), os.environ.get(COMPILED_VARIABLE) != "0")
     torch.ops.moe_mps._commit_every(_commit_interval())
     torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
 

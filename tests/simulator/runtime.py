@@ -35,6 +35,8 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
     library.simulator_contents.argtypes = [ctypes.c_void_p]
     library.simulator_contents.restype = ctypes.c_void_p
+    library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
+    library.simulator_is_resident.argtypes = [ctypes.c_void_p]
     library.simulator_commits.restype = ctypes.c_uint64
     library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int]
     library.simulator_live_buffers.restype = ctypes.c_size_t
@@ -97,6 +99,16 @@ def pipeline_limit(threads: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def heaps(below: int) -> Iterator[None]:
+    """New buffers of fewer bytes lie in a heap, as torch's do on a Mac; otherwise each stands alone."""
+    _runtime().simulator_set_heap_limit(below)
+    try:
+        yield
+    finally:
+        _runtime().simulator_set_heap_limit(0)
+
+
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """The first thread that uses the device is the only one: a use by any other raises SimulatorError."""
     torch.mps.synchronize()
@@ -144,6 +156,16 @@ def reset() -> None:
 def address(tensor: torch.Tensor) -> int:
     """Where the bytes of an mps tensor's storage lie: what a dispatch's bindings point into."""
     return _runtime().simulator_contents(tensor.untyped_storage().data_ptr())
+
+
+def is_resident(tensor: torch.Tensor) -> bool:
+    """Whether an mps tensor's buffer, or the heap that it lies in, is in a residency set."""
+    return bool(_runtime().simulator_is_resident(tensor.untyped_storage().data_ptr()))
+
+
+def residency_sets() -> int:
+    """How many residency sets keep memory ready for the GPU."""
+    return _runtime().simulator_residency_sets()
 
 
 def commits() -> int:

@@ -30,7 +30,7 @@ from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .beside import beside, check_beside
 from .caches import KVCache, kv_cache
-from .generating import Generating
+from .generating import Generating, prepare_steps
 from .perplexity import text_ids
 from .results import check_writable, write_json
 from .sources import (
@@ -219,6 +219,7 @@ class Bench:
     ):
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
+        prepare_steps(model)
         self.speculation: Speculation | None = None
         self.captured: str | None = None  # how the tokens ran
         self.weights = _of_all_processes(model, bytes_a_token(model))

@@ -5,18 +5,21 @@ import functools
 import hashlib
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import StoppingCriteria
+from transformers.generation import utils as generation
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
-from ..transformers.prompt_cache import new_cache
+from ..transformers.prompt_cache import new_cache, runs_on
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
 
@@ -39,8 +42,7 @@ class Generating(Beside):
         if speculation is not None and prompts is not None:
             speculation.prompts = Prompts(prompts.memory)
         self._ended, self._interrupted = threading.Event(), threading.Event()
-        # Once for a model: a captured token rests on its attributes.
-        _slice_prompts(model)
+        prepare_steps(model)
         if speculation is not None:
             speculation.count(model)
 
@@ -220,8 +222,13 @@ def at_ctrl_c(first: Callable[[], None] | None = None) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _slice_prompts(model: Any) -> None:
-    """Lets the first step of assisted generation skip what its cache has, as plain generation does."""
+def prepare_steps(model: Any) -> None:
+    """Prepares the steps of `generate`, once for a model: a captured token rests on its attributes.
+
+    The first step of assisted generation skips what its cache has, as that of plain generation does. And a
+    cache that no token can be taken back from (`runs_on`) need not be given back as it was: otherwise
+    transformers would wait for each token before it computes the next.
+    """
     own = model.prepare_inputs_for_generation
     if "prepare_inputs_for_generation" in vars(model):
         return
@@ -231,6 +238,14 @@ def _slice_prompts(model: Any) -> None:
         cache = given.get("past_key_values")
         if next_sequence_length is None and cache is not None and (before := cache.get_seq_length()):
             next_sequence_length = ids.shape[1] - before
+        if given.get("is_first_iteration") and cache is not None and runs_on(cache):
+            cache._is_user_defined = False
         return own(ids, next_sequence_length=next_sequence_length, **given)
 
     model.prepare_inputs_for_generation = prepare
+    if model.device.type == "mps" and not hasattr(generation, "DeferredStopCheck"):
+        print(
+            f"torch-moe-mps: transformers {transformers.__version__} waits for each token before it computes "
+            "the next; 5.23 does not",
+            file=sys.stderr,
+        )

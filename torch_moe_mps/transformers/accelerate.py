@@ -29,6 +29,7 @@ from .latents import use_latents
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.trial import on_the_cpu
+from .residency import end_residency, keep_resident
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
@@ -63,6 +64,7 @@ def accelerate(
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
+    From macOS 15 on its weights stay resident until the model is gone or restored.
     The first time on a machine, each operator that the model uses is compared with the CPU. Where one fails,
     what it would replace keeps the model's own code, and a warning says so.
 
@@ -100,6 +102,7 @@ def accelerate(
         _replace(model, report, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
+    keep_resident(model)
     for device in {parameter.device for parameter in model.parameters()}:
         synchronize(device)
     reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
@@ -157,6 +160,7 @@ def restore(model: nn.Module) -> nn.Module:
     Raises: TypeError for what is not a module.
     """
     _require_module("restore", model)
+    end_residency(model)
     if _is_of_transformers(model):
         from .cache import restore_cache
         from .capture.calls import restore_calls

@@ -31,6 +31,7 @@ from . import growing
 from .basics.state import NOTHING, STATE, state_of
 from .modules.rules.compressed_attention import Pooled
 from .quantized_states import QuantizedStates, can_be_quantized
+from .residency import follow_moved
 
 # Attributes of a layer of compressed keys.
 _POOLS, _BIASES = "_moe_mps_pools", "_moe_mps_biases"
@@ -57,7 +58,10 @@ def restore_cache(module: nn.Module) -> None:
 
 
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits."""
+    """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits.
+
+    Weights that have moved are kept resident again.
+    """
     cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))  # continuous batching passes `cache`
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
@@ -69,6 +73,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         _refuse_8_bits(cache)
     if torch.compiler.is_compiling():
         return
+    follow_moved()
     if is_plain:
         _grow(cache, CACHE_BITS if quantizes else None)
     elif quantizes and not isinstance(cache, QuantizedCache):
@@ -400,6 +405,7 @@ class _GrowingCompressed(_GrowingWindow):
     the buffers of transformers' class while that does: each starts from what the other has left.
     """
 
+    is_croppable = False
     compress_rate: int
     compressed_kv: dict[str, Any]
     entry_count: dict[str, int]

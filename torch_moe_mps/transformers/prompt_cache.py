@@ -56,6 +56,16 @@ def can_be_cut(layer: Any) -> bool:
     return True
 
 
+def runs_on(cache: DynamicCache) -> bool:
+    """Whether no token can be taken back from a cache: of recurrent states, and of keys of several tokens.
+
+    `generate` may compute one behind the last that it returns: then such a cache holds all of these.
+    """
+    layers = [growing_class(type(layer)) or layer for layer in cache.layers]
+    linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    return linear or not all(getattr(layer, "is_croppable", True) for layer in layers)
+
+
 def kept_states(cache: DynamicCache) -> dict[int, dict[str, Any]]:
     """Copies of the layers that cannot be cut back to the tokens that the cache has now."""
     return {

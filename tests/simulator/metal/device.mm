@@ -59,10 +59,16 @@ extern "C" void simulator_set_strict(int on) {
   const char* macos = std::getenv("SIMULATED_MACOS");
   if (sel_isEqual(selector, @selector(newTensorWithDescriptor:error:)))
     return macos == nullptr || std::atoi(macos) >= 26;
+  if (sel_isEqual(selector, @selector(newResidencySetWithDescriptor:error:)))
+    return macos == nullptr || std::atoi(macos) >= 15;
   return [super respondsToSelector:selector];
 }
 - (id)newTensorWithDescriptor:(id)descriptor error:(NSError**)error {
   fail("newTensorWithDescriptor is not simulated");
+}
+- (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)descriptor
+                                               error:(NSError**)error {
+  return simulated_residency_set(descriptor);
 }
 - (id<MTLCommandQueue>)newCommandQueue {
   not_ours("newCommandQueue");
@@ -71,6 +77,9 @@ extern "C" void simulator_set_strict(int on) {
                                options:(MTLCompileOptions*)options
                                  error:(NSError**)error {
   return simulated_library(source, options, error);
+}
+- (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
+  return simulated_compiled_library(url, error);
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function
                                                              error:(NSError**)error {

@@ -226,6 +226,21 @@ NSError* simulated_error(const std::string& message, long code) {
   return [error autorelease];
 }
 
+@implementation NSURL
++ (instancetype)fileURLWithPath:(NSString*)path {
+  NSURL* url = [NSURL new];
+  url->_path = [path retain];
+  return [url autorelease];
+}
+- (NSString*)path {
+  return _path;
+}
+- (void)dealloc {
+  [_path release];
+  [super dealloc];
+}
+@end
+
 @interface SimulatorArray : NSArray {
  @public
   std::vector<id>* items;

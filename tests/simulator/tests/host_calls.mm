@@ -74,6 +74,13 @@ id<MTLBuffer> buffer(const Tensor& tensor) {
   return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data());
 }
 
+id<MTLResidencySet> residency_set() {
+  MTLResidencySetDescriptor* descriptor = [MTLResidencySetDescriptor new];
+  id<MTLResidencySet> made = [device() newResidencySetWithDescriptor:descriptor error:nil];
+  [descriptor release];
+  return made;
+}
+
 void set(Encoder encoder, const Tensor& tensor, int index) {
   [encoder setBuffer:buffer(tensor) offset:tensor.storage_offset() * tensor.element_size() atIndex:index];
 }
@@ -294,6 +301,21 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
        at::mps::dispatch_sync_with_rethrow(other, ^{
          stream()->commandEncoder();
        });
+     }},
+    {"residency of a buffer of a heap", [](const Tensor& x) { [residency_set() addAllocation:buffer(x)]; }},
+    {"residency before the commit",
+     [](const Tensor& x) {
+       id<MTLResidencySet> set = residency_set();
+       [set addAllocation:buffer(x)];
+       [set requestResidency];
+     }},
+    {"residency without a request", [](const Tensor& x) { [residency_set() endResidency]; }},
+    {"removal of what is not there", [](const Tensor& x) { [residency_set() removeAllocation:buffer(x)]; }},
+    {"residency that does not end",
+     [](const Tensor& x) {
+       id<MTLResidencySet> set = residency_set();
+       [set requestResidency];
+       [set release];
      }},
     {"own device", [](const Tensor& x) { MTLCreateSystemDefaultDevice(); }},
     {"own queue", [](const Tensor& x) { [device() newCommandQueue]; }},

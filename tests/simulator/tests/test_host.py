@@ -81,6 +81,10 @@ FAULTS = {
     "encoder outside of a block": NO_BLOCK,
     "encoder in a block of another queue": NO_BLOCK,
     "ending the encoder": "endEncoding: the encoder belongs to PyTorch's stream",
+    "residency of a buffer of a heap": "addAllocation: a buffer of a heap is resident with its heap alone",
+    "residency before the commit": "requestResidency: commit what was added first",
+    "residency without a request": "endResidency: it was not requested",
+    "removal of what is not there": "removeAllocation: of what is not in the set",
     "own device": "MTLCreateSystemDefaultDevice: host code uses PyTorch's device",
     "own queue": "newCommandQueue: " + NOT_OURS,
     "own command buffer": "[commandQueue commandBuffer]: " + NOT_OURS,
@@ -123,15 +127,24 @@ def test_every_fault_has_its_message():
         "language 3.2",
         "object that is not released",
         "overrun",
+        "residency that does not end",
     }
     assert set(named) == FAULTS.keys() | elsewhere
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_found_at_the_call(calls, simulated, x, name):
+def test_fault_is_found_at_the_call(calls, simulated, name):
+    with simulated.heaps(1 << 20 if "of a heap" in name else 0):
+        x = torch.arange(100.0, device="mps")
     with pytest.raises(simulated.SimulatorError, match=re.escape(FAULTS[name])):
         calls.fault(name, x)
     assert usable(calls)
+
+
+def test_residency_that_does_not_end_is_found(calls, simulated, x):
+    calls.fault("residency that does not end", x)
+    with pytest.raises(simulated.SimulatorError, match="a residency set is released before endResidency"):
+        torch.mps.synchronize()
 
 
 def test_finding_of_a_shader_comes_at_the_next_synchronisation(calls, simulated, x):

@@ -31,6 +31,7 @@ from ..cache import takes_cache
 from ..checked import refused
 from ..graphs.passes import simplify
 from ..graphs.tracing import Recorder, Unsupported, is_operator
+from ..residency import follow_moved
 from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
@@ -219,6 +220,7 @@ class Captures:
         else:
             self.programs = [program, *self._still_right(program.fingerprint)][:_MOST_PROGRAMS]
             self._rests = 0
+            follow_moved()  # passes have joined weights
             return True
         finally:
             self._lock.release()

@@ -86,6 +86,13 @@ enum { NSUTF8StringEncoding = 4 };
 @end
 #endif
 
+@interface NSURL : NSObject {
+  NSString* _path;
+}
++ (instancetype)fileURLWithPath:(NSString*)path;
+@property(readonly, copy) NSString* path;
+@end
+
 @interface NSError : NSObject
 @property(readonly) NSInteger code;
 @property(readonly, copy) NSString* localizedDescription;
