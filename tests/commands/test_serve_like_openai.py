@@ -1,7 +1,6 @@
 """The server answers what OpenAI's client can send as OpenAI's server does."""
 
 import json
-import shutil
 import threading
 import time
 import urllib.error
@@ -139,31 +138,6 @@ def test_a_response_is_json_unless_it_is_streamed(client, checkpoint):
     assert answer.output_text == text and answer.status == "completed" and answer.usage.output_tokens == 6
     events = [*client.responses.create(**asked, stream=True)]
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == text
-
-
-def test_a_base_model_continues_the_text(checkpoint, tmp_path, capsys):
-    """Without a chat template: an answer continues a message, and the next message begins a line."""
-    from transformers import AutoTokenizer
-
-    shutil.copytree(checkpoint, tmp_path / "base")
-    for file in ("chat_template.jinja", "tokenizer_config.json"):
-        path = tmp_path / "base" / file
-        if file.endswith(".json"):
-            told = json.loads(path.read_text())
-            told.pop("chat_template", None)
-            path.write_text(json.dumps(told))
-        else:
-            path.unlink(missing_ok=True)
-    assert AutoTokenizer.from_pretrained(tmp_path / "base").chat_template is None
-    turns = [
-        {"role": "system", "content": "ab"}, {"role": "user", "content": "cd"},
-        {"role": "assistant", "content": "ef"}, {"role": "user", "content": "gh"},
-    ]  # fmt: skip
-    with serving.client_of(tmp_path / "base", *QUANTISED) as client:
-        for messages, text in ((said(PROMPT), PROMPT), (turns, "ab\ncdef\ngh")):
-            answer = client.chat.completions.create(model="m", messages=messages, temperature=0, max_tokens=6)
-            assert answer.choices[0].message.content == expected_text(checkpoint, text, 6)
-    assert capsys.readouterr().err.count("has no chat template: it continues the text") == 1
 
 
 def test_temperature_samples_and_a_seed_repeats(client, checkpoint):

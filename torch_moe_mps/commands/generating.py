@@ -78,14 +78,15 @@ class Generating(Beside):
         self._interrupted.clear()
         steps = _Steps(self._ends, streamer, self.model.device)
         given |= {"stopping_criteria": [steps], "streamer": streamer and steps}
-        if self.speculation is not None:
-            given |= self.speculation.arguments
+        speculation = None if "logits_processor" in given else self.speculation  # which reads its own guesses
+        if speculation is not None:
+            given |= speculation.arguments
         if self.prompts is None or not can_be_kept(self.model, given):
             result = self.model.generate(**given)
         else:
             result = self._keeping(self.prompts, given, steps)
-        if self.speculation is not None:
-            self.speculation.keep()
+        if speculation is not None:
+            speculation.keep()
         if steps.error is not None:
             raise steps.error
         return result

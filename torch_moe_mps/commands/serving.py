@@ -19,6 +19,7 @@ from .prompts import Prompts, machine_memory
 from .requests import Refused, check, cut, refuse_unless_empty
 from .sources import folder_of, is_first_process, load, name_of, processes, usable_device
 from .speculation import check_speculation, print_counts, speculation_of
+from .structured import schema_of
 
 # {handler of transformers' server: the field with the prompt}.
 _PROMPTS = {"ChatCompletionHandler": "messages", "CompletionHandler": "prompt", "ResponseHandler": "input"}
@@ -111,18 +112,23 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         if options.only_model and body.get("model", name) != name:
             raise Refused(f"The model must be {name}, got {body['model']}.", "model", "model_not_found", 404)
         body["model"] = name
+        schema = schema_of(body)
+        if schema is not None and options.continuous_batching:
+            expected = "'response_format' is not supported with --continuous-batching."
+            raise Refused(expected, "response_format")
         validate(handler, body)
         for field in {*body} & handler._unused_fields:
             refuse_unless_empty(field, body[field])
+        body["schema"] = schema
 
     def resolved(handler: Any, body: dict[str, Any]) -> Any:
         model_id, model, processor = resolve(handler, body)
         return model_id, managers.OnHost(model), processor
 
     def config_for(handler: Any, body: dict[str, Any], *others: Any, **named: Any) -> Any:
-        seed = body.pop("seed", None)  # it is set where tokens are drawn
+        seed, schema = body.pop("seed", None), body.pop("schema", None)  # for where tokens are drawn
         config = config_of(handler, body, *others, **named)
-        config.seed = seed
+        config.seed, config.schema = seed, schema
         if body.get("temperature") or (body.get("top_p") is not None and body.get("temperature") != 0):
             config.do_sample = True
         return config
