@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .._extension import host_library
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from .basics.deferred import Deferred
@@ -227,7 +228,7 @@ def _sdpa(
         plain = plain and getattr(module, STATE, NOTHING).is_attention and query.is_mps
         runs = plain and (
             isinstance(attention_mask, CausalMask)
-            or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, value)))
+            or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, key, value)))
         )
     else:
         runs = plain and isinstance(bias, RelativeBias) and query.is_mps
@@ -530,9 +531,17 @@ def _is_few(tokens: int) -> bool:
     return tokens <= MOST_TOKENS if type(tokens) is int else statically_known_true(tokens <= MOST_TOKENS)
 
 
-def _beats_sdpa(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's attention on MPS would store the scores of a prompt."""
-    return query.shape[3] != value.shape[3] or query.shape[3] > SDPA_HEAD
+def _beats_sdpa(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's attention on MPS would store the scores of a prompt, or keep the display waiting."""
+    return query.shape[3] != value.shape[3] or query.shape[3] > SDPA_HEAD or _is_long(query, key)
+
+
+def _is_long(query: Tensor, key: Tensor) -> bool:
+    """Whether torch's one dispatch would take so long that macOS may stop it; the operator's is cut."""
+    (batch, heads, tokens, width), keys = query.shape, key.shape[2]
+    if torch.compiler.is_compiling() or host_library() is None or not type(tokens) is type(keys) is int:
+        return False
+    return torch.ops.moe_mps._is_long(2.0 * batch * heads * width * tokens * (keys - tokens / 2))
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:

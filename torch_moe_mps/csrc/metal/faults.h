@@ -13,7 +13,12 @@ void name_work(const char* operator_name);
 
 // Has Metal report on the command buffer that the stream encodes into, as one with work of that operator. In
 // a block of the stream's queue.
-void watch_work(at::mps::MPSStream* stream);
+// Returns: whether it had none before.
+bool watch_work(at::mps::MPSStream* stream);
+
+// Whether the GPU has work in a command buffer behind which another one is encoded already. In a block of the
+// stream's queue, behind watch_work.
+bool has_work_in_flight();
 
 // Raises torch.AcceleratorError if a command buffer has failed since the last one that was raised.
 void raise_fault();

@@ -28,6 +28,7 @@ struct State {
   Watched* watched = nullptr;           // its; the buffer's handler frees it
   int64_t last = 0;                     // number of a buffer; of the stream's queue, as the two above
   int64_t raised = 0;                   // buffers up to this one are told of
+  std::atomic<int64_t> incomplete = 0;  // buffers, with the one that is encoded into
   std::atomic<bool> failed = false;
   std::string fault;  // the first
 };
@@ -37,7 +38,7 @@ State& state() {
   return *instance;
 }
 
-thread_local const char* current_operator = nullptr;
+thread_local const char* current_operator = "";
 
 std::string listed(const std::vector<const char*>& operators) {
   std::vector<const char*> distinct;
@@ -67,6 +68,7 @@ void complete(id<MTLCommandBuffer> buffer, std::unique_ptr<Watched> watched) {
   State& s = state();
   void* own = (__bridge void*)buffer;
   s.buffer.compare_exchange_strong(own, nullptr);  // another one may get its address
+  --s.incomplete;
   if ([buffer status] != MTLCommandBufferStatusError) return;
   const std::lock_guard<std::mutex> lock(s.mutex);
   if (watched->number <= s.raised || s.failed) return;
@@ -88,6 +90,7 @@ Watched& watched(at::mps::MPSStream* stream) {
         complete(completed, std::unique_ptr<Watched>(made));
       }
     }];
+    ++s.incomplete;
     s.buffer = (__bridge void*)buffer;
   }
   return *s.watched;
@@ -109,9 +112,14 @@ void name_work(const char* operator_name) {
   current_operator = operator_name;
 }
 
-void watch_work(at::mps::MPSStream* stream) {
+bool watch_work(at::mps::MPSStream* stream) {
   std::vector<const char*>& operators = watched(stream).operators;
-  if (current_operator != nullptr) operators.push_back(current_operator);
+  operators.push_back(current_operator);
+  return operators.size() == 1;
+}
+
+bool has_work_in_flight() {
+  return state().incomplete > 1;
 }
 
 void raise_fault() {
