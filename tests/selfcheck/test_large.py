@@ -68,7 +68,15 @@ def test_either_large_or_probe(capsys):
     assert "not allowed with argument" in capsys.readouterr().err
 
 
+# What takes most: all weights, and all scores of the reference.
 REAL = """
+MOST = (
+    "output head, 3 tokens",
+    "experts, 512 tokens",
+    "attention of 512 tokens to 4608 keys",
+    "attention of 64 tokens to 32832 keys",
+    "attention of 32 tokens to 32800 keys",
+)
 import resource, sys, time
 from support.simulated import install
 install()
@@ -80,8 +88,9 @@ before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 sizes = []
 with simulator.dropped():
     for what, call in large.calls(torch.bfloat16, FORMATS["affine4_64"]):
-        for device in ("mps", "cpu"):
-            compare._results(call, device, float("inf"))
+        if what.partition(", ")[2] in MOST:
+            for device in ("mps", "cpu"):
+                compare._results(call, device, float("inf"))
         tensors = [v for v in call.arguments.values() if isinstance(v, torch.Tensor)]
         sizes.append((sum(t.nbytes for t in tensors), what))
 peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
