@@ -6,11 +6,11 @@ import os
 
 import pytest
 import torch
-from support.processes import REPOSITORY
+from support.processes import REPOSITORY, python
 
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.ops._formats import Format
-from torch_moe_mps.selfcheck import calls, compare, libraries, once
+from torch_moe_mps.selfcheck import calls, compare, journal, libraries, once
 
 ONE = ["check", "--dtype", "float32", "--format", "affine4_32"]
 
@@ -94,6 +94,31 @@ def test_a_library_that_does_not_compile(few, capsys, monkeypatch):
     assert main(ONE) == 1
     assert "FAILED: missing does not compile: moe_mps: no library missing" in capsys.readouterr().out
     assert [failure["message"] for failure in report()["failures"]] == ["moe_mps: no library missing"]
+
+
+def test_where_the_process_before_stopped(few, capsys, monkeypatch, tmp_path):
+    """Printed and in the report, once; the process was aborted while it compiled."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(journal, "_open", None)
+    monkeypatch.setattr(check, "OPERATORS", [])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: ["norms_f32"])
+    monkeypatch.setattr(check, "check_model", lambda dtype, formats: [])
+    aborted = """
+        import os, torch
+        from support.simulated import install
+        from torch_moe_mps.selfcheck import libraries
+        install()
+        libraries._pipelines_of = lambda name: os.abort()
+        libraries.compile_side_by_side(["norms_f32"])
+    """
+    with pytest.raises(AssertionError):
+        python(aborted)
+    for stopped in (["compiling norms_f32"], []):
+        assert main(ONE) == 0
+        out = capsys.readouterr().out
+        assert ("The process before stopped in: compiling norms_f32\n" in out) == bool(stopped)
+        assert report()["stopped_in"] == stopped
+    journal._remove(journal._open)
 
 
 def test_without_a_mac(capsys, monkeypatch):

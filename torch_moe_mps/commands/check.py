@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import math
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
@@ -38,6 +39,13 @@ def run(options: argparse.Namespace) -> int:
     check_writable("--json", options.json)
     dtypes = _chosen("--dtype", options.dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
     formats = _chosen("--format", options.format, {str(format): format for format in FORMATS})
+    for option, given, chosen in (
+        ("--dtype", options.dtype, dtypes),
+        ("--format", options.format, formats),
+    ):
+        if given is not None and (options.probe or (options.large and len(chosen) > 1)):
+            most = "left out with --probe" if options.probe else "one name with --large"
+            raise ValueError(f"{option} must be {most}, got {given!r}")
     if options.probe:
         return _probe(options.json)
     path = options.json or REPORT
@@ -53,7 +61,7 @@ def run(options: argparse.Namespace) -> int:
         findings = check_large(dtype, format, report)
     else:
         findings = check_all(dtypes, formats, report)
-    report["failures"] = [asdict(finding) for finding in findings]
+    report["failures"] = [_entry(finding) for finding in findings]
     for finding in findings:
         print(f"FAILED: {finding}")
         for line in finding.lines():
@@ -61,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
     verdict = "Please attach it to an issue." if findings else "All built, all equal."
     print(f"{verdict} Report: {path}")
     with written_whole(path):
-        Path(path).write_text(anonymous(json.dumps(report, indent=1)))
+        Path(path).write_text(anonymous(json.dumps(report, indent=1, allow_nan=False)))
     return 1 if findings else 0
 
 
@@ -102,6 +110,8 @@ def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> l
         started = time.perf_counter()
         with noted(f"calling {what}: {call.operator} of {in_words(call)}"):
             finding = compare(call)
+        if finding is not None:
+            finding.message = " ".join(filter(None, (what, finding.message)))
         seconds = round(time.perf_counter() - started, 1)
         made.append({"call": what, "operator": call.operator, "seconds": seconds, "right": finding is None})
         print(f"{what}: {'wrong' if finding else 'right'} ({seconds} s)", flush=True)
@@ -111,12 +121,20 @@ def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> l
     return findings
 
 
+def _entry(finding: Finding) -> dict[str, Any]:
+    """Of a report, where infinite is a word: JSON has no number for it."""
+    entry = asdict(finding)
+    if finding.error is not None and not math.isfinite(finding.error):
+        entry["error"] = str(finding.error)
+    return entry
+
+
 def _probe(path: str | None) -> int:
     """Prints the page alone, so that it can be sent to a file."""
     names = [name for name in libraries([torch.bfloat16], [Format.named("affine4_64")]) if "_i" not in name]
     with _bar("Probing", len(probe.PARTS), "part") as bar:
         found = probe.probe(probe.Sizes(), names, lambda name: bar.update())
-    page = anonymous(json.dumps(found, indent=1))
+    page = anonymous(json.dumps(found, indent=1, allow_nan=False))
     print(page)
     if path is not None:
         with written_whole(path):

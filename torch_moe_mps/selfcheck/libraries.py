@@ -34,17 +34,22 @@ def compile_side_by_side(
 
 def _compile(name: str) -> None:
     with noted(f"compiling {name}"):
-        torch.ops.moe_mps._pipelines(name)
+        _pipelines_of(name)
 
 
 def pipelines(names: Iterable[str]) -> list[dict[str, Any]]:
     """The kernels of libraries that compile: the threads of a threadgroup that Metal allows, the most that a
     plan has asked for in this process, and bytes of threadgroup memory."""
-    lines = (line.split() for name in names for line in torch.ops.moe_mps._pipelines(name))
+    lines = (line.split() for name in names for line in _pipelines_of(name))
     return [
         {"kernel": kernel, "allowed": int(allowed), "launched": int(launched), "bytes": int(memory)}
         for kernel, allowed, launched, memory in lines
     ]
+
+
+def _pipelines_of(name: str) -> list[str]:
+    lines: list[str] = torch.ops.moe_mps._pipelines(name)
+    return lines
 
 
 def libraries(dtypes: Collection[torch.dtype], formats: Collection[Format]) -> list[str]:

@@ -1,15 +1,14 @@
-// What `torch-moe-mps check --probe` asks a GPU: how it computes, and how fast. No model runs any of it.
+// What `torch-moe-mps check --probe` asks a GPU: how it computes, and how fast. No model runs any of it, and
+// MOE_DTYPE is float.
 #include "common.h"
 #include "params/probe.h"
 
 constant constexpr uint kProbeChains = 8;  // products of a thread that do not wait for each other
 
 // The two elements of an 8 x 8 matrix that each lane holds.
-[[host_name("probe_layout" MOE_SUFFIX)]] [[kernel]] void probe_layout(device const float* matrix
-                                                                      [[buffer(0)]],
-                                                                      device float* elements [[buffer(1)]],
-                                                                      uint lane
-                                                                      [[thread_index_in_simdgroup]]) {
+[[kernel]] void probe_layout_f32(device const float* matrix [[buffer(0)]],
+                                 device float* elements [[buffer(1)]],
+                                 uint lane [[thread_index_in_simdgroup]]) {
   simdgroup_matrix<float, 8, 8> held;
   simdgroup_load(held, matrix, 8);
   elements[2 * lane] = held.thread_elements()[0];
@@ -17,59 +16,51 @@ constant constexpr uint kProbeChains = 8;  // products of a thread that do not w
 }
 
 // a * b + c: rounded twice, or once where the compiler contracts it.
-[[host_name("probe_contraction" MOE_SUFFIX)]] [[kernel]] void probe_contraction(
-    device const float* a [[buffer(0)]], device const float* b [[buffer(1)]],
-    device const float* c [[buffer(2)]], device float* out [[buffer(3)]],
-    uint i [[thread_position_in_grid]]) {
+[[kernel]] void probe_contraction_f32(device const float* a [[buffer(0)]],
+                                      device const float* b [[buffer(1)]],
+                                      device const float* c [[buffer(2)]], device float* out [[buffer(3)]],
+                                      uint i [[thread_position_in_grid]]) {
   out[i] = a[i] * b[i] + c[i];
 }
 
 // x * scale in single and in half precision.
-[[host_name("probe_subnormals" MOE_SUFFIX)]] [[kernel]] void probe_subnormals(
-    device const float* x [[buffer(0)]], device const float* scales [[buffer(1)]],
-    device float* single [[buffer(2)]], device half* halves [[buffer(3)]],
-    uint i [[thread_position_in_grid]]) {
+[[kernel]] void probe_subnormals_f32(device const float* x [[buffer(0)]],
+                                     device const float* scales [[buffer(1)]],
+                                     device float* single [[buffer(2)]], device half* halves [[buffer(3)]],
+                                     uint i [[thread_position_in_grid]]) {
   single[i] = x[i] * scales[i];
   halves[i] = half(x[i]) * half(scales[i]);
 }
 
-[[host_name("probe_bfloat" MOE_SUFFIX)]] [[kernel]] void probe_bfloat(device const float* x [[buffer(0)]],
-                                                                      device bfloat* out [[buffer(1)]],
-                                                                      uint i [[thread_position_in_grid]]) {
+[[kernel]] void probe_bfloat_f32(device const float* x [[buffer(0)]], device bfloat* out [[buffer(1)]],
+                                 uint i [[thread_position_in_grid]]) {
   out[i] = bfloat(x[i]);
 }
 
 // `x` and `out` may be the same memory.
-[[host_name("probe_in_place" MOE_SUFFIX)]] [[kernel]] void probe_in_place(device const float* x [[buffer(0)]],
-                                                                          device float* out [[buffer(1)]],
-                                                                          uint i
-                                                                          [[thread_position_in_grid]]) {
+[[kernel]] void probe_in_place_f32(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
+                                   uint i [[thread_position_in_grid]]) {
   out[i] = 2.0f * x[i] + 1.0f;
 }
 
 // The grid of the next dispatch, and how many threadgroups that has run.
-[[host_name("probe_grid" MOE_SUFFIX)]] [[kernel]] void probe_grid(device uint* grid [[buffer(0)]],
-                                                                  uint i [[thread_position_in_grid]]) {
+[[kernel]] void probe_grid_f32(device uint* grid [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   if (i < 3) grid[i] = 3 - i;
 }
-[[host_name("probe_count" MOE_SUFFIX)]] [[kernel]] void probe_count(device uint* counter [[buffer(0)]],
-                                                                    uint i [[thread_index_in_threadgroup]]) {
+[[kernel]] void probe_count_f32(device uint* counter [[buffer(0)]], uint i [[thread_index_in_threadgroup]]) {
   if (i == 0)
     atomic_fetch_add_explicit(reinterpret_cast<device atomic_uint*>(counter), 1u, memory_order_relaxed);
 }
 
 // Next to nothing, which has to wait for the dispatch in front of it.
-[[host_name("probe_empty" MOE_SUFFIX)]] [[kernel]] void probe_empty(device uint* counter [[buffer(0)]],
-                                                                    uint i [[thread_position_in_grid]]) {
+[[kernel]] void probe_empty_f32(device uint* counter [[buffer(0)]], uint i [[thread_position_in_grid]]) {
   if (i == 0) counter[0] += 1;
 }
 
 // Reads `steps` times four vectors a thread, all threads side by side.
-[[host_name("probe_read" MOE_SUFFIX)]] [[kernel]] void probe_read(device const float4* data [[buffer(0)]],
-                                                                  device float* out [[buffer(1)]],
-                                                                  constant ProbeParams& params [[buffer(2)]],
-                                                                  uint i [[thread_position_in_grid]],
-                                                                  uint threads [[threads_per_grid]]) {
+[[kernel]] void probe_read_f32(device const float4* data [[buffer(0)]], device float* out [[buffer(1)]],
+                               constant ProbeParams& params [[buffer(2)]], uint i [[thread_position_in_grid]],
+                               uint threads [[threads_per_grid]]) {
   float4 sums[4] = {float4(0.0f), float4(0.0f), float4(0.0f), float4(0.0f)};
   device const float4* from = data + i;
   for (uint step = 0; step < params.steps; ++step) {
@@ -80,10 +71,9 @@ constant constexpr uint kProbeChains = 8;  // products of a thread that do not w
   out[i] = (sum[0] + sum[1]) + (sum[2] + sum[3]);
 }
 
-[[host_name("probe_fma" MOE_SUFFIX)]] [[kernel]] void probe_fma(device const float* x [[buffer(0)]],
-                                                                device float* out [[buffer(1)]],
-                                                                constant ProbeParams& params [[buffer(2)]],
-                                                                uint i [[thread_position_in_grid]]) {
+[[kernel]] void probe_fma_f32(device const float* x [[buffer(0)]], device float* out [[buffer(1)]],
+                              constant ProbeParams& params [[buffer(2)]],
+                              uint i [[thread_position_in_grid]]) {
   float sums[kProbeChains];
   UNROLL for (uint n = 0; n < kProbeChains; ++n) sums[n] = float(n);
   const float a = x[0], b = x[1];
@@ -115,7 +105,5 @@ template <typename T>
   device float* own = out + ulong(group * simdgroups + simdgroup) * kProbeChains * 64;
   UNROLL for (uint n = 0; n < kProbeChains; ++n) simdgroup_store(sums[n], own + n * 64, 8);
 }
-template
-    [[host_name("probe_matrix_half" MOE_SUFFIX)]] [[kernel]] decltype(probe_matrix<half>) probe_matrix<half>;
-template [[host_name(
-    "probe_matrix_float" MOE_SUFFIX)]] [[kernel]] decltype(probe_matrix<float>) probe_matrix<float>;
+INSTANTIATE("probe_matrix_half", probe_matrix<half>)
+INSTANTIATE("probe_matrix_float", probe_matrix<float>)

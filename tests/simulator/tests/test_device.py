@@ -52,6 +52,20 @@ def test_unwritten_ids_are_far_out_of_range():
     assert (torch.empty(3, dtype=torch.int32, device="mps").cpu() > 1 << 30).all()
 
 
+def test_new_memory_is_filled_where_torch_is_deterministic():
+    """As torch fills it on every device: what nobody writes can be told from what was there."""
+    torch.use_deterministic_algorithms(True)
+    try:
+        floats, ids = (
+            torch.empty(9, device="mps"),
+            torch.empty_strided((3,), (2,), dtype=torch.int32, device="mps"),
+        )
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert (floats.cpu().view(torch.int32) == 0x7FC00000).all() and (ids.cpu() == 2**31 - 1).all()
+    assert (torch.empty(9, device="mps").cpu().view(torch.int32) != 0x7FC00000).all()
+
+
 def test_views_share_memory():
     x = torch.arange(20.0, device="mps")
     view = x[5:9]
