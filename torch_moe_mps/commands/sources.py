@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from ..macs import refusal
 from ..ops._checks import first_line
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.gguf_file import check_file
@@ -166,6 +167,8 @@ def usable_device(name: str | None) -> str:
     Raises: ValueError.
     """
     device = name or ("mps" if torch.backends.mps.is_available() else "cpu")
+    if device == "mps" and (reason := refusal()):
+        raise ValueError(reason)
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:
