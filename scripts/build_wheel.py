@@ -10,6 +10,7 @@ import argparse
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import struct
 import subprocess
@@ -24,8 +25,8 @@ from macholib.MachO import MachO
 from macholib.SymbolTable import SymbolTable
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TAG = "py3-none-macosx_14_0_arm64"
-OLDEST_MACOS = (14, 0)
+OLDEST_MACOS = runpy.run_path(str(REPOSITORY / "torch_moe_mps" / "_versions.py"))["MACOS"]
+TAG = f"py3-none-macosx_{OLDEST_MACOS[0]}_{OLDEST_MACOS[1]}_arm64"
 # What the extension may need: torch, and what every Mac has. Nothing of Python, whatever its version.
 NEEDED = re.compile(
     r"@rpath/lib(c10|torch|torch_cpu)\.dylib"

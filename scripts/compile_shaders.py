@@ -16,11 +16,12 @@ from pathlib import Path
 import torch
 
 import torch_moe_mps  # noqa: F401  (brings the operators)
+from torch_moe_mps._versions import MACOS
 
 # As compile_options() in csrc/metal/library.mm has it: safe math, and the languages.
 COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-Wmetal-addr-spaces", "-c")
 LINKER = ("xcrun", "-sdk", "macosx", "metallib")
-LANGUAGE = ("-std=metal3.1", "-mmacosx-version-min=14.0")
+LANGUAGE = ("-std=metal3.1", "-mmacosx-version-min={}.{}".format(*MACOS))
 LANGUAGE_WITH_TENSORS = ("-std=metal4.0",)
 SDK_WITH_TENSORS = 26
 

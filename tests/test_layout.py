@@ -14,6 +14,7 @@ from torch_moe_mps.ops import _activations, _checks, routing
 PACKAGE = REPOSITORY / "torch_moe_mps"
 # Parts of the package from the lowest floor to the highest: a part imports those below it.
 FLOORS = (
+    "_versions",
     "_extension",
     "_faults",
     "macs",

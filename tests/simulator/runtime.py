@@ -168,6 +168,11 @@ def residency_sets() -> int:
     return _runtime().simulator_residency_sets()
 
 
+def residency_requests() -> int:
+    """How often this process has asked for the memory of a residency set."""
+    return _runtime().simulator_residency_requests()
+
+
 def commits() -> int:
     """How often this process has committed the stream, so that the GPU could start."""
     return _runtime().simulator_commits()

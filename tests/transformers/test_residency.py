@@ -2,6 +2,7 @@
 
 import copy
 import gc
+import time
 
 import pytest
 import torch
@@ -103,6 +104,24 @@ def test_what_has_left_holds_no_memory(simulated):
     model.to("cpu")
     gc.collect()
     assert simulated.live_buffers() < buffers - 20
+
+
+def test_memory_is_asked_for_as_long_as_the_model_lives(simulated):
+    """About twice a second, for macOS 26, and by no thread of torch's."""
+    gc.collect()
+    others, model = simulated.residency_sets(), model_on_mps()
+    with simulated.one_thread():
+        run(model)
+        asked, end = simulated.residency_requests(), time.monotonic() + 20
+        while simulated.residency_requests() < asked + 2 * (others + 1):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    del model
+    gc.collect()
+    if not others:
+        asked = simulated.residency_requests()
+        time.sleep(0.7)
+        assert simulated.residency_requests() == asked
 
 
 def test_macos_14_has_no_sets(simulated, monkeypatch):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..macs import refusal
 from ..ops._checks import first_line
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.gguf_file import check_file
@@ -167,6 +168,8 @@ def usable_device(name: str | None) -> str:
     Raises: ValueError.
     """
     device = name or ("mps" if torch.backends.mps.is_available() else "cpu")
+    if device == "mps" and (reason := refusal()):
+        raise ValueError(reason)
     if name is None and device == "cpu" and is_first_process():
         print("torch finds no Apple GPU here: operators run their references on the CPU", file=sys.stderr)
     try:

@@ -72,8 +72,9 @@ def accelerate(
 
     Raises: ValueError for a quantisation that does not fit the weights, for a group_size or a mode without
         one and for other kv_bits, TypeError for what is not a module, RuntimeError for a model on mps with
-        torch before 2.13, whose own operators are wrong there, and for quantised weights whose operator fails
-        on this machine: all before anything is changed. torch.AcceleratorError if the GPU fails meanwhile.
+        torch before 2.13, whose own operators are wrong there, or with a torch and a macOS that do not go
+        together, and for quantised weights whose operator fails on this machine: all before anything is
+        changed. torch.AcceleratorError if the GPU fails meanwhile.
     """
     _require_module("accelerate", model)
     require_torch("accelerate", model)

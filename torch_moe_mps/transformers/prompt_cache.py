@@ -61,7 +61,8 @@ def runs_on(cache: DynamicCache) -> bool:
 
     `generate` may compute one behind the last that it returns: then such a cache holds all of these.
     """
-    layers = [growing_class(type(layer)) or layer for layer in cache.layers]
+    classes: list[Any] = [type(layer) for layer in cache.layers]
+    layers = [growing_class(cls) or layer for cls, layer in zip(classes, cache.layers, strict=True)]
     linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
     return linear or not all(getattr(layer, "is_croppable", True) for layer in layers)
 

@@ -144,8 +144,8 @@ id<MTLLibrary> compiled_library(id<MTLDevice> device, const Library& library, co
 }
 
 id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
-  TORCH_CHECK(!library.has_tensors() || has_tensors(device), "moe_mps: ", library.name(),
-              " needs macOS 26 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not used");
+  TORCH_CHECK(!library.has_tensors() || has_tensors(device), "moe_mps: ", library.name(), " needs ",
+              kTensorUnitsNeed, "; without MOE_MPS_TENSOR_UNITS=1 it is not used");
   const std::string source = source_of(library);
   @autoreleasepool {
     if (id<MTLLibrary> compiled = compiled_library(device, library, source)) return compiled;
@@ -156,7 +156,9 @@ id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
                                                 options:options
                                                   error:&error];
     [options release];
-    TORCH_CHECK(built != nil, "moe_mps: ", library.name(), " does not compile: ", message(error));
+    TORCH_CHECK(built != nil, "moe_mps: ", library.name(), " does not compile",
+                library.has_tensors() ? c10::str(", which takes ", kTensorUnitsNeed) : "", ": ",
+                message(error));
     return built;
   }
 }

@@ -1,13 +1,17 @@
 // Residency sets, which keep memory ready for the GPU where macOS would take it back after about a second
-// without work. They come with macOS 15; before, nothing happens.
+// without work. They come with macOS 15; before, nothing happens. macOS 26 takes back that of a set, too,
+// unless it is asked for again and again (llama.cpp#17766).
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #import <Metal/Metal.h>
 #include <objc/runtime.h>
 #include <torch/library.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <map>
 #include <mutex>
+#include <thread>
 #include <vector>
 
 // Declared here: SDKs before macOS 15, one of which may have built this, have no such types.
@@ -35,15 +39,30 @@ struct Set {
   std::map<const void*, int64_t> users;  // how many tensors lie in an allocation
 };
 
+constexpr std::chrono::milliseconds kAskedEvery(500);
+
 struct Sets {
   std::mutex mutex;
+  std::condition_variable changed;
   std::map<int64_t, Set> held;
   int64_t last = 0;
+  bool has_thread = false;
 };
 
 Sets& sets() {
   static auto* const instance = new Sets;
   return *instance;
+}
+
+// Asks for the memory of all sets as long as there are any. It encodes nothing.
+void keep_asking() {
+  std::unique_lock<std::mutex> lock(sets().mutex);
+  while (!sets().changed.wait_for(lock, kAskedEvery, [] { return sets().held.empty(); })) {
+    @autoreleasepool {
+      for (const auto& [number, set] : sets().held) [set.set requestResidency];
+    }
+  }
+  sets().has_thread = false;
 }
 
 // What becomes resident with a tensor: its buffer, or the heap that the buffer lies in.
@@ -75,6 +94,8 @@ int64_t keep_resident(at::TensorList tensors) {
     [made.set requestResidency];
     const std::lock_guard<std::mutex> lock(sets().mutex);
     sets().held.emplace(++sets().last, std::move(made));
+    if (!sets().has_thread) std::thread(keep_asking).detach();
+    sets().has_thread = true;
     return sets().last;
   }
 }
@@ -106,6 +127,7 @@ void end_residency(int64_t number) {
     [found->second.set release];
   }
   sets().held.erase(found);
+  sets().changed.notify_all();
 }
 
 }  // namespace
