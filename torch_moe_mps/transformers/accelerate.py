@@ -1,5 +1,6 @@
 """Makes models run on the operators of this package, and undoes it."""
 
+import os
 import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -21,6 +22,7 @@ from .checked import (
     use_tensor_units,
     working_kv_bits,
 )
+from .checkpoints.importance import Importance, given_importance
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
@@ -44,6 +46,7 @@ def accelerate(
     group_size: int | None = None,
     mode: str | None = None,
     *,
+    importance: Importance | str | os.PathLike | None = None,
     kv_bits: int | None = None,
     check: bool = True,
     **recipe: Any,
@@ -56,6 +59,9 @@ def accelerate(
             leaves them dense.
         group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
             needs bits.
+        importance: with bits, the errors of what is multiplied with more count more: what
+            `collect_importance` returns, or a file of it, or one of llama.cpp's llama-imatrix. It costs no
+            bytes and no time of the model. None quantises by MLX's rule.
         recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised differently or
             not at all: see `requested_recipe`.
         kv_bits: 8 lets the model's caches hold keys and values in 8 bits, in about half of the memory;
@@ -70,16 +76,17 @@ def accelerate(
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
-    Raises: ValueError for a quantisation that does not fit the weights, for a group_size or a mode without
-        one and for other kv_bits, TypeError for what is not a module, RuntimeError for a model on mps with
-        torch before 2.13, whose own operators are wrong there, or with a torch and a macOS that do not go
-        together, and for quantised weights whose operator fails on this machine: all before anything is
-        changed. torch.AcceleratorError if the GPU fails meanwhile.
+    Raises: ValueError for a quantisation that does not fit the weights, for importance of another model or
+        without bits, for a group_size or a mode without one and for other kv_bits, TypeError for what is not
+        a module, RuntimeError for a model on mps with torch before 2.13, whose own operators are wrong there,
+        or with a torch and a macOS that do not go together, and for quantised weights whose operator fails on
+        this machine: all before anything is changed. torch.AcceleratorError if the GPU fails meanwhile.
     """
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
+    weighed = given_importance("accelerate", importance, model, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
     check = check and is_wanted(model)
     if check:
@@ -90,7 +97,7 @@ def accelerate(
     for module in model.modules():
         drop_forward_of_class(module)
     if wanted is not None:
-        report.quantization = quantize_model(model, wanted)
+        report.quantization = quantize_model(model, wanted, weighed)
     else:
         keep_when_saving(model)
     _replace(model, report, kv_bits)

@@ -43,6 +43,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
         other: the quantisation of a checkpoint that another library wrote, read from its tensors, too.
+        importance: an Importance, for what is quantised while it is loaded.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
             else, which other programs may have added to a config, is ignored.
 
@@ -62,6 +63,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         absent: Collection[str] = (),
         mlx: bool = False,
         other: Mapping[str, Any] | None = None,
+        importance: Any = None,
         **others: Any,
     ):
         self.quant_method = NAME
@@ -72,7 +74,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.absent, self.mlx, self.other = source, [*absent], mlx, other
         self.ordered = [*ordered]
-        self.wanted, self.requantize = wanted, requantize
+        self.wanted, self.requantize, self.importance = wanted, requantize, importance
         self.recipe()  # its errors are raised now
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -46,6 +46,13 @@ class Dense:
         return self.file.value(self.name)
 
 
+def dense_state(file: str, model: Any) -> dict[str, Dense]:
+    """{parameter of a model on the meta device: what it is in a GGUF file, dequantised when it is read}"""
+    with torch.device("cpu"):
+        whole = File(file, model)
+    return {name: Dense(whole, name) for name in whole.parts}
+
+
 class GgufQuantizer(HasTargets, GgufHfQuantizer):
     """Loads the blocks of a GGUF file as packed weights, and accelerates the model.
 

@@ -28,6 +28,7 @@ from .absent import leave_out
 from .checking import check_loaded, check_shapes
 from .config import QuantizationConfig, is_mlx, is_ours
 from .gguf import GgufQuantizer
+from .importance import Importance
 from .mlx.reading import Reading
 from .operations import packed_blocks
 from .others.reading import Reading as OthersReading
@@ -146,6 +147,8 @@ class Quantizer(HasTargets, HfQuantizer):
         if self.streams or config.wanted is not None:  # of what the checkpoint has
             self._wanted, report.skipped = weights_of(model, config.recipe())
             self.report = report
+            if config.importance is not None:
+                report.importance = config.importance.give(model, self._wanted)
         if self.streams:
             report.bytes_before = bytes_a_token(model)
             self._stream = Stream(self._wanted, report)
@@ -192,6 +195,7 @@ class Quantizer(HasTargets, HfQuantizer):
             if smaller and self.quantization_config.requantize:
                 wanted.formats = smaller
                 wanted.check_columns(Check("quantize"))
+                target.importance = wanted.importance
                 self._again[name] = smaller, wanted.dtype
             elif self.report is not None:
                 stored = " and ".join(dict.fromkeys(map(str, target.formats.values())))
@@ -331,14 +335,19 @@ def _keep_float32(model: Any) -> None:
 
 
 def quantizer_for(
-    source: "Source", model: nn.Module, files: list[str], recipe: Mapping[str, Any] | None, requantize: bool
+    source: "Source",
+    model: nn.Module,
+    files: list[str],
+    recipe: Mapping[str, Any] | None,
+    requantize: bool,
+    importance: Importance | None = None,
 ) -> Quantizer | GgufQuantizer | None:
     """What quantises a checkpoint, or reads it as quantised; None for neither. `model` is on the meta device.
 
     Raises: ValueError for a checkpoint with a quantisation that holds no other.
     """
-    quantization = source.quantization(recipe, requantize)
-    if source.gguf is not None:
+    quantization = source.quantization(recipe, requantize, importance)
+    if source.gguf is not None and quantization is None:
         reader = GgufQuantizer(GgufConfig())
         reader.preprocess_model(model, dtype=model.dtype, checkpoint_files=files)
         return reader
