@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 import torch_moe_mps
 from torch_moe_mps.transformers import growing
@@ -27,12 +28,13 @@ from torch_moe_mps.transformers.quantized_states import QuantizedStates
 PLAIN = [
     (DynamicLayer, {}),
     (DynamicIndexedLayer, {}),
+    (MiniMaxM3VLSparseCacheLayer, {}),
     (LinearAttentionAndFullAttentionLayer, {}),
     *((DynamicSlidingWindowLayer, {"sliding_window": window}) for window in (1, 2, 7, 100, 600)),
     (LinearAttentionAndSlidingWindowAttentionLayer, {"sliding_window": 7}),
 ]
 NEW_TOKENS = [1, 1, 1, 2, 5, 80, 300]
-OF_INDEXER = ("indexer_keys", "indexer_position_ids")
+OF_INDEXER = ("indexer_keys", "indexer_position_ids", "idx_keys")
 
 
 class Pair:
@@ -79,6 +81,9 @@ class Pair:
             assert torch.equal(*self.both(lambda layer: layer.update_indexer(keys)))
             positions = torch.randint(99, (3, self.batch, tokens), generator=self.generator)
             assert torch.equal(*self.both(lambda layer: behind_positions(layer, positions)))
+        if hasattr(self.plain, "update_index"):
+            keys = torch.randn(self.batch, 1, tokens, 3, generator=self.generator)
+            assert torch.equal(*self.both(lambda layer: layer.update_index(keys)))
 
     def crop(self):
         if self.plain.get_seq_length() > 4:

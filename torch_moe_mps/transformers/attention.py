@@ -330,13 +330,13 @@ def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | N
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of NAME: an additive one, or None for one new token that sees the whole cache."""
+    """The mask of NAME, an additive one; None only where eager's may be, for own code adds columns to it."""
     from transformers.masking_utils import eager_mask
 
     mask = None if args else _causal(**{"dtype": torch.float32, **kwargs})
     if mask is None:
         return eager_mask(*args, **kwargs)
-    return None if mask.hides_nothing and _may_be_none(kwargs) else mask
+    return None if mask.hides_nothing and kwargs.get("allow_is_bidirectional_skip") else mask
 
 
 def _may_be_none(options: dict[str, Any]) -> bool:
