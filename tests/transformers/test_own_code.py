@@ -151,3 +151,24 @@ def test_captured_tokens_in_turn_with_others(architecture, monkeypatch):
         captured.append(captures is not None and captures.programs != [])
         print(architecture, captures)
     assert any(captured)
+
+
+# Attention that came with "sdpa" and runs on our implementation, and one that came with "eager".
+RECORDED = ("deepseek_v32", "gpt_oss")
+
+
+@pytest.mark.parametrize("architecture", in_sweep(EVERY, RECORDED))
+def test_recorded_outputs(architecture):
+    """Hidden states and the weights of attention, which torch's has none of."""
+    own = eager(tiny_models.tiny_model(architecture))
+    model = copy.deepcopy(own)
+    torch_moe_mps.accelerate(model)
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            out, right = (each(input_ids=IDS[:, :9], **asked) for each in (model, own))
+        for name in ("attentions", "hidden_states"):
+            ours, theirs = getattr(out, name, None), getattr(right, name, None)
+            assert type(ours) is type(theirs) and len(ours or ()) == len(theirs or ())
+            for each, expected in zip(ours or (), theirs or (), strict=True):
+                assert_close(each.detach(), expected.detach(), 1e-5)
