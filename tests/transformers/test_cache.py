@@ -203,6 +203,31 @@ def test_what_shares_memory_with_a_layer_stays_as_it_is(cls, arguments, seed, bi
         pair.check()
 
 
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("bits", [None, 8])
+@torch.no_grad()
+def test_a_torch_that_counts_otherwise(monkeypatch, more, bits):
+    """What was taken from a cache stays as it is: where torch's count is not known, all is copied."""
+    assert growing.COUNTS_HOLDERS
+    counted = torch._C._storage_Use_Count
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda address: counted(address) + more)
+    monkeypatch.setattr(growing, "COUNTS_HOLDERS", growing.counts_holders())
+    layer = growing_class(DynamicLayer, bits)()
+    layer.update(*one_token(width=32))
+    layer.update(*one_token(width=32))
+    taken = layer.keys if bits is None else layer.keys.packed
+    before, place = taken.clone(), taken.data_ptr()
+    layer.crop(-1)
+    layer.update(*one_token(width=32))
+    now = layer.keys if bits is None else layer.keys.packed
+    assert torch.equal(taken, before) and now.data_ptr() != place
+
+
+def test_a_torch_without_the_count(monkeypatch):
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert growing.counts_holders() is False
+
+
 def test_quantised_states_are_not_changed_unseen():
     states = QuantizedStates.empty(torch.zeros(1, 1, 2, 32), 2)
     with pytest.raises(RuntimeError, match="keys and values in 8 bits must be left as they are, got aten"):
