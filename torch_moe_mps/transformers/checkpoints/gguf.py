@@ -18,6 +18,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from ..basics.report import QuantizationReport, QuantizedProjection
 from . import gguf_oss
+from .checking import check_scales
 from .gguf_file import File, Source, read_checked
 from .gguf_header import reading_once
 from .saving import mark_quantized
@@ -151,6 +152,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
                     entry = QuantizedProjection(parameter, 0.0, weight.nbytes, now, source.format)
                     self.report.modules.setdefault(name, []).append(entry)
             take_stored(model, target)
+        check_scales(model, loaded)
 
     def place_empty(self, model: Any, done: Callable[[str], bool]) -> None:
         """Gives the modules whose names are `done` packed weights without memory, and never real ones."""

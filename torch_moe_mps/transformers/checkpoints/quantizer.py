@@ -25,7 +25,7 @@ from ..basics.report import QuantizationReport
 from ..modules.experts import NAME
 from ..modules.linears import formats_in
 from .absent import leave_out
-from .checking import check_loaded, check_shapes
+from .checking import check_loaded, check_scales, check_shapes
 from .config import QuantizationConfig, is_mlx, is_ours
 from .gguf import GgufQuantizer
 from .importance import Importance
@@ -251,6 +251,7 @@ class Quantizer(HasTargets, HfQuantizer):
         for target in stored.values():
             take_stored(model, target)
         check_loaded(model, loaded)
+        check_scales(model, stored.__contains__)
         self._quantize_again(stored)
         wanted = {name: self._wanted.pop(name) for name in filter(loaded, list(self._wanted))}
         dense = {name: target for name, target in wanted.items() if not formats_in(target.module)}
