@@ -18,6 +18,7 @@ from ..checked import allowed, working_kv_bits
 from ..compiling import compile_kernels
 from ..modules.experts import NAME
 from .config import QuantizationConfig
+from .gguf import packing
 from .quantizer import Quantizer
 from .recipe import ARGUMENTS, requested_recipe
 from .source import NO_MODEL, Source
@@ -90,7 +91,7 @@ def from_pretrained(
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
         try:
-            with one_by_one(recipe is not None), reading:
+            with one_by_one(recipe is not None), packing(), reading:
                 model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
         except NO_MODEL:
             source.skeleton()  # says so, if the config is the reason
