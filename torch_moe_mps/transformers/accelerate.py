@@ -30,6 +30,7 @@ from .install import drop_forward_of_class, restore_module, rewrite
 from .latents import use_latents
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
+from .modules.rules.norms import check_traces
 from .modules.rules.trial import on_the_cpu
 from .residency import end_residency, keep_resident
 
@@ -123,6 +124,7 @@ def accelerate(
 
 def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
     """Replaces what it can, and adds a row for each module to the report, in the model's order."""
+    check_traces()
     found = experts_of(model)
     for name, experts in found.items():
         done = described(experts)
@@ -162,6 +164,12 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
 
 def restore(model: nn.Module) -> nn.Module:
     """Undo `accelerate`: the model's own code runs again. Quantised experts stay as they are.
+
+    What belongs to the process stays until it ends, and changes nothing for models that are not accelerated:
+    what is registered with transformers (implementations, readers of our checkpoints and of GGUF files, and
+    `save_pretrained`, which describes quantised weights); functions around its attention `sdpa`, around the
+    mask of that, and around methods of attention classes that expand latents or mask chosen keys; names that
+    begin with _moe_mps_ in the files of models whose functions were replaced.
 
     Returns: the model.
 
