@@ -44,6 +44,7 @@ def accelerate(
     *,
     kv_bits: int | None = None,
     check: bool = True,
+    capture: bool | None = None,
     **recipe: Any,
 ) -> Report:
     """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
@@ -60,6 +61,11 @@ def accelerate(
             static caches and compiled calls raise an error then. 16 undoes it, None leaves it as it is. Where
             writing or reading 8 bits fails the comparison with the CPU, a warning says that they stay in 16.
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
+        capture: None lets a token of a model on mps be one call where all code that it runs is a library's.
+            True does so on any device, and where code of your own runs: what that reads outside of the model
+            (a global, a closure, another file, the environment) then keeps the value that it had when the
+            token was captured. False lets every token run module by module. MOE_MPS_CAPTURE=1 or 0 in the
+            environment is what None means.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
     The first time on a machine, each operator that the model uses is compared with the CPU. Where one fails,
@@ -68,15 +74,19 @@ def accelerate(
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
     Raises: ValueError for a quantisation that does not fit the weights, for a group_size or a mode without
-        one and for other kv_bits, TypeError for what is not a module, RuntimeError for a model on mps with
-        torch before 2.13, whose own operators are wrong there, and for quantised weights whose operator fails
-        on this machine: all before anything is changed.
+        one and for other kv_bits or capture, TypeError for what is not a module, RuntimeError for a model on
+        mps with torch before 2.13, whose own operators are wrong there, and for quantised weights whose
+        operator fails on this machine: all before anything is changed.
     """
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     require_kv_bits("accelerate", kv_bits)
+    if _is_of_transformers(model):
+        from .capture.calls import wanted_capture
+
+        capture = wanted_capture(capture)
     check = check and is_wanted(model)
     if check:
         seconds = require_quantized("accelerate", model, wanted)
@@ -89,14 +99,14 @@ def accelerate(
         report.quantization = quantize_model(model, wanted)
     else:
         keep_when_saving(model)
-    _replace(model, report, kv_bits)
+    _replace(model, report, kv_bits, capture)
     align_weights(model)
     report.compiled = compile_kernels(model, report.operators(), strict=not check)
     if check and check_replacements("accelerate", model, report, seconds):
         kv_bits = kv_bits_of(model)
         restore(model)
         report.rows.clear()
-        _replace(model, report, kv_bits)
+        _replace(model, report, kv_bits, capture)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
     reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
@@ -107,7 +117,7 @@ def accelerate(
     return report
 
 
-def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
+def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Replaces what it can, and adds a row for each module to the report, in the model's order."""
     found = experts_of(model)
     for name, experts in found.items():
@@ -140,7 +150,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
         from .capture.calls import capture_calls, tokens_of
 
         grow_caches_in_place(model, kv_bits)
-        capture_calls(model)
+        capture_calls(model, capture)
         report.capture = tokens_of(model)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
