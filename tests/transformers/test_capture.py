@@ -27,6 +27,7 @@ from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations import sdpa_attention
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+from transformers.utils import output_capturing
 
 import torch_moe_mps
 from torch_moe_mps.ops import _registry
@@ -700,6 +701,27 @@ def test_what_the_fingerprint_holds(monkeypatch):
     assert [what for what, holds in found.items() if holds] == []
     norm(model).variance_epsilon = float(repr(norm(model).variance_epsilon))  # another object
     assert fingerprint.holds()
+
+
+@torch.no_grad()
+def test_what_python_notes_at_first_is_no_change():
+    """In a class that is copied and in a file that warns; and what transformers notes of another model."""
+    model = accelerated("qwen3_moe", "cpu")
+    cls, file = type(model.config), file_of(model)
+    if "__slotnames__" in vars(cls):
+        del cls.__slotnames__
+    vars(file).pop("__warningregistry__", None)
+    fingerprint = Fingerprint(model, captures_of(model))
+    copy.copy(model.config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        exec("__import__('warnings').warn('a first one')", vars(file))
+    assert fingerprint.holds()
+    output_capturing._CAN_RECORD_REGISTRY[nn.Linear(1, 1)] = {}
+    try:
+        assert fingerprint.holds()
+    finally:
+        output_capturing._CAN_RECORD_REGISTRY.pop(str(nn.Linear))
 
 
 @torch.no_grad()

@@ -6,6 +6,7 @@ csrc/fingerprint.mm compares what those hold; gc.get_referents lists what others
 """
 
 import builtins
+import copyreg
 import ctypes
 import functools
 import gc
@@ -90,8 +91,10 @@ class Fingerprint:
             owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
             raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
         classes = dict.fromkeys(cls for each in reached.classes for cls in each.__mro__)
+        files = list(_files(classes))
+        _note_first(classes, files)
         self._copies = [(each, each.copy()) for each in reached.containers if isinstance(each, (dict, list))]
-        held = [*hooks, *_members(classes), *_files(classes), *reached.containers]
+        held = [*hooks, *_members(classes), *files, *reached.containers]
         # An empty one alone of other kinds: the order of those is no part of their entries.
         entries = [each for each in held if type(each) is dict or (isinstance(each, dict) and not each)]
         known = set(map(id, entries))
@@ -286,6 +289,18 @@ def _members(classes: Iterable[type]) -> list[Any]:
     return [held for cls in classes for held in gc.get_referents(cls.__dict__)]
 
 
+def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
+    """Lets Python note in classes and files what it notes when they are copied, or warn, for the first time.
+
+    Else a call that does so, in a process in which none has done so before, would look like a change.
+    """
+    for cls in classes:
+        copyreg._slotnames(cls)  # type: ignore[attr-defined]  # a function that pickle calls by this name, too
+    for file in files:
+        if "__file__" in file:
+            file.setdefault("__warningregistry__", {})
+
+
 def _files(classes: Iterable[type]) -> Iterator[Any]:
     """What the files of libraries' classes have by name, and those of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
@@ -303,7 +318,7 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
         for name, value in file.items():
             if isinstance(value, GeneralInterface):
                 yield from (value._global_mapping, value._local_mapping)
-            elif isinstance(value, (dict, list, set)) and not name.startswith("__"):
+            elif type(value) in (dict, list, set) and not name.startswith("__"):
                 yield value
 
 
