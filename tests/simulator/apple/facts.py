@@ -200,14 +200,13 @@ cost("anyshuffle3", 1, "assumed", "as other shuffles", "shuffle", 2, "M3 on", "a
 
 @dataclass(frozen=True)
 class Gpu:
-    """A chip's GPU. `gbs` is the specified bandwidth of memory in GB/s, `reach` the part that reads reach."""
+    """A chip's GPU. `gbs` is the specified bandwidth of memory in GB/s."""
 
     name: str
     family: int  # Apple GPU family: M1 7, M2 8, M3 and M4 9, M5 10
     cores: int
     ghz: float
     gbs: float
-    reach: float = DRAM_REACH
 
     @property
     def has_tensor_units(self) -> bool:
@@ -223,7 +222,7 @@ class Gpu:
 
     @property
     def dram_bytes_per_us(self) -> float:
-        return self.gbs * self.reach * 1e3
+        return self.gbs * DRAM_REACH * 1e3
 
     @property
     def core_cycles_per_us(self) -> float:
