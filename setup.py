@@ -2,6 +2,7 @@
 
 import os
 import re
+import runpy
 import sys
 from pathlib import Path
 
@@ -9,6 +10,9 @@ from setuptools import Extension, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_ext import build_ext
 from setuptools.dist import Distribution
+
+VERSIONS = runpy.run_path("torch_moe_mps/_versions.py")
+MACOS = VERSIONS["MACOS"]
 
 
 class WithoutTorch(build_ext):
@@ -32,7 +36,7 @@ class EveryPython(bdist_wheel):
     """The extension uses nothing of Python: its version does not matter."""
 
     def get_tag(self):
-        platform = "macosx_14_0_arm64" if sys.platform == "darwin" else super().get_tag()[2]
+        platform = f"macosx_{MACOS[0]}_{MACOS[1]}_arm64" if sys.platform == "darwin" else super().get_tag()[2]
         return "py3", "none", platform
 
 
@@ -47,7 +51,7 @@ def metal_extension() -> dict:
         extension = Extension("torch_moe_mps._C", sources)
         return {"ext_modules": [extension], "cmdclass": {**wheels, "build_ext": WithoutTorch}}
     major, minor = torch.__version__.split(".")[:2]
-    oldest = "-mmacosx-version-min=14.0"
+    oldest = f"-mmacosx-version-min={MACOS[0]}.{MACOS[1]}"
     extension = CppExtension(
         f"torch_moe_mps._C_torch{major}_{minor}",  # _extension.py loads it into no other torch
         sources,

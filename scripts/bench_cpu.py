@@ -3,15 +3,19 @@
 
 The four take turns within every repeat, so that what else the machine does hits all of them alike. batched_mm
 copies the weights of every selected expert: it is left out where that takes more than --copy-limit GiB.
+
+With --generate FILE.gguf instead: the CPU time of a token of generate() with the file's weights kept packed
+beside that of the model's own code with the same weights, dequantised; in turns, and the least of each.
 """
 
 import argparse
 import random
 import statistics
 import time
+from pathlib import Path
 
 import torch
-from transformers import Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, GgufConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 import torch_moe_mps  # noqa: F401  (registers the operators)
@@ -77,6 +81,42 @@ def measure(calls: dict, seconds: float, least: int) -> dict[str, float]:
     return {name: statistics.median(values) * 1e3 for name, values in times.items()}
 
 
+def seconds_of_token(model, tokens: int) -> float:
+    """CPU seconds, of a token after the first."""
+    ids, times = torch.arange(100, 116)[None], []
+    for count in (1, 1 + tokens):
+        start = time.process_time()
+        model.generate(
+            input_ids=ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=count,
+            min_new_tokens=count,
+            do_sample=False,
+            pad_token_id=0,
+        )
+        times.append(time.process_time() - start)
+    return (times[1] - times[0]) / tokens
+
+
+def compare_generation(file: Path, seconds: float) -> None:
+    options = {"gguf_file": file.name, "dtype": torch.float32}
+    load = AutoModelForCausalLM.from_pretrained
+    models = {
+        "packed": load(file.parent, **options),
+        "dequantised": load(file.parent, quantization_config=GgufConfig(dequantize=True), **options),
+    }
+    times: dict[str, list[float]] = {name: [] for name in models}
+    for model in models.values():
+        seconds_of_token(model, 3)  # decodes the weights
+    deadline = time.perf_counter() + seconds
+    while len(times["packed"]) < 5 or time.perf_counter() < deadline:
+        for name, model in models.items():
+            times[name].append(seconds_of_token(model, 4))
+    least = {name: min(each) * 1e3 for name, each in times.items()}
+    shown = ", ".join(f"{name} {each:.1f} ms" for name, each in least.items())
+    print(f"a token: {shown}, ratio {least['packed'] / least['dequantised']:.2f}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -85,6 +125,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 8, 64, 512])
     parser.add_argument("--dtype", nargs="+", choices=DTYPES, default=["float32", "bfloat16"])
     parser.add_argument("--seconds", type=float, default=10.0, help="per row")
+    parser.add_argument("--generate", type=Path, metavar="FILE.gguf", help="compare generate() instead")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--copy-limit", type=float, default=4.0, metavar="GIB")
     options = parser.parse_args()
@@ -93,6 +134,9 @@ def main() -> None:
         shapes, tokens, seconds = SHAPES[:1], [1, 64], 2.0
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
+    if options.generate is not None:
+        compare_generation(options.generate, options.seconds)
+        return
     print(f"torch {torch.__version__}, {options.threads} threads; median milliseconds")
     columns = ("ours", *PEERS)
     print(

@@ -3,13 +3,14 @@
 The wheel has one Metal extension for each minor version of torch. On a Mac, torch's own way to compile
 extensions builds each, in an environment with that torch. Elsewhere --cross takes the compiler of
 scripts/check_macos: the same files by the same steps, for tests; such a wheel was never run and must not be
-published.
+published. --metallibs adds what `scripts/compile_shaders --release` has compiled.
 """
 
 import argparse
 import hashlib
 import os
 import re
+import runpy
 import shutil
 import struct
 import subprocess
@@ -24,8 +25,8 @@ from macholib.MachO import MachO
 from macholib.SymbolTable import SymbolTable
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-TAG = "py3-none-macosx_14_0_arm64"
-OLDEST_MACOS = (14, 0)
+OLDEST_MACOS = runpy.run_path(str(REPOSITORY / "torch_moe_mps" / "_versions.py"))["MACOS"]
+TAG = f"py3-none-macosx_{OLDEST_MACOS[0]}_{OLDEST_MACOS[1]}_arm64"
 # What the extension may need: torch, and what every Mac has. Nothing of Python, whatever its version.
 NEEDED = re.compile(
     r"@rpath/lib(c10|torch|torch_cpu)\.dylib"
@@ -37,6 +38,8 @@ CPU_ARM64 = 0x0100000C  # of a Mach-O header
 # Of a code signature: Apple's cs_blobs.h.
 CODE_DIRECTORY, AD_HOC, SHA256 = 0xFADE0C02, 0x2, 2
 PLACEHOLDER = "OWNER"
+COMPILED = Path("torch_moe_mps", "shaders", "compiled")
+MOST_BYTES = 100_000_000  # of a file on PyPI
 
 
 class WheelError(RuntimeError):
@@ -105,7 +108,7 @@ def libraries_of(wheel: Path, folder: Path) -> list[Path]:
         return [Path(archive.extract(name, folder)) for name in names]
 
 
-def assemble(wheel: Path, libraries: Sequence[Path], output: Path) -> Path:
+def assemble(wheel: Path, libraries: Sequence[Path], output: Path, metallibs: Sequence[Path] = ()) -> Path:
     """The wheel with these libraries and the tag for Macs, in `output`."""
     with tempfile.TemporaryDirectory() as scratch:
         run(sys.executable, "-m", "wheel", "unpack", wheel, "--dest", scratch)
@@ -114,6 +117,9 @@ def assemble(wheel: Path, libraries: Sequence[Path], output: Path) -> Path:
             target = content / "torch_moe_mps" / library.name
             if not target.exists():
                 shutil.copy(library, target)
+        for library in metallibs:
+            (content / COMPILED).mkdir(exist_ok=True)
+            shutil.copy(library, content / COMPILED)
         packed = Path(scratch, "packed")
         packed.mkdir()
         run(sys.executable, "-m", "wheel", "pack", content, "--dest-dir", packed)
@@ -128,6 +134,8 @@ def check_wheel(wheel: Path, versions: Sequence[str]) -> None:
     """Raise WheelError unless names, tag, RECORD and every library are as they should be."""
     if not wheel.name.endswith(f"-{TAG}.whl"):
         raise WheelError(f"{wheel.name} is not for {TAG}")
+    if wheel.stat().st_size > MOST_BYTES:
+        raise WheelError(f"{wheel.name} has {wheel.stat().st_size} bytes, PyPI takes {MOST_BYTES}")
     with tempfile.TemporaryDirectory() as scratch:
         run(sys.executable, "-m", "wheel", "unpack", wheel, "--dest", scratch)  # checks RECORD
         (content,) = Path(scratch).iterdir()
@@ -219,6 +227,7 @@ def main() -> int:
     parser.add_argument("--torch", nargs="+", default=SUPPORTED, metavar="VERSION", help="minor versions")
     parser.add_argument("--output", type=Path, default=REPOSITORY / "dist", help="folder, dist unless given")
     parser.add_argument("--cross", action="store_true", help="without a Mac, for tests")
+    parser.add_argument("--metallibs", type=Path, metavar="FOLDER", help="compiled shaders to add")
     parser.add_argument("--release", metavar="TAG", help="first check that a release can have this tag")
     options = parser.parse_args()
     if not options.cross and sys.platform != "darwin":
@@ -228,7 +237,8 @@ def main() -> int:
         faults = release_faults(options.release) if options.release else []
         if faults:
             raise WheelError("; ".join(faults))
-        made = build(options.torch, options.output, options.cross)
+        metallibs = _metallibs(options.metallibs)
+        made = build(options.torch, options.output, options.cross, metallibs)
     except WheelError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
@@ -236,7 +246,14 @@ def main() -> int:
     return 0
 
 
-def build(versions: Sequence[str], output: Path, cross: bool) -> list[Path]:
+def _metallibs(folder: Path | None) -> list[Path]:
+    found = [] if folder is None else sorted(folder.glob("*.metallib"))
+    if folder is not None and not found:
+        raise WheelError(f"{folder} has no compiled shaders")
+    return found
+
+
+def build(versions: Sequence[str], output: Path, cross: bool, metallibs: Sequence[Path] = ()) -> list[Path]:
     """The wheel and the source distribution in `output`, checked."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
@@ -248,7 +265,7 @@ def build(versions: Sequence[str], output: Path, cross: bool) -> list[Path]:
             wheels = [build_on_mac(version, sources, folder) for version in versions]
             libraries = [library for wheel in wheels for library in libraries_of(wheel, folder)]
             wheel = wheels[0]
-        made = [assemble(wheel, libraries, output), build_sdist(sources, output)]
+        made = [assemble(wheel, libraries, output, metallibs), build_sdist(sources, output)]
     check_wheel(made[0], versions)
     return made
 

@@ -1,7 +1,9 @@
 """Writes the source of every Metal library, headers pasted in as at run time, and has a compiler compile it.
 
 Prints a line for each library, with the compiler's messages where it fails. Ends with 1 if any failed.
-Those for tensor units need the SDK of macOS 26, and are left out with an older one.
+Those for tensor units need the SDK of macOS 26, and are left out with an older one. With --release it writes
+what a wheel brings: <library>-<key>.metallib, in the names under which the package finds them. The key is of
+the source.
 """
 
 import argparse
@@ -14,10 +16,13 @@ from pathlib import Path
 import torch
 
 import torch_moe_mps  # noqa: F401  (brings the operators)
+from torch_moe_mps._versions import MACOS
 
 # As compile_options() in csrc/metal/library.mm has it: safe math, and the languages.
 COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-Wmetal-addr-spaces", "-c")
-LANGUAGE, LANGUAGE_WITH_TENSORS = "-std=metal3.1", "-std=metal4.0"
+LINKER = ("xcrun", "-sdk", "macosx", "metallib")
+LANGUAGE = ("-std=metal3.1", "-mmacosx-version-min={}.{}".format(*MACOS))
+LANGUAGE_WITH_TENSORS = ("-std=metal4.0",)
 SDK_WITH_TENSORS = 26
 
 
@@ -44,20 +49,46 @@ def write_sources(folder: Path) -> list[Path]:
     return paths
 
 
+def is_released(library: str) -> bool:
+    """Whether a wheel brings it compiled: what models in bfloat16 run, as nearly all are. All would be some
+    hundred megabytes."""
+    in_bfloat16 = library.endswith("_bf16") and not library.startswith("tensor_units")
+    return in_bfloat16 or library in ("bucket_i64", "routing_f32")
+
+
 def compile_source(source: Path) -> str:
     """What the compiler says of a source that it refuses; empty if it takes it."""
     language = LANGUAGE_WITH_TENSORS if source.stem.startswith("tensor_units") else LANGUAGE
-    command = [*COMPILER, str(source), "-o", str(source.with_suffix(".air")), language]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    return _run(*COMPILER, source, "-o", source.with_suffix(".air"), *language)
+
+
+def link(source: Path, folder: Path) -> str:
+    """What the linker says of a compiled source that it refuses; empty if the library is in the folder."""
+    target = folder / torch.ops.moe_mps._library_file(source.stem)
+    return _run(*LINKER, source.with_suffix(".air"), "-o", target)
+
+
+def _run(*command: object) -> str:
+    result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
     return "" if result.returncode == 0 else result.stderr or f"exit code {result.returncode}"
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="compile_shaders", description=__doc__.partition("\n")[0])
     parser.add_argument("folder", nargs="?", type=Path, default=Path("build/shaders"))
-    sources = write_sources(parser.parse_args(arguments).folder)
+    parser.add_argument("--release", type=Path, metavar="FOLDER", help="write a wheel's libraries there")
+    options = parser.parse_args(arguments)
+    sources = write_sources(options.folder)
+    if options.release is not None:
+        sources = [source for source in sources if is_released(source.stem)]
+        options.release.mkdir(parents=True, exist_ok=True)
+
+    def make(source: Path) -> str:
+        refused = compile_source(source)
+        return refused or (link(source, options.release) if options.release is not None else "")
+
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        results = dict(zip(sources, pool.map(compile_source, sources), strict=True))
+        results = dict(zip(sources, pool.map(make, sources), strict=True))
     for source, message in results.items():
         print(f"{source.stem:32} {f'FAILED: {message}' if message else 'ok'}")
     refused = sum(map(bool, results.values()))

@@ -13,6 +13,7 @@ import functools
 import importlib.util
 import os
 import re
+import runpy
 import sys
 import tempfile
 import time
@@ -27,12 +28,16 @@ from simulator.build_device import compile_once, precompiled, run
 from simulator.errors import BuildError
 
 DEFAULT = "2.13.0"
-# The minor versions of torch that the package supports: a wheel has an extension for each.
-SUPPORTED = ("2.13", "2.14", "2.15")
-SOURCES = Path(__file__).parents[1] / "torch_moe_mps" / "csrc"
+PACKAGE = Path(__file__).parents[1] / "torch_moe_mps"
+VERSIONS = runpy.run_path(str(PACKAGE / "_versions.py"))
+SUPPORTED = VERSIONS["TORCH"]
+NEWEST_NEED = max(VERSIONS["MACOS_OF_TORCH"].values())  # pip takes wheels for older ones, too
+SOURCES = PACKAGE / "csrc"
 METAL_CPP = "mlx-metal==0.32.4"
-TARGET = "aarch64-macos.14.0"
+TARGET = "aarch64-macos.{}.{}".format(*VERSIONS["MACOS"])
 DYLIBS = ("torch_cpu", "torch", "c10")
+# What metal-cpp does not cover: developer.apple.com/documentation/metalperformanceshaders/mpscommandbuffer
+PERFORMANCE_SHADERS_SELECTORS = {"rootCommandBuffer"}
 # Foundation's, of which metal-cpp covers a part only: developer.apple.com/documentation/foundation
 FOUNDATION_SELECTORS = {"initWithBytes:length:encoding:", "new", "stringWithUTF8String:"}
 FOUNDATION_CLASSES = {"NSConstantString"}
@@ -104,7 +109,13 @@ def unpacked(requirement: str, wanted: str) -> Path:
             "--disable-pip-version-check",
             "--no-deps",
         ]
-        command += ["--only-binary=:all:", "--platform", "macosx_14_0_arm64", "--python-version", "3.12"]
+        command += [
+            "--only-binary=:all:",
+            "--platform",
+            "macosx_{}_{}_arm64".format(*NEWEST_NEED),
+            "--python-version",
+            "3.12",
+        ]
         run([*command, "--dest", scratch, requirement], f"downloading {requirement} for macOS")
         (wheel,) = Path(scratch).glob("*.whl")
         complete = Path(scratch, "complete")
@@ -206,11 +217,12 @@ def section(binary: Path, name: str) -> list[str]:
 def check_names(objects: Sequence[Path]) -> tuple[int, list[str]]:
     """How many selectors are sent, and which selectors and classes Apple does not have."""
     selectors, classes = metal_cpp_names()
+    known = selectors | FOUNDATION_SELECTORS | PERFORMANCE_SHADERS_SELECTORS
     sent = {selector for binary in objects for selector in section(binary, "__TEXT,__objc_methname")}
     symbols = "".join(run([tool("llvm-nm"), "-u", binary], "listing symbols") for binary in objects)
     sent |= set(re.findall(r"_objc_msgSend\$(\S+)", symbols))
     used = set(re.findall(r"_OBJC_CLASS_\$_(\w+)", symbols))
-    faults = [f"selector {name} is not Apple's" for name in sorted(sent - selectors - FOUNDATION_SELECTORS)]
+    faults = [f"selector {name} is not Apple's" for name in sorted(sent - known)]
     faults += [f"class {name} is not Apple's" for name in sorted(used - classes - FOUNDATION_CLASSES)]
     return len(sent), faults
 

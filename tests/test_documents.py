@@ -12,6 +12,7 @@ from support.processes import REPOSITORY
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import torch_moe_mps
+from torch_moe_mps._versions import FAILS, MACOS, MACOS_OF_TORCH, TENSOR_UNITS, TORCH, dotted
 from torch_moe_mps.transformers.basics.interface import formats_of
 
 DOCUMENTS = [
@@ -65,6 +66,19 @@ def test_the_bounds_of_several_macs():
         for (latency, rate), cell in zip(links, cells.split(" | "), strict=True):
             hops = [(n - 1) * (200e-6 + latency + int(hidden) / rate) + latency for n in (2, 4, 8)]
             assert cell == " / ".join(f"{1 / (seconds + hop):.0f}" for hop in hops)
+
+
+def test_the_readme_has_the_limits_of_versions():
+    text = (REPOSITORY / "README.md").read_text().replace("\n", " ")
+    (needed,) = MACOS_OF_TORCH.items()
+    (fails,) = FAILS.items()
+    newer = next(version for version in TORCH if version not in FAILS)
+    for words in (
+        f"macOS {dotted(MACOS)} or newer ({dotted(needed[1])} for torch {needed[0]}, ",
+        f", {dotted(TENSOR_UNITS)} for the tensor units",
+        f"torch {TORCH[0]} to {TORCH[-1]} ({newer} or newer on macOS {dotted(fails[1][0])})",
+    ):
+        assert words in text
 
 
 def test_the_api_is_what_the_docstrings_say():

@@ -14,7 +14,9 @@ from torch_moe_mps.ops import _activations, _checks, routing
 PACKAGE = REPOSITORY / "torch_moe_mps"
 # Parts of the package from the lowest floor to the highest: a part imports those below it.
 FLOORS = (
+    "_versions",
     "_extension",
+    "_faults",
     "macs",
     "ops",
     "selfcheck",

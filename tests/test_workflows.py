@@ -8,6 +8,8 @@ import yaml
 from macos import SUPPORTED
 from support.processes import REPOSITORY
 
+from torch_moe_mps._versions import TORCH, refused
+
 FOLDER = REPOSITORY / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.yml"))
 
@@ -53,6 +55,22 @@ def test_a_release_is_installed_with_every_torch():
     rows = release["install"]["strategy"]["matrix"]["include"]
     assert tuple(row["torch"] for row in rows) == SUPPORTED
     assert (release["install"]["needs"], release["publish"]["needs"]) == ("build", "install")
+
+
+def test_runners_have_a_macos_that_their_torch_takes():
+    rows = jobs(FOLDER / "release.yml")["install"]["strategy"]["matrix"]["include"]
+    rows += jobs(FOLDER / "test.yml")["macos"]["strategy"]["matrix"]["include"]
+    for row in rows:
+        torch = ".".join(row.get("torch", TORCH[0]).split(".")[:2])
+        assert refused(torch, (int(row["runner"].removeprefix("macos-")), 0)) is None, row
+
+
+def test_a_release_brings_compiled_shaders():
+    """Of the folder that the compiler wrote, and each job that installs the wheel compares their keys."""
+    release = jobs(FOLDER / "release.yml")
+    compiled, built = re.findall(r"build/\w+", commands(release["build"]))
+    assert compiled == built and f"compile_shaders --release {compiled}" in commands(release["build"])
+    assert "check_load.py" in commands(release["install"])
 
 
 def test_apples_compiler_and_gpu_are_asked():

@@ -7,31 +7,41 @@ from torch_moe_mps_autoload import register_when_imported
 
 __version__ = "0.2.0"
 __all__ = [
+    "Importance",
     "accelerate",
+    "collect_importance",
     "from_pretrained",
     "load_prompt_cache",
     "measured_recipe",
     "ops",
     "quantize_experts",
+    "read_importance",
     "restore",
     "save_prompt_cache",
+    "synchronize",
 ]
 
 # Imported when first used: most of it needs transformers, and all of it torch.
 _LAZY = {
+    "Importance": ".transformers.checkpoints.importance",
     "accelerate": ".transformers",
+    "collect_importance": ".transformers.checkpoints.importance",
+    "read_importance": ".transformers.checkpoints.importance",
     "restore": ".transformers",
     "from_pretrained": ".transformers.checkpoints.loading",
     "load_prompt_cache": ".transformers.prompt_cache",
     "measured_recipe": ".transformers.checkpoints.budget",
     "quantize_experts": ".transformers",
     "save_prompt_cache": ".transformers.prompt_cache",
+    "synchronize": "._faults",
 }
 
 if TYPE_CHECKING:
     from . import ops
+    from ._faults import synchronize
     from .transformers import accelerate, quantize_experts, restore
     from .transformers.checkpoints.budget import measured_recipe
+    from .transformers.checkpoints.importance import Importance, collect_importance, read_importance
     from .transformers.checkpoints.loading import from_pretrained
     from .transformers.prompt_cache import load_prompt_cache, save_prompt_cache
 

@@ -7,14 +7,18 @@ from pathlib import Path
 
 import torch
 
-# Dispatches after which the stream is committed, so that the GPU works while the host encodes: torch commits
-# only when somebody waits. Not measured on a Mac by us; it took executorch#17671 from 125 to 85 ms.
-COMMIT_EVERY = 96
+# Dispatches after which the stream is committed; 0 leaves that to torch, which commits when somebody waits.
+# Without it, csrc/metal/encoder.mm decides by what they take. Committing early took executorch#17671 from 125
+# to 85 ms a token.
 COMMIT_VARIABLE = "MOE_MPS_COMMIT_EVERY"
+COMMIT_BY_WORK = -1
 
 # Whether matmuls run on the tensor units of the M5 and later: "0" none, "1" all, unchecked and on any GPU,
 # "auto" those of accelerated models that tensor_units.py has found right.
 TENSOR_VARIABLE = "MOE_MPS_TENSOR_UNITS"
+
+# "0" leaves out the libraries that a release has compiled: Metal compiles all of them on this machine.
+COMPILED_VARIABLE = "MOE_MPS_COMPILED"
 
 # Where this variable is "1", transformers reads a checkpoint without threads.
 ONE_THREAD = "HF_DEACTIVATE_ASYNC_LOAD"
@@ -69,7 +73,7 @@ def activate(library: Path) -> None:
     global _loaded
     torch.ops.load_library(str(library))
     _loaded = library
-    torch.ops.moe_mps._set_shader_directory(str(SHADERS))
+    torch.ops.moe_mps._set_shader_directory(str(SHADERS), os.environ.get(COMPILED_VARIABLE) != "0")
     torch.ops.moe_mps._commit_every(_commit_interval())
     torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
 
@@ -88,8 +92,10 @@ def use_of_tensor_units() -> str:
 
 
 def _commit_interval() -> int:
-    """What the environment says, or COMMIT_EVERY; 0 leaves committing to torch."""
-    text = os.environ.get(COMMIT_VARIABLE, str(COMMIT_EVERY))
+    """What the environment says, or COMMIT_BY_WORK."""
+    text = os.environ.get(COMMIT_VARIABLE)
+    if text is None:
+        return COMMIT_BY_WORK
     if not text.isdecimal():
         raise ValueError(
             f"torch_moe_mps: {COMMIT_VARIABLE} must be a number of dispatches, or 0, got {text!r}"

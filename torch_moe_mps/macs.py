@@ -1,9 +1,13 @@
 """Facts about Macs: memory bandwidth by chip, and how much memory macOS lets the GPU use."""
 
+import functools
 import subprocess
 from typing import NamedTuple
 
 import torch
+
+from ._extension import torch_version
+from ._versions import dotted, refused
 
 GIB = 1 << 30
 MEMORIES = (16, 18, 24, 32, 36, 48, 64, 96, 128, 192, 256, 512)  # GiB of memory that Macs were sold with
@@ -71,6 +75,22 @@ def this_mac() -> Mac:
     if f"{chip} (40 cores)" in BANDWIDTHS:
         chip = f"{chip} ({torch.backends.mps.get_core_count()} cores)"
     return Mac(chip, memory, limit, BANDWIDTHS.get(chip))
+
+
+@functools.cache
+def macos() -> tuple[int, ...] | None:
+    """The version of macOS; None elsewhere. Python may be told an older one, depending on its build."""
+    text = said("sw_vers", "-productVersion")
+    if not text.replace(".", "").isdecimal():
+        return None
+    numbers = tuple(map(int, text.split(".")))
+    return numbers if len(numbers) > 1 else (*numbers, 0)
+
+
+def refusal() -> str | None:
+    """Why this torch cannot run models on the GPU of this Mac, in one line, if it cannot."""
+    system = macos()
+    return None if system is None else refused(dotted(torch_version()), system)
 
 
 def said(*command: str) -> str:

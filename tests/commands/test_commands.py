@@ -21,6 +21,7 @@ from support.processes import COMMAND, interrupted
 import torch_moe_mps
 from torch_moe_mps.commands import convert, main, perplexity
 from torch_moe_mps.commands.perplexity import SAMPLE, Means, measure, save_references, windows
+from torch_moe_mps.commands.sources import usable_device
 from torch_moe_mps.transformers.basics.interface import formats_of
 
 # Tests that do not depend on experts: a dense model, in the sweep.
@@ -578,3 +579,12 @@ def test_ctrl_c_of_a_perplexity(checkpoint, tmp_path):
     code, errors = interrupted(COMMAND, "Reading:", "perplexity", *options)
     assert code == 130 and errors.splitlines()[-1] == "torch-moe-mps: interrupted"
     assert "Traceback" not in errors and not (tmp_path / "found.json").exists()
+
+
+def test_without_an_apple_gpu_one_line_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert usable_device("cpu") == "cpu" and capsys.readouterr().err == ""
+    assert usable_device(None) == "cpu"
+    assert capsys.readouterr().err.splitlines() == [
+        "torch finds no Apple GPU here: operators run their references on the CPU"
+    ]

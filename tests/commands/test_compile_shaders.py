@@ -5,6 +5,7 @@ import re
 import sys
 
 import pytest
+import torch
 from support.processes import REPOSITORY
 
 
@@ -55,3 +56,26 @@ def test_refused_source(script, tmp_path, capsys, monkeypatch):
     assert re.fullmatch(r"rope_f16 +FAILED: rope.h:7: error: no such type", lines[1])
     assert lines[-1] == "1 of 2 libraries compile; those for tensor units need the SDK of macOS 26"
     assert (tmp_path / "norms_f16.air").exists()
+
+
+def test_a_release_has_the_libraries_of_bfloat16(script, tmp_path, capsys, monkeypatch):
+    """Under the names by which the package finds them; the linker's message fails it."""
+    tool = tmp_path / "tool.py"
+    tool.write_text(
+        "import pathlib, sys\n"
+        "if 'norms_bf16.air' in sys.argv[1] and 'wrong' in sys.argv[3]: sys.exit('no such symbol')\n"
+        "pathlib.Path(sys.argv[3]).write_bytes(pathlib.Path(sys.argv[1]).read_bytes())\n"
+    )
+    for name in ("COMPILER", "LINKER"):
+        monkeypatch.setattr(script, name, (sys.executable, str(tool)))
+    some = ["norms_bf16", "norms_f16", "routing_f32", "tensor_units_dense_bf16"]
+    monkeypatch.setattr(script, "write_sources", lambda folder: [folder / f"{name}.metal" for name in some])
+    for name in some:
+        (tmp_path / f"{name}.metal").write_text(name)
+    assert script.main([str(tmp_path), "--release", str(tmp_path / "made")]) == 0
+    made = {path.name: path.read_text() for path in (tmp_path / "made").iterdir()}
+    names = torch.ops.moe_mps._library_file
+    assert made == {names(name): name for name in ("norms_bf16", "routing_f32")}
+    assert all(re.fullmatch(r"[a-z0-9_]+-[0-9a-f]{16}\.metallib", name) for name in made)
+    assert script.main([str(tmp_path), "--release", str(tmp_path / "wrong")]) == 1
+    assert "FAILED: no such symbol" in capsys.readouterr().out

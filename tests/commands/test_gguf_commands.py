@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from support.gguf_files import write_file
@@ -11,6 +12,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
+from torch_moe_mps.quantization import dequantize, quantize
 
 KINDS = ("q4_0", "q8_0", "q5_0")
 
@@ -40,6 +42,8 @@ def test_convert_and_fit(file, tmp_path, capsys):
     )
     model, expected = torch_moe_mps.from_pretrained(str(new)), logits(dense, ids)
     assert (logits(model, ids) - expected).abs().max() <= 2e-5 * expected.abs().max()
+    assert str(file.parent) not in (new / "README.md").read_text()  # a path of the user's
+    assert (new / "model.safetensors").stat().st_mode & 0o777 == 0o644
     modules = json.loads((new / "config.json").read_text())["quantization_config"]["modules"]
     assert {*modules.values()} == {*KINDS}
     tokenizer = AutoTokenizer.from_pretrained(new)
@@ -55,6 +59,38 @@ def test_convert_and_fit(file, tmp_path, capsys):
     assert run("fit", file, "--json", tmp_path / "fit.json") == 0
     stored = json.loads((tmp_path / "fit.json").read_text())["sizes"][0]
     assert stored["bytes"] == size and "as it is" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
+def test_convert_in_other_bits(file, layout, tmp_path):
+    """As of what transformers makes of the file: its values are quantised again."""
+    dense = AutoModelForCausalLM.from_pretrained(
+        file.parent, gguf_file=file.name, quantization_config=GgufConfig(dequantize=True)
+    )
+    recipe = ("--bits", 4, "--group-size", 32, "--to", layout)
+    assert run("convert", file, tmp_path / "new", *recipe, "--dtype", "float32") == 0
+    model = torch_moe_mps.from_pretrained(str(tmp_path / "new"))
+    weight = dense.model.layers[1].mlp.experts.down_proj.detach()
+    experts = model.model.layers[1].mlp.experts
+    parts = experts.down_proj_packed, experts.down_proj_scales, experts.down_proj_biases
+    assert torch.equal(dequantize(*parts, 4, 32), dequantize(*quantize(weight, 4, 32), 4, 32))
+    assert (tmp_path / "new" / "tokenizer.json").exists()
+    ids = torch.arange(5)[None]
+    torch_moe_mps.accelerate(dense, bits=4, group_size=32)
+    assert torch.equal(logits(model, ids), logits(dense, ids))
+
+
+@pytest.mark.sweep
+def test_mlx_lm_reads_what_was_a_gguf_file(file, tmp_path):
+    load = pytest.importorskip("mlx_lm.utils").load_model
+    mx = pytest.importorskip("mlx.core")
+    recipe = ("--bits", 4, "--group-size", 32, "--to", "mlx")
+    assert run("convert", file, tmp_path / "new", *recipe, "--dtype", "float32") == 0
+    theirs, _ = load(tmp_path / "new")
+    ids = torch.arange(5)[None]
+    expected = logits(torch_moe_mps.from_pretrained(str(tmp_path / "new")), ids)
+    found = torch.from_numpy(np.array(theirs(mx.array(ids.numpy())).astype(mx.float32)))
+    assert (found - expected).abs().max() <= 1e-3 * expected.abs().max()
 
 
 def test_what_runs_a_model(file, tmp_path, capsys):
@@ -104,8 +140,12 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(file.read_bytes()[:-4000])
     for arguments, message in (
-        (("convert", file, tmp_path / "a", "--bits", 4), "a GGUF file is converted as it is"),
-        (("convert", file, tmp_path / "a", "--to", "mlx"), "--to must be moe_mps for a GGUF file"),
+        (("convert", file, tmp_path / "a", "--group-size", 32), "--group-size of a GGUF file needs --bits"),
+        (
+            ("convert", file, tmp_path / "a", "--importance", "auto"),
+            "--importance of a GGUF file needs --bits",
+        ),
+        (("convert", file, tmp_path / "a", "--to", "mlx"), "--to mlx of a GGUF file needs --bits"),
         (("convert", bare, tmp_path / "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("generate", bare, "-p", "a"), "bare.gguf has no tokenizer that transformers reads"),
         (("generate", file, "-p", "a", "--bits", 7), "bits must be 2 or 3 or"),

@@ -51,7 +51,7 @@ def test_commands(checkpoint, capsys):
     assert first[0] == capsys.readouterr().out and "perplexity" in first[0]
 
     assert [row.split(" | ")[3] for row in first[1].splitlines()[2:]] == [
-        "pp8", "tg4", "pp8 @ d16", "tg4 @ d16", "ttft4 @ d16",
+        "pp8", "tg4", "tg4 sampled", "pp8 @ d16", "tg4 @ d16", "tg4 sampled @ d16", "ttft4 @ d16",
     ]  # fmt: skip
     assert "| 2 x cpu |" in first[1]
 

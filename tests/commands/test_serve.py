@@ -1,9 +1,11 @@
 """The commands serve and chat: transformers' own, with a model that this package quantised."""
 
 import argparse
+import json
 import os
 import pty
 import select
+import shutil
 import signal
 import time
 
@@ -57,12 +59,9 @@ def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub)
         assert chat.create(**asked, **plain).choices[0].message.content == text
         assert raw.create(model=name, prompt="hello", temperature=0, max_tokens=6).choices[0].text == text
         assert responses.create(model=name, input="a", text={"format": {"type": "text"}}).output_text
-        schema = {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "object"}}}
         for create, field, value in (
             (chat.create, "n", 2),
             (chat.create, "logprobs", True),
-            (chat.create, "response_format", {"type": "json_object"}),
-            (chat.create, "response_format", schema),
             (chat.create, "tool_choice", "required"),
             (chat.create, "presence_penalty", 0.5),
             (raw.create, "n", 2),
@@ -77,8 +76,6 @@ def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub)
             with pytest.raises(openai.BadRequestError, match=f"'{field}' is not supported") as raised:
                 create(**body)
             assert raised.value.param == field and raised.value.type == "invalid_request_error"
-        with pytest.raises(openai.BadRequestError, match="'response_format' is not supported"):
-            responses.create(model=name, input="a", text={"format": {"type": "json_object"}})
         assert chat.create(**asked | {"model": "another"}).choices[0].message.content == text
 
 
@@ -416,3 +413,26 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         monkeypatch.setattr(f"transformers.{module}.is_serve_available", lambda: False)
     assert main(["serve", str(checkpoint), "--device", "cpu"]) == 1
     assert capsys.readouterr().err.splitlines()[-1].endswith("pip install transformers[serving]`")
+
+
+def test_a_base_model_continues_the_text(checkpoint, tmp_path, capsys):
+    """Without a chat template: an answer continues a message, and the next message begins a line."""
+    shutil.copytree(checkpoint, tmp_path / "base")
+    for file in ("chat_template.jinja", "tokenizer_config.json"):
+        path = tmp_path / "base" / file
+        if file.endswith(".json"):
+            told = json.loads(path.read_text())
+            told.pop("chat_template", None)
+            path.write_text(json.dumps(told))
+        else:
+            path.unlink(missing_ok=True)
+    assert transformers.AutoTokenizer.from_pretrained(tmp_path / "base").chat_template is None
+    turns = [
+        {"role": "system", "content": "ab"}, {"role": "user", "content": "cd"},
+        {"role": "assistant", "content": "ef"}, {"role": "user", "content": "gh"},
+    ]  # fmt: skip
+    with client_of(tmp_path / "base") as client:
+        for messages, text in ((said("hello"), "hello"), (turns, "ab\ncdef\ngh")):
+            answer = client.chat.completions.create(model="m", messages=messages, temperature=0, max_tokens=6)
+            assert answer.choices[0].message.content == expected_text(checkpoint, text, 6)
+    assert capsys.readouterr().err.count("has no chat template: it continues the text") == 1

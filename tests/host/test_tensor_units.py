@@ -12,6 +12,7 @@ from support.quantized_layers import check_layer, check_linear
 
 import torch_moe_mps
 from torch_moe_mps._extension import TENSOR_VARIABLE, use_of_tensor_units
+from torch_moe_mps._versions import TENSOR_UNITS, dotted
 from torch_moe_mps.selfcheck import tensor_units
 
 
@@ -81,7 +82,7 @@ def test_a_machine_without_units_compiles_nothing_for_them(simulated, monkeypatc
     was_built = torch.ops.moe_mps._is_built(library)  # by another test
     for gpu, macos, reason in (
         ("Apple M4 Max", "26.4", "Apple M4 Max has none, which the M5 and later have"),
-        ("Apple M4 Max", "15.7", "they need macOS 26 or newer"),
+        ("Apple M4 Max", "15.7", "they need macOS 26.2 or newer"),
         ("Apple M5", "26.0", ""),
     ):
         monkeypatch.setenv("SIMULATED_GPU", gpu)
@@ -93,6 +94,21 @@ def test_a_machine_without_units_compiles_nothing_for_them(simulated, monkeypatc
     assert report.tensor_units == "tensor units: off: Apple M4 Max has none, which the M5 and later have"
     assert kernels_of(simulated) == ["gemm32_split_affine4_64_f16"]
     assert torch.ops.moe_mps._is_built(library) == was_built
+
+
+def test_an_older_macos_than_they_need_is_named(simulated, monkeypatch):
+    """The host knows Metal 4 alone, which came before; both give the same limit."""
+    monkeypatch.setenv("SIMULATED_GPU", "Apple M5")
+    for macos, reason in (
+        ((26, 1, 0), "they need macOS 26.2 or newer, this is 26.1"),
+        ((26, 2, 0), ""),
+        ((27, 0, 0), ""),
+    ):
+        monkeypatch.setattr(tensor_units, "macos", lambda macos=macos: macos)
+        assert tensor_units.why_not() == reason
+    monkeypatch.setenv("SIMULATED_MACOS", "15")
+    needed = f"they need macOS {dotted(TENSOR_UNITS)} or newer"
+    assert torch.ops.moe_mps._why_no_tensor_units() == needed
 
 
 def test_only_what_is_allowed(m5):
@@ -147,7 +163,7 @@ for os.environ["SIMULATED_MACOS"] in ("15", "26"):
             print(error, end=" ")
     print(*(line.split()[0] for line in commands if line.startswith("gemm")))
 """
-TOO_OLD = "needs macOS 26 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not used"
+TOO_OLD = "needs macOS 26.2 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not used"
 
 
 @pytest.mark.parametrize(

@@ -55,6 +55,23 @@ def test_the_wheel(wheel):
     assert len(links) > 5 and all(link.startswith(("https://", "#")) for link in links)
 
 
+def test_compiled_shaders_lie_beside_their_sources(extension, tmp_path, tmp_path_factory, monkeypatch):
+    """RECORD has them; a wheel that PyPI would not take, and a folder without any, are one line."""
+    library = tmp_path / "norms_bf16-0123456789abcdef.metallib"
+    library.write_bytes(b"MTLB")
+    (tmp_path / "dist").mkdir()
+    plain = installed.wheel(tmp_path_factory)
+    made = build_wheel.assemble(plain, [extension], tmp_path / "dist", build_wheel._metallibs(tmp_path))
+    build_wheel.check_wheel(made, MINORS[:1])
+    with zipfile.ZipFile(made) as archive:
+        assert archive.read(f"torch_moe_mps/shaders/compiled/{library.name}") == b"MTLB"
+    with pytest.raises(build_wheel.WheelError, match="dist has no compiled shaders"):
+        build_wheel._metallibs(tmp_path / "dist")
+    monkeypatch.setattr(build_wheel, "MOST_BYTES", 1000)
+    with pytest.raises(build_wheel.WheelError, match=r"\.whl has \d+ bytes, PyPI takes 1000"):
+        build_wheel.check_wheel(made, MINORS[:1])
+
+
 def test_wheels_that_must_not_be_published(wheel, tmp_path, tmp_path_factory):
     def refused(path, message, versions=MINORS):
         with pytest.raises(build_wheel.WheelError, match=message):

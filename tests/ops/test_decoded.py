@@ -104,6 +104,37 @@ def test_a_change_in_place_is_noticed(part, inference, decodings):
         assert len(decodings) == 3
 
 
+@pytest.mark.parametrize("part", ["packed", "scales", "biases"])
+@pytest.mark.parametrize("format", ["affine4_64", "q4_k"])
+def test_what_is_written_through_data_is_noticed(part, format, decodings):
+    """Which raises no version: any 256th of a tensor, and any element of a small one."""
+    for rows in (600, 3):
+        weight = matrix(format, rows, 512)
+        tensor = getattr(weight, part)
+        least = tensor.numel() // 64 + 1
+        for start in (0, 1, tensor.numel() // 3, tensor.numel() - least):
+            product(weight)
+            version, count = tensor._version, len(decodings)
+            bits = tensor.data.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.itemsize])
+            bits.view(-1)[start : start + least] ^= 1
+            assert tensor._version == version
+            assert torch.equal(product(weight), product(weight.map(torch.clone)))
+            assert len(decodings) == count + 2
+
+
+@pytest.mark.parametrize("name", QUANTIZED)
+def test_every_operator_notices_scales_written_through_data(name, decodings):
+    arguments = sample_arguments(name, "cpu", torch.float32)
+    packet(name)(**arguments)
+    for argument, value in arguments.items():
+        if argument.endswith("scales"):
+            value.data.copy_(value.flip(-2))
+    fresh = {
+        key: value.clone() if isinstance(value, torch.Tensor) else value for key, value in arguments.items()
+    }
+    assert torch.equal(packet(name)(**arguments), packet(name)(**fresh))
+
+
 def test_a_loaded_state_dict_is_noticed_by_layers_that_are_joined(decodings):
     layers = [QuantizedLinear(matrix(), torch.float32) for _ in range(2)]
     assert joining.join(*layers)

@@ -21,7 +21,7 @@ from support.quantized_layers import (
 )
 from support.values import DTYPES, random
 
-from torch_moe_mps.ops import linear
+from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
 
 # One token, a few by dot products, and matrix products of one tile, of two, and of one that is not full.
@@ -238,12 +238,17 @@ def test_rows_of_several_layers_are_one_call(device):
         assert torch.equal(out.cpu(), torch.cat(apart, -1).cpu())
 
 
-def test_the_reference_dequantises_some_rows_at_a_time(monkeypatch):
+@pytest.mark.parametrize("memory", ["0", "1"])
+def test_the_reference_dequantises_some_rows_at_a_time(memory, monkeypatch):
     format = "affine5_64"
     weight, x = random_matrix(23, 128, format, torch.float32, 0), random((4, 128), torch.float32, 1)
+    monkeypatch.setenv(_decoded.VARIABLE, memory)
     whole = linear_quantized(x, *weight, None, format)
-    monkeypatch.setattr(linear, "VALUES_AT_ONCE", 5 * 128)
-    assert torch.allclose(linear_quantized(x, *weight, None, format), whole, rtol=0, atol=1e-5)
+    monkeypatch.setattr(_decoded, "VALUES_AT_ONCE", 5 * 128)
+    sizes, own = [], _formats.dequantize_values
+    monkeypatch.setattr(_formats, "dequantize_values", lambda *a: sizes.append(len(a[0])) or own(*a))
+    in_parts = linear_quantized(x, *[part.clone() for part in weight], None, format)
+    assert torch.allclose(in_parts, whole, rtol=0, atol=1e-5) and sizes == [5, 5, 5, 5, 3]
 
 
 @pytest.mark.parametrize("format", ["affine4_64", "affine6_32", "mxfp8", "nvfp4"])

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.oracles_experts import dequantise, numbers_of
 from support.quantized_layers import ALL_FORMATS, FORMATS, bits_of
-from support.values import DTYPES
+from support.values import DTYPES, awkward_weights
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 from torch_moe_mps.quantization import Format, dequantize, formats, quantize, repack_mxfp4_blocks
@@ -29,25 +29,6 @@ def from_mlx(mx, array):
     if array.dtype == mx.uint32:
         return torch.from_numpy(np.array(array).view(np.int32)).view(torch.uint32)
     return torch.from_numpy(np.array(array))
-
-
-def awkward_weights(dtype):
-    """Odd counts of experts and rows; zero, constant, one-signed, tiny and huge groups, and ties."""
-    weight = torch.randn(3, 17, 256, generator=torch.Generator().manual_seed(0))
-    weight[0, 0] = 0
-    weight[0, 1], weight[0, 2] = 1.5, -0.3
-    weight[0, 3], weight[0, 4] = weight[0, 3].abs(), -weight[0, 4].abs()
-    weight[0, 5] *= 1e-6
-    weight[0, 6] = weight[0, 6].clamp(-2, 2) * 3e4
-    weight[0, 7] = torch.randint(-24, 25, (256,), generator=torch.Generator().manual_seed(1)) * 0.25
-    weight[0, 8] *= 1e-9
-    weight[0, 9, ::7] = 40
-    weight[0, 10] = torch.where(weight[0, 10] > 0, 1.0, -1.0)
-    weight[1] *= torch.exp2(torch.arange(17.0) - 12)[:, None]
-    if dtype != torch.float16:
-        weight[0, 11] *= 1e30
-        weight[0, 12] *= 1e-30
-    return weight.to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

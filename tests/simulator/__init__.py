@@ -7,6 +7,7 @@
     with intercepted(run): ...      run(dispatch) replaces the executor
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
+    with failing(kind, after):      a command buffer fails, as where macOS stops it
     commits()                       how often the stream was committed
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
@@ -22,13 +23,18 @@ from .runtime import (
     commits,
     counters,
     dropped,
+    failing,
+    heaps,
     install,
     intercepted,
+    is_resident,
     live_buffers,
     live_objects,
     one_thread,
     pipeline_limit,
     reset,
+    residency_requests,
+    residency_sets,
     set_schedule,
     trace,
 )
@@ -41,14 +47,19 @@ __all__ = [
     "counters",
     "dropped",
     "extension",
+    "failing",
+    "heaps",
     "install",
     "intercepted",
+    "is_resident",
     "live_buffers",
     "live_objects",
     "load",
     "one_thread",
     "pipeline_limit",
     "reset",
+    "residency_requests",
+    "residency_sets",
     "set_schedule",
     "shader_library",
     "trace",

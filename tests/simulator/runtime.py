@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 
 import torch
 
@@ -34,7 +35,10 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_counters_stop.restype = ctypes.POINTER(_DispatchCounters)
     library.simulator_contents.argtypes = [ctypes.c_void_p]
     library.simulator_contents.restype = ctypes.c_void_p
+    library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
+    library.simulator_is_resident.argtypes = [ctypes.c_void_p]
     library.simulator_commits.restype = ctypes.c_uint64
+    library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
     return library
@@ -95,6 +99,16 @@ def pipeline_limit(threads: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
+def heaps(below: int) -> Iterator[None]:
+    """New buffers of fewer bytes lie in a heap, as torch's do on a Mac; otherwise each stands alone."""
+    _runtime().simulator_set_heap_limit(below)
+    try:
+        yield
+    finally:
+        _runtime().simulator_set_heap_limit(0)
+
+
+@contextlib.contextmanager
 def one_thread() -> Iterator[None]:
     """The first thread that uses the device is the only one: a use by any other raises SimulatorError."""
     torch.mps.synchronize()
@@ -103,6 +117,34 @@ def one_thread() -> Iterator[None]:
         yield
     finally:
         _runtime().simulator_one_thread(0)
+
+
+# {how a command buffer fails: Metal's code of the error}
+FAILURES = {"timeout": 2, "fault": 3, "memory": 8}
+
+
+@dataclass
+class Failure:
+    """Whether `failing` has made a buffer fail, known when its block ends."""
+
+    happened: bool = False
+
+
+@contextlib.contextmanager
+def failing(kind: str, after: int = 0) -> Iterator[Failure]:
+    """Behind `after` command buffers one fails: none of its commands runs, its status is an
+    error ("timeout", "fault" or "memory"), and its completed handlers are called. Nobody else is told, as on
+    a Mac: what reads its results gets what was in memory.
+    """
+    torch.mps.synchronize()
+    _runtime().simulator_fail_buffer(after, FAILURES[kind])
+    failure = Failure()
+    try:
+        yield failure
+        torch.mps.synchronize()
+    finally:
+        failure.happened = bool(_runtime().simulator_has_failed())
+        _runtime().simulator_fail_buffer(0, 0)
 
 
 def reset() -> None:
@@ -114,6 +156,21 @@ def reset() -> None:
 def address(tensor: torch.Tensor) -> int:
     """Where the bytes of an mps tensor's storage lie: what a dispatch's bindings point into."""
     return _runtime().simulator_contents(tensor.untyped_storage().data_ptr())
+
+
+def is_resident(tensor: torch.Tensor) -> bool:
+    """Whether an mps tensor's buffer, or the heap that it lies in, is in a residency set."""
+    return bool(_runtime().simulator_is_resident(tensor.untyped_storage().data_ptr()))
+
+
+def residency_sets() -> int:
+    """How many residency sets keep memory ready for the GPU."""
+    return _runtime().simulator_residency_sets()
+
+
+def residency_requests() -> int:
+    """How often this process has asked for the memory of a residency set."""
+    return _runtime().simulator_residency_requests()
 
 
 def commits() -> int:

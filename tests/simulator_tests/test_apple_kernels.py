@@ -654,9 +654,9 @@ attention of 8 heads on 1, 8 tokens, 64 keys of 128, 16 bits
 attention of 8 heads on 1, 8 tokens, 64 keys of 256, 16 bits
   attention16_256_bf16: 2.06 2.02 slots a MAC, 115.5 registers, 256/256/448 threads
 write_cache_quantized_ of 64
-  write_cache_quantized_affine8_bf16: 57.75 54.50 slots an element, 14.5 registers, 128/128/1024 threads
+  write_cache_quantized_affine8_bf16: 57.50 54.25 slots an element, 14.5 registers, 128/128/1024 threads
 write_cache_quantized_ of 128
-  write_cache_quantized_affine8_bf16: 60.25 57.00 slots an element, 14.5 registers, 128/128/1024 threads
+  write_cache_quantized_affine8_bf16: 60.00 56.75 slots an element, 14.5 registers, 128/128/1024 threads
 not dispatched here
   attention16_128_affine8_bf16: 120.5 registers, -/128/384 threads
   attention16_256_affine8_bf16: 120.5 registers, -/256/384 threads

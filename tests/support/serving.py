@@ -41,21 +41,25 @@ TEMPLATE = (
 )
 
 
-def chat_checkpoint(folder: Path) -> Path:
+def chat_checkpoint(folder: Path, architecture: str = "mixtral") -> Path:
     """With a tokenizer of letters, and a chat template without roles. It reads 256 tokens.
 
     A Mixtral: transformers' server does not look for parts of an answer, such as thinking, in its text.
     """
     with tiny_models.groups_of_32():
-        tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27).save_pretrained(folder)
+        tiny_models.tiny_model(architecture, head_dim=32, vocab_size=27).save_pretrained(folder)
+    letters().save_pretrained(folder)
+    return folder
+
+
+def letters() -> transformers.PreTrainedTokenizerFast:
+    """A tokenizer of letters, with `TEMPLATE`."""
     letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
     tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = transformers.PreTrainedTokenizerFast(
+    return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="?", chat_template=TEMPLATE
     )
-    fast.save_pretrained(folder)
-    return folder
 
 
 @functools.cache

@@ -13,3 +13,22 @@ def random(shape, dtype: torch.dtype, seed: int, scale: float = 1.0) -> Tensor:
 def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scale: float = 1.0) -> Tensor:
     """Other ones for another shape."""
     return random(shape, dtype, seed + sum(shape), scale)
+
+
+def awkward_weights(dtype):
+    """Odd counts of experts and rows; zero, constant, one-signed, tiny and huge groups, and ties."""
+    weight = torch.randn(3, 17, 256, generator=torch.Generator().manual_seed(0))
+    weight[0, 0] = 0
+    weight[0, 1], weight[0, 2] = 1.5, -0.3
+    weight[0, 3], weight[0, 4] = weight[0, 3].abs(), -weight[0, 4].abs()
+    weight[0, 5] *= 1e-6
+    weight[0, 6] = weight[0, 6].clamp(-2, 2) * 3e4
+    weight[0, 7] = torch.randint(-24, 25, (256,), generator=torch.Generator().manual_seed(1)) * 0.25
+    weight[0, 8] *= 1e-9
+    weight[0, 9, ::7] = 40
+    weight[0, 10] = torch.where(weight[0, 10] > 0, 1.0, -1.0)
+    weight[1] *= torch.exp2(torch.arange(17.0) - 12)[:, None]
+    if dtype != torch.float16:
+        weight[0, 11] *= 1e30
+        weight[0, 12] *= 1e-30
+    return weight.to(dtype)

@@ -18,6 +18,7 @@ from transformers.cache_utils import (
     LinearAttentionAndFullAttentionLayer,
     LinearAttentionAndSlidingWindowAttentionLayer,
 )
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 import torch_moe_mps
 from torch_moe_mps.transformers import growing
@@ -27,12 +28,13 @@ from torch_moe_mps.transformers.quantized_states import QuantizedStates
 PLAIN = [
     (DynamicLayer, {}),
     (DynamicIndexedLayer, {}),
+    (MiniMaxM3VLSparseCacheLayer, {}),
     (LinearAttentionAndFullAttentionLayer, {}),
     *((DynamicSlidingWindowLayer, {"sliding_window": window}) for window in (1, 2, 7, 100, 600)),
     (LinearAttentionAndSlidingWindowAttentionLayer, {"sliding_window": 7}),
 ]
 NEW_TOKENS = [1, 1, 1, 2, 5, 80, 300]
-OF_INDEXER = ("indexer_keys", "indexer_position_ids")
+OF_INDEXER = ("indexer_keys", "indexer_position_ids", "idx_keys")
 
 
 class Pair:
@@ -79,6 +81,9 @@ class Pair:
             assert torch.equal(*self.both(lambda layer: layer.update_indexer(keys)))
             positions = torch.randint(99, (3, self.batch, tokens), generator=self.generator)
             assert torch.equal(*self.both(lambda layer: behind_positions(layer, positions)))
+        if hasattr(self.plain, "update_index"):
+            keys = torch.randn(self.batch, 1, tokens, 3, generator=self.generator)
+            assert torch.equal(*self.both(lambda layer: layer.update_index(keys)))
 
     def crop(self):
         if self.plain.get_seq_length() > 4:
@@ -196,6 +201,31 @@ def test_what_shares_memory_with_a_layer_stays_as_it_is(cls, arguments, seed, bi
     for _ in range(40):
         pair.random.choice([lambda: pair.update(5)] * 6 + others)()
         pair.check()
+
+
+@pytest.mark.parametrize("more", [-1, 1])
+@pytest.mark.parametrize("bits", [None, 8])
+@torch.no_grad()
+def test_a_torch_that_counts_otherwise(monkeypatch, more, bits):
+    """What was taken from a cache stays as it is: where torch's count is not known, all is copied."""
+    assert growing.COUNTS_HOLDERS
+    counted = torch._C._storage_Use_Count
+    monkeypatch.setattr(torch._C, "_storage_Use_Count", lambda address: counted(address) + more)
+    monkeypatch.setattr(growing, "COUNTS_HOLDERS", growing.counts_holders())
+    layer = growing_class(DynamicLayer, bits)()
+    layer.update(*one_token(width=32))
+    layer.update(*one_token(width=32))
+    taken = layer.keys if bits is None else layer.keys.packed
+    before, place = taken.clone(), taken.data_ptr()
+    layer.crop(-1)
+    layer.update(*one_token(width=32))
+    now = layer.keys if bits is None else layer.keys.packed
+    assert torch.equal(taken, before) and now.data_ptr() != place
+
+
+def test_a_torch_without_the_count(monkeypatch):
+    monkeypatch.delattr(torch._C, "_storage_Use_Count")
+    assert growing.counts_holders() is False
 
 
 def test_quantised_states_are_not_changed_unseen():

@@ -1,6 +1,7 @@
 """Making a model on mps ready for its first token."""
 
 import os
+import re
 import sys
 
 import pytest
@@ -11,9 +12,12 @@ from support.processes import forked
 from transformers import AutoModelForCausalLM, core_model_loading
 
 import torch_moe_mps
+from torch_moe_mps import macs
 from torch_moe_mps._extension import ONE_THREAD
 from torch_moe_mps._registration import load_in_one_thread
+from torch_moe_mps.commands.sources import usable_device
 from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers import compiling
 from torch_moe_mps.transformers.compiling import libraries_of
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 
@@ -87,6 +91,43 @@ def test_an_older_torch_is_refused_on_mps(simulated, monkeypatch, version):
     )
     assert "wrong results" in line and "\n" not in line
     assert type(model.model.layers[0]) is own
+
+
+@pytest.mark.parametrize(
+    ("version", "macos", "message"),
+    [
+        ("2.13.1", (27, 0), "torch must be 2.14 or newer on macOS 27, got 2.13: its F.linear aborts"),
+        ("2.15.0", (14, 7, 1), "macOS must be 15 or newer with torch 2.15, got 14.7.1"),
+        ("2.14.0", (13, 6), "macOS must be 14 or newer with torch 2.14, got 13.6"),
+        ("2.13.1", (26, 5), None),
+        ("2.14.0", (27, 1), None),
+        ("2.14.0", (14, 0), None),
+        ("2.15.0", (15, 0), None),
+    ],
+)
+def test_torch_and_macos_that_do_not_go_together(simulated, monkeypatch, version, macos, message):
+    """One line, before anything changes; a model on the CPU has no part in it."""
+    model = torch.nn.Linear(4, 4)
+    monkeypatch.setattr(torch, "__version__", version)
+    monkeypatch.setattr(macs, "macos", lambda: macos)
+    compiling.require_torch("accelerate", model)
+    model.to("mps")
+    if message is None:
+        assert usable_device("mps") == "mps"
+        return compiling.require_torch("accelerate", model)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        usable_device("mps")
+    with pytest.raises(RuntimeError) as raised:
+        torch_moe_mps.accelerate(model)
+    assert str(raised.value).startswith(f"moe_mps::accelerate: {message}") and "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("said", "version"), [("26.1", (26, 1)), ("15", (15, 0)), ("14.7.1", (14, 7, 1)), ("", None)]
+)
+def test_the_version_of_macos(monkeypatch, said, version):
+    monkeypatch.setattr(macs, "said", lambda *command: said)
+    assert macs.macos.__wrapped__() == version
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -17,14 +18,18 @@ IDS = torch.randint(1, 90, (2, 34), generator=torch.Generator().manual_seed(5))
 CUTS = ((34,), (9, 1, 1, 3, 1, 1, 1, 8, 1, 1, 1, 6), (1,) * 34)
 
 
-def logits_of(model, ids, cuts, cache=None, begin=0):
+def logits_of(model, ids, cuts, cache=None, begin=0, modes=(torch.no_grad,), positions=None):
+    """`modes` take turns; `positions` gives those of a call from the cache's."""
     cache = DynamicCache(config=model.config) if cache is None else cache
     parts = []
-    with torch.no_grad():
-        for tokens in cuts:
-            part = ids[:, begin : begin + tokens].to(model.device)
-            parts.append(model(part, past_key_values=cache, use_cache=True).logits.cpu())
-            begin += tokens
+    for tokens, mode in zip(cuts, itertools.cycle(modes), strict=False):
+        part, given = ids[:, begin : begin + tokens].to(model.device), {}
+        if positions is not None:
+            given["position_ids"] = positions(torch.arange(begin, begin + tokens)[None]).to(model.device)
+        with mode():
+            logits = model(part, past_key_values=cache, use_cache=True, **given).logits
+        parts.append(logits.detach().cpu())
+        begin += tokens
     return torch.cat(parts, 1), cache
 
 
@@ -66,6 +71,45 @@ def test_any_cut_gives_what_transformers_gives(own, cuts):
     logits, cache = logits_of(accelerated(own), IDS, cuts)
     assert (logits - own[1]).abs().max() < 1e-4
     assert_same_states(cache, own[2])
+
+
+MODES = {
+    "gradients": (torch.enable_grad,),
+    "in turn": (torch.no_grad, torch.enable_grad, torch.enable_grad, torch.no_grad, torch.inference_mode),
+    "inference first": (torch.inference_mode, *(torch.no_grad,) * 40),
+}
+
+
+@pytest.mark.parametrize("modes", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("cuts", CUTS[1:], ids=len)
+def test_any_mode_gives_what_transformers_gives(own, cuts, modes):
+    """With gradients its own code runs, on a cache that grows."""
+    logits, cache = logits_of(accelerated(own), IDS, cuts, modes=modes)
+    assert (logits - own[1]).abs().max() < 1e-4
+    if torch.enable_grad not in modes:  # torch does not copy what has gradients
+        assert_same_states(cache, own[2])
+
+
+POSITIONS = {
+    "behind": lambda positions: positions + 5,
+    "twice": lambda positions: 2 * positions,
+    "backwards": lambda positions: positions.flip(1),
+    "lower later": lambda positions: positions - 8 * (positions > 11).long(),
+    "of rows": lambda positions: torch.cat((positions, positions + 3)),
+}
+
+
+@pytest.mark.parametrize("positions", POSITIONS.values(), ids=POSITIONS)
+def test_positions_by_hand(own, positions):
+    """Which entries a token sees follows from them, and not from the cache."""
+    cuts = (9, 1, 1, 3, 1, 1, 5)
+    right, plain = logits_of(own[0], IDS, cuts, positions=positions)
+    logits, cache = logits_of(accelerated(own), IDS, cuts, positions=positions)
+    assert (logits - right).abs().max() < 1e-4
+    assert_same_states(cache, plain)
+    cache.reset()
+    logits, _ = logits_of(accelerated(own), IDS, cuts, cache, positions=lambda same: same)
+    assert (logits - own[1][:, :21]).abs().max() < 1e-4 and all(l.is_in_order for l in cache.layers)
 
 
 def test_a_cache_goes_from_one_code_to_the_other(own):
@@ -127,7 +171,8 @@ def test_another_formula_stays(monkeypatch, own, name, ours, theirs):
     assert None in found
 
 
-def test_captured_tokens(simulated, monkeypatch):
+@pytest.mark.parametrize("by_hand", [False, True])
+def test_captured_tokens(simulated, monkeypatch, by_hand):
     """They have the bits of tokens that run module by module, over ends of windows of all kinds."""
     monkeypatch.setattr(passes, "PASSES", ())  # which join roundings
     found = []
@@ -136,7 +181,8 @@ def test_captured_tokens(simulated, monkeypatch):
         with tiny_models.sizes(head_dim=64):
             model = tiny_models.tiny_model("deepseek_v4", torch.bfloat16).to("mps")
         torch_moe_mps.accelerate(model)
-        logits, cache = logits_of(model, IDS[:1], (6, *(1,) * 20))
+        given = {"positions": lambda same: same} if by_hand else {}  # as generate() gives them
+        logits, cache = logits_of(model, IDS[:1], (6, *(1,) * 20), **given)
         found.append((logits, cache))
         captures = captures_of(model)
         assert (captures is not None and captures.programs != []) == (capture == "1")

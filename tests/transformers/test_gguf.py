@@ -76,6 +76,21 @@ def test_packed_and_exact(tmp_path, recwarn, architecture, kinds, options):
     assert torch.equal(logits(again), found) and again.dtype == model.dtype == torch.float32
 
 
+@pytest.mark.parametrize("kind", ["q4_0", "q6_k", "mxfp4"])
+def test_a_scale_that_is_not_finite_is_an_error(tmp_path, kind):
+    path = write_file(tmp_path / "model.gguf", "llama", (kind, kind, kind))
+    (tensor,) = [each for each in GGUFReader(path).tensors if each.name == "blk.1.ffn_up.weight"]
+    # A block of mxfp4 begins with its scale, one of q4_0 too; that of q6_k is the end of a block.
+    bad = b"\xff" if kind == "mxfp4" else b"\x00\x7e"
+    end = tensor.data_offset + (tensor.n_bytes if kind == "q6_k" else len(bad))
+    with path.open("r+b") as file:
+        file.seek(end - len(bad))
+        file.write(bad)
+    of_layer = r"model\.layers\.1\.mlp\.up_proj\.(scales|biases)"
+    with pytest.raises(ValueError, match=f"^moe_mps::from_pretrained: {of_layer} must be finite, got NaN or"):
+        load(path)
+
+
 _BIAS = "block.*.layer.*.SelfAttention.relative_attention_bias.weight"  # of few columns
 _OF_T5 = [f"{part}.{name}" for part in ("decoder", "encoder") for name in (_BIAS, "embed_tokens.weight")]
 # Weights that stay dense: rows that are no rows of the file, and those without code of ours.

@@ -215,6 +215,33 @@ def test_what_a_checkpoint_lacks_is_an_error(tmp_path):
         type(model).from_pretrained(tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("form", "part", "value"),
+    [
+        (FORMATS[0], "scales", torch.nan),
+        (FORMATS[0], "biases", -torch.inf),
+        (FORMATS[2], "scales", 255),
+    ],
+    ids=str,
+)
+def test_a_scale_that_is_not_finite_is_an_error(form, part, value, tmp_path):
+    """One of a layer and one of experts, which the error names."""
+    model = tiny("qwen3_moe")
+    torch_moe_mps.accelerate(model, *form)
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    good = safetensors.torch.load_file(path)
+    for name in (f"model.layers.0.self_attn.q_proj.{part}", f"model.layers.1.mlp.experts.down_proj_{part}"):
+        tensors = {each: tensor.clone() for each, tensor in good.items()}
+        tensors[name].flatten()[-1] = value
+        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+        error = f"^moe_mps::from_pretrained: {re.escape(name)} must be finite, got NaN or inf$"
+        with pytest.raises(ValueError, match=error):
+            type(model).from_pretrained(tmp_path)
+        with pytest.raises(ValueError, match=error):
+            torch_moe_mps.from_pretrained(str(tmp_path))
+
+
 def test_another_quantiser_keeps_its_record(tmp_path):
     model = tiny("qwen3_moe")
     for record in ({"quant_method": "other"}, transformers.BitsAndBytesConfig(load_in_8bit=True)):

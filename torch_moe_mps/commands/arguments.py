@@ -28,7 +28,10 @@ CONVERT = """examples:
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-best --budget 4.5    # measures which weights need more bits
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm
-  torch-moe-mps convert qwen3-Q4_K_M.gguf qwen3-q4                    # as it is, packed"""
+  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance auto  # the same bytes, less error
+  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance qwen3.imatrix.gguf
+  torch-moe-mps convert qwen3-Q4_K_M.gguf qwen3-q4                    # as it is, packed
+  torch-moe-mps convert qwen3-Q8_0.gguf qwen3-mlx --bits 4 --to mlx   # quantised again"""
 
 PERPLEXITY = """examples:
   torch-moe-mps perplexity qwen3-4bit
@@ -169,6 +172,13 @@ def _convert(command: argparse.ArgumentParser) -> None:
     )
     add("--text", metavar="FILE", help="UTF-8 text that --budget measures with (that of `perplexity`)")
     add("--save-recipe", metavar="FILE", help="write what --budget found, for --recipe")
+    add(
+        "--importance",
+        metavar="WHAT",
+        help="weigh errors by what weights multiply: auto (run a built-in text through the model first), a "
+        "UTF-8 text, a file of --save-importance, or one of llama.cpp's llama-imatrix (no weighing)",
+    )
+    add("--save-importance", metavar="FILE", help="write what --importance found in a text")
     add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
     add("--dry-run", action="store_true", help="print sizes, weight by weight, and write nothing")
     _json(command)

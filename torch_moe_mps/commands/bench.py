@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
+from .._faults import synchronize
 from ..macs import this_mac
 from ..selfcheck import tensor_units
 from ..transformers.capture.calls import tokens_of
@@ -29,7 +30,7 @@ from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .beside import beside, check_beside
 from .caches import KVCache, kv_cache
-from .generating import Generating
+from .generating import Generating, prepare_steps
 from .perplexity import text_ids
 from .results import check_writable, write_json
 from .sources import (
@@ -218,6 +219,7 @@ class Bench:
     ):
         self.model, self.options, self.bandwidth, self.cache = model, options, bandwidth, cache
         self.device = torch.device(model.device)
+        prepare_steps(model)
         self.speculation: Speculation | None = None
         self.captured: str | None = None  # how the tokens ran
         self.weights = _of_all_processes(model, bytes_a_token(model))
@@ -321,6 +323,7 @@ class Bench:
             self._synchronize()
             start = time.perf_counter()
             test(fresh)
+            self._synchronize()
             seconds.append(time.perf_counter() - start)
         return seconds[1:]
 
@@ -349,8 +352,7 @@ class Bench:
         return cache
 
     def _synchronize(self) -> None:
-        if self.device.type == "mps":
-            torch.mps.synchronize()
+        synchronize(self.device)
 
     def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Row:
         return self.row(test, [tokens / s for s in seconds], "t/s", depth)

@@ -19,17 +19,20 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from .. import __version__
 from ..transformers.basics.report import QuantizationReport, in_unit
+from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
+from ..transformers.checkpoints.importance import Importance
+from ..transformers.checkpoints.loading import from_pretrained
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.plan import Plan, planned
 from ..transformers.checkpoints.saving import save_parts
-from ..transformers.checkpoints.source import Source
+from ..transformers.checkpoints.source import Source, split_gguf
 from .card import CARD, model_card
 from .recipes import arguments_of
-from .results import check_writable, write_json
-from .sources import folder_of, loading_options, small_files, tokenizer_of
+from .results import check_writable, write_json, written_whole
+from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 # What is written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
@@ -44,9 +47,13 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     check_writable("--json", options.json)
     check_writable("--save-recipe", options.save_recipe)
+    check_writable("--save-importance", options.save_importance)
     gguf = options.source.endswith(".gguf")
-    if gguf:
-        _check_gguf(options)
+    packed = gguf and not _says_a_format(options)
+    if packed:
+        _check_packed(options)
+    if options.save_importance is not None and options.importance is None:
+        raise ValueError("--save-importance needs --importance, which it writes")
     local = Path(options.source).is_dir() or gguf
     source = folder_of(options.source, options.revision, weights=local)
     about = Source(source, loading_options(options))
@@ -59,7 +66,7 @@ def run(options: argparse.Namespace) -> None:
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None
     recipe: dict[str, Any] = {
-        "recipe": None if gguf else arguments_of(options, source, model),
+        "recipe": None if packed else arguments_of(options, source, model),
         "requantize": _says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
@@ -69,17 +76,42 @@ def run(options: argparse.Namespace) -> None:
     errors: list[list[Any]] = []
     if not options.dry_run:
         _check_space(destination, plan.after)
-        errors = _convert(source, copied, options, recipe, tokenizer)
+        importance = _importance(options, source, recipe["recipe"])
+        errors = _convert(source, copied, options, recipe, importance, tokenizer)
         print(f"wrote {destination}")
     write_json(options.json, plan.as_json(errors))
 
 
-def _check_gguf(options: argparse.Namespace) -> None:
-    """Raises: ValueError for what cannot be asked of a GGUF file."""
-    if _says_a_format(options) or options.budget is not None or options.group_size is not None:
-        raise ValueError("a GGUF file is converted as it is: leave out the options that set a format")
+def _check_packed(options: argparse.Namespace) -> None:
+    """Raises: ValueError for what cannot be asked of a GGUF file that is converted as it is."""
+    given = {
+        "--budget": options.budget,
+        "--group-size": options.group_size,
+        "--importance": options.importance,
+    }
+    for option, value in given.items():
+        if value is not None:
+            raise ValueError(f"{option} of a GGUF file needs --bits, without which it is converted as it is")
     if options.to == "mlx":
-        raise ValueError("--to must be moe_mps for a GGUF file, whose formats MLX does not have, got mlx")
+        raise ValueError("--to mlx of a GGUF file needs --bits: MLX does not have its formats")
+
+
+def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any] | None) -> Importance | None:
+    """What --importance says, of which a text runs through the model now."""
+    if options.importance is None:
+        return None
+    device = usable_device(None)
+    loaded = {"device_map": device, **loading_options(options)}
+
+    def load(dense: bool) -> Any:
+        return from_pretrained(source, **loaded, **({} if dense else recipe or {}))
+
+    about = Source(source, loading_options(options))
+    importance = importance_for("convert", options.importance, about, load)
+    if options.save_importance is not None:
+        with written_whole(options.save_importance):
+            importance.save(options.save_importance)
+    return importance
 
 
 def _says_a_format(options: argparse.Namespace) -> bool:
@@ -154,23 +186,27 @@ def _written_beside(destination: Path) -> Iterator[Path]:
 
 
 def _convert(
-    source: str, copied: list[Path], options: argparse.Namespace, recipe: dict[str, Any], tokenizer: Any
+    source: str,
+    copied: list[Path],
+    options: argparse.Namespace,
+    recipe: dict[str, Any],
+    importance: Importance | None,
+    tokenizer: Any,
 ) -> list[list[Any]]:
     """Returns: the rows of the report."""
     destination = Path(options.destination)
     with _written_beside(destination) as folder:
         began = (folder / UNFINISHED).exists()
         format = "mlx" if options.to == "mlx" else "pt"
-        shards = Shards(folder, format, _key(source, options, recipe))
+        shards = Shards(folder, format, _key(source, options, recipe, importance))
         if began:
             done = len(shards.done)
             print(
                 f"goes on behind {done} parts" if done else "begins anew: what was there is of other options"
             )
-        with Parts(source, **recipe, **loading_options(options)) as parts:
+        with Parts(source, **recipe, importance=importance, **loading_options(options)) as parts:
             if options.to == "mlx":
-                config = json.loads((Path(source) / "config.json").read_text())
-                save_mlx(parts.model, shards, config, parts.into(shards))
+                save_mlx(parts.model, shards, _config(source, parts.model), parts.into(shards))
             else:
                 save_parts(parts.model, shards, parts.into(shards))
             _save_generation_config(parts.model, folder, source)
@@ -182,16 +218,27 @@ def _convert(
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
-        base = options.source if not Path(options.source).is_dir() else None
+        base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
     return report.rows()
 
 
-def _key(source: str, options: argparse.Namespace, recipe: dict[str, Any]) -> str:
+def _config(source: str, model: Any) -> dict[str, Any]:
+    """config.json, or of a GGUF file what transformers makes of its header."""
+    if Path(source).is_file():
+        return {**model.config.to_dict(), "architectures": [type(model).__name__]}
+    config: dict[str, Any] = json.loads((Path(source) / "config.json").read_text())
+    return config
+
+
+def _key(
+    source: str, options: argparse.Namespace, recipe: dict[str, Any], importance: Importance | None
+) -> str:
     """What the files of a conversion depend on."""
     files = [(file.name, (about := file.stat()).st_size, about.st_mtime_ns) for file in _weights(source)]
     config = "" if Path(source).is_file() else (Path(source) / "config.json").read_text()
     parts = [__version__, os.path.realpath(source), files, config, recipe, options.dtype, options.to]
+    parts.append(None if importance is None else importance.digest())
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()
 
 

@@ -5,17 +5,21 @@ import functools
 import hashlib
 import re
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import StoppingCriteria
+from transformers.generation import utils as generation
 
+from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
-from ..transformers.prompt_cache import new_cache
+from ..transformers.prompt_cache import new_cache, runs_on
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
 
@@ -38,8 +42,7 @@ class Generating(Beside):
         if speculation is not None and prompts is not None:
             speculation.prompts = Prompts(prompts.memory)
         self._ended, self._interrupted = threading.Event(), threading.Event()
-        # Once for a model: a captured token rests on its attributes.
-        _slice_prompts(model)
+        prepare_steps(model)
         if speculation is not None:
             speculation.count(model)
 
@@ -73,16 +76,17 @@ class Generating(Beside):
     def generate(self, streamer: Any = None, **given: Any) -> Any:
         """As the model's own `generate`, whose arguments it takes by name."""
         self._interrupted.clear()
-        steps = _Steps(self._ends, streamer)
+        steps = _Steps(self._ends, streamer, self.model.device)
         given |= {"stopping_criteria": [steps], "streamer": streamer and steps}
-        if self.speculation is not None:
-            given |= self.speculation.arguments
+        speculation = None if "logits_processor" in given else self.speculation  # which reads its own guesses
+        if speculation is not None:
+            given |= speculation.arguments
         if self.prompts is None or not can_be_kept(self.model, given):
             result = self.model.generate(**given)
         else:
             result = self._keeping(self.prompts, given, steps)
-        if self.speculation is not None:
-            self.speculation.keep()
+        if speculation is not None:
+            speculation.keep()
         if steps.error is not None:
             raise steps.error
         return result
@@ -100,9 +104,8 @@ class Generating(Beside):
         if images is not None and kept.images is None:
             kept.images = images
         elif not self._compute(kept, ids):
+            steps.end()
             prompts.put(kept)
-            if steps.streamer is not None:
-                steps.end()
             return ids
         result = self.model.generate(**given, past_key_values=kept.cache)
         if images is not None:
@@ -175,11 +178,11 @@ class _Steps(StoppingCriteria):
     """Between the steps of `generate`: shows their tokens, and ends it.
 
     A streamer that raises, as that of a request does whose client has gone, ends it, too: `generate` returns
-    then, with a cache that is whole.
+    then, with a cache that is whole. An error of the GPU leaves `generate`: the cache is not.
     """
 
-    def __init__(self, is_ended: Callable[[], bool], streamer: Any):
-        self.is_ended, self.streamer = is_ended, streamer
+    def __init__(self, is_ended: Callable[[], bool], streamer: Any, device: torch.device):
+        self.is_ended, self.streamer, self.device = is_ended, streamer, device
         self.error: Exception | None = None
 
     def __call__(self, input_ids: Tensor, scores: Any, **kwargs: Any) -> Tensor:
@@ -187,6 +190,7 @@ class _Steps(StoppingCriteria):
         return input_ids.new_full((len(input_ids),), ends).bool()
 
     def put(self, value: Tensor) -> None:
+        raise_fault()
         try:
             if self.error is None:
                 self.streamer.put(value.reshape(-1))  # several tokens, where candidates were accepted
@@ -194,7 +198,8 @@ class _Steps(StoppingCriteria):
             self.error = error
 
     def end(self) -> None:
-        if self.error is None:
+        synchronize(self.device)
+        if self.error is None and self.streamer is not None:
             self.streamer.end()
 
 
@@ -218,8 +223,13 @@ def at_ctrl_c(first: Callable[[], None] | None = None) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _slice_prompts(model: Any) -> None:
-    """Lets the first step of assisted generation skip what its cache has, as plain generation does."""
+def prepare_steps(model: Any) -> None:
+    """Prepares the steps of `generate`, once for a model: a captured token rests on its attributes.
+
+    The first step of assisted generation skips what its cache has, as that of plain generation does. And a
+    cache that no token can be taken back from (`runs_on`) need not be given back as it was: otherwise
+    transformers would wait for each token before it computes the next.
+    """
     own = model.prepare_inputs_for_generation
     if "prepare_inputs_for_generation" in vars(model):
         return
@@ -229,6 +239,14 @@ def _slice_prompts(model: Any) -> None:
         cache = given.get("past_key_values")
         if next_sequence_length is None and cache is not None and (before := cache.get_seq_length()):
             next_sequence_length = ids.shape[1] - before
+        if given.get("is_first_iteration") and cache is not None and runs_on(cache):
+            cache._is_user_defined = False
         return own(ids, next_sequence_length=next_sequence_length, **given)
 
     model.prepare_inputs_for_generation = prepare
+    if model.device.type == "mps" and not hasattr(generation, "DeferredStopCheck"):
+        print(
+            f"torch-moe-mps: transformers {transformers.__version__} waits for each token before it computes "
+            "the next; 5.23 does not",
+            file=sys.stderr,
+        )

@@ -13,6 +13,7 @@ from .generating import Generating
 from .requests import Cut, Refused, cut, wrong
 from .sources import context_of
 from .speculation import print_counts
+from .structured import Grammars
 
 # With continuous batching: {setting: its field}, of settings that no request can have for itself.
 _OF_THE_MODEL = {
@@ -111,7 +112,7 @@ class OneByOne(utils.GenerateManager):
     """
 
     def __init__(self, thread: Any):
-        self._thread = thread
+        self._thread, self._grammars = thread, Grammars()
         self._answering: Generating | None = None
         self._latest: Streamer | None = None
         self._running: Streamer | None = None
@@ -158,6 +159,12 @@ class OneByOne(utils.GenerateManager):
             errors: takes an error; by default the queue does.
         """
         limit(model, inputs, config)
+        if (schema := vars(config).pop("schema", None)) is not None:
+            words, count = (
+                getattr(processor, "tokenizer", processor),
+                model.config.get_text_config().vocab_size,
+            )
+            config.mask = self._grammars.mask(words, config, count, schema)
         self._answering = getattr(model, "answering", None)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
@@ -195,6 +202,8 @@ class OneByOne(utils.GenerateManager):
             torch.manual_seed(seed)
         own = model.model
         given = {name: value.to(own.device) for name, value in inputs.items()}
+        if (mask := vars(config).pop("mask", None)) is not None:
+            given["logits_processor"] = [mask]
         given |= {"generation_config": config, "tokenizer": processor}
         if hasattr(model, "has_talker"):  # it would speak, too
             given["generation_mode"] = "text"

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._faults import synchronize
 from ..ops.attention import CACHE_BITS
 from .results import check_writable, write_json
 from .sources import (
@@ -113,6 +114,7 @@ def save_references(model: Callable, pieces: list[Tensor], folder: Path) -> None
         target = logs.gather(1, piece[1:, None].to(logs.device))
         kept = (top, ids.int(), logs.argmax(1), target)
         torch.save([tensor.cpu() for tensor in kept], folder / f"{index}.pt")
+    _synchronize(model)
 
 
 @torch.no_grad()
@@ -135,6 +137,7 @@ def measure(model: Callable, pieces: list[Tensor], folder: Path | None = None) -
             sums.agreement += float((best == logs.argmax(1)).sum())
             for name, value in _divergence(logs, top, ids.long()).items():
                 setattr(sums, name, getattr(sums, name) + value)
+    _synchronize(model)
     means = Means(*(getattr(sums, field.name) / count for field in fields(Means)))
     means.loss_error = _standard_error(means.loss_error, means.loss, count)
     means.divergence_error = _standard_error(means.divergence_error, means.divergence, count)
@@ -189,6 +192,10 @@ def _progress(pieces: list[Tensor], what: str) -> Iterator[tuple[int, Tensor]]:
     from tqdm.auto import tqdm
 
     return enumerate(tqdm(pieces, desc=what, unit="window"))
+
+
+def _synchronize(model: Callable) -> None:
+    synchronize(getattr(model, "device", "cpu"))
 
 
 def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:

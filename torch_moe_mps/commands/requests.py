@@ -204,8 +204,8 @@ def _check_items(items: Any) -> None:
 
 def refuse_unless_empty(field: str, value: Any) -> None:
     """Raises: Refused for a field that would be ignored, and asks for something."""
-    if field == "text":  # of the Responses API, with the format inside
-        field, value = "response_format", value.get("format") if isinstance(value, dict) else value
+    if field == "text":  # of the Responses API: the format inside is read before
+        field, value = "response_format", None if isinstance(value, dict) else value
     if field not in _ASKS_NOTHING or value is None or (field == "presence_penalty" and value == 0):
         return
     if not any(value == nothing and type(value) is type(nothing) for nothing in _ASKS_NOTHING[field]):

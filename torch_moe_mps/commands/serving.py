@@ -19,9 +19,15 @@ from .prompts import Prompts, machine_memory
 from .requests import Refused, check, cut, refuse_unless_empty
 from .sources import folder_of, is_first_process, load, name_of, processes, usable_device
 from .speculation import check_speculation, print_counts, speculation_of
+from .structured import schema_of
 
 # {handler of transformers' server: the field with the prompt}.
 _PROMPTS = {"ChatCompletionHandler": "messages", "CompletionHandler": "prompt", "ResponseHandler": "input"}
+# For a model that knows no roles: an answer continues what is above it, and a message begins a line.
+_CONTINUED = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role != 'user' and not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+)
 
 
 @contextmanager
@@ -106,24 +112,33 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         if options.only_model and body.get("model", name) != name:
             raise Refused(f"The model must be {name}, got {body['model']}.", "model", "model_not_found", 404)
         body["model"] = name
+        schema = schema_of(body)
+        if schema is not None and options.continuous_batching:
+            expected = "'response_format' is not supported with --continuous-batching."
+            raise Refused(expected, "response_format")
         validate(handler, body)
         for field in {*body} & handler._unused_fields:
             refuse_unless_empty(field, body[field])
+        body["schema"] = schema
 
     def resolved(handler: Any, body: dict[str, Any]) -> Any:
         model_id, model, processor = resolve(handler, body)
         return model_id, managers.OnHost(model), processor
 
     def config_for(handler: Any, body: dict[str, Any], *others: Any, **named: Any) -> Any:
-        seed = body.pop("seed", None)  # it is set where tokens are drawn
+        seed, schema = body.pop("seed", None), body.pop("schema", None)  # for where tokens are drawn
         config = config_of(handler, body, *others, **named)
-        config.seed = seed
+        config.seed, config.schema = seed, schema
         if body.get("temperature") or (body.get("top_p") is not None and body.get("temperature") != 0):
             config.do_sample = True
         return config
 
     def load_pinned(manager: Any, _: str, *others: Any, gguf_file: str | None = None, **named: Any) -> Any:
-        return load(manager, pinned, *others, gguf_file=file, **named)
+        model, processor = load(manager, pinned, *others, gguf_file=file, **named)
+        if getattr(processor, "chat_template", None) is None:
+            print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
+            processor.chat_template = _CONTINUED
+        return model, processor
 
     def read_all(messages: list[dict[str, Any]], modality: Any) -> Any:
         for message in messages:
@@ -145,7 +160,8 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         from starlette.exceptions import HTTPException
 
         built = build(*parts, **others)
-        for kind in (Refused, HTTPException, RequestValidationError, TemplateError, ValueError, Exception):
+        known = (Refused, HTTPException, RequestValidationError, TemplateError, ValueError, RuntimeError)
+        for kind in (*known, Exception):  # the server closes the connection behind one that is not known
             built.add_exception_handler(kind, error_response)
         built.add_middleware(Guard, hosts=(options.host, *options.allow_host), token=options.token)
         return built

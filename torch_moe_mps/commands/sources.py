@@ -3,6 +3,7 @@
 import argparse
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
@@ -11,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..macs import refusal
 from ..ops._checks import first_line
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.gguf_file import check_file
@@ -161,11 +163,15 @@ def tokenizer_of(folder: str, trust_remote_code: bool = False) -> Any:
 
 
 def usable_device(name: str | None) -> str:
-    """The device if tensors can be on it; unless given, mps where there is one.
+    """The device if tensors can be on it; unless given, mps where there is one, and else a line says so.
 
     Raises: ValueError.
     """
     device = name or ("mps" if torch.backends.mps.is_available() else "cpu")
+    if device == "mps" and (reason := refusal()):
+        raise ValueError(reason)
+    if name is None and device == "cpu" and is_first_process():
+        print("torch finds no Apple GPU here: operators run their references on the CPU", file=sys.stderr)
     try:
         torch.zeros(1, device=device).item()
     except (RuntimeError, AssertionError, ImportError) as error:

@@ -1,13 +1,16 @@
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
 #include <string_view>
+#include <vector>
 
 #include "../shaders/params.h"
 #include "attention_plan.h"
 #include "formats.h"
 #include "gpu.h"
+#include "metal/work.h"
 #include "register.h"
 #include "tensors.h"
 
@@ -119,6 +122,33 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   Tensor output = at::empty({batch, tokens, heads, value_width}, q_.options().dtype(output_dtype));
   if (output.numel() == 0) return output;
   if (keys == 0) return output.zero_();
+  // Keys that the last token sees, and that a token sees on average.
+  const double most = mask || selected > 0 ? keys : std::min(keys, window.value_or(keys));
+  const double seen = mask || selected > 0 ? keys : std::min(most, keys - 0.5 * (tokens - 1));
+  const double slots = kSlotsOfAttention * static_cast<double>(batch * heads * tokens) * seen *
+                       static_cast<double>(q_.size(3) + value_width);
+  const bool is_simple = selected == 0 && !relative_ && lookahead == 0 && (!sinks_ || sinks_->dim() == 1);
+  const int64_t at_once =
+      is_simple && is_too_long(slots) ? tokens_at_once(tokens, slots * most / seen) : tokens;
+  if (at_once < tokens) {
+    std::vector<Tensor> blocks;
+    for (int64_t start = 0; start < tokens; start += at_once) {
+      const int64_t count = std::min(at_once, tokens - start), behind = tokens - start - count;
+      const auto rows = [&](const OptionalTensor& all, int64_t dim) {
+        return all ? std::optional(all->narrow(dim, start, count)) : std::nullopt;
+      };
+      const auto visible = [&](const Tensor& all) { return mask ? all : all.narrow(2, 0, stored - behind); };
+      const auto visible_or = [&](const OptionalTensor& all) {
+        return all ? std::optional(visible(*all)) : std::nullopt;
+      };
+      blocks.push_back(attention(q_.narrow(2, start, count), visible(k_), visible(v_), scale, rows(mask, 2),
+                                 window, key_range_, softcap, sinks_, visible_or(k_scales),
+                                 visible_or(k_biases), visible_or(v_scales), visible_or(v_biases),
+                                 std::nullopt, index_block, rows(gate_, 1), gate_activation, 0, std::nullopt,
+                                 std::nullopt, tail_rate, position, std::nullopt, dtype));
+    }
+    return at::cat(blocks, 1);
+  }
   const Tensor q = rows_contiguous(q_);
   Cache k(k_, k_scales, k_biases), v(v_, v_scales, v_biases);
   if (tail_keys > 0) {
@@ -197,6 +227,9 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
       .bind_strided_or(selected > 0 && indices ? indices : key_range, output)
       .bind_strided_or(gate, output)
       .params(params)
+      .work(slots, static_cast<double>(q.nbytes() + output.nbytes()) +
+                       static_cast<double>(batch * params.key_heads) * static_cast<double>(keys) *
+                           static_cast<double>(q.element_size() * (params.k.width + value_width)))
       .threadgroup_memory(plan.memory)
       .threadgroups(plan.grid, {NSUInteger(plan.threads)});
   if (partials) {
@@ -210,6 +243,11 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   }
   commands.encode();
   return output;
+}
+
+// Whether torch's attention would take the GPU for too long at once, with so many multiply-adds.
+bool is_long(double products) {
+  return is_too_long(kSlotsOfAttention * products / 2);
 }
 
 CacheRows rows_of(const Tensor& cache) {
@@ -255,6 +293,7 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 }  // namespace
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_is_long(float products) -> bool", &is_long);
   implement<attention>(m, "attention");
   implement<write_cache_quantized_>(m, "write_cache_quantized_");
 }

@@ -115,6 +115,7 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
       .bind(matrix.biases)
       .bind(ids)
       .bind(out)
+      .work(0, static_cast<double>(out.nbytes()))
       .params(params)
       .threadgroups({NSUInteger(ids.numel())}, {NSUInteger(kEmbeddingThreads)});
   commands.encode();

@@ -9,6 +9,7 @@
 #include "formats.h"
 #include "gpu.h"
 #include "matmul_plan.h"
+#include "metal/work.h"
 #include "tensor_units.h"
 #include "tensors.h"
 
@@ -124,15 +125,28 @@ ExpertDownParams down_params(const Tensor& x, const MatrixStack& matrix, const T
   return {matmul_params(x, matrix, ids, Activation{}, true), sum_params(sum)};
 }
 
+double slots_of(const MatrixStack& matrix, int64_t pairs) {
+  return kSlotsOfProduct * static_cast<double>(pairs) * static_cast<double>(matrix.rows * matrix.inputs);
+}
+
+// Experts that have no pair are not read.
 Command& bind_matmul(Command& command, const Tensor& x, const MatrixStack& matrix, const Tensor& ids,
-                     const Tensor& out) {
+                     const Tensor& out, int64_t pairs) {
+  const double part = std::min(1.0, static_cast<double>(pairs) / static_cast<double>(matrix.experts));
   return command.bind(x)
       .bind(matrix.packed)
       .bind(matrix.scales)
       .bind(matrix.biases)
       .bind(ids)
       .bind_or(matrix.bias, ids)
-      .bind(out);
+      .bind(out)
+      .work(slots_of(matrix, pairs), part * static_cast<double>(matrix.packed.nbytes()) +
+                                         static_cast<double>(x.nbytes() + out.nbytes()));
+}
+
+// Rows of a tensor whose first dimension is tokens; none of none.
+OptionalTensor rows_of(const OptionalTensor& tensor, int64_t start, int64_t count) {
+  return tensor ? std::optional(tensor->narrow(0, start, count)) : std::nullopt;
 }
 
 // Adds one matmul; `out` has a row for each pair.
@@ -143,7 +157,9 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
   params.writes_tiles = !is_last;
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
-  bind_matmul(command, x, matrix, run.ids, out).bind(x).params(params);  // x stands in for a residual
+  bind_matmul(command, x, matrix, run.ids, out, run.ids.numel())
+      .bind(x)
+      .params(params);  // x stands in for a residual
   if (step.norms_inputs) command.bind(norm->weight);
   run.launch(run.bind_buckets(command), step);
 }
@@ -152,7 +168,7 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
 void add_second(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& hidden,
                 const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
   Command& command = commands.add(matrix.library, step.kernel);
-  bind_matmul(command, hidden, matrix, run.ids, out);
+  bind_matmul(command, hidden, matrix, run.ids, out, run.ids.numel());
   bind_sum(command, sum, out).params(down_params(hidden, matrix, run.ids, sum));
   run.launch(run.bind_buckets(command), step);
 }
@@ -171,6 +187,17 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
                 const MatrixStack& matrix, const Activation& activation, const OptionalTensor& residual,
                 const OptionalTensor& order, const Tensor& out) {
   const int64_t tokens = x_.numel() / x_.size(-1);
+  const int64_t at_once = tokens_at_once(tokens, slots_of(matrix, tokens));
+  if (at_once < tokens) {
+    const auto rows = [&](const Tensor& all, int64_t start) -> const Tensor& {
+      return commands.keep(all.view({tokens, -1}).narrow(0, start, std::min(at_once, tokens - start)));
+    };
+    for (int64_t start = 0; start < tokens; start += at_once) {
+      const OptionalTensor added = residual ? std::optional(rows(*residual, start)) : std::nullopt;
+      add_linear(commands, rows(x_, start), norm, matrix, activation, added, order, rows(out, start));
+    }
+    return;
+  }
   const MatmulStep step = plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
                                       on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
   TORCH_CHECK(!step.kernel.ends_with("_split") || tokens * matrix.inputs <= kMostElements,
@@ -183,7 +210,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   params.has_order = order.has_value();
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
-  bind_matmul(command, x, matrix, order ? *order : x, out).bind_or(residual, x).params(params);
+  bind_matmul(command, x, matrix, order ? *order : x, out, tokens).bind_or(residual, x).params(params);
   if (step.norms_inputs) {
     command.bind(norm->weight);
   } else if (step.kernel != "matmul_rows") {
@@ -204,7 +231,7 @@ void add_streams(Commands& commands, const Tensor& x_, const std::optional<Input
   params.outputs = out.size(-1);
   params.tokens = params.pairs = tokens;
   params.has_residual = residual.has_value();
-  bind_matmul(commands.add(matrix.library, step.kernel), x, matrix, x, out)
+  bind_matmul(commands.add(matrix.library, step.kernel), x, matrix, x, out, tokens)
       .bind_or(residual, x)
       .params(params)
       .bind(streams)
@@ -238,9 +265,16 @@ void warn_of_copy(const Tensor& weight) {
       " is copied in every call; keep the inputs of a row contiguous in memory, packed ones on 16 bytes");
 }
 
-Tensor project_slots(const Tensor& x_, const MatrixStack& matrix_, const Tensor& ids_) {
-  Tensor out = at::empty({ids_.size(0), ids_.size(1), matrix_.rows}, x_.options());
-  if (out.numel() == 0) return out;
+namespace {
+
+void project_slots_into(const Tensor& out, const Tensor& x_, const MatrixStack& matrix_, const Tensor& ids_) {
+  const int64_t tokens = ids_.size(0), at_once = tokens_at_once(tokens, slots_of(matrix_, ids_.numel()));
+  for (int64_t start = 0; at_once < tokens && start < tokens; start += at_once) {
+    const int64_t count = std::min(at_once, tokens - start);
+    project_slots_into(out.narrow(0, start, count), x_.narrow(0, start, count), matrix_,
+                       ids_.narrow(0, start, count));
+  }
+  if (at_once < tokens) return;
   MatmulShape shape{ids_.size(0), ids_.size(1), matrix_.experts, matrix_.rows, matrix_.rows};
   shape.empty = is_empty(matrix_);
   shape.first_on_tensor_units = on_tensor_units(matrix_, shape.pairs());
@@ -257,14 +291,22 @@ Tensor project_slots(const Tensor& x_, const MatrixStack& matrix_, const Tensor&
     }
   }
   commands.encode();
-  return out;
 }
 
-Tensor apply_experts(const Tensor& x_, const std::optional<InputNorm>& norm, const MatrixStack& gate_up,
-                     const MatrixStack& down_, const Tensor& ids_, const Activation& activation,
-                     const ExpertSum& sum) {
-  Tensor out = at::empty(x_.sizes(), x_.options());
-  if (out.numel() == 0) return out;
+void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional<InputNorm>& norm,
+                        const MatrixStack& gate_up, const MatrixStack& down_, const Tensor& ids_,
+                        const Activation& activation, const ExpertSum& sum) {
+  const double most = std::max(slots_of(gate_up, ids_.numel()), slots_of(down_, ids_.numel()));
+  const int64_t tokens = ids_.size(0), at_once = tokens_at_once(tokens, most);
+  for (int64_t start = 0; at_once < tokens && start < tokens; start += at_once) {
+    const int64_t count = std::min(at_once, tokens - start);
+    const ExpertSum of_some{sum.weights.narrow(0, start, count), rows_of(sum.shared_gate, start, count),
+                            rows_of(sum.shared_out, start, count), rows_of(sum.residual, start, count),
+                            sum.gate_is_logit};
+    apply_experts_into(out.narrow(0, start, count), x_.narrow(0, start, count), norm, gate_up, down_,
+                       ids_.narrow(0, start, count), activation, of_some);
+  }
+  if (at_once < tokens) return;
   Commands commands;
   const Tensor given = aligned(x_), ids = ids_.contiguous();
   MatmulShape shape{
@@ -303,6 +345,21 @@ Tensor apply_experts(const Tensor& x_, const std::optional<InputNorm>& norm, con
     }
   }
   commands.encode();
+}
+
+}  // namespace
+
+Tensor project_slots(const Tensor& x, const MatrixStack& matrix, const Tensor& ids) {
+  Tensor out = at::empty({ids.size(0), ids.size(1), matrix.rows}, x.options());
+  if (out.numel() > 0) project_slots_into(out, x, matrix, ids);
+  return out;
+}
+
+Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, const MatrixStack& gate_up,
+                     const MatrixStack& down, const Tensor& ids, const Activation& activation,
+                     const ExpertSum& sum) {
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (out.numel() > 0) apply_experts_into(out, x, norm, gate_up, down, ids, activation, sum);
   return out;
 }
 

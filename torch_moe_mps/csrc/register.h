@@ -9,6 +9,7 @@
 #include <optional>
 #include <vector>
 
+#include "metal/faults.h"
 #include "signature.h"
 
 namespace moe_mps {
@@ -41,6 +42,7 @@ struct Checked<function> {
 
   static Result call(Arguments... arguments) {
     check_call(name, arguments...);
+    name_work(name);
     static const std::vector<size_t> written = written_by(name);
     if (!written.empty()) prepare_writes(name, written, {tensor_of(arguments)...});
     return function(arguments...);

@@ -31,7 +31,7 @@ State& state() {
 std::string why_no_tensor_units() {
   id<MTLDevice> device = at::mps::getCurrentMPSStream()->device();
   @autoreleasepool {
-    if (!has_tensors(device)) return "they need macOS 26 or newer";
+    if (!has_tensors(device)) return c10::str("they need ", kTensorUnitsNeed);
     // The family of the M5, by number: SDKs before macOS 26, which may have built this, have no name for it.
     constexpr auto kApple10 = static_cast<MTLGPUFamily>(1010);
     if ([device supportsFamily:kApple10]) return "";

@@ -52,11 +52,11 @@ class Activation(NamedTuple):
             check.fail("limit", "a number for activation silu_clamped", None)
 
     def apply(self, rows: Tensor) -> Tensor:
-        """[n, 2I] -> [n, I] when gated, else [n, I] -> [n, I]; float32 inside and out."""
+        """[..., 2I] -> [..., I] when gated, else [..., I] -> [..., I]; float32 inside and out."""
         rows = rows.float()
         if not self.gated:
             return POINTWISE[self.activation](rows)
-        gate, up = (rows[:, 0::2], rows[:, 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
+        gate, up = (rows[..., 0::2], rows[..., 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
         if self.activation in POINTWISE:
             return POINTWISE[self.activation](gate).mul_(up)
         limit = SWIGLU_OAI_LIMIT if self.limit is None else self.limit

@@ -2,8 +2,8 @@
 
 A matrix takes several times as long to decode as to multiply with the row of a token. What is decoded lies
 beside the memory of its codes and goes with it. It is decoded again once the weight has changed in place: by
-torch's count of versions, which no write through `.data` raises, and by sums over tensors without versions,
-those of inference mode.
+torch's count of versions, or by sums over tensors without versions, those of inference mode; and, as no write
+through `.data` is counted, by a sample of each tensor, whose size is the same whatever that of the tensor.
 """
 
 import contextlib
@@ -12,9 +12,11 @@ import sys
 import threading
 import weakref
 from collections.abc import Iterable, Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,12 +25,43 @@ from ._formats import QuantizedWeight
 
 VARIABLE = "MOE_MPS_CPU_MEMORY"
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+_SAMPLES = 64  # of a tensor; each may be a cache miss: 256 took a sixth of a product of 576 x 576 with a row
+VALUES_AT_ONCE = 1 << 22  # decoded of a matrix: temporaries take a few times 16 MiB, whatever its size
+
+
+class _Memory:
+    """Elements at equal distances of what a tensor lies in; numpy reads them, and does not keep them alive.
+
+    The distance is odd, so that they lie in all columns.
+    """
+
+    def __init__(self, tensor: Tensor):
+        size = tensor.itemsize
+        sizes = zip(tensor.shape, tensor.stride(), strict=True)
+        span = 1 + sum((count - 1) * stride for count, stride in sizes) if tensor.numel() else 0
+        step = span // _SAMPLES | 1
+        self.__array_interface__ = {
+            "version": 3,
+            "typestr": f"|V{size}",
+            "data": (tensor.data_ptr(), True),
+            "shape": (-(-span // step),),
+            "strides": (step * size,),
+        }
 
 
 class _Kept(NamedTuple):
     values: Tensor
     changes: list[Any]  # of the tensors that were decoded
+    memories: list[np.ndarray]  # samples of what they lie in, as that is now
+    samples: list[bytes]  # and as it was
     beside: list[weakref.ref]  # the memory of scales and biases: another may lie at the same address
+
+    def is_current(self, weight: QuantizedWeight) -> bool:
+        return (
+            None not in [ref() for ref in self.beside]
+            and self.changes == changes(weight)
+            and self.samples == [memory.tobytes() for memory in self.memories]
+        )
 
 
 # {memory of codes: {where in it, and where the scales are: what is decoded}}
@@ -43,15 +76,49 @@ def decoded(weight: QuantizedWeight) -> Tensor:
     """All values of a weight in float32; nobody may write to them."""
     if weight.packed.device.type != "cpu":
         return weight.values(slice(None))
-    storage, place = weight.packed.untyped_storage(), _place(weight)
-    of_storage = _KEPT.get(storage)
-    kept = None if of_storage is None else of_storage.get(place)
-    beside = [tensor.untyped_storage() for tensor in (weight.scales, weight.biases) if tensor is not None]
-    if kept is not None and kept.changes == changes(weight) and [ref() for ref in kept.beside] == beside:
+    kept = _found(weight)
+    if kept is not None and kept.is_current(weight):
         return kept.values
-    values = weight.values(slice(None))
+    before = changes(weight)
+    memories = [np.asarray(_Memory(tensor)) for tensor in weight if tensor is not None]
+    samples = [memory.tobytes() for memory in memories]
+    values = _decode(weight)
     if kept is not None or _takes(values.nbytes):
-        _keep(storage, place, _Kept(values, changes(weight), [*map(weakref.ref, beside)]))
+        beside = [tensor.untyped_storage() for tensor in (weight.scales, weight.biases) if tensor is not None]
+        _keep(weight, _Kept(values, before, memories, samples, [*map(weakref.ref, beside)]))
+    return values
+
+
+def in_blocks(weight: QuantizedWeight) -> list[Tensor] | Iterator[Tensor]:
+    """The rows of a matrix in float32: all at once if they are kept, else VALUES_AT_ONCE at a time."""
+    rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[1])
+    if rows * columns <= VALUES_AT_ONCE or _may_keep(weight):
+        return [decoded(weight)]
+    step = max(1, VALUES_AT_ONCE // columns)
+    return (decoded(weight.map(itemgetter(slice(first, first + step)))) for first in range(0, rows, step))
+
+
+def _may_keep(weight: QuantizedWeight) -> bool:
+    if weight.packed.device.type != "cpu":
+        return False
+    size = 4 * weight.packed.shape[:-1].numel() * weight.format.columns(weight.packed.shape[-1])
+    return _found(weight) is not None or _takes(size)
+
+
+def _found(weight: QuantizedWeight) -> _Kept | None:
+    of_storage = _KEPT.get(weight.packed.untyped_storage())
+    return None if of_storage is None else of_storage.get(_place(weight))
+
+
+def _decode(weight: QuantizedWeight) -> Tensor:
+    rows, columns = weight.packed.shape[0], weight.format.columns(weight.packed.shape[-1])
+    if weight.packed.dim() > 2 or rows * columns <= VALUES_AT_ONCE:
+        return weight.values(slice(None))
+    values = torch.empty(rows, columns)
+    step = max(1, VALUES_AT_ONCE // columns)
+    for first in range(0, rows, step):
+        some = slice(first, first + step)
+        values[some] = weight.values(some)
     return values
 
 
@@ -96,8 +163,9 @@ def _takes(nbytes: int) -> bool:
     return getattr(_here, "keeps", True) and _bytes + nbytes <= memory()
 
 
-def _keep(storage: torch.UntypedStorage, place: tuple, kept: _Kept) -> None:
+def _keep(weight: QuantizedWeight, kept: _Kept) -> None:
     global _bytes
+    storage, place = weight.packed.untyped_storage(), _place(weight)
     with _lock:
         of_storage = _KEPT.get(storage)
         if of_storage is None:

@@ -109,6 +109,7 @@ OFFSETS = {"tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 LARGE_BLOCK = 256  # values that share d and m where there are integers
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
+INFINITE_E8M0 = 255  # the code of a scale of mxfp4 and mxfp8
 
 
 _QUANTIZE = Check("quantize")
@@ -252,6 +253,18 @@ class Format:
         dtypes = (scales.dtype,) if self.is_affine else self.bias_dtypes
         check.tensor(f"{prefix}biases", biases, (*rows, counts[1]), names[1], dtypes)
 
+    def all_finite(self, scales: Tensor) -> Tensor | None:
+        """Whether no scale, or bias, is NaN or inf, a bool of no dimension; None where no code says that.
+
+        It sums them, which no range of scales exceeds.
+        """
+        if scales.numel() == 0 or (scales.dtype == torch.uint8 and not self.mode.startswith("mx")):
+            return None
+        if scales.dtype == torch.uint8:
+            return scales.amax() < INFINITE_E8M0
+        halves = scales.view(torch.float16) if scales.dtype == torch.int16 else scales
+        return halves.sum(dtype=torch.float32).isfinite()
+
 
 FORMATS = {
     format.name: format
@@ -272,7 +285,7 @@ def _e4m3_values() -> tuple[float, ...]:
 
 
 def e8m0(scales: Tensor) -> Tensor:
-    """2^(scale - 127) from its bits: 0 is the subnormal 2^-127, 255 is inf, as in MLX."""
+    """2^(scale - 127) from its bits: 0 is the subnormal 2^-127, INFINITE_E8M0 is inf, as in MLX."""
     exponent = scales.int()
     return torch.where(exponent == 0, 1 << 22, exponent << 23).view(torch.float32)
 

@@ -1,42 +1,27 @@
 """Linear layers, dense MLPs and embeddings with weights in the formats of _formats.py."""
 
 import math
-from operator import itemgetter
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ._activations import POINTWISE, Activation
 from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
-from ._decoded import decoded
+from ._decoded import in_blocks
 from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
 from ._sample import Calls, Changes
 from .hyper_connection import MAX_STREAMS
 from .norms import InputNorm
 
-# Values that the reference dequantises at a time: 16 MiB of float32, whatever the size of the matrix.
-VALUES_AT_ONCE = 1 << 22
 
-
-def _rows(x: Tensor) -> Tensor:
-    """[..., C] -> [n, C], also for C = 0."""
-    columns = x.shape[-1]
-    return x.reshape(-1, columns) if columns > 0 else x.new_empty(x.shape[:-1].numel(), 0)
-
-
-def _product(rows: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
-    """[n, C] -> [n, N] in float32: rows times the transposed matrix, plus the layer's bias."""
-    outputs = weight.packed.shape[0]
-    rows, step = rows.float(), max(1, VALUES_AT_ONCE // max(1, rows.shape[1]))
-    if outputs <= step:
-        out = torch.mm(rows, decoded(weight).t())
-    else:
-        out = rows.new_empty(rows.shape[0], outputs)
-        for first in range(0, outputs, step):
-            some = slice(first, first + step)
-            torch.mm(rows, decoded(weight.map(itemgetter(some))).t(), out=out[:, some])
+def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
+    """[..., C] -> [..., N] in float32: rows times the transposed matrix, plus the layer's bias."""
+    x = x.float()
+    blocks = [F.linear(x, values) for values in in_blocks(weight)]
+    out = blocks[0] if len(blocks) == 1 else torch.cat(blocks, -1)
     return out if bias is None else out.add_(bias.float())
 
 
@@ -160,14 +145,13 @@ def linear_quantized(
 
     Raises: ValueError for a dtype, shape, option, device or format that does not fit.
     """
-    rows = _rows(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x))
-    out = _product(rows, QuantizedWeight(packed, scales, biases, Format.named(format)), bias)
+    normed = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x)
+    out = _product(normed, QuantizedWeight(packed, scales, biases, Format.named(format)), bias)
     if activation is not None:
-        some = out[:, :activated]
+        some = out[..., :activated]
         some.copy_(POINTWISE[activation](some * factor))
     if order is not None:
-        out = torch.empty_like(out).index_copy_(1, order.long(), out)
-    out = out.view(*x.shape[:-1], packed.shape[0])
+        out = torch.empty_like(out).index_copy_(-1, order.long(), out)
     if streams is not None:
         out = (torch.sigmoid(out.unflatten(-1, streams.shape[-2:])) * streams.float()).mean(-2)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
@@ -258,9 +242,9 @@ def mlp_quantized(
     gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
     down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
     act = Activation(activation, alpha, limit, gated, interleaved)
-    rows = _rows(InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x))
-    hidden = act.apply(_product(rows, gate_up, gate_up_bias)).to(x.dtype)
-    out = _product(hidden, down, down_bias).view(x.shape)
+    normed = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x)
+    hidden = act.apply(_product(normed, gate_up, gate_up_bias)).to(x.dtype)
+    out = _product(hidden, down, down_bias)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._faults import raise_fault
 from ..ops._checks import first_line
 from ..transformers.capture.exchange import ExchangeError
 
@@ -267,6 +268,7 @@ def within(seconds: float, function: Callable[[], Any]) -> list[Any] | None:
 def on_the_host(tensor: Tensor) -> Tensor:
     """The elements on the CPU, one behind the other: a mask or a row of one column may have other strides."""
     host = tensor.detach().cpu()
+    raise_fault()
     if type(host) is not Tensor or host.stride()[-1:] != (1,):
         return host.clone(memory_format=torch.contiguous_format)
     return host.contiguous()

@@ -172,9 +172,11 @@ class Running:
         if self._rest:
             return output  # of a chunk in the middle of a prompt: nobody reads its logits
         if self.stage.last:
-            if self._greedy:
+            if self._samples:
+                pass  # `_DecidedByTheLast` tells what is chosen
+            elif self._greedy:
                 self._tell_others("tokens", [output.logits[:, -1].argmax(-1), None])
-            elif not self._samples:
+            else:
                 self._tell_others("logits", [output.logits, getattr(output, "loss", None)])
             return output
         last, kind = self.peers.size - 1, "tokens" if self._samples or self._greedy else "logits"

@@ -21,23 +21,33 @@ def encode(groups: Tensor, dtype: torch.dtype, format: Format) -> tuple[Tensor, 
     `dtype` is that of the weight: it decides how the largest magnitude of a group is rounded.
     """
     if format.has_biases:
-        return _encode_affine(groups, format.bits)
+        scale, bias = affine_range(groups, format.bits)
+        codes = (groups - bias).div_(scale).round_().clamp_(0, 2**format.bits - 1).to(torch.uint8)
+        return codes, scale.squeeze(-1), bias.squeeze(-1)
+    scales = fitting_scales(groups, dtype, format)
+    return encode_with(groups, scales, format), scales, None
+
+
+def fitting_scales(groups: Tensor, dtype: torch.dtype, format: Format) -> Tensor:
+    """uint8 [...]: the scales of a format without biases, with which nothing saturates."""
     largest = E2M1_LARGEST if format.bits == 4 else E4M3_LARGEST
     # MLX divides in the dtype of the weight; for a magnitude between two scales, the rounding decides.
     fit = (groups.abs().amax(-1).to(dtype) / largest).float()
+    return e4m3_codes(fit) if format.mode == "nvfp4" else _covering_powers(fit).to(torch.uint8)
+
+
+def encode_with(groups: Tensor, scales: Tensor, format: Format) -> Tensor:
+    """The nearest codes for given scales, of a format without biases."""
     if format.mode == "nvfp4":
-        scales = _e4m3_codes(fit)
         # A scale of zero makes codes of zero.
         factors = e4m3(scales).unsqueeze(-1)
-        return _e2m1_codes(torch.where(factors == 0, 0.0, groups / factors)), scales, None
-    scales = _covering_powers(fit)
+        return _e2m1_codes(torch.where(factors == 0, 0.0, groups / factors))
     groups = groups * e8m0(254 - scales).unsqueeze(-1)
-    codes = _e2m1_codes(groups) if format.bits == 4 else _e4m3_codes(groups)
-    return codes, scales.to(torch.uint8), None
+    return _e2m1_codes(groups) if format.bits == 4 else e4m3_codes(groups)
 
 
-def _encode_affine(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """In float32, in the order of operations of MLX.
+def affine_range(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scales and biases [..., 1], in float32, in the order of operations of MLX.
 
     The end of the range with the larger magnitude becomes the bias, and the scale is adjusted so that zero is
     hit exactly: weights that are zero stay zero.
@@ -50,9 +60,7 @@ def _encode_affine(groups: Tensor, bits: int) -> tuple[Tensor, Tensor, Tensor]:
     edge = torch.where(low_is_edge, low, high)
     steps = (edge / scale).round()
     scale = torch.where(steps == 0, scale, edge / steps)
-    bias = torch.where(steps == 0, 0.0, edge)
-    codes = (groups - bias).div_(scale).round_().clamp_(0, largest).to(torch.uint8)
-    return codes, scale.squeeze(-1), bias.squeeze(-1)
+    return scale, torch.where(steps == 0, 0.0, edge)
 
 
 def _covering_powers(fit: Tensor) -> Tensor:
@@ -82,6 +90,6 @@ def _e2m1_codes(values: Tensor) -> Tensor:
     return table.index_select(0, top.bitwise_and_((1 << 11) - 1).flatten()).view(values.shape)
 
 
-def _e4m3_codes(values: Tensor) -> Tensor:
+def e4m3_codes(values: Tensor) -> Tensor:
     """Rounded to the nearest, ties to even, and clamped to the largest."""
     return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)

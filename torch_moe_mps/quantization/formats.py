@@ -15,7 +15,7 @@
 
 (Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 is that of weights near
 1: its scales have no bits below 2^-9, and groups whose largest magnitude is below 0.006 become zero.)
-All are written bit for bit as mlx.core.quantize does on a CPU.
+All are written bit for bit as mlx.core.quantize does on a CPU, unless importance is given (search.py).
 """
 
 from collections.abc import Iterator
@@ -36,6 +36,7 @@ from ..ops._formats import (
     unpack,
 )
 from .encoding import encode
+from .search import search
 
 # Values quantised at a time: the float32 temporaries stay in the cache of a core.
 CHUNK = 1 << 18
@@ -89,6 +90,11 @@ def check_finite(check: Check, argument: str, stack: Tensor) -> None:
             check.fail(argument, "finite", "NaN, inf or a range over that of float32")
 
 
+def check_importance(check: Check, argument: str, importance: Tensor) -> None:
+    if not bool((torch.isfinite(importance) & (importance >= 0)).all()):
+        check.fail(argument, "finite and not negative", "NaN, inf or a negative number")
+
+
 def _chunks(weight: Tensor) -> Iterator[tuple[slice, slice]]:
     """Indices (matrices, rows) of pieces of about CHUNK values; a piece is a view, whatever the strides."""
     matrices, rows, columns = weight.shape
@@ -101,38 +107,66 @@ def _chunks(weight: Tensor) -> Iterator[tuple[slice, slice]]:
 
 @torch.no_grad()
 def quantize(
-    weight: Tensor, bits: int | None = None, group_size: int | None = None, mode: str = "affine"
+    weight: Tensor,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str = "affine",
+    *,
+    importance: Tensor | None = None,
 ) -> QuantizedWeight:
     """Quantise a matrix, or each matrix of a stack, along the last dimension.
 
     Args:
         weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size.
         bits, group_size, mode: see Format.
+        importance: float32 [C], or [E, C] for a stack: the mean square of what each input is, or another
+            number that is not negative. Then sum importance * (weight - dequantised)^2 of no group is larger
+            than by MLX's rule, which chooses without it.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
         of `weight`. Memory other than the result stays under about 10 MiB.
 
-    Raises: ValueError for a shape, dtype or format that does not fit, and for weights that are not finite.
+    Raises: ValueError for a shape, dtype or format that does not fit, for weights that are not finite, and
+        for importance that is negative or not finite.
     """
     format = Format(bits, group_size, mode)
     _check_weight(weight, format)
     stack = weight if weight.dim() == 3 else weight.unsqueeze(0)
-    check_finite(Check("quantize"), "weight", stack)
-    out = quantize_stack(stack, format)
+    check = Check("quantize")
+    check_finite(check, "weight", stack)
+    if importance is not None:
+        named = "[E, C]" if weight.dim() == 3 else "[C]"
+        check.tensor(
+            "importance", importance, (*weight.shape[:-2], weight.shape[-1]), named, (torch.float32,)
+        )
+        check_importance(check, "importance", importance)
+        importance = importance.view(len(stack), -1)
+    out = quantize_stack(stack, format, importance=importance)
     if weight.dim() == 2:
         return out.map(lambda tensor: tensor.squeeze(0))
     return out
 
 
 @torch.no_grad()
-def quantize_stack(stack: Tensor, format: Format, errors: ErrorSums | None = None) -> QuantizedWeight:
-    """quantize for a checked [E, R, C]; adds its errors to `errors`."""
+def quantize_stack(
+    stack: Tensor, format: Format, errors: ErrorSums | None = None, importance: Tensor | None = None
+) -> QuantizedWeight:
+    """quantize for a checked [E, R, C] and [E, C]; adds its errors to `errors`."""
     out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
     words = out.packed.view(torch.int32)
+    # GPUs divide differently than MLX on a CPU; mps has no float8.
+    on_cpu = stack.device.type == "mps" and (importance is None or not format.has_biases)
+    if importance is not None:  # relative, so that float32 holds the sums
+        importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
+        importance = importance.to("cpu" if on_cpu else stack.device).unsqueeze(-2)
+        importance = importance.unflatten(-1, (-1, format.group_size))
     for index in _chunks(stack):
-        piece = stack[index].cpu() if stack.device.type == "mps" else stack[index]  # GPUs divide differently
+        piece = stack[index].cpu() if on_cpu else stack[index]
         groups = piece.float().unflatten(-1, (-1, format.group_size))
-        codes, scales, biases = encode(groups, stack.dtype, format)
+        if importance is None:
+            codes, scales, biases = encode(groups, stack.dtype, format)
+        else:
+            codes, scales, biases = search(groups, importance[index[0]], stack.dtype, format)
         scales = scales.to(out.scales.dtype)
         words[index] = pack(codes.flatten(-2), format.bits)
         out.scales[index] = scales

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._faults import raise_fault
 from ..ops._checks import first_line
 from ..ops._decoded import nothing_kept
 from ..ops._samples import OF_HEADS, packet
@@ -88,6 +89,9 @@ def _compare(call: Call, end: float) -> Finding | None:
         first = _results(call, "mps", end)
         actual = [tensor.cpu() for tensor in first.values()]
         again = [tensor.cpu() for tensor in _results(call, "mps", end).values()]
+        raise_fault()
+    except torch.AcceleratorError:  # of the GPU, not of the operator
+        raise
     except RuntimeError as error:
         kind = "does not compile" if " does not compile: " in str(error) else "raises"
         return Finding(name, kind, message=str(error))

@@ -1,5 +1,6 @@
 """Makes models run on the operators of this package, and undoes it."""
 
+import os
 import warnings
 from collections.abc import Collection, Iterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from .._faults import synchronize
 from .attention import attention_layers, choose_implementations, require_kv_bits, use_attention
 from .basics.interface import experts_of, is_experts, is_quantized
 from .basics.report import Done, Report
@@ -20,6 +22,7 @@ from .checked import (
     use_tensor_units,
     working_kv_bits,
 )
+from .checkpoints.importance import Importance, given_importance
 from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
@@ -28,6 +31,7 @@ from .latents import use_latents
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.trial import on_the_cpu
+from .residency import end_residency, keep_resident
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
@@ -42,6 +46,7 @@ def accelerate(
     group_size: int | None = None,
     mode: str | None = None,
     *,
+    importance: Importance | str | os.PathLike | None = None,
     kv_bits: int | None = None,
     check: bool = True,
     **recipe: Any,
@@ -54,6 +59,9 @@ def accelerate(
             leaves them dense.
         group_size, mode: of the quantisation, as in `torch_moe_mps.quantization.quantize`; only mode "affine"
             needs bits.
+        importance: with bits, the errors of what is multiplied with more count more: what
+            `collect_importance` returns, or a file of it, or one of llama.cpp's llama-imatrix. It costs no
+            bytes and no time of the model. None quantises by MLX's rule.
         recipe: linear_bits, embedding_bits, keep and overrides, which say what is quantised differently or
             not at all: see `requested_recipe`.
         kv_bits: 8 lets the model's caches hold keys and values in 8 bits, in about half of the memory;
@@ -62,20 +70,23 @@ def accelerate(
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
+    From macOS 15 on its weights stay resident until the model is gone or restored.
     The first time on a machine, each operator that the model uses is compared with the CPU. Where one fails,
     what it would replace keeps the model's own code, and a warning says so.
 
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
-    Raises: ValueError for a quantisation that does not fit the weights, for a group_size or a mode without
-        one and for other kv_bits, TypeError for what is not a module, RuntimeError for a model on mps with
-        torch before 2.13, whose own operators are wrong there, and for quantised weights whose operator fails
-        on this machine: all before anything is changed.
+    Raises: ValueError for a quantisation that does not fit the weights, for importance of another model or
+        without bits, for a group_size or a mode without one and for other kv_bits, TypeError for what is not
+        a module, RuntimeError for a model on mps with torch before 2.13, whose own operators are wrong there,
+        or with a torch and a macOS that do not go together, and for quantised weights whose operator fails on
+        this machine: all before anything is changed. torch.AcceleratorError if the GPU fails meanwhile.
     """
     _require_module("accelerate", model)
     require_torch("accelerate", model)
     report = Report()
     wanted = requested_recipe(bits, group_size, mode, **recipe)
+    weighed = given_importance("accelerate", importance, model, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
     check = check and is_wanted(model)
     if check:
@@ -86,7 +97,7 @@ def accelerate(
     for module in model.modules():
         drop_forward_of_class(module)
     if wanted is not None:
-        report.quantization = quantize_model(model, wanted)
+        report.quantization = quantize_model(model, wanted, weighed)
     else:
         keep_when_saving(model)
     _replace(model, report, kv_bits)
@@ -99,6 +110,9 @@ def accelerate(
         _replace(model, report, kv_bits)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
+    keep_resident(model)
+    for device in {parameter.device for parameter in model.parameters()}:
+        synchronize(device)
     reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
     for cls, reason in sorted(reasons):
         warnings.warn(f"torch_moe_mps: {cls} is left alone: {reason}", stacklevel=2)
@@ -154,6 +168,7 @@ def restore(model: nn.Module) -> nn.Module:
     Raises: TypeError for what is not a module.
     """
     _require_module("restore", model)
+    end_residency(model)
     if _is_of_transformers(model):
         from .cache import restore_cache
         from .capture.calls import restore_calls

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
+from .._extension import host_library
 from ..ops._checks import ACTIVATION_DTYPES
 from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
 from .basics.deferred import Deferred
@@ -32,6 +33,7 @@ from .modules.rules.relative_bias import makes_relative_bias
 from .quantized_states import QuantizedStates
 
 NAME = "moe_mps"  # the implementation in place of "eager"
+_IMPLEMENTATION = "_attn_implementation"  # the attribute of a config that names it
 MOST_TOKENS = 8  # new ones; a call with more is a prompt
 _ALL_KEYS = torch.iinfo(torch.int32).max  # a look-ahead
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
@@ -77,7 +79,7 @@ def choose_implementations(layers: Iterable[nn.Module]) -> None:
         before, wanted = config._attn_implementation, _implementation_for(module)
         before = first.setdefault(id(config), "eager" if before == NAME else before)
         if wanted != before:
-            state_of(module).previous.setdefault("_attn_implementation", (config, before))
+            state_of(module).previous.setdefault(_IMPLEMENTATION, (config, before))
             config._attn_implementation = wanted
 
 
@@ -227,7 +229,7 @@ def _sdpa(
         plain = plain and getattr(module, STATE, NOTHING).is_attention and query.is_mps
         runs = plain and (
             isinstance(attention_mask, CausalMask)
-            or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, value)))
+            or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, key, value)))
         )
     else:
         runs = plain and isinstance(bias, RelativeBias) and query.is_mps
@@ -256,6 +258,8 @@ def attention(
 ) -> tuple[Tensor, Tensor | None]:
     """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
 
+    A model that came with "sdpa" gets no weights, as from torch's attention.
+
     Args:
         module: the attention layer.
         query: [B, Hq, T, D].
@@ -283,7 +287,9 @@ def attention(
     sees_all = attention_mask is None and not _is_causal(module)
     window = sliding_window if attention_mask is None and not sees_all else None
     lookahead = _ALL_KEYS if sees_all else 0
-    plain = dropout == 0.0 and not kwargs.get("output_attentions")
+    _, before = getattr(module, STATE, NOTHING).previous.get(_IMPLEMENTATION, (None, None))
+    has_weights = before != "sdpa"
+    plain = dropout == 0.0 and not (has_weights and kwargs.get("output_attentions"))
     if isinstance(block_indices, Choice):
         attention_mask = block_indices.shown(attention_mask, key.shape[1], query.shape[2], key.shape[2])
     elif block_indices is not None:
@@ -313,7 +319,9 @@ def attention(
     if attention_mask is None and query.shape[2] > 1 and not sees_all:
         key, value = _seen(query, key, value)
     mask = None if sees_all else _additive(_elements(attention_mask), query, key, window)
-    return _eager_function(module)(module, query, _elements(key), _elements(value), mask, **options)
+    eager = _eager_function(module)
+    out, weights = eager(module, query, _elements(key), _elements(value), mask, **options)
+    return out, weights if has_weights else None
 
 
 def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | None]]:
@@ -330,13 +338,13 @@ def _eager_function(module: nn.Module) -> Callable[..., tuple[Tensor, Tensor | N
 
 
 def attention_mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """The mask of NAME: an additive one, or None for one new token that sees the whole cache."""
+    """The mask of NAME, an additive one; None only where eager's may be, for own code adds columns to it."""
     from transformers.masking_utils import eager_mask
 
     mask = None if args else _causal(**{"dtype": torch.float32, **kwargs})
     if mask is None:
         return eager_mask(*args, **kwargs)
-    return None if mask.hides_nothing and _may_be_none(kwargs) else mask
+    return None if mask.hides_nothing and kwargs.get("allow_is_bidirectional_skip") else mask
 
 
 def _may_be_none(options: dict[str, Any]) -> bool:
@@ -530,9 +538,17 @@ def _is_few(tokens: int) -> bool:
     return tokens <= MOST_TOKENS if type(tokens) is int else statically_known_true(tokens <= MOST_TOKENS)
 
 
-def _beats_sdpa(query: Tensor, value: Tensor) -> bool:
-    """Whether torch's attention on MPS would store the scores of a prompt."""
-    return query.shape[3] != value.shape[3] or query.shape[3] > SDPA_HEAD
+def _beats_sdpa(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether torch's attention on MPS would store the scores of a prompt, or keep the display waiting."""
+    return query.shape[3] != value.shape[3] or query.shape[3] > SDPA_HEAD or _is_long(query, key)
+
+
+def _is_long(query: Tensor, key: Tensor) -> bool:
+    """Whether torch's one dispatch would take so long that macOS may stop it; the operator's is cut."""
+    (batch, heads, tokens, width), keys = query.shape, key.shape[2]
+    if torch.compiler.is_compiling() or host_library() is None or not type(tokens) is type(keys) is int:
+        return False
+    return torch.ops.moe_mps._is_long(2.0 * batch * heads * width * tokens * (keys - tokens / 2))
 
 
 def _takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:

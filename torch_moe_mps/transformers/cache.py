@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 from transformers import (
     DynamicCache,
     EncoderDecoderCache,
@@ -31,6 +32,7 @@ from . import growing
 from .basics.state import NOTHING, STATE, state_of
 from .modules.rules.compressed_attention import Pooled
 from .quantized_states import QuantizedStates, can_be_quantized
+from .residency import follow_moved
 
 # Attributes of a layer of compressed keys.
 _POOLS, _BIASES = "_moe_mps_pools", "_moe_mps_biases"
@@ -57,7 +59,10 @@ def restore_cache(module: nn.Module) -> None:
 
 
 def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits."""
+    """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits.
+
+    Weights that have moved are kept resident again.
+    """
     cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))  # continuous batching passes `cache`
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
@@ -69,8 +74,12 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
         _refuse_8_bits(cache)
     if torch.compiler.is_compiling():
         return
+    follow_moved()
     if is_plain:
         _grow(cache, CACHE_BITS if quantizes else None)
+        positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
+        if positions is not None:
+            _note_positions(cache, positions)
     elif quantizes and not isinstance(cache, QuantizedCache):
         name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
         warnings.warn(
@@ -94,6 +103,21 @@ def _grow(cache: Any, bits: int | None) -> None:
         cls = growing_class(plain, bits)
         if cls is not None:
             layer.__class__ = cls
+
+
+def _note_positions(cache: Any, positions: Tensor) -> None:
+    """Compares a call's positions with the cache's, where its layers count tokens by the latter.
+
+    Those of a token that is being captured are not known; those of several are asked for, which ends it.
+    """
+    layers = [layer for layer in cache.layers if isinstance(layer, _GrowingCompressed) and layer.is_in_order]
+    if not layers or (type(positions) is FakeTensor and positions.shape[-1] == 1):
+        return
+    first, tokens = layers[0].cumulative_length, positions.shape[-1]
+    in_order = torch.arange(first, first + tokens, device=positions.device)
+    if not bool((positions == in_order).all()):
+        for layer in layers:
+            layer.is_in_order = False
 
 
 class QuantizedCache(DynamicCache):
@@ -170,7 +194,7 @@ def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, T
     return updated
 
 
-_MADE_AGAIN = ("pools",)  # what a copy of a layer makes again
+_MADE_AGAIN = ("pools", "is_in_order")  # what a copy of a layer makes again
 
 
 class _Made(CacheLayerMixin):
@@ -364,6 +388,17 @@ class _GrowingBlocks(_Growing):
         self.idx_keys = growing.shown(getattr(held, growing.MEMORY), growing.start_of(held), keys.shape[1])
         return keys
 
+    def crop(self, tokens_to_remove: int) -> None:
+        held = self.idx_keys
+        super().crop(tokens_to_remove)
+        if self.idx_keys is not held:
+            self.idx_keys = growing.in_memory_of(held, self.idx_keys)
+
+    def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._change_batch(change)
+        if self.idx_keys is not None:
+            self.idx_keys = growing.with_room(self.idx_keys, change)
+
 
 class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
     """A layer that holds a sliding window, which moves on in its memory."""
@@ -398,8 +433,14 @@ class _GrowingCompressed(_GrowingWindow):
 
     What the last tokens have, of which entries are made, is in `pools` while the operator makes them, and in
     the buffers of transformers' class while that does: each starts from what the other has left.
+
+    Attributes:
+        is_in_order: all calls had the positions that follow from the order of tokens. With others, which
+            tokens see an entry is for the model's own code to say.
     """
 
+    is_croppable = False
+    is_in_order = True
     compress_rate: int
     compressed_kv: dict[str, Any]
     entry_count: dict[str, int]
@@ -432,13 +473,12 @@ class _GrowingCompressed(_GrowingWindow):
 
         From then on the layer holds the entries that they complete, [B, N, width].
         """
-        if name not in self.pools:  # transformers' class keeps sums with it
-            self.biases[name] = position_bias.detach()
         tokens, closed = kv.shape[1], self.cumulative_length // self.compress_rate
         if name in self.pools and not growing.may_write(self.pools[name], kv):
-            self._leave(tokens)
+            self._leave(name, tokens)
         state = self.pools.get(name)
         if state is None:
+            self.biases[name] = position_bias.detach()  # transformers' class keeps sums with it
             state = self._state_of_buffers(name, kv, width, self.cumulative_length - tokens)
         held = self.compressed_kv[name]
         memory: Any = getattr(held, growing.MEMORY, None)
@@ -482,31 +522,35 @@ class _GrowingCompressed(_GrowingWindow):
             buffer[name] = None
         return state
 
-    def _leave(self, tokens: int = 0) -> None:
+    def _leave(self, name: str, tokens: int = 0) -> None:
         """Leaves what transformers' class holds in front of the last `tokens` that `update` has counted."""
+        if name not in self.__dict__.get(_POOLS, ()):
+            return
+        state, bias = self.pools.pop(name), self.biases.pop(name)
+        if not self.pools:
+            self._forget()
         rate, position = self.compress_rate, self.cumulative_length - tokens
-        for name, state in self.pools.items():
-            rows, columns = state.shape[1], state.shape[3]
-            held = self.compressed_kv[name].shape[2]
-            places = torch.arange(position // rate * rate, position, device=state.device) % rows
-            self.buffer_kv[name], self.buffer_gate[name] = state[:, places].unbind(2)
-            if columns > held and position >= rate:
-                places = torch.arange(position // rate * rate - rate, position // rate * rate) % rows
-                before, gate = state[:, places.to(state.device), :, :held].unbind(2)
-                self.overlap_kv[name], self.overlap_gate[name] = before, gate + self.biases[name][:, :held]
-        self._forget()
+        rows, columns = state.shape[1], state.shape[3]
+        held = self.compressed_kv[name].shape[2]
+        places = torch.arange(position // rate * rate, position, device=state.device) % rows
+        self.buffer_kv[name], self.buffer_gate[name] = state[:, places].unbind(2)
+        if columns > held and position >= rate:
+            places = torch.arange(position // rate * rate - rate, position // rate * rate) % rows
+            before, gate = state[:, places.to(state.device), :, :held].unbind(2)
+            self.overlap_kv[name], self.overlap_gate[name] = before, gate + bias[:, :held]
 
     def _forget(self) -> None:
         for name in (_POOLS, _BIASES):
             self.__dict__.pop(name, None)
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
-        self._leave(kv.shape[1])
+        self._leave(name, kv.shape[1])
         found: tuple[Tensor, Tensor, int] = self.plain.store_compression_weights(self, name, kv, gate)
         return found
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        self._leave()
+        for name in [*self.pools]:
+            self._leave(name)
         made, arguments, state = super().__reduce_ex__(protocol)
         for name, value in state.items():
             if type(value) is dict:
@@ -523,6 +567,7 @@ class _GrowingCompressed(_GrowingWindow):
     def reset(self) -> None:
         super().reset()
         self._forget()
+        self.__dict__.pop("is_in_order", None)
 
     def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
         super()._change_batch(change)

@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from .._extension import host_library, torch_version
+from .._versions import TORCH
+from ..macs import refusal
 from ..ops._samples import FAMILY_OF
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
@@ -17,16 +19,21 @@ from .basics.interface import is_experts, is_quantized, projections
 from .basics.state import kv_bits_of
 from .modules.linears import formats_in, has_quantized_weights
 
-OLDEST_TORCH = (2, 13)
+OLDEST_TORCH = tuple(map(int, TORCH[0].split(".")))
 
 
 def require_torch(function: str, model: nn.Module) -> None:
-    """Raise the one-line error for a model on mps where torch's own operators are wrong without a word."""
-    if torch_version() < OLDEST_TORCH and any(p.device.type == "mps" for p in model.parameters()):
+    """Raise the one-line error for a model on mps where torch's own operators are wrong, or abort."""
+    if not any(parameter.device.type == "mps" for parameter in model.parameters()):
+        return
+    if torch_version() < OLDEST_TORCH:
         raise RuntimeError(
-            f"moe_mps::{function}: torch must be 2.13 or newer for a model on mps, got {torch.__version__}: "
-            "its own attention and linear layers give wrong results there (pytorch#174861, #180776, #195910)"
+            f"moe_mps::{function}: torch must be {TORCH[0]} or newer for a model on mps, got "
+            f"{torch.__version__}: its own attention and linear layers give wrong results there "
+            "(pytorch#174861, #180776, #195910)"
         )
+    if reason := refusal():
+        raise RuntimeError(f"moe_mps::{function}: {reason}")
 
 
 def align_weights(model: nn.Module) -> None:

@@ -167,8 +167,30 @@ def _has_room(held: Sequence[Tensor], memory: Tensor, tokens: int) -> bool:
         return False
     if end == getattr(memory, END):
         return True
+    return COUNTS_HOLDERS and _lies_alone(stored, (memory, *held))
+
+
+def _lies_alone(stored: Tensor, holders: Sequence[Any]) -> bool:
+    """Whether nothing but these holds the storage of a tensor, which is one of theirs."""
     storage = stored.untyped_storage()
-    return torch._C._storage_Use_Count(storage._cdata) == len((memory, *held, storage))
+    return torch._C._storage_Use_Count(storage._cdata) == len((*holders, storage))
+
+
+def counts_holders() -> bool:
+    """Whether torch counts the holders of a storage as `_lies_alone` needs it; if not, all is copied."""
+    try:
+        memory = torch.empty(2, 4, device="cpu")
+        held, others = memory.narrow(0, 0, 1), [memory.narrow(0, 1, 1), memory.detach()]
+        alone = [_lies_alone(memory, (memory, held))]
+        while others:
+            others.pop()
+            alone.append(_lies_alone(memory, (memory, held)))
+    except Exception:  # it is torch's own
+        return False
+    return alone == [False, False, True]
+
+
+COUNTS_HOLDERS = counts_holders()
 
 
 def copied(states: Tensor, room: int) -> Tensor:

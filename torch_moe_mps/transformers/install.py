@@ -9,6 +9,7 @@ import types
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 
 from ..ops._checks import first_line
@@ -43,6 +44,8 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
                 found = recognise(module)
         except Unsupported as unsupported:
             found, reason = None, str(unsupported)
+        except torch.AcceleratorError:  # of the GPU, not of an operator
+            raise
         except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
             return [], first_line(error)
         if found is not None:

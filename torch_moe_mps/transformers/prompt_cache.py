@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
+from .._faults import synchronize
 from ..ops._checks import first_line
 from .basics.state import kv_bits_of
 from .cache import growing_class
@@ -53,6 +54,17 @@ def can_be_cut(layer: Any) -> bool:
     if getattr(layer, "is_sliding", False):
         return bool(layer.cumulative_length < layer.sliding_window)
     return True
+
+
+def runs_on(cache: DynamicCache) -> bool:
+    """Whether no token can be taken back from a cache: of recurrent states, and of keys of several tokens.
+
+    `generate` may compute one behind the last that it returns: then such a cache holds all of these.
+    """
+    classes: list[Any] = [type(layer) for layer in cache.layers]
+    layers = [growing_class(cls) or layer for cls, layer in zip(classes, cache.layers, strict=True)]
+    linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    return linear or not all(getattr(layer, "is_croppable", True) for layer in layers)
 
 
 def kept_states(cache: DynamicCache) -> dict[int, dict[str, Any]]:
@@ -104,7 +116,8 @@ def save_prompt_cache(
         ids: [1, T] or [T], the tokens of the prompt.
         cache: that the model returned as `past_key_values`, with T tokens; dense or with kv_bits=8.
 
-    Raises: ValueError for a cache of another length or class, and for a file that is something else; OSError.
+    Raises: ValueError for a cache of another length or class, and for a file that is something else; OSError;
+        torch.AcceleratorError as `synchronize`.
     """
     ids, path = ids.reshape(-1).cpu(), Path(file)
     if type(cache) is not DynamicCache or cache.get_seq_length() != len(ids):
@@ -112,6 +125,7 @@ def save_prompt_cache(
         raise ValueError(f"moe_mps::save_prompt_cache: cache must be a DynamicCache of {len(ids)}, got {got}")
     if path.exists() and not _is_ours(path):
         raise ValueError(f"moe_mps::save_prompt_cache: {path} is not a prompt cache; it was not changed")
+    synchronize(model.device)
     tensors: dict[str, Tensor] = {"ids": ids}
     layers = [
         {

@@ -92,9 +92,13 @@ size_t live_bytes() {
 @interface SimulatorBuffer : NSObject <MTLBuffer> {
  @public
   std::shared_ptr<simulator::Memory>* memory;
+  id<MTLHeap> heap;
 }
 @end
 @implementation SimulatorBuffer
+- (id<MTLHeap>)heap {
+  return heap;
+}
 - (void*)contents {
   return (*memory)->data;
 }
@@ -118,6 +122,7 @@ void* buffer_new(size_t bytes) {
   auto memory = std::make_shared<Memory>(bytes);
   SimulatorBuffer* buffer = [SimulatorBuffer new];
   buffer->memory = new std::shared_ptr<Memory>(std::move(memory));
+  buffer->heap = simulated_heap(bytes);
   buffers++;
   std::lock_guard<std::mutex> lock(registry().mutex);
   registry().live.insert((void*)buffer);

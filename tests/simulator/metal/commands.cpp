@@ -6,8 +6,10 @@
 #include <climits>
 #include <cstring>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <sstream>
+#include <utility>
 
 #include "foundation.h"
 #include "runtime.h"
@@ -15,10 +17,16 @@
 namespace simulator {
 namespace {
 
+using Buffers = std::vector<std::shared_ptr<CommandBuffer>>;
+
 struct State {
   std::mutex mutex;
-  std::vector<Command> pending;
-  bool running = false;  // commands that have left `pending` and may not have run yet
+  std::shared_ptr<CommandBuffer> open = std::make_shared<CommandBuffer>();
+  Buffers committed;
+  bool running = false;              // buffers that have left `committed` and may not have run yet
+  Failure failure = Failure::kNone;  // of a buffer to come
+  uint64_t before_failure = 0;       // buffers
+  bool failed = false;
   simulator_execute execute = nullptr;
   uint64_t seed = 0;
   size_t most_threads = SIZE_MAX;  // of a pipeline, set by a test
@@ -202,31 +210,70 @@ std::string execute(const Command& command) {
   return "";
 }
 
-// The recorded commands. A trace gets the line `event` unless it is empty.
-std::vector<Command> take_pending(const char* event) {
-  State& s = state();
-  std::vector<Command> commands;
-  std::lock_guard<std::mutex> lock(s.mutex);
-  commands.swap(s.pending);
-  s.running = true;
-  if (s.tracing && !commands.empty()) s.trace += event;
-  return commands;
+bool is_empty(const CommandBuffer& buffer) {
+  return buffer.commands.empty() && buffer.completed.empty();
 }
 
-// Ends with the first finding, which the next synchronisation raises.
-void run(const std::vector<Command>& commands) {
+// Ends the buffer that is open, under the mutex.
+void commit_open(State& s) {
+  if (is_empty(*s.open)) return;
+  s.open->status = Status::kCommitted;
+  s.committed.push_back(std::move(s.open));
+  s.open = std::make_shared<CommandBuffer>();
+}
+
+// The committed buffers. A trace gets the line `event` unless it is empty.
+Buffers take_committed(const char* event) {
+  State& s = state();
+  Buffers buffers;
+  std::lock_guard<std::mutex> lock(s.mutex);
+  buffers.swap(s.committed);
+  s.running = true;
+  const auto has_commands = [](const auto& buffer) { return !buffer->commands.empty(); };
+  if (s.tracing && std::any_of(buffers.begin(), buffers.end(), has_commands)) s.trace += event;
+  return buffers;
+}
+
+// What a test wants of the next buffer.
+Failure next_failure() {
+  State& s = state();
+  std::lock_guard<std::mutex> lock(s.mutex);
+  if (s.failure == Failure::kNone || s.before_failure-- > 0) return Failure::kNone;
+  s.failed = true;
+  return std::exchange(s.failure, Failure::kNone);
+}
+
+void complete(CommandBuffer& buffer, Failure failure) {
+  buffer.failure = failure;
+  buffer.status = failure == Failure::kNone ? Status::kCompleted : Status::kError;
+  for (const auto& handler : buffer.completed) handler();
+  buffer.completed.clear();
+  buffer.object.reset();
+}
+
+// Without a finding. The next synchronisation raises one, and no command behind it runs.
+bool run(const std::vector<Command>& commands) {
+  for (const Command& command : commands) {
+    const std::string finding = execute(command);
+    if (finding.empty()) continue;
+    report(finding);
+    return false;
+  }
+  return true;
+}
+
+void run(const Buffers& buffers) {
   struct Finish {
     ~Finish() {
       std::lock_guard<std::mutex> lock(state().mutex);
       state().running = false;
     }
   } finish;
-  if (state().dropping) return;
-  for (const Command& command : commands) {
-    const std::string finding = execute(command);
-    if (finding.empty()) continue;
-    report(finding);
-    return;
+  bool runs = !state().dropping;
+  for (const auto& buffer : buffers) {
+    const Failure failure = next_failure();
+    if (runs && failure == Failure::kNone) runs = run(buffer->commands);
+    complete(*buffer, failure);
   }
 }
 
@@ -242,7 +289,7 @@ void record(const Command& command) {
   }
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += trace_text(command) + "\n";
-  s.pending.push_back(command);
+  s.open->commands.push_back(command);
 }
 
 void record_barrier() {
@@ -267,7 +314,7 @@ bool forgetting() {
 bool has_pending() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  return s.running || !s.pending.empty();
+  return s.running || !s.committed.empty() || !is_empty(*s.open);
 }
 
 void commit() {
@@ -276,12 +323,22 @@ void commit() {
     std::lock_guard<std::mutex> lock(s.mutex);
     s.commits++;
     if (s.tracing) s.trace += "commit\n";
+    commit_open(s);
   }
-  if (s.seed % 2 == 1) run(take_pending(""));
+  if (s.seed % 2 == 1) run(take_committed(""));
+}
+
+std::shared_ptr<CommandBuffer> open_buffer() {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().open;
 }
 
 void run_pending() {
-  run(take_pending("synchronize\n"));
+  {
+    std::lock_guard<std::mutex> lock(state().mutex);
+    commit_open(state());
+  }
+  run(take_committed("synchronize\n"));
 }
 
 }  // namespace simulator
@@ -305,11 +362,30 @@ void simulator_set_dropping(int dropping, int validating) {
   state().validating = validating;
 }
 
-void simulator_reset(void) {
+void simulator_fail_buffer(uint64_t after, int code) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  s.pending.clear();
-  s.tracing = s.counting = false;
+  s.failure = static_cast<simulator::Failure>(code);
+  s.before_failure = after;
+  s.failed = false;
+}
+
+int simulator_has_failed(void) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return state().failed;
+}
+
+void simulator_reset(void) {
+  auto& s = state();
+  simulator::Buffers dropped;
+  {
+    std::lock_guard<std::mutex> lock(s.mutex);
+    commit_open(s);
+    dropped.swap(s.committed);
+    s.tracing = s.counting = false;
+    s.failure = simulator::Failure::kNone;
+  }
+  for (const auto& buffer : dropped) simulator::complete(*buffer, simulator::Failure::kNone);
   simulator::take_reports();
 }
 

@@ -16,6 +16,9 @@ void simulator_set_schedule(uint64_t seed);
 void simulator_limit_pipelines(size_t threads);
 // Whether commands are dropped where they would run, and whether they are validated when they are encoded.
 void simulator_set_dropping(int dropping, int validating);
+// After so many more command buffers one fails, with an error of this code; 0 calls it off.
+void simulator_fail_buffer(uint64_t after, int code);
+int simulator_has_failed(void);  // since then
 // Drops recorded commands and findings.
 void simulator_reset(void);
 void simulator_trace_start(void);

@@ -2,11 +2,15 @@
 // would create or drive another one is a finding.
 #import <Metal/Metal.h>
 
+#include <Block.h>
+
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <memory>
 #include <string>
 
+#include "foundation.h"
 #include "metal.h"
 #include "runtime.h"
 
@@ -55,10 +59,16 @@ extern "C" void simulator_set_strict(int on) {
   const char* macos = std::getenv("SIMULATED_MACOS");
   if (sel_isEqual(selector, @selector(newTensorWithDescriptor:error:)))
     return macos == nullptr || std::atoi(macos) >= 26;
+  if (sel_isEqual(selector, @selector(newResidencySetWithDescriptor:error:)))
+    return macos == nullptr || std::atoi(macos) >= 15;
   return [super respondsToSelector:selector];
 }
 - (id)newTensorWithDescriptor:(id)descriptor error:(NSError**)error {
   fail("newTensorWithDescriptor is not simulated");
+}
+- (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)descriptor
+                                               error:(NSError**)error {
+  return simulated_residency_set(descriptor);
 }
 - (id<MTLCommandQueue>)newCommandQueue {
   not_ours("newCommandQueue");
@@ -67,6 +77,9 @@ extern "C" void simulator_set_strict(int on) {
                                options:(MTLCompileOptions*)options
                                  error:(NSError**)error {
   return simulated_library(source, options, error);
+}
+- (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error {
+  return simulated_compiled_library(url, error);
 }
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function
                                                              error:(NSError**)error {
@@ -82,9 +95,79 @@ extern "C" void simulator_set_strict(int on) {
 }
 @end
 
+// One that the stream has encoded into: the host may ask how it ended, and no more.
+@interface SimulatorCommandBuffer : NSObject <MTLCommandBuffer> {
+ @public
+  std::shared_ptr<simulator::CommandBuffer>* buffer;
+}
+@end
+@implementation SimulatorCommandBuffer
+- (void)dealloc {
+  delete buffer;
+  [super dealloc];
+}
+- (MTLCommandBufferStatus)status {
+  return static_cast<MTLCommandBufferStatus>((*buffer)->status);
+}
+- (NSError*)error {
+  switch ((*buffer)->failure) {
+    case simulator::Failure::kNone:
+      return nil;
+    case simulator::Failure::kTimeout:
+      return simulated_error("Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
+                             MTLCommandBufferErrorTimeout);
+    case simulator::Failure::kFault:
+      return simulated_error(
+          "Caused GPU Address Fault Error (0000000b:kIOGPUCommandBufferCallbackErrorPageFault)",
+          MTLCommandBufferErrorPageFault);
+    case simulator::Failure::kOutOfMemory:
+      return simulated_error("Insufficient Memory (00000008:kIOGPUCommandBufferCallbackErrorOutOfMemory)",
+                             MTLCommandBufferErrorOutOfMemory);
+  }
+}
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
+  if ((*buffer)->status != simulator::Status::kNotEnqueued)
+    fail("addCompletedHandler: the command buffer is committed, and takes no handler any more");
+  MTLCommandBufferHandler kept = Block_copy(block);
+  (*buffer)->completed.push_back([self, kept] {
+    @autoreleasepool {
+      kept(self);
+    }
+    Block_release(kept);
+  });
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
+  not_ours("computeCommandEncoder");
+}
+- (void)commit {
+  not_ours("commit");
+}
+- (void)waitUntilCompleted {
+  not_ours("waitUntilCompleted");
+}
+@end
+
 @implementation MPSCommandBuffer
 - (id<MTLCommandBuffer>)commandBuffer {
   return self;
+}
+- (id<MTLCommandBuffer>)rootCommandBuffer {
+  const std::shared_ptr<simulator::CommandBuffer> open = simulator::open_buffer();
+  if (!open->object) {
+    SimulatorCommandBuffer* object = [SimulatorCommandBuffer new];
+    object->buffer = new std::shared_ptr<simulator::CommandBuffer>(open);
+    open->object = std::shared_ptr<void>((void*)object, [](void* kept) { [(id)kept release]; });
+  }
+  return (id<MTLCommandBuffer>)open->object.get();
+}
+- (MTLCommandBufferStatus)status {
+  return [[self rootCommandBuffer] status];
+}
+- (NSError*)error {
+  return [[self rootCommandBuffer] error];
+}
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block {
+  [[self rootCommandBuffer] addCompletedHandler:block];
 }
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder {
   if (simulator::is_strict()) not_ours("computeCommandEncoder");

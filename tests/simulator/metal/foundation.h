@@ -5,7 +5,7 @@
 
 #ifdef __OBJC__
 @class NSError;
-NSError* simulated_error(const std::string& message);
+NSError* simulated_error(const std::string& message, long code = 0);
 #endif
 
 namespace simulator {

@@ -195,14 +195,21 @@ void drain_pools(size_t depth) {
 @interface SimulatorError : NSError {
  @public
   NSString* text;
+  NSInteger number;
 }
 @end
 @implementation NSError
+- (NSInteger)code {
+  return 0;
+}
 - (NSString*)localizedDescription {
   return @"";
 }
 @end
 @implementation SimulatorError
+- (NSInteger)code {
+  return number;
+}
 - (NSString*)localizedDescription {
   return text;
 }
@@ -212,11 +219,27 @@ void drain_pools(size_t depth) {
 }
 @end
 
-NSError* simulated_error(const std::string& message) {
+NSError* simulated_error(const std::string& message, long code) {
   SimulatorError* error = [SimulatorError new];
+  error->number = code;
   error->text = [[NSString alloc] initWithUTF8String:message.c_str()];
   return [error autorelease];
 }
+
+@implementation NSURL
++ (instancetype)fileURLWithPath:(NSString*)path {
+  NSURL* url = [NSURL new];
+  url->_path = [path retain];
+  return [url autorelease];
+}
+- (NSString*)path {
+  return _path;
+}
+- (void)dealloc {
+  [_path release];
+  [super dealloc];
+}
+@end
 
 @interface SimulatorArray : NSArray {
  @public

@@ -3,6 +3,9 @@
 #include <dlfcn.h>
 #import <Metal/Metal.h>
 
+#include <fstream>
+#include <sstream>
+
 #include "foundation.h"
 #include "metal.h"
 #include "runtime.h"
@@ -108,6 +111,18 @@ const msl_kernel* find(const Kernels& kernels, const std::string& name) {
 }
 @end
 
+static id<MTLLibrary> compiled(const std::string& source, NSError** error) {
+  std::string message;
+  const std::string path = simulator::compile_shader(source, message);
+  if (path.empty()) {
+    set_error(error, message);
+    return nil;
+  }
+  SimulatorLibrary* library = [SimulatorLibrary new];
+  library->kernels = load(path);
+  return library;
+}
+
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error) {
   if (simulator::is_strict() && (!options || options.mathMode != MTLMathModeSafe)) {
     set_error(
@@ -126,15 +141,20 @@ id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, N
     set_error(error, "the language version is over 3.1, which is what the package promises to compile with");
     return nil;
   }
-  std::string message;
-  const std::string path = simulator::compile_shader(text, message);
-  if (path.empty()) {
-    set_error(error, message);
+  return compiled(text, error);
+}
+
+id<MTLLibrary> simulated_compiled_library(NSURL* url, NSError** error) {
+  std::ifstream file([[url path] UTF8String]);
+  std::string first;
+  std::getline(file, first);
+  if (first != "simulated metallib") {
+    set_error(error, "the file is no library");
     return nil;
   }
-  SimulatorLibrary* library = [SimulatorLibrary new];
-  library->kernels = load(path);
-  return library;
+  std::ostringstream text;
+  text << file.rdbuf();
+  return compiled(text.str(), error);
 }
 
 id<MTLComputePipelineState> simulated_pipeline(id<MTLFunction> function, NSError** error) {

@@ -15,6 +15,11 @@ id<MTLDevice> simulated_device();
 id<MTLCommandQueue> simulated_queue();
 MPSCommandBuffer* simulated_command_buffer();
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error);
+// Of a file that stands for a .metallib: the line "simulated metallib", and the source.
+id<MTLLibrary> simulated_compiled_library(NSURL* url, NSError** error);
+id<MTLResidencySet> simulated_residency_set(MTLResidencySetDescriptor* descriptor);
+// The heap that a new buffer of so many bytes lies in; nil where it stands alone.
+id<MTLHeap> simulated_heap(size_t bytes);
 id<MTLComputePipelineState> simulated_pipeline(id<MTLFunction> function, NSError** error);
 
 // The encoder of the dispatch_sync block that the calling thread is in. Raises outside of any block.

@@ -3,6 +3,7 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <functional>
 #include <map>
 #include <memory>
 #include <string>
@@ -79,14 +80,28 @@ struct Command {
   Binding indirect;
 };
 
+// Metal's numbers.
+enum class Status { kNotEnqueued = 0, kCommitted = 2, kCompleted = 4, kError = 5 };
+enum class Failure { kNone = 0, kTimeout = 2, kFault = 3, kOutOfMemory = 8 };
+
+// The commands that the GPU is given together. Those of a buffer that fails do not run.
+struct CommandBuffer {
+  std::vector<Command> commands;
+  std::vector<std::function<void()>> completed;  // called once its status is the last one
+  Status status = Status::kNotEnqueued;
+  Failure failure = Failure::kNone;
+  std::shared_ptr<void> object;  // what host code knows it by, until it is complete
+};
+
 void record(const Command& command);  // validates; raises SimulatorError
 void record_barrier();
+std::shared_ptr<CommandBuffer> open_buffer();  // that commands are recorded into
 // A GPU may finish committed work before the host's next line, or as late as the next wait. Here the schedule
 // decides: with an odd one, the work runs at once.
 void commit();
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();
-bool has_pending();  // something is recorded, or runs in another thread
+bool has_pending();  // something is recorded or waited for, or runs in another thread
 bool dropping();     // commands are forgotten where they would run: the null device
 bool forgetting();   // they are forgotten, unseen, where they are encoded: it costs the host next to nothing
 

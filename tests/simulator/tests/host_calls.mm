@@ -74,6 +74,13 @@ id<MTLBuffer> buffer(const Tensor& tensor) {
   return __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data());
 }
 
+id<MTLResidencySet> residency_set() {
+  MTLResidencySetDescriptor* descriptor = [MTLResidencySetDescriptor new];
+  id<MTLResidencySet> made = [device() newResidencySetWithDescriptor:descriptor error:nil];
+  [descriptor release];
+  return made;
+}
+
 void set(Encoder encoder, const Tensor& tensor, int index) {
   [encoder setBuffer:buffer(tensor) offset:tensor.storage_offset() * tensor.element_size() atIndex:index];
 }
@@ -295,12 +302,38 @@ const std::map<std::string, void (*)(const Tensor& x)> other_faults = {
          stream()->commandEncoder();
        });
      }},
+    {"residency of a buffer of a heap", [](const Tensor& x) { [residency_set() addAllocation:buffer(x)]; }},
+    {"residency before the commit",
+     [](const Tensor& x) {
+       id<MTLResidencySet> set = residency_set();
+       [set addAllocation:buffer(x)];
+       [set requestResidency];
+     }},
+    {"residency without a request", [](const Tensor& x) { [residency_set() endResidency]; }},
+    {"removal of what is not there", [](const Tensor& x) { [residency_set() removeAllocation:buffer(x)]; }},
+    {"residency that does not end",
+     [](const Tensor& x) {
+       id<MTLResidencySet> set = residency_set();
+       [set requestResidency];
+       [set release];
+     }},
     {"own device", [](const Tensor& x) { MTLCreateSystemDefaultDevice(); }},
     {"own queue", [](const Tensor& x) { [device() newCommandQueue]; }},
     {"own command buffer", [](const Tensor& x) { [stream()->commandQueue() commandBuffer]; }},
     {"own encoder", [](const Tensor& x) { [stream()->commandBuffer() computeCommandEncoder]; }},
     {"commit", [](const Tensor& x) { [stream()->commandBuffer() commit]; }},
     {"wait", [](const Tensor& x) { [stream()->commandBuffer() waitUntilCompleted]; }},
+    {"handler after the commit",
+     [](const Tensor& x) {
+       in_block(^(Encoder encoder) {
+         bind_axpy(encoder, x, x, x, 1);
+         dispatch(encoder, 1, 1);
+         id<MTLCommandBuffer> buffer = [stream()->commandBuffer() rootCommandBuffer];
+         stream()->synchronize(at::mps::SyncType::COMMIT);
+         [buffer addCompletedHandler:^(id<MTLCommandBuffer>){
+         }];
+       });
+     }},
     {"stream synchronize",
      [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT_AND_WAIT); }},
     {"commit outside of a block", [](const Tensor& x) { stream()->synchronize(at::mps::SyncType::COMMIT); }},
@@ -333,6 +366,27 @@ void commit_fault(const std::string& name, const Tensor& x) {
   });
 }
 
+std::vector<std::string> completed;  // what the handlers of `watch` have seen
+
+void watch(const std::string& name) {
+  in_block(^(Encoder) {
+    id<MTLCommandBuffer> buffer = [stream()->commandBuffer() rootCommandBuffer];
+    TORCH_CHECK([buffer status] == MTLCommandBufferStatusNotEnqueued && [buffer error] == nil);
+    const std::string* kept = new std::string(name);
+    [buffer addCompletedHandler:^(id<MTLCommandBuffer> done) {
+      NSError* error = [done error];
+      completed.push_back(c10::str(*kept, ": ", static_cast<unsigned long>([done status])));
+      if (error)
+        completed.back() += c10::str(" ", [error code], " ", [[error localizedDescription] UTF8String]);
+      delete kept;
+    }];
+  });
+}
+
+std::vector<std::string> seen() {
+  return std::exchange(completed, {});
+}
+
 void commit() {
   at::mps::dispatch_sync_with_rethrow(stream()->queue(), ^{
     stream()->synchronize(at::mps::SyncType::COMMIT);
@@ -344,6 +398,8 @@ TORCH_LIBRARY(simulator_test, m) {
   m.def("axpy(Tensor x, Tensor y, float alpha) -> Tensor", axpy);
   m.def("indirect(Tensor groups) -> Tensor", indirect);
   m.def("commit() -> ()", commit);
+  m.def("watch(str name) -> ()", watch);
+  m.def("seen() -> str[]", seen);
   m.def("fault(str name, Tensor x) -> ()", commit_fault);
   m.def("no_kernel(Tensor x) -> Tensor");
 }

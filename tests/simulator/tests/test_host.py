@@ -81,6 +81,10 @@ FAULTS = {
     "encoder outside of a block": NO_BLOCK,
     "encoder in a block of another queue": NO_BLOCK,
     "ending the encoder": "endEncoding: the encoder belongs to PyTorch's stream",
+    "residency of a buffer of a heap": "addAllocation: a buffer of a heap is resident with its heap alone",
+    "residency before the commit": "requestResidency: commit what was added first",
+    "residency without a request": "endResidency: it was not requested",
+    "removal of what is not there": "removeAllocation: of what is not in the set",
     "own device": "MTLCreateSystemDefaultDevice: host code uses PyTorch's device",
     "own queue": "newCommandQueue: " + NOT_OURS,
     "own command buffer": "[commandQueue commandBuffer]: " + NOT_OURS,
@@ -90,6 +94,7 @@ FAULTS = {
     "stream synchronize": "stream->synchronize: host code never waits, it only commits",
     "commit outside of a block": "stream->synchronize: a commit is called outside of a block",
     "encoder after a commit": OUTSIDE,
+    "handler after the commit": "addCompletedHandler: the command buffer is committed",
 }
 
 
@@ -122,15 +127,24 @@ def test_every_fault_has_its_message():
         "language 3.2",
         "object that is not released",
         "overrun",
+        "residency that does not end",
     }
     assert set(named) == FAULTS.keys() | elsewhere
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_fault_is_found_at_the_call(calls, simulated, x, name):
+def test_fault_is_found_at_the_call(calls, simulated, name):
+    with simulated.heaps(1 << 20 if "of a heap" in name else 0):
+        x = torch.arange(100.0, device="mps")
     with pytest.raises(simulated.SimulatorError, match=re.escape(FAULTS[name])):
         calls.fault(name, x)
     assert usable(calls)
+
+
+def test_residency_that_does_not_end_is_found(calls, simulated, x):
+    calls.fault("residency that does not end", x)
+    with pytest.raises(simulated.SimulatorError, match="a residency set is released before endResidency"):
+        torch.mps.synchronize()
 
 
 def test_finding_of_a_shader_comes_at_the_next_synchronisation(calls, simulated, x):
@@ -288,6 +302,35 @@ def test_commit(calls, simulated, x, schedule):
     with pytest.raises(SimulatorError, match="overrun"):
         torch.mps.synchronize()
     assert usable(calls)
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
+    """Each once, in order, before a wait returns; what a buffer that failed would have written is missing."""
+    simulated.set_schedule(schedule)
+    y = torch.zeros_like(x)
+    before = simulated.live_objects()
+    with simulated.failing("timeout", 1) as failure:
+        first = calls.axpy(x, y, 2.0)
+        calls.watch("a"), calls.watch("b")
+        calls.commit()
+        assert calls.seen() == ["a: 4", "b: 4"] * schedule
+        second = calls.axpy(x, y, 2.0)
+        calls.watch("c")
+        calls.commit()
+        third = calls.axpy(x, y, 2.0)
+        torch.mps.synchronize()
+        text = "5 2 Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)"
+        assert calls.seen() == ["a: 4", "b: 4"] * (1 - schedule) + [f"c: {text}"]
+        assert torch.equal(first, 2 * x) and torch.equal(third, 2 * x) and second.isnan().all()
+    del first, second, third
+    assert failure.happened and simulated.live_objects() == before
+    with simulated.failing("memory", 5) as failure:
+        calls.axpy(x, y, 2.0)
+    assert not failure.happened
+    calls.watch("d")
+    simulated.reset()  # what is dropped is complete, too
+    assert calls.seen() == ["d: 4"]
 
 
 def test_counters(calls, simulated):

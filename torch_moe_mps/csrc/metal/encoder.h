@@ -56,6 +56,13 @@ class Command {
     return *this;
   }
 
+  // What the dispatch takes, where the bytes of what it binds do not say it: see work.h.
+  Command& work(double slots, double bytes) {
+    slots_ = slots;
+    bytes_ = bytes;
+    return *this;
+  }
+
   // Bytes for [[threadgroup(0)]].
   Command& threadgroup_memory(NSUInteger bytes) {
     threadgroup_bytes_ = (bytes + 15) & ~NSUInteger(15);  // Metal wants multiples of 16
@@ -90,12 +97,13 @@ class Command {
   NSUInteger threadgroup_bytes_ = 0;
   Size grid_{0};
   Size threads_{0};
+  double slots_ = 0, bytes_ = 0;
   id<MTLBuffer> indirect_buffer_ = nil;
   NSUInteger indirect_offset_ = 0;
 };
 
-// After how many dispatches the stream is committed; 0: never. Torch commits only when somebody waits, so the
-// GPU would not start until the host has encoded a whole step.
+// After how many dispatches the stream is committed; 0: never, below 0: by what they take. Torch commits only
+// when somebody waits, so the GPU would not start until the host has encoded a whole step.
 void commit_every(int64_t interval);
 
 class Commands {

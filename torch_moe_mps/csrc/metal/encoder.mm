@@ -5,9 +5,13 @@
 #include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <atomic>
+#include <utility>
 
+#include "faults.h"
 #include "recorded.h"
+#include "work.h"
 
 namespace moe_mps {
 namespace {
@@ -25,10 +29,14 @@ MTLSize metal_size(const Size& size) {
   return MTLSizeMake(size.x, size.y, size.z);
 }
 
+constexpr int64_t kFirstDispatches = 8;  // for a GPU that waits for work
+
 struct Dispatches {
-  std::atomic<int64_t> encoded = 0;    // since the process began
-  std::atomic<int64_t> committed = 0;  // of these, those before the last commit of ours
-  std::atomic<int64_t> interval = 0;
+  std::atomic<int64_t> encoded = 0;  // since the process began
+  int64_t since = 0;                 // in the stream's buffer, and what they take
+  double seconds = 0;
+  double longest = 0;  // of a buffer, since somebody asked
+  std::atomic<int64_t> interval = -1;
 };
 
 Dispatches& dispatches() {
@@ -36,14 +44,31 @@ Dispatches& dispatches() {
   return instance;
 }
 
-// Whether to commit the stream, now that so many more dispatches are encoded.
-bool commit_is_due(int64_t count) {
+// Whether to commit the stream, now that one more dispatch is encoded.
+bool commit_is_due(double seconds) {
   Dispatches& state = dispatches();
-  const int64_t encoded = state.encoded += count;
+  ++state.encoded;
+  ++state.since;
+  state.seconds += seconds;
+  state.longest = std::max(state.longest, state.seconds);
   const int64_t interval = state.interval;
-  if (interval == 0 || encoded - state.committed < interval) return false;
-  state.committed = encoded;
-  return true;
+  const bool due = interval >= 0 ? interval > 0 && state.since >= interval
+                                 : state.seconds >= kBufferSeconds ||
+                                       (state.since >= kFirstDispatches && !has_work_in_flight());
+  return due;
+}
+
+void begin_buffer() {
+  dispatches().since = 0;
+  dispatches().seconds = 0;
+}
+
+void limit_dispatches(double seconds) {
+  dispatch_seconds = seconds;
+}
+
+double longest_buffer() {
+  return std::exchange(dispatches().longest, 0);
 }
 
 int64_t encoded_dispatches() {
@@ -53,9 +78,7 @@ int64_t encoded_dispatches() {
 }  // namespace
 
 void commit_every(int64_t interval) {
-  TORCH_CHECK_VALUE(interval >= 0, "moe_mps::_commit_every: dispatches must be at least 0, got ", interval);
   dispatches().interval = interval;
-  dispatches().committed = dispatches().encoded.load();
 }
 
 Command& Command::bind(const at::Tensor& tensor) {
@@ -68,6 +91,7 @@ Command& Command::bind_strided(const at::Tensor& tensor, int64_t element) {
   TORCH_CHECK(tensor.is_mps() && tensor.numel() > 0, "moe_mps: ", pipeline_->name,
               " cannot bind a tensor on ", tensor.device(), " of shape ", tensor.sizes());
   buffers_.push_back(buffer_of(tensor));
+  bytes_ += static_cast<double>(tensor.numel()) * static_cast<double>(tensor.element_size());
   offsets_.push_back(byte_offset(tensor) + static_cast<NSUInteger>(element) * tensor.element_size());
   return *this;
 }
@@ -132,6 +156,7 @@ Command& Commands::add(const Library& library, std::string_view function) {
 }
 
 void Commands::encode() {
+  raise_fault();
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   const Commands* commands = this;
   if (is_recording()) {
@@ -139,9 +164,17 @@ void Commands::encode() {
   }
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
-      id<MTLComputeCommandEncoder> encoder = stream->commandEncoder();
-      for (const Command& command : commands->commands_) command.encode(encoder);
-      if (commit_is_due(commands->commands_.size())) stream->synchronize(at::mps::SyncType::COMMIT);
+      id<MTLComputeCommandEncoder> encoder = nil;
+      for (const Command& command : commands->commands_) {
+        if (encoder == nil) {
+          encoder = stream->commandEncoder();
+          if (watch_work(stream)) begin_buffer();
+        }
+        command.encode(encoder);
+        if (!commit_is_due(seconds_of(command.slots_, command.bytes_))) continue;
+        stream->synchronize(at::mps::SyncType::COMMIT);
+        encoder = nil;
+      }
     }
   });
 }
@@ -150,5 +183,8 @@ void Commands::encode() {
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_commit_every(int dispatches) -> ()", &moe_mps::commit_every);
+  // The estimate of the longest command buffer since the last call, in seconds.
+  m.def("_longest_buffer() -> float", &moe_mps::longest_buffer);
+  m.def("_limit_dispatches(float seconds) -> ()", &moe_mps::limit_dispatches);
   m.def("_encoded_dispatches() -> int", &moe_mps::encoded_dispatches);
 }

@@ -1,4 +1,5 @@
-// Metal libraries and pipelines: built from the package's shader text on first use, kept for the process.
+// Metal libraries and pipelines: built from the package's shader text on first use, or read where a release
+// has compiled that very text; kept for the process.
 #pragma once
 #include <c10/core/ScalarType.h>
 #import <Metal/Metal.h>

@@ -7,8 +7,10 @@
 #include <torch/library.h>
 
 #include <future>
+#include <iomanip>
 #include <map>
 #include <mutex>
+#include <sstream>
 
 #include "../formats.h"
 #include "../tensor_units.h"
@@ -123,11 +125,30 @@ MTLCompileOptions* compile_options(bool has_tensors) {
   return options;
 }
 
+// "<name>-<key>": the key is FNV-1a, in 64 bits, of the source, in which a release's file was compiled.
+std::string compiled_name(const Library& library, const std::string& source) {
+  uint64_t key = 14695981039346656037u;
+  for (const unsigned char byte : source) key = (key ^ byte) * 1099511628211u;
+  std::ostringstream name;
+  name << library.name() << "-" << std::hex << std::setw(16) << std::setfill('0') << key;
+  return name.str();
+}
+
+// The library that a release has compiled of this very source; nil if there is none, or Metal refuses it, as
+// an older macOS may.
+id<MTLLibrary> compiled_library(id<MTLDevice> device, const Library& library, const std::string& source) {
+  const std::string file = compiled_file(compiled_name(library, source));
+  if (file.empty()) return nil;
+  return [device newLibraryWithURL:[NSURL fileURLWithPath:[NSString stringWithUTF8String:file.c_str()]]
+                             error:nil];
+}
+
 id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
-  TORCH_CHECK(!library.has_tensors() || has_tensors(device), "moe_mps: ", library.name(),
-              " needs macOS 26 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not used");
+  TORCH_CHECK(!library.has_tensors() || has_tensors(device), "moe_mps: ", library.name(), " needs ",
+              kTensorUnitsNeed, "; without MOE_MPS_TENSOR_UNITS=1 it is not used");
   const std::string source = source_of(library);
   @autoreleasepool {
+    if (id<MTLLibrary> compiled = compiled_library(device, library, source)) return compiled;
     MTLCompileOptions* options = compile_options(library.has_tensors());
     [device setShouldMaximizeConcurrentCompilation:YES];  // several libraries are built side by side
     NSError* error = nil;
@@ -135,7 +156,9 @@ id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
                                                 options:options
                                                   error:&error];
     [options release];
-    TORCH_CHECK(built != nil, "moe_mps: ", library.name(), " does not compile: ", message(error));
+    TORCH_CHECK(built != nil, "moe_mps: ", library.name(), " does not compile",
+                library.has_tensors() ? c10::str(", which takes ", kTensorUnitsNeed) : "", ": ",
+                message(error));
     return built;
   }
 }
@@ -233,6 +256,10 @@ std::string library_source(const std::string& name) {
   return source_of(named_library(name));
 }
 
+std::string library_file(const std::string& name) {
+  return compiled_name(named_library(name), library_source(name)) + ".metallib";
+}
+
 bool is_built(const std::string& name) {
   return libraries().has(named_library(name).name());
 }
@@ -267,9 +294,10 @@ std::string gpu_name() {
 }  // namespace moe_mps
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_set_shader_directory(str directory) -> ()", &moe_mps::set_shader_directory);
+  m.def("_set_shader_directory(str directory, bool compiled=True) -> ()", &moe_mps::set_shader_directory);
   m.def("_libraries(bool tensor_units=False) -> str[]", &moe_mps::library_names);
   m.def("_library_source(str library) -> str", &moe_mps::library_source);
+  m.def("_library_file(str library) -> str", &moe_mps::library_file);
   m.def("_is_built(str library) -> bool", &moe_mps::is_built);
   m.def("_gpu_name() -> str", &moe_mps::gpu_name);
   m.def("_pipelines(str library) -> str[]", &moe_mps::library_pipelines);

@@ -5,7 +5,11 @@
 
 namespace moe_mps {
 
-void set_shader_directory(std::string directory);
+// `compiled`: whether libraries are taken from its folder "compiled", too.
+void set_shader_directory(std::string directory, bool compiled);
+
+// The file <directory>/compiled/<name>.metallib; empty where there is none, or none is to be taken.
+std::string compiled_file(const std::string& name);
 
 // shaders/<file>.metal with its local headers pasted in, each one once: Metal compiles source text without a
 // search path.

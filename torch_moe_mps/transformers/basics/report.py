@@ -32,6 +32,7 @@ class QuantizationReport:
         shared: {name of a module: name of the module whose quantised weight it shares}.
         skipped: {name of a module that stays dense: reason}.
         bytes_before, bytes_after: bytes of weights that decoding one token reads.
+        importance: by what errors were weighed; None for MLX's rule.
     """
 
     modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
@@ -39,6 +40,7 @@ class QuantizationReport:
     skipped: dict[str, str] = field(default_factory=dict)
     bytes_before: int = 0
     bytes_after: int = 0
+    importance: str | None = None
 
     @property
     def dense_bytes(self) -> int:
@@ -68,7 +70,8 @@ class QuantizationReport:
         reasons = Counter((any_layer(name), why) for name, why in self.skipped.items())
         lines += [f"{name} ({n}): not quantised, {why}" for (name, why), n in reasons.items()]
         if self.modules:
-            return "\n".join([*self._table(), *lines, self.summary()])
+            weighed = [] if self.importance is None else [f"errors weighed by the {self.importance}"]
+            return "\n".join([*self._table(), *lines, *weighed, self.summary()])
         return "\n".join(lines) or "Nothing in this model can be quantised."
 
     def summary(self) -> str:

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..._extension import host_library
+from ..._faults import synchronized
 from ...ops._checks import first_line
 from ..attention import MOST_TOKENS
 from ..basics.bounded import Bounded
@@ -30,6 +31,7 @@ from ..cache import takes_cache
 from ..checked import refused
 from ..graphs.passes import simplify
 from ..graphs.tracing import Recorder, Unsupported, is_operator
+from ..residency import follow_moved
 from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
@@ -218,6 +220,7 @@ class Captures:
         else:
             self.programs = [program, *self._still_right(program.fingerprint)][:_MOST_PROGRAMS]
             self._rests = 0
+            follow_moved()  # passes have joined weights
             return True
         finally:
             self._lock.release()
@@ -340,13 +343,14 @@ def capture_calls(model: nn.Module) -> None:
         raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {wanted!r}")
     note_change()
     for module in _models(model):
-        if wanted != "0" and host_library() is not None:
+        module.__dict__.pop(CAPTURES, None)
+        if host_library() is None:
+            continue
+        if wanted != "0":
             module.__dict__[CAPTURES] = Captures(anywhere=wanted == "1")
-            if not hasattr(type(module), _MARK):
-                cls: Any = type(module)
-                module.__class__ = _capturing_class(cls)
-        else:
-            module.__dict__.pop(CAPTURES, None)
+        if not hasattr(type(module), _MARK):
+            cls: Any = type(module)
+            module.__class__ = _capturing_class(cls)
 
 
 def restore_calls(model: nn.Module) -> None:
@@ -387,7 +391,8 @@ def _models(model: nn.Module) -> Iterator[nn.Module]:
 
 @functools.cache
 def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
-    """The subclass of a model's class that captures calls; everything else stays."""
+    """The subclass of a model's class that captures calls, and whose `generate` gives no tokens out that the
+    GPU failed at; everything else stays."""
     own: Callable[..., Any] = original.forward
     parameters = inspect.signature(own).parameters.values()
     names = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
@@ -411,8 +416,16 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
             self.__dict__[CAPTURES].clear()  # they hold the weights that go
         return original._apply(self, *args, **kwargs)
 
-    marks: dict[str, Any] = {_MARK: original}
-    return subclass(original, _new_copy, forward=forward, _apply=apply, **marks)
+    members: dict[str, Any] = {_MARK: original, "forward": forward, "_apply": apply}
+    if hasattr(original, "generate"):
+
+        @functools.wraps(original.generate)
+        def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            with synchronized(self.device):
+                return original.generate(self, *args, **kwargs)
+
+        members["generate"] = generate
+    return subclass(original, _new_copy, **members)
 
 
 def _new_copy(original: type[nn.Module]) -> nn.Module:

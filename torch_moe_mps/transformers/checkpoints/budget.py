@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from tqdm.auto import tqdm
 
+from ..._faults import synchronize
 from ...ops._checks import Check
 from ...quantization import Format, dequantize
 from ...quantization.formats import CHUNK, quantize_stack
@@ -178,6 +179,7 @@ def _values(stack: Tensor, format: Format) -> Tensor:
 def _distance(expected: Any, output: Any) -> float:
     """The squared error of an output, or of the first of several, relative to its square."""
     expected, output = (t if isinstance(t, Tensor) else t[0] for t in (expected, output))
+    synchronize(output.device)
     difference = square = 0.0
     for dense, other in zip(expected.flatten(0, -2).split(64), output.flatten(0, -2).split(64), strict=True):
         difference += float((other.float() - dense.float()).square().sum())

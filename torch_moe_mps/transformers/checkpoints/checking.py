@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from safetensors import safe_open
-from torch import nn
+from torch import Tensor, nn
 
 from ...ops._checks import Check
 from ..modules.linears import OrderedLinear, formats_in
@@ -58,6 +58,29 @@ def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> Non
                 check.fail(name, f"the numbers from 0 to {module.in_features - 1}", "others")
         elif isinstance(tensor, nn.Parameter) and not tensor.is_floating_point():
             check.fail(name, "of a floating-point dtype", str(tensor.dtype).removeprefix("torch."))
+
+
+@torch.no_grad()
+def check_scales(model: nn.Module, loaded: Callable[[str], bool]) -> None:
+    """Checks the scales and biases of the quantised modules whose names are `loaded`.
+
+    Raises: ValueError for one that is NaN or infinite, as in a damaged file: its group of weights would be.
+
+    A device is waited for once.
+    """
+    found: dict[torch.device, dict[str, Tensor]] = {}
+    for path, module in model.named_modules():
+        for parameter, format in formats_in(module).items() if loaded(path) else ():
+            for part in quantized_names(parameter)[1:]:
+                tensor = module._parameters.get(part)
+                finite = None if tensor is None or tensor.is_meta else format.all_finite(tensor)
+                if finite is not None:
+                    found.setdefault(finite.device, {})[f"{path}.{part}"] = finite
+    for of_device in found.values():
+        told = torch.stack([*of_device.values()]).tolist()
+        for name, finite in zip(of_device, told, strict=True):
+            if not finite:
+                Check("from_pretrained").fail(name, "finite", "NaN or inf")
 
 
 def may_lack(model: "PreTrainedModel") -> Callable[[str], bool]:

@@ -42,6 +42,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         ordered: names of the linear layers, quantised in a checkpoint, that take their inputs in an order.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
+        other: the quantisation of a checkpoint that another library wrote, read from its tensors, too.
+        importance: an Importance, for what is quantised while it is loaded.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
             else, which other programs may have added to a config, is ignored.
 
@@ -60,6 +62,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         ordered: Collection[str] = (),
         absent: Collection[str] = (),
         mlx: bool = False,
+        other: Mapping[str, Any] | None = None,
+        importance: Any = None,
         **others: Any,
     ):
         self.quant_method = NAME
@@ -68,9 +72,9 @@ class QuantizationConfig(QuantizationConfigMixin):
             raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
-        self.source, self.absent, self.mlx = source, [*absent], mlx
+        self.source, self.absent, self.mlx, self.other = source, [*absent], mlx, other
         self.ordered = [*ordered]
-        self.wanted, self.requantize = wanted, requantize
+        self.wanted, self.requantize, self.importance = wanted, requantize, importance
         self.recipe()  # its errors are raised now
 
     def get(self, key: str, default: Any = None) -> Any:

@@ -136,7 +136,7 @@ class Shards:
         weight_map: dict[str, str] = {}
         for number, names in enumerate(self._names, 1):
             final = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
-            self._file(number).rename(self.folder / final)
+            self._file(number).rename(self.folder / final).chmod(0o644)  # safetensors keeps others out
             weight_map |= dict.fromkeys(names, final)
         index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
         (self.folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")

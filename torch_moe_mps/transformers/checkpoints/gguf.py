@@ -18,6 +18,7 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from ..basics.report import QuantizationReport, QuantizedProjection
 from . import gguf_oss
+from .checking import check_scales
 from .gguf_file import File, Source, read_checked
 from .gguf_header import reading_once
 from .saving import mark_quantized
@@ -44,6 +45,13 @@ class Dense:
 
     def __getitem__(self, _: Any) -> Tensor:
         return self.file.value(self.name)
+
+
+def dense_state(file: str, model: Any) -> dict[str, Dense]:
+    """{parameter of a model on the meta device: what it is in a GGUF file, dequantised when it is read}"""
+    with torch.device("cpu"):
+        whole = File(file, model)
+    return {name: Dense(whole, name) for name in whole.parts}
 
 
 class GgufQuantizer(HasTargets, GgufHfQuantizer):
@@ -144,6 +152,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
                     entry = QuantizedProjection(parameter, 0.0, weight.nbytes, now, source.format)
                     self.report.modules.setdefault(name, []).append(entry)
             take_stored(model, target)
+        check_scales(model, loaded)
 
     def place_empty(self, model: Any, done: Callable[[str], bool]) -> None:
         """Gives the modules whose names are `done` packed weights without memory, and never real ones."""

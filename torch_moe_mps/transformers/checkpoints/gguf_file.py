@@ -214,6 +214,12 @@ class _Converted:
         return moved[0] if moved else None
 
 
+def placing_of(architecture: str, model: "PreTrainedModel") -> _Placing:
+    from transformers.integrations.gguf import is_gguf_arch_supported
+
+    return (_Converted if is_gguf_arch_supported(architecture) else _Processed)(architecture, model)
+
+
 class Source:
     """A parameter whose rows are rows of the file: `order` numbers those of `tensors` one after the other.
 
@@ -277,15 +283,12 @@ class File:
     """
 
     def __init__(self, path: str, model: "PreTrainedModel"):
-        from transformers.integrations.gguf import is_gguf_arch_supported
-
         architecture, self.tensors = read_file(path)
         for tensor in self.tensors:
             if tensor.name.endswith(".scale"):  # as NVFP4 files may have, beside weights
                 expected = "absent, for a factor of a whole tensor has no operator"
                 raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
-        second = is_gguf_arch_supported(architecture)
-        self._placing: _Placing = (_Converted if second else _Processed)(architecture, model)
+        self._placing = placing_of(architecture, model)
         self.parts: dict[str, list[Stored]] = defaultdict(list)
         for tensor in self.tensors:
             for name in self._placing.names(tensor):

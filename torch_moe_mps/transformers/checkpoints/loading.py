@@ -17,7 +17,9 @@ from ..cache import grow_caches_in_place
 from ..checked import allowed, working_kv_bits
 from ..compiling import compile_kernels
 from ..modules.experts import NAME
+from .calibration import importance_for
 from .config import QuantizationConfig
+from .importance import Importance
 from .quantizer import Quantizer
 from .recipe import ARGUMENTS, requested_recipe
 from .source import NO_MODEL, Source
@@ -37,6 +39,7 @@ def from_pretrained(
     name: str,
     model_class: type | None = None,
     *,
+    importance: Importance | str | os.PathLike | None = None,
     kv_bits: int | None = None,
     check: bool = True,
     part: Callable[[Source, dict[str, Any]], Part] | None = None,
@@ -45,8 +48,9 @@ def from_pretrained(
     """Load a model and accelerate it; with bits, each weight is quantised as soon as it is read.
 
     Loading needs the memory of the quantised model and one layer: the dense model never exists as a whole.
-    MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised; FP8 checkpoints are dequantised, then
-    quantised.
+    MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised. What compressed-tensors, AutoAWQ,
+    GPTQModel or ModelOpt have quantised stays packed, and needs none of these libraries (docs/others.md); FP8
+    becomes 8 bits, or is dequantised and then quantised as asked.
 
     Args:
         name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. What is packed
@@ -54,6 +58,9 @@ def from_pretrained(
             the added error in the report; dtype="auto" is bfloat16.
         model_class: a class of transformers; the default is the one that the config names, or else
             AutoModelForCausalLM or AutoModelForImageTextToText.
+        importance: with bits, the errors of what is multiplied with more count more: an Importance, a file of
+            it, as in `accelerate`, or a text, which runs through the model first; "auto" is a built-in one. A
+            model that would fill 0.4 of the memory runs quantised for that, and is quantised again.
         kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
         check: False leaves out the comparison with the CPU, as in `accelerate`.
         part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
@@ -65,7 +72,8 @@ def from_pretrained(
         output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
         quantised.
 
-    Raises: ValueError for a format that does not exist, does not fit the weights, or has more bits than the
+    Raises: ValueError for importance of another model, without bits, or of too little text, for a format that
+        does not exist, does not fit the weights, or has more bits than the
         checkpoint, for parameters that it lacks, for a checkpoint of MLX of a type of model that transformers
         does not know, and for a `distributed_config` that spreads layers over processes.
     """
@@ -83,21 +91,26 @@ def from_pretrained(
             kwargs["dtype"] = torch.bfloat16
         if recipe is not None:  # its blocks are dequantised, and what comes of them is quantised again
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
+    if importance is not None:
+        importance = _importance(
+            importance, source, name, model_class, asked, recipe is not None, check, kwargs
+        )
     alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
     loading = None if part is None else part(source, alike)
-    kwargs = _with_quantization(kwargs, source, None if recipe is None else asked)
+    kwargs = _with_quantization(kwargs, source, None if recipe is None else asked, importance)
     with_info = kwargs.pop("output_loading_info", False)
     reading = contextlib.nullcontext() if loading is None else loading.reading()
     with allowed(check):
         try:
-            with one_by_one(recipe is not None), reading:
+            # What is made of several tensors, or into another format, is made before the next ones are read.
+            with one_by_one(recipe is not None or source.by_others), reading:
                 model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
         except NO_MODEL:
             source.skeleton()  # says so, if the config is the reason
             raise
         _check_complete(sorted(info["missing_keys"]))
         if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
-            done = accelerate(model.eval(), **({} if recipe is None else asked))
+            done = accelerate(model.eval(), importance=importance, **({} if recipe is None else asked))
             if recipe is not None:
                 model.hf_quantizer.report = done.quantization
         if kv_bits is not None:
@@ -108,9 +121,32 @@ def from_pretrained(
     return (model, info) if with_info else model
 
 
-def _with_quantization(kwargs: dict[str, Any], source: Source, asked: Any) -> dict[str, Any]:
+def _importance(
+    given: Importance | str | os.PathLike,
+    source: Source,
+    name: str,
+    model_class: type | None,
+    asked: dict[str, Any],
+    quantises: bool,
+    check: bool,
+    kwargs: dict[str, Any],
+) -> Importance:
+    if not quantises:
+        raise ValueError("moe_mps::from_pretrained: importance needs bits or a mode, got neither")
+    own = {"gguf_file", "quantization_config", "output_loading_info", "distributed_config"}
+    others = {key: value for key, value in kwargs.items() if key not in own}
+
+    def load(dense: bool) -> Any:
+        return from_pretrained(name, model_class, check=check, **others, **({} if dense else asked))
+
+    return importance_for("from_pretrained", given, source, load)
+
+
+def _with_quantization(
+    kwargs: dict[str, Any], source: Source, asked: Any, importance: Importance | None
+) -> dict[str, Any]:
     """The arguments with those by which Quantizer reads the checkpoint, where it does."""
-    quantization = source.quantization(asked)
+    quantization = source.quantization(asked, importance=importance)
     if quantization is None or kwargs.get("quantization_config") is not None:
         return kwargs
     if not source.stored:

@@ -31,7 +31,8 @@ from ...ops._checks import Check
 from ..basics.report import QuantizationReport
 from .checking import may_lack
 from .files import Shards, checkpoint_files
-from .gguf import GgufQuantizer
+from .gguf import GgufQuantizer, dense_state
+from .importance import Importance
 from .loading import one_by_one
 from .quantizer import Quantizer, quantizer_for
 from .sizes import bytes_a_token
@@ -52,6 +53,7 @@ class Parts:
         recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
             recipe the checkpoint must be dense, or in FP8, which is dequantised.
         requantize: False leaves what is quantised as it is.
+        importance: for what is quantised, as in `accelerate`.
         dtype, trust_remote_code: as for `from_pretrained`.
 
     Attributes:
@@ -69,6 +71,7 @@ class Parts:
         *,
         recipe: Mapping[str, Any] | None = None,
         requantize: bool = True,
+        importance: Importance | None = None,
         dtype: Any = "auto",
         trust_remote_code: bool = False,
     ):
@@ -83,16 +86,21 @@ class Parts:
         self.device, self.dtype = device, self.model.dtype
         self._give_buffers()
         self._tied = tied_layers(self.model)
-        self._prepare(checkpoint, quantizer_for(checkpoint, self.model, files, recipe, requantize))
+        self._prepare(
+            checkpoint, quantizer_for(checkpoint, self.model, files, recipe, requantize, importance)
+        )
         embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
         found = dict.fromkeys(layer_of(owner) for owner in owners)
         self.modules = [n for n in found if n.rpartition(".")[2].isdigit() or n in embeddings]
         self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
         self._stack = ExitStack()
-        if isinstance(self._quantizer, GgufQuantizer):
-            for name, tensor in self._quantizer.get_state_dict(files[0], self.model).items():
+        if checkpoint.gguf is not None:
+            packed = isinstance(self._quantizer, GgufQuantizer)
+            read = self._quantizer.get_state_dict if packed else dense_state  # type: ignore[union-attr]
+            for name, tensor in read(files[0], self.model).items():
                 self._keys[self.part_of(name)][name] = tensor
+            self._conversions = []  # these names are the model's
             files = []
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))

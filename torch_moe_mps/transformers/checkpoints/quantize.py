@@ -11,6 +11,7 @@ from ..basics.interface import experts_of, formats_of, is_quantized, projections
 from ..basics.report import QuantizationReport
 from ..modules.experts import unsupported
 from ..modules.linears import has_quantized_weights
+from .importance import Importance
 from .recipe import Recipe
 from .sizes import bytes_a_token
 from .targets import Target, shared_weights, tie_quantized, weights_of
@@ -53,15 +54,19 @@ def quantize_experts(
     return quantize_targets("quantize_experts", model, targets, report, progress)
 
 
-def quantize_model(model: nn.Module, recipe: Recipe, progress: bool = True) -> QuantizationReport:
+def quantize_model(
+    model: nn.Module, recipe: Recipe, importance: Importance | None = None, progress: bool = True
+) -> QuantizationReport:
     """Quantise a model by a recipe, as quantize_experts does; what cannot be quantised stays dense.
 
-    Raises: ValueError for experts that do not fit, and whatever quantize_experts raises.
+    Raises: ValueError for experts that do not fit, for importance of another model, and whatever
+        quantize_experts raises.
     """
     weights = weights_of(model, recipe)
-    return quantize_targets(
-        "quantize", model, weights.targets, QuantizationReport(skipped=weights.dense), progress
-    )
+    report = QuantizationReport(skipped=weights.dense)
+    if importance is not None:
+        report.importance = importance.give(model, weights.targets)
+    return quantize_targets("quantize", model, weights.targets, report, progress)
 
 
 def quantize_targets(

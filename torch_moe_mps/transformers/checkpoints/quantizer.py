@@ -4,6 +4,7 @@ The package's import hook imports it with transformers' quantizers.
 """
 
 from collections.abc import Callable, Mapping
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,11 +25,13 @@ from ..basics.report import QuantizationReport
 from ..modules.experts import NAME
 from ..modules.linears import formats_in
 from .absent import leave_out
-from .checking import check_loaded, check_shapes
+from .checking import check_loaded, check_scales, check_shapes
 from .config import QuantizationConfig, is_mlx, is_ours
 from .gguf import GgufQuantizer
+from .importance import Importance
 from .mlx.reading import Reading
 from .operations import packed_blocks
+from .others.reading import Reading as OthersReading
 from .quantize import quantize_targets, refuse_second_method
 from .saving import mark_quantized
 from .sizes import bytes_a_token, quantized_bytes
@@ -49,6 +52,9 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from .source import Source
 
 register_quantization_config(NAME)(QuantizationConfig)
+
+# {method: the package that transformers reads it with}; of other methods it has code of its own.
+_PACKAGES = {"awq": "gptqmodel", "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel"}
 
 
 def _recognise() -> None:
@@ -71,9 +77,21 @@ def _with_method(stored: Any) -> Any:
     if isinstance(stored, dict) and is_mlx(stored):
         stored.clear()
         stored.update(quant_method=NAME, mlx=True)
+    elif isinstance(stored, dict) and _is_for_us(stored):
+        other = dict(stored)
+        stored.clear()
+        stored.update(quant_method=NAME, other=other)
     elif isinstance(stored, dict) and is_ours(stored):
         stored.update(quant_method=NAME)
     return stored
+
+
+def _is_for_us(stored: dict[str, Any]) -> bool:
+    """Whether transformers cannot read the checkpoint of another library here, or only for other GPUs."""
+    package = _PACKAGES.get(stored.get("quant_method", ""))
+    if package is None:
+        return False
+    return torch.backends.mps.is_available() or find_spec(package) is None
 
 
 _recognise()
@@ -90,6 +108,7 @@ class Quantizer(HasTargets, HfQuantizer):
     requires_calibration = False
     quantization_config: QuantizationConfig
     report: QuantizationReport | None = None
+    _reading: Reading | OthersReading | None = None  # of a checkpoint in names that are not ours
     _device: torch.device | None = None  # where the model is moved once it is quantised
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
@@ -128,6 +147,8 @@ class Quantizer(HasTargets, HfQuantizer):
         if self.streams or config.wanted is not None:  # of what the checkpoint has
             self._wanted, report.skipped = weights_of(model, config.recipe())
             self.report = report
+            if config.importance is not None:
+                report.importance = config.importance.give(model, self._wanted)
         if self.streams:
             report.bytes_before = bytes_a_token(model)
             self._stream = Stream(self._wanted, report)
@@ -136,9 +157,11 @@ class Quantizer(HasTargets, HfQuantizer):
         for target in self._targets.values():
             store_empty(target)
         tie_quantized(model)
+        if isinstance(self._reading, OthersReading):  # which may not be able to keep every value
+            self.report = self._reading.report = self.report or self._reading.report
         if self.report is not None:
             self.report.bytes_before = bytes_a_token(model)
-        if not config.mlx:
+        if self._reading is None:
             check_shapes(model, kwargs["checkpoint_files"])
 
     def _find_stored(self, model: Any, files: list[str]) -> None:
@@ -146,11 +169,14 @@ class Quantizer(HasTargets, HfQuantizer):
         vars(model)["_get_dtype_plan"] = lambda dtype: {}  # its patterns ("scale") fit our names ("scales")
         if self.quantization_config.mlx:
             self._reading = Reading(model, files)
-            self._targets = self._reading.targets
-            leave_out(model, self._reading.absent)
-        else:
-            leave_out(model, self.quantization_config.absent)
+        elif self.quantization_config.other is not None:
+            self._reading = OthersReading(model, files, self.quantization_config.other)
+        absent = self.quantization_config.absent if self._reading is None else self._reading.absent
+        leave_out(model, absent)
+        if self._reading is None:
             self._targets = self.quantization_config.targets(model)
+        else:
+            self._targets = self._reading.targets
 
     def _keep_what_would_not_shrink(self) -> None:
         """Of what is stored, leaves in `_wanted` only what is to be quantised again.
@@ -169,6 +195,7 @@ class Quantizer(HasTargets, HfQuantizer):
             if smaller and self.quantization_config.requantize:
                 wanted.formats = smaller
                 wanted.check_columns(Check("quantize"))
+                target.importance = wanted.importance
                 self._again[name] = smaller, wanted.dtype
             elif self.report is not None:
                 stored = " and ".join(dict.fromkeys(map(str, target.formats.values())))
@@ -188,7 +215,7 @@ class Quantizer(HasTargets, HfQuantizer):
             self._stream.report.bytes_before = bytes_a_token(model)
             return
         self._targets = present(model, self._targets)
-        if self.quantization_config.mlx:
+        if self._reading is not None:
             self._reading.forget_absent()
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
@@ -218,18 +245,19 @@ class Quantizer(HasTargets, HfQuantizer):
         """
         if self.streams:
             self._stream.place(model, loaded)
-        if self.quantization_config.mlx:
+        if self._reading is not None:
             self._reading.fill_dropped(loaded)
         stored = {name: self._targets.pop(name) for name in filter(loaded, list(self._targets))}
         for target in stored.values():
             take_stored(model, target)
         check_loaded(model, loaded)
+        check_scales(model, stored.__contains__)
         self._quantize_again(stored)
         wanted = {name: self._wanted.pop(name) for name in filter(loaded, list(self._wanted))}
         dense = {name: target for name, target in wanted.items() if not formats_in(target.module)}
         if self.report is not None:
             quantize_targets("quantize", model, dense, self.report, progress=False)
-        if self.quantization_config.mlx or self.quantization_config.source is not None:
+        if self._reading is not None or self.quantization_config.source is not None:
             model._weight_conversions = None  # saved under the names of transformers
 
     def _quantize_again(self, stored: Mapping[str, Target]) -> None:
@@ -254,8 +282,9 @@ class Quantizer(HasTargets, HfQuantizer):
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
-        if self.quantization_config.mlx:
-            return [*self._reading.rows()]
+        if self._reading is not None:
+            others = [] if self.quantization_config.mlx else weight_conversions
+            return [*self._reading.rows(), *others]
         source = self.quantization_config.source
         if source is None:
             return [*weight_conversions, *self.get_weight_conversions()]
@@ -307,14 +336,19 @@ def _keep_float32(model: Any) -> None:
 
 
 def quantizer_for(
-    source: "Source", model: nn.Module, files: list[str], recipe: Mapping[str, Any] | None, requantize: bool
+    source: "Source",
+    model: nn.Module,
+    files: list[str],
+    recipe: Mapping[str, Any] | None,
+    requantize: bool,
+    importance: Importance | None = None,
 ) -> Quantizer | GgufQuantizer | None:
     """What quantises a checkpoint, or reads it as quantised; None for neither. `model` is on the meta device.
 
     Raises: ValueError for a checkpoint with a quantisation that holds no other.
     """
-    quantization = source.quantization(recipe, requantize)
-    if source.gguf is not None:
+    quantization = source.quantization(recipe, requantize, importance)
+    if source.gguf is not None and quantization is None:
         reader = GgufQuantizer(GgufConfig())
         reader.preprocess_model(model, dtype=model.dtype, checkpoint_files=files)
         return reader

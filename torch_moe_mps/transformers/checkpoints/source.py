@@ -23,6 +23,7 @@ from ...quantization import Format
 from ..modules.experts import NAME
 from .config import is_mlx, is_ours
 from .mlx.reading import written_by_mlx
+from .others.layouts import METHODS
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -94,27 +95,37 @@ class Source:
         self.cls = model_class or class_for(self.config)
         self.stored = {} if self.gguf is not None else _stored(name, self.config)
 
-    def quantization(self, asked: Mapping[str, Any] | None, requantize: bool = True) -> dict[str, Any] | None:
+    def quantization(
+        self, asked: Mapping[str, Any] | None, requantize: bool = True, importance: Any = None
+    ) -> dict[str, Any] | None:
         """The arguments of QuantizationConfig; None if no Quantizer of ours reads the checkpoint.
 
         Args:
             asked: the arguments of a recipe.
             requantize: whether it holds for what is quantised, too.
+            importance: an Importance, for what is quantised.
 
         """
-        if self.gguf is not None:
+        if self.gguf is not None and asked is None:
             return None
-        wanted = {"wanted": asked, "requantize": requantize}
+        wanted = {"wanted": asked, "requantize": requantize, "importance": importance}
         if not self.stored:
-            return None if asked is None else dict(asked)
+            return None if asked is None else {**asked, "importance": importance}
         match self.stored["quant_method"]:
             case "moe_mps":
                 return {**self.stored, **wanted}
             case "mxfp4":
                 return {**Format(mode="mxfp4").to_dict(), **wanted}
             case "fp8" if asked is not None:
-                return {**asked, "source": dict(self.stored)}
+                return {**asked, "source": dict(self.stored), "importance": importance}
+            case method if method in METHODS:
+                return {"other": dict(self.stored), **wanted}
         return None
+
+    @property
+    def by_others(self) -> bool:
+        """Whether another library quantised the checkpoint."""
+        return self.stored.get("quant_method") in METHODS
 
     def skeleton(self) -> PreTrainedModel:
         """The dense model on the meta device.

@@ -42,6 +42,7 @@ class Target:
         formats: {parameter: format} of those that are. Where gate and up projections of experts have two,
             "gate_up_proj" means the gate's, and "up_proj" has its own.
         has_order: whether a linear layer is an OrderedLinear once it is quantised.
+        importance: {parameter: float32 [matrices, C]} where it is known what they multiply.
     """
 
     name: str
@@ -49,6 +50,7 @@ class Target:
     kind: str
     formats: dict[str, Format] = field(default_factory=dict)
     has_order: bool = False
+    importance: dict[str, Tensor] = field(default_factory=dict)
 
     @property
     def experts(self) -> Experts:

@@ -170,7 +170,13 @@ def quantize_parameter(
     Raises: ValueError for values that are not finite.
     """
     format, errors = target.formats[parameter], ErrorSums()
-    quantized = quantize_stack(stack, format, errors)
+    importance = target.importance.get(parameter)
+    if importance is not None and len(importance) != len(stack):  # the rows of one layer are several matrices
+        several = stack.view(len(importance), -1, stack.shape[-1])
+        quantized = quantize_stack(several, format, errors, importance)
+        quantized = quantized.map(lambda tensor: tensor.flatten(0, 1).unsqueeze(0))
+    else:
+        quantized = quantize_stack(stack, format, errors, importance)
     if not math.isfinite(errors.magnitude):
         expected, got = "finite", "NaN, inf or a range over that of float32"
         Check("quantize").fail(f"{target.name}.{parameter}", expected, got)

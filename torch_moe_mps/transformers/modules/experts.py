@@ -281,12 +281,16 @@ def _biases(self: Experts) -> dict[str, Tensor]:
     return {"gate_up_bias": first, "down_bias": self.down_proj_bias}
 
 
+def activated_rows(self: Experts, x: Tensor, ids: Tensor) -> Tensor:
+    """[T, H] -> [T, K, I]: what the second matrix of each slot's expert is multiplied with."""
+    rows = _multiplied(self, projections(self)[0], x, ids)
+    activated: Tensor = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+    return activated
+
+
 def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Runs the module's own activation between two operators for one matrix each."""
-    first, second = projections(self)
-    rows = _multiplied(self, first, x, ids)
-    rows = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    slots = _multiplied(self, second, rows, ids)
+    slots = _multiplied(self, projections(self)[1], activated_rows(self, x, ids), ids)
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)
     return ops.moe_weighted_reduce(weights, slots)

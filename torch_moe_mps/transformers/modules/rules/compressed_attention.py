@@ -59,12 +59,6 @@ def compressed_layer(
         type(attention_mask) is CausalMask and attention_mask.key_range is None
     )
     if held is None or not plain or options.get("output_attentions") or is_observed(*within):
-        if attention_mask is None and past_key_values is not None:  # without one, the chosen entries are lost
-            tokens = hidden_states.shape[1]
-            keys, _ = past_key_values.get_mask_sizes(tokens, layer.layer_idx)
-            attention_mask = hidden_states.new_zeros(1, 1, tokens, keys).expand(
-                len(hidden_states), -1, -1, -1
-            )
         options |= {"position_ids": position_ids, "attention_mask": attention_mask}
         options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
         own: tuple[Tensor, Tensor | None] = original_class(layer).forward(layer, hidden_states, **options)
@@ -74,10 +68,10 @@ def compressed_layer(
 
 
 def _layer_of(cache: Any, number: int) -> Any:
-    """The layer of a cache that grows in place; None without one."""
+    """The layer of a cache that grows in place, whose tokens are in order; None without one."""
     layers = getattr(cache, "layers", ())
     held = layers[number] if number < len(layers) else None
-    return held if hasattr(held, "pooled") and not torch.is_grad_enabled() else None
+    return held if getattr(held, "is_in_order", False) and not torch.is_grad_enabled() else None
 
 
 def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
@@ -217,6 +211,7 @@ class _Held:
 
     def __init__(self, rate: int):
         self.rate, self.cumulative_length, self.keys = rate, 0, torch.empty(0)
+        self.is_in_order = True
         self.memory: dict[str, Pooled] = {}
         self.compressed_kv: dict[str, Tensor] = {}
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ...._faults import raise_fault
 from ...basics.bounded import Bounded
 from ...basics.state import STATE, original_class
 
@@ -23,6 +24,8 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
     try:
         with torch.no_grad():
             return function(*arguments, **options)
+    except torch.AcceleratorError:  # of the GPU
+        raise
     except Exception:  # it is not ours: any error may come of it
         return None
 
@@ -34,7 +37,9 @@ def verdict(key: Any, function: Callable, *arguments: Any) -> Any:
     """What `tried` gives, once for all modules with this key: those of a model are alike."""
     found = _verdicts.get(key)
     if found is None:
-        found = _verdicts[key] = (tried(function, *arguments),)
+        found = (tried(function, *arguments),)
+        raise_fault()
+        _verdicts[key] = found
     return found[0]
 
 

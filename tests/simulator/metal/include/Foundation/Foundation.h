@@ -86,7 +86,15 @@ enum { NSUTF8StringEncoding = 4 };
 @end
 #endif
 
+@interface NSURL : NSObject {
+  NSString* _path;
+}
++ (instancetype)fileURLWithPath:(NSString*)path;
+@property(readonly, copy) NSString* path;
+@end
+
 @interface NSError : NSObject
+@property(readonly) NSInteger code;
 @property(readonly, copy) NSString* localizedDescription;
 @end
 

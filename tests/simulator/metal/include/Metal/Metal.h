@@ -32,7 +32,7 @@ typedef enum MTLMathMode : NSInteger { MTLMathModeSafe, MTLMathModeRelaxed, MTLM
 
 @protocol MTLDevice
 , MTLBuffer, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLCommandQueue, MTLCommandBuffer,
-    MTLComputeCommandEncoder, MTLSharedEvent;
+    MTLComputeCommandEncoder, MTLSharedEvent, MTLHeap, MTLResidencySet;
 typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 
 @interface MTLCompileOptions : NSObject {
@@ -44,8 +44,12 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 @property(nonatomic) BOOL fastMathEnabled;  // the older name: YES is MTLMathModeFast, NO is MTLMathModeSafe
 @end
 
+@protocol MTLHeap <NSObject>
+@end
+
 @protocol MTLBuffer <NSObject>
 @property(readonly) NSUInteger length;
+@property(readonly) id<MTLHeap> heap;  // nil for a buffer that stands alone
 - (void*)contents;
 @end
 
@@ -82,7 +86,24 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 - (void)memoryBarrierWithScope:(MTLBarrierScope)scope;
 @end
 
+typedef enum MTLCommandBufferStatus : NSUInteger {
+  MTLCommandBufferStatusNotEnqueued,
+  MTLCommandBufferStatusEnqueued,
+  MTLCommandBufferStatusCommitted,
+  MTLCommandBufferStatusScheduled,
+  MTLCommandBufferStatusCompleted,
+  MTLCommandBufferStatusError,
+} MTLCommandBufferStatus;
+typedef enum MTLCommandBufferError : NSUInteger {
+  MTLCommandBufferErrorTimeout = 2,
+  MTLCommandBufferErrorPageFault = 3,
+  MTLCommandBufferErrorOutOfMemory = 8,
+} MTLCommandBufferError;
+
 @protocol MTLCommandBuffer <NSObject>
+@property(readonly) MTLCommandBufferStatus status;
+@property(readonly) NSError* error;
+- (void)addCompletedHandler:(MTLCommandBufferHandler)block;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (void)commit;
 - (void)waitUntilCompleted;
@@ -92,16 +113,34 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 - (id<MTLCommandBuffer>)commandBuffer;
 @end
 
+@interface MTLResidencySetDescriptor : NSObject {
+  NSUInteger _capacity;
+}
+@property(nonatomic) NSUInteger initialCapacity;
+@end
+
+@protocol MTLResidencySet <NSObject>  // macOS 15
+- (void)addAllocation:(id)allocation;
+- (void)removeAllocation:(id)allocation;
+- (void)removeAllAllocations;
+- (void)commit;
+- (void)requestResidency;
+- (void)endResidency;
+@end
+
 @protocol MTLDevice <NSObject>
 @property(readonly) NSString* name;
 @property(readonly) NSUInteger maxThreadgroupMemoryLength;
 @property BOOL shouldMaximizeConcurrentCompilation;  // macOS 13.3
 - (BOOL)supportsFamily:(MTLGPUFamily)family;
 - (id)newTensorWithDescriptor:(id)descriptor error:(NSError**)error;  // macOS 26
+- (id<MTLResidencySet>)newResidencySetWithDescriptor:(MTLResidencySetDescriptor*)descriptor
+                                               error:(NSError**)error;  // macOS 15
 - (id<MTLCommandQueue>)newCommandQueue;
 - (id<MTLLibrary>)newLibraryWithSource:(NSString*)source
                                options:(MTLCompileOptions*)options
                                  error:(NSError**)error;
+- (id<MTLLibrary>)newLibraryWithURL:(NSURL*)url error:(NSError**)error;
 - (id<MTLComputePipelineState>)newComputePipelineStateWithFunction:(id<MTLFunction>)function
                                                              error:(NSError**)error;
 @end

@@ -4,5 +4,6 @@
 
 @interface MPSCommandBuffer : NSObject <MTLCommandBuffer>
 @property(readonly) id<MTLCommandBuffer> commandBuffer;
+@property(readonly) id<MTLCommandBuffer> rootCommandBuffer;  // the one that the next commit gives to the GPU
 - (void)commitAndContinue;
 @end

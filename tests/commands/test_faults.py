@@ -1,0 +1,113 @@
+"""A GPU that stops in the middle of a command: an error in one line, and the next request is answered."""
+
+import itertools
+
+import openai
+import pytest
+from support import serving, tiny_models
+from support.serving import expected_text, said
+from transformers.cli.serving import utils
+
+from torch_moe_mps.commands import main
+
+SAYS = {"timeout": "GPU Timeout Error", "fault": "GPU Address Fault Error", "memory": "Insufficient Memory"}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return serving.chat_checkpoint(tmp_path_factory.mktemp("faults") / "model")
+
+
+def some_buffers(step: int):
+    """Kinds of failures, and how many buffers come before them."""
+    return zip(itertools.count(0, step), itertools.cycle(SAYS.items()))
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_the_server_answers_the_next_request(checkpoint, simulated, streams, monkeypatch):
+    """Chat is a client that streams."""
+    threads = []
+
+    def thread():
+        threads.append(utils_thread())
+        return threads[-1]
+
+    utils_thread = utils.InferenceThread
+    monkeypatch.setattr(utils, "InferenceThread", thread)
+    text = expected_text(checkpoint, "hello", 3)
+    with serving.client_of(checkpoint, "--bits", 4, "--group-size", 32, "--device", "mps") as client:
+
+        def answer() -> str:
+            create, asked = client.chat.completions.create, {"temperature": 0, "max_tokens": 3}
+            got = create(model=str(checkpoint), messages=said("hello"), stream=streams, **asked)
+            text = "".join(c.choices[0].delta.content or "" for c in got) if streams else None
+            threads[0].submit(lambda: None).result()  # nothing is left of the request
+            return got.choices[0].message.content if text is None else text
+
+        def happens(number: int) -> bool:
+            with simulated.failing("fault", number) as failure:
+                answer()
+            return failure.happened
+
+        assert answer() == text
+        for number, (kind, says) in some_buffers(7):
+            try:
+                with simulated.failing(kind, number) as failure:
+                    got = answer()
+            except openai.APIError as error:
+                assert says in str(error.body) and failure.happened
+                assert answer() == text
+            else:
+                assert got == text
+                # Behind the answer one waits again: that buffer has no work in it.
+                assert not failure.happened or not happens(number + 1), f"nobody says that {number} failed"
+                break
+        assert number > 20
+
+
+def fails_at_each(simulated, step: int, run, failed) -> None:
+    """Runs a command with one buffer after the other failing, until none does."""
+    for number, (kind, says) in some_buffers(step):
+        with simulated.failing(kind, number) as failure:
+            code = run()
+        if not failure.happened:
+            assert code == 0 and number > 0
+            return
+        failed(code, says)
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["generate", "--prompt", "hello", "--max-tokens", "3"],
+        ["perplexity", "--text", "{text}", "--window", "20"],
+        ["bench", "--prompt", "4", "--generate", "2", "--turn", "2", "--repeats", "1", "--depth", "0"],
+    ],
+    ids=lambda command: command[0],
+)
+def test_a_command_ends_with_one_line(checkpoint, simulated, tmp_path, capsys, command):
+    text = tmp_path / "text"
+    text.write_text("a text of letters")
+    name, *given = (each.format(text=text) for each in command)
+
+    def failed(code: int, says: str) -> None:
+        assert code == 1 and says in capsys.readouterr().err.splitlines()[-1]
+
+    fails_at_each(simulated, 79, lambda: main([name, str(checkpoint), *given, "--device", "mps"]), failed)
+
+
+def test_convert_writes_nothing(simulated, tmp_path, capsys):
+    """Where it chooses the formats on the GPU, which runs the model's own code."""
+    source, new, text = tmp_path / "source", tmp_path / "new", tmp_path / "text"
+    text.write_text("a text of letters")
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("llama", num_hidden_layers=1, vocab_size=27).save_pretrained(source)
+    serving.letters().save_pretrained(source)
+    arguments = ["--budget", "5", "--group-size", "32", "--text", str(text)]
+
+    def failed(code: int, says: str) -> None:
+        assert code == 1 and says in capsys.readouterr().err.splitlines()[-1]
+        assert not new.exists()
+
+    fails_at_each(simulated, 11, lambda: main(["convert", str(source), str(new), *arguments]), failed)
+    assert new.exists()

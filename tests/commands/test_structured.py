@@ -1,0 +1,117 @@
+"""Answers in a schema: what a model with random weights says is JSON that fits, by any way of asking."""
+
+import json
+
+import openai
+import pytest
+import transformers
+from support import serving, tiny_models
+from support.serving import said
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from torch_moe_mps.commands import structured
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"sky": {"enum": ["blue", "grey"]}, "clouds": {"type": "boolean"}},
+    "required": ["sky", "clouds"],
+    "additionalProperties": False,
+}
+NAMED = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
+QUANTISED = ["--bits", 4, "--group-size", 32]
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """With a tokenizer of the printable characters."""
+    folder = tmp_path_factory.mktemp("structured") / "model"
+    characters = {chr(32 + i): i for i in range(95)} | {"<end>": 95}
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=96)
+    model.generation_config.eos_token_id = 95
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="?"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="?", eos_token="<end>", chat_template=serving.TEMPLATE
+    )
+    fast.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint):
+    with serving.client_of(checkpoint, *QUANTISED, "--prompt-lookup", 2) as client:
+        yield client
+
+
+def text_of(client, **asked) -> str:
+    answer = client.chat.completions.create(model="m", max_tokens=120, **asked)
+    chunks = answer if asked.get("stream") else [answer]
+    parts = [getattr(c.choices[0], "delta", None) or c.choices[0].message for c in chunks]
+    return "".join(part.content or "" for part in parts)
+
+
+def fits(text: str) -> bool:
+    found = json.loads(text)
+    return (
+        {*found} == {"sky", "clouds"}
+        and found["sky"] in ("blue", "grey")
+        and found["clouds"] in (True, False)
+    )
+
+
+def test_an_answer_fits_its_schema(client):
+    """Greedy and sampled, streamed and not; other requests, before and after, are not touched."""
+    free = text_of(client, messages=said("the sky"), temperature=0)
+    with pytest.raises(ValueError):
+        json.loads(free)
+    for asked in ({"temperature": 0}, {"temperature": 2, "seed": 1}, {"temperature": 2, "seed": 2}):
+        text = text_of(client, messages=said("the sky"), response_format=NAMED, **asked)
+        assert fits(text), text
+        assert text_of(client, messages=said("the sky"), response_format=NAMED, stream=True, **asked) == text
+    assert text_of(client, messages=said("the sky"), temperature=0) == free
+    answer = client.responses.create(
+        model="m", input="the sky", temperature=0, max_output_tokens=120,
+        text={"format": {"type": "json_schema", "name": "weather", "schema": SCHEMA}},
+    )  # fmt: skip
+    assert fits(answer.output_text)
+
+
+def test_any_object(client):
+    """It may be longer than what is generated; what there is of it is the beginning of an object."""
+    text = text_of(client, messages=said("a"), temperature=0, response_format={"type": "json_object"})
+    assert text.lstrip().startswith("{") and (text.count('"') > 0 or json.loads(text) == {})
+    assert text_of(client, messages=said("a"), temperature=0, response_format={"type": "text"})
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ("json", "'response_format' must be an object whose type is text, json_object or json_schema"),
+        (
+            {"type": "xml"},
+            "'response_format' must be an object whose type is text, json_object or json_schema",
+        ),
+        ({"type": "json_schema"}, "'response_format.json_schema' must be an object with a name and a schema"),
+        (
+            {"type": "json_schema", "json_schema": {"name": "a", "schema": {"type": "nothing"}}},
+            "The schema of 'response_format' must be one that xgrammar compiles",
+        ),
+    ],
+)
+def test_what_is_no_format_is_400(client, asked, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        text_of(client, messages=said("a"), response_format=asked)
+    assert message in error.value.message and "\n" not in error.value.body["message"]
+
+
+def test_without_xgrammar_it_is_refused(client, monkeypatch):
+    find = structured.importlib.util.find_spec
+    monkeypatch.setattr(
+        structured.importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "xgrammar" else find(name, *a),
+    )
+    with pytest.raises(openai.BadRequestError, match=r"needs `pip install 'torch-moe-mps\[structured\]'`"):
+        text_of(client, messages=said("a"), response_format=NAMED)

@@ -1,0 +1,163 @@
+"""Between the tokens of an answer the host does not wait for the device, whatever the model's cache is."""
+
+import contextlib
+
+import pytest
+import torch
+import transformers
+from support import serving, tiny_models
+from support.serving import said
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.cli.chat import RichInterface
+from transformers.generation import utils as generation
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.commands.arguments import parser
+from torch_moe_mps.commands.bench import Bench
+from torch_moe_mps.commands.generating import Generating
+from torch_moe_mps.commands.prompts import Prompts
+
+# {architecture: its sizes}: recurrent states, states of a convolution alone, and compressed keys.
+HYBRIDS = {
+    "qwen3_next": {},
+    "kimi_linear": {},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"], "num_hidden_layers": 3},
+    "lfm2_moe": {},
+    "deepseek_v4": {},
+}
+SLOW = [pytest.param(name, marks=pytest.mark.sweep) for name in [*HYBRIDS][1:]]
+
+
+class Waits(TorchDispatchMode):
+    """Counts what reads values of the device: numbers, and copies that the host waits for."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        name, late = function.overloadpacket.__name__, (kwargs or {}).get("non_blocking")
+        if name == "copy_":
+            late = late or (len(args) > 2 and args[2])
+            self.count += not late and args[1].device.type == "mps" and args[0].device.type == "cpu"
+        elif name in ("_local_scalar_dense", "_to_copy", "nonzero"):
+            self.count += args[0].device.type == "mps" and getattr(result, "device", None) != args[0].device
+        return result
+
+
+@pytest.fixture
+def answers(monkeypatch) -> list[tuple[int, int]]:
+    """(tokens, waits) of each answer of `Generating`, on whatever thread."""
+    seen, generate = [], Generating.generate
+
+    def counted(self, **given):
+        with Waits() as waits:
+            result = generate(self, **given)
+        seen.append((result.shape[1] - given["input_ids"].shape[1], waits.count))
+        return result
+
+    monkeypatch.setattr(Generating, "generate", counted)
+    return seen
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", *SLOW])
+def test_no_token_waits(architecture, simulated, answers):
+    """Tokens are those of `generate` alone, also of a second turn, behind an answer that has ended early."""
+    model = tiny_models.tiny_model(architecture, **HYBRIDS[architecture])
+    ids = torch.randint(3, 20, (1, 40), generator=torch.Generator().manual_seed(0))
+    settings = {"do_sample": False, "pad_token_id": 0}
+
+    def expected(ids, **how):
+        return model.generate(ids, attention_mask=torch.ones_like(ids), **settings, **how)
+
+    whole = expected(ids, max_new_tokens=12, eos_token_id=999)
+    new = whole[0, 40:51].tolist()
+    end = 40 + max(position for position, token in enumerate(new) if token not in new[:position]) + 1
+    last, later = int(whole[0, end - 1]), torch.cat([whole[:, :end], ids[:, :9]], 1)
+    cases = [
+        (ids, {"max_new_tokens": 4, "eos_token_id": 999}),
+        (ids, {"max_new_tokens": 12, "eos_token_id": 999}),
+        (ids, {"max_new_tokens": 12, "eos_token_id": last}),
+        (later, {"max_new_tokens": 5, "eos_token_id": 999}),
+    ]
+    results = [expected(ids, **how) for ids, how in cases]
+    assert [found.shape[1] for found in results] == [44, 52, end, end + 14] and end > 41
+    model = model.to("mps")
+    torch_moe_mps.accelerate(model)
+    generating = Generating(model, Prompts(1 << 30))
+    for (ids, how), found in zip(cases, results, strict=True):
+        given = {"input_ids": ids.to("mps"), "attention_mask": torch.ones_like(ids).to("mps")}
+        assert torch.equal(generating.generate(**given, **settings, **how).cpu(), found)
+    (_, few), (_, many), (_, ended), (_, second) = answers
+    assert few >= many >= ended >= second  # the first one compiles, too
+    # The first eight tokens of a prompt are kept, and all that was generated: of the second turn only what is
+    # new was computed.
+    assert generating.prompts.computed == 40 + 32 + 32 + 9
+
+
+def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, answers, monkeypatch, capsys):
+    """And one thread uses the device in both."""
+    checkpoint = serving.chat_checkpoint(tmp_path / "model", "qwen3_next")
+    texts = []
+    with serving.client_of(checkpoint, "--device", "mps") as client, simulated.one_thread():
+        for tokens in (3, 9):
+            asked = {"model": str(checkpoint), "messages": said("hello"), "temperature": 0}
+            answer = client.chat.completions.create(**asked, max_tokens=tokens)
+            texts.append(answer.choices[0].message.content)
+    assert [tokens for tokens, _ in answers] == [3, 9] and texts[1].startswith(texts[0])
+    served = [waits for _, waits in answers]
+    del answers[:]
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(RichInterface, "confirm", lambda self, *arguments, **kwargs: False)
+    for tokens in (3, 9):
+        with contextlib.ExitStack() as chat:
+            lines = iter(["hello", "!exit"])
+
+            def asked_for(self, chat=chat, lines=lines) -> str:
+                line = next(lines)
+                if line == "hello":  # the model is loaded
+                    chat.enter_context(simulated.one_thread())
+                return line
+
+            monkeypatch.setattr(RichInterface, "input", asked_for)
+            flags = ["--set", f"max_new_tokens={tokens}", "--set", "do_sample=False", "--device", "mps"]
+            assert main(["chat", str(checkpoint), *flags]) == 0
+        assert texts[tokens == 9] in capsys.readouterr().out
+    assert served[0] >= served[1] and answers[0][1] >= answers[1][1]
+
+
+def test_no_token_of_bench_waits(simulated):
+    """Behind a context of a model with recurrent states, greedy and sampled."""
+    model = tiny_models.tiny_model("qwen3_next").to("mps")
+    torch_moe_mps.accelerate(model)
+    waits = []
+    for tokens in (3, 9):
+        sizes = ["--prompt", "6", "--generate", str(tokens), "--turn", "2", "--depth", "20", "--repeats", "1"]
+        bench = Bench(model, parser().parse_args(["bench", "model", *sizes]))
+        with torch.no_grad():
+            cache = bench._context(20)
+            bench._generated("", cache, 20, do_sample=False)
+            with Waits() as seen:
+                bench._generated("", cache, 20, do_sample=False)
+                bench._generated("", cache, 20, do_sample=True, temperature=0.7, top_k=20, top_p=0.95)
+        waits.append(seen.count)
+    assert waits[0] == waits[1]
+
+
+def test_older_transformers_is_said_to_wait(monkeypatch, capsys):
+    """In one line, once for a model, of the device alone that it is about."""
+    model = tiny_models.tiny_model("llama")
+    Generating(model)
+    assert capsys.readouterr().err == ""
+    monkeypatch.delattr(generation, "DeferredStopCheck")
+    monkeypatch.setattr(transformers, "__version__", "5.21.0")
+    Generating(model)
+    assert capsys.readouterr().err == ""
+    model = tiny_models.tiny_model("llama")
+    monkeypatch.setattr(type(model), "device", torch.device("mps"))
+    Generating(model)
+    Generating(model)
+    expected = "transformers 5.21.0 waits for each token before it computes the next; 5.23 does not"
+    assert capsys.readouterr().err == f"torch-moe-mps: {expected}\n"

@@ -1,0 +1,129 @@
+"""Command buffers that fail, as where macOS stops one or memory is short: an error, never a result."""
+
+import itertools
+import re
+
+import pytest
+import torch
+from support import tiny_models
+
+import torch_moe_mps
+from torch_moe_mps.ops._samples import packet, sample_arguments
+from torch_moe_mps.transformers.capture.calls import SWITCH
+
+SAYS = {  # what macOS says, and what helps
+    "timeout": ("Caused GPU Timeout Error", "MOE_MPS_COMMIT_EVERY=4"),
+    "fault": ("Caused GPU Address Fault Error", "torch-moe-mps check"),
+    "memory": ("Insufficient Memory", "kv_bits=8"),
+}
+IDS = torch.arange(1, 13)[None]
+
+
+def at_each_buffer(simulated, work, expected, step=1) -> int:
+    """Runs `work` with one buffer after the other failing. Returns: how many there were."""
+    for number, kind in zip(itertools.count(0, step), itertools.cycle(SAYS)):
+        try:
+            with simulated.failing(kind, number) as failure:
+                result = work()
+        except RuntimeError as error:
+            assert SAYS[kind][0] in str(error), number
+            assert failure.happened
+        else:
+            assert not failure.happened, f"buffer {number} failed, and nobody says so"
+            assert torch.equal(result, expected)
+            return number
+        assert torch.equal(work(), expected)  # the next call is right
+
+
+@pytest.fixture
+def model():
+    model = tiny_models.tiny_model("qwen2_moe", num_hidden_layers=1).to("mps")
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+@pytest.mark.parametrize("kind", SAYS)
+def test_the_next_call_names_what_failed(simulated, kind):
+    rms_norm, reduce = packet("rms_norm"), packet("moe_weighted_reduce")
+    norm, combine = (
+        sample_arguments(name, "mps", torch.float32) for name in ("rms_norm", "moe_weighted_reduce")
+    )
+    expected = rms_norm(**norm).cpu()
+    with simulated.failing(kind):
+        rms_norm(**norm), reduce(**combine), rms_norm(**norm)
+        torch.mps.synchronize()
+        says, helps = SAYS[kind]
+        with pytest.raises(
+            RuntimeError, match=f"with rms_norm, moe_weighted_reduce: {says}.*{helps}"
+        ) as raised:
+            rms_norm(**norm)
+    assert "\n" not in str(raised.value)
+    assert torch.equal(rms_norm(**norm).cpu(), expected)  # once for each fault
+
+
+def test_a_wait_raises_it(simulated):
+    arguments = sample_arguments("rms_norm", "mps", torch.float32)
+    with simulated.failing("timeout"):
+        result = packet("rms_norm")(**arguments)
+        result.cpu()  # torch does not ask
+        with pytest.raises(RuntimeError, match="Caused GPU Timeout Error"):
+            torch_moe_mps.synchronize()
+    torch_moe_mps.synchronize()
+
+
+def test_a_buffer_that_nobody_was_told_of_is_not_taken_for_an_old_one(simulated):
+    """Two buffers fail, the second one encoded behind the error of the first."""
+    norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)
+    torch.ops.moe_mps._commit_every(1)
+    simulated.set_schedule(1)  # work runs when it is committed
+    with simulated.failing("fault"):
+        norm(**arguments)
+        with pytest.raises(RuntimeError, match="Address Fault"):
+            norm(**arguments)
+        with simulated.failing("memory"):
+            norm(**arguments)
+            with pytest.raises(RuntimeError, match="Insufficient Memory"):
+                torch_moe_mps.synchronize()
+
+
+@pytest.mark.parametrize("schedule", [0, 1])
+def test_each_buffer_of_a_prompt(simulated, model, schedule):
+    """Buffers of four dispatches, which run when they are committed or at the next wait."""
+    simulated.set_schedule(schedule)
+    torch.ops.moe_mps._commit_every(4)
+
+    @torch.no_grad()
+    def logits():
+        output = model(input_ids=IDS.to("mps"))
+        torch_moe_mps.synchronize()
+        return output.logits.cpu()
+
+    assert at_each_buffer(simulated, logits, logits()) > 4
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_each_buffer_of_generate(simulated, monkeypatch, captured):
+    monkeypatch.setenv(SWITCH, "auto" if captured else "0")
+    model = tiny_models.tiny_model("qwen2_moe", num_hidden_layers=1).to("mps")
+    report = torch_moe_mps.accelerate(model)
+    ids = IDS.to("mps")
+
+    def generate():
+        tokens = 6 if captured else 2
+        given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False}
+        return model.generate(ids, **given).cpu()
+
+    generate(), generate()
+    assert (report.capture() or "").startswith("a token is one call") == captured
+    assert at_each_buffer(simulated, generate, generate(), step=4 if captured else 1) > 10
+
+
+def test_an_error_that_follows_from_wrong_results_is_not_the_one_that_is_raised(simulated, model):
+    class Streamer:
+        def put(self, value):
+            raise IndexError("a token that the model does not have")
+
+    with simulated.failing("timeout"), pytest.raises(RuntimeError, match="Caused GPU Timeout Error"):
+        model.generate(IDS.to("mps"), streamer=Streamer())
+    with pytest.raises(IndexError, match=re.escape("a token that the model does not have")):
+        model.generate(IDS.to("mps"), streamer=Streamer())

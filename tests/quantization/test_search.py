@@ -1,0 +1,89 @@
+"""Quantising by importance: never worse than MLX's rule, near the best there is, each matrix by its own."""
+
+import numpy as np
+import pytest
+import torch
+from support.oracles_experts import dequantise, numbers_of
+from support.quantized_layers import ALL_FORMATS
+from support.values import DTYPES, awkward_weights
+
+from torch_moe_mps.quantization import quantize
+
+
+def importance_of(*shape: int, seed: int = 0) -> torch.Tensor:
+    """Mean squares over some orders of magnitude, as trained models have them."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(2).exp().square()
+
+
+def weighted_errors(weight: torch.Tensor, quantized, importance: torch.Tensor, format: str) -> np.ndarray:
+    """Of each group, in float64."""
+    difference = dequantise(*quantized, format) - weight.double().numpy()
+    errors = importance.double().unsqueeze(-2).numpy() * difference**2
+    return errors.reshape(*errors.shape[:-1], -1, numbers_of(format)[1]).sum(-1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("format", ALL_FORMATS)
+def test_no_group_is_worse_than_by_mlx_rule(format, dtype):
+    weight, importance = awkward_weights(dtype), importance_of(3, 256)
+    importance[1, :128], importance[2] = 0, 1e-20 * importance[2]
+    plain, weighed = (quantize(weight, *numbers_of(format), importance=given) for given in (None, importance))
+    theirs, ours = (weighted_errors(weight, each, importance, format) for each in (plain, weighed))
+    finite = np.isfinite(theirs)
+    # Of groups that MLX decodes exactly, and of those near the largest float16, rounding is all there is.
+    rounding = 1e-6 * (importance.double()[:, None] * weight.double().square()).numpy()
+    rounding = rounding.reshape(*rounding.shape[:-1], -1, numbers_of(format)[1]).sum(-1)
+    assert (ours[finite] <= 1.00001 * theirs[finite] + rounding[finite]).all()
+    if format != "mxfp8":  # whose numbers have exponents of their own
+        assert np.mean(ours[theirs > 0] / theirs[theirs > 0]) < 0.97
+
+
+@pytest.mark.parametrize("bits", [2, 3, 4])
+def test_near_the_least_squares(bits):
+    """The best of a fine grid of scales and biases, in float64."""
+    generator = torch.Generator().manual_seed(bits)
+    weight, importance = torch.randn(40, 32, generator=generator), importance_of(32, seed=1).pow(0.3)
+    found = quantize(weight, bits, 32, importance=importance)
+    ours = weighted_errors(weight, found, importance, f"affine{bits}_32")[:, 0]
+    largest, best = 2**bits - 1, 0.0
+    for row in weight.double().numpy():
+        low, high = row.min(), row.max()
+        scales = np.linspace(0.3, 1.1, 81)[:, None, None] * (high - low) / largest
+        biases = low + np.linspace(-0.2, 0.6, 161)[None, :, None] * (high - low)
+        codes = np.clip(np.round((row - biases) / scales), 0, largest)
+        best += (importance.double().numpy() * (codes * scales + biases - row) ** 2).sum(-1).min()
+    assert 0.9 * best <= ours.sum() <= 1.15 * best
+
+
+@pytest.mark.parametrize("format", ["affine3_64", "affine6_32", "nvfp4", "mxfp4"])
+def test_each_matrix_by_its_own_in_any_place(format, monkeypatch):
+    weight, importance = torch.randn(5, 24, 128), importance_of(5, 128)
+    stack = quantize(weight, *numbers_of(format), importance=importance)
+    monkeypatch.setattr("torch_moe_mps.quantization.formats.CHUNK", 128 * 7)
+    for index in range(5):
+        alone = quantize(weight[index], *numbers_of(format), importance=importance[index])
+        for whole, own in zip(stack, alone, strict=True):
+            assert whole is own is None or torch.equal(whole.view(torch.uint8)[index], own.view(torch.uint8))
+
+
+def test_only_ratios_matter():
+    weight, importance = torch.randn(8, 64), importance_of(64)
+    first, second = (quantize(weight, 4, importance=factor * importance) for factor in (1.0, 2.0**-80))
+    assert torch.equal(first.packed, second.packed)
+    zero = quantize(weight, 4, importance=torch.zeros(64))
+    assert torch.equal(zero.scales, quantize(weight, 4).scales)
+
+
+@pytest.mark.parametrize(
+    "importance, message",
+    [
+        (torch.ones(63), r"importance must be of shape \[C\] = \(64,\), got \(63,\)"),
+        (torch.ones(1, 64), r"importance must be of shape \[C\] = \(64,\), got \(1, 64\)"),
+        (torch.ones(64, dtype=torch.float64), "importance must be float32, got float64"),
+        (torch.full((64,), torch.nan), "importance must be finite and not negative, got NaN"),
+        (-torch.ones(64), "importance must be finite and not negative, got NaN"),
+    ],
+)
+def test_bad_importance(importance, message):
+    with pytest.raises(ValueError, match=f"^moe_mps::quantize: {message}"):
+        quantize(torch.randn(4, 64), 4, importance=importance)

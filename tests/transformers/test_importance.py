@@ -1,0 +1,309 @@
+"""Importance: what weights multiply, collected, kept in files, read from llama.cpp's, and quantised by."""
+
+import itertools
+import struct
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from gguf import GGUFWriter
+from support.models import tiny
+from torch import nn
+
+import torch_moe_mps
+from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers.checkpoints.blending import PRIOR
+from torch_moe_mps.transformers.checkpoints.importance import Importance
+
+transformers.logging.set_verbosity_error()
+
+WIDE = {"hidden_size": 64, "moe_intermediate_size": 32, "intermediate_size": 96, "head_dim": 16}
+
+
+def moe(**overrides):
+    return tiny("qwen3_moe", **{**WIDE, **overrides})
+
+
+def tokens(count: int = 600) -> torch.Tensor:
+    return torch.randint(0, 97, (count,), generator=torch.Generator().manual_seed(3))
+
+
+def collected(model, ids=None) -> Importance:
+    return torch_moe_mps.collect_importance(model, tokens() if ids is None else ids, progress=False)
+
+
+@torch.no_grad()
+def inputs_seen(model, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """In float64 the mean square of every call of torch's linear, by the weight that it was called with.
+
+    Experts of transformers' own eager code call it for each expert with its tokens alone.
+    """
+    model.set_experts_implementation("eager")
+    names, sums, counts = {p.data_ptr(): n for n, p in model.named_parameters()}, {}, {}
+    linear = nn.functional.linear
+
+    def watched(x, weight, bias=None):
+        whole = weight if weight._base is None else weight._base
+        offset = weight.storage_offset() // max(1, weight.numel()) if whole is not weight else 0
+        name = names[whole.data_ptr()] + (f"[{offset}]" if whole.dim() == 3 else "")
+        squares = x.double().square().flatten(0, -2)
+        sums[name] = sums.get(name, 0) + squares.sum(0)
+        counts[name] = counts.get(name, 0) + len(squares)
+        return linear(x, weight, bias)
+
+    nn.functional.linear = watched
+    try:
+        for window in ids.split(512):
+            model(input_ids=window[None], use_cache=False)
+    finally:
+        nn.functional.linear = linear
+    return {name: (sums[name], counts[name]) for name in sums}
+
+
+def test_means_are_those_of_all_calls_of_torch():
+    model = moe(tie_word_embeddings=False)
+    seen = inputs_seen(model, tokens())
+    model = torch_moe_mps.restore(model)
+    found = collected(model)
+    assert found.tokens == 600 and len(found.text) == 64
+    for name in ("model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.o_proj", "lm_head"):
+        total, count = seen[f"{name}.weight"]
+        assert count == 600
+        torch.testing.assert_close(found.means[name].double(), total / count, rtol=1e-5, atol=0)
+    for name in ("gate_up_proj", "down_proj"):
+        path = f"model.layers.1.mlp.experts.{name}"
+        each = [seen.get(f"{path}[{index}]", (0, 0)) for index in range(8)]
+        whole = sum(total for total, _ in each) / sum(count for _, count in each)
+        for mean, (total, count) in zip(found.means[path], each, strict=True):
+            expected = (total + PRIOR * whole) / (count + PRIOR)
+            torch.testing.assert_close(mean.double(), expected, rtol=1e-5, atol=1e-12)
+
+
+def test_quantised_and_accelerated_models_have_the_same_means():
+    """But for what quantising in 8 bits changes."""
+    model = moe()
+    dense = collected(model)
+    torch_moe_mps.accelerate(model, bits=8, group_size=32, check=False)
+    quantised = collected(model)
+    assert quantised.means.keys() == dense.means.keys()
+    for name, mean in dense.means.items():
+        torch.testing.assert_close(quantised.means[name], mean, rtol=0.1, atol=0.02 * float(mean.max()))
+
+
+def test_an_expert_without_tokens_has_the_mean_of_its_layer():
+    model = moe()
+    with torch.no_grad():
+        model.model.layers[0].mlp.gate.weight[5] = 0
+        model.model.layers[0].mlp.gate.weight[5, 0] = (
+            -1e3 * model.model.layers[0].mlp.gate.weight[0, 0].sign()
+        )
+    routed = []
+    block = model.model.layers[0].mlp.experts
+    hook = block.register_forward_pre_hook(lambda _, args: routed.append(args[1]))
+    means = collected(model).means["model.layers.0.mlp.experts.gate_up_proj"]
+    hook.remove()
+    unseen = sorted({*range(8)} - {*torch.cat(routed).flatten().tolist()})
+    assert means.shape == (8, 64) and bool((means > 0).all())
+    for first, second in itertools.pairwise(unseen):
+        assert torch.equal(means[first], means[second])
+
+
+def of_random(model, recipe=None) -> Importance:
+    """Means that differ from matrix to matrix."""
+    means = collected(model).means
+    generator = torch.Generator().manual_seed(7)
+    return Importance(
+        {name: torch.rand(mean.shape, generator=generator).pow(6) for name, mean in means.items()},
+        9,
+        "m",
+        "t",
+    )
+
+
+@pytest.mark.parametrize("way", ["accelerate", "from_pretrained", "file"])
+def test_each_weight_is_quantised_by_its_own(tmp_path, way):
+    model = moe(tie_word_embeddings=True)
+    importance = of_random(model)
+    dense = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    recipe = {"bits": 4, "group_size": 32, "check": False}
+    if way == "accelerate":
+        torch_moe_mps.accelerate(model, importance=importance, **recipe)
+        report = None
+    else:
+        model.save_pretrained(tmp_path / "model")
+        given = importance
+        if way == "file":
+            given = tmp_path / "importance.safetensors"
+            importance.save(given)
+        model = torch_moe_mps.from_pretrained(str(tmp_path / "model"), importance=given, **recipe)
+        report = str(model.hf_quantizer.report)
+        assert "errors weighed by the importance of 9 tokens through m, for 14 of 14 matrices" in report
+    state = model.state_dict()
+    for name, mean in importance.means.items():
+        if name.endswith("gate"):  # of a router
+            continue
+        prefix = f"{name}_" if ".experts." in name else f"{name}."
+        weight = dense[name if ".experts." in name else f"{name}.weight"]
+        expected = quantize(weight, 4, 32, importance=mean)
+        assert torch.equal(state[f"{prefix}packed"], expected.packed.view(torch.int32)), name
+        assert torch.equal(state[f"{prefix}scales"], expected.scales), name
+    assert torch.equal(state["model.embed_tokens.packed"], state["lm_head.packed"])
+
+
+def test_files_keep_everything(tmp_path):
+    model = moe()
+    model.config._name_or_path = "/home/somebody/models/mine"
+    found = collected(model)
+    found.save(tmp_path / "i.safetensors")
+    again = torch_moe_mps.read_importance(tmp_path / "i.safetensors", model)
+    assert (again.model, again.text, again.tokens) == ("mine", found.text, 600)
+    assert b"somebody" not in (tmp_path / "i.safetensors").read_bytes()
+    assert again.means.keys() == found.means.keys()
+    assert all(torch.equal(again.means[name], mean) for name, mean in found.means.items())
+
+
+# Bad input
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            lambda means: {f"other.{n}": m for n, m in means.items()},
+            "importance must be of the model, which has",
+        ),
+        (
+            lambda means: {n: m[..., :-32] for n, m in means.items()},
+            r"\S+ must be of shape \(64,\), as the model has it, got \(32,\)",
+        ),
+        (
+            lambda means: {n: m[:4] if m.dim() == 2 else m for n, m in means.items()},
+            r"\S+experts.gate_up_proj must be of shape \(8, 64\), as the model has it, got \(4, 64\)",
+        ),
+        (
+            lambda means: {n: torch.full_like(m, torch.nan) for n, m in means.items()},
+            r"\S+ in i.safetensors must be finite and not negative, got NaN",
+        ),
+    ],
+    ids=["another model", "narrower", "fewer experts", "NaN"],
+)
+def test_importance_that_does_not_fit(tmp_path, change, message):
+    model = moe()
+    found = collected(model)
+    found.means = change(found.means)
+    found.save(tmp_path / "i.safetensors")
+    with pytest.raises(ValueError, match=f"^moe_mps::importance: {message}") as raised:
+        torch_moe_mps.accelerate(model, bits=4, group_size=32, importance=tmp_path / "i.safetensors")
+    assert "\n" not in str(raised.value)
+    assert not any("packed" in name for name in model.state_dict())
+
+
+def test_other_bad_input(tmp_path):
+    model = moe()
+    with pytest.raises(ValueError, match=r"ids must be \[T\].*at least 512, got \(511,\): too little text"):
+        collected(model, tokens(511))
+    importance = collected(model)
+    with pytest.raises(
+        ValueError, match=r"^moe_mps::accelerate: importance needs bits or a mode, got neither"
+    ):
+        torch_moe_mps.accelerate(model, importance=importance)
+    with pytest.raises(TypeError, match=r"importance must be an Importance or a file of it, got dict"):
+        torch_moe_mps.accelerate(model, bits=4, importance={})
+    with pytest.raises(ValueError, match=r"none.safetensors must be a file, got none"):
+        torch_moe_mps.accelerate(model, bits=4, importance=tmp_path / "none.safetensors")
+    (tmp_path / "cut.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0{")
+    with pytest.raises(ValueError, match=r"cut.safetensors is no file of importance"):
+        torch_moe_mps.accelerate(model, bits=4, importance=tmp_path / "cut.safetensors")
+    model.save_pretrained(tmp_path / "weights")
+    with pytest.raises(
+        ValueError, match=r"must be written by Importance.save, got a safetensors file of another"
+    ):
+        torch_moe_mps.accelerate(model, bits=4, importance=tmp_path / "weights" / "model.safetensors")
+    with torch.no_grad():
+        model.model.embed_tokens.weight[7] = torch.nan
+    with pytest.raises(ValueError, match=r"what \S+ multiplies must be finite and not negative, got NaN"):
+        collected(model)
+
+
+# llama.cpp's files
+
+
+def sums_of(model) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """{name in GGUF: sums [n, C], counts [n]} of a Qwen3-MoE, of random numbers."""
+    generator, found = np.random.default_rng(5), {}
+    for layer in range(2):
+        for name, count, columns in (
+            ("attn_q", 1, 64), ("attn_k", 1, 64), ("attn_v", 1, 64), ("attn_output", 1, 64),
+            ("ffn_gate_exps", 8, 64), ("ffn_up_exps", 8, 64), ("ffn_down_exps", 8, 32),
+        ):  # fmt: skip
+            counts = np.full(count, 4096.0, np.float32) if count == 1 else np.arange(count, dtype=np.float32)
+            sums = generator.random((count, columns), np.float32) * counts[:, None]
+            found[f"blk.{layer}.{name}.weight"] = sums, counts
+        found[f"blk.{layer}.ffn_up_exps.weight"] = found[f"blk.{layer}.ffn_gate_exps.weight"]
+    return found
+
+
+def write_gguf(path: Path, entries: dict) -> Path:
+    writer = GGUFWriter(path, "")
+    writer.add_type("imatrix")
+    writer.add_uint32("imatrix.chunk_count", 8)
+    writer.add_uint32("imatrix.chunk_size", 512)
+    for name, (sums, counts) in entries.items():
+        writer.add_tensor(f"{name}.in_sum2", sums)
+        writer.add_tensor(f"{name}.counts", counts[:, None])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def write_dat(path: Path, entries: dict, calls: int = 8) -> Path:
+    """As llama-imatrix wrote them until 2025: means times calls, ones for experts without tokens."""
+    octets = struct.pack("<i", len(entries))
+    for name, (sums, counts) in entries.items():
+        means = np.where(counts[:, None] > 0, sums / np.maximum(counts, 1)[:, None], 1).astype("<f4") * calls
+        octets += struct.pack("<i", len(name)) + name.encode() + struct.pack("<ii", calls, means.size)
+        octets += means.astype("<f4").tobytes()
+    path.write_bytes(octets + struct.pack("<ii", calls, 4) + b"text")
+    return path
+
+
+@pytest.mark.parametrize("write", [write_gguf, write_dat])
+def test_imatrix_files(tmp_path, write):
+    model = moe(tie_word_embeddings=False)
+    entries = sums_of(model)
+    found = torch_moe_mps.read_importance(write(tmp_path / "i.imatrix", entries), model)
+    assert found.tokens == (4096 if write is write_gguf else 0)
+    assert len(found.means) == 2 * 6
+    for theirs, ours in (("attn_q", "self_attn.q_proj"), ("attn_output", "self_attn.o_proj")):
+        sums, counts = entries[f"blk.1.{theirs}.weight"]
+        np.testing.assert_allclose(found.means[f"model.layers.1.{ours}"], sums[0] / counts[0], rtol=1e-6)
+    for theirs, ours in (("ffn_gate_exps", "gate_up_proj"), ("ffn_down_exps", "down_proj")):
+        sums, counts = entries[f"blk.0.{theirs}.weight"]
+        if write is write_dat:
+            sums, counts = sums / np.maximum(counts, 1)[:, None] * 4096, np.where(counts > 0, 4096, 0)
+        whole = sums.sum(0) / counts.sum()
+        expected = (sums + PRIOR * whole) / (counts[:, None] + PRIOR)
+        mean = found.means[f"model.layers.0.mlp.experts.{ours}"]
+        np.testing.assert_allclose(mean, expected, rtol=1e-5)
+
+
+def test_imatrix_files_that_do_not_fit(tmp_path):
+    model, entries = moe(), sums_of(moe())
+    path = write_gguf(tmp_path / "i.gguf", entries)
+    with pytest.raises(
+        ValueError, match=r"blk.0.attn_q.weight must be 1 \* 96 values, as the model has them, got 64"
+    ):
+        torch_moe_mps.read_importance(path, moe(hidden_size=96))
+    (tmp_path / "cut.gguf").write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(ValueError, match=r"cut.gguf is damaged, or no imatrix") as raised:
+        torch_moe_mps.read_importance(tmp_path / "cut.gguf", model)
+    assert "\n" not in str(raised.value)
+    other = {name.replace("blk", "enc"): entry for name, entry in entries.items()}
+    with pytest.raises(
+        ValueError, match=r"must be of the model, got that of another, which has enc.0.attn_q"
+    ):
+        torch_moe_mps.read_importance(write_dat(tmp_path / "o.dat", other), model)

@@ -1,0 +1,133 @@
+"""Weights are kept ready for the GPU while their model lives, wherever they move."""
+
+import copy
+import gc
+import time
+
+import pytest
+import torch
+from support import tiny_models
+from transformers import DynamicCache
+
+import torch_moe_mps
+from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.residency import MOVED
+
+IDS = torch.arange(20)[None]
+
+
+def model_on_mps(**arguments):
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe", head_dim=32).to("mps")
+    torch_moe_mps.accelerate(model, **arguments)
+    return model
+
+
+@torch.no_grad()
+def run(model) -> torch.Tensor:
+    cache = DynamicCache(config=model.config)
+    return model(input_ids=IDS.to(model.device), past_key_values=cache, use_cache=True).logits
+
+
+def resident(simulated, model) -> set[bool]:
+    """Of all weights; those of buffers, too."""
+    return {simulated.is_resident(t) for t in (*model.parameters(), *model.buffers()) if t.numel()}
+
+
+@pytest.fixture(params=[0, 1 << 40], ids=["alone", "in a heap"])
+def sets(request, simulated):
+    """What is there besides the test's own."""
+    gc.collect()
+    with simulated.heaps(request.param):
+        yield simulated.residency_sets()
+    gc.collect()
+
+
+def test_all_weights_are_resident_until_the_model_is_gone(simulated, sets):
+    model = tiny_models.tiny_model("qwen3_moe").to("mps")
+    buffers = simulated.live_buffers()
+    assert resident(simulated, model) == {False}
+    torch_moe_mps.accelerate(model)
+    assert resident(simulated, model) == {True} and simulated.residency_sets() == sets + 1
+    torch_moe_mps.accelerate(model)
+    assert simulated.residency_sets() == sets + 1
+    twin = copy.deepcopy(model)
+    torch_moe_mps.accelerate(twin)
+    assert simulated.residency_sets() == sets + 2 and resident(simulated, twin) == {True}
+    torch_moe_mps.restore(model)
+    assert resident(simulated, twin) == {True} and simulated.residency_sets() == sets + 1
+    torch_moe_mps.restore(twin)
+    assert resident(simulated, twin) == {False} and not twin._load_state_dict_post_hooks
+    torch_moe_mps.accelerate(model)
+    del model, twin
+    gc.collect()
+    assert simulated.residency_sets() == sets and simulated.live_buffers() < buffers
+
+
+def test_weights_that_move_follow(simulated, sets, monkeypatch):
+    """Quantised, joined, loaded anew, and moved to the CPU and back."""
+    monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
+    model = model_on_mps()
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    assert resident(simulated, model) == {True}
+    expected = run(model)
+    cache, ids = DynamicCache(config=model.config), IDS.to("mps")
+    with torch.no_grad():
+        for piece in (ids, *[ids[:, :1]] * 4):  # the third token is captured, and joins what it reads
+            model(input_ids=piece, past_key_values=cache, use_cache=True)
+    packed = {n: w.untyped_storage().data_ptr() for n, w in model.named_parameters() if "packed" in n}
+    projections = [packed[f"model.layers.0.self_attn.{name}_proj.packed"] for name in "qkv"]
+    assert len({*projections}) == 1 and captures_of(model).programs
+    assert resident(simulated, model) == {True} and not MOVED
+    model.load_state_dict(copy.deepcopy(model.state_dict()), assign=True)
+    for _ in range(2):  # the first call joins weights again
+        assert torch.equal(run(model), expected)
+    assert resident(simulated, model) == {True}
+    model.to("cpu")
+    assert MOVED
+    torch.testing.assert_close(run(model), expected.cpu(), atol=1e-4, rtol=1e-4)
+    assert simulated.residency_sets() == sets
+    model.to("mps")
+    for _ in range(2):
+        assert torch.equal(run(model), expected)
+    assert resident(simulated, model) == {True} and simulated.residency_sets() == sets + 1
+
+
+def test_what_has_left_holds_no_memory(simulated):
+    """Nobody has to call the model: its set lets a weight go as soon as that is freed."""
+    model = model_on_mps()
+    gc.collect()
+    buffers = simulated.live_buffers()
+    weight = model.model.embed_tokens.weight
+    weight.data = weight.data.to("cpu")
+    assert simulated.live_buffers() == buffers - 1 and simulated.residency_sets() == 1
+    model.to("cpu")
+    gc.collect()
+    assert simulated.live_buffers() < buffers - 20
+
+
+def test_memory_is_asked_for_as_long_as_the_model_lives(simulated):
+    """About twice a second, for macOS 26, and by no thread of torch's."""
+    gc.collect()
+    others, model = simulated.residency_sets(), model_on_mps()
+    with simulated.one_thread():
+        run(model)
+        asked, end = simulated.residency_requests(), time.monotonic() + 20
+        while simulated.residency_requests() < asked + 2 * (others + 1):
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    del model
+    gc.collect()
+    if not others:
+        asked = simulated.residency_requests()
+        time.sleep(0.7)
+        assert simulated.residency_requests() == asked
+
+
+def test_macos_14_has_no_sets(simulated, monkeypatch):
+    monkeypatch.setenv("SIMULATED_MACOS", "14")
+    gc.collect()
+    before = simulated.residency_sets()
+    model = model_on_mps()
+    run(model)
+    assert resident(simulated, model) == {False} and simulated.residency_sets() == before

@@ -1,0 +1,49 @@
+"""Waits that see whether the GPU has finished what it was given: torch's own do not ask."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from ._extension import host_library
+
+
+def raise_fault() -> None:
+    """Raises: torch.AcceleratorError if the GPU has failed at what it was given, once for each time."""
+    if host_library() is not None:
+        torch.ops.moe_mps._raise_fault()
+
+
+def synchronize(device: torch.device | str = "mps") -> None:
+    """Wait for all that a device computes, as torch.mps.synchronize does, and see whether it did.
+
+    A loop around a model's own forward calls it before its results are used. `generate` of an accelerated
+    model and the commands end with it, and operators raise the same error where it is known earlier.
+
+    Args:
+        device: of the model; on others than mps nothing is waited for.
+
+    Raises: torch.AcceleratorError, a RuntimeError, if the GPU has failed: what was computed before is lost.
+    """
+    if torch.device(device).type == "mps":
+        if host_library() is not None:
+            torch.ops.moe_mps._watch()  # torch's operators, too
+        torch.mps.synchronize()
+        raise_fault()
+
+
+@contextmanager
+def synchronized(device: torch.device | str) -> Iterator[None]:
+    """The block's work on a device, waited for when it ends.
+
+    Raises: torch.AcceleratorError as `synchronize`, in the place of errors that follow from wrong results.
+    """
+    try:
+        yield
+    except Exception as error:
+        try:
+            synchronize(device)
+        except torch.AcceleratorError as fault:
+            raise fault from error
+        raise
+    synchronize(device)

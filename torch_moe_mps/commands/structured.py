@@ -1,0 +1,108 @@
+"""Answers in JSON: a mask of the tokens that may come next, by xgrammar, which is an optional extra.
+
+A mask is made on the host, of the token before it, so each token of such an answer waits for the one before;
+the model's own step is captured as always, and the mask goes to the device in bits.
+"""
+
+import importlib.util
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import LogitsProcessor
+
+from ..ops._checks import first_line
+from .requests import Refused, wrong
+
+EXTRA = "structured"
+_ANY_OBJECT = {"type": "object"}
+_KINDS = "text, json_object or json_schema"
+
+
+def schema_of(body: dict[str, Any]) -> dict[str, Any] | None:
+    """Takes the format of the answer out of a request. Returns: its schema in JSON; None for any text.
+
+    Raises: Refused for what is no format, and where xgrammar is missing.
+    """
+    field = "response_format" if body.get("response_format") is not None else "text"
+    asked = body.get(field)
+    if field == "text" and isinstance(asked, dict):  # of the Responses API
+        asked = asked.get("format")
+    if asked is None or field not in body:
+        return None
+    if not isinstance(asked, dict) or asked.get("type") not in ("text", "json_object", "json_schema"):
+        raise wrong("response_format", f"an object whose type is {_KINDS}", asked)
+    if asked["type"] != "text" and importlib.util.find_spec("xgrammar") is None:
+        expected = f"'{field}' needs `pip install 'torch-moe-mps[{EXTRA}]'` where the server runs"
+        raise Refused(f"{expected}, got {asked['type']!r}.", field)
+    body.pop(field)
+    match asked["type"]:
+        case "text":
+            return None
+        case "json_object":
+            return _ANY_OBJECT
+    inner = asked.get("json_schema", asked)
+    if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
+        raise wrong(f"{field}.json_schema", "an object with a name and a schema", inner)
+    schema: dict[str, Any] = inner["schema"]
+    return schema
+
+
+class Masked(LogitsProcessor):
+    """Leaves the tokens of one sequence by which a grammar goes on; of one `generate`.
+
+    Args:
+        grammar: compiled by xgrammar for the tokenizer.
+        vocabulary: the number of the model's logits.
+    """
+
+    def __init__(self, grammar: Any, vocabulary: int):
+        import xgrammar
+
+        self._matcher = xgrammar.GrammarMatcher(grammar)
+        self._bits = xgrammar.allocate_token_bitmask(1, vocabulary)
+        self._shifts = torch.arange(32, dtype=torch.int32)
+        self._length: int | None = None
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        matcher, before = self._matcher, self._length
+        self._length = input_ids.shape[1]
+        if before is not None and not matcher.is_terminated():
+            for token in input_ids[0, before:].tolist():
+                if not matcher.accept_token(token):
+                    raise RuntimeError(f"moe_mps: token {token} does not go on in the answer's schema")
+        if matcher.is_terminated():  # what is computed behind the last token is dropped
+            return scores
+        matcher.fill_next_token_bitmask(self._bits)
+        words, shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
+        allowed = (words.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : scores.shape[1]]
+        return scores.masked_fill(allowed == 0, -torch.inf)
+
+
+class Grammars:
+    """Compiles schemas for a tokenizer; xgrammar keeps those that come again."""
+
+    def __init__(self) -> None:
+        self._compilers: dict[tuple[int, int], Any] = {}  # {(tokenizer, vocabulary): compiler}
+
+    def mask(self, tokenizer: Any, config: Any, vocabulary: int, schema: dict[str, Any]) -> Masked:
+        """Raises: Refused for a schema that no grammar expresses."""
+        import xgrammar
+
+        key = id(tokenizer), vocabulary
+        if key not in self._compilers:
+            ends = config.eos_token_id
+            ends = ends if isinstance(ends, list) else [ends]
+            words = xgrammar.TokenizerInfo.from_huggingface(
+                tokenizer, vocab_size=vocabulary, stop_token_ids=[end for end in ends if end is not None]
+            )
+            self._compilers[key] = xgrammar.GrammarCompiler(words)
+        try:
+            # One blank behind a comma or a colon: a model that may write any blanks may never end.
+            grammar = self._compilers[key].compile_json_schema(json.dumps(schema), any_whitespace=False)
+        except RuntimeError as error:
+            expected = "The schema of 'response_format' must be one that xgrammar compiles"
+            message = f"{expected}, got: {first_line(error)}"
+            raise Refused(message, "response_format", "invalid_value") from None
+        return Masked(grammar, vocabulary)

@@ -1,0 +1,149 @@
+#include "faults.h"
+
+#include <ATen/mps/MPSStream.h>
+#include <c10/util/Exception.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+namespace moe_mps {
+namespace {
+
+constexpr size_t kMostNamed = 4;   // operators of a message
+constexpr int32_t kFaultCode = 5;  // MTLCommandBufferStatusError
+
+struct Watched {
+  int64_t number;
+  std::vector<const char*> operators;  // in the order of their calls
+};
+
+struct State {
+  std::mutex mutex;
+  std::atomic<void*> buffer = nullptr;  // that is encoded into, until it is complete
+  Watched* watched = nullptr;           // its; the buffer's handler frees it
+  int64_t last = 0;                     // number of a buffer; of the stream's queue, as the two above
+  int64_t raised = 0;                   // buffers up to this one are told of
+  std::atomic<int64_t> incomplete = 0;  // buffers, with the one that is encoded into
+  std::atomic<bool> failed = false;
+  std::string fault;  // the first
+};
+
+State& state() {
+  static State* instance = new State;  // handlers may come while the process ends
+  return *instance;
+}
+
+thread_local const char* current_operator = "";
+
+std::string listed(const std::vector<const char*>& operators) {
+  std::vector<const char*> distinct;
+  for (const char* name : operators) {
+    if (std::find(distinct.begin(), distinct.end(), name) == distinct.end()) distinct.push_back(name);
+  }
+  std::string text;
+  for (size_t i = 0; i < std::min(distinct.size(), kMostNamed); ++i) {
+    text += std::string(i == 0 ? " with " : ", ") + distinct[i];
+  }
+  if (distinct.size() > kMostNamed) text += c10::str(" and ", distinct.size() - kMostNamed, " more");
+  return text;
+}
+
+const char* advice(NSError* error) {
+  if (error != nil && [error code] == MTLCommandBufferErrorOutOfMemory) {
+    return "what the model, its cache and a prompt take must fit in the GPU's memory: fewer bits, kv_bits=8, "
+           "prefill_chunk_size=512 in generate(), or fewer other programs";
+  }
+  return "macOS stops work that keeps the display waiting: MOE_MPS_COMMIT_EVERY=4 and prefill_chunk_size=512 "
+         "in generate() make it shorter, and fewer programs that draw leave more time; if it stays, "
+         "`torch-moe-mps check` writes a report for an issue";
+}
+
+// Called by Metal, on a thread of its own.
+void complete(id<MTLCommandBuffer> buffer, std::unique_ptr<Watched> watched) {
+  State& s = state();
+  void* own = (__bridge void*)buffer;
+  s.buffer.compare_exchange_strong(own, nullptr);  // another one may get its address
+  --s.incomplete;
+  if ([buffer status] != MTLCommandBufferStatusError) return;
+  const std::lock_guard<std::mutex> lock(s.mutex);
+  if (watched->number <= s.raised || s.failed) return;
+  NSError* error = [buffer error];
+  s.fault = c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched->operators), ": ",
+                     error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
+                     "; what was computed before this message is lost: ", advice(error));
+  s.failed = true;
+}
+
+// In a block of the stream's queue. Returns: what is known of the stream's buffer.
+Watched& watched(at::mps::MPSStream* stream) {
+  State& s = state();
+  id<MTLCommandBuffer> buffer = [stream->commandBuffer() rootCommandBuffer];
+  if (s.buffer != (__bridge void*)buffer) {
+    Watched* made = s.watched = new Watched{++s.last, {}};
+    [buffer addCompletedHandler:^(id<MTLCommandBuffer> completed) {
+      @autoreleasepool {
+        complete(completed, std::unique_ptr<Watched>(made));
+      }
+    }];
+    ++s.incomplete;
+    s.buffer = (__bridge void*)buffer;
+  }
+  return *s.watched;
+}
+
+// For what only torch has encoded.
+void watch() {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      watched(stream);
+    }
+  });
+}
+
+}  // namespace
+
+void name_work(const char* operator_name) {
+  current_operator = operator_name;
+}
+
+bool watch_work(at::mps::MPSStream* stream) {
+  std::vector<const char*>& operators = watched(stream).operators;
+  operators.push_back(current_operator);
+  return operators.size() == 1;
+}
+
+bool has_work_in_flight() {
+  return state().incomplete > 1;
+}
+
+void raise_fault() {
+  State& s = state();
+  if (!s.failed) return;
+  __block std::string fault;
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      // What is encoded from here on goes into a buffer of its own, of which nobody has been told.
+      stream->synchronize(at::mps::SyncType::COMMIT);
+      const std::lock_guard<std::mutex> lock(s.mutex);
+      s.raised = s.last;
+      s.failed = false;
+      fault.swap(s.fault);
+    }
+  });
+  if (fault.empty()) return;  // another thread has raised it
+  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kFaultCode, fault);
+}
+
+}  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_watch() -> ()", &moe_mps::watch);
+  m.def("_raise_fault() -> ()", &moe_mps::raise_fault);
+}

@@ -1,0 +1,140 @@
+// Residency sets, which keep memory ready for the GPU where macOS would take it back after about a second
+// without work. They come with macOS 15; before, nothing happens. macOS 26 takes back that of a set, too,
+// unless it is asked for again and again (llama.cpp#17766).
+#include <ATen/core/Tensor.h>
+#include <ATen/mps/MPSStream.h>
+#import <Metal/Metal.h>
+#include <objc/runtime.h>
+#include <torch/library.h>
+
+#include <chrono>
+#include <condition_variable>
+#include <map>
+#include <mutex>
+#include <thread>
+#include <vector>
+
+// Declared here: SDKs before macOS 15, one of which may have built this, have no such types.
+@protocol MoeResidencySetDescriptor <NSObject>
+- (void)setInitialCapacity:(NSUInteger)capacity;
+@end
+@protocol MoeResidencySet <NSObject>
+- (void)addAllocation:(id)allocation;
+- (void)removeAllocation:(id)allocation;
+- (void)removeAllAllocations;
+- (void)commit;
+- (void)requestResidency;
+- (void)endResidency;
+@end
+@protocol MoeResidencyDevice <NSObject>
+- (id<MoeResidencySet>)newResidencySetWithDescriptor:(id)descriptor error:(NSError**)error;
+@end
+
+namespace moe_mps {
+namespace {
+
+struct Set {
+  id<MoeResidencySet> set;
+  std::vector<id> allocations;           // one for each tensor, nil once that is let go
+  std::map<const void*, int64_t> users;  // how many tensors lie in an allocation
+};
+
+constexpr std::chrono::milliseconds kAskedEvery(500);
+
+struct Sets {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::map<int64_t, Set> held;
+  int64_t last = 0;
+  bool has_thread = false;
+};
+
+Sets& sets() {
+  static auto* const instance = new Sets;
+  return *instance;
+}
+
+// Asks for the memory of all sets as long as there are any. It encodes nothing.
+void keep_asking() {
+  std::unique_lock<std::mutex> lock(sets().mutex);
+  while (!sets().changed.wait_for(lock, kAskedEvery, [] { return sets().held.empty(); })) {
+    @autoreleasepool {
+      for (const auto& [number, set] : sets().held) [set.set requestResidency];
+    }
+  }
+  sets().has_thread = false;
+}
+
+// What becomes resident with a tensor: its buffer, or the heap that the buffer lies in.
+id allocation_of(const at::Tensor& tensor) {
+  const id<MTLBuffer> buffer = __builtin_bit_cast(id<MTLBuffer>, tensor.storage().data());
+  const id heap = [buffer heap];
+  return heap == nil ? buffer : heap;
+}
+
+// The number of a set of the tensors' memory, which is resident from now on; 0 where there are no such sets.
+int64_t keep_resident(at::TensorList tensors) {
+  @autoreleasepool {
+    const id device = at::mps::getCurrentMPSStream()->device();
+    if (![device respondsToSelector:@selector(newResidencySetWithDescriptor:error:)]) return 0;
+    const id<MoeResidencySetDescriptor> descriptor = [objc_getClass("MTLResidencySetDescriptor") new];
+    [descriptor setInitialCapacity:tensors.size()];
+    Set made{
+        [static_cast<id<MoeResidencyDevice>>(device) newResidencySetWithDescriptor : descriptor error : nil],
+        {},
+        {}};
+    [descriptor release];
+    if (made.set == nil) return 0;
+    for (const at::Tensor& tensor : tensors) {
+      const id allocation = allocation_of(tensor);
+      if (made.users[(__bridge const void*)allocation]++ == 0) [made.set addAllocation:allocation];
+      made.allocations.push_back(allocation);
+    }
+    [made.set commit];
+    [made.set requestResidency];
+    const std::lock_guard<std::mutex> lock(sets().mutex);
+    sets().held.emplace(++sets().last, std::move(made));
+    if (!sets().has_thread) std::thread(keep_asking).detach();
+    sets().has_thread = true;
+    return sets().last;
+  }
+}
+
+// Lets one tensor's memory go, which may be freed already: the set has kept its allocation.
+void let_go(int64_t number, int64_t tensor) {
+  const std::lock_guard<std::mutex> lock(sets().mutex);
+  const auto found = sets().held.find(number);
+  if (found == sets().held.end()) return;
+  Set& set = found->second;
+  const id allocation = set.allocations.at(tensor);
+  if (allocation == nil) return;
+  set.allocations[tensor] = nil;
+  if (--set.users[(__bridge const void*)allocation] > 0) return;
+  @autoreleasepool {
+    [set.set removeAllocation:allocation];
+    [set.set commit];
+  }
+}
+
+void end_residency(int64_t number) {
+  const std::lock_guard<std::mutex> lock(sets().mutex);
+  const auto found = sets().held.find(number);
+  if (found == sets().held.end()) return;
+  @autoreleasepool {
+    [found->second.set endResidency];
+    [found->second.set removeAllAllocations];
+    [found->second.set commit];
+    [found->second.set release];
+  }
+  sets().held.erase(found);
+  sets().changed.notify_all();
+}
+
+}  // namespace
+}  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_keep_resident(Tensor[] tensors) -> int", &moe_mps::keep_resident);
+  m.def("_let_go(int set, int tensor) -> ()", &moe_mps::let_go);
+  m.def("_end_residency(int set) -> ()", &moe_mps::end_residency);
+}

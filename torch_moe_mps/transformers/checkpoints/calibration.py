@@ -1,0 +1,89 @@
+"""Importance from a text: the model is loaded for it, reads the text, and is freed again."""
+
+import gc
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import AutoTokenizer
+
+from ...ops._checks import Check, first_line
+from .importance import Importance, collect_importance, given_importance, is_file_of_importance
+from .sizes import total_bytes
+from .source import Source
+
+AUTO = "auto"
+SAMPLE = Path(__file__).parents[2] / "commands/sample.txt"
+# Of a longer text the rest is not read.
+TOKENS = 1 << 16
+# A dense model runs as it is if it takes no more of the machine's memory.
+_SHARE = 0.4
+_CHECK = Check("importance")
+
+
+def importance_for(
+    function: str,
+    given: Importance | str | os.PathLike,
+    source: Source,
+    load: Callable[[bool], Any],
+) -> Importance:
+    """What an argument gives: importance, a file of it, a text, or "auto" for the built-in text.
+
+    Args:
+        function: for errors.
+        source: of the model.
+        load: loads it on the device where it shall run: dense, as the checkpoint has it, for True; quantised,
+            as is asked for, for False.
+
+    Raises: what `read_importance` and `collect_importance` do, and ValueError for a text that is no UTF-8.
+    """
+    is_text = isinstance(given, str | os.PathLike) and not is_file_of_importance(Path(given))
+    if not is_text:
+        found = given_importance(function, given, source.skeleton(), True)
+        assert found is not None
+        return found
+    name = str(given)
+    text = _text(SAMPLE if name == AUTO else Path(name))
+    ids = _tokens(source, text)
+    model = load(is_read_as_it_is(source))
+    device = model.device
+    found = collect_importance(model, ids, text=text)
+    del model
+    gc.collect()
+    if device.type == "mps":
+        torch.mps.empty_cache()
+    return found
+
+
+def is_read_as_it_is(source: Source) -> bool:
+    """Whether a model need not be quantised to run: it is stored so, or small."""
+    if source.stored or source.gguf is not None:
+        return True
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return total_bytes(source.skeleton()) < _SHARE * memory
+
+
+def _text(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        _CHECK.fail(file.name, "a file of importance, or a text in UTF-8", f"neither: {error}")
+    except OSError as error:
+        expected = f'a file of importance, a text, or "{AUTO}"'
+        raise ValueError(f"moe_mps::importance: {file} must be {expected}, got {error.strerror}") from None
+
+
+def _tokens(source: Source, text: str) -> Tensor:
+    trust = source.others.get("trust_remote_code") or False
+    where = {} if source.gguf is None else {"gguf_file": source.gguf}
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust, **where)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"moe_mps::importance: {source.path} has no tokenizer: {first_line(error)}"
+        ) from None
+    ids: Tensor = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
+    return ids[:TOKENS]

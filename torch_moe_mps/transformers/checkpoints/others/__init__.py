@@ -1,0 +1,1 @@
+"""Reads checkpoints that other libraries quantised: compressed-tensors, AutoAWQ, GPTQModel, ModelOpt, FP8."""

@@ -1,0 +1,227 @@
+"""Which parameters of a model a checkpoint of another library has quantised, and the converters for them.
+
+Modules are named as in a dense checkpoint, so transformers' converters say which matrices a parameter is made
+of. What they do to rows, such as joining those of experts, they do to codes, scales and biases alike.
+"""
+
+import copy
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    apply_renamings,
+    dot_natural_key,
+    rename_source_key,
+)
+
+from ....ops._checks import Check
+from ....quantization import QuantizedWeight
+from ....quantization.formats import ErrorSums
+from ...basics.report import QuantizationReport, QuantizedProjection
+from ..mlx.operations import Cast
+from ..mlx.rows import Row
+from ..operations import Operation
+from ..sizes import quantized_bytes
+from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
+from ..weights import quantized_names
+from .layouts import CODES, Files, Matrix, matrix_of
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
+
+_CHECK = Check("load")
+# Shapes, orders that are read before, and what is for activations, keys and values, which stay as they are.
+_UNREAD = r"\.(g_idx|weight_shape|(input|output|[kqv])_(global_)?(scale|zero_point))$"
+
+
+class _Part(NamedTuple):
+    """A matrix that a parameter is made of.
+
+    Attributes:
+        key: the name that its dense weight would have.
+        pattern: of the converter that takes it, or None.
+    """
+
+    key: str
+    pattern: str | None
+    matrix: Matrix
+
+
+class Reading:
+    """What a checkpoint of another library contains of a model.
+
+    Args:
+        stored: the quantisation in the config.
+
+    Attributes:
+        targets: {name: target} of what stays quantised.
+        report: their sizes, and the errors of what is not exact.
+
+    Raises: ValueError for matrices that do not fit the model, or that no format holds.
+    """
+
+    absent: tuple[str, ...] = ()
+
+    def __init__(self, model: "PreTrainedModel", files: list[str], stored: Mapping[str, Any]):
+        self.model, self.files, self.targets = model, Files(files), dict[str, Target]()
+        self.report = QuantizationReport()
+        self._errors: list[ValueError] = []
+        ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _UNREAD}
+        model._keys_to_ignore_on_load_unexpected = ignored
+        mapping = get_model_conversion_mapping(model, None, None)
+        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
+        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self._of = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._parts: dict[str, list[_Part]] = defaultdict(list)
+        with torch.device("cpu"):  # the model is made on the meta device
+            self._find(stored)
+        every, reasons = quantizable(model), Reasons(model)
+        for name, parts in self._parts.items():
+            owner, _, parameter = name.rpartition(".")
+            target = every.get(owner)
+            if target is None or parameter not in target.parameters or self._must_be_dense(reasons, target):
+                continue
+            formats = {str(part.matrix.format): part.matrix.format for part in parts}
+            if len(formats) > 1:
+                _CHECK.fail(name, "made of matrices in one format", " and ".join(formats))
+            (target.formats[parameter],) = formats.values()
+            target.has_order = parts[0].matrix.order is not None
+            if target.has_order and len(parts) > 1:
+                _CHECK.fail(name, "made of matrices whose columns are in order", "an order of columns")
+            self.targets[owner] = target
+        for target in self.targets.values():
+            for parameter in {*target.parameters} - {*target.formats}:
+                expected = "quantised as the other matrices are"
+                _CHECK.fail(target.path(parameter), expected, "dense, or in another layout")
+        for name, other in tied_pairs(tied_layers(model)):
+            if other in self.targets and name not in self.targets and name in every:
+                every[name].formats, self.targets[name] = self.targets[other].formats, every[name]
+
+    def _must_be_dense(self, reasons: Reasons, target: Target) -> bool:
+        return target.kind != "experts" and reasons.needs(target.name, target.module) is not None
+
+    def _find(self, stored: Mapping[str, Any]) -> None:
+        """Fills `_parts`, in the order of the experts."""
+        state = self.model.state_dict()
+        modules = {
+            name.removesuffix(f".{codes}")
+            for name in self.files.shapes
+            for codes in CODES
+            if name.endswith(f".{codes}")
+        }
+        for module in sorted(modules, key=dot_natural_key):
+            key = f"{module}.weight"
+            name, pattern = rename_source_key(
+                key, self._renamings, self._converters, self.model.base_model_prefix, state
+            )
+            weight = state.get(name)
+            if weight is None or weight.dim() < 2:
+                continue
+            matrix = matrix_of(self.files, module, self._shape(name, pattern, weight), stored)
+            if matrix is not None:
+                self._parts[name].append(_Part(apply_renamings(key, self._renamings), pattern, matrix))
+
+    def _shape(self, name: str, pattern: str | None, weight: Tensor) -> tuple[int, int]:
+        """Of the matrix of a module: of experts, gate and up are halves of a parameter."""
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        turned = weight.dim() == 3 and getattr(owner, "is_transposed", False)
+        rows, columns = (weight.mT if turned else weight).shape[-2:]
+        joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
+        return rows // joined, columns
+
+    def rows(self) -> list[Row]:
+        """The converters, once the targets have quantised weights."""
+        return [self._row(name, parts) for name, parts in self._parts.items()]
+
+    def _row(self, name: str, parts: list[_Part]) -> Row:
+        owner, _, parameter = name.rpartition(".")
+        names = [apply_renamings(n, self._renamings) for part in parts for n in part.matrix.names]
+        target = self.targets.get(owner)
+        if target is None:
+            return Row(
+                names, [name], [Operation(lambda tensors: [self._dense(name, parts, tensors)]), Cast()]
+            )
+        ours = [n for n in quantized_names(parameter) if n in target.module._parameters]
+        order = parts[0].matrix.order
+        made = [f"{owner}.{n}" for n in (*ours, *(["order"] if order is not None else []))]
+
+        def read(tensors: list[Tensor]) -> list[Tensor]:
+            try:
+                weight = self._weight(name, target, parameter, parts, tensors)
+            except ValueError as error:  # transformers would only mention it in its report
+                self._errors.append(error)
+                return [torch.zeros_like(self.model.get_parameter(n), device="cpu") for n in made]
+            return [tensor for tensor in (*weight, order) if tensor is not None]
+
+        return Row(names, made, [Operation(read)], force_cpu=True)
+
+    def _weight(
+        self, name: str, target: Target, parameter: str, parts: list[_Part], tensors: list[Tensor]
+    ) -> QuantizedWeight:
+        errors = ErrorSums()
+        weights = _read(parts, tensors, errors)
+        made: list[Any] = [
+            None if any(t is None for t in each) else self._joined(name, parts, [*each])
+            for each in zip(*weights, strict=True)
+        ]
+        if target.kind == "experts":
+            made = [None if t is None else target.rows_first(t).contiguous() for t in made]
+        packed, scales, biases = made
+        weight = QuantizedWeight(packed, scales, biases, target.formats[parameter])
+        dense = target.dense(parameter)
+        entry = QuantizedProjection(
+            parameter, errors.relative, dense.nbytes, quantized_bytes(dense, weight.format), weight.format
+        )
+        self.report.modules.setdefault(target.name, []).append(entry)
+        return weight
+
+    def _dense(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
+        """Of what a quantised layer has no room for."""
+        weights = _read(parts, tensors, ErrorSums())
+        orders = [part.matrix.order for part in parts]
+        values = [
+            values if order is None else values[:, order.argsort()]
+            for values, order in zip((w.values(slice(None)) for w in weights), orders, strict=True)
+        ]
+        return self._joined(name, parts, values)
+
+    def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
+        """What transformers makes of the matrices, or of something else that has their rows."""
+        if parts[0].pattern is None:
+            return tensors[0]
+        converter = copy.deepcopy(self._of[parts[0].pattern])
+        for part, tensor in zip(parts, tensors, strict=True):
+            assert part.pattern is not None
+            converter.add_tensor(name, part.key, part.pattern, tensor)
+        made = converter.convert(name, model=self.model, config=self.model.config)
+        if {*made} != {name}:
+            _CHECK.fail(name, "a parameter made of whole matrices", f"{sorted(made)} made of {parts[0].key}")
+        joined: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
+        return joined
+
+    def forget_absent(self) -> None:
+        """The model was cut: makes only the parameters that it still has."""
+        present = self.model.state_dict()
+        self._parts = defaultdict(list, {
+            name: parts for name, parts in self._parts.items()
+            if name in present or name.rpartition(".")[0] in self.targets
+        })  # fmt: skip
+
+    def fill_dropped(self, loaded: Callable[[str], bool]) -> None:
+        """Other libraries drop no parameters.
+
+        Raises: ValueError for what could not be read.
+        """
+        if self._errors:
+            raise self._errors[0]
+
+
+def _read(parts: list[_Part], tensors: list[Tensor], errors: ErrorSums) -> list[QuantizedWeight]:
+    rest = iter(tensors)
+    return [part.matrix.read([next(rest) for _ in part.matrix.names], errors) for part in parts]
