@@ -1,5 +1,6 @@
 """A report names the fault of a kernel: six kinds, told apart by what is written alone."""
 
+import contextlib
 import json
 
 import pytest
@@ -64,6 +65,13 @@ def test_a_tail_that_nobody_writes(simulated):
     assert result(finding)["along"][1] == {"first": 295, "last": 299, "count": 5, "of": 300, "every": 1}
 
 
+def test_a_torch_that_fills_no_memory(simulated, monkeypatch):
+    """The share is left out, and not 0."""
+    monkeypatch.setattr(differences, "_filled", contextlib.nullcontext)
+    finding = found(simulated, linear(1), TAIL, "if (column + 5 >= params.outputs) return;")
+    assert "untouched" not in result(finding)["shares"] and result(finding)["wrong"] == 5
+
+
 def test_nan_of_one_token(simulated):
     """Computed, not left: its bits are the same where memory was something else before."""
     finding = found(simulated, linear(3), STORE, STORE.replace("value", "pair == 1 ? NAN : value"))
@@ -105,7 +113,7 @@ def test_a_state_that_stays_as_it_was(simulated):
     before = [None, *(call.arguments[name] for name in names)]
     right = [torch.ones(2, 3), *(call.arguments[name] + 1 for name in names)]
     kept = differences.untouched(lambda: [torch.ones(2, 3), *before[1:]], before, right)
-    assert [bool(each.all()) for each in kept] == [False, *[True for _ in names]]
+    assert [each is not None and bool(each.all()) for each in kept] == [False, *[True for _ in names]]
     calls.close()
 
 

@@ -120,20 +120,25 @@ def _words_along(found: dict[str, int]) -> str:
 
 def untouched(
     make: Callable[[], list[Tensor]], before: list[Tensor | None], actual: list[Tensor]
-) -> list[Tensor]:
-    """Which elements of results nobody wrote.
+) -> list[Tensor | None]:
+    """Which elements of results nobody wrote; None where this torch does not show it.
 
     `make` makes the call again, now into memory that torch fills before; `before` is what arguments were
     that are written in place, None for memory of the call's own.
     """
-    found = []
+    found: list[Tensor | None] = []
     with _filled():
         results = make()
+        new = torch.empty(1, device="mps").cpu()
+    fills = torch.equal(_bits(new), _bits(_fill(new.dtype).expand(1)))
     for result, old, first in zip(results, before, actual, strict=True):
-        fill = _fill(result.dtype) if old is None else old
-        kept = _bits(result) == _bits(fill.expand(result.shape))
-        # What is the same without the fill was computed.
-        found.append(kept & (_bits(first) != _bits(result)) if old is None else kept)
+        if old is not None:
+            found.append(_bits(result) == _bits(old))
+        elif fills:  # what is the same without the fill was computed
+            filled = _bits(result) == _bits(_fill(result.dtype))
+            found.append(filled & (_bits(first) != _bits(result)))
+        else:
+            found.append(None)
     return found
 
 
@@ -154,8 +159,9 @@ def _filled() -> Iterator[None]:
 
 
 def _fill(dtype: torch.dtype) -> Tensor:
-    with _filled():
-        return torch.empty((), dtype=dtype, device="cpu")
+    """As fill_empty_deterministic_ of torch has it."""
+    value = math.nan if dtype.is_floating_point else dtype == torch.bool or torch.iinfo(dtype).max
+    return torch.tensor(value, dtype=dtype)
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simulator.apple.facts import COSTS, GPUS, LANES, M1, M2, M3, M5, SCHEDULERS, Cost, Gpu
+from simulator.apple.facts import COSTS, DRAM_REACH, GPUS, LANES, M1, M2, M3, M5, SCHEDULERS, Cost, Gpu
 from simulator.errors import SimulatorError
 
 FAMILIES = {"1": M1, "2": M2, "3": M3, "4": M3, "5": M5}
@@ -60,12 +60,10 @@ def _fitted(page: dict[str, Any]) -> Fitted:
     largest = max(page["read_gbs"], key=float)
     reached = float(page["read_gbs"][largest])
     ghz = float(page["fma_tmacs"]) * 1e3 / (cores * SCHEDULERS * LANES)
-    gbs = assumed.gbs if assumed else reached
-    gpu = Gpu(f"{name}, measured", FAMILIES[generation[1]], cores, ghz, gbs, reached / gbs)
+    gpu = Gpu(f"{name}, measured", FAMILIES[generation[1]], cores, ghz, reached / DRAM_REACH)
     costs, lines = {}, [f"{about['gpu']}, macOS {about['macos']}: measured (assumed)"]
     compared = [("cores", cores, assumed and assumed.cores), ("GHz", ghz, assumed and assumed.ghz)]
-    reach = assumed and assumed.gbs * assumed.reach
-    compared.append((f"GB/s of reads of {largest} MB", reached, reach))
+    compared.append((f"GB/s of reads of {largest} MB", reached, assumed and assumed.dram_bytes_per_us / 1e3))
     for kind, operand in (("mma16", "half"), ("mma32", "float")):
         cycles = gpu.core_cycles_per_us * SCHEDULERS * MACS / (float(page["matrix_tmacs"][operand]) * 1e6)
         costs[kind] = Cost(cycles)

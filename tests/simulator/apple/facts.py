@@ -205,11 +205,6 @@ class Gpu:
     cores: int
     ghz: float
     gbs: float
-    measured_reach: float | None = None
-
-    @property
-    def reach(self) -> float:
-        return self.measured_reach or DRAM_REACHES.get(self.name, DRAM_REACH)
 
     @property
     def has_tensor_units(self) -> bool:
@@ -225,7 +220,7 @@ class Gpu:
 
     @property
     def dram_bytes_per_us(self) -> float:
-        return self.gbs * self.reach * 1e3
+        return self.gbs * DRAM_REACHES.get(self.name, DRAM_REACH) * 1e3
 
     @property
     def core_cycles_per_us(self) -> float:
