@@ -1,6 +1,8 @@
-"""Generates text with a model, first with transformers' own code, then accelerated.
+"""Answers a question with a model, first with transformers' own code, then accelerated.
 
-Without --model it writes a small Qwen3-MoE checkpoint with random weights and loads that.
+Without --model that is a Mixture of Experts with the trained weights of SmolLM2-135M, whose MLPs are its
+experts. With --random, or where these weights are not installed, it writes a small Qwen3-MoE checkpoint with
+random weights and loads that.
 """
 
 import argparse
@@ -17,27 +19,33 @@ def arguments() -> argparse.Namespace:
     parser.add_argument(
         "--model", help="checkpoint of a model that generates text: a folder, or a name on the Hub"
     )
+    parser.add_argument("--random", action="store_true", help="a small model with random weights")
     parser.add_argument("--device", help="mps where there is one, else cpu")
     parser.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="of the weights; auto: as in the checkpoint"
+        "--dtype",
+        choices=DTYPES,
+        default="auto",
+        help="of the weights; auto: as in the checkpoint, of SmolLM2 float32 on a CPU, else bfloat16",
     )
     parser.add_argument("--bits", type=int, choices=(2, 3, 4, 5, 6, 8), help="quantise the weights")
-    parser.add_argument(
-        "--prompt", default="The experts of a Mixture-of-Experts model", help="needs a tokenizer"
-    )
+    parser.add_argument("--prompt", default="What is the capital of France?", help="needs a tokenizer")
     parser.add_argument("--tokens", type=int, default=64, help="how many to generate")
     arguments = parser.parse_args()
     if arguments.tokens < 1:
         parser.error(f"argument --tokens: must be at least 1, got {arguments.tokens}")
+    if arguments.random and arguments.model is not None:
+        parser.error("argument --random: not allowed with argument --model")
     return arguments
 
 
 if __name__ == "__main__":
     ARGUMENTS = arguments()  # before the packages below are imported: --help needs none of them
 
+import paths  # noqa: E402, F401  (for support)
 import torch  # noqa: E402
 import transformers  # noqa: E402
 from safetensors import SafetensorError  # noqa: E402
+from support import trained, trained_models  # noqa: E402
 
 import torch_moe_mps  # noqa: E402
 from torch_moe_mps.commands.sources import usable_device  # noqa: E402
@@ -127,6 +135,12 @@ def main(args: argparse.Namespace) -> None:
         device = usable_device(args.device)
     except ValueError as error:
         sys.exit(f"error: {error}")
+    file = None if args.model or args.random else trained.smollm2()
+    if file is not None:
+        demonstrate(*trained_experts(file, args.prompt, args.dtype, device), args)
+        return
+    if not args.model and not args.random:
+        print(f"{trained.MISSING}; the weights are random instead\n")
     with tempfile.TemporaryDirectory() as folder:
         path = args.model or folder
         if args.model is None:
@@ -136,6 +150,15 @@ def main(args: argparse.Namespace) -> None:
         model = load(path, args.dtype, device)
         ids, tokenizer = prompt_ids(path, args.prompt, model)
     demonstrate(model, ids, tokenizer, args)
+
+
+def trained_experts(file: Path, question: str, dtype: str, device: str):
+    """(model, ids of the question, tokenizer): SmolLM2's function, in experts."""
+    chosen = ("float32" if device == "cpu" else "bfloat16") if dtype == "auto" else dtype
+    print(f"SmolLM2-135M from {file.name}, its MLPs as experts", flush=True)
+    model = trained_models.mixture(trained_models.dense(file, getattr(torch, chosen))).to(device)
+    tokenizer = trained_models.tokenizer_of(file)
+    return model, trained_models.asked(tokenizer, question).to(device), tokenizer
 
 
 def run_eager(model, ids: torch.Tensor, tokens: int):
@@ -171,7 +194,12 @@ def demonstrate(model, ids: torch.Tensor, tokenizer, args: argparse.Namespace) -
         compare(logits, tokens, speed, *eager, model.device)
     if model.device.type == "mps":
         print("\nwrong or slow? `torch-moe-mps check` writes moe_mps_report.json, for an issue")
-    print("\n" + (tokenizer.decode(tokens) if tokenizer else " ".join(map(str, tokens.tolist()))))
+    text = (
+        tokenizer.decode(tokens, skip_special_tokens=True)
+        if tokenizer
+        else " ".join(map(str, tokens.tolist()))
+    )
+    print(f"\n{args.prompt}\n{text}" if tokenizer else f"\n{text}")
 
 
 def compare(logits, tokens, speed: float, expected, eager_tokens, eager_speed: float, device) -> None:
@@ -179,11 +207,10 @@ def compare(logits, tokens, speed: float, expected, eager_tokens, eager_speed: f
     same = int((tokens == eager_tokens[: len(tokens)]).long().cumprod(0).sum())
     print(f"\nlogits of the prompt against eager: relative error {error:.1e}")
     print(f"greedy tokens equal to eager's: {same} of {len(eager_tokens)}")
-    speeds = f"tokens/s: eager {eager_speed:.1f}, accelerated {speed:.1f}"
-    if device.type == "mps":
-        print(f"{speeds} ({speed / eager_speed:.2f} times)")
-    else:
-        print(f"{speeds}; on {device.type} operators run references, which show results and not speed")
+    line = f"tokens/s: eager {eager_speed:.1f}, accelerated {speed:.1f} ({speed / eager_speed:.2f} times)"
+    if device.type != "mps":
+        line += f"; on {device.type} operators run references, which show results and not speed"
+    print(line)
 
 
 if __name__ == "__main__":

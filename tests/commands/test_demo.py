@@ -13,7 +13,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from support import tiny_models
+from support import tiny_models, trained
 from support.processes import REPOSITORY
 
 import torch_moe_mps
@@ -51,9 +51,9 @@ def test_help_needs_no_package_and_installs_nothing(tmp_path):
     assert not (tmp_path / ".venv").exists()
 
 
-def test_own_checkpoint(monkeypatch, capsys):
+def test_random_weights(monkeypatch, capsys):
     """The whole script, as it is started."""
-    monkeypatch.setattr(sys, "argv", [str(DEMO), "--device", "cpu", "--tokens", "12"])
+    monkeypatch.setattr(sys, "argv", [str(DEMO), "--device", "cpu", "--tokens", "12", "--random"])
     runpy.run_path(str(DEMO), run_name="__main__")
     printed = capsys.readouterr().out
     assert "moe_experts (silu)" in printed and "moe_router (softmax)" in printed
@@ -61,7 +61,23 @@ def test_own_checkpoint(monkeypatch, capsys):
     error = float(printed.partition("relative error ")[2].split()[0])
     assert error <= 1e-5
     assert "; on cpu operators run references, which show results and not speed" in printed
-    assert " times)" not in printed
+    assert re.search(r"tokens/s: eager [\d.]+, accelerated [\d.]+ \([\d.]+ times\); on cpu", printed)
+
+
+@pytest.mark.sweep
+def test_trained_weights_answer_a_question(smollm2, demo):
+    printed = demo()
+    assert "moe_experts (silu)" in printed and "moe_router (softmax)" in printed
+    same, count = re.search(r"greedy tokens equal to eager's: (\d+) of (\d+)", printed).groups()
+    assert same == count and float(printed.partition("relative error ")[2].split()[0]) <= 1e-5
+    assert printed.endswith("What is the capital of France?\nThe capital of France is Paris.\n")
+
+
+def test_without_trained_weights_they_are_random(demo, monkeypatch):
+    monkeypatch.setattr(trained, "smollm2", lambda: None)
+    printed = demo("--tokens", "2")
+    assert printed.startswith(f"{trained.MISSING}; the weights are random instead\n")
+    assert "Qwen3MoeForCausalLM, 21 M parameters" in printed
 
 
 @pytest.mark.parametrize(("architecture", "operator"), [("gemma4", "moe_experts"), ("qwen3", "rms_norm")])
@@ -108,6 +124,12 @@ def test_models_that_are_not_served_are_one_line(name, demo, tmp_path):
     write_model(name, tmp_path)
     with one_line(expected):
         demo("--model", str(tmp_path), "--tokens", "2", *options)
+
+
+def test_a_model_is_not_random(demo, capsys):
+    with pytest.raises(SystemExit):
+        demo("--random", "--model", "there")
+    assert capsys.readouterr().err.endswith("error: argument --random: not allowed with argument --model\n")
 
 
 def test_no_tokens(demo, capsys):

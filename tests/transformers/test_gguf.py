@@ -223,6 +223,16 @@ def test_gpt_oss(tmp_path, recwarn, kinds):
     assert sum(p.nbytes for p in model.parameters()) <= 1.05 * os.path.getsize(path)
 
 
+def test_names_are_looked_up_in_one_table(tmp_path, monkeypatch):
+    """transformers makes one for each module."""
+    import gguf
+
+    made, own = [], gguf.tensor_mapping.TensorNameMap
+    monkeypatch.setattr(gguf.tensor_mapping, "TensorNameMap", lambda *a: made.append(a) or own(*a))
+    load(write_file(tmp_path / "model.gguf", "llama", ("q4_k", "q6_k", "q5_k")))
+    assert len(made) == 1
+
+
 class OfTheCpu(Memory):
     def watch(self, tensors):
         super().watch(t for t in tensors if not t.is_meta and not isinstance(t, FakeTensor))

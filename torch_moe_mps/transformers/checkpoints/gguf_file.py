@@ -5,10 +5,12 @@ what it does with blocks, that code runs on numbers in place of values, two for 
 the result is a row of the file, its blocks are taken as they are.
 """
 
+import contextlib
 import copy
+import functools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable
+from collections.abc import Container, Iterable, Iterator
 from importlib.util import find_spec
 from threading import Lock
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
@@ -124,6 +126,19 @@ class _Placing(Protocol):
         """Which elements of its input a weight takes, in its order, where its columns do not move."""
 
 
+@contextlib.contextmanager
+def one_table_of_names() -> Iterator[None]:
+    """transformers makes gguf's table again for each module, which takes most of the time of loading."""
+    import gguf
+
+    own = gguf.get_tensor_name_map
+    gguf.get_tensor_name_map = functools.cache(own)
+    try:
+        yield
+    finally:
+        gguf.get_tensor_name_map = own
+
+
 class _Processed:
     """That of transformers' first loader."""
 
@@ -133,7 +148,8 @@ class _Processed:
         processor = first.TENSOR_PROCESSORS.get(architecture, first.TensorProcessor)
         self._processor = processor(config=model.config.to_dict())
         # The type of the model is another name than gguf's for some of them.
-        self._names = first.get_gguf_hf_weights_map(model, self._processor, architecture)
+        with one_table_of_names():
+            self._names = first.get_gguf_hf_weights_map(model, self._processor, architecture)
 
     def _place(self, tensor: Stored, values: np.ndarray, into: dict[str, Tensor]) -> None:
         result = self._processor.process(
