@@ -54,6 +54,19 @@ def gradients(model):
     return torch.enable_grad()
 
 
+@contextlib.contextmanager
+def idle_gradients(model):
+    """Gradients are on, and no weight asks for them, as in a quantised model: replaced forwards run."""
+    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in asked:
+            parameter.requires_grad_(True)
+
+
 # (new tokens, how they run, their positions less the cache's); "own" is the model that was not accelerated.
 Step = tuple[int, Callable, int]
 OWN = "own"
@@ -68,12 +81,16 @@ FIRST_REPLACED: list[Step] = [
     (1, no_grad, 2),
     (4, no_grad, 2),
     (2, gradients, 3),
+    (1, idle_gradients, 0),
+    (1, no_grad, 0),
+    (2, idle_gradients, 0),
     (1, hooks, 0),
     (1, no_grad, 0),
 ]
 FIRST_OWN: list[Step] = [
     (7, gradients, 0),
     (1, gradients, 0),
+    (1, idle_gradients, 0),
     (2, no_grad, 0),
     (1, OWN, 0),
     (2, hooks, 0),
