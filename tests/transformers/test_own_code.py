@@ -15,6 +15,7 @@ import transformers
 from support import tiny_models
 from support.models import assert_close, eager
 from support.sweep import in_sweep
+from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
@@ -189,3 +190,20 @@ def test_recorded_outputs(architecture):
             assert type(ours) is type(theirs) and len(ours or ()) == len(theirs or ())
             for each, expected in zip(ours or (), theirs or (), strict=True):
                 assert_close(each.detach(), expected.detach(), 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "granitemoehybrid", "minimax_m3_vl"])
+def test_gradients_through_a_cache(architecture):
+    """Those of a prompt's embeddings, from tokens behind it, through weights that ask for none."""
+    own = eager(tiny_models.tiny_model(architecture)).requires_grad_(False)
+    model = copy.deepcopy(own)
+    torch_moe_mps.accelerate(model)
+    gradients = []
+    for each in (model, own):
+        embeddings = each.get_input_embeddings()(IDS[:, :7]).requires_grad_()
+        cache = DynamicCache(config=each.config)
+        each(inputs_embeds=embeddings, past_key_values=cache)
+        each(input_ids=IDS[:, 7:10], past_key_values=cache)
+        each(input_ids=IDS[:, 10:11], past_key_values=cache).logits.square().sum().backward()
+        gradients.append(embeddings.grad)
+    assert_close(*gradients, 1e-5)
