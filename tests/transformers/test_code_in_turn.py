@@ -15,6 +15,7 @@ import transformers
 from support import tiny_models
 from support.models import assert_close, eager
 from support.sweep import in_sweep
+from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
@@ -54,6 +55,19 @@ def gradients(model):
     return torch.enable_grad()
 
 
+@contextlib.contextmanager
+def idle_gradients(model):
+    """Gradients are on, and no weight asks for them, as in a quantised model: replaced forwards run."""
+    asked = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    model.requires_grad_(False)
+    try:
+        with torch.enable_grad():
+            yield
+    finally:
+        for parameter in asked:
+            parameter.requires_grad_(True)
+
+
 # (new tokens, how they run, their positions less the cache's); "own" is the model that was not accelerated.
 Step = tuple[int, Callable, int]
 OWN = "own"
@@ -68,12 +82,16 @@ FIRST_REPLACED: list[Step] = [
     (1, no_grad, 2),
     (4, no_grad, 2),
     (2, gradients, 3),
+    (1, idle_gradients, 0),
+    (1, no_grad, 0),
+    (2, idle_gradients, 0),
     (1, hooks, 0),
     (1, no_grad, 0),
 ]
 FIRST_OWN: list[Step] = [
     (7, gradients, 0),
     (1, gradients, 0),
+    (1, idle_gradients, 0),
     (2, no_grad, 0),
     (1, OWN, 0),
     (2, hooks, 0),
@@ -172,3 +190,20 @@ def test_recorded_outputs(architecture):
             assert type(ours) is type(theirs) and len(ours or ()) == len(theirs or ())
             for each, expected in zip(ours or (), theirs or (), strict=True):
                 assert_close(each.detach(), expected.detach(), 1e-5)
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "granitemoehybrid", "minimax_m3_vl"])
+def test_gradients_through_a_cache(architecture):
+    """Those of a prompt's embeddings, from tokens behind it, through weights that ask for none."""
+    own = eager(tiny_models.tiny_model(architecture)).requires_grad_(False)
+    model = copy.deepcopy(own)
+    torch_moe_mps.accelerate(model)
+    gradients = []
+    for each in (model, own):
+        embeddings = each.get_input_embeddings()(IDS[:, :7]).requires_grad_()
+        cache = DynamicCache(config=each.config)
+        each(inputs_embeds=embeddings, past_key_values=cache)
+        each(input_ids=IDS[:, 7:10], past_key_values=cache)
+        each(input_ids=IDS[:, 10:11], past_key_values=cache).logits.square().sum().backward()
+        gradients.append(embeddings.grad)
+    assert_close(*gradients, 1e-5)

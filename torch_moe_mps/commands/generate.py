@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ..transformers.cache import pools_padding
 from .generating import Generating, at_ctrl_c
 from .prompts import Prompts, machine_memory
 from .results import check_writable
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> None:
     limit = context_of(model.config)
     if max(lengths) >= limit:
         raise ValueError(f"the prompt must have fewer than the model's {limit} tokens, got {max(lengths)}")
-    if len(batches) < len(prompts) and _pools_padding(model.config):
+    if len(batches) < len(prompts) and pools_padding(model.config):
         batches = [[prompt] for prompt in prompts]
         inputs = [_inputs(options, reader, some) for some in batches]
     kept = Prompts(machine_memory(), file=options.prompt_cache)
@@ -87,12 +88,6 @@ def _prompts(options: argparse.Namespace) -> list[str]:
     if not any(text.strip() for text in texts):
         raise ValueError(f"{options.prompts or 'stdin'} has no prompt")
     return [text for text in texts if text.strip()]
-
-
-def _pools_padding(config: Any) -> bool:
-    """Whether a model makes one key of several tokens and of padding, as DeepSeek-V4 does."""
-    kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    return any("compressed" in kind for kind in kinds)
 
 
 def _inputs(options: argparse.Namespace, reader: Any, prompts: list[str]) -> Any:

@@ -29,8 +29,8 @@ from transformers.cache_utils import (
 
 from ..ops.attention import CACHE_BITS
 from . import growing
+from .basics.held import HeldEntries, HeldIndex, HeldPools, Pooled
 from .basics.state import NOTHING, STATE, state_of
-from .modules.rules.compressed_attention import Pooled
 from .quantized_states import QuantizedStates, can_be_quantized
 from .residency import follow_moved
 
@@ -157,6 +157,12 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
     return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain, "bits": bits})
 
 
+def pools_padding(config: PreTrainedConfig) -> bool:
+    """Whether a layer of a model's cache makes one entry of several tokens, padding among them."""
+    classes: Any = (growing_class(type(layer)) for layer in DynamicCache(config=config).layers)
+    return any(cls is not None and cls.pools_padding for cls in classes)
+
+
 def _base_of(plain: type) -> type | None:
     update = getattr(plain, "update", None)
     if update is DynamicLayer.update:
@@ -198,8 +204,15 @@ _MADE_AGAIN = ("pools", "is_in_order")  # what a copy of a layer makes again
 
 
 class _Made(CacheLayerMixin):
-    """What our layers of a cache share: copies and pickles are without the spare room."""
+    """What our layers of a cache share: copies and pickles are without the spare room.
 
+    Attributes:
+        plain: the class of transformers that it does the same as.
+        bits: 8 where it holds keys and values in 8 bits.
+        pools_padding: it makes one entry of several tokens, padding among them.
+    """
+
+    pools_padding = False
     plain: Any
     bits: int | None
     keys: Any
@@ -296,13 +309,11 @@ class _Growing(_Made, DynamicLayer):
                 self.keys, self.values = growing.columns_of(growing.with_room(together, change), widths)
 
 
-class _GrowingIndexed(DynamicIndexedLayer, _Growing):
+class _GrowingIndexed(DynamicIndexedLayer, _Growing, HeldPools):
     """A layer that holds all tokens, and the keys of an indexer."""
 
-    indexer_keys: Any
     pools: Any = None  # rows that stand for several keys, which their indexer makes
     rate = 0  # of pools
-    is_padded: bool | None = None  # whether any row has had padding, as their indexer notes
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         if not growing.may_grow():
@@ -312,26 +323,25 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
         (self.indexer_keys,) = growing.extended((self.indexer_keys,), (indexer_key_states,))
         return self.indexer_keys
 
-    def indexer_slots(self, new: Tensor) -> Tensor | None:
-        """The keys that are held with room for new ones [B, T, D] behind them; None where there is none."""
+    def indexed(self) -> int:
+        return self.indexer_keys.shape[1] if self.is_indexer_initialized else 0
+
+    def index_slots(self, new: Tensor) -> Tensor | None:
         return growing.slots_behind(self.indexer_keys, new)
 
-    def indexer_slots_of(self, columns: Sequence[Tensor]) -> Tensor | None:
-        """The slots for new keys that consist of these columns, which are written there."""
+    def index_slots_of(self, columns: Sequence[Tensor]) -> Tensor | None:
         batch, tokens, _ = columns[0].shape
         width = sum(part.shape[2] for part in columns)
-        slots = self.indexer_slots(columns[0].new_empty(1).expand(batch, tokens, width))
+        slots = self.index_slots(columns[0].new_empty(1).expand(batch, tokens, width))
         if slots is not None:
             torch.cat(list(columns), -1, out=slots.narrow(1, slots.shape[1] - tokens, tokens))
         return slots
 
-    def take_indexer(self, keys: Tensor) -> Tensor:
-        """Takes the slots, whose last tokens have been written."""
+    def take_index(self, keys: Tensor) -> Tensor:
         self.indexer_keys = keys
         return keys
 
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
-        """[B, count, D], a row for each `rate` keys: pool(first, count) makes those that are not held."""
         held = self.pools
         before = 0 if held is None else held.shape[1]
         if before < count:
@@ -359,7 +369,7 @@ class _GrowingIndexed(DynamicIndexedLayer, _Growing):
         self.pools = None  # which are made again
 
 
-class _GrowingBlocks(_Growing):
+class _GrowingBlocks(_Growing, HeldIndex):
     """A layer that holds all tokens, and the keys by which an indexer chooses blocks (MiniMax M3)."""
 
     idx_keys: Any
@@ -373,16 +383,13 @@ class _GrowingBlocks(_Growing):
         return self.idx_keys
 
     def indexed(self) -> int:
-        """How many keys it holds."""
         return 0 if self.idx_keys is None else self.idx_keys.shape[2]
 
     def index_slots(self, new: Tensor) -> Tensor | None:
-        """The keys that are held, [B, S + T, D], with room for new ones [B, T, D]; None without it."""
         found = growing.slots_behind(self.idx_keys, new.unsqueeze(1))
         return None if found is None else found.squeeze(1)
 
     def take_index(self, keys: Tensor) -> Tensor:
-        """Takes the slots, whose last tokens have been written."""
         held = self.idx_keys
         # unsqueeze would give the one head a stride that is not the memory's, and no program takes that.
         self.idx_keys = growing.shown(getattr(held, growing.MEMORY), growing.start_of(held), keys.shape[1])
@@ -428,21 +435,16 @@ class _GrowingWindow(_Growing, DynamicSlidingWindowLayer):
         return tokens > growing.room_behind_window(self.sliding_window) and not self.record_past
 
 
-class _GrowingCompressed(_GrowingWindow):
+class _GrowingCompressed(_GrowingWindow, HeldEntries):
     """A layer that holds a window of keys, which are the values, too, and compressed ones (DeepSeek-V4).
 
     What the last tokens have, of which entries are made, is in `pools` while the operator makes them, and in
     the buffers of transformers' class while that does: each starts from what the other has left.
-
-    Attributes:
-        is_in_order: all calls had the positions that follow from the order of tokens. With others, which
-            tokens see an entry is for the model's own code to say.
     """
 
     is_croppable = False
-    is_in_order = True
+    pools_padding = True
     compress_rate: int
-    compressed_kv: dict[str, Any]
     entry_count: dict[str, int]
 
     def update(
@@ -465,14 +467,9 @@ class _GrowingCompressed(_GrowingWindow):
         return seen
 
     def slots(self, new: Tensor) -> Tensor | None:
-        """The keys that are held, [B, 1, S + T, D], with room for new ones [B, 1, T, D]; None without it."""
         return growing.slots_behind(self.keys, new)
 
     def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
-        """The memory for what new tokens have, kv [B, T, W], which `update` has counted already.
-
-        From then on the layer holds the entries that they complete, [B, N, width].
-        """
         tokens, closed = kv.shape[1], self.cumulative_length // self.compress_rate
         if name in self.pools and not growing.may_write(self.pools[name], kv):
             self._leave(name, tokens)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.autograd import forward_ad
 from torch.nn.modules import module as torch_module
+from transformers.cache_utils import Cache
 
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
@@ -123,8 +124,9 @@ def numbers_of(bound: dict[str, Any]) -> tuple[float | None, float | None] | Non
 def runs_own_code(module: nn.Module, *inputs: object) -> bool:
     """Training, gradients that are needed, autocast and float64 belong to the model's own code.
 
-    So does a call without a tensor among its inputs. Forward-mode gradients (torch.func.jvp) are needed
-    wherever a level of dual numbers is open.
+    So does a call without a tensor among its inputs. Gradients are needed where an input, a parameter or what
+    a cache holds for the module asks for them; forward-mode gradients (torch.func.jvp) wherever a level of
+    dual numbers is open.
     """
     if module.training or forward_ad._current_level >= 0:
         return True
@@ -137,7 +139,17 @@ def runs_own_code(module: nn.Module, *inputs: object) -> bool:
                 return True
             if autocast and not x.is_meta and torch.is_autocast_enabled(x.device.type):
                 return True
+        elif grad and isinstance(x, Cache) and _needs_gradients(x, getattr(module, "layer_idx", None)):
+            return True
     return not found or (grad and any(p.requires_grad for p in module.parameters()))
+
+
+def _needs_gradients(cache: Cache, number: int | None) -> bool:
+    """Whether a layer of a cache holds a tensor that a backward goes through."""
+    layers = getattr(cache, "layers", ())
+    held = vars(layers[number]).values() if number is not None and number < len(layers) else ()
+    inner = (each for value in held if type(value) is dict for each in value.values())
+    return any(isinstance(value, Tensor) and value.requires_grad for value in (*held, *inner))
 
 
 def is_observed(*modules: nn.Module) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
+from ...basics.held import HeldIndex
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
@@ -44,7 +45,7 @@ def block_indexer_forward(
         and k_norm is not None
         and q_norm[1:] == k_norm[1:]
         and not is_observed(*_norms(indexer))
-        and (layer is None or hasattr(layer, "index_slots"))
+        and (layer is None or isinstance(layer, HeldIndex))
     )
     if not runs:
         given = (hidden_states, position_embeddings, past_key_values, position_ids)

@@ -7,12 +7,13 @@ for a prompt, tokens behind it and a few more, and have to give the same results
 import copy
 from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
+from ...basics.held import HeldEntries, Pooled
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ..causal_mask import CausalMask
@@ -32,13 +33,6 @@ _CHILDREN = (
 _TURN: dict[str, Any] = {"pairs": "interleaved", "rotary_last": True}
 # The attribute of a table of sines with which rotations are undone.
 _NEGATED = "_moe_mps_negated"
-
-
-class Pooled(NamedTuple):
-    """What `pool_window_` updates in place: the last tokens, and all entries with room for the new ones."""
-
-    state: Tensor
-    entries: Tensor
 
 
 def compressed_layer(
@@ -64,14 +58,15 @@ def compressed_layer(
     return _attended(layer, held, hidden_states, tables), None
 
 
-def _layer_of(cache: Any, number: int) -> Any:
+def _layer_of(cache: Any, number: int) -> HeldEntries | None:
     """The layer of a cache that grows in place, whose tokens are in order; None without one."""
     layers = getattr(cache, "layers", ())
     held = layers[number] if number < len(layers) else None
-    return held if getattr(held, "is_in_order", False) and not torch.is_grad_enabled() else None
+    usable = isinstance(held, HeldEntries) and held.is_in_order and not torch.is_grad_enabled()
+    return held if usable else None
 
 
-def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def _attended(layer: Any, held: HeldEntries, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     compressor = layer.compressor
     indexer = compressor._modules.get("indexer")
@@ -112,7 +107,7 @@ def _attended(layer: Any, held: Any, x: Tensor, tables: tuple[Tensor, Tensor]) -
     return _projected(layer, out, cos, beside(sin, _NEGATED, sin.neg), turn)
 
 
-def _pooled(compressor: Any, held: Any, name: str, x: Tensor, position: int) -> Tensor:
+def _pooled(compressor: Any, held: HeldEntries, name: str, x: Tensor, position: int) -> Tensor:
     """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
     memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
@@ -126,7 +121,7 @@ def _pooled(compressor: Any, held: Any, name: str, x: Tensor, position: int) -> 
     return entries
 
 
-def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: Any) -> Tensor:
+def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: HeldEntries) -> Tensor:
     """[B, T, K]: the entries that an indexer chooses for each token."""
     scorer = indexer.scorer
     scale = scorer.softmax_scale * scorer.weights_scaling
@@ -197,16 +192,15 @@ def _small(module: Any) -> Any:
     return layer
 
 
-class _Held:
+class _Held(HeldEntries):
     """The layer of a cache, for a trial."""
 
     def __init__(self, rate: int):
         self.rate, self.cumulative_length, self.keys = rate, 0, torch.empty(0)
-        self.is_in_order = True
         self.memory: dict[str, Pooled] = {}
         self.compressed_kv: dict[str, Tensor] = {}
 
-    def update(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
+    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
         self.keys = torch.cat((self.keys, keys), 2) if self.cumulative_length else keys
         self.cumulative_length += keys.shape[2]
         return self.keys, self.keys

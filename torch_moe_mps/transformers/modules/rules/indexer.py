@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
+from ...basics.held import HeldIndex
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
@@ -90,13 +91,13 @@ def _into_cache(
     cos, sin, options = None, None, dict[str, Any]()  # where nothing turns
     if form.turn is not None:
         cos, sin, options = tables_and_options(form.turn, *given["position_embeddings"])
-    layer = None if cache is None else cache.layers[indexer.layer_idx]
-    find = getattr(layer, "indexer_slots", None)
-    slots = None if find is None or type(norm) is not nn.LayerNorm or is_observed(norm) else find(k)
-    if slots is not None and layer is not None:
+    layer: Any = None if cache is None else cache.layers[indexer.layer_idx]
+    writes = isinstance(layer, HeldIndex) and type(norm) is nn.LayerNorm and not is_observed(norm)
+    slots = layer.index_slots(k) if writes else None
+    if slots is not None:
         turning = None if cos is None else q
         out = ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps, cos, sin, turning, **options)
-        return q if turning is None else out.transpose(1, 2), layer.take_indexer(slots)
+        return q if turning is None else out.transpose(1, 2), layer.take_index(slots)
     k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
     if cos is not None and q is None:
         k = ops.rope(k, None, cos, sin, **options)[0].transpose(1, 2)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from ....ops.attention import MAX_INDEX_BLOCK
 from ....ops.index import MAX_INDEX_WIDTH
+from ...basics.held import HeldPools
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
@@ -62,11 +63,11 @@ def kpool_forward(
     runs = (
         indexer.config._attn_implementation == "sdpa"
         and hidden_states.dtype is not torch.float64
-        and (layer is None or hasattr(layer, "pools_of"))
+        and (layer is None or isinstance(layer, HeldPools))
         and not is_observed(indexer.k_norm)
     )
     if not runs or _is_padded(attention_mask, layer):
-        if not runs and layer is not None:
+        if not runs and isinstance(layer, HeldPools):
             layer.is_padded = None  # nothing has looked at this call's mask
         own = original_class(indexer).forward
         return own(indexer, hidden_states, q_resid, attention_mask, past_key_values)
@@ -80,9 +81,9 @@ def _choice_of_gated(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer
     one = constant(("one", k.device, k.dtype), lambda: k.new_ones(1, 1, 1))
     shown = one.expand(*k.shape[:2], 1)
     packed = (indexer.k_norm(k), gate, shown)
-    slots = None if layer is None else layer.indexer_slots_of(packed)
+    slots = None if layer is None else layer.index_slots_of(packed)
     if slots is not None:
-        keys = layer.take_indexer(slots)
+        keys = layer.take_index(slots)
     else:
         keys = torch.cat(packed, -1)
         keys = keys if layer is None else layer.update_indexer(keys)
@@ -96,10 +97,10 @@ def _choice_of_gated(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer
     return Choice(q, pools, weights, top_k, scale, rate, {"tail": 1}, is_pooled=True)
 
 
-def _is_padded(mask: Tensor, layer: Any) -> bool:
+def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
     """Whether any row of a batch has or had padding. A single token is none."""
-    noted: bool | None = getattr(layer, "is_padded", None)
-    held = getattr(layer, "indexer_keys", None)
+    noted = None if layer is None else layer.is_padded
+    held = None if layer is None else layer.indexer_keys
     if noted is None and held is not None and held.shape[1] > 0:  # which the model's own code has written
         noted = not bool(held[..., -1].all())  # the column that says which keys are shown
     if not noted and mask.shape[1] > 1:
@@ -137,7 +138,7 @@ def qsa_forward(
         and attention_mask.lookahead == 0
         and attention_mask.seen == attention_mask.shape[3]
         and hidden_states.dtype is not torch.float64
-        and (layer is None or hasattr(layer, "pools_of"))
+        and (layer is None or isinstance(layer, HeldPools))
         and not is_observed(*_norms(indexer))
     )
     if not runs:

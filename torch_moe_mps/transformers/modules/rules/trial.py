@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from ...._faults import raise_fault
 from ...basics.bounded import Bounded
 from ...basics.reads import depends_on
+from ...basics.held import HeldPools
 from ...basics.state import STATE, original_class
 
 
@@ -160,14 +161,14 @@ class Normed(nn.Module):
         return nn.functional.layer_norm(x, x.shape[-1:])
 
 
-class HeldKeys:
+class HeldKeys(HeldPools):
     """A cache of one layer, which it is itself, that holds an indexer's keys and has no room for more."""
 
     def __init__(self, keys: Tensor, layer_idx: int = 0):
         self.keys, self.layers = keys, {layer_idx: self}
 
     @property
-    def indexer_keys(self) -> Tensor:
+    def indexer_keys(self) -> Tensor:  # type: ignore[override]  # an attribute of layers
         return self.keys
 
     def get_seq_length(self) -> int:
@@ -183,6 +184,5 @@ class HeldKeys:
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
         return pool(0, count)
 
-    # The names of MiniMax M3's layer.
-    indexed, update_index, index_slots = get_seq_length, update_indexer, no_slots
-    indexer_slots = indexer_slots_of = no_slots
+    indexed, index_slots, index_slots_of = get_seq_length, no_slots, no_slots
+    update_index = update_indexer  # of MiniMax M3's layer
