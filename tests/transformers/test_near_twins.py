@@ -6,7 +6,7 @@ import copy
 import functools
 import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import pytest
@@ -15,11 +15,26 @@ from support import tiny_models
 from support.models import assert_close, eager, in_parts
 from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers import DynamicCache
+from transformers import (
+    DeepseekV4Config,
+    DeepseekV32Config,
+    DynamicCache,
+    Glm5NextTextConfig,
+    JambaConfig,
+    MiniMaxM3VLTextConfig,
+    NemotronHConfig,
+)
 from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import DeepseekV4HyperConnection
+from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextIndexer
+from transformers.models.jamba.modeling_jamba import JambaMambaMixer
+from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLIndexer
+from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 import torch_moe_mps
 from torch_moe_mps.transformers.install import is_rewritten, rewrite
+from torch_moe_mps.transformers.modules import rules
 from torch_moe_mps.transformers.modules.rules import trial
 
 IDS = torch.randint(1, 90, (2, 22), generator=torch.Generator().manual_seed(0))
@@ -197,3 +212,25 @@ def test_a_norm_of_channels_first():
             expected = norm(x)
             rewrite(norm)
             torch.testing.assert_close(norm(x), expected)
+
+
+def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
+    """At the width of large models, but for matrices of linear layers, which a trial does not read."""
+    yield "recurrent_layer", JambaMambaMixer(JambaConfig(hidden_size=8192), 0)
+    yield "hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
+    yield "indexer", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
+    yield "block_indexer", MiniMaxM3VLIndexer(MiniMaxM3VLTextConfig(hidden_size=8192), 3)
+    yield "pooled_indexer", Glm5NextTextIndexer(Glm5NextTextConfig(hidden_size=8192), 3)
+    yield "recurrent_layer", NemotronHMamba2Mixer(NemotronHConfig(), 0)
+
+
+def test_layers_of_real_sizes(monkeypatch):
+    """Their sums round more than those of small ones. No program gets the random numbers of a trial."""
+    monkeypatch.setattr(torch, "manual_seed", lambda seed: pytest.fail("the generators of devices are set"))
+    before = torch.get_rng_state()
+    with torch.device("meta"):
+        found = [*layers_of_real_sizes()]
+    for rule, module in found:
+        forget()
+        assert getattr(rules, f"rewrite_{rule}")(module.eval()) is not None, (rule, type(module).__name__)
+    assert torch.equal(torch.get_rng_state(), before)

@@ -2,7 +2,7 @@
 
 While a token may choose all blocks, the indexer only adds its own keys to the cache. Beyond that the operator
 `index_topk` chooses, when attention asks. What the indexer computes in front of that is recognised by running
-it with other layers in place of its own.
+it with other numbers.
 """
 
 from collections.abc import Callable
@@ -13,14 +13,13 @@ from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
 from ...basics.held import HeldIndex
-from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ..chosen_keys import Choice
 from ..experts import NAME, is_observed
 from .norms import is_norm, norm_arguments
 from .rope import WHOLE_TURNS, Turn, tables_and_options
-from .trial import FewInputs, HeldKeys, agrees, bare_twin, has_parts, numbers, tried
+from .trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
 
 ops = torch.ops.moe_mps
 
@@ -94,9 +93,7 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
     fits = width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and hasattr(module, "config")
     if not fits or not all(is_norm(norm, True) for norm in _norms(module)):
         return None
-    for name in ("block_size", "topk_blocks", "local_blocks"):
-        depends_on(module, name)
-    turn = _turn_of(module)
+    turn = verdict(module, _turn_of)
     if turn is None:
         return None
     state_of(module).formula = turn
@@ -104,21 +101,11 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
 
 
 def _turn_of(module: Any) -> Turn | None:
-    """How queries and keys turn; None if what is computed here is not what the indexer computes.
-
-    It runs with layers that depend on few of their inputs.
-    """
-    twin, width = bare_twin(module), module.head_dim
-    children: dict[str, Any] = {
-        name: FewInputs(module._modules[name].out_features) for name in ("q_proj", "k_proj")
-    }
-    for name in ("q_norm", "k_norm"):
-        norm, formula = bare_twin(module._modules[name]), state_of(module._modules[name]).formula
-        weight = nn.Parameter(torch.linspace(-0.5, 1.0, width), requires_grad=False)
-        norm.register_parameter(formula.weight, weight)
-        state_of(norm).formula, children[name] = formula, norm
-    vars(twin).update(_modules=children, block_size=2, topk_blocks=2)
-    hidden, before = numbers(_BATCH, _TOKENS, 4), numbers(_BATCH, 1, _BEFORE, width)
+    """How queries and keys turn; None if what is computed here is not what the indexer computes."""
+    twin, width = twin_of(module, block_size=2, topk_blocks=2), module.head_dim
+    for norm, own_norm in zip(_norms(twin), _norms(module), strict=True):
+        state_of(norm).formula = state_of(own_norm).formula
+    hidden, before = numbers(_BATCH, _TOKENS, twin.k_proj.in_features), numbers(_BATCH, 1, _BEFORE, width)
     both = numbers(2, _BATCH, _TOKENS, width // 2) + 1.0
     positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
     cache, tables = HeldKeys(before, twin.layer_idx), [*both]

@@ -10,16 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.hyper_connection import MAX_STREAMS
-from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
-from .trial import agrees, bare_twin, tried
+from .trial import agrees, twin_of, verdict
 
 ops = torch.ops.moe_mps
 
 _TENSORS = (("fn", "base", "scale"), ("hc_fn", "hc_base", "hc_scale"))
-_NUMBERS = ("hc_mult", "hc_eps", "eps", "hc_sinkhorn_iters", "hc_post_magnitude")
-_WIDTH = 8  # of a stream in a trial
 
 
 class Mixing(NamedTuple):
@@ -55,44 +52,27 @@ def rewrite_hyper_connection(module: nn.Module) -> tuple[Callable, list[Done]] |
     rows = (count, 2 * count, (2 + count) * count)
     if fn.dim() != 2 or fn.shape[0] not in rows or fn.shape[1] % (4 * count):
         return None
-    for name in _NUMBERS:
-        if hasattr(module, name):
-            depends_on(module, name)
-    depends_on(norm, "eps")
-    parts = rows.index(fn.shape[0]) + 1
+    mixing = verdict(module, _mixing_of, tensors, rows.index(fn.shape[0]) + 1)
+    if mixing is None:
+        return None
+    state_of(module).formula = mixing
+    return connection_forward, [Done("hyper_connection")]
+
+
+def _mixing_of(module: Any, tensors: tuple[str, str, str], parts: int) -> Mixing | None:
+    """What a module computes, if it gives that for random numbers."""
     eps = getattr(module, "hc_eps", getattr(module, "eps", None))
     numbers = {
-        "norm_eps": norm.eps,
+        "norm_eps": module.input_norm.eps,
         "eps": eps,
         "iterations": getattr(module, "hc_sinkhorn_iters", 1),
         "post_factor": getattr(module, "hc_post_magnitude", 2.0),
         "post_eps": eps if parts == 2 else 0.0,
     }
     mixing = Mixing(tensors, numbers, parts)
-    if not tried(_mixes, module, mixing, count):
-        return None
-    state_of(module).formula = mixing
-    return connection_forward, [Done("hyper_connection")]
-
-
-def _twin(module: nn.Module, mixing: Mixing, count: int) -> Any:
-    """A module of the same class with few and random numbers."""
-    twin = bare_twin(module)
-    generator = torch.Generator().manual_seed(0)
-    shapes = {
-        name: (tensor.shape[0], *[count * _WIDTH] * (tensor.dim() - 1))
-        for name in mixing.tensors
-        if (tensor := module._parameters[name]) is not None
-    }
-    numbers = {name: torch.randn(shape, generator=generator) / 2 for name, shape in shapes.items()}
-    parameters = {name: nn.Parameter(value, requires_grad=False) for name, value in numbers.items()}
-    norm: Any = module._modules["input_norm"]
-    vars(twin).update(_parameters=parameters, _modules={"input_norm": bare_twin(norm)})
+    twin = twin_of(module)
     state_of(twin).formula = mixing
-    return twin
-
-
-def _mixes(module: nn.Module, mixing: Mixing, count: int) -> bool:
-    twin = _twin(module, mixing, count)
-    streams = torch.randn(2, 3, count, _WIDTH, generator=torch.Generator().manual_seed(1))
-    return agrees(connection_forward(twin, streams), original_class(module).forward(twin, streams))
+    columns = module._parameters[tensors[0]].shape[1]
+    streams = torch.randn(2, 3, module.hc_mult, columns // module.hc_mult)
+    own = original_class(module).forward(twin, streams)
+    return mixing if agrees(connection_forward(twin, streams), own) else None

@@ -2,10 +2,9 @@
 
 While a token may choose all of its keys, an indexer only adds its own keys to the cache. Beyond that the
 operator `index_topk` chooses, without scores for each head. What an indexer computes in front of that is
-recognised by running it: with other layers in place of its own, which give few numbers their weight.
+recognised by running it with other numbers.
 """
 
-import copy
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -22,7 +21,7 @@ from ..causal_mask import CausalMask
 from ..experts import is_observed
 from .constants import constant
 from .rope import TURNS, Turn, tables_and_options
-from .trial import FewInputs, HeldKeys, Normed, agrees, bare_twin, has_parts, numbers, tried
+from .trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
 
 ops = torch.ops.moe_mps
 
@@ -130,7 +129,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     depends_on(module, "qk_rope_head_dim")
     depends_on(module, "use_rope")
-    form = _form_of(module, names, rotary, width)
+    form = verdict(module, _form_of, names, rotary, width)
     if form is None:
         return None
     state_of(module).formula = form
@@ -139,13 +138,11 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
 
 def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> Form | None:
     """What an indexer with layers of few inputs computes; None if that is not what is computed here."""
-    twin = bare_twin(module)
-    children = {name: _stand_in(child) for name, child in module._modules.items() if child is not None}
-    vars(twin).update(_modules=children, index_topk=3)
+    twin = twin_of(module, index_topk=3)
     keys = _BEFORE + _TOKENS
-    hidden, before = numbers(_BATCH, _TOKENS, 4), numbers(_BATCH, _BEFORE, width)
+    hidden, before = numbers(_BATCH, _TOKENS, twin.wk.in_features), numbers(_BATCH, _BEFORE, width)
     every = {
-        "q_resid": numbers(_BATCH, _TOKENS, 5)[..., :4],
+        "q_resid": numbers(_BATCH, _TOKENS, twin.wq_b.in_features + 1)[..., 1:],
         "position_embeddings": numbers(2, _BATCH, _TOKENS, rotary).unbind(),
         "attention_mask": torch.full((_BATCH, _TOKENS, keys), -torch.inf).triu(_BEFORE + 1),
         "position_ids": torch.arange(_BEFORE, keys).expand(_BATCH, -1) * 1000,
@@ -167,10 +164,3 @@ def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int)
         if same and agrees(cache.keys, held.keys):
             return form
     return None
-
-
-def _stand_in(child: nn.Module) -> nn.Module:
-    rows = getattr(child, "out_features", None)
-    if isinstance(rows, int):
-        return FewInputs(rows)
-    return Normed() if isinstance(child, nn.LayerNorm) else copy.deepcopy(child).to("cpu", torch.float32)

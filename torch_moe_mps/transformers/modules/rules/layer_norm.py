@@ -10,7 +10,7 @@ from ....ops._checks import ACTIVATION_DTYPES
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
-from .trial import agrees, bare_twin, tried, verdict
+from .trial import agrees, tried, twin_of, verdict
 
 ops = torch.ops.moe_mps
 
@@ -66,13 +66,8 @@ def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
 
 def _same(module: nn.Module, form: Form) -> Form | None:
     """The form, if it gives what the module's own forward gives: of large rows and of small ones, for eps."""
-    generator = torch.Generator().manual_seed(0)
-    twin = bare_twin(module)
-    for name in ("weight", "bias"):
-        given = module._parameters.get(name)
-        number = None if given is None else torch.rand(form.width, generator=generator) + 0.5
-        twin.register_parameter(name, number if number is None else nn.Parameter(number, requires_grad=False))
-    x = torch.randn(2, form.width, generator=generator) * torch.tensor([[3.0], [1e-3]]) + 0.01
+    twin = twin_of(module)
+    x = torch.randn(2, form.width) * torch.tensor([[3.0], [1e-3]]) + 0.01
     state_of(twin).formula = form
     own = original_class(module).forward
     if not agrees(layer_norm_forward(twin, x), own(twin, x)):

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from ....ops.attention import MAX_INDEX_BLOCK
 from ....ops.index import MAX_INDEX_WIDTH
 from ...basics.held import HeldPools
-from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ..causal_mask import CausalMask
@@ -24,7 +23,7 @@ from ..chosen_keys import EVERYTHING, Choice
 from ..experts import is_observed
 from .constants import beside, constant
 from .rope import WHOLE_TURNS, Turn, tables_and_options
-from .trial import FewInputs, HeldKeys, Normed, agrees, bare_twin, has_parts, numbers, tried
+from .trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
 
 ops = torch.ops.moe_mps
 
@@ -192,16 +191,12 @@ def rewrite_pooled_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an indexer of pools, else None."""
     done = [Done("index_topk")]
     if has_parts(module, _KPOOL, _KPOOL_NUMBERS) and getattr(module, "index_kpool_always_select_tail", False):
-        for name in ("index_topk", "index_kpool"):
-            depends_on(module, name)
         fits = isinstance(module.k_norm, nn.LayerNorm) and _fits(module.head_dim, module.index_kpool)
-        return (kpool_forward, done) if fits and _agrees_gated(module) else None
+        return (kpool_forward, done) if fits and verdict(module, _agrees_gated) else None
     if has_parts(module, _QSA, _QSA_NUMBERS) and module.index_kv_heads == 1:
-        for name in ("compress_ratio", "block_topk"):
-            depends_on(module, name)
         fits = _fits(module.index_head_dim, module.compress_ratio)
         fits = fits and all(hasattr(norm, "eps") for norm in _norms(module))
-        if fits and (turn := _turn_of_means(module)) is not None:
+        if fits and (turn := verdict(module, _turn_of_means)) is not None:
             state_of(module).formula = turn
             return qsa_forward, done
     return None
@@ -212,15 +207,10 @@ def _fits(width: int, rate: int) -> bool:
 
 
 def _agrees_gated(module: Any) -> bool:
-    """Whether an indexer with layers of few inputs chooses what is chosen here."""
-    twin, width = bare_twin(module), module.head_dim
-    layers: dict[str, Any] = {
-        name: FewInputs(module._modules[name].out_features) for name in _KPOOL if name != "k_norm"
-    }
-    vars(twin).update(_modules=layers | {"k_norm": Normed()}, index_topk=_RATE * _POOLS, index_kpool=_RATE)
+    """Whether an indexer chooses what is chosen here."""
+    twin, width = twin_of(module, index_topk=_RATE * _POOLS, index_kpool=_RATE), module.head_dim
     twin.index_kpool_compress_ape = nn.Parameter(numbers(_RATE, width), requires_grad=False)
-    twin.index_kpool_compress_gate = nn.Parameter(numbers(width, 4), requires_grad=False)
-    hidden, q_resid = numbers(_BATCH, _TOKENS, 4), numbers(_BATCH, _TOKENS, 5)[..., :4]
+    hidden, q_resid = (numbers(_BATCH, _TOKENS, layer.in_features) for layer in (twin.wk, twin.wq_b))
     before = torch.cat((numbers(_BATCH, _BEFORE, 2 * width), torch.ones(_BATCH, _BEFORE, 1)), -1)
     caches = [HeldKeys(before, twin.layer_idx) for _ in range(2)]
     shown = torch.ones(_BATCH, _TOKENS, dtype=torch.bool)
@@ -246,16 +236,11 @@ def _is_same(own: Tensor, found: Choice) -> bool:
 
 
 def _turn_of_means(module: Any) -> Turn | None:
-    """How queries and keys turn; None if an indexer with a layer of few inputs chooses anything else."""
-    twin, width = bare_twin(module), module.index_head_dim
-    children: dict[str, nn.Module] = {"index_qk_proj": FewInputs(module.index_qk_proj.out_features)}
-    for name in _QSA[1:]:
-        norm = children[name] = bare_twin(module._modules[name])
-        norm.weight = nn.Parameter(numbers(width), requires_grad=False)
-    vars(twin).update(_modules=children, compress_ratio=_RATE, block_topk=_POOLS)
-    twin.token_budget = _RATE * _POOLS
-    keys = _BEFORE + _TOKENS
-    hidden, before = numbers(_BATCH, _TOKENS, 4), numbers(_BATCH, _BEFORE, width)
+    """How queries and keys turn; None if an indexer chooses anything else."""
+    sizes = {"compress_ratio": _RATE, "block_topk": _POOLS, "token_budget": _RATE * _POOLS}
+    twin, width, keys = twin_of(module, **sizes), module.index_head_dim, _BEFORE + _TOKENS
+    hidden = numbers(_BATCH, _TOKENS, twin.index_qk_proj.in_features)
+    before = numbers(_BATCH, _BEFORE, width)
     both = numbers(_BATCH, keys, width // 2 + 1) + 1.0
     cache, tables = HeldKeys(before, twin.layer_idx), [both[..., :-1], both[..., 1:]]
     shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-_TOKENS:].expand(_BATCH, 1, -1, -1)

@@ -1,8 +1,7 @@
 """Whole layers of linear attention: Kimi's delta attention, Mamba-1, Mamba-2 and lightning attention.
 
-A layer is recognised by what it computes: its own forward and the one here run on a twin of it, whose linear
-layers are of rank one, for a prompt, a token behind it and a few more, and have to give the same results and
-states of the cache.
+A layer is recognised by what it computes: its own forward and the one here run on a twin of it, for a prompt,
+a token behind it and a few more, and have to give the same results and states of the cache.
 """
 
 import copy
@@ -18,7 +17,7 @@ from ...basics.report import Done
 from ...basics.state import original_class
 from ..experts import is_observed
 from .linear_attention import ACTIVATIONS
-from .trial import agrees, bare_twin, verdict
+from .trial import FewDirections, agrees, twin_of, verdict
 
 ops = torch.ops.moe_mps
 
@@ -268,42 +267,6 @@ def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | 
     return None
 
 
-class _RankOne(nn.Module):
-    """A linear layer whose output depends on one direction of its input."""
-
-    def __init__(self, inputs: int, outputs: int):
-        super().__init__()
-        self.in_features, self.out_features = inputs, outputs
-        self.direction, self.a, self.b = (torch.randn(n) for n in (inputs, outputs, outputs))
-        self.direction *= 2 * inputs**-0.5
-
-    @property
-    def weight(self) -> Tensor:
-        return self.a.outer(self.direction)
-
-    @property
-    def bias(self) -> Tensor:
-        return self.b
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x @ self.direction).unsqueeze(-1) * self.a + self.b
-
-
-def _twin(module: Any) -> Any:
-    """A module of the same class on the CPU with random parameters, and the same buffers."""
-    if hasattr(module, "out_features"):
-        return _RankOne(module.in_features, module.out_features)
-    twin = bare_twin(module)
-    for name, parameter in module._parameters.items():
-        value = None if parameter is None else nn.Parameter(torch.rand(parameter.shape) + 0.25)
-        twin.register_parameter(name, value)
-    for name, buffer in module._buffers.items():
-        twin.register_buffer(name, buffer if buffer is None else buffer.detach().float().cpu())
-    for name, child in module._modules.items():
-        twin._modules[name] = None if child is None else _twin(child)
-    return twin
-
-
 class _Linear(DynamicCache):
     """A cache of one layer, for models with linear attention of any kind."""
 
@@ -326,12 +289,9 @@ class _Linear(DynamicCache):
 
 def _is_same(module: nn.Module, forward: Callable) -> bool:
     """Whether a forward does what the module's own does: results and states."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        twin = _twin(module)
-        linear = next(part for part in twin.modules() if isinstance(part, _RankOne))
-        x = torch.randn(1, 9, linear.in_features)
-    twin.layer_idx = 0
+    twin = twin_of(module, layer_idx=0)
+    linear = next(part for part in twin.modules() if isinstance(part, FewDirections))
+    x = torch.randn(1, 9, linear.in_features)
     mask = torch.tensor([[0.0, 1.0, 1.0, 1.0, 1.0]])
     own = original_class(module).forward
     found = []

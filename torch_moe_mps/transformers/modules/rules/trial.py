@@ -1,7 +1,7 @@
 """Helpers to recognise functions and modules by running them on random numbers."""
 
 import contextlib
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from ...._faults import raise_fault
 from ...basics.bounded import Bounded
-from ...basics.reads import depends_on
 from ...basics.held import HeldPools
+from ...basics.reads import depends_on
 from ...basics.state import STATE, original_class
 
 
@@ -22,9 +22,13 @@ def on_the_cpu() -> Iterator[None]:
 
 
 def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
-    """The result of a function of the model; None if it raises, as for arguments that it does not know."""
+    """The result of a function of the model; None if it raises, as for arguments that it does not know.
+
+    Its random numbers are the same each time.
+    """
     try:
-        with torch.no_grad():
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)  # not those of devices, whose state would stay
             return function(*arguments, **options)
     except torch.AcceleratorError:  # of the GPU
         raise
@@ -34,6 +38,7 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
 
 _verdicts = Bounded(256)  # {what modules have in common: what a trial gave, in a tuple}
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_DIRECTIONS = 4  # so that queries and keys differ in more than their length
 _OF_MODULES = {*vars(nn.Module()), STATE}
 _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the same may differ in these
 
@@ -118,15 +123,65 @@ def bare_twin(module: nn.Module) -> Any:
     return twin.eval()
 
 
+class FewDirections(nn.Module):
+    """A linear layer of the same sizes whose output depends on few directions of its input."""
+
+    def __init__(self, layer: Any):
+        super().__init__()
+        self.in_features, self.out_features = layer.in_features, layer.out_features
+        self.directions = torch.randn(layer.in_features, _DIRECTIONS) * layer.in_features**-0.5
+        self.rows = torch.randn(_DIRECTIONS, layer.out_features)
+        self.bias = None if layer.bias is None else torch.randn(layer.out_features)
+
+    @property
+    def weight(self) -> Tensor:
+        return (self.directions @ self.rows).T
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = x @ self.directions @ self.rows
+        return out if self.bias is None else out + self.bias
+
+
+def twin_of(module: Any, **attributes: Any) -> Any:
+    """A module of the same class on the CPU: random parameters, the same buffers, other attributes."""
+    if hasattr(module, "out_features"):
+        return FewDirections(module)
+    twin = bare_twin(module)
+    for name, parameter in module._parameters.items():
+        twin.register_parameter(name, None if parameter is None else _random(parameter.shape))
+    for name, buffer in module._buffers.items():
+        value = None if buffer is None else buffer.detach().cpu()
+        twin.register_buffer(
+            name, value.float() if value is not None and value.is_floating_point() else value
+        )
+    for name, child in module._modules.items():
+        twin._modules[name] = None if child is None else twin_of(child)
+    vars(twin).update(attributes)
+    return twin
+
+
+def _random(shape: Sequence[int]) -> nn.Parameter:
+    """About 1 for rows; of matrices so that products have the size of what they multiply."""
+    values = torch.rand(shape) + 0.25 if len(shape) < 2 else torch.randn(shape) * shape[-1] ** -0.5
+    return nn.Parameter(values, requires_grad=False)
+
+
 def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
-    """Whether two results are tensors that are equal up to rounding, or as many of them; None is in both."""
+    """Whether two results are tensors that are equal up to rounding, or as many of them; None is in both.
+
+    Sums round as their largest parts do, so what is near 0 may differ by as much of the largest value.
+    """
     if isinstance(a, tuple | list) and isinstance(b, tuple | list):
         return len(a) == len(b) and all(
             x is y is None or agrees(x, y, rtol) for x, y in zip(a, b, strict=True)
         )
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
-    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol, 1e-5)
+    if a.shape != b.shape or a.dtype != b.dtype or not b.is_floating_point():
+        return False
+    values = b[b.isfinite()].abs()
+    largest = max(1.0, values.max().item()) if values.numel() else 1.0
+    return torch.allclose(a, b, rtol, 1e-5 * largest)
 
 
 def has_parts(module: nn.Module, layers: Iterable[str], numbers: Iterable[str]) -> bool:
@@ -138,27 +193,6 @@ def has_parts(module: nn.Module, layers: Iterable[str], numbers: Iterable[str]) 
 def numbers(*shape: int) -> Tensor:
     """Random ones about 0, the same for each shape."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5
-
-
-class FewInputs(nn.Module):
-    """A linear layer of the first four inputs, which gives few numbers their weight."""
-
-    def __init__(self, rows: int):
-        super().__init__()
-        generator = torch.Generator().manual_seed(rows)
-        self.weight = nn.Parameter(torch.randn(rows, 4, generator=generator), requires_grad=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x[..., :4] @ self.weight.T
-
-
-class Normed(nn.Module):
-    """A norm of rows of any width."""
-
-    weight = torch.empty(0)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return nn.functional.layer_norm(x, x.shape[-1:])
 
 
 class HeldKeys(HeldPools):
