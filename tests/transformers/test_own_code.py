@@ -274,6 +274,24 @@ def test_what_libraries_run_is_captured(model, monkeypatch, tmp_path):
         assert bool(mine.captures.programs) == is_captured, str(mine.captures)
 
 
+@torch.no_grad()
+def test_own_code_whose_error_a_library_catches(model, monkeypatch, tmp_path):
+    """The error that keeps it from running in a recording."""
+    (tmp_path / "site-packages").mkdir()
+    (tmp_path / "site-packages" / "of_quiet.py").write_text(
+        "def quiet(own, read):\n    def forward(x):\n        try:\n            return own(x) * read()\n"
+        "        except Exception:\n            return own(x)\n    return forward\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "site-packages"))
+    quiet, (read, change) = importlib.import_module("of_quiet").quiet, VALUES["dictionary"]
+    monkeypatch.setitem(vars(norm(model)), "forward", quiet(norm(model).forward, read))
+    mine, theirs = Talk(model, Captures(anywhere=True)), Talk(model, None)
+    assert all(map(torch.equal, mine.tokens(5), theirs.tokens(5)))
+    change()
+    assert all(map(torch.equal, mine.tokens(2), theirs.tokens(2)))
+    assert not mine.captures.programs and "is code of your own" in str(mine.captures)
+
+
 def test_whose_files_are_whose(tmp_path):
     for file in (os.__file__, torch.__file__, torch_moe_mps.__file__, calls.__file__, "<frozen abc>"):
         assert is_of_library(file)
