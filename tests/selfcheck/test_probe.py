@@ -99,6 +99,13 @@ def test_a_part_that_fails_is_in_the_page(simulated, monkeypatch, capsys):
     assert page["fma_tmacs"] == {"error": "no pipeline for probe_fma"} and page["in_place"] == {"right": True}
 
 
+def test_a_gpu_that_fails_is_in_the_page(simulated, monkeypatch):
+    monkeypatch.setattr(probe, "PARTS", {"in_place": probe.in_place, "contraction": probe.contraction})
+    with simulated.failing("fault"):
+        page = probe.probe(SMALL, [])
+    assert "Fault" in page["in_place"]["error"] and page["contraction"] == {"contracted": False}
+
+
 # Of an imagined M1 Max: 32 cores at 1.2 GHz, 320 GB/s, 16 cycles a product of halves.
 PAGE = AS_ASSUMED | {
     "machine": {"gpu": "Apple M1 Max", "macos": "15.1 (24B83)", "cores": 32, "cores_planned_for": 32},
