@@ -7,9 +7,8 @@ from simulator.apple.facts import COSTS, GPUS, Gpu, table
 from simulator.errors import SimulatorError
 from support.simulated import install
 
-from . import layers, published, report
+from . import fit, layers, published, report
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours
-from .fit import fitted
 
 DESCRIPTION = """\
 Predicts, without a Mac, what the package's expert kernels cost on Apple GPUs, beside MLX's kernels.
@@ -139,7 +138,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         gpus = [GPUS[name] for name in chosen(options.gpu, list(GPUS), "gpu")]
         if options.facts:
-            measured = fitted(options.facts)
+            measured = fit.fitted(options.facts)
             gpus = [measured.gpu]
             COSTS.update(measured.costs)
             print("\n".join(measured.lines))
