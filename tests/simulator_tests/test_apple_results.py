@@ -14,6 +14,7 @@ from simulator import apple
 from simulator.testing import linux_only
 from support.expert_layers import check_experts, layer
 from support.oracles_operators import checked
+from support.processes import REPOSITORY
 from support.quantized_layers import check_layer
 from support.routing import gate_arguments, random_ids
 
@@ -230,6 +231,16 @@ class TestCommand:
             assert 0.97 * least <= us <= 1.5 * least
         token, same, short, long = (float(cell) for cell in two.split("|")[4:8])
         assert token == same > 0 and long == pytest.approx(8 * short, rel=0.05)
+
+    def test_a_token_of_a_model(self, simulated, capsys):
+        """The sum of both lines, as docs/speed.md has it."""
+        lines = self.run(capsys, "--token", "--gpu", "M1 Max,M4 Max")
+        document = (REPOSITORY / "docs" / "speed.md").read_text()
+        assert len(lines) == 6 and "\n".join(lines) in document
+        reading, launches, starts, both = (cell.split("-") for cell in lines[2].split("|")[3:7])
+        assert float(reading[0]) == pytest.approx(1730 / (409.6 * 0.8), abs=0.05)
+        assert float(starts[0]) == pytest.approx(int(launches[0]) * 3e-3, abs=0.05)
+        assert float(both[1]) == pytest.approx(float(reading[0]) + 2 * float(starts[0]), abs=0.2)
 
     def test_facts(self, capsys):
         assert self.run(capsys, "--facts") == apple.table().splitlines()

@@ -12,7 +12,7 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import captures_of
 from torch_moe_mps.transformers.graphs import passes
-from torch_moe_mps.transformers.modules.rules import compressed_attention, trial
+from torch_moe_mps.transformers.modules.rules import compressed_attention
 
 IDS = torch.randint(1, 90, (2, 34), generator=torch.Generator().manual_seed(5))
 CUTS = ((34,), (9, 1, 1, 3, 1, 1, 1, 8, 1, 1, 1, 6), (1,) * 34)
@@ -166,7 +166,6 @@ def test_another_formula_stays(monkeypatch, own, name, ours, theirs):
     spaces = dict(vars(file))
     exec(source.replace(ours, theirs), spaces)
     monkeypatch.setattr(getattr(file, name), "forward", spaces[name].forward)
-    monkeypatch.setattr(trial, "_verdicts", {})
     found = [compressed_attention.rewrite_compressed_attention(l.self_attn) for l in own[0].model.layers]
     assert None in found
 

@@ -11,6 +11,7 @@ from support.models import operators_of
 from torch import nn
 
 import torch_moe_mps
+from torch_moe_mps.transformers import install
 
 RAN = {"causal_conv1d_update_": 1}
 
@@ -169,6 +170,36 @@ def test_a_function_that_is_patched(monkeypatch):
     check(layer, expected, RAN)
     monkeypatch.undo()
     check(layer, expected, {})
+
+
+def rotary_in_float64(q, k, cos, sin):
+    """What a trial compares with float32."""
+    return tuple(x.double() * cos.double().unsqueeze(1) for x in (q, k))
+
+
+class Rotates(nn.Module):
+    def forward(self, x, table):
+        return rotary_in_float64(x, x, table, table)[0]
+
+
+def test_a_function_that_gives_another_dtype():
+    layer, x = Rotates().eval(), torch.randn(1, 2, 3, 8)
+    expected = layer(x, x[:, 0])
+    torch_moe_mps.accelerate(nn.ModuleList([layer]))
+    found = layer(x, x[:, 0])
+    assert found.dtype == torch.float64 and torch.equal(found, expected)
+
+
+def test_a_function_whose_trial_fails_is_left_alone(monkeypatch):
+    """As where an operator raises on a GPU: the report says why, and nothing else is lost."""
+
+    def fails(function):
+        raise RuntimeError("moe_mps::rope: no such kernel")
+
+    install._in_place.cache_clear()
+    monkeypatch.setattr(install, "FUNCTION_RULES", (fails,))
+    layer = Returns().eval()
+    assert install.rewrite(layer) == ([], "moe_mps::rope: no such kernel")
 
 
 @pytest.mark.parametrize("cls", [Layer, Decorated, Super])

@@ -15,12 +15,14 @@ from support.launches import operators_of_token
 from support.memory import Memory
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
+from transformers.integrations.gguf import kernels
 
 import torch_moe_mps
 from torch_moe_mps import quantization
 from torch_moe_mps.transformers.basics.report import any_layer
 from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.checkpoints import gguf_file
+from torch_moe_mps.transformers.checkpoints.gguf import packing
 from torch_moe_mps.transformers.checkpoints.targets import quantizable
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 
@@ -41,7 +43,9 @@ CASES = [
 
 
 def load(path, device_map="cpu", cls=AutoModelForCausalLM, **options):
-    return cls.from_pretrained(path.parent, gguf_file=path.name, device_map=device_map, **options)
+    """As our own from_pretrained loads."""
+    with packing():
+        return cls.from_pretrained(path.parent, gguf_file=path.name, device_map=device_map, **options)
 
 
 def logits(model):
@@ -324,9 +328,45 @@ def test_types_without_values_are_one_line(tmp_path):
         gguf_file.read_file(write(tmp_path / "model.gguf", "llama", keys, matrices))[1][0].values()
 
 
+class KernelOfTheHub:
+    """What transformers gets from the Hub for GGUF on a Mac, by its names."""
+
+    gemv_types = (12, 13, 14)
+
+    def supports(self, kind):
+        return kind in self.gemv_types
+
+
+@pytest.mark.parametrize(
+    ("architecture", "is_mac", "has_kernels", "is_ours"),
+    [
+        ("qwen3moe", False, False, False),
+        ("qwen3moe", True, True, True),
+        ("qwen35", True, False, True),
+        ("qwen35", True, True, False),
+        ("gpt-oss", True, True, True),
+    ],
+)
+def test_programs_that_do_not_ask(tmp_path, monkeypatch, architecture, is_mac, has_kernels, is_ours):
+    """Ours is what transformers does not keep packed on a Mac; all else has its own classes and values."""
+    path = write_file(tmp_path / "model.gguf", architecture)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: is_mac)
+    monkeypatch.setattr(kernels, "_gguf_kernel", has_kernels and KernelOfTheHub())
+    monkeypatch.setattr(kernels, "kernelize_ggml_layers", lambda model: None)
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, device_map="cpu")
+    assert any(formats_in(module) for module in model.modules()) == is_ours
+    assert (model.hf_quantizer.report is not None) == is_ours
+    packed = [module for module in model.modules() if type(module).__name__ == "GgufLinear"]
+    assert bool(packed) == (has_kernels and not is_ours)
+    if not packed:
+        assert (logits(model) - logits(dense(path))).abs().max() <= 1e-4
+
+
 def test_on_mps(simulated, tmp_path):
+    """In a program that asks for nothing."""
     path = write_file(tmp_path / "model.gguf", "qwen3moe")
-    model = load(path, device_map="mps")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file=path.name, device_map="mps")
+    assert model.hf_quantizer.report is not None
     expected = logits(dense(path).to("cpu"))
     assert (logits(model) - expected).abs().max() <= 2e-4 * expected.abs().max()
 

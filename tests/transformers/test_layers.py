@@ -203,6 +203,27 @@ def test_what_code_computes_with_stays_dense(cls):
     assert len(report.modules) == 5
 
 
+def test_code_without_source_keeps_what_it_may_read():
+    scope = {"nn": nn, "torch": torch}
+    exec(
+        "class Remote(nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return sum(x @ layer.weight.T for layer in (self.read,)) + self.more(x)\n"
+        "    def more(self, x):\n"
+        "        return self.called(x)\n",
+        scope,
+    )
+    module, x = scope["Remote"]().eval(), torch.randn(3, 32)
+    module.read, module.called = nn.Linear(32, 32), nn.Linear(32, 32)
+    model = nn.ModuleDict({"remote": module})
+    dense = copy.deepcopy(model)
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    why = "the code around it, which has no source, reads a weight"
+    assert report.skipped == {"remote.read": why} and [*report.modules] == ["remote.called"]
+    with torch.no_grad():
+        assert_close(module(x), tiny_models.dense_twin(dense, model).remote(x), 1e-5)
+
+
 def test_a_matrix_for_each_group_of_inputs(device, tmp_path):
     """DeepSeek-V4's o_a_proj; a class that turns the groups round would keep its weight."""
     with tiny_models.sizes(head_dim=64):

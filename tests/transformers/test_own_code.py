@@ -1,174 +1,320 @@
-"""A cache that grows is right for whatever code runs on it: every architecture against transformers alone.
+"""Tokens of models that run code of a user's own: not captured unless he asks for it, and right."""
 
-Calls of one cache are made in turn by the replaced forwards, by the model's own code, with gradients and with
-hooks, and with positions by hand.
-"""
+import functools
+import importlib
+import os
+import sys
+import types
 
-import contextlib
-import copy
-import inspect
-from collections.abc import Callable, Iterator
-
+import numpy
 import pytest
 import torch
-import transformers
 from support import tiny_models
-from support.models import assert_close, eager
-from support.sweep import in_sweep
+from support.models import eager, prompt
+from torch import nn
+from transformers import AttentionInterface, DynamicCache
+from transformers.dynamic_module_utils import HF_MODULES_CACHE
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import torch_moe_mps
-from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
+from torch_moe_mps.transformers.capture.own_code import is_of_library
 
-transformers.logging.set_verbosity_error()
-# One for each kind of layers that caches have, and each of our own implementations of attention.
-TELLING = (
-    "deepseek_v4",
-    "gpt_oss",
-    "minimax_m3_vl",
-    "qwen3_next",
-    "qwen4_exp",
-)
-IDS = torch.randint(3, 90, (2, 64), generator=torch.Generator().manual_seed(11))
+MAIN = sys.modules["__main__"]
 
 
-@contextlib.contextmanager
-def hooks(model):
-    """Two of every module, which see everything and change nothing."""
-    handles = []
-    for module in model.modules():
-        handles.append(module.register_forward_hook(lambda *_: None))
-        handles.append(module.register_forward_pre_hook(lambda *_: None))
+class Thing:
+    factor = 1.0
+
+
+def counted():
+    while True:
+        yield STATE["count"]
+
+
+STATE = {
+    "number": 1.0,
+    "dict": {"factor": 1.0},
+    "list": [1.0],
+    "set": {1.0},
+    "object": Thing(),
+    "class": Thing,
+    "tensor": {"factor": torch.ones(1)},
+    "array": numpy.ones(1),
+    "module": types.ModuleType("other"),
+    "count": 1.0,
+    "cell": 1.0,
+}
+NUMBER = 1.0
+GENERATED = counted()
+
+
+def closure():
+    factor = 1.0
+
+    def read():
+        return factor
+
+    def change():
+        nonlocal factor
+        factor = 2.0
+
+    return read, change
+
+
+def with_default(factor=1.0):
+    return factor
+
+
+READS, CHANGES = closure()
+
+
+def double_number():
+    global NUMBER
+    NUMBER = 2.0
+
+
+def in_main(expression: str):
+    return eval(f"lambda: {expression}", vars(MAIN))
+
+
+# What a forward reads: (how, what changes it)
+VALUES = {
+    "number": (lambda: NUMBER, double_number),
+    "dictionary": (lambda: STATE["dict"]["factor"], lambda: STATE["dict"].update(factor=2.0)),
+    "list": (lambda: STATE["list"][0], lambda: STATE["list"].__setitem__(0, 2.0)),
+    "set": (lambda: max(STATE["set"]), lambda: STATE["set"].add(2.0)),
+    "object": (lambda: STATE["object"].factor, lambda: setattr(STATE["object"], "factor", 2.0)),
+    "class": (lambda: STATE["class"].factor, lambda: setattr(Thing, "factor", 2.0)),
+    "tensor in a dictionary": (
+        lambda: STATE["tensor"]["factor"],
+        lambda: STATE["tensor"].update(factor=2 * torch.ones(1)),
+    ),
+    "written array": (lambda: float(STATE["array"][0]), lambda: STATE["array"].fill(2)),
+    "another file": (
+        lambda: getattr(STATE["module"], "factor", 1.0),
+        lambda: setattr(STATE["module"], "factor", 2.0),
+    ),
+    "environment": (
+        lambda: float(os.environ.get("OWN_FACTOR", "1")),
+        lambda: os.environ.update(OWN_FACTOR="2"),
+    ),
+    "closure": (READS, CHANGES),
+    "default": (with_default, lambda: setattr(with_default, "__defaults__", (2.0,))),
+    "code": (lambda: STATE["code"](), lambda: STATE.update(code=lambda: 2.0)),
+    "generator": (lambda: next(GENERATED), lambda: STATE.update(count=2.0)),
+    "number of __main__": (in_main("OWN_NUMBER"), lambda: setattr(MAIN, "OWN_NUMBER", 2.0)),
+    "dictionary of __main__": (in_main("OWN_DICT['factor']"), lambda: MAIN.OWN_DICT.update(factor=2.0)),
+    "object of __main__": (in_main("OWN.factor"), lambda: setattr(MAIN.OWN, "factor", 2.0)),
+}
+
+
+def norm(model):
+    return model.model.layers[0].post_attention_layernorm
+
+
+def patched_class(model, read, patch):
+    cls = type(norm(model))
+    own = cls.forward
+    patch.setattr(cls, "forward", lambda self, x: own(self, x) * read())
+
+
+def of_instance(model, read, patch):
+    own = norm(model).forward
+    patch.setitem(vars(norm(model)), "forward", lambda x: own(x) * read())
+
+
+def subclass(model, read, patch):
+    cls = type(norm(model))
+    own = type("Own", (cls,), {"forward": lambda self, x: cls.forward(self, x) * read()})
+    patch.setattr(norm(model), "__class__", own)
+
+
+def class_of_main(model, read, patch):
+    cls, members = type(norm(model)), {}
+    names = {"OWN_FORWARD": cls.forward, "OWN_READ": read}
+    for name, value in names.items():
+        patch.setattr(MAIN, name, value, raising=False)
+    exec("def forward(self, x): return OWN_FORWARD(self, x) * OWN_READ()", vars(MAIN), members)
+    patch.setattr(norm(model), "__class__", type("Own", (cls,), members | {"__module__": "__main__"}))
+
+
+def own_property(model, read, patch):
+    cls, eps = type(norm(model)), norm(model).variance_epsilon
+    own = type("Own", (cls,), {"variance_epsilon": property(lambda self: eps if read() == 1 else 1.0)})
+    patch.delitem(vars(norm(model)), "variance_epsilon")
+    patch.setattr(norm(model), "__class__", own)
+
+
+def partial(model, read, patch):
+    def call(module, x):
+        return type(module).forward(module, x) * read()
+
+    patch.setitem(vars(norm(model)), "forward", functools.partial(call, norm(model)))
+
+
+def registered_attention(model, read, patch):
+    def attention(*args, **kwargs):
+        out, weights = sdpa_attention_forward(*args, **kwargs)
+        return out * read(), weights
+
+    patch.setitem(AttentionInterface._global_mapping, "sdpa", attention)
+
+
+def function_of_torch(model, read, patch):
+    own = nn.functional.embedding
+    patch.setattr(nn.functional, "embedding", lambda *args, **kwargs: own(*args, **kwargs) * read())
+
+
+def function_of_the_models_file(model, read, patch):
+    file = sys.modules[type(model).__module__]
+    own = file.create_causal_mask
+
+    def mask(*args, **kwargs):
+        NOTED.append(read())
+        return own(*args, **kwargs)
+
+    patch.setattr(file, "create_causal_mask", mask)
+
+
+NOTED: list[float] = []
+WAYS = {
+    "class patched": patched_class,
+    "forward of an instance": of_instance,
+    "subclass": subclass,
+    "class of __main__": class_of_main,
+    "property": own_property,
+    "partial": partial,
+    "registered attention": registered_attention,
+    "function of torch": function_of_torch,
+    "function of the model's file": function_of_the_models_file,
+}
+CASES = [("class patched", value) for value in VALUES]
+CASES += [(way, "dictionary") for way in WAYS] + [("class of __main__", "object of __main__")]
+
+
+@pytest.fixture(scope="module")
+def model():
+    os.environ[calls.SWITCH] = "1"  # of the module: the fixture of a function comes too late
     try:
-        with torch.no_grad():
-            yield
+        made = eager(tiny_models.tiny_model("qwen3_moe"))
+        torch_moe_mps.accelerate(made)
     finally:
-        for handle in handles:
-            handle.remove()
+        os.environ[calls.SWITCH] = "0"
+    return made
 
 
-def no_grad(model):
-    return torch.no_grad()
+class Talk:
+    """Tokens by a model; `captures` are its own for this conversation, None for none."""
+
+    def __init__(self, model, captures: Captures | None) -> None:
+        self.model, self.captures = model, captures
+        self.cache, self.token = DynamicCache(config=model.config), prompt(1, 9)
+
+    def tokens(self, count: int) -> list[torch.Tensor]:
+        logits = []
+        self.model.__dict__.pop(CAPTURES, None)
+        if self.captures is not None:
+            self.model.__dict__[CAPTURES] = self.captures
+        for _ in range(count):
+            out = self.model(self.token, past_key_values=self.cache)
+            logits.append(out.logits)
+            self.token = out.logits[:, -1:].argmax(-1)
+        return logits
 
 
-def gradients(model):
-    return torch.enable_grad()
+@pytest.fixture(autouse=True)
+def first_values(monkeypatch):
+    """What the cases change is as it was."""
+    STATE["code"] = lambda: 1.0
+    for name, value in {"OWN_NUMBER": 1.0, "OWN_DICT": {"factor": 1.0}, "OWN": Thing()}.items():
+        monkeypatch.setattr(MAIN, name, value, raising=False)
+    monkeypatch.setattr(Thing, "factor", 1.0)
+    monkeypatch.delenv("OWN_FACTOR", raising=False)
+    monkeypatch.setitem(STATE, "dict", {"factor": 1.0})
+    NOTED.clear()
 
 
-# (new tokens, how they run, their positions less the cache's); "own" is the model that was not accelerated.
-Step = tuple[int, Callable, int]
-OWN = "own"
-FIRST_REPLACED: list[Step] = [
-    (9, no_grad, 0),
-    (1, gradients, 0),
-    (1, no_grad, 0),
-    (1, OWN, 0),
-    (3, no_grad, 0),
-    (1, hooks, 0),
-    (2, OWN, 0),
-    (1, no_grad, 2),
-    (4, no_grad, 2),
-    (2, gradients, 3),
-    (1, hooks, 0),
-    (1, no_grad, 0),
-]
-FIRST_OWN: list[Step] = [
-    (7, gradients, 0),
-    (1, gradients, 0),
-    (2, no_grad, 0),
-    (1, OWN, 0),
-    (2, hooks, 0),
-    (1, gradients, 1),
-    (1, no_grad, 0),
-    (1, no_grad, 0),
-]
-# A token is captured at the third of its kind.
-CAPTURED: list[Step] = [
-    (9, no_grad, 0),
-    *[(1, no_grad, 0)] * 5,
-    (1, gradients, 0),
-    (1, no_grad, 0),
-    (1, OWN, 0),
-    *[(1, no_grad, 0)] * 2,
-    (1, hooks, 0),
-    *[(1, no_grad, 0)] * 2,
-]
-ORDERS = {"replaced first": FIRST_REPLACED, "own first": FIRST_OWN}
+@torch.no_grad()
+@pytest.mark.parametrize("way,value", CASES)
+def test_own_code_runs_module_by_module(model, monkeypatch, way, value):
+    read, change = VALUES[value]
+    WAYS[way](model, read, monkeypatch)
+    mine, theirs = Talk(model, Captures(anywhere=True)), Talk(model, None)
+    before = [mine.tokens(5), theirs.tokens(5)]
+    change()
+    after = [mine.tokens(3), theirs.tokens(3)]
+    for results, expected in (before, after):
+        assert all(map(torch.equal, results, expected))
+    assert not mine.captures.programs
+    assert "is code of your own" in str(mine.captures) and "capture=True" in str(mine.captures)
+    assert ("<string>" if way == "class of __main__" else "test_own_code.py") in str(mine.captures)
+    if way == "function of the model's file":
+        assert NOTED[-1] == 2.0
 
 
-def call(model, ids, cache, begin: int, moved: int):
-    given = {}
-    if moved:
-        positions = torch.arange(begin, begin + ids.shape[1]) + moved
-        given["position_ids"] = positions.expand(len(ids), -1)
-    if cache is not None:
-        given["past_key_values"] = cache
-    return model(input_ids=ids, use_cache=True, **given)
+@torch.no_grad()
+def test_what_libraries_run_is_captured(model, monkeypatch, tmp_path):
+    """A file is a library's where it is installed; the same file elsewhere is somebody's own."""
+    for folder, is_captured in (("site-packages", True), ("project", False)):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / f"of_{folder[:4]}.py").write_text(
+            "from typing import NamedTuple\nfrom dataclasses import dataclass\n"
+            "class Pair(NamedTuple):\n    a: object\n    b: int\n"
+            "@dataclass\nclass Data:\n    a: object\n"
+            "def twice(own):\n    return lambda x: Data(Pair(own(x), 2)).a.a * 2\n"
+        )
+        with monkeypatch.context() as patch:
+            patch.syspath_prepend(str(tmp_path / folder))
+            twice = importlib.import_module(f"of_{folder[:4]}").twice
+            patch.setitem(vars(norm(model)), "forward", twice(norm(model).forward))
+            mine, theirs = Talk(model, Captures(anywhere=True)), Talk(model, None)
+            assert all(map(torch.equal, mine.tokens(6), theirs.tokens(6)))
+        assert bool(mine.captures.programs) == is_captured, str(mine.captures)
 
 
-def run(architecture: str, steps: list[Step]) -> Iterator:
-    """The accelerated model, after each call."""
-    own = eager(tiny_models.tiny_model(architecture))
-    model = copy.deepcopy(own)
-    torch_moe_mps.accelerate(model)
-    takes = inspect.signature(own.forward).parameters
-    begin, cache, right_cache = 0, None, None
-    for number, (tokens, way, moved) in enumerate(steps):
-        ids = IDS[:, begin : begin + tokens]
-        moved = moved if "position_ids" in takes else 0
-        with torch.no_grad():
-            right = call(own, ids, right_cache, begin, moved)
-        with no_grad(own) if way == OWN else way(model):
-            out = call(own if way == OWN else model, ids, cache, begin, moved)
-        try:
-            assert_close(out[0].detach(), right[0], 1e-5)
-        except AssertionError as error:
-            raise AssertionError(f"call {number}, {steps[number]}: {error}") from None
-        cache, right_cache = (getattr(each, "past_key_values", None) for each in (out, right))
-        begin += 0 if cache is None else tokens
-        if cache is not None and number == len(steps) // 2:  # as beams do
-            for each in (cache, right_cache):
-                each.reorder_cache(torch.tensor([1, 0]))
-        yield model
+def test_whose_files_are_whose(tmp_path):
+    for file in (os.__file__, torch.__file__, torch_moe_mps.__file__, calls.__file__, "<frozen abc>"):
+        assert is_of_library(file)
+    assert is_of_library(os.path.join(HF_MODULES_CACHE, "transformers_modules", "some", "modeling.py"))
+    assert is_of_library("/opt/python/lib/python3/dist-packages/peft/model.py")
+    for file in (__file__, str(tmp_path / "script.py"), "<string>", "<stdin>", "/tmp/ipykernel_7/1.py", ""):
+        assert not is_of_library(file)
 
 
-EVERY = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES]
+@torch.no_grad()
+def test_capture_of_own_code_if_asked_for(monkeypatch):
+    """By the argument, and by the environment, whose values a wrong argument does not reach."""
+    monkeypatch.setenv(calls.SWITCH, "auto")
+    model = eager(tiny_models.tiny_model("qwen3_moe"))
+    with pytest.raises(ValueError, match="capture must be True, False or None, got 'yes'"):
+        torch_moe_mps.accelerate(model, capture="yes")
+    torch_moe_mps.accelerate(model, capture=False)
+    assert captures_of(model) is None
+    for argument, switch in ((True, "0"), (None, "1")):
+        monkeypatch.setenv(calls.SWITCH, switch)
+        torch_moe_mps.accelerate(model, capture=argument)
+        with monkeypatch.context() as patch:
+            patched_class(model, VALUES["dictionary"][0], patch)
+            Talk(model, captures_of(model)).tokens(6)
+            assert captures_of(model).programs and captures_of(model).reason is None
 
 
-@pytest.mark.parametrize("steps", ORDERS.values(), ids=ORDERS)
-@pytest.mark.parametrize("architecture", in_sweep(EVERY, TELLING))
-def test_code_of_all_kinds_in_turn(architecture, steps, monkeypatch):
-    monkeypatch.setenv(SWITCH, "0")
-    assert len([*run(architecture, steps)]) == len(steps)
+@torch.no_grad()
+def test_a_profiler_keeps_a_token_from_being_captured(model):
+    talk = Talk(model, Captures(anywhere=True))
+    sys.setprofile(lambda *seen: None)
+    try:
+        talk.tokens(5)
+    finally:
+        sys.setprofile(None)
+    assert "a profiler hides whose code" in str(talk.captures)
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize("architecture", EVERY)
-def test_captured_tokens_in_turn_with_others(architecture, monkeypatch):
-    monkeypatch.setenv(SWITCH, "1")
-    captured = []
-    for model in run(architecture, CAPTURED):
-        captures = captures_of(model)
-        captured.append(captures is not None and captures.programs != [])
-        print(architecture, captures)
-    assert any(captured)
-
-
-# Attention that came with "sdpa" and runs on our implementation, and one that came with "eager".
-RECORDED = ("deepseek_v32", "gpt_oss")
-
-
-@pytest.mark.parametrize("architecture", in_sweep(EVERY, RECORDED))
-def test_recorded_outputs(architecture):
-    """Hidden states and the weights of attention, which torch's has none of."""
-    own = eager(tiny_models.tiny_model(architecture))
-    model = copy.deepcopy(own)
-    torch_moe_mps.accelerate(model)
-    asked = {"output_attentions": True, "output_hidden_states": True}
-    for mode in (torch.no_grad, torch.enable_grad):
-        with mode():
-            out, right = (each(input_ids=IDS[:, :9], **asked) for each in (model, own))
-        for name in ("attentions", "hidden_states"):
-            ours, theirs = getattr(out, name, None), getattr(right, name, None)
-            assert type(ours) is type(theirs) and len(ours or ()) == len(theirs or ())
-            for each, expected in zip(ours or (), theirs or (), strict=True):
-                assert_close(each.detach(), expected.detach(), 1e-5)
+@torch.no_grad()
+def test_python_without_a_lock(model, monkeypatch):
+    monkeypatch.setattr(sys, "_is_gil_enabled", lambda: False, raising=False)
+    talk = Talk(model, Captures(anywhere=True))
+    talk.tokens(5)
+    assert not talk.captures.programs and "without its global lock" in str(talk.captures)

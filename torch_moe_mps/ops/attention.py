@@ -250,8 +250,9 @@ def _of_distances(relative: Tensor, keys: int) -> Tensor:
 
 def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
     """[..., S] bool of a mask of bits, [..., ceil(S / 32)] int32."""
-    bits = torch.arange(WORD, device=mask.device, dtype=torch.int32)
-    return (mask.unsqueeze(-1) >> bits & 1).flatten(-2)[..., :keys] != 0
+    key = torch.arange(keys, device=mask.device)
+    words = mask.index_select(-1, key // WORD)  # whose count, while a token is captured, nobody asks for
+    return torch.bitwise_right_shift(words, (key % WORD).int()) & 1 != 0
 
 
 def _added(mask: Tensor) -> Tensor:

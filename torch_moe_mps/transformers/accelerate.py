@@ -30,6 +30,7 @@ from .install import drop_forward_of_class, restore_module, rewrite
 from .latents import use_latents
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
+from .modules.rules.norms import check_traces
 from .modules.rules.trial import on_the_cpu
 from .residency import end_residency, keep_resident
 
@@ -49,6 +50,7 @@ def accelerate(
     importance: Importance | str | os.PathLike | None = None,
     kv_bits: int | None = None,
     check: bool = True,
+    capture: bool | None = None,
     **recipe: Any,
 ) -> Report:
     """Make the Mixture-of-Experts layers of a model run on `torch.ops.moe_mps`, in place.
@@ -68,6 +70,11 @@ def accelerate(
             static caches and compiled calls raise an error then. 16 undoes it, None leaves it as it is. Where
             writing or reading 8 bits fails the comparison with the CPU, a warning says that they stay in 16.
         check: False leaves out the comparison with the CPU, as MOE_MPS_CHECK=0 in the environment does.
+        capture: None lets a token of a model on mps be one call where all code that it runs is a library's.
+            True does so on any device, and where code of your own runs: what that reads outside of the model
+            (a global, a closure, another file, the environment) then keeps the value that it had when the
+            token was captured. False lets every token run module by module. MOE_MPS_CAPTURE=1 or 0 in the
+            environment is what None means.
 
     A model on mps has its Metal kernels compiled here, not in its first token; one line on stderr says so.
     From macOS 15 on its weights stay resident until the model is gone or restored.
@@ -77,10 +84,11 @@ def accelerate(
     Returns: a report that prints as a table: what replaced each module, or why it was left alone.
 
     Raises: ValueError for a quantisation that does not fit the weights, for importance of another model or
-        without bits, for a group_size or a mode without one and for other kv_bits, TypeError for what is not
-        a module, RuntimeError for a model on mps with torch before 2.13, whose own operators are wrong there,
-        or with a torch and a macOS that do not go together, and for quantised weights whose operator fails on
-        this machine: all before anything is changed. torch.AcceleratorError if the GPU fails meanwhile.
+        without bits, for a group_size or a mode without one and for other kv_bits or capture, TypeError for
+        what is not a module, RuntimeError for a model on mps with torch before 2.13, whose own operators are
+        wrong there, or with a torch and a macOS that do not go together, and for quantised weights whose
+        operator fails on this machine: all before anything is changed. torch.AcceleratorError if the GPU
+        fails meanwhile.
     """
     _require_module("accelerate", model)
     require_torch("accelerate", model)
@@ -88,6 +96,10 @@ def accelerate(
     wanted = requested_recipe(bits, group_size, mode, **recipe)
     weighed = given_importance("accelerate", importance, model, wanted is not None)
     require_kv_bits("accelerate", kv_bits)
+    if _is_of_transformers(model):
+        from .capture.calls import wanted_capture
+
+        capture = wanted_capture(capture)
     check = check and is_wanted(model)
     if check:
         seconds = require_quantized("accelerate", model, wanted)
@@ -100,14 +112,14 @@ def accelerate(
         report.quantization = quantize_model(model, wanted, weighed)
     else:
         keep_when_saving(model)
-    _replace(model, report, kv_bits)
+    _replace(model, report, kv_bits, capture)
     align_weights(model)
     report.compiled = compile_kernels(model, report.operators(), strict=not check)
     if check and check_replacements("accelerate", model, report, seconds):
         kv_bits = kv_bits_of(model)
         restore(model)
         report.rows.clear()
-        _replace(model, report, kv_bits)
+        _replace(model, report, kv_bits, capture)
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
     keep_resident(model)
@@ -121,8 +133,9 @@ def accelerate(
     return report
 
 
-def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
+def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Replaces what it can, and adds a row for each module to the report, in the model's order."""
+    check_traces()
     found = experts_of(model)
     for name, experts in found.items():
         done = described(experts)
@@ -154,7 +167,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
         from .capture.calls import capture_calls, tokens_of
 
         grow_caches_in_place(model, kv_bits)
-        capture_calls(model)
+        capture_calls(model, capture)
         report.capture = tokens_of(model)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
@@ -162,6 +175,12 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None) -> None:
 
 def restore(model: nn.Module) -> nn.Module:
     """Undo `accelerate`: the model's own code runs again. Quantised experts stay as they are.
+
+    What belongs to the process stays until it ends, and changes nothing for models that are not accelerated:
+    what is registered with transformers (implementations, readers of our checkpoints and of GGUF files, and
+    `save_pretrained`, which describes quantised weights); functions around its attention `sdpa`, around the
+    mask of that, and around methods of attention classes that expand latents or mask chosen keys; names that
+    begin with _moe_mps_ in the files of models whose functions were replaced.
 
     Returns: the model.
 

@@ -54,7 +54,10 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
                 return [], refused
             _run(module, forward, reads)
             return done, None
-    forward, done, refusals = _with_functions(module)
+    try:
+        forward, done, refusals = _with_functions(module)
+    except RuntimeError as error:
+        return [], first_line(error)
     if done:
         _run(module, forward, {})
         return done, None

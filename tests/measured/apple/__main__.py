@@ -7,8 +7,10 @@ from simulator.apple.facts import COSTS, GPUS, Gpu, table
 from simulator.errors import SimulatorError
 from support.simulated import install
 
-from . import fit, layers, published, report
+from . import layers, published, report
 from .cases import DEFAULT_GPUS, FORMATS, Shape, mlx_peers, mlx_rows, ours
+from .fit import fitted
+from .tokens import table as tokens_table
 
 DESCRIPTION = """\
 Predicts, without a Mac, what the package's expert kernels cost on Apple GPUs, beside MLX's kernels.
@@ -50,6 +52,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         help="experts, of them a token, hidden, intermediate",
     )
     add("--layers", action="store_true", help="instead: attention and recurrences of real models")
+    add("--token", action="store_true", help="instead: a token of whole models, with the starts of launches")
     add("--linear", metavar="C,N", help="instead: one matrix alone, C inputs and N outputs")
     add("--formats", default="int4", help=f"some of {', '.join(FORMATS)}, bf16, f16 (default: int4)")
     add(
@@ -138,7 +141,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         gpus = [GPUS[name] for name in chosen(options.gpu, list(GPUS), "gpu")]
         if options.facts:
-            measured = fit.fitted(options.facts)
+            measured = fitted(options.facts)
             gpus = [measured.gpu]
             COSTS.update(measured.costs)
             print("\n".join(measured.lines))
@@ -155,6 +158,9 @@ def main(arguments: list[str] | None = None) -> int:
         install()
         if options.published:
             print(published.report())
+            return 0
+        if options.token:
+            print("\n".join(tokens_table(gpus)))
             return 0
         if options.layers:
             for line in layers.table(gpus):

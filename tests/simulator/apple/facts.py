@@ -65,6 +65,18 @@ DRAM_REACH = fact(
     "M1 Pro, M3 Ultra, M3 Max",
     "omlx #2238, mlx #3967, mlx #3863; one M3 Ultra 0.55 to 0.63 (mlx #4509)",
 )
+DRAM_REACHES = {
+    "M1 Max": fact("DRAM: the same of an M1 Max", 0.80, "known", "M1 Max", "0.78 to 0.83 in llama.cpp #2188"),
+    "M5 Max": fact("DRAM: the same of an M5 Max", 0.78, "known", "M5 Max", "478 of 614 GB/s in mlxcel #358"),
+}
+START_US = fact(
+    "start and end of a dispatch that waits for the one before, us; of a token, not of a kernel's bounds",
+    (3, 6),
+    "inferred",
+    "all",
+    "1.3 to 2.05 at best (kryptic-sh/infr #14, penta2himajin/qwisp #143), 10 with a kernel on an M5 Pro "
+    "(mlx-lm #1676)",
+)
 TENSOR_MACS = fact(
     "tensor units: multiply-adds of 16-bit operands a cycle and core",
     512,
@@ -103,25 +115,11 @@ REGISTER_TABLE = fact(
 )
 fact(
     "not modelled",
-    "spilling, the compiler's order of loads, instruction cache (12 KB), start and end of a dispatch, "
-    "contention, changing clocks, hits in L2 and SLC between threadgroups, M3's two instructions a cycle",
+    "spilling, the compiler's order of loads, instruction cache (12 KB), contention, changing clocks, "
+    "hits in L2 and SLC between threadgroups, M3's two instructions a cycle",
     "known",
     "all",
     "dispatches under 50 us are not predicted",
-)
-fact(
-    "a dispatch of a serial encoder, at best (us); not in the model",
-    (1.3, 2.05),
-    "known",
-    "some M",
-    "kryptic-sh/infr #14, penta2himajin/qwisp #143",
-)
-fact(
-    "a dependent dispatch with its start and end (us); not in the model",
-    10,
-    "known",
-    "M5 Pro",
-    "mlx-lm #1676",
 )
 fact("DRAM latency (ns); not in the model", (342, 400), "known", "M2 Pro", "chipsandcheese.com")
 fact(
@@ -222,7 +220,7 @@ class Gpu:
 
     @property
     def dram_bytes_per_us(self) -> float:
-        return self.gbs * DRAM_REACH * 1e3
+        return self.gbs * DRAM_REACHES.get(self.name, DRAM_REACH) * 1e3
 
     @property
     def core_cycles_per_us(self) -> float:

@@ -285,11 +285,13 @@ class TestBounds:
         m = counted("out[i] = a[i];", [floats(count), empty(count)], grid=count // 256, threads=256)
         bounds = m.bounds(GPUS["M1 Max"])
         assert bounds.binding == "dram"
-        assert bounds.dram == pytest.approx(8 * count / (409.6e3 * 0.86))
+        assert bounds.dram == pytest.approx(8 * count / (409.6e3 * 0.80))
         # 64 bytes a cycle from each of 32 cores.
         assert bounds.l1 == pytest.approx(8 * count / (64 * 32 * 1296))
         assert bounds.issue == pytest.approx(m.slots(M1) / (4 * 32 * 1296))
         assert bounds.predicted_us == bounds.dram
+        for gpu, rate in ((M1, 68.25e3 * 0.86), (GPUS["M4 Max"], 546e3 * 0.86), (GPUS["M5 Max"], 479e3)):
+            assert m.bounds(gpu).dram == pytest.approx(8 * count / rate, rel=1e-3)
 
     def test_a_long_loop_is_bound_by_issue(self):
         body = "float s = a[i]; for (int j = 0; j < 1000; j++) s = fma(s, s, 1.0f); out[i] = s;"

@@ -3,6 +3,7 @@
 import functools
 import inspect
 import os
+import sys
 import threading
 import time
 import warnings
@@ -30,12 +31,13 @@ from ..basics.classes import subclass
 from ..cache import takes_cache
 from ..checked import refused
 from ..graphs.passes import simplify
-from ..graphs.tracing import Recorder, Unsupported, is_operator
+from ..graphs.tracing import NotCapturable, Recorder, is_operator
 from ..residency import follow_moved
 from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
-from .plan import Plan
+from .own_code import OwnCode
+from .plan import Plan, Taken
 from .program import Integers, assemble
 from .reading import Reading
 
@@ -48,6 +50,9 @@ _MOST_CAPTURES = 16  # of a kind of calls, whose guards never hold for long
 _MOST_PINNED = 4
 _MOST_KINDS = 64
 _LONGEST_REST = 4096  # calls after which a capture that failed is tried again
+# What a layer of a cache raises that holds something else than the recorded one.
+_OF_OTHERS = (AttributeError, LookupError, TypeError, RuntimeError)
+_TOO_FEW = "no kind of call for a few tokens was repeated three times"
 # What a recording raises where Python asks for a value that only the GPU knows.
 _OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
@@ -87,14 +92,15 @@ class Captures:
 
     Attributes:
         programs: the one that ran last is the first.
-        reason: why the last call of few tokens was not captured; None if it was.
+        reason: why the last call of few tokens ran module by module; None if it was one call.
     """
 
-    def __init__(self, anywhere: bool = False) -> None:
-        """`anywhere`: on any device, not on mps alone."""
+    def __init__(self, anywhere: bool = False, own_code: bool = False) -> None:
+        """`anywhere`: on any device, not on mps alone; `own_code`: a user's own code, too."""
         self.programs: list[Program] = []
-        self.reason: str | None = "no kind of call for a few tokens was repeated three times"
-        self._anywhere = anywhere
+        self.reason: str | None = _TOO_FEW
+        self._anywhere, self._own_code = anywhere, own_code
+        self._failure: str | None = None  # of the last capture
         self._kinds = Bounded(_MOST_KINDS)
         self._rest, self._rests = 0, 0
         self._reads_masks = False
@@ -103,20 +109,22 @@ class Captures:
         self._has_warned = False
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Captures, (self._anywhere,)
+        return Captures, (self._anywhere, self._own_code)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Captures":
-        return Captures(self._anywhere)
+        return Captures(self._anywhere, self._own_code)
 
     def __str__(self) -> str:
-        if self.programs:
-            programs = ", ".join(f"{len(p.operators)} operators" for p in self.programs)
-            return f"a token is one call ({programs})"
-        return f"tokens run module by module: {self.reason}"
+        if not self.programs:
+            return f"tokens run module by module: {self.reason}"
+        programs = f"one call ({', '.join(f'{len(p.operators)} operators' for p in self.programs)})"
+        if self.reason is None:
+            return f"a token is {programs}"
+        return f"the last token ran module by module: {self.reason}; others are {programs}"
 
-    def clear(self) -> None:
+    def clear(self, reason: str = _TOO_FEW) -> None:
         """Forgets all programs, and with them the weights that they hold."""
-        self.programs, self._kinds = [], Bounded(_MOST_KINDS)
+        self.programs, self._kinds, self.reason = [], Bounded(_MOST_KINDS), reason
 
     def call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         """What `own`, the model's forward, returns for these arguments."""
@@ -133,12 +141,12 @@ class Captures:
             return own(model, **arguments)
         reason = forbidden()
         if reason is None:
-            if self.programs:
-                found = self._run(model, arguments)
-                if found is not None:
-                    return found[0]
+            found = self._run(model, arguments)
+            if found is not None:
+                return found[0]
             if self._rest > 0:
                 self._rest -= 1
+                self.reason = self._failure
             elif self._may_capture(model, own, arguments):
                 found = self._run(model, arguments)
                 if found is not None:
@@ -160,36 +168,54 @@ class Captures:
     def _run(self, model: nn.Module, arguments: dict[str, Any]) -> tuple[Any] | None:
         """A tuple of what a program returns; None if there is none for the call."""
         programs = self.programs  # another thread may change them
-        fingerprint = programs[0].fingerprint if programs else None
+        if not programs:
+            return None
         # copy.copy gives a second model the attributes of the first, and this object with them.
-        if fingerprint is None or fingerprint.model is not model or not fingerprint.holds():
-            self.clear()
+        if programs[0].fingerprint.model is not model:
+            self.clear("the model is a copy of the one whose tokens were captured")
+            return None
+        if not programs[0].fingerprint.holds():
+            self.clear("something about the model has changed since its tokens were captured")
             return None
         padding = functools.cache(lambda: padding_of(model, arguments))
-        for number, program in enumerate(programs):
-            plan = program.plan
-            try:
-                taken = plan.take(arguments, padding)
-            except Exception:  # of a layer that holds something else
-                continue
-            integers = None if taken is None else program.integers(*taken.symbols)
-            if taken is None or integers is None:
-                continue
-            exchange = exchange_of(model)
-            arriving = [] if exchange is None else exchange.arriving(program.handover)
-            if arriving is None:
-                continue
-            results = program.run(taken.inputs + arriving, taken.views, taken.symbols, integers)
-            if results:
-                plan.give(taken, results, integers)
-                if number:
+        reasons: list[str] = []
+        for program in programs:
+            found = self._run_one(program, model, arguments, padding)
+            if isinstance(found, tuple):
+                if program is not programs[0]:
                     self.programs = [program, *(p for p in programs if p is not program)]
                 self.reason = None
-                made, sent = program.make(results, taken.cache)
-                if exchange is not None:
-                    exchange.send(sent)
-                return (made,)
+                return found
+            reasons.append(found)
+        self.reason = reasons[0]  # of the program that ran last
         return None
+
+    def _run_one(
+        self, program: Program, model: nn.Module, arguments: dict[str, Any], padding: Callable[[], Any]
+    ) -> tuple[Any] | str:
+        """A tuple of what a program returns, or why it is not for the call."""
+        plan = program.plan
+        try:
+            taken: Taken | str = plan.take(arguments, padding)
+        except _OF_OTHERS as error:
+            taken = f"the cache holds something else ({type(error).__name__}: {first_line(error)})"
+        if isinstance(taken, str):
+            return taken
+        integers = program.integers(*taken.symbols)
+        if integers is None:
+            return "the call has sizes for which the model runs other operators"
+        exchange = exchange_of(model)
+        arriving = [] if exchange is None else exchange.arriving(program.handover)
+        if arriving is None:
+            return "what arrives from another process is of another kind"
+        results = program.run(taken.inputs + arriving, taken.views, taken.symbols, integers)
+        if not results:
+            return "a tensor has another shape, dtype, device or memory than in the captured call"
+        plan.give(taken, results, integers)
+        made, sent = program.make(results, taken.cache)
+        if exchange is not None:
+            exchange.send(sent)
+        return (made,)
 
     def _may_capture(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> bool:
         """Counts a call, and captures it if it is the third of its kind. Returns: whether it has."""
@@ -203,7 +229,7 @@ class Captures:
             program = self._captured(model, own, reading, kind)
         except ExchangeError:
             raise
-        except Unsupported as unsupported:
+        except NotCapturable as unsupported:
             self._fail(str(unsupported))
         except _OF_VALUES as error:
             self._fail(f"it asks for values that only the GPU knows ({first_line(error)})")
@@ -219,7 +245,7 @@ class Captures:
                 )
         else:
             self.programs = [program, *self._still_right(program.fingerprint)][:_MOST_PROGRAMS]
-            self._rests = 0
+            self._rests, self._failure = 0, None
             follow_moved()  # passes have joined weights
             return True
         finally:
@@ -233,7 +259,7 @@ class Captures:
         return [program._replace(fingerprint=now) for program in self.programs]
 
     def _fail(self, reason: str) -> None:
-        self.reason = reason
+        self.reason = self._failure = reason
         self._rests += 1
         self._rest = min(4**self._rests, _LONGEST_REST)
 
@@ -250,7 +276,7 @@ class Captures:
         if kind.calls <= _CALLS_BEFORE:
             return None
         if kind.captures >= _MOST_CAPTURES:
-            raise Unsupported(f"calls of one kind were captured {_MOST_CAPTURES} times, and differ again")
+            raise NotCapturable(f"calls of one kind were captured {_MOST_CAPTURES} times, and differ again")
         kind.calls, kind.captures = 0, kind.captures + 1
         return kind
 
@@ -258,7 +284,12 @@ class Captures:
     @torch.no_grad()
     def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Program:
         started = time.perf_counter()
-        recorder = Recorder()
+        if not getattr(sys, "_is_gil_enabled", lambda: True)():
+            raise NotCapturable("Python runs without its global lock, with which a token compares the model")
+        if not self._own_code and sys.getprofile() is not None:
+            raise NotCapturable("a profiler hides whose code a token runs")
+        own_code = OwnCode()
+        recorder = Recorder(None if self._own_code else own_code)
         symbol, values, least = _symbols(reading, kind)
         symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
         plan = Plan(reading, symbol, symints, recorder)
@@ -273,12 +304,15 @@ class Captures:
             else:
                 output, sent, handover = exchange.record(run, plan.fixed_input)
         finally:
-            if not fingerprint.holds():
+            changes = not fingerprint.holds()
+            if changes:
                 fingerprint.undo()
-                raise Unsupported("a call changes the model")
+        own_code.require_none()
+        if changes:
+            raise NotCapturable("a call changes the model")
         if plan.reads_mask:
             self._reads_masks = True  # from the next call on
-            raise Unsupported("it reads the mask of padding")
+            raise NotCapturable("it reads the mask of padding")
         integers = Integers(recorder.env, list(recorder.symbols))
         tensors: list[Tensor] = []
         make = _maker((output, sent), tensors, plan.stand_in_of_cache)
@@ -291,7 +325,7 @@ class Captures:
         evaluate = integers.function(least)
         kind.pinned += integers.is_pinned  # once a window is full, it is so for all tokens
         if kind.pinned > _MOST_PINNED:
-            raise Unsupported("it rests on one length of the context")
+            raise NotCapturable("it rests on one length of the context")
         plan.forget()
         seconds = time.perf_counter() - started
         operators = tuple(node.target for node in recorder.graph.nodes if is_operator(node))
@@ -333,21 +367,28 @@ def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
         return lambda results, given: kind([make(results, given) for make in items])
     if value is None or isinstance(value, (bool, int, float, str)):
         return lambda *_: value
-    raise Unsupported(f"it returns a {type(value).__name__}")
+    raise NotCapturable(f"it returns a {type(value).__name__}")
 
 
-def capture_calls(model: nn.Module) -> None:
-    """Lets the models of transformers in a module capture their calls, unless MOE_MPS_CAPTURE=0."""
-    wanted = os.environ.get(SWITCH, "auto")
-    if wanted not in ("0", "1", "auto"):
-        raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {wanted!r}")
+def wanted_capture(capture: bool | None) -> bool | None:
+    """Whether tokens are captured: True always, False never; for None as MOE_MPS_CAPTURE says."""
+    switch = os.environ.get(SWITCH, "auto")
+    if switch not in ("0", "1", "auto"):
+        raise ValueError(f"torch_moe_mps: {SWITCH} must be 0, 1 or auto, got {switch!r}")
+    if capture is not None and type(capture) is not bool:
+        raise ValueError(f"moe_mps::accelerate: capture must be True, False or None, got {capture!r}")
+    return {"0": False, "1": True}.get(switch) if capture is None else capture
+
+
+def capture_calls(model: nn.Module, wanted: bool | None) -> None:
+    """Lets the models of transformers in a module capture their calls, as `wanted_capture` says."""
     note_change()
     for module in _models(model):
         module.__dict__.pop(CAPTURES, None)
         if host_library() is None:
             continue
-        if wanted != "0":
-            module.__dict__[CAPTURES] = Captures(anywhere=wanted == "1")
+        if wanted is not False:
+            module.__dict__[CAPTURES] = Captures(anywhere=bool(wanted), own_code=bool(wanted))
         if not hasattr(type(module), _MARK):
             cls: Any = type(module)
             module.__class__ = _capturing_class(cls)
@@ -420,7 +461,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
     if hasattr(original, "generate"):
 
         @functools.wraps(original.generate)
-        def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             with synchronized(self.device):
                 return original.generate(self, *args, **kwargs)
 

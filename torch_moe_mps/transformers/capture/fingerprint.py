@@ -1,13 +1,13 @@
 """What a recorded call of a model rests on, compared in one go before each token.
 
-A recording holds what Python did with the model's modules, their attributes, configs, classes and files. All
-of them are objects of Python, nearly all dictionaries: csrc/fingerprint.mm compares what those hold;
-gc.get_referents lists what thousands of others hold in one C call.
+A recording holds what a library's code did with the model's modules, their attributes, configs, classes and
+files; own_code.py keeps others out. All of them are objects of Python, nearly all dictionaries:
+csrc/fingerprint.mm compares what those hold; gc.get_referents lists what others hold in one C call.
 """
 
 import builtins
+import copyreg
 import ctypes
-import dis
 import functools
 import gc
 import inspect
@@ -18,7 +18,7 @@ import weakref
 from array import array
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
-from operator import attrgetter, is_, is_not
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -34,7 +34,8 @@ from transformers.utils.generic import GeneralInterface
 
 from ..._extension import host_library
 from ..basics.state import Beside, State
-from ..graphs.tracing import Unsupported
+from ..graphs.tracing import NotCapturable
+from .own_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
 # What every module has besides them, and no forward without gradients reads.
@@ -68,15 +69,8 @@ _LEAVES = (
     State, Beside,
 )  # fmt: skip
 _CONTAINERS = (dict, list, set, tuple)
-_MAIN = "__main__"
-# What may be replaced in a function.
-_OF_FUNCTIONS = {
-    "PyFunction_GetCode": "__code__",
-    "PyFunction_GetDefaults": "__defaults__",
-    "PyFunction_GetKwDefaults": "__kwdefaults__",
-}
 # Packages whose files are not watched: their names do not change, but for torch.nn.functional's.
-_UNWATCHED = ("torch", "torch_moe_mps", "builtins", _MAIN)
+_UNWATCHED = ("torch", "torch_moe_mps", "builtins")
 
 
 class Fingerprint:
@@ -95,34 +89,23 @@ class Fingerprint:
             if any(each is not None and getattr(hook, "__self__", None) is each for each in own):
                 continue
             owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
-            raise Unsupported(f"a hook of {next(owners, 'a module')} may look at each call")
+            raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
         classes = dict.fromkeys(cls for each in reached.classes for cls in each.__mro__)
-        members = _members(classes)
-        self._functions = [f for f in gc.get_referents(*members) if isinstance(f, types.FunctionType)]
-        self._main, self._names = vars(sys.modules[_MAIN]), _names_in_main(classes)
+        files = list(_files(classes))
+        _note_first(classes, files)
         self._copies = [(each, each.copy()) for each in reached.containers if isinstance(each, (dict, list))]
-        options = [each.__kwdefaults__ for each in self._functions if each.__kwdefaults__]
-        held = [*hooks, *members, *options, *_files(classes), *reached.containers]
+        held = [*hooks, *_members(classes), *files, *reached.containers]
         # An empty one alone of other kinds: the order of those is no part of their entries.
         entries = [each for each in held if type(each) is dict or (isinstance(each, dict) and not each)]
         known = set(map(id, entries))
         self._entries = _Entries(sorted(entries, key=id))  # as they lie in memory
         self._others = _Contents([each for each in held if id(each) not in known])
-        self._given = [
-            _Given("PyObject_Type", type, self._modules),
-            *(_Given(in_c, attrgetter(name), self._functions) for in_c, name in _OF_FUNCTIONS.items()),
-        ]
         self._now = self._around()
 
     def holds(self) -> bool:
         """Whether a call would do the same as the recorded one."""
         try:
-            return (
-                self._around() == self._now
-                and all(given.are_equal() for given in self._given)
-                and self._others.are_equal()
-                and self._entries.are_equal()
-            )
+            return self._around() == self._now and self._others.are_equal() and self._entries.are_equal()
         except Exception:  # from comparing tensors, arrays or whatever else, which are others now
             return False
 
@@ -135,27 +118,7 @@ class Fingerprint:
             container.extend(before) if isinstance(container, list) else container.update(before)
 
     def _around(self) -> tuple[Any, ...]:
-        return (
-            list(map(self._main.get, self._names)),
-            torch.get_default_dtype(),
-            _changes,
-        )
-
-
-class _Given:
-    """What objects give for a function of Python's, `in_c`, which is `function` in Python."""
-
-    def __init__(self, in_c: str, function: Callable[[Any], object], objects: list[Any]) -> None:
-        held = list(map(function, objects))
-        self._alive = objects, held  # nothing else gets their addresses
-        addresses = (0 if each is None else id(each) for each in held)
-        self._arrays = array("Q", map(id, objects)), array("Q", addresses)
-        # PyObject_Type counts what it gives.
-        names = in_c, "Py_DecRef" if in_c == "PyObject_Type" else None
-        self._arguments = *map(_address_of, names), *map(_start_of, self._arrays), len(objects)
-
-    def are_equal(self) -> bool:
-        return _comparison("moe_mps_gives")(*self._arguments)
+        return list(map(type, self._modules)), torch.get_default_dtype(), _changes
 
 
 class _Contents:
@@ -187,27 +150,23 @@ class _Entries(_Contents):
             array("Q", map(id, self._alive)),
         )
         first, sizes, held = map(_start_of, self._arrays)
-        self._arguments = _address_of("PyDict_Next"), first, sizes, held, len(dictionaries)
+        following = ctypes.cast(ctypes.pythonapi.PyDict_Next, ctypes.c_void_p).value
+        self._arguments = following, first, sizes, held, len(dictionaries)
 
     def are_equal(self) -> bool:
-        return _comparison("moe_mps_holds")(*self._arguments) or super().are_equal()
+        return _comparison()(*self._arguments) or super().are_equal()
 
     def _read(self) -> tuple[list[Any], ...]:
         return *super()._read(), list(map(list, self._containers))  # keys that are text are no referents
 
 
 @functools.cache
-def _comparison(name: str) -> Callable[..., bool]:
-    """A function of csrc/fingerprint.mm, of four addresses and a count."""
-    found: Any = getattr(ctypes.PyDLL(str(host_library())), name)
+def _comparison() -> Callable[..., bool]:
+    """The function of csrc/fingerprint.mm, of four addresses and a count."""
+    found: Any = ctypes.PyDLL(str(host_library())).moe_mps_holds
     found.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
     found.restype = ctypes.c_bool
     return found
-
-
-def _address_of(name: str | None) -> int | None:
-    """Of a function of Python's."""
-    return None if name is None else ctypes.cast(getattr(ctypes.pythonapi, name), ctypes.c_void_p).value
 
 
 def _start_of(numbers: "array[int]") -> int:
@@ -330,11 +289,24 @@ def _members(classes: Iterable[type]) -> list[Any]:
     return [held for cls in classes for held in gc.get_referents(cls.__dict__)]
 
 
+def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
+    """Lets Python note in classes and files what it notes when they are copied, or warn, for the first time.
+
+    Else a call that does so, in a process in which none has done so before, would look like a change.
+    """
+    for cls in classes:
+        copyreg._slotnames(cls)  # type: ignore[attr-defined]  # a function that pickle calls by this name, too
+    for file in files:
+        if "__file__" in file:
+            file.setdefault("__warningregistry__", {})
+
+
 def _files(classes: Iterable[type]) -> Iterator[Any]:
-    """What the files of classes have by name, and those of the functions that they import."""
+    """What the files of libraries' classes have by name, and those of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
-    files = {id(file): file for name in names if (file := vars(sys.modules.get(name, types)))}
+    of_names = (vars(sys.modules.get(name, types)) for name in names)
+    files = {id(file): file for file in of_names if is_of_library(file.get("__file__") or "")}
     files[id(vars(functional))] = vars(functional)
     for file in list(files.values()):
         for value in file.values():
@@ -346,24 +318,8 @@ def _files(classes: Iterable[type]) -> Iterator[Any]:
         for name, value in file.items():
             if isinstance(value, GeneralInterface):
                 yield from (value._global_mapping, value._local_mapping)
-            elif isinstance(value, (dict, list, set)) and not name.startswith("__"):
+            elif type(value) in (dict, list, set) and not name.startswith("__"):
                 yield value
-
-
-def _names_in_main(classes: Iterable[type]) -> list[str]:
-    """The names in a program's own file that these classes read: others change while it runs."""
-    main = vars(sys.modules[_MAIN])
-    members = [member for cls in classes for member in vars(cls).values()]
-    codes = [each.__code__ for each in members if getattr(each, "__globals__", None) is main]
-    names: dict[str, None] = {}
-    while codes:
-        code = codes.pop()
-        codes += [each for each in code.co_consts if isinstance(each, types.CodeType)]
-        for name in (each.argval for each in dis.get_instructions(code) if each.opname == "LOAD_GLOBAL"):
-            if name not in names and isinstance(main.get(name), types.FunctionType):
-                codes.append(main[name].__code__)
-            names[name] = None
-    return list(names)
 
 
 def _is_of(name: str, packages: tuple[str, ...]) -> bool:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..graphs.tracing import Recorder, Unsupported
+from ..graphs.tracing import NotCapturable, Recorder
 from ..growing import END, MEMORY
 from ..modules.causal_mask import RANGE, CausalMask
 from ..quantized_states import QuantizedStates
@@ -19,6 +19,7 @@ from .fingerprint import default_device
 from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
 
 SIZE, TOKENS, START = range(4, 7)  # beside NUMBER what a symbol is read from
+_NUMBERS = "numbers that were equal in the captured call differ"
 
 
 class Taken(NamedTuple):
@@ -223,15 +224,15 @@ class Plan:
             return tensors
         cache = self.stand_in_of_cache
         if static_of(cache) != self._attributes:
-            raise Unsupported("the call changes its cache's attributes")
+            raise NotCapturable("the call changes its cache's attributes")
         for layer, (_, names) in zip(cache.layers, self._layers, strict=True):
             if not vars(layer).keys() >= set(names):
-                raise Unsupported("the call takes attributes from a layer of its cache")
+                raise NotCapturable("the call takes attributes from a layer of its cache")
         places = places_of(cache, self._layers)
         for before, held in zip(self._before, map(dict, map(items_of, places)), strict=False):  # not of masks
             writes: list[tuple[Any, int, Any, Any]] = []
             if before.keys() != held.keys():
-                raise Unsupported("the call gives a layer of its cache attributes")
+                raise NotCapturable("the call gives a layer of its cache attributes")
             for name, value in held.items():
                 if value is before[name]:
                     continue
@@ -240,7 +241,7 @@ class Plan:
                     known = self._memories.values()
                     place = next((number for number, each, _ in known if each is memory), None)
                     if place is None and memory is not None:
-                        raise Unsupported("the cache moves to new memory")
+                        raise NotCapturable("the cache moves to new memory")
                     if memory is not None:
                         end = expression(getattr(memory, END))
                     kept = type(value), first + len(tensors), len(parts(value))
@@ -251,7 +252,7 @@ class Plan:
                 elif isinstance(value, STATIC_TYPES):
                     writes.append((name, STATIC, value, None))
                 else:
-                    raise Unsupported(f"the call gives its cache {name}, a {type(value).__name__}")
+                    raise NotCapturable(f"the call gives its cache {name}, a {type(value).__name__}")
             self._writes.append(writes)
         return tensors
 
@@ -264,17 +265,17 @@ class Plan:
                 value.forget()
         del self._recorder
 
-    def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | None:
-        """A call like the recorded one, as far as Python can tell; None for another one.
+    def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | str:
+        """A call like the recorded one, as far as Python can tell; for another one what differs.
 
         `padding` gives what `padding_of` gives for the call.
         """
         inputs: list[Tensor] = []
         arguments = flat(arguments)
         if len(arguments) != len(self._arguments) + len(self._masks) + (self._cache is not None):
-            return None
+            return "it has other arguments"
         if default_device() != self._default_device:
-            return None
+            return "the default device is another one"
         for name, kind, value in self._arguments:
             given = arguments.get(name)
             if kind == TENSOR:
@@ -282,47 +283,47 @@ class Plan:
                 if name == MASK and self._padding is not None:
                     found = padding()
                     if found is None or (found[0] is None) != (self._padding[0] is None):
-                        return None
+                        return "its padding is of another kind"
                     inputs += [keys for keys in found if keys is not None]
             elif kind == NUMBER and value is None:
                 if type(given) is not int:
-                    return None
+                    return f"{name} is of another kind"
             elif given is not value and (type(given) is not type(value) or given != value):
-                return None
+                return f"{name} is another one"
         for name, known in self._masks:
             given = arguments.get(name)
             if type(given) is not CausalMask or kind_of(given) != known:
-                return None
+                return f"{name} is of another kind"
         cache = None if self._cache is None else arguments.get(self._cache)
         if self._cache is not None:
             if not isinstance(cache, Cache) or static_of(cache) != self._attributes:
-                return None
+                return "the cache is of another kind"
             if list(map(type, cache.layers)) != [known for known, _ in self._layers]:
-                return None
+                return "the cache has other layers"
         places = self._places_in(arguments)
         values = self._places.read(places)
         if values is None:
-            return None
+            return "the cache has other attributes"
         held = self._places.held(values)
         shown = [getattr(view, MEMORY) for view in held]
         memories = self._first_of(shown)
         if any(map(is_not, shown, self._memories_of(memories))):
-            return None
+            return "the layers of the cache share other memory"
         inputs += all_parts(self._places.tensors(values) + memories)
         views = all_parts(held)
         if any(map(is_not, map(type, inputs), repeat(Tensor))):
-            return None
+            return "a tensor is of another class"
         symbols = self._read(inputs, views, [*places, arguments])
         if any(arguments[name] != symbols[number] for name, number in self._numbers):
-            return None
+            return _NUMBERS
         if self._places.numbers(values) != self._places.symbols(symbols):
-            return None
+            return _NUMBERS
         ends = [
             (start if first < 0 else symbols[first]) + (tokens if count < 0 else symbols[count])
             for start, first, tokens, count in self._kinds_of_ends
         ]
         if tuple([getattr(memory, END) for memory in memories]) != self._ends_of(ends):
-            return None  # somebody else has written there
+            return "somebody else has written behind the cache's last token"
         return Taken(inputs, views, memories, places, symbols, cache)
 
     def _read(self, inputs: list[Tensor], views: list[Tensor], places: list[Any]) -> list[int]:

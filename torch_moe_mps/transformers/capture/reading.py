@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
 
-from ..graphs.tracing import Unsupported
+from ..graphs.tracing import NotCapturable
 from ..growing import MEMORY
 from ..modules.causal_mask import ELEMENTS, CausalMask
 from ..quantized_states import QuantizedStates
@@ -46,7 +46,7 @@ class Reading:
     """
 
     def __init__(self, arguments: dict[str, Any], padding: tuple[Tensor | None] | None) -> None:
-        """Raises: Unsupported for what cannot be captured."""
+        """Raises: NotCapturable for what cannot be captured."""
         self.numbers: list[int] = []
         self.sizes: set[int] = set()
         self.starts: set[int] = set()
@@ -74,9 +74,9 @@ class Reading:
     def _cache(self, name: str, cache: Any) -> Iterator[Any]:
         offloads = getattr(cache, "offloading", False)
         if not is_known(cache) or offloads:
-            raise Unsupported(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
+            raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
         if any(isinstance(entry.value, Cache) for entry in self.entries):
-            raise Unsupported("it has two caches")
+            raise NotCapturable("it has two caches")
         self.entries.append(Entry(ARGUMENTS, name, STATIC, cache, 0))
         yield from (name, *static_of(cache).items())
         for layer in cache.layers:
@@ -133,7 +133,7 @@ class Reading:
         elif type(value) is dict and place != ARGUMENTS:  # another place
             return
         else:
-            raise Unsupported(f"{name} is a {type(value).__name__}")
+            raise NotCapturable(f"{name} is a {type(value).__name__}")
         self.entries.append(Entry(place, name, kind, value, first))
 
     def _sizes_of(self, tensor: Tensor) -> tuple[int, ...]:

@@ -1,11 +1,14 @@
 """GGUF files in from_pretrained of transformers: blocks stay packed, on our operators.
 
-Where tensors go is transformers' knowledge (gguf_file.py). What cannot stay packed it dequantises, and the
-report says what and why.
+That is so where our own from_pretrained or a command loads, and in any program on a Mac for what transformers
+itself does not keep packed there; all else it loads as without this package. Where tensors go is knowledge of
+transformers (gguf_file.py). What cannot stay packed it dequantises, and the report says what and why.
 """
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -13,6 +16,8 @@ from torch import Tensor
 from transformers import modeling_gguf_pytorch_utils
 from transformers.integrations import gguf as reading
 from transformers.integrations.gguf import reader
+from transformers.integrations.gguf.kernels import get_gguf_kernel
+from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
@@ -25,6 +30,18 @@ from .saving import mark_quantized
 from .sizes import bytes_a_token, quantized_bytes
 from .targets import HasTargets, Reasons, Target, quantizable, tie_quantized, tied_layers
 from .weights import quantized_names, store_empty, take_stored
+
+_asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
+
+
+@contextlib.contextmanager
+def packing() -> Iterator[None]:
+    """Files that are loaded inside the block stay packed here, wherever that is."""
+    token = _asked.set(True)
+    try:
+        yield
+    finally:
+        _asked.reset(token)
 
 
 class Part:
@@ -62,13 +79,17 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
     """
 
     report: QuantizationReport | None = None
+    _is_theirs = False  # transformers loads the file as it would without this package
 
     @property
     def _packs(self) -> bool:
-        return not self.quantization_config.dequantize
+        return not (self._is_theirs or self.quantization_config.dequantize)
 
     def read_header(self, gguf_file: str) -> None:
-        """transformers' second loader, and with it kernels from the Hub, is for what stays dense."""
+        """transformers' second loader, and with it kernels from the Hub, is for what is not packed here."""
+        self._is_theirs = not _asked.get() and (
+            not torch.backends.mps.is_available() or _transformers_packs(gguf_file)
+        )
         if not self._packs:
             super().read_header(gguf_file)
 
@@ -182,6 +203,13 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
         mark_quantized(model)
         accelerate(model)
         return model
+
+
+def _transformers_packs(gguf_file: str) -> bool:
+    """Whether transformers keeps a file's blocks on this Mac: some architectures, with its kernels."""
+    architecture = read_checked(gguf_file)[0]["general.architecture"]
+    knows = architecture != gguf_oss.NAME and is_gguf_arch_supported(architecture)
+    return knows and get_gguf_kernel() is not False
 
 
 reading.read_gguf_metadata = read_checked

@@ -19,6 +19,7 @@ from ..compiling import compile_kernels
 from ..modules.experts import NAME
 from .calibration import importance_for
 from .config import QuantizationConfig
+from .gguf import packing
 from .importance import Importance
 from .quantizer import Quantizer
 from .recipe import ARGUMENTS, requested_recipe
@@ -103,7 +104,7 @@ def from_pretrained(
     with allowed(check):
         try:
             # What is made of several tensors, or into another format, is made before the next ones are read.
-            with one_by_one(recipe is not None or source.by_others), reading:
+            with one_by_one(recipe is not None or source.by_others), packing(), reading:
                 model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
         except NO_MODEL:
             source.skeleton()  # says so, if the config is the reason

@@ -3,10 +3,10 @@
 A weight stays dense, with a reason, if something uses an attribute that a quantised layer lacks.
 """
 
-import contextlib
 import functools
 import inspect
 import re
+import types
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -205,8 +205,8 @@ class Reasons:
             return f"{type(module).__name__} has code of its own"
         parent, _, child = name.rpartition(".")
         around: type = type(self.model.get_submodule(parent))
-        if child in _weights_read_by(around):
-            return "the code around it reads its weight"
+        if (reason := _weights_read_by(around).get(child)) is not None:
+            return reason
         if child in (getattr(self.model, "_keep_in_fp32_modules", None) or ()):
             return "it stays in float32" if self.model.dtype == torch.float16 else None
         return None
@@ -243,18 +243,31 @@ def _is_plain(embedding: nn.Embedding) -> bool:
 
 
 @functools.cache
-def _weights_read_by(cls: type) -> set[str]:
-    """The children whose weight the methods of a class read in ways that LazyWeight does not allow.
+def _weights_read_by(cls: type) -> dict[str, str]:
+    """{child: the reason to leave it dense}: methods of a class read its weight as LazyWeight does not allow.
 
     Functions with "cuda" in their names and branches for training never run on quantised layers.
     """
-    found: set[str] = set()
-    own = [base for base in cls.__mro__ if not base.__module__.startswith(("torch.", "builtins"))]
+    found: dict[str, str] = {}
+    own = [base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch.")]
     for name, function in chain.from_iterable(vars(base).items() for base in own):
         if inspect.isfunction(function) and "cuda" not in name:
-            with contextlib.suppress(OSError):  # there is no source
-                found.update(_READ.findall(_FOR_TRAINING.sub("", inspect.getsource(function))))
+            try:
+                read = _READ.findall(_FOR_TRAINING.sub("", inspect.getsource(function)))
+                found |= dict.fromkeys(read, "the code around it reads its weight")
+            except OSError:
+                names = {*_names_in(inspect.unwrap(function).__code__)}
+                reason = "the code around it, which has no source, reads a weight"
+                found |= dict.fromkeys(names if "weight" in names else (), reason)
     return found
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    """The names of attributes and globals in code, and in functions within."""
+    yield from code.co_names
+    for each in code.co_consts:
+        if isinstance(each, types.CodeType):
+            yield from _names_in(each)
 
 
 def _towers(model: Any) -> Iterator[str]:

@@ -5,7 +5,9 @@ of a symbol is a guard. make_fx does the same; here symbols stay in the argument
 are made, which takes a third of its time.
 """
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import torch
@@ -24,7 +26,7 @@ PARTS = "parts"  # likewise: the parameters that are views of this constant
 VALUE = "val"  # in the meta of a node: its fake result
 
 
-class Unsupported(Exception):
+class NotCapturable(Exception):
     """A call cannot be captured, and why."""
 
 
@@ -97,13 +99,17 @@ _known = Bounded(_MOST_KNOWN)  # {call without symbols: what it gave}, of all re
 class Recorder(TorchDispatchMode):
     """Records into `graph` what runs inside its block.
 
+    Args:
+        look_at: is shown the calls of Python in `run` outside of operators, as `sys.setprofile` shows them.
+
     Attributes:
         graph: placeholders are inputs; nodes of get_attr are constants.
         symbols: {sympy symbol: what it was at the capture}, in the order of `symbol`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, look_at: Callable[[FrameType, str, Any], None] | None = None) -> None:
         super().__init__()
+        self._look_at = look_at
         self.graph = fx.Graph()
         self.env = _Symbols(allow_scalar_outputs=False, allow_dynamic_output_shape_ops=False)
         self.fakes = FakeTensorMode(shape_env=self.env, allow_non_fake_inputs=True)
@@ -136,7 +142,13 @@ class Recorder(TorchDispatchMode):
     def run(self, function: Callable[[], Any]) -> Any:
         # In these modes torch's compiler would give up what it compiles, and not for this call alone.
         with torch.compiler.set_stance("force_eager"), self.fakes, self:
-            return function()
+            if self._look_at is None:
+                return function()
+            sys.setprofile(self._look_at)
+            try:
+                return function()
+            finally:
+                sys.setprofile(None)
 
     def finish(self, results: list[Tensor]) -> None:
         """Ends the graph, which returns these tensors."""
@@ -149,7 +161,7 @@ class Recorder(TorchDispatchMode):
         node = self._nodes.get(id(tensor))
         if node is None:
             if isinstance(tensor, FakeTensor):
-                raise Unsupported("a tensor of an earlier trace is used again")
+                raise NotCapturable("a tensor of an earlier trace is used again")
             node = self.graph.get_attr(f"constant_{len(self._nodes)}")
             node.meta[TENSOR] = tensor
             self._name(tensor, node)
@@ -234,7 +246,15 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if not _PLAIN.issuperset(types):
             return NotImplemented
-        kwargs = kwargs or {}
+        if self._look_at is None or sys.getprofile() is not self._look_at:
+            return self._dispatch(func, args, kwargs or {})
+        sys.setprofile(None)  # most of what runs does so in operators, and is torch's
+        try:
+            return self._dispatch(func, args, kwargs or {})
+        finally:
+            sys.setprofile(self._look_at)
+
+    def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _ATEN.lift_fresh.default:  # a new tensor, which may be written
             func = _ATEN.clone.default
         if func is _ATEN.constant_pad_nd.default and any(isinstance(n, torch.SymInt) for n in args[1]):

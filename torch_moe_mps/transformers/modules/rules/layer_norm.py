@@ -1,7 +1,7 @@
 """LayerNorms that a model computes step by step or with casts: one operator each, as torch's own is."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -54,7 +54,7 @@ def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     eps = next((name for name in _EPS if isinstance(getattr(module, name, None), float)), "")
     offsets = (0.0, 1.0) if "weight" in given else (0.0,)
     forms = [Form(shape[0], eps, offset, False) for offset in offsets]
-    tries = (verdict((original_class(module), *given, form), _same, module, form, given) for form in forms)
+    tries = (verdict(module, _same, form) for form in forms)
     form = next((form for form in tries if form is not None), None)
     if form is None:
         return None
@@ -64,13 +64,14 @@ def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     return layer_norm_forward, [Done("layer_norm")]
 
 
-def _same(module: nn.Module, form: Form, given: dict[str, Any]) -> Form | None:
+def _same(module: nn.Module, form: Form) -> Form | None:
     """The form, if it gives what the module's own forward gives: of large rows and of small ones, for eps."""
     generator = torch.Generator().manual_seed(0)
     twin = bare_twin(module)
-    numbers = {name: torch.rand(form.width, generator=generator) + 0.5 for name in given}
-    twin._parameters |= {name: nn.Parameter(value, requires_grad=False) for name, value in numbers.items()}
-    twin._parameters |= {name: None for name in ("weight", "bias") if name not in given}
+    for name in ("weight", "bias"):
+        given = module._parameters.get(name)
+        number = None if given is None else torch.rand(form.width, generator=generator) + 0.5
+        twin.register_parameter(name, number if number is None else nn.Parameter(number, requires_grad=False))
     x = torch.randn(2, form.width, generator=generator) * torch.tensor([[3.0], [1e-3]]) + 0.01
     state_of(twin).formula = form
     own = original_class(module).forward

@@ -1,10 +1,13 @@
 """What RMSNorm a module is, as its forward is traced."""
 
+import functools
+import warnings
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, fx, nn
 
+from ....ops._checks import first_line
 from ...basics.state import NOTHING, STATE, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import match, uncast
@@ -134,3 +137,32 @@ def norm_arguments(norm: nn.Module, x: Tensor, groups: int = 1) -> NormArguments
         if weight.numel() != x.shape[-1] or not (formula.keeps_dtype or weight.dtype is x.dtype):
             return None
     return weight, formula.eps, formula.offset
+
+
+class _Usual(nn.Module):
+    """A norm as most models have it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.ones(8)), 1e-6
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps))
+
+
+@functools.cache
+def check_traces() -> None:
+    """Warns, once, where traces show no formula: in another torch every module would keep its own code."""
+    try:
+        traced = trace(_Usual(), Input((*SIZES[0], 8)), raises=True)
+        if traced is not None and _read_norm(traced, "{}") is not None:
+            return
+        nodes = () if traced is None else traced.graph.nodes
+        reason = f"a norm gives [{', '.join(str(node.target) for node in nodes)}]"
+    except Exception as error:  # of another torch, in any of its functions
+        reason = f"{type(error).__name__}: {first_line(error)}"
+    warnings.warn(
+        f"torch_moe_mps: torch {torch.__version__} does not show what modules compute ({reason}); norms, "
+        "MLPs and routers keep the model's own code",
+        stacklevel=2,
+    )

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
-from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class
 from ..experts import is_observed
@@ -23,7 +22,6 @@ from .trial import agrees, bare_twin, verdict
 
 ops = torch.ops.moe_mps
 
-_PLAIN = (bool, int, float, str, tuple, type(None))
 _PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequences of a row apart
 
 
@@ -265,29 +263,9 @@ def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | 
     for children, forward, operators in _FORMS:
         has_numbers = not any(buffer.is_meta for buffer in module.buffers())
         if has_numbers and all(name in module._modules for name in children):
-            _rest_on(module)
-            is_same = verdict((forward, original_class(module), _numbers(module)), _is_same, module, forward)
+            is_same = verdict(module, _is_same, forward)
             return (forward, [*map(Done, operators)]) if is_same else None
     return None
-
-
-def _rest_on(module: nn.Module) -> None:
-    """Notes what the forward rests on: the layers within, and the numbers of those without a matrix."""
-    for path, part in module.named_modules():
-        names = [name for name, value in vars(part).items() if isinstance(value, _PLAIN) and name[0] != "_"]
-        names = [] if hasattr(part, "weight") and len(part.weight.shape) > 1 else names
-        for name in (*(name for name in names if name != "training"), *part._modules):
-            depends_on(module, f"{path}.{name}" if path else name)
-
-
-def _numbers(module: nn.Module) -> tuple:
-    numbers = [
-        (path, name, value)
-        for path, part in module.named_modules()
-        for name, value in vars(part).items()
-        if isinstance(value, _PLAIN) and name not in ("layer_idx", "training")
-    ]
-    return tuple(numbers), tuple(getattr(part, "out_features", 0) for part in module.modules())
 
 
 class _RankOne(nn.Module):

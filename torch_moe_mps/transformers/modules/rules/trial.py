@@ -1,7 +1,7 @@
 """Helpers to recognise functions and modules by running them on random numbers."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from ...._faults import raise_fault
 from ...basics.bounded import Bounded
+from ...basics.reads import depends_on
 from ...basics.state import STATE, original_class
 
 
@@ -30,17 +31,78 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
         return None
 
 
-_verdicts = Bounded(256)  # {key: what a trial gave, in a tuple}
+_verdicts = Bounded(256)  # {what modules have in common: what a trial gave, in a tuple}
+_PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
+_OF_MODULES = {*vars(nn.Module()), STATE}
+_OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the same may differ in these
 
 
-def verdict(key: Any, function: Callable, *arguments: Any) -> Any:
-    """What `tried` gives, once for all modules with this key: those of a model are alike."""
+def verdict(module: nn.Module, function: Callable, *arguments: Any) -> Any:
+    """What `tried` gives for function(module, *arguments), once for all modules that are alike.
+
+    The module's forward then rests on what they have in common.
+    """
+    key = function, arguments, _common(module)
     found = _verdicts.get(key)
     if found is None:
-        found = (tried(function, *arguments),)
+        found = (tried(function, module, *arguments),)
         raise_fault()
         _verdicts[key] = found
+    for part in module.modules():
+        numbers = () if hasattr(part, "out_features") else _attributes(part)
+        plain = (name for name, value in numbers if isinstance(value, (*_PLAIN, tuple)))
+        for name in (*plain, *part._modules):
+            depends_on(part, name)
     return found[0]
+
+
+def made_alike(module: nn.Module, usual: nn.Module) -> bool:
+    """Whether a module has the classes and attributes of another one; its linear layers may be any."""
+    own, others = (dict(each.named_modules()) for each in (module, usual))
+    if own.keys() != others.keys():
+        return False
+    for path, other in others.items():
+        held = dict(_attributes(own[path]))
+        same = all(_described(held.get(name)) == _described(value) for name, value in _attributes(other))
+        if not hasattr(other, "out_features") and not (
+            same and original_class(own[path]) is original_class(other)
+        ):
+            return False
+    return True
+
+
+def _common(module: nn.Module) -> tuple:
+    """What modules have in common whose forwards compute the same: classes, shapes and attributes of all."""
+    return tuple(
+        (
+            path,
+            original_class(part),
+            original_class(part).forward,
+            *((name, _described(value)) for name, value in _attributes(part)),
+            *((name, _described(value)) for name, value in (part._parameters | part._buffers).items()),
+        )
+        for path, part in module.named_modules()
+    )
+
+
+def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
+    """The attributes of a module itself that its forward may rest on, in order."""
+    return sorted(each for each in vars(module).items() if each[0] not in _OF_MODULES | _OF_NO_FORWARD)
+
+
+def _described(value: Any, is_inside: bool = False) -> Any:
+    """A value that is equal for equal attributes; of an object, as a config, its own plain ones count."""
+    if isinstance(value, Tensor):
+        return tuple(value.shape), value.dtype
+    if isinstance(value, tuple | list | dict):
+        values = value.items() if isinstance(value, dict) else value
+        return type(value), *(_described(each, is_inside) for each in values)
+    if isinstance(value, _PLAIN):
+        return type(value), value
+    if callable(value) and isinstance(value, Hashable):  # functions and classes
+        return value
+    own = () if is_inside else sorted(vars(value).items()) if hasattr(value, "__dict__") else ()
+    return type(value), *((name, _described(each, True)) for name, each in own)
 
 
 def bare_twin(module: nn.Module) -> Any:
@@ -51,8 +113,7 @@ def bare_twin(module: nn.Module) -> Any:
     cls: Any = original_class(module)
     twin = cls.__new__(cls)
     nn.Module.__init__(twin)
-    own = {name: value for name, value in vars(module).items() if name[0] != "_" and name != STATE}
-    vars(twin).update(own)
+    vars(twin).update({name: value for name, value in vars(module).items() if name not in _OF_MODULES})
     return twin.eval()
 
 
@@ -64,7 +125,7 @@ def agrees(a: object, b: object, rtol: float = 1e-5) -> bool:
         )
     if not isinstance(a, Tensor) or not isinstance(b, Tensor):
         return False
-    return a.shape == b.shape and torch.allclose(a, b, rtol, 1e-5)
+    return a.shape == b.shape and a.dtype == b.dtype and torch.allclose(a, b, rtol, 1e-5)
 
 
 def has_parts(module: nn.Module, layers: Iterable[str], numbers: Iterable[str]) -> bool:

@@ -1,0 +1,45 @@
+"""What a token of a whole model takes on a GPU: reading its weights, and starting its launches."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from simulator.apple.facts import START_US, Gpu
+
+
+@dataclass(frozen=True)
+class Token:
+    """Of a model in 4 bit at a short context: bytes of weights, and launches that wait for each other."""
+
+    model: str
+    nbytes: float
+    launches: int
+
+    def bytes_ms(self, gpu: Gpu) -> float:
+        return self.nbytes / gpu.dram_bytes_per_us / 1e3
+
+    def starts_ms(self) -> tuple[float, float]:
+        least, most = START_US
+        return self.launches * least / 1e3, self.launches * most / 1e3
+
+    def ms(self, gpu: Gpu) -> tuple[float, float]:
+        """The sum: what the starts leave of the memory's time is not known."""
+        least, most = self.starts_ms()
+        return self.bytes_ms(gpu) + least, self.bytes_ms(gpu) + most
+
+
+# 8 and 6 launches of a layer, and 6 outside of layers (tests/transformers/test_launches.py).
+TOKENS = (
+    Token("Qwen3-30B-A3B", 1.73e9, 48 * 8 + 6),
+    Token("Llama 3.2 1B", 0.70e9, 16 * 6 + 6),
+)
+
+
+def table(gpus: list[Gpu]) -> Iterator[str]:
+    """The lines of a table in Markdown."""
+    yield "| model | chip | reading, ms | launches | their starts, ms | sum, ms |"
+    yield "| --- | --- | ---: | ---: | ---: | ---: |"
+    for token in TOKENS:
+        for gpu in gpus:
+            starts, both = ("-".join(f"{ms:.1f}" for ms in of) for of in (token.starts_ms(), token.ms(gpu)))
+            cells = (token.model, gpu.name, f"{token.bytes_ms(gpu):.1f}", token.launches, starts, both)
+            yield f"| {' | '.join(map(str, cells))} |"

@@ -1,0 +1,174 @@
+"""A cache that grows is right for whatever code runs on it: every architecture against transformers alone.
+
+Calls of one cache are made in turn by the replaced forwards, by the model's own code, with gradients and with
+hooks, and with positions by hand.
+"""
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.models import assert_close, eager
+from support.sweep import in_sweep
+
+import torch_moe_mps
+from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+
+transformers.logging.set_verbosity_error()
+# One for each kind of layers that caches have, and each of our own implementations of attention.
+TELLING = (
+    "deepseek_v4",
+    "gpt_oss",
+    "minimax_m3_vl",
+    "qwen3_next",
+    "qwen4_exp",
+)
+IDS = torch.randint(3, 90, (2, 64), generator=torch.Generator().manual_seed(11))
+
+
+@contextlib.contextmanager
+def hooks(model):
+    """Two of every module, which see everything and change nothing."""
+    handles = []
+    for module in model.modules():
+        handles.append(module.register_forward_hook(lambda *_: None))
+        handles.append(module.register_forward_pre_hook(lambda *_: None))
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def no_grad(model):
+    return torch.no_grad()
+
+
+def gradients(model):
+    return torch.enable_grad()
+
+
+# (new tokens, how they run, their positions less the cache's); "own" is the model that was not accelerated.
+Step = tuple[int, Callable, int]
+OWN = "own"
+FIRST_REPLACED: list[Step] = [
+    (9, no_grad, 0),
+    (1, gradients, 0),
+    (1, no_grad, 0),
+    (1, OWN, 0),
+    (3, no_grad, 0),
+    (1, hooks, 0),
+    (2, OWN, 0),
+    (1, no_grad, 2),
+    (4, no_grad, 2),
+    (2, gradients, 3),
+    (1, hooks, 0),
+    (1, no_grad, 0),
+]
+FIRST_OWN: list[Step] = [
+    (7, gradients, 0),
+    (1, gradients, 0),
+    (2, no_grad, 0),
+    (1, OWN, 0),
+    (2, hooks, 0),
+    (1, gradients, 1),
+    (1, no_grad, 0),
+    (1, no_grad, 0),
+]
+# A token is captured at the third of its kind.
+CAPTURED: list[Step] = [
+    (9, no_grad, 0),
+    *[(1, no_grad, 0)] * 5,
+    (1, gradients, 0),
+    (1, no_grad, 0),
+    (1, OWN, 0),
+    *[(1, no_grad, 0)] * 2,
+    (1, hooks, 0),
+    *[(1, no_grad, 0)] * 2,
+]
+ORDERS = {"replaced first": FIRST_REPLACED, "own first": FIRST_OWN}
+
+
+def call(model, ids, cache, begin: int, moved: int):
+    given = {}
+    if moved:
+        positions = torch.arange(begin, begin + ids.shape[1]) + moved
+        given["position_ids"] = positions.expand(len(ids), -1)
+    if cache is not None:
+        given["past_key_values"] = cache
+    return model(input_ids=ids, use_cache=True, **given)
+
+
+def run(architecture: str, steps: list[Step]) -> Iterator:
+    """The accelerated model, after each call."""
+    own = eager(tiny_models.tiny_model(architecture))
+    model = copy.deepcopy(own)
+    torch_moe_mps.accelerate(model)
+    takes = inspect.signature(own.forward).parameters
+    begin, cache, right_cache = 0, None, None
+    for number, (tokens, way, moved) in enumerate(steps):
+        ids = IDS[:, begin : begin + tokens]
+        moved = moved if "position_ids" in takes else 0
+        with torch.no_grad():
+            right = call(own, ids, right_cache, begin, moved)
+        with no_grad(own) if way == OWN else way(model):
+            out = call(own if way == OWN else model, ids, cache, begin, moved)
+        try:
+            assert_close(out[0].detach(), right[0], 1e-5)
+        except AssertionError as error:
+            raise AssertionError(f"call {number}, {steps[number]}: {error}") from None
+        cache, right_cache = (getattr(each, "past_key_values", None) for each in (out, right))
+        begin += 0 if cache is None else tokens
+        if cache is not None and number == len(steps) // 2:  # as beams do
+            for each in (cache, right_cache):
+                each.reorder_cache(torch.tensor([1, 0]))
+        yield model
+
+
+EVERY = [*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES]
+
+
+@pytest.mark.parametrize("steps", ORDERS.values(), ids=ORDERS)
+@pytest.mark.parametrize("architecture", in_sweep(EVERY, TELLING))
+def test_code_of_all_kinds_in_turn(architecture, steps, monkeypatch):
+    monkeypatch.setenv(SWITCH, "0")
+    assert len([*run(architecture, steps)]) == len(steps)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", EVERY)
+def test_captured_tokens_in_turn_with_others(architecture, monkeypatch):
+    monkeypatch.setenv(SWITCH, "1")
+    captured = []
+    for model in run(architecture, CAPTURED):
+        captures = captures_of(model)
+        captured.append(captures is not None and captures.programs != [])
+        print(architecture, captures)
+    assert any(captured)
+
+
+# Attention that came with "sdpa" and runs on our implementation, and one that came with "eager".
+RECORDED = ("deepseek_v32", "gpt_oss")
+
+
+@pytest.mark.parametrize("architecture", in_sweep(EVERY, RECORDED))
+def test_recorded_outputs(architecture):
+    """Hidden states and the weights of attention, which torch's has none of."""
+    own = eager(tiny_models.tiny_model(architecture))
+    model = copy.deepcopy(own)
+    torch_moe_mps.accelerate(model)
+    asked = {"output_attentions": True, "output_hidden_states": True}
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode():
+            out, right = (each(input_ids=IDS[:, :9], **asked) for each in (model, own))
+        for name in ("attentions", "hidden_states"):
+            ours, theirs = getattr(out, name, None), getattr(right, name, None)
+            assert type(ours) is type(theirs) and len(ours or ()) == len(theirs or ())
+            for each, expected in zip(ours or (), theirs or (), strict=True):
+                assert_close(each.detach(), expected.detach(), 1e-5)

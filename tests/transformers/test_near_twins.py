@@ -1,0 +1,199 @@
+"""What is remembered of one module says nothing of its near twin: of a subclass, with another attribute, or
+with a child of another class. Every rule, with the plain module first and with its twin first.
+"""
+
+import copy
+import functools
+import inspect
+import sys
+from collections.abc import Callable
+from typing import NamedTuple
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import assert_close, eager, in_parts
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers import DynamicCache
+from transformers.models.convnext.modeling_convnext import ConvNextLayerNorm
+
+import torch_moe_mps
+from torch_moe_mps.transformers.install import is_rewritten, rewrite
+from torch_moe_mps.transformers.modules.rules import trial
+
+IDS = torch.randint(1, 90, (2, 22), generator=torch.Generator().manual_seed(0))
+
+
+class Case(NamedTuple):
+    """A module that a rule replaces: an attribute of it, or of a child, with another value, and a child."""
+
+    rule: str
+    architecture: str
+    path: str
+    attribute: tuple[str, object] | None = None
+    child: str | None = None
+    sizes: tuple = ()  # of the config
+
+    def __str__(self) -> str:
+        return f"{self.rule}-{self.architecture}-{self.path.rpartition('.')[2]}"
+
+
+CASES = [
+    Case("rotary", "qwen3_moe", "model.rotary_emb", ("attention_scaling", 1.5)),
+    Case("rms_norm", "qwen3_moe", "model.norm", ("variance_epsilon", 0.5)),
+    Case("router", "qwen3_moe", "model.layers.0.mlp.gate", ("norm_topk_prob", True)),
+    Case("layer_norm", "cohere", "model.norm", ("variance_epsilon", 0.5)),
+    Case("gated_norm", "qwen3_next", "model.layers.0.linear_attn.norm", ("variance_epsilon", 0.5)),
+    Case(
+        *("recurrent_layer", "nemotron_h", "model.layers.0.mixer", ("time_step_limit", (0.9, 1.0)), "norm"),
+        (("layers_block_type", ("mamba", "attention")),),
+    ),
+    Case(
+        *("indexer", "deepseek_v32", "model.layers.0.self_attn.indexer", ("index_topk", 2), "wk"),
+        (("index_topk", 6),),
+    ),
+    Case("relative_bias", "inkling", "model.layers.0.self_attn.rel_logits_proj"),
+    Case("compressed_attention", "deepseek_v4", "model.layers.0.self_attn", ("scaling", 2.0), "compressor"),
+    Case("hyper_connection", "deepseek_v4", "model.layers.0.attn_hc", ("hc_eps", 0.5), "input_norm"),
+    Case("hash_router", "deepseek_v4", "model.layers.0.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
+]
+MORE = [
+    Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
+    Case(
+        *("recurrent_layer", "kimi_linear", "model.layers.0.self_attn"),
+        *(("o_norm.variance_epsilon", 0.5), "o_norm"),
+    ),
+    Case("recurrent_layer", "minimax", "model.layers.1.self_attn", ("norm.variance_epsilon", 0.5), "norm"),
+    Case(
+        *("recurrent_layer", "jamba", "model.layers.0.mamba"),
+        *(("dt_layernorm.variance_epsilon", 9.0), "b_layernorm"),
+    ),
+    Case(
+        *("block_indexer", "minimax_m3_vl", "model.layers.1.self_attn.indexer", ("block_size", 2), "k_norm"),
+        (("index_block_size", 4), ("index_topk_blocks", 2)),
+    ),
+    Case(
+        *("pooled_indexer", "glm5_next", "model.language_model.layers.1.self_attn.indexer"),
+        *(("index_topk", 4), "k_norm", (("index_kpool", 4), ("index_topk", 8))),
+    ),
+    Case("pooled_indexer", "qwen4_exp", "model.layers.1.self_attn.indexer", ("block_topk", 2), "k_layernorm"),
+    Case(
+        *("compressed_attention", "deepseek_v4", "model.layers.1.self_attn"),
+        *(("compressor.kv_norm.variance_epsilon", 0.5), "kv_norm"),
+    ),
+]
+CHOOSE = ("indexer", "block_indexer", "pooled_indexer")
+IN_ACCELERATED = (*CHOOSE, "compressed_attention", "mlp")  # what runs elsewhere only as its own code
+
+
+def other_class(cls: type, near: Callable) -> type:
+    @functools.wraps(cls.forward)
+    def forward(self, *args, **kwargs):
+        return near(cls.forward, self, *args, **kwargs)
+
+    return type(cls.__name__, (cls,), {"forward": forward, "__module__": cls.__module__})
+
+
+def doubled(forward, self, *args, **kwargs):
+    return tree_map_only(
+        torch.Tensor, lambda x: 2 * x if x.is_floating_point() else x, forward(self, *args, **kwargs)
+    )
+
+
+def of_others(forward, self, *args, **kwargs):
+    """What is chosen by other hidden states: a choice has no double, and doubled scores give the same one."""
+    first, *others = args or [kwargs.pop("hidden_states")]
+    return forward(self, first.flip(-1), *others, **kwargs)
+
+
+def near(case: Case, module: nn.Module, change: str) -> nn.Module:
+    module, other = copy.deepcopy(module), of_others if case.rule in CHOOSE else doubled
+    if change == "forward":
+        module.__class__ = other_class(type(module), other)
+    elif change == "attribute":
+        path, value = case.attribute
+        owner, _, name = path.rpartition(".")
+        assert hasattr(module.get_submodule(owner), name)
+        setattr(module.get_submodule(owner), name, value)
+    else:
+        child = module.get_submodule(case.child)
+        child.__class__ = other_class(type(child), other)
+    return module
+
+
+def forget() -> None:
+    """What is remembered of modules: verdicts of trials, and what was found by traces."""
+    trial._verdicts.clear()
+    for name, file in [*sys.modules.items()]:
+        for function in vars(file).values() if name.startswith(trial.__package__) else ():
+            if inspect.isfunction(function) and "known" in function.__code__.co_freevars:
+                inspect.getclosurevars(function).nonlocals["known"].clear()
+
+
+@functools.cache
+def models_of(case: Case) -> tuple[nn.Module, nn.Module]:
+    """A model that runs its own code, and the one that a replaced module is put in."""
+    with tiny_models.groups_of_32(), tiny_models.sizes(**{k: v for k, v in case.sizes if type(v) is int}):
+        options = {name: [*value] for name, value in case.sizes if type(value) is tuple}
+        own = eager(tiny_models.tiny_model(case.architecture, **options))
+    if case.rule not in IN_ACCELERATED:
+        return own, own
+    model = copy.deepcopy(own)
+    if case.rule != "mlp":
+        torch_moe_mps.accelerate(model)
+        return own, model
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    return torch_moe_mps.restore(copy.deepcopy(model)), model
+
+
+def output(model: nn.Module, case: Case, module: nn.Module) -> torch.Tensor:
+    """The logits of a model with another module in it."""
+    before = model.get_submodule(case.path)
+    for name, part in module.named_modules():
+        if "config" in vars(part):
+            part.config = before.get_submodule(name).config
+    model.set_submodule(case.path, module)
+    try:
+        if case.rule == "compressed_attention":
+            return in_parts(model, IDS, cache=DynamicCache(config=model.config))[0][0]
+        return torch.cat(in_parts(model, IDS, 1)[0], 1)
+    finally:
+        model.set_submodule(case.path, before)
+
+
+@pytest.mark.parametrize("change", ["forward", "attribute", "child"])
+@pytest.mark.parametrize(
+    "case", [*CASES, *(pytest.param(case, marks=pytest.mark.sweep) for case in MORE)], ids=str
+)
+def test_a_near_twin(case, change):
+    """It gives what its own code gives, if anything runs in its place."""
+    if (change == "attribute" and case.attribute is None) or (change == "child" and case.child is None):
+        return
+    own, model = models_of(case)
+    plain = own.get_submodule(case.path)
+    for is_first in (False, True):
+        forget()
+        twin, other = near(case, plain, change), copy.deepcopy(plain)
+        for module in (twin, other) if is_first else (other, twin):
+            rewrite(module)
+        assert is_rewritten(other)
+        if is_rewritten(twin):
+            expected = output(own, case, near(case, plain, change))
+            assert_close(output(model, case, twin), expected, 1e-4)
+            usual = output(own, case, copy.deepcopy(plain))
+            assert (expected - usual).abs().max() > 1e-3 * expected.abs().max()
+
+
+def test_a_norm_of_channels_first():
+    """Behind one of channels that are last, of the same class and width."""
+    last, first = (ConvNextLayerNorm(8, data_format=f"channels_{name}").eval() for name in ("last", "first"))
+    x = torch.randn(1, 8, 3, 8)
+    forget()
+    with torch.no_grad():
+        for norm in (last, first):
+            for parameter in norm.parameters():
+                parameter.copy_(torch.rand(8) + 0.5)
+            expected = norm(x)
+            rewrite(norm)
+            torch.testing.assert_close(norm(x), expected)
