@@ -79,6 +79,19 @@ def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):
     assert failure["arguments"]["state_"].startswith("float32[2, 4, 16, 8]")
 
 
+def test_a_gpu_that_fails_is_in_the_report(few, simulated, capsys, monkeypatch):
+    """The operator at which it did, in Metal's words; the others are compared."""
+    monkeypatch.setattr(check, "OPERATORS", ["rms_norm", "layer_norm"])
+    monkeypatch.setattr(check, "check_model", lambda dtype, formats: [])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: [])
+    with simulated.failing("timeout", after=1) as failure:
+        assert main(ONE) == 1
+    assert failure.happened
+    (failed,) = report()["failures"]
+    assert (failed["subject"], failed["kind"]) == ("layer_norm", "stops the GPU")
+    assert "Timeout" in failed["message"] and "FAILED: layer_norm stops the GPU: " in capsys.readouterr().out
+
+
 def test_a_kernel_that_no_call_launches(few, capsys, monkeypatch):
     monkeypatch.undo()
     kernel = {"kernel": "new_f32", "allowed": 1024, "launched": 0, "bytes": 0}

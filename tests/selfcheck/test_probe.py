@@ -99,6 +99,13 @@ def test_a_part_that_fails_is_in_the_page(simulated, monkeypatch, capsys):
     assert page["fma_tmacs"] == {"error": "no pipeline for probe_fma"} and page["in_place"] == {"right": True}
 
 
+def test_a_gpu_that_fails_is_in_the_page(simulated, monkeypatch):
+    monkeypatch.setattr(probe, "PARTS", {"in_place": probe.in_place, "contraction": probe.contraction})
+    with simulated.failing("fault"):
+        page = probe.probe(SMALL, [])
+    assert "Fault" in page["in_place"]["error"] and page["contraction"] == {"contracted": False}
+
+
 # Of an imagined M1 Max: 32 cores at 1.2 GHz, 320 GB/s, 16 cycles a product of halves.
 PAGE = AS_ASSUMED | {
     "machine": {"gpu": "Apple M1 Max", "macos": "15.1 (24B83)", "cores": 32, "cores_planned_for": 32},
@@ -127,6 +134,10 @@ def test_the_model_takes_a_page(simulated, tmp_path, capsys, costs):
     assert "  NOT as assumed: contraction has contracted True\n" in out
     assert "M1 Max, measured: bound (next), predicted us" in out
     assert costs["mma16"] == Cost(16.0)
+    assert model.main(["--facts", str(file), "--token"]) == 0
+    out = capsys.readouterr().out
+    assert "  us of a dependent dispatch: 4.5 (3 to 6)\n" in out
+    assert "| Qwen3-30B-A3B | M1 Max, measured | 5.4 | 390 | 1.8 | 7.2 |" in out
     assert fit.fitted(str(file)).gpu.dram_bytes_per_us == pytest.approx(320e3)
 
 

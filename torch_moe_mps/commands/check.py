@@ -4,13 +4,15 @@ import argparse
 import json
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
 
+from .._faults import raise_fault
 from ..ops import OPERATORS
 from ..ops._formats import MODES, Format
 from ..selfcheck import large, probe, tensor_units
@@ -109,7 +111,7 @@ def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> l
     for what, call in large.calls(dtype, format):
         started = time.perf_counter()
         with noted(f"calling {what}: {call.operator} of {in_words(call)}"):
-            finding = compare(call)
+            finding = _or_fault(call.operator, partial(compare, call))
         if finding is not None:
             finding.message = " ".join(filter(None, (what, finding.message)))
         seconds = round(time.perf_counter() - started, 1)
@@ -152,10 +154,18 @@ def compare_all(work: Sequence[Subject]) -> list[Finding]:
     findings = []
     with _bar("Comparing", len(work), "operator") as bar:
         for check in checks_of(work):
-            if finding := first_fault(check):
+            if finding := _or_fault(check.subject, partial(first_fault, check)):
                 findings.append(finding)
             bar.update()
     return findings
+
+
+def _or_fault(subject: str, compared: Callable[[], Finding | None]) -> Finding | None:
+    """What is wrong, or what Metal says where the GPU itself has failed."""
+    try:
+        return compared()
+    except torch.AcceleratorError as error:
+        return Finding(subject, "stops the GPU", message=str(error))
 
 
 def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format]) -> tensor_units.Use:
@@ -167,7 +177,7 @@ def check_tensor_units(dtypes: Sequence[torch.dtype], formats: Sequence[Format])
     with _bar("Tensor units", 2 * len(names), "step") as bar:
         compile_side_by_side(names, lambda name: bar.update())
         for name in names:
-            if fault := first_fault(tensor_units.check_of(name)):
+            if fault := _or_fault(name, partial(first_fault, tensor_units.check_of(name))):
                 use.faults[name] = fault
             else:
                 use.libraries.append(name)
@@ -201,6 +211,7 @@ def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
                 expected = model(ids).logits
                 accelerate(restore(model).to("mps"), check=False)
                 actual = model(ids.to("mps")).logits.cpu()
+                raise_fault()
         except RuntimeError as error:
             findings.append(Finding("model", "raises", message=str(error)))
             continue

@@ -30,8 +30,8 @@ class Finding:
 
     Attributes:
         subject: the operator, the kernel or the library.
-        kind: "does not compile", "raises", "differs", "gives another result the second time", or "was not
-            compared".
+        kind: "does not compile", "raises", "stops the GPU", "differs", "gives another result the second
+            time", or "was not compared".
         error: the largest difference, relative to the largest value; None where there is no result.
         message: of the compiler or of the error, whole.
         arguments: {name: dtype and shape, or value} of the call.
@@ -135,6 +135,7 @@ def diagnose(
                 _, plan = _recorded(call)
                 wrong = [errors(a, e) > bound for a, e in zip(_on_cpu(call), expected, strict=True)]
             found["one_core"] = {"wrong": sum(int(each.sum()) for each in wrong), "plan": plan}
+        raise_fault()
     except (RuntimeError, ValueError) as error:  # of a GPU that has just been wrong
         found["not_diagnosed"] = first_line(error)
     return found

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from .._extension import _commit_interval
+from .._faults import raise_fault
 from ..ops._checks import first_line
 from .facts import facts
 from .journal import noted
@@ -58,7 +59,9 @@ def probe(
 def _found(part: Callable[[], Any], name: str) -> Any:
     try:
         with noted(f"probing {name}"):
-            return part()
+            found = part()
+            raise_fault()
+            return found
     except RuntimeError as error:
         return {"error": first_line(error)}
 

@@ -3,7 +3,7 @@
 import argparse
 import sys
 
-from simulator.apple.facts import COSTS, GPUS, Gpu, table
+from simulator.apple.facts import COSTS, GPUS, START_US, Gpu, table
 from simulator.errors import SimulatorError
 from support.simulated import install
 
@@ -139,10 +139,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(table())
         return 0
     try:
+        start_us: tuple[float, float] = START_US
         gpus = [GPUS[name] for name in chosen(options.gpu, list(GPUS), "gpu")]
         if options.facts:
             measured = fitted(options.facts)
-            gpus = [measured.gpu]
+            gpus, start_us = [measured.gpu], (measured.start_us, measured.start_us)
             COSTS.update(measured.costs)
             print("\n".join(measured.lines))
         formats = chosen(options.formats, [*FORMATS, "bf16", "f16"], "formats")
@@ -160,7 +161,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(published.report())
             return 0
         if options.token:
-            print("\n".join(tokens_table(gpus)))
+            print("\n".join(tokens_table(gpus, start_us)))
             return 0
         if options.layers:
             for line in layers.table(gpus):

@@ -5,7 +5,20 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from simulator.apple.facts import COSTS, DRAM_REACH, GPUS, LANES, M1, M2, M3, M5, SCHEDULERS, Cost, Gpu
+from simulator.apple.facts import (
+    COSTS,
+    DRAM_REACH,
+    GPUS,
+    LANES,
+    M1,
+    M2,
+    M3,
+    M5,
+    SCHEDULERS,
+    START_US,
+    Cost,
+    Gpu,
+)
 from simulator.errors import SimulatorError
 
 FAMILIES = {"1": M1, "2": M2, "3": M3, "4": M3, "5": M5}
@@ -26,9 +39,11 @@ HOLDS = {  # what the kernels rely on, and what the page says then
 
 
 class Fitted(NamedTuple):
-    """`gpu` and `costs`, which the page measures; `lines` for people: what was assumed, and what differs."""
+    """What the page measures: the GPU, the microseconds that a dependent dispatch takes, and costs of
+    instructions; `lines` for people have what was assumed, and what does not hold."""
 
     gpu: Gpu
+    start_us: float
     costs: dict[str, Cost]
     lines: list[str]
 
@@ -68,16 +83,16 @@ def _fitted(page: dict[str, Any]) -> Fitted:
         cycles = gpu.core_cycles_per_us * SCHEDULERS * MACS / (float(page["matrix_tmacs"][operand]) * 1e6)
         costs[kind] = Cost(cycles)
         compared.append((f"issue slots of {kind}", cycles, COSTS[kind].slots))
-    compared.append(
-        ("us of a dependent dispatch, which no table has", float(page["dispatch_us"]["run"]["1"]), None)
-    )
+    start = float(page["dispatch_us"]["run"]["1"])
     lines += [
         f"  {what}: {value:.4g} ({was if was is None else f'{was:.4g}'})" for what, value, was in compared
     ]
+    least, most = START_US
+    lines.append(f"  us of a dependent dispatch: {start:.4g} ({least:.4g} to {most:.4g})")
     for part, expected in HOLDS.items():
         lines += [
             f"  NOT as assumed: {part} has {key} {page[part].get(key)}"
             for key, value in expected.items()
             if page[part].get(key) != value
         ]
-    return Fitted(gpu, costs, lines)
+    return Fitted(gpu, start, costs, lines)

@@ -17,13 +17,13 @@ class Token:
     def bytes_ms(self, gpu: Gpu) -> float:
         return self.nbytes / gpu.dram_bytes_per_us / 1e3
 
-    def starts_ms(self) -> tuple[float, float]:
-        least, most = START_US
+    def starts_ms(self, start_us: tuple[float, float]) -> tuple[float, float]:
+        least, most = start_us
         return self.launches * least / 1e3, self.launches * most / 1e3
 
-    def ms(self, gpu: Gpu) -> tuple[float, float]:
+    def ms(self, gpu: Gpu, start_us: tuple[float, float] = START_US) -> tuple[float, float]:
         """The sum: what the starts leave of the memory's time is not known."""
-        least, most = self.starts_ms()
+        least, most = self.starts_ms(start_us)
         return self.bytes_ms(gpu) + least, self.bytes_ms(gpu) + most
 
 
@@ -34,12 +34,13 @@ TOKENS = (
 )
 
 
-def table(gpus: list[Gpu]) -> Iterator[str]:
-    """The lines of a table in Markdown."""
+def table(gpus: list[Gpu], start_us: tuple[float, float] = START_US) -> Iterator[str]:
+    """The lines of a table in Markdown; `start_us` of a launch at least and at most."""
     yield "| model | chip | reading, ms | launches | their starts, ms | sum, ms |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     for token in TOKENS:
         for gpu in gpus:
-            starts, both = ("-".join(f"{ms:.1f}" for ms in of) for of in (token.starts_ms(), token.ms(gpu)))
+            sums = token.starts_ms(start_us), token.ms(gpu, start_us)
+            starts, both = ("-".join(dict.fromkeys(f"{ms:.1f}" for ms in of)) for of in sums)
             cells = (token.model, gpu.name, f"{token.bytes_ms(gpu):.1f}", token.launches, starts, both)
             yield f"| {' | '.join(map(str, cells))} |"
