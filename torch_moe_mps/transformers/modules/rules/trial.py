@@ -202,7 +202,7 @@ class HeldKeys(HeldPools):
         self.keys, self.layers = keys, {layer_idx: self}
 
     @property
-    def indexer_keys(self) -> Tensor:  # type: ignore[override]  # an attribute of layers
+    def indexer_keys(self) -> Tensor:
         return self.keys
 
     def get_seq_length(self) -> int:
@@ -212,7 +212,7 @@ class HeldKeys(HeldPools):
         self.keys = torch.cat((self.keys, keys), -2)
         return self.keys
 
-    def no_slots(self, keys: object) -> None:
+    def no_slots(self, *keys: Any, **named: Any) -> None:
         return None
 
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
