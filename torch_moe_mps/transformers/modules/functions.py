@@ -2,7 +2,8 @@
 
 The forward keeps its code, but for the name of such a function, which becomes one that only our function has
 in the globals of the model's file. They stay a plain dictionary: torch.compile reads no other, and whatever
-changes there later is seen. While the name stands for the function that was recognised, ours runs.
+changes there later is seen. While the name stands for the function that was recognised, ours runs. The new
+name stays there: all models of a class share the forward that reads it.
 """
 
 import dis
