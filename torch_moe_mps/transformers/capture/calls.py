@@ -418,7 +418,7 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
     if hasattr(original, "generate"):
 
         @functools.wraps(original.generate)
-        def generate(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             with synchronized(self.device):
                 return original.generate(self, *args, **kwargs)
 
