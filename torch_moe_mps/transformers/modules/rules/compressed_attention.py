@@ -209,9 +209,11 @@ class _Held(HeldEntries):
         self.memory: dict[str, Pooled] = {}
         self.compressed_kv: dict[str, Tensor] = {}
 
-    def update(self, keys: Tensor, values: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        self.keys = torch.cat((self.keys, keys), 2) if self.cumulative_length else keys
-        self.cumulative_length += keys.shape[2]
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        self.keys = torch.cat((self.keys, key_states), 2) if self.cumulative_length else key_states
+        self.cumulative_length += key_states.shape[2]
         return self.keys, self.keys
 
     def slots(self, new: Tensor) -> None:

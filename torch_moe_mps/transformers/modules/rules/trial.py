@@ -1,7 +1,7 @@
 """Helpers to recognise functions and modules by running them on random numbers."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -102,7 +102,7 @@ class HeldKeys(HeldPools):
         self.keys, self.layers = keys, {layer_idx: self}
 
     @property
-    def indexer_keys(self) -> Tensor:  # type: ignore[override]  # an attribute of layers
+    def indexer_keys(self) -> Tensor:
         return self.keys
 
     def get_seq_length(self) -> int:
@@ -112,11 +112,13 @@ class HeldKeys(HeldPools):
         self.keys = torch.cat((self.keys, keys), -2)
         return self.keys
 
-    def no_slots(self, keys: object) -> None:
+    def index_slots(self, new: Tensor) -> None:
+        return None
+
+    def index_slots_of(self, columns: Sequence[Tensor]) -> None:
         return None
 
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
         return pool(0, count)
 
-    indexed, index_slots, index_slots_of = get_seq_length, no_slots, no_slots
-    update_index = update_indexer  # of MiniMax M3's layer
+    indexed, update_index = get_seq_length, update_indexer  # that is MiniMax M3's name
