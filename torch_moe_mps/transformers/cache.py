@@ -160,7 +160,8 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
 def pools_padding(config: PreTrainedConfig) -> bool:
     """Whether a layer of a model's cache makes one entry of several tokens, padding among them."""
     plain: list[Any] = [type(layer) for layer in DynamicCache(config=config).layers]
-    return any(getattr(growing_class(cls), "pools_padding", False) for cls in plain)
+    classes: Iterator[Any] = filter(None, map(growing_class, plain))
+    return any(cls.pools_padding for cls in classes)
 
 
 def _base_of(plain: type) -> type | None:

@@ -212,11 +212,13 @@ class HeldKeys(HeldPools):
         self.keys = torch.cat((self.keys, keys), -2)
         return self.keys
 
-    def no_slots(self, *keys: Any, **named: Any) -> None:
+    def index_slots(self, new: Tensor) -> None:
+        return None
+
+    def index_slots_of(self, columns: Sequence[Tensor]) -> None:
         return None
 
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
         return pool(0, count)
 
-    indexed, index_slots, index_slots_of = get_seq_length, no_slots, no_slots
-    update_index = update_indexer  # of MiniMax M3's layer
+    indexed, update_index = get_seq_length, update_indexer  # that is MiniMax M3's name
