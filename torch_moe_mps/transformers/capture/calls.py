@@ -289,7 +289,7 @@ class Captures:
         if not self._own_code and sys.getprofile() is not None:
             raise NotCapturable("a profiler hides whose code a token runs")
         own_code = OwnCode()
-        recorder = Recorder(None if self._own_code else own_code)
+        recorder = Recorder(None if self._own_code else own_code.look)
         symbol, values, least = _symbols(reading, kind)
         symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
         plan = Plan(reading, symbol, symints, recorder)

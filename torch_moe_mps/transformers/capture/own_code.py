@@ -38,7 +38,7 @@ def is_of_library(file: str) -> bool:
 
 
 class OwnCode:
-    """Finds the code of a user's own in the calls that it is shown, as `sys.setprofile` shows them.
+    """Finds the code of a user's own in the calls that `look` is shown, as `sys.setprofile` shows them.
 
     Attributes:
         found: the first such function and where it is; None if there was none.
@@ -47,7 +47,7 @@ class OwnCode:
     def __init__(self) -> None:
         self.found: str | None = None
 
-    def __call__(self, frame: FrameType, event: str, argument: object) -> None:
+    def look(self, frame: FrameType, event: str, argument: object) -> None:
         """Raises: NotCapturable, in the place of the user's function."""
         if event == "call" and frame.f_code.co_filename not in _known:
             self._look_at(frame)
