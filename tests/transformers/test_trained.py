@@ -1,11 +1,19 @@
 """Trained weights: SmolLM2 from its GGUF file, and a Mixture of Experts that has its function."""
 
+import copy
+import json
+
 import pytest
 import torch
 from support import trained, trained_models
 from support.models import eager
+from support.serving import client_of
+from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps.commands import main
+from torch_moe_mps.commands.perplexity import SAMPLE
+from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 TOKENS = 12
 
@@ -50,15 +58,118 @@ def test_without_the_package_there_is_no_file(monkeypatch):
     assert trained.smollm2.__wrapped__() is None
 
 
-def test_packed_weights_give_the_tokens_of_dequantised_ones(parts, smollm2):
+@pytest.fixture(scope="module")
+def packed(parts):
+    return torch_moe_mps.from_pretrained(str(trained.smollm2()), dtype=torch.float32, device_map="cpu")
+
+
+def test_packed_weights_give_the_tokens_of_dequantised_ones(parts, packed):
     own, tokenizer, ids, expected = parts
-    model = torch_moe_mps.from_pretrained(str(smollm2), dtype=torch.float32, device_map="cpu")
-    assert differ(logits(model, ids), logits(own, ids)) <= 1e-5
-    assert torch.equal(generated(model, ids), expected)
+    assert differ(logits(packed, ids), logits(own, ids)) <= 1e-5
+    assert torch.equal(generated(packed, ids), expected)
     assert "capital of France is Paris" in tokenizer.decode(expected)
 
 
-@pytest.mark.parametrize("bits", [None, 8, 4])
+def test_guesses_leave_the_tokens_as_they_are(parts, packed):
+    _, _, ids, expected = parts
+    assert torch.equal(generated(packed, ids, prompt_lookup_num_tokens=3), expected)
+
+
+def test_a_kept_prompt_gives_the_same_tokens(parts, packed, tmp_path):
+    _, _, ids, expected = parts
+    with torch.no_grad():
+        cache = packed(ids[:, :-1], use_cache=True).past_key_values
+    torch_moe_mps.save_prompt_cache(tmp_path / "prompt.safetensors", packed, ids[:, :-1], cache)
+    _, cache = torch_moe_mps.load_prompt_cache(tmp_path / "prompt.safetensors", packed)
+    assert torch.equal(generated(packed, ids, past_key_values=cache), expected)
+
+
+def test_a_cache_in_8_bits_gives_the_same_tokens(parts, packed):
+    """Here: their divergence from those of a plain cache is that of rounding."""
+    own, _, ids, expected = parts
+    torch_moe_mps.accelerate(packed, kv_bits=8)
+    try:
+        with torch.no_grad():
+            cache = DynamicCache(config=packed.config)
+            packed(ids[:, :-1], past_key_values=cache)
+            assert all(type(layer.keys) is QuantizedStates for layer in cache.layers)
+            step = packed(ids[:, -1:], past_key_values=cache).logits
+        assert divergence(step, logits(own, ids)[:, -1:]) <= 0.005
+        assert torch.equal(generated(packed, ids), expected)
+    finally:
+        torch_moe_mps.accelerate(packed, kv_bits=16)
+
+
+def test_a_token_on_the_gpu_is_that_of_the_cpu(parts, packed, simulated):
+    own, _, ids, _ = parts
+    model = copy.deepcopy(packed).to("mps")
+    assert differ(logits(model, ids[:, :1]), logits(own, ids[:, :1])) <= 1e-5
+
+
+@pytest.mark.sweep
+def test_log_probabilities_are_those_of_llama_cpp(parts, packed):
+    """Which rounds what it multiplies to 8 bits; of the five most probable tokens at each of eight places."""
+    llama_cpp = pytest.importorskip("xllamacpp", reason="no llama.cpp: pip install --no-deps xllamacpp")
+    _, _, ids, _ = parts
+    parameters = llama_cpp.CommonParams()
+    parameters.model.path = str(trained.smollm2())
+    parameters.n_ctx, parameters.n_gpu_layers, parameters.warmup = 512, 0, False
+    asked = {"prompt": ids[0].tolist(), "n_predict": 8, "temperature": 0.0, "n_probs": 5}
+    answer = llama_cpp.Server(parameters).handle_completions(asked)["choices"][0]["logprobs"]["content"]
+    tokens = torch.tensor([[place["id"] for place in answer]])
+    every = torch.cat((ids, tokens), 1)
+    found = logits(packed, every)[0, ids.shape[1] - 1 : -1].log_softmax(-1)
+    differences = []
+    for row, place in zip(found, answer, strict=True):
+        first, second, *_ = row.topk(2).values.tolist()
+        assert first - second < 0.5 or row.argmax() == place["id"]
+        differences += [abs(row[each["id"]].item() - each["logprob"]) for each in place["top_logprobs"]]
+    assert sum(differences) / len(differences) <= 0.25
+
+
+def run(*arguments) -> int:
+    return main([*map(str, arguments)])
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "options", [[], ["--prompt-lookup", 3], ["--kv-bits", 8], ["--prompt-cache", "prompt.safetensors"]]
+)
+def test_the_command_answers_as_transformers_does(parts, options, tmp_path, monkeypatch, capsys):
+    """Twice: the second time with the prompt that is kept."""
+    _, tokenizer, _, expected = parts
+    monkeypatch.chdir(tmp_path)
+    arguments = ["-p", trained_models.QUESTION, "--max-tokens", TOKENS, "--dtype", "float32", *options]
+    for _ in range(2):
+        assert run("generate", trained.smollm2(), *arguments, "--device", "cpu") == 0
+        answer = tokenizer.decode(expected, skip_special_tokens=True)
+        assert capsys.readouterr().out == answer + "\n"
+
+
+@pytest.mark.sweep
+def test_the_server_answers_as_transformers_does(parts):
+    _, tokenizer, _, expected = parts
+    asked = {"messages": [{"role": "user", "content": trained_models.QUESTION}], "temperature": 0}
+    file = trained.smollm2()
+    with client_of(file, "--dtype", "float32") as client:
+        answer = client.chat.completions.create(model=str(file), max_tokens=TOKENS, **asked)
+    found = answer.choices[0].message.content
+    assert found == tokenizer.decode(expected, skip_special_tokens=True)
+
+
+@pytest.mark.sweep
+def test_the_command_measures_the_perplexity_of_transformers(parts, tmp_path):
+    own, tokenizer, _, _ = parts
+    (tmp_path / "text").write_text(SAMPLE.read_text()[:3000])
+    found = tmp_path / "found.json"
+    options = ["--text", tmp_path / "text", "--window", 4096, "--dtype", "float32", "--device", "cpu"]
+    assert run("perplexity", trained.smollm2(), *options, "--json", found) == 0
+    ids = tokenizer((tmp_path / "text").read_text(), return_tensors="pt").input_ids
+    loss = torch.nn.functional.cross_entropy(logits(own, ids)[0, :-1], ids[0, 1:])
+    assert abs(json.loads(found.read_text())["perplexity"] / loss.exp().item() - 1) <= 1e-4
+
+
+@pytest.mark.parametrize("bits", [None, 4, pytest.param(8, marks=pytest.mark.sweep)])
 @pytest.mark.parametrize("layers", [2, pytest.param(30, marks=pytest.mark.sweep)])
 def test_a_mixture_of_experts_has_the_function(parts, layers, bits):
     """The router, experts and combine kernels carry trained activations."""
