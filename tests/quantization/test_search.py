@@ -66,6 +66,18 @@ def test_each_matrix_by_its_own_in_any_place(format, monkeypatch):
             assert whole is own is None or torch.equal(whole.view(torch.uint8)[index], own.view(torch.uint8))
 
 
+@pytest.mark.parametrize("format", ["affine4_64", "affine3_32", "nvfp4"])
+def test_on_the_device(device, format):
+    """Where a GPU is, it searches, also for weights on the CPU; bits may differ from those of a CPU there."""
+    weight, importance = torch.randn(2, 24, 128), importance_of(2, 128)
+    plain = weighted_errors(weight, quantize(weight, *numbers_of(format)), importance, format)
+    for place in ("cpu", device):
+        found = quantize(weight.to(place), *numbers_of(format), importance=importance.to(place))
+        assert {tensor.device.type for tensor in found if tensor is not None} == {torch.device(place).type}
+        ours = weighted_errors(weight, found.map(torch.Tensor.cpu), importance, format)
+        assert (ours <= 1.00001 * plain).all() and ours.sum() < 0.95 * plain.sum()
+
+
 def test_only_ratios_matter():
     weight, importance = torch.randn(8, 64), importance_of(64)
     first, second = (quantize(weight, 4, importance=factor * importance) for factor in (1.0, 2.0**-80))

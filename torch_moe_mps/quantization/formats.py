@@ -147,6 +147,16 @@ def quantize(
     return out
 
 
+def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:
+    """Where weights are encoded: searching takes a GPU, also for what is read on the CPU.
+
+    MLX's rule has MLX's bits on a CPU alone, because GPUs divide differently; mps has no float8.
+    """
+    if importance is not None and format.has_biases and torch.backends.mps.is_available():
+        return torch.device("mps") if stack.device.type == "cpu" else stack.device
+    return torch.device("cpu") if stack.device.type == "mps" else stack.device
+
+
 @torch.no_grad()
 def quantize_stack(
     stack: Tensor, format: Format, errors: ErrorSums | None = None, importance: Tensor | None = None
@@ -154,21 +164,19 @@ def quantize_stack(
     """quantize for a checked [E, R, C] and [E, C]; adds its errors to `errors`."""
     out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
     words = out.packed.view(torch.int32)
-    # GPUs divide differently than MLX on a CPU; mps has no float8.
-    on_cpu = stack.device.type == "mps" and (importance is None or not format.has_biases)
+    device = _device_for(stack, format, importance)
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        importance = importance.to("cpu" if on_cpu else stack.device).unsqueeze(-2)
+        importance = importance.to(device).unsqueeze(-2)
         importance = importance.unflatten(-1, (-1, format.group_size))
     for index in _chunks(stack):
-        piece = stack[index].cpu() if on_cpu else stack[index]
-        groups = piece.float().unflatten(-1, (-1, format.group_size))
+        groups = stack[index].to(device).float().unflatten(-1, (-1, format.group_size))
         if importance is None:
             codes, scales, biases = encode(groups, stack.dtype, format)
         else:
             codes, scales, biases = search(groups, importance[index[0]], stack.dtype, format)
         scales = scales.to(out.scales.dtype)
-        words[index] = pack(codes.flatten(-2), format.bits)
+        words[index] = pack(codes.flatten(-2).cpu(), format.bits)
         out.scales[index] = scales
         if out.biases is not None and biases is not None:
             biases = biases.to(stack.dtype)

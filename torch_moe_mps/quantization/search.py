@@ -85,7 +85,7 @@ def _affine(
     scale, bias = (scale * step).to(dtype).float(), bias * step + middle
     bias = bias - half * scale
     own, mlx = (scale, bias), affine_range(groups, format.bits)
-    pairs = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in (mlx, own)]
+    pairs = [(s.to(dtype).float(), b.to(dtype).float()) for s, b in (mlx, own)]
     errors = [_error_of(groups, importance, *pair, codes - 1) for pair in pairs]
     better = (errors[1] < errors[0]).unsqueeze(-1)
     scale, bias = (torch.where(better, ours, theirs) for theirs, ours in zip(*pairs, strict=True))

@@ -270,10 +270,10 @@ def _count_layer(args: Any, kwargs: Mapping[str, Any], grouped: bool, into: _Sum
     into.add(squares.sum(0), count)
 
 
-def _count_experts(target: Target, args: Any, kwargs: Mapping[str, Any], into: Mapping[str, _Sums]) -> None:
+def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into: Mapping[str, _Sums]) -> None:
     """Sums over the tokens of each expert are products with a matrix of zeros and ones: no atomics."""
     names = ("hidden_states", "top_k_index", "top_k_weights")
-    x, ids, _ = (*list[Any](args), *(kwargs[name] for name in names[len(args) :]))
+    x, ids, _ = [*args, *(kwargs[name] for name in names[len(args) :])]
     experts: Experts = target.experts
     first, second = projections(experts)
     of_experts = torch.arange(_count_of(experts), device=ids.device)[:, None]

@@ -5,6 +5,7 @@ import copy
 import os
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -20,7 +21,7 @@ from ..modules.experts import NAME
 from .calibration import importance_for
 from .config import QuantizationConfig
 from .gguf import packing
-from .importance import Importance
+from .importance import Importance, is_file_of_importance
 from .quantizer import Quantizer
 from .recipe import ARGUMENTS, requested_recipe
 from .source import NO_MODEL, Source
@@ -92,6 +93,9 @@ def from_pretrained(
             kwargs["dtype"] = torch.bfloat16
         if recipe is not None:  # its blocks are dequantised, and what comes of them is quantised again
             kwargs["quantization_config"] = GgufConfig(dequantize=True)
+    if part is not None and isinstance(importance, str) and not is_file_of_importance(Path(importance)):
+        expected = "an Importance or a file of it, where layers are spread"
+        raise ValueError(f"moe_mps::from_pretrained: importance must be {expected}, got a text")
     if importance is not None:
         importance = _importance(
             importance, source, name, model_class, asked, recipe is not None, check, kwargs
