@@ -63,6 +63,8 @@ class Parts:
     Raises: ValueError for a checkpoint with another quantisation, or without safetensors files.
     """
 
+    _conversions: list[Any]
+
     def __init__(
         self,
         source: str,
@@ -111,7 +113,7 @@ class Parts:
     def _prepare(self, source: Source, quantizer: Quantizer | GgufQuantizer | None) -> None:
         """The converters for a quantisation that is stored, and one that is asked for."""
         self._quantizer = quantizer
-        self._conversions: list[Any] = get_model_conversion_mapping(self.model, None, quantizer)
+        self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
         self._reader: Any = quantizer  # which keeps transformers from casting codes and scales
         if quantizer is None and source.stored:
             self._reader = AutoHfQuantizer.from_config(
