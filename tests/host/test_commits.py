@@ -5,7 +5,7 @@ import functools
 
 import pytest
 import torch
-from measured.apple.layers import _matrices, _values
+from measured.apple.layers import Delta, _matrices, _values
 from simulator.apple.count import Limit
 from simulator.apple.facts import GPUS
 from simulator.apple.recorder import measure
@@ -132,9 +132,22 @@ def attention(tokens: int, keys: int, heads: int, key_heads: int):
     return OPS.attention(_values(1, heads, tokens, 128), k, v, 0.1)
 
 
+def recurrence(tokens: int, key_heads: int, heads: int):
+    for call in Delta("", key_heads, heads, channels=False).token(tokens):
+        call()
+
+
+def of_heads(tokens: int, transposed: bool):
+    x = _values(1, tokens, 32, 192 if transposed else 512, dtype=torch.bfloat16)
+    return OPS.heads_quantized(x, *_matrices(32, 192, 512), transposed=transposed)
+
+
 @pytest.mark.parametrize(
     ("call", "sizes"),
     [
+        (recurrence, (32, 16, 32)),
+        (of_heads, (64, True)),
+        (of_heads, (64, False)),
         (linear, (256, 4096, 4096)),
         (mlp, (256, 2048, 4096)),
         (experts, (512, 32, 8, 2048, 768)),

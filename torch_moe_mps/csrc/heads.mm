@@ -1,6 +1,7 @@
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
+#include "metal/work.h"
 #include "packed_matrix.h"
 #include "register.h"
 #include "tensors.h"
@@ -80,6 +81,9 @@ Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, 
       .bind_strided(tail)
       .bind(out)
       .params(params)
+      .work(kSlotsOfHeads * static_cast<double>(params.tokens) * static_cast<double>(params.heads) *
+                static_cast<double>(rows) * static_cast<double>(matrix.inputs),
+            static_cast<double>(x.nbytes() + matrix.packed.nbytes() + out.nbytes()))
       .threadgroups({NSUInteger(across), NSUInteger(params.heads),
                      NSUInteger(few ? ceil_div(params.tokens, kFewPairs) : 1)},
                     {NSUInteger(simdgroups * kSimdWidth)});

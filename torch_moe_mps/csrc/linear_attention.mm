@@ -9,6 +9,7 @@
 
 #include "../shaders/params.h"
 #include "gpu.h"
+#include "metal/work.h"
 #include "norms.h"
 #include "register.h"
 #include "tensors.h"
@@ -158,6 +159,8 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
       .bind_strided(gate ? *gate : output)
       .bind(norm ? norm->weight : output)
       .params(params)
+      .work(kSlotsOfScan * static_cast<double>(state.numel()) * static_cast<double>(params.tokens),
+            static_cast<double>(q.nbytes() + k.nbytes() + 2 * v.nbytes() + 2 * state.nbytes()))
       .threadgroups(
           {NSUInteger(is_normed_here ? 1 : ceil_div(scan.simdgroups, simdgroups)), NSUInteger(heads)},
           {NSUInteger(simdgroups * kSimdWidth)});
