@@ -100,7 +100,7 @@ class Parts:
             read = self._quantizer.get_state_dict if packed else dense_state  # type: ignore[union-attr]
             for name, tensor in read(files[0], self.model).items():
                 self._keys[self.part_of(name)][name] = tensor
-            self._conversions = []  # these names are the model's
+            self._conversions: list[Any] = []  # these names are the model's
             files = []
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
@@ -111,7 +111,7 @@ class Parts:
     def _prepare(self, source: Source, quantizer: Quantizer | GgufQuantizer | None) -> None:
         """The converters for a quantisation that is stored, and one that is asked for."""
         self._quantizer = quantizer
-        self._conversions: list[Any] = get_model_conversion_mapping(self.model, None, quantizer)
+        self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
         self._reader: Any = quantizer  # which keeps transformers from casting codes and scales
         if quantizer is None and source.stored:
             self._reader = AutoHfQuantizer.from_config(
