@@ -3,7 +3,6 @@
 import itertools
 import struct
 from pathlib import Path
-from pydoc_data import topics
 
 import numpy as np
 import pytest
@@ -15,8 +14,7 @@ from support.models import tiny
 from torch import nn
 
 import torch_moe_mps
-from torch_moe_mps.commands.perplexity import SAMPLE
-from torch_moe_mps.quantization import Format, dequantize, quantize
+from torch_moe_mps.quantization import Format, quantize
 from torch_moe_mps.transformers.checkpoints.blending import PRIOR
 from torch_moe_mps.transformers.checkpoints.importance import Importance
 from torch_moe_mps.transformers.checkpoints.recipe import Recipe
@@ -258,42 +256,6 @@ def test_other_bad_input(tmp_path):
         model.model.embed_tokens.weight[7] = torch.nan
     with pytest.raises(ValueError, match=r"what \S+ multiplies must be finite and not negative, got NaN"):
         collected(model)
-
-
-# Trained weights
-
-
-def test_outputs_of_trained_weights_change_less(smollm2):
-    """On a text that importance is not of, and as many bits. The model runs as its file has it, packed."""
-    model = torch_moe_mps.from_pretrained(str(smollm2), dtype=torch.float32, check=False)
-    tokenizer = transformers.AutoTokenizer.from_pretrained(smollm2.parent, gguf_file=smollm2.name)
-    manual = "\n".join(topics.topics[name] for name in ("for", "try", "class"))
-    text, other = (
-        tokenizer(t, return_tensors="pt").input_ids[0] for t in (SAMPLE.read_text()[:9000], manual)
-    )
-    means = collected(model, text[:1024]).means
-    names = [
-        f"model.layers.{layer}.{name}" for layer in (4, 20) for name in ("mlp.down_proj", "self_attn.q_proj")
-    ]
-    seen = {}
-    hooks = [
-        model.get_submodule(name).register_forward_pre_hook(
-            lambda _, args, name=name: seen.update({name: args[0]})
-        )
-        for name in names
-    ]
-    with torch.no_grad():
-        model(other[None, :400], use_cache=False)
-    for hook in hooks:
-        hook.remove()
-    for name in names:
-        weight = model.get_submodule(name).dequantized(slice(None)).half()
-        errors = []
-        for given in (None, means[name]):
-            found = quantize(weight, 4, 64, importance=given)
-            values = dequantize(*found, 4, 64, dtype=torch.float32)
-            errors.append(float((seen[name] @ (values - weight.float()).mT).square().mean()))
-        assert errors[1] < 0.6 * errors[0], name
 
 
 # llama.cpp's files

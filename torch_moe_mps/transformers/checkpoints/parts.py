@@ -102,7 +102,7 @@ class Parts:
             read = self._quantizer.get_state_dict if packed else dense_state  # type: ignore[union-attr]
             for name, tensor in read(files[0], self.model).items():
                 self._keys[self.part_of(name)][name] = tensor
-            self._conversions = []  # these names are the model's
+            self._conversions: list[Any] = []  # these names are the model's
             files = []
         for file in files:
             tensors = self._stack.enter_context(safe_open(file, framework="pt"))
