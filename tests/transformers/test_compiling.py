@@ -81,7 +81,9 @@ class TestLines(expecttest.TestCase):
         total = sum(lines.values())
         assert total <= MOST_LINES
         text = "".join(f"{name}: {count}\n" for name, count in lines.items())
-        self.assertExpectedInline(f"{text}all: {total}\n", """\
+        self.assertExpectedInline(
+            f"{text}all: {total}\n",
+            """\
 quantized_affine4_64_bf16: 1578
 norms_bf16: 364
 rope_bf16: 392
@@ -90,7 +92,8 @@ routing_bf16: 591
 expert_combine_bf16: 290
 bucket_i64: 320
 all: 4401
-""")
+""",
+        )
 
 
 def test_a_model_elsewhere_compiles_nothing(capfd):
