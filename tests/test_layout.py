@@ -118,7 +118,7 @@ def test_no_test_imports_another():
     [
         ("shaders/params/matmul.h", "SWIGLU_OAI_ALPHA", _activations.SWIGLU_OAI_ALPHA),
         ("shaders/params/matmul.h", "SWIGLU_OAI_LIMIT", _activations.SWIGLU_OAI_LIMIT),
-        ("shaders/geometry.h", "kMaxSlots", _checks.MAX_TOP_K),
+        ("shaders/geometry/matmul.h", "kMaxSlots", _checks.MAX_TOP_K),
         ("csrc/bucket.h", "kMaxBuckets", _checks.MAX_EXPERTS),
         ("csrc/bucket.mm", "kRowsPerTile", routing.ROWS_PER_TILE),
     ],

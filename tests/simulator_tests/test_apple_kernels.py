@@ -344,9 +344,9 @@ GROUPS = {
     "pooling": (pooling, ["pooling_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
-    "combine": (combine, ["combine_{}"]),
+    "combine": (combine, ["combine_{}", "expert_combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
-    "routing": (routing, ["routing_{}", "bucket_i32", "bucket_i64"]),
+    "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
     "int4": (functools.partial(quantised, name="affine4_64"), ["quantized_affine4_64_{}"]),
     "int8": (functools.partial(quantised, name="affine8_64"), ["quantized_affine8_64_{}"]),
@@ -362,8 +362,10 @@ KINDS = [
     "linear_attention",
     "hyper_connection",
     "combine",
+    "expert_combine",
     "pointwise",
     "routing",
+    "hash_router",
 ]
 KINDS += ["bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]

@@ -14,7 +14,8 @@ namespace moe_mps {
 struct WeightFormat {
   std::string name;  // "affine4_64", "mxfp4"
   int64_t bits;
-  std::string type;              // in shaders/matmul/formats.h
+  std::string type;
+  const char* header;            // shaders/<header>.h has the type
   bool scales_like_activations;  // MLX's affine formats have scales in the dtype of a model
 
   // Whether a norm within the matmul of one token costs less than a launch. By the cost model, memory limits

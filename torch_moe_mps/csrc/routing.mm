@@ -227,7 +227,7 @@ Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& tab
   params.scaling_factor = static_cast<float>(scaling_factor);
   const bool is_wide = hidden.size(1) > 0;  // an empty tensor cannot be bound
   Commands commands;
-  commands.add({"routing", router.scalar_type()}, norm ? "normed_hash_route" : "hash_route")
+  commands.add({"hash_router", router.scalar_type()}, norm ? "normed_hash_route" : "hash_route")
       .bind(is_wide ? hidden : weights)
       .bind(is_wide ? router : weights)
       .bind(is_wide && norm ? norm->weight : weights)

@@ -1,6 +1,7 @@
 #include "attention/block.h"
+#include "attention/dense_cache.h"
 #include "attention/merge.h"
-#include "attention/write_cache.h"
+#include "attention/whole.h"
 
 #ifdef MOE_WEIGHTS
 typedef MOE_WEIGHTS Cache;

@@ -1,5 +1,7 @@
 // Attention with a bias of relative positions.
 #include "attention/block.h"
+#include "attention/dense_cache.h"
+#include "attention/relative.h"
 
 #ifdef MOE_WEIGHTS
 typedef Relative<MOE_WEIGHTS> Cache;

@@ -1,5 +1,7 @@
 // Attention over the keys that indices select.
 #include "attention/block.h"
+#include "attention/dense_cache.h"
+#include "attention/selected.h"
 
 #ifdef MOE_WEIGHTS
 typedef Selected<MOE_WEIGHTS> Cache;

@@ -1,5 +1,7 @@
 // Attention over the keys of a window and those of a tail.
 #include "attention/block.h"
+#include "attention/dense_cache.h"
+#include "attention/tailed.h"
 
 typedef Tailed<DenseCache<MOE_DTYPE> > Cache;
 

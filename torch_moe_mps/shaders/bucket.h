@@ -1,7 +1,8 @@
 // Sorting pairs p = t * K + k by expert. Ids outside [0, experts) fall into a last bucket of their own.
 #pragma once
-#include "common.h"
-#include "params/routing.h"
+#include "common/simdgroups.h"
+#include "geometry/bucket.h"
+#include "params/bucket.h"
 
 template <typename Id>
 inline uint bucket_of(Id id, uint experts) {

@@ -1,6 +1,9 @@
 // What follows the experts' matmuls: the gated activation, and the weighted sum over the slots of a token.
 #pragma once
-#include "common.h"
+#include "common/any_vectors.h"
+#include "common/sums.h"
+#include "expert_sum.h"
+#include "geometry/combine.h"
 #include "params/combine.h"
 
 template <typename T>

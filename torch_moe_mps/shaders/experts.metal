@@ -1,4 +1,5 @@
 // The experts' kernels for dense weights.
+#include "matmul/formats/dense.h"
 #include "matmul/heads.h"
 #include "matmul/kernels.h"
 

@@ -1,6 +1,9 @@
 // Hyper-connections: a residual of up to four streams, which a block reads as one row.
 #pragma once
-#include "common.h"
+#include "common/activations.h"
+#include "common/any_vectors.h"
+#include "common/sums.h"
+#include "geometry/hyper_connection.h"
 #include "params/hyper_connection.h"
 
 constant constexpr uint kHyperFours = kHyperColumns / 4;

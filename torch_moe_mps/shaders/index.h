@@ -1,6 +1,10 @@
 // The keys that sparse attention reads: scores of an indexer, and the best of them.
 #pragma once
-#include "common.h"
+#include "common/dtypes.h"
+#include "common/simdgroups.h"
+#include "common/sums.h"
+#include "common/vectors.h"
+#include "geometry/index.h"
 #include "params/index.h"
 
 struct KeyRange {

@@ -1,6 +1,10 @@
 // Linear attention: the convolution in front of it and the recurrence.
 #pragma once
-#include "common.h"
+#include "common/activations.h"
+#include "common/any_rows.h"
+#include "common/any_stores.h"
+#include "common/vectors.h"
+#include "geometry/linear_attention.h"
 #include "params/linear_attention.h"
 
 // The value of a channel at a position; the positions of the input follow those of the state.
@@ -390,6 +394,12 @@ struct ChannelStates {
     return sum;
   }
 };
+
+// softplus with logarithms and powers of 2: log2(1 + exp2(x)).
+inline float softplus_in_octaves(float x) {
+  const float y = precise::exp2(-fabs(x)), u = 1.0f + y;
+  return max(x, 0.0f) + fma(y - (u - 1.0f), M_LOG2E_F, precise::log2(u));
+}
 
 // Takes tokens in, and writes their results from the place of token number `first` on.
 template <uint kTokens, typename T>

@@ -1,7 +1,10 @@
 // RMSNorm, by itself or fused with the residual stream: a row for each threadgroup, or for each simdgroup
 // where rows are short.
 #pragma once
-#include "common.h"
+#include "common/activations.h"
+#include "common/any_vectors.h"
+#include "common/sums.h"
+#include "geometry/norms.h"
 #include "params/norms.h"
 
 // How many elements a thread keeps in registers from the first pass over a row to the second: rows of up to

@@ -3,6 +3,7 @@
 #include "params/common.h"
 // The others need it.
 #include "params/attention.h"
+#include "params/bucket.h"
 #include "params/combine.h"
 #include "params/hyper_connection.h"
 #include "params/index.h"
@@ -14,3 +15,4 @@
 #include "params/probe.h"
 #include "params/rope.h"
 #include "params/routing.h"
+#include "params/write_cache.h"

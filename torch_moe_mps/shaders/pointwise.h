@@ -1,7 +1,9 @@
 // A formula of elements. A thread takes an element and walks through the steps, which are the same for all;
 // what they give lies in threadgroup memory, a column for each thread, because registers have no numbers.
 #pragma once
-#include "common.h"
+#include "common/activations.h"
+#include "common/dtypes.h"
+#include "geometry/pointwise.h"
 #include "params/pointwise.h"
 
 inline float load_number(device const uchar* source, uint dtype, ulong index) {

@@ -1,6 +1,9 @@
 // Entries of a cache that stand for windows of tokens.
 #pragma once
-#include "common.h"
+#include "common/any_rows.h"
+#include "common/sums.h"
+#include "common/vectors.h"
+#include "geometry/pooling.h"
 #include "params/pooling.h"
 
 // The softmax of two columns' logits, and what it weights.

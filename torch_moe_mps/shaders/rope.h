@@ -5,7 +5,9 @@
 // they are, the first half of them with the second. A lane takes N neighbouring pairs; heads of up to 64 * N
 // elements are read once.
 #pragma once
-#include "common.h"
+#include "common/any_vectors.h"
+#include "common/sums.h"
+#include "geometry/rope.h"
 #include "params/rope.h"
 
 template <int N>

@@ -1,7 +1,10 @@
 // From logits to experts: one simdgroup per row. A lane holds N consecutive experts in registers, so the
 // logits are read once and the lowest lane of a tie holds the lowest id.
 #pragma once
-#include "common.h"
+#include "common/activations.h"
+#include "common/dtypes.h"
+#include "common/simdgroups.h"
+#include "common/vectors.h"
 #include "params/routing.h"
 
 // What orders the choice. Keys below kLowestKey are states: 0 is not to be chosen, n is chosen for slot n

@@ -1,6 +1,9 @@
 // A router's matmul, with the RMSNorm in front of it or without. The choice is the router's kernel.
 #pragma once
-#include "common.h"
+#include "common/any_stores.h"
+#include "common/any_vectors.h"
+#include "common/sums.h"
+#include "geometry/routing.h"
 #include "params/routing.h"
 
 template <int R, int M>

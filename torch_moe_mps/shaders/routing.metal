@@ -1,4 +1,3 @@
-#include "hash_router.h"
 #include "router.h"
 #include "router_logits.h"
 
@@ -11,5 +10,3 @@ INSTANTIATE("normed_logits_few", router_logits_few<MOE_DTYPE, true, kLogitsFewEx
 INSTANTIATE("normed_logits_many", router_logits<MOE_DTYPE, true, kLogitsExperts, kLogitsTokens>)
 INSTANTIATE("logits_few", router_logits_few<MOE_DTYPE, false, kLogitsFewExperts>)
 INSTANTIATE("logits_many", router_logits<MOE_DTYPE, false, kLogitsExperts, kLogitsTokens>)
-INSTANTIATE("normed_hash_route", hash_route<MOE_DTYPE, true>)
-INSTANTIATE("hash_route", hash_route<MOE_DTYPE, false>)

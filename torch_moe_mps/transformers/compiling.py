@@ -96,9 +96,9 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
     dtypes = {name.rpartition("_")[2] for name in used}
     if kv_bits_of(model) == CACHE_BITS:
         used.update(f"attention_affine8_{dtype}" for dtype in dtypes)
-    families = {FAMILY_OF[name] for name in operators}
+    families = {"hash_router" if name == "moe_hash_router" else FAMILY_OF[name] for name in operators}
     if has_experts:
-        families.add("combine")
+        families.add("expert_combine")
         used.add("bucket_i64")  # routers give such ids
     used.update(f"{family}_{dtype}" for family in families for dtype in dtypes)
     if dtypes and "router_logits" in operators:  # in float32

@@ -19,7 +19,8 @@ struct Library {
   const char* file;  // shaders/<file>.metal
   c10::ScalarType dtype;
   std::string_view weights = {};       // the format's name
-  std::string_view weights_type = {};  // and its type
+  std::string_view weights_type = {};  // its type,
+  const char* weights_header = "";     // and what defines that: shaders/<weights_header>.h
   bool norms_inputs = true;            // of the format; without it the shader sees MOE_NORMS_APART
 
   std::string suffix() const;  // "_bf16", "_affine4_64_bf16"

@@ -103,7 +103,7 @@ std::string source_of(const Library& library) {
                               library.suffix(), "\"\n");
   if (!library.weights.empty()) text += c10::str("#define MOE_WEIGHTS ", library.weights_type, "\n");
   if (!library.norms_inputs) text += "#define MOE_NORMS_APART\n";
-  return text + grid_of(library.weights) + flattened_source(library.file);
+  return text + grid_of(library.weights) + flattened_source(library.weights_header, library.file);
 }
 
 const char* message(NSError* error) {
@@ -210,9 +210,9 @@ const std::vector<Library>& all_libraries() {
   static const auto* const all = [] {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
-      for (const char* file :
-           {"norms", "rope", "attention", "attention_tailed", "index", "pooling", "linear_attention",
-            "hyper_connection", "routing", "combine", "pointwise", "experts"})
+      for (const char* file : {"norms", "rope", "attention", "attention_tailed", "index", "pooling",
+                               "linear_attention", "hyper_connection", "routing", "hash_router", "combine",
+                               "expert_combine", "pointwise", "experts"})
         list->push_back({file, dtype});
       for (Library library : {Library{"attention", dtype}, quantized_attention_library(dtype)}) {
         if (!library.weights.empty()) list->push_back(library);

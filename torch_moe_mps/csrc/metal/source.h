@@ -11,9 +11,9 @@ void set_shader_directory(std::string directory, bool compiled);
 // The file <directory>/compiled/<name>.metallib; empty where there is none, or none is to be taken.
 std::string compiled_file(const std::string& name);
 
-// shaders/<file>.metal with its local headers pasted in, each one once: Metal compiles source text without a
-// search path.
-std::string flattened_source(const std::string& file);
+// shaders/<header>.h, if there is one, and shaders/<file>.metal with their local headers pasted in, each one
+// once: Metal compiles source text without a search path.
+std::string flattened_source(const std::string& header, const std::string& file);
 
 // The definitions of MOE_GRID, the points of a format's grid from shaders/matmul/grids.txt as the shader
 // reads them, and of MOE_GRID_WORDS, how many words they are. Empty for a format without one.

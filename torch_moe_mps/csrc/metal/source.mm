@@ -84,10 +84,12 @@ std::string compiled_file(const std::string& name) {
   return std::ifstream(path) ? path : "";
 }
 
-std::string flattened_source(const std::string& file) {
+std::string flattened_source(const std::string& header, const std::string& file) {
   std::set<std::string> seen;
   std::string out;
-  flatten(shader_directory(), file + ".metal", seen, out);
+  const std::string root = shader_directory();
+  if (!header.empty()) flatten(root, header + ".h", seen, out);
+  flatten(root, file + ".metal", seen, out);
   return out;
 }
 

@@ -10,9 +10,10 @@
 #pragma once
 #include <metal_simdgroup_matrix>
 
-#include "attention/caches.h"
 #include "attention/queries.h"
 #include "attention/scores.h"
+#include "common/simdgroups.h"
+#include "geometry/attention.h"
 
 // Keeps the compiler from unrolling: several rounds in flight would take too many registers.
 #define ROLLED _Pragma("clang loop unroll(disable)")
@@ -41,6 +42,8 @@ struct StagedOf<T, true> {
   typedef T type;
 };
 
+// C is DenseCache or QuantizedCache, or what reads one of them in another way. That has the cache, which says
+// how keys are stored: Metal has no derived classes.
 template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
 struct Block {
   typedef typename C::Stored Stored;

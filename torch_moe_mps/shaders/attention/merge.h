@@ -1,6 +1,7 @@
 // Adds up what the chunks of the keys have given.
 #pragma once
 #include "attention/scores.h"
+#include "geometry/attention.h"
 
 // A threadgroup takes some columns of a query. Its simdgroups take chunks in turn, and the first ones add up
 // what they have, in ascending order.

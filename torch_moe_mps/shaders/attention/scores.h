@@ -1,6 +1,7 @@
 // What is done to a score, and with the sums over all keys.
 #pragma once
-#include "common.h"
+#include "common/activations.h"
+#include "common/dtypes.h"
 #include "params/attention.h"
 
 constant constexpr float kLowest = -3.402823466e38f;

@@ -1,7 +1,8 @@
 // Writes keys or values into a cache of 8 bits.
 #pragma once
 #include "common.h"
-#include "params/attention.h"
+#include "geometry/attention.h"
+#include "params/write_cache.h"
 
 // Four elements of a key or value a lane, a group in 8, 16 or 32 neighbouring lanes: its lowest and highest
 // number, then its codes, each lane's in a word.

@@ -1,7 +1,7 @@
 // The activation between an expert's two matmuls, chosen at run time: the branch is uniform and taken once
 // per output.
 #pragma once
-#include "common.h"
+#include "common/activations.h"
 #include "params/matmul.h"
 
 // Metal has no erf. erfc(z) = t * P(t) * exp(-z * z) with t = 1 / (1 + 0.3 z): P is a least-squares fit in

@@ -1,7 +1,9 @@
 // The last step of the experts for many tokens: the weighted sum over a token's slots, the shared expert and
 // the residual.
 #pragma once
-#include "matmul/epilogue.h"
+#include "common/vectors.h"
+#include "expert_sum.h"
+#include "matmul/common.h"
 
 // N columns of a token, slots ascending.
 template <typename T, int N>

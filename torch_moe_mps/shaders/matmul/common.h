@@ -1,6 +1,7 @@
 // What the experts' kernels share: ids, rows of a matrix, buffers.
 #pragma once
 #include "common.h"
+#include "geometry/matmul.h"
 #include "params/matmul.h"
 
 // The expert of a pair; an id outside [0, experts) becomes `experts`.

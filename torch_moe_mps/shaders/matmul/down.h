@@ -1,6 +1,7 @@
 // The second matmul of the experts for a few tokens, together with the weighted sum over a token's slots, the
 // shared expert and the residual. The products of the pairs stay in threadgroup memory.
 #pragma once
+#include "expert_sum.h"
 #include "matmul/dots.h"
 #include "matmul/epilogue.h"
 #include "matmul/pairs.h"

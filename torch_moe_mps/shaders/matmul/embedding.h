@@ -1,5 +1,6 @@
 // Rows of a matrix, dequantised.
 #pragma once
+#include "common/any_stores.h"
 #include "matmul/common.h"
 #include "matmul/formats.h"
 

@@ -1,5 +1,6 @@
 // From sums to outputs: bias, activation, and what an expert's output is combined with.
 #pragma once
+#include "common/dtypes.h"
 #include "matmul/activations.h"
 #include "matmul/common.h"
 
@@ -36,27 +37,5 @@ struct Outputs {
     float value = finished_output(own, up, bias, expert, output, params);
     if (params.has_residual != 0) value += float(residual[index]);
     out[index] = T(value);
-  }
-};
-
-// What is added to the sum over a token's experts: the shared expert and the residual.
-template <typename T>
-struct Addends {
-  device const uchar* shared_gate;
-  device const T* shared_out;
-  device const T* residual;
-
-  float add_to(float sum, uint token, uint column, uint columns, constant ExpertSumParams& params) const {
-    const ulong index = ulong(token) * columns + column;
-    if (params.has_shared != 0) {
-      sum += factor_of_shared(shared_gate, token, params) * float(shared_out[index]);
-    }
-    if (params.has_residual != 0) sum += float(residual[index]);
-    return sum;
-  }
-
-  float4 add_to(float4 sum, uint token, uint column, uint columns, constant ExpertSumParams& params) const {
-    UNROLL for (uint i = 0; i < 4; ++i) sum[i] = add_to(sum[i], token, column + i, columns, params);
-    return sum;
   }
 };

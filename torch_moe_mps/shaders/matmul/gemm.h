@@ -13,6 +13,7 @@
 #pragma once
 #include <metal_simdgroup_matrix>
 
+#include "common/simdgroups.h"
 #include "matmul/formats.h"
 #include "matmul/tiles.h"
 

@@ -1,5 +1,6 @@
 // For a few tokens: finds the pairs of an expert within the kernel that needs them, without another dispatch.
 #pragma once
+#include "common/simdgroups.h"
 #include "matmul/common.h"
 
 // Some pairs of one expert.

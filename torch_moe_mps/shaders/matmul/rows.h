@@ -1,5 +1,7 @@
 // The first matmul of a few tokens' experts: gate and up rows, bias and activation; also any single matmul.
 #pragma once
+#include "common.h"
+#include "geometry/hyper_connection.h"
 #include "matmul/dots.h"
 #include "matmul/epilogue.h"
 #include "matmul/pairs.h"

@@ -1,0 +1,5 @@
+// Combine
+#pragma once
+
+GEOMETRY kSiluThreads = 128;
+GEOMETRY kSumNormThreads = 384;

@@ -1,0 +1,4 @@
+// Formulas of elements
+#pragma once
+
+GEOMETRY kPointwiseThreads = 64;

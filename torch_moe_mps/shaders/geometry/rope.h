@@ -1,0 +1,6 @@
+// Rotary position embedding
+#pragma once
+
+// A threadgroup takes this many heads, each simdgroup one.
+GEOMETRY kRopeHeads = 4;
+GEOMETRY kTableThreads = 64;
