@@ -8,5 +8,5 @@ import paths  # noqa: F401  (for measured)
 from measured.cuda.main import main
 
 if __name__ == "__main__":
-    os.environ.setdefault("SIMULATED_GPU", "Apple M3 Ultra")  # plans for many cores, as such a GPU has
+    os.environ.setdefault("SIMULATED_CORES", "80")  # plans for many cores, as an M3 Ultra has
     sys.exit(main(sys.argv[1:]))

@@ -343,11 +343,15 @@ def quantizer_for(
     requantize: bool,
     importance: Importance | None = None,
 ) -> Quantizer | GgufQuantizer | None:
-    """What quantises a checkpoint, or reads it as quantised; None for neither. `model` is on the meta device.
+    """What quantises a checkpoint, or reads it as quantised; None for neither: FP8 without a recipe is dense.
+
+    `model` is on the meta device.
 
     Raises: ValueError for a checkpoint with a quantisation that holds no other.
     """
     quantization = source.quantization(recipe, requantize, importance)
+    if recipe is None and source.stored.get("quant_method") == "fp8":
+        return None
     if source.gguf is not None and quantization is None:
         reader = GgufQuantizer(GgufConfig())
         reader.preprocess_model(model, dtype=model.dtype, checkpoint_files=files)
