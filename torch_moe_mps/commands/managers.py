@@ -160,10 +160,8 @@ class OneByOne(utils.GenerateManager):
         """
         limit(model, inputs, config)
         if (schema := vars(config).pop("schema", None)) is not None:
-            words, count = (
-                getattr(processor, "tokenizer", processor),
-                model.config.get_text_config().vocab_size,
-            )
+            count = model.config.get_text_config().vocab_size
+            words = getattr(processor, "tokenizer", processor)
             config.mask = self._grammars.mask(words, config, count, schema)
         self._answering = getattr(model, "answering", None)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()

@@ -56,14 +56,12 @@ class Matrix(NamedTuple):
         names: of its tensors.
         read: makes the weight of them, and adds what that changes to the sums.
         format: of the weight.
-        exact: whether every value is the checkpoint's.
         order: int32, the order of its inputs that the weight takes, or None.
     """
 
     names: tuple[str, ...]
     read: Callable[[list[Tensor], ErrorSums], QuantizedWeight]
     format: Format
-    exact: bool
     order: Tensor | None = None
 
 
@@ -122,7 +120,6 @@ class _Reader:
         parts: tuple[str, ...],
         read: Callable[..., QuantizedWeight],
         format: Format,
-        exact: bool,
         order: Tensor | None = None,
     ) -> Matrix:
         """`read` takes the sums and the tensors of `parts`."""
@@ -130,7 +127,7 @@ class _Reader:
         def made(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
             return read(errors, *tensors).map(lambda tensor: words(tensor).contiguous())
 
-        return Matrix(tuple(map(self.name, parts)), made, format, exact, order)
+        return Matrix(tuple(map(self.name, parts)), made, format, order)
 
     def group(self, part: str, groups: int) -> int:
         """The group size: that of the scales, or where they are for more the largest that divides it."""
@@ -161,7 +158,7 @@ class _Reader:
             return self.with_zeros(errors, packed, scales, zero, format)
 
         parts = ("weight_packed", "weight_scale", *(["weight_zero_point"] if has_zeros else []))
-        return self.matrix(parts, read, format, exact=not has_zeros)
+        return self.matrix(parts, read, format)
 
     def integers(self) -> Matrix:
         """compressed-tensors: int8, with a scale for each row or for all."""
@@ -175,7 +172,7 @@ class _Reader:
             return self.with_zeros(errors, packed, self.per_row(scales), zero, format)
 
         parts = ("weight", "weight_scale", *(["weight_zero_point"] if has_zeros else []))
-        return self.matrix(parts, read, format, exact=not has_zeros)
+        return self.matrix(parts, read, format)
 
     def per_row(self, scales: Tensor) -> Tensor:
         """[rows, groups], of what is for groups, for rows or for all."""
@@ -199,9 +196,7 @@ class _Reader:
                 packed = pack(codes[:, order.to(packed.device)], format.bits)
             return self.with_zeros(errors, packed, scales.T, zeros_of(zeros), format)
 
-        middle = zeros_of(self.files.read(self.name("qzeros"))) == 2 ** (format.bits - 1)  # it is symmetric
-        exact = bool(middle.all())
-        return self.matrix(("qweight", "qzeros", "scales"), read, format, exact, order)
+        return self.matrix(("qweight", "qzeros", "scales"), read, format, order)
 
     def order(self, groups: int) -> Tensor | None:
         """The columns by their groups, if they are not so already."""
@@ -222,7 +217,7 @@ class _Reader:
             codes = pack(_awq_codes(packed).T.contiguous(), 4)
             return self.with_zeros(errors, codes, scales.T, _awq_codes(zeros).T.float(), format)
 
-        return self.matrix(("qweight", "qzeros", "scales"), read, format, exact=False)
+        return self.matrix(("qweight", "qzeros", "scales"), read, format)
 
     def with_zeros(
         self, errors: ErrorSums, packed: Tensor, scales: Tensor, zero: Tensor | float, format: Format
@@ -251,7 +246,6 @@ class _Reader:
                 (codes, "weight_scale"),
                 lambda _, packed, scales: QuantizedWeight(packed.view(torch.int32), scales, None, format),
                 format,
-                exact=True,
             )
         if self.dtype("weight_scale") != "F8_E4M3" or scales * 16 != self.columns:
             self.fail("weight_scale", "of MXFP4 or NVFP4", f"{scales} of {self.dtype('weight_scale')}")
@@ -275,7 +269,7 @@ class _Reader:
             values = unpack(packed, nvfp4).unflatten(-1, (-1, 16)) * scales.unsqueeze(-1)
             return _again(values.flatten(-2), format, errors)
 
-        return self.matrix((codes, *parts), read, format, exact)
+        return self.matrix((codes, *parts), read, format)
 
     def fp8(self) -> Matrix:
         """Codes with a scale for all, for each row or for each block; by powers of two they are mxfp8."""
@@ -297,7 +291,7 @@ class _Reader:
             values = e4m3(codes).unflatten(-1, (-1, 32)) * scales.unsqueeze(-1)
             return _again(values.flatten(-2), format, errors)
 
-        return self.matrix(("weight", part), read, format, exact)
+        return self.matrix(("weight", part), read, format)
 
     def for_groups(self, scales: Tensor, part: str) -> Tensor:
         """One for each 32 columns, in float32, whatever block they are for."""

@@ -144,9 +144,8 @@ class Reading:
         names = [apply_renamings(n, self._renamings) for part in parts for n in part.matrix.names]
         target = self.targets.get(owner)
         if target is None:
-            return Row(
-                names, [name], [Operation(lambda tensors: [self._dense(name, parts, tensors)]), Cast()]
-            )
+            dense = Operation(lambda tensors: [self._dense(name, parts, tensors)])
+            return Row(names, [name], [dense, Cast()], force_cpu=True)
         ours = [n for n in quantized_names(parameter) if n in target.module._parameters]
         order = parts[0].matrix.order
         made = [f"{owner}.{n}" for n in (*ours, *(["order"] if order is not None else []))]
