@@ -39,12 +39,13 @@ def check_slots(check: Check, x: Tensor, ids: Tensor) -> None:
         check.shape("x", x, (*ids.shape, x.shape[-1]), "[T, K, H]")
 
 
-def check_around(check: Check, x: Tensor, ids: Tensor, around: ExpertSum) -> None:
+def check_around(check: Check, x: Tensor, ids: Tensor | None, around: ExpertSum) -> None:
     """The arguments around the experts: their inputs, and what their outputs are combined with."""
     check.dtype("x", x, ACTIVATION_DTYPES)
     check.rank("x", x, (2,))
-    check_ids(check, x, ids)
-    check.tensor("weights", around.weights, ids.shape, "[T, K]")
+    if ids is not None:
+        check_ids(check, x, ids)
+        check.tensor("weights", around.weights, ids.shape, "[T, K]")
     around.check(check, x.shape, x.dtype)
 
 

@@ -7,7 +7,7 @@ where rounded or saturated scores would tie.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -99,30 +99,79 @@ def _selected(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return rows.new_empty(shape, dtype=torch.float32), rows.new_empty(shape, dtype=torch.int32)
 
 
-def _meta_router(
-    check, logits, top_k, scoring, bias, num_groups, top_groups, group_score, masked_score, norm_eps,
-    norm_min, per_expert_scale, **others,
-):  # fmt: skip
-    _check_logits(check, logits, top_k)
-    num_experts = logits.shape[-1]
-    check.choice("scoring", scoring, [*SCORINGS])
-    check.tensor("bias", bias, (num_experts,), "[E]")
-    check.choice("group_score", group_score, GROUP_SCORES)
-    check.between("num_groups", num_groups, 1, num_experts)
-    if num_experts % num_groups:
-        check.fail("num_groups", f"a divisor of the {num_experts} experts", num_groups)
-    group_size = num_experts // num_groups
-    if num_groups > 1 and group_score == "top2_sum" and group_size < 2:
-        check.fail(
-            "num_groups", f"at most {num_experts // 2}, for 2 experts a group with top2_sum", num_groups
-        )
-    check.between("top_groups", top_groups, 1, num_groups)
-    if masked_score is None and top_k > top_groups * group_size:
-        check.fail("top_k", f"at most {top_groups * group_size}, the experts in top_groups groups", top_k)
-    check.number("norm_eps", norm_eps, 0.0)
-    check.number("norm_min", norm_min, 0.0)
-    check.tensor("per_expert_scale", per_expert_scale, (num_experts,), "[E]")
-    return _selected(logits, top_k)
+class Router(NamedTuple):
+    """A router that an operator applies to logits, where it has them: moe_router's arguments."""
+
+    logits: Tensor | None = None
+    top_k: int = 1
+    scoring: str = "softmax"
+    router_bias: Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "top2_sum"
+    masked_score: float | None = None
+    bias_on_logits: bool = False
+    norm_topk_prob: bool = False
+    router_norm_eps: float = 1e-20
+    router_norm_min: float = 0.0
+    scaling_factor: float = 1.0
+    per_expert_scale: Tensor | None = None
+
+    @classmethod
+    def of(cls, arguments: dict[str, Any]) -> "Router":
+        """Of moe_router's own arguments, three of which have longer names beside those of experts."""
+        names = {name: name.removeprefix("router_") for name in cls._fields}
+        return cls(**{name: arguments[own] for name, own in names.items()})
+
+    def check(self, check: Check, tokens: int, experts: int) -> None:
+        """In an operator on `experts` experts and `tokens` tokens."""
+        if self.logits is not None:
+            self.check_logits(check)
+            check.shape("logits", self.logits, (tokens, experts), "[T, E]")
+            return
+        for name, value in self._asdict().items():
+            default = self._field_defaults[name]
+            if value is not default and (isinstance(value, Tensor) or value != default):
+                check.fail(name, f"{default!r} without logits", _shown(value))
+
+    def check_logits(self, check: Check, of_experts: str = "router_") -> None:
+        logits, top_k = self.logits, self.top_k
+        assert logits is not None
+        _check_logits(check, logits, top_k)
+        num_experts = logits.shape[-1]
+        check.choice("scoring", self.scoring, [*SCORINGS])
+        check.tensor(f"{of_experts}bias", self.router_bias, (num_experts,), "[E]")
+        check.choice("group_score", self.group_score, GROUP_SCORES)
+        check.between("num_groups", self.num_groups, 1, num_experts)
+        if num_experts % self.num_groups:
+            check.fail("num_groups", f"a divisor of the {num_experts} experts", self.num_groups)
+        group_size = num_experts // self.num_groups
+        if self.num_groups > 1 and self.group_score == "top2_sum" and group_size < 2:
+            most = f"at most {num_experts // 2}, for 2 experts a group with top2_sum"
+            check.fail("num_groups", most, self.num_groups)
+        check.between("top_groups", self.top_groups, 1, self.num_groups)
+        if self.masked_score is None and top_k > self.top_groups * group_size:
+            most = f"at most {self.top_groups * group_size}, the experts in top_groups groups"
+            check.fail("top_k", most, top_k)
+        check.number(f"{of_experts}norm_eps", self.router_norm_eps, 0.0)
+        check.number(f"{of_experts}norm_min", self.router_norm_min, 0.0)
+        check.tensor("per_expert_scale", self.per_expert_scale, (num_experts,), "[E]")
+
+    def chosen(self) -> tuple[Tensor, Tensor]:
+        """Weights and ids."""
+        options: dict[str, Any] = self._asdict()
+        return moe_router(**{name.removeprefix("router_"): value for name, value in options.items()})
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, str) else value
+
+
+def _meta_router(check, **arguments):
+    Router.of(arguments).check_logits(check, of_experts="")
+    return _selected(arguments["logits"], arguments["top_k"])
 
 
 @operator(meta=_meta_router)
