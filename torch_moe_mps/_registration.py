@@ -37,7 +37,7 @@ def register_quantizer(module: object) -> None:
 def register_models(module: Any) -> None:
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-    from .transformers.attention import NAME, attention, batch_with_own_code
+    from .transformers.attention.attention import NAME, attention, batch_with_own_code
     from .transformers.checkpoints.saving import describe_when_saving
 
     module.AttentionInterface.register(NAME, attention)
@@ -46,7 +46,7 @@ def register_models(module: Any) -> None:
 
 
 def register_mask(module: Any) -> None:
-    from .transformers.attention import NAME, attention_mask
+    from .transformers.attention.attention import NAME, attention_mask
 
     module.AttentionMaskInterface.register(NAME, attention_mask)
 

@@ -26,8 +26,8 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 import torch_moe_mps
-from torch_moe_mps.transformers.attention import attention, attention_mask
-from torch_moe_mps.transformers.modules.causal_mask import CausalMask
+from torch_moe_mps.transformers.attention.attention import attention, attention_mask
+from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.modules.rules import pooled_indexer
 
 pytestmark = pytest.mark.one_schedule

@@ -8,9 +8,9 @@ from torch import nn
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 
 import torch_moe_mps
+from torch_moe_mps.transformers.attention.relative_bias import RelativeBias
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules import relative_bias
-from torch_moe_mps.transformers.modules.relative_bias import RelativeBias
 from torch_moe_mps.transformers.modules.rules.relative_bias import makes_relative_bias
 
 

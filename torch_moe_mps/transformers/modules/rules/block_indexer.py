@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
-from ...basics.held import HeldIndex
+from ...attention.chosen_keys import Choice
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
-from ..chosen_keys import Choice
+from ...caches.held import HeldIndex
 from ..experts import NAME, is_observed
 from .norms import is_norm, norm_arguments
 from .rope import WHOLE_TURNS, Turn, tables_and_options

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ...basics.held import HeldEntries, Pooled
+from ...attention.causal_mask import CausalMask
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
-from ..causal_mask import CausalMask
+from ...caches.held import HeldEntries, Pooled
 from ..experts import is_observed
 from ..linears import GroupedLinear
 from .constants import beside, constant

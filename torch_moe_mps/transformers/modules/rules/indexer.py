@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
-from ...basics.held import HeldIndex
+from ...attention.causal_mask import CausalMask
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
-from ..causal_mask import CausalMask
+from ...caches.held import HeldIndex
 from ..experts import is_observed
 from .constants import constant
 from .rope import TURNS, Turn, tables_and_options

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 
 from ....ops.attention import MAX_INDEX_BLOCK
 from ....ops.index import MAX_INDEX_WIDTH
-from ...basics.held import HeldPools
+from ...attention.causal_mask import CausalMask
+from ...attention.chosen_keys import EVERYTHING, Choice
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
-from ..causal_mask import CausalMask
-from ..chosen_keys import EVERYTHING, Choice
+from ...caches.held import HeldPools
 from ..experts import is_observed
 from .constants import beside, constant
 from .rope import WHOLE_TURNS, Turn, tables_and_options

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
+from ...attention.relative_bias import RelativeBias
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class
-from ..relative_bias import RelativeBias
 from .trial import agrees, bare_twin, on_the_cpu, tried
 
 

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ...._faults import raise_fault
 from ...basics.bounded import Bounded
-from ...basics.held import HeldPools
 from ...basics.reads import depends_on
 from ...basics.state import STATE, original_class
+from ...caches.held import HeldPools
 
 
 @contextlib.contextmanager

@@ -27,12 +27,12 @@ from transformers.cache_utils import (
     DynamicSlidingWindowLayer,
 )
 
-from ..ops.attention import CACHE_BITS
+from ...ops.attention import CACHE_BITS
+from ..basics.residency import follow_moved
+from ..basics.state import NOTHING, STATE, state_of
 from . import growing
-from .basics.held import HeldEntries, HeldIndex, HeldPools, Pooled
-from .basics.state import NOTHING, STATE, state_of
+from .held import HeldEntries, HeldIndex, HeldPools, Pooled
 from .quantized_states import QuantizedStates, can_be_quantized
-from .residency import follow_moved
 
 # Attributes of a layer of compressed keys.
 _POOLS, _BIASES = "_moe_mps_pools", "_moe_mps_biases"

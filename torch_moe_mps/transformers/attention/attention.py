@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .._extension import host_library
-from ..ops._checks import ACTIVATION_DTYPES
-from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
-from .basics.deferred import Deferred
-from .basics.state import NOTHING, STATE, original_class, state_of
+from ..._extension import host_library
+from ...ops._checks import ACTIVATION_DTYPES
+from ...ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
+from ..basics.deferred import Deferred
+from ..basics.state import NOTHING, STATE, original_class, state_of
+from ..caches.quantized_states import QuantizedStates
+from ..modules.rules.indexer import IN_ORDER
+from ..modules.rules.relative_bias import makes_relative_bias
+from .causal_mask import CausalMask, additive
+from .chosen_keys import EVERYTHING, Choice, ChosenMask
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
-from .modules.causal_mask import CausalMask, additive
-from .modules.chosen_keys import EVERYTHING, Choice, ChosenMask
-from .modules.relative_bias import RelativeBias
-from .modules.rules.indexer import IN_ORDER
-from .modules.rules.relative_bias import makes_relative_bias
-from .quantized_states import QuantizedStates
+from .relative_bias import RelativeBias
 
 NAME = "moe_mps"  # the implementation in place of "eager"
 _IMPLEMENTATION = "_attn_implementation"  # the attribute of a config that names it

@@ -1,0 +1,1 @@
+"""The operator `attention` in place of a model's own: masks, latents, keys that are chosen."""
