@@ -5,6 +5,7 @@ implementation "moe_mps" goes with the experts interface, and with the attention
 sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`.
 """
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -25,9 +26,10 @@ def register_experts(module: Any) -> None:
 
 def register_gguf(module: Any) -> None:
     """Configs and tokenizers are read without the quantizers, which read weights."""
-    from .transformers.checkpoints import gguf_oss
+    from .transformers.families import GGUF
 
-    module.GGUF_CONFIG_ARCHS[gguf_oss.NAME] = gguf_oss.config
+    for architecture, reader in GGUF.items():
+        module.GGUF_CONFIG_ARCHS[architecture] = importlib.import_module(reader).config
 
 
 def register_quantizer(module: object) -> None:

@@ -13,9 +13,9 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import torch_moe_mps
+from torch_moe_mps.transformers.attention.indexer import indexer_forward, rewrite_indexer
 from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.modules.rules.constants import constant
-from torch_moe_mps.transformers.modules.rules.indexer import indexer_forward, rewrite_indexer
 
 pytestmark = pytest.mark.one_schedule
 

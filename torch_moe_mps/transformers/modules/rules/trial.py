@@ -221,4 +221,4 @@ class HeldKeys(HeldPools):
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
         return pool(0, count)
 
-    indexed, update_index = get_seq_length, update_indexer  # that is MiniMax M3's name
+    indexed = get_seq_length
