@@ -23,6 +23,7 @@ FLOORS = (
     "quantization",
     "transformers.basics",
     "transformers.graphs",
+    "transformers.caches",
     "transformers.modules",
     "transformers",
     "pipeline",

@@ -32,7 +32,8 @@ from transformers.utils import output_capturing
 import torch_moe_mps
 from torch_moe_mps.ops import _registry
 from torch_moe_mps.ops.attention import bits_as_bool
-from torch_moe_mps.transformers.attention import NAME
+from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
@@ -41,7 +42,6 @@ from torch_moe_mps.transformers.capture.plan import Plan
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.modules.rules import constants
-from torch_moe_mps.transformers.quantized_states import QuantizedStates
 
 PROMPT = 9
 

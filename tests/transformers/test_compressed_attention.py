@@ -11,8 +11,8 @@ from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import captures_of
+from torch_moe_mps.transformers.families.deepseek_v4 import attention as compressed_attention
 from torch_moe_mps.transformers.graphs import passes
-from torch_moe_mps.transformers.modules.rules import compressed_attention
 
 IDS = torch.randint(1, 90, (2, 34), generator=torch.Generator().manual_seed(5))
 CUTS = ((34,), (9, 1, 1, 3, 1, 1, 1, 8, 1, 1, 1, 6), (1,) * 34)

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from ..transformers.basics.state import Beside
-from ..transformers.prompt_cache import new_cache
+from ..transformers.caches.prompt_cache import new_cache
 from .prompts import Kept, Prompts
 from .sources import folder_of, loading_options, processes, tokenizer_of
 

@@ -9,9 +9,11 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._faults import synchronize
-from .attention import attention_layers, choose_implementations, require_kv_bits, use_attention
+from .attention.attention import attention_layers, choose_implementations, require_kv_bits, use_attention
+from .attention.latents import use_latents
 from .basics.interface import experts_of, is_experts, is_quantized
 from .basics.report import Done, Report
+from .basics.residency import end_residency, keep_resident
 from .basics.state import NOTHING, STATE, kv_bits_of, state_of
 from .checked import (
     check_replacements,
@@ -27,12 +29,10 @@ from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, restore_module, rewrite
-from .latents import use_latents
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.norms import check_traces
 from .modules.rules.trial import on_the_cpu
-from .residency import end_residency, keep_resident
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
@@ -163,7 +163,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
             report.add(name, module, "router" if name in routers or routes else "other", done, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):
-        from .cache import grow_caches_in_place
+        from .caches.cache import grow_caches_in_place
         from .capture.calls import capture_calls, tokens_of
 
         grow_caches_in_place(model, kv_bits)
@@ -189,7 +189,7 @@ def restore(model: nn.Module) -> nn.Module:
     _require_module("restore", model)
     end_residency(model)
     if _is_of_transformers(model):
-        from .cache import restore_cache
+        from .caches.cache import restore_cache
         from .capture.calls import restore_calls
 
         restore_calls(model)

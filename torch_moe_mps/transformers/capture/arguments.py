@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..modules.causal_mask import range_of_padding
+from ..attention.causal_mask import range_of_padding
 
 MASK = "attention_mask"
 

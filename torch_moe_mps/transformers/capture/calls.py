@@ -25,14 +25,14 @@ from transformers.utils import ModelOutput
 from ..._extension import host_library
 from ..._faults import synchronized
 from ...ops._checks import first_line
-from ..attention import MOST_TOKENS
+from ..attention.attention import MOST_TOKENS
 from ..basics.bounded import Bounded
 from ..basics.classes import subclass
-from ..cache import takes_cache
+from ..basics.residency import follow_moved
+from ..caches.cache import takes_cache
 from ..checked import refused
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator
-from ..residency import follow_moved
 from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from ..attention.causal_mask import RANGE, CausalMask
+from ..caches.growing import END, MEMORY
+from ..caches.quantized_states import QuantizedStates
 from ..graphs.tracing import NotCapturable, Recorder
-from ..growing import END, MEMORY
-from ..modules.causal_mask import RANGE, CausalMask
-from ..quantized_states import QuantizedStates
 from .arguments import MASK, Pages, flat
 from .caches import all_parts, column_of, empty_copy, items_of, kind_of, parts, places_of, start_of, static_of
 from .fingerprint import default_device

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
 
+from ..attention.causal_mask import ELEMENTS, CausalMask
+from ..caches.growing import MEMORY
+from ..caches.quantized_states import QuantizedStates
 from ..graphs.tracing import NotCapturable
-from ..growing import MEMORY
-from ..modules.causal_mask import ELEMENTS, CausalMask
-from ..quantized_states import QuantizedStates
 from .arguments import Pages, flat
 from .caches import column_of, is_known, kind_of, lists_of, parts, start_of, static_of
 from .fingerprint import default_device

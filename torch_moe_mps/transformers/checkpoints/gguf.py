@@ -6,6 +6,7 @@ transformers (gguf_file.py). What cannot stay packed it dequantises, and the rep
 """
 
 import contextlib
+import importlib
 import warnings
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
@@ -22,7 +23,7 @@ from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from ..basics.report import QuantizationReport, QuantizedProjection
-from . import gguf_oss
+from ..families import GGUF
 from .checking import check_scales
 from .gguf_file import File, Source, read_checked
 from .gguf_header import reading_once
@@ -208,7 +209,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
 def _transformers_packs(gguf_file: str) -> bool:
     """Whether transformers keeps a file's blocks on this Mac: some architectures, with its kernels."""
     architecture = read_checked(gguf_file)[0]["general.architecture"]
-    knows = architecture != gguf_oss.NAME and is_gguf_arch_supported(architecture)
+    knows = architecture not in GGUF and is_gguf_arch_supported(architecture)
     return knows and get_gguf_kernel() is not False
 
 
@@ -217,5 +218,6 @@ reader.read_gguf_metadata = read_checked  # for tokenizers
 modeling_gguf_pytorch_utils.load_gguf_checkpoint = reading_once(
     modeling_gguf_pytorch_utils.load_gguf_checkpoint
 )
-reading.GGUF_ARCHS[gguf_oss.NAME] = gguf_oss.conversions
+for name, reads in GGUF.items():
+    reading.GGUF_ARCHS[name] = importlib.import_module(reads).conversions
 AUTO_QUANTIZER_MAPPING["gguf"] = GgufQuantizer

@@ -13,8 +13,8 @@ from transformers import GgufConfig
 
 from ..._extension import ONE_THREAD
 from ..accelerate import accelerate
-from ..attention import require_kv_bits
-from ..cache import grow_caches_in_place
+from ..attention.attention import require_kv_bits
+from ..caches.cache import grow_caches_in_place
 from ..checked import allowed, working_kv_bits
 from ..compiling import compile_kernels
 from ..modules.experts import NAME

@@ -1,6 +1,6 @@
 """What a rule may ask of a layer of a cache that grows in place.
 
-cache.py has such layers; of any other a rule asks what transformers' own code does. Shapes: B sequences, S
+`cache` has such layers; of any other a rule asks what transformers' own code does. Shapes: B sequences, S
 tokens that are held, T new ones. A method that writes nothing itself gives slots: what is held with room for
 the new ones behind it, into which an operator writes. The layer has them once it takes the slots.
 """

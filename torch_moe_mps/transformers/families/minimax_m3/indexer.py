@@ -1,4 +1,4 @@
-"""The indexer of MiniMax M3, which chooses blocks of keys, for each head of keys by itself.
+"""An indexer that chooses blocks of keys, for each head of keys by itself.
 
 While a token may choose all blocks, the indexer only adds its own keys to the cache. Beyond that the operator
 `index_topk` chooses, when attention asks. What the indexer computes in front of that is recognised by running
@@ -12,20 +12,26 @@ import torch
 from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
-from ...basics.held import HeldIndex
+from ...attention.chosen_keys import Choice
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
-from ..chosen_keys import Choice
-from ..experts import NAME, is_observed
-from .norms import is_norm, norm_arguments
-from .rope import WHOLE_TURNS, Turn, tables_and_options
-from .trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from ...caches.held import HeldIndex
+from ...modules.experts import NAME, is_observed
+from ...modules.rules.norms import is_norm, norm_arguments
+from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
+from ...modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
 
 ops = torch.ops.moe_mps
 
 _LAYERS = ("q_proj", "k_proj", "q_norm", "k_norm")
 _NUMBERS = ("num_heads", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
 _BATCH, _TOKENS, _BEFORE = 2, 3, 6  # of a trial
+
+
+class _HeldBlocks(HeldKeys):
+    """The cache of a trial, by the name that these models have for an update."""
+
+    update_index = HeldKeys.update_indexer
 
 
 def block_indexer_forward(
@@ -108,11 +114,11 @@ def _turn_of(module: Any) -> Turn | None:
     hidden, before = numbers(_BATCH, _TOKENS, twin.k_proj.in_features), numbers(_BATCH, 1, _BEFORE, width)
     both = numbers(2, _BATCH, _TOKENS, width // 2) + 1.0
     positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
-    cache, tables = HeldKeys(before, twin.layer_idx), [*both]
+    cache, tables = _HeldBlocks(before, twin.layer_idx), [*both]
     own = tried(original_class(module).forward, twin, hidden, tables, cache, positions)
     norms = [norm_arguments(norm, before) for norm in _norms(twin)]
     for turn in WHOLE_TURNS if isinstance(own, Tensor) else ():
-        layer = HeldKeys(before)
+        layer = _HeldBlocks(before)
         found = tried(_chosen, twin, turn, hidden, tables, layer, *norms)
         if not isinstance(found, Choice):
             continue

@@ -24,9 +24,9 @@ from torch.utils._pytree import tree_map
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
-from .._faults import synchronize
-from ..ops._checks import first_line
-from .basics.state import kv_bits_of
+from ..._faults import synchronize
+from ...ops._checks import first_line
+from ..basics.state import kv_bits_of
 from .cache import growing_class
 from .quantized_states import QuantizedStates
 

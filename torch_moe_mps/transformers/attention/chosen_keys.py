@@ -18,9 +18,6 @@ ops = torch.ops.moe_mps
 _AT_ONCE = 1024  # tokens of a prompt whose masks of bits exist at a time
 
 
-EVERYTHING = "everything"  # in place of a Choice where tokens may choose all keys
-
-
 class Choice(NamedTuple):
     """What `index_topk` takes to choose for T new tokens.
 

@@ -1,4 +1,4 @@
-"""Routers whose choice a table has for each token (DeepSeek-V4), recognised by what they run."""
+"""Routers whose choice a table has for each token, recognised by what they run."""
 
 import inspect
 from collections.abc import Callable
@@ -13,8 +13,8 @@ from ...basics.report import Done
 from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import tensor_of
 from ...graphs.patterns import linear_of, uncast
-from ..traced import Input, path_of, remembered, trace
-from .selection import lookup_of
+from ...modules.rules.selection import lookup_of
+from ...modules.traced import Input, path_of, remembered, trace
 
 ops = torch.ops.moe_mps
 

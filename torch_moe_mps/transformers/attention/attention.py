@@ -18,19 +18,18 @@ import torch
 from torch import Tensor, nn
 from torch.fx.experimental.symbolic_shapes import statically_known_true
 
-from .._extension import host_library
-from ..ops._checks import ACTIVATION_DTYPES
-from ..ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
-from .basics.deferred import Deferred
-from .basics.state import NOTHING, STATE, original_class, state_of
+from ..._extension import host_library
+from ...ops._checks import ACTIVATION_DTYPES
+from ...ops.attention import CACHE_BITS, MAX_HEAD, MAX_VALUE_HEAD, WORD, seen_in_order
+from ..basics.deferred import Deferred
+from ..basics.state import NOTHING, STATE, original_class, state_of
+from ..caches.quantized_states import QuantizedStates
+from .causal_mask import CausalMask, additive
+from .chosen_keys import Choice, ChosenMask
+from .indexer import IN_ORDER
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
-from .modules.causal_mask import CausalMask, additive
-from .modules.chosen_keys import EVERYTHING, Choice, ChosenMask
-from .modules.relative_bias import RelativeBias
-from .modules.rules.indexer import IN_ORDER
-from .modules.rules.relative_bias import makes_relative_bias
-from .quantized_states import QuantizedStates
+from .relative_bias import MAKERS, RelativeBias
 
 NAME = "moe_mps"  # the implementation in place of "eager"
 _IMPLEMENTATION = "_attn_implementation"  # the attribute of a config that names it
@@ -38,9 +37,9 @@ MOST_TOKENS = 8  # new ones; a call with more is a prompt
 _ALL_KEYS = torch.iinfo(torch.int32).max  # a look-ahead
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
-_MASK_OF_CHOICE = "build_attention_mask_from_topk"  # a method of attention layers
 _AT_ONCE = 1024  # tokens whose indices become bits
 _CHOICE = frozenset(("indices", "block_indices"))  # of keys, which `attention` takes
+OF_FAMILIES: list[Callable[[nn.Module], None]] = []  # each is called with a layer that the operator runs
 _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
 
 
@@ -88,8 +87,8 @@ def use_attention(layers: Iterable[nn.Module]) -> None:
     for module in layers:
         if module.config._attn_implementation == "sdpa":  # type: ignore[union-attr]  # a layer's config
             _wrap_sdpa()
-            if owner := next((cls for cls in type(module).__mro__ if _MASK_OF_CHOICE in vars(cls)), None):
-                _wrap_mask(owner)
+            for prepare in OF_FAMILIES:
+                prepare(module)
             state_of(module).is_attention = True
 
 
@@ -112,7 +111,7 @@ def _implementation_for(module: nn.Module) -> str | None:
     if current == "sdpa":
         return current
     capped = getattr(module, "attn_logit_softcapping", None) is not None
-    if not asks and any(map(makes_relative_bias, module.children())):
+    if not asks and any(makes(child) for makes in MAKERS for child in module.children()):
         return NAME
     if not isinstance(getattr(module, "sinks", None), Tensor) and not (capped and "softcap" in keywords):
         return None
@@ -157,25 +156,6 @@ def _wrap_sdpa() -> None:
     for interface, wrapper in ((AttentionInterface, _sdpa), (AttentionMaskInterface, _sdpa_mask)):
         own = interface._global_mapping["sdpa"]
         interface.register("sdpa", functools.wraps(own)(functools.partial(wrapper, own)))
-
-
-@functools.cache
-def _wrap_mask(owner: Any) -> None:
-    """Lets the method that makes a mask of chosen keys take what our indexers give."""
-    own = getattr(owner, _MASK_OF_CHOICE)
-
-    @functools.wraps(own)
-    def build(self: nn.Module, topk_indices: Any, query_states: Tensor, kv_length: int) -> Tensor | None:
-        batch, _, tokens, _ = query_states.shape
-        if isinstance(topk_indices, Choice):
-            return topk_indices.shown(None, 1, tokens, kv_length)
-        if topk_indices is not EVERYTHING:
-            made: Tensor | None = own(self, topk_indices, query_states, kv_length)
-            return made
-        mask = CausalMask((batch, 1, tokens, kv_length), kv_length, None, torch.bool, query_states.device)
-        return None if mask.hides_nothing or mask.is_of_first_tokens else mask
-
-    setattr(owner, _MASK_OF_CHOICE, build)
 
 
 def _sdpa_mask(sdpa_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:

@@ -16,15 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .basics.deferred import Deferred
-from .basics.report import Done
-from .basics.state import NOTHING, STATE, state_of
-from .checked import refusal
-from .growing import latents_together
-from .modules.experts import is_observed
-from .modules.linears import QuantizedLinear
-from .modules.rules.trial import tried
-from .quantized_states import QuantizedStates
+from ..basics.deferred import Deferred
+from ..basics.report import Done
+from ..basics.state import NOTHING, STATE, state_of
+from ..caches.growing import latents_together
+from ..caches.quantized_states import QuantizedStates
+from ..checked import refusal
+from ..modules.experts import is_observed
+from ..modules.linears import QuantizedLinear
+from ..modules.rules.trial import tried
 
 ops = torch.ops.moe_mps
 

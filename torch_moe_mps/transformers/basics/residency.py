@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._extension import host_library
+from ..._extension import host_library
 
 
 class Resident:

@@ -1,4 +1,4 @@
-"""Attention to a window of tokens and to keys that stand for several tokens each (DeepSeek-V4).
+"""Attention to a window of tokens and to keys that stand for several tokens each.
 
 A layer is recognised by what it computes: its own forward and the one here run on a small layer of its class,
 for a prompt, tokens behind it and a few more, and have to give the same results and the same cache.
@@ -6,23 +6,23 @@ for a prompt, tokens behind it and a few more, and have to give the same results
 
 import copy
 from collections.abc import Callable
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache
 
-from ...basics.held import HeldEntries, Pooled
+from ...attention.causal_mask import CausalMask
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
-from ..causal_mask import CausalMask
-from ..experts import is_observed
-from ..linears import GroupedLinear
-from .constants import beside, constant
-from .norms import is_norm
-from .rotary import is_fixed
-from .trial import agrees, made_alike, verdict
+from ...caches.held import HeldEntries
+from ...caches.layers import growing_class
+from ...modules.experts import is_observed
+from ...modules.linears import GroupedLinear
+from ...modules.rules.constants import beside, constant
+from ...modules.rules.norms import is_norm
+from ...modules.rules.rotary import is_fixed
+from ...modules.rules.trial import agrees, made_alike, verdict
 
 ops = torch.ops.moe_mps
 
@@ -192,33 +192,6 @@ def _small(module: Any) -> Any:
     return layer
 
 
-class _Held(HeldEntries):
-    """The layer of a cache, for a trial."""
-
-    def __init__(self, rate: int):
-        self.rate, self.cumulative_length, self.keys = rate, 0, torch.empty(0)
-        self.memory: dict[str, Pooled] = {}
-        self.compressed_kv: dict[str, Tensor] = {}
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        self.keys = torch.cat((self.keys, key_states), 2) if self.cumulative_length else key_states
-        self.cumulative_length += key_states.shape[2]
-        return self.keys, self.keys
-
-    def slots(self, new: Tensor) -> None:
-        """There is no room."""
-
-    def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
-        batch, _, columns = kv.shape
-        if name not in self.memory:
-            state = kv.new_zeros(batch, self.rate * columns // width, 2, columns)
-            self.memory[name] = Pooled(state, kv.new_zeros(batch, 16, width))
-        self.compressed_kv[name] = self.memory[name].entries[:, : self.cumulative_length // self.rate]
-        return self.memory[name]
-
-
 def _is_same(module: Any) -> bool:
     """Whether the forward here gives what the layer's own gives: results, keys and entries."""
     with torch.device("meta"):  # a small one says nothing of a layer that was changed after it was made
@@ -230,9 +203,10 @@ def _is_same(module: Any) -> bool:
     tables = layer.compressor.rotary_emb(x, torch.arange(17)[None], layer_type=layer.rope_layer_type)
     window = layer.sliding_window
     is_norm(layer.q_a_norm)
-    cache: Any = DynamicCache(config=layer.config)
-    held, theirs, ours = _Held(layer.compressor.compress_rate), [], []
-    of_ours = SimpleNamespace(layers=[held] * (layer.layer_idx + 1))
+    caches: Any = [DynamicCache(config=layer.config) for _ in range(2)]
+    own, held = (cache.layers[layer.layer_idx] for cache in caches)
+    held.__class__ = growing_class(type(held))
+    theirs, ours = [], []
     for begin, end in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 17)):
         some = {layer.rope_layer_type: tuple(table[:, begin:end] for table in tables)}
         seen = min(begin, window - 1) + end - begin
@@ -241,9 +215,8 @@ def _is_same(module: Any) -> bool:
             (distance < 0) | (distance >= window), -torch.inf
         )
         given = x[:, begin:end], some, torch.arange(begin, end)[None]
-        theirs.append(original_class(layer).forward(layer, *given, mask, cache)[0])
-        ours.append(compressed_layer(layer, *given, None, of_ours)[0])
-    own = cache.layers[layer.layer_idx]
+        theirs.append(original_class(layer).forward(layer, *given, mask, caches[0])[0])
+        ours.append(compressed_layer(layer, *given, None, caches[1])[0])
     theirs += [own.keys, *own.compressed_kv.values()]
-    ours += [held.keys[:, :, 1 - window :], *held.compressed_kv.values()]
+    ours += [held.keys, *held.compressed_kv.values()]
     return agrees(ours, theirs)

@@ -12,16 +12,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from ....ops.index import MAX_INDEX_WIDTH
-from ...basics.held import HeldIndex
-from ...basics.reads import depends_on
-from ...basics.report import Done
-from ...basics.state import STATE, original_class, state_of
-from ..causal_mask import CausalMask
-from ..experts import is_observed
-from .constants import constant
-from .rope import TURNS, Turn, tables_and_options
-from .trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from ...ops.index import MAX_INDEX_WIDTH
+from ..basics.reads import depends_on
+from ..basics.report import Done
+from ..basics.state import STATE, original_class, state_of
+from ..caches.held import HeldIndex
+from ..modules.experts import is_observed
+from ..modules.rules.constants import constant
+from ..modules.rules.rope import TURNS, Turn, tables_and_options
+from ..modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from .causal_mask import CausalMask
 
 ops = torch.ops.moe_mps
 

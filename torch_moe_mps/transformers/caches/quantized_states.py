@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from ..ops._checks import ACTIVATION_DTYPES
-from ..ops._formats import GROUP_SIZES
-from ..ops.attention import CACHE_BITS, values_in
-from .basics.deferred import Deferred
+from ...ops._checks import ACTIVATION_DTYPES
+from ...ops._formats import GROUP_SIZES
+from ...ops.attention import CACHE_BITS, values_in
+from ..basics.deferred import Deferred
 
 _ATEN = torch.ops.aten
 PLAIN = (Tensor, FakeTensor)  # without a meaning of its own; fake while a token is captured
