@@ -1024,36 +1024,36 @@ affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 g
         self.assertExpectedInline(
             registers_of_formats("bf16", "q"),
             """\
-q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90 streams
-  49.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5 heads_rows_few 65 heads_columns 43
-  heads_columns_few 62.5
-q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 66.5 gemm32 92 streams
-  51.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45
-  heads_columns_few 64.5
-q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 85.5 gemm8 76 gemm32 106 streams
-  53.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5 heads_rows_few 67 heads_columns 62
-  heads_columns_few 96.5
-q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 gemm32 108 streams
-  55.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5 heads_rows_few 70 heads_columns 64
-  heads_columns_few 98.5
+q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90 chosen8
+  42 chosen16 66 streams 49.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5
+  heads_rows_few 65 heads_columns 43 heads_columns_few 62.5
+q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 66.5 gemm32 92 chosen8
+  44.5 chosen16 66 streams 51.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5
+  heads_rows_few 68 heads_columns 45 heads_columns_few 64.5
+q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 85.5 gemm8 76 gemm32 106 chosen8
+  43.5 chosen16 66 streams 53.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5
+  heads_rows_few 67 heads_columns 62 heads_columns_few 96.5
+q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 gemm32 108 chosen8
+  46.5 chosen16 66 streams 55.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5
+  heads_rows_few 70 heads_columns 64 heads_columns_few 98.5
 q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 88 gemm8 68.5 gemm32 94
-  streams 63.5 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few 69.5
-  heads_columns 44 heads_columns_few 63.5
-q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98 streams 68.5
-  gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few 89.5 heads_columns 45.5
-  heads_columns_few 65
-q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111 streams
-  56 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few 71 heads_columns 64.5
-  heads_columns_few 99
-q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 91.5 gemm8 72.5 gemm32 98 streams
-  60.5 gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5 heads_rows_few 73 heads_columns 46.5
-  heads_columns_few 66
-q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85 gemm32 115 streams
-  64.5 gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5 heads_rows_few 75 heads_columns 65.5
-  heads_columns_few 100
+  chosen8 47.5 chosen16 66 streams 63.5 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5
+  heads_rows_few 69.5 heads_columns 44 heads_columns_few 63.5
+q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98 chosen8 57.5
+  chosen16 66 streams 68.5 gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few
+  89.5 heads_columns 45.5 heads_columns_few 65
+q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111 chosen8
+  47.5 chosen16 66 streams 56 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few
+  71 heads_columns 64.5 heads_columns_few 99
+q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 91.5 gemm8 72.5 gemm32 98 chosen8
+  49.5 chosen16 66 streams 60.5 gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5
+  heads_rows_few 73 heads_columns 46.5 heads_columns_few 66
+q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85 gemm32 115 chosen8
+  51.5 chosen16 66 streams 64.5 gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5
+  heads_rows_few 75 heads_columns 65.5 heads_columns_few 100
 q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 77.5 gemm32 103
-  streams 63.5 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5 heads_rows_few 73.5
-  heads_columns 48.5 heads_columns_few 68
+  chosen8 50.5 chosen16 66 streams 63.5 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5
+  heads_rows_few 73.5 heads_columns 48.5 heads_columns_few 68
 """,
         )
 
