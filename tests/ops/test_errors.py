@@ -271,6 +271,16 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         "rope_cache_": [
             wrong("None without norm_v", v_weight=zeros(8)),
         ],
+        "rope_attention_": [
+            wrong(
+                "k must be of heads of 16 elements, as those of q",
+                k=zeros(2, T, 2, 18),
+                keys_=zeros(2, 2, T, 18),
+            ),
+            wrong("v must be of 2 heads, as many as k has", v=zeros(2, T, 1, 8), values_=zeros(2, 1, T, 8)),
+            wrong("k must be of a number of heads that divides Hq = 3", q=zeros(2, T, 3, 16)),
+            wrong("window must be at least 1, got 0", window=0),
+        ],
         "index_keys_": [
             wrong("of heads of an even number of elements", k=zeros(2, T, 15), keys_=zeros(2, T, 15)),
             wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, T - 1, 16)),

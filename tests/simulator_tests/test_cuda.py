@@ -45,6 +45,7 @@ LIBRARIES = [
     "attention_f16",
     "attention_selected_f16",
     "attention_tailed_f16",
+    "attention_turned_f16",
     "attention_relative_f16",
     "combine_f16",
     "expert_combine_f16",

@@ -1,3 +1,5 @@
+#include "rope.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -14,40 +16,8 @@ namespace {
 
 using at::Tensor;
 
-// q, k or v, and the buffers that a dispatch binds for it.
-struct Heads {
-  Tensor input;  // its heads are contiguous
-  OptionalTensor weight;
-  Tensor output;         // [B, heads, T or more, D], its heads are contiguous
-  int64_t output_start;  // the element that the first of the last T tokens begins with
-  RopeHeads params{};
-  bool vectorised;
-};
-
 Tensor heads_first(const Tensor& x) {
   return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
-}
-
-Heads heads_of(const Tensor& x, const OptionalTensor& weight, const Tensor& output, int64_t rotary) {
-  Heads heads;
-  heads.input = rows_contiguous(x);
-  heads.weight = contiguous(weight);
-  heads.output = output;
-  heads.output_start = (output.size(2) - x.size(1)) * output.stride(2);
-  heads.params.batch_stride = heads.input.stride(0);
-  heads.params.token_stride = heads.input.stride(1);
-  heads.params.head_stride = heads.input.stride(2);
-  heads.params.output_batch_stride = output.stride(0);
-  heads.params.output_head_stride = output.stride(1);
-  heads.params.output_token_stride = output.stride(2);
-  heads.params.heads = x.size(2);
-  heads.params.width = x.size(3);
-  heads.params.rotary = rotary;
-  heads.params.is_normed = heads.params.has_weight = weight.has_value();
-  heads.params.weight_dtype = dtype_code(weight);
-  heads.vectorised = x.size(3) % 8 == 0 && starts_aligned(heads.input) && starts_aligned(output) &&
-                     (!weight || starts_aligned(*heads.weight));
-  return heads;
 }
 
 uint32_t pairs_code(std::string_view pairs) {
@@ -55,56 +25,16 @@ uint32_t pairs_code(std::string_view pairs) {
   return pairs == "interleaved" ? PAIRS_INTERLEAVED : PAIRS_INTERLEAVED_TO_HALF;
 }
 
-// The tables and what is the same for all heads. Without tables nothing turns: `x`, [B, T, ...], is bound in
-// place of them.
-struct Rotation {
-  Rotation(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, double eps,
-           double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last)
-      : cos(cos ? *cos : x.select(2, 0)),
-        sin(sin ? *sin : this->cos),
-        eps(eps),
-        weight_offset(weight_offset),
-        pairs(pairs),
-        rotary(cos ? rotary_dim.value_or(cos->size(2)) : 0),
-        rotary_last(rotary_last) {}
-
-  Tensor cos, sin;
-  double eps, weight_offset;
-  std::string_view pairs;
-  int64_t rotary;
-  bool rotary_last;
-};
-
 void encode_rope(const char* kernel, const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
                  const std::optional<Heads>& v, const OptionalTensor& k_bias = std::nullopt) {
-  const Tensor &cos = rotation.cos, &sin = rotation.sin;
-  const bool same_strides = cos.strides() == sin.strides() && cos.stride(2) == 1;
-  const Tensor cos_rows = same_strides ? cos : cos.contiguous();
-  const Tensor sin_rows = same_strides ? sin : sin.contiguous();
-  RopeParams params{};
-  params.q = q.params;
-  if (k) params.k = k->params;
-  if (v) params.v = v->params;
-  params.table_batch_stride = cos.size(0) == 1 ? 0 : cos_rows.stride(0);
-  params.table_token_stride = cos_rows.stride(1);
-  params.tokens = q.input.size(1);
-  params.rows = q.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
-  params.rotary_last = rotation.rotary_last;
-  params.pairs = pairs_code(rotation.pairs);
-  params.table_of_pairs = cos.size(2) < rotation.rotary;
-  params.table_dtype = dtype_code(cos);
-  params.vectorised = q.vectorised && (!k || k->vectorised) && (!v || v->vectorised) &&
-                      rotation.rotary % 8 == 0 && starts_aligned(cos_rows) && starts_aligned(sin_rows);
-  params.eps = static_cast<float>(rotation.eps);
-  params.weight_offset = static_cast<float>(rotation.weight_offset);
-
+  const RopeParams params = rope_params(rotation, q, k, v);
   Commands commands;
   commands.add({"rope", q.input.scalar_type()}, kernel)
       .bind_strided(q.input)
       .bind_strided(k ? k->input : q.input)
       .bind_strided(v ? v->input : q.input)
-      .bind_strided(cos_rows)
-      .bind_strided(sin_rows)
+      .bind_strided(rotation.cos)
+      .bind_strided(rotation.sin)
       .bind_or(q.weight, q.output)
       .bind_or(k ? k->weight : std::nullopt, q.output)
       .bind_or(v ? v->weight : k_bias, q.output)
@@ -127,27 +57,6 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptionalTensor& k, const 
   if (k) keys = heads_of(*k, k_weight, k_output, rotation.rotary);
   encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary), keys, std::nullopt);
   return {output, k_output};
-}
-
-Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
-                   const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
-                   const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
-                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                   bool rotary_last, bool norm_v, const OptionalTensor& v_weight) {
-  const Tensor output = heads_first(q);
-  if (output.numel() == 0) return output;
-  const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
-  const bool in_place = keys_.stride(3) == 1 && values_.stride(3) == 1;
-  const Tensor k_output = in_place ? keys_ : heads_first(k), v_output = in_place ? values_ : heads_first(v);
-  Heads values = heads_of(v, v_weight, v_output, 0);
-  values.params.is_normed = norm_v;
-  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary),
-              heads_of(k, k_weight, k_output, rotation.rotary), values);
-  if (!in_place) {
-    keys_.narrow(2, keys_.size(2) - k.size(1), k.size(1)).copy_(k_output);
-    values_.narrow(2, values_.size(2) - v.size(1), v.size(1)).copy_(v_output);
-  }
-  return output;
 }
 
 Tensor index_keys_(const Tensor& k_, const Tensor& keys_, const Tensor& weight, const OptionalTensor& bias,
@@ -212,6 +121,86 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor&
 }
 
 }  // namespace
+
+Heads heads_of(const Tensor& x, const OptionalTensor& weight, const Tensor& output, int64_t rotary) {
+  Heads heads;
+  heads.input = rows_contiguous(x);
+  heads.weight = contiguous(weight);
+  heads.output = output;
+  heads.output_start = (output.size(2) - x.size(1)) * output.stride(2);
+  heads.params.batch_stride = heads.input.stride(0);
+  heads.params.token_stride = heads.input.stride(1);
+  heads.params.head_stride = heads.input.stride(2);
+  heads.params.output_batch_stride = output.stride(0);
+  heads.params.output_head_stride = output.stride(1);
+  heads.params.output_token_stride = output.stride(2);
+  heads.params.heads = x.size(2);
+  heads.params.width = x.size(3);
+  heads.params.rotary = rotary;
+  heads.params.is_normed = heads.params.has_weight = weight.has_value();
+  heads.params.weight_dtype = dtype_code(weight);
+  heads.vectorised = x.size(3) % 8 == 0 && starts_aligned(heads.input) && starts_aligned(output) &&
+                     (!weight || starts_aligned(*heads.weight));
+  return heads;
+}
+
+Rotation::Rotation(const Tensor& x, const OptionalTensor& cos_, const OptionalTensor& sin_, double eps,
+                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
+                   bool rotary_last)
+    : cos(cos_ ? *cos_ : x.select(2, 0)),
+      sin(sin_ ? *sin_ : cos),
+      eps(eps),
+      weight_offset(weight_offset),
+      pairs(pairs),
+      rotary(cos_ ? rotary_dim.value_or(cos_->size(2)) : 0),
+      rotary_last(rotary_last) {
+  if (cos.strides() == sin.strides() && cos.stride(2) == 1) return;
+  cos = cos.contiguous();
+  sin = sin.contiguous();
+}
+
+RopeParams rope_params(const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
+                       const std::optional<Heads>& v) {
+  const Tensor &cos = rotation.cos, &sin = rotation.sin;
+  RopeParams params{};
+  params.q = q.params;
+  if (k) params.k = k->params;
+  if (v) params.v = v->params;
+  params.table_batch_stride = cos.size(0) == 1 ? 0 : cos.stride(0);
+  params.table_token_stride = cos.stride(1);
+  params.tokens = q.input.size(1);
+  params.rows = q.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
+  params.rotary_last = rotation.rotary_last;
+  params.pairs = pairs_code(rotation.pairs);
+  params.table_of_pairs = cos.size(2) < rotation.rotary;
+  params.table_dtype = dtype_code(cos);
+  params.vectorised = q.vectorised && (!k || k->vectorised) && (!v || v->vectorised) &&
+                      rotation.rotary % 8 == 0 && starts_aligned(cos) && starts_aligned(sin);
+  params.eps = static_cast<float>(rotation.eps);
+  params.weight_offset = static_cast<float>(rotation.weight_offset);
+  return params;
+}
+
+Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
+                   const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
+                   const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
+                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
+                   bool rotary_last, bool norm_v, const OptionalTensor& v_weight) {
+  const Tensor output = heads_first(q);
+  if (output.numel() == 0) return output;
+  const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
+  const bool in_place = keys_.stride(3) == 1 && values_.stride(3) == 1;
+  const Tensor k_output = in_place ? keys_ : heads_first(k), v_output = in_place ? values_ : heads_first(v);
+  Heads values = heads_of(v, v_weight, v_output, 0);
+  values.params.is_normed = norm_v;
+  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary),
+              heads_of(k, k_weight, k_output, rotation.rotary), values);
+  if (!in_place) {
+    keys_.narrow(2, keys_.size(2) - k.size(1), k.size(1)).copy_(k_output);
+    values_.narrow(2, values_.size(2) - v.size(1), v.size(1)).copy_(v_output);
+  }
+  return output;
+}
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<rope>(m, "rope");

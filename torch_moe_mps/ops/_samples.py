@@ -23,6 +23,7 @@ OF_HEADS = {
     "attention": ("q", "v"),
     "rope": ("q", "q"),
     "rope_cache_": ("q", "v"),
+    "rope_attention_": ("q", "v"),
     "index_keys_": ("k", "k"),
     "linear_attention_": ("q", "v"),
     "write_cache_quantized_": ("states", "states"),

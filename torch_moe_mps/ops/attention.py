@@ -12,6 +12,7 @@ from ._checks import ACTIVATION_DTYPES, Check
 from ._formats import GROUP_SIZES, PACKED_DTYPES, Format, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample, whole_groups
+from .rope import check_rope_cache, rope_cache_
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
@@ -396,6 +397,75 @@ def attention(
 # The cache in 8 bits
 
 
+def _meta_rope_attention(
+    check, q, k, v, keys_, values_, scale, window, key_range, softcap, sinks, gate, gate_activation,
+    **rotation,
+):  # fmt: skip
+    turned = check_rope_cache(check, q=q, k=k, v=v, keys_=keys_, values_=values_, **rotation)
+    if k.shape[3] != q.shape[3]:
+        check.fail("k", f"of heads of {q.shape[3]} elements, as those of q", tuple(k.shape))
+    if v.shape[2] != k.shape[2]:
+        check.fail("v", f"of {k.shape[2]} heads, as many as k has", tuple(v.shape))
+    check.shape("values_", values_, (*keys_.shape[:3], v.shape[3]), "[B, Hv, S, Dv]")
+    if q.shape[2] % k.shape[2]:
+        check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
+    none = ("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail", "relative")
+    none += ("dtype",)
+    return _meta_attention(
+        check, turned, keys_, values_, window=window, key_range=key_range, softcap=softcap, sinks=sinks,
+        index_block=1, gate=gate, gate_activation=gate_activation, lookahead=0, tail_rate=1, position=0,
+        **dict.fromkeys(none),
+    )  # fmt: skip
+
+
+@operator(meta=_meta_rope_attention)
+def rope_attention_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys_: Tensor,
+    values_: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    scale: float,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    *,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
+    norm_v: bool = False,
+    v_weight: Tensor | None = None,
+    window: int | None = None,
+    key_range: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_activation: str = "sigmoid",
+) -> Tensor:
+    """`rope_cache_`, and `attention` of what it returns to the caches that it has written.
+
+    For one token, on Metal, both are one dispatch (and a merge, where the keys are many) if a block has all
+    queries of a key head, up to 16, and what is read can be read as vectors.
+
+    Args:
+        q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim,
+            rotary_last, norm_v, v_weight: as for `rope_cache_`.
+        scale, window, key_range, softcap, sinks, gate, gate_activation: as for `attention`.
+
+    Returns: [B, T, Hq, Dv] in the dtype of `q`, contiguous.
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    rest = (cos, sin, q_weight, k_weight, eps, weight_offset)
+    options = {"pairs": pairs, "rotary_dim": rotary_dim, "rotary_last": rotary_last, "norm_v": norm_v}
+    turned = rope_cache_(q, k, v, keys_, values_, *rest, **options, v_weight=v_weight)
+    seen = {"window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
+    return attention(turned, keys_, values_, scale, **seen, gate=gate, gate_activation=gate_activation)
+
+
 def _meta_write(check, states, packed_, scales_, biases_, start):
     check.dtype("states", states, ACTIVATION_DTYPES)
     check.rank("states", states, (4,))
@@ -519,7 +589,18 @@ def _written(s: Sample) -> dict[str, Any]:
     }
 
 
+def turned(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, Any]:
+    """Good arguments of rope_attention_."""
+    return {
+        **{"q": s.values(2, tokens, heads, s.D), "k": s.values(2, tokens, 2, s.D)},
+        **{"v": s.values(2, tokens, 2, s.V), "q_weight": s.values(s.D), "scale": s.D**-0.5},
+        **{"keys_": s.values(2, 2, keys, s.D), "values_": s.values(2, 2, keys, s.V)},
+        **{name: s.values(1, tokens, s.D) for name in ("cos", "sin")},
+    }
+
+
 CALLS: Calls = {
+    "rope_attention_": lambda s: turned(s, s.T),
     "attention": lambda s: {
         **{"q": s.q.transpose(1, 2), "k": s.values(2, 2, s.T + 6, s.D), "v": s.values(2, 2, s.T + 6, s.V)},
         **{"sinks": s.values(4), "scale": 0.25},
@@ -527,6 +608,18 @@ CALLS: Calls = {
     "write_cache_quantized_": _written,
 }
 CHANGES: Changes = {
+    "rope_attention_": lambda s: [
+        turned(s, 1, heads=18),
+        turned(s, 1)
+        | {
+            "pairs": "interleaved",
+            "k_weight": s.values(s.D),
+            "norm_v": True,
+            "v_weight": s.values(s.V),
+            "window": 3,
+        }
+        | {"sinks": s.values(4), "softcap": 20.0, "gate": s.values(2, 1, 4, 1)},
+    ],
     "attention": _more_attention,
     "write_cache_quantized_": lambda s: [
         {"states": s.values(2, s.T, 2, max(64, whole_groups(s.D))).transpose(1, 2)},

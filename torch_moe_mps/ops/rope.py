@@ -161,7 +161,7 @@ def rope(
     return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
 
 
-def _meta_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, **rotation):
+def check_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, **rotation):
     out, _ = _meta_rope(check, q, k, **rotation)
     _check_heads(check, "v", v, q, 2)
     if v_weight is not None and not norm_v:
@@ -178,7 +178,7 @@ def _meta_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, **rotatio
     return out
 
 
-@operator(meta=_meta_rope_cache)
+@operator(meta=check_rope_cache)
 def rope_cache_(
     q: Tensor,
     k: Tensor,

@@ -48,6 +48,7 @@ HEADS = {
     CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "rope": (HEAD, (128, 128)),
     "rope_cache_": (HEAD, (128, 128)),
+    "rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "index_keys_": (HEAD, (128, 128)),
     "linear_attention_": (HEAD, (128, 128), (256, 256)),
 }

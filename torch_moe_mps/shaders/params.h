@@ -16,5 +16,6 @@
 #include "params/rope.h"
 #include "params/routing.h"
 #include "params/write_cache.h"
-// It needs two others.
+// They need two others each.
 #include "params/chosen.h"
+#include "params/turned.h"

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torch import fx
 
-from .attention import gate_in_attention
+from .attention import gate_in_attention, turn_in_attention
 from .linear_attention import (
     gates_in_linear_attention,
     input_in_convolution,
@@ -67,6 +67,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     join_rotations,
     write_into_cache,
     gate_in_attention,
+    turn_in_attention,
     gate_in_one,
     logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
@@ -103,6 +104,7 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     norm_sums: "fused_residual_norm",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
+    turn_in_attention: "rope_attention_",
     join_elements: "pointwise",
 }
 
