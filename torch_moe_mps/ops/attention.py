@@ -459,11 +459,14 @@ def rope_attention_(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    rest = (cos, sin, q_weight, k_weight, eps, weight_offset)
-    options = {"pairs": pairs, "rotary_dim": rotary_dim, "rotary_last": rotary_last, "norm_v": norm_v}
-    turned = rope_cache_(q, k, v, keys_, values_, *rest, **options, v_weight=v_weight)
-    seen = {"window": window, "key_range": key_range, "softcap": softcap, "sinks": sinks}
-    return attention(turned, keys_, values_, scale, **seen, gate=gate, gate_activation=gate_activation)
+    turned = rope_cache_(
+        q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs=pairs,
+        rotary_dim=rotary_dim, rotary_last=rotary_last, norm_v=norm_v, v_weight=v_weight,
+    )  # fmt: skip
+    return attention(
+        turned, keys_, values_, scale, window=window, key_range=key_range, softcap=softcap, sinks=sinks,
+        gate=gate, gate_activation=gate_activation,
+    )  # fmt: skip
 
 
 def _meta_write(check, states, packed_, scales_, biases_, start):
