@@ -238,7 +238,7 @@ def test_a_captured_token_is_checked_once(simulated, monkeypatch):
     assert checked == [] and captures_of(model).programs == [program]
     torch.ops.moe_mps._forget_signatures()
     conversation.tokens(1)
-    assert "attention" in checked
+    assert "rope_attention_" in checked
 
 
 @torch.no_grad()

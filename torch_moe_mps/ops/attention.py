@@ -409,8 +409,10 @@ def _meta_rope_attention(
     check.shape("values_", values_, (*keys_.shape[:3], v.shape[3]), "[B, Hv, S, Dv]")
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
-    none = ("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail", "relative")
-    none += ("dtype",)
+    none = (
+        *("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail", "relative"),
+        "dtype",
+    )
     return _meta_attention(
         check, turned, keys_, values_, window=window, key_range=key_range, softcap=softcap, sinks=sinks,
         index_block=1, gate=gate, gate_activation=gate_activation, lookahead=0, tail_rate=1, position=0,
