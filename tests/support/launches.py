@@ -170,11 +170,11 @@ def types_of_layers(model: nn.Module) -> list[str]:
     return [", ".join(dict.fromkeys(of_layer)) for of_layer in zip(*words, strict=True)] or [""] * count
 
 
-def launches_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
-    """{type of layer: what the last layer of this type launches for one token}."""
-    token = torch.tensor([[5]], device="mps")
+def launches_by_type(simulated, model: nn.Module, prompt: int = 0) -> dict[str, Counter[str]]:
+    """{type of layer: what the last layer of this type launches for one token, or a prompt of so many}."""
+    ids = torch.arange(1, max(prompt, 1) + 1, device="mps")[None] % 50
     with simulated.dropped():
-        cache = prompted(model, [1, 2, 3, 4])
+        cache = DynamicCache(config=model.config) if prompt else prompted(model, [1, 2, 3, 4])
     found: dict[str, Counter[str]] = {}
     inside: list[tuple[ExitStack, Any, Launches]] = []
 
@@ -193,7 +193,7 @@ def launches_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
     for kind, layer in zip(types_of_layers(model), model.get_decoder().layers, strict=True):
         hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(partial(end, kind))]
     with torch.no_grad(), simulated.dropped():
-        model(token, past_key_values=cache, use_cache=True)
+        model(ids, past_key_values=cache, use_cache=True)
     for hook in hooks:
         hook.remove()
     return found

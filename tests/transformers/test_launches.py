@@ -127,6 +127,25 @@ def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, ar
     assert sum(layer.values()) <= most, dict(layer)
 
 
+# Of a layer for a prompt, which runs module by module; the model's own code launches 59 to 174.
+PROMPT = {
+    "mixtral": {"": 20},
+    "qwen3_moe": {"": 23},
+    "gpt_oss": {"sliding": 23, "full": 20},
+    "glm4_moe": {"dense": 15, "sparse": 22},
+    "deepseek_v3": {"dense": 19, "sparse": 26},
+    "gemma4": {"sliding": 44, "full": 41},
+    "qwen3_next": {"linear": 45, "full": 32},
+}
+
+
+@pytest.mark.parametrize("architecture", PROMPT)
+def test_launches_of_a_prompt(simulated, architecture):
+    model = model_on_mps(architecture)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    check_types(launches_by_type(simulated, model, prompt=200), PROMPT[architecture])
+
+
 @pytest.mark.sweep
 @pytest.mark.parametrize("architecture", OWN_CODE)
 def test_launches_of_the_models_own_code(simulated, architecture):
