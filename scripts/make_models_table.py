@@ -43,7 +43,7 @@ random weights; tests check that they are current.
 - **Experts**: the operator, and the activation in it. "own activation" means `expert_mm`, the model's
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
 - **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32; or "own"
-  where the model's router feeds the experts. Gemma 4's is `moe_gate` in a captured token.
+  where the model's router feeds the experts. In a captured token the experts themselves choose, from its logits.
 - **RoPE**: `rope`, where it applies the rotary embedding; in captured tokens with the norms of heads
   in front of it.
 - **Launches**: kernels that a layer launches for one token with a cache, in bfloat16, for each type of layer

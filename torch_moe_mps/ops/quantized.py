@@ -200,6 +200,12 @@ CHANGES: Changes = {
     "moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
-        {**s.routed, "scoring": "sigmoid", "router_bias": s.values(s.E), "per_expert_scale": s.values(s.E)},
+        {
+            **s.routed,
+            **s.norm,
+            "scoring": "sigmoid",
+            "router_bias": s.values(s.E),
+            "per_expert_scale": s.values(s.E),
+        },
     ],
 }
