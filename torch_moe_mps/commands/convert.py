@@ -22,13 +22,13 @@ from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
 from ..transformers.checkpoints.importance import Importance
-from ..transformers.checkpoints.loading import from_pretrained
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.plan import Plan, planned
 from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.source import Source, split_gguf
+from ..transformers.loading import from_pretrained
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json, written_whole

@@ -14,18 +14,10 @@ from .attention.latents import use_latents
 from .basics.interface import experts_of, is_experts, is_quantized
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
+from .basics.self_check_state import refusal
 from .basics.state import NOTHING, STATE, kv_bits_of, state_of
-from .checked import (
-    check_replacements,
-    forget,
-    is_wanted,
-    refusal,
-    require_quantized,
-    use_tensor_units,
-    working_kv_bits,
-)
 from .checkpoints.importance import Importance, given_importance
-from .checkpoints.quantize import keep_when_saving, quantize_model
+from .checkpoints.quantize import LOADED, keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, restore_module, rewrite
@@ -33,6 +25,14 @@ from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.norms import check_traces
 from .modules.rules.trial import on_the_cpu
+from .self_check import (
+    check_replacements,
+    is_wanted,
+    require_quantized,
+    reset,
+    use_tensor_units,
+    working_kv_bits,
+)
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
@@ -105,7 +105,7 @@ def accelerate(
         seconds = require_quantized("accelerate", model, wanted)
         kv_bits = working_kv_bits(model, kv_bits)
     else:
-        forget()
+        reset()
     for module in model.modules():
         drop_forward_of_class(module)
     if wanted is not None:
@@ -131,6 +131,9 @@ def accelerate(
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     return report
+
+
+LOADED.append(accelerate)
 
 
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:

@@ -29,8 +29,8 @@ from ..attention.attention import MOST_TOKENS
 from ..basics.bounded import Bounded
 from ..basics.classes import subclass
 from ..basics.residency import follow_moved
+from ..basics.self_check_state import refused
 from ..caches.cache import takes_cache
-from ..checked import refused
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator
 from .arguments import padding_of, whole

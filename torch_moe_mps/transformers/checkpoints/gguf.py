@@ -27,7 +27,7 @@ from ..families import GGUF
 from .checking import check_scales
 from .gguf_file import File, Source, read_checked
 from .gguf_header import reading_once
-from .saving import mark_quantized
+from .quantize import finish_loading
 from .sizes import bytes_a_token, quantized_bytes
 from .targets import HasTargets, Reasons, Target, quantizable, tie_quantized, tied_layers
 from .weights import quantized_names, store_empty, take_stored
@@ -184,8 +184,6 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self._packs:
             return super()._process_model_after_weight_loading(model, **kwargs)
-        from ..accelerate import accelerate
-
         report = self.report
         assert report is not None
         self.place(model)
@@ -200,9 +198,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
         model.hf_quantizer = self
         del self._file, self._sources, self._targets
         model._weight_conversions = None  # saved under the names of transformers
-        model.requires_grad_(False)
-        mark_quantized(model)
-        accelerate(model)
+        finish_loading(model)
         return model
 
 

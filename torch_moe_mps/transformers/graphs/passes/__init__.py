@@ -17,7 +17,7 @@ from .linear_attention import (
     keep_state,
     norm_in_linear_attention,
 )
-from .linears import activate_in_linears, join_linears, order_outputs, streams_in_linears
+from .linears import activate_in_linears, join_linears, order_outputs
 from .norms import factor_in_norm, norm_in_operators
 from .pointwise import join_elements, mean_in_elements, split_dimensions
 from .rotation import (
@@ -41,14 +41,14 @@ from .simplify import (
 from .sums import (
     add_in_operators,
     add_norms,
-    gated_norm_sums,
     norm_sums,
     scale_norm_sums,
     streams_in_update,
     update_in_connections,
 )
 
-PASSES: tuple[Callable[[fx.Graph], None], ...] = (
+# In the order in which they run; families put theirs in.
+PASSES: list[Callable[[fx.Graph], None]] = [
     constants_first,
     make_new_tensors,
     drop_neutral,
@@ -71,14 +71,12 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
-    streams_in_linears,
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
     scale_norm_sums,
     streams_in_update,
     update_in_connections,
     norm_in_operators,
-    gated_norm_sums,
     norm_sums,  # norms that no operator behind them has taken
     factor_in_norm,
     split_dimensions,
@@ -86,7 +84,7 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     mean_in_elements,
     share_views,  # of what the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
-)
+]
 
 
 # The passes that put in operators which modules do not call.
@@ -97,7 +95,6 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     gate_in_one: "moe_gate",
     logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
-    gated_norm_sums: "fused_residual_norm",
     norm_sums: "fused_residual_norm",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",

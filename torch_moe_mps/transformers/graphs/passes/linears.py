@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
-from ....ops.hyper_connection import MAX_STREAMS
 from ..nodes import (
     arguments,
     aten,
@@ -24,7 +23,6 @@ from ..nodes import (
     is_final,
     is_read_once,
     is_unchanged,
-    of_shape,
     ours,
     put,
     tensor_of,
@@ -112,30 +110,6 @@ def _linear_behind(value: fx.Node) -> fx.Node | None:
         source, _, dim = arguments(value.args[0]).values()  # type: ignore[arg-type]  # a call
         call = source if dim in (-1, tensor_of(source).dim() - 1) else None
     return call if is_call(call, ours.linear_quantized) else None
-
-
-def streams_in_linears(graph: fx.Graph) -> None:
-    """mean(sigmoid(linear_quantized(X)) * STREAMS, -2) -> linear_quantized(X, streams=STREAMS): of a token"""
-    for mean in calls(graph, aten.mean):
-        found = match("mean(sigmoid(Y) * STREAMS, [-2])", mean)
-        if found is None or not is_call(beneath(found["Y"]), ours.linear_quantized):
-            continue
-        call, product = beneath(found["Y"]), tensor_of(mean.args[0])  # type: ignore[arg-type]  # a call
-        given = arguments(call)
-        if any(given[name] is not None for name in ("residual", "order", "activation", "streams")):
-            continue
-        (*_, count, width), dtype = product.shape, tensor_of(mean).dtype
-        streams = of_shape(found["STREAMS"], [*tensor_of(call).shape[:-1], count, width])
-        if streams is None or count > MAX_STREAMS or tensor_of(call).numel() != count * width:
-            continue
-        if any(tensor_of(each).dtype != dtype for each in (call, streams)):
-            continue
-        if all(is_unchanged(each, each, mean) for each in (*call.all_input_nodes, streams)):
-            value = tensor_of(streams).select(-2, 0)
-            new = put(mean, call.target, value, **given | {"streams": streams})
-            result = in_shape(new, mean, mean)
-            assert result is not None  # it is contiguous
-            mean.replace_all_uses_with(result)
 
 
 def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
