@@ -13,7 +13,7 @@ from ..attention.causal_mask import RANGE, CausalMask
 from ..caches.growing import END, MEMORY
 from ..caches.quantized_states import QuantizedStates
 from ..graphs.tracing import NotCapturable, Recorder
-from .arguments import MASK, Pages, flat
+from .arguments import MASK, flat
 from .caches import all_parts, column_of, empty_copy, items_of, kind_of, parts, places_of, start_of, static_of
 from .fingerprint import default_device
 from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
@@ -260,9 +260,6 @@ class Plan:
         """Drops what only the recording needed."""
         self.stand_ins, self._before, self._memories, self._symints = {}, [], {}, []
         self._mask = None
-        for _, _, value in self._arguments:
-            if isinstance(value, Pages):
-                value.forget()
         del self._recorder
 
     def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | str:

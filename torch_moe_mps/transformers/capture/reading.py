@@ -11,7 +11,7 @@ from ..attention.causal_mask import ELEMENTS, CausalMask
 from ..caches.growing import MEMORY
 from ..caches.quantized_states import QuantizedStates
 from ..graphs.tracing import NotCapturable
-from .arguments import Pages, flat
+from .arguments import flat
 from .caches import column_of, is_known, kind_of, lists_of, parts, start_of, static_of
 from .fingerprint import default_device
 
@@ -62,8 +62,8 @@ class Reading:
                 key += self._cache(name, value)
             elif type(value) is CausalMask:
                 masks.append((name, value))
-            elif type(value) is Pages or (type(value) is int and type(name) is str):
-                key += name, STATIC, value.known if type(value) is Pages else value
+            elif type(value) is int and type(name) is str:
+                key += name, STATIC, value
                 self.entries.append(Entry(ARGUMENTS, name, STATIC, value, 0))
             else:
                 key += self._value(ARGUMENTS, name, value)
