@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +32,7 @@ from ..basics.classes import subclass
 from ..basics.residency import follow_moved
 from ..basics.self_check_state import refused
 from ..caches.cache import takes_cache
+from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator
 from .arguments import padding_of, whole
@@ -55,6 +57,8 @@ _OF_OTHERS = (AttributeError, LookupError, TypeError, RuntimeError)
 _TOO_FEW = "no kind of call for a few tokens was repeated three times"
 # What a recording raises where Python asks for a value that only the GPU knows.
 _OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
+
+_GENERATES = ContextVar("moe_mps_generates", default=False)  # whether `generate` makes the calls
 
 Make = Callable[[list[Tensor], Any], Any]
 
@@ -139,7 +143,7 @@ class Captures:
     def _call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if not self._is_candidate(arguments):
             return own(model, **arguments)
-        reason = forbidden()
+        reason = forbidden() or _positions_by_hand(arguments)
         if reason is None:
             found = self._run(model, arguments)
             if found is not None:
@@ -332,6 +336,18 @@ class Captures:
         return Program(fingerprint, plan, evaluate, program.run, make, handover, operators, seconds)
 
 
+def _positions_by_hand(arguments: dict[str, Any]) -> str | None:
+    """Why a call runs module by module whose layers count tokens, if its positions may be others.
+
+    The GPU has them, so to compare them takes as long as a token. Those of `generate` follow from its cache.
+    """
+    if _GENERATES.get() or arguments.get("position_ids") is None:
+        return None
+    layers = getattr(arguments.get("past_key_values"), "layers", ())
+    counts = any(isinstance(layer, HeldEntries) for layer in layers)
+    return "position_ids are compared with the cache, outside of generate()" if counts else None
+
+
 def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:
     """{position of a number: its symbol}, what the symbols are now, and what they are at least.
 
@@ -462,8 +478,12 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(original.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with synchronized(self.device):
-                return original.generate(self, *args, **kwargs)
+            token = _GENERATES.set(True)
+            try:
+                with synchronized(self.device):
+                    return original.generate(self, *args, **kwargs)
+            finally:
+                _GENERATES.reset(token)
 
         members["generate"] = generate
     return subclass(original, _new_copy, **members)
