@@ -25,14 +25,7 @@ from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.norms import check_traces
 from .modules.rules.trial import on_the_cpu
-from .self_check import (
-    check_replacements,
-    is_wanted,
-    require_quantized,
-    reset,
-    use_tensor_units,
-    working_kv_bits,
-)
+from .self_check import begin, check_replacements, use_tensor_units
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
@@ -100,12 +93,8 @@ def accelerate(
         from .capture.calls import wanted_capture
 
         capture = wanted_capture(capture)
-    check = check and is_wanted(model)
-    if check:
-        seconds = require_quantized("accelerate", model, wanted)
-        kv_bits = working_kv_bits(model, kv_bits)
-    else:
-        reset()
+    seconds, kv_bits = begin("accelerate", model, wanted, kv_bits, check)
+    check = seconds is not None
     for module in model.modules():
         drop_forward_of_class(module)
     if wanted is not None:
@@ -115,7 +104,7 @@ def accelerate(
     _replace(model, report, kv_bits, capture)
     align_weights(model)
     report.compiled = compile_kernels(model, report.operators(), strict=not check)
-    if check and check_replacements("accelerate", model, report, seconds):
+    if seconds is not None and check_replacements("accelerate", model, report, seconds):
         kv_bits = kv_bits_of(model)
         restore(model)
         report.rows.clear()

@@ -56,13 +56,27 @@ def reset() -> None:
     once.watch(False)
 
 
-def is_wanted(model: nn.Module) -> bool:
+def begin(
+    function: str, model: nn.Module, recipe: Recipe | None, kv_bits: int | None, check: bool
+) -> tuple[float | None, int | None]:
+    """Sees to what must work before a model is changed.
+
+    Returns: the seconds that are left for `check_replacements`, None where nothing is checked; and kv_bits,
+        or 16 where 8 fail.
+    """
+    if not check or not _is_wanted(model):
+        reset()
+        return None, kv_bits
+    return _require_quantized(function, model, recipe), working_kv_bits(model, kv_bits)
+
+
+def _is_wanted(model: nn.Module) -> bool:
     """Whether the model's operators can be checked on a GPU, and the user wants it."""
     wanted = _ALLOWED.get() and os.environ.get(SWITCH) != "0"
     return wanted and is_available() and is_on_mps(model)
 
 
-def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> float:
+def _require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> float:
     """Raise the one-line error if what runs quantised weights, there or asked for, fails on this machine.
 
     Returns: the seconds that are left for `check_replacements`.
@@ -121,7 +135,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
 
 def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
     """`bits` of keys and values, or 16 if writing or reading 8 bits fails on this machine."""
-    if bits != CACHE_BITS or not is_wanted(model):
+    if bits != CACHE_BITS or not _is_wanted(model):
         return bits
     dtypes = _dtypes(model)
     compile_libraries([f"attention_affine8_{DTYPES[dtype]}" for dtype in dtypes], strict=False)

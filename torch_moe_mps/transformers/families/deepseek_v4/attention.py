@@ -205,7 +205,8 @@ def _is_same(module: Any) -> bool:
     is_norm(layer.q_a_norm)
     caches: Any = [DynamicCache(config=layer.config) for _ in range(2)]
     own, held = (cache.layers[layer.layer_idx] for cache in caches)
-    held.__class__ = growing_class(type(held))
+    plain: Any = type(held)
+    held.__class__ = growing_class(plain)
     theirs, ours = [], []
     for begin, end in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 17)):
         some = {layer.rope_layer_type: tuple(table[:, begin:end] for table in tables)}
