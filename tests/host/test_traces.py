@@ -289,20 +289,20 @@ rope_tables
 with sinks
   attention8_64_f16 grid 1x1x2 of 128x1x1
   0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=E[0:32] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048]
-    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=D[0:2048] 13=320 bytes
+    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=D[0:2048] 13=400 bytes
   threadgroup(0)=2048 bytes
 with a gate
   attention8_64_f16 grid 1x1x2 of 128x1x1
   0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=D[0:2048] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048]
-    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=E[128:4096] 13=320 bytes
+    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=E[128:4096] 13=400 bytes
   threadgroup(0)=2048 bytes
 over a long cache in 8 bits
   attention8_128_affine8_f16 grid 22x1x4 of 128x1x1
   0=A[0:1024] 1=B[0:2097152] 2=B[0:2097152] 3=C[0:4096] 4=D[0:1024] 5=D[0:1024] 6=E[0:45760] 7=F[0:65536]
-    8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=D[0:1024] 12=D[0:1024] 13=320 bytes
+    8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=D[0:1024] 12=D[0:1024] 13=400 bytes
   threadgroup(0)=4096 bytes
   attention_merge_affine8_f16 grid 4x1x1 of 256x1x1
-  0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=D[0:1024] 4=320 bytes
+  0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=D[0:1024] 4=400 bytes
   threadgroup(0)=4096 bytes
 writing a cache in 8 bits
   write_cache_quantized_affine8_f16 grid 3x1x1 of 128x1x1
