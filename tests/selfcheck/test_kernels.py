@@ -239,7 +239,7 @@ def is_found(simulated, model, options: dict, kernel: str) -> bool:
 )
 def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, options):
     """What does not launch it has passed before."""
-    made: dict[str, once.Check] = {}
+    made: dict[str, once.CallsToCheck] = {}
     checks_of = once.checks_of
 
     def noted(subjects):

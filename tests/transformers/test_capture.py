@@ -37,7 +37,7 @@ from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
-from torch_moe_mps.transformers.capture.plan import Plan
+from torch_moe_mps.transformers.capture.plan import CallPlan
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.modules.rules import constants
@@ -975,9 +975,9 @@ def test_a_call_says_why_it_ran_module_by_module(monkeypatch):
     talk.tokens(1)
     assert captures.reason is None
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "take", lambda *given: {}["keys"])
+        patch.setattr(CallPlan, "take", lambda *given: {}["keys"])
         says_why(model, talk, "the cache holds something else (KeyError: 'keys')")
-        patch.setattr(Plan, "take", lambda *given: 1 / 0)
+        patch.setattr(CallPlan, "take", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):  # a fault of ours
             talk.tokens(1)
     talk.tokens(1)

@@ -25,7 +25,7 @@ from ..transformers.checkpoints.importance import Importance
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts
-from ..transformers.checkpoints.plan import Plan, planned
+from ..transformers.checkpoints.plan import LoadPlan, planned
 from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.source import Source, split_gguf
 from ..transformers.loading import from_pretrained
@@ -127,7 +127,7 @@ def _weights(source: str) -> list[Path]:
     return checkpoint_files(source) if any(Path(source).glob("*.safetensors")) else []
 
 
-def _sizes(plan: Plan) -> str:
+def _sizes(plan: LoadPlan) -> str:
     """The sizes of what will be written, which follow from shapes and formats."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = "fits" if plan.after < 0.75 * memory else "does not fit"

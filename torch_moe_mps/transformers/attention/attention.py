@@ -271,7 +271,7 @@ def attention(
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and kwargs.get("output_attentions"))
     if isinstance(block_indices, Choice):
-        attention_mask = block_indices.shown(attention_mask, key.shape[1], query.shape[2], key.shape[2])
+        attention_mask = block_indices.as_mask(attention_mask, key.shape[1], query.shape[2], key.shape[2])
     elif block_indices is not None:
         indexer: Any = module.indexer
         of_keys = key.shape[2], query.dtype, query.device, kwargs["position_ids"]

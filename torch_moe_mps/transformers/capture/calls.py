@@ -39,7 +39,7 @@ from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
 from .own_code import OwnCode
-from .plan import Plan, Taken
+from .plan import CallPlan, Taken
 from .program import Integers, assemble
 from .reading import Reading
 
@@ -63,7 +63,7 @@ _GENERATES = ContextVar("moe_mps_generates", default=False)  # whether `generate
 Make = Callable[[list[Tensor], Any], Any]
 
 
-class Program(NamedTuple):
+class Capture(NamedTuple):
     """A captured kind of calls.
 
     `make` gives what a call returns, from its tensors and its cache; `operators` are what it calls, in order.
@@ -71,7 +71,7 @@ class Program(NamedTuple):
     """
 
     fingerprint: Fingerprint
-    plan: Plan
+    plan: CallPlan
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
@@ -101,7 +101,7 @@ class Captures:
 
     def __init__(self, anywhere: bool = False, own_code: bool = False) -> None:
         """`anywhere`: on any device, not on mps alone; `own_code`: a user's own code, too."""
-        self.programs: list[Program] = []
+        self.programs: list[Capture] = []
         self.reason: str | None = _TOO_FEW
         self._anywhere, self._own_code = anywhere, own_code
         self._failure: str | None = None  # of the last capture
@@ -195,7 +195,7 @@ class Captures:
         return None
 
     def _run_one(
-        self, program: Program, model: nn.Module, arguments: dict[str, Any], padding: Callable[[], Any]
+        self, program: Capture, model: nn.Module, arguments: dict[str, Any], padding: Callable[[], Any]
     ) -> tuple[Any] | str:
         """A tuple of what a program returns, or why it is not for the call."""
         plan = program.plan
@@ -227,7 +227,7 @@ class Captures:
             return False  # another thread captures
         try:
             reading = Reading(arguments, None if self._reads_masks else padding_of(model, arguments))
-            kind = self._kind_of(reading)
+            kind = self._kind_to_capture(reading)
             if kind is None:
                 return False
             program = self._captured(model, own, reading, kind)
@@ -256,7 +256,7 @@ class Captures:
             self._lock.release()
         return False
 
-    def _still_right(self, now: Fingerprint) -> list[Program]:
+    def _still_right(self, now: Fingerprint) -> list[Capture]:
         before = self.programs[0].fingerprint if self.programs else None
         if before is None or before.model is not now.model or not before.holds():
             return []
@@ -267,7 +267,7 @@ class Captures:
         self._rests += 1
         self._rest = min(4**self._rests, _LONGEST_REST)
 
-    def _kind_of(self, reading: Reading) -> _Kind | None:
+    def _kind_to_capture(self, reading: Reading) -> _Kind | None:
         """The kind of a call, if this is the one to capture."""
         kind: _Kind | None = self._kinds.get(reading.key)
         if kind is None:
@@ -286,7 +286,7 @@ class Captures:
 
     @torch.inference_mode(False)  # in which torch refuses views of weights among fake tensors
     @torch.no_grad()
-    def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Program:
+    def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Capture:
         started = time.perf_counter()
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise NotCapturable("Python runs without its global lock, with which a token compares the model")
@@ -296,7 +296,7 @@ class Captures:
         recorder = Recorder(None if self._own_code else own_code.look)
         symbol, values, least = _symbols(reading, kind)
         symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
-        plan = Plan(reading, symbol, symints, recorder)
+        plan = CallPlan(reading, symbol, symints, recorder)
         exchange = exchange_of(model)
         # Now: the first copy of a cache notes something in its class.
         fingerprint = Fingerprint(model, self, exchange)
@@ -333,7 +333,7 @@ class Captures:
         plan.forget()
         seconds = time.perf_counter() - started
         operators = tuple(node.target for node in recorder.graph.nodes if is_operator(node))
-        return Program(fingerprint, plan, evaluate, program.run, make, handover, operators, seconds)
+        return Capture(fingerprint, plan, evaluate, program.run, make, handover, operators, seconds)
 
 
 def _positions_by_hand(arguments: dict[str, Any]) -> str | None:

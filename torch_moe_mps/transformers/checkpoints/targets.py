@@ -269,7 +269,7 @@ def _read_by_functions(method: types.FunctionType) -> Iterator[str]:
     """The children that a method hands to functions which read a weight, alone or with the whole module."""
     source = inspect.getsource(method)
     for call in ast.walk(ast.parse(f"if True:\n{source}" if source[0].isspace() else source)):
-        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else None
+        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
         function = method.__globals__.get(name)
         if not isinstance(function, types.FunctionType) or "weight" not in _names_in(function.__code__):
             continue
