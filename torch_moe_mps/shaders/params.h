@@ -15,4 +15,5 @@
 #include "params/probe.h"
 #include "params/rope.h"
 #include "params/routing.h"
+#include "params/sampling.h"
 #include "params/write_cache.h"
