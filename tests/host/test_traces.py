@@ -84,6 +84,12 @@ def index() -> Calls:
     yield "index_topk of blocks", partial(ops.index_topk, q, k, None, 16, 1.0, **options)
 
 
+def sampling() -> Calls:
+    logits, draws = tensor(2, 3, 5000)[:, -1], tensor(2, 5000, dtype=torch.float32)
+    invalid = torch.zeros(2, dtype=torch.int32, device="mps")
+    yield "sample_ of two rows", partial(ops.sample_, logits, draws, invalid, 0.7, 20, 0.8, 0.05)
+
+
 def linear_attention() -> Calls:
     x, state = tensor(1, 1, 256), tensor(1, 256, 4)
     yield "causal_conv1d_update_", partial(ops.causal_conv1d_update_, x, state, tensor(256, 4))
@@ -329,6 +335,16 @@ index_topk of blocks
   0=A[0:5120] 1=B[0:1280000] 2=C[0:10320] 3=D[0:2640] 4=152 bytes
   index_select_f16 grid 5x4x1 of 1024x1x1
   0=D[0:2640] 1=C[0:10320] 2=C[0:10320] 3=152 bytes
+""",
+        )
+
+    def test_sampling(self):
+        self.assertExpectedInline(
+            self.encoded(sampling),
+            """\
+sample_ of two rows
+  sample_rows_f16 grid 2x1x1 of 1024x1x1
+  0=A[20000:60000] 1=B[0:40000] 2=C[0:8] 3=D[0:16] 4=32 bytes
 """,
         )
 

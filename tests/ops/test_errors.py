@@ -85,6 +85,20 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             wrong("None unless transposed", tail=zeros(2, T, 4, 6), x=zeros(2, T, 4, 40), transposed=False),
         ],
+        "sample_": [
+            wrong("of shape [R, V] = (3, 300)", draws=zeros(T, 299)),
+            wrong(
+                "logits must be [R, V] with V between 1 and 524288, got V = 0",
+                logits=zeros(T, 0),
+                draws=zeros(T, 0),
+            ),
+            wrong("above 0 and finite, got 0.0", temperature=0.0),
+            wrong("temperature must be above 0 and finite, got inf", temperature=float("inf")),
+            wrong("top_k must be between 0 and 2147483647, got -1", top_k=-1),
+            wrong("between 0 and 1, got 1.5", top_p=1.5),
+            wrong("between 0 and 1, got -0.1", min_p=-0.1),
+            wrong("between 0 and 299, got 300", otherwise=300),
+        ],
         "index_topk": [
             wrong('weights must be None with reduce = "keys", got (2, 3, 4)', reduce="keys"),
             wrong(

@@ -160,6 +160,16 @@ def index(dtype: torch.dtype) -> Iterator[Call]:
     yield "index_topk of blocks", call, {k: apple.Work("scores", 2048 * 4 * 128)}, 16
 
 
+def sampling(dtype: torch.dtype) -> Iterator[Call]:
+    """A token of a vocabulary as large as Qwen3's; the same where nothing limits what is drawn from."""
+    torch.manual_seed(0)
+    logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
+    invalid = torch.zeros(1, dtype=torch.int32, device="mps")
+    for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
+        call = functools.partial(torch.ops.moe_mps.sample_, logits, draws, invalid, *how)
+        yield f"sample_ of {label}", call, {}, logits.numel()
+
+
 def pooling(dtype: torch.dtype) -> Iterator[Call]:
     """A token that completes a window of DeepSeek-V4: of overlapping ones, of few channels, of 128 tokens."""
     for width, rate, overlap in ((512, 4, 2), (128, 4, 2), (512, 128, 1)):
@@ -346,6 +356,7 @@ GROUPS = {
     "relative": (relative, ["attention_relative_{}", "attention_relative_affine8_{}"]),
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
+    "sampling": (sampling, ["sampling_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}", "expert_combine_{}"]),
@@ -370,6 +381,7 @@ KINDS = [
     "pointwise",
     "routing",
     "hash_router",
+    "sampling",
 ]
 KINDS += ["bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
@@ -671,6 +683,19 @@ not dispatched here
   attention8_512_bf16: 99.5 registers, -/256/512 threads
   attention_merge_gated_affine8_bf16: 45 registers, -/256/1024 threads
   attention_merge_gated_bf16: 45 registers, -/256/1024 threads
+""",
+        )
+
+    def test_sampling(self):
+        self.assertExpectedInline(
+            costs("sampling", "bf16"),
+            """\
+sample_ of top-k and top-p
+  sample_rows_bf16: 17.14 16.10 slots an element, 48 registers, 1024/1024/1024 threads
+sample_ of top-p
+  sample_rows_bf16: 270.93 260.94 slots an element, 48 registers, 1024/1024/1024 threads
+sample_ of all
+  sample_rows_bf16: 44.45 42.45 slots an element, 48 registers, 1024/1024/1024 threads
 """,
         )
 

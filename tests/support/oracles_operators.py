@@ -411,6 +411,34 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
 
 
 @oracle
+def sample_(a):
+    """Not known where the race, or what is kept, is as near as float32 tells."""
+    logits, draws = exact(a.logits), exact(a.draws)
+    rows, vocabulary = logits.shape
+    tokens, invalid = np.full(rows, a.otherwise), a.invalid_.numpy().copy()
+    known = np.ones(rows, bool)
+    for row in range(rows):
+        scores = logits[row] / a.temperature
+        if not np.isfinite(scores.max()):
+            invalid[row] = 1
+            continue
+        order = np.lexsort((-np.arange(vocabulary), -scores))  # of equal ones the last first
+        last = scores[order[min(a.top_k or vocabulary, vocabulary) - 1]]
+        weights = np.exp(scores - scores.max()) * (scores >= last)
+        before = np.cumsum(weights[order]) - weights[order]
+        share = a.top_p * weights.sum()
+        kept = order[(before < share) | (a.top_p == 1) | (np.arange(vocabulary) == 0)]
+        kept = kept[(weights[kept] >= a.min_p) & (weights[kept] > 0)]
+        races = weights[kept] / draws[row, kept]
+        best = np.argsort(-races)
+        tokens[row] = kept[best[0]]
+        known[row] = len(best) == 1 or races[best[1]] < races[best[0]] * (1 - 1e-5)
+        known[row] &= a.top_p == 1 or abs(before - share).min() > 1e-6 * share
+        known[row] &= a.min_p == 0 or abs(weights - a.min_p).min() > 1e-6 * a.min_p
+    return [Expected(tokens, known=known), Expected(invalid)]
+
+
+@oracle
 def index_topk(a):
     """Not known for a token whose last chosen row has almost the score of another."""
     is_pooled, of_heads = a.reduce == "heads" and a.block > 1, a.reduce == "heads"
