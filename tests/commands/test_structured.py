@@ -67,7 +67,7 @@ def test_any_object(client):
     """It may be longer than what is generated; what there is of it is the beginning of an object."""
     text = text_of(client, messages=said("a"), temperature=0, response_format={"type": "json_object"})
     assert text.lstrip().startswith("{") and (text.count('"') > 0 or json.loads(text) == {})
-    assert text_of(client, messages=said("a"), temperature=0, response_format={"type": "text"})
+    assert text_of(client, messages=said("the sky"), temperature=0, response_format={"type": "text"})
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,7 @@ from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkp
 from ..transformers.checkpoints.importance import Importance
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
+from ..transformers.checkpoints.mtp import mtp_tensors
 from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.plan import LoadPlan, planned
 from ..transformers.checkpoints.saving import save_parts
@@ -70,6 +71,9 @@ def run(options: argparse.Namespace) -> None:
         "requantize": _says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
+    if options.to != "mlx" and _weights(source):
+        beside = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
+        plan = plan._replace(before=plan.before + beside, after=plan.after + beside)
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
@@ -208,7 +212,7 @@ def _convert(
             if options.to == "mlx":
                 save_mlx(parts.model, shards, _config(source, parts.model), parts.into(shards))
             else:
-                save_parts(parts.model, shards, parts.into(shards))
+                save_parts(parts.model, shards, parts.into(shards), mtp_tensors(source, parts.model))
             _save_generation_config(parts.model, folder, source)
             report = parts.report or QuantizationReport()
         text = str(report)

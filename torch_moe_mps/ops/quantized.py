@@ -12,15 +12,15 @@ from ._registry import operator
 from ._sample import Calls, Changes
 from .combine import ExpertSum
 from .experts import (
+    AROUND,
+    IDS,
     Mlp,
     Product,
-    check_around,
-    check_slots,
     combine_experts,
     grouped_product,
     project_slots,
 )
-from .linear import check_packed_mlp
+from .linear import check_packed_mlp, packed_mlp
 from .norms import InputNorm
 
 
@@ -33,17 +33,12 @@ def _quantized_product(weight: QuantizedWeight) -> Product:
     return lambda rows, groups: grouped_product(rows.float(), groups, matrix, weight.packed.shape[1])
 
 
-def _meta_expert_qmm(check, x, packed, scales, biases, ids, format, bias):
-    check_slots(check, x, ids)
+def _check_expert_qmm(check, packed, scales, biases, format, **_):
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
-    check.rank("packed", packed, (3,))
-    experts, rows, _ = packed.shape
-    weight.check(check, "", (experts, rows, x.shape[-1]), "E, N, H")
-    check.tensor("bias", bias, (experts, rows), "[E, N]")
-    return x.new_empty(*ids.shape, packed.shape[1])
+    weight.check(check, "", check.dims("E N H"), "E, N, H")
 
 
-@operator(meta=_meta_expert_qmm)
+@operator(f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x", _check_expert_qmm)
 def expert_qmm(
     x: Tensor,
     packed: Tensor,
@@ -83,13 +78,12 @@ def expert_qmm(
     return project_slots(x, ids, packed.shape, _quantized_product(weight), bias)
 
 
-def _meta_moe_experts_quantized(check, x, ids, **arguments):
-    check_around(check, x, ids, picked(ExpertSum, arguments))
+def _check_moe_experts_quantized(check, x, **arguments):
+    picked(ExpertSum, arguments).check(check)
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
-    return x.new_empty(x.shape)
 
 
-@operator(meta=_meta_moe_experts_quantized)
+@operator(f"{AROUND} {packed_mlp('E, ')} -> x", _check_moe_experts_quantized)
 def moe_experts_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
