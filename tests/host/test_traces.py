@@ -418,13 +418,13 @@ moe_weighted_reduce
             """\
 moe_router
   route8_f32 grid 5x1x1 of 32x1x1
-  0=A[0:5120] 1=B[0:1024] 2=A[0:5120] 3=C[0:160] 4=D[0:160] 5=80 bytes
+  0=A[0:5120] 1=B[0:1024] 2=A[0:5120] 3=C[0:160] 4=D[0:160] 5=84 bytes
 moe_router_topk_softmax
   route4_f16 grid 75x1x1 of 128x1x1
-  0=A[0:76800] 1=A[0:76800] 2=A[0:76800] 3=B[0:9600] 4=C[0:9600] 5=80 bytes
+  0=A[0:76800] 1=A[0:76800] 2=A[0:76800] 3=B[0:9600] 4=C[0:9600] 5=84 bytes
 fused_moe_routing
   route2_f16 grid 1x1x1 of 32x1x1
-  0=A[0:120] 1=A[0:120] 2=B[0:240] 3=C[0:16] 4=D[0:16] 5=80 bytes
+  0=A[0:120] 1=A[0:120] 2=B[0:240] 3=C[0:16] 4=D[0:16] 5=84 bytes
 router_logits
   logits_few_f32 grid 64x1x1 of 128x1x1
   0=A[0:4096] 1=B[0:1048576] 2=C[0:512] 3=D[0:256] 4=C[0:512] 5=44 bytes
@@ -438,12 +438,12 @@ moe_gate
   normed_logits_few_f32 grid 64x1x1 of 128x1x1
   0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=44 bytes
   route4_f32 grid 1x1x1 of 32x1x1
-  0=D[0:512] 1=D[0:512] 2=E[0:256] 3=F[0:32] 4=G[0:32] 5=80 bytes
+  0=D[0:512] 1=D[0:512] 2=E[0:256] 3=F[0:32] 4=G[0:32] 5=84 bytes
 moe_gate of many tokens
   normed_logits_many_f16 grid 4x258x1 of 128x1x1
   0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=D[0:263680] 5=44 bytes
   route2_f32 grid 258x1x1 of 128x1x1
-  0=D[0:263680] 1=D[0:263680] 2=E[0:128] 3=F[0:32960] 4=G[0:32960] 5=80 bytes
+  0=D[0:263680] 1=D[0:263680] 2=E[0:128] 3=F[0:32960] 4=G[0:32960] 5=84 bytes
 moe_compute_ids_tpe
   ids_by_expert_i32 grid 17x1x1 of 64x1x1
   0=A[0:160] 1=B[0:64] 2=C[0:2560] 3=D[0:12] 4=E[0:12] 5=16 bytes

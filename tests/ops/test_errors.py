@@ -59,6 +59,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         **{"format": "q4_k", "x": zeros(T, 256), "packed": zeros(I, 32, dtype=integer)},
         **{"scales": zeros(I, 12, dtype=torch.uint8), "biases": zeros(I, 2, dtype=short)},
     }
+    chosen = {"ids": None, "weights": None, "logits": zeros(T, E), "top_k": 2}
     mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
@@ -186,6 +187,16 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             *around,
             wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
+            wrong("ids must be None with logits, got a tensor of shape (3, 2)", logits=zeros(T, E)),
+            wrong("weights must be a tensor without logits, got None", weights=None),
+            wrong("top_k must be 1 without logits, got 2", top_k=2),
+            wrong(
+                "router_bias must be None without logits, got a tensor of shape (8,)", router_bias=zeros(E)
+            ),
+            wrong("logits must be of shape [T, E] = (3, 8), got (3, 7)", **chosen | {"logits": zeros(T, 7)}),
+            wrong("router_bias must be of shape [E] = (8,), got (7,)", **chosen, router_bias=zeros(7)),
+            wrong("router_norm_eps must be at least 0.0, got -1.0", **chosen, router_norm_eps=-1.0),
+            wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
         ],
         "linear_quantized": [
             wrong("float32", streams=zeros(T, 4, 8, dtype=torch.float16)),

@@ -22,6 +22,7 @@ from .experts import (
 )
 from .linear import check_packed_mlp, packed_mlp
 from .norms import InputNorm
+from .routing import GROUP_SCORES, SCORINGS, Router
 
 
 def _quantized_product(weight: QuantizedWeight) -> Product:
@@ -79,11 +80,23 @@ def expert_qmm(
 
 
 def _check_moe_experts_quantized(check, x, **arguments):
+    for name, other in (("ids", arguments["ids"]), ("weights", arguments["weights"])):
+        if (other is None) == (arguments["logits"] is None):
+            expected = "a tensor without logits" if other is None else "None with logits"
+            check.fail(name, expected, None if other is None else f"a tensor of shape {tuple(other.shape)}")
     picked(ExpertSum, arguments).check(check)
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
+    picked(Router, arguments).check(check)
 
 
-@operator(f"{AROUND} {packed_mlp('E, ')} -> x", _check_moe_experts_quantized)
+@operator(
+    f"{AROUND} {packed_mlp('E, ')} logits[T, E] router_bias[E] per_expert_scale[E] -> x",
+    _check_moe_experts_quantized,
+    allowed={
+        **{"scoring": SCORINGS, "group_score": GROUP_SCORES},
+        **{"router_norm_eps": 0.0, "router_norm_min": 0.0},
+    },
+)
 def moe_experts_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
@@ -92,8 +105,8 @@ def moe_experts_quantized(
     down_packed: Tensor,
     down_scales: Tensor,
     down_biases: Tensor | None,
-    ids: Tensor,
-    weights: Tensor,
+    ids: Tensor | None,
+    weights: Tensor | None,
     format: str,
     *,
     gate_up_bias: Tensor | None = None,
@@ -111,6 +124,20 @@ def moe_experts_quantized(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
+    logits: Tensor | None = None,
+    top_k: int = 1,
+    scoring: str = "softmax",
+    router_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "top2_sum",
+    masked_score: float | None = None,
+    bias_on_logits: bool = False,
+    norm_topk_prob: bool = False,
+    router_norm_eps: float = 1e-20,
+    router_norm_min: float = 0.0,
+    scaling_factor: float = 1.0,
+    per_expert_scale: Tensor | None = None,
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
 
@@ -126,8 +153,14 @@ def moe_experts_quantized(
         format: its name, as for expert_qmm; so are the multiples that H and I must be.
         down_format: of the down weights if they have another format. None means as for gate and up.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
-        x, ids, weights, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual,
-            gate_is_logit, norm_weight, norm_eps, norm_offset: as for moe_experts.
+        x, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
+            norm_weight, norm_eps, norm_offset: as for moe_experts.
+        ids, weights: as for moe_experts; None with logits.
+        logits: [T, E], float32, float16 or bfloat16, of which moe_router makes ids and weights. On Metal the
+            first product of one token chooses among up to 512 experts itself, in place of a dispatch.
+        top_k, scoring, num_groups, top_groups, group_score, masked_score, bias_on_logits, norm_topk_prob,
+            scaling_factor, per_expert_scale: as for moe_router; by default without logits.
+        router_bias, router_norm_eps, router_norm_min: bias, norm_eps and norm_min of moe_router.
 
     Returns: [T, H] in the dtype of `x`.
 
@@ -138,6 +171,11 @@ def moe_experts_quantized(
     act = Activation(activation, alpha, limit, gated, interleaved)
     mlp = Mlp(_quantized_product(gate_up), _quantized_product(down), gate_up_bias, down_bias, act)
     norm = InputNorm(norm_weight, norm_eps, norm_offset)
+    if logits is not None:
+        options = scoring, router_bias, num_groups, top_groups, group_score, masked_score, bias_on_logits
+        sums = norm_topk_prob, router_norm_eps, router_norm_min, scaling_factor, per_expert_scale
+        weights, ids = Router(logits, top_k, *options, *sums).chosen()
+    assert ids is not None and weights is not None
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
     return combine_experts(x, norm, ids, gate_up_packed.shape[0], mlp, around)
 
@@ -162,5 +200,6 @@ CHANGES: Changes = {
     "moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
+        {**s.routed, "scoring": "sigmoid", "router_bias": s.values(s.E), "per_expert_scale": s.values(s.E)},
     ],
 }

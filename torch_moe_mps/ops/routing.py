@@ -7,7 +7,7 @@ where rounded or saturated scores would tie.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,9 +91,10 @@ def _selected(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     return rows.new_empty(shape, dtype=torch.float32), rows.new_empty(shape, dtype=torch.int32)
 
 
-def _meta_router(check, logits, top_k, num_groups, top_groups, group_score, masked_score, **_):
+def _check_router(check, top_k, num_groups, top_groups, group_score, masked_score, **_):
+    """The numbers of a router of E experts."""
     _check_top_k(check, top_k)
-    num_experts = logits.shape[-1]
+    num_experts = check.sizes["E"]
     check.between("num_groups", num_groups, 1, num_experts)
     if num_experts % num_groups:
         check.fail("num_groups", f"a divisor of the {num_experts} experts", num_groups)
@@ -105,7 +106,49 @@ def _meta_router(check, logits, top_k, num_groups, top_groups, group_score, mask
     check.between("top_groups", top_groups, 1, num_groups)
     if masked_score is None and top_k > top_groups * group_size:
         check.fail("top_k", f"at most {top_groups * group_size}, the experts in top_groups groups", top_k)
-    return _selected(logits, top_k)
+
+
+class Router(NamedTuple):
+    """A router that an operator applies to logits, where it has them: moe_router's arguments."""
+
+    logits: Tensor | None = None
+    top_k: int = 1
+    scoring: str = "softmax"
+    router_bias: Tensor | None = None
+    num_groups: int = 1
+    top_groups: int = 1
+    group_score: str = "top2_sum"
+    masked_score: float | None = None
+    bias_on_logits: bool = False
+    norm_topk_prob: bool = False
+    router_norm_eps: float = 1e-20
+    router_norm_min: float = 0.0
+    scaling_factor: float = 1.0
+    per_expert_scale: Tensor | None = None
+
+    def check(self, check: Check) -> None:
+        if self.logits is not None:
+            return _check_router(check, **self._asdict())
+        for name, value in self._asdict().items():
+            default = self._field_defaults[name]
+            if value is not default and (isinstance(value, Tensor) or value != default):
+                check.fail(name, f"{default!r} without logits", _shown(value))
+
+    def chosen(self) -> tuple[Tensor, Tensor]:
+        """Weights and ids."""
+        options: dict[str, Any] = self._asdict()
+        return moe_router(**{name.removeprefix("router_"): value for name, value in options.items()})
+
+
+def _shown(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, str) else value
+
+
+def _meta_router(check, logits, **arguments):
+    _check_router(check, **arguments)
+    return _selected(logits, arguments["top_k"])
 
 
 @operator(

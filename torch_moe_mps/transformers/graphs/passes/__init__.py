@@ -28,7 +28,7 @@ from .rotation import (
     turn_parts,
     write_into_cache,
 )
-from .routing import gate_in_one, hand_routing_over, logits_in_float32
+from .routing import choose_in_experts, gate_in_one, hand_routing_over, logits_in_float32
 from .simplify import (
     constants_first,
     drop_neutral,
@@ -79,6 +79,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     norm_in_operators,
     norm_sums,  # norms that no operator behind them has taken
     factor_in_norm,
+    choose_in_experts,  # of logits that have their norm
     split_dimensions,
     join_elements,  # of what no operator has taken
     mean_in_elements,
@@ -95,6 +96,7 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     gate_in_one: "moe_gate",
     logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
+    choose_in_experts: "router_logits",
     norm_sums: "fused_residual_norm",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
