@@ -68,6 +68,8 @@ WRONG = [
             "generation_config": (5, "{", "[]"),
             "chat_template_kwargs": (5,),
             "model": (5,),
+            "logprobs": (1, "yes"),
+            "top_logprobs": (21, True, 1),
         }.items()
         for value in values
     ),

@@ -25,7 +25,7 @@ from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
 from torch_moe_mps.selfcheck import compare as compare_module
 from torch_moe_mps.selfcheck.compare import compare
 from torch_moe_mps.selfcheck.libraries import libraries, pipelines
-from torch_moe_mps.transformers import checked
+from torch_moe_mps.transformers import self_check
 
 AFFINE = FORMATS["affine4_32"]
 
@@ -199,7 +199,7 @@ def new_machine(simulated, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(once, "SECONDS", 600.0)
     yield simulated
-    checked.forget()
+    self_check.reset()
 
 
 def run(model) -> None:
@@ -239,7 +239,7 @@ def is_found(simulated, model, options: dict, kernel: str) -> bool:
 )
 def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, options):
     """What does not launch it has passed before."""
-    made: dict[str, once.Check] = {}
+    made: dict[str, once.CallsToCheck] = {}
     checks_of = once.checks_of
 
     def noted(subjects):
@@ -263,7 +263,7 @@ def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, o
     }
     unseen = []
     for kernel in sorted(kernels):
-        checked.forget()
+        self_check.reset()
         machine.remember(passed - {label for label in launching if kernel in launching[label]})
         unseen += [] if is_found(new_machine, model, options, kernel) else [kernel]
     assert not unseen

@@ -219,8 +219,8 @@ def experts_and_top_k(d: Draws) -> tuple[int, int]:
 
 
 @strategy
-def moe_router(d):
-    experts, top_k = experts_and_top_k(d)
+def moe_router(d, sizes: tuple[int, int] | None = None, tokens: int | None = None):
+    experts, top_k = sizes or experts_and_top_k(d)
     num_groups = d.one(1, 1, *(g for g in (2, 4, 8) if experts % g == 0 and experts // g >= 2))
     least = -(-top_k // (experts // num_groups))
     top_groups = d.draw(st.integers(least, num_groups))
@@ -228,7 +228,7 @@ def moe_router(d):
     masked_score = d.one(None, None, 0.0)
     plain = num_groups == 1 and bias is None and masked_score is None
     return {
-        "logits": logits(d, d.count(), experts, special=plain),
+        "logits": logits(d, d.count() if tokens is None else tokens, experts, special=plain),
         "top_k": top_k,
         "scoring": d.one("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"),
         "bias": bias,
@@ -426,8 +426,13 @@ def two_formats(d: Draws) -> tuple[tuple, tuple, dict[str, Any], tuple[int, ...]
 @strategy
 def moe_experts_quantized(d):
     form, down, passed, sizes = two_formats(d)
-    (_, _, experts, hidden, inner), around, options = layer_of_experts(d, sizes)
+    (tokens, slots, experts, hidden, inner), around, options = layer_of_experts(d, sizes)
     rows = 2 * inner if options["gated"] else inner
+    if slots <= experts and d.flag():
+        router = moe_router(d, (experts, slots), tokens)
+        names = {name: f"router_{name}" for name in ("bias", "norm_eps", "norm_min")}
+        around |= {"ids": None, "weights": None}
+        around |= {names.get(name, name): value for name, value in router.items()}
     return {
         **{**around, **passed, **options, **norm_of_input(d, hidden)},
         **weight(d, "gate_up_", experts, rows, hidden, form),

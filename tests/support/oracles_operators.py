@@ -628,7 +628,16 @@ def expert_qmm(a):
 
 @oracle
 def moe_experts_quantized(a):
-    return experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
+    sure: Any = True
+    if a.logits is not None:
+        of_experts = {name.removeprefix("router_"): value for name, value in vars(a).items()}
+        names = ("bias", "norm_eps", "norm_min")
+        given_to_router = of_experts | {name: getattr(a, f"router_{name}") for name in names}
+        weights, ids = moe_router(SimpleNamespace(**given_to_router))
+        a = SimpleNamespace(**vars(a) | {"weights": Estimate(weights.value, weights.error)})
+        a.ids, sure = torch.from_numpy(ids.value), ids.known
+    (out,) = experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
+    return [Expected(out.value, out.error, sure)]
 
 
 def first_activated(rows: Estimate, a) -> Estimate:

@@ -9,7 +9,7 @@ from pathlib import Path
 import openai
 import torch
 import transformers
-from tokenizers import Tokenizer, models, pre_tokenizers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import torch_moe_mps
 from support import tiny_models
@@ -49,6 +49,26 @@ def chat_checkpoint(folder: Path, architecture: str = "mixtral") -> Path:
     with tiny_models.groups_of_32():
         tiny_models.tiny_model(architecture, head_dim=32, vocab_size=27).save_pretrained(folder)
     letters().save_pretrained(folder)
+    return folder
+
+
+def printable_checkpoint(folder: Path, **settings: object) -> Path:
+    """As that of `chat_checkpoint`, with a tokenizer of the printable characters, an end and lines.
+
+    Args:
+        settings: of the tokenizer.
+    """
+    characters = {chr(32 + i): i for i in range(95)} | {"<end>": 95, "\n": 96}
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=97)
+    model.generation_config.eos_token_id = 95
+    model.save_pretrained(folder)
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="<end>"))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, unk_token="<end>", eos_token="<end>", chat_template=TEMPLATE, **settings
+    )
+    fast.save_pretrained(folder)
     return folder
 
 

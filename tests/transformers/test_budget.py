@@ -14,7 +14,7 @@ from support.models import prompt, tiny
 import torch_moe_mps
 from torch_moe_mps.quantization import Format, dequantize, quantize
 from torch_moe_mps.transformers.checkpoints import budget
-from torch_moe_mps.transformers.checkpoints.budget import Choice, choose, measured_recipe
+from torch_moe_mps.transformers.checkpoints.budget import FormatCost, choose, measured_recipe
 from torch_moe_mps.transformers.checkpoints.parts import Parts
 
 transformers.logging.set_verbosity_error()
@@ -22,11 +22,11 @@ transformers.logging.set_verbosity_error()
 FOUR, SIX = (Format(bits, 32, "affine") for bits in (4, 6))
 
 
-def choices(generator: np.random.Generator, levels: int) -> list[Choice]:
+def choices(generator: np.random.Generator, levels: int) -> list[FormatCost]:
     """Bytes that rise, errors that mostly fall."""
     sizes = np.cumsum(generator.integers(1, 9, levels)).tolist()
     errors = np.sort(generator.random(levels))[::-1] + 0.05 * generator.random(levels)
-    return [Choice(FOUR, size, float(error)) for size, error in zip(sizes, errors, strict=True)]
+    return [FormatCost(FOUR, size, float(error)) for size, error in zip(sizes, errors, strict=True)]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -46,9 +46,9 @@ def test_no_better_choice_by_more_than_one_step(seed):
 
 def test_the_most_error_a_byte_first():
     items = [
-        [Choice(FOUR, 4, 1.0), Choice(SIX, 6, 0.9)],
-        [Choice(FOUR, 4, 1.0), Choice(SIX, 6, 0.5)],
-        [Choice(FOUR, 40, 1.0), Choice(SIX, 60, 0.1)],
+        [FormatCost(FOUR, 4, 1.0), FormatCost(SIX, 6, 0.9)],
+        [FormatCost(FOUR, 4, 1.0), FormatCost(SIX, 6, 0.5)],
+        [FormatCost(FOUR, 40, 1.0), FormatCost(SIX, 60, 0.1)],
     ]
     for limit, expected in (
         (48, [4, 4, 4]),

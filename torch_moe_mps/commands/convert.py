@@ -22,13 +22,14 @@ from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
 from ..transformers.checkpoints.importance import Importance
-from ..transformers.checkpoints.loading import from_pretrained
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
+from ..transformers.checkpoints.mtp import mtp_tensors
 from ..transformers.checkpoints.parts import Parts
-from ..transformers.checkpoints.plan import Plan, planned
+from ..transformers.checkpoints.plan import LoadPlan, planned
 from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.source import Source, split_gguf
+from ..transformers.loading import from_pretrained
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json, written_whole
@@ -70,6 +71,9 @@ def run(options: argparse.Namespace) -> None:
         "requantize": _says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
+    if options.to != "mlx" and _weights(source):
+        beside = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
+        plan = plan._replace(before=plan.before + beside, after=plan.after + beside)
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
@@ -127,7 +131,7 @@ def _weights(source: str) -> list[Path]:
     return checkpoint_files(source) if any(Path(source).glob("*.safetensors")) else []
 
 
-def _sizes(plan: Plan) -> str:
+def _sizes(plan: LoadPlan) -> str:
     """The sizes of what will be written, which follow from shapes and formats."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = "fits" if plan.after < 0.75 * memory else "does not fit"
@@ -208,7 +212,7 @@ def _convert(
             if options.to == "mlx":
                 save_mlx(parts.model, shards, _config(source, parts.model), parts.into(shards))
             else:
-                save_parts(parts.model, shards, parts.into(shards))
+                save_parts(parts.model, shards, parts.into(shards), mtp_tensors(source, parts.model))
             _save_generation_config(parts.model, folder, source)
             report = parts.report or QuantizationReport()
         text = str(report)

@@ -19,7 +19,7 @@ from transformers.generation import utils as generation
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
-from ..transformers.prompt_cache import new_cache, runs_on
+from ..transformers.caches.prompt_cache import new_cache, runs_on
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
 
@@ -228,9 +228,10 @@ def prepare_steps(model: Any) -> None:
 
     The first step of assisted generation skips what its cache has, as that of plain generation does. And a
     cache that no token can be taken back from (`runs_on`) need not be given back as it was: otherwise
-    transformers would wait for each token before it computes the next.
+    transformers would wait for each token before it computes the next. Processors with `is_first` get the
+    logits before the settings of `generate` change them; transformers would call them behind penalties.
     """
-    own = model.prepare_inputs_for_generation
+    own, own_processors = model.prepare_inputs_for_generation, model._get_logits_processor
     if "prepare_inputs_for_generation" in vars(model):
         return
 
@@ -243,7 +244,12 @@ def prepare_steps(model: Any) -> None:
             cache._is_user_defined = False
         return own(ids, next_sequence_length=next_sequence_length, **given)
 
-    model.prepare_inputs_for_generation = prepare
+    @functools.wraps(own_processors)
+    def processors(*others: Any, **named: Any) -> Any:
+        made = own_processors(*others, **named)
+        return type(made)(sorted(made, key=lambda each: not getattr(each, "is_first", False)))
+
+    model.prepare_inputs_for_generation, model._get_logits_processor = prepare, processors
     if model.device.type == "mps" and not hasattr(generation, "DeferredStopCheck"):
         print(
             f"torch-moe-mps: transformers {transformers.__version__} waits for each token before it computes "

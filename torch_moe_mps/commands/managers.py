@@ -10,6 +10,7 @@ from transformers.cli.serving import utils
 
 from ..ops._checks import first_line
 from .generating import Generating
+from .logprobs import Logprobs, Shown
 from .requests import Cut, Refused, cut, wrong
 from .sources import context_of
 from .speculation import print_counts
@@ -25,9 +26,10 @@ _OF_ALL_REQUESTS = ("temperature", "top_p", "top_k")
 
 
 class Tokens(list[int]):
-    """The tokens of an answer, with the stops that its text ends before."""
+    """The tokens of an answer, with the stops that its text ends before, and what is asked of each."""
 
     stops: tuple[str, ...] = ()
+    logprobs: list[Any] | None = None
 
 
 class OnHost:
@@ -62,6 +64,8 @@ class Streamer(utils.DirectStreamer):
         self.stops = (stops,) if isinstance(stops, str) else tuple(stops)
         self.tokens = Tokens()
         self.tokens.stops = self.stops
+        self.logprobs: Logprobs | None = None
+        self._entries: list[Any] = []  # of `logprobs`, for tokens whose text is not shown yet
         self._text, self._config, self._on_cancel = Cut(self.stops), config, on_cancel
         last = config.eos_token_id
         self._last = last if isinstance(last, list) else [last]
@@ -85,6 +89,8 @@ class Streamer(utils.DirectStreamer):
                 return
             self.tokens.append(token)
             self.total_tokens += 1
+            if self.logprobs is not None and token not in self._last:
+                self._entries.append(self.logprobs.take(token))
             self._show(self._text.add(self._decode_stream.step(self._tokenizer, token) or ""))
             if self.ended or token in self._last:
                 self._config.max_new_tokens = None  # it did not end by its length, whatever that is
@@ -95,6 +101,16 @@ class Streamer(utils.DirectStreamer):
         elif text:
             for item in utils.response_events_to_chunks(self._parser.feed(text)):
                 self._enqueue(item)
+
+    def _enqueue(self, item: Any) -> None:
+        if self._entries and isinstance(item, str | None):
+            kind = utils.ReasoningText if isinstance(item, utils.ReasoningText) else Shown
+            shown = kind(item or "")
+            shown.logprobs, self._entries = self._entries, []
+            super()._enqueue(shown)
+            if item is not None:
+                return
+        super()._enqueue(item)
 
     def end(self) -> None:
         self._show(self._text.rest())
@@ -133,14 +149,17 @@ class OneByOne(utils.GenerateManager):
     ) -> Any:
         errors: list[Exception] = []
         queue, streamer = self._start(model, processor, inputs, config, None, errors)
+        entries: list[Any] = []
         try:
-            while await queue.get() is not None:
-                pass
+            while (item := await queue.get()) is not None:
+                entries += getattr(item, "logprobs", [])
         except asyncio.CancelledError:  # the client has gone
             streamer.cancel()
             raise
         if errors:
             raise errors[0]
+        if streamer.logprobs is not None:
+            streamer.tokens.logprobs = entries
         text = cut(processor.decode(streamer.tokens, skip_special_tokens=True), streamer.stops)
         return text, inputs["input_ids"].shape[-1], streamer.tokens
 
@@ -159,16 +178,23 @@ class OneByOne(utils.GenerateManager):
             errors: takes an error; by default the queue does.
         """
         limit(model, inputs, config)
-        if (schema := vars(config).pop("schema", None)) is not None:
-            count = model.config.get_text_config().vocab_size
-            words = getattr(processor, "tokenizer", processor)
-            config.mask = self._grammars.mask(words, config, count, schema)
+        asked = vars(config).pop("asked", None) or {}
+        tokenizer = getattr(processor, "tokenizer", processor)
+        if asked and (config.num_beams or 1) > 1:
+            raise wrong("generation_config", f"of num_beams 1 with '{next(iter(asked))}'", config.num_beams)
+        for field in {"response_format", "tool_choice"} & {*asked}:  # at most one
+            form, count = asked[field], model.config.get_text_config().vocab_size
+            if field == "tool_choice":
+                template = utils.get_response_template(processor, model)
+                form = form.grammar(template, tokenizer.decode(inputs["input_ids"][0]))
+            config.mask = self._grammars.mask(tokenizer, config, count, form, field)
         self._answering = getattr(model, "answering", None)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
-        tokenizer = getattr(processor, "tokenizer", processor)._tokenizer
         streamer = Streamer(
-            config, lambda: self._leave(streamer), tokenizer, loop, queue, response_parser=parser
+            config, lambda: self._leave(streamer), tokenizer._tokenizer, loop, queue, response_parser=parser
         )
+        if "logprobs" in asked:
+            streamer.logprobs = Logprobs(tokenizer, asked["logprobs"])
         self._latest = streamer
 
         def show(item: Any) -> None:
@@ -200,8 +226,11 @@ class OneByOne(utils.GenerateManager):
             torch.manual_seed(seed)
         own = model.model
         given = {name: value.to(own.device) for name, value in inputs.items()}
-        if (mask := vars(config).pop("mask", None)) is not None:
-            given["logits_processor"] = [mask]
+        processors = [
+            each for each in (vars(config).pop("mask", None), streamer.logprobs) if each is not None
+        ]
+        if processors:
+            given["logits_processor"] = processors
         given |= {"generation_config": config, "tokenizer": processor}
         if hasattr(model, "has_talker"):  # it would speak, too
             given["generation_mode"] = "text"

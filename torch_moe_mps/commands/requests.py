@@ -118,6 +118,8 @@ def check(body: dict[str, Any], prompt: str | None) -> None:
     for field in ("stop", "logit_bias", "tools"):
         if not body.get(field):
             body.pop(field, None)
+    if body.get("logit_bias"):  # transformers takes no integers
+        body["logit_bias"] = {token: float(bias) for token, bias in body["logit_bias"].items()}
     if prompt is not None and body.get(prompt) is None:
         raise Refused(f"'{prompt}' must be there, got none.", prompt, "missing_required_parameter")
     if prompt == "messages":

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from . import logprobs, tools
 from .generating import Generating
 from .guard import Guard, error_response
 from .prompts import Prompts, machine_memory
@@ -102,6 +103,8 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         chat_completion.parse_assistant_message,
     )
 
+    chat = chat_completion.ChatCompletionHandler
+
     class OneByOne(managers.OneByOne):
         def __init__(self) -> None:
             super().__init__(thread)
@@ -112,23 +115,30 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         if options.only_model and body.get("model", name) != name:
             raise Refused(f"The model must be {name}, got {body['model']}.", "model", "model_not_found", 404)
         body["model"] = name
-        schema = schema_of(body)
-        if schema is not None and options.continuous_batching:
-            expected = "'response_format' is not supported with --continuous-batching."
-            raise Refused(expected, "response_format")
+        asked = {"response_format": schema_of(body)}
+        asked["tool_choice"] = tools.forced_by(body)
+        if isinstance(handler, chat):
+            asked["logprobs"] = logprobs.count_of(body)
+        asked = {field: value for field, value in asked.items() if value is not None}
+        where = "with --continuous-batching" if options.continuous_batching else "by a pipeline"
+        if asked and (options.continuous_batching or processes() > 1):
+            field = next(iter(asked))
+            raise Refused(f"'{field}' is not supported {where}.", field)
+        if {"response_format", "tool_choice"} <= {*asked}:
+            raise Refused("'response_format' must be text where a tool must be called.", "response_format")
         validate(handler, body)
         for field in {*body} & handler._unused_fields:
             refuse_unless_empty(field, body[field])
-        body["schema"] = schema
+        body["asked"] = asked
 
     def resolved(handler: Any, body: dict[str, Any]) -> Any:
         model_id, model, processor = resolve(handler, body)
         return model_id, managers.OnHost(model), processor
 
     def config_for(handler: Any, body: dict[str, Any], *others: Any, **named: Any) -> Any:
-        seed, schema = body.pop("seed", None), body.pop("schema", None)  # for where tokens are drawn
+        seed, asked = body.pop("seed", None), body.pop("asked", None)  # for where tokens are drawn
         config = config_of(handler, body, *others, **named)
-        config.seed, config.schema = seed, schema
+        config.seed, config.asked = seed, asked
         if body.get("temperature") or (body.get("top_p") is not None and body.get("temperature") != 0):
             config.do_sample = True
         return config
@@ -150,9 +160,16 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         return read(messages, modality)
 
     def parsed(processor: Any, model: Any, ids: Any, *others: Any, **named: Any) -> Any:
-        if stops := getattr(ids, "stops", ()):
-            ids = cut(getattr(processor, "tokenizer", processor).decode(ids), stops)
-        return parse(processor, model, ids, *others, **named)
+        stops = getattr(ids, "stops", ())
+        text = cut(getattr(processor, "tokenizer", processor).decode(ids), stops) if stops else ids
+        try:
+            content, *parts = parse(processor, model, text, *others, **named)
+        except (ValueError, RuntimeError):  # a call that is cut off: what a stream shows of the answer
+            content, *parts = tools.parsed_until_cut(processor, model, text, **named)
+        if (entries := getattr(ids, "logprobs", None)) is not None:
+            content = logprobs.Shown(content)
+            content.logprobs = entries
+        return content, *parts
 
     def build_server(*parts: Any, **others: Any) -> Any:
         from fastapi.exceptions import RequestValidationError
@@ -176,6 +193,11 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         ("utils.BaseHandler.get_processor_inputs_from_messages", staticmethod(read_all)),
         ("chat_completion.parse_assistant_message", parsed),
         ("response.parse_assistant_message", parsed),
+        (
+            f"chat_completion.{chat.__name__}._build_completion",
+            logprobs.in_completion(chat._build_completion),
+        ),
+        (f"chat_completion.{chat.__name__}._build_chunk_sse", logprobs.in_chunk(chat._build_chunk_sse)),
         ("utils.GenerateManager", OneByOne),
         ("utils.CBGenerateManager", managers.Batches),
         ("server.build_server", build_server),

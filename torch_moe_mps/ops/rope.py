@@ -4,7 +4,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
+from ._checks import Check
 from ._registry import operator
 from ._sample import Calls, Changes
 from .norms import normed
@@ -13,53 +13,37 @@ PAIRS = ("half", "interleaved", "interleaved_to_half")
 LAYOUTS = ("pairs", "halves", "interleaved")
 
 
-def _check_heads(check: Check, argument: str, x: Tensor, q: Tensor, rotary: int) -> None:
-    check.dtype(argument, x, ACTIVATION_DTYPES if x is q else (q.dtype,))
-    check.rank(argument, x, (4,))
-    check.shape(argument, x, (*q.shape[:2], *x.shape[2:]), f"[B, T, H{argument}, D{argument}]")
-    if x.shape[2] < 1:
-        check.fail(argument, "of at least one head", f"shape {tuple(x.shape)}")
-    if x.shape[-1] % 2 or x.shape[-1] < rotary:
-        expected = f"of heads of an even number of elements, {rotary} or more"
-        check.fail(argument, expected, f"shape {tuple(x.shape)}")
+# Queries and keys in the order of projections, tables, the weights of norms, and values.
+TURNED = "q[B, T, Hq>=1, Dq] k[B, T, Hk>=1, Dk]:q cos[A, T, W] sin[A, T, W]:cos q_weight[Dq] k_weight[Dk] "
+HELD = "v[B, T, Hv>=1, Dv]:q keys_[B, Hk, S, Dk]:q values_[B, Hv, V, Dv]:q v_weight[Dv]"
 
 
-def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor | None) -> None:
-    if weight is None:
-        return
-    if x is None:
-        check.fail(argument, "None without k", f"shape {tuple(weight.shape)}")
-    check.tensor(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
+def _check_heads(check: Check, rotary: int, **heads: Tensor | None) -> None:
+    for argument, x in heads.items():
+        if x is not None and (x.shape[-1] % 2 or x.shape[-1] < rotary):
+            expected = f"of heads of an even number of elements, {rotary} or more"
+            check.fail(argument, expected, f"shape {tuple(x.shape)}")
 
 
-def _check_tables(
-    check: Check, cos: Tensor, sin: Tensor, rows: tuple[int, ...], rotary_dim: int | None
-) -> int:
+def _check_tables(check: Check, cos: Tensor, rows: tuple[int, ...], rotary_dim: int | None) -> int:
     """Returns: how many elements turn."""
-    check.dtype("cos", cos, ACTIVATION_DTYPES)
-    check.rank("cos", cos, (3,))
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     if rotary < 2 or rotary % 2:
         check.fail("rotary_dim", "an even number of at least 2", rotary)
     batch, tokens = rows
-    if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or cos.shape[2] not in (rotary, rotary // 2):
+    if cos.shape[0] not in (1, batch) or cos.shape[2] not in (rotary, rotary // 2):
         expected = f"of shape [B or 1, T, R or R / 2], with B, T, R = {(batch, tokens, rotary)}"
         check.fail("cos", expected, tuple(cos.shape))
-    check.tensor("sin", sin, cos.shape, "cos's", (cos.dtype,))
     return rotary
 
 
-def _meta_rope(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim, argument="q", **others):
-    check.choice("pairs", pairs, PAIRS)
-    check.rank(argument, q, (4,))
+def _meta_rope(check, q, k, cos, sin, k_weight, rotary_dim, argument="q", **_):
     if (cos is None) != (sin is None):
         check.fail("sin", "given with cos, and only then", None if sin is None else tuple(sin.shape))
-    rotary = 2 if cos is None else _check_tables(check, cos, sin, q.shape[:2], rotary_dim)
-    _check_heads(check, argument, q, q, rotary)
-    if k is not None:
-        _check_heads(check, "k", k, q, rotary)
-    _check_weight(check, "q_weight", q_weight, q)
-    _check_weight(check, "k_weight", k_weight, k)
+    rotary = 2 if cos is None else _check_tables(check, cos, q.shape[:2], rotary_dim)
+    _check_heads(check, rotary, **{"k": k, argument: q})
+    if k is None and k_weight is not None:
+        check.fail("k_weight", "None without k", f"shape {tuple(k_weight.shape)}")
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
@@ -114,7 +98,7 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     return torch.stack(halves, -1).flatten(-2) if pairs == "interleaved" else torch.cat(halves, -1)
 
 
-@operator(meta=_meta_rope)
+@operator(TURNED, _meta_rope, allowed={"pairs": PAIRS})
 def rope(
     q: Tensor,
     k: Tensor | None,
@@ -163,22 +147,17 @@ def rope(
 
 def _meta_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, **rotation):
     out, _ = _meta_rope(check, q, k, **rotation)
-    _check_heads(check, "v", v, q, 2)
+    _check_heads(check, 2, v=v)
     if v_weight is not None and not norm_v:
         check.fail("v_weight", "None without norm_v", f"shape {tuple(v_weight.shape)}")
-    _check_weight(check, "v_weight", v_weight, v)
     for argument, held, x in (("keys_", keys_, k), ("values_", values_, v)):
-        check.dtype(argument, held, (q.dtype,))
-        check.rank(argument, held, (4,))
-        name, tokens = argument[0], x.shape[1]
-        shape = (x.shape[0], x.shape[2], held.shape[2], x.shape[3])
-        check.shape(argument, held, shape, f"[B, H{name}, S, D{name}]")
-        if held.shape[2] < tokens:
-            check.fail(argument, f"of {tokens} tokens or more, as many as {name} has", tuple(held.shape))
+        if held.shape[2] < x.shape[1]:
+            expected = f"of {x.shape[1]} tokens or more, as many as {argument[0]} has"
+            check.fail(argument, expected, tuple(held.shape))
     return out
 
 
-@operator(meta=_meta_rope_cache)
+@operator(TURNED + HELD, _meta_rope_cache, allowed={"pairs": PAIRS})
 def rope_cache_(
     q: Tensor,
     k: Tensor,
@@ -224,35 +203,28 @@ def rope_cache_(
     return _rotated(q, q_weight, *rest)
 
 
-def _meta_index_keys(check, k, keys_, weight, bias, cos, sin, q, q_weight, weight_offset, **rotation):
-    check.dtype("k", k, ACTIVATION_DTYPES)
-    check.rank("k", k, (3,))
-    batch, tokens, width = k.shape
-    if width % 2:
-        check.fail("k", "of heads of an even number of elements", tuple(k.shape))
-    check.dtype("keys_", keys_, (k.dtype,))
-    check.rank("keys_", keys_, (3,))
-    check.shape("keys_", keys_, (batch, keys_.shape[1], width), "[B, S, D]")
-    if keys_.shape[1] < tokens:
-        check.fail("keys_", f"of {tokens} tokens or more, as many as k has", tuple(keys_.shape))
-    if q is not None:
-        if cos is None:
-            check.fail("q", "None without cos and sin", tuple(q.shape))
-        check.dtype("q", q, (k.dtype,))
-        check.rank("q", q, (4,))
-        check.shape("q", q, (batch, tokens, q.shape[2], width), "[B, T, Hi, D]")
-    _meta_rope(check, k.unsqueeze(2), None, cos, sin, None, None, argument="k", **rotation)
-    check.tensor("weight", weight, (width,), "[D]")
-    check.tensor("bias", bias, (width,), "[D]", (weight.dtype,))
-    if bias is not None and q_weight is not None:
-        check.fail("q_weight", "None with a bias", tuple(q_weight.shape))
-    if bias is not None and weight_offset != 0.0:
-        check.fail("weight_offset", "0 with a bias", weight_offset)
-    _check_weight(check, "q_weight", q_weight, q)
+def _meta_index_keys(check, k, keys_, bias, cos, q, q_weight, weight_offset, **rotation):
+    if keys_.shape[1] < k.shape[1]:
+        check.fail("keys_", f"of {k.shape[1]} tokens or more, as many as k has", tuple(keys_.shape))
+    if q is not None and cos is None:
+        check.fail("q", "None without cos and sin", tuple(q.shape))
+    _meta_rope(check, k.unsqueeze(2), None, cos, k_weight=None, argument="k", **rotation)
+    if bias is not None:
+        if q_weight is not None:
+            check.fail("q_weight", "None with a bias", tuple(q_weight.shape))
+        if weight_offset != 0.0:
+            check.fail("weight_offset", "0 with a bias", weight_offset)
+    if q_weight is not None and q is None:
+        check.fail("q_weight", "None without q", tuple(q_weight.shape))
     return k.new_empty(0) if q is None else _heads_first(q)
 
 
-@operator(meta=_meta_index_keys)
+@operator(
+    "k[B, T, D] keys_[B, S, D]:k q[B, T, Hi, D]:k cos[A, T, W] sin[A, T, W]:cos weight[D] bias[D]:weight "
+    "q_weight[D]",
+    _meta_index_keys,
+    allowed={"pairs": PAIRS},
+)
 def index_keys_(
     k: Tensor,
     keys_: Tensor,
@@ -310,22 +282,17 @@ def index_keys_(
 # The tables
 
 
-def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, axes, **others):
-    check.choice("layout", layout, LAYOUTS)
-    check.dtype("position_ids", position_ids, ID_DTYPES)
+def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, axes, **_):
     check.rank("position_ids", position_ids, (2 if axes is None else 3,))
-    check.dtype("inv_freq", inv_freq, (torch.float32,))
-    check.rank("inv_freq", inv_freq, (1,))
-    check.among_dtypes("dtype", dtype)
-    check.tensor("axes", axes, inv_freq.shape, "[R / 2]", (torch.int32,))
-    if axes is not None and position_ids.shape[0] == 0:
-        check.fail("position_ids", "of at least one position a token", tuple(position_ids.shape))
-    width = inv_freq.shape[0] * (1 if layout == "pairs" else 2)
-    shape = (*position_ids.shape[-2:], width)
+    shape = (*position_ids.shape[-2:], inv_freq.shape[0] * (1 if layout == "pairs" else 2))
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
 
 
-@operator(meta=_meta_rope_tables)
+@operator(
+    "position_ids[B, T]|[A>=1, B, T]:id inv_freq[R]:float32 axes[R]:int32",
+    _meta_rope_tables,
+    allowed={"layout": LAYOUTS},
+)
 def rope_tables(
     position_ids: Tensor,
     inv_freq: Tensor,

@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._extension import use_of_tensor_units
 from ..ops import OPERATORS
@@ -183,6 +184,8 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
             for tokens in (1, T):
                 arguments = sample(tokens=tokens)
                 yield arguments | {"norm_weight": odd.values(arguments["x"].shape[-1])}
+        if name == "moe_experts_quantized":
+            yield from _chosen(sample(tokens=1), odd)
         if name == "linear_quantized":
             arguments = sample()
             shape = (*arguments["x"].shape[:-1], 4, len(arguments["packed"]) // 4)
@@ -195,6 +198,18 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
                 wider = 1 if name not in LINEARS else max(1, 256 // max(32, format.multiple))
                 for tokens in (T, TOKENS[-2]):
                     yield sample(tokens=tokens, wider=wider)
+
+
+def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
+    """One token's experts of those that there are, and of many: the same again and again."""
+    norm = odd.values(arguments["x"].shape[-1])
+    for times in (1, 40):
+        many = {
+            n: v.repeat(times, 1, 1) if n.startswith(("gate_up_", "down_")) and isinstance(v, Tensor) else v
+            for n, v in arguments.items()
+        }
+        logits = odd.values(1, len(many["gate_up_packed"]))
+        yield many | {"ids": None, "weights": None, "norm_weight": norm, "logits": logits, "top_k": 2}
 
 
 def _both_ways(arguments: dict[str, Any], width: int, odd: Sample) -> Iterator[dict[str, Any]]:

@@ -411,6 +411,7 @@ def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
         *ACTIVATIONS,
         {"x": s.values(20, s.H), **_expert_ids(s, 20, s.E)},
         {"x": s.values(40, s.H), "ids": nobody, "weights": s.values(40, 2, dtype=torch.float32)},
+        {**s.routed, **s.norm, "logits": s.values(1, s.E, dtype=torch.float32)},
     ]
 
 

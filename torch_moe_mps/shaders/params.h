@@ -16,3 +16,5 @@
 #include "params/rope.h"
 #include "params/routing.h"
 #include "params/write_cache.h"
+// It needs two others.
+#include "params/chosen.h"

@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear
+from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
 from .formats import DTYPES
 from .operators import EPS, OperatorCase
 
@@ -32,6 +32,66 @@ class FusedExperts(Experts):
 
     def expected(self, t):
         return super().expected(t | {"x": normed(t["x"], t["norm"])}) + t["residual"].double()
+
+
+class ChosenExperts(Experts):
+    """Behind a norm; the first product chooses the experts."""
+
+    how: ClassVar[str] = "chosen"
+
+    @property
+    def name(self):
+        return f"{super().name} {self.how} of {self.experts}"
+
+    def inputs(self, values):
+        dtype = DTYPES[self.dtype]
+        return {
+            "x": values.normal(self.tokens, self.hidden, dtype=dtype),
+            "logits": values.normal(self.tokens, self.experts, dtype=dtype, scale=2.0),
+            "norm": norm_of(values, self.hidden, self.dtype),
+        }
+
+    def called(self, t):
+        options = {"top_k": self.top_k, "scoring": "softmax", "norm_topk_prob": True}
+        norm = {"norm_weight": t["norm"], "norm_eps": EPS}
+        return super().called(
+            t | {"ids": None, "weights": None}, logits=t["logits"], router_norm_eps=0.0, **options, **norm
+        )
+
+    def chosen(self, t):
+        """Ties go to the lower id."""
+        values, order = t["logits"].double().sort(stable=True, dim=-1, descending=True)
+        weights, ids = values[:, : self.top_k].softmax(-1), order[:, : self.top_k]
+        return t | {"weights": weights, "ids": ids}
+
+    def expected(self, t):
+        return super().expected(self.chosen(t) | {"x": normed(t["x"], t["norm"])})
+
+    def bytes_moved(self, t, part=""):
+        return super().bytes_moved(self.chosen(t), part)
+
+
+class RoutedExperts(ChosenExperts):
+    """The same with a launch that chooses."""
+
+    how: ClassVar[str] = "behind a router"
+
+    def called(self, t):
+        weights, ids = ops().moe_router(
+            t["logits"], self.top_k, scoring="softmax", norm_topk_prob=True, norm_eps=0.0
+        )
+        t = t | {"ids": ids, "weights": weights}
+        return Experts.called(self, t, norm_weight=t["norm"], norm_eps=EPS)
+
+
+# Of Qwen3-30B-A3B, gpt-oss, Mixtral, DeepSeek-V3 and Qwen3-Next.
+CHOSEN = (
+    ("int4", "bf16", 1, *SHAPE),
+    ("mxfp4", "bf16", 1, 32, 4, 2880, 2880),
+    ("int4", "bf16", 1, 8, 2, 4096, 14336),
+    ("int4", "bf16", 1, 256, 8, 7168, 2048),
+    ("int4", "bf16", 1, 512, 10, 2048, 512),
+)
 
 
 class FusedLinear(Linear):
@@ -416,6 +476,7 @@ class IndexTopk(OperatorCase):
 def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
+    cases += [family("fused", *sizes) for sizes in CHOSEN for family in (ChosenExperts, RoutedExperts)]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
     cases += [
         ActivatedLinear("fused", "int4", "f16", 1, 2048, 260),
@@ -443,6 +504,8 @@ def sanitizer_fused() -> list[Case]:
         cases += [
             FusedExperts("sanitize", format_, dtype, t, *shape) for shape in SMALL_SHAPES for t in (1, 3)
         ]
+    for shape in ((16, 4, 256, 192), (300, 2, 128, 64)):
+        cases += [ChosenExperts("sanitize", *f, 1, *shape) for f in (("int4", "f16"), ("mxfp4", "bf16"))]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [ActivatedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [GatedStreams("sanitize", "int8", "f16", t, 320, 180) for t in (1, 3)]

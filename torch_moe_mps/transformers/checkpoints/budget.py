@@ -35,7 +35,7 @@ _CHECK = Check("measured_recipe")
 Errors = dict[str, dict[Format, float]]
 
 
-class Choice(NamedTuple):
+class FormatCost(NamedTuple):
     """What a weight costs in a format."""
 
     format: Format
@@ -48,7 +48,7 @@ class Item(NamedTuple):
 
     names: tuple[str, ...]
     size: int
-    choices: list[Choice]
+    choices: list[FormatCost]
 
 
 def measured_recipe(
@@ -203,12 +203,12 @@ def _items(
             names = (name, *(n for n, other in tied.items() if other == name))
             weight = getattr(target.module, parameter)
             choices = [
-                Choice(f, quantized_bytes(weight, f), sum(errors[n][f] for n in names)) for f in formats
+                FormatCost(f, quantized_bytes(weight, f), sum(errors[n][f] for n in names)) for f in formats
             ]
             yield Item(names, weight.numel(), choices)
 
 
-def choose(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
+def choose(items: Sequence[Sequence[FormatCost]], budget: int) -> list[FormatCost]:
     """One choice for each item within `budget` bytes, by the steps that lower the error most for a byte.
 
     Raises: ValueError for a budget below the smallest choices.
@@ -231,9 +231,9 @@ def choose(items: Sequence[Sequence[Choice]], budget: int) -> list[Choice]:
     return [hull[level] for hull, level in zip(hulls, chosen, strict=True)]
 
 
-def _hull(choices: Sequence[Choice]) -> list[Choice]:
+def _hull(choices: Sequence[FormatCost]) -> list[FormatCost]:
     """The lower convex hull: the choices that no mixture of two others beats, the smallest first."""
-    hull: list[Choice] = []
+    hull: list[FormatCost] = []
     for choice in sorted(choices, key=lambda c: (c.nbytes, c.error)):
         if hull and choice.error >= hull[-1].error:
             continue
@@ -243,5 +243,5 @@ def _hull(choices: Sequence[Choice]) -> list[Choice]:
     return hull
 
 
-def _slope(low: Choice, high: Choice) -> float:
+def _slope(low: FormatCost, high: FormatCost) -> float:
     return (low.error - high.error) / (high.nbytes - low.nbytes)

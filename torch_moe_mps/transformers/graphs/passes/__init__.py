@@ -16,14 +16,12 @@ from .fused import (
     add_norms,
     factor_in_norm,
     gate_in_attention,
-    gated_norm_sums,
     gates_in_linear_attention,
     input_in_convolution,
     mean_in_elements,
     norm_in_linear_attention,
     norm_sums,
     scale_norm_sums,
-    streams_in_linears,
     streams_in_update,
 )
 from .linear_attention import keep_state
@@ -38,7 +36,7 @@ from .rotation import (
     turn_parts,
     write_into_cache,
 )
-from .routing import gate_in_one, hand_routing_over, logits_in_float32
+from .routing import choose_in_experts, gate_in_one, hand_routing_over, logits_in_float32
 from .simplify import (
     constants_first,
     drop_neutral,
@@ -50,7 +48,8 @@ from .simplify import (
 )
 from .streams import update_in_connections
 
-PASSES: tuple[Callable[[fx.Graph], None], ...] = (
+# In the order in which they run; families put theirs in.
+PASSES: list[Callable[[fx.Graph], None]] = [
     constants_first,
     make_new_tensors,
     drop_neutral,
@@ -73,28 +72,28 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
-    streams_in_linears,
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
     scale_norm_sums,
     streams_in_update,
     update_in_connections,
     norm_in_operators,
-    gated_norm_sums,
     norm_sums,  # norms that no operator behind them has taken
     factor_in_norm,
+    choose_in_experts,  # of logits that have their norm
     split_dimensions,
     join_elements,  # of what no operator has taken
     mean_in_elements,
     share_views,  # of what the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
-)
+]
 
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     gate_in_one: "moe_gate",
     logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
+    choose_in_experts: "router_logits",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
     join_elements: "pointwise",

@@ -1,7 +1,6 @@
 """Operators that compute what several calls do: each a formula, and what takes its place."""
 
 from ..fusion import Fusion
-from ..nodes import tensor_of
 
 _EXPERTS = ("moe_experts", "moe_experts_quantized", "moe_weighted_reduce")
 _LINEARS = ("linear_quantized", "mlp_quantized")
@@ -48,15 +47,6 @@ norm_sums = Fusion(
         "fused_residual_norm(R, Y, W, EPS, weight_offset=OFFSET)",
     ),
 )
-# A sum of streams, which hyper-connections of low rank add to.
-gated_norm_sums = Fusion(
-    "gated_norm_sums",
-    (
-        "rms_norm((T := R + Y[..., 1, H] * (F * sigmoid(GATE / D))[..., N, 1])[..., N, H], W, EPS, OFFSET)",
-        "fused_residual_norm(R[..., N, H], Y[..., H], W, EPS, weight_offset=OFFSET, factor=F,"
-        " gate=GATE[..., N], gate_factor=1 / D)",
-    ),
-)
 _UPDATED = "item(C, 1)[..., N, 1] * OUT[..., 1, H]"
 streams_in_update = Fusion(
     "streams_in_update",
@@ -65,15 +55,6 @@ streams_in_update = Fusion(
         "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1), item(C, 2))",
     ),
     (f"{_UPDATED} + STREAMS", "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1))"),
-)
-# Of one token: the operator would read the weights for each.
-streams_in_linears = Fusion(
-    "streams_in_linears",
-    (
-        "mean((sigmoid(linear_quantized(*A)) * STREAMS)[..., N, H], [-2])",
-        "linear_quantized(*A, streams=STREAMS[..., N, H])",
-    ),
-    where=lambda A, N, H, **_: tensor_of(A.call).numel() == N * H,
 )
 mean_in_elements = Fusion("mean_in_elements", ("mean(pointwise(*A[S])[S], [-2])", "pointwise(*A, mean=True)"))
 

@@ -6,7 +6,19 @@ import torch
 from torch import Tensor, fx
 
 from ....ops._checks import MAX_TOP_K
-from ..nodes import arguments, aten, calls, changed, is_call, is_final, is_unchanged, ours, put, tensor_of
+from ..nodes import (
+    arguments,
+    aten,
+    calls,
+    changed,
+    is_call,
+    is_final,
+    is_unchanged,
+    ours,
+    put,
+    readers,
+    tensor_of,
+)
 from ..patterns import before_widening, linear_of, match
 from ..tracing import ITEM, VALUE
 
@@ -19,6 +31,8 @@ _EXPERTS = (
 )
 _FEW_ROWS = 32  # that a kernel of router_logits takes
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
+# moe_router's arguments that have other names beside those of experts.
+_OF_EXPERTS = {"bias": "router_bias", "norm_eps": "router_norm_eps", "norm_min": "router_norm_min"}
 _WEIGHTS = "item(T, 0) / sum(item(T, 0), [-1], True) * index(PER_EXPERT, [item(T, 1)])"
 _CHOICE = "topk(_softmax(linear(rms_norm(X, None, EPS) * SCALE * ROOT, LINEAR, None), -1, False), K)"
 
@@ -62,6 +76,38 @@ def hand_routing_over(graph: fx.Graph) -> None:
         new = {name: value for name, value in uncast.items() if value is not None}
         if new:
             call.replace_all_uses_with(changed(call, call, **new))
+
+
+def choose_in_experts(graph: fx.Graph) -> None:
+    """F(IDS, WEIGHTS) of a router -> F(LOGITS): for one token, the experts' first product chooses them"""
+    for call in calls(graph, ours.moe_experts_quantized):
+        given = arguments(call)
+        ids, weights = given["ids"], given["weights"]
+        if ids is None or ids.target is not ITEM or weights.target is not ITEM:
+            continue
+        router: Any = ids.args[0]
+        if ids.args != (router, 1) or weights.args != (router, 0):
+            continue
+        options = _options_of(router)
+        if options is None or any(reader is not call for item in router.users for reader, _ in readers(item)):
+            continue
+        if is_unchanged(options["logits"], router, call):
+            new = options | {"ids": None, "weights": None}
+            call.replace_all_uses_with(changed(call, call, **new))
+
+
+def _options_of(router: fx.Node) -> dict[str, Any] | None:
+    """The logits of a router and its options, by their names beside experts; None if these have no such."""
+    options = arguments(router)
+    if is_call(router, ours.moe_router):
+        return {_OF_EXPERTS.get(name, name): value for name, value in options.items()}
+    if not is_call(router, ours.moe_gate) or options["renormalize_after_scale"]:
+        return None
+    hidden, weight, norm, scale, top_k, eps, _ = options.values()
+    like = tensor_of(hidden).new_empty(len(tensor_of(hidden)), len(tensor_of(weight)), dtype=torch.float32)
+    logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps)
+    chosen = {"scoring": "softmax_after_topk", "per_expert_scale": scale}
+    return {"logits": logits, "top_k": top_k, **chosen}
 
 
 def _fits(found: dict[str, Any]) -> bool:

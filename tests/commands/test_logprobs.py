@@ -1,0 +1,156 @@
+"""`logprobs` of chats: the logarithms of the model's own probabilities, whatever changes what is drawn."""
+
+import math
+
+import openai
+import pytest
+import torch
+import transformers
+from support import serving
+from support.serving import said
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+
+from torch_moe_mps.commands.logprobs import text_of
+
+MOST = "'top_logprobs' must be an integer from 0 to 20"
+QUANTISED = ["--bits", 4, "--group-size", 32]
+SKY = {"type": "json_schema", "json_schema": {"name": "sky", "schema": {"enum": ["blue", "grey"]}}}
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    return serving.printable_checkpoint(tmp_path_factory.mktemp("logprobs") / "model")
+
+
+@pytest.fixture(scope="module")
+def client(checkpoint):
+    with serving.client_of(checkpoint, *QUANTISED, "--prompt-lookup", 2) as client:
+        yield client
+
+
+def answer_of(client, **asked):
+    """Text, entries and how many pieces there were."""
+    answer = client.chat.completions.create(model="m", messages=said("the sky"), max_tokens=12, **asked)
+    chunks = [*answer] if asked.get("stream") else [answer]
+    choices = [chunk.choices[0] for chunk in chunks]
+    text = "".join((getattr(c, "delta", None) or c.message).content or "" for c in choices)
+    return text, [entry for c in choices if c.logprobs for entry in c.logprobs.content], choices
+
+
+def expected(checkpoint, text: str) -> torch.Tensor:
+    """Of each place of an answer, in float64."""
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer("the sky" + text, return_tensors="pt").input_ids
+    with torch.no_grad():
+        logits = serving.quantised(checkpoint)(ids).logits
+    return logits[0, len("the sky") - 1 : -1].double().log_softmax(-1)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"temperature": 0},
+        {"temperature": 2, "seed": 3, "frequency_penalty": 1.5, "logit_bias": {"65": 30}},
+        {"temperature": 0, "response_format": SKY},
+    ],
+)
+def test_of_the_models_own_distribution(client, checkpoint, asked):
+    """Streamed and not: one entry for each token but the end, with the most probable ones in order."""
+    text, entries, choices = answer_of(client, logprobs=True, top_logprobs=3, **asked)
+    rows, tokenizer = expected(checkpoint, text), transformers.AutoTokenizer.from_pretrained(checkpoint)
+    ids = tokenizer(text).input_ids
+    assert [entry.token for entry in entries] == [*text] and len(rows) == len(text) > 2
+    for entry, row, character, token in zip(entries, rows, text, ids, strict=True):
+        assert entry.bytes == [*character.encode()]
+        assert entry.logprob == pytest.approx(row[token].item(), abs=1e-4)
+        values, tokens = row.topk(3)
+        assert [top.token for top in entry.top_logprobs] == [tokenizer.decode(each) for each in tokens]
+        assert [top.logprob for top in entry.top_logprobs] == pytest.approx(values.tolist(), abs=1e-4)
+    streamed, same, pieces = answer_of(client, logprobs=True, top_logprobs=3, stream=True, **asked)
+    assert streamed == text and [entry.token for entry in same] == [entry.token for entry in entries]
+    assert [entry.logprob for entry in same] == pytest.approx([entry.logprob for entry in entries], abs=1e-4)
+    for piece in pieces:
+        shown = [] if piece.logprobs is None else piece.logprobs.content
+        assert "".join(entry.token for entry in shown) == (piece.delta.content or "")
+    assert choices[0].logprobs.refusal is None
+    if asked["temperature"] == 0:  # other answers are drawn for several tokens at once
+        assert answer_of(client, **asked)[0] == text
+
+
+def test_none_are_asked(client):
+    for asked in ({}, {"logprobs": False}, {"logprobs": None}, {"top_logprobs": 0}):
+        for stream in (False, True):
+            _, entries, choices = answer_of(client, temperature=0, stream=stream, **asked)
+            assert not entries and all(choice.logprobs is None for choice in choices)
+    _, entries, _ = answer_of(client, temperature=0, logprobs=True)
+    assert len(entries) == 12 and not any(entry.top_logprobs for entry in entries)
+
+
+def test_a_stop_that_is_held_back(client):
+    """Tokens whose text is not shown are told with the next piece, or at the end."""
+    text, entries, _ = answer_of(client, temperature=0, logprobs=True)
+    stop = text[5:8]
+    for stream in (False, True):
+        shown, found, _ = answer_of(client, temperature=0, logprobs=True, stop=[stop], stream=stream)
+        end = text.find(stop)
+        assert shown == text[:end]
+        assert [entry.token for entry in found] == [entry.token for entry in entries[: end + len(stop)]]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"logprobs": 1}, "'logprobs' must be true or false, got 1."),
+        ({"logprobs": True, "top_logprobs": 21}, f"{MOST}, got 21."),
+        (
+            {"logprobs": True, "top_logprobs": True},
+            f"{MOST}, got True.",
+        ),
+        ({"logprobs": True, "top_logprobs": -1}, f"{MOST}, got -1."),
+        ({"top_logprobs": 2}, "'top_logprobs' must be with 'logprobs' true, got 2."),
+        (
+            {"logprobs": True, "extra_body": {"generation_config": '{"num_beams": 2}'}},
+            "'generation_config' must be of num_beams 1 with 'logprobs', got 2.",
+        ),
+    ],
+)
+def test_bad_values_are_400(client, asked, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        answer_of(client, **asked)
+    assert error.value.body["message"] == message
+
+
+def test_batches_have_none(checkpoint):
+    match = "'logprobs' is not supported with --continuous-batching"
+    with (
+        serving.client_of(checkpoint, "--continuous-batching", continuous_batching=True) as client,
+        pytest.raises(openai.BadRequestError, match=match),
+    ):
+        answer_of(client, logprobs=True)
+
+
+def test_tokens_that_are_parts_of_characters():
+    """Octets of byte-level vocabularies and of byte fallback; None where nothing says which they are."""
+    euro = "€".encode()
+    level = Tokenizer(models.BPE({**{c: i for i, c in enumerate("âĤ¬")}, "Ġa": 3}, []))
+    level.pre_tokenizer, level.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    fallback = Tokenizer(models.BPE({**{f"<0x{b:02X}>": i for i, b in enumerate(euro)}, "▁a": 3, "�": 4}, []))
+    fallback.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    for tokenizer in (level, fallback):
+        fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+        found = [text_of(fast, token) for token in range(4)]
+        assert [entry["bytes"] for entry in found] == [*([octet] for octet in euro), [*b" a"]]
+        assert found[3]["token"] == " a" and all("\ufffd" in entry["token"] for entry in found[:3])
+    assert text_of(fast, 4) == {"token": "\ufffd", "bytes": None}
+
+
+def test_what_cannot_be_is_a_number(checkpoint):
+    from torch_moe_mps.commands.logprobs import Logprobs
+
+    kept = Logprobs(transformers.AutoTokenizer.from_pretrained(checkpoint), 2)
+    scores = torch.tensor([[0.0, -math.inf, -math.inf]])
+    assert kept(torch.zeros(1, 1, dtype=torch.long), scores) is scores
+    entry = kept.take(1)
+    assert entry["logprob"] == -9999.0 and [top["logprob"] for top in entry["top_logprobs"]] == [0.0, -9999.0]
