@@ -57,6 +57,11 @@ SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "norm_in_linear_attention": NORM | {"GATE": (2, 3, 4, 32), "W": (32,), "ACTIVATION": "sigmoid"},
     "input_in_convolution": lambda f: {"X": Wide((2, 3, 6)), "D": torch.bfloat16} if "dtype" in f else {},
 }
+CHANGES = (
+    *(Tensor.double, Tensor.bfloat16),
+    *(lambda x: x[..., :1], lambda x: x[:1], lambda x: x[None]),
+    lambda x: x.t().contiguous().t() if x.dim() == 2 else x.transpose(-1, 0).contiguous().transpose(-1, 0),
+)
 FUSIONS = {each.__name__: each for each in PASSES if isinstance(each, Fusion)}
 ROWS = [(name, number) for name, each in FUSIONS.items() for number in range(len(each.rows))]
 each_row = pytest.mark.parametrize(("name", "number"), ROWS)
@@ -224,6 +229,7 @@ class Row:
         expected = function(*own)
         for result, each in zip([*computed(graph, *held), *held], [*expected, *own], strict=True):
             assert result.dtype == each.dtype and result.shape == each.shape
+            assert result.is_contiguous() == each.is_contiguous()
             assert_close(result.float(), each.float(), tolerance)
         return before, operators(graph)
 
