@@ -1,7 +1,7 @@
 """Qwen4: an indexer that chooses pools of keys; hyper-connections of low rank."""
 
 from ...graphs.passes import INTRODUCED, PASSES
-from ...graphs.passes.sums import add_in_operators, norm_sums
+from ...graphs.passes.fused import add_in_operators, norm_sums
 from ...modules.rules import MODULE_RULES
 from .indexer import rewrite_qsa_indexer
 from .passes import gated_norm_sums, streams_in_linears

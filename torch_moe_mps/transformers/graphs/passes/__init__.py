@@ -10,16 +10,24 @@ from collections.abc import Callable
 
 from torch import fx
 
-from .attention import gate_in_attention
-from .linear_attention import (
+from ..fusion import Fusion
+from .fused import (
+    add_in_operators,
+    add_norms,
+    factor_in_norm,
+    gate_in_attention,
     gates_in_linear_attention,
     input_in_convolution,
-    keep_state,
+    mean_in_elements,
     norm_in_linear_attention,
+    norm_sums,
+    scale_norm_sums,
+    streams_in_update,
 )
+from .linear_attention import keep_state
 from .linears import activate_in_linears, join_linears, order_outputs
-from .norms import factor_in_norm, norm_in_operators
-from .pointwise import join_elements, mean_in_elements, split_dimensions
+from .norms import norm_in_operators
+from .pointwise import join_elements, split_dimensions
 from .rotation import (
     heads_that_do_not_turn,
     join_rotations,
@@ -38,14 +46,7 @@ from .simplify import (
     share_equal,
     share_views,
 )
-from .sums import (
-    add_in_operators,
-    add_norms,
-    norm_sums,
-    scale_norm_sums,
-    streams_in_update,
-    update_in_connections,
-)
+from .streams import update_in_connections
 
 # In the order in which they run; families put theirs in.
 PASSES: list[Callable[[fx.Graph], None]] = [
@@ -87,20 +88,16 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
 ]
 
-
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
-    add_norms: "fused_norm_add",
-    scale_norm_sums: "fused_norm_add_scalar",
-    streams_in_update: "hyper_update",
     gate_in_one: "moe_gate",
     logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
     choose_in_experts: "router_logits",
-    norm_sums: "fused_residual_norm",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
     join_elements: "pointwise",
+    **{each: each.introduced for each in PASSES if isinstance(each, Fusion) and each.introduced},
 }
 
 

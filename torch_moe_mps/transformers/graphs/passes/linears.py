@@ -1,16 +1,16 @@
 """Linear layers with one input (q, k and v; gate and up; a router and a gate) as one operator.
 
-Their rows are laid one behind the other in memory, and the layers' parameters become views of it: the
-operator reads what is written into them later, and no weight is there twice.
+`basics/joined.py` lays their rows one behind the other, and the layers' parameters become views of them: the
+operator reads what is written into them later.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from ...basics.joined import WEIGHTS, joined_rows, may_join
 from ..nodes import (
     arguments,
     aten,
@@ -32,7 +32,6 @@ from ..tracing import ITEM, PARTS, TENSOR, VALUE, as_given, is_operator
 from .norms import MOST_ROWS
 
 _COPIES = (aten.clone, aten.cat)
-WEIGHTS = ("packed", "scales", "biases", "bias")  # of a quantised linear layer
 
 
 def join_linears(graph: fx.Graph) -> None:
@@ -160,7 +159,7 @@ def _runs(group: list[fx.Node]) -> list[list[fx.Node]]:
     """A group in parts whose weights may lie in one memory: another program may have joined some of them."""
     runs: list[list[fx.Node]] = []
     for call in group:
-        if runs and all(map(_may_join, _weights_of([*runs[-1], call]).values())):
+        if runs and all(map(may_join, _weights_of([*runs[-1], call]).values())):
             runs[-1].append(call)
         else:
             runs.append([call])
@@ -205,39 +204,6 @@ def _tensor(weight: fx.Node | None) -> Tensor | None:
 def _kind(weight: fx.Node | None) -> Any:
     tensor = _tensor(weight)
     return None if tensor is None else (tensor.dtype, tensor.device, tensor.shape[1:])
-
-
-def _may_join(parts: list[Tensor | None]) -> bool:
-    """Whether weights may lie in one memory: those that already share one with others stay in it."""
-    present = [part for part in parts if part is not None]
-    own = [part.untyped_storage().nbytes() == part.nbytes for part in present]
-    alike = len({part.dtype for part in present}) < 2 and len({*map(id, present)}) == len(present)
-    return alike and (all(own) or (len(present) == len(parts) and _lie_together(present)))
-
-
-def _lie_together(parts: Sequence[Tensor]) -> bool:
-    memory, place = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != place:
-            return False
-        place += part.numel()
-    return True
-
-
-def joined_rows(parts: Sequence[Tensor | None], rows: list[int]) -> Tensor | None:
-    """The rows of all parts, which become views of them; zeros for a bias that is not there."""
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    first, width = present[0], present[0].shape[1:]
-    if len(present) == len(parts) and _lie_together(present):
-        return first.detach().as_strided((sum(rows), *width), first.stride(), first.storage_offset())
-    with torch.inference_mode(False), torch.no_grad():
-        whole = first.new_zeros((sum(rows), *width))
-        for part, view in zip(parts, whole.split(rows), strict=True):
-            if part is not None:
-                part.data = view.copy_(part)
-    return whole
 
 
 def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]) -> fx.Node | None:
