@@ -50,10 +50,10 @@ def rope() -> Calls:
     q, table = tensor(2, 3, 4, 64), tensor(1, 3, 16)
     alone = partial(ops.rope, q, None, table, table[:], pairs="interleaved", rotary_dim=32)
     yield "rope of q alone", alone
-    k, slots, norm = tensor(1, 1, 192)[..., :128], tensor(1, 300, 128)[:, :200], tensor(128)
+    k, slots, norm = tensor(1, 1, 1, 192)[..., :128], tensor(1, 1, 300, 128)[:, :, :200], tensor(128)
     queries = tensor(1, 32, 1, 128).transpose(1, 2)
-    keys = partial(ops.index_keys_, k, slots, norm, norm[:], EPS, tensor(1, 1, 64), tensor(1, 1, 64), queries)
-    yield "index_keys_", keys
+    keys = (queries, k, None, slots, None, tensor(1, 1, 64), tensor(1, 1, 64))
+    yield "rope_cache_ of an indexer", partial(ops.rope_cache_, *keys, k_weight=norm, k_bias=norm[:], eps=EPS)
     ids, inv_freq = torch.arange(6).view(2, 3).to("mps"), tensor(32, dtype=torch.float32)
     yield "rope_tables", partial(ops.rope_tables, ids, inv_freq, 1.0, torch.float16)
 
@@ -278,8 +278,8 @@ rope of q alone
   rope_f16 grid 6x1x1 of 128x1x1
   0=A[0:3072] 1=A[0:3072] 2=A[0:3072] 3=B[0:96] 4=B[0:96] 5=C[0:3072] 6=C[0:3072] 7=C[0:3072] 8=C[0:3072]
     9=C[0:3072] 10=C[0:3072] 11=272 bytes
-index_keys_
-  index_keys_f16 grid 9x1x1 of 128x1x1
+rope_cache_ of an indexer
+  rope_centred_f16 grid 9x1x1 of 128x1x1
   0=A[0:8192] 1=B[0:384] 2=A[0:8192] 3=C[0:128] 4=D[0:128] 5=E[0:8192] 6=F[0:256] 7=F[0:256] 8=E[0:8192]
     9=G[50944:76800] 10=E[0:8192] 11=272 bytes
 rope_tables

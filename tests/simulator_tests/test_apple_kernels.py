@@ -62,9 +62,14 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     elements = q.numel() + k.numel()
     for label, weights in (("rope", ()), ("rope with QK-norm", (weight, weight))):
         yield label, functools.partial(torch.ops.moe_mps.rope, q, k, table, table, *weights), {}, elements
-    held = (k[:, :, 0], on_device(1, 20, 128, dtype=dtype), weight, weight, 1e-6)
-    call = functools.partial(torch.ops.moe_mps.index_keys_, *held, table, table, q)
-    yield "index_keys_", call, {}, q.numel() + k[:, :, 0].numel()
+    keys = k[:, :, :1], None, on_device(1, 1, 20, 128, dtype=dtype), None, table, table
+    norm = {"k_weight": weight, "k_bias": weight}
+    yield (
+        "rope_cache_",
+        functools.partial(torch.ops.moe_mps.rope_cache_, q, *keys, **norm),
+        {},
+        elements - 24 * 128,
+    )
     ids, inv_freq = torch.arange(8).view(1, 8).to("mps"), on_device(64)
     call = functools.partial(torch.ops.moe_mps.rope_tables, ids, inv_freq, 1.0, dtype)
     yield "rope_tables", call, {}, table.numel()
@@ -541,8 +546,8 @@ rope
   rope_bf16: 68.00 58.00 slots an element, 60 registers, 128/128/832 threads
 rope with QK-norm
   rope_bf16: 87.75 77.75 slots an element, 60 registers, 128/128/832 threads
-index_keys_
-  index_keys_bf16: 70.10 60.10 slots an element, 61 registers, 128/128/832 threads
+rope_cache_
+  rope_centred_bf16: 70.10 60.10 slots an element, 61 registers, 128/128/832 threads
 rope_tables
   rope_tables_bf16: 39.50 35.50 slots an element, 9.5 registers, 64/64/1024 threads
 """,

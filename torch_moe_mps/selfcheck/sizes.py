@@ -224,15 +224,20 @@ def _heads(s: Sample) -> list[dict[str, Any]]:
     return [*changes, {"pairs": "interleaved"}, {"q": _apart(s, 2, s.T, 4, s.D)}]
 
 
-def _index_keys(s: Sample) -> list[dict[str, Any]]:
+def _cached(s: Sample) -> list[dict[str, Any]]:
     width = 264
-    tables = {name: s.values(1, s.T, width) for name in ("cos", "sin")}
     keys = {
-        "k": s.values(2, s.T, width),
-        "keys_": s.values(2, s.T + 2, width),
-        "q": s.values(2, s.T, 4, width),
+        **{name: s.values(1, s.T, width) for name in ("cos", "sin")},
+        **{
+            "k": s.values(2, s.T, 1, width),
+            "keys_": s.values(2, 1, s.T + 2, width),
+            "v": None,
+            "values_": None,
+        },
+        **{"q": s.values(2, s.T, 4, width), "q_weight": None},
+        **{name: s.values(width) for name in ("k_weight", "k_bias")},
     }
-    return [{**tables, **keys, "weight": s.values(width), "bias": s.values(width)}, {"pairs": "interleaved"}]
+    return [{"norm_v": True}, keys, keys | {"pairs": "interleaved"}]
 
 
 def _tables(s: Sample) -> list[dict[str, Any]]:
@@ -543,8 +548,7 @@ SIZES: Changes = {
     "expert_qmm": _expert_qmm,
     "moe_experts_quantized": _quantized_experts,
     "rope": _heads,
-    "rope_cache_": lambda s: [{"norm_v": True}],
-    "index_keys_": _index_keys,
+    "rope_cache_": _cached,
     "rope_tables": _tables,
     "moe_router": _router,
     "moe_router_topk_softmax": lambda s: [{"logits": s.values(5, 300), "top_k": 11}],
