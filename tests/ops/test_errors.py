@@ -92,7 +92,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("logits' last dimension must be between 1 and 524288, got 0", logits=zeros(T, 0)),
             wrong("above 0 and finite, got 0.0", temperature=0.0),
             wrong("temperature must be above 0 and finite, got inf", temperature=float("inf")),
-            wrong("top_k must be between 0 and 2147483647, got -1", top_k=-1),
+            wrong("top_k must be at least 0, got -1", top_k=-1),
             wrong("between 0 and 1, got 1.5", top_p=1.5),
             wrong("between 0 and 1, got -0.1", min_p=-0.1),
             wrong("between 0 and 299, got 300", otherwise=300),

@@ -21,7 +21,8 @@ def _meta_sample(check, logits, draws, invalid_, temperature, top_k, top_p, min_
     check.tensor("invalid_", invalid_, (rows,), "[R]", (torch.int32,))
     if not 0.0 < temperature < float("inf"):
         check.fail("temperature", "above 0 and finite", temperature)
-    check.between("top_k", top_k, 0, 2**31 - 1)
+    if top_k < 0:
+        check.fail("top_k", "at least 0", top_k)
     for name, share in (("top_p", top_p), ("min_p", min_p)):
         if not 0.0 <= share <= 1.0:
             check.fail(name, "between 0 and 1", share)
