@@ -408,9 +408,10 @@ class RopeCache(OperatorCase):
 
 @dataclass
 class IndexKeys(OperatorCase):
-    """With queries."""
+    """With queries, and no values."""
 
     operator: ClassVar[str] = "rope_cache_"
+    mutated: ClassVar[tuple[str, ...]] = ("keys_",)
     group: str
     tokens: int
     heads: int
