@@ -158,9 +158,10 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add(
         "--embedding-bits",
         type=_bits,
-        default="same",
+        default="auto",
         metavar="BITS",
-        help="of embeddings and output head; none is dense",
+        help="of embeddings and output head; none is dense, same as the rest (auto: 6 where they are a tenth "
+        "of the weights)",
     )
     add("--keep", action="append", default=[], metavar="PATTERN", help="names of weights that stay dense")
     add("--recipe", metavar="NAME", help="mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
@@ -412,9 +413,11 @@ def _from_the_hub(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def _bits(text: str) -> int | str | None:
-    if text in ("none", "same"):
+    if text in ("none", "same", "auto"):
         return None if text == "none" else text
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of bits, same or none, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bits, same, auto or none, got {text!r}"
+        ) from None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..quantization import Format
-from ..transformers.checkpoints.recipe import ARGUMENTS, fits, recipe_of
+from ..transformers.checkpoints.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
 from ..transformers.checkpoints.targets import weights_of
 from .perplexity import text_ids
 from .results import written_whole
@@ -41,6 +41,8 @@ def arguments_of(options: argparse.Namespace, source: str, model: "PreTrainedMod
     elif bits is None and options.mode == "affine":
         bits = 4
     asked = {name: getattr(options, name) for name in ARGUMENTS if name != "overrides"}
+    if options.recipe is not None and options.embedding_bits == AUTO:  # as mlx-lm has it
+        asked["embedding_bits"] = SAME
     return {**asked, "bits": bits, "overrides": mixed_overrides(options.recipe, model)}
 
 
