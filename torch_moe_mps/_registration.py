@@ -48,7 +48,7 @@ def register_models(module: Any) -> None:
 
 
 def register_mtp(module: Any) -> None:
-    from .transformers.checkpoints.mtp import read_once
+    from .transformers.mtp import read_once
 
     if hasattr(module, "MtpModel"):  # older ones of transformers have none
         read_once(module.MtpModel)

@@ -99,7 +99,6 @@ ANY_SIZE = {
     ("moe_compute_ids_tpe", "gate_up_rows"),
     ("moe_compute_ids_tpe", "down_rows"),
     ("rope_cache_", "rotary_dim"),
-    ("index_keys_", "rotary_dim"),
 }
 HUGE = (2**62 + 1, 2**31 - 1, -1)
 

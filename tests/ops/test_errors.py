@@ -68,6 +68,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     }
     plain = {"transposed": False, "tail": None}
     beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
+    alone = {"v": None, "values_": None}
     of_five = {**dict.fromkeys(("g", "beta", "A_log", "dt_bias")), "state_": zeros(2, 5, 16, 8)}
     table = {
         "heads_quantized": [
@@ -84,6 +85,20 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 **plain,
             ),
             wrong("None unless transposed", tail=zeros(2, T, 4, 6), x=zeros(2, T, 4, 40), transposed=False),
+        ],
+        "sample_": [
+            wrong("of shape [R, V] = (3, 300)", draws=zeros(T, 299)),
+            wrong(
+                "logits must be [R, V] with V between 1 and 524288, got V = 0",
+                logits=zeros(T, 0),
+                draws=zeros(T, 0),
+            ),
+            wrong("above 0 and finite, got 0.0", temperature=0.0),
+            wrong("temperature must be above 0 and finite, got inf", temperature=float("inf")),
+            wrong("top_k must be between 0 and 2147483647, got -1", top_k=-1),
+            wrong("between 0 and 1, got 1.5", top_p=1.5),
+            wrong("between 0 and 1, got -0.1", min_p=-0.1),
+            wrong("between 0 and 299, got 300", otherwise=300),
         ],
         "index_topk": [
             wrong('weights must be None with reduce = "keys", got (2, 3, 4)', reduce="keys"),
@@ -271,21 +286,25 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "rope_cache_": [
             wrong("None without norm_v", v_weight=zeros(8)),
-        ],
-        "index_keys_": [
+            wrong("norm_v must be False without v, got True", v=None, values_=None, norm_v=True),
+            wrong("values_ must be given with v, and only then, got None", values_=None),
+            wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, 2, T - 1, 16)),
+            wrong("of 3 tokens or more, as many as v has", values_=zeros(2, 2, T - 1, 8)),
+            wrong("v must be None with a bias, got (2, 3, 2, 8)", k_bias=zeros(16), k_weight=zeros(16)),
             wrong(
-                "of heads of an even number of elements, 16 or more, got shape (2, 3, 1, 15)",
-                k=zeros(2, T, 15),
-                keys_=zeros(2, T, 15),
-                q=None,
-                weight=zeros(15),
-                bias=None,
+                "q_weight must be None with a bias, got (16,)", k_bias=zeros(16), k_weight=zeros(16), **alone
             ),
-            wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, T - 1, 16)),
-            wrong("given with cos, and only then", sin=None),
-            wrong("q must be None without cos and sin, got (2, 3, 4, 16)", cos=None, sin=None),
-            wrong("q_weight must be None with a bias", q_weight=zeros(16)),
-            wrong("weight_offset must be 0 with a bias, got 1.0", weight_offset=1.0),
+            wrong("q_weight must be None without q, got shape (16,)", q=None),
+            *(
+                wrong(
+                    "None without k_weight, or with a weight_offset",
+                    k_bias=zeros(16),
+                    q_weight=None,
+                    **given,
+                    **alone,
+                )
+                for given in ({"k_weight": zeros(16), "weight_offset": 1.0},)
+            ),
         ],
         "rms_norm_gated": [
             wrong("a divisor of the 64 columns, got 48", group=48),

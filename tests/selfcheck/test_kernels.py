@@ -297,12 +297,12 @@ def test_accelerate_foresees_what_indexers_launch(new_machine, monkeypatch):
         if hasattr(module, "index_topk"):
             module.index_topk = 5
     torch_moe_mps.accelerate(model)
-    wanted = {"index_topk", "index_keys_"}
+    wanted = {"index_topk", "rope_cache_"}
     assert wanted <= {*compared}
     compared.clear()
     with new_machine.trace() as commands:
         run(model)
-    assert {"index_keys", "index_scores"} <= {line.split()[0].partition("_f32")[0] for line in commands}
+    assert {"rope_centred", "index_scores"} <= {line.split()[0].partition("_f32")[0] for line in commands}
     assert not wanted & {*compared}
 
 

@@ -782,30 +782,18 @@ def rope_cache_(d):
         name: d.values(x.shape[0], x.shape[2], before + x.shape[1], x.shape[3], dtype=q.dtype)
         for name, x in (("keys_", k), ("values_", v))
     }
-    weight = d.maybe(lambda: d.values(v.shape[3])) if norm else None
+    arguments |= {"v": v, **held, "norm_v": norm}
+    arguments["v_weight"] = d.maybe(lambda: d.values(v.shape[3])) if norm else None
     arguments |= {} if d.flag() else {"cos": None, "sin": None}
-    return {**arguments, "v": v, **held, "norm_v": norm, "v_weight": weight}
-
-
-@strategy
-def index_keys_(d):
-    arguments = rope(d)
-    with_q, turns, centred = d.flag(), d.flag(), d.flag()
-    q = arguments["q"]
-    batch, tokens, _, width = q.shape
-    names = ("pairs", "rotary_dim", "rotary_last", *(("cos", "sin") if turns else ()))
-    number = d.dtype()
-    return {
-        **{name: arguments[name] for name in names},
-        "q": q if with_q and turns else None,
-        "k": d.values(batch, tokens, width, dtype=q.dtype),
-        "keys_": d.values(batch, tokens + d.one(0, 1, 5), width, dtype=q.dtype),
-        "weight": d.values(width, dtype=number),
-        "bias": d.values(width, dtype=number) if centred else None,
-        "q_weight": d.maybe(lambda: d.values(width)) if with_q and turns and not centred else None,
-        "weight_offset": 0.0 if centred else d.one(0.0, 1.0),
-        "eps": d.eps(),
-    }
+    if d.flag():
+        arguments |= {"v": None, "values_": None, "norm_v": False, "v_weight": None}
+        if d.flag():
+            arguments |= {"q": None, "q_weight": None}
+        if d.flag():
+            number = d.dtype()
+            norms = {name: d.values(k.shape[3], dtype=number) for name in ("k_weight", "k_bias")}
+            arguments |= {"q_weight": None, **norms, "weight_offset": 0.0}
+    return arguments
 
 
 @strategy

@@ -16,7 +16,9 @@ FAMILIES = {
     "deepseek_v4": ("deepseek_v4", "pool_window_"),
     "glm5_next": ("glm5_next", "index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),
+    "jamba": ("jamba", "selective_scan_"),
     "inkling": ("inkling", "relative positions"),
+    "minimax": ("minimax", "linear_attention_"),
     "minimax_m3": ("minimax_m3_vl", "index_topk"),
     "qwen4_exp": ("qwen4_exp", "index_topk"),
 }

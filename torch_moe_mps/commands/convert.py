@@ -24,12 +24,12 @@ from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkp
 from ..transformers.checkpoints.importance import Importance
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
-from ..transformers.checkpoints.mtp import mtp_tensors
 from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.plan import LoadPlan, planned
 from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.source import Source, split_gguf
 from ..transformers.loading import from_pretrained
+from ..transformers.mtp import mtp_tensors
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json, written_whole

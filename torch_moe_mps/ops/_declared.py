@@ -121,6 +121,7 @@ class Declared:
 
 def _tensors(line: str) -> list[tuple[str, list[Shape], str]]:
     found = [_TENSOR.fullmatch(text) for text in re.split(r" (?![^\[]*\])", line.strip()) if text]
+    assert all(found), line
     return [
         (name, [Shape(text) for text in re.findall(r"\[(.*?)\]", shapes)], kind or "")
         for name, shapes, kind in (each.groups() for each in found if each is not None)
@@ -128,7 +129,9 @@ def _tensors(line: str) -> list[tuple[str, list[Shape], str]]:
 
 
 def _dtypes(kind: str, given: dict[str, Any]) -> tuple[torch.dtype, ...]:
-    return DTYPES[kind] if kind in DTYPES else (given[kind].dtype,)
+    if kind in DTYPES:
+        return DTYPES[kind]
+    return ACTIVATION_DTYPES if given[kind] is None else (given[kind].dtype,)
 
 
 def _check_shape(check: Check, argument: str, tensor: Tensor, shapes: list[Shape]) -> None:

@@ -78,7 +78,8 @@ def operator(
             if declared.results is not None:
                 outputs = declared.outputs(check, given)
             for argument in written:
-                check.written(argument, given[argument])
+                if given[argument] is not None:
+                    check.written(argument, given[argument])
             check.same_device(**{name: given[name] for name, kind in types.items() if "Tensor" in kind})
             if before_first_call is not None:
                 before_first_call(name, given)
@@ -86,7 +87,7 @@ def operator(
 
         def run(*args, **kwargs):
             if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
-                with torch.autocast(args[0].device.type, enabled=False):
+                with torch.autocast(_device_of(args), enabled=False):
                     return _contiguous(reference(*args, **kwargs))
             return _contiguous(reference(*args, **kwargs))
 
@@ -95,7 +96,7 @@ def operator(
             checked_meta(*args, **kwargs)
             if written:
                 _check_apart(Check(name), written, named(args, kwargs))
-            if args[0].device.type == "mps":
+            if _device_of(args) == "mps":
                 _warn_mps_reference()
             return run(*args, **kwargs)
 
@@ -156,7 +157,12 @@ def _check_values(check: Check, types: dict[str, str], given: dict[str, Any]) ->
 def _check_apart(check: Check, written: list[str], given: dict[str, Any]) -> None:
     others = {argument: value for argument, value in given.items() if isinstance(value, Tensor)}
     for argument in written:
-        check.apart(argument, others.pop(argument), **others)
+        if argument in others:
+            check.apart(argument, others.pop(argument), **others)
+
+
+def _device_of(arguments: tuple[Any, ...]) -> str:
+    return next(value.device.type for value in arguments if isinstance(value, Tensor))
 
 
 def _contiguous(outputs: Outputs) -> Outputs:
@@ -207,7 +213,7 @@ def _autograd_kernel(name: str, reference: Callable) -> Callable:
             return call()
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(_NO_BACKWARD.format(name))
-        dirty = [args[i] for i in mutated]
+        dirty = [args[i] for i in mutated if args[i] is not None]
         outputs = _NoBackward.apply(name, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
         return outputs if len(overload._schema.returns) > 1 else (outputs[0] if outputs else None)
 

@@ -1,12 +1,14 @@
 """Rotary position embedding of queries and keys, with the RMSNorm of their heads, and its tables."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from ._checks import Check
 from ._registry import operator
-from ._sample import Calls, Changes
+from ._sample import Calls, Changes, Sample
 from .norms import normed
 
 PAIRS = ("half", "interleaved", "interleaved_to_half")
@@ -14,8 +16,8 @@ LAYOUTS = ("pairs", "halves", "interleaved")
 
 
 # Queries and keys in the order of projections, tables, the weights of norms, and values.
-TURNED = "q[B, T, Hq>=1, Dq] k[B, T, Hk>=1, Dk]:q cos[A, T, W] sin[A, T, W]:cos q_weight[Dq] k_weight[Dk] "
-HELD = "v[B, T, Hv>=1, Dv]:q keys_[B, Hk, S, Dk]:q values_[B, Hv, V, Dv]:q v_weight[Dv]"
+TURNED = "{} {} cos[A, T, W] sin[A, T, W]:cos q_weight[Dq] k_weight[Dk] "
+HELD = "v[B, T, Hv>=1, Dv]:k keys_[B, Hk, S, Dk]:k values_[B, Hv, V, Dv]:k v_weight[Dv] k_bias[Dk]:k_weight"
 
 
 def _check_heads(check: Check, rotary: int, **heads: Tensor | None) -> None:
@@ -37,13 +39,19 @@ def _check_tables(check: Check, cos: Tensor, rows: tuple[int, ...], rotary_dim: 
     return rotary
 
 
-def _meta_rope(check, q, k, cos, sin, k_weight, rotary_dim, argument="q", **_):
+def _check_rope(check, q, k, cos, sin, q_weight, k_weight, rotary_dim, **_):
     if (cos is None) != (sin is None):
         check.fail("sin", "given with cos, and only then", None if sin is None else tuple(sin.shape))
-    rotary = 2 if cos is None else _check_tables(check, cos, q.shape[:2], rotary_dim)
-    _check_heads(check, rotary, **{"k": k, argument: q})
-    if k is None and k_weight is not None:
-        check.fail("k_weight", "None without k", f"shape {tuple(k_weight.shape)}")
+    x = k if q is None else q
+    rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], rotary_dim)
+    _check_heads(check, rotary, q=q, k=k)
+    for name, heads, weight in (("q", q, q_weight), ("k", k, k_weight)):
+        if heads is None and weight is not None:
+            check.fail(f"{name}_weight", f"None without {name}", f"shape {tuple(weight.shape)}")
+
+
+def _meta_rope(check, q, k, **rotation):
+    _check_rope(check, q, k, **rotation)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
@@ -98,7 +106,7 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     return torch.stack(halves, -1).flatten(-2) if pairs == "interleaved" else torch.cat(halves, -1)
 
 
-@operator(TURNED, _meta_rope, allowed={"pairs": PAIRS})
+@operator(TURNED.format("q[B, T, Hq>=1, Dq]", "k[B, T, Hk>=1, Dk]:q"), _meta_rope, allowed={"pairs": PAIRS})
 def rope(
     q: Tensor,
     k: Tensor | None,
@@ -145,25 +153,41 @@ def rope(
     return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
 
 
-def _meta_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, **rotation):
-    out, _ = _meta_rope(check, q, k, **rotation)
+def _meta_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, k_bias, weight_offset, **rotation):
+    _check_rope(check, q, k, **rotation)
     _check_heads(check, 2, v=v)
+    if (v is None) != (values_ is None):
+        check.fail(
+            "values_", "given with v, and only then", None if values_ is None else tuple(values_.shape)
+        )
     if v_weight is not None and not norm_v:
         check.fail("v_weight", "None without norm_v", f"shape {tuple(v_weight.shape)}")
-    for argument, held, x in (("keys_", keys_, k), ("values_", values_, v)):
-        if held.shape[2] < x.shape[1]:
-            expected = f"of {x.shape[1]} tokens or more, as many as {argument[0]} has"
+    if norm_v and v is None:
+        check.fail("norm_v", "False without v", norm_v)
+    for argument, held in (("keys_", keys_), ("values_", values_)):
+        if held is not None and held.shape[2] < k.shape[1]:
+            expected = f"of {k.shape[1]} tokens or more, as many as {argument[0]} has"
             check.fail(argument, expected, tuple(held.shape))
-    return out
+    if k_bias is not None:
+        for name, given in (("v", v), ("q_weight", rotation["q_weight"])):
+            if given is not None:
+                check.fail(name, "None with a bias", tuple(given.shape))
+        if rotation["k_weight"] is None or weight_offset != 0.0:
+            check.fail("k_bias", "None without k_weight, or with a weight_offset", tuple(k_bias.shape))
+    return k.new_empty(0) if q is None else _heads_first(q)
 
 
-@operator(TURNED + HELD, _meta_rope_cache, allowed={"pairs": PAIRS})
+@operator(
+    TURNED.format("k[B, T, Hk>=1, Dk]", "q[B, T, Hq>=1, Dq]:k") + HELD,
+    _meta_rope_cache,
+    allowed={"pairs": PAIRS},
+)
 def rope_cache_(
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     keys_: Tensor,
-    values_: Tensor,
+    values_: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     q_weight: Tensor | None = None,
@@ -176,107 +200,43 @@ def rope_cache_(
     rotary_last: bool = False,
     norm_v: bool = False,
     v_weight: Tensor | None = None,
+    k_bias: Tensor | None = None,
 ) -> Tensor:
     """`rope`, which writes the keys, and the values beside them, where a cache keeps them.
 
     keys_[:, :, S - T:] = k as `rope` returns it
     values_[:, :, S - T:] = v, or rms(v) over a head, * (v_weight + weight_offset) where it is given
 
+    With `k_bias` the norm of k is a LayerNorm, as the keys of an indexer have it:
+    (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + eps) * k_weight + k_bias, over a head
+
     Args:
-        q, k, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim, rotary_last: as for `rope`.
-        v: [B, T, Hv, Dv] in the dtype of `q`, Dv even; strides are free.
-        keys_, values_: [B, Hk, S, Dk] and [B, Hv, S, Dv] in the dtype of `q`: what a cache has once it has
+        q: as for `rope`, or None.
+        k, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim, rotary_last: as for `rope`.
+        v: [B, T, Hv, Dv] in the dtype of `k`, Dv even; strides are free. None where only keys are kept.
+        keys_, values_: [B, Hk, S, Dk] and [B, Hv, S, Dv] in the dtype of `k`: what a cache has once it has
             these tokens, whose T places at the end are updated in place. Where the elements of a head are
             contiguous they are written where they lie, else copied there. They must overlap neither
             themselves nor each other nor what is read.
         norm_v: the values are normed, with `eps`.
         v_weight: [Dv], any of the three dtypes: of that norm.
+        k_bias: [Dk] in the dtype of `k_weight`, or None. Beside it there is no v, q_weight nor weight_offset.
 
-    Returns: q as [B, Hq, T, Dq], contiguous.
+    Returns: q as [B, Hq, T, Dq], contiguous; without q an empty tensor, of shape [0].
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
-    v = normed(v, v_weight, eps, weight_offset).to(v.dtype) if norm_v else v
-    for held, new in ((keys_, _rotated(k, k_weight, *rest)), (values_, v.transpose(1, 2))):
-        held.narrow(2, held.shape[2] - new.shape[2], new.shape[2]).copy_(new)
-    return _rotated(q, q_weight, *rest)
-
-
-def _meta_index_keys(check, k, keys_, bias, cos, q, q_weight, weight_offset, **rotation):
-    if keys_.shape[1] < k.shape[1]:
-        check.fail("keys_", f"of {k.shape[1]} tokens or more, as many as k has", tuple(keys_.shape))
-    if q is not None and cos is None:
-        check.fail("q", "None without cos and sin", tuple(q.shape))
-    _meta_rope(check, k.unsqueeze(2), None, cos, k_weight=None, argument="k", **rotation)
-    if bias is not None:
-        if q_weight is not None:
-            check.fail("q_weight", "None with a bias", tuple(q_weight.shape))
-        if weight_offset != 0.0:
-            check.fail("weight_offset", "0 with a bias", weight_offset)
-    if q_weight is not None and q is None:
-        check.fail("q_weight", "None without q", tuple(q_weight.shape))
-    return k.new_empty(0) if q is None else _heads_first(q)
-
-
-@operator(
-    "k[B, T, D] keys_[B, S, D]:k q[B, T, Hi, D]:k cos[A, T, W] sin[A, T, W]:cos weight[D] bias[D]:weight "
-    "q_weight[D]",
-    _meta_index_keys,
-    allowed={"pairs": PAIRS},
-)
-def index_keys_(
-    k: Tensor,
-    keys_: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float = 1e-6,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    q: Tensor | None = None,
-    *,
-    pairs: str = "half",
-    rotary_dim: int | None = None,
-    rotary_last: bool = False,
-    q_weight: Tensor | None = None,
-    weight_offset: float = 0.0,
-) -> Tensor:
-    """The keys of an indexer, written where a cache keeps them, and its queries: a norm, then `rope`.
-
-    k = (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + eps) * weight + bias, over the D elements; without a
-        bias k * rsqrt(mean(k^2) + eps) * (weight + weight_offset)
-    keys_[:, S - T:] = k as `rope` returns it
-
-    Arithmetic is in float32, rounded once.
-
-    Args:
-        k: [B, T, D], float32, float16 or bfloat16; strides are free.
-        keys_: [B, S, D] in the dtype of `k`: what a cache has once it has these tokens, whose T places at the
-            end are updated in place. They must not overlap themselves nor what is read.
-        weight, bias: [D], of one of the three dtypes; a bias makes it a LayerNorm, None an RMSNorm.
-        eps: added to the variance or the mean of squares.
-        cos, sin: as for `rope`.
-        q: [B, T, Hi, D] in the dtype of `k`: queries that turn likewise.
-        pairs, rotary_dim, rotary_last: as for `rope`.
-        q_weight: [D], any of the three dtypes: of an RMSNorm of the queries; None without one, and with a
-            bias.
-        weight_offset: of both weights, as for `rope`; 0 with a bias.
-
-    Returns: q as [B, Hi, T, D], contiguous; without q an empty tensor, of shape [0].
-
-    Raises: ValueError for a dtype, shape, choice or device that does not fit.
-    """
-    if bias is None:
-        new = normed(k, weight, eps, weight_offset).unsqueeze(2)
+    if k_bias is not None and k_weight is not None:
+        new = F.layer_norm(k.float(), k.shape[-1:], k_weight.float(), k_bias.float(), eps)
+        new = _rotated(new, None, *rest)
     else:
-        new = F.layer_norm(k.float(), k.shape[-1:], weight.float(), bias.float(), eps).unsqueeze(2)
-    out = k.new_empty(0)
-    if cos is not None and sin is not None:
-        rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
-        new = _rotated(new, None, *rest).transpose(1, 2)
-        out = out if q is None else _rotated(q, q_weight, *rest)
-    keys_.narrow(1, keys_.shape[1] - k.shape[1], k.shape[1]).copy_(new.squeeze(2))
-    return out
+        new = _rotated(k, k_weight, *rest)
+    keys_.narrow(2, keys_.shape[2] - k.shape[1], k.shape[1]).copy_(new)
+    if v is not None and values_ is not None:
+        v = normed(v, v_weight, eps, weight_offset).to(v.dtype) if norm_v else v
+        values_.narrow(2, values_.shape[2] - v.shape[1], v.shape[1]).copy_(v.transpose(1, 2))
+    return k.new_empty(0) if q is None else _rotated(q, q_weight, *rest)
 
 
 # The tables
@@ -333,6 +293,12 @@ def rope_tables(
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
+def _of_indexer(s: Sample) -> dict[str, Any]:
+    norm = {"q_weight": None, "k_weight": s.values(s.D), "k_bias": s.values(s.D)}
+    keys = {"k": s.values(2, s.T, 1, 2 * s.D)[..., s.D :], "keys_": s.values(2, 1, s.T + 2, s.D)}
+    return {**keys, **norm, "v": None, "values_": None}
+
+
 CALLS: Calls = {
     "rope": lambda s: {
         **{"q": s.q, "k": s.k, "cos": s.values(1, s.T, s.D), "sin": s.values(1, s.T, s.D)},
@@ -347,15 +313,6 @@ CALLS: Calls = {
             "sin": s.values(1, s.T, s.D),
         },
         **{"keys_": s.values(2, 2, s.T, s.D), "values_": s.values(2, 2, s.T, s.V), "q_weight": s.values(s.D)},
-    },
-    "index_keys_": lambda s: {
-        **{
-            "k": s.values(2, s.T, s.D),
-            "keys_": s.values(2, s.T + 2, s.D),
-            "weight": s.values(s.D),
-            "bias": s.values(s.D),
-        },
-        **{"cos": s.values(1, s.T, s.D), "sin": s.values(1, s.T, s.D), "q": s.q},
     },
     "rope_tables": lambda s: {
         "position_ids": s.integers(1000, 2, s.T, dtype=torch.int64),
@@ -375,17 +332,9 @@ CHANGES: Changes = {
         }
         | {"norm_v": True, "v_weight": s.values(s.V)},
         {"cos": None, "sin": None, "k_weight": s.values(s.D)},
-    ],
-    "index_keys_": lambda s: [
-        {
-            "k": s.values(2, s.T, 2 * s.D)[..., s.D :],
-            "cos": s.values(2, s.T, 4),
-            "sin": s.values(2, s.T, 4),
-            "q": None,
-        }
-        | {"rotary_dim": 8, "rotary_last": True, "pairs": "interleaved"},
-        {"cos": None, "sin": None, "q": None},
-        {"bias": None, "q_weight": s.values(s.D), "weight_offset": 1.0},
+        _of_indexer(s),
+        _of_indexer(s) | {"q": None, "cos": None, "sin": None},
+        {"v": None, "values_": None, "k_weight": s.values(s.D), "weight_offset": 1.0},
     ],
     "rope_tables": lambda s: [
         {"layout": "pairs"},

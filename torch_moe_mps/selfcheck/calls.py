@@ -32,6 +32,7 @@ _APART = {"indices", "relative"}  # refused beside each other
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
+    "rope_cache_": "k",
     "router_logits": "weight",
     "moe_hash_router": "weight",
     "moe_gate": "router_weight",
@@ -48,7 +49,6 @@ HEADS = {
     CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "rope": (HEAD, (128, 128)),
     "rope_cache_": (HEAD, (128, 128)),
-    "index_keys_": (HEAD, (128, 128)),
     "linear_attention_": (HEAD, (128, 128), (256, 256)),
 }
 
@@ -129,7 +129,8 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     formats: list[Format | None] = [NAMED_FORMATS[format] for format in dict.fromkeys(names)]
     head = None
     if name in OF_HEADS:
-        q, v = (arguments[argument].shape[-1] for argument in OF_HEADS[name])
+        widths = [arguments[x].shape[-1] for x in OF_HEADS[name] if arguments[x] is not None]
+        q, v = widths[0], widths[-1]
         head = (q, v if arguments.get("v_scales") is None else 4 * v)
     return [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
 

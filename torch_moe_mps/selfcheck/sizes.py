@@ -129,6 +129,24 @@ def _exact_scores(s: Sample, keys: int, heads: int) -> dict[str, Any]:
     return {"q": q.to(s.dtype), "k": k.to(s.dtype), "weights": None, "scale": 1.0}
 
 
+def _sample(s: Sample) -> list[dict[str, Any]]:
+    """More chunks than top-k; many equal scores, also zeros of both signs; rows without a distribution."""
+    vocabulary = 33_000
+    draws = {"draws": s.values(2, vocabulary, dtype=torch.float32).abs() + 0.01}
+    row = draws | {"logits": s.values(2, vocabulary), "invalid_": torch.zeros(2, dtype=torch.int32)}
+    tied = row | {"logits": s.integers(3, 2, vocabulary, dtype=s.dtype, low=-2)}
+    tied["logits"][0, ::7] = -0.0
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return [
+        row,
+        row | off | {"top_p": 0.9, "min_p": 0.4},
+        tied | {"top_k": 12_000},
+        tied | off | {"top_p": 0.3},
+        row | {"logits": torch.full((2, vocabulary), -torch.inf, dtype=s.dtype)},
+        row | {"draws": torch.full((2, vocabulary), torch.nan)},
+    ]
+
+
 def _index_topk(s: Sample) -> list[dict[str, Any]]:
     scores = _exact_scores(s, 1500, 1) | {"top_k": 700}
     q, k = s.values(2, s.T, 5, 15), s.values(2, 300, 15)
@@ -206,15 +224,20 @@ def _heads(s: Sample) -> list[dict[str, Any]]:
     return [*changes, {"pairs": "interleaved"}, {"q": _apart(s, 2, s.T, 4, s.D)}]
 
 
-def _index_keys(s: Sample) -> list[dict[str, Any]]:
+def _cached(s: Sample) -> list[dict[str, Any]]:
     width = 264
-    tables = {name: s.values(1, s.T, width) for name in ("cos", "sin")}
     keys = {
-        "k": s.values(2, s.T, width),
-        "keys_": s.values(2, s.T + 2, width),
-        "q": s.values(2, s.T, 4, width),
+        **{name: s.values(1, s.T, width) for name in ("cos", "sin")},
+        **{
+            "k": s.values(2, s.T, 1, width),
+            "keys_": s.values(2, 1, s.T + 2, width),
+            "v": None,
+            "values_": None,
+        },
+        **{"q": s.values(2, s.T, 4, width), "q_weight": None},
+        **{name: s.values(width) for name in ("k_weight", "k_bias")},
     }
-    return [{**tables, **keys, "weight": s.values(width), "bias": s.values(width)}, {"pairs": "interleaved"}]
+    return [{"norm_v": True}, keys, keys | {"pairs": "interleaved"}]
 
 
 def _tables(s: Sample) -> list[dict[str, Any]]:
@@ -499,6 +522,7 @@ SIZES: Changes = {
     "heads_mm": _heads_mm,
     "hyper_connection": _streams,
     "index_topk": _index_topk,
+    "sample_": _sample,
     "hyper_update": lambda s: [
         {
             "streams": s.values(1, 3, 2052),
@@ -524,8 +548,7 @@ SIZES: Changes = {
     "expert_qmm": _expert_qmm,
     "moe_experts_quantized": _quantized_experts,
     "rope": _heads,
-    "rope_cache_": lambda s: [{"norm_v": True}],
-    "index_keys_": _index_keys,
+    "rope_cache_": _cached,
     "rope_tables": _tables,
     "moe_router": _router,
     "moe_router_topk_softmax": lambda s: [{"logits": s.values(5, 300), "top_k": 11}],

@@ -156,11 +156,12 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .caches.cache import grow_caches_in_place
-        from .capture.calls import capture_calls, tokens_of
+        from .capture.calls import capture_calls, operators_of_calls, tokens_of
 
         grow_caches_in_place(model, kv_bits)
         capture_calls(model, capture)
         report.capture = tokens_of(model)
+        report.beside = operators_of_calls(model)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
 

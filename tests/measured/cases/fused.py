@@ -410,7 +410,7 @@ class RopeCache(OperatorCase):
 class IndexKeys(OperatorCase):
     """With queries."""
 
-    operator: ClassVar[str] = "index_keys_"
+    operator: ClassVar[str] = "rope_cache_"
     group: str
     tokens: int
     heads: int
@@ -421,15 +421,15 @@ class IndexKeys(OperatorCase):
     def inputs(self, values):
         dtype, rows = DTYPES[self.dtype], (1, self.tokens)
         return {
-            "k": values.normal(*rows, self.width, dtype=dtype, offset=1.0),
-            "keys_": values.normal(1, self.keys, self.width, dtype=dtype),
-            **{name: norm_of(values, self.width, self.dtype) for name in ("weight", "bias")},
+            "k": values.normal(*rows, 1, self.width, dtype=dtype, offset=1.0),
+            "keys_": values.normal(1, 1, self.keys, self.width, dtype=dtype),
+            **{name: norm_of(values, self.width, self.dtype) for name in ("k_weight", "k_bias")},
             **{name: values.normal(*rows, self.width // 2, dtype=dtype) for name in ("cos", "sin")},
             "q": values.normal(*rows, self.heads, self.width, dtype=dtype),
         }
 
     def given(self, t):
-        return t | {"eps": EPS}
+        return t | {"v": None, "values_": None, "eps": EPS}
 
     def bytes_moved(self, t, part=""):
         return 2 * (t["k"].nbytes + t["q"].nbytes)

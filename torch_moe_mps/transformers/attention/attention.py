@@ -57,8 +57,9 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, module in model.named_modules():
         causal = getattr(module, "is_causal", None)
-        calls = getattr(_code(module), "co_names", ())
-        if not isinstance(causal, bool) or "ALL_ATTENTION_FUNCTIONS" not in calls:
+        if not isinstance(causal, bool):
+            continue
+        if "ALL_ATTENTION_FUNCTIONS" not in getattr(_code(module), "co_names", ()):
             continue
         implementation = _implementation_for(module)
         if implementation == NAME or (implementation is not None and (causal or _has_window(module))):

@@ -100,7 +100,11 @@ def _into_cache(
     slots = layer.index_slots(k) if writes else None
     if slots is not None:
         turning = None if cos is None else q
-        out = ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps, cos, sin, turning, **options)
+        out = ops.rope_cache_(
+            *(turning, k.unsqueeze(2), None, slots.unsqueeze(1), None, cos, sin, None, norm.weight, norm.eps),
+            k_bias=norm.bias,
+            **options,
+        )
         return q if turning is None else out.transpose(1, 2), layer.take_index(slots)
     k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
     if cos is not None and q is None:
@@ -138,7 +142,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if form is None:
         return None
     state_of(module).formula = form
-    return indexer_forward, [Done("index_topk"), Done("index_keys_")]
+    return indexer_forward, [Done("index_topk"), Done("rope_cache_")]
 
 
 def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerForm | None:

@@ -1,4 +1,4 @@
-"""The arguments of a call: what dictionaries and lists hold has a name of its own."""
+"""The arguments of a call: what dictionaries hold has a name of its own."""
 
 from typing import Any
 
@@ -18,15 +18,13 @@ def padding_of(model: Any, arguments: dict[str, Any]) -> tuple[Tensor | None] | 
 
 
 def flat(arguments: dict[str, Any]) -> dict[Any, Any]:
-    """Arguments with what dictionaries and lists hold by (name, kind, key)."""
-    if not any(type(value) in (dict, list) for value in arguments.values()):
+    """Arguments with what dictionaries hold by (name, key)."""
+    if not any(type(value) is dict for value in arguments.values()):
         return arguments
     taken: dict[Any, Any] = {}
     for name, value in arguments.items():
         if type(value) is dict and value:
-            taken |= {(name, dict, key): each for key, each in value.items()}
-        elif type(value) is list and value:
-            taken |= {(name, list, number): each for number, each in enumerate(value)}
+            taken |= {(name, key): each for key, each in value.items()}
         else:
             taken[name] = value
     return taken
@@ -36,10 +34,8 @@ def whole(arguments: dict[Any, Any]) -> dict[str, Any]:
     """The arguments that `flat` has given."""
     made: dict[str, Any] = {}
     for name, value in arguments.items():
-        if not isinstance(name, tuple):
-            made[name] = value
-        elif name[1] is dict:
-            made.setdefault(name[0], {})[name[2]] = value
+        if isinstance(name, tuple):
+            made.setdefault(name[0], {})[name[1]] = value
         else:
-            made.setdefault(name[0], []).append(value)
+            made[name] = value
     return made

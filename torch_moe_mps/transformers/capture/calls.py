@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..._extension import host_library
@@ -35,6 +35,7 @@ from ..caches.cache import takes_cache
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator
+from ..modules.sampling import OPERATOR, current, sampling
 from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
@@ -437,6 +438,12 @@ def tokens_of(model: nn.Module) -> Callable[[], str | None]:
     return says
 
 
+def operators_of_calls(model: nn.Module) -> set[str]:
+    """What `generate` of a model runs beside the model."""
+    classes = [vars(type(module)) for module in model.modules()]
+    return {OPERATOR} if any(_MARK in members and "_sample" in members for members in classes) else set()
+
+
 def _models(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost models of transformers that take a cache."""
     inside: set[nn.Module] = set()
@@ -486,6 +493,21 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
                 _GENERATES.reset(token)
 
         members["generate"] = generate
+    if getattr(original, "_sample", None) is GenerationMixin._sample:
+
+        def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            if (steps := current()) is not None:
+                steps.take(outputs)
+            return original._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+
+        def sample(
+            self: Any, ids: Tensor, *, logits_processor: Any, generation_config: Any, **kwargs: Any
+        ) -> Any:
+            with sampling(logits_processor, generation_config, ids.device) as stands:
+                how = {"logits_processor": stands, "generation_config": generation_config}
+                return original._sample(self, ids, **how, **kwargs)
+
+        members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
     return subclass(original, _new_copy, **members)
 
 

@@ -103,6 +103,9 @@ class Reading:
         self._place += 1
 
     def _value(self, place: int, name: Any, value: Any) -> Iterator[Any]:
+        """The parts of the key for a value. While they are taken, its numbers and its entry are noted, so
+        values have to be read one by one, in the order of the key.
+        """
         first, kind = len(self.numbers), STATIC
         yield name
         if type(value) in (Tensor, QuantizedStates):

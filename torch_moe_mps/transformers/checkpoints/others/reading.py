@@ -30,7 +30,7 @@ from ..operations import Operation
 from ..sizes import quantized_bytes
 from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
-from .layouts import CODES, Files, Matrix, matrix_of
+from .layouts import CODES, STACKED, Files, Matrix, alike, matrix_of, stack_of
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -87,10 +87,10 @@ class Reading:
             target = every.get(owner)
             if target is None or parameter not in target.parameters or self._must_be_dense(reasons, target):
                 continue
-            formats = {str(part.matrix.format): part.matrix.format for part in parts}
-            if len(formats) > 1:
-                _CHECK.fail(name, "made of matrices in one format", " and ".join(formats))
-            (target.formats[parameter],) = formats.values()
+            matrices = alike(name, [part.matrix for part in parts])
+            parts = [part._replace(matrix=each) for part, each in zip(parts, matrices, strict=True)]
+            self._parts[name] = parts
+            target.formats[parameter] = matrices[0].format
             target.has_order = parts[0].matrix.order is not None
             if target.has_order and len(parts) > 1:
                 _CHECK.fail(name, "made of matrices whose columns are in order", "an order of columns")
@@ -126,6 +126,23 @@ class Reading:
             matrix = matrix_of(self.files, module, self._shape(name, pattern, weight), stored)
             if matrix is not None:
                 self._parts[name].append(_Part(apply_renamings(key, self._renamings), pattern, matrix))
+        for parameter in sorted(
+            {key.removesuffix(end) for key in self.files.shapes for end in STACKED if key.endswith(end)}
+        ):
+            self._find_stack(parameter, state, stored)
+
+    def _find_stack(self, key: str, state: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+        """Experts that are one parameter in the checkpoint, as in the model."""
+        name = apply_renamings(key, self._renamings)
+        weight = state.get(name)
+        if weight is None or weight.dim() != 3:
+            return
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        if key in self._of or getattr(owner, "is_transposed", False):
+            _CHECK.fail(key, "of [experts, rows, columns] as the model has it", "another layout of experts")
+        matrix = stack_of(self.files, key, tuple(weight.shape), stored)
+        if matrix is not None:
+            self._parts[name].append(_Part(name, None, matrix))
 
     def _shape(self, name: str, pattern: str | None, weight: Tensor) -> tuple[int, int]:
         """Of the matrix of a module: of experts, gate and up are halves of a parameter."""

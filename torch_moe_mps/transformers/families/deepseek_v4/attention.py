@@ -80,8 +80,7 @@ def _attended(layer: Any, held: HeldEntries, x: Tensor, tables: tuple[Tensor, Te
         q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
         keys, _ = held.update(k, k)
     else:
-        places = keys.squeeze(1)
-        q = ops.index_keys_(kv.squeeze(2), places, weight, None, eps, cos, sin, q, q_weight=ones, **turn)
+        q = ops.rope_cache_(q, kv, None, keys, None, cos, sin, ones, weight, eps, **turn)
         keys, _ = held.take(keys, keys, x.shape[1])
 
     position = held.cumulative_length - x.shape[1]

@@ -15,13 +15,14 @@ from safetensors import safe_open
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ..basics.interface import experts_of
-from ..basics.state import STATE
-from ..modules.linears import formats_in
-from .config import is_ours
-from .files import checkpoint_files
-from .quantize import quantize_model
-from .recipe import Recipe
+from .accelerate import accelerate
+from .basics.interface import experts_of
+from .basics.state import STATE
+from .checkpoints.config import is_ours
+from .checkpoints.files import checkpoint_files
+from .checkpoints.quantize import quantize_model
+from .checkpoints.recipe import Recipe
+from .modules.linears import formats_in
 
 _READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # {model: what transformers made of its layers}
 
@@ -46,8 +47,6 @@ def read_once(cls: Any) -> None:
 
 
 def _read(own: Any, model: Any, device_map: Any, others: dict[str, Any]) -> Any:
-    from ..accelerate import accelerate
-
     path = model.config.name_or_path
     if stored := _stored(path):
         method = stored.get("quant_method")
