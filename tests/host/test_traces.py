@@ -344,7 +344,7 @@ index_topk of blocks
             """\
 sample_ of two rows
   sample_rows_f16 grid 2x1x1 of 1024x1x1
-  0=A[20000:60000] 1=B[0:40000] 2=C[0:8] 3=D[0:16] 4=32 bytes
+  0=A[20000:60000] 1=B[0:40000] 2=C[0:8] 3=D[0:16] 4=40 bytes
 """,
         )
 

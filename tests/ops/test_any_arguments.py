@@ -96,6 +96,7 @@ ANY_SIZE = {
     ("attention", "tail_rate"),
     ("attention", "position"),
     ("index_topk", "top_k"),
+    ("sample_", "top_k"),
     ("moe_compute_ids_tpe", "gate_up_rows"),
     ("moe_compute_ids_tpe", "down_rows"),
     ("rope_cache_", "rotary_dim"),

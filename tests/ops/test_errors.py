@@ -95,7 +95,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             wrong("above 0 and finite, got 0.0", temperature=0.0),
             wrong("temperature must be above 0 and finite, got inf", temperature=float("inf")),
-            wrong("top_k must be between 0 and 2147483647, got -1", top_k=-1),
+            wrong("top_k must be at least 0, got -1", top_k=-1),
             wrong("between 0 and 1, got 1.5", top_p=1.5),
             wrong("between 0 and 1, got -0.1", min_p=-0.1),
             wrong("between 0 and 299, got 300", otherwise=300),

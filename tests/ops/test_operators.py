@@ -121,15 +121,14 @@ moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_s
 moe_mps::rope(Tensor q, Tensor? k, Tensor? cos, Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None,
     float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
     bool rotary_last=False) -> (Tensor, Tensor)
-moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys_, Tensor(a4!) values_, Tensor? cos,
+moe_mps::rope_cache_(Tensor? q, Tensor k, Tensor? v, Tensor(a3!) keys_, Tensor(a4!)? values_, Tensor? cos,
     Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
     weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False,
-    Tensor? v_weight=None) -> Tensor
-moe_mps::index_keys_(Tensor k, Tensor(a1!) keys_, Tensor weight, Tensor? bias, float
-    eps=9.9999999999999995e-07, Tensor? cos=None, Tensor? sin=None, Tensor? q=None, *, str pairs="half",
-    int? rotary_dim=None, bool rotary_last=False, Tensor? q_weight=None, float weight_offset=0.) -> Tensor
+    Tensor? v_weight=None, Tensor? k_bias=None) -> Tensor
 moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
-    layout="halves", Tensor? axes=None) -> (Tensor, Tensor)""",
+    layout="halves", Tensor? axes=None) -> (Tensor, Tensor)
+moe_mps::sample_(Tensor logits, Tensor draws, Tensor(a2!) invalid_, float temperature=1., int top_k=0, float
+    top_p=1., float min_p=0., int otherwise=0) -> Tensor""",
         )
 
 

@@ -568,6 +568,21 @@ def tail_of(d: Draws, shape: tuple[int, ...], widths: tuple[int, int], dtype) ->
 
 
 @strategy
+def sample_(d):
+    rows, vocabulary = d.one(1, 3, 0), d.one(300, 1, 31, 1000, 5000)
+    return {
+        "logits": d.values(rows, vocabulary, scale=d.one(1.0, 3.0, 0.0)),
+        "draws": torch.empty(rows, vocabulary).exponential_(generator=d.generator),
+        "invalid_": torch.zeros(rows, dtype=torch.int32),
+        "temperature": d.one(1.0, 0.6, 2.5),
+        "top_k": d.one(0, 1, 20, 5000),
+        "top_p": d.one(1.0, 0.8, 0.0),
+        "min_p": d.one(0.0, 0.05),
+        "otherwise": d.one(0, vocabulary - 1),
+    }
+
+
+@strategy
 def index_topk(d):
     batch, tokens, heads, width = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(2, 1, 17, 0), d.one(16, 30, 1)
     keys, dtype, block = d.one(40, 1, 9, 150, 0), d.dtype(), d.one(1, 2, 5, 32)

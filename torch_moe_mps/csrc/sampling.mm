@@ -21,6 +21,7 @@ Tensor sample_(const Tensor& logits_, const Tensor& draws_, const Tensor& invali
   const Tensor logits = rows_contiguous(logits_), draws = draws_.contiguous();
   SampleParams params{};
   params.row_stride = logits.stride(0);
+  params.invalid_stride = invalid.stride(0);
   params.vocabulary = vocabulary;
   params.top_k = top_k < vocabulary ? top_k : 0;
   const double removed = static_cast<float>(1.0 - top_p);  // as transformers rounds it
@@ -32,7 +33,7 @@ Tensor sample_(const Tensor& logits_, const Tensor& draws_, const Tensor& invali
   commands.add({"sampling", logits.scalar_type()}, "sample_rows")
       .bind_strided(logits)
       .bind(draws)
-      .bind(invalid)
+      .bind_strided(invalid)
       .bind(tokens)
       .params(params)
       .threadgroups({NSUInteger(rows)}, {NSUInteger(kSampleThreads)});

@@ -18,7 +18,8 @@ _FAMILIES = [import_module(f".{name}", __package__) for name in exported if name
 FAMILY_OF = {name: family.__name__.rpartition(".")[2] for family in _FAMILIES for name in family.CALLS}
 CALLS: Calls = {name: call for family in _FAMILIES for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in _FAMILIES for name, make in family.CHANGES.items()}
-# The arguments whose last dimensions are those of a head, the same without the second; of keys and values in 8 bits: words of four.
+# The arguments whose last dimensions are those of a head, the same without the second; of keys and values in
+# 8 bits: words of four.
 OF_HEADS = {
     "attention": ("q", "v"),
     "rope": ("q", "q"),

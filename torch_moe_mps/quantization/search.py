@@ -16,9 +16,9 @@ from ..ops._formats import Format, e4m3, e8m0
 from .encoding import E2M1_LARGEST, E4M3_LARGEST, affine_range, e4m3_codes, encode_with, fitting_scales
 
 # Of affine formats the first scale is 1 - the first number / 2^bits of the range. Each move multiplies the
-# best scale so far by 1 + a / 2^bits, and adds b times that scale to the bias; least squares follow. The moves
-# were chosen one by one on matrices of SmolLM2. There the error is 1.03 to 1.04 times that of the best of 90
-# starts at 3 to 5 bits, 1.18 and 1.25 times at 6 and 8, where MLX's rule has 2.5 to 4.2 times.
+# best scale so far by 1 + a / 2^bits, and adds b times that scale to the bias; least squares follow. The
+# moves were chosen one by one on matrices of SmolLM2. There the error is 1.03 to 1.04 times that of the best
+# of 90 starts at 3 to 5 bits, 1.18 and 1.25 times at 6 and 8, where MLX's rule has 2.5 to 4.2 times.
 _FEW_BITS = 0.9, (
     (0, 0), (-0.8, 0.25), (0.4, 0), (-0.8, -0.25), (-0.4, 0), (0.8, 0.25), (0, 0), (0.8, -0.5), (0.4, 0),
     (-1.2, -0.5),

@@ -233,7 +233,7 @@ template <typename T>
   threadgroup_barrier(mem_flags::mem_threadgroup);
   if (!isfinite(row.highest)) {
     if (thread_index == 0) {
-      invalid[group] = 1;
+      invalid[group * params.invalid_stride] = 1;
       tokens[group] = params.otherwise;
     }
     return;
@@ -268,7 +268,7 @@ template <typename T>
   race.join_lanes();
   if (thread_index == 0) {
     const bool is_drawn = race.token != ~0u;
-    if (!is_drawn) invalid[group] = 1;
+    if (!is_drawn) invalid[group * params.invalid_stride] = 1;
     tokens[group] = is_drawn ? race.token : params.otherwise;
   }
 }

@@ -493,19 +493,20 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
                 _GENERATES.reset(token)
 
         members["generate"] = generate
-    if getattr(original, "_sample", None) is GenerationMixin._sample:
+    generates: Any = original
+    if getattr(generates, "_sample", None) is GenerationMixin._sample:
 
         def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             if (steps := current()) is not None:
                 steps.take(outputs)
-            return original._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+            return generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
 
         def sample(
             self: Any, ids: Tensor, *, logits_processor: Any, generation_config: Any, **kwargs: Any
         ) -> Any:
             with sampling(logits_processor, generation_config, ids.device) as stands:
                 how = {"logits_processor": stands, "generation_config": generation_config}
-                return original._sample(self, ids, **how, **kwargs)
+                return generates._sample(self, ids, **how, **kwargs)
 
         members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
     return subclass(original, _new_copy, **members)
