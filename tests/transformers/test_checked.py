@@ -128,10 +128,14 @@ def logits_of(model):
     return logits.cpu(), cache
 
 
-@pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize(
-    ("kernel", "operator"),
-    [("write_cache_quantized", "write_cache_quantized_"), ("attention8_64_affine8", "attention")],
+    ("kernel", "operator", "loads"),
+    [
+        ("write_cache_quantized", "write_cache_quantized_", False),
+        ("attention8_64_affine8", "attention", True),
+        pytest.param("write_cache_quantized", "write_cache_quantized_", True, marks=pytest.mark.sweep),
+        pytest.param("attention8_64_affine8", "attention", False, marks=pytest.mark.sweep),
+    ],
 )
 def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(
     new_machine, monkeypatch, kernel, operator, loads, tmp_path
