@@ -11,7 +11,7 @@ they are like.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -107,6 +107,31 @@ class Declared:
                 check.choice(argument, value, allowed)
             elif value < allowed:
                 check.fail(argument, f"at least {allowed}", value)
+
+    def completed(
+        self,
+        given: dict[str, Any],
+        wanted: Sequence[str],
+        make: Callable[[tuple[int, ...], torch.dtype | None], Tensor],
+        sizes: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The arguments `given`, and of those `wanted` the others that are declared.
+
+        `make` gets a shape, the first that may be, and a dtype, None for any of the three of activations.
+        Sizes that no argument has are those of `sizes`.
+        """
+        known: dict[str, Any] = {}
+        for argument, shapes, _ in self.tensors:
+            tensor = given.get(argument)
+            for shape in shapes if tensor is not None else ():
+                if shape.fits(tensor.dim()):
+                    shape.numbers(known, tensor.shape)
+        made = dict(given)
+        for argument, shapes, kind in self.tensors:
+            if argument in wanted and argument not in given:
+                dtype = _dtypes(kind, made)[0] if kind else None
+                made[argument] = make(shapes[0].result(sizes | known), dtype)
+        return made
 
     def outputs(self, check: Check, given: dict[str, Any]) -> Any:
         first = given[self.tensors[0][0]]

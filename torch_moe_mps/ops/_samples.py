@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from . import __all__ as exported
+from ._registry import DECLARED
 from ._sample import HEAD, Calls, Changes, Sample
 
 _FAMILIES = [import_module(f".{name}", __package__) for name in exported if name != "OPERATORS"]
@@ -18,7 +19,8 @@ _FAMILIES = [import_module(f".{name}", __package__) for name in exported if name
 FAMILY_OF = {name: family.__name__.rpartition(".")[2] for family in _FAMILIES for name in family.CALLS}
 CALLS: Calls = {name: call for family in _FAMILIES for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in _FAMILIES for name, make in family.CHANGES.items()}
-# The arguments whose last dimensions are those of a head, the same without the second; of keys and values in 8 bits: words of four.
+# The arguments whose last dimensions are those of a head, the first one's where there is no second; of keys
+# and values in 8 bits: words of four.
 OF_HEADS = {
     "attention": ("q", "v"),
     "rope": ("q", "q"),
@@ -33,8 +35,17 @@ def packet(name: str) -> Callable:
 
 
 def sample_arguments(name: str, device: str, dtype: torch.dtype, **sizes: Any) -> dict[str, Any]:
-    """Valid arguments of an operator; `sizes` are the other arguments of Sample."""
-    return CALLS[name](Sample(device, dtype, **sizes))
+    """Valid arguments of an operator: those of CALLS, and the required tensors that it declares. `sizes` are
+    the other arguments of Sample."""
+    sample, arguments = Sample(device, dtype, **sizes), packet(name).default._schema.arguments
+    required = [argument.name for argument in arguments if not argument.has_default_value()]
+    known = {"...": (sample.T,), **{size: getattr(sample, size) for size in "THEKID"}}
+
+    def make(shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        return sample.values(*shape, dtype=dtype)
+
+    made = DECLARED[name].completed(CALLS[name](sample), required, make, known)
+    return {argument.name: made[argument.name] for argument in arguments if argument.name in made}
 
 
 def more_samples(
