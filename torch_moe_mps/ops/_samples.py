@@ -5,7 +5,7 @@ The tests of all operators and the self-check use them.
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -37,22 +37,42 @@ def packet(name: str) -> Callable:
 def sample_arguments(name: str, device: str, dtype: torch.dtype, **sizes: Any) -> dict[str, Any]:
     """Valid arguments of an operator: those of CALLS, and the required tensors that it declares. `sizes` are
     the other arguments of Sample."""
-    sample, arguments = Sample(device, dtype, **sizes), packet(name).default._schema.arguments
-    required = [argument.name for argument in arguments if not argument.has_default_value()]
+    sample, overload = Sample(device, dtype, **sizes), cast(Any, packet(name)).default
+    required = [argument.name for argument in overload._schema.arguments if not argument.has_default_value()]
     known = {"...": (sample.T,), **{size: getattr(sample, size) for size in "THEKID"}}
 
-    def make(shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+    def make(_: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
         return sample.values(*shape, dtype=dtype)
 
     made = DECLARED[name].completed(CALLS[name](sample), required, make, known)
-    return {argument.name: made[argument.name] for argument in arguments if argument.name in made}
+    return {
+        argument.name: made[argument.name] for argument in overload._schema.arguments if argument.name in made
+    }
+
+
+def changed_samples(
+    name: str, changes: Changes, device: str, dtype: torch.dtype, seed: int, **sizes: Any
+) -> list[dict[str, Any]]:
+    """Changes to the valid arguments, each with the other tensors that have to follow it."""
+    sample, declared = Sample(device, dtype, seed=seed, **sizes), DECLARED[name]
+    base = sample_arguments(name, device, dtype, **sizes)
+
+    def make(argument: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        old = base[argument]
+        shape = tuple(was if size is None else size for size, was in zip(shape, old.shape, strict=True))
+        return sample.values(*shape, dtype=dtype or old.dtype)
+
+    return [
+        declared.completed(each, declared.misfits(base, each), make, declared.sizes_of(base))
+        for each in (changes[name](sample) if name in changes else ())
+    ]
 
 
 def more_samples(
     name: str, device: str, dtype: torch.dtype, head: tuple[int, int] = HEAD
 ) -> list[dict[str, Any]]:
     """Changes to the valid arguments that lead to other paths of the operator."""
-    return _CHANGES[name](Sample(device, dtype, head=head, seed=1)) if name in _CHANGES else []
+    return changed_samples(name, _CHANGES, device, dtype, 1, head=head)
 
 
 def copies(arguments: dict) -> dict:

@@ -152,8 +152,8 @@ CHANGES: Changes = {
     "hyper_update": lambda s: [{"comb": None, "out": s.strided}],
     "hyper_connection": lambda s: [
         {"out": None, "post": None, "comb": None, "iterations": 3},
-        {"fn": s.values(8, 4 * s.H) / 16, "base": s.values(8), "scale": s.values(2), "comb": None}
+        {"fn": s.values(8, 4 * s.H) / 16, "scale": s.values(2), "comb": None}
         | {"post_eps": 1e-3, "post_factor": 0.5},
-        {"fn": s.values(4, 4 * s.H) / 16, "base": s.values(4), "scale": s.values(1)},
+        {"fn": s.values(4, 4 * s.H) / 16, "scale": s.values(1)},
     ],
 }

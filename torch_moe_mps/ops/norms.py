@@ -295,20 +295,17 @@ CHANGES: Changes = {
     "layer_norm": lambda s: [
         {"input": s.strided, "weight": None, "bias": None},
         {"weight_offset": 1.0, "bias": None},
-        {**_wide(s), "bias": s.values(4100)},
+        _wide(s),
     ],
     "rms_norm_gated": lambda s: [
         {"input": s.strided, "gate": s.strided, "weight_offset": 1.0},
         {"activation": "sigmoid", "gate_first": True, "group": 16},
-        {**_wide(s), "gate": s.values(2, 4100)},
+        _wide(s),
     ],
-    "fused_norm_add": lambda s: [
-        {"input": s.strided, "weight_offset": 1.0},
-        {**_wide(s), "residual": s.values(2, 4100)},
-    ],
+    "fused_norm_add": lambda s: [{"input": s.strided, "weight_offset": 1.0}, _wide(s)],
     "fused_residual_norm": lambda s: [
         {"residual": s.strided, "write_sum": False, "factor": 0.22},
-        {**_wide(s), "residual": s.values(2, 4100)},
+        _wide(s) | {"residual": s.values(2, 4100)},
         {"residual": s.values(s.T, 4, s.H), "weight": s.values(4, s.H), "gate": s.values(s.T, 9)[:, 5:]}
         | {"factor": 2.0, "gate_factor": 0.25},
     ],
