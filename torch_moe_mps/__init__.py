@@ -12,7 +12,6 @@ __all__ = [
     "collect_importance",
     "from_pretrained",
     "load_prompt_cache",
-    "measured_recipe",
     "ops",
     "quantize_experts",
     "read_importance",
@@ -30,7 +29,6 @@ _LAZY = {
     "restore": ".transformers",
     "from_pretrained": ".transformers.checkpoints.loading",
     "load_prompt_cache": ".transformers.prompt_cache",
-    "measured_recipe": ".transformers.checkpoints.budget",
     "quantize_experts": ".transformers",
     "save_prompt_cache": ".transformers.prompt_cache",
     "synchronize": "._faults",
@@ -40,7 +38,6 @@ if TYPE_CHECKING:
     from . import ops
     from ._faults import synchronize
     from .transformers import accelerate, quantize_experts, restore
-    from .transformers.checkpoints.budget import measured_recipe
     from .transformers.checkpoints.importance import Importance, collect_importance, read_importance
     from .transformers.checkpoints.loading import from_pretrained
     from .transformers.prompt_cache import load_prompt_cache, save_prompt_cache
