@@ -29,9 +29,7 @@ MATRIX = QUANTIZED.packed, QUANTIZED.scales, QUANTIZED.biases
 NORM, OTHER_NORM, ROUTER, SCALES = random(H), random(H, seed=1), random(E, H) / 8, random(E)
 WEIGHTS = random(E, 2 * I, H) / 8, random(E, H, I) / 8
 LARGE, MIXING = random(514, H) / 8, (random(24, H) / 8, random(24), random(3))
-HALF_MIXING = random(8, H) / 8, random(8), random(2)
-GATE, SCALAR, HALF, ROW_NORMS = random(1, H), random(1), random(H // 2), random(2, H // 2)
-HALF_NORM = random(H // 2, seed=1)
+GATE, HALF = random(1, H), random(H // 2)
 ROUTER_16, TAPS = ROUTER.bfloat16(), random(H, 2)
 POSITIONS = torch.arange(27).view(3, 1, 9)  # of seven tokens before, and of two new ones
 FREQUENCIES, AXES = random(4), torch.tensor([0, 1, 2, 0], dtype=torch.int32)
@@ -157,11 +155,6 @@ def norm_of_what_changes(x, r):
     return linear(normed), x
 
 
-def norm_of_sum(x, r):
-    total = x + r
-    return norm(total), total
-
-
 def norm_of_sum_with_factors(x, r):
     """Of which one may be joined, and none that is read elsewhere."""
     product = r * 3.5
@@ -261,17 +254,6 @@ def activation_that_changes(x, r):
 
 def activation_twice(x, r):
     return silu(silu(linear(x)))
-
-
-def streams_and_their_norm(x, r, strength=lambda x: 2 * torch.sigmoid(x[..., 32:34] / 4)):
-    product = x[..., :32].unsqueeze(-2) * strength(x).unsqueeze(-1)
-    total = r + product.flatten(-2)
-    return norm(total.view(1, 1, 2, 32), ROW_NORMS).flatten(-2), total * 3
-
-
-def mean_of_streams(x, r):
-    gates = torch.sigmoid(linear(x)).unflatten(-1, (4, 16))
-    return r[..., :16] + (gates * r.unflatten(-1, (4, 16))).mean(-2)
 
 
 def outputs_in_another_order(x, r):
@@ -466,7 +448,7 @@ def convolution_in_float32(x, r):
 
 CONVOLUTION = {"clone": 1, "causal_conv1d_update_": 1}
 LINEAR = {"linear_quantized": 1}
-STREAMS, MEAN = {"sigmoid": 1, "add": 1, "rms_norm": 1}, {"sigmoid": 1, "mul": 1, "mean": 1}
+MEAN = {"sigmoid": 1, "mul": 1, "mean": 1}
 CHANGED = {"gt": 1, "mean": 1, "masked_fill_": 1}
 EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
 CASES: dict[Callable, dict[str, int]] = {
@@ -484,7 +466,6 @@ CASES: dict[Callable, dict[str, int]] = {
     norm_that_else_is_read: LINEAR | {"rms_norm": 1},
     norm_without_weight: LINEAR | {"rms_norm": 1},
     norm_of_what_changes: LINEAR | {"rms_norm": 1, "clone": 1, "add_": 1},
-    norm_of_sum: {"fused_residual_norm": 1},
     norm_of_sum_with_factors: {"fused_residual_norm": 1, "mul": 1},
     sum_with_norm_of_heads: {"rms_norm": 1, "add": 1},
     linears_of_one_input: LINEAR | {"mul": 1},
@@ -506,8 +487,6 @@ CASES: dict[Callable, dict[str, int]] = {
     activation_of_a_whole_quotient: LINEAR | {"div": 1, "silu": 1},
     activation_that_changes: LINEAR | {"silu": 1, "mul_": 1},
     activation_twice: LINEAR | {"silu": 1},
-    streams_and_their_norm: {"fused_residual_norm": 1, "mul": 1},
-    mean_of_streams: LINEAR,
     outputs_in_another_order: LINEAR | {"mul": 1},
     outputs_in_order_and_as_they_are: LINEAR | {"clone": 1, "_unsafe_view": 1},
     outputs_that_are_given_twice: LINEAR | {"cat": 1},
