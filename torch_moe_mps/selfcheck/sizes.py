@@ -54,8 +54,7 @@ def _normed_sums(s: Sample) -> list[dict[str, Any]]:
 
 
 def _reduced(s: Sample) -> list[dict[str, Any]]:
-    rows = {"shared_out": s.values(s.T, s.H), "shared_gate": None}
-    return [rows, {"weights": s.values(1, 40, dtype=torch.float32), "expert_out": s.values(1, 40, 63)}]
+    return [{"shared_out": s.values(s.T, s.H), "shared_gate": None}, {"expert_out": s.values(1, 40, 63)}]
 
 
 # --- attention
@@ -324,9 +323,8 @@ def _rows(s: Sample, tokens: int, columns: int) -> Tensor:
     return s.values(tokens, columns) * columns**-0.5
 
 
-def _expert_ids(s: Sample, tokens: int, experts: int) -> dict[str, Any]:
-    ids = torch.stack([torch.arange(tokens) % experts, torch.arange(1, tokens + 1) % experts], 1).int()
-    return {"ids": ids, "weights": s.values(tokens, 2, dtype=torch.float32)}
+def _expert_ids(tokens: int, experts: int) -> Tensor:
+    return torch.stack([torch.arange(tokens) % experts, torch.arange(1, tokens + 1) % experts], 1).int()
 
 
 ACTIVATIONS: tuple[dict[str, Any], ...] = (
@@ -338,18 +336,17 @@ ACTIVATIONS: tuple[dict[str, Any], ...] = (
 
 def _dense(s: Sample, experts: int, columns: int, rows: int, tokens: int) -> dict[str, Any]:
     weights = {"gate_up": s.values(experts, 2 * rows, columns), "down": s.values(experts, columns, rows) / 4}
-    return {"x": _rows(s, tokens, columns), **weights, **_expert_ids(s, tokens, experts)}
+    return {"x": _rows(s, tokens, columns), **weights, "ids": _expert_ids(tokens, experts)}
 
 
 def _experts(s: Sample) -> list[dict[str, Any]]:
     nobody = torch.full((40, 2), s.E, dtype=torch.int32)
-    single = {"x": s.values(1, s.H), "weights": s.values(1, 2, dtype=torch.float32)}
     return [
         *(_dense(s, 2, OFFSET if tokens < 10 else 2048, 4, tokens) for tokens in (1, 9, 40)),
         *(_dense(s, 3, 38, 7, tokens) for tokens in (1, 5, 20, 40)),
         *ACTIVATIONS,
-        {"x": s.values(40, s.H), "ids": nobody, "weights": s.values(40, 2, dtype=torch.float32)},
-        {**single, "ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
+        {"ids": nobody},
+        {"ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
     ]
 
 
@@ -358,12 +355,12 @@ def _expert_mm(s: Sample) -> list[dict[str, Any]]:
         {
             "x": _rows(s, tokens, columns),
             "weight": s.values(2, 5, columns),
-            "ids": _expert_ids(s, tokens, 2)["ids"],
+            "ids": _expert_ids(tokens, 2),
         }
         for tokens, columns in ((1, OFFSET), (9, OFFSET), (40, 2048), (20, 38))
     ]
     nobody = ([[s.E, 2]], torch.int32), ([[2**32, 2]], torch.int64)
-    return changes + [{"x": s.values(1, s.H), "ids": torch.tensor(i, dtype=dtype)} for i, dtype in nobody]
+    return changes + [{"ids": torch.tensor(ids, dtype=dtype)} for ids, dtype in nobody]
 
 
 def _quantized_columns(s: Sample, least: int) -> int:
@@ -378,13 +375,13 @@ def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
             **s.quantized("gate_up_", 2 * inner, columns, (2,)),
             **s.quantized("down_", columns, inner, (2,)),
         }
-        changes.append({"x": _rows(s, tokens, columns), **weights, **_expert_ids(s, tokens, 2)})
+        changes.append({"x": _rows(s, tokens, columns), **weights, "ids": _expert_ids(tokens, 2)})
     nobody = torch.full((40, 2), s.E, dtype=torch.int32)
     return [
         *changes,
         *ACTIVATIONS,
-        {"x": s.values(20, s.H), **_expert_ids(s, 20, s.E)},
-        {"x": s.values(40, s.H), "ids": nobody, "weights": s.values(40, 2, dtype=torch.float32)},
+        {"ids": _expert_ids(20, s.E)},
+        {"ids": nobody},
         {**s.routed, **s.norm, "logits": s.values(1, s.E, dtype=torch.float32)},
     ]
 
@@ -393,8 +390,8 @@ def _expert_qmm(s: Sample) -> list[dict[str, Any]]:
     changes = []
     for tokens, least in ((1, OFFSET), (9, OFFSET), (40, 2048)):
         columns = _quantized_columns(s, least)
-        ids = _expert_ids(s, tokens, 2)["ids"]
-        changes.append({"x": _rows(s, tokens, columns), **s.quantized("", 5, columns, (2,)), "ids": ids})
+        weight = s.quantized("", 5, columns, (2,))
+        changes.append({"x": _rows(s, tokens, columns), **weight, "ids": _expert_ids(tokens, 2)})
     return changes
 
 
@@ -402,12 +399,7 @@ def _linear(s: Sample) -> list[dict[str, Any]]:
     """Rows that are no multiple of anything; columns behind an offset of 16 bits; few streams."""
 
     def of(tokens: int, rows: int, columns: int, **more: Any) -> dict[str, Any]:
-        return {
-            "x": _rows(s, tokens, columns),
-            **s.quantized("", rows, columns, ()),
-            "bias": s.values(rows),
-            **more,
-        }
+        return {"x": _rows(s, tokens, columns), **s.quantized("", rows, columns, ()), **more}
 
     wide, deep = _quantized_columns(s, OFFSET), _quantized_columns(s, 2048)
     changes = [of(tokens, rows, wide if tokens < 10 else deep) for tokens in (1, 9, 40) for rows in (5, 37)]
