@@ -100,6 +100,8 @@ ANY_SIZE = {
     ("moe_compute_ids_tpe", "gate_up_rows"),
     ("moe_compute_ids_tpe", "down_rows"),
     ("rope_cache_", "rotary_dim"),
+    ("rope_attention_", "rotary_dim"),
+    ("rope_attention_", "window"),
 }
 HUGE = (2**62 + 1, 2**31 - 1, -1)
 

@@ -306,6 +306,14 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 for given in ({"k_weight": zeros(16), "weight_offset": 1.0},)
             ),
         ],
+        "rope_attention_": [
+            wrong("of shape [B, T, Hk, D] = (2, 3, 2, 16)", k=zeros(2, T, 2, 18), keys_=zeros(2, 2, T, 18)),
+            wrong("of shape [B, T, Hk, Dv] = (2, 3, 2, 8)", v=zeros(2, T, 1, 8), values_=zeros(2, 1, T, 8)),
+            wrong(
+                "k must be of a number of heads that divides Hq = 3, got (2, 3, 2, 16)", q=zeros(2, T, 3, 16)
+            ),
+            wrong("window must be at least 1, got 0", window=0),
+        ],
         "rms_norm_gated": [
             wrong("a divisor of the 64 columns, got 48", group=48),
             wrong("a divisor of the 64 columns, got 0", group=0),

@@ -23,14 +23,6 @@ class TestSchemas(expecttest.TestCase):
         self.assertExpectedInline(
             "\n".join(wrapped(schema) for schema in schemas),
             """\
-moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None,
-    Tensor? key_range=None, float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor?
-    k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None, Tensor? indices=None, int index_block=1,
-    Tensor? gate=None, str gate_activation="sigmoid", int lookahead=0, Tensor? k_tail=None, Tensor?
-    v_tail=None, int tail_rate=1, SymInt position=0, Tensor? relative=None, ScalarType? dtype=None) ->
-    Tensor
-moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
-    biases_, SymInt start) -> ()
 moe_mps::layer_norm(Tensor input, Tensor? weight, Tensor? bias, float eps, float weight_offset=0.) -> Tensor
 moe_mps::rms_norm(Tensor input, Tensor? weight, float eps, float weight_offset=0., float factor=1.) ->
     Tensor
@@ -44,6 +36,28 @@ moe_mps::fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float
     float weight_offset=0., float factor=1., Tensor? gate=None, float gate_factor=1.) -> (Tensor, Tensor)
 moe_mps::fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps,
     float weight_offset=0.) -> Tensor
+moe_mps::rope(Tensor q, Tensor? k, Tensor? cos, Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None,
+    float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
+    bool rotary_last=False) -> (Tensor, Tensor)
+moe_mps::rope_cache_(Tensor? q, Tensor k, Tensor? v, Tensor(a3!) keys_, Tensor(a4!)? values_, Tensor? cos,
+    Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
+    weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False,
+    Tensor? v_weight=None, Tensor? k_bias=None) -> Tensor
+moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
+    layout="halves", Tensor? axes=None) -> (Tensor, Tensor)
+moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None,
+    Tensor? key_range=None, float? softcap=None, Tensor? sinks=None, Tensor? k_scales=None, Tensor?
+    k_biases=None, Tensor? v_scales=None, Tensor? v_biases=None, Tensor? indices=None, int index_block=1,
+    Tensor? gate=None, str gate_activation="sigmoid", int lookahead=0, Tensor? k_tail=None, Tensor?
+    v_tail=None, int tail_rate=1, SymInt position=0, Tensor? relative=None, ScalarType? dtype=None) ->
+    Tensor
+moe_mps::rope_attention_(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys_, Tensor(a4!) values_, Tensor? cos,
+    Tensor? sin, float scale, Tensor? q_weight=None, Tensor? k_weight=None, float
+    eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool
+    rotary_last=False, bool norm_v=False, Tensor? v_weight=None, int? window=None, Tensor? key_range=None,
+    float? softcap=None, Tensor? sinks=None, Tensor? gate=None, str gate_activation="sigmoid") -> Tensor
+moe_mps::write_cache_quantized_(Tensor states, Tensor(a1!) packed_, Tensor(a2!) scales_, Tensor(a3!)
+    biases_, SymInt start) -> ()
 moe_mps::silu_mul_stacked(Tensor gate, Tensor up) -> Tensor
 moe_mps::weighted_sum_stacked(Tensor slots, Tensor weights) -> Tensor
 moe_mps::weighted_sum_residual_stacked_(Tensor(a0!) residual_, Tensor slots, Tensor weights) -> ()
@@ -119,15 +133,6 @@ moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_s
     group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool norm_topk_prob=False,
     float router_norm_eps=9.9999999999999995e-21, float router_norm_min=0., float scaling_factor=1., Tensor?
     per_expert_scale=None) -> Tensor
-moe_mps::rope(Tensor q, Tensor? k, Tensor? cos, Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None,
-    float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
-    bool rotary_last=False) -> (Tensor, Tensor)
-moe_mps::rope_cache_(Tensor? q, Tensor k, Tensor? v, Tensor(a3!) keys_, Tensor(a4!)? values_, Tensor? cos,
-    Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
-    weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False,
-    Tensor? v_weight=None, Tensor? k_bias=None) -> Tensor
-moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
-    layout="halves", Tensor? axes=None) -> (Tensor, Tensor)
 moe_mps::sample_(Tensor logits, Tensor draws, Tensor(a2!) invalid_, float temperature=1., int top_k=0, float
     top_p=1., float min_p=0., int otherwise=0) -> Tensor""",
         )

@@ -238,6 +238,19 @@ def pointwise(dtype: torch.dtype) -> Iterator[Call]:
     yield "pointwise", functools.partial(torch.ops.moe_mps.pointwise, x, formula, dtype, gate), {}, x.numel()
 
 
+def turned(dtype: torch.dtype) -> Iterator[Call]:
+    """One token whose queries and keys are normed and turned."""
+    for heads, key_heads, width in ((32, 4, 128), (64, 8, 64), (96, 8, 128)):
+        for keys in (200, 1024):
+            q, k, v = (on_device(1, 1, n, width, dtype=dtype) for n in (heads, key_heads, key_heads))
+            held = [on_device(1, key_heads, keys, width, dtype=dtype) for _ in range(2)]
+            cos, sin, norm = (on_device(*s, dtype=dtype) for s in ((1, 1, width), (1, 1, width), (width,)))
+            operator = torch.ops.moe_mps.rope_attention_
+            call = functools.partial(operator, q, k, v, *held, cos, sin, width**-0.5, norm, norm)
+            work = {held[0]: apple.Work("attention", 2 * heads * keys * width)}
+            yield f"{heads} / {key_heads} heads of {width}, {keys} keys", call, work, 0
+
+
 def combine(dtype: torch.dtype) -> Iterator[Call]:
     slots, weights = on_device(8, 4, 2048, dtype=dtype), on_device(8, 4, dtype=dtype)
     x, norm = on_device(8, 2048, dtype=dtype), on_device(2048, dtype=dtype)
@@ -358,6 +371,7 @@ GROUPS = {
     "attention": (attention, ["attention_{}", "attention_affine8_{}"]),
     "selected": (selected, ["attention_selected_{}", "attention_selected_affine8_{}"]),
     "tailed": (tailed, ["attention_tailed_{}"]),
+    "turned": (turned, ["attention_turned_{}"]),
     "relative": (relative, ["attention_relative_{}", "attention_relative_affine8_{}"]),
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
@@ -611,6 +625,30 @@ not dispatched here
         )
 
     @pytest.mark.sweep
+    def test_turned(self):
+        self.assertExpectedInline(
+            costs("turned", "bf16"),
+            """\
+32 / 4 heads of 128, 200 keys
+  attention_turned8_128_bf16: 2.18 2.13 slots a MAC, 105.5 registers, 128/128/448 threads
+32 / 4 heads of 128, 1024 keys
+  attention_turned8_128_bf16: 2.73 2.64 slots a MAC, 105.5 registers, 128/128/448 threads
+64 / 8 heads of 64, 200 keys
+  attention_turned8_64_bf16: 2.67 2.59 slots a MAC, 101 registers, 128/128/512 threads
+64 / 8 heads of 64, 1024 keys
+  attention_turned8_64_bf16: 2.79 2.69 slots a MAC, 101 registers, 128/128/512 threads
+96 / 8 heads of 128, 200 keys
+  attention_turned16_128_bf16: 2.57 2.52 slots a MAC, 115.5 registers, 128/128/448 threads
+96 / 8 heads of 128, 1024 keys
+  attention_turned16_128_bf16: 2.58 2.53 slots a MAC, 115.5 registers, 128/128/448 threads
+not dispatched here
+  attention_turned16_256_bf16: 115.5 registers, -/256/448 threads
+  attention_turned16_64_bf16: 121.5 registers, -/128/384 threads
+  attention_turned8_256_bf16: 99.5 registers, -/128/512 threads
+  attention_turned8_512_bf16: 99.5 registers, -/256/512 threads
+""",
+        )
+
     def test_relative(self):
         self.assertExpectedInline(
             costs("relative", "bf16"),
@@ -1013,39 +1051,39 @@ not dispatched here
         self.assertExpectedInline(
             registers_of_formats("bf16", "affine", "mx", "nv"),
             """\
-mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 68.5 gemm32 94 streams
-  49 gemm16_split 85 gemm32_split 121 embedding 35 heads 39 heads_rows_few 62 heads_columns 44
-  heads_columns_few 63.5
-mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94 streams
-  63 gemm16_split 97 gemm32_split 114 embedding 43 heads 46 heads_rows_few 68 heads_columns 44
-  heads_columns_few 63.5
+mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 68.5 gemm32 94 chosen8
+  42 chosen16 66 streams 49 gemm16_split 85 gemm32_split 121 embedding 35 heads 39 heads_rows_few 62
+  heads_columns 44 heads_columns_few 63.5
+mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94 chosen8
+  47.5 chosen16 66 streams 63 gemm16_split 97 gemm32_split 114 embedding 43 heads 46 heads_rows_few
+  68 heads_columns 44 heads_columns_few 63.5
 nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 64.5 gemm32 90
-  streams 39.5 gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5 heads_rows_few 56.5
-  heads_columns 43 heads_columns_few 62.5
+  chosen8 42 chosen16 66 streams 39.5 gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5
+  heads_rows_few 56.5 heads_columns 43 heads_columns_few 62.5
 affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
-  heads_columns 45.5 heads_columns_few 65
+  chosen8 44.5 chosen16 66 streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5
+  heads_rows_few 68 heads_columns 45.5 heads_columns_few 65
 affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
-  heads_columns 45.5 heads_columns_few 65
+  chosen8 44.5 chosen16 66 streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5
+  heads_rows_few 68 heads_columns 45.5 heads_columns_few 65
 affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few 68
-  heads_columns 45.5 heads_columns_few 65
-affine2_64: rows 50.5 few 100.5 few_split 111.5 down 59 down_few 102 gemm8 68.5 gemm32 94 streams
-  55.5 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5 heads_rows_few 83.5 heads_columns
-  45.5 heads_columns_few 65
+  chosen8 44.5 chosen16 66 streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5
+  heads_rows_few 68 heads_columns 45.5 heads_columns_few 65
+affine2_64: rows 50.5 few 100.5 few_split 111.5 down 59 down_few 102 gemm8 68.5 gemm32 94 chosen8
+  50.5 chosen16 66 streams 55.5 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5
+  heads_rows_few 83.5 heads_columns 45.5 heads_columns_few 65
 affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 86.5 gemm8 72 gemm32 102
-  streams 51 gemm16_split 83 gemm32_split 119 embedding 51 heads 43 heads_rows_few 68 heads_columns
-  62.5 heads_columns_few 97
+  chosen8 44.5 chosen16 66 streams 51 gemm16_split 83 gemm32_split 119 embedding 51 heads 43
+  heads_rows_few 68 heads_columns 62.5 heads_columns_few 97
 affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 80 gemm32 110
-  streams 55.5 gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5 heads_rows_few 70
-  heads_columns 64.5 heads_columns_few 99
+  chosen8 46.5 chosen16 66 streams 55.5 gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5
+  heads_rows_few 70 heads_columns 64.5 heads_columns_few 99
 affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 90 gemm8 72.5 gemm32 98
-  streams 59.5 gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5 heads_rows_few 71.5
-  heads_columns 46.5 heads_columns_few 66
+  chosen8 48.5 chosen16 66 streams 59.5 gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5
+  heads_rows_few 71.5 heads_columns 46.5 heads_columns_few 66
 affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98
-  streams 65.5 gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5 heads_rows_few 72.5
-  heads_columns 46.5 heads_columns_few 66
+  chosen8 50.5 chosen16 66 streams 65.5 gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5
+  heads_rows_few 72.5 heads_columns 46.5 heads_columns_few 66
 """,
         )
 
@@ -1093,34 +1131,34 @@ q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 
             registers_of_formats("bf16", "iq", "tq"),
             """\
 iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 gemm8 65.5 gemm32 91
-  streams 62.5 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5 heads_rows_few 61.5
-  heads_columns 45.5 heads_columns_few 65
+  chosen8 43.5 chosen16 66 streams 62.5 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5
+  heads_rows_few 61.5 heads_columns 45.5 heads_columns_few 65
 iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 gemm8 73.5 gemm32 99
-  streams 70.5 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5 heads_rows_few 68.5
-  heads_columns 50 heads_columns_few 68.5
-tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 64.5 gemm32 90 streams 53.5
-  gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few 80.5 heads_columns 43
-  heads_columns_few 62.5
-iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 82.5 gemm8 71 gemm32 101 streams 48
-  gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns 61.5
-  heads_columns_few 96
-iq1_m: rows 46.5 few 90.5 few_split 99.5 down 54 down_few 88 gemm8 87 gemm32 117 streams 55.5
-  gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5 heads_columns 68
-  heads_columns_few 102.5
-iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101 streams 62
-  gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns 60.5
-  heads_columns_few 95
-iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 93.5 gemm8 95 gemm32 125 streams 69
-  gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75 heads_columns 68
-  heads_columns_few 102.5
-iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91 gemm32 121 streams 56
-  gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68 heads_columns 66
-  heads_columns_few 100.5
-iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 79 gemm32 109 streams
-  81 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78 heads_columns 64.5
-  heads_columns_few 99
-iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 84 gemm32 114 streams
-  67 gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few 73 heads_columns 65.5
-  heads_columns_few 100
+  chosen8 50.5 chosen16 66 streams 70.5 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5
+  heads_rows_few 68.5 heads_columns 50 heads_columns_few 68.5
+tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 64.5 gemm32 90 chosen8 47.5
+  chosen16 66 streams 53.5 gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few
+  80.5 heads_columns 43 heads_columns_few 62.5
+iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 82.5 gemm8 71 gemm32 101 chosen8 42 chosen16
+  66 streams 48 gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64
+  heads_columns 61.5 heads_columns_few 96
+iq1_m: rows 45.5 few 90.5 few_split 99.5 down 54 down_few 88 gemm8 87 gemm32 117 chosen8 45.5
+  chosen16 66 streams 55.5 gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few
+  69.5 heads_columns 68 heads_columns_few 102.5
+iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101 chosen8 46
+  chosen16 66 streams 62 gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70
+  heads_columns 60.5 heads_columns_few 95
+iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 93.5 gemm8 95 gemm32 125 chosen8 51
+  chosen16 66 streams 69 gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75
+  heads_columns 68 heads_columns_few 102.5
+iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91 gemm32 121 chosen8 44 chosen16
+  66 streams 56 gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68
+  heads_columns 66 heads_columns_few 100.5
+iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 79 gemm32 109 chosen8
+  56 chosen16 66 streams 81 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78
+  heads_columns 64.5 heads_columns_few 99
+iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 84 gemm32 114 chosen8
+  51.5 chosen16 66 streams 67 gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few
+  73 heads_columns 65.5 heads_columns_few 100
 """,
         )

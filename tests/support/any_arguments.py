@@ -801,6 +801,29 @@ def rope_cache_(d):
 
 
 @strategy
+def rope_attention_(d):
+    arguments = rope_cache_(d)
+    (batch, tokens, _, width), dtype = arguments["q"].shape, arguments["q"].dtype
+    key_heads, value_width, keys = d.one(1, 2), d.one(16, 6, 64), tokens + d.one(1, 0, 40, 300)
+    heads = key_heads * d.one(1, 3, 9)
+    shapes = {"q": (heads, width), "k": (key_heads, width), "v": (key_heads, value_width)}
+    held = {"keys_": width, "values_": value_width}
+    arguments |= {n: d.values(batch, tokens, *shape, dtype=dtype) for n, shape in shapes.items()}
+    arguments |= {n: d.values(batch, key_heads, keys, size, dtype=dtype) for n, size in held.items()}
+    return arguments | {
+        "k_weight": d.maybe(lambda: d.values(width)),
+        "v_weight": d.maybe(lambda: d.values(value_width)) if arguments["norm_v"] else None,
+        "scale": width**-0.5,
+        "window": d.one(None, 1, 128),
+        "key_range": d.maybe(lambda: key_range(d, batch, keys)),
+        "softcap": d.one(None, 2.0),
+        "sinks": d.maybe(lambda: d.values(heads)),
+        "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
+        "gate_activation": d.one("sigmoid", "softplus"),
+    }
+
+
+@strategy
 def rope_tables(d):
     pairs, shape, axes = d.one(16, 1, 7, 0), (d.one(1, 2, 0), d.one(1, 5, 0)), None
     if pairs > 0 and d.flag():

@@ -69,8 +69,9 @@ def kernels_of(commands: object) -> Counter[str]:
     return Counter(line.split()[0] for line in str(commands).splitlines() if " grid " in line)
 
 
-# Sizes of single architectures at which all matrices can be quantised: what makes compressed keys, too.
-_WIDER = {"deepseek_v4": {"head_dim": 64}}
+# Sizes of single architectures at which all matrices can be quantised: what makes compressed keys, too. Or
+# at which the part of a head that turns is whole vectors.
+_WIDER = {"deepseek_v4": {"head_dim": 64}, "qwen3_next": {"head_dim": 32}}
 
 
 def model_on_mps(architecture: str) -> nn.Module:

@@ -929,6 +929,28 @@ def rope_cache_(a):
     return [q, keys, _behind(exact(a.values_), norm)]
 
 
+@oracle
+def rope_attention_(a):
+    """What `rope_cache_` rounds may be a neighbour of what is rounded here."""
+    turned, keys, values = rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
+    q, k, v = (oracles.round_to(each.value, a.q.dtype) for each in (turned, keys, values))
+    named = dict(zip("qkv", (torch.from_numpy(each).to(a.q.dtype) for each in (q, k, v)), strict=True))
+    none = ("mask", "indices", "relative", "k_tail", "k_scales", "k_biases", "v_scales", "v_biases")
+    (out,) = attention(SimpleNamespace(**vars(a) | named | dict.fromkeys(none), lookahead=0))
+    errors = (oracles.spacing(x, a.q.dtype) + each.error for x, each in ((q, turned), (k, keys), (v, values)))
+    q_error, k_error, v_error = (np.broadcast_to(e, x.shape) for e, x in zip(errors, (q, k, v), strict=True))
+    group = q.shape[1] // k.shape[1]
+    k, k_error, v, v_error = (np.repeat(x, group, 1) for x in (k, k_error, v, v_error))
+    scores = np.einsum("bhtd,bhsd->bhts", q_error, abs(k)) + np.einsum("bhtd,bhsd->bhts", abs(q), k_error)
+    moved = (
+        np.expm1(2 * a.scale * scores.max(-1, initial=0.0))[..., None]
+        * abs(v).max((2, 3), initial=0.0)[..., None, None]
+        + v_error.max((2, 3), initial=0.0)[..., None, None]
+    )
+    factor = 1.0 if a.gate is None else np.logaddexp(0.0, exact(a.gate))
+    return [Expected(out.value, out.error + moved.transpose(0, 2, 1, 3) * factor), keys, values]
+
+
 def _with_layer_norm(a):
     """The keys that `rope_cache_` writes, [B, Hk, T, Dk]."""
     x, weight, bias = exact(a.k), exact(a.k_weight), exact(a.k_bias)

@@ -12,6 +12,7 @@
 #include "gpu.h"
 #include "metal/work.h"
 #include "register.h"
+#include "rope.h"
 #include "tensors.h"
 
 namespace moe_mps {
@@ -146,7 +147,28 @@ void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) 
   params.index_block = block;
 }
 
-Tensor attend(const AttentionArguments& given) {
+// One token's heads that the kernel turns itself; the new key and value go to the end of their caches.
+struct Turning {
+  Rotation rotation;
+  Heads q, k, v;
+  RopeParams params;
+};
+
+Command& bind_turning(Command& command, const Turning& turning, const Tensor& keys, const Tensor& values) {
+  return command.bind_strided(turning.q.input)
+      .bind_strided(keys)
+      .bind_strided(values)
+      .bind_strided(turning.k.input)
+      .bind_strided(turning.v.input)
+      .bind_strided(turning.rotation.cos)
+      .bind_strided(turning.rotation.sin)
+      .bind_strided_or(turning.q.weight, keys)
+      .bind_strided_or(turning.k.weight, keys)
+      .bind_strided_or(turning.v.weight, keys);
+}
+
+// With `turning`, given.q only has the shape of the queries.
+Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr) {
   const int64_t batch = given.q.size(0), heads = given.q.size(1), tokens = given.q.size(2);
   const int64_t key_heads = given.k.values.size(1), stored = given.k.values.size(2);
   const bool has_tail = given.k.tail.has_value();
@@ -216,13 +238,14 @@ Tensor attend(const AttentionArguments& given) {
   params.scale = static_cast<float>(given.scale);
   params.softcap = static_cast<float>(given.softcap.value_or(0.0));
 
-  const char* const file = has_tail   ? "attention_tailed"
+  const char* const file = turning    ? "attention_turned"
+                           : has_tail ? "attention_tailed"
                            : indices  ? "attention_selected"
                            : relative ? "attention_relative"
                                       : "attention";
   const AttentionPlan plan =
       plan_attention({batch, tokens, heads, key_heads, keys - params.first_key, params.k.width, value_width,
-                      file, !mask && !relative && !k.scales && q.element_size() == 2},
+                      file, !mask && !relative && !k.scales && !turning && q.element_size() == 2},
                      gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
@@ -237,21 +260,32 @@ Tensor attend(const AttentionArguments& given) {
   Library of_block = library;
   of_block.file = file;
   Commands commands;
-  commands.add(of_block, plan.kernel)
-      .bind_strided(q)
-      .bind_strided(stored > 0 ? k.values : output)
-      .bind_strided(stored > 0 ? v.values : output)
-      .bind_strided_or(mask ? mask : relative, output)
-      .bind_or(sinks, output)
-      .bind(output)
-      .bind_or(partials, output)
-      .bind_strided_or(k.beside(), output)
-      .bind_strided_or(k.biases, output)
-      .bind_strided_or(v.beside(), output)
-      .bind_strided_or(v.biases, output)
-      .bind_strided_or(selected > 0 && indices ? indices : key_range, output)
-      .bind_strided_or(gate, output)
-      .params(params)
+  Command& command = commands.add(of_block, plan.kernel);
+  if (turning) {
+    bind_turning(command, *turning, k.values, v.values)
+        .bind_or(sinks, output)
+        .bind(output)
+        .bind_or(partials, output)
+        .bind_strided_or(key_range, output)
+        .bind_strided_or(gate, output)
+        .params(TurnedParams{params, turning->params});
+  } else {
+    command.bind_strided(q)
+        .bind_strided(stored > 0 ? k.values : output)
+        .bind_strided(stored > 0 ? v.values : output)
+        .bind_strided_or(mask ? mask : relative, output)
+        .bind_or(sinks, output)
+        .bind(output)
+        .bind_or(partials, output)
+        .bind_strided_or(k.beside(), output)
+        .bind_strided_or(k.biases, output)
+        .bind_strided_or(v.beside(), output)
+        .bind_strided_or(v.biases, output)
+        .bind_strided_or(selected > 0 && indices ? indices : key_range, output)
+        .bind_strided_or(gate, output)
+        .params(params);
+  }
+  command
       .work(slots, static_cast<double>(q.nbytes() + output.nbytes()) +
                        static_cast<double>(batch * params.key_heads) * static_cast<double>(keys) *
                            static_cast<double>(q.element_size() * (params.k.width + value_width)))
@@ -297,6 +331,53 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale
                  position,
                  relative,
                  dtype.value_or(q.scalar_type())});
+}
+
+// Whether one threadgroup takes all queries of a key head for some keys, in place, and turns them itself.
+bool can_turn(const AttentionArguments& given, const RopeParams& rope) {
+  const Tensor &q = given.q, &keys = given.k.values, &values = given.v.values;
+  if (q.size(2) != 1 || rope.vectorised == 0) return false;
+  if (keys.stride(3) != 1 || values.stride(3) != 1) return false;
+  if (keys.stride(2) >= kMostKeyStride || values.stride(2) >= kMostKeyStride) return false;
+  const AttentionShape shape{q.size(0),    1,         q.size(1),      keys.size(1),
+                             keys.size(2), q.size(3), values.size(3), "attention_turned"};
+  return plan_attention(shape, gpu_cores()).grid.y == 1;
+}
+
+Tensor rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
+                       const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
+                       double scale, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
+                       double eps, double weight_offset, std::string_view pairs,
+                       std::optional<int64_t> rotary_dim, bool rotary_last, bool norm_v,
+                       const OptionalTensor& v_weight, std::optional<int64_t> window,
+                       const OptionalTensor& key_range, std::optional<double> softcap,
+                       const OptionalTensor& sinks, const OptionalTensor& gate,
+                       std::string_view gate_activation) {
+  AttentionArguments given{};
+  given.q = q.transpose(1, 2);
+  given.k.values = keys_;
+  given.v.values = values_;
+  given.scale = scale;
+  given.window = window;
+  given.key_range = key_range;
+  given.softcap = softcap;
+  given.sinks = sinks;
+  given.index_block = 1;
+  given.gate = gate;
+  given.gate_is_softplus = gate_activation == "softplus";
+  given.tail_rate = 1;
+  given.dtype = q.scalar_type();
+  if (q.numel() > 0) {
+    const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
+    Turning turning{rotation, heads_of(q, q_weight, given.q, rotation.rotary),
+                    heads_of(k, k_weight, keys_, rotation.rotary), heads_of(v, v_weight, values_, 0)};
+    turning.v.params.is_normed = norm_v;
+    turning.params = rope_params(rotation, turning.q, turning.k, turning.v);
+    if (can_turn(given, turning.params)) return attend(given, &turning);
+  }
+  given.q = rope_cache_(q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs,
+                        rotary_dim, rotary_last, norm_v, v_weight, std::nullopt);
+  return attend(given);
 }
 
 // Whether torch's attention would take the GPU for too long at once, with so many multiply-adds.
@@ -345,6 +426,7 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_is_long(float products) -> bool", &is_long);
   implement<attention>(m, "attention");
+  implement<rope_attention_>(m, "rope_attention_");
   implement<write_cache_quantized_>(m, "write_cache_quantized_");
 }
 

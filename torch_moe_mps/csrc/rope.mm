@@ -1,3 +1,5 @@
+#include "rope.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_like.h>
@@ -14,40 +16,8 @@ namespace {
 
 using at::Tensor;
 
-// q, k or v, and the buffers that a dispatch binds for it.
-struct Heads {
-  Tensor input;  // its heads are contiguous
-  OptionalTensor weight;
-  Tensor output;         // [B, heads, T or more, D], its heads are contiguous
-  int64_t output_start;  // the element that the first of the last T tokens begins with
-  RopeHeads params{};
-  bool vectorised;
-};
-
 Tensor heads_first(const Tensor& x) {
   return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
-}
-
-Heads heads_of(const Tensor& x, const OptionalTensor& weight, const Tensor& output, int64_t rotary) {
-  Heads heads;
-  heads.input = rows_contiguous(x);
-  heads.weight = contiguous(weight);
-  heads.output = output;
-  heads.output_start = (output.size(2) - x.size(1)) * output.stride(2);
-  heads.params.batch_stride = heads.input.stride(0);
-  heads.params.token_stride = heads.input.stride(1);
-  heads.params.head_stride = heads.input.stride(2);
-  heads.params.output_batch_stride = output.stride(0);
-  heads.params.output_head_stride = output.stride(1);
-  heads.params.output_token_stride = output.stride(2);
-  heads.params.heads = x.size(2);
-  heads.params.width = x.size(3);
-  heads.params.rotary = rotary;
-  heads.params.is_normed = heads.params.has_weight = weight.has_value();
-  heads.params.weight_dtype = dtype_code(weight);
-  heads.vectorised = x.size(3) % 8 == 0 && starts_aligned(heads.input) && starts_aligned(output) &&
-                     (!weight || starts_aligned(*heads.weight));
-  return heads;
 }
 
 uint32_t pairs_code(std::string_view pairs) {
@@ -55,61 +25,19 @@ uint32_t pairs_code(std::string_view pairs) {
   return pairs == "interleaved" ? PAIRS_INTERLEAVED : PAIRS_INTERLEAVED_TO_HALF;
 }
 
-// The tables and what is the same for all heads. Without tables nothing turns: `x`, [B, T, ...], is bound in
-// place of them.
-struct Rotation {
-  Rotation(const Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, double eps,
-           double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last)
-      : cos(cos ? *cos : x.select(2, 0)),
-        sin(sin ? *sin : this->cos),
-        eps(eps),
-        weight_offset(weight_offset),
-        pairs(pairs),
-        rotary(cos ? rotary_dim.value_or(cos->size(2)) : 0),
-        rotary_last(rotary_last) {}
-
-  Tensor cos, sin;
-  double eps, weight_offset;
-  std::string_view pairs;
-  int64_t rotary;
-  bool rotary_last;
-};
-
 // The keys, or the queries, are there.
 void encode_rope(const char* kernel, const Rotation& rotation, const std::optional<Heads>& q,
                  const std::optional<Heads>& k, const std::optional<Heads>& v,
                  const OptionalTensor& k_bias = std::nullopt) {
   const Heads& some = q ? *q : *k;
-  const Tensor &cos = rotation.cos, &sin = rotation.sin;
-  const bool same_strides = cos.strides() == sin.strides() && cos.stride(2) == 1;
-  const Tensor cos_rows = same_strides ? cos : cos.contiguous();
-  const Tensor sin_rows = same_strides ? sin : sin.contiguous();
-  RopeParams params{};
-  params.vectorised = rotation.rotary % 8 == 0 && starts_aligned(cos_rows) && starts_aligned(sin_rows) &&
-                      (!k_bias || starts_aligned(*k_bias));
-  for (const auto& [heads, target] : {std::pair(&q, &params.q), {&k, &params.k}, {&v, &params.v}}) {
-    if (!*heads) continue;
-    *target = (*heads)->params;
-    params.vectorised = params.vectorised && (*heads)->vectorised;
-  }
-  params.table_batch_stride = cos.size(0) == 1 ? 0 : cos_rows.stride(0);
-  params.table_token_stride = cos_rows.stride(1);
-  params.tokens = some.input.size(1);
-  params.rows = some.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
-  params.rotary_last = rotation.rotary_last;
-  params.pairs = pairs_code(rotation.pairs);
-  params.table_of_pairs = cos.size(2) < rotation.rotary;
-  params.table_dtype = dtype_code(cos);
-  params.eps = static_cast<float>(rotation.eps);
-  params.weight_offset = static_cast<float>(rotation.weight_offset);
-
+  const RopeParams params = rope_params(rotation, q, k, v, k_bias);
   Commands commands;
   commands.add({"rope", some.input.scalar_type()}, kernel)
       .bind_strided(some.input)
       .bind_strided(k ? k->input : some.input)
       .bind_strided(v ? v->input : some.input)
-      .bind_strided(cos_rows)
-      .bind_strided(sin_rows)
+      .bind_strided(rotation.cos)
+      .bind_strided(rotation.sin)
       .bind_strided_or(q ? q->weight : std::nullopt, some.output)
       .bind_strided_or(k ? k->weight : std::nullopt, some.output)
       .bind_strided_or(v ? v->weight : k_bias, some.output)
@@ -142,28 +70,6 @@ Tensor written_for(const Tensor& x, const Tensor& held) {
 void keep(const Tensor& held, const Tensor& written) {
   const int64_t tokens = written.size(2);
   if (!written.is_same(held)) held.narrow(2, held.size(2) - tokens, tokens).copy_(written);
-}
-
-Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTensor& v, const Tensor& keys_,
-                   const OptionalTensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
-                   const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
-                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                   bool rotary_last, bool norm_v, const OptionalTensor& v_weight,
-                   const OptionalTensor& k_bias) {
-  const Tensor output = q ? heads_first(*q) : at::empty({0}, k.options());
-  if (k.numel() == 0) return output;
-  const Rotation rotation(k, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
-  std::optional<Heads> queries, values;
-  if (q) queries = heads_of(*q, q_weight, output, rotation.rotary);
-  const Heads keys = heads_of(k, k_weight, written_for(k, keys_), rotation.rotary);
-  if (v) {
-    values = heads_of(*v, v_weight, written_for(*v, *values_), 0);
-    values->params.is_normed = norm_v;
-  }
-  encode_rope(k_bias ? "rope_centred" : "rope", rotation, queries, keys, values, contiguous(k_bias));
-  keep(keys_, keys.output);
-  if (v) keep(*values_, values->output);
-  return output;
 }
 
 uint32_t layout_code(std::string_view layout) {
@@ -204,6 +110,90 @@ std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor&
 }
 
 }  // namespace
+
+Heads heads_of(const Tensor& x, const OptionalTensor& weight, const Tensor& output, int64_t rotary) {
+  Heads heads;
+  heads.input = rows_contiguous(x);
+  heads.weight = contiguous(weight);
+  heads.output = output;
+  heads.output_start = (output.size(2) - x.size(1)) * output.stride(2);
+  heads.params.batch_stride = heads.input.stride(0);
+  heads.params.token_stride = heads.input.stride(1);
+  heads.params.head_stride = heads.input.stride(2);
+  heads.params.output_batch_stride = output.stride(0);
+  heads.params.output_head_stride = output.stride(1);
+  heads.params.output_token_stride = output.stride(2);
+  heads.params.heads = x.size(2);
+  heads.params.width = x.size(3);
+  heads.params.rotary = rotary;
+  heads.params.is_normed = heads.params.has_weight = weight.has_value();
+  heads.params.weight_dtype = dtype_code(weight);
+  heads.vectorised = x.size(3) % 8 == 0 && starts_aligned(heads.input) && starts_aligned(output) &&
+                     (!weight || starts_aligned(*heads.weight));
+  return heads;
+}
+
+Rotation::Rotation(const Tensor& x, const OptionalTensor& cos_, const OptionalTensor& sin_, double eps,
+                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
+                   bool rotary_last)
+    : cos(cos_ ? *cos_ : x.select(2, 0)),
+      sin(sin_ ? *sin_ : cos),
+      eps(eps),
+      weight_offset(weight_offset),
+      pairs(pairs),
+      rotary(cos_ ? rotary_dim.value_or(cos_->size(2)) : 0),
+      rotary_last(rotary_last) {
+  if (cos.strides() == sin.strides() && cos.stride(2) == 1) return;
+  cos = cos.contiguous();
+  sin = sin.contiguous();
+}
+
+RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, const std::optional<Heads>& k,
+                       const std::optional<Heads>& v, const OptionalTensor& k_bias) {
+  const Heads& some = q ? *q : *k;
+  const Tensor &cos = rotation.cos, &sin = rotation.sin;
+  RopeParams params{};
+  params.vectorised = rotation.rotary % 8 == 0 && starts_aligned(cos) && starts_aligned(sin) &&
+                      (!k_bias || starts_aligned(*k_bias));
+  for (const auto& [heads, target] : {std::pair(&q, &params.q), {&k, &params.k}, {&v, &params.v}}) {
+    if (!*heads) continue;
+    *target = (*heads)->params;
+    params.vectorised = params.vectorised && (*heads)->vectorised;
+  }
+  params.table_batch_stride = cos.size(0) == 1 ? 0 : cos.stride(0);
+  params.table_token_stride = cos.stride(1);
+  params.tokens = some.input.size(1);
+  params.rows = some.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
+  params.rotary_last = rotation.rotary_last;
+  params.pairs = pairs_code(rotation.pairs);
+  params.table_of_pairs = cos.size(2) < rotation.rotary;
+  params.table_dtype = dtype_code(cos);
+  params.eps = static_cast<float>(rotation.eps);
+  params.weight_offset = static_cast<float>(rotation.weight_offset);
+  return params;
+}
+
+Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTensor& v, const Tensor& keys_,
+                   const OptionalTensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
+                   const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
+                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
+                   bool rotary_last, bool norm_v, const OptionalTensor& v_weight,
+                   const OptionalTensor& k_bias) {
+  const Tensor output = q ? heads_first(*q) : at::empty({0}, k.options());
+  if (k.numel() == 0) return output;
+  const Rotation rotation(k, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
+  std::optional<Heads> queries, values;
+  if (q) queries = heads_of(*q, q_weight, output, rotation.rotary);
+  const Heads keys = heads_of(k, k_weight, written_for(k, keys_), rotation.rotary);
+  if (v) {
+    values = heads_of(*v, v_weight, written_for(*v, *values_), 0);
+    values->params.is_normed = norm_v;
+  }
+  encode_rope(k_bias ? "rope_centred" : "rope", rotation, queries, keys, values, contiguous(k_bias));
+  keep(keys_, keys.output);
+  if (v) keep(*values_, values->output);
+  return output;
+}
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<rope>(m, "rope");

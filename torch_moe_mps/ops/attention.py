@@ -12,6 +12,7 @@ from ._checks import PACKED_DTYPES, Check
 from ._formats import GROUP_SIZES, Format, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample, whole_groups
+from .rope import PAIRS, check_rope_cache, rope_cache_
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
@@ -354,6 +355,77 @@ def attention(
 # The cache in 8 bits
 
 
+def _meta_rope_attention(
+    check, q, k, v, keys_, values_, scale, window, key_range, softcap, sinks, gate, gate_activation,
+    **rotation,
+):  # fmt: skip
+    turned = check_rope_cache(check, q=q, k=k, v=v, keys_=keys_, values_=values_, k_bias=None, **rotation)
+    if q.shape[2] % k.shape[2]:
+        check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
+    none = ("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail", "relative")
+    return _meta_attention(
+        check, turned, keys_, values_, window=window, key_range=key_range, softcap=softcap, index_block=1,
+        gate=gate, lookahead=0, position=0, dtype=None, **dict.fromkeys(none),
+    )  # fmt: skip
+
+
+@operator(
+    f"q[B, T, Hq>=1, D<={MAX_HEAD}] k[B, T, Hk>=1, D]:q v[B, T, Hk, Dv<={MAX_VALUE_HEAD}]:q "
+    "keys_[B, Hk, S, D]:q values_[B, Hk, S, Dv]:q cos[A, T, W] sin[A, T, W]:cos q_weight[D] k_weight[D] "
+    "v_weight[Dv] key_range[B, 2]:int32 sinks[Hq]|[B, T, Hq] gate[B, T, Hq, _]:q",
+    _meta_rope_attention,
+    allowed={"pairs": PAIRS, "gate_activation": tuple(GATES), "window": 1},
+)
+def rope_attention_(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    keys_: Tensor,
+    values_: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    scale: float,
+    q_weight: Tensor | None = None,
+    k_weight: Tensor | None = None,
+    eps: float = 1e-6,
+    weight_offset: float = 0.0,
+    *,
+    pairs: str = "half",
+    rotary_dim: int | None = None,
+    rotary_last: bool = False,
+    norm_v: bool = False,
+    v_weight: Tensor | None = None,
+    window: int | None = None,
+    key_range: Tensor | None = None,
+    softcap: float | None = None,
+    sinks: Tensor | None = None,
+    gate: Tensor | None = None,
+    gate_activation: str = "sigmoid",
+) -> Tensor:
+    """`rope_cache_`, and `attention` of what it returns to the caches that it has written.
+
+    For one token, on Metal, both are one dispatch (and a merge, where the keys are many) if a block has all
+    queries of a key head, up to 16, and what is read can be read as vectors.
+
+    Args:
+        q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim,
+            rotary_last, norm_v, v_weight: as for `rope_cache_`.
+        scale, window, key_range, softcap, sinks, gate, gate_activation: as for `attention`.
+
+    Returns: [B, T, Hq, Dv] in the dtype of `q`, contiguous.
+
+    Raises: ValueError for a dtype, shape, choice or device that does not fit.
+    """
+    turned = rope_cache_(
+        q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs=pairs,
+        rotary_dim=rotary_dim, rotary_last=rotary_last, norm_v=norm_v, v_weight=v_weight,
+    )  # fmt: skip
+    return attention(
+        turned, keys_, values_, scale, window=window, key_range=key_range, softcap=softcap, sinks=sinks,
+        gate=gate, gate_activation=gate_activation,
+    )  # fmt: skip
+
+
 def _check_write(check, states, packed_, scales_, biases_, start):
     width = _check_quantized(check, ("packed_", "scales_", "biases_"), packed_, scales_, biases_)
     check.shape("states", states, (*states.shape[:3], width), "[B, Hk, T, D]")
@@ -474,7 +546,18 @@ def _written(s: Sample) -> dict[str, Any]:
     }
 
 
+def turned(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, Any]:
+    """Good arguments of rope_attention_."""
+    return {
+        **{"q": s.values(2, tokens, heads, s.D), "k": s.values(2, tokens, 2, s.D)},
+        **{"v": s.values(2, tokens, 2, s.V), "q_weight": s.values(s.D), "scale": s.D**-0.5},
+        **{"keys_": s.values(2, 2, keys, s.D), "values_": s.values(2, 2, keys, s.V)},
+        **{name: s.values(1, tokens, s.D) for name in ("cos", "sin")},
+    }
+
+
 CALLS: Calls = {
+    "rope_attention_": lambda s: turned(s, s.T),
     "attention": lambda s: {
         **{"q": s.q.transpose(1, 2), "k": s.values(2, 2, s.T + 6, s.D), "v": s.values(2, 2, s.T + 6, s.V)},
         **{"sinks": s.values(4), "scale": 0.25},
@@ -482,6 +565,18 @@ CALLS: Calls = {
     "write_cache_quantized_": _written,
 }
 CHANGES: Changes = {
+    "rope_attention_": lambda s: [
+        turned(s, 1, heads=18),
+        turned(s, 1)
+        | {
+            "pairs": "interleaved",
+            "k_weight": s.values(s.D),
+            "norm_v": True,
+            "v_weight": s.values(s.V),
+            "window": 3,
+        }
+        | {"sinks": s.values(4), "softcap": 20.0, "gate": s.values(2, 1, 4, 1)},
+    ],
     "attention": _more_attention,
     "write_cache_quantized_": lambda s: [
         {"states": s.values(2, s.T, 2, max(64, whole_groups(s.D))).transpose(1, 2)},

@@ -153,7 +153,7 @@ def rope(
     return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
 
 
-def _meta_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, k_bias, weight_offset, **rotation):
+def check_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, k_bias, weight_offset, **rotation):
     _check_rope(check, q, k, **rotation)
     _check_heads(check, 2, v=v)
     if (v is None) != (values_ is None):
@@ -179,7 +179,7 @@ def _meta_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, k_bias, w
 
 @operator(
     TURNED.format("k[B, T, Hk>=1, Dk]", "q[B, T, Hq>=1, Dq]:k") + HELD,
-    _meta_rope_cache,
+    check_rope_cache,
     allowed={"pairs": PAIRS},
 )
 def rope_cache_(

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..ops._sample import Changes, Sample
+from ..ops.attention import turned
 
 BEYOND_NORM = (9000, 8201)  # columns: rows of up to 8,192 stay in registers; read as vectors, and one by one
 BEYOND_SUM = (8000, 6151)  # as many of a weighted sum with a norm: up to 6,144
@@ -485,6 +486,11 @@ SIZES: Changes = {
     "moe_experts_quantized": _quantized_experts,
     "rope": _heads,
     "rope_cache_": _cached,
+    "rope_attention_": lambda s: [
+        turned(s, 1, keys=300),
+        turned(s, 1, heads=34),
+        turned(s, 1) | {"cos": None, "sin": None},
+    ],
     "rope_tables": _tables,
     "moe_router": _router,
     **dict.fromkeys(

@@ -17,5 +17,6 @@
 #include "params/routing.h"
 #include "params/sampling.h"
 #include "params/write_cache.h"
-// It needs two others.
+// They need two others each.
 #include "params/chosen.h"
+#include "params/turned.h"

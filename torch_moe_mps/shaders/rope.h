@@ -77,6 +77,17 @@ inline void store_pairs(device T* head, PairsAt at, Pairs<N> pairs) {
   store(head + (at.interleaved ? at.first + N : at.second), pairs.second);
 }
 
+// To what takes elements one by one.
+template <int N, typename Row>
+inline void store_pairs(Row row, PairsAt at, Pairs<N> pairs) {
+  if (at.interleaved) pairs = tangled(pairs);
+  const uint second = at.interleaved ? at.first + N : at.second;
+  UNROLL for (int i = 0; i < N; ++i) {
+    row.put(at.first + i, pairs.first[i]);
+    row.put(second + i, pairs.second[i]);
+  }
+}
+
 // The table's entries, cos or sin, for the pairs from `pair` on, of which there are `turning`.
 template <int N>
 inline Pairs<N> load_table(device const uchar* table, ulong row, uint pair, uint turning,
@@ -118,9 +129,9 @@ inline float mean_of(device const T* head, Pairs<N> kept, constant RopeHeads& he
 }
 
 // kCentred: the norm is a LayerNorm with a bias.
-template <typename T, int N, bool kCentred>
+template <typename T, int N, bool kCentred, typename Output>
 inline void rope_head(device const T* head, device const uchar* weight, device const uchar* bias,
-                      device const uchar* cos, device const uchar* sin, ulong table_row, device T* output,
+                      device const uchar* cos, device const uchar* sin, ulong table_row, Output output,
                       constant RopeHeads& heads, constant RopeParams& params, uint lane) {
   const uint pairs = heads.width / 2, turning = heads.rotary / 2;
   const bool interleaved = params.pairs != PAIRS_HALF;

@@ -13,34 +13,35 @@ class Token:
     model: str
     nbytes: float
     launches: int
+    before: int  # with norms, rotation and writes into the cache apart, and the choice of experts
 
     def bytes_ms(self, gpu: Gpu) -> float:
         return self.nbytes / gpu.dram_bytes_per_us / 1e3
 
-    def starts_ms(self, start_us: tuple[float, float]) -> tuple[float, float]:
-        least, most = start_us
-        return self.launches * least / 1e3, self.launches * most / 1e3
-
-    def ms(self, gpu: Gpu, start_us: tuple[float, float] = START_US) -> tuple[float, float]:
+    def ms(
+        self, gpu: Gpu, start_us: tuple[float, float] = START_US, before: bool = False
+    ) -> tuple[float, float]:
         """The sum: what the starts leave of the memory's time is not known."""
-        least, most = self.starts_ms(start_us)
-        return self.bytes_ms(gpu) + least, self.bytes_ms(gpu) + most
+        least, most = (
+            (self.before if before else self.launches) * each / 1e3 + self.bytes_ms(gpu) for each in start_us
+        )
+        return least, most
 
 
-# 7 and 6 launches of a layer, and 6 outside of layers (tests/transformers/test_launches.py).
+# Launches of a layer, and 6 outside of layers (tests/transformers/test_launches.py).
 TOKENS = (
-    Token("Qwen3-30B-A3B", 1.73e9, 48 * 7 + 6),
-    Token("Llama 3.2 1B", 0.70e9, 16 * 6 + 6),
+    Token("Qwen3-30B-A3B", 1.73e9, 48 * 6 + 6, 48 * 8 + 6),
+    Token("Llama 3.2 1B", 0.70e9, 16 * 5 + 6, 16 * 6 + 6),
 )
 
 
 def table(gpus: list[Gpu], start_us: tuple[float, float] = START_US) -> Iterator[str]:
     """The lines of a table in Markdown; `start_us` of a launch at least and at most."""
-    yield "| model | chip | reading, ms | launches | their starts, ms | sum, ms |"
+    yield "| model | chip | reading, ms | launches, before | sum, ms | before |"
     yield "| --- | --- | ---: | ---: | ---: | ---: |"
     for token in TOKENS:
         for gpu in gpus:
-            sums = token.starts_ms(start_us), token.ms(gpu, start_us)
-            starts, both = ("-".join(dict.fromkeys(f"{ms:.1f}" for ms in of)) for of in sums)
-            cells = (token.model, gpu.name, f"{token.bytes_ms(gpu):.1f}", token.launches, starts, both)
-            yield f"| {' | '.join(map(str, cells))} |"
+            both = (token.ms(gpu, start_us, before) for before in (False, True))
+            sums = ("-".join(dict.fromkeys(f"{ms:.1f}" for ms in of)) for of in both)
+            launches = f"{token.launches}, {token.before}"
+            yield f"| {' | '.join((token.model, gpu.name, f'{token.bytes_ms(gpu):.1f}', launches, *sums))} |"

@@ -406,6 +406,38 @@ class RopeCache(OperatorCase):
         return 2 * sum(t[name].nbytes for name in "qkv")
 
 
+class RopeAttention(RopeCache):
+    """And attention to the cache, in one launch."""
+
+    operator: ClassVar[str] = "rope_attention_"
+
+    def given(self, t):
+        return super().given(t) | {"scale": self.width**-0.5}
+
+    def bytes_moved(self, t, part=""):
+        return t["keys_"].nbytes + t["values_"].nbytes
+
+
+class RopeThenAttention(RopeAttention):
+    """In one launch after the other."""
+
+    @property
+    def name(self):
+        return f"{super().name} in two launches"
+
+    def call(self, t):
+        given = self.given(t)
+        turned = ops().rope_cache_(**{name: value for name, value in given.items() if name != "scale"})
+        return ops().attention(turned, t["keys_"], t["values_"], given["scale"])
+
+
+# Heads, heads of keys, width and keys: Qwen3-30B-A3B, gpt-oss, GLM-4.5, Qwen3-Next.
+TURNED = (
+    *((32, 4, 128, 200), (32, 4, 128, 4096), (32, 4, 128, 32768)),
+    *((64, 8, 64, 200), (64, 8, 64, 4096), (96, 8, 128, 4096), (16, 2, 256, 4096)),
+)
+
+
 @dataclass
 class IndexKeys(OperatorCase):
     """With queries, and no values."""
@@ -518,6 +550,8 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
     cases += [HashLogits("fused", t, 256, 4096, "bf16") for t in (1, 2048)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
+    both = (RopeAttention, RopeThenAttention)
+    cases += [family("fused", 1, *sizes, "bf16") for sizes in TURNED for family in both]
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexTopk("fused", "heads", 1, 64, 128, rows, 1, 2048, False, "bf16") for rows in (4096, 32768)]
     cases += [IndexTopk("fused", "keys", t, 4, 128, 32768, 128, 16, t > 1, "bf16") for t in (1, 64)]
@@ -547,6 +581,8 @@ def sanitizer_fused() -> list[Case]:
     cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
     cases += [Sample("sanitize", t, 700, *kept, "f16") for t in (1, 3) for kept in ((20, 0.8), (0, 0.9))]
+    for sizes in ((8, 2, 64, 9), (9, 1, 128, 300), (4, 2, 256, 40), (2, 1, 512, 9), (9, 1, 64, 300)):
+        cases += [RopeAttention("sanitize", 1, *sizes, dtype) for dtype in ("f16", "f32")]
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
     for reduce, block, bits in (
         ("heads", 1, False),

@@ -94,7 +94,7 @@ struct Block {
     simdgroup_matrix<float, 8, 8> values[kValueTiles][kQueryTiles];
   };
 
-  static void run(C keys, C values, device const T* q, device const uchar* mask_, device const int* key_range,
+  static void run(C keys, C values, device const T* q, device const uchar* mask, device const int* key_range,
                   device const uchar* sinks, device const T* gate, device T* output, device float* partials,
                   threadgroup Staged* staged, threadgroup Shared& shared, uint3 group, uint lane,
                   uint simdgroup, constant AttentionParams& params) {
@@ -107,7 +107,16 @@ struct Block {
       values.select(indices, queries.only, params);
     }
     stage(staged, q, queries, simdgroup * kSimdWidth + lane, params);
+    attend(keys, values, queries, mask, key_range, sinks, gate, output, partials, staged, shared, group, lane,
+           simdgroup, params);
+  }
 
+  // With queries that are staged.
+  static void attend(C keys, C values, Queries queries, device const uchar* mask_,
+                     device const int* key_range, device const uchar* sinks, device const T* gate,
+                     device T* output, device float* partials, threadgroup Staged* staged,
+                     threadgroup Shared& shared, uint3 group, uint lane, uint simdgroup,
+                     constant AttentionParams& params) {
     const MatrixPlace place(lane);
     const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
     const Mask mask = {mask_, mask_start(queries, params)};

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from torch import fx
 
 from ..fusion import Fusion
+from .attention import turn_in_attention
 from .fused import (
     add_in_operators,
     add_norms,
@@ -68,6 +69,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     join_rotations,
     write_into_cache,
     gate_in_attention,
+    turn_in_attention,
     logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
@@ -94,6 +96,7 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     choose_in_experts: "router_logits",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
+    turn_in_attention: "rope_attention_",
     join_elements: "pointwise",
     **{each: each.introduced for each in PASSES if isinstance(each, Fusion) and each.introduced},
 }

@@ -1,0 +1,89 @@
+"""The pass that lets attention turn a token: on its pattern, and with one thing changed."""
+
+import pytest
+import torch
+from support.graphs import computed, operators, recorded
+from support.models import assert_close
+from torch import Tensor
+
+from torch_moe_mps.transformers.graphs.passes import simplify
+
+ops = torch.ops.moe_mps
+HEADS, KEY_HEADS, WIDTH, KEYS = 4, 2, 16, 9
+COUNT = HEADS + 2 * KEY_HEADS
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+COS, SIN, NORM = random(1, 1, WIDTH), random(1, 1, WIDTH, seed=1), random(WIDTH)
+
+
+def turned(x: Tensor, keys: Tensor, values: Tensor, place: slice = slice(KEYS - 1, KEYS)) -> Tensor:
+    q, k, v = x.unflatten(-1, (COUNT, WIDTH)).split((HEADS, KEY_HEADS, KEY_HEADS), 2)
+    held = keys[:, :, place], values[:, :, place]
+    return ops.rope_cache_(q, k, v, *held, COS, SIN, NORM, NORM)
+
+
+def attend(x, keys, values):
+    return ops.attention(turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], 0.25, window=5)
+
+
+def a_gate(x, keys, values):
+    out = ops.attention(turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], 0.25)
+    return out * torch.sigmoid(x[..., : HEADS * WIDTH].view(1, 1, HEADS, WIDTH))
+
+
+def another_place(x, keys, values):
+    q = turned(x, keys, values, slice(KEYS - 2, KEYS - 1))
+    return ops.attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], 0.25)
+
+
+def queries_that_else_are_read(x, keys, values):
+    q = turned(x, keys, values)
+    return ops.attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], 0.25), q * 2
+
+
+def a_cache_that_is_read_between(x, keys, values):
+    q = turned(x, keys, values)
+    last = keys[:, :, KEYS - 1 : KEYS].exp()
+    return ops.attention(q, keys[:, :, :KEYS], values[:, :, :KEYS], 0.25), last
+
+
+def a_mask(x, keys, values):
+    mask = torch.ones(1, 1, 1, KEYS, dtype=torch.bool).tril()
+    return ops.attention(turned(x, keys, values), keys[:, :, :KEYS], values[:, :, :KEYS], 0.25, mask=mask)
+
+
+def other_keys(x, keys, values):
+    return ops.attention(turned(x, keys, values), values[:, :, :KEYS], values[:, :, :KEYS], 0.25)
+
+
+ONE, TWO = {"rope_attention_": 1}, {"rope_cache_": 1, "attention": 1}
+LEFT = {
+    attend: ONE,
+    a_gate: ONE,
+    another_place: TWO,
+    queries_that_else_are_read: TWO | {"mul": 1},
+    a_cache_that_is_read_between: TWO | {"exp": 1},
+    a_mask: TWO,
+    other_keys: TWO,
+}
+
+
+@pytest.mark.parametrize("function", LEFT, ids=lambda function: function.__name__)
+def test_what_is_left(function):
+    x = random(1, 1, COUNT * WIDTH)
+    caches = [random(1, KEY_HEADS, KEYS + 3, WIDTH, seed=seed) for seed in (3, 4)]
+    graph = recorded(function, x, *caches)
+    simplify(graph, frozenset({"pointwise"}))
+    left = operators(graph)
+    assert {name: n for name, n in left.items() if name not in ("ones", "tril")} == LEFT[function]
+    own, expected_caches = ([each.clone() for each in caches] for _ in range(2))
+    expected = function(x.clone(), *expected_caches)
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for result, each in zip(computed(graph, x, *own), expected, strict=True):
+        assert_close(result, each, 1e-5)
+    for result, each in zip(own, expected_caches, strict=True):
+        assert_close(result, each, 1e-6)

@@ -1,0 +1,51 @@
+// The rotary embedding of heads, for the kernels that turn them.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+
+#include "../shaders/params.h"
+#include "metal/encoder.h"
+
+namespace moe_mps {
+
+// q, k or v, and the buffers that a dispatch binds for it.
+struct Heads {
+  at::Tensor input;  // its heads are contiguous
+  OptionalTensor weight;
+  at::Tensor output;     // [B, heads, T or more, D], its heads are contiguous
+  int64_t output_start;  // the element that the first of the last T tokens begins with
+  RopeHeads params{};
+  bool vectorised;
+};
+
+// Those of x [B, T, heads, D].
+Heads heads_of(const at::Tensor& x, const OptionalTensor& weight, const at::Tensor& output, int64_t rotary);
+
+// The tables and what is the same for all heads. Without tables nothing turns: `x`, [B, T, ...], is bound in
+// place of them.
+struct Rotation {
+  Rotation(const at::Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, double eps,
+           double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last);
+
+  at::Tensor cos, sin;  // of the same strides
+  double eps, weight_offset;
+  std::string_view pairs;
+  int64_t rotary;
+  bool rotary_last;
+};
+
+// The keys, or the queries, are there.
+RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, const std::optional<Heads>& k,
+                       const std::optional<Heads>& v, const OptionalTensor& k_bias = std::nullopt);
+
+// The operator.
+at::Tensor rope_cache_(const OptionalTensor& q, const at::Tensor& k, const OptionalTensor& v,
+                       const at::Tensor& keys_, const OptionalTensor& values_, const OptionalTensor& cos,
+                       const OptionalTensor& sin, const OptionalTensor& q_weight,
+                       const OptionalTensor& k_weight, double eps, double weight_offset,
+                       std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last,
+                       bool norm_v, const OptionalTensor& v_weight, const OptionalTensor& k_bias);
+
+}  // namespace moe_mps
