@@ -7,7 +7,7 @@ from typing import Any
 
 import torch_moe_mps
 from torch_moe_mps import pipeline
-from torch_moe_mps.transformers.cache import QuantizedCache
+from torch_moe_mps.transformers.caches.cache import QuantizedCache
 
 DOCUMENT = Path(__file__).resolve().parent.parent / "docs" / "api.md"
 HEAD = """<!-- scripts/make_api.py writes this file -->
@@ -24,7 +24,7 @@ def public() -> dict[str, Any]:
     names = sorted(set(torch_moe_mps.__all__) - {"ops"})
     return {f"torch_moe_mps.{name}": getattr(torch_moe_mps, name) for name in names} | {
         "torch_moe_mps.pipeline.from_pretrained": pipeline.from_pretrained,
-        "torch_moe_mps.transformers.cache.QuantizedCache": QuantizedCache,
+        "torch_moe_mps.transformers.caches.cache.QuantizedCache": QuantizedCache,
     }
 
 

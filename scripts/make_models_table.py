@@ -83,8 +83,8 @@ that is known, and what is not known runs the model's own code. The columns are 
 TOKENS = """
 ## Tokens
 
-Of {count} architectures in the tables, {captured} have tokens that are captured. Those of
-continuous batching are for up to 8 requests at once, where transformers can batch a model.{others}
+Of {count} architectures in the tables, {captured} have tokens that are captured. Continuous batching,
+where transformers can batch a model, runs module by module.{others}
 """
 LAST = """
 Several Macs, as a pipeline: [distributed.md](distributed.md).

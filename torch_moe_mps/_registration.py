@@ -5,6 +5,7 @@ implementation "moe_mps" goes with the experts interface, and with the attention
 sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`.
 """
 
+import importlib
 import os
 import sys
 from typing import Any
@@ -25,9 +26,10 @@ def register_experts(module: Any) -> None:
 
 def register_gguf(module: Any) -> None:
     """Configs and tokenizers are read without the quantizers, which read weights."""
-    from .transformers.checkpoints import gguf_oss
+    from .transformers.families import GGUF
 
-    module.GGUF_CONFIG_ARCHS[gguf_oss.NAME] = gguf_oss.config
+    for architecture, reader in GGUF.items():
+        module.GGUF_CONFIG_ARCHS[architecture] = importlib.import_module(reader).config
 
 
 def register_quantizer(module: object) -> None:
@@ -37,7 +39,7 @@ def register_quantizer(module: object) -> None:
 def register_models(module: Any) -> None:
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-    from .transformers.attention import NAME, attention, batch_with_own_code
+    from .transformers.attention.attention import NAME, attention, batch_with_own_code
     from .transformers.checkpoints.saving import describe_when_saving
 
     module.AttentionInterface.register(NAME, attention)
@@ -46,14 +48,14 @@ def register_models(module: Any) -> None:
 
 
 def register_mtp(module: Any) -> None:
-    from .transformers.checkpoints.mtp import read_once
+    from .transformers.mtp import read_once
 
     if hasattr(module, "MtpModel"):  # older ones of transformers have none
         read_once(module.MtpModel)
 
 
 def register_mask(module: Any) -> None:
-    from .transformers.attention import NAME, attention_mask
+    from .transformers.attention.attention import NAME, attention_mask
 
     module.AttentionMaskInterface.register(NAME, attention_mask)
 

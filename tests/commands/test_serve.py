@@ -25,7 +25,7 @@ from torch_moe_mps.commands.generating import Generating
 from torch_moe_mps.commands.prompts import Prompts
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.commands.speculation import Speculation
-from torch_moe_mps.transformers.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,7 @@ import torch_moe_mps
 from torch_moe_mps._extension import COMMIT_BY_WORK, COMMIT_VARIABLE, _commit_interval
 from torch_moe_mps.ops._samples import packet, sample_arguments
 from torch_moe_mps.quantization import quantize
-from torch_moe_mps.transformers.attention import _is_long
+from torch_moe_mps.transformers.attention.attention import _is_long
 
 NORM = "fused_norm_add_scalar"  # one dispatch
 OPS = torch.ops.moe_mps

@@ -50,10 +50,10 @@ def rope() -> Calls:
     q, table = tensor(2, 3, 4, 64), tensor(1, 3, 16)
     alone = partial(ops.rope, q, None, table, table[:], pairs="interleaved", rotary_dim=32)
     yield "rope of q alone", alone
-    k, slots, norm = tensor(1, 1, 192)[..., :128], tensor(1, 300, 128)[:, :200], tensor(128)
+    k, slots, norm = tensor(1, 1, 1, 192)[..., :128], tensor(1, 1, 300, 128)[:, :, :200], tensor(128)
     queries = tensor(1, 32, 1, 128).transpose(1, 2)
-    keys = partial(ops.index_keys_, k, slots, norm, norm[:], EPS, tensor(1, 1, 64), tensor(1, 1, 64), queries)
-    yield "index_keys_", keys
+    keys = (queries, k, None, slots, None, tensor(1, 1, 64), tensor(1, 1, 64))
+    yield "rope_cache_ of an indexer", partial(ops.rope_cache_, *keys, k_weight=norm, k_bias=norm[:], eps=EPS)
     ids, inv_freq = torch.arange(6).view(2, 3).to("mps"), tensor(32, dtype=torch.float32)
     yield "rope_tables", partial(ops.rope_tables, ids, inv_freq, 1.0, torch.float16)
 
@@ -82,6 +82,12 @@ def index() -> Calls:
     q, k = tensor(1, 5, 4, 128), memory[:, :4100]
     options = {"reduce": "keys", "block": 128, "tail": 1, "as_bits": True}
     yield "index_topk of blocks", partial(ops.index_topk, q, k, None, 16, 1.0, **options)
+
+
+def sampling() -> Calls:
+    logits, draws = tensor(2, 3, 5000)[:, -1], tensor(2, 5000, dtype=torch.float32)
+    invalid = torch.zeros(2, dtype=torch.int32, device="mps")
+    yield "sample_ of two rows", partial(ops.sample_, logits, draws, invalid, 0.7, 20, 0.8, 0.05)
 
 
 def linear_attention() -> Calls:
@@ -272,8 +278,8 @@ rope of q alone
   rope_f16 grid 6x1x1 of 128x1x1
   0=A[0:3072] 1=A[0:3072] 2=A[0:3072] 3=B[0:96] 4=B[0:96] 5=C[0:3072] 6=C[0:3072] 7=C[0:3072] 8=C[0:3072]
     9=C[0:3072] 10=C[0:3072] 11=272 bytes
-index_keys_
-  index_keys_f16 grid 9x1x1 of 128x1x1
+rope_cache_ of an indexer
+  rope_centred_f16 grid 9x1x1 of 128x1x1
   0=A[0:8192] 1=B[0:384] 2=A[0:8192] 3=C[0:128] 4=D[0:128] 5=E[0:8192] 6=F[0:256] 7=F[0:256] 8=E[0:8192]
     9=G[50944:76800] 10=E[0:8192] 11=272 bytes
 rope_tables
@@ -289,20 +295,20 @@ rope_tables
 with sinks
   attention8_64_f16 grid 1x1x2 of 128x1x1
   0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=E[0:32] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048]
-    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=D[0:2048] 13=320 bytes
+    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=D[0:2048] 13=400 bytes
   threadgroup(0)=2048 bytes
 with a gate
   attention8_64_f16 grid 1x1x2 of 128x1x1
   0=A[0:2048] 1=B[0:76800] 2=C[0:51200] 3=D[0:2048] 4=D[0:2048] 5=D[0:2048] 6=D[0:2048] 7=D[0:2048]
-    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=E[128:4096] 13=320 bytes
+    8=D[0:2048] 9=D[0:2048] 10=D[0:2048] 11=D[0:2048] 12=E[128:4096] 13=400 bytes
   threadgroup(0)=2048 bytes
 over a long cache in 8 bits
   attention8_128_affine8_f16 grid 22x1x4 of 128x1x1
   0=A[0:1024] 1=B[0:2097152] 2=B[0:2097152] 3=C[0:4096] 4=D[0:1024] 5=D[0:1024] 6=E[0:45760] 7=F[0:65536]
-    8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=D[0:1024] 12=D[0:1024] 13=320 bytes
+    8=F[0:65536] 9=F[0:65536] 10=F[0:65536] 11=D[0:1024] 12=D[0:1024] 13=400 bytes
   threadgroup(0)=4096 bytes
   attention_merge_affine8_f16 grid 4x1x1 of 256x1x1
-  0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=D[0:1024] 4=320 bytes
+  0=E[0:45760] 1=D[0:1024] 2=D[0:1024] 3=D[0:1024] 4=400 bytes
   threadgroup(0)=4096 bytes
 writing a cache in 8 bits
   write_cache_quantized_affine8_f16 grid 3x1x1 of 128x1x1
@@ -329,6 +335,16 @@ index_topk of blocks
   0=A[0:5120] 1=B[0:1280000] 2=C[0:10320] 3=D[0:2640] 4=152 bytes
   index_select_f16 grid 5x4x1 of 1024x1x1
   0=D[0:2640] 1=C[0:10320] 2=C[0:10320] 3=152 bytes
+""",
+        )
+
+    def test_sampling(self):
+        self.assertExpectedInline(
+            self.encoded(sampling),
+            """\
+sample_ of two rows
+  sample_rows_f16 grid 2x1x1 of 1024x1x1
+  0=A[20000:60000] 1=B[0:40000] 2=C[0:8] 3=D[0:16] 4=40 bytes
 """,
         )
 
@@ -418,13 +434,13 @@ moe_weighted_reduce
             """\
 moe_router
   route8_f32 grid 5x1x1 of 32x1x1
-  0=A[0:5120] 1=B[0:1024] 2=A[0:5120] 3=C[0:160] 4=D[0:160] 5=80 bytes
+  0=A[0:5120] 1=B[0:1024] 2=A[0:5120] 3=C[0:160] 4=D[0:160] 5=84 bytes
 moe_router_topk_softmax
   route4_f16 grid 75x1x1 of 128x1x1
-  0=A[0:76800] 1=A[0:76800] 2=A[0:76800] 3=B[0:9600] 4=C[0:9600] 5=80 bytes
+  0=A[0:76800] 1=A[0:76800] 2=A[0:76800] 3=B[0:9600] 4=C[0:9600] 5=84 bytes
 fused_moe_routing
   route2_f16 grid 1x1x1 of 32x1x1
-  0=A[0:120] 1=A[0:120] 2=B[0:240] 3=C[0:16] 4=D[0:16] 5=80 bytes
+  0=A[0:120] 1=A[0:120] 2=B[0:240] 3=C[0:16] 4=D[0:16] 5=84 bytes
 router_logits
   logits_few_f32 grid 64x1x1 of 128x1x1
   0=A[0:4096] 1=B[0:1048576] 2=C[0:512] 3=D[0:256] 4=C[0:512] 5=44 bytes
@@ -438,12 +454,12 @@ moe_gate
   normed_logits_few_f32 grid 64x1x1 of 128x1x1
   0=A[0:5632] 1=B[0:1441792] 2=C[0:5632] 3=D[0:512] 4=D[0:512] 5=44 bytes
   route4_f32 grid 1x1x1 of 32x1x1
-  0=D[0:512] 1=D[0:512] 2=E[0:256] 3=F[0:32] 4=G[0:32] 5=80 bytes
+  0=D[0:512] 1=D[0:512] 2=E[0:256] 3=F[0:32] 4=G[0:32] 5=84 bytes
 moe_gate of many tokens
   normed_logits_many_f16 grid 4x258x1 of 128x1x1
   0=A[0:527360] 1=B[0:32768] 2=C[0:512] 3=D[0:263680] 4=D[0:263680] 5=44 bytes
   route2_f32 grid 258x1x1 of 128x1x1
-  0=D[0:263680] 1=D[0:263680] 2=E[0:128] 3=F[0:32960] 4=G[0:32960] 5=80 bytes
+  0=D[0:263680] 1=D[0:263680] 2=E[0:128] 3=F[0:32960] 4=G[0:32960] 5=84 bytes
 moe_compute_ids_tpe
   ids_by_expert_i32 grid 17x1x1 of 64x1x1
   0=A[0:160] 1=B[0:64] 2=C[0:2560] 3=D[0:12] 4=E[0:12] 5=16 bytes

@@ -62,9 +62,14 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     elements = q.numel() + k.numel()
     for label, weights in (("rope", ()), ("rope with QK-norm", (weight, weight))):
         yield label, functools.partial(torch.ops.moe_mps.rope, q, k, table, table, *weights), {}, elements
-    held = (k[:, :, 0], on_device(1, 20, 128, dtype=dtype), weight, weight, 1e-6)
-    call = functools.partial(torch.ops.moe_mps.index_keys_, *held, table, table, q)
-    yield "index_keys_", call, {}, q.numel() + k[:, :, 0].numel()
+    keys = k[:, :, :1], None, on_device(1, 1, 20, 128, dtype=dtype), None, table, table
+    norm = {"k_weight": weight, "k_bias": weight}
+    yield (
+        "rope_cache_",
+        functools.partial(torch.ops.moe_mps.rope_cache_, q, *keys, **norm),
+        {},
+        elements - 24 * 128,
+    )
     ids, inv_freq = torch.arange(8).view(1, 8).to("mps"), on_device(64)
     call = functools.partial(torch.ops.moe_mps.rope_tables, ids, inv_freq, 1.0, dtype)
     yield "rope_tables", call, {}, table.numel()
@@ -158,6 +163,16 @@ def index(dtype: torch.dtype) -> Iterator[Call]:
     q, k = on_device(1, 1, 4, 128, dtype=dtype), on_device(1, 2048, 128, dtype=dtype)
     call = functools.partial(torch.ops.moe_mps.index_topk, q, k, None, 4, 0.1, reduce="keys", block=128)
     yield "index_topk of blocks", call, {k: apple.Work("scores", 2048 * 4 * 128)}, 16
+
+
+def sampling(dtype: torch.dtype) -> Iterator[Call]:
+    """A token of a vocabulary as large as Qwen3's; the same where nothing limits what is drawn from."""
+    torch.manual_seed(0)
+    logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
+    invalid = torch.zeros(1, dtype=torch.int32, device="mps")
+    for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
+        call = functools.partial(torch.ops.moe_mps.sample_, logits, draws, invalid, *how)
+        yield f"sample_ of {label}", call, {}, logits.numel()
 
 
 def pooling(dtype: torch.dtype) -> Iterator[Call]:
@@ -274,6 +289,8 @@ def layer(label: str, tokens: int, experts: int, slots: int, dtype, matrices, *f
         on_device(tokens, slots),
         ids_of(tokens, slots, experts),
     )
+    if "logits" in options:
+        weights = ids = None
     pairs = tokens * slots
     work = {
         gate_up[0]: apple.Work("gate+up", pairs * 2 * INTERMEDIATE * HIDDEN),
@@ -325,6 +342,8 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
         yield layer(name, tokens, experts, slots, dtype, stack, name)
     norm = on_device(HIDDEN, dtype=dtype)
     yield layer(f"{name}, normed", 1, 32, 4, dtype, stack, name, norm_weight=norm)
+    routed = {"norm_weight": norm, "logits": on_device(1, 32, dtype=dtype), "top_k": 4}
+    yield layer(f"{name}, normed, chosen", 1, 32, 4, dtype, stack, name, **routed)
     yield from of_heads(dtype, torch.ops.moe_mps.heads_quantized, stack(4, 192, 512), name)
     matrix = [part if part is None else part[0] for part in stack(1, 4 * 512, 512)]
     x, streams = on_device(1, 512, dtype=dtype), on_device(1, 4, 512, dtype=dtype)
@@ -342,6 +361,7 @@ GROUPS = {
     "relative": (relative, ["attention_relative_{}", "attention_relative_affine8_{}"]),
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
+    "sampling": (sampling, ["sampling_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}", "expert_combine_{}"]),
@@ -366,6 +386,7 @@ KINDS = [
     "pointwise",
     "routing",
     "hash_router",
+    "sampling",
 ]
 KINDS += ["bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
@@ -525,8 +546,8 @@ rope
   rope_bf16: 68.00 58.00 slots an element, 60 registers, 128/128/832 threads
 rope with QK-norm
   rope_bf16: 87.75 77.75 slots an element, 60 registers, 128/128/832 threads
-index_keys_
-  index_keys_bf16: 70.10 60.10 slots an element, 61 registers, 128/128/832 threads
+rope_cache_
+  rope_centred_bf16: 70.10 60.10 slots an element, 61 registers, 128/128/832 threads
 rope_tables
   rope_tables_bf16: 39.50 35.50 slots an element, 9.5 registers, 64/64/1024 threads
 """,
@@ -670,6 +691,19 @@ not dispatched here
 """,
         )
 
+    def test_sampling(self):
+        self.assertExpectedInline(
+            costs("sampling", "bf16"),
+            """\
+sample_ of top-k and top-p
+  sample_rows_bf16: 17.06 16.02 slots an element, 31.5 registers, 1024/1024/1024 threads
+sample_ of top-p
+  sample_rows_bf16: 129.25 123.25 slots an element, 31.5 registers, 1024/1024/1024 threads
+sample_ of all
+  sample_rows_bf16: 44.43 42.43 slots an element, 31.5 registers, 1024/1024/1024 threads
+""",
+        )
+
     def test_index(self):
         self.assertExpectedInline(
             costs("index", "bf16"),
@@ -772,15 +806,15 @@ dense, 256 tokens, 4 of 32
             costs("routing", "bf16"),
             """\
 moe_router_topk_softmax of 64
-  route2_bf16: 128.25 127.25 slots an element, 25.5 registers, 32/-/1024 threads
+  route2_bf16: 128.25 127.25 slots an element, 24.5 registers, 32/-/1024 threads
 moe_router_topk_softmax of 128
-  route4_bf16: 89.91 88.91 slots an element, 33 registers, 32/-/1024 threads
+  route4_bf16: 89.91 88.91 slots an element, 32.5 registers, 32/-/1024 threads
 moe_router_topk_softmax of 256
   route8_bf16: 70.92 69.92 slots an element, 40 registers, 32/-/1024 threads
 moe_router_topk_softmax of 512
-  route16_bf16: 61.42 60.42 slots an element, 64.5 registers, 32/-/768 threads
+  route16_bf16: 61.42 60.42 slots an element, 64 registers, 32/-/832 threads
 moe_router_topk_softmax of 1024
-  route32_bf16: 71.05 70.05 slots an element, 112.5 registers, 32/-/448 threads
+  route32_bf16: 71.05 70.05 slots an element, 112 registers, 32/-/448 threads
 router_logits of 1
   logits_few_bf16: 11.47 10.47 slots a MAC, 46.5 registers, 128/-/1024 threads
 router_logits of 1, normed
@@ -865,6 +899,9 @@ affine4_64, 256 tokens, 4 of 32
 affine4_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine4_64_bf16: 7.23 6.14 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
+affine4_64, normed, chosen, 1 tokens, 4 of 32
+  matmul_rows_chosen8_affine4_64_bf16: 9.86 8.71 slots a MAC, 44.5 registers, 64/384/1024 threads
+  expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
 queries of latents, 1 tokens
   heads_columns_affine4_64_bf16: 6.77 6.56 slots a MAC, 45.5 registers, 256/384/1024 threads
 values of latents, 1 tokens
@@ -879,6 +916,7 @@ not dispatched here
   embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
   gemm32_split_affine4_64_bf16: 127 registers, -/384/384 threads
+  matmul_rows_chosen16_affine4_64_bf16: 66 registers, -/384/768 threads
 """,
         )
 
@@ -905,6 +943,9 @@ affine8_64, 256 tokens, 4 of 32
 affine8_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine8_64_bf16: 7.52 6.42 slots a MAC, 50.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
+affine8_64, normed, chosen, 1 tokens, 4 of 32
+  matmul_rows_chosen8_affine8_64_bf16: 9.90 8.74 slots a MAC, 50.5 registers, 64/384/1024 threads
+  expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
 queries of latents, 1 tokens
   heads_columns_affine8_64_bf16: 6.96 6.75 slots a MAC, 46.5 registers, 256/384/1024 threads
 values of latents, 1 tokens
@@ -919,6 +960,7 @@ not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
   gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
   gemm32_split_affine8_64_bf16: 116 registers, -/384/448 threads
+  matmul_rows_chosen16_affine8_64_bf16: 66 registers, -/384/768 threads
 """,
         )
 
@@ -945,6 +987,9 @@ mxfp4, 256 tokens, 4 of 32
 mxfp4, normed, 1 tokens, 4 of 32
   matmul_rows_normed_mxfp4_bf16: 8.38 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
+mxfp4, normed, chosen, 1 tokens, 4 of 32
+  matmul_rows_chosen8_mxfp4_bf16: 10.93 9.83 slots a MAC, 42 registers, 64/384/1024 threads
+  expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 queries of latents, 1 tokens
   heads_columns_mxfp4_bf16: 8.42 8.33 slots a MAC, 44 registers, 256/384/1024 threads
 values of latents, 1 tokens
@@ -959,6 +1004,7 @@ not dispatched here
   embedding_rows_mxfp4_bf16: 35 registers, -/-/1024 threads
   gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads
   gemm32_split_mxfp4_bf16: 121 registers, -/384/384 threads
+  matmul_rows_chosen16_mxfp4_bf16: 66 registers, -/384/768 threads
 """,
         )
 
@@ -1008,36 +1054,36 @@ affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 g
         self.assertExpectedInline(
             registers_of_formats("bf16", "q"),
             """\
-q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90 streams
-  49.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5 heads_rows_few 65 heads_columns 43
-  heads_columns_few 62.5
-q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 66.5 gemm32 92 streams
-  51.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5 heads_rows_few 68 heads_columns 45
-  heads_columns_few 64.5
-q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 85.5 gemm8 76 gemm32 106 streams
-  53.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5 heads_rows_few 67 heads_columns 62
-  heads_columns_few 96.5
-q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 gemm32 108 streams
-  55.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5 heads_rows_few 70 heads_columns 64
-  heads_columns_few 98.5
+q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90 chosen8
+  42 chosen16 66 streams 49.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5
+  heads_rows_few 65 heads_columns 43 heads_columns_few 62.5
+q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 66.5 gemm32 92 chosen8
+  44.5 chosen16 66 streams 51.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5
+  heads_rows_few 68 heads_columns 45 heads_columns_few 64.5
+q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 85.5 gemm8 76 gemm32 106 chosen8
+  43.5 chosen16 66 streams 53.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5
+  heads_rows_few 67 heads_columns 62 heads_columns_few 96.5
+q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 gemm32 108 chosen8
+  46.5 chosen16 66 streams 55.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5
+  heads_rows_few 70 heads_columns 64 heads_columns_few 98.5
 q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 88 gemm8 68.5 gemm32 94
-  streams 63.5 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few 69.5
-  heads_columns 44 heads_columns_few 63.5
-q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98 streams 68.5
-  gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few 89.5 heads_columns 45.5
-  heads_columns_few 65
-q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111 streams
-  56 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few 71 heads_columns 64.5
-  heads_columns_few 99
-q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 91.5 gemm8 72.5 gemm32 98 streams
-  60.5 gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5 heads_rows_few 73 heads_columns 46.5
-  heads_columns_few 66
-q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85 gemm32 115 streams
-  64.5 gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5 heads_rows_few 75 heads_columns 65.5
-  heads_columns_few 100
+  chosen8 47.5 chosen16 66 streams 63.5 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5
+  heads_rows_few 69.5 heads_columns 44 heads_columns_few 63.5
+q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98 chosen8 57.5
+  chosen16 66 streams 68.5 gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few
+  89.5 heads_columns 45.5 heads_columns_few 65
+q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111 chosen8
+  47.5 chosen16 66 streams 56 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few
+  71 heads_columns 64.5 heads_columns_few 99
+q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 91.5 gemm8 72.5 gemm32 98 chosen8
+  49.5 chosen16 66 streams 60.5 gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5
+  heads_rows_few 73 heads_columns 46.5 heads_columns_few 66
+q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85 gemm32 115 chosen8
+  51.5 chosen16 66 streams 64.5 gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5
+  heads_rows_few 75 heads_columns 65.5 heads_columns_few 100
 q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 77.5 gemm32 103
-  streams 63.5 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5 heads_rows_few 73.5
-  heads_columns 48.5 heads_columns_few 68
+  chosen8 50.5 chosen16 66 streams 63.5 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5
+  heads_rows_few 73.5 heads_columns 48.5 heads_columns_few 68
 """,
         )
 

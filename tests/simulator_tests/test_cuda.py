@@ -10,6 +10,7 @@ from measured.cases import experts
 from measured.cases.attention import Attention
 from measured.cases.experts import Experts, Linear
 from measured.cases.fused import (
+    ChosenExperts,
     Delta,
     FusedExperts,
     FusedLinear,
@@ -20,6 +21,7 @@ from measured.cases.fused import (
     Pointwise,
     PoolWindow,
     RopeCache,
+    RoutedExperts,
     SelectiveScan,
     Tailed,
 )
@@ -58,6 +60,7 @@ LIBRARIES += [
     "pooling_f16",
     "rope_f16",
     "routing_f16",
+    "sampling_f16",
 ]
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]
@@ -220,6 +223,8 @@ def some_cases() -> list:
         Norm("fused_residual_norm", 2, 512, "f32"),
         LayerNorm(2, 130, "f16"),
         FusedExperts("fused", "int4", "f16", 1, *SHAPE),
+        ChosenExperts("fused", "int4", "f16", 1, *SHAPE),
+        RoutedExperts("fused", "int4", "f16", 1, *SHAPE),
         FusedLinear("fused", "int8", "f16", 1, 512, 60),
         FusedLinear("fused", "int8", "f16", 3, 512, 60),
         Logits("fused", 1, 20, 130, "f16"),
@@ -288,6 +293,7 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
         families = {type(case).__name__ for case in main.all_cases(experts.SHAPE) if case.group == group}
         assert families >= {
             "FusedExperts",
+            "ChosenExperts",
             "FusedLinear",
             "Logits",
             "Hyper",

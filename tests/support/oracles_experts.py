@@ -122,8 +122,11 @@ def moe_experts(x, gate_up, down, ids, weights, options: dict, *, rounded_weight
 def moe_experts_of_rows(
     dtype, x: Estimate, gate_up, down, ids, weights, options: dict, *, rounded_weight=False
 ) -> Estimate:
-    """The same of inputs that are computed."""
-    rows, scales = x.value, exact(weights)
+    """The same of inputs that are computed, and of weights that may be."""
+    rows = x.value
+    scales, spread = (
+        weights if isinstance(weights, Estimate) else Estimate(exact(weights), np.zeros(weights.shape))
+    )
     biases = [options.get(name) for name in ("gate_up_bias", "down_bias")]
     gate_up_bias, down_bias = (None if bias is None else exact(bias) for bias in biases)
     value, variance = np.zeros_like(rows), np.zeros_like(rows)
@@ -134,7 +137,7 @@ def moe_experts_of_rows(
         out = add(multiply(hidden, down[e], dtype, rounded_weight), down_bias, e, dtype)
         scale = scales[t, k][:, None]
         np.add.at(value, t, scale * out.value)
-        np.add.at(variance, t, (scale * out.deviation) ** 2)
+        np.add.at(variance, t, (scale * out.deviation) ** 2 + (spread[t, k][:, None] * out.value) ** 2)
     deviation, size = np.sqrt(variance), abs(value)
     if options.get("shared_out") is not None:
         gate = np.ones(len(rows))

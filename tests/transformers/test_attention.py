@@ -26,9 +26,9 @@ from transformers.models.gemma2 import modeling_gemma2 as gemma2
 from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 
 import torch_moe_mps
-from torch_moe_mps.transformers.attention import attention, attention_mask
-from torch_moe_mps.transformers.modules.causal_mask import CausalMask
-from torch_moe_mps.transformers.modules.rules import pooled_indexer
+from torch_moe_mps.transformers.attention.attention import attention, attention_mask
+from torch_moe_mps.transformers.attention.causal_mask import CausalMask
+from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
 
 pytestmark = pytest.mark.one_schedule
 NAME = "moe_mps_test"
@@ -458,7 +458,7 @@ _NOT_TRIED = {"minimax"}  # a cache of its own
 )
 def test_memory_of_a_prompt_of_every_architecture(simulated, name, monkeypatch):
     # Whether a prompt is padded is asked of a mask's values, which there are none of here.
-    monkeypatch.setattr(pooled_indexer, "_is_padded", lambda mask, layer: False)
+    monkeypatch.setattr(kpool_indexer, "_is_padded", lambda mask, layer: False)
     model = tiny_models.tiny_model(name, **OF_A_PROMPT.get(name, {}))
     torch_moe_mps.accelerate(model)
     short, long = peak_of_a_prompt(model, 4096), peak_of_a_prompt(model, 32768)

@@ -21,9 +21,9 @@ from transformers.cache_utils import (
 from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VLSparseCacheLayer
 
 import torch_moe_mps
-from torch_moe_mps.transformers import growing
-from torch_moe_mps.transformers.cache import QuantizedCache, grow_cache, growing_class, pools_padding
-from torch_moe_mps.transformers.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.caches import growing
+from torch_moe_mps.transformers.caches.cache import QuantizedCache, grow_cache, growing_class, pools_padding
+from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 PLAIN = [
     (DynamicLayer, {}),

@@ -23,9 +23,9 @@ from transformers.masking_utils import (
 )
 
 import torch_moe_mps
-from torch_moe_mps.transformers.attention import NAME
-from torch_moe_mps.transformers.modules.causal_mask import CausalMask
-from torch_moe_mps.transformers.modules.mask_functions import order_of
+from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.attention.causal_mask import CausalMask
+from torch_moe_mps.transformers.attention.mask_functions import order_of
 
 CONFIG = GptOssConfig(
     num_hidden_layers=2, sliding_window=6, num_attention_heads=2, num_key_value_heads=1, head_dim=4

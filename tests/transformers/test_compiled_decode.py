@@ -7,7 +7,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 ALWAYS = ["qwen3_moe", "gpt_oss"]
 IN_THE_SWEEP = ["mixtral", "glm4_moe", "deepseek_v3", "gemma4", "qwen3_next"]

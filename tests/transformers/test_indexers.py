@@ -13,9 +13,9 @@ from transformers import DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
 
 import torch_moe_mps
+from torch_moe_mps.transformers.attention.indexer import indexer_forward, rewrite_indexer
 from torch_moe_mps.transformers.basics.state import state_of
 from torch_moe_mps.transformers.modules.rules.constants import constant
-from torch_moe_mps.transformers.modules.rules.indexer import indexer_forward, rewrite_indexer
 
 pytestmark = pytest.mark.one_schedule
 
@@ -78,8 +78,8 @@ def check_parts_on_mps(model, expected):
 
 def test_prompts_of_more_tokens_than_latents_take(simulated, monkeypatch):
     """Their keys and values are expanded; what is chosen becomes bits."""
-    monkeypatch.setattr("torch_moe_mps.transformers.attention.MOST_OF_LATENTS", 2)
-    monkeypatch.setattr("torch_moe_mps.transformers.attention._AT_ONCE", 5)
+    monkeypatch.setattr("torch_moe_mps.transformers.attention.attention.MOST_OF_LATENTS", 2)
+    monkeypatch.setattr("torch_moe_mps.transformers.attention.attention._AT_ONCE", 5)
     model = model_with("deepseek_v32", 5)
     expected, _ = in_parts(eager(copy.deepcopy(model)).double(), IDS, 1, 3)
     model = model.to("mps")
@@ -122,7 +122,7 @@ def test_chosen_blocks(device, block, monkeypatch):
     expected, _ = in_parts(own, ids, 1, 3)
     padded = output(own, ids, attention_mask=mask)
     model = model.to(device)
-    monkeypatch.setattr("torch_moe_mps.transformers.modules.chosen_keys._AT_ONCE", 50)
+    monkeypatch.setattr("torch_moe_mps.transformers.attention.chosen_keys._AT_ONCE", 50)
     report = torch_moe_mps.accelerate(model)
     assert "index_topk" in str(report)
     found, cache = in_parts(model, ids.to(device), 1, 3)
@@ -221,7 +221,7 @@ def model_of_pools(architecture: str, monkeypatch):
 @pytest.mark.parametrize("architecture", POOLED)
 def test_chosen_pools(simulated, architecture, monkeypatch):
     """Prompts, and tokens that close pools or do not; padded rows run the model's own code."""
-    monkeypatch.setattr("torch_moe_mps.transformers.modules.chosen_keys._AT_ONCE", 5)
+    monkeypatch.setattr("torch_moe_mps.transformers.attention.chosen_keys._AT_ONCE", 5)
     ids = torch.randint(1, 90, (2, 40), generator=torch.Generator().manual_seed(1))
     shown = torch.ones_like(ids)
     shown[0, :9] = 0

@@ -12,10 +12,10 @@ from torch import nn
 from transformers import DynamicCache, StaticCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers import attention, latents
-from torch_moe_mps.transformers.growing import latents_together
-from torch_moe_mps.transformers.latents import Expansion, Promised, expansion_of
-from torch_moe_mps.transformers.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.attention import attention, latents
+from torch_moe_mps.transformers.attention.latents import Expansion, Promised, expansion_of
+from torch_moe_mps.transformers.caches.growing import latents_together
+from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 pytestmark = pytest.mark.one_schedule
 

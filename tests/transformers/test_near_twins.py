@@ -34,8 +34,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 
 import torch_moe_mps
 from torch_moe_mps.transformers.install import is_rewritten, rewrite
-from torch_moe_mps.transformers.modules import rules
-from torch_moe_mps.transformers.modules.rules import trial
+from torch_moe_mps.transformers.modules.rules import MODULE_RULES, trial
 
 IDS = torch.randint(1, 90, (2, 22), generator=torch.Generator().manual_seed(0))
 
@@ -89,16 +88,16 @@ MORE = [
         (("index_block_size", 4), ("index_topk_blocks", 2)),
     ),
     Case(
-        *("pooled_indexer", "glm5_next", "model.language_model.layers.1.self_attn.indexer"),
+        *("kpool_indexer", "glm5_next", "model.language_model.layers.1.self_attn.indexer"),
         *(("index_topk", 4), "k_norm", (("index_kpool", 4), ("index_topk", 8))),
     ),
-    Case("pooled_indexer", "qwen4_exp", "model.layers.1.self_attn.indexer", ("block_topk", 2), "k_layernorm"),
+    Case("qsa_indexer", "qwen4_exp", "model.layers.1.self_attn.indexer", ("block_topk", 2), "k_layernorm"),
     Case(
         *("compressed_attention", "deepseek_v4", "model.layers.1.self_attn"),
         *(("compressor.kv_norm.variance_epsilon", 0.5), "kv_norm"),
     ),
 ]
-CHOOSE = ("indexer", "block_indexer", "pooled_indexer")
+CHOOSE = ("indexer", "block_indexer", "kpool_indexer", "qsa_indexer")
 IN_ACCELERATED = (*CHOOSE, "compressed_attention", "mlp")  # what runs elsewhere only as its own code
 
 
@@ -220,7 +219,7 @@ def layers_of_real_sizes() -> Iterator[tuple[str, nn.Module]]:
     yield "hyper_connection", DeepseekV4HyperConnection(DeepseekV4Config(hidden_size=8192))
     yield "indexer", DeepseekV32Indexer(DeepseekV32Config(hidden_size=8192), 0)
     yield "block_indexer", MiniMaxM3VLIndexer(MiniMaxM3VLTextConfig(hidden_size=8192), 3)
-    yield "pooled_indexer", Glm5NextTextIndexer(Glm5NextTextConfig(hidden_size=8192), 3)
+    yield "kpool_indexer", Glm5NextTextIndexer(Glm5NextTextConfig(hidden_size=8192), 3)
     yield "recurrent_layer", NemotronHMamba2Mixer(NemotronHConfig(), 0)
 
 
@@ -232,5 +231,6 @@ def test_layers_of_real_sizes(monkeypatch):
         found = [*layers_of_real_sizes()]
     for rule, module in found:
         forget()
-        assert getattr(rules, f"rewrite_{rule}")(module.eval()) is not None, (rule, type(module).__name__)
+        (rewrite_by,) = (each for each in MODULE_RULES if each.__name__ == f"rewrite_{rule}")
+        assert rewrite_by(module.eval()) is not None, (rule, type(module).__name__)
     assert torch.equal(torch.get_rng_state(), before)

@@ -12,7 +12,7 @@ from support import tiny_models
 from transformers import DynamicCache, StaticCache
 
 import torch_moe_mps
-from torch_moe_mps.transformers.prompt_cache import (
+from torch_moe_mps.transformers.caches.prompt_cache import (
     can_be_cut,
     fingerprint,
     kept_states,
@@ -160,7 +160,9 @@ def test_no_single_bit_of_a_file_changes_what_is_read(kind, tmp_path):
     draw, refused = random.Random(0), 0
     places = [draw.randrange(8 * header) for _ in range(1500)]
     places += [draw.randrange(8 * header, 8 * len(whole)) for _ in range(200)]
-    with mock.patch("torch_moe_mps.transformers.prompt_cache.fingerprint", return_value=fingerprint(model)):
+    with mock.patch(
+        "torch_moe_mps.transformers.caches.prompt_cache.fingerprint", return_value=fingerprint(model)
+    ):
         for place in places:
             damaged = bytearray(whole)
             damaged[place // 8] ^= 1 << place % 8

@@ -8,10 +8,9 @@ from torch import nn
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 
 import torch_moe_mps
+from torch_moe_mps.transformers.families.inkling import relative_bias
+from torch_moe_mps.transformers.families.inkling.relative_bias import BiasOfStates, makes_relative_bias
 from torch_moe_mps.transformers.install import rewrite
-from torch_moe_mps.transformers.modules import relative_bias
-from torch_moe_mps.transformers.modules.relative_bias import RelativeBias
-from torch_moe_mps.transformers.modules.rules.relative_bias import makes_relative_bias
 
 
 def module(cls=InklingRelativeLogits) -> nn.Module:
@@ -43,7 +42,7 @@ def test_elements():
         return (bias.to(torch.float64) * tau * 0.5).to(torch.float32)
 
     made = ours(states, queries, keys)
-    assert type(made) is RelativeBias and type(scaled(made)) is RelativeBias
+    assert type(made) is BiasOfStates and type(scaled(made)) is BiasOfStates
     for bias, expected in (
         (made, own(states, queries, keys)),
         (scaled(made), scaled(own(states, queries, keys))),
@@ -76,8 +75,8 @@ def test_inkling(simulated, at_once, monkeypatch):
     ids = torch.randint(1, 50, (2, 12), generator=torch.Generator().manual_seed(1)).to("mps")
     expected = in_parts(model, ids, 3, 1)[0]
     torch_moe_mps.accelerate(model)
-    made, elements = [], RelativeBias.elements
-    monkeypatch.setattr(RelativeBias, "elements", lambda bias: made.append(bias) or elements(bias))
+    made, elements = [], BiasOfStates.elements
+    monkeypatch.setattr(BiasOfStates, "elements", lambda bias: made.append(bias) or elements(bias))
     with simulated.trace() as commands:
         for ours, own in zip(in_parts(model, ids, 3, 1)[0], expected, strict=True):
             torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)

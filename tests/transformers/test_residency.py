@@ -10,8 +10,8 @@ from support import tiny_models
 from transformers import DynamicCache
 
 import torch_moe_mps
+from torch_moe_mps.transformers.basics.residency import MOVED
 from torch_moe_mps.transformers.capture.calls import captures_of
-from torch_moe_mps.transformers.residency import MOVED
 
 IDS = torch.arange(20)[None]
 

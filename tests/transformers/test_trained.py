@@ -13,7 +13,7 @@ from transformers import DynamicCache
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
-from torch_moe_mps.transformers.quantized_states import QuantizedStates
+from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 TOKENS = 12
 

@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from ..transformers.basics.shapes import call_on_shapes
-from ..transformers.cache import as_held
-from ..transformers.growing import room_behind, room_behind_window
+from ..transformers.caches.cache import as_held
+from ..transformers.caches.growing import room_behind, room_behind_window
 
 
 class KVCache:

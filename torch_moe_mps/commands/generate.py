@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from ..transformers.cache import pools_padding
+from ..transformers.caches.cache import pools_padding
 from .generating import Generating, at_ctrl_c
 from .prompts import Prompts, machine_memory
 from .results import check_writable

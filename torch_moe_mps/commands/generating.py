@@ -19,7 +19,7 @@ from transformers.generation import utils as generation
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
-from ..transformers.prompt_cache import new_cache, runs_on
+from ..transformers.caches.prompt_cache import new_cache, runs_on
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
 

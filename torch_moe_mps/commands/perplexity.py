@@ -211,7 +211,7 @@ class WithQuantizedCache:
         self.model, self.device = model, model.device
 
     def __call__(self, input_ids: Tensor) -> Any:
-        from ..transformers.cache import QuantizedCache
+        from ..transformers.caches.cache import QuantizedCache
 
         cache = QuantizedCache(self.model.config)
         return self.model(input_ids=input_ids, past_key_values=cache, use_cache=True)

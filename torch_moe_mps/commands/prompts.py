@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from transformers import DynamicCache
 
 from ..transformers.basics.interface import experts_of
-from ..transformers.checkpoints.sizes import top_k
-from ..transformers.prompt_cache import (
+from ..transformers.caches.prompt_cache import (
     can_be_cut,
     fingerprint,
     kept_states,
@@ -25,7 +24,8 @@ from ..transformers.prompt_cache import (
     prefix,
     save_prompt_cache,
 )
-from ..transformers.quantized_states import QuantizedStates
+from ..transformers.caches.quantized_states import QuantizedStates
+from ..transformers.checkpoints.sizes import top_k
 
 AT_ONCE = 2048  # tokens of a prompt
 # Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,

@@ -9,7 +9,7 @@ from transformers import DynamicCache
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
 from ..transformers.basics.state import Beside
-from ..transformers.prompt_cache import new_cache
+from ..transformers.caches.prompt_cache import new_cache
 from .prompts import Kept, Prompts
 from .sources import folder_of, loading_options, processes, tokenizer_of
 
@@ -111,7 +111,7 @@ def speculation_of(options: argparse.Namespace, model: Any, folder: str, device:
         )
     if options.draft is None:
         return Speculation({"prompt_lookup_num_tokens": options.prompt_lookup})
-    from ..transformers.checkpoints.loading import from_pretrained
+    from ..transformers.loading import from_pretrained
 
     draft_folder = folder_of(options.draft)
     draft = from_pretrained(draft_folder, device_map=device, **loading_options(options))

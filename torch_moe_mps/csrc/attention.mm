@@ -24,45 +24,91 @@ constexpr int64_t kMostKeyStride = int64_t(1) << 24;
 constexpr int64_t kRun = 8;  // elements of a dense head that a kernel loads at once, the most
 constexpr int64_t kWordsOfRun = 2;
 
+// Keys or values as the operator is given them.
+struct CacheArguments {
+  Tensor values;
+  OptionalTensor scales, biases;  // of quantised ones
+  OptionalTensor tail;
+};
+
+// The operator's arguments, as ops/attention.py describes them.
+struct AttentionArguments {
+  Tensor q;
+  CacheArguments k, v;
+  double scale;
+  OptionalTensor mask;
+  std::optional<int64_t> window;
+  OptionalTensor key_range;
+  std::optional<double> softcap;
+  OptionalTensor sinks;
+  OptionalTensor indices;
+  int64_t index_block;
+  OptionalTensor gate;
+  bool gate_is_softplus;
+  int64_t lookahead;
+  int64_t tail_rate, position;
+  OptionalTensor relative;
+  c10::ScalarType dtype;
+
+  // The same for a block of tokens.
+  AttentionArguments of_tokens(int64_t start, int64_t count) const {
+    AttentionArguments block = *this;
+    block.q = q.narrow(2, start, count);
+    if (mask) block.mask = mask->narrow(2, start, count);
+    if (gate) block.gate = gate->narrow(1, start, count);
+    if (mask) return block;
+    const int64_t visible = k.values.size(2) - (q.size(2) - start - count);
+    for (CacheArguments* cache : {&block.k, &block.v}) {
+      cache->values = cache->values.narrow(2, 0, visible);
+      if (!cache->scales) continue;
+      cache->scales = cache->scales->narrow(2, 0, visible);
+      cache->biases = cache->biases->narrow(2, 0, visible);
+    }
+    return block;
+  }
+};
+
+CacheRows rows_of(const Tensor& cache) {
+  return {uint64_t(cache.stride(0)), uint64_t(cache.stride(1)), uint64_t(cache.stride(2))};
+}
+
 // Keys or values as kernels read them.
 struct Cache {
   Tensor values;
-  OptionalTensor scales, biases;
+  OptionalTensor scales, biases, tail;
   CacheParams params{};
 
-  Cache(const Tensor& values_, const OptionalTensor& scales_, const OptionalTensor& biases_)
-      : values(rows_contiguous(values_)), scales(scales_), biases(biases_) {
+  explicit Cache(const CacheArguments& given)
+      : values(rows_contiguous(given.values)), scales(given.scales), biases(given.biases) {
     const bool near = values.stride(2) < kMostKeyStride;
     if (!near || (scales && !starts_aligned(values, kWordsOfRun)))
       values = values.clone(at::MemoryFormat::Contiguous);
-    params.batch_stride = values.stride(0);
-    params.head_stride = values.stride(1);
-    params.key_stride = values.stride(2);
+    params.values = rows_of(values);
     params.width = values.size(3);
     params.vectorised = params.width % kRun == 0 && starts_aligned(values, kRun);
-    if (!scales) return;
+    if (scales) set_scales();
+    if (given.tail && given.tail->numel() > 0) set_tail(rows_contiguous(*given.tail));
+  }
+
+  void set_scales() {
     params.width *= 4;
     if (scales->strides() != biases->strides() || scales->stride(3) != 1 ||
         scales->stride(2) >= kMostKeyStride) {
       scales = scales->contiguous();
       biases = biases->contiguous();
     }
-    set_scale_strides();
+    params.scales = rows_of(*scales);
     for (int64_t group = params.width / scales->size(3); group > 1; group /= 2) ++params.group_shift;
   }
 
-  void add_tail(const Tensor& tail) {
-    scales = rows_contiguous(tail);
-    if (scales->stride(2) >= kMostKeyStride) scales = scales->contiguous();
-    set_scale_strides();
-    params.vectorised = params.vectorised && starts_aligned(*scales, kRun);
+  void set_tail(const Tensor& given) {
+    tail = given.stride(2) < kMostKeyStride ? given : given.contiguous();
+    params.tail = rows_of(*tail);
+    params.vectorised = params.vectorised && starts_aligned(*tail, kRun);
   }
 
-  void set_scale_strides() {
-    params.scales_batch_stride = scales->stride(0);
-    params.scales_head_stride = scales->stride(1);
-    params.scales_key_stride = scales->stride(2);
-  }
+  // What the kernel's file reads beside the values.
+  const OptionalTensor& beside() const { return tail ? tail : scales; }
 };
 
 void set_mask(AttentionParams& params, const OptionalTensor& mask, std::optional<int64_t> window,
@@ -86,11 +132,9 @@ void set_mask(AttentionParams& params, const OptionalTensor& mask, std::optional
   params.mask_key_stride = mask->stride(3);
 }
 
-// In place of a mask.
 void set_relative(AttentionParams& params, const Tensor& relative) {
-  params.mask_batch_stride = relative.stride(0);
-  params.mask_token_stride = relative.stride(1);
-  params.mask_head_stride = relative.stride(2) * (params.heads / params.key_heads);
+  params.relative_batch_stride = relative.stride(0);
+  params.relative_token_stride = relative.stride(1);
   params.relative_head_stride = relative.stride(2);
   params.relative_extent = relative.size(3);
 }
@@ -102,63 +146,44 @@ void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) 
   params.index_block = block;
 }
 
-Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double scale,
-                 const OptionalTensor& mask, std::optional<int64_t> window, const OptionalTensor& key_range_,
-                 std::optional<double> softcap, const OptionalTensor& sinks_, const OptionalTensor& k_scales,
-                 const OptionalTensor& k_biases, const OptionalTensor& v_scales,
-                 const OptionalTensor& v_biases, const OptionalTensor& indices_, int64_t index_block,
-                 const OptionalTensor& gate_, std::string_view gate_activation, int64_t lookahead,
-                 const OptionalTensor& k_tail, const OptionalTensor& v_tail, int64_t tail_rate,
-                 int64_t position, const OptionalTensor& relative_, std::optional<c10::ScalarType> dtype) {
-  const int64_t batch = q_.size(0), heads = q_.size(1), tokens = q_.size(2), stored = k_.size(2);
-  const int64_t tail_keys = k_tail ? k_tail->size(2) : 0;
-  const int64_t selected = indices_ ? indices_->size(3) * index_block : tail_keys;
+Tensor attend(const AttentionArguments& given) {
+  const int64_t batch = given.q.size(0), heads = given.q.size(1), tokens = given.q.size(2);
+  const int64_t key_heads = given.k.values.size(1), stored = given.k.values.size(2);
+  const bool has_tail = given.k.tail.has_value();
+  const int64_t tail_keys = has_tail ? given.k.tail->size(2) : 0;
+  const int64_t selected = given.indices ? given.indices->size(3) * given.index_block : tail_keys;
   const int64_t tail_slots = tail_keys > 0 ? selected : 0;
-  const int64_t keys = k_tail                   ? tail_slots + std::min(window.value_or(stored), stored)
-                       : indices_ && stored > 0 ? selected
-                                                : stored;
-  const int64_t value_width = v_.size(3) * (v_scales ? 4 : 1);
-  const auto output_dtype = dtype.value_or(q_.scalar_type());
-  Tensor output = at::empty({batch, tokens, heads, value_width}, q_.options().dtype(output_dtype));
+  const int64_t keys = has_tail ? tail_slots + std::min(given.window.value_or(stored), stored)
+                       : given.indices && stored > 0 ? selected
+                                                     : stored;
+  const int64_t value_width = given.v.values.size(3) * (given.v.scales ? 4 : 1);
+  Tensor output = at::empty({batch, tokens, heads, value_width}, given.q.options().dtype(given.dtype));
   if (output.numel() == 0) return output;
   if (keys == 0) return output.zero_();
   // Keys that the last token sees, and that a token sees on average.
-  const double most = mask || selected > 0 ? keys : std::min(keys, window.value_or(keys));
-  const double seen = mask || selected > 0 ? keys : std::min(most, keys - 0.5 * (tokens - 1));
+  const bool in_order = !given.mask && selected == 0;
+  const double most = in_order ? std::min(keys, given.window.value_or(keys)) : keys;
+  const double seen = in_order ? std::min(most, keys - 0.5 * (tokens - 1)) : keys;
   const double slots = kSlotsOfAttention * static_cast<double>(batch * heads * tokens) * seen *
-                       static_cast<double>(q_.size(3) + value_width);
-  const bool is_simple = selected == 0 && !relative_ && lookahead == 0 && (!sinks_ || sinks_->dim() == 1);
+                       static_cast<double>(given.q.size(3) + value_width);
+  const bool is_simple =
+      selected == 0 && !given.relative && given.lookahead == 0 && (!given.sinks || given.sinks->dim() == 1);
   const int64_t at_once =
       is_simple && is_too_long(slots) ? tokens_at_once(tokens, slots * most / seen) : tokens;
   if (at_once < tokens) {
     std::vector<Tensor> blocks;
     for (int64_t start = 0; start < tokens; start += at_once) {
-      const int64_t count = std::min(at_once, tokens - start), behind = tokens - start - count;
-      const auto rows = [&](const OptionalTensor& all, int64_t dim) {
-        return all ? std::optional(all->narrow(dim, start, count)) : std::nullopt;
-      };
-      const auto visible = [&](const Tensor& all) { return mask ? all : all.narrow(2, 0, stored - behind); };
-      const auto visible_or = [&](const OptionalTensor& all) {
-        return all ? std::optional(visible(*all)) : std::nullopt;
-      };
-      blocks.push_back(attention(q_.narrow(2, start, count), visible(k_), visible(v_), scale, rows(mask, 2),
-                                 window, key_range_, softcap, sinks_, visible_or(k_scales),
-                                 visible_or(k_biases), visible_or(v_scales), visible_or(v_biases),
-                                 std::nullopt, index_block, rows(gate_, 1), gate_activation, 0, std::nullopt,
-                                 std::nullopt, tail_rate, position, std::nullopt, dtype));
+      blocks.push_back(attend(given.of_tokens(start, std::min(at_once, tokens - start))));
     }
     return at::cat(blocks, 1);
   }
-  const Tensor q = rows_contiguous(q_);
-  Cache k(k_, k_scales, k_biases), v(v_, v_scales, v_biases);
-  if (tail_keys > 0) {
-    k.add_tail(*k_tail);
-    v.add_tail(*v_tail);
-  }
-  const OptionalTensor key_range = contiguous(key_range_), sinks = contiguous(sinks_);
-  const OptionalTensor indices = rows_contiguous(indices_);
-  const OptionalTensor relative = rows_contiguous(relative_);
-  const OptionalTensor gate = rows_contiguous(gate_);
+  const Tensor q = rows_contiguous(given.q);
+  const Cache k(given.k), v(given.v);
+  const OptionalTensor& mask = given.mask;
+  const OptionalTensor key_range = contiguous(given.key_range), sinks = contiguous(given.sinks);
+  const OptionalTensor indices = rows_contiguous(given.indices);
+  const OptionalTensor relative = rows_contiguous(given.relative);
+  const OptionalTensor gate = rows_contiguous(given.gate);
 
   AttentionParams params{};
   params.k = k.params;
@@ -168,36 +193,36 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   params.q_token_stride = q.stride(2);
   params.tokens = tokens;
   params.heads = heads;
-  params.key_heads = k_.size(1);
+  params.key_heads = key_heads;
   params.keys = keys;
   params.indexed_keys = stored;
   params.tail_keys = tail_keys;
   params.tail_slots = tail_slots;
-  params.tail_rate = tail_rate;
-  params.position = position;
-  if (!k_tail) set_mask(params, mask, window, lookahead);
-  if (indices) set_indices(params, *indices, index_block);
+  params.tail_rate = given.tail_rate;
+  params.position = given.position;
+  if (!has_tail) set_mask(params, mask, given.window, given.lookahead);
+  if (indices) set_indices(params, *indices, given.index_block);
   if (relative) set_relative(params, *relative);
   params.gate = token_strides(gate);
   if (gate) {
     params.gate_width = gate->size(3);
-    params.gate_is_softplus = gate_activation == "softplus";
+    params.gate_is_softplus = given.gate_is_softplus;
   }
-  params.output_is_float = output_dtype == at::kFloat;
+  params.output_is_float = given.dtype == at::kFloat;
   params.has_key_range = key_range.has_value();
   params.sinks = !sinks ? SINKS_NONE : sinks->dim() == 1 ? SINKS_OF_HEADS : SINKS_OF_TOKENS;
   params.sinks_dtype = dtype_code(sinks);
   params.rows = batch * tokens * heads;
-  params.scale = static_cast<float>(scale);
-  params.softcap = static_cast<float>(softcap.value_or(0.0));
+  params.scale = static_cast<float>(given.scale);
+  params.softcap = static_cast<float>(given.softcap.value_or(0.0));
 
-  const char* const file = k_tail     ? "attention_tailed"
+  const char* const file = has_tail   ? "attention_tailed"
                            : indices  ? "attention_selected"
                            : relative ? "attention_relative"
                                       : "attention";
   const AttentionPlan plan =
-      plan_attention({batch, tokens, heads, k_.size(1), keys - params.first_key, params.k.width, value_width,
-                      file, !mask && !relative && !k_scales && q.element_size() == 2},
+      plan_attention({batch, tokens, heads, key_heads, keys - params.first_key, params.k.width, value_width,
+                      file, !mask && !relative && !k.scales && q.element_size() == 2},
                      gpu_cores());
   params.chunk = plan.chunk;
   params.chunks = plan.chunks;
@@ -208,7 +233,7 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   }
 
   const Library library =
-      k_scales ? quantized_attention_library(q.scalar_type()) : Library{"attention", q.scalar_type()};
+      k.scales ? quantized_attention_library(q.scalar_type()) : Library{"attention", q.scalar_type()};
   Library of_block = library;
   of_block.file = file;
   Commands commands;
@@ -220,9 +245,9 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
       .bind_or(sinks, output)
       .bind(output)
       .bind_or(partials, output)
-      .bind_strided_or(k.scales, output)
+      .bind_strided_or(k.beside(), output)
       .bind_strided_or(k.biases, output)
-      .bind_strided_or(v.scales, output)
+      .bind_strided_or(v.beside(), output)
       .bind_strided_or(v.biases, output)
       .bind_strided_or(selected > 0 && indices ? indices : key_range, output)
       .bind_strided_or(gate, output)
@@ -245,13 +270,38 @@ Tensor attention(const Tensor& q_, const Tensor& k_, const Tensor& v_, double sc
   return output;
 }
 
+// In the order of the schema.
+Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const OptionalTensor& mask,
+                 std::optional<int64_t> window, const OptionalTensor& key_range,
+                 std::optional<double> softcap, const OptionalTensor& sinks, const OptionalTensor& k_scales,
+                 const OptionalTensor& k_biases, const OptionalTensor& v_scales,
+                 const OptionalTensor& v_biases, const OptionalTensor& indices, int64_t index_block,
+                 const OptionalTensor& gate, std::string_view gate_activation, int64_t lookahead,
+                 const OptionalTensor& k_tail, const OptionalTensor& v_tail, int64_t tail_rate,
+                 int64_t position, const OptionalTensor& relative, std::optional<c10::ScalarType> dtype) {
+  return attend({q,
+                 {k, k_scales, k_biases, k_tail},
+                 {v, v_scales, v_biases, v_tail},
+                 scale,
+                 mask,
+                 window,
+                 key_range,
+                 softcap,
+                 sinks,
+                 indices,
+                 index_block,
+                 gate,
+                 gate_activation == "softplus",
+                 lookahead,
+                 tail_rate,
+                 position,
+                 relative,
+                 dtype.value_or(q.scalar_type())});
+}
+
 // Whether torch's attention would take the GPU for too long at once, with so many multiply-adds.
 bool is_long(double products) {
   return is_too_long(kSlotsOfAttention * products / 2);
-}
-
-CacheRows rows_of(const Tensor& cache) {
-  return {uint64_t(cache.stride(0)), uint64_t(cache.stride(1)), uint64_t(cache.stride(2))};
 }
 
 void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,

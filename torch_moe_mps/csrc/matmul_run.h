@@ -11,6 +11,7 @@
 #include "metal/encoder.h"
 #include "metal/library.h"
 #include "norms.h"
+#include "routing.h"
 
 namespace moe_mps {
 
@@ -56,5 +57,10 @@ at::Tensor project_slots(const at::Tensor& x, const MatrixStack& matrix, const a
 at::Tensor apply_experts(const at::Tensor& x, const std::optional<InputNorm>& norm,
                          const MatrixStack& gate_up, const MatrixStack& down, const at::Tensor& ids,
                          const Activation& activation, const ExpertSum& sum);
+
+// The same with the weights and ids that a router chooses, for one token within the first matmul.
+at::Tensor apply_experts(const at::Tensor& x, const std::optional<InputNorm>& norm,
+                         const MatrixStack& gate_up, const MatrixStack& down, const Router& router,
+                         const Activation& activation, ExpertSum sum);
 
 }  // namespace moe_mps

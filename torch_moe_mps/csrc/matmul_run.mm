@@ -54,6 +54,15 @@ bool can_norm(const std::optional<InputNorm>& norm, const Tensor& x, const Matri
          is_aligned(norm->weight);
 }
 
+// Whether the kernel of the first matmul can choose the experts. There is one for each format: with a norm if
+// the format's kernels can have one.
+bool can_choose(const Router& router, const Tensor& x, const std::optional<InputNorm>& norm,
+                const MatrixStack& matrix) {
+  return x.size(0) == 1 && matrix.experts <= kMaxChosenExperts &&
+         can_norm(norm, x, matrix) == matrix.norms_inputs &&
+         (router.params.wide_logits != 0 || router.logits.scalar_type() == matrix.library.dtype);
+}
+
 void set_norm(MatmulParams& params, const InputNorm& norm) {
   params.norm_eps = static_cast<float>(norm.eps);
   params.norm_offset = static_cast<float>(norm.offset);
@@ -162,6 +171,23 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
       .params(params);  // x stands in for a residual
   if (step.norms_inputs) command.bind(norm->weight);
   run.launch(run.bind_buckets(command), step);
+}
+
+// Adds the first matmul of experts that it chooses itself. It writes run.ids and `weights`.
+void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
+                const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
+                const Router& router, const Tensor& weights, const Tensor& out) {
+  ChosenParams params{matmul_params(x, matrix, run.ids, activation, false), router.params};
+  if (step.norms_inputs) set_norm(params.matmul, *norm);
+  Command& command = commands.add(matrix.library, step.kernel);
+  bind_matmul(command, x, matrix, run.ids, out, run.ids.numel())
+      .bind(router.logits)
+      .bind_or(router.bias, x)
+      .bind_or(router.scale, x)
+      .bind(weights)
+      .params(params)
+      .bind(step.norms_inputs ? norm->weight : x);
+  run.launch(command, step);
 }
 
 // Adds the second matmul with the weighted sum over a token's experts.
@@ -295,7 +321,7 @@ void project_slots_into(const Tensor& out, const Tensor& x_, const MatrixStack& 
 
 void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional<InputNorm>& norm,
                         const MatrixStack& gate_up, const MatrixStack& down_, const Tensor& ids_,
-                        const Activation& activation, const ExpertSum& sum) {
+                        const Activation& activation, const ExpertSum& sum, const Router* router) {
   const double most = std::max(slots_of(gate_up, ids_.numel()), slots_of(down_, ids_.numel()));
   const int64_t tokens = ids_.size(0), at_once = tokens_at_once(tokens, most);
   for (int64_t start = 0; at_once < tokens && start < tokens; start += at_once) {
@@ -304,7 +330,7 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
                             rows_of(sum.shared_out, start, count), rows_of(sum.residual, start, count),
                             sum.gate_is_logit};
     apply_experts_into(out.narrow(0, start, count), x_.narrow(0, start, count), norm, gate_up, down_,
-                       ids_.narrow(0, start, count), activation, of_some);
+                       ids_.narrow(0, start, count), activation, of_some, nullptr);
   }
   if (at_once < tokens) return;
   Commands commands;
@@ -316,6 +342,7 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
   shape.first_on_tensor_units = on_tensor_units(gate_up, shape.pairs());
   shape.second_on_tensor_units = on_tensor_units(down_, shape.pairs());
   shape.normed = can_norm(norm, given, gate_up);
+  shape.chosen = router != nullptr;
   const MatrixStack down = bindable(down_, given);
   const MatmulPlan plan = plan_experts(shape, gpu_cores());
   const Run run(plan, ids, shape.experts);
@@ -330,7 +357,11 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
         add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles);
         break;
       case MatmulWork::kFirst:
-        add_matmul(commands, run, step, x, norm, gate_up, activation, false, false, hidden);
+        if (router != nullptr) {
+          add_chosen(commands, run, step, x, norm, gate_up, activation, *router, sum.weights, hidden);
+        } else {
+          add_matmul(commands, run, step, x, norm, gate_up, activation, false, false, hidden);
+        }
         break;
       case MatmulWork::kSecond:
         add_second(commands, run, step, hidden, down, sum, out);
@@ -359,7 +390,19 @@ Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, cons
                      const MatrixStack& down, const Tensor& ids, const Activation& activation,
                      const ExpertSum& sum) {
   Tensor out = at::empty(x.sizes(), x.options());
-  if (out.numel() > 0) apply_experts_into(out, x, norm, gate_up, down, ids, activation, sum);
+  if (out.numel() > 0) apply_experts_into(out, x, norm, gate_up, down, ids, activation, sum, nullptr);
+  return out;
+}
+
+Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, const MatrixStack& gate_up,
+                     const MatrixStack& down, const Router& router, const Activation& activation,
+                     ExpertSum sum) {
+  Tensor out = at::empty(x.sizes(), x.options());
+  if (out.numel() == 0) return out;
+  const bool chooses = can_choose(router, x, norm, gate_up) && !is_empty(down);
+  const auto [weights, ids] = chooses ? empty_routing(router) : route(router);
+  sum.weights = weights;
+  apply_experts_into(out, x, norm, gate_up, down, ids, activation, sum, chooses ? &router : nullptr);
   return out;
 }
 

@@ -1,3 +1,5 @@
+#include "routing.h"
+
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/linear.h>
@@ -17,7 +19,6 @@ namespace moe_mps {
 namespace {
 
 using at::Tensor;
-using Routing = std::tuple<Tensor, Tensor>;  // weights, ids
 
 // The smallest normal float16: the floor of the sum in moe_router_topk_softmax.
 constexpr double kSoftmaxNormMin = 6.103515625e-05;
@@ -63,38 +64,19 @@ int64_t experts_per_lane(int64_t experts) {
   return count;
 }
 
-Routing route(const Tensor& logits_, const OptionalTensor& bias_, const OptionalTensor& scale_,
-              RouterParams params) {
-  // From this many rows, the GPU is full, and threadgroups of one simdgroup cost more than larger ones. Not
-  // measured.
-  constexpr int64_t kManyRows = 256;
-  const Tensor logits = logits_.contiguous();
-  const OptionalTensor bias = contiguous(bias_), scale = contiguous(scale_);
-  const Routing result = empty_routing(logits, logits.sizes().slice(0, logits.dim() - 1), params.top_k);
-  const auto& [weights, ids] = result;
-  if (weights.numel() == 0) return result;
-  const int64_t experts = logits.size(-1);
-  const int64_t rows = logits.numel() / experts;
-  params.rows = rows;
-  params.experts = experts;
-  params.vectorised = rows_start_aligned(experts, {logits});
-  params.has_bias = bias.has_value();
-  params.bias_dtype = dtype_code(bias);
-  params.has_scale = scale.has_value();
-  params.scale_dtype = dtype_code(scale);
-
-  const int64_t rows_per_group = rows < kManyRows ? 1 : 4;
-  Commands commands;
-  commands.add({"routing", logits.scalar_type()}, "route" + std::to_string(experts_per_lane(experts)))
-      .bind(logits)
-      .bind_or(bias, logits)
-      .bind_or(scale, logits)
-      .bind(weights)
-      .bind(ids)
-      .params(params)
-      .threadgroups({NSUInteger(ceil_div(rows, rows_per_group))}, {NSUInteger(rows_per_group * kSimdWidth)});
-  commands.encode();
-  return result;
+Router router_with(const Tensor& logits_, const OptionalTensor& bias, const OptionalTensor& scale,
+                   RouterParams params) {
+  Router router{logits_.contiguous(), contiguous(bias), contiguous(scale), params};
+  const Tensor& logits = router.logits;
+  router.params.experts = logits.size(-1);
+  router.params.rows = logits.numel() / logits.size(-1);
+  router.params.vectorised = rows_start_aligned(logits.size(-1), {logits});
+  router.params.wide_logits = logits.scalar_type() == at::kFloat;
+  router.params.has_bias = bias.has_value();
+  router.params.bias_dtype = dtype_code(bias);
+  router.params.has_scale = scale.has_value();
+  router.params.scale_dtype = dtype_code(scale);
+  return router;
 }
 
 Routing moe_router(const Tensor& logits, int64_t top_k, std::string_view scoring, const OptionalTensor& bias,
@@ -102,26 +84,20 @@ Routing moe_router(const Tensor& logits, int64_t top_k, std::string_view scoring
                    std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob,
                    double norm_eps, double norm_min, double scaling_factor,
                    const OptionalTensor& per_expert_scale) {
-  RouterParams params = plain_router(scoring_code(scoring), top_k);
-  params.bias_on_logits = bias_on_logits;
-  params.groups = num_groups;
-  params.top_groups = top_groups;
-  params.group_score_is_max = group_score == "max";
-  params.has_masked_score = masked_score.has_value();
-  params.masked_score = static_cast<float>(masked_score.value_or(0.0));
-  params.scaling_factor = static_cast<float>(scaling_factor);
-  if (norm_topk_prob) set_normalisation(params, norm_eps, norm_min);
-  return route(logits, bias, per_expert_scale, params);
+  return route(router_of(logits, top_k, scoring, bias, num_groups, top_groups, group_score, masked_score,
+                         bias_on_logits, norm_topk_prob, norm_eps, norm_min, scaling_factor,
+                         per_expert_scale));
 }
 
 Routing moe_router_topk_softmax(const Tensor& logits, int64_t top_k, bool norm_topk_prob) {
   RouterParams params = plain_router(SCORING_SOFTMAX, top_k);
   if (norm_topk_prob) set_normalisation(params, 0.0, kSoftmaxNormMin);
-  return route(logits, std::nullopt, std::nullopt, params);
+  return route(router_with(logits, std::nullopt, std::nullopt, params));
 }
 
 Routing fused_moe_routing(const Tensor& logits, const Tensor& per_expert_scale, int64_t top_k) {
-  return route(logits, std::nullopt, per_expert_scale, plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k));
+  return route(
+      router_with(logits, std::nullopt, per_expert_scale, plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k)));
 }
 
 // The router's matmul, and moe_gate
@@ -203,7 +179,7 @@ Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor
                                   input_norm(norm_weight, eps, 0.0), std::nullopt, at::kFloat);
   RouterParams params = plain_router(SCORING_SOFTMAX_AFTER_TOPK, top_k);
   params.normalise_scaled = renormalize_after_scale;
-  return route(logits, std::nullopt, per_expert_scale, params);
+  return route(router_with(logits, std::nullopt, per_expert_scale, params));
 }
 
 Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& table_, const Tensor& tokens_,
@@ -242,6 +218,50 @@ Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& tab
 }
 
 }  // namespace
+
+Router router_of(const Tensor& logits, int64_t top_k, std::string_view scoring, const OptionalTensor& bias,
+                 int64_t num_groups, int64_t top_groups, std::string_view group_score,
+                 std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob,
+                 double norm_eps, double norm_min, double scaling_factor,
+                 const OptionalTensor& per_expert_scale) {
+  RouterParams params = plain_router(scoring_code(scoring), top_k);
+  params.bias_on_logits = bias_on_logits;
+  params.groups = num_groups;
+  params.top_groups = top_groups;
+  params.group_score_is_max = group_score == "max";
+  params.has_masked_score = masked_score.has_value();
+  params.masked_score = static_cast<float>(masked_score.value_or(0.0));
+  params.scaling_factor = static_cast<float>(scaling_factor);
+  if (norm_topk_prob) set_normalisation(params, norm_eps, norm_min);
+  return router_with(logits, bias, per_expert_scale, params);
+}
+
+Routing empty_routing(const Router& router) {
+  return empty_routing(router.logits, router.logits.sizes().slice(0, router.logits.dim() - 1),
+                       router.params.top_k);
+}
+
+Routing route(const Router& router) {
+  // From this many rows, the GPU is full, and threadgroups of one simdgroup cost more than larger ones. Not
+  // measured.
+  constexpr int64_t kManyRows = 256;
+  const Routing result = empty_routing(router);
+  const auto& [weights, ids] = result;
+  if (weights.numel() == 0) return result;
+  const Tensor& logits = router.logits;
+  const int64_t rows = router.params.rows, rows_per_group = rows < kManyRows ? 1 : 4;
+  Commands commands;
+  commands.add({"routing", logits.scalar_type()}, "route" + std::to_string(experts_per_lane(logits.size(-1))))
+      .bind(logits)
+      .bind_or(router.bias, logits)
+      .bind_or(router.scale, logits)
+      .bind(weights)
+      .bind(ids)
+      .params(router.params)
+      .threadgroups({NSUInteger(ceil_div(rows, rows_per_group))}, {NSUInteger(rows_per_group * kSimdWidth)});
+  commands.encode();
+  return result;
+}
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<moe_router>(m, "moe_router");

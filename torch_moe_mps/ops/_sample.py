@@ -107,6 +107,12 @@ class Sample:
         return {"x": self.values(1, self.H), "ids": ids, "weights": weights}
 
     @property
+    def routed(self) -> dict[str, Any]:
+        """One token, whose experts its logits choose."""
+        none = {"ids": None, "weights": None}
+        return {"x": self.values(1, self.H), "logits": self.values(1, self.E), "top_k": K, **none}
+
+    @property
     def shared(self) -> dict[str, Tensor]:
         """Of an expert that all tokens share, and of the residual."""
         return {

@@ -12,16 +12,17 @@ from ._registry import operator
 from ._sample import Calls, Changes
 from .combine import ExpertSum
 from .experts import (
+    AROUND,
+    IDS,
     Mlp,
     Product,
-    check_around,
-    check_slots,
     combine_experts,
     grouped_product,
     project_slots,
 )
-from .linear import check_packed_mlp
+from .linear import check_packed_mlp, packed_mlp
 from .norms import InputNorm
+from .routing import GROUP_SCORES, SCORINGS, Router
 
 
 def _quantized_product(weight: QuantizedWeight) -> Product:
@@ -33,17 +34,12 @@ def _quantized_product(weight: QuantizedWeight) -> Product:
     return lambda rows, groups: grouped_product(rows.float(), groups, matrix, weight.packed.shape[1])
 
 
-def _meta_expert_qmm(check, x, packed, scales, biases, ids, format, bias):
-    check_slots(check, x, ids)
+def _check_expert_qmm(check, packed, scales, biases, format, **_):
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
-    check.rank("packed", packed, (3,))
-    experts, rows, _ = packed.shape
-    weight.check(check, "", (experts, rows, x.shape[-1]), "E, N, H")
-    check.tensor("bias", bias, (experts, rows), "[E, N]")
-    return x.new_empty(*ids.shape, packed.shape[1])
+    weight.check(check, "", check.dims("E N H"), "E, N, H")
 
 
-@operator(meta=_meta_expert_qmm)
+@operator(f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x", _check_expert_qmm)
 def expert_qmm(
     x: Tensor,
     packed: Tensor,
@@ -83,13 +79,24 @@ def expert_qmm(
     return project_slots(x, ids, packed.shape, _quantized_product(weight), bias)
 
 
-def _meta_moe_experts_quantized(check, x, ids, **arguments):
-    check_around(check, x, ids, picked(ExpertSum, arguments))
+def _check_moe_experts_quantized(check, x, **arguments):
+    for name, other in (("ids", arguments["ids"]), ("weights", arguments["weights"])):
+        if (other is None) == (arguments["logits"] is None):
+            expected = "a tensor without logits" if other is None else "None with logits"
+            check.fail(name, expected, None if other is None else f"a tensor of shape {tuple(other.shape)}")
+    picked(ExpertSum, arguments).check(check)
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
-    return x.new_empty(x.shape)
+    picked(Router, arguments).check(check)
 
 
-@operator(meta=_meta_moe_experts_quantized)
+@operator(
+    f"{AROUND} {packed_mlp('E, ')} logits[T, E] router_bias[E] per_expert_scale[E] -> x",
+    _check_moe_experts_quantized,
+    allowed={
+        **{"scoring": SCORINGS, "group_score": GROUP_SCORES},
+        **{"router_norm_eps": 0.0, "router_norm_min": 0.0},
+    },
+)
 def moe_experts_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
@@ -98,8 +105,8 @@ def moe_experts_quantized(
     down_packed: Tensor,
     down_scales: Tensor,
     down_biases: Tensor | None,
-    ids: Tensor,
-    weights: Tensor,
+    ids: Tensor | None,
+    weights: Tensor | None,
     format: str,
     *,
     gate_up_bias: Tensor | None = None,
@@ -117,6 +124,20 @@ def moe_experts_quantized(
     norm_weight: Tensor | None = None,
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
+    logits: Tensor | None = None,
+    top_k: int = 1,
+    scoring: str = "softmax",
+    router_bias: Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    group_score: str = "top2_sum",
+    masked_score: float | None = None,
+    bias_on_logits: bool = False,
+    norm_topk_prob: bool = False,
+    router_norm_eps: float = 1e-20,
+    router_norm_min: float = 0.0,
+    scaling_factor: float = 1.0,
+    per_expert_scale: Tensor | None = None,
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
 
@@ -132,8 +153,14 @@ def moe_experts_quantized(
         format: its name, as for expert_qmm; so are the multiples that H and I must be.
         down_format: of the down weights if they have another format. None means as for gate and up.
         gate_up_bias, down_bias: [E, 2I] ([E, I] when not gated) and [E, H]: the layer's, not the format's.
-        x, ids, weights, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual,
-            gate_is_logit, norm_weight, norm_eps, norm_offset: as for moe_experts.
+        x, activation, alpha, limit, gated, interleaved, shared_gate, shared_out, residual, gate_is_logit,
+            norm_weight, norm_eps, norm_offset: as for moe_experts.
+        ids, weights: as for moe_experts; None with logits.
+        logits: [T, E], float32, float16 or bfloat16, of which moe_router makes ids and weights. On Metal the
+            first product of one token chooses among up to 512 experts itself, in place of a dispatch.
+        top_k, scoring, num_groups, top_groups, group_score, masked_score, bias_on_logits, norm_topk_prob,
+            scaling_factor, per_expert_scale: as for moe_router; by default without logits.
+        router_bias, router_norm_eps, router_norm_min: bias, norm_eps and norm_min of moe_router.
 
     Returns: [T, H] in the dtype of `x`.
 
@@ -144,6 +171,11 @@ def moe_experts_quantized(
     act = Activation(activation, alpha, limit, gated, interleaved)
     mlp = Mlp(_quantized_product(gate_up), _quantized_product(down), gate_up_bias, down_bias, act)
     norm = InputNorm(norm_weight, norm_eps, norm_offset)
+    if logits is not None:
+        options = scoring, router_bias, num_groups, top_groups, group_score, masked_score, bias_on_logits
+        sums = norm_topk_prob, router_norm_eps, router_norm_min, scaling_factor, per_expert_scale
+        weights, ids = Router(logits, top_k, *options, *sums).chosen()
+    assert ids is not None and weights is not None
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
     return combine_experts(x, norm, ids, gate_up_packed.shape[0], mlp, around)
 
@@ -168,5 +200,6 @@ CHANGES: Changes = {
     "moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
+        {**s.routed, "scoring": "sigmoid", "router_bias": s.values(s.E), "per_expert_scale": s.values(s.E)},
     ],
 }

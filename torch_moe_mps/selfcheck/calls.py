@@ -11,13 +11,14 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from .._extension import use_of_tensor_units
 from ..ops import OPERATORS
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, HEAD, Sample, T
-from ..ops._samples import OF_HEADS, more_samples, packet, sample_arguments
+from ..ops._samples import OF_HEADS, changed_samples, more_samples, packet, sample_arguments
 from .sizes import SIZES
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -31,6 +32,7 @@ _APART = {"indices", "relative"}  # refused beside each other
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
+    "rope_cache_": "k",
     "router_logits": "weight",
     "moe_hash_router": "weight",
     "moe_gate": "router_weight",
@@ -47,7 +49,6 @@ HEADS = {
     CACHE: (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
     "rope": (HEAD, (128, 128)),
     "rope_cache_": (HEAD, (128, 128)),
-    "index_keys_": (HEAD, (128, 128)),
     "linear_attention_": (HEAD, (128, 128), (256, 256)),
 }
 
@@ -128,7 +129,8 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     formats: list[Format | None] = [NAMED_FORMATS[format] for format in dict.fromkeys(names)]
     head = None
     if name in OF_HEADS:
-        q, v = (arguments[argument].shape[-1] for argument in OF_HEADS[name])
+        widths = [arguments[x].shape[-1] for x in OF_HEADS[name] if arguments[x] is not None]
+        q, v = widths[0], widths[-1]
         head = (q, v if arguments.get("v_scales") is None else 4 * v)
     return [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
 
@@ -155,7 +157,7 @@ def calls_at_size(subject: Subject) -> Iterator[Call]:
     sizes: dict[str, Any] = {"format": subject.format or FORMAT, "head": subject.head or HEAD}
     name, dtype = subject.operator, subject.dtype
     with torch.device("cpu"), _without_tensor_units():
-        for changes in SIZES[name](Sample("cpu", dtype, seed=2, **sizes)):
+        for changes in changed_samples(name, SIZES, "cpu", dtype, 2, **sizes):
             arguments = sample_arguments(name, "cpu", dtype, **sizes) | changes
             yield Call(name, dtype, arguments, str(subject.format or ""))
 
@@ -183,6 +185,8 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
             for tokens in (1, T):
                 arguments = sample(tokens=tokens)
                 yield arguments | {"norm_weight": odd.values(arguments["x"].shape[-1])}
+        if name == "moe_experts_quantized":
+            yield from _chosen(sample(tokens=1), odd)
         if name == "linear_quantized":
             arguments = sample()
             shape = (*arguments["x"].shape[:-1], 4, len(arguments["packed"]) // 4)
@@ -195,6 +199,18 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
                 wider = 1 if name not in LINEARS else max(1, 256 // max(32, format.multiple))
                 for tokens in (T, TOKENS[-2]):
                     yield sample(tokens=tokens, wider=wider)
+
+
+def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
+    """One token's experts of those that there are, and of many: the same again and again."""
+    norm = odd.values(arguments["x"].shape[-1])
+    for times in (1, 40):
+        many = {
+            n: v.repeat(times, 1, 1) if n.startswith(("gate_up_", "down_")) and isinstance(v, Tensor) else v
+            for n, v in arguments.items()
+        }
+        logits = odd.values(1, len(many["gate_up_packed"]))
+        yield many | {"ids": None, "weights": None, "norm_weight": norm, "logits": logits, "top_k": 2}
 
 
 def _both_ways(arguments: dict[str, Any], width: int, odd: Sample) -> Iterator[dict[str, Any]]:

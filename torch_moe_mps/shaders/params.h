@@ -15,4 +15,7 @@
 #include "params/probe.h"
 #include "params/rope.h"
 #include "params/routing.h"
+#include "params/sampling.h"
 #include "params/write_cache.h"
+// It needs two others.
+#include "params/chosen.h"

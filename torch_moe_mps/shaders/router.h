@@ -187,23 +187,35 @@ inline uint experts_of_best_groups(Values<N> values, RouterParams params, uint l
   return members;
 }
 
+// Without a bias the choice is monotone in the logits, which are exact where scores saturate.
+inline bool compares_logits(RouterParams params) {
+  return params.has_bias == 0 && params.has_masked_score == 0;
+}
+
+inline bool has_groups(RouterParams params) {
+  return params.top_groups < params.groups;
+}
+
+// Whether experts are chosen by scores, or groups of them.
+inline bool compares_scores(RouterParams params) {
+  const bool by_logits = params.bias_on_logits != 0 || params.scoring == SCORING_SOFTMAX_AFTER_TOPK;
+  return !by_logits && (has_groups(params) || !compares_logits(params));
+}
+
 // The values that are compared to choose the experts.
 template <int N>
 inline Keys<N> keys_of(Values<N> logits, Scoring scoring, device const uchar* bias, int valid,
                        RouterParams params, uint lane) {
-  // Without a bias the choice is monotone in the logits, which are exact where scores saturate.
-  const bool compare_logits = params.has_bias == 0 && params.has_masked_score == 0;
-  const bool has_groups = params.top_groups < params.groups;
-  const bool by_logits = params.bias_on_logits != 0 || params.scoring == SCORING_SOFTMAX_AFTER_TOPK;
+  const bool compare_logits = compares_logits(params);
   Values<N> choice = logits;
-  if (!by_logits && (has_groups || !compare_logits)) choice = scoring.of(logits);
+  if (compares_scores(params)) choice = scoring.of(logits);
   if (params.has_bias != 0) {
     UNROLL for (int j = 0; j < N; ++j) {
       if (j < valid) choice.v[j] = finite(choice.v[j] + load_one(bias, params.bias_dtype, lane * N + j));
     }
   }
   uint members = ~0u;
-  if (has_groups) {
+  if (has_groups(params)) {
     members = compare_logits && params.group_score_is_max != 0
                   ? experts_of_best_groups<N>(logits, params, lane)
                   : experts_of_best_groups<N>(choice, params, lane);
@@ -242,7 +254,50 @@ inline Values<N> load_logits(device const T* source, RouterParams params, uint l
   return logits;
 }
 
-// One row per simdgroup; N * 32 is at least the number of experts.
+// What a row of logits chooses: the experts of a lane that are chosen, and what becomes their weights.
+template <int N>
+struct Choice {
+  Keys<N> keys;
+  Values<N> logits;
+  Scoring scoring;
+
+  // The expert that was chosen for a slot.
+  uint expert_of(uint slot, uint lane) const {
+    uint expert = 0;
+    UNROLL for (int j = 0; j < N; ++j) expert = keys.v[j] == slot + 1 ? lane * N + j : expert;
+    return simd_max(expert);
+  }
+
+  // Weights and ids of all params.top_k experts.
+  void store(device const uchar* per_expert_scale, device float* weights, device int* ids,
+             RouterParams params, uint lane) const {
+    Values<N> values = scoring.of(logits);
+    UNROLL for (int j = 0; j < N; ++j) values.v[j] = is_chosen(keys.v[j]) ? values.v[j] : 0.0f;
+    if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen<N>(keys, values);
+    if (params.normalise != 0) normalise<N>(values, params.norm_eps, params.norm_min);
+    UNROLL for (int j = 0; j < N; ++j) values.v[j] *= params.scaling_factor;
+    if (params.has_scale != 0) scale_chosen<N>(keys, values, per_expert_scale, params.scale_dtype, lane);
+    if (params.normalise_scaled != 0) normalise<N>(values, 0.0f, -INFINITY);
+    store_chosen<N>(keys, values, lane, weights, ids);
+  }
+};
+
+// The first `count` experts that a row of logits chooses; N * 32 is at least the number of experts. The
+// scores of fewer than params.top_k are not known.
+template <int N>
+inline Choice<N> choice_of(Values<N> logits, device const uchar* bias, RouterParams params, uint count,
+                           uint lane) {
+  const int valid = int(min(params.experts > lane * N ? params.experts - lane * N : 0u, uint(N)));
+  Scoring scoring = {params.scoring, 0.0f, 1.0f};
+  if (count == params.top_k || compares_scores(params)) {
+    scoring = scoring_of<N>(logits, params.scoring, valid);
+  }
+  Choice<N> choice = {keys_of<N>(logits, scoring, bias, valid, params, lane), logits, scoring};
+  choose<N>(choice.keys, count, lane);
+  return choice;
+}
+
+// One row per simdgroup.
 template <typename T, int N>
 [[kernel]] void route_rows(device const T* logits [[buffer(0)]], device const uchar* bias [[buffer(1)]],
                            device const uchar* per_expert_scale [[buffer(2)]],
@@ -255,18 +310,7 @@ template <typename T, int N>
   const RouterParams params = arguments;
   const ulong row = ulong(group) * simdgroups + simdgroup;
   if (row >= params.rows) return;
-  Values<N> values = load_logits<N>(logits + row * params.experts, params, lane);
-  const int valid = int(min(params.experts > lane * N ? params.experts - lane * N : 0u, uint(N)));
-  const Scoring scoring = scoring_of<N>(values, params.scoring, valid);
-  Keys<N> keys = keys_of<N>(values, scoring, bias, valid, params, lane);
-  choose<N>(keys, params.top_k, lane);
-
-  values = scoring.of(values);
-  UNROLL for (int j = 0; j < N; ++j) values.v[j] = is_chosen(keys.v[j]) ? values.v[j] : 0.0f;
-  if (params.scoring == SCORING_SOFTMAX_AFTER_TOPK) softmax_of_chosen<N>(keys, values);
-  if (params.normalise != 0) normalise<N>(values, params.norm_eps, params.norm_min);
-  UNROLL for (int j = 0; j < N; ++j) values.v[j] *= params.scaling_factor;
-  if (params.has_scale != 0) scale_chosen<N>(keys, values, per_expert_scale, params.scale_dtype, lane);
-  if (params.normalise_scaled != 0) normalise<N>(values, 0.0f, -INFINITY);
-  store_chosen<N>(keys, values, lane, weights + row * params.top_k, ids + row * params.top_k);
+  const Values<N> values = load_logits<N>(logits + row * params.experts, params, lane);
+  const Choice<N> choice = choice_of<N>(values, bias, params, params.top_k, lane);
+  choice.store(per_expert_scale, weights + row * params.top_k, ids + row * params.top_k, params, lane);
 }

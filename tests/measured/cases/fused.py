@@ -6,7 +6,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear
+from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
 from .formats import DTYPES
 from .operators import EPS, OperatorCase
 
@@ -32,6 +32,66 @@ class FusedExperts(Experts):
 
     def expected(self, t):
         return super().expected(t | {"x": normed(t["x"], t["norm"])}) + t["residual"].double()
+
+
+class ChosenExperts(Experts):
+    """Behind a norm; the first product chooses the experts."""
+
+    how: ClassVar[str] = "chosen"
+
+    @property
+    def name(self):
+        return f"{super().name} {self.how} of {self.experts}"
+
+    def inputs(self, values):
+        dtype = DTYPES[self.dtype]
+        return {
+            "x": values.normal(self.tokens, self.hidden, dtype=dtype),
+            "logits": values.normal(self.tokens, self.experts, dtype=dtype, scale=2.0),
+            "norm": norm_of(values, self.hidden, self.dtype),
+        }
+
+    def called(self, t):
+        options = {"top_k": self.top_k, "scoring": "softmax", "norm_topk_prob": True}
+        norm = {"norm_weight": t["norm"], "norm_eps": EPS}
+        return super().called(
+            t | {"ids": None, "weights": None}, logits=t["logits"], router_norm_eps=0.0, **options, **norm
+        )
+
+    def chosen(self, t):
+        """Ties go to the lower id."""
+        values, order = t["logits"].double().sort(stable=True, dim=-1, descending=True)
+        weights, ids = values[:, : self.top_k].softmax(-1), order[:, : self.top_k]
+        return t | {"weights": weights, "ids": ids}
+
+    def expected(self, t):
+        return super().expected(self.chosen(t) | {"x": normed(t["x"], t["norm"])})
+
+    def bytes_moved(self, t, part=""):
+        return super().bytes_moved(self.chosen(t), part)
+
+
+class RoutedExperts(ChosenExperts):
+    """The same with a launch that chooses."""
+
+    how: ClassVar[str] = "behind a router"
+
+    def called(self, t):
+        weights, ids = ops().moe_router(
+            t["logits"], self.top_k, scoring="softmax", norm_topk_prob=True, norm_eps=0.0
+        )
+        t = t | {"ids": ids, "weights": weights}
+        return Experts.called(self, t, norm_weight=t["norm"], norm_eps=EPS)
+
+
+# Of Qwen3-30B-A3B, gpt-oss, Mixtral, DeepSeek-V3 and Qwen3-Next.
+CHOSEN = (
+    ("int4", "bf16", 1, *SHAPE),
+    ("mxfp4", "bf16", 1, 32, 4, 2880, 2880),
+    ("int4", "bf16", 1, 8, 2, 4096, 14336),
+    ("int4", "bf16", 1, 256, 8, 7168, 2048),
+    ("int4", "bf16", 1, 512, 10, 2048, 512),
+)
 
 
 class FusedLinear(Linear):
@@ -348,9 +408,10 @@ class RopeCache(OperatorCase):
 
 @dataclass
 class IndexKeys(OperatorCase):
-    """With queries."""
+    """With queries, and no values."""
 
-    operator: ClassVar[str] = "index_keys_"
+    operator: ClassVar[str] = "rope_cache_"
+    mutated: ClassVar[tuple[str, ...]] = ("keys_",)
     group: str
     tokens: int
     heads: int
@@ -361,15 +422,15 @@ class IndexKeys(OperatorCase):
     def inputs(self, values):
         dtype, rows = DTYPES[self.dtype], (1, self.tokens)
         return {
-            "k": values.normal(*rows, self.width, dtype=dtype, offset=1.0),
-            "keys_": values.normal(1, self.keys, self.width, dtype=dtype),
-            **{name: norm_of(values, self.width, self.dtype) for name in ("weight", "bias")},
+            "k": values.normal(*rows, 1, self.width, dtype=dtype, offset=1.0),
+            "keys_": values.normal(1, 1, self.keys, self.width, dtype=dtype),
+            **{name: norm_of(values, self.width, self.dtype) for name in ("k_weight", "k_bias")},
             **{name: values.normal(*rows, self.width // 2, dtype=dtype) for name in ("cos", "sin")},
             "q": values.normal(*rows, self.heads, self.width, dtype=dtype),
         }
 
     def given(self, t):
-        return t | {"eps": EPS}
+        return t | {"v": None, "values_": None, "eps": EPS}
 
     def bytes_moved(self, t, part=""):
         return 2 * (t["k"].nbytes + t["q"].nbytes)
@@ -413,9 +474,41 @@ class IndexTopk(OperatorCase):
         return t["k"].nbytes
 
 
+@dataclass
+class Sample(OperatorCase):
+    """A token of each row."""
+
+    operator: ClassVar[str] = "sample_"
+    group: str
+    tokens: int
+    vocabulary: int
+    top_k: int
+    top_p: float
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{super().name}, top-k {self.top_k}, top-p {self.top_p}"
+
+    def inputs(self, values):
+        rows = self.tokens, self.vocabulary
+        return {
+            "logits": values.normal(*rows, dtype=DTYPES[self.dtype], scale=3.0),
+            "draws": values.uniform(*rows, low=0.01),
+            "invalid_": values.integers(self.tokens, dtype=torch.int32, low=0, high=1),
+        }
+
+    def given(self, t):
+        return t | {"temperature": 0.7, "top_k": self.top_k, "top_p": self.top_p, "min_p": 0.01}
+
+    def bytes_moved(self, t, part=""):
+        return t["logits"].nbytes
+
+
 def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
+    cases += [family("fused", *sizes) for sizes in CHOSEN for family in (ChosenExperts, RoutedExperts)]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
     cases += [
         ActivatedLinear("fused", "int4", "f16", 1, 2048, 260),
@@ -428,6 +521,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexTopk("fused", "heads", 1, 64, 128, rows, 1, 2048, False, "bf16") for rows in (4096, 32768)]
     cases += [IndexTopk("fused", "keys", t, 4, 128, 32768, 128, 16, t > 1, "bf16") for t in (1, 64)]
+    cases += [Sample("fused", 1, 151_936, *kept, "bf16") for kept in ((20, 0.8), (0, 0.9), (0, 1.0))]
     cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
     cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
     cases += [PoolWindow("fused", t, 512, *kind, "bf16") for t in (1, 1024) for kind in ((4, 2), (128, 1))]
@@ -443,6 +537,8 @@ def sanitizer_fused() -> list[Case]:
         cases += [
             FusedExperts("sanitize", format_, dtype, t, *shape) for shape in SMALL_SHAPES for t in (1, 3)
         ]
+    for shape in ((16, 4, 256, 192), (300, 2, 128, 64)):
+        cases += [ChosenExperts("sanitize", *f, 1, *shape) for f in (("int4", "f16"), ("mxfp4", "bf16"))]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [ActivatedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [GatedStreams("sanitize", "int8", "f16", t, 320, 180) for t in (1, 3)]
@@ -450,6 +546,7 @@ def sanitizer_fused() -> list[Case]:
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
+    cases += [Sample("sanitize", t, 700, *kept, "f16") for t in (1, 3) for kept in ((20, 0.8), (0, 0.9))]
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
     for reduce, block, bits in (
         ("heads", 1, False),

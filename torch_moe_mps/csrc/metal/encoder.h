@@ -78,7 +78,7 @@ class Command {
 
  private:
   friend class Commands;
-  static constexpr size_t kMaxParams = 320;
+  static constexpr size_t kMaxParams = 400;
 
   // The limits of a pipeline depend on the compiler. A dispatch beyond them would neither run nor fail.
   void set_threads(Size threads);

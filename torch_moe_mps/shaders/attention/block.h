@@ -78,6 +78,7 @@ struct Block {
     int lowest, highest;
   };
 
+  // What is added to scores: a number for each key, or where C is relative for each distance.
   struct Mask {
     device const uchar* values;
     ulong start;
@@ -109,8 +110,7 @@ struct Block {
 
     const MatrixPlace place(lane);
     const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
-    const Mask mask = {mask_,
-                       queries.batch * params.mask_batch_stride + queries.key_head * params.mask_head_stride};
+    const Mask mask = {mask_, mask_start(queries, params)};
     const Range range = range_of(queries, key_range, group.x, params);
     int positions[kQueryTiles][2];
     Sums sums;
@@ -182,6 +182,15 @@ struct Block {
           fragments[pair * kQueryTiles * 64 + e * 8] = exists ? Staged(source[column]) : Staged(0.0f);
         }
       }
+    }
+  }
+
+  static ulong mask_start(Queries queries, constant AttentionParams& params) {
+    if constexpr (C::kRelative) {
+      return queries.batch * params.relative_batch_stride +
+             ulong(queries.key_head * (params.heads / params.key_heads)) * params.relative_head_stride;
+    } else {
+      return queries.batch * params.mask_batch_stride + queries.key_head * params.mask_head_stride;
     }
   }
 
@@ -441,7 +450,7 @@ struct Block {
     const uint token = uint(position - params.first_position);
     const uint head = r - token * (params.heads / params.key_heads);
     const ulong row =
-        relative.start + head * params.relative_head_stride + ulong(token) * params.mask_token_stride;
+        relative.start + head * params.relative_head_stride + ulong(token) * params.relative_token_stride;
     return float(reinterpret_cast<device const T*>(relative.values)[row + distance]);
   }
 
@@ -524,14 +533,15 @@ struct Block {
   }
 };
 
+// Beside the keys and values there are their scales, or the keys and values of a tail.
 template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles>
 [[kernel, max_total_threads_per_threadgroup(kTeams* kMembers* kSimdWidth)]] void attention_block(
     device const typename C::Stored::Element* q [[buffer(0)]], device const uchar* k [[buffer(1)]],
     device const uchar* v [[buffer(2)]], device const uchar* mask [[buffer(3)]],
     device const uchar* sinks [[buffer(4)]], device typename C::Stored::Element* output [[buffer(5)]],
-    device float* partials [[buffer(6)]], device const typename C::Stored::Element* k_scales [[buffer(7)]],
+    device float* partials [[buffer(6)]], device const typename C::Stored::Element* k_beside [[buffer(7)]],
     device const typename C::Stored::Element* k_biases [[buffer(8)]],
-    device const typename C::Stored::Element* v_scales [[buffer(9)]],
+    device const typename C::Stored::Element* v_beside [[buffer(9)]],
     device const typename C::Stored::Element* v_biases [[buffer(10)]],
     device const int* key_range [[buffer(11)]], device const typename C::Stored::Element* gate [[buffer(12)]],
     constant AttentionParams& params [[buffer(13)]], threadgroup uchar* staged [[threadgroup(0)]],
@@ -540,8 +550,8 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
   typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
   threadgroup typename B::Shared shared;
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
-  const C keys(k, k_scales, k_biases, batch, key_head, params.k);
-  const C values(v, v_scales, v_biases, batch, key_head, params.v);
+  const C keys(k, k_beside, k_biases, batch, key_head, params.k);
+  const C values(v, v_beside, v_biases, batch, key_head, params.v);
   B::run(keys, values, q, mask, key_range, sinks, gate, output, partials,
          reinterpret_cast<threadgroup typename B::Staged*>(staged), shared, group, lane, simdgroup, params);
 }

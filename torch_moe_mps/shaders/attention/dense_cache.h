@@ -34,9 +34,9 @@ struct DenseCache {
 
   DenseCache(device const uchar* values, device const T*, device const T*, uint batch, uint head,
              constant CacheParams& params)
-      : start(reinterpret_cast<device const T*>(values) + batch * params.batch_stride +
-              head * params.head_stride),
-        stride(params.key_stride),
+      : start(reinterpret_cast<device const T*>(values) + batch * params.values.batch_stride +
+              head * params.values.head_stride),
+        stride(uint(params.values.key_stride)),
         width(params.width),
         vectorised(params.vectorised != 0) {}
 

@@ -27,12 +27,12 @@ struct QuantizedCache {
 
   QuantizedCache(device const uchar* values, device const T* scales_, device const T* biases_, uint batch,
                  uint head, constant CacheParams& params)
-      : start(values + 4 * (batch * params.batch_stride + head * params.head_stride)),
-        stride(4 * params.key_stride),
-        scales_stride(params.scales_key_stride),
+      : start(values + 4 * (batch * params.values.batch_stride + head * params.values.head_stride)),
+        stride(4 * uint(params.values.key_stride)),
+        scales_stride(uint(params.scales.key_stride)),
         width(params.width),
         group_shift(params.group_shift) {
-    const ulong first = batch * params.scales_batch_stride + head * params.scales_head_stride;
+    const ulong first = batch * params.scales.batch_stride + head * params.scales.head_stride;
     scales = scales_ + first;
     biases = biases_ + first;
   }

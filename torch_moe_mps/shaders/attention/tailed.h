@@ -1,5 +1,5 @@
 // Keys or values of a window and of a tail. The slots of a token are keys of the tail, those of indices or
-// all, and behind them its own key and what lies before it. The tail is in place of the scales.
+// all, and behind them its own key and what lies before it.
 #pragma once
 #include "common.h"
 #include "params/attention.h"
@@ -21,8 +21,8 @@ struct Tailed {
   Tailed(device const uchar* values, device const T* tail_, device const T*, uint batch, uint head,
          constant CacheParams& params)
       : window(values, tail_, tail_, batch, head, params),
-        tail(tail_ + batch * params.scales_batch_stride + head * params.scales_head_stride),
-        tail_stride(params.scales_key_stride) {}
+        tail(tail_ + batch * params.tail.batch_stride + head * params.tail.head_stride),
+        tail_stride(uint(params.tail.key_stride)) {}
 
   void select(device const int* indices_, uint token, constant AttentionParams& params) {
     indices = indices_;

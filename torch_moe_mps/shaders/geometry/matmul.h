@@ -17,8 +17,9 @@ GEOMETRY kDownSimdgroups = 8;
 GEOMETRY kDownThreads = kDownSimdgroups * kSimdWidth;
 // Declared by the kernels for a few tokens: with kMatmulBound they take 5 to 10 % longer in int4 on an H200.
 GEOMETRY kFewBound = kDownThreads;
-GEOMETRY kMaxSlots = 64;      // the most experts of a token: MAX_TOP_K of ops/_checks.py
-GEOMETRY kMaxFewPairs = 512;  // their terms take 16 KiB of threadgroup memory
+GEOMETRY kMaxChosenExperts = 512;  // among which a matmul chooses: a lane has 16 in registers
+GEOMETRY kMaxSlots = 64;           // the most experts of a token: MAX_TOP_K of ops/_checks.py
+GEOMETRY kMaxFewPairs = 512;       // their terms take 16 KiB of threadgroup memory
 
 // A matrix for each head, transposed: columns of a threadgroup, and simdgroups that share its rows
 GEOMETRY kHeadColumns = 128;

@@ -5,6 +5,9 @@
 #include "matmul/dots.h"
 #include "matmul/epilogue.h"
 #include "matmul/pairs.h"
+#include "router.h"
+// Behind those.
+#include "params/chosen.h"
 
 // Stores the outputs of a block for M pairs, of which `count` exist. All eight lanes of a row have its dot
 // products, and each stores some.
@@ -29,23 +32,21 @@ inline Sources<M> sources_of(PairSet<M> pairs, constant MatmulParams& params) {
   return sources;
 }
 
-// Where a simdgroup is in the grid of matmul_rows.
+// Where a simdgroup is in the grid of matmul_rows, and the expert of its pair.
 struct RowsPlace {
   uint2 group;
-  uint lane, simdgroup;
+  uint lane, simdgroup, expert;
 };
 
 template <typename W, int R, typename Norm>
 inline void rows_of_pair(device const typename W::Element* x, device const uchar* packed,
-                         device const uchar* scales, device const uchar* biases, device const int* ids,
-                         Norm norm, Outputs<typename W::Element> out, RowsPlace place,
-                         constant MatmulParams& params) {
+                         device const uchar* scales, device const uchar* biases, Norm norm,
+                         Outputs<typename W::Element> out, RowsPlace place, constant MatmulParams& params) {
   typedef typename W::Element T;
-  const uint pair = place.group.y;
+  const uint pair = place.group.y, expert = place.expert;
   const uint count = outputs_of_rows(kRowGroups * R, params);
   const uint first = (place.group.x * kSingleSimdgroups + place.simdgroup) * count;
   if (first >= params.outputs) return;
-  const uint expert = params.has_ids != 0 ? expert_of(ids, pair, params) : 0;
   if (expert == params.experts) {
     if (place.lane < min(count, params.outputs - first)) {
       out.out[ulong(pair) * params.outputs + first + place.lane] = T(0.0f);
@@ -59,6 +60,10 @@ inline void rows_of_pair(device const typename W::Element* x, device const uchar
   store_outputs<W, R, 1>(block, dots, pairs, 1, out, params);
 }
 
+inline uint expert_of_pair(device const int* ids, uint pair, constant MatmulParams& params) {
+  return params.has_ids != 0 ? expert_of(ids, pair, params) : 0;
+}
+
 // Each pair reads the rows of its expert separately: good for one token, slow for many. Grid: (blocks of
 // rows, pairs).
 template <typename W, int R>
@@ -66,7 +71,8 @@ template <typename W, int R>
     MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
     uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
-  rows_of_pair<W, R>(x, packed, scales, biases, ids, NoNorm{}, outputs, {group, lane, simdgroup}, params);
+  const RowsPlace place = {group, lane, simdgroup, expert_of_pair(ids, group.y, params)};
+  rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, params);
 }
 
 // The same for inputs that are normed. Every simdgroup sums the squares of all inputs for itself: for one
@@ -78,7 +84,42 @@ template <typename W, int R>
     uint simdgroup [[simdgroup_index_in_threadgroup]]) {
   const InputNorm<typename W::Element> norm = {norm_weight};
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
-  rows_of_pair<W, R>(x, packed, scales, biases, ids, norm, outputs, {group, lane, simdgroup}, params);
+  const RowsPlace place = {group, lane, simdgroup, expert_of_pair(ids, group.y, params)};
+  rows_of_pair<W, R>(x, packed, scales, biases, norm, outputs, place, params);
+}
+
+// The same for the experts that one token's logits choose. Every simdgroup chooses for itself: that costs
+// less than a launch, too. The first one writes what the down projection reads.
+template <typename W, int R, int N, bool kNormed>
+[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_chosen(
+    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
+    device int* ids [[buffer(4)]], device const uchar* bias [[buffer(5)]],
+    device typename W::Element* out [[buffer(6)]], device const uchar* logits [[buffer(7)]],
+    device const uchar* router_bias [[buffer(8)]], device const uchar* per_expert_scale [[buffer(9)]],
+    device float* weights [[buffer(10)]], constant ChosenParams& params [[buffer(11)]],
+    device const typename W::Element* norm_weight [[buffer(12)]],
+    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
+    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+  typedef typename W::Element T;
+  const RouterParams router = params.router;
+  Values<N> values;
+  if (router.wide_logits != 0) {
+    values = load_logits<N>(reinterpret_cast<device const float*>(logits), router, lane);
+  } else {
+    values = load_logits<N>(reinterpret_cast<device const T*>(logits), router, lane);
+  }
+  const bool writes = group.x == 0 && group.y == 0 && simdgroup == 0;
+  const Choice<N> choice =
+      choice_of<N>(values, router_bias, router, writes ? router.top_k : group.y + 1, lane);
+  if (writes) choice.store(per_expert_scale, weights, ids, router, lane);
+  const RowsPlace place = {group, lane, simdgroup, choice.expert_of(group.y, lane)};
+  const Outputs<T> outputs = {bias, x, out, ids};
+  if constexpr (kNormed) {
+    rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<T>{norm_weight}, outputs, place, params.matmul);
+  } else {
+    rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, params.matmul);
+  }
 }
 
 // One matrix for all tokens whose rows are gates of streams: row n * params.outputs + i is that of column i

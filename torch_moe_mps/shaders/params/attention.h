@@ -12,12 +12,9 @@
 
 // Keys or values. Strides are in elements, for quantised ones in words.
 struct CacheParams {
-  uint64_t batch_stride;
-  uint64_t head_stride;
-  uint64_t scales_batch_stride;
-  uint64_t scales_head_stride;
-  uint32_t key_stride;
-  uint32_t scales_key_stride;
+  CacheRows values;
+  CacheRows scales;  // and biases
+  CacheRows tail;
   uint32_t width;        // elements of a head
   uint32_t group_shift;  // elements of a group, as a power of two
   uint32_t vectorised;   // whole runs of elements lie side by side, from multiples of their size on
@@ -32,6 +29,7 @@ struct AttentionParams {
   uint64_t q_token_stride;
   uint64_t mask_batch_stride;
   uint64_t mask_head_stride;
+  uint64_t relative_batch_stride;
   uint64_t index_batch_stride;
   uint64_t index_head_stride;
   uint64_t index_token_stride;
@@ -41,12 +39,13 @@ struct AttentionParams {
   uint32_t output_is_float;   // else in the dtype of the queries
   uint32_t index_block;       // keys of an index; 0 without indices
   uint32_t indexed_keys;      // of the cache; `keys` are the slots of a token
-  uint32_t tail_keys;         // whose strides are in place of those of scales
-  uint32_t tail_slots;        // of a token: indices, or all
-  uint32_t tail_rate;         // tokens of a key
-  uint32_t position;          // tokens before the new ones
+  uint32_t tail_keys;
+  uint32_t tail_slots;  // of a token: indices, or all
+  uint32_t tail_rate;   // tokens of a key
+  uint32_t position;    // tokens before the new ones
   uint32_t relative_head_stride;
-  uint32_t relative_extent;  // of a bias of relative positions, whose strides are in place of a mask's
+  uint32_t relative_token_stride;
+  uint32_t relative_extent;  // distances that have a bias
   uint32_t mask_token_stride;
   uint32_t mask_key_stride;
   uint32_t tokens;

@@ -28,3 +28,10 @@ struct ExpertSumParams {
   uint32_t has_shared;
   uint32_t has_residual;
 };
+
+// The strides of a cache, in elements.
+struct CacheRows {
+  uint64_t batch_stride;
+  uint64_t head_stride;
+  uint64_t key_stride;
+};

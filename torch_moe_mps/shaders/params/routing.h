@@ -11,6 +11,7 @@ struct RouterParams {
   uint32_t experts;
   uint32_t top_k;
   uint32_t vectorised;
+  uint32_t wide_logits;  // float32; read by kernels of other dtypes
   uint32_t scoring;
   uint32_t has_bias;
   uint32_t bias_dtype;

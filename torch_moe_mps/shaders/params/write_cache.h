@@ -1,13 +1,6 @@
 // Writing caches of 8 bits
 #pragma once
 
-// The strides of a tensor of a cache that is written.
-struct CacheRows {
-  uint64_t batch_stride;
-  uint64_t head_stride;
-  uint64_t key_stride;
-};
-
 // Strides are in elements.
 struct CacheWriteParams {
   CacheRows packed;

@@ -9,9 +9,9 @@ from typing import Any
 from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
-from ..cache import QuantizedCache
-from ..modules.causal_mask import CausalMask
-from ..quantized_states import QuantizedStates
+from ..attention.causal_mask import CausalMask
+from ..caches.cache import QuantizedCache
+from ..caches.quantized_states import QuantizedStates
 
 _CACHES = (DynamicCache, StaticCache, QuantizedCache)
 

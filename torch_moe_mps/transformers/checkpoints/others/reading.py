@@ -25,7 +25,7 @@ from ....quantization import QuantizedWeight
 from ....quantization.formats import ErrorSums
 from ...basics.report import QuantizationReport, QuantizedProjection
 from ..mlx.operations import Cast
-from ..mlx.rows import Row
+from ..mlx.rows import NamedConverter
 from ..operations import Operation
 from ..sizes import quantized_bytes
 from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
@@ -155,17 +155,17 @@ class Reading:
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[NamedConverter]:
         """The converters, once the targets have quantised weights."""
         return [self._row(name, parts) for name, parts in self._parts.items()]
 
-    def _row(self, name: str, parts: list[_Part]) -> Row:
+    def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
         names = [apply_renamings(n, self._renamings) for part in parts for n in part.matrix.names]
         target = self.targets.get(owner)
         if target is None:
             dense = Operation(lambda tensors: [self._dense(name, parts, tensors)])
-            return Row(names, [name], [dense, Cast()], force_cpu=True)
+            return NamedConverter(names, [name], [dense, Cast()], force_cpu=True)
         ours = [n for n in quantized_names(parameter) if n in target.module._parameters]
         order = parts[0].matrix.order
         made = [f"{owner}.{n}" for n in (*ours, *(["order"] if order is not None else []))]
@@ -178,7 +178,7 @@ class Reading:
                 return [torch.zeros_like(self.model.get_parameter(n), device="cpu") for n in made]
             return [tensor for tensor in (*weight, order) if tensor is not None]
 
-        return Row(names, made, [Operation(read)], force_cpu=True)
+        return NamedConverter(names, made, [Operation(read)], force_cpu=True)
 
     def _weight(
         self, name: str, target: Target, parameter: str, parts: list[_Part], tensors: list[Tensor]

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 
 from ...._faults import raise_fault
 from ...basics.bounded import Bounded
-from ...basics.held import HeldPools
 from ...basics.reads import depends_on
 from ...basics.state import STATE, original_class
+from ...caches.held import HeldPools
 
 
 @contextlib.contextmanager
@@ -221,4 +221,4 @@ class HeldKeys(HeldPools):
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
         return pool(0, count)
 
-    indexed, update_index = get_seq_length, update_indexer  # that is MiniMax M3's name
+    indexed = get_seq_length

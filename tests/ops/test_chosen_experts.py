@@ -1,0 +1,109 @@
+"""moe_experts_quantized with a router's logits: as moe_router and the experts after it."""
+
+import pytest
+import torch
+from support.oracles_operators import checked
+from support.quantized_layers import place, random_quantized
+from support.routing import ROUTERS, router_options
+from support.values import DTYPES, random
+
+from torch_moe_mps.ops.quantized import moe_experts_quantized
+from torch_moe_mps.ops.routing import moe_router
+
+HIDDEN, INNER = 64, 32
+LONGER = {"bias": "router_bias", "norm_eps": "router_norm_eps", "norm_min": "router_norm_min"}
+
+
+def layer(device, experts: int, dtype: torch.dtype, format: str = "affine4_32") -> list:
+    gate_up = random_quantized(experts, 2 * INNER, HIDDEN, format, dtype, 1)
+    down = random_quantized(experts, HIDDEN, INNER, format, dtype, 2)
+    return [*place(gate_up, device), *place(down, device)]
+
+
+def on(device, options: dict) -> dict:
+    return {n: v.to(device) if isinstance(v, torch.Tensor) else v for n, v in options.items()}
+
+
+def check_chosen(device, logits, top_k: int, dtype=torch.float32, weights=None, others=None, **router):
+    """The same bits as of two operators. Returns: the experts."""
+    format, tokens = "affine4_32", logits.shape[0]
+    matrices = layer(device, logits.shape[1], dtype) if weights is None else weights
+    x = random((tokens, HIDDEN), dtype, 3).to(device)
+    others = {"norm_weight": random((HIDDEN,), dtype, 4).to(device)} if others is None else others
+    logits, router = logits.to(device), on(device, router)
+    chosen, ids = moe_router(logits, top_k, **router)
+    two = moe_experts_quantized(x, *matrices, ids, chosen, format, **others)
+    options = {LONGER.get(name, name): value for name, value in router.items()}
+    one = checked(
+        "moe_experts_quantized",
+        *(x, *matrices, None, None, format),
+        **{"logits": logits, "top_k": top_k, **options, **others},
+    )
+    assert torch.equal(one.cpu(), two.cpu())
+    return ids.cpu()
+
+
+@pytest.mark.parametrize("name", ROUTERS)
+def test_routers_of_each_kind(device, name):
+    for i, (experts, top_k) in enumerate([(8, 2), (60, 4), (128, 8)]):
+        logits = random((1, experts), DTYPES[i], 10 * i, 1.5)
+        check_chosen(device, logits, top_k, DTYPES[i], **router_options(name, experts, top_k, 10 * i + 1))
+
+
+@pytest.mark.parametrize(("experts", "top_k"), [(1, 1), (9, 9), (160, 6), (256, 8), (512, 10), (600, 2)])
+def test_numbers_of_experts(device, experts, top_k):
+    """A lane has up to 16; more are chosen by a launch of their own."""
+    dtype = torch.bfloat16
+    for i, of_logits in enumerate((dtype, torch.float32, torch.float16)):
+        logits = random((1, experts), of_logits, i)
+        check_chosen(device, logits, top_k, dtype, scoring="softmax", norm_topk_prob=True)
+
+
+def test_ties_and_what_is_no_number(device):
+    """The lower id; NaN is the lowest."""
+    nan, inf = float("nan"), float("inf")
+    router = {"scoring": "softmax", "norm_topk_prob": True}
+    for row, chosen in (
+        ([1.0, 2.0, 2.0, 1.0, 1.0], [1, 2, 0]),
+        ([nan] * 5, [0, 1, 2]),
+        ([-inf, nan, inf, -inf, 3.0], [2, 4, 0]),
+        ([0.0, -0.0, -1.0, 0.0, -0.0], [0, 1, 3]),
+    ):
+        assert check_chosen(device, torch.tensor([row]), 3, **router).tolist() == [chosen]
+
+
+def test_several_tokens_and_none(device):
+    for tokens in (0, 2, 40):
+        check_chosen(
+            device, random((tokens, 16), torch.float32, 1), 4, scoring="sigmoid", norm_topk_prob=True
+        )
+
+
+def test_one_launch_fewer(simulated):
+    """With the norm that the format's kernels can have; without it, or with many experts, there are three."""
+
+    def launches(experts: int = 8, dtype=torch.float32, **others) -> list[str]:
+        matrices = layer("mps", experts, dtype)
+        with simulated.trace() as commands:
+            logits = random((1, experts), dtype, 0)
+            check_chosen("mps", logits, 2, dtype, matrices, others, scoring="softmax", norm_topk_prob=True)
+        names = [line.split()[0].partition("_affine")[0] for line in commands if " grid " in line]
+        return names[names.index("expert_down") + 1 :]
+
+    norm = {"norm_weight": random((HIDDEN,), torch.float32, 4).to("mps")}
+    assert launches(**norm) == ["matmul_rows_chosen8", "expert_down"]
+    assert launches(300, **norm) == ["matmul_rows_chosen16", "expert_down"]
+    assert launches(600, **norm) == ["route32_f32", "matmul_rows_normed", "expert_down"]
+    assert launches() == ["route2_f32", "matmul_rows", "expert_down"]
+
+
+@pytest.mark.one_schedule
+def test_the_same_bits_every_time(device, every_order):
+    matrices = layer(device, 128, torch.float16)
+    options = {"logits": random((1, 128), torch.float16, 5).to(device), "top_k": 8, "scoring": "softmax"}
+    options["norm_weight"] = random((HIDDEN,), torch.float16, 4).to(device)
+    x = random((1, HIDDEN), torch.float16, 3).to(device)
+    first, *others = [
+        moe_experts_quantized(x, *matrices, None, None, "affine4_32", **options).cpu() for _ in every_order()
+    ]
+    assert all(torch.equal(other, first) for other in others)

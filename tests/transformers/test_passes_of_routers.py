@@ -1,0 +1,111 @@
+"""The pass that hands a router's logits to its experts: on its pattern, and with one thing changed."""
+
+import pytest
+import torch
+from support.graphs import computed, operators, recorded
+from support.models import assert_close
+from torch import Tensor
+from torch.nn.functional import linear
+
+from torch_moe_mps.quantization import quantize
+from torch_moe_mps.transformers.graphs.passes import simplify
+
+ops = torch.ops.moe_mps
+H, E, K, I = 64, 8, 2, 32
+
+
+def random(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+ROUTER, NORM, SCALES, BIAS = random(E, H) / 8, random(H), random(E).abs(), random(E)
+MATRICES = [
+    part
+    for rows, columns in ((2 * I, H), (H, I))
+    for part in (lambda q: (q.packed, q.scales, q.biases))(quantize(random(E, rows, columns) / 8, 4, 32))
+]
+
+
+def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
+    return ops.moe_experts_quantized(x, *MATRICES, ids, weights, "affine4_32")
+
+
+def routed(x: Tensor, logits: Tensor | None = None, **options) -> tuple[Tensor, Tensor]:
+    logits = linear(x, ROUTER) if logits is None else logits
+    return ops.moe_router(logits, K, **{"scoring": "sigmoid", "norm_topk_prob": True} | options)
+
+
+def chosen(x):
+    weights, ids = routed(x)
+    return experts(x, ids.long(), weights)
+
+
+def every_option(x):
+    options = {"bias": BIAS, "num_groups": 4, "top_groups": 2, "masked_score": 0.0, "norm_eps": 0.5}
+    weights, ids = routed(x, **options, norm_min=0.1, scaling_factor=2.5, per_expert_scale=SCALES)
+    return experts(x, ids, weights)
+
+
+def behind_a_norm(x):
+    x = ops.rms_norm(x, NORM, 1e-6)
+    weights, ids = routed(x)
+    return experts(x, ids, weights)
+
+
+def gate(x):
+    weights, ids = ops.moe_gate(x, ROUTER, NORM, SCALES, K, 1e-6, False)
+    return experts(x, ids, weights)
+
+
+def gate_that_divides_again(x):
+    weights, ids = ops.moe_gate(x, ROUTER, NORM, SCALES, K, 1e-6, True)
+    return experts(x, ids, weights)
+
+
+def ids_that_else_are_read(x):
+    weights, ids = routed(x)
+    return experts(x, ids, weights), ids + 1
+
+
+def weights_that_are_changed(x):
+    weights, ids = routed(x)
+    return experts(x, ids, weights * 2)
+
+
+def ids_of_another_router(x):
+    weights, _ = routed(x)
+    _, ids = routed(x, scoring="softmax", bias=BIAS)
+    return experts(x, ids, weights)
+
+
+def logits_that_change(x):
+    logits = linear(x, ROUTER)
+    weights, ids = routed(x, logits)
+    logits.masked_fill_(logits > logits.mean(), 0)  # an operator that stays one in place
+    return experts(x, ids, weights), logits
+
+
+ONE = {"moe_experts_quantized": 1}
+LEFT = {
+    chosen: ONE | {"mm": 1},
+    every_option: ONE | {"mm": 1},
+    behind_a_norm: ONE | {"router_logits": 1},
+    gate: ONE | {"router_logits": 1},
+    gate_that_divides_again: ONE | {"moe_gate": 1},
+    ids_that_else_are_read: ONE | {"mm": 1, "moe_router": 1, "add": 1},
+    weights_that_are_changed: ONE | {"mm": 1, "moe_router": 1, "mul": 1},
+    ids_of_another_router: ONE | {"mm": 1, "moe_router": 2},
+    logits_that_change: ONE | {"mm": 1, "moe_router": 1, "gt": 1, "mean": 1, "masked_fill_": 1},
+}
+
+
+@pytest.mark.parametrize("function", LEFT, ids=lambda function: function.__name__)
+def test_what_is_left(function):
+    x = random(1, H)
+    graph = recorded(function, x)
+    simplify(graph, frozenset({"pointwise"}))
+    assert operators(graph) == LEFT[function]
+    expected = function(x.clone())
+    expected = expected if isinstance(expected, tuple) else (expected,)
+    for result, each in zip(computed(graph, x), expected, strict=True):
+        assert_close(result, each, 1e-5)

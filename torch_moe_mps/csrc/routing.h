@@ -1,0 +1,35 @@
+// Routers, for the kernels that choose experts.
+#pragma once
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string_view>
+#include <tuple>
+
+#include "../shaders/params.h"
+#include "metal/encoder.h"
+
+namespace moe_mps {
+
+using Routing = std::tuple<at::Tensor, at::Tensor>;  // weights, ids
+
+// What chooses the experts of each row of logits. All are contiguous.
+struct Router {
+  at::Tensor logits;
+  OptionalTensor bias, scale;
+  RouterParams params;
+};
+
+// The arguments of moe_router.
+Router router_of(const at::Tensor& logits, int64_t top_k, std::string_view scoring,
+                 const OptionalTensor& bias, int64_t num_groups, int64_t top_groups,
+                 std::string_view group_score, std::optional<double> masked_score, bool bias_on_logits,
+                 bool norm_topk_prob, double norm_eps, double norm_min, double scaling_factor,
+                 const OptionalTensor& per_expert_scale);
+
+// Memory for what a router chooses.
+Routing empty_routing(const Router& router);
+
+Routing route(const Router& router);
+
+}  // namespace moe_mps

@@ -1,0 +1,8 @@
+// Experts that a matmul chooses: behind params/matmul.h and params/routing.h
+#pragma once
+
+// The first matmul of one token's experts, which chooses them.
+struct ChosenParams {
+  MatmulParams matmul;
+  RouterParams router;
+};

@@ -1,0 +1,244 @@
+"""Masks of order, with or without a window, that take no memory until something reads them."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ...ops.attention import seen_in_order
+from ..basics.deferred import Deferred
+from .mask_functions import order_of
+
+_ATEN = torch.ops.aten
+_OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
+AND = (_ATEN.bitwise_and.Tensor, _ATEN.__and__.Tensor)
+_TOKENS = -2  # the dimension
+_INTEGERS = (int, torch.SymInt)  # a symbol while a token is captured
+# The attribute of a captured call's mask that `range_of_padding` gives: its values are not there to be read.
+RANGE = "_moe_mps_range"
+ELEMENTS = "_elements"  # the attribute of what the others tell
+_NO_END = torch.iinfo(torch.int32).max  # of a key range that ends with the keys
+
+
+class CausalMask(Deferred):
+    """[B, 1, T, S], for attention of T new tokens to S keys; each sees its own key and what lies before it.
+    Indexers get [B, T, S].
+
+    Bool, or 0 where a token sees a key and the lowest number of its dtype elsewhere. Whatever uses it gets
+    these elements, made once. Tokens can be chosen without that, by slices.
+
+    The rows of a batch may be padded on the left and on the right: each has a range of keys.
+
+    Attributes:
+        seen: the number of keys up to the last token's own; T to S.
+        window: how many keys a token sees at most, itself included, or None.
+        key_range: what the operator `attention` takes, int32 [B, 2]; None where no key is padding.
+        lookahead: how many keys after its own a token sees, too, as encoders' do, whose tokens are all keys.
+    """
+
+    seen: int
+    window: int | None
+    lookahead: int
+    key_range: Tensor | None
+    _elements: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        shape: tuple[int, ...],
+        seen: int,
+        window: int | None,
+        dtype: torch.dtype,
+        device: Any,
+        key_range: Tensor | None = None,
+        lookahead: int = 0,
+    ) -> "CausalMask":
+        order = {"seen": seen, "window": window, "lookahead": lookahead, "key_range": key_range}
+        made: CausalMask = cls.made(shape, dtype, device, **order, _elements=None)
+        return made
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        batch_size: int,
+        q_length: int,
+        kv_length: int,
+        dtype: torch.dtype,
+        q_offset: int | Tensor = 0,
+        kv_offset: int = 0,
+        attention_mask: Tensor | None = None,
+        local_size: int | None = None,
+        allow_is_causal_skip: bool = True,
+        mask_function: Any = None,
+        config: Any = None,
+        device: Any = "cpu",
+        **_: Any,
+    ) -> "CausalMask | None":
+        """The mask that transformers asks its AttentionMaskInterface for, if it is one of these.
+
+        Masks with padding between tokens, of packed sequences, or with a model's own pattern are not; nor is
+        any while a graph is traced.
+        """
+        if torch.compiler.is_compiling() or torch._C._is_tracing():
+            return None
+        sizes: tuple[Any, ...] = (batch_size, q_length, kv_length, kv_offset)
+        known = getattr(attention_mask, RANGE, None)
+        tensors = (t for t in (q_offset, None if known else attention_mask) if isinstance(t, Tensor))
+        if any(type(size) not in _INTEGERS for size in sizes):
+            return None
+        if any(type(t) is not Tensor or t.is_meta for t in tensors):
+            return None
+        before: Any = int(q_offset) if isinstance(q_offset, Tensor) else q_offset
+        seen = before - kv_offset + q_length
+        if not q_length <= seen <= kv_length:
+            return None
+        order: tuple[int | None, int] | None = None
+        if allow_is_causal_skip:
+            order = (local_size, 0) if local_size is None or _has_window(config, local_size) else None
+        # A compiled step, which is of one token, takes no mask of this class.
+        elif q_length > 1 and all(type(size) is int for size in (*sizes, before)):
+            tokens, keys = range(before, before + q_length), range(kv_offset, kv_offset + kv_length)
+            order = order_of(mask_function, tokens, keys)
+        if order is None or (order[1] > 0 and seen != kv_length):
+            return None
+        shown: tuple[Tensor | None] | None = (None,)
+        if attention_mask is not None:
+            is_fitting = attention_mask.shape[0] == batch_size
+            shown = _range_of(attention_mask, kv_offset, seen, device, config) if is_fitting else None
+        if shown is None:
+            return None
+        shape, (window, lookahead) = (batch_size, 1, q_length, kv_length), order
+        return cls(shape, seen, window, dtype, device, *shown, lookahead)
+
+    @property
+    def hides_nothing(self) -> bool:
+        tokens, keys = self.shape[_TOKENS:]
+        first_sees_all = self.seen - tokens + self.lookahead >= keys - 1
+        return first_sees_all and not self._has_window and self.key_range is None
+
+    @property
+    def is_of_first_tokens(self) -> bool:
+        """Whether the tokens are the first of the keys, and a window has not begun to move."""
+        of_first = self.seen == self.shape[_TOKENS] and self.lookahead == 0
+        return of_first and not self._has_window and self.key_range is None
+
+    @property
+    def _has_window(self) -> bool:
+        return self.window is not None and self.window < self.seen
+
+    def elements(self) -> Tensor:
+        if self._elements is None:
+            tokens, keys = self.shape[_TOKENS:]
+            sees = seen_in_order(
+                tokens, keys, self.seen, self.window, self.key_range, self.device, self.lookahead
+            )
+            mask = sees if self.dtype == torch.bool else additive(sees, self.dtype)
+            self._elements = (mask if len(self.shape) == 4 else mask.squeeze(1)).expand(self.shape)
+        return self._elements
+
+    def _of_tokens(self, start: int, stop: int) -> "CausalMask":
+        *rows, tokens, keys = self.shape
+        return self._shaped((*rows, stop - start, keys), self.seen - (tokens - stop))
+
+    def _shaped(self, shape: tuple[int, ...], seen: int) -> "CausalMask":
+        return CausalMask(shape, seen, self.window, self.dtype, self.device, self.key_range, self.lookahead)
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        order = f"seen={self.seen}, window={self.window}, lookahead={self.lookahead}"
+        padded = "" if self.key_range is None else ", padded"
+        return f"CausalMask({tuple(self.shape)}, {order}, {self.dtype}{padded})"
+
+    @classmethod
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _OF_EVERYTHING:
+            return args[0]._of_tokens(0, args[0].shape[_TOKENS])
+        if func in AND and args[0] is args[1]:
+            return args[0]
+        if func is _ATEN.slice.Tensor and (chosen := _slice(*args, **kwargs)) is not None:
+            return chosen
+        if func is _ATEN.select.int and args[0].dim() == 4 and args[1] == 1:
+            batch, _, *rest = args[0].shape
+            return args[0]._shaped((batch, *rest), args[0].seen)
+        return NotImplemented
+
+
+def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
+    """A mask of bool in the form that is added to scores."""
+    return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
+
+
+def _has_window(config: Any, size: int) -> bool:
+    """Whether a local mask of this size is a model's sliding window, not one of chunks."""
+    chunked = getattr(config, "attention_chunk_size", None) is not None
+    return not chunked and size == getattr(config, "sliding_window", None)
+
+
+def _range_of(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:
+    """What `range_of_padding` gives for some keys of a mask, from the first one on."""
+    known: tuple[Tensor | None] | None = getattr(mask, RANGE, None)
+    if known is None:
+        return range_of_padding(mask[:, first : first + keys], keys, device, config)
+    if mask.shape[1] != first + keys:
+        return None
+    (every,) = known
+    return known if every is None or first == 0 else ((every - first).clamp(min=0),)
+
+
+def range_of_padding(mask: Tensor, keys: int, device: Any, owner: Any = None) -> tuple[Tensor | None] | None:
+    """The key range that a 2D mask stands for, None in it where no key is padding; None for other masks.
+
+    `owner`: a config or a model, as long as which its last ranges are held.
+    """
+    ranges = key_ranges(mask.bool().cpu(), keys)
+    if ranges is None:
+        return None
+    return (None if not ranges or set(ranges) == {(0, _NO_END)} else _on_device(ranges, device, owner),)
+
+
+def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
+    """For each row of a 2D mask, its first key that is no padding, and the key after the last one.
+
+    Keys after the mask are padding. None if there is padding between other keys.
+    """
+    first, count = shown.int().argmax(1, keepdim=True), shown.sum(1, keepdim=True)
+    key = torch.arange(shown.shape[1], device=shown.device)
+    if not torch.equal(shown, (key >= first) & (key < first + count)):
+        return None
+    ends = (first + count).flatten().tolist()
+    return tuple(
+        (a, _NO_END if b == keys else b) for a, b in zip(first.flatten().tolist(), ends, strict=True)
+    )
+
+
+def _on_device(ranges: tuple[tuple[int, int], ...], device: Any, owner: Any) -> Tensor:
+    """Copied once for all tokens of a `generate`: the CPU would wait for each copy to the GPU."""
+    if owner is None:
+        return _copied(ranges, device)
+    if owner not in _copiers:
+        _copiers[owner] = functools.lru_cache(maxsize=8)(_copied)
+    found: Tensor = _copiers[owner](ranges, device)
+    return found
+
+
+def _copied(ranges: tuple[tuple[int, int], ...], device: Any) -> Tensor:
+    return torch.tensor(ranges, dtype=torch.int32, device=device)
+
+
+_copiers = WeakIdKeyDictionary()  # {owner: `_copied`, which remembers what it gave}
+
+
+def _slice(
+    mask: CausalMask, dim: int = 0, start: int | None = None, stop: int | None = None, step: int = 1
+) -> CausalMask | None:
+    """A slice of the tokens, or of everything in another dimension."""
+    size = mask.shape[dim]  # of keys it may be a symbol, which no range takes
+    if step == 1 and not start and (stop is None or stop >= size):
+        return mask._of_tokens(0, mask.shape[_TOKENS])
+    of_tokens = dim % mask.dim() == mask.dim() + _TOKENS
+    if step == 1 and of_tokens and mask.lookahead == 0:
+        chosen = range(*slice(start, stop).indices(size))
+        return mask._of_tokens(chosen.start, chosen.stop) if len(chosen) > 0 else None
+    return None

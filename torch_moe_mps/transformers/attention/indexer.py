@@ -1,0 +1,175 @@
+"""Indexers of sparse attention, which choose the keys that a token reads.
+
+While a token may choose all of its keys, an indexer only adds its own keys to the cache. Beyond that the
+operator `index_topk` chooses, without scores for each head. What an indexer computes in front of that is
+recognised by running it with other numbers.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from ...ops.index import MAX_INDEX_WIDTH
+from ..basics.reads import depends_on
+from ..basics.report import Done
+from ..basics.state import STATE, original_class, state_of
+from ..caches.held import HeldIndex
+from ..modules.experts import is_observed
+from ..modules.rules.constants import constant
+from ..modules.rules.rope import TURNS, Turn, tables_and_options
+from ..modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from .causal_mask import CausalMask
+
+ops = torch.ops.moe_mps
+
+_LAYERS = ("wq_b", "wk", "k_norm", "weights_proj")
+_NUMBERS = ("n_heads", "head_dim", "index_topk", "softmax_scale", "layer_idx")
+_TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
+_BATCH, _TOKENS, _BEFORE = 2, 3, 4  # of a trial
+# The attribute of indices none of which its token does not see.
+IN_ORDER = "_moe_mps_in_order"
+
+
+class IndexerForm(NamedTuple):
+    """How an indexer makes its queries and keys.
+
+    Attributes:
+        names: of what its forward takes behind the hidden states.
+        turn: the form of `rope` in which both turn, None if they do not.
+        rotary: the width of its tables.
+    """
+
+    names: tuple[str, ...]
+    turn: Turn | None
+    rotary: int
+
+
+def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """The forward of a rewritten indexer: [B, T, K] int32, -1 where a token may choose from fewer keys."""
+    form: IndexerForm = indexer.__dict__[STATE].formula
+    given = dict(zip(form.names, args, strict=False)) | kwargs
+    mask, (cos, _) = given["attention_mask"], given["position_embeddings"]
+    # Our implementation of attention asks for numbers. Beside a mask of bool, that of `sdpa`, a model
+    # scatters the result, which takes no -1.
+    runs = type(mask) is CausalMask and mask.window is None and mask.dtype is not torch.bool
+    if not runs or hidden_states.dtype is torch.float64 or cos.shape[-1] != form.rotary:
+        own: Tensor = original_class(indexer).forward(indexer, hidden_states, *args, **kwargs)
+        return own
+    return _chosen(indexer, form, hidden_states, given, mask.seen, mask.key_range)
+
+
+def _chosen(
+    indexer: Any,
+    form: IndexerForm,
+    hidden: Tensor,
+    given: dict[str, Any],
+    seen: int,
+    key_range: Tensor | None,
+) -> Tensor:
+    batch, tokens, _ = hidden.shape
+    chooses = seen > indexer.index_topk
+    q = _queries(indexer, hidden, given) if chooses else None
+    q, k = _into_cache(indexer, form, q, indexer.wk(hidden), given)
+    if q is None:
+        # Programs hold these numbers, so they are as many as an indexer can choose.
+        count, device = indexer.index_topk, k.device
+        every = constant(
+            ("keys", device), lambda: torch.arange(count, dtype=torch.int32, device=device), count
+        )
+        return every[:seen].expand(batch, tokens, seen)
+    weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
+    scale = indexer.softmax_scale * indexer.n_heads**-0.5
+    chosen: Tensor = ops.index_topk(q, k[:, :seen], weights, indexer.index_topk, scale, key_range=key_range)
+    setattr(chosen, IN_ORDER, True)
+    return chosen
+
+
+def _into_cache(
+    indexer: Any, form: IndexerForm, q: Tensor | None, k: Tensor, given: dict[str, Any]
+) -> tuple[Tensor | None, Tensor]:
+    """The queries, turned; the keys k [B, T, D], normed and turned, behind those of the cache."""
+    norm, cache, dtype = indexer.k_norm, given.get("past_key_values"), k.dtype
+    cos, sin, options = None, None, dict[str, Any]()  # where nothing turns
+    if form.turn is not None:
+        cos, sin, options = tables_and_options(form.turn, *given["position_embeddings"])
+    layer: Any = None if cache is None else cache.layers[indexer.layer_idx]
+    writes = isinstance(layer, HeldIndex) and type(norm) is nn.LayerNorm and not is_observed(norm)
+    slots = layer.index_slots(k) if writes else None
+    if slots is not None:
+        turning = None if cos is None else q
+        out = ops.rope_cache_(
+            *(turning, k.unsqueeze(2), None, slots.unsqueeze(1), None, cos, sin, None, norm.weight, norm.eps),
+            k_bias=norm.bias,
+            **options,
+        )
+        return q if turning is None else out.transpose(1, 2), layer.take_index(slots)
+    k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
+    if cos is not None and q is None:
+        k = ops.rope(k, None, cos, sin, **options)[0].transpose(1, 2)
+    elif cos is not None:
+        q, k = (x.transpose(1, 2) for x in ops.rope(q, k, cos, sin, **options))
+    k = k.squeeze(2)
+    return q, k if cache is None else cache.update_indexer(k, indexer.layer_idx)
+
+
+def _queries(indexer: Any, hidden: Tensor, given: dict[str, Any]) -> Tensor:
+    """[B, T, Hi, D], which have not turned."""
+    children = indexer._modules
+    x = given["q_resid"] if "q_resid" in given else children["q_input_norm"](hidden)
+    q: Tensor = indexer.wq_b(x).unflatten(-1, (indexer.n_heads, indexer.head_dim))
+    scaling = children.get("softmax_scaling")
+    return q if scaling is None else scaling(q, given["position_ids"], head_dim_first=False)
+
+
+# Recognising an indexer
+
+
+def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an indexer, else None."""
+    if not has_parts(module, _LAYERS, _NUMBERS):
+        return None
+    names = tuple(inspect.signature(original_class(module).forward).parameters)[2:]
+    rotary, width = getattr(module, "qk_rope_head_dim", None), getattr(module, "head_dim", 0)
+    fits = {*names} <= _TAKEN and {*names} >= _TAKEN - {"q_resid", "position_ids"}
+    if not fits or not isinstance(rotary, int) or not 0 < rotary <= width <= MAX_INDEX_WIDTH:
+        return None
+    depends_on(module, "qk_rope_head_dim")
+    depends_on(module, "use_rope")
+    form = verdict(module, _form_of, names, rotary, width)
+    if form is None:
+        return None
+    state_of(module).formula = form
+    return indexer_forward, [Done("index_topk"), Done("rope_cache_")]
+
+
+def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerForm | None:
+    """What an indexer with layers of few inputs computes; None if that is not what is computed here."""
+    twin = twin_of(module, index_topk=3)
+    keys = _BEFORE + _TOKENS
+    hidden, before = numbers(_BATCH, _TOKENS, twin.wk.in_features), numbers(_BATCH, _BEFORE, width)
+    every = {
+        "q_resid": numbers(_BATCH, _TOKENS, twin.wq_b.in_features + 1)[..., 1:],
+        "position_embeddings": numbers(2, _BATCH, _TOKENS, rotary).unbind(),
+        "attention_mask": torch.full((_BATCH, _TOKENS, keys), -torch.inf).triu(_BEFORE + 1),
+        "position_ids": torch.arange(_BEFORE, keys).expand(_BATCH, -1) * 1000,
+    }
+    given = {name: value for name, value in every.items() if name in names}
+
+    def ours(twin: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
+        return _chosen(twin, form, hidden, given, keys, None)
+
+    cache = HeldKeys(before, twin.layer_idx)
+    own = tried(original_class(module).forward, twin, hidden, **given, past_key_values=cache)
+    for turn in (None, *TURNS) if isinstance(own, Tensor) else ():
+        columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
+        if turn is not None and columns * (2 if turn.doubled else 1) > width:
+            continue
+        form, held = IndexerForm(names, turn, rotary), HeldKeys(before, twin.layer_idx)
+        found = tried(ours, twin, hidden, **given, past_key_values=held)
+        same = isinstance(found, Tensor) and torch.equal(own.sort(-1).values, found)
+        if same and agrees(cache.keys, held.keys):
+            return form
+    return None

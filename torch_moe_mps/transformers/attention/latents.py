@@ -1,0 +1,263 @@
+"""Latent attention without its expansion: few new tokens attend to the latents that a cache holds.
+
+transformers' latent attention expands the latents of the whole context into keys and values for each new
+token, by its method `expand_kv`. But for a head with keys W_k c and values W_v c, q . W_k c = (W_k^T q) . c,
+and the sum of p W_v c is W_v times the sum of p c: a query can be brought to the latents, all of whose heads
+then read the same ones, and its result back. `expand_kv` returns promises of keys and values here, which the
+attention of this package takes for what they are. Whoever looks into them gets the expanded ones.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..basics.deferred import Deferred
+from ..basics.report import Done
+from ..basics.self_check_state import refusal
+from ..basics.state import NOTHING, STATE, state_of
+from ..caches.growing import latents_together
+from ..caches.quantized_states import QuantizedStates
+from ..modules.experts import is_observed
+from ..modules.linears import QuantizedLinear
+from ..modules.rules.trial import tried
+
+ops = torch.ops.moe_mps
+
+# Of a call in which the latents are not expanded. A query and key take 2 L + R products instead of N + R + V,
+# but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more, for real widths.
+MOST_TOKENS = 128
+# The most bytes of keys and values that a prompt's latents are expanded into at a time.
+MOST_BYTES = 128 * 2**20
+_METHOD = "expand_kv"
+
+
+class Expansion(NamedTuple):
+    """keys = (W_k c, r) and values = W_v c of latents c and a rotated part r that all heads share.
+
+    Attributes:
+        projection: the name of the linear layer that holds W_k and W_v of each head, one below the other.
+        heads, key_rows, value_rows: its rows are heads * (key_rows + value_rows).
+    """
+
+    projection: str
+    heads: int
+    key_rows: int
+    value_rows: int
+
+
+class Promised(Deferred):
+    """Keys or values that have not been expanded.
+
+    Attributes:
+        source: what both are expanded from.
+        number: 0 for keys, 1 for values.
+    """
+
+    source: "Latents"
+    number: int
+
+    @staticmethod
+    def __new__(cls, source: "Latents", number: int, heads: int, width: int) -> "Promised":
+        latents = source.latents
+        shape = (latents.shape[0], heads, latents.shape[2], width)
+        made: Promised = cls.made(shape, latents.dtype, latents.device, source=source, number=number)
+        return made
+
+    def elements(self) -> Tensor:
+        return self.source.expanded()[self.number]
+
+
+class Latents:
+    """What keys and values of a layer are expanded from.
+
+    Attributes:
+        latents: [B, 1, S, L].
+        rotated: [B, 1, S, R].
+    """
+
+    def __init__(self, module: nn.Module, own: Callable, latents: Tensor, rotated: Tensor):
+        self.module, self.own, self.latents, self.rotated = module, own, latents, rotated
+        self._expanded: tuple[Tensor, Tensor] | None = None
+
+    def expanded(self) -> tuple[Tensor, Tensor]:
+        """Keys [B, Hq, S, N + R] and values [B, Hq, S, V] by the model's own code."""
+        if self._expanded is None:
+            self._expanded = self.own(self.module, self.latents, self.rotated)
+        return self._expanded
+
+    def some_heads(self) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """(heads, their keys, their values), as many heads at a time as MOST_BYTES allow, at least one.
+
+        Nothing where all heads are no more, and where the model's own code has to run.
+        """
+        form: Expansion = self.module.__dict__[STATE].expansion
+        layer: Any = getattr(self.module, form.projection, None)
+        rows = form.key_rows + form.value_rows
+        batch, _, keys, rotary = self.rotated.shape
+        bytes_of_head = batch * keys * (rows + rotary) * self.latents.element_size()
+        heads = max(1, MOST_BYTES // max(1, bytes_of_head))
+        if heads >= form.heads or _operator_for(layer) is None or layer.weight.dtype != self.latents.dtype:
+            return
+        latents, rotated = (
+            part.elements() if isinstance(part, QuantizedStates) else part
+            for part in (self.latents, self.rotated)
+        )
+        for first in range(0, form.heads, heads):
+            some = slice(first, min(first + heads, form.heads))
+            expanded = _rows_product(layer, slice(some.start * rows, some.stop * rows), latents)
+            own, values = (
+                expanded.view(batch, keys, -1, rows)
+                .transpose(1, 2)
+                .split_with_sizes((form.key_rows, form.value_rows), -1)
+            )
+            yield some, torch.cat((own, rotated.expand(-1, own.shape[1], -1, -1)), -1), values
+
+    def keys_and_values(self) -> tuple[Tensor, Tensor]:
+        """[B, 1, S, L + R], where a growing cache has them, else a copy; and its first L columns."""
+        keys = latents_together(self.latents, self.rotated)
+        if keys is None:
+            keys = torch.cat((self.latents, self.rotated), -1)
+        widths = self.latents.shape[3], self.rotated.shape[3]
+        if isinstance(keys, QuantizedStates):
+            return keys, keys.columns(widths)[0]
+        return keys, keys[..., : widths[0]]
+
+    def brought(self, query: Tensor) -> Tensor | None:
+        """The queries [B, Hq, T, N + R] as ones of the latents, [B, Hq, T, L + R].
+
+        None where the model's own code has to run.
+        """
+        form: Expansion = self.module.__dict__[STATE].expansion
+        layer: Any = getattr(self.module, form.projection, None)
+        width = form.key_rows + self.rotated.shape[3]
+        if query.shape[2] > MOST_TOKENS or query.shape[1] != form.heads or query.shape[3] != width:
+            return None
+        if _operator_for(layer) is None or not layer.weight.dtype == query.dtype == self.latents.dtype:
+            return None
+        own, tail = query.transpose(1, 2).split_with_sizes((form.key_rows, self.rotated.shape[3]), -1)
+        rows = slice(form.key_rows)
+        return _product(layer, form, rows, own, transposed=True, tail=tail).transpose(1, 2)
+
+    def taken_back(self, sums: Tensor) -> Tensor:
+        """[B, T, Hq, L] float32, the sums of latents, as those of values: [B, T, Hq, V]."""
+        form: Expansion = self.module.__dict__[STATE].expansion
+        layer = getattr(self.module, form.projection)
+        options = {} if type(layer) is nn.Linear else {"dtype": self.latents.dtype}
+        return _product(layer, form, slice(form.key_rows, None), sums, **options)
+
+
+def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any) -> Tensor:
+    """What each head has in `x` times some of its rows of a layer."""
+
+    def of_heads(matrix: Tensor) -> Tensor:
+        return matrix.view(form.heads, form.key_rows + form.value_rows, matrix.shape[1])[:, rows]
+
+    if type(layer) is nn.Linear:
+        return ops.heads_mm(x, of_heads(layer.weight), **options)
+    packed, scales, biases, _ = layer.weights()
+    weight = of_heads(packed), of_heads(scales), None if biases is None else of_heads(biases)
+    return ops.heads_quantized(x, *weight, layer.format.name, **options)
+
+
+def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
+    """What some rows of a linear layer make of `x`."""
+    if type(layer) is nn.Linear:
+        return F.linear(x, layer.weight[rows])
+    packed, scales, biases, _ = layer.weights()
+    weight = packed[rows], scales[rows], None if biases is None else biases[rows]
+    return ops.linear_quantized(x, *weight, None, layer.format.name)
+
+
+def _operator_for(layer: Any) -> str | None:
+    """What multiplies the heads' matrices of a layer; None where its own code has to run."""
+    operator = {nn.Linear: "heads_mm", QuantizedLinear: "heads_quantized"}.get(type(layer))
+    is_plain = operator is not None and layer.bias is None and not is_observed(layer)
+    return operator if is_plain else None
+
+
+def use_latents(module: nn.Module) -> list[Done]:
+    """Lets an attention layer that runs on the operator `attention`, and expands latents, attend to these.
+
+    Returns: what is added to the report; nothing for other layers.
+    """
+    expansion = expansion_of(module)
+    operator = None if expansion is None else _operator_for(getattr(module, expansion.projection))
+    if operator is None:
+        return []
+    done = [Done(operator, f"latents ({operator})")]
+    if refusal(module, done) is not None:
+        return []
+    state_of(module).expansion = expansion
+    _wrap(_owner(module))
+    return done
+
+
+def expansion_of(module: nn.Module) -> Expansion | None:
+    """How the method `expand_kv` of a module expands latents; None if it has none, or does anything else.
+
+    It is tried with numbers in place of what its linear layer gives.
+    """
+    owner, rotary = _owner(module), getattr(module, "qk_rope_head_dim", None)
+    if owner is None or not isinstance(rotary, int):
+        return None
+    trial = _Trial(module)
+    latents, rotated = torch.rand(2, 1, 3, 5), torch.rand(2, 1, 3, rotary)
+    found = tried(inspect.unwrap(vars(owner)[_METHOD]), trial, latents, rotated)
+    if not (isinstance(found, tuple) and len(found) == 2 and len(trial.calls) == 1):
+        return None
+    keys, values = found
+    name, given, result = trial.calls[0]
+    if given is not latents or keys.dim() != 4 or values.dim() != 4:
+        return None
+    heads, key_rows, value_rows = keys.shape[1], keys.shape[3] - rotary, values.shape[3]
+    if key_rows < 0 or heads * (key_rows + value_rows) != result.shape[3]:
+        return None
+    rows = result.view(2, 3, heads, -1).transpose(1, 2)
+    expected = torch.cat((rows[..., :key_rows], rotated.expand(-1, heads, -1, -1)), -1)
+    if not (torch.equal(keys, expected) and torch.equal(values, rows[..., key_rows:])):
+        return None
+    return Expansion(name, heads, key_rows, value_rows)
+
+
+class _Trial:
+    """A module whose linear layers give random numbers, and which notes their calls."""
+
+    def __init__(self, module: nn.Module):
+        self._module = module
+        self.calls: list[tuple[str, Tensor, Tensor]] = []
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self._module, name)
+        return functools.partial(self._call, name, value) if isinstance(value, nn.Module) else value
+
+    def _call(self, name: str, layer: Any, given: Tensor) -> Tensor:
+        result = torch.rand(*given.shape[:-1], layer.out_features)
+        self.calls.append((name, given, result))
+        return result
+
+
+def _owner(module: nn.Module) -> type | None:
+    """The class that has the method."""
+    return next((cls for cls in type(module).__mro__ if _METHOD in vars(cls)), None)
+
+
+@functools.cache
+def _wrap(owner: Any) -> None:
+    """Lets a class ask each module whether it attends to latents, as `sdpa` is asked."""
+    own = getattr(owner, _METHOD)
+
+    @functools.wraps(own)
+    def expand_kv(self: nn.Module, latents: Tensor, rotated: Tensor) -> Any:
+        form = self.__dict__.get(STATE, NOTHING).expansion
+        if form is None or not latents.is_mps or torch.is_grad_enabled() or torch.compiler.is_compiling():
+            return own(self, latents, rotated)
+        source = Latents(self, own, latents, rotated)
+        keys = Promised(source, 0, form.heads, form.key_rows + rotated.shape[3])
+        return keys, Promised(source, 1, form.heads, form.value_rows)
+
+    setattr(owner, _METHOD, expand_kv)

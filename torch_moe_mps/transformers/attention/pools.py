@@ -1,0 +1,42 @@
+"""Indexers that choose pools of neighbouring keys, by one key for each pool: what those of families share.
+
+Each complete pool has its key once, beside those that the cache holds; a token also reads its own pool while
+that is incomplete. While a token may choose all pools, the indexer only adds its own keys to the cache.
+Beyond that the operator `index_topk` chooses, when attention asks.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...ops.attention import MAX_INDEX_BLOCK
+from ...ops.index import MAX_INDEX_WIDTH
+from .chosen_keys import Choice
+
+BATCH, TOKENS, BEFORE, RATE, POOLS = 2, 3, 8, 2, 2  # of a trial
+
+
+def layer_of(indexer: Any, cache: Any) -> Any:
+    return None if cache is None else cache.layers[indexer.layer_idx]
+
+
+def pools_of(layer: Any, keys: Tensor, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
+    """[B, S // rate, D]: what `pool` makes of complete pools from a first one on in front of a last one."""
+    count = keys.shape[1] // rate
+    return pool(0, count) if layer is None else layer.pools_of(count, rate, pool)
+
+
+def fits(width: int, rate: int) -> bool:
+    return width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and 1 < rate <= MAX_INDEX_BLOCK
+
+
+def is_same(own: Tensor, found: Choice) -> bool:
+    """Whether a mask shows what is chosen, of tokens of which no two pools have a score of zero."""
+    scores = torch.einsum("bthd,bsd->bhts", found.q, found.k).relu()
+    known = (scores.sum(1) == 0).sum(-1) < 2
+    keys = BEFORE + TOKENS
+    order = torch.ones(TOKENS, keys, dtype=torch.bool).tril(BEFORE)
+    mask = found.as_mask(None, 1, TOKENS, keys)
+    return bool(known.any()) and torch.equal((own & order)[:, 0][known], (mask & order)[:, 0][known])

@@ -1,0 +1,149 @@
+"""The caches that a model is called with: their layers grow in place from then on, or hold 8 bits."""
+
+import inspect
+import warnings
+from collections.abc import Iterator
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import (
+    DynamicCache,
+    EncoderDecoderCache,
+    PreTrainedConfig,
+    PreTrainedModel,
+    StaticCache,
+)
+
+from ...ops.attention import CACHE_BITS
+from ..basics.residency import follow_moved
+from ..basics.state import NOTHING, STATE, state_of
+from .held import HeldEntries
+from .layers import growing_class
+from .quantized_states import QuantizedStates, can_be_quantized
+
+
+def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
+    """Make the caches that a model is called with grow in place, from the next call on.
+
+    Args:
+        bits: of keys and values, as in `accelerate`.
+    """
+    for module in _decoders(model):
+        if bits is not None:
+            state_of(module).kv_bits = bits
+        if grow_cache not in module._forward_pre_hooks.values():
+            module.register_forward_pre_hook(grow_cache, with_kwargs=True)
+
+
+def restore_cache(module: nn.Module) -> None:
+    """Undo `grow_caches_in_place` for one module. A cache that grows in place goes on doing so."""
+    for key in [key for key, hook in module._forward_pre_hooks.items() if hook is grow_cache]:
+        del module._forward_pre_hooks[key]
+        del module._forward_pre_hooks_with_kwargs[key]
+
+
+def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Runs before a decoder: gives the layers of a plain cache classes that grow in place, or hold 8 bits.
+
+    Weights that have moved are kept resident again.
+    """
+    cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))  # continuous batching passes `cache`
+    if type(cache) is EncoderDecoderCache:
+        cache = cache.self_attention_cache
+    if cache is None:
+        return
+    quantizes = module.__dict__.get(STATE, NOTHING).kv_bits == CACHE_BITS
+    is_plain = type(cache) is DynamicCache and not cache.offloading
+    if quantizes and (type(cache) is StaticCache or (is_plain and torch.compiler.is_compiling())):
+        _refuse_8_bits(cache)
+    if torch.compiler.is_compiling():
+        return
+    follow_moved()
+    if is_plain:
+        _grow(cache, CACHE_BITS if quantizes else None)
+        positions = kwargs.get("position_ids", args[2] if len(args) > 2 else None)
+        if positions is not None:
+            _note_positions(cache, positions)
+    elif quantizes and not isinstance(cache, QuantizedCache):
+        name = f"{'an offloaded ' if getattr(cache, 'offloading', False) else ''}{type(cache).__name__}"
+        warnings.warn(
+            f"torch_moe_mps: kv_bits=8 is not for {name}, which keeps keys and values as they are",
+            stacklevel=2,
+        )
+
+
+def _refuse_8_bits(cache: Any) -> NoReturn:
+    """Raises: RuntimeError for what would fill a cache with 16 bits."""
+    got = "a StaticCache" if type(cache) is StaticCache else "a compiled call, which needs a StaticCache"
+    raise RuntimeError(
+        f"torch_moe_mps: kv_bits=8 needs a DynamicCache, as generate() makes it by default, got {got}; "
+        "accelerate(model, kv_bits=16) keeps 16 bits"
+    )
+
+
+def _grow(cache: Any, bits: int | None) -> None:
+    for layer in cache.layers:
+        plain: Any = type(layer)
+        cls = growing_class(plain, bits)
+        if cls is not None:
+            layer.__class__ = cls
+
+
+def _note_positions(cache: Any, positions: Tensor) -> None:
+    """Compares a call's positions with the cache's, where its layers count tokens by the latter.
+
+    Those of a token that is being captured are not known; those of several are asked for, which ends it.
+    """
+    layers = [layer for layer in cache.layers if isinstance(layer, HeldEntries) and layer.is_in_order]
+    if not layers or (type(positions) is FakeTensor and positions.shape[-1] == 1):
+        return
+    first, tokens = layers[0].cumulative_length, positions.shape[-1]
+    in_order = torch.arange(first, first + tokens, device=positions.device)
+    if not bool((positions == in_order).all()):
+        for layer in layers:
+            layer.is_in_order = False
+
+
+class QuantizedCache(DynamicCache):
+    """A DynamicCache that holds keys and values in 8 bits, about half of the memory of 16.
+
+    Heads whose width is no multiple of 32 stay as they are.
+
+    Args:
+        config: of the model that will use the cache.
+    """
+
+    def __init__(self, config: PreTrainedConfig) -> None:
+        super().__init__(config=config)
+        _grow(self, CACHE_BITS)
+
+
+def as_held(layer: Any, bits: int) -> dict[str, Any]:
+    """The attributes of a layer of a plain cache; keys and values as a model with these kv_bits has them."""
+    plain: Any = type(layer)
+    cls = growing_class(plain, bits if bits == CACHE_BITS else None)
+    held = dict(vars(layer))
+    if getattr(cls, "bits", None) is not None and can_be_quantized(layer.keys, layer.values):
+        held |= {name: QuantizedStates.empty(held[name], held[name].shape[2]) for name in ("keys", "values")}
+    return held
+
+
+def pools_padding(config: PreTrainedConfig) -> bool:
+    """Whether a layer of a model's cache makes one entry of several tokens, padding among them."""
+    plain: list[Any] = [type(layer) for layer in DynamicCache(config=config).layers]
+    classes: Iterator[Any] = filter(None, map(growing_class, plain))
+    return any(cls.pools_padding for cls in classes)
+
+
+def _decoders(model: nn.Module) -> Iterator[nn.Module]:
+    """The innermost models of transformers that take a cache; calls of the outer models reach them."""
+    found = {m for m in model.modules() if isinstance(m, PreTrainedModel) and takes_cache(m)}
+    for module in found:
+        if not any(inner in found for inner in module.modules() if inner is not module):
+            yield module
+
+
+def takes_cache(model: nn.Module) -> bool:
+    return "past_key_values" in inspect.signature(model.forward).parameters

@@ -1,0 +1,94 @@
+"""What a rule may ask of a layer of a cache that grows in place.
+
+`cache` has such layers; of any other a rule asks what transformers' own code does. Shapes: B sequences, S
+tokens that are held, T new ones. A method that writes nothing itself gives slots: what is held with room for
+the new ones behind it, into which an operator writes. The layer has them once it takes the slots.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+
+class HeldIndex:
+    """The keys of an indexer [B, S, D]."""
+
+    def indexed(self) -> int:
+        """S."""
+        raise NotImplementedError
+
+    def index_slots(self, new: Tensor) -> Tensor | None:
+        """Slots [B, S + T, D] for new keys [B, T, D]; None where there is no room."""
+        raise NotImplementedError
+
+    def take_index(self, keys: Tensor) -> Tensor:
+        """Takes the slots, whose last tokens have been written. Returns: them."""
+        raise NotImplementedError
+
+
+class HeldPools(HeldIndex):
+    """The keys of an indexer, and rows that stand for several of them.
+
+    Attributes:
+        indexer_keys: [B, S, D], or what transformers starts with.
+        is_padded: whether any sequence has had padding, as the indexer notes; None where nothing is noted.
+    """
+
+    indexer_keys: Any
+    is_padded: bool | None = None
+
+    def index_slots_of(self, columns: Sequence[Tensor]) -> Tensor | None:
+        """Slots for new keys that consist of these columns, which are written there."""
+        raise NotImplementedError
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        """Writes new keys [B, T, D] behind those that are held. Returns: all."""
+        raise NotImplementedError
+
+    def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
+        """[B, count, D], a row for each `rate` keys: pool(first, count) makes those that are not held."""
+        raise NotImplementedError
+
+
+class Pooled(NamedTuple):
+    """What `pool_window_` updates in place: the last tokens, and all entries with room for the new ones."""
+
+    state: Tensor
+    entries: Tensor
+
+
+class HeldEntries:
+    """Keys of a window of tokens, which are the values, too, and entries that stand for several tokens each.
+
+    Attributes:
+        cumulative_length: all tokens so far.
+        compressed_kv: {name of a compressor: [B, N, D], its entries}.
+        is_in_order: all calls had the positions that follow from the order of tokens. With others, which
+            tokens see an entry is for the model's own code to say.
+    """
+
+    cumulative_length: int
+    compressed_kv: dict[str, Any]
+    is_in_order = True
+
+    def slots(self, new: Tensor) -> Tensor | None:
+        """Slots [B, 1, S + T, D] for new keys [B, 1, T, D]; None where there is no room."""
+        raise NotImplementedError
+
+    def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Takes slots, of which the last `tokens` have been written. Returns: what attention reads."""
+        raise NotImplementedError
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Writes new keys behind those that are held. Returns: what attention reads."""
+        raise NotImplementedError
+
+    def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
+        """The memory for what new tokens have, kv [B, T, W], which `update` or `take` has counted already.
+
+        From then on the layer holds the entries that they complete, [B, N, width].
+        """
+        raise NotImplementedError

@@ -1,0 +1,259 @@
+"""Layers of a cache that grow in place and may hold 8 bits.
+
+transformers' DynamicCache copies all old keys and values in every step. Here their memory has room for more:
+new ones are written behind them, and attention gets views.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers.cache_utils import (
+    CacheLayerMixin,
+    DynamicIndexedLayer,
+    DynamicLayer,
+    DynamicSlidingWindowLayer,
+)
+
+from . import growing
+from .held import HeldPools
+from .quantized_states import can_be_quantized
+
+# Each gives the class that grows in place for a model's own class of layers, or None if that is another's.
+OF_FAMILIES: list[Callable[[Any], Any]] = []
+
+
+@functools.cache
+def growing_class(plain: type, bits: int | None = None) -> type | None:
+    """The class that does what `plain` does and grows in place, or None if there is none."""
+    base = _base_of(plain)
+    if base is None:
+        return None
+    bases = (base,) if issubclass(base, plain) else (base, plain) if base.is_first else (plain, base)
+    # transformers registers a class under its _layer_type for all models, so this one must have none.
+    return type(f"Growing{plain.__name__}", bases, {"_layer_type": None, "plain": plain, "bits": bits})
+
+
+def _base_of(plain: Any) -> Any:
+    found = next(filter(None, (of_family(plain) for of_family in OF_FAMILIES)), None)
+    update = getattr(plain, "update", None)
+    if found is not None or issubclass(plain, Made):
+        return found
+    if update is DynamicLayer.update:
+        return GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else Growing
+    return GrowingWindow if update is DynamicSlidingWindowLayer.update else None
+
+
+def _empty_layer(plain: type, bits: int | None) -> Any:
+    """A layer without its state, as pickle makes it."""
+    cls: Any = growing_class(plain, bits)
+    return object.__new__(cls)
+
+
+@torch.compiler.disable
+def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    """`layer.update` outside the graph: a graph cannot make the tensors of a layer in 8 bits."""
+    updated: tuple[Tensor, Tensor] = layer.update(*args, **kwargs)
+    return updated
+
+
+_MADE_AGAIN = ("pools", "is_in_order")  # what a copy of a layer makes again
+
+
+class Made(CacheLayerMixin):
+    """What our layers of a cache share: copies and pickles are without the spare room.
+
+    Attributes:
+        plain: the class of transformers that it does the same as.
+        bits: 8 where it holds keys and values in 8 bits.
+        pools_padding: it makes one entry of several tokens, padding among them.
+        is_first: its methods stand in for those of `plain`, too.
+    """
+
+    pools_padding = False
+    is_first = False
+    plain: Any
+    bits: int | None
+    keys: Any
+    values: Any
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """A copied or pickled layer has no room. A dense one is a plain one, which needs no package."""
+        state = {
+            name: growing.compact(value) for name, value in self.__dict__.items() if name not in _MADE_AGAIN
+        }
+        if self.bits is not None:
+            return _empty_layer, (self.plain, self.bits), state
+        return object.__new__, (self.plain,), state
+
+
+class Growing(Made, DynamicLayer):
+    """A layer that holds all tokens.
+
+    Latent attention keeps latents as keys and what turns as values, one head of each: these lie side by side
+    in one memory, which attention reads as keys.
+    """
+
+    holds_latents = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        if self.bits is not None and torch.compiler.is_compiling():
+            return _update_uncompiled(self, key_states, value_states, *args, **kwargs)
+        if not growing.may_grow():
+            if self.bits is not None and can_be_quantized(key_states, value_states):
+                warnings.warn(
+                    "torch_moe_mps: with gradients on, a cache with kv_bits=8 holds 16 bits; torch.no_grad() "
+                    "lets it hold 8",
+                    stacklevel=2,
+                )
+            return self.plain.update(self, key_states, value_states, *args, **kwargs)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+            if self.bits is not None and not can_be_quantized(key_states, value_states):
+                widths = f"keys of {key_states.shape[-1]} and values of {value_states.shape[-1]} elements"
+                warnings.warn(
+                    f"torch_moe_mps: kv_bits=8 is for heads of multiples of 32; {widths} stay as they are",
+                    stacklevel=2,
+                )
+        tokens = key_states.shape[-2]
+        quantized = self.bits is not None and can_be_quantized(key_states, value_states)
+        room = self._room(tokens)
+        if self.holds_latents and growing.are_latents(key_states, value_states):
+            held, new = (self.keys, self.values), (key_states, value_states)
+            keys, values = growing.extended(held, new, room, quantized)
+        else:
+            (keys,) = growing.extended((self.keys,), (key_states,), room, quantized)
+            (values,) = growing.extended((self.values,), (value_states,), room, quantized)
+        return self.take(keys, values, tokens)
+
+    def _room(self, tokens: int) -> int | None:
+        """How many more tokens new memory has room for; None means `room_behind`."""
+        return None
+
+    def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        """Takes all keys and values, of which the last `tokens` are new. Returns: what attention reads."""
+        self.keys, self.values = keys, values
+        return keys, values
+
+    def crop(self, tokens_to_remove: int) -> None:
+        keys, values = self.keys, self.values
+        super().crop(tokens_to_remove)
+        if self.keys is not keys:  # after each token generate() removes none
+            self.keys, self.values = (
+                growing.in_memory_of(keys, self.keys),
+                growing.in_memory_of(values, self.values),
+            )
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        self._change_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self._change_batch(lambda tensor: tensor.repeat_interleave(repeats, dim=0))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self._change_batch(lambda tensor: tensor[indices, ...])
+
+    def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        if self.get_seq_length() > 0:
+            together = growing.latents_together(self.keys, self.values)
+            if together is None:
+                self.keys, self.values = (
+                    growing.with_room(self.keys, change),
+                    growing.with_room(self.values, change),
+                )
+            else:
+                widths = self.keys.shape[3], self.values.shape[3]
+                self.keys, self.values = growing.columns_of(growing.with_room(together, change), widths)
+
+
+class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
+    """A layer that holds all tokens, and the keys of an indexer."""
+
+    pools: Any = None  # rows that stand for several keys, which their indexer makes
+    rate = 0  # of pools
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        if not growing.may_grow():
+            return super().update_indexer(indexer_key_states)
+        if not self.is_indexer_initialized:
+            self.lazy_initialization_indexer(indexer_key_states)
+        (self.indexer_keys,) = growing.extended((self.indexer_keys,), (indexer_key_states,))
+        return self.indexer_keys
+
+    def indexed(self) -> int:
+        return self.indexer_keys.shape[1] if self.is_indexer_initialized else 0
+
+    def index_slots(self, new: Tensor) -> Tensor | None:
+        return growing.slots_behind(self.indexer_keys, new)
+
+    def index_slots_of(self, columns: Sequence[Tensor]) -> Tensor | None:
+        batch, tokens, _ = columns[0].shape
+        width = sum(part.shape[2] for part in columns)
+        slots = self.index_slots(columns[0].new_empty(1).expand(batch, tokens, width))
+        if slots is not None:
+            torch.cat(list(columns), -1, out=slots.narrow(1, slots.shape[1] - tokens, tokens))
+        return slots
+
+    def take_index(self, keys: Tensor) -> Tensor:
+        self.indexer_keys = keys
+        return keys
+
+    def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
+        held = self.pools
+        before = 0 if held is None else held.shape[1]
+        if before < count:
+            new = pool(before, count)
+            (self.pools,) = growing.extended((new.new_empty(0) if held is None else held,), (new,))
+            self.rate = rate
+        pools: Tensor = self.pools
+        return pools
+
+    def crop(self, tokens_to_remove: int) -> None:
+        indexer_keys, pools = self.indexer_keys, self.pools
+        super().crop(tokens_to_remove)
+        if tokens_to_remove == 0:
+            return
+        self.indexer_keys = growing.in_memory_of(indexer_keys, self.indexer_keys)
+        if pools is not None:
+            self.pools = growing.in_memory_of(pools, pools[:, : self.indexer_keys.shape[1] // self.rate])
+
+    def reset(self) -> None:
+        super().reset()
+        self.pools, self.is_padded = None, None
+
+    def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._change_batch(change)
+        self.pools = None  # which are made again
+
+
+class GrowingWindow(Growing, DynamicSlidingWindowLayer):
+    """A layer that holds a sliding window, which moves on in its memory."""
+
+    holds_latents = False
+
+    def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+        window = self.sliding_window
+        self.cumulative_length += tokens
+        if self.record_past:
+            self.keys, self.values = keys, values
+            visible = window - 1 + tokens
+            return growing.tokens_from(-visible, keys), growing.tokens_from(-visible, values)
+        self.keys, self.values = (
+            growing.tokens_from(-window + 1, keys),
+            growing.tokens_from(-window + 1, values),
+        )
+        if self._is_prompt(tokens):  # as views they would keep the memory of the whole prompt
+            room = growing.room_behind_window(window)
+            self.keys, self.values = growing.copied(self.keys, room), growing.copied(self.values, room)
+        return keys, values
+
+    def _room(self, tokens: int) -> int:
+        return 0 if self._is_prompt(tokens) else growing.room_behind_window(self.sliding_window)
+
+    def _is_prompt(self, tokens: int) -> bool:
+        return tokens > growing.room_behind_window(self.sliding_window) and not self.record_past

@@ -1,0 +1,309 @@
+"""The cache of a prompt: cut to a prefix, written to a file and read from it.
+
+Keys and values of all tokens can be cut anywhere. Recurrent states, and sliding windows that have moved on,
+only fit the prefix that they were computed for: `kept_states` copies them there.
+"""
+
+import hashlib
+import json
+import os
+import sys
+import tempfile
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
+
+from ..._faults import synchronize
+from ...ops._checks import first_line
+from ..basics.state import kv_bits_of
+from .layers import growing_class
+from .quantized_states import QuantizedStates
+
+_PACKAGE = __package__.partition(".")[0]
+_FORM = "torch_moe_mps prompt cache"
+_OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
+_SAMPLES = 64  # octets of each tensor that tell models apart
+# {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
+States = Mapping[int, dict[int, dict[str, Any]]]
+
+
+class Unusable(ValueError):
+    """A file that is no cache for the model, with the reason."""
+
+
+def new_cache(model: PreTrainedModel) -> DynamicCache:
+    """The cache that `generate` would make."""
+    return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def can_be_cut(layer: Any) -> bool:
+    """Whether a layer of a cache still has what any prefix of its tokens needs."""
+    if isinstance(layer, LinearAttentionCacheLayerMixin):
+        return False
+    if getattr(layer, "is_sliding", False):
+        return bool(layer.cumulative_length < layer.sliding_window)
+    return True
+
+
+def runs_on(cache: DynamicCache) -> bool:
+    """Whether no token can be taken back from a cache: of recurrent states, and of keys of several tokens.
+
+    `generate` may compute one behind the last that it returns: then such a cache holds all of these.
+    """
+    classes: list[Any] = [type(layer) for layer in cache.layers]
+    layers = [growing_class(cls) or layer for cls, layer in zip(classes, cache.layers, strict=True)]
+    linear = any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in cache.layers)
+    return linear or not all(getattr(layer, "is_croppable", True) for layer in layers)
+
+
+def kept_states(cache: DynamicCache) -> dict[int, dict[str, Any]]:
+    """Copies of the layers that cannot be cut back to the tokens that the cache has now."""
+    return {
+        index: tree_map(_copy, dict(vars(layer)))
+        for index, layer in enumerate(cache.layers)
+        if isinstance(layer, LinearAttentionCacheLayerMixin) or getattr(layer, "is_sliding", False)
+    }
+
+
+def prefix(cache: DynamicCache, tokens: int, states: States) -> DynamicCache:
+    """A cache with the first tokens of another, which stays as it is.
+
+    Keys and values are views: a cache that grows in place copies them before it writes.
+
+    Args:
+        states: of the prefixes that layers which cannot be cut are kept for; `tokens` is among them if there
+            are such layers.
+    """
+    found = DynamicCache()
+    found.__dict__.update(vars(cache))
+    found.layers = []
+    for index, layer in enumerate(cache.layers):
+        part = object.__new__(type(layer))
+        part.__dict__.update(vars(layer))
+        if not can_be_cut(layer):
+            part.__dict__.update(tree_map(_copy, dict(states[tokens][index])))
+        elif layer.is_initialized and layer.keys is not None:
+            part.crop(tokens - layer.get_seq_length())
+        found.layers.append(part)
+    return found
+
+
+def save_prompt_cache(
+    file: str | os.PathLike[str],
+    model: PreTrainedModel,
+    ids: Tensor,
+    cache: DynamicCache,
+    states: States = MappingProxyType({}),
+) -> None:
+    """Write the cache of a prompt, for `load_prompt_cache` of the same model.
+
+    The file is written under another name and renamed: it is whole, or as it was.
+
+    Args:
+        file: a safetensors file; one that is not a prompt cache is not replaced.
+        model: that computed the cache.
+        ids: [1, T] or [T], the tokens of the prompt.
+        cache: that the model returned as `past_key_values`, with T tokens; dense or with kv_bits=8.
+
+    Raises: ValueError for a cache of another length or class, and for a file that is something else; OSError;
+        torch.AcceleratorError as `synchronize`.
+    """
+    ids, path = ids.reshape(-1).cpu(), Path(file)
+    if type(cache) is not DynamicCache or cache.get_seq_length() != len(ids):
+        got = f"a {type(cache).__name__} of {cache.get_seq_length()} tokens"
+        raise ValueError(f"moe_mps::save_prompt_cache: cache must be a DynamicCache of {len(ids)}, got {got}")
+    if path.exists() and not _is_ours(path):
+        raise ValueError(f"moe_mps::save_prompt_cache: {path} is not a prompt cache; it was not changed")
+    synchronize(model.device)
+    tensors: dict[str, Tensor] = {"ids": ids}
+    layers = [
+        {
+            "class": _plain(layer).__name__,
+            "bits": getattr(layer, "bits", None),
+            "state": _stored(vars(layer), tensors),
+        }
+        for layer in cache.layers
+    ]
+    kept = [[position, [[i, _stored(s, tensors)] for i, s in of.items()]] for position, of in states.items()]
+    about = {
+        "form": _FORM,
+        "key": json.dumps(_key(model)),
+        "layers": json.dumps(layers),
+        "states": json.dumps(kept),
+    }
+    about["sum"] = str(_sum(about, tensors))
+    with tempfile.TemporaryDirectory(dir=path.parent, prefix=f".{path.name}.") as folder:
+        whole = Path(folder) / path.name
+        try:
+            save_file(tensors, whole, metadata=about)
+        except SafetensorError as error:
+            raise OSError(str(error)) from None
+        whole.replace(path)
+
+
+def load_prompt_cache(file: str | os.PathLike[str], model: PreTrainedModel) -> tuple[Tensor, DynamicCache]:
+    """Read what `save_prompt_cache` wrote.
+
+    Pass both to `generate`: `model.generate(ids_with_more, past_key_values=cache)`. The model computes from
+    them the same bits as from the cache that was saved.
+
+    Returns: the tokens [1, T] and their cache, on the model's device.
+
+    Raises: ValueError for a file that is something else, is damaged, or is of another model, format, kv_bits
+        or version; OSError.
+    """
+    ids, cache, _ = load_with_states(file, model)
+    return ids, cache
+
+
+def load_with_states(
+    file: str | os.PathLike[str], model: PreTrainedModel
+) -> tuple[Tensor, DynamicCache, dict[int, dict[int, dict[str, Any]]]]:
+    """`load_prompt_cache`, with the states of shorter prefixes."""
+    if not Path(file).is_file():
+        raise FileNotFoundError(f"{file} is no file")
+    try:
+        with safe_open(file, framework="pt") as stored:
+            about = stored.metadata() or {}
+            if about.get("form") != _FORM:
+                raise Unusable(f"{file} is not a prompt cache")
+            _check_key(file, json.loads(about["key"]), model)
+            tensors = {name: stored.get_tensor(name) for name in stored.keys()}  # noqa: SIM118
+        if str(_sum(about, tensors)) != about["sum"]:
+            raise Unusable(f"{file} is damaged: its checksum is another")
+        read = _reader(tensors, model.device)
+        cache = new_cache(model)
+        layers = json.loads(about["layers"])
+        while len(cache.layers) < len(layers):
+            cache.layers.append(cache.layer_class_to_replicate())
+        for layer, found in zip(cache.layers, layers, strict=True):
+            if type(layer).__name__ != found["class"]:
+                raise Unusable(f"{file} is of a model with other layers")
+            if found["bits"] is not None:
+                plain: Any = type(layer)
+                layer.__class__ = growing_class(plain, found["bits"])
+            layer.__dict__ = read(found["state"])
+        states = {position: {i: read(s) for i, s in of} for position, of in json.loads(about["states"])}
+        return tensors["ids"][None].to(model.device), cache, states
+    except (Unusable, OSError):
+        raise
+    except Exception as error:  # what is read may be anything
+        raise Unusable(f"{file} is damaged or not a prompt cache: {first_line(error)}") from None
+
+
+def fingerprint(model: PreTrainedModel) -> str:
+    """Tells models apart by their config and a sample of each tensor."""
+    config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_THE_FILE}
+    found = hashlib.blake2b(json.dumps(config, default=str, sort_keys=True).encode(), digest_size=16)
+    samples = []
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        flat = tensor.detach().reshape(-1)
+        samples.append(flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].clone().view(torch.uint8))
+    found.update(torch.cat(samples).cpu().numpy().tobytes())
+    return found.hexdigest()
+
+
+def _key(model: PreTrainedModel) -> dict[str, Any]:
+    """What a cache is computed by."""
+    return {
+        "model": fingerprint(model),
+        "dtype": str(model.dtype),
+        "device": model.device.type,
+        "attention": model.config._attn_implementation,
+        "kv_bits": kv_bits_of(model),
+        _PACKAGE: sys.modules[_PACKAGE].__version__,
+        "torch": torch.__version__,
+        "transformers": transformers.__version__,
+    }
+
+
+def _check_key(file: object, stored: Mapping[str, Any], model: PreTrainedModel) -> None:
+    key = _key(model)
+    for name in key:
+        if stored.get(name) != key[name]:
+            got = "another one" if name == "model" else stored.get(name)
+            expected = "this one" if name == "model" else key[name]
+            raise Unusable(f"{file} is for another {name}: {got}, where {expected} is needed")
+
+
+def _is_ours(path: Path) -> bool:
+    try:
+        with safe_open(path, framework="pt") as stored:
+            return (stored.metadata() or {}).get("form") == _FORM
+    except (SafetensorError, OSError):
+        return False
+
+
+def _plain(layer: Any) -> type:
+    """transformers' class of a layer."""
+    plain: type = getattr(type(layer), "plain", type(layer))
+    return plain
+
+
+def _copy(value: Any) -> Any:
+    return value.clone(memory_format=torch.contiguous_format) if isinstance(value, Tensor) else value
+
+
+def _stored(value: Any, tensors: dict[str, Tensor]) -> Any:
+    """A value in JSON, with its tensors aside."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, dict):
+        return {"dict": [[key, _stored(item, tensors)] for key, item in value.items()]}
+    if isinstance(value, QuantizedStates):
+        return {"quantized": [_stored(part, tensors)["tensor"] for part in value.parts()]}
+    if isinstance(value, Tensor):
+        name = str(len(tensors))
+        tensors[name] = value.detach().cpu().clone(memory_format=torch.contiguous_format)
+        return {"tensor": name}
+    if isinstance(value, torch.dtype):
+        return {"dtype": str(value).removeprefix("torch.")}
+    if isinstance(value, torch.device):
+        return {"device": None}
+    raise ValueError(f"moe_mps::save_prompt_cache: a cache with a {type(value).__name__} cannot be written")
+
+
+def _reader(tensors: Mapping[str, Tensor], device: torch.device) -> Callable[[Any], Any]:
+    """What turns JSON of `_stored` into the value."""
+
+    def read(stored: Any) -> Any:
+        if not isinstance(stored, dict):
+            return stored
+        ((kind, value),) = stored.items()
+        match kind:
+            case "dict":
+                return {key: read(item) for key, item in value}
+            case "quantized":
+                return QuantizedStates(*(tensors[name].to(device) for name in value))
+            case "tensor":
+                return tensors[value].to(device)
+            case "dtype":
+                return getattr(torch, value)
+            case _:
+                return device
+
+    return read
+
+
+def _sum(about: Mapping[str, str], tensors: Mapping[str, Tensor]) -> int:
+    """A checksum of all that a file says: its metadata but the sum, and the tensors in the order of names."""
+    header = [
+        {name: text for name, text in about.items() if name != "sum"},
+        [[name, str(tensor.dtype), [*tensor.shape]] for name, tensor in sorted(tensors.items())],
+    ]
+    total = zlib.crc32(json.dumps(header, sort_keys=True).encode())
+    for _, tensor in sorted(tensors.items()):
+        total = zlib.crc32(tensor.reshape(-1).view(torch.uint8).numpy().data, total)
+    return total

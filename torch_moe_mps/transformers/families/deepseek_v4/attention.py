@@ -1,0 +1,222 @@
+"""Attention to a window of tokens and to keys that stand for several tokens each.
+
+A layer is recognised by what it computes: its own forward and the one here run on a small layer of its class,
+for a prompt, tokens behind it and a few more, and have to give the same results and the same cache.
+"""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache
+
+from ...attention.causal_mask import CausalMask
+from ...basics.report import Done
+from ...basics.state import original_class, state_of
+from ...caches.held import HeldEntries
+from ...caches.layers import growing_class
+from ...modules.experts import is_observed
+from ...modules.linears import GroupedLinear
+from ...modules.rules.constants import beside, constant
+from ...modules.rules.norms import is_norm
+from ...modules.rules.rotary import is_fixed
+from ...modules.rules.trial import agrees, made_alike, verdict
+
+ops = torch.ops.moe_mps
+
+_CHILDREN = (
+    *("q_a_proj", "q_a_norm", "q_b_proj", "q_b_norm", "kv_proj", "kv_norm", "o_a_proj", "o_b_proj"),
+    "compressor",
+)
+_TURN: dict[str, Any] = {"pairs": "interleaved", "rotary_last": True}
+# The attribute of a table of sines with which rotations are undone.
+_NEGATED = "_moe_mps_negated"
+
+
+def compressed_layer(
+    layer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    position_ids: Any,
+    attention_mask: Any,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """The forward of a layer that is recognised."""
+    held, (_, *within) = _layer_of(past_key_values, layer.layer_idx), layer.modules()
+    plain = attention_mask is None or (
+        type(attention_mask) is CausalMask and attention_mask.key_range is None
+    )
+    if held is None or not plain or options.get("output_attentions") or is_observed(*within):
+        options |= {"position_ids": position_ids, "attention_mask": attention_mask}
+        options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
+        own: tuple[Tensor, Tensor | None] = original_class(layer).forward(layer, hidden_states, **options)
+        return own
+    tables = position_embeddings[layer.rope_layer_type]
+    return _attended(layer, held, hidden_states, tables), None
+
+
+def _layer_of(cache: Any, number: int) -> HeldEntries | None:
+    """The layer of a cache that grows in place, whose tokens are in order; None without one."""
+    layers = getattr(cache, "layers", ())
+    held = layers[number] if number < len(layers) else None
+    usable = isinstance(held, HeldEntries) and held.is_in_order and not torch.is_grad_enabled()
+    return held if usable else None
+
+
+def _attended(layer: Any, held: HeldEntries, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = tables
+    compressor = layer.compressor
+    indexer = compressor._modules.get("indexer")
+    turn = _TURN | {"rotary_dim": 2 * cos.shape[-1]}
+    latent = layer.q_a_norm(layer.q_a_proj(x))
+    q, kv = layer.q_b_proj(latent).unflatten(-1, (-1, layer.head_dim)), layer.kv_proj(x).unsqueeze(2)
+    ones = constant(("ones", layer.head_dim, q.device), lambda: torch.ones(layer.head_dim, device=q.device))
+    weight, eps = layer.kv_norm.weight, layer.kv_norm.variance_epsilon
+    keys = held.slots(kv.transpose(1, 2))
+    if keys is None:
+        q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
+        keys, _ = held.update(k, k)
+    else:
+        q = ops.rope_cache_(q, kv, None, keys, None, cos, sin, ones, weight, eps, **turn)
+        keys, _ = held.take(keys, keys, x.shape[1])
+
+    position = held.cumulative_length - x.shape[1]
+    entries = _pooled(compressor, held, "compressor", x, position).unsqueeze(1)
+    indices = None
+    if indexer is not None:
+        index_keys = _pooled(indexer, held, "indexer", x, position)
+        if index_keys.shape[1] > indexer.index_topk:  # else it would choose all
+            of_heads = indexer.q_b_proj(latent).unflatten(-1, (-1, indexer.head_dim))
+            of_heads, _ = ops.rope(of_heads, None, cos, sin, **turn)
+            weights = indexer.scorer.weights_proj(x)
+            indices = _chosen(indexer, of_heads.transpose(1, 2), index_keys, weights, held).unsqueeze(1)
+    out = ops.attention(
+        *(q, keys, keys, layer.scaling),
+        window=layer.sliding_window,
+        sinks=layer.sinks,
+        indices=indices,
+        k_tail=entries,
+        v_tail=entries,
+        tail_rate=compressor.compress_rate,
+        position=position,
+    )
+    return _projected(layer, out, cos, beside(sin, _NEGATED, sin.neg), turn)
+
+
+def _pooled(compressor: Any, held: HeldEntries, name: str, x: Tensor, position: int) -> Tensor:
+    """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
+    kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
+    memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
+    rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm
+    ops.pool_window_(
+        *(kv, gate, compressor.position_bias, memory.state, memory.entries, position, norm.weight),
+        *(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling")),
+        norm.variance_epsilon,
+    )
+    entries: Tensor = held.compressed_kv[name]
+    return entries
+
+
+def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: HeldEntries) -> Tensor:
+    """[B, T, K]: the entries that an indexer chooses for each token."""
+    scorer = indexer.scorer
+    scale = scorer.softmax_scale * scorer.weights_scaling
+    of_blocks = {"block": indexer.compress_rate, "keys": held.cumulative_length}
+    chosen: Tensor = ops.index_topk(q, k, weights, indexer.index_topk, scale, **of_blocks)
+    return chosen
+
+
+def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str, Any]) -> Tensor:
+    """The layer's output from what its heads have read [B, T, H, D], turned back first."""
+    batch, tokens, heads, width = out.shape
+    tables = (table.expand(batch, -1, -1).reshape(batch * tokens, 1, -1) for table in (cos, sin))
+    out, _ = ops.rope(out.view(batch * tokens, 1, heads, width), None, *tables, **turn)
+    out = layer.o_a_proj(out.view(batch, tokens, layer.o_a_proj.n_groups, -1))
+    result: Tensor = layer.o_b_proj(out.flatten(2))
+    return result
+
+
+# Recognising a layer
+
+
+def rewrite_compressed_attention(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for attention to a window and to compressed keys, else None."""
+    children: dict[str, Any] = module._modules
+    if not all(isinstance(children.get(name), nn.Module) for name in _CHILDREN):
+        return None
+    compressor = children["compressor"]
+    parts = [part for part in (compressor, compressor._modules.get("indexer")) if part is not None]
+    if not all(_has_fixed_tables(part) for part in parts) or not is_norm(children["q_a_norm"], True):
+        return None
+    if module.kv_norm.variance_epsilon != module.q_b_norm.eps:  # type: ignore[union-attr]  # modules
+        return None
+    if not verdict(module, _is_same):
+        return None
+    state_of(module)
+    operators = ["pool_window_", "rope"]
+    operators += ["expert_qmm"] if isinstance(children["o_a_proj"], GroupedLinear) else []
+    operators += ["index_topk"] if len(parts) > 1 else []
+    return compressed_layer, [*map(Done, operators)]
+
+
+def _has_fixed_tables(part: Any) -> bool:
+    kinds = getattr(part.rotary_emb, "rope_type", None)
+    return isinstance(kinds, dict) and is_fixed(kinds.get(part.rope_layer_type, "dynamic"))
+
+
+def _small(module: Any) -> Any:
+    """A layer of the same class, with random numbers."""
+    config = copy.deepcopy(module.config)
+    sizes = {"hidden_size": 24, "head_dim": 16, "num_attention_heads": 4, "q_lora_rank": 12, "o_groups": 2}
+    sizes |= {
+        "o_lora_rank": 6,
+        "index_n_heads": 3,
+        "index_head_dim": 16,
+        "index_topk": 3,
+        "sliding_window": 5,
+    }
+    tables = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
+    rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}
+    for name, value in sizes.items():
+        setattr(config, name, value)
+    config.rope_parameters = {name: dict(tables) for name in config.rope_parameters}
+    config.compress_rates = rates
+    config._attn_implementation = "eager"
+    layer = original_class(module)(config, module.layer_idx).eval().float()
+    for parameter in layer.parameters():
+        parameter.data = torch.randn(parameter.shape) * (0.3 if parameter.dim() > 1 else 1.0)
+    return layer
+
+
+def _is_same(module: Any) -> bool:
+    """Whether the forward here gives what the layer's own gives: results, keys and entries."""
+    with torch.device("meta"):  # a small one says nothing of a layer that was changed after it was made
+        usual = original_class(module)(module.config, module.layer_idx)
+    if not made_alike(module, usual):
+        return False
+    layer = _small(module)
+    x = torch.randn(2, 17, layer.config.hidden_size)
+    tables = layer.compressor.rotary_emb(x, torch.arange(17)[None], layer_type=layer.rope_layer_type)
+    window = layer.sliding_window
+    is_norm(layer.q_a_norm)
+    caches: Any = [DynamicCache(config=layer.config) for _ in range(2)]
+    own, held = (cache.layers[layer.layer_idx] for cache in caches)
+    plain: Any = type(held)
+    held.__class__ = growing_class(plain)
+    theirs, ours = [], []
+    for begin, end in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 17)):
+        some = {layer.rope_layer_type: tuple(table[:, begin:end] for table in tables)}
+        seen = min(begin, window - 1) + end - begin
+        distance = torch.arange(seen - (end - begin), seen)[:, None] - torch.arange(seen)
+        mask = torch.zeros(2, 1, *distance.shape).masked_fill(
+            (distance < 0) | (distance >= window), -torch.inf
+        )
+        given = x[:, begin:end], some, torch.arange(begin, end)[None]
+        theirs.append(original_class(layer).forward(layer, *given, mask, caches[0])[0])
+        ours.append(compressed_layer(layer, *given, None, caches[1])[0])
+    theirs += [own.keys, *own.compressed_kv.values()]
+    ours += [held.keys, *held.compressed_kv.values()]
+    return agrees(ours, theirs)

@@ -1,0 +1,106 @@
+"""Routers whose choice a table has for each token, recognised by what they run."""
+
+import inspect
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, fx, nn
+
+from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ...basics.report import Done
+from ...basics.state import STATE, Unsupported, original_class, state_of
+from ...graphs.nodes import tensor_of
+from ...graphs.patterns import linear_of, uncast
+from ...modules.rules.selection import lookup_of
+from ...modules.traced import Input, path_of, remembered, trace
+
+ops = torch.ops.moe_mps
+
+_HALF = torch.bfloat16  # of hidden states in a trace, so that float32 in a result is the router's
+
+
+class HashRouter(NamedTuple):
+    """What a router computes of hidden states and tokens.
+
+    Attributes:
+        inputs: the names of the two.
+        weight, table: the names of a parameter and a buffer.
+        options: of moe_hash_router.
+        weights: the dtype of its second result; None for that of the hidden states.
+    """
+
+    inputs: tuple[str, str]
+    weight: str
+    table: str
+    options: dict[str, Any]
+    weights: torch.dtype | None
+
+
+def hash_router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
+    """The forward of a rewritten router: logits, weights and ids."""
+    router: HashRouter = module.__dict__[STATE].formula
+    given: dict[str, Any] = dict(zip(router.inputs, args, strict=False)) | named
+    is_bound = len(args) + len(named) == 2 and given.keys() == {*router.inputs}
+    tensors: Any = [module._parameters[router.weight], module._buffers[router.table]]
+    tensors += [given[name] if is_bound else None for name in router.inputs]
+    weight, table, x, tokens = tensors
+    fits = (
+        all(isinstance(each, Tensor) for each in tensors)
+        and x.dtype == weight.dtype
+        and x.dtype in ACTIVATION_DTYPES
+        and {tokens.dtype, table.dtype} <= {*ID_DTYPES}
+        and x.device == tokens.device == weight.device == table.device
+        and x.shape[:-1] == tokens.shape
+    )
+    if not fits:
+        return original_class(module).forward(module, *args, **named)
+    x = x.reshape(-1, x.shape[-1])
+    weights, ids = ops.moe_hash_router(x, weight, table, tokens.reshape(-1), **router.options)
+    return F.linear(x, weight), weights.to(router.weights or x.dtype), ids.long()
+
+
+def rewrite_hash_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for a router whose choice a table has, else None."""
+    tables = [each for each in module._buffers.values() if each is not None and each.dim() == 2]
+    matrices = [each for each in module._parameters.values() if each is not None and each.dim() == 2]
+    if len(tables) != 1 or len(matrices) != 1 or tables[0].dtype not in ID_DTYPES:
+        return None
+    router = hash_router_of(module)
+    if router is None:
+        return None
+    state_of(module).formula = router
+    return hash_router_forward, [Done("moe_hash_router", f"moe_hash_router ({router.options['scoring']})")]
+
+
+@remembered
+def hash_router_of(module: nn.Module) -> HashRouter | None:
+    _, *parameters = inspect.signature(original_class(module).forward).parameters.values()
+    names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    (matrix,) = (each for each in module._parameters.values() if each is not None and each.dim() == 2)
+    if len(names) != 2:
+        return None
+    hidden, tokens = Input((2, "tokens", matrix.shape[1]), _HALF), Input((2, "tokens"), torch.int64)
+    traced = trace(module, hidden, tokens, weights=_HALF)
+    if traced is None or not isinstance(traced.result, tuple) or len(traced.result) != 3:
+        return None
+    first, weights, ids = traced.result
+    if not isinstance(weights, fx.Node) or not isinstance(ids, fx.Node):
+        return None
+    try:
+        found = lookup_of(weights, ids)
+    except Unsupported:
+        return None
+    linear = linear_of(found.logits)
+    x, chosen = traced.inputs
+    weight, table = (path_of(linear[1]) if linear else None), path_of(found.table)
+    is_plain = linear is not None and linear[2] is None and uncast(linear[0]) is x
+    if not is_plain or uncast(first) is not uncast(found.logits) or uncast(found.tokens) is not chosen:
+        return None
+    if weight not in module._parameters or table not in module._buffers:
+        return None
+    if tensor_of(found.logits).dtype != _HALF or tensor_of(ids).dtype != torch.int64:
+        return None
+    dtype = tensor_of(weights).dtype
+    return HashRouter((names[0], names[1]), weight, table, found.options, None if dtype == _HALF else dtype)

@@ -1,0 +1,121 @@
+"""An indexer that chooses pools of keys, which it weighs by gates. Padded rows run the model's own code."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ...attention.chosen_keys import Choice
+from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
+from ...basics.report import Done
+from ...basics.state import original_class
+from ...caches.held import HeldPools
+from ...modules.experts import is_observed
+from ...modules.rules.constants import beside, constant
+from ...modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from .mask import EVERYTHING
+
+_PADDED = "_moe_mps_padded"  # the attribute of a mask of padding that says whether it hides anything
+_PARTS = ("wq_b", "wk", "k_norm", "weights_proj")
+_NUMBERS = ("n_heads", "head_dim", "index_topk", "index_kpool", "softmax_scale", "layer_idx")
+
+
+def kpool_forward(
+    indexer: Any, hidden_states: Tensor, q_resid: Tensor, attention_mask: Tensor, past_key_values: Any
+) -> Any:
+    """The forward of a rewritten indexer: a Choice, or EVERYTHING where tokens may choose all pools."""
+    layer = layer_of(indexer, past_key_values)
+    runs = (
+        indexer.config._attn_implementation == "sdpa"
+        and hidden_states.dtype is not torch.float64
+        and (layer is None or isinstance(layer, HeldPools))
+        and not is_observed(indexer.k_norm)
+    )
+    if not runs or _is_padded(attention_mask, layer):
+        if not runs and isinstance(layer, HeldPools):
+            layer.is_padded = None  # nothing has looked at this call's mask
+        own = original_class(indexer).forward
+        return own(indexer, hidden_states, q_resid, attention_mask, past_key_values)
+    return _choice(indexer, hidden_states, q_resid, layer)
+
+
+def _choice(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) -> Any:
+    width, rate = indexer.head_dim, indexer.index_kpool
+    k = indexer.wk(hidden_states)
+    gate = F.linear(hidden_states, indexer.index_kpool_compress_gate)
+    one = constant(("one", k.device, k.dtype), lambda: k.new_ones(1, 1, 1))
+    shown = one.expand(*k.shape[:2], 1)
+    packed = (indexer.k_norm(k), gate, shown)
+    slots = None if layer is None else layer.index_slots_of(packed)
+    if slots is not None:
+        keys = layer.take_index(slots)
+    else:
+        keys = torch.cat(packed, -1)
+        keys = keys if layer is None else layer.update_indexer(keys)
+    top_k = indexer.index_topk // rate
+    if keys.shape[1] // rate <= top_k:
+        return EVERYTHING
+    pools = pools_of(layer, keys, rate, functools.partial(_weighted, indexer, keys))
+    q = indexer.wq_b(q_resid).unflatten(-1, (indexer.n_heads, width))
+    weights = indexer.weights_proj(hidden_states)
+    scale = indexer.softmax_scale * indexer.n_heads**-0.5
+    return Choice(q, pools, weights, top_k, scale, rate, {"tail": 1}, is_pooled=True)
+
+
+def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:
+    """Whether any row of a batch has or had padding. A single token is none."""
+    noted = None if layer is None else layer.is_padded
+    held = None if layer is None else layer.indexer_keys
+    if noted is None and held is not None and held.shape[1] > 0:  # which the model's own code has written
+        noted = not bool(held[..., -1].all())  # the column that says which keys are shown
+    if not noted and mask.shape[1] > 1:
+        noted = bool(beside(mask, _PADDED, lambda: not bool(mask.all())))
+    if layer is not None:
+        layer.is_padded = bool(noted)
+    return bool(noted)
+
+
+def _weighted(indexer: Any, packed: Tensor, first: int, last: int) -> Tensor:
+    """The sums of the keys of pools, weighted by a softmax of their gates for each element."""
+    width, rate = indexer.head_dim, indexer.index_kpool
+    rows = packed[:, first * rate : last * rate].unflatten(1, (-1, rate))
+    keys, gates, _ = rows.split_with_sizes([width, width, 1], -1)
+    logits = gates.float() + indexer.index_kpool_compress_ape.float()
+    return (logits.softmax(2).to(keys.dtype) * keys).sum(2)
+
+
+# Recognising an indexer
+
+
+def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an indexer of pools that are weighed, else None."""
+    has = has_parts(module, _PARTS, _NUMBERS) and getattr(module, "index_kpool_always_select_tail", False)
+    if (
+        not has
+        or not isinstance(module.k_norm, nn.LayerNorm)
+        or not fits(module.head_dim, module.index_kpool)
+    ):
+        return None
+    return (kpool_forward, [Done("index_topk")]) if verdict(module, _agrees) else None
+
+
+def _agrees(module: Any) -> bool:
+    """Whether an indexer chooses what is chosen here."""
+    twin, width = twin_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
+    twin.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
+    hidden, q_resid = (numbers(BATCH, TOKENS, layer.in_features) for layer in (twin.wk, twin.wq_b))
+    before = torch.cat((numbers(BATCH, BEFORE, 2 * width), torch.ones(BATCH, BEFORE, 1)), -1)
+    caches = [HeldKeys(before, twin.layer_idx) for _ in range(2)]
+    shown = torch.ones(BATCH, TOKENS, dtype=torch.bool)
+    own = tried(original_class(module).forward, twin, hidden, q_resid, shown, caches[0])
+    found = tried(_choice, twin, hidden, q_resid, caches[1])
+    if not isinstance(own, Tensor) or not isinstance(found, Choice):
+        return False
+    keys = BEFORE + TOKENS
+    mask = torch.zeros(BATCH, TOKENS, keys + 1, dtype=torch.bool)
+    mask.scatter_(2, torch.where(own < 0, keys, own).long(), True)
+    same = is_same(mask[..., :keys].unsqueeze(1), found)
+    return same and agrees(caches[0].keys, caches[1].keys)

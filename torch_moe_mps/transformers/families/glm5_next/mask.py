@@ -1,0 +1,37 @@
+"""The mask that attention makes of what an indexer has chosen."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ...attention.causal_mask import CausalMask
+from ...attention.chosen_keys import Choice
+
+EVERYTHING = "everything"  # in place of a Choice where tokens may choose all keys
+_METHOD = "build_attention_mask_from_topk"  # of attention layers
+
+
+def take_choices(module: nn.Module) -> None:
+    """Lets the method that makes a mask of chosen keys take what our indexers give."""
+    if owner := next((cls for cls in type(module).__mro__ if _METHOD in vars(cls)), None):
+        _wrap(owner)
+
+
+@functools.cache
+def _wrap(owner: Any) -> None:
+    own = getattr(owner, _METHOD)
+
+    @functools.wraps(own)
+    def build(self: nn.Module, topk_indices: Any, query_states: Tensor, kv_length: int) -> Tensor | None:
+        batch, _, tokens, _ = query_states.shape
+        if isinstance(topk_indices, Choice):
+            return topk_indices.as_mask(None, 1, tokens, kv_length)
+        if topk_indices is not EVERYTHING:
+            made: Tensor | None = own(self, topk_indices, query_states, kv_length)
+            return made
+        mask = CausalMask((batch, 1, tokens, kv_length), kv_length, None, torch.bool, query_states.device)
+        return None if mask.hides_nothing or mask.is_of_first_tokens else mask
+
+    setattr(owner, _METHOD, build)

@@ -1,0 +1,150 @@
+"""Biases of relative positions, without memory for each pair of a token and a key until something looks.
+
+Each token has a bias for each distance of a key: a product of its states with a matrix. The attention of this
+package takes the biases by distance, and of a prompt those of some tokens at a time.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....ops._checks import ACTIVATION_DTYPES
+from ...attention.relative_bias import RelativeBias
+from ...basics.reads import depends_on
+from ...basics.report import Done
+from ...basics.state import original_class
+from ...modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
+
+_ATEN = torch.ops.aten
+# What a model does to its bias: each of these gives an element for each element.
+_OF_ELEMENTS = (_ATEN._to_copy.default, _ATEN.mul.Tensor)
+MOST_BYTES = 128 * 2**20  # of biases that a prompt has at a time
+
+
+class BiasOfStates(RelativeBias):
+    """[B, Hq, T, S]: what is added to scores.
+
+    Attributes:
+        states: [B, T, Hq, R].
+        bank: [R, E], the biases at each distance.
+        make: gives the elements by the model's own code.
+        steps: what was done to them since, of which each is (function, arguments, options) behind the bias.
+    """
+
+    states: Tensor
+    bank: Tensor
+    make: Callable[[], Tensor]
+    steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...]
+    _elements: Tensor | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        states: Tensor,
+        bank: Tensor,
+        keys: int,
+        dtype: torch.dtype,
+        make: Callable[[], Tensor],
+        steps: tuple[tuple[Any, tuple[Any, ...], dict[str, Any]], ...] = (),
+    ) -> "BiasOfStates":
+        batch, tokens, heads, _ = states.shape
+        shape = batch, heads, tokens, keys
+        own = {"states": states, "bank": bank, "make": make, "steps": steps, "_elements": None}
+        made: BiasOfStates = cls.made(shape, dtype, states.device, **own)
+        return made
+
+    def elements(self) -> Tensor:
+        if self._elements is None:
+            elements = self.make()
+            for function, arguments, options in self.steps:
+                elements = function(elements, *arguments, **options)
+            self._elements = elements
+        return self._elements
+
+    def by_distance(self, start: int, stop: int) -> Tensor:
+        biases = (self.states[:, start:stop] @ self.bank).transpose(1, 2)
+        for function, arguments, options in self.steps:
+            given = (_of_tokens(argument, start, stop) for argument in arguments)
+            biases = function(biases, *given, **options)
+        return biases.transpose(1, 2)
+
+    def tokens_at_once(self) -> int:
+        batch, _, heads, _ = self.states.shape
+        return max(1, MOST_BYTES // max(1, batch * heads * self.bank.shape[1] * self.element_size()))
+
+    @classmethod
+    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
+        if func in _OF_ELEMENTS and type(args[0]) is cls and all(map(_is_of_rows, args[1:])):
+            bias, *arguments = args
+            like = [arg.new_empty((), device="meta") if isinstance(arg, Tensor) else arg for arg in arguments]
+            given = {name: value for name, value in kwargs.items() if name != "device"}
+            dtype = func(torch.empty(1, dtype=bias.dtype, device="meta"), *like, **given).dtype
+            steps = (*bias.steps, (func, tuple(arguments), kwargs))
+            keys = bias.shape[3]
+            return cls(bias.states, bias.bank, keys, dtype, bias.make, steps)
+        return NotImplemented
+
+
+def _is_of_rows(argument: object) -> bool:
+    """Whether it is the same for all keys, so that it can be applied to biases of distances, too."""
+    if type(argument) is Tensor or isinstance(argument, torch._subclasses.FakeTensor):
+        return argument.dim() <= 4 and argument.shape[-1:] in ((), (1,))
+    return not isinstance(argument, Tensor)
+
+
+def _of_tokens(argument: Any, start: int, stop: int) -> Any:
+    if isinstance(argument, Tensor) and argument.dim() > 1 and argument.shape[-2] != 1:
+        return argument[..., start:stop, :]
+    return argument
+
+
+# Recognising a module that makes such a bias
+
+
+def relative_forward(
+    module: nn.Module, states: Tensor, query_positions: Tensor, key_positions: Tensor
+) -> Tensor:
+    """The forward of a rewritten module. States are [B, T, Hq, R], positions [T] and [S]."""
+    own, bank = original_class(module).forward, module.get_parameter("proj")
+    fits = states.dim() == 4 and states.dtype == bank.dtype in ACTIVATION_DTYPES
+    if not fits or states.shape[1:2] != query_positions.shape:
+        made: Tensor = own(module, states, query_positions, key_positions)
+        return made
+    return BiasOfStates(
+        states,
+        bank,
+        key_positions.shape[0],
+        states.dtype,
+        lambda: own(module, states, query_positions, key_positions),
+    )
+
+
+def rewrite_relative_bias(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for a module that makes such a bias, else None."""
+    return (
+        (relative_forward, [Done("attention", "relative positions")]) if makes_relative_bias(module) else None
+    )
+
+
+@on_the_cpu()
+def makes_relative_bias(module: nn.Module) -> bool:
+    """Whether its forward gives (states @ proj)[t, h, distance], 0 from `rel_extent` on and below 0."""
+    bank, extent = module._parameters.get("proj"), getattr(module, "rel_extent", None)
+    if len(module._parameters) != 1 or module._modules or bank is None or bank.dim() != 2:
+        return False
+    if bank.shape[1] != extent:
+        return False
+    depends_on(module, "rel_extent")
+    generator = torch.Generator().manual_seed(0)
+    twin, extent = bare_twin(module), 4
+    proj, states = torch.randn(3, extent, generator=generator), torch.randn(2, 5, 2, 3, generator=generator)
+    twin.register_parameter("proj", nn.Parameter(proj, requires_grad=False))
+    twin.rel_extent = extent
+    queries, keys = torch.arange(6, 11), torch.arange(2, 13)
+    distance = queries[:, None] - keys
+    place = torch.where((distance >= 0) & (distance < extent), distance, extent)
+    padded = nn.functional.pad(states @ proj, (0, 1)).transpose(1, 2)
+    expected = padded.gather(3, place.expand(2, 2, -1, -1))
+    return agrees(expected, tried(original_class(module).forward, twin, states, queries, keys))

@@ -1,0 +1,56 @@
+"""Layers of a cache that also hold the keys by which an indexer chooses blocks."""
+
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from transformers.cache_utils import DynamicLayer
+
+from ...caches import growing
+from ...caches.held import HeldIndex
+from ...caches.layers import Growing, Made
+
+
+def growing_layer(plain: Any) -> type | None:
+    """What grows in place for a class of layers that has keys of an indexer."""
+    is_own = hasattr(plain, "update_index") and not issubclass(plain, Made)
+    return GrowingBlocks if is_own and plain.update is DynamicLayer.update else None
+
+
+class GrowingBlocks(Growing, HeldIndex):
+    """A layer that holds all tokens, and the keys by which an indexer chooses blocks."""
+
+    is_first = True
+    idx_keys: Any
+
+    def update_index(self, idx_k: Tensor) -> Tensor:
+        if not growing.may_grow():
+            keys: Tensor = self.plain.update_index(self, idx_k)
+            return keys
+        held = idx_k.new_empty(0) if self.idx_keys is None else self.idx_keys
+        (self.idx_keys,) = growing.extended((held,), (idx_k,))
+        return self.idx_keys
+
+    def indexed(self) -> int:
+        return 0 if self.idx_keys is None else self.idx_keys.shape[2]
+
+    def index_slots(self, new: Tensor) -> Tensor | None:
+        found = growing.slots_behind(self.idx_keys, new.unsqueeze(1))
+        return None if found is None else found.squeeze(1)
+
+    def take_index(self, keys: Tensor) -> Tensor:
+        held = self.idx_keys
+        # unsqueeze would give the one head a stride that is not the memory's, and no program takes that.
+        self.idx_keys = growing.part_of(getattr(held, growing.MEMORY), growing.start_of(held), keys.shape[1])
+        return keys
+
+    def crop(self, tokens_to_remove: int) -> None:
+        held = self.idx_keys
+        super().crop(tokens_to_remove)
+        if self.idx_keys is not held:
+            self.idx_keys = growing.in_memory_of(held, self.idx_keys)
+
+    def _change_batch(self, change: Callable[[Tensor], Tensor]) -> None:
+        super()._change_batch(change)
+        if self.idx_keys is not None:
+            self.idx_keys = growing.with_room(self.idx_keys, change)

@@ -1,0 +1,130 @@
+"""An indexer that chooses blocks of keys, for each head of keys by itself.
+
+While a token may choose all blocks, the indexer only adds its own keys to the cache. Beyond that the operator
+`index_topk` chooses, when attention asks. What the indexer computes in front of that is recognised by running
+it with other numbers.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ....ops.index import MAX_INDEX_WIDTH
+from ...attention.chosen_keys import Choice
+from ...basics.report import Done
+from ...basics.state import original_class, state_of
+from ...caches.held import HeldIndex
+from ...modules.experts import NAME, is_observed
+from ...modules.rules.norms import is_norm, norm_arguments
+from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
+from ...modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+
+ops = torch.ops.moe_mps
+
+_LAYERS = ("q_proj", "k_proj", "q_norm", "k_norm")
+_NUMBERS = ("num_heads", "head_dim", "block_size", "topk_blocks", "local_blocks", "layer_idx")
+_BATCH, _TOKENS, _BEFORE = 2, 3, 6  # of a trial
+
+
+class _HeldBlocks(HeldKeys):
+    """The cache of a trial, by the name that these models have for an update."""
+
+    update_index = HeldKeys.update_indexer
+
+
+def block_indexer_forward(
+    indexer: Any, hidden_states: Tensor, position_embeddings: Any, past_key_values: Any, position_ids: Tensor
+) -> Any:
+    """The forward of a rewritten indexer: a Choice; None where tokens may choose all blocks.
+
+    Blocks begin with the cache's first token, whatever the positions are.
+    """
+    q_norm, k_norm = (norm_arguments(norm, indexer.q_norm.weight) for norm in _norms(indexer))
+    layer = None if past_key_values is None else past_key_values.layers[indexer.layer_idx]
+    runs = (
+        indexer.config._attn_implementation == NAME
+        and hidden_states.dtype is not torch.float64
+        and q_norm is not None
+        and k_norm is not None
+        and q_norm[1:] == k_norm[1:]
+        and not is_observed(*_norms(indexer))
+        and (layer is None or isinstance(layer, HeldIndex))
+    )
+    if not runs:
+        given = (hidden_states, position_embeddings, past_key_values, position_ids)
+        return original_class(indexer).forward(indexer, *given)
+    return _chosen(
+        indexer, state_of(indexer).formula, hidden_states, position_embeddings, layer, q_norm, k_norm
+    )
+
+
+def _norms(indexer: Any) -> tuple[nn.Module, nn.Module]:
+    return indexer.q_norm, indexer.k_norm
+
+
+def _chosen(
+    indexer: Any, turn: Turn, hidden: Tensor, tables: Any, layer: Any, q_norm: Any, k_norm: Any
+) -> Choice | None:
+    width = indexer.head_dim
+    seen = hidden.shape[1] + (0 if layer is None else layer.indexed())
+    k, q, q_weight = indexer.k_proj(hidden), None, None
+    chooses = seen > indexer.topk_blocks * indexer.block_size
+    if chooses:
+        q, q_weight = indexer.q_proj(hidden).unflatten(-1, (indexer.num_heads, width)), q_norm[0]
+    cos, sin, options = tables_and_options(turn, *(table[..., :width] for table in tables))
+    weight, eps, offset = k_norm
+    slots = None if layer is None else layer.index_slots(k)
+    held = k.new_empty(k.shape) if slots is None else slots
+    keys = k.unsqueeze(2), None, held.unsqueeze(1), None
+    turned = ops.rope_cache_(q, *keys, cos, sin, q_weight, weight, eps, offset, **options)
+    if layer is not None:
+        held = layer.take_index(held) if slots is not None else layer.update_index(held.unsqueeze(1))[:, 0]
+    if not chooses:
+        return None
+    given = {"reduce": "keys", "tail": min(indexer.local_blocks, indexer.topk_blocks)}
+    return Choice(turned.transpose(1, 2), held, None, indexer.topk_blocks, 1.0, indexer.block_size, given)
+
+
+# Recognising an indexer
+
+
+def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an indexer of blocks, else None."""
+    if not has_parts(module, _LAYERS, _NUMBERS):
+        return None
+    width: Any = module.head_dim
+    fits = width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and hasattr(module, "config")
+    if not fits or not all(is_norm(norm, True) for norm in _norms(module)):
+        return None
+    turn = verdict(module, _turn_of)
+    if turn is None:
+        return None
+    state_of(module).formula = turn
+    return block_indexer_forward, [Done("index_topk"), Done("rope_cache_")]
+
+
+def _turn_of(module: Any) -> Turn | None:
+    """How queries and keys turn; None if what is computed here is not what the indexer computes."""
+    twin, width = twin_of(module, block_size=2, topk_blocks=2), module.head_dim
+    for norm, own_norm in zip(_norms(twin), _norms(module), strict=True):
+        state_of(norm).formula = state_of(own_norm).formula
+    hidden, before = numbers(_BATCH, _TOKENS, twin.k_proj.in_features), numbers(_BATCH, 1, _BEFORE, width)
+    both = numbers(2, _BATCH, _TOKENS, width // 2) + 1.0
+    positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
+    cache, tables = _HeldBlocks(before, twin.layer_idx), [*both]
+    own = tried(original_class(module).forward, twin, hidden, tables, cache, positions)
+    norms = [norm_arguments(norm, before) for norm in _norms(twin)]
+    for turn in WHOLE_TURNS if isinstance(own, Tensor) else ():
+        layer = _HeldBlocks(before)
+        found = tried(_chosen, twin, turn, hidden, tables, layer, *norms)
+        if not isinstance(found, Choice):
+            continue
+        chosen = found.chosen(0, _TOKENS, _BEFORE + _TOKENS)
+        # Its own are by score, and -1 is last in both.
+        theirs = torch.where(own < 0, _BEFORE, own).sort(-1).values
+        same = torch.equal(theirs, torch.where(chosen < 0, _BEFORE, chosen).long())
+        if same and agrees(cache.keys, layer.keys):
+            return turn
+    return None

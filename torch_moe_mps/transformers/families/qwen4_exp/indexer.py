@@ -1,0 +1,122 @@
+"""An indexer that chooses pools of keys, of which it takes the mean."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...attention.causal_mask import CausalMask
+from ...attention.chosen_keys import Choice
+from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
+from ...basics.report import Done
+from ...basics.state import original_class, state_of
+from ...caches.held import HeldPools
+from ...modules.experts import is_observed
+from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
+from ...modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+
+ops = torch.ops.moe_mps
+
+_PARTS = ("index_qk_proj", "q_layernorm", "k_layernorm")
+_NUMBERS = (
+    "index_n_heads",
+    "index_kv_heads",
+    "index_head_dim",
+    "compress_ratio",
+    "block_topk",
+    "layer_idx",
+)
+
+
+def qsa_forward(
+    indexer: Any,
+    hidden_states: Tensor,
+    position_embeddings: Any,
+    attention_mask: Tensor,
+    past_key_values: Any,
+) -> Tensor:
+    """The forward of a rewritten indexer: a mask of what is chosen, which is made when attention asks."""
+    layer = layer_of(indexer, past_key_values)
+    runs = (
+        type(attention_mask) is CausalMask
+        and attention_mask.key_range is None
+        and attention_mask.window is None
+        and attention_mask.lookahead == 0
+        and attention_mask.seen == attention_mask.shape[3]
+        and hidden_states.dtype is not torch.float64
+        and (layer is None or isinstance(layer, HeldPools))
+        and not is_observed(*_norms(indexer))
+    )
+    if not runs:
+        given = (hidden_states, position_embeddings, attention_mask, past_key_values)
+        own: Tensor = original_class(indexer).forward(indexer, *given)
+        return own
+    turn: Turn = state_of(indexer).formula
+    choice = _choice(indexer, turn, hidden_states, position_embeddings, layer)
+    if choice is None:
+        return attention_mask
+    return choice.as_mask(attention_mask, 1, *attention_mask.shape[2:])
+
+
+def _choice(indexer: Any, turn: Turn, hidden_states: Tensor, tables: Any, layer: Any) -> Choice | None:
+    width, rate, heads = indexer.index_head_dim, indexer.compress_ratio, indexer.index_n_heads
+    q_norm, k_norm = _norms(indexer)
+    q, keys = indexer.index_qk_proj(hidden_states).split_with_sizes([heads * width, width], -1)
+    if layer is not None:
+        keys = layer.update_indexer(keys)
+
+    def mean(first: int, last: int) -> Tensor:
+        rows = keys[:, first * rate : last * rate].unflatten(1, (-1, rate))
+        pooled = rows.float().mean(2).to(keys.dtype).unsqueeze(2)
+        of_pools = (table[:, first * rate : last * rate : rate] for table in tables)
+        cos, sin, options = tables_and_options(turn, *of_pools)
+        return ops.rope(pooled, None, cos, sin, k_norm.weight, None, k_norm.eps, 1.0, **options)[0].squeeze(1)
+
+    if keys.shape[1] // rate <= indexer.block_topk:
+        return None
+    pools = pools_of(layer, keys, rate, mean)
+    of_tokens = (table[:, -hidden_states.shape[1] :] for table in tables)
+    cos, sin, options = tables_and_options(turn, *of_tokens)
+    q = q.unflatten(-1, (heads, width))
+    (q, _) = ops.rope(q, None, cos, sin, q_norm.weight, None, q_norm.eps, 1.0, **options)
+    q = q.transpose(1, 2)
+    return Choice(q, pools, None, indexer.block_topk, width**-0.5, rate, {"tail": 1}, is_pooled=True)
+
+
+def _norms(indexer: Any) -> tuple[Any, Any]:
+    return indexer.q_layernorm, indexer.k_layernorm
+
+
+# Recognising an indexer
+
+
+def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
+    """(forward, what it runs) for an indexer of pools by their means, else None."""
+    if not has_parts(module, _PARTS, _NUMBERS) or module.index_kv_heads != 1:
+        return None
+    if not fits(module.index_head_dim, module.compress_ratio):
+        return None
+    turn = verdict(module, _turn_of) if all(hasattr(norm, "eps") for norm in _norms(module)) else None
+    if turn is None:
+        return None
+    state_of(module).formula = turn
+    return qsa_forward, [Done("index_topk")]
+
+
+def _turn_of(module: Any) -> Turn | None:
+    """How queries and keys turn; None if an indexer chooses anything else."""
+    sizes = {"compress_ratio": RATE, "block_topk": POOLS, "token_budget": RATE * POOLS}
+    twin, width, keys = twin_of(module, **sizes), module.index_head_dim, BEFORE + TOKENS
+    hidden = numbers(BATCH, TOKENS, twin.index_qk_proj.in_features)
+    before = numbers(BATCH, BEFORE, width)
+    both = numbers(BATCH, keys, width // 2 + 1) + 1.0
+    cache, tables = HeldKeys(before, twin.layer_idx), [both[..., :-1], both[..., 1:]]
+    shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-TOKENS:].expand(BATCH, 1, -1, -1)
+    own = tried(original_class(module).forward, twin, hidden, tables, shown, cache)
+    for turn in WHOLE_TURNS if isinstance(own, Tensor) else ():
+        layer = HeldKeys(before)
+        found = tried(_choice, twin, turn, hidden, tables, layer)
+        if isinstance(found, Choice) and is_same(own, found) and agrees(cache.keys, layer.keys):
+            return turn
+    return None

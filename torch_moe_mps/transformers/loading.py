@@ -1,0 +1,167 @@
+"""Loading a checkpoint of transformers as an accelerated model."""
+
+import contextlib
+import copy
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import GgufConfig
+
+from .accelerate import accelerate
+from .attention.attention import require_kv_bits
+from .caches.cache import grow_caches_in_place
+from .checkpoints.calibration import importance_for
+from .checkpoints.config import QuantizationConfig
+from .checkpoints.gguf import packing
+from .checkpoints.importance import Importance, is_file_of_importance
+from .checkpoints.quantizer import Quantizer
+from .checkpoints.recipe import ARGUMENTS, requested_recipe
+from .checkpoints.source import NO_MODEL, Source
+from .checkpoints.streaming import one_by_one
+from .compiling import compile_kernels
+from .modules.experts import NAME
+from .self_check import allowed, working_kv_bits
+
+
+class Part(Protocol):
+    """Loading of one part of a model, while other processes load the rest."""
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
+        """Inside the block, transformers builds the model and reads its weights."""
+
+    def finish(self, model: Any) -> None:
+        """The part is loaded and accelerated."""
+
+
+def from_pretrained(
+    name: str,
+    model_class: type | None = None,
+    *,
+    importance: Importance | str | os.PathLike | None = None,
+    kv_bits: int | None = None,
+    check: bool = True,
+    part: Callable[[Source, dict[str, Any]], Part] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Load a model and accelerate it; with bits, each weight is quantised as soon as it is read.
+
+    Loading needs the memory of the quantised model and one layer: the dense model never exists as a whole.
+    MXFP4 experts (gpt-oss) stay in MXFP4 and are never dequantised. What compressed-tensors, AutoAWQ,
+    GPTQModel or ModelOpt have quantised stays packed, and needs none of these libraries (docs/others.md); FP8
+    becomes 8 bits, or is dequantised and then quantised as asked.
+
+    Args:
+        name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. What is packed
+            in such a file stays so, unless bits are given: then it is loaded dense, and quantised again, with
+            the added error in the report; dtype="auto" is bfloat16.
+        model_class: a class of transformers; the default is the one that the config names, or else
+            AutoModelForCausalLM or AutoModelForImageTextToText.
+        importance: with bits, the errors of what is multiplied with more count more: an Importance, a file of
+            it, as in `accelerate`, or a text, which runs through the model first; "auto" is a built-in one. A
+            model that would fill 0.4 of the memory runs quantised for that, and is quantised again.
+        kv_bits: 8 for keys and values of the cache in 8 bits, as in `accelerate`.
+        check: False leaves out the comparison with the CPU, as in `accelerate`.
+        part: makes what loads a part of the model in this process, of the checkpoint and the arguments that
+            all processes must have alike; `torch_moe_mps.pipeline.from_pretrained` gives it.
+        kwargs: bits, group_size, mode, linear_bits, embedding_bits, keep and overrides, as in `accelerate`;
+            what is stored in more bits is quantised again. All others go to the from_pretrained of the class.
+
+    Returns: what the class's from_pretrained returns: the model, in evaluation mode and accelerated; with
+        output_loading_info, a tuple of that and the information. `model.hf_quantizer.report` says what was
+        quantised.
+
+    Raises: ValueError for importance of another model, without bits, or of too little text, for a format that
+        does not exist, does not fit the weights, or has more bits than the
+        checkpoint, for parameters that it lacks, for a checkpoint of MLX of a type of model that transformers
+        does not know, and for a `distributed_config` that spreads layers over processes.
+    """
+    asked = {name: kwargs.pop(name) for name in ARGUMENTS if name in kwargs}
+    recipe = requested_recipe(**asked)  # its errors are raised before anything is loaded
+    require_kv_bits("from_pretrained", kv_bits)
+    spread = getattr(kwargs.get("distributed_config"), "pp_size", None) or 1
+    if spread > 1:  # transformers would make a pipeline of its own
+        expected = "of pp_size 1: torch_moe_mps.pipeline.from_pretrained spreads layers over processes"
+        raise ValueError(f"moe_mps::from_pretrained: distributed_config must be {expected}, got {spread}")
+    source = Source(name, kwargs, model_class)
+    if source.gguf is not None:
+        kwargs["gguf_file"] = source.gguf
+        if kwargs.get("dtype") == "auto":
+            kwargs["dtype"] = torch.bfloat16
+        if recipe is not None:  # its blocks are dequantised, and what comes of them is quantised again
+            kwargs["quantization_config"] = GgufConfig(dequantize=True)
+    if part is not None and isinstance(importance, str) and not is_file_of_importance(Path(importance)):
+        expected = "an Importance or a file of it, where layers are spread"
+        raise ValueError(f"moe_mps::from_pretrained: importance must be {expected}, got a text")
+    if importance is not None:
+        importance = _importance(
+            importance, source, name, model_class, asked, recipe is not None, check, kwargs
+        )
+    alike = asked | {key: value for key, value in source.others.items() if key != "device_map"}
+    loading = None if part is None else part(source, alike)
+    kwargs = _with_quantization(kwargs, source, None if recipe is None else asked, importance)
+    with_info = kwargs.pop("output_loading_info", False)
+    reading = contextlib.nullcontext() if loading is None else loading.reading()
+    with allowed(check):
+        try:
+            # What is made of several tensors, or into another format, is made before the next ones are read.
+            with one_by_one(recipe is not None or source.by_others), packing(), reading:
+                model, info = source.cls.from_pretrained(source.path, output_loading_info=True, **kwargs)
+        except NO_MODEL:
+            source.skeleton()  # says so, if the config is the reason
+            raise
+        _check_complete(sorted(info["missing_keys"]))
+        if not isinstance(getattr(model, "hf_quantizer", None), Quantizer):
+            done = accelerate(model.eval(), importance=importance, **({} if recipe is None else asked))
+            if recipe is not None:
+                model.hf_quantizer.report = done.quantization
+        if kv_bits is not None:
+            grow_caches_in_place(model, working_kv_bits(model, kv_bits))
+            compile_kernels(model)
+    if loading is not None:
+        loading.finish(model)
+    return (model, info) if with_info else model
+
+
+def _importance(
+    given: Importance | str | os.PathLike,
+    source: Source,
+    name: str,
+    model_class: type | None,
+    asked: dict[str, Any],
+    quantises: bool,
+    check: bool,
+    kwargs: dict[str, Any],
+) -> Importance:
+    if not quantises:
+        raise ValueError("moe_mps::from_pretrained: importance needs bits or a mode, got neither")
+    own = {"gguf_file", "quantization_config", "output_loading_info", "distributed_config"}
+    others = {key: value for key, value in kwargs.items() if key not in own}
+
+    def load(dense: bool) -> Any:
+        return from_pretrained(name, model_class, check=check, **others, **({} if dense else asked))
+
+    return importance_for("from_pretrained", given, source, load)
+
+
+def _with_quantization(
+    kwargs: dict[str, Any], source: Source, asked: Any, importance: Importance | None
+) -> dict[str, Any]:
+    """The arguments with those by which Quantizer reads the checkpoint, where it does."""
+    quantization = source.quantization(asked, importance=importance)
+    if quantization is None or kwargs.get("quantization_config") is not None:
+        return kwargs
+    if not source.stored:
+        return kwargs | {"quantization_config": QuantizationConfig(**quantization)}
+    config = copy.deepcopy(source.config)
+    config.quantization_config = {"quant_method": NAME, **quantization}
+    vars(config).pop("quantization", None)
+    return {**source.others, "config": config}
+
+
+def _check_complete(missing: list[str]) -> None:
+    if missing:
+        names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
+        raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")

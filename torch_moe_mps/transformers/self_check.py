@@ -1,0 +1,206 @@
+"""Keeps operators that fail the self-check on this machine out of a model.
+
+If an operator fails, the model's own code stays in its place. Quantised weights have no other code, so they
+are refused.
+"""
+
+import contextlib
+import os
+import time
+import warnings
+from collections.abc import Collection, Iterable, Iterator
+from contextvars import ContextVar
+
+import torch
+from torch import nn
+
+from ..ops._formats import Format
+from ..ops._samples import OF_HEADS
+from ..ops.attention import CACHE_BITS
+from ..selfcheck import once
+from ..selfcheck.calls import CACHE, DTYPES, subjects
+from ..selfcheck.compare import Finding
+from ..selfcheck.libraries import libraries
+from ..selfcheck.machine import COMMAND, SWITCH, is_available, where
+from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
+from .basics.interface import formats_of, is_experts, is_quantized
+from .basics.report import Report
+from .basics.self_check_state import REFUSED, is_on_mps
+from .checkpoints.recipe import Recipe
+from .compiling import compile_libraries, tensor_libraries_of
+from .graphs.passes import INTRODUCED
+from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
+
+_ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
+_OF_KIND = {
+    "experts": "moe_experts_quantized",
+    "linears": "linear_quantized",
+    "embeddings": "embedding_quantized",
+}
+
+
+@contextlib.contextmanager
+def allowed(check: bool) -> Iterator[None]:
+    """Whether models that are accelerated inside the block may be checked."""
+    token = _ALLOWED.set(check and _ALLOWED.get())
+    try:
+        yield
+    finally:
+        _ALLOWED.reset(token)
+
+
+def reset() -> None:
+    """From here on, nothing is refused, and nothing is compared."""
+    REFUSED.clear()
+    once.forget()
+    once.watch(False)
+
+
+def begin(
+    function: str, model: nn.Module, recipe: Recipe | None, kv_bits: int | None, check: bool
+) -> tuple[float | None, int | None]:
+    """Sees to what must work before a model is changed.
+
+    Returns: the seconds that are left for `check_replacements`, None where nothing is checked; and kv_bits,
+        or 16 where 8 fail.
+    """
+    if not check or not _is_wanted(model):
+        reset()
+        return None, kv_bits
+    return _require_quantized(function, model, recipe), working_kv_bits(model, kv_bits)
+
+
+def _is_wanted(model: nn.Module) -> bool:
+    """Whether the model's operators can be checked on a GPU, and the user wants it."""
+    wanted = _ALLOWED.get() and os.environ.get(SWITCH) != "0"
+    return wanted and is_available() and is_on_mps(model)
+
+
+def _require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> float:
+    """Raise the one-line error if what runs quantised weights, there or asked for, fails on this machine.
+
+    Returns: the seconds that are left for `check_replacements`.
+    """
+    once.watch(False)  # until it is known what fails
+    used: dict[str, set[Format]] = {operator: set() for operator in _OF_KIND.values()}
+    for module in model.modules():
+        if is_experts(module) and is_quantized(module):
+            used["moe_experts_quantized"].update(formats_of(module).values())
+        elif isinstance(module, QuantizedLinear):
+            used["linear_quantized"].add(module.format)
+        elif isinstance(module, QuantizedEmbedding):
+            used["embedding_quantized"].add(module.format)
+    if recipe is not None:
+        for kind, operator in _OF_KIND.items():
+            wanted = [getattr(recipe, kind), *recipe.overrides.values()]
+            used[operator].update(format for format in wanted if format is not None)
+        if recipe.embeddings is not None:
+            used["linear_quantized"].add(recipe.embeddings)  # the output head
+    dtypes = _dtypes(model)
+    names = libraries(dtypes, set().union(*used.values()))
+    compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
+    end = time.monotonic() + once.time_allowed()
+    for operator, its_formats in used.items():
+        found, _ = _failing(model, [operator], its_formats, end - time.monotonic())
+        for finding in found.values():
+            _refuse_weights(function, finding)
+    return end - time.monotonic()
+
+
+def check_replacements(function: str, model: nn.Module, report: Report, seconds: float) -> bool:
+    """Checks the operators of a report. Returns: whether some of them failed and must not be used.
+
+    Raises: RuntimeError for one that runs quantised weights.
+    """
+    named = report.operators()
+    if report.capture is not None and report.capture() is not None:
+        named.update(INTRODUCED.values())  # which no module calls
+    formats = {format for module in model.modules() for format in formats_in(module).values()}
+    started = time.perf_counter()
+    found, late = _failing(model, named, formats, seconds)
+    took = time.perf_counter() - started
+    once.watch(True, seconds - took)
+    REFUSED.clear()
+    REFUSED.update(found)
+    agree = len(named - found.keys() - late)
+    report.checked = f"{agree} of {len(named)} operators agree with the CPU on this GPU ({took:.1f} s)"
+    if late:
+        report.checked += f"; no time for {', '.join(sorted(late))}: they are checked the next time"
+    for operator, finding in found.items():
+        if operator in ("expert_qmm", *_OF_KIND.values()):
+            _refuse_weights(function, finding)
+        warnings.warn(_warning(finding), stacklevel=3)
+    return bool(found)
+
+
+def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
+    """`bits` of keys and values, or 16 if writing or reading 8 bits fails on this machine."""
+    if bits != CACHE_BITS or not _is_wanted(model):
+        return bits
+    dtypes = _dtypes(model)
+    compile_libraries([f"attention_affine8_{DTYPES[dtype]}" for dtype in dtypes], strict=False)
+    found, _ = _failing(model, [CACHE, "attention"], given=[("k_scales",)])
+    for finding in found.values():
+        warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
+    return 16 if found else bits
+
+
+def use_tensor_units(model: nn.Module, check: bool) -> str | None:
+    """Decides which matmuls of a model run on tensor units: the report's line; None away from a Mac's GPU."""
+    if not is_available() or not is_on_mps(model):
+        return None
+    names = [] if why_not() else tensor_libraries_of(model)
+    if check or is_forced():
+        compile_libraries(names, strict=is_forced())
+    use = decide(names, check)
+    for fault in use.faults.values():
+        warnings.warn(without_units(fault), stacklevel=3)
+    return f"tensor units: {use}"
+
+
+def _failing(
+    model: nn.Module,
+    operators: Collection[str],
+    formats: Iterable[Format] = (),
+    seconds: float | None = None,
+    given: Collection[tuple[str, ...]] = ((),),
+) -> tuple[dict[str, Finding], set[str]]:
+    """What is wrong with operators in the dtypes and head widths of a model: see once.first_failures."""
+    wanted = subjects(operators, _dtypes(model), sorted(formats, key=str), _heads(model), given)
+    return once.first_failures(once.checks_of(wanted), seconds)
+
+
+def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
+    """{operator: widths of heads of queries and keys, and of values}, as far as modules name them. What they
+    do not name is compared before its first call."""
+    linear = [("head_k_dim", "head_v_dim")]
+    softmax = [("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")]
+    found: dict[str, set[tuple[int, int]]] = {operator: set() for operator in OF_HEADS}
+    for module in model.modules():
+        for operator, heads in found.items():
+            for names in linear if operator == "linear_attention_" else softmax:
+                q, v = (getattr(module, name, None) for name in names)
+                if isinstance(q, int) and isinstance(v, int):
+                    heads.add((q, v))
+    return found
+
+
+def _warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:
+    """What a user is told about an operator that is not used, in one line."""
+    return (
+        f"torch_moe_mps: on this machine ({where()}) {finding}; {instead}. "
+        f"`{COMMAND}` writes a report for an issue"
+    )
+
+
+def _refuse_weights(function: str, finding: Finding) -> None:
+    raise RuntimeError(
+        f"moe_mps::{function}: quantised weights cannot be used on this machine ({where()}): "
+        f"{finding}. `{COMMAND}` writes a report for an issue; check=False uses them all the same"
+    )
+
+
+def _dtypes(model: nn.Module) -> list[torch.dtype]:
+    """The dtypes of what a model computes: those of its weights that have one."""
+    used = {parameter.dtype for parameter in model.parameters() if parameter.device.type == "mps"}
+    return [dtype for dtype in DTYPES if dtype in used]
