@@ -338,6 +338,24 @@ def test_experts_may_be_stacked(name, tmp_path):
     assert sorted(errors[0]) == pytest.approx(sorted(errors[1]))
 
 
+def test_stacks_that_are_turned_are_refused(tmp_path):
+    """gpt-oss has [experts, columns, rows]: its codes would pass for values."""
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("gpt_oss").to(torch.bfloat16).save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
+        tensors[name] = tensors[name].to(E4M3)
+        tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "compressed-tensors"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        ValueError, match=r"^moe_mps::load: \S+gate_up_proj must be of \[experts, rows, columns\]"
+    ):
+        torch_moe_mps.from_pretrained(tmp_path)
+
+
 def test_scales_of_one_expert_may_be_powers_of_two(tmp_path):
     """Its matrix alone would be mxfp8; all matrices of a parameter have one format."""
     one, other = Fp8("fp8", "weight_scale_inv", None, True), Fp8("fp8", "weight_scale_inv", None, False)

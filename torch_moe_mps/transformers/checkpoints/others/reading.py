@@ -135,11 +135,13 @@ class Reading:
         """Experts that are one parameter in the checkpoint, as in the model."""
         name = apply_renamings(key, self._renamings)
         weight = state.get(name)
-        if weight is None or weight.dim() != 3:
+        if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # which is a module's own
             return
         owner = self.model.get_submodule(name.rpartition(".")[0])
-        if key in self._of or getattr(owner, "is_transposed", False):
-            _CHECK.fail(key, "of [experts, rows, columns] as the model has it", "another layout of experts")
+        if getattr(owner, "is_transposed", False):
+            _CHECK.fail(
+                key, "of [experts, rows, columns], with scales along columns", "experts that are turned"
+            )
         experts, rows, columns = weight.shape
         matrix = stack_of(self.files, key, (experts, rows, columns), stored)
         if matrix is not None:
