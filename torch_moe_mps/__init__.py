@@ -12,7 +12,6 @@ __all__ = [
     "collect_importance",
     "from_pretrained",
     "load_prompt_cache",
-    "measured_recipe",
     "ops",
     "quantize_experts",
     "read_importance",
@@ -30,7 +29,6 @@ _LAZY = {
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
     "load_prompt_cache": ".transformers.caches.prompt_cache",
-    "measured_recipe": ".transformers.checkpoints.budget",
     "quantize_experts": ".transformers",
     "save_prompt_cache": ".transformers.caches.prompt_cache",
     "synchronize": "._faults",
@@ -41,7 +39,6 @@ if TYPE_CHECKING:
     from ._faults import synchronize
     from .transformers import accelerate, quantize_experts, restore
     from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
-    from .transformers.checkpoints.budget import measured_recipe
     from .transformers.checkpoints.importance import Importance, collect_importance, read_importance
     from .transformers.loading import from_pretrained
 

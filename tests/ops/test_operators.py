@@ -10,6 +10,7 @@ from support.operators import MODULES, positional, wrapped
 
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._checks import ACTIVATION_DTYPES as DTYPES
+from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
@@ -214,3 +215,16 @@ def test_two_threads(device):
         thread.join(timeout=300)
         assert not thread.is_alive()
     assert not failures, failures
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_tensor_is_declared(name):
+    """But scales and biases, whose shapes and dtypes are those of a format."""
+    arguments = packet(name).default._schema.arguments
+    formats = ("scales", "biases") if any(argument.name == "format" for argument in arguments) else ()
+    tensors = {
+        a.name for a in arguments if "Tensor" in str(a.type) and not a.name.endswith(formats or ("-",))
+    }
+    declared = [argument for argument, *_ in DECLARED[name].tensors]
+    assert len(declared) == len(tensors) and {*declared} == tensors
+    assert {*DECLARED[name].allowed} <= {argument.name for argument in arguments} - tensors

@@ -696,11 +696,11 @@ not dispatched here
             costs("sampling", "bf16"),
             """\
 sample_ of top-k and top-p
-  sample_rows_bf16: 17.14 16.10 slots an element, 48 registers, 1024/1024/1024 threads
+  sample_rows_bf16: 17.06 16.02 slots an element, 31.5 registers, 1024/1024/1024 threads
 sample_ of top-p
-  sample_rows_bf16: 270.93 260.94 slots an element, 48 registers, 1024/1024/1024 threads
+  sample_rows_bf16: 129.25 123.25 slots an element, 31.5 registers, 1024/1024/1024 threads
 sample_ of all
-  sample_rows_bf16: 44.45 42.45 slots an element, 48 registers, 1024/1024/1024 threads
+  sample_rows_bf16: 44.43 42.43 slots an element, 31.5 registers, 1024/1024/1024 threads
 """,
         )
 

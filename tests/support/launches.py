@@ -13,7 +13,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import DynamicCache
 
-from torch_moe_mps.transformers.basics.deferred import Deferred
+from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
 from torch_moe_mps.transformers.capture.calls import captures_of
 
@@ -32,7 +32,7 @@ class Launches(TorchDispatchMode):
         self.paused = False
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(issubclass(cls, Deferred) for cls in types):  # which may take what is asked without a launch
+        if any(issubclass(cls, CausalMask) for cls in types):  # which may take what is asked without a launch
             return NotImplemented
         name = function.overloadpacket.__name__
         if function.namespace == "aten" and not function.is_view and name not in FREE and not self.paused:

@@ -14,6 +14,7 @@ FOLDERS = REPOSITORY / "torch_moe_mps/transformers/families"
 # {folder: (an architecture, what its report has from the family alone)}
 FAMILIES = {
     "deepseek_v4": ("deepseek_v4", "pool_window_"),
+    "gemma4": ("gemma4", "moe_gate"),
     "glm5_next": ("glm5_next", "index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),
     "jamba": ("jamba", "selective_scan_"),
@@ -32,6 +33,7 @@ for each in pkgutil.walk_packages(torch_moe_mps.__path__, "torch_moe_mps."):
     if not each.name.rpartition(".")[2].startswith(("_C", "__main__")):
         importlib.import_module(each.name)
 assert torch_moe_mps.__file__.startswith(sys.argv[1]), torch_moe_mps.__file__
+from torch_moe_mps.transformers.graphs.passes import INTRODUCED
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 ids = torch.randint(1, 90, (1, 14), generator=torch.Generator().manual_seed(0))
 found = {}
@@ -43,6 +45,7 @@ for name in sys.argv[2:]:
     model = tiny_model(name)
     own, report = logits(model), torch_moe_mps.accelerate(model)
     parts = report.operators() | {str(done) for row in report.rows for done in row.done}
+    parts |= {"moe_gate"} & set(INTRODUCED.values())
     parts |= {"gpt-oss in GGUF files"} if "gpt-oss" in GGUF_CONFIG_ARCHS else set()
     found[name] = sorted(parts), (logits(model) - own).abs().max().item()
 print(json.dumps(found))

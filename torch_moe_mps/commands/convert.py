@@ -44,10 +44,7 @@ def run(options: argparse.Namespace) -> None:
     destination = Path(options.destination)
     if os.path.lexists(destination):
         raise ValueError(f"{destination} exists; convert writes a new folder")
-    if options.save_recipe is not None and options.budget is None:
-        raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     check_writable("--json", options.json)
-    check_writable("--save-recipe", options.save_recipe)
     check_writable("--save-importance", options.save_importance)
     gguf = options.source.endswith(".gguf")
     packed = gguf and not _says_a_format(options)
@@ -62,12 +59,12 @@ def run(options: argparse.Namespace) -> None:
     if options.to == "mlx":
         check_architecture(model.config)
     copied = [file for file in small_files(source) if file.name not in _WRITTEN]
-    if not local and (not options.dry_run or options.budget is not None or about.stored.get("mlx")):
+    if not local and (not options.dry_run or about.stored.get("mlx")):
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None
     recipe: dict[str, Any] = {
-        "recipe": None if packed else arguments_of(options, source, model),
+        "recipe": None if packed else arguments_of(options, model),
         "requantize": _says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
@@ -89,7 +86,6 @@ def run(options: argparse.Namespace) -> None:
 def _check_packed(options: argparse.Namespace) -> None:
     """Raises: ValueError for what cannot be asked of a GGUF file that is converted as it is."""
     given = {
-        "--budget": options.budget,
         "--group-size": options.group_size,
         "--importance": options.importance,
     }
@@ -121,7 +117,7 @@ def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any]
 def _says_a_format(options: argparse.Namespace) -> bool:
     """Whether the format is asked for, so that it holds for what is quantised in SRC, too."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
-    return not (usual and options.linear_bits == options.embedding_bits == "same")
+    return not (usual and (options.linear_bits, options.embedding_bits) == ("same", "auto"))
 
 
 def _weights(source: str) -> list[Path]:

@@ -115,14 +115,14 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         if options.only_model and body.get("model", name) != name:
             raise Refused(f"The model must be {name}, got {body['model']}.", "model", "model_not_found", 404)
         body["model"] = name
-        asked = {"response_format": schema_of(body)}
+        asked: dict[str, Any] = {"response_format": schema_of(body)}
         asked["tool_choice"] = tools.forced_by(body)
         if isinstance(handler, chat):
             asked["logprobs"] = logprobs.count_of(body)
         asked = {field: value for field, value in asked.items() if value is not None}
-        where = "with --continuous-batching" if options.continuous_batching else "by a pipeline"
-        if asked and (options.continuous_batching or processes() > 1):
-            field = next(iter(asked))
+        batched = options.command == "serve" and options.continuous_batching
+        if asked and (batched or processes() > 1):
+            field, where = next(iter(asked)), "with --continuous-batching" if batched else "by a pipeline"
             raise Refused(f"'{field}' is not supported {where}.", field)
         if {"response_format", "tool_choice"} <= {*asked}:
             raise Refused("'response_format' must be text where a tool must be called.", "response_format")

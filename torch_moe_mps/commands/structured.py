@@ -82,8 +82,8 @@ class Masked(LogitsProcessor):
         if matcher.is_terminated():  # what is computed behind the last token is dropped
             return scores
         matcher.fill_next_token_bitmask(self._bits)
-        words, shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
-        allowed = (words.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : scores.shape[1]]
+        words, self._shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
+        allowed = (words.unsqueeze(-1) >> self._shifts & 1).flatten(1)[:, : scores.shape[1]]
         return scores.masked_fill(allowed == 0, -torch.inf)
 
 

@@ -4,7 +4,7 @@ How a model writes a call is known from what the server reads as one: xgrammar h
 models, and that family is the model's whose call the server reads back whole.
 """
 
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from transformers.cli.serving import utils
 
@@ -48,10 +48,12 @@ class Forced(NamedTuple):
         if template is None or family is None:
             message = "'tool_choice' needs a model whose calls this server reads, got one of another form."
             raise Refused(message, "tool_choice")
+        tools: list[Any] = [*self.tools]
+        choice: Any = self.choice
         return get_model_structural_tag(
             family,
-            self.tools,
-            self.choice,
+            tools,
+            choice,
             reasoning=_reasoning(template["fields"], prompt.rstrip()),
             max_whitespace_cnt=1,  # a model that may write any blanks may never end
             parallel_tool_calls=self.parallel,
@@ -138,9 +140,9 @@ def _sample(form: Any) -> str:
     return "".join(map(_sample, form.elements))
 
 
-def _reasoning(fields: dict[str, Any], prompt: str) -> str:
+def _reasoning(fields: dict[str, Any], prompt: str) -> Literal["enabled", "disabled", "auto"]:
     """Whether reasoning goes on at the end of a prompt, may begin, or cannot."""
-    field = next((fields[name] for name in utils._REASONING_FIELDS if name in fields), {})
+    field: dict[str, Any] = next((fields[name] for name in utils._REASONING_FIELDS if name in fields), {})
     opener, closer = (str(field.get(name)).strip() for name in ("open", "close"))
     if not field or prompt.endswith(closer):
         return "disabled"

@@ -11,7 +11,7 @@ they are like.
 
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -65,10 +65,12 @@ class Shape:
 
 
 def _size(name: str, sizes: dict[str, Any], own: int | None) -> Any:
-    if name == "_":
-        return own
-    factors = name.split("*")
-    return math.prod(int(each) if each.isdigit() else sizes.setdefault(each, own) for each in factors)
+    if name.isdigit():
+        return int(name)
+    if "*" not in name:
+        return own if name == "_" else sizes.setdefault(name, own)
+    factors = [sizes.get(each) for each in name.split("*")]
+    return own if None in factors else math.prod(factors)
 
 
 class Declared:
@@ -107,6 +109,50 @@ class Declared:
                 check.choice(argument, value, allowed)
             elif value < allowed:
                 check.fail(argument, f"at least {allowed}", value)
+
+    def sizes_of(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The sizes by name, as the tensors among some arguments have them."""
+        sizes: dict[str, Any] = {}
+        for argument, shapes, _ in self.tensors:
+            tensor: Any = given.get(argument)
+            for shape in shapes if tensor is not None else ():
+                learnt = dict(sizes)
+                if shape.fits(tensor.dim()) and tensor.shape == shape.numbers(learnt, tensor.shape):
+                    sizes = learnt
+                    break
+        return sizes
+
+    def completed(
+        self,
+        given: dict[str, Any],
+        wanted: Sequence[str],
+        make: Callable[[str, tuple[int, ...], torch.dtype | None], Tensor],
+        sizes: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The arguments `given`, and of those `wanted` the others that are declared.
+
+        `make` gets an argument, a shape, the first that it may have, and a dtype, None for any of the three
+        of activations. Sizes that no argument has are those of `sizes`.
+        """
+        made, known = dict(given), sizes | self.sizes_of(given)
+        for argument, shapes, kind in self.tensors:
+            if argument in wanted and argument not in given:
+                known_kind = made.get(kind) is not None or (kind != "" and kind in DTYPES)
+                dtype = _dtypes(kind, made)[0] if known_kind else None
+                made[argument] = make(argument, shapes[0].result(known), dtype)
+        return made
+
+    def misfits(self, base: dict[str, Any], changes: dict[str, Any]) -> list[str]:
+        """The tensors of good arguments that do not go with changes to others."""
+        known, names = self.sizes_of(changes), []
+        for argument, shapes, _ in self.tensors:
+            tensor = base.get(argument)
+            if tensor is None or argument in changes or not shapes:
+                continue
+            fitting = [shape for shape in shapes if shape.fits(tensor.dim())]
+            if all(tensor.shape != shape.numbers(dict(known), tensor.shape) for shape in fitting):
+                names.append(argument)
+        return names
 
     def outputs(self, check: Check, given: dict[str, Any]) -> Any:
         first = given[self.tensors[0][0]]

@@ -5,14 +5,14 @@ depend on how many tokens there are.
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._checks import Check
 from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from ._sample import Calls, Changes
 from .norms import normed
 
 
@@ -150,7 +150,7 @@ def _check_weighted_reduce(check, weights, expert_out, **added):
 
 
 @operator(
-    f"weights[T, K>=1] expert_out[T*K, H]|[T, K, H] {ADDED.format('expert_out')} -> [T, H]:expert_out",
+    f"weights[T, K>=1] expert_out[T, K, H]|[T*K, H] {ADDED.format('expert_out')} -> [T, H]:expert_out",
     _check_weighted_reduce,
 )
 def moe_weighted_reduce(
@@ -182,21 +182,13 @@ def moe_weighted_reduce(
     return around.added_to(total).to(expert_out.dtype)
 
 
-def _slots(s: Sample) -> dict[str, Any]:
-    return {"slots": s.values(s.T, s.K, s.H), "weights": s.weights}
-
-
 CALLS: Calls = {
-    "silu_mul_stacked": lambda s: {"gate": s.values(s.T, s.I), "up": s.values(s.T, s.I)},
-    "weighted_sum_stacked": _slots,
-    "weighted_sum_residual_stacked_": lambda s: {"residual_": s.values(s.T, s.H), **_slots(s)},
-    "weighted_sum_residual_norm_stacked_": lambda s: {
-        "residual_": s.values(s.T, s.H),
-        **_slots(s),
-        "norm_weight": s.values(s.H),
-        "eps": 1e-6,
-    },
-    "moe_weighted_reduce": lambda s: {"weights": s.weights, "expert_out": s.values(s.T, s.K, s.H)},
+    "silu_mul_stacked": lambda s: {},
+    **dict.fromkeys(
+        ("weighted_sum_stacked", "weighted_sum_residual_stacked_", "moe_weighted_reduce"),
+        lambda s: {"weights": s.weights},
+    ),
+    "weighted_sum_residual_norm_stacked_": lambda s: {"weights": s.weights, "eps": 1e-6},
 }
 CHANGES: Changes = {
     "silu_mul_stacked": lambda s: [{"gate": s.values(s.I, s.T).t()}],

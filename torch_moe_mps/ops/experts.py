@@ -276,13 +276,10 @@ def moe_experts(
 
 
 CALLS: Calls = {
-    "expert_mm": lambda s: {"x": s.values(s.T, s.H), "weight": s.values(s.E, s.I, s.H), "ids": s.ids},
+    "expert_mm": lambda s: {"weight": s.values(s.E, s.I, s.H), "ids": s.ids},
     "moe_experts": lambda s: {
-        "x": s.values(s.T, s.H),
-        "gate_up": s.values(s.E, 2 * s.I, s.H),
-        "down": s.values(s.E, s.H, s.I),
-        "ids": s.ids,
-        "weights": s.weights,
+        **{"gate_up": s.values(s.E, 2 * s.I, s.H), "down": s.values(s.E, s.H, s.I)},
+        **{"ids": s.ids, "weights": s.weights},
     },
 }
 CHANGES: Changes = {

@@ -140,14 +140,7 @@ def hyper_connection(
 
 
 CALLS: Calls = {
-    "hyper_update": lambda s: {
-        **{
-            "streams": s.values(s.T, 2, s.H),
-            "out": s.values(s.T, s.H),
-            "post": s.values(s.T, 2, dtype=torch.float32),
-        },
-        "comb": s.values(s.T, 2, 2, dtype=torch.float32),
-    },
+    "hyper_update": lambda s: {"streams": s.values(s.T, 2, s.H)},
     "hyper_connection": lambda s: {
         **{"streams": s.values(s.T, 4, s.H), "fn": s.values(24, 4 * s.H, dtype=torch.float32) / 16},
         **{"base": s.values(24, dtype=torch.float32), "scale": s.values(3, dtype=torch.float32)},
@@ -159,8 +152,8 @@ CHANGES: Changes = {
     "hyper_update": lambda s: [{"comb": None, "out": s.strided}],
     "hyper_connection": lambda s: [
         {"out": None, "post": None, "comb": None, "iterations": 3},
-        {"fn": s.values(8, 4 * s.H) / 16, "base": s.values(8), "scale": s.values(2), "comb": None}
+        {"fn": s.values(8, 4 * s.H) / 16, "scale": s.values(2), "comb": None}
         | {"post_eps": 1e-3, "post_factor": 0.5},
-        {"fn": s.values(4, 4 * s.H) / 16, "base": s.values(4), "scale": s.values(1)},
+        {"fn": s.values(4, 4 * s.H) / 16, "scale": s.values(1)},
     ],
 }

@@ -146,9 +146,7 @@ def _weight(prefix: str, format: Format, arguments: dict[str, Any]) -> Quantized
 def packed_mlp(stack: str = "") -> str:
     """The tensors of an MLP, as an operator declares them; for a stack of MLPs, `stack` is "E, "."""
     packed, biases = f"[{stack}_, _]:packed", f"[{stack}_]"
-    return (
-        f"gate_up_packed{packed} down_packed{packed} gate_up_bias{biases} down_bias[{stack}H] norm_weight[H]"
-    )
+    return f"gate_up_packed{packed} down_packed{packed} gate_up_bias{biases} down_bias[{stack}H]"
 
 
 def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack: str = "") -> None:
@@ -174,7 +172,7 @@ def _check_mlp_quantized(check, x, **arguments):
     check_packed_mlp(check, x.shape[-1], arguments)
 
 
-@operator(f"x[..., H] {packed_mlp()} residual[..., H]:x -> x", _check_mlp_quantized)
+@operator(f"x[..., H] {packed_mlp()} residual[..., H]:x norm_weight[H] -> x", _check_mlp_quantized)
 def mlp_quantized(
     x: Tensor,
     gate_up_packed: Tensor,

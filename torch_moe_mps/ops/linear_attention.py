@@ -138,7 +138,7 @@ def _log_decay(
 
 @operator(
     f"q[B, T, Hk>=1, Dk<={MAX_KEY_WIDTH}] k[B, T, Hk, Dk]:q v[B, T, Hv, Dv]:q state_[B, Hv, Dk, Dv]:float32 "
-    "g[Hv]|[B, T, Hv]|[B, T, Hv, Dk] beta[B, T, Hv] A_log[Hv] dt_bias[Hv]|[Hv, Dk] skip[Hv] "
+    "g[B, T, Hv]|[Hv]|[B, T, Hv, Dk] beta[B, T, Hv] A_log[Hv] dt_bias[Hv]|[Hv, Dk] skip[Hv] "
     "gate[B, T, Hv, Dv]:v norm_weight[Dv] -> v",
     _check_linear_attention,
     allowed={"decay": DECAYS, "beta_activation": BETA_ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS},
@@ -306,20 +306,16 @@ CALLS: Calls = {
         "bias": s.values(6),
     },
     "linear_attention_": lambda s: {
-        **{"q": s.values(2, s.T, 2, s.D), "k": s.values(2, s.T, 2, s.D), "v": s.values(2, s.T, 4, s.V)},
-        **{"g": s.values(2, s.T, 4), "beta": s.values(2, s.T, 4)},
-        **{"state_": s.values(2, 4, s.D, s.V, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
-        **{"A_log": s.values(4), "dt_bias": s.values(4), "decay": "softplus", "beta_activation": "sigmoid"},
-    },
-    "selective_scan_": lambda s: {
+        **{"q": s.values(2, s.T, 2, s.D), "v": s.values(2, s.T, 4, s.V), "scale": 0.25, "l2norm_eps": 1e-6},
         **{
-            "x": s.values(2, s.T, 6),
-            "step": s.values(2, s.T, 6),
-            "B": s.values(2, s.T, 5),
-            "C": s.values(2, s.T, 5),
+            "g": s.values(2, s.T, 4),
+            "beta": s.values(2, s.T, 4),
+            "A_log": s.values(4),
+            "dt_bias": s.values(4),
         },
-        **{"state_": s.values(2, 6, 5, dtype=torch.float32), "A_log": s.values(6, 5), "dt_bias": s.values(6)},
+        **{"decay": "softplus", "beta_activation": "sigmoid"},
     },
+    "selective_scan_": lambda s: {"x": s.values(2, s.T, 6), "B": s.values(2, s.T, 5), "dt_bias": s.values(6)},
 }
 CHANGES: Changes = {
     "causal_conv1d_update_": lambda s: [
@@ -331,10 +327,9 @@ CHANGES: Changes = {
         {
             "x": s.values(2, s.T, 70),
             "step": s.values(2, 70, s.T).mT,
-            "A_log": s.values(70, 16),
             "dt_bias": None,
         }
-        | {"B": s.values(2, s.T, 16), "C": s.values(2, s.T, 16)}
+        | {"B": s.values(2, s.T, 16)}
         | {"state_": s.values(2, 16, 70, dtype=torch.float32).mT},
     ],
     "linear_attention_": lambda s: [

@@ -270,9 +270,8 @@ def fused_residual_norm_scalar(
     return (result * scalar.float()).to(residual.dtype)
 
 
-def _norm_and_residual(s: Sample) -> dict[str, Any]:
-    weight = s.values(s.H, dtype=torch.float32)
-    return {"residual": s.values(s.T, s.H), "input": s.values(s.T, s.H), "weight": weight, "eps": 1e-6}
+def _norm(s: Sample) -> dict[str, Any]:
+    return {"weight": s.values(s.H, dtype=torch.float32), "eps": 1e-6}
 
 
 def _wide(s: Sample) -> dict[str, Any]:
@@ -281,27 +280,10 @@ def _wide(s: Sample) -> dict[str, Any]:
 
 
 CALLS: Calls = {
-    "rms_norm": lambda s: {
-        "input": s.values(s.T, s.H),
-        "weight": s.values(s.H, dtype=torch.float32),
-        "eps": 1e-6,
-    },
-    "layer_norm": lambda s: {
-        **{"input": s.values(s.T, s.H), "weight": s.values(s.H, dtype=torch.float32), "bias": s.values(s.H)},
-        "eps": 1e-5,
-    },
-    "rms_norm_gated": lambda s: {
-        **{
-            "input": s.values(s.T, s.H),
-            "gate": s.values(s.T, s.H),
-            "weight": s.values(s.H, dtype=torch.float32),
-        },
-        "eps": 1e-6,
-    },
-    "fused_norm_add": _norm_and_residual,
-    "fused_norm_add_scalar": lambda s: {**_norm_and_residual(s), "scalar": s.values(1)},
-    "fused_residual_norm": _norm_and_residual,
-    "fused_residual_norm_scalar": lambda s: {**_norm_and_residual(s), "scalar": s.values(s.H)},
+    **dict.fromkeys(("rms_norm", "layer_norm", "rms_norm_gated", "fused_norm_add"), _norm),
+    "fused_norm_add_scalar": _norm,
+    "fused_residual_norm": lambda s: {**_norm(s), "input": s.values(s.T, s.H)},
+    "fused_residual_norm_scalar": lambda s: {**_norm(s), "scalar": s.values(s.H)},
 }
 CHANGES: Changes = {
     "rms_norm": lambda s: [
@@ -313,20 +295,17 @@ CHANGES: Changes = {
     "layer_norm": lambda s: [
         {"input": s.strided, "weight": None, "bias": None},
         {"weight_offset": 1.0, "bias": None},
-        {**_wide(s), "bias": s.values(4100)},
+        _wide(s),
     ],
     "rms_norm_gated": lambda s: [
         {"input": s.strided, "gate": s.strided, "weight_offset": 1.0},
         {"activation": "sigmoid", "gate_first": True, "group": 16},
-        {**_wide(s), "gate": s.values(2, 4100)},
+        _wide(s),
     ],
-    "fused_norm_add": lambda s: [
-        {"input": s.strided, "weight_offset": 1.0},
-        {**_wide(s), "residual": s.values(2, 4100)},
-    ],
+    "fused_norm_add": lambda s: [{"input": s.strided, "weight_offset": 1.0}, _wide(s)],
     "fused_residual_norm": lambda s: [
         {"residual": s.strided, "write_sum": False, "factor": 0.22},
-        {**_wide(s), "residual": s.values(2, 4100)},
+        _wide(s) | {"residual": s.values(2, 4100)},
         {"residual": s.values(s.T, 4, s.H), "weight": s.values(4, s.H), "gate": s.values(s.T, 9)[:, 5:]}
         | {"factor": 2.0, "gate_factor": 0.25},
     ],

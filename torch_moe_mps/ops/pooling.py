@@ -112,9 +112,9 @@ def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, scaling: f
 
 CALLS: Calls = {
     "pool_window_": lambda s: {
-        **{"kv": s.values(2, s.T, 16), "gate": s.values(2, s.T, 16), "position_bias": s.values(2, 16)},
-        **{"state_": s.values(2, 4, 2, 16), "entries_": s.values(2, s.T // 2 + 4, 8), "position": 3},
-        **{"norm_weight": s.values(8), "inv_freq": s.values(2, dtype=torch.float32)},
+        **{"kv": s.values(2, s.T, 16), "position_bias": s.values(2, 16), "state_": s.values(2, 4, 2, 16)},
+        **{"entries_": s.values(2, s.T // 2 + 4, 8), "position": 3},
+        "inv_freq": s.values(2, dtype=torch.float32),
     },
 }
 CHANGES: Changes = {}

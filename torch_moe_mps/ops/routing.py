@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, Check
 from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from ._sample import Calls, Changes
 from .norms import InputNorm, normed
 
 SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -521,36 +521,16 @@ def _grid(tiles: Tensor, rows: int, num_experts: int) -> Tensor:
     return torch.cat([tiles.reshape(1), fixed]).int()
 
 
-def _routed(s: Sample) -> dict[str, Any]:
-    return {"logits": s.values(s.T, s.E), "top_k": s.K, "norm_topk_prob": True}
-
-
 CALLS: Calls = {
-    "moe_router": lambda s: {**_routed(s), "scoring": "softmax"},
-    "moe_router_topk_softmax": _routed,
-    "fused_moe_routing": lambda s: {
-        "logits": s.values(s.T, s.E),
-        "per_expert_scale": s.values(s.E),
-        "top_k": s.K,
-    },
-    "router_logits": lambda s: {"x": s.values(s.T, s.H), "weight": s.values(s.E, s.H), "bias": s.values(s.E)},
+    "moe_router": lambda s: {"top_k": s.K, "norm_topk_prob": True, "scoring": "softmax"},
+    "moe_router_topk_softmax": lambda s: {"top_k": s.K, "norm_topk_prob": True},
+    "fused_moe_routing": lambda s: {"top_k": s.K},
+    "router_logits": lambda s: {"bias": s.values(s.E)},
     "moe_hash_router": lambda s: {
-        **{
-            "x": s.values(s.T, s.H),
-            "weight": s.values(s.E, s.H),
-            "table": s.integers(s.E + 1, 11, s.K, dtype=torch.int64),
-        },
+        **{"table": s.integers(s.E + 1, 11, s.K, dtype=torch.int64), "norm_topk_prob": True},
         **{"tokens": s.integers(12, s.T, dtype=torch.int32), "scoring": "sqrtsoftplus"},
-        "norm_topk_prob": True,
     },
-    "moe_gate": lambda s: {
-        "hidden": s.values(s.T, s.H),
-        "router_weight": s.values(s.E, s.H),
-        "norm_weight": s.values(s.H),
-        "per_expert_scale": s.values(s.E).abs(),
-        "top_k": s.K,
-        "eps": 1e-6,
-    },
+    "moe_gate": lambda s: {"per_expert_scale": s.values(s.E).abs(), "top_k": s.K, "eps": 1e-6},
     "moe_bucket": lambda s: {"ids": s.ids, "num_experts": s.E},
     "moe_compute_ids_tpe": lambda s: {
         **{"ids": s.ids, "num_experts": s.E, "gate_up_rows": 2 * s.I, "down_rows": s.H}

@@ -40,7 +40,7 @@ def sample_(
 
     s = logits / temperature in float32; top_k keeps scores that are not below the k-th largest, so ties stay;
     of these, top_p keeps the fewest of the most probable tokens that have the share top_p of the probability,
-    and of equal scores the last ones; min_p keeps those whose probability is at least min_p of the most
+    and of equally probable ones the last; min_p keeps those whose probability is at least min_p of the most
     probable one's. The order and the sets are those of transformers' TemperatureLogitsWarper,
     TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, up to the rounding of sums.
 

@@ -18,7 +18,7 @@ from ..ops import OPERATORS
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, HEAD, Sample, T
-from ..ops._samples import OF_HEADS, more_samples, packet, sample_arguments
+from ..ops._samples import OF_HEADS, changed_samples, more_samples, packet, sample_arguments
 from .sizes import SIZES
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -157,7 +157,7 @@ def calls_at_size(subject: Subject) -> Iterator[Call]:
     sizes: dict[str, Any] = {"format": subject.format or FORMAT, "head": subject.head or HEAD}
     name, dtype = subject.operator, subject.dtype
     with torch.device("cpu"), _without_tensor_units():
-        for changes in SIZES[name](Sample("cpu", dtype, seed=2, **sizes)):
+        for changes in changed_samples(name, SIZES, "cpu", dtype, 2, **sizes):
             arguments = sample_arguments(name, "cpu", dtype, **sizes) | changes
             yield Call(name, dtype, arguments, str(subject.format or ""))
 

@@ -6,13 +6,9 @@
 #include "geometry/sampling.h"
 #include "params/sampling.h"
 
-// The bits of a token's weight, its score in order, and its number: tokens with higher keys are kept first.
+// The bits of a token's weight, its number, and its score in order. Top-k keeps the highest scores, top-p the
+// highest weights, and of equal ones the highest numbers.
 typedef uint3 TokenKey;
-
-inline bool is_at_least(TokenKey key, TokenKey lowest) {
-  if (key.x != lowest.x) return key.x > lowest.x;
-  return key.y != lowest.y ? key.y > lowest.y : key.z >= lowest.z;
-}
 
 // Ten bits of a key, which are the number of a bin. Weights are at most 1, so 30 bits have all of one.
 struct Digit {
@@ -26,15 +22,14 @@ struct Digit {
     return TokenKey(word == 0 ? bits : 0, word == 1 ? bits : 0, word == 2 ? bits : 0);
   }
 };
-constant constexpr uint kScoreDigits = 3;
-constant constexpr uint kTokenDigits = 7;
+constant constexpr uint kWeightDigits = 3;
+constant constexpr uint kScoreDigits = 5;  // the first of them, behind two of the number
 constant constexpr uint kAllDigits = 9;
 
 inline Digit digit_of(uint number) {
-  if (number < kScoreDigits) return {0, 20 - 10 * number, 0x3ff};
-  if (number < kTokenDigits - 1) return {1, 52 - 10 * number, 0x3ff};
-  if (number < kTokenDigits) return {1, 0, 0x3};
-  return {2, 80 - 10 * number, 0x3ff};
+  if (number < kWeightDigits) return {0, 20 - 10 * number, 0x3ff};
+  if (number < kScoreDigits) return {1, 40 - 10 * number, 0x3ff};
+  return {2, number < kAllDigits - 1 ? 72 - 10 * number : 0, number < kAllDigits - 1 ? 0x3ffu : 0x3u};
 }
 
 // A row, and what of it is kept.
@@ -51,12 +46,13 @@ struct ScoreRow {
 
   uint chunks() const { return (vocabulary + kSampleChunk - 1) / kSampleChunk; }
   TokenKey key(float score, uint token) const {
-    return TokenKey(as_type<uint>(precise::exp(score - highest)), in_order(score == 0.0f ? 0.0f : score),
-                    token);
+    return TokenKey(as_type<uint>(precise::exp(score - highest)), token,
+                    in_order(score == 0.0f ? 0.0f : score));
   }
   TokenKey key_of(uint token) const { return key(widen(logits[token]) / temperature, token); }
   bool keeps(TokenKey key) const {
-    return key.y >= lowest_score && is_at_least(key, lowest) && as_type<float>(key.x) >= lowest_weight;
+    const bool is_heavy = key.x > lowest.x || (key.x == lowest.x && key.y >= lowest.y);
+    return key.z >= lowest_score && is_heavy && as_type<float>(key.x) >= lowest_weight;
   }
 };
 
@@ -115,11 +111,13 @@ struct SampleMemory {
 // The key of the last token that is kept, digit after digit from the highest: of so many tokens, or of so
 // much weight, where all are kWholeWeight. Zeros stand for digits that make no difference.
 template <bool kMaxima, bool kWeighs, typename T>
-inline TokenKey last_kept(ScoreRow<T> row, uint wanted, uint digits, uint last_digit, SampleMemory memory,
-                          uint thread_index, uint lane, uint simdgroup) {
-  Counter<kWeighs> counter = {memory.bins, TokenKey(0), TokenKey(0), digit_of(0)};
+inline TokenKey last_kept(ScoreRow<T> row, uint wanted, SampleMemory memory, uint thread_index, uint lane,
+                          uint simdgroup) {
+  constexpr uint kFirst = kWeighs ? 0 : kScoreDigits;
+  constexpr uint kEnd = kWeighs ? kScoreDigits : kMaxima ? kScoreDigits + 2 : kAllDigits;
+  Counter<kWeighs> counter = {memory.bins, TokenKey(0), TokenKey(0), digit_of(kFirst)};
   float scale = 0.0f;
-  for (uint round = digits; round < last_digit; ++round) {
+  for (uint round = kFirst; round < kEnd; ++round) {
     counter.digit = digit_of(round);
     for (uint i = 0; i < (kWeighs ? 3 : 1); ++i) memory.bins[i * kSampleBins + thread_index] = 0;
     threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -141,7 +139,7 @@ inline TokenKey last_kept(ScoreRow<T> row, uint wanted, uint digits, uint last_d
       const float significands =
           float(memory.bins[kSampleBins + bin]) + 4096.0f * float(memory.bins[2 * kSampleBins + bin]);
       const float weight = significands * unit;
-      if (round == digits) {
+      if (round == kFirst) {
         const float sum = simd_sum(weight);
         if (lane == 0) memory.values[simdgroup] = sum;
         threadgroup_barrier(mem_flags::mem_threadgroup);
@@ -174,10 +172,10 @@ struct Race {
   uint token;
 
   void see(TokenKey key) {
-    const float value = as_type<float>(key.x) / draws[key.z];
+    const float value = as_type<float>(key.x) / draws[key.y];
     if (value > best) {
       best = value;
-      token = key.z;
+      token = key.y;
     }
   }
   void join_lanes() {
@@ -242,17 +240,13 @@ template <typename T>
   if (params.top_k != 0) {
     // The top_k best tokens are not below the top_k best chunks.
     if (params.top_k <= row.chunks()) {
-      row.lowest_score = last_kept<true, false>(row, params.top_k, kScoreDigits, kScoreDigits + 2, memory,
-                                                thread_index, lane, simdgroup)
-                             .y;
+      row.lowest_score = last_kept<true, false>(row, params.top_k, memory, thread_index, lane, simdgroup).z;
     }
-    const TokenKey last = last_kept<false, false>(row, params.top_k, kScoreDigits, kTokenDigits, memory,
-                                                  thread_index, lane, simdgroup);
-    row.lowest_score = max(row.lowest_score, last.y);
+    const TokenKey last = last_kept<false, false>(row, params.top_k, memory, thread_index, lane, simdgroup);
+    row.lowest_score = max(row.lowest_score, last.z);
   }
   if (params.weight < kWholeWeight) {
-    row.lowest =
-        last_kept<false, true>(row, params.weight, 0, kAllDigits, memory, thread_index, lane, simdgroup);
+    row.lowest = last_kept<false, true>(row, params.weight, memory, thread_index, lane, simdgroup);
   }
   row.lowest_weight = params.min_p;
   Race race = {draws + ulong(group) * params.vocabulary, -1.0f, ~0u};

@@ -33,8 +33,7 @@ def read_once(cls: Any) -> None:
     # They are the model's, whatever parameters they have.
     cls._keys_to_ignore_on_load_missing = [r"^shared_head\.", r"^embed_tokens\."]
 
-    @functools.wraps(own)
-    def from_pretrained(cls: Any, main_model: Any, device_map: Any = None, **kwargs: Any) -> Any:
+    def from_pretrained(cls: Any, /, main_model: Any, device_map: Any = None, **kwargs: Any) -> Any:
         if not any(STATE in vars(module) for module in main_model.modules()):
             return own(cls, main_model, device_map, **kwargs)
         if main_model not in _READ:

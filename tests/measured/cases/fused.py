@@ -408,9 +408,10 @@ class RopeCache(OperatorCase):
 
 @dataclass
 class IndexKeys(OperatorCase):
-    """With queries."""
+    """With queries, and no values."""
 
     operator: ClassVar[str] = "rope_cache_"
+    mutated: ClassVar[tuple[str, ...]] = ("keys_",)
     group: str
     tokens: int
     heads: int
@@ -473,6 +474,37 @@ class IndexTopk(OperatorCase):
         return t["k"].nbytes
 
 
+@dataclass
+class Sample(OperatorCase):
+    """A token of each row."""
+
+    operator: ClassVar[str] = "sample_"
+    group: str
+    tokens: int
+    vocabulary: int
+    top_k: int
+    top_p: float
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{super().name}, top-k {self.top_k}, top-p {self.top_p}"
+
+    def inputs(self, values):
+        rows = self.tokens, self.vocabulary
+        return {
+            "logits": values.normal(*rows, dtype=DTYPES[self.dtype], scale=3.0),
+            "draws": values.uniform(*rows, low=0.01),
+            "invalid_": values.integers(self.tokens, dtype=torch.int32, low=0, high=1),
+        }
+
+    def given(self, t):
+        return t | {"temperature": 0.7, "top_k": self.top_k, "top_p": self.top_p, "min_p": 0.01}
+
+    def bytes_moved(self, t, part=""):
+        return t["logits"].nbytes
+
+
 def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
@@ -489,6 +521,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexTopk("fused", "heads", 1, 64, 128, rows, 1, 2048, False, "bf16") for rows in (4096, 32768)]
     cases += [IndexTopk("fused", "keys", t, 4, 128, 32768, 128, 16, t > 1, "bf16") for t in (1, 64)]
+    cases += [Sample("fused", 1, 151_936, *kept, "bf16") for kept in ((20, 0.8), (0, 0.9), (0, 1.0))]
     cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
     cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
     cases += [PoolWindow("fused", t, 512, *kind, "bf16") for t in (1, 1024) for kind in ((4, 2), (128, 1))]
@@ -513,6 +546,7 @@ def sanitizer_fused() -> list[Case]:
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
+    cases += [Sample("sanitize", t, 700, *kept, "f16") for t in (1, 3) for kept in ((20, 0.8), (0, 0.9))]
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]
     for reduce, block, bits in (
         ("heads", 1, False),

@@ -497,9 +497,10 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
     if getattr(generates, "_sample", None) is GenerationMixin._sample:
 
         def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            given = generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
             if (steps := current()) is not None:
                 steps.take(outputs)
-            return generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+            return given
 
         def sample(
             self: Any, ids: Tensor, *, logits_processor: Any, generation_config: Any, **kwargs: Any

@@ -199,7 +199,8 @@ class Quantizer(HasTargets, HfQuantizer):
             elif self.report is not None:
                 stored = " and ".join(dict.fromkeys(map(str, target.formats.values())))
                 self.report.skipped[name] = f"already {stored}"
-                asked.update({*wanted.formats.values()} - {*target.formats.values()})
+                if target.kind != "embeddings":  # which a recipe may give more than the rest
+                    asked.update({*wanted.formats.values()} - {*target.formats.values()})
         if asked and self.quantization_config.requantize and not self._wanted and not self._again:
             formats = {str(f) for target in self._targets.values() for f in target.formats.values()}
             stored = " and ".join(sorted(formats))

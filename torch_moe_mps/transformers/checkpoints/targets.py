@@ -114,6 +114,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     found = Weights({}, {})
     every = quantizable(model)
     recipe.check_patterns(paths_of(every))
+    recipe = recipe.of_sizes(*_sizes(every))
     reasons = Reasons(model)
     for name, target in every.items():
         wanted = {p: recipe.format_of(target.path(p), target.kind) for p in target.parameters}
@@ -130,6 +131,12 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
             found.dense[name] = reason
     _drop_half_shared(model, found)
     return found
+
+
+def _sizes(every: Mapping[str, Target]) -> tuple[int, int]:
+    """The weights of embeddings and head, and all that can be quantised; shared ones once."""
+    weights = {id(w): (w.numel(), t.kind) for t in every.values() for w in t.module.parameters(recurse=False)}
+    return sum(n for n, kind in weights.values() if kind == "embeddings"), sum(n for n, _ in weights.values())
 
 
 def quantizable(model: nn.Module) -> dict[str, Target]:

@@ -5,12 +5,14 @@ temperature, top-k, top-p and min-p. It gives the tokens that transformers would
 """
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import softmax
+from torch.utils._pytree import tree_map_only
 from transformers.generation import (
     LogitsProcessorList,
     MinPLogitsWarper,
@@ -21,11 +23,9 @@ from transformers.generation import (
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.sampling import MAX_VOCABULARY, sample_
-from ..basics.deferred import Deferred
 from ..basics.self_check_state import refused
 
 OPERATOR = "sample_"
-_ATEN = torch.ops.aten
 # The processors that the operator knows, in their order, with the argument that each has.
 _KNOWN = {
     TemperatureLogitsWarper: "temperature",
@@ -34,7 +34,8 @@ _KNOWN = {
     MinPLogitsWarper: "min_p",
 }
 _ORDER = [*_KNOWN]
-_LOGITS, _SCORES, _PROBABILITIES = range(3)
+_LOGITS, _COPY, _SCORES, _PROBABILITIES = range(4)
+_LAST = (slice(None), -1)
 
 
 class Sampling:
@@ -57,13 +58,12 @@ class Sampling:
         """Has the logits of a model's last token read where they lie: transformers copies them to float32."""
         logits = outputs.get("logits")
         if type(logits) is Tensor and logits.shape[1:-1] == (1,) and logits.dtype in ACTIVATION_DTYPES:
-            outputs["logits"] = _Steps.of(self, logits, _LOGITS)
+            outputs["logits"] = _Steps(self, logits)
 
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
         if self._others:
             scores = self._others(input_ids, scores.elements() if isinstance(scores, _Steps) else scores)
-        logits = scores.logits if isinstance(scores, _Steps) else scores
-        return _Steps.of(self, logits, _SCORES)
+        return _Steps(self, scores.logits if isinstance(scores, _Steps) else scores, _SCORES)
 
     def draw(self, logits: Tensor) -> Tensor:
         """A token of each row, with the numbers that `torch.multinomial` would draw."""
@@ -85,75 +85,64 @@ class Sampling:
 _CURRENT: ContextVar[Sampling | None] = ContextVar("moe_mps_sampling", default=None)
 
 
-class _Steps(Deferred):
-    """[B, 1, V] logits, [B, V] in float32, their scores or probabilities, none of which is made if all that
-    is asked is a token of each row.
+class _Steps:
+    """What `generate` makes of a model's logits, step by step, of which nothing is made if all that is asked
+    is a token of each row. Whatever else is asked of it gets elements.
+
+    No subclass of Tensor: each operator of one costs the host 20 us.
 
     Attributes:
-        logits: in the model's dtype.
-        stage: what of them this stands for.
+        logits: [B, 1, V] of the model's last token; behind that step [B, V].
+        stage: the last step that is made.
     """
 
-    sampling: Sampling
-    logits: Tensor
-    stage: int
-
-    @classmethod
-    def of(cls, sampling: Sampling, logits: Tensor, stage: int) -> "_Steps":
-        dtype = logits.dtype if logits.dim() == 3 else torch.float32
-        given = {"sampling": sampling, "logits": logits, "stage": stage}
-        made: _Steps = cls.made(logits.shape, dtype, logits.device, **given)
-        return made
+    def __init__(self, sampling: Sampling, logits: Tensor, stage: int = _LOGITS):
+        self.sampling, self.logits, self.stage = sampling, logits, stage
 
     def elements(self) -> Tensor:
-        if self.dim() == 3:
+        if self.stage == _LOGITS:
             return self.logits
         scores = self.logits.to(torch.float32, copy=True)
         if self.stage >= _SCORES:
             scores = self.sampling.known(None, scores)
         return scores.softmax(-1) if self.stage == _PROBABILITIES else scores
 
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.elements(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        is_last = self.stage == _LOGITS and index in (_LAST, (*_LAST, slice(None)))
+        return _Steps(self.sampling, self.logits[:, -1], _COPY) if is_last else self.elements()[index]
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        wanted = {"dtype": torch.float32, "device": self.logits.device, "copy": True}
+        is_same = self.stage == _COPY and not args and wanted.items() >= options.items()
+        return self if is_same else self.elements().to(*args, **options)
+
     @classmethod
-    def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        steps = args[0] if isinstance(args[0], _Steps) else None
-        known = None if steps is None else _OPERATORS.get(func)
-        return NotImplemented if known is None else known(steps, args[1:], kwargs)
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = args[0]._known(func, args[1:], kwargs) if args and isinstance(args[0], _Steps) else None
+        if found is not None:
+            return found
+        args, kwargs = tree_map_only(_Steps, _Steps.elements, (args, kwargs))
+        return func(*args, **kwargs)
 
-
-def _select(steps: _Steps, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    is_last = steps.dim() == 3 and given in ((1, -1), (1, 0))
-    return _Steps.of(steps.sampling, steps.logits[:, -1], _LOGITS) if is_last else NotImplemented
-
-
-def _to(steps: _Steps, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    wanted = options.get("dtype"), torch.device(options.get("device") or steps.device)
-    is_same = steps.dim() == 2 and wanted == (torch.float32, steps.device)
-    return _Steps.of(steps.sampling, steps.logits, steps.stage) if is_same else NotImplemented
-
-
-def _softmax(steps: _Steps, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    is_known = steps.stage == _SCORES and given[0] in (-1, 1) and steps.sampling.draws
-    return _Steps.of(steps.sampling, steps.logits, _PROBABILITIES) if is_known else NotImplemented
-
-
-def _multinomial(steps: _Steps, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    is_known = steps.stage == _PROBABILITIES and given == (1,) and steps.shape[1] <= MAX_VOCABULARY
-    return steps.sampling.draw(steps.logits)[:, None] if is_known else NotImplemented
-
-
-def _argmax(steps: _Steps, given: tuple[Any, ...], options: dict[str, Any]) -> Any:
-    """The same of the model's dtype as of float32."""
-    is_known = steps.dim() == 2 and steps.stage <= _SCORES and not steps.sampling.known
-    return steps.logits.argmax(*given, **options) if is_known else NotImplemented
-
-
-_OPERATORS: dict[Any, Callable[..., Any]] = {
-    _ATEN.select.int: _select,
-    _ATEN._to_copy.default: _to,
-    _ATEN._softmax.default: _softmax,
-    _ATEN.multinomial.default: _multinomial,
-    _ATEN.argmax.default: _argmax,
-}
+    def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives that needs no elements; None if it needs them."""
+        stage, logits, sampling = self.stage, self.logits, self.sampling
+        given = {name: value for name, value in kwargs.items() if name != "_stacklevel" and value is not None}
+        if func is softmax and stage == _SCORES and (args, given) == ((), {"dim": -1}) and sampling.draws:
+            return _Steps(sampling, logits, _PROBABILITIES)
+        if (
+            func is torch.multinomial
+            and stage == _PROBABILITIES
+            and (args, given) == ((), {"num_samples": 1})
+        ):
+            return sampling.draw(logits)[:, None] if logits.shape[1] <= MAX_VOCABULARY else None
+        if func is torch.argmax and stage == _SCORES and not sampling.known:  # the same as of float32
+            return logits.argmax(*args, **kwargs)
+        return None
 
 
 def _is_known(processor: Any, following: list[Any]) -> bool:

@@ -110,7 +110,7 @@ def matrix_of(
 
 
 def stack_of(
-    files: Files, parameter: str, shape: tuple[int, ...], stored: Mapping[str, object]
+    files: Files, parameter: str, shape: tuple[int, int, int], stored: Mapping[str, object]
 ) -> Matrix | None:
     """As `matrix_of`, of experts whose matrices are stacked in one parameter; None for dense ones.
 
@@ -127,11 +127,9 @@ def stack_of(
 
     def read(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
         weights = [matrix.read([t[e] for t in tensors], errors) for e, matrix in enumerate(found)]
-        packed, scales, biases = (
-            None if any(t is None for t in parts) else torch.stack([*parts])
-            for parts in list(zip(*weights, strict=True))[:3]
-        )
-        return QuantizedWeight(packed, scales, biases, found[0].format)
+        packed, scales, biases = ([*parts] for parts in zip(*weights, strict=True))
+        added = None if biases[0] is None else torch.stack(biases)
+        return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, found[0].format)
 
     return Matrix(names, read, found[0].format)
 

@@ -140,7 +140,8 @@ class Reading:
         owner = self.model.get_submodule(name.rpartition(".")[0])
         if key in self._of or getattr(owner, "is_transposed", False):
             _CHECK.fail(key, "of [experts, rows, columns] as the model has it", "another layout of experts")
-        matrix = stack_of(self.files, key, tuple(weight.shape), stored)
+        experts, rows, columns = weight.shape
+        matrix = stack_of(self.files, key, (experts, rows, columns), stored)
         if matrix is not None:
             self._parts[name].append(_Part(name, None, matrix))
 

@@ -36,7 +36,7 @@ from .rotation import (
     turn_parts,
     write_into_cache,
 )
-from .routing import choose_in_experts, gate_in_one, hand_routing_over, logits_in_float32
+from .routing import choose_in_experts, hand_routing_over, logits_in_float32
 from .simplify import (
     constants_first,
     drop_neutral,
@@ -68,7 +68,6 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     join_rotations,
     write_into_cache,
     gate_in_attention,
-    gate_in_one,
     logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
@@ -90,7 +89,6 @@ PASSES: list[Callable[[fx.Graph], None]] = [
 
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
-    gate_in_one: "moe_gate",
     logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
     choose_in_experts: "router_logits",
