@@ -11,6 +11,7 @@ from support.graphs import computed, operators, recorded
 from support.models import assert_close
 from torch import Tensor
 
+from torch_moe_mps.ops import _checks
 from torch_moe_mps.ops._sample import Sample
 from torch_moe_mps.ops._samples import CALLS
 from torch_moe_mps.transformers.graphs.fusion import Fusion
@@ -78,7 +79,7 @@ class Row:
 
     def __init__(self, name: str, number: int, dtype=torch.float32, wide: bool = False):
         self.formula, self.new = FUSIONS[name].rows[number]
-        self.alone = Fusion("alone", (self.formula, self.new), where=FUSIONS[name]._where)
+        self.alone = Fusion("alone", (self.formula, self.new), where=FUSIONS[name].where)
         made = SAMPLES[name]
         self._names = dict(made(self.formula) if callable(made) else made)
         self._sample = Sample("cpu", dtype, head=(16, 32))
@@ -285,6 +286,24 @@ def test_tensors_that_change_in_between(name, number):
             differs = any(min(each, row.place) <= call < max(each, row.place) for each in calls)
             expected = before if differs else row.after + Counter(clone=1, mul_=1)
             assert casts_apart(left) == casts_apart(expected), (call, key)
+
+
+def test_equal_layers_are_checked_once(monkeypatch):
+    """Of a model with many layers, an operator's checks see one call of each kind."""
+    weight, checks = torch.rand(64), []
+    check = _checks.Check.dtype
+    monkeypatch.setattr(_checks.Check, "dtype", lambda *given: checks.append(given[1]) or check(*given))
+
+    def function(x):
+        for _ in range(8):
+            x = x + ours.rms_norm(x, weight, 1e-6)
+        return x
+
+    graph = recorded(function, torch.rand(1, 64))
+    checks.clear()
+    FUSIONS["add_norms"](graph)
+    drop_unused(graph)
+    assert operators(graph) == {"fused_norm_add": 8} and checks.count("residual") == 1
 
 
 @each_row

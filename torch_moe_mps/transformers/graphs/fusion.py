@@ -5,7 +5,8 @@ import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from torch import fx
+import torch
+from torch import Tensor, fx
 
 from .nodes import (
     aten,
@@ -23,7 +24,7 @@ from .nodes import (
     written,
 )
 from .patterns import Bound, Shared, before_widening, called, computed, leaves, matches, parsed
-from .tracing import ITEM, VALUE, as_given
+from .tracing import ITEM, VALUE, as_given, geometry
 
 _NUMBERS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Sub: operator.sub}
 
@@ -51,7 +52,7 @@ class Fusion:
 
     def __init__(self, name: str, *rows: tuple[str, str], where: Callable[..., bool] = lambda **_: True):
         self.__name__ = name
-        self.rows, self._where = rows, where
+        self.rows, self.where = rows, where
         self._roots = {called(parsed(formula)) for formula, _ in rows}
 
     @property
@@ -61,15 +62,17 @@ class Fusion:
         return next((name for name, formula in names.items() if name not in formula), None)
 
     def __call__(self, graph: fx.Graph) -> None:
+        results: dict[Any, Any] = {}  # of calls, of which the layers of a model have many that are equal
         for node in [*graph.nodes]:
             packet = getattr(node.target, "overloadpacket", None)
             if node.users and packet is not None and packet.__name__ in self._roots:
-                self._run(node)
+                self._run(node, results)
 
-    def _run(self, node: fx.Node) -> None:
+    def _run(self, node: fx.Node, results: dict[Any, Any]) -> None:
         for formula, new in self.rows:
             for found in matches(formula, node):
-                if self._where(**found) and any(_fuse(node, end, found, new) for end in _ends(node)):
+                ends = _ends(node) if self.where(**found) else ()
+                if any(_fuse(node, end, found, parsed(new), results) for end in ends):
                     return
 
 
@@ -82,7 +85,7 @@ def _ends(root: fx.Node) -> Iterator[fx.Node]:
     yield root
 
 
-def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: str) -> bool:
+def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: ast.expr, results: dict[Any, Any]) -> bool:
     """Puts an operator in the place of a formula. Returns: whether it can."""
     inside = computed(root, leaves(found))
     shared = [each.node for each in found.values() if isinstance(each, Shared)]
@@ -98,7 +101,7 @@ def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: str) -> bool:
         ):
             return False
     try:
-        _New(found, place, tensor_of(end).dtype).replace(parsed(new), [end, *shared])
+        _New(found, place, tensor_of(end).dtype, results).replace(new, [end, *shared])
     except (ValueError, RuntimeError, TypeError, ZeroDivisionError):
         return False
     for node in sorted({*inside, end}, reverse=True):
@@ -110,8 +113,8 @@ def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: str) -> bool:
 class _New:
     """What takes the place of a formula, in front of a node."""
 
-    def __init__(self, found: Bound, before: fx.Node, dtype: Any):
-        self._found, self._before, self._dtype = found, before, dtype
+    def __init__(self, found: Bound, before: fx.Node, dtype: Any, results: dict[Any, Any]):
+        self._found, self._before, self._dtype, self._results = found, before, dtype, results
 
     def replace(self, form: ast.expr, old: list[fx.Node]) -> None:
         target, given, like = self._call(form)
@@ -144,7 +147,10 @@ class _New:
             value = self._value(each)
             given[name] = float(value) if str(known[name].type) == "float" else value
         fakes = {n: tensor_of(v) if _is_node(v) else as_given(v) for n, v in given.items()}
-        return target, given, target(**fakes)
+        key = target, _key([*fakes.items()])
+        if key not in self._results:
+            self._results[key] = target(**fakes)
+        return target, given, self._results[key]
 
     def _value(self, form: Any) -> Any:
         if isinstance(form, ast.Name):
@@ -201,6 +207,15 @@ class _New:
         source = value.args[0] if is_copy else before_widening(value)
         is_same = source < self._before and is_unchanged(source, source, self._before)
         return source if is_same else value
+
+
+def _key(value: Any) -> Any:
+    """What an operator's checks see of an argument."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, *map(_key, geometry(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return value.node.expr if isinstance(value, torch.SymInt) else (type(value), value)
 
 
 def _is_node(value: Any) -> bool:
