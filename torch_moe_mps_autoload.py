@@ -21,6 +21,7 @@ from typing import Any
 _LIBRARIES = {
     "transformers.core_model_loading": "load_in_one_thread",
     "transformers.masking_utils": "register_mask",
+    "transformers.modeling_layers": "register_mtp",
     "transformers.modeling_utils": "register_models",
     "transformers.integrations.moe": "register_experts",
     "transformers.integrations.gguf.gguf_config_mapping": "register_gguf",

@@ -42,6 +42,7 @@ RECIPES = (
     ("3 bits, embedding 6", {"bits": 3, "embedding_bits": 6}),
     ("3 bits, embedding 8", {"bits": 3, "embedding_bits": 8}),
     ("5 bits, embedding 6", {"bits": 5, "embedding_bits": 6}),
+    ("5 bits, embedding 8", {"bits": 5, "embedding_bits": 8}),
     ("6 bits", {"bits": 6, "embedding_bits": 6}),
     ("8 bits", {"bits": 8, "embedding_bits": 8}),
     ("nvfp4, embedding 8", {"mode": "nvfp4", "embedding_bits": 8}),
@@ -258,7 +259,7 @@ def main() -> None:
     )
     add = parser.add_argument
     add("--tokens", type=int, default=1024, help="of each text (1024)")
-    add("--calibration", type=int, default=24576, help="tokens that importance is of (24576)")
+    add("--calibration", type=int, default=8192, help="tokens of importance (8192; more are no better)")
     add("--recipe", action="append", default=[], help="one of the recipes, by its name (all)")
     add(
         "--mlx-lm",

@@ -43,7 +43,7 @@ random weights; tests check that they are current.
 - **Experts**: the operator, and the activation in it. "own activation" means `expert_mm`, the model's
   activation and norm, `expert_mm`, `moe_weighted_reduce`.
 - **Router**: `moe_router` with its scoring, behind `router_logits` where the matmul is in float32; or "own"
-  where the model's router feeds the experts. In a captured token the experts themselves choose, from its logits.
+  where the model's router feeds the experts. In a captured token the experts choose themselves.
 - **RoPE**: `rope`, where it applies the rotary embedding; in captured tokens with the norms of heads
   in front of it.
 - **Launches**: kernels that a layer launches for one token with a cache, in bfloat16, for each type of layer
@@ -83,8 +83,8 @@ that is known, and what is not known runs the model's own code. The columns are 
 TOKENS = """
 ## Tokens
 
-Of {count} architectures in the tables, {captured} have tokens that are captured. Those of
-continuous batching are for up to 8 requests at once, where transformers can batch a model.{others}
+Of {count} architectures in the tables, {captured} have tokens that are captured. Continuous batching,
+where transformers can batch a model, runs module by module.{others}
 """
 LAST = """
 Several Macs, as a pipeline: [distributed.md](distributed.md).

@@ -1,4 +1,4 @@
-"""Writes the English text that `perplexity` and `--budget` measure with.
+"""Writes the English text that `perplexity` and `--importance auto` measure with.
 
 The argument is a checkout of github.com/python/peps. The text is the prose of the Python Enhancement
 Proposals that were created from 2026 on. Each of them is in the public domain or under CC0 1.0, as it says

@@ -25,8 +25,15 @@ FLOORS = (
     "transformers.graphs",
     "transformers.caches",
     "transformers.modules",
+    "transformers.attention",
+    "transformers.families",
+    "transformers.capture",
+    "transformers.checkpoints",
     "transformers",
     "pipeline",
+    "commands",
+    "_registration",
+    "__main__",
 )
 
 
@@ -87,17 +94,27 @@ def floor(name: str) -> int:
     """The floor of a module: that of the longest name in FLOORS that it belongs to."""
     inner = name.removeprefix("torch_moe_mps.")
     matching = [floor for floor in FLOORS if inner == floor or inner.startswith(f"{floor}.")]
-    return FLOORS.index(max(matching, key=len)) if matching else len(FLOORS)
+    assert matching, f"{name} is on no floor"
+    return FLOORS.index(max(matching, key=len))
 
 
 def test_imports_go_down():
     upwards = {
         (name, other)
         for name, others in graph().items()
-        for other in others
-        if floor(name) < len(FLOORS) and floor(other) > floor(name)
+        for other in others - {"torch_moe_mps"}  # which imports the rest when that is used
+        if name != "torch_moe_mps" and floor(other) > floor(name)
     }
     assert not upwards
+
+
+def test_families_are_known_by_themselves_alone():
+    rooms = {path.parent.name for path in (PACKAGE / "transformers/families").glob("*/__init__.py")}
+    for name, others in graph().items():
+        for room in rooms:
+            family = f"torch_moe_mps.transformers.families.{room}"
+            known = [each for each in others if f"{each}.".startswith(f"{family}.")]
+            assert f"{name}.".startswith(f"{family}.") or not known, (name, room)
 
 
 @pytest.mark.parametrize("room", ["ops", "quantization"])

@@ -12,7 +12,6 @@ __all__ = [
     "collect_importance",
     "from_pretrained",
     "load_prompt_cache",
-    "measured_recipe",
     "ops",
     "quantize_experts",
     "read_importance",
@@ -28,9 +27,8 @@ _LAZY = {
     "collect_importance": ".transformers.checkpoints.importance",
     "read_importance": ".transformers.checkpoints.importance",
     "restore": ".transformers",
-    "from_pretrained": ".transformers.checkpoints.loading",
+    "from_pretrained": ".transformers.loading",
     "load_prompt_cache": ".transformers.caches.prompt_cache",
-    "measured_recipe": ".transformers.checkpoints.budget",
     "quantize_experts": ".transformers",
     "save_prompt_cache": ".transformers.caches.prompt_cache",
     "synchronize": "._faults",
@@ -41,9 +39,8 @@ if TYPE_CHECKING:
     from ._faults import synchronize
     from .transformers import accelerate, quantize_experts, restore
     from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
-    from .transformers.checkpoints.budget import measured_recipe
     from .transformers.checkpoints.importance import Importance, collect_importance, read_importance
-    from .transformers.checkpoints.loading import from_pretrained
+    from .transformers.loading import from_pretrained
 
 register_when_imported()
 

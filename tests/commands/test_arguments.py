@@ -116,7 +116,7 @@ def test_the_help_names_every_mode(capsys):
         (
             ["convert", "a", "b", "--linear-bits", "x"],
             "torch-moe-mps convert: error: argument --linear-bits: "
-            "must be a number of bits, same or none, got 'x'",
+            "must be a number of bits, same, auto or none, got 'x'",
         ),
         (
             ["chat", "a", "--set", "max_new_tokens"],

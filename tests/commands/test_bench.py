@@ -63,7 +63,7 @@ def test_rows_and_json(checkpoint, tmp_path, capsys):
 
 def test_launches_are_the_operators_of_a_token_on_a_cpu(checkpoint):
     """Counted by torch's profiler: what is no view and is called by the model, not by another operator."""
-    from torch_moe_mps.transformers.checkpoints.loading import from_pretrained
+    from torch_moe_mps.transformers.loading import from_pretrained
 
     model = from_pretrained(checkpoint)
     with bench._Launches(model.device) as counted, torch.no_grad():
@@ -79,7 +79,7 @@ def test_on_mps(checkpoint, tmp_path, capsys, simulated, monkeypatch):
 
     Each token of a generation is read a step late, by transformers' own class for that.
     """
-    from torch_moe_mps.transformers.checkpoints.loading import from_pretrained
+    from torch_moe_mps.transformers.loading import from_pretrained
 
     check, late = generation.DeferredStopCheck.__call__, []
 

@@ -92,20 +92,6 @@ def test_mixed_recipe(checkpoint, tmp_path):
 
 
 @ONE_KIND
-def test_budget(checkpoint, tmp_path, short_text):
-    """The measured recipe is written, and gives the same model again."""
-    recipe = tmp_path / "recipe.json"
-    arguments = ["--group-size", 32, "--text", short_text, "--save-recipe", recipe]
-    assert run("convert", checkpoint, tmp_path / "new", "--budget", 7, *arguments) == 0
-    assert run("convert", checkpoint, tmp_path / "again", "--recipe", recipe) == 0
-    assert len(set(json.loads(recipe.read_text())["overrides"].values())) > 1
-    first, second = (
-        transformers.AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("new", "again")
-    )
-    assert all(torch.equal(a, b) for a, b in zip(first.parameters(), second.parameters(), strict=True))
-
-
-@ONE_KIND
 def test_perplexity(checkpoint, tmp_path, capsys):
     text = tmp_path / "text.txt"
     text.write_text(SAMPLE.read_text()[:400])
@@ -315,7 +301,7 @@ def test_names_that_are_not_there_are_one_line(hub, checkpoint, tmp_path, capsys
         assert message in capsys.readouterr().err
 
 
-def test_code_of_a_model_runs_only_when_trusted(tmp_path, short_text, capsys):
+def test_code_of_a_model_runs_only_when_trusted(tmp_path, capsys):
     folder = tmp_path / "own"
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("llama").save_pretrained(folder)
@@ -336,8 +322,6 @@ def test_code_of_a_model_runs_only_when_trusted(tmp_path, short_text, capsys):
     trusted = ["--group-size", 32, "--trust-remote-code"]
     assert run("convert", folder, tmp_path / "new", *trusted) == 0
     assert (tmp_path / "new" / "own.py").exists()
-    add_tokenizer(folder)
-    assert run("convert", folder, tmp_path / "measured", *trusted, "--budget", 6, "--text", short_text) == 0
 
 
 def test_the_dry_run_says_what_a_token_reads(tmp_path, capsys):
@@ -492,10 +476,6 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
             [checkpoint, tmp_path / "new", "--recipe", checkpoint / "config.json"],
             "config.json must have bits, ",
         ),
-        ([checkpoint, tmp_path / "new", "--budget", 3, "--group-size", 32], "budget must be"),
-        ([checkpoint, tmp_path / "new", "--budget", 40], "--budget must be at most 8.5 bits a weight"),
-        ([checkpoint, tmp_path / "new", "--budget", "nan"], "--budget must be at most 8.5 bits a weight"),
-        ([checkpoint, tmp_path / "new", "--save-recipe", "x"], "--save-recipe needs --budget"),
     ):
         assert run("convert", *arguments) == 1
         assert message in capsys.readouterr().err.strip().splitlines()[-1]
@@ -565,12 +545,6 @@ def test_no_part_of_a_result_is_left_on_a_full_disk(checkpoint, tmp_path, capsys
     assert not file.exists() and "GB" in out
     assert run("fit", checkpoint, "--group-size", 32, "--json", "/dev/full") == 1
     assert "error: /dev/full cannot be written: No space left on device" in capsys.readouterr().err
-
-
-def test_a_recipe_that_cannot_be_written_is_said_before_it_is_measured(checkpoint, tmp_path, capsys):
-    arguments = ["--budget", 4.5, "--save-recipe", tmp_path / "missing" / "recipe.json"]
-    assert run("convert", checkpoint, tmp_path / "new", *arguments) == 1
-    assert "--save-recipe must be a file that can be written, got " in capsys.readouterr().err
 
 
 def test_ctrl_c_of_a_perplexity(checkpoint, tmp_path):

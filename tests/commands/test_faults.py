@@ -97,13 +97,13 @@ def test_a_command_ends_with_one_line(checkpoint, simulated, tmp_path, capsys, c
 
 
 def test_convert_writes_nothing(simulated, tmp_path, capsys):
-    """Where it chooses the formats on the GPU, which runs the model's own code."""
+    """Where importance is collected on the GPU, which runs the model's own code."""
     source, new, text = tmp_path / "source", tmp_path / "new", tmp_path / "text"
-    text.write_text("a text of letters")
+    text.write_text("a text of letters" * 40)
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("llama", num_hidden_layers=1, vocab_size=27).save_pretrained(source)
     serving.letters().save_pretrained(source)
-    arguments = ["--budget", "5", "--group-size", "32", "--text", str(text)]
+    arguments = ["--bits", "4", "--group-size", "32", "--importance", str(text)]
 
     def failed(code: int, says: str) -> None:
         assert code == 1 and says in capsys.readouterr().err.splitlines()[-1]

@@ -61,7 +61,6 @@ def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub)
         assert responses.create(model=name, input="a", text={"format": {"type": "text"}}).output_text
         for create, field, value in (
             (chat.create, "n", 2),
-            (chat.create, "tool_choice", "required"),
             (chat.create, "presence_penalty", 0.5),
             (raw.create, "n", 2),
             (raw.create, "logprobs", 0),

@@ -50,10 +50,10 @@ def rope() -> Calls:
     q, table = tensor(2, 3, 4, 64), tensor(1, 3, 16)
     alone = partial(ops.rope, q, None, table, table[:], pairs="interleaved", rotary_dim=32)
     yield "rope of q alone", alone
-    k, slots, norm = tensor(1, 1, 192)[..., :128], tensor(1, 300, 128)[:, :200], tensor(128)
+    k, slots, norm = tensor(1, 1, 1, 192)[..., :128], tensor(1, 1, 300, 128)[:, :, :200], tensor(128)
     queries = tensor(1, 32, 1, 128).transpose(1, 2)
-    keys = partial(ops.index_keys_, k, slots, norm, norm[:], EPS, tensor(1, 1, 64), tensor(1, 1, 64), queries)
-    yield "index_keys_", keys
+    keys = (queries, k, None, slots, None, tensor(1, 1, 64), tensor(1, 1, 64))
+    yield "rope_cache_ of an indexer", partial(ops.rope_cache_, *keys, k_weight=norm, k_bias=norm[:], eps=EPS)
     ids, inv_freq = torch.arange(6).view(2, 3).to("mps"), tensor(32, dtype=torch.float32)
     yield "rope_tables", partial(ops.rope_tables, ids, inv_freq, 1.0, torch.float16)
 
@@ -82,6 +82,12 @@ def index() -> Calls:
     q, k = tensor(1, 5, 4, 128), memory[:, :4100]
     options = {"reduce": "keys", "block": 128, "tail": 1, "as_bits": True}
     yield "index_topk of blocks", partial(ops.index_topk, q, k, None, 16, 1.0, **options)
+
+
+def sampling() -> Calls:
+    logits, draws = tensor(2, 3, 5000)[:, -1], tensor(2, 5000, dtype=torch.float32)
+    invalid = torch.zeros(2, dtype=torch.int32, device="mps")
+    yield "sample_ of two rows", partial(ops.sample_, logits, draws, invalid, 0.7, 20, 0.8, 0.05)
 
 
 def linear_attention() -> Calls:
@@ -272,8 +278,8 @@ rope of q alone
   rope_f16 grid 6x1x1 of 128x1x1
   0=A[0:3072] 1=A[0:3072] 2=A[0:3072] 3=B[0:96] 4=B[0:96] 5=C[0:3072] 6=C[0:3072] 7=C[0:3072] 8=C[0:3072]
     9=C[0:3072] 10=C[0:3072] 11=272 bytes
-index_keys_
-  index_keys_f16 grid 9x1x1 of 128x1x1
+rope_cache_ of an indexer
+  rope_centred_f16 grid 9x1x1 of 128x1x1
   0=A[0:8192] 1=B[0:384] 2=A[0:8192] 3=C[0:128] 4=D[0:128] 5=E[0:8192] 6=F[0:256] 7=F[0:256] 8=E[0:8192]
     9=G[50944:76800] 10=E[0:8192] 11=272 bytes
 rope_tables
@@ -329,6 +335,16 @@ index_topk of blocks
   0=A[0:5120] 1=B[0:1280000] 2=C[0:10320] 3=D[0:2640] 4=152 bytes
   index_select_f16 grid 5x4x1 of 1024x1x1
   0=D[0:2640] 1=C[0:10320] 2=C[0:10320] 3=152 bytes
+""",
+        )
+
+    def test_sampling(self):
+        self.assertExpectedInline(
+            self.encoded(sampling),
+            """\
+sample_ of two rows
+  sample_rows_f16 grid 2x1x1 of 1024x1x1
+  0=A[20000:60000] 1=B[0:40000] 2=C[0:8] 3=D[0:16] 4=40 bytes
 """,
         )
 

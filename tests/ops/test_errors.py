@@ -10,6 +10,7 @@ from support.any_calls import Call, Expanded, check_values, outcome
 from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._sample import E, H, I, T
 from torch_moe_mps.ops._samples import more_samples, packet, sample_arguments
 
@@ -38,15 +39,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
 
     integer, short = torch.int32, torch.int16
     logits = [
-        wrong("[T, E] with E between 1 and 1024, got E = 1025", logits=zeros(T, 1025)),
         wrong("between 1 and 8, the smaller of E and 64", top_k=0),
         wrong("between 1 and 8, the smaller of E and 64", top_k=-1),
         wrong("between 1 and 8, the smaller of E and 64", top_k=E + 1),
         wrong("between 1 and 64, the smaller of E and 64", top_k=65, logits=zeros(T, 128)),
-    ]
-    ids = [
-        wrong("between 1 and 1024", num_experts=0),
-        wrong("between 1 and 1024", num_experts=1025),
     ]
     around = [
         wrong("of shape [E, 2I] = (8, 64)", gate_up_bias=zeros(E, I)),
@@ -72,6 +68,8 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     }
     plain = {"transposed": False, "tail": None}
     beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
+    alone = {"v": None, "values_": None}
+    of_five = {**dict.fromkeys(("g", "beta", "A_log", "dt_bias")), "state_": zeros(2, 5, 16, 8)}
     table = {
         "heads_quantized": [
             wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain),
@@ -88,11 +86,22 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             wrong("None unless transposed", tail=zeros(2, T, 4, 6), x=zeros(2, T, 4, 40), transposed=False),
         ],
+        "sample_": [
+            wrong("of shape [R, V] = (3, 300)", draws=zeros(T, 299)),
+            wrong(
+                "logits must be [R, V] with V between 1 and 524288, got V = 0",
+                logits=zeros(T, 0),
+                draws=zeros(T, 0),
+            ),
+            wrong("above 0 and finite, got 0.0", temperature=0.0),
+            wrong("temperature must be above 0 and finite, got inf", temperature=float("inf")),
+            wrong("top_k must be at least 0, got -1", top_k=-1),
+            wrong("between 0 and 1, got 1.5", top_p=1.5),
+            wrong("between 0 and 1, got -0.1", min_p=-0.1),
+            wrong("between 0 and 299, got 300", otherwise=300),
+        ],
         "index_topk": [
-            wrong("q's head dimension must be between 1 and 256, got 257", q=zeros(2, T, 4, 257)),
-            wrong("top_k must be at least 1, got 0", top_k=0),
             wrong('weights must be None with reduce = "keys", got (2, 3, 4)', reduce="keys"),
-            wrong("block must be between 1 and 1024, got 1025", block=1025),
             wrong(
                 "key_range must be None where k has a row for each block",
                 key_range=zeros(2, 2, dtype=integer),
@@ -128,12 +137,16 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "hyper_update": [
             wrong("at least 2-D", streams=zeros(H)),
-            wrong("streams' dimension -2 must be between 1 and 4, got 5", streams=zeros(T, 5, H)),
-            wrong("of rows of a multiple of 4 elements, got 62", streams=zeros(T, 2, H - 2)),
+            wrong(
+                "of rows of a multiple of 4 elements, got 62", streams=zeros(T, 2, H - 2), out=zeros(T, H - 2)
+            ),
         ],
         "pool_window_": [
-            wrong("entries_' last dimension must be between 2 and 512, got 514", entries_=zeros(2, 5, 514)),
-            wrong("of an even last dimension D, with W = D or 2 D, here 16", entries_=zeros(2, 5, 4)),
+            wrong(
+                "of an even last dimension D, with W = D or 2 D, here 16",
+                entries_=zeros(2, 5, 4),
+                norm_weight=zeros(4),
+            ),
             wrong("position must be between 0 and 2147483644, got -1", position=-1),
             wrong(
                 "entries_ must be of shape [B, N, D], with B = 2 and N at least 6, got (2, 5, 8)", position=9
@@ -141,17 +154,18 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("inv_freq's length must be between 0 and 4, got 5", inv_freq=zeros(5)),
         ],
         "hyper_connection": [
-            wrong("fn must be of N, 2 N or (2 + N) N = 4, 8 or 24 rows, got 5", fn=zeros(5, 4 * H)),
+            wrong(
+                "fn must be of N, 2 N or (2 + N) N = 4, 8 or 24 rows, got 5",
+                fn=zeros(5, 4 * H),
+                base=zeros(5),
+            ),
             wrong("post must be given with out, and only then, got (3, 4)", out=None, comb=None),
             wrong("post must be given with out, and only then", post=None),
             wrong("comb must be None without out, got shape (3, 4, 4)", out=None, post=None),
-            wrong("iterations must be between 1 and 1024, got 0", iterations=0),
-            wrong("iterations must be between 1 and 1024, got 1025", iterations=1025),
         ],
         "expert_mm": [
             wrong("of shape [T, K, H] = (3, 2, 64)", x=zeros(T, 1, H)),
             wrong("weight must be of shape [E, H, N] with H = 64 as in x, got (8, 32, 64)", transposed=True),
-            wrong("K, the columns of ids, must be between 1 and 64, got 65", ids=zeros(T, 65, dtype=integer)),
             wrong("of shape [E, N] = (8, 32)", bias=zeros(E, H)),
             wrong(FLOATS, bias=zeros(E, I, dtype=integer)),
         ],
@@ -221,7 +235,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("activated must be None without an activation, got 4", activated=4),
             wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
             wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
-            wrong("streams' dimension -2 must be between 1 and 4, got 8", streams=zeros(T, 8, 4)),
             wrong(
                 "None with streams, got a tensor of shape (32,)",
                 **{"order": zeros(I, dtype=integer), "streams": zeros(T, 4, 8)},
@@ -259,35 +272,47 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("0.0 without a weight", weight_offset=1.0, weight=None),
         ],
         "rope": [
-            wrong("of at least one head", q=zeros(2, T, 0, 16)),
-            wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14)),
+            wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14), q_weight=None),
             wrong("k_weight must be None without k, got shape (16,)", k=None),
             wrong("an even number of at least 2", rotary_dim=7),
             wrong("sin must be given with cos, and only then, got None", sin=None),
             wrong(
-                "of heads of an even number of elements, 2 or more", q=zeros(2, T, 4, 15), cos=None, sin=None
+                "of heads of an even number of elements, 2 or more",
+                q=zeros(2, T, 4, 15),
+                q_weight=None,
+                cos=None,
+                sin=None,
             ),
         ],
         "rope_cache_": [
             wrong("None without norm_v", v_weight=zeros(8)),
+            wrong("norm_v must be False without v, got True", v=None, values_=None, norm_v=True),
+            wrong("values_ must be given with v, and only then, got None", values_=None),
+            wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, 2, T - 1, 16)),
+            wrong("of 3 tokens or more, as many as v has", values_=zeros(2, 2, T - 1, 8)),
+            wrong("v must be None with a bias, got (2, 3, 2, 8)", k_bias=zeros(16), k_weight=zeros(16)),
+            wrong(
+                "q_weight must be None with a bias, got (16,)", k_bias=zeros(16), k_weight=zeros(16), **alone
+            ),
+            wrong("q_weight must be None without q, got shape (16,)", q=None),
+            *(
+                wrong(
+                    "None without k_weight, or with a weight_offset",
+                    k_bias=zeros(16),
+                    q_weight=None,
+                    **given,
+                    **alone,
+                )
+                for given in ({"k_weight": zeros(16), "weight_offset": 1.0},)
+            ),
         ],
         "rope_attention_": [
+            wrong("of shape [B, T, Hk, D] = (2, 3, 2, 16)", k=zeros(2, T, 2, 18), keys_=zeros(2, 2, T, 18)),
+            wrong("of shape [B, T, Hk, Dv] = (2, 3, 2, 8)", v=zeros(2, T, 1, 8), values_=zeros(2, 1, T, 8)),
             wrong(
-                "k must be of heads of 16 elements, as those of q",
-                k=zeros(2, T, 2, 18),
-                keys_=zeros(2, 2, T, 18),
+                "k must be of a number of heads that divides Hq = 3, got (2, 3, 2, 16)", q=zeros(2, T, 3, 16)
             ),
-            wrong("v must be of 2 heads, as many as k has", v=zeros(2, T, 1, 8), values_=zeros(2, 1, T, 8)),
-            wrong("k must be of a number of heads that divides Hq = 3", q=zeros(2, T, 3, 16)),
             wrong("window must be at least 1, got 0", window=0),
-        ],
-        "index_keys_": [
-            wrong("of heads of an even number of elements", k=zeros(2, T, 15), keys_=zeros(2, T, 15)),
-            wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, T - 1, 16)),
-            wrong("given with cos, and only then", sin=None),
-            wrong("q must be None without cos and sin, got (2, 3, 4, 16)", cos=None, sin=None),
-            wrong("q_weight must be None with a bias", q_weight=zeros(16)),
-            wrong("weight_offset must be 0 with a bias, got 1.0", weight_offset=1.0),
         ],
         "rms_norm_gated": [
             wrong("a divisor of the 64 columns, got 48", group=48),
@@ -297,9 +322,8 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
         ],
         "linear_attention_": [
-            wrong("of a multiple of q's 2 heads, got 5 heads", v=zeros(2, T, 5, 8)),
+            wrong("of a multiple of q's 2 heads, got 5 heads", v=zeros(2, T, 5, 8), **of_five),
             wrong("beta_activation must be none without beta, got sigmoid", beta=None),
-            wrong("between 1 and 256 elements a head, got 257", q=zeros(2, T, 2, 257), k=zeros(2, T, 2, 257)),
             wrong('A_log must be None with decay="log", and only then, got None', A_log=None),
             wrong('A_log must be None with decay="log", and only then, got a tensor', decay="log"),
             wrong("dt_bias must be None without A_log, got shape (4,)", A_log=None, decay="log"),
@@ -317,15 +341,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             wrong("given with norm_weight, and only then, got one of the two", gate=zeros(2, T, 4, 8)),
         ],
-        "moe_hash_router": [
-            wrong("between 1 and 1024 rows, got 0", weight=zeros(0, H)),
-            wrong("between 1 and 2147483647 rows, got 0", table=zeros(0, 2, dtype=integer)),
-            wrong("between 1 and 64 columns, got 65", table=zeros(11, 65, dtype=integer)),
-            wrong("one of sigmoid, sqrtsoftplus", scoring="softmax"),
-            wrong("at least 0.0", sum_eps=-1.0),
-        ],
         "attention": [
-            wrong("q's head dimension must be between 1 and 576, got 577", q=zeros(2, 4, T, 577)),
             wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
             wrong("None beside a mask", relative=zeros(2, T, 4, 5), mask=zeros(1, 1, T, 9)),
             wrong("None beside a look-ahead", relative=zeros(2, T, 4, 5), lookahead=1),
@@ -354,8 +370,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 key_range=zeros(2, 2, dtype=integer),
                 mask=zeros(1, 1, T, 9),
             ),
-            wrong("at least 1", window=0),
-            wrong("lookahead must be at least 0, got -1", lookahead=-1),
             wrong("0 beside a mask or indices, which hold it", lookahead=1, mask=zeros(1, 1, T, 9)),
             wrong(
                 "0 beside a mask or indices, which hold it",
@@ -368,7 +382,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **beside),
             wrong("mask must be None beside a tail", mask=zeros(1, 1, T, 9), **beside),
             wrong("key_range must be None beside a tail", key_range=zeros(2, 2, dtype=integer), **beside),
-            wrong("between 1 and 2147483647", tail_rate=0, **beside),
             wrong("position must be between 0 and 2147483644, got -1", **beside, position=-1),
             wrong(
                 "index_block must be between 1 and 1 beside a tail",
@@ -389,11 +402,11 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "fused_residual_norm": [
             wrong("gate_factor must be 1.0 without a gate, got 0.5", gate_factor=0.5),
-            wrong("at least 2-D", residual=zeros(H), input=zeros(H), gate=zeros(1)),
+            wrong("gate must be of shape [...] = (), got (1,)", residual=zeros(H), gate=zeros(1)),
         ],
         "fused_residual_norm_scalar": [
-            wrong("of 1 or H = 64 elements", scalar=zeros(1, 1)),
-            wrong("of 1 or H = 64 elements", scalar=zeros(2)),
+            wrong("1-D or 0-D", scalar=zeros(1, 1)),
+            wrong("of shape [1] = (1,) or [H] = (64,)", scalar=zeros(2)),
         ],
         "moe_router": [
             *logits,
@@ -403,37 +416,21 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("between 1 and 4", top_groups=5, num_groups=4),
             wrong("between 1 and 4", top_groups=0, num_groups=4),
             wrong("at most 2, the experts in top_groups groups", top_k=3, num_groups=4, top_groups=1),
-            wrong("at least 0.0", norm_eps=-5.0),
         ],
         "moe_router_topk_softmax": [
             *logits,
         ],
         "fused_moe_routing": [
-            *logits,
+            *logits[:-1],
         ],
         "moe_gate": [
-            wrong(
-                "[E, H] with E between 1 and 1024, got E = 1025",
-                router_weight=zeros(1025, H),
-                per_expert_scale=zeros(1025),
-            ),
             wrong("between 1 and 8, the smaller of E and 64", top_k=0),
             wrong("between 1 and 8, the smaller of E and 64", top_k=E + 1),
         ],
-        "moe_bucket": [
-            *ids,
-        ],
-        "moe_compute_ids_tpe": [
-            *ids,
-            wrong("between 1 and 2147483647", gate_up_rows=0),
-            wrong("between 1 and 2147483647", down_rows=-1),
-        ],
         "weighted_sum_stacked": [
-            wrong("[..., S, H] with S at least 1", slots=zeros(T, 0, H), weights=zeros(T, 0)),
             wrong("at least 2-D", slots=zeros(H)),
         ],
         "moe_weighted_reduce": [
-            wrong("[T, K] with K at least 1", weights=zeros(T, 0)),
             *tail,
         ],
         "fused_norm_add": [
@@ -441,9 +438,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "silu_mul_stacked": [
             wrong("at least 1-D", gate=zeros()),
-        ],
-        "selective_scan_": [
-            wrong("between 1 and 16 states a channel, got 17", B=zeros(2, T, 17)),
         ],
     }
     return [(name, message, changes) for name, cases in table.items() for message, changes in cases]
@@ -568,6 +562,33 @@ def test_other_numbers_names_and_strides(name):
         for dim in range(value.dim()) if argument.name.endswith("_") else ():
             found = refusal(name, good, **{argument.name: Expanded(dim)})
             assert found.argument == argument.name and "expanded (stride-0)" in found.expected
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_beyond_declared_bounds(name):
+    """Each size, integer and number that has a bound, one below and one above."""
+    base, declared = sample_arguments(name, "cpu", torch.float32), DECLARED[name]
+    for argument, shapes, _ in declared.tensors:
+        value = base.get(argument)
+        for shape in shapes if value is not None else ():
+            for size, (sign, bound) in shape.bounds.items() if shape.fits(value.dim()) else ():
+                words = (
+                    f"{shape.text} with {size} "
+                    + (f"between 1 and {bound}", f"at least {bound}")[sign == ">"]
+                )
+                for beyond in (bound - 1,) if sign == ">" else (0, bound + 1):
+                    sizes = [*value.shape]
+                    sizes[shape.names.index(size) - len(shape.names)] = beyond
+                    found = refusal(name, base | {argument: value.new_zeros(sizes)})
+                    assert found == (argument, words, f"{size} = {beyond}")
+    for argument, allowed in declared.allowed.items():
+        if isinstance(allowed, range):
+            for beyond in (allowed[0] - 1, allowed[-1] + 1):
+                found = refusal(name, base | {argument: beyond})
+                assert found == (argument, f"between {allowed[0]} and {allowed[-1]}", str(beyond))
+        elif isinstance(allowed, int | float):
+            found = refusal(name, base | {argument: allowed - 1})
+            assert found == (argument, f"at least {allowed}", str(allowed - 1))
 
 
 def test_sparse_tensors():

@@ -57,7 +57,7 @@ def test_what_is_not_finite_stays_in_its_head(device):
     assert out[0, 1, 2].isnan().all() and not out[0, 0].isnan().any() and not out[0, 1, :2].isnan().any()
 
 
-@pytest.mark.parametrize("form", each(ALL_FORMATS))
+@pytest.mark.parametrize("form", each(ALL_FORMATS, turn=2))
 def test_formats(device, form):
     """Rows of each head among others of a matrix; one token and several, both ways."""
     columns, rows, heads = 3 * group_of(form), 10, 3

@@ -10,6 +10,7 @@ from support.operators import MODULES, positional, wrapped
 
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._checks import ACTIVATION_DTYPES as DTYPES
+from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
@@ -38,13 +39,10 @@ moe_mps::fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight
 moe_mps::rope(Tensor q, Tensor? k, Tensor? cos, Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None,
     float eps=9.9999999999999995e-07, float weight_offset=0., *, str pairs="half", int? rotary_dim=None,
     bool rotary_last=False) -> (Tensor, Tensor)
-moe_mps::rope_cache_(Tensor q, Tensor k, Tensor v, Tensor(a3!) keys_, Tensor(a4!) values_, Tensor? cos,
+moe_mps::rope_cache_(Tensor? q, Tensor k, Tensor? v, Tensor(a3!) keys_, Tensor(a4!)? values_, Tensor? cos,
     Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None, float eps=9.9999999999999995e-07, float
     weight_offset=0., *, str pairs="half", int? rotary_dim=None, bool rotary_last=False, bool norm_v=False,
-    Tensor? v_weight=None) -> Tensor
-moe_mps::index_keys_(Tensor k, Tensor(a1!) keys_, Tensor weight, Tensor? bias, float
-    eps=9.9999999999999995e-07, Tensor? cos=None, Tensor? sin=None, Tensor? q=None, *, str pairs="half",
-    int? rotary_dim=None, bool rotary_last=False, Tensor? q_weight=None, float weight_offset=0.) -> Tensor
+    Tensor? v_weight=None, Tensor? k_bias=None) -> Tensor
 moe_mps::rope_tables(Tensor position_ids, Tensor inv_freq, float scaling, ScalarType dtype, str
     layout="halves", Tensor? axes=None) -> (Tensor, Tensor)
 moe_mps::attention(Tensor q, Tensor k, Tensor v, float scale, *, Tensor? mask=None, int? window=None,
@@ -134,7 +132,9 @@ moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_s
     top_k=1, str scoring="softmax", Tensor? router_bias=None, int num_groups=1, int top_groups=1, str
     group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool norm_topk_prob=False,
     float router_norm_eps=9.9999999999999995e-21, float router_norm_min=0., float scaling_factor=1., Tensor?
-    per_expert_scale=None) -> Tensor""",
+    per_expert_scale=None) -> Tensor
+moe_mps::sample_(Tensor logits, Tensor draws, Tensor(a2!) invalid_, float temperature=1., int top_k=0, float
+    top_p=1., float min_p=0., int otherwise=0) -> Tensor""",
         )
 
 
@@ -220,3 +220,16 @@ def test_two_threads(device):
         thread.join(timeout=300)
         assert not thread.is_alive()
     assert not failures, failures
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_every_tensor_is_declared(name):
+    """But scales and biases, whose shapes and dtypes are those of a format."""
+    arguments = packet(name).default._schema.arguments
+    formats = ("scales", "biases") if any(argument.name == "format" for argument in arguments) else ()
+    tensors = {
+        a.name for a in arguments if "Tensor" in str(a.type) and not a.name.endswith(formats or ("-",))
+    }
+    declared = [argument for argument, *_ in DECLARED[name].tensors]
+    assert len(declared) == len(tensors) and {*declared} == tensors
+    assert {*DECLARED[name].allowed} <= {argument.name for argument in arguments} - tensors

@@ -212,18 +212,18 @@ def test_keys_of_an_indexer(device, dtype):
     """Normed with their bias and turned, behind those in a view of longer memory; its queries beside."""
     cases = ((128, 64, 1, "half", True), (64, 64, 3, "interleaved", True), (30, 6, 2, "half", False))
     for i, (width, rotary, tokens, pairs, with_q) in enumerate(cases):
-        k = (3 + numbers(2, tokens, 2 * width, dtype=dtype, seed=i)[..., width:]).to(device)
+        k = (3 + numbers(2, tokens, 1, 2 * width, dtype=dtype, seed=i)[..., width:]).to(device)
         q = numbers(2, 4, tokens, width, dtype=dtype, seed=9).to(device).transpose(1, 2) if with_q else None
-        memory = numbers(2, tokens + 5, width, dtype=dtype, seed=i).to(device)
-        before, held = memory.clone(), memory[:, 1 : 2 + tokens]
+        memory = numbers(2, 1, tokens + 5, width, dtype=dtype, seed=i).to(device)
+        before, held = memory.clone(), memory[:, :, 1 : 2 + tokens]
         cos, sin = (t.to(device) for t in tables(1, tokens, rotary, torch.float32))
         norm = [numbers(width, dtype=torch.float32, seed=s).to(device) for s in (4, 5)]
         turned = {"pairs": pairs, "rotary_last": i == 1}
-        checked("index_keys_", k, held, *norm, EPS, cos, sin, q, **turned)
-        assert torch.equal(memory[:, :2], before[:, :2]) and torch.equal(
-            memory[:, 2 + tokens :], before[:, 2 + tokens :]
-        )
-        checked("index_keys_", k, held, *norm, EPS)
-        plain, of_queries = (norm[0], None, EPS), {"q_weight": norm[1] if with_q else None}
-        checked("index_keys_", k, held, *plain, cos, sin, q, **turned, **of_queries, weight_offset=1.0)
-        checked("index_keys_", k, held, *plain)
+        keys, of_norm = (k, None, held, None), {"k_weight": norm[0], "eps": EPS}
+        checked("rope_cache_", q, *keys, cos, sin, **of_norm, k_bias=norm[1], **turned)
+        assert torch.equal(memory[:, :, :2], before[:, :, :2])
+        assert torch.equal(memory[:, :, 2 + tokens :], before[:, :, 2 + tokens :])
+        checked("rope_cache_", None, *keys, None, None, **of_norm, k_bias=norm[1])
+        of_norm |= {"q_weight": norm[1] if with_q else None, "weight_offset": 1.0}
+        checked("rope_cache_", q, *keys, cos, sin, **of_norm, **turned)
+        checked("rope_cache_", None, *keys, None, None, **of_norm | {"q_weight": None})

@@ -52,7 +52,7 @@ def layout(request):
     torch.ops.moe_mps._set_tensor_units("auto")
 
 
-@pytest.mark.parametrize("format", each(EVERY_FORMAT))
+@pytest.mark.parametrize("format", each(EVERY_FORMAT, turn=0))
 def test_every_format(layout, format):
     """Each with one dtype; the others in the sweep. Inputs of several steps, the last one not full."""
     number = EVERY_FORMAT.index(format)

@@ -55,6 +55,19 @@ def test_near_the_least_squares(bits):
     assert 0.9 * best <= ours.sum() <= 1.15 * best
 
 
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
+def test_many_bits_gain_as_much(bits, dtype):
+    """The range of a group is that of a few inputs, which multiply little: as in trained models."""
+    weight, importance = torch.randn(64, 256, generator=torch.Generator().manual_seed(5)), importance_of(256)
+    plain, weighed = (quantize(weight.to(dtype), bits, importance=given) for given in (None, importance))
+    theirs, ours = (
+        weighted_errors(weight.to(dtype), each, importance, f"affine{bits}_64").sum()
+        for each in (plain, weighed)
+    )
+    assert ours < 0.05 * theirs
+
+
 @pytest.mark.parametrize("format", ["affine3_64", "affine6_32", "nvfp4", "mxfp4"])
 def test_each_matrix_by_its_own_in_any_place(format, monkeypatch):
     weight, importance = torch.randn(5, 24, 128), importance_of(5, 128)

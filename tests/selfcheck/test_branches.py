@@ -32,11 +32,11 @@ NEVER = {
 }
 
 
-def checks_of(names, dtype: torch.dtype) -> list[once.Check]:
+def checks_of(names, dtype: torch.dtype) -> list[once.CallsToCheck]:
     return once.checks_of(calls.subjects(names, [dtype], [AFFINE]))
 
 
-def compared(check: once.Check):
+def compared(check: once.CallsToCheck):
     """The calls, and what is wrong with each."""
     with contextlib.closing(check.calls()) as made:
         for call in made:

@@ -25,7 +25,7 @@ from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
 from torch_moe_mps.selfcheck import compare as compare_module
 from torch_moe_mps.selfcheck.compare import compare
 from torch_moe_mps.selfcheck.libraries import libraries, pipelines
-from torch_moe_mps.transformers import checked
+from torch_moe_mps.transformers import self_check
 
 AFFINE = FORMATS["affine4_32"]
 
@@ -199,7 +199,7 @@ def new_machine(simulated, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     monkeypatch.setattr(once, "SECONDS", 600.0)
     yield simulated
-    checked.forget()
+    self_check.reset()
 
 
 def run(model) -> None:
@@ -239,7 +239,7 @@ def is_found(simulated, model, options: dict, kernel: str) -> bool:
 )
 def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, options):
     """What does not launch it has passed before."""
-    made: dict[str, once.Check] = {}
+    made: dict[str, once.CallsToCheck] = {}
     checks_of = once.checks_of
 
     def noted(subjects):
@@ -263,7 +263,7 @@ def test_each_kernel_of_a_model(new_machine, monkeypatch, architecture, sizes, o
     }
     unseen = []
     for kernel in sorted(kernels):
-        checked.forget()
+        self_check.reset()
         machine.remember(passed - {label for label in launching if kernel in launching[label]})
         unseen += [] if is_found(new_machine, model, options, kernel) else [kernel]
     assert not unseen
@@ -297,12 +297,12 @@ def test_accelerate_foresees_what_indexers_launch(new_machine, monkeypatch):
         if hasattr(module, "index_topk"):
             module.index_topk = 5
     torch_moe_mps.accelerate(model)
-    wanted = {"index_topk", "index_keys_"}
+    wanted = {"index_topk", "rope_cache_"}
     assert wanted <= {*compared}
     compared.clear()
     with new_machine.trace() as commands:
         run(model)
-    assert {"index_keys", "index_scores"} <= {line.split()[0].partition("_f32")[0] for line in commands}
+    assert {"rope_centred", "index_scores"} <= {line.split()[0].partition("_f32")[0] for line in commands}
     assert not wanted & {*compared}
 
 

@@ -62,9 +62,14 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
     elements = q.numel() + k.numel()
     for label, weights in (("rope", ()), ("rope with QK-norm", (weight, weight))):
         yield label, functools.partial(torch.ops.moe_mps.rope, q, k, table, table, *weights), {}, elements
-    held = (k[:, :, 0], on_device(1, 20, 128, dtype=dtype), weight, weight, 1e-6)
-    call = functools.partial(torch.ops.moe_mps.index_keys_, *held, table, table, q)
-    yield "index_keys_", call, {}, q.numel() + k[:, :, 0].numel()
+    keys = k[:, :, :1], None, on_device(1, 1, 20, 128, dtype=dtype), None, table, table
+    norm = {"k_weight": weight, "k_bias": weight}
+    yield (
+        "rope_cache_",
+        functools.partial(torch.ops.moe_mps.rope_cache_, q, *keys, **norm),
+        {},
+        elements - 24 * 128,
+    )
     ids, inv_freq = torch.arange(8).view(1, 8).to("mps"), on_device(64)
     call = functools.partial(torch.ops.moe_mps.rope_tables, ids, inv_freq, 1.0, dtype)
     yield "rope_tables", call, {}, table.numel()
@@ -158,6 +163,16 @@ def index(dtype: torch.dtype) -> Iterator[Call]:
     q, k = on_device(1, 1, 4, 128, dtype=dtype), on_device(1, 2048, 128, dtype=dtype)
     call = functools.partial(torch.ops.moe_mps.index_topk, q, k, None, 4, 0.1, reduce="keys", block=128)
     yield "index_topk of blocks", call, {k: apple.Work("scores", 2048 * 4 * 128)}, 16
+
+
+def sampling(dtype: torch.dtype) -> Iterator[Call]:
+    """A token of a vocabulary as large as Qwen3's; the same where nothing limits what is drawn from."""
+    torch.manual_seed(0)
+    logits, draws = 3 * on_device(1, 151_936, dtype=dtype), on_device(1, 151_936).abs()
+    invalid = torch.zeros(1, dtype=torch.int32, device="mps")
+    for label, how in {"top-k and top-p": (0.7, 20, 0.8), "top-p": (1.0, 0, 0.9), "all": ()}.items():
+        call = functools.partial(torch.ops.moe_mps.sample_, logits, draws, invalid, *how)
+        yield f"sample_ of {label}", call, {}, logits.numel()
 
 
 def pooling(dtype: torch.dtype) -> Iterator[Call]:
@@ -360,6 +375,7 @@ GROUPS = {
     "relative": (relative, ["attention_relative_{}", "attention_relative_affine8_{}"]),
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
+    "sampling": (sampling, ["sampling_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}", "expert_combine_{}"]),
@@ -384,6 +400,7 @@ KINDS = [
     "pointwise",
     "routing",
     "hash_router",
+    "sampling",
 ]
 KINDS += ["bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
@@ -543,8 +560,8 @@ rope
   rope_bf16: 68.00 58.00 slots an element, 60 registers, 128/128/832 threads
 rope with QK-norm
   rope_bf16: 87.75 77.75 slots an element, 60 registers, 128/128/832 threads
-index_keys_
-  index_keys_bf16: 70.10 60.10 slots an element, 61 registers, 128/128/832 threads
+rope_cache_
+  rope_centred_bf16: 70.10 60.10 slots an element, 61 registers, 128/128/832 threads
 rope_tables
   rope_tables_bf16: 39.50 35.50 slots an element, 9.5 registers, 64/64/1024 threads
 """,
@@ -709,6 +726,19 @@ not dispatched here
   attention8_512_bf16: 99.5 registers, -/256/512 threads
   attention_merge_gated_affine8_bf16: 45 registers, -/256/1024 threads
   attention_merge_gated_bf16: 45 registers, -/256/1024 threads
+""",
+        )
+
+    def test_sampling(self):
+        self.assertExpectedInline(
+            costs("sampling", "bf16"),
+            """\
+sample_ of top-k and top-p
+  sample_rows_bf16: 17.06 16.02 slots an element, 31.5 registers, 1024/1024/1024 threads
+sample_ of top-p
+  sample_rows_bf16: 129.25 123.25 slots an element, 31.5 registers, 1024/1024/1024 threads
+sample_ of all
+  sample_rows_bf16: 44.43 42.43 slots an element, 31.5 registers, 1024/1024/1024 threads
 """,
         )
 

@@ -63,6 +63,7 @@ LIBRARIES += [
     "pooling_f16",
     "rope_f16",
     "routing_f16",
+    "sampling_f16",
 ]
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]

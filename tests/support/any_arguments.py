@@ -13,6 +13,8 @@ from support.expert_layers import ACTIVATIONS, random_options
 from support.oracles_experts import group_of
 from support.quantized_layers import EVERY_FORMAT, random_quantized
 from support.values import DTYPES
+from torch_moe_mps.ops._registry import DECLARED
+from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
 
 IDS = (torch.int32, torch.int64)
@@ -24,8 +26,20 @@ STRATEGIES: dict[str, Callable[["Draws"], dict[str, Any]]] = {}
 
 
 def strategy(function: Callable[["Draws"], dict[str, Any]]) -> Callable[["Draws"], dict[str, Any]]:
-    """Valid arguments of the operator of this name, on the CPU."""
-    STRATEGIES[function.__name__] = function
+    """Valid arguments of the operator of this name, on the CPU. Required tensors that it leaves out are drawn
+    as the operator declares them."""
+    name = function.__name__
+
+    def completed(d: Draws) -> dict[str, Any]:
+        arguments = packet(name).default._schema.arguments
+        required = [argument.name for argument in arguments if not argument.has_default_value()]
+
+        def make(_: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+            return d.values(*shape, dtype=dtype)
+
+        return DECLARED[name].completed(function(d), required, make, {})
+
+    STRATEGIES[name] = completed
     return function
 
 
@@ -87,16 +101,14 @@ def norm_of_input(d: Draws, width: int) -> dict[str, Any]:
 # Norms
 
 
-def norm(d: Draws, *names: str) -> dict[str, Any]:
-    shape, dtype = (*d.leading(), d.width()), d.dtype()
-    scale = d.one(1.0, 1e-3, 30.0)
-    tensors = {name: d.values(*shape, dtype=dtype, scale=scale) for name in names}
-    return {**tensors, "weight": d.values(shape[-1]), "eps": d.eps(), "weight_offset": d.offset()}
+def norm(d: Draws, name: str) -> dict[str, Any]:
+    x = d.values(*d.leading(), d.width(), scale=d.one(1.0, 1e-3, 30.0))
+    return {name: x, "eps": d.eps(), "weight_offset": d.offset()}
 
 
 def with_scalar(d: Draws) -> dict[str, Any]:
-    arguments = norm(d, "residual", "input")
-    width = arguments["input"].shape[-1]
+    arguments = norm(d, "residual")
+    width = arguments["residual"].shape[-1]
     return {**arguments, "scalar": d.values(*d.one((1,), (width,), ()))}
 
 
@@ -110,14 +122,13 @@ def rms_norm(d):
 
 @strategy
 def layer_norm(d):
-    arguments = norm(d, "input")
-    arguments["bias"] = d.maybe(lambda: d.values(arguments["input"].shape[-1]))
+    arguments = norm(d, "input") | ({} if d.flag() else {"bias": None})
     return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
 
 
 @strategy
 def rms_norm_gated(d):
-    arguments = norm(d, "input", "gate")
+    arguments = norm(d, "input")
     width = arguments["input"].shape[-1]
     group = d.one(None, *(n for n in (1, width // 2, width) if n and width % n == 0))
     return arguments | {"activation": d.one("silu", "sigmoid"), "gate_first": d.flag(), "group": group}
@@ -125,7 +136,7 @@ def rms_norm_gated(d):
 
 @strategy
 def fused_norm_add(d):
-    return norm(d, "residual", "input")
+    return norm(d, "residual")
 
 
 @strategy
@@ -135,8 +146,9 @@ def fused_norm_add_scalar(d):
 
 @strategy
 def fused_residual_norm(d):
-    arguments = {**norm(d, "residual", "input"), "write_sum": d.flag(), "factor": d.factor()}
+    arguments = {**norm(d, "residual"), "write_sum": d.flag(), "factor": d.factor()}
     residual = arguments["residual"]
+    arguments["input"] = d.values(*residual.shape, dtype=residual.dtype)
     if residual.dim() > 1 and d.flag():
         arguments["weight"] = d.values(*residual.shape[-2:])
     if residual.dim() > 1 and d.flag():
@@ -154,36 +166,28 @@ def fused_residual_norm_scalar(d):
 # Combine
 
 
-def slots(d: Draws, dtype: torch.dtype, leading: tuple, width: int) -> dict[str, Any]:
-    count = d.one(1, 2, 3, 8, 11)
-    return {
-        "slots": d.values(*leading, count, width, dtype=dtype),
-        "weights": d.values(*leading, count),
-    }
+def slots(d: Draws) -> dict[str, Any]:
+    return {"slots": d.values(*d.leading(), d.one(1, 2, 3, 8, 11), d.width())}
 
 
 @strategy
 def silu_mul_stacked(d):
-    shape, dtype = (*d.leading(), d.width()), d.dtype()
-    scale = d.one(1.0, 8.0)
-    return {name: d.values(*shape, dtype=dtype, scale=scale) for name in ("gate", "up")}
+    return {"gate": d.values(*d.leading(), d.width(), scale=d.one(1.0, 8.0))}
 
 
 @strategy
 def weighted_sum_stacked(d):
-    return slots(d, d.dtype(), d.leading(), d.width())
+    return slots(d)
 
 
 @strategy
 def weighted_sum_residual_stacked_(d):
-    leading, width, dtype = d.leading(), d.width(), d.dtype()
-    return {"residual_": d.values(*leading, width, dtype=dtype), **slots(d, dtype, leading, width)}
+    return slots(d)
 
 
 @strategy
 def weighted_sum_residual_norm_stacked_(d):
-    arguments = weighted_sum_residual_stacked_(d)
-    return {**arguments, "norm_weight": d.values(arguments["residual_"].shape[-1]), "eps": d.eps()}
+    return {**slots(d), "eps": d.eps()}
 
 
 @strategy
@@ -256,7 +260,7 @@ def moe_router_topk_softmax(d):
 def fused_moe_routing(d):
     experts, top_k = experts_and_top_k(d)
     rows = logits(d, *d.one((d.count(),), ()), experts, special=True)
-    return {"logits": rows, "per_expert_scale": d.values(experts), "top_k": top_k}
+    return {"logits": rows, "top_k": top_k}
 
 
 @strategy
@@ -297,8 +301,6 @@ def moe_gate(d):
     return {
         "hidden": d.values(d.count(), width),
         "router_weight": d.values(experts, width, scale=max(1, width) ** -0.5),
-        "norm_weight": d.values(width),
-        "per_expert_scale": d.values(experts),
         "top_k": top_k,
         "eps": d.eps(),
         "renormalize_after_scale": d.flag(),
@@ -568,6 +570,21 @@ def tail_of(d: Draws, shape: tuple[int, ...], widths: tuple[int, int], dtype) ->
 
 
 @strategy
+def sample_(d):
+    rows, vocabulary = d.one(1, 3, 0), d.one(300, 1, 31, 1000, 5000)
+    return {
+        "logits": d.values(rows, vocabulary, scale=d.one(1.0, 3.0, 0.0)),
+        "draws": torch.empty(rows, vocabulary).exponential_(generator=d.generator),
+        "invalid_": torch.zeros(rows, dtype=torch.int32),
+        "temperature": d.one(1.0, 0.6, 2.5),
+        "top_k": d.one(0, 1, 20, 5000),
+        "top_p": d.one(1.0, 0.8, 0.0),
+        "min_p": d.one(0.0, 0.05),
+        "otherwise": d.one(0, vocabulary - 1),
+    }
+
+
+@strategy
 def index_topk(d):
     batch, tokens, heads, width = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(2, 1, 17, 0), d.one(16, 30, 1)
     keys, dtype, block = d.one(40, 1, 9, 150, 0), d.dtype(), d.one(1, 2, 5, 32)
@@ -595,12 +612,11 @@ def pool_window_(d):
     width, position, dtype = d.one(8, 2, 70, 256), d.one(3, 0, 17, 1000), d.dtype()
     columns = width * overlap
     return {
-        **{name: d.values(batch, tokens, columns, dtype=dtype) for name in ("kv", "gate")},
+        "kv": d.values(batch, tokens, columns, dtype=dtype),
         "position_bias": d.values(rate, columns, dtype=d.dtype()),
         "state_": d.values(batch, rate * overlap, 2, columns, dtype=dtype),
         "entries_": d.values(batch, (position + tokens) // rate + d.one(0, 3), width, dtype=dtype),
         "position": position,
-        "norm_weight": d.values(width, dtype=d.dtype()),
         "inv_freq": d.values(d.one(1, 0, width // 2), dtype=d.dtype()).abs(),
         "scaling": d.one(1.0, 0.5),
         "eps": d.eps(),
@@ -624,34 +640,31 @@ def pointwise(d):
     return {"a": d.values(*outer, width), "formula": "; ".join(steps), **options, **inputs}
 
 
-def of_streams(d: Draws, leading: tuple[int, ...], count: int, width: int, dtype) -> dict[str, Any]:
-    """What a block adds to the streams of a hyper-connection."""
-    return {
-        "out": d.values(*leading, width, dtype=dtype),
-        "post": d.values(*leading, count, dtype=torch.float32).abs(),
-        "comb": d.maybe(lambda: d.values(*leading, count, count, dtype=torch.float32).softmax(-1)),
-    }
+def of_streams(d: Draws) -> Tensor:
+    """The streams of a hyper-connection."""
+    return d.values(*d.leading(), d.one(4, 1, 2, 3), d.one(64, 4, 132, 1028))
 
 
 @strategy
 def hyper_update(d):
-    sizes = d.leading(), d.one(4, 1, 2, 3), d.one(64, 4, 132, 1028)
-    streams = d.values(*sizes[0], *sizes[1:], dtype=d.dtype())
-    return {"streams": streams, **of_streams(d, *sizes, streams.dtype)}
+    return {"streams": of_streams(d), **({} if d.flag() else {"comb": None})}
 
 
 @strategy
 def hyper_connection(d):
-    sizes = d.leading(), d.one(4, 1, 2, 3), d.one(64, 4, 132, 1028)
-    _, count, width = sizes
-    streams, parts = d.values(*sizes[0], *sizes[1:], dtype=d.dtype()), d.one(3, 1, 2)
+    streams, parts, f32 = of_streams(d), d.one(3, 1, 2), torch.float32
+    *leading, count, width = streams.shape
     rows = (count, 2 * count, 2 * count + count * count)[parts - 1]
+    update = {
+        "out": d.values(*leading, width, dtype=streams.dtype),
+        "post": d.values(*leading, count, dtype=f32).abs(),
+        "comb": d.maybe(lambda: d.values(*leading, count, count, dtype=f32).softmax(-1)),
+    }
     return {
         "streams": streams,
         "fn": d.values(rows, count * width, scale=(count * width) ** -0.5),
-        "base": d.values(rows),
         "scale": d.values(parts),
-        **(of_streams(d, *sizes, streams.dtype) if d.flag() else {}),
+        **(update if d.flag() else {}),
         "norm_eps": d.eps(),
         "eps": d.eps(),
         "iterations": d.one(20, 1, 2),
@@ -708,7 +721,6 @@ def linear_attention_(d):
         "k": d.values(batch, tokens, key_heads, key_width, dtype=dtype, scale=scale),
         "v": d.values(batch, tokens, heads, value_width, dtype=dtype),
         "g": None if decay == "times_beta" else -g.abs() if decay == "log" else g,
-        "state_": d.values(batch, heads, key_width, value_width, dtype=torch.float32),
         "scale": d.one(scale, 1.0),
         "beta": beta,
         "delta": delta,
@@ -731,21 +743,13 @@ def linear_attention_(d):
 @strategy
 def selective_scan_(d):
     batch, channels, tokens, states = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 33, 0), d.one(16, 1, 5)
-    dtype = d.dtype()
-
-    def of_channels():
-        return d.values(batch, tokens, channels, dtype=dtype)
-
+    x = d.values(batch, tokens, channels)
     return {
-        "x": of_channels(),
-        "step": of_channels(),
-        "B": d.values(batch, tokens, states, dtype=dtype),
-        "C": d.values(batch, tokens, states, dtype=dtype),
-        "state_": d.values(batch, channels, states, dtype=torch.float32),
-        "A_log": d.values(channels, states),
+        "x": x,
+        "B": d.values(batch, tokens, states, dtype=x.dtype),
         "dt_bias": d.maybe(lambda: d.values(channels)),
         "skip": d.maybe(lambda: d.values(channels)),
-        "gate": d.maybe(of_channels),
+        "gate": d.maybe(lambda: d.values(*x.shape, dtype=x.dtype)),
     }
 
 
@@ -782,9 +786,18 @@ def rope_cache_(d):
         name: d.values(x.shape[0], x.shape[2], before + x.shape[1], x.shape[3], dtype=q.dtype)
         for name, x in (("keys_", k), ("values_", v))
     }
-    weight = d.maybe(lambda: d.values(v.shape[3])) if norm else None
+    arguments |= {"v": v, **held, "norm_v": norm}
+    arguments["v_weight"] = d.maybe(lambda: d.values(v.shape[3])) if norm else None
     arguments |= {} if d.flag() else {"cos": None, "sin": None}
-    return {**arguments, "v": v, **held, "norm_v": norm, "v_weight": weight}
+    if d.flag():
+        arguments |= {"v": None, "values_": None, "norm_v": False, "v_weight": None}
+        if d.flag():
+            arguments |= {"q": None, "q_weight": None}
+        if d.flag():
+            number = d.dtype()
+            norms = {name: d.values(k.shape[3], dtype=number) for name in ("k_weight", "k_bias")}
+            arguments |= {"q_weight": None, **norms, "weight_offset": 0.0}
+    return arguments
 
 
 @strategy
@@ -807,27 +820,6 @@ def rope_attention_(d):
         "sinks": d.maybe(lambda: d.values(heads)),
         "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
         "gate_activation": d.one("sigmoid", "softplus"),
-    }
-
-
-@strategy
-def index_keys_(d):
-    arguments = rope(d)
-    with_q, turns, centred = d.flag(), d.flag(), d.flag()
-    q = arguments["q"]
-    batch, tokens, _, width = q.shape
-    names = ("pairs", "rotary_dim", "rotary_last", *(("cos", "sin") if turns else ()))
-    number = d.dtype()
-    return {
-        **{name: arguments[name] for name in names},
-        "q": q if with_q and turns else None,
-        "k": d.values(batch, tokens, width, dtype=q.dtype),
-        "keys_": d.values(batch, tokens + d.one(0, 1, 5), width, dtype=q.dtype),
-        "weight": d.values(width, dtype=number),
-        "bias": d.values(width, dtype=number) if centred else None,
-        "q_weight": d.maybe(lambda: d.values(width)) if with_q and turns and not centred else None,
-        "weight_offset": 0.0 if centred else d.one(0.0, 1.0),
-        "eps": d.eps(),
     }
 
 

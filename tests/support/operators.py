@@ -48,6 +48,7 @@ MODULES = (
     torch_moe_mps.ops.pointwise,
     torch_moe_mps.ops.pooling,
     torch_moe_mps.ops.routing,
+    torch_moe_mps.ops.sampling,
     torch_moe_mps.ops.combine,
     torch_moe_mps.ops.experts,
     torch_moe_mps.ops.quantized,

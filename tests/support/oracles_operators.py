@@ -69,7 +69,7 @@ def checked(name: str, *args: Any, **kwargs: Any) -> Any:
     result = packet(name)(**arguments)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
     assert all(tensor.is_contiguous() for tensor in results), name
-    actual = [*results, *(arguments[n] for n in written(name))]
+    actual = [*results, *(arguments[n] for n in written(name) if arguments[n] is not None)]
     for number, (tensor, tensor_right) in enumerate(zip(actual, right, strict=True)):
         check_tensor(tensor, tensor_right, f"{name}: result {number}")
     return result
@@ -408,6 +408,34 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
             )
         )
     ]
+
+
+@oracle
+def sample_(a):
+    """Not known where the race, or what is kept, is as near as float32 tells."""
+    logits, draws = exact(a.logits), exact(a.draws)
+    rows, vocabulary = logits.shape
+    tokens, invalid = np.full(rows, a.otherwise), a.invalid_.numpy().copy()
+    known = np.ones(rows, bool)
+    for row in range(rows):
+        scores = logits[row] / a.temperature
+        if not np.isfinite(scores.max()):
+            invalid[row] = 1
+            continue
+        order = np.lexsort((-np.arange(vocabulary), -scores))  # of equal ones the last first
+        last = scores[order[min(a.top_k or vocabulary, vocabulary) - 1]]
+        weights = np.exp(scores - scores.max()) * (scores >= last)
+        before = np.cumsum(weights[order]) - weights[order]
+        share = a.top_p * weights.sum()
+        kept = order[(before < share) | (a.top_p == 1) | (np.arange(vocabulary) == 0)]
+        kept = kept[(weights[kept] >= a.min_p) & (weights[kept] > 0)]
+        races = weights[kept] / draws[row, kept]
+        best = np.argsort(-races)
+        tokens[row] = kept[best[0]]
+        known[row] = len(best) == 1 or races[best[1]] < races[best[0]] * (1 - 1e-5)
+        known[row] &= a.top_p == 1 or abs(before - share).min() > 1e-6 * share
+        known[row] &= a.min_p == 0 or abs(weights - a.min_p).min() > 1e-6 * a.min_p
+    return [Expected(tokens, known=known), Expected(invalid)]
 
 
 @oracle
@@ -888,18 +916,23 @@ def rope(a):
 @oracle
 def rope_cache_(a):
     q, k = rope(a)
+    if a.k_bias is not None:
+        k = _with_layer_norm(a)
+    keys = _behind(exact(a.keys_), k)
+    if a.v is None:
+        return [q, keys]
     v = exact(a.v).transpose(0, 2, 1, 3)
     weight = None if a.v_weight is None else exact(a.v_weight)
     norm = (
         normed(v, weight, a.eps, 0.0 if weight is None else a.weight_offset) if a.norm_v else Expected(v, 0.0)
     )
-    return [q, _behind(exact(a.keys_), k), _behind(exact(a.values_), norm)]
+    return [q, keys, _behind(exact(a.values_), norm)]
 
 
 @oracle
 def rope_attention_(a):
     """What `rope_cache_` rounds may be a neighbour of what is rounded here."""
-    turned, keys, values = rope_cache_(a)
+    turned, keys, values = rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
     q, k, v = (oracles.round_to(each.value, a.q.dtype) for each in (turned, keys, values))
     named = dict(zip("qkv", (torch.from_numpy(each).to(a.q.dtype) for each in (q, k, v)), strict=True))
     none = ("mask", "indices", "relative", "k_tail", "k_scales", "k_biases", "v_scales", "v_biases")
@@ -918,30 +951,24 @@ def rope_attention_(a):
     return [Expected(out.value, out.error + moved.transpose(0, 2, 1, 3) * factor), keys, values]
 
 
-@oracle
-def index_keys_(a):
-    x, weight = exact(a.k), exact(a.weight) + a.weight_offset
-    bias = 0.0 if a.bias is None else exact(a.bias)
-    centred = x if a.bias is None else x - x.mean(-1, keepdims=True)
+def _with_layer_norm(a):
+    """The keys that `rope_cache_` writes, [B, Hk, T, Dk]."""
+    x, weight, bias = exact(a.k), exact(a.k_weight), exact(a.k_bias)
+    centred = x - x.mean(-1, keepdims=True)
     inverse = (np.square(centred).mean(-1, keepdims=True) + a.eps) ** -0.5
-    new = (centred * inverse * weight + bias)[:, :, None]
-    size = (abs(x).max(-1, keepdims=True, initial=0.0) * inverse * abs(weight) + abs(bias))[:, :, None]
+    new = centred * inverse * weight + bias
+    size = abs(x).max(-1, keepdims=True, initial=0.0) * inverse * abs(weight) + abs(bias)
     # The mean's error is one of all elements, which a small variance makes large.
-    size = size * (1.0 + abs(x).max(-1, keepdims=True, initial=0.0) * inverse)[:, :, None]
-    q = EMPTY
-    if a.cos is not None:
+    size = size * (1.0 + abs(x).max(-1, keepdims=True, initial=0.0) * inverse)
+    if a.cos is None:
+        new, size = new.transpose(0, 2, 1, 3), size.transpose(0, 2, 1, 3)
+    else:
         rotary = a.cos.shape[-1] if a.rotary_dim is None else a.rotary_dim
         rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)
         new, _ = oracles_sequence.rotated(torch.from_numpy(new), a.cos, a.sin, None, *rest)
         tables = [torch.from_numpy(abs(exact(table))) for table in (a.cos, a.sin)]
         _, size = oracles_sequence.rotated(torch.from_numpy(size), *tables, None, *rest)
-        if a.q is not None:
-            value, magnitude = oracles_sequence.rotated(a.q, a.cos, a.sin, a.q_weight, *rest)
-            q = Expected(value, 16 * FLOAT32_EPS * magnitude)
-    else:
-        new, size = new.transpose(0, 2, 1, 3), size.transpose(0, 2, 1, 3)
-    keys = _behind(exact(a.keys_)[:, None], Expected(new, 32 * FLOAT32_EPS * size))
-    return [q, Expected(keys.value[:, 0], keys.error[:, 0])]
+    return Expected(new, 32 * FLOAT32_EPS * size)
 
 
 def _behind(held: np.ndarray, new: Expected) -> Expected:

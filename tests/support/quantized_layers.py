@@ -45,9 +45,13 @@ ALWAYS = {
 }
 
 
-def each(formats):
-    """Test parameters for `formats`: those not in ALWAYS run only in the sweep."""
-    return in_sweep(formats, ALWAYS)
+def each(formats, turn=None):
+    """Test parameters for `formats`: those not in ALWAYS run only in the sweep.
+
+    Operators that share how a format is read share the formats, too: of ALWAYS each has those of its `turn`.
+    """
+    turns = sorted(ALWAYS)
+    return in_sweep(formats, ALWAYS if turn is None else {"affine4_64", *turns[turn::3]})
 
 
 def random_quantized(experts, rows, columns, format, dtype, seed):

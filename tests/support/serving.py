@@ -52,17 +52,21 @@ def chat_checkpoint(folder: Path, architecture: str = "mixtral") -> Path:
     return folder
 
 
-def printable_checkpoint(folder: Path) -> Path:
-    """As that of `chat_checkpoint`, with a tokenizer of the printable characters and an end."""
-    characters = {chr(32 + i): i for i in range(95)} | {"<end>": 95}
+def printable_checkpoint(folder: Path, **settings: object) -> Path:
+    """As that of `chat_checkpoint`, with a tokenizer of the printable characters, an end and lines.
+
+    Args:
+        settings: of the tokenizer.
+    """
+    characters = {chr(32 + i): i for i in range(95)} | {"<end>": 95, "\n": 96}
     with tiny_models.groups_of_32():
-        model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=96)
+        model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=97)
     model.generation_config.eos_token_id = 95
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="?"))
+    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="<end>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="?", eos_token="<end>", chat_template=TEMPLATE
+        tokenizer_object=tokenizer, unk_token="<end>", eos_token="<end>", chat_template=TEMPLATE, **settings
     )
     fast.save_pretrained(folder)
     return folder

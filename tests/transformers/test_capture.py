@@ -24,7 +24,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AttentionInterface, DynamicCache, GenerationConfig, masking_utils, modeling_utils
 from transformers.cache_utils import DynamicLayer
 from transformers.generation.configuration_utils import ContinuousBatchingConfig
-from transformers.generation.continuous_batching.cache import PagedAttentionCache
 from transformers.integrations import sdpa_attention
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import output_capturing
@@ -38,7 +37,7 @@ from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
-from torch_moe_mps.transformers.capture.plan import Plan
+from torch_moe_mps.transformers.capture.plan import CallPlan
 from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.modules.rules import constants
@@ -306,33 +305,18 @@ def test_a_models_own_cache():
     assert all(map(torch.equal, *(cache.linear_cache[1:] for cache in caches)))
 
 
-def caches_of_pages() -> int:
-    gc.collect()
-    return sum(type(each) is PagedAttentionCache for each in gc.get_objects())
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
-def test_continuous_batching(architecture):
-    """With one kind of layers and two; the pages of another call are others."""
-    gc.collect()
-    gc.freeze()  # transformers looks for garbage often: not among what other tests use
-    model = accelerated(architecture, "cpu")
+def test_continuous_batching():
+    """Its tokens run module by module, by transformers' cache of pages."""
+    model = accelerated("qwen3_moe", "cpu")
     own = without_capture(copy.deepcopy(model))
-    generation = GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0)
+    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     pages = ContinuousBatchingConfig(num_blocks=16, page_size=32, max_batch_tokens=64)
-    captures, programs, before = captures_of(model), [], caches_of_pages()
-    for prompts in ([[5, 6, 7, 8], [9, 10, 11]], [[3] * 10, [9, 1]], [[5], [6, 7], [8, 9]]):
-        mine, theirs = (
-            each.generate_batch(
-                prompts, generation_config=generation, continuous_batching_config=copy.deepcopy(pages)
-            )
-            for each in (model, own)
-        )
-        assert [r.generated_tokens for r in mine.values()] == [r.generated_tokens for r in theirs.values()]
-        assert captures.reason is None, captures.reason
-        programs.append(captures.programs[0].plan)
-    assert programs[0] is programs[1]
-    assert caches_of_pages() == before
+    mine, theirs = (
+        each.generate_batch([[5, 6, 7, 8], [9, 10, 11]], generation, copy.deepcopy(pages))
+        for each in (model, own)
+    )
+    assert [r.generated_tokens for r in mine.values()] == [r.generated_tokens for r in theirs.values()]
+    assert not captures_of(model).programs and " is a " in captures_of(model).reason
 
 
 @torch.no_grad()
@@ -991,9 +975,9 @@ def test_a_call_says_why_it_ran_module_by_module(monkeypatch):
     talk.tokens(1)
     assert captures.reason is None
     with monkeypatch.context() as patch:
-        patch.setattr(Plan, "take", lambda *given: {}["keys"])
+        patch.setattr(CallPlan, "take", lambda *given: {}["keys"])
         says_why(model, talk, "the cache holds something else (KeyError: 'keys')")
-        patch.setattr(Plan, "take", lambda *given: 1 / 0)
+        patch.setattr(CallPlan, "take", lambda *given: 1 / 0)
         with pytest.raises(ZeroDivisionError):  # a fault of ours
             talk.tokens(1)
     talk.tokens(1)

@@ -13,7 +13,7 @@ from support.processes import forked
 
 import torch_moe_mps
 from torch_moe_mps.selfcheck import calls, machine, once
-from torch_moe_mps.transformers import checked
+from torch_moe_mps.transformers import self_check
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 from torch_moe_mps.transformers.capture.calls import SWITCH
 
@@ -37,7 +37,7 @@ def new_machine(simulated, monkeypatch, tmp_path):
     monkeypatch.setattr(once, "calls", one_call)
     monkeypatch.setattr(calls, "SIZES", {})
     yield simulated
-    checked.forget()
+    self_check.reset()
 
 
 def tiny() -> torch.nn.Module:
@@ -128,10 +128,14 @@ def logits_of(model):
     return logits.cpu(), cache
 
 
-@pytest.mark.parametrize("loads", [False, True])
 @pytest.mark.parametrize(
-    ("kernel", "operator"),
-    [("write_cache_quantized", "write_cache_quantized_"), ("attention8_64_affine8", "attention")],
+    ("kernel", "operator", "loads"),
+    [
+        ("write_cache_quantized", "write_cache_quantized_", False),
+        ("attention8_64_affine8", "attention", True),
+        pytest.param("write_cache_quantized", "write_cache_quantized_", True, marks=pytest.mark.sweep),
+        pytest.param("attention8_64_affine8", "attention", False, marks=pytest.mark.sweep),
+    ],
 )
 def test_keys_and_values_stay_in_16_bits_where_8_are_wrong(
     new_machine, monkeypatch, kernel, operator, loads, tmp_path

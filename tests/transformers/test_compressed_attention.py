@@ -170,21 +170,42 @@ def test_another_formula_stays(monkeypatch, own, name, ours, theirs):
     assert None in found
 
 
-@pytest.mark.parametrize("by_hand", [False, True])
-def test_captured_tokens(simulated, monkeypatch, by_hand):
+def captured_model(dtype):
+    with tiny_models.sizes(head_dim=64):
+        model = tiny_models.tiny_model("deepseek_v4", dtype).to("mps")
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+def test_captured_tokens(simulated, monkeypatch):
     """They have the bits of tokens that run module by module, over ends of windows of all kinds."""
     monkeypatch.setattr(passes, "PASSES", ())  # which join roundings
     found = []
     for capture in ("0", "1"):
         monkeypatch.setenv("MOE_MPS_CAPTURE", capture)
-        with tiny_models.sizes(head_dim=64):
-            model = tiny_models.tiny_model("deepseek_v4", torch.bfloat16).to("mps")
-        torch_moe_mps.accelerate(model)
-        given = {"positions": lambda same: same} if by_hand else {}  # as generate() gives them
-        logits, cache = logits_of(model, IDS[:1], (6, *(1,) * 20), **given)
+        model = captured_model(torch.bfloat16)
+        logits, cache = logits_of(model, IDS[:1], (6, *(1,) * 20))
         found.append((logits, cache))
         captures = captures_of(model)
         assert (captures is not None and captures.programs != []) == (capture == "1")
     (logits, cache), (captured, of_captured) = found
     assert torch.equal(logits, captured)
     assert_same_states(of_captured, cache, 0.0)
+
+
+def test_positions_by_hand_behind_captured_tokens(simulated, monkeypatch):
+    """generate() gives positions that follow from the cache; any others are looked at, token by token."""
+    monkeypatch.setenv("MOE_MPS_CAPTURE", "1")
+    model, cuts = captured_model(torch.float32), (6, *(1,) * 8)
+    with tiny_models.sizes(head_dim=64):
+        own = tiny_models.tiny_model("deepseek_v4").double()
+    own.set_experts_implementation("eager")
+    own.load_state_dict(model.state_dict())
+    generation = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    model.generate(IDS[:1, :6].to("mps"), **generation)
+    assert captures_of(model).programs and captures_of(model).reason is None
+    for positions in (lambda same: same - 4 * (same > 9), lambda same: same):
+        right, _ = logits_of(own, IDS[:1], cuts, positions=positions)
+        logits, _ = logits_of(model, IDS[:1], cuts, positions=positions)
+        assert (logits - right).abs().max() < 1e-3
+        assert "position_ids" in captures_of(model).reason

@@ -19,7 +19,7 @@ from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
 from torch_moe_mps.transformers.modules.rules.norms import is_norm, norm_formula
-from torch_moe_mps.transformers.modules.rules.rope import Call, rope_form, rotated, rotation_in_place
+from torch_moe_mps.transformers.modules.rules.rope import RopeCall, rope_form, rotated, rotation_in_place
 
 
 def quantised(architecture: str = "qwen3_moe", dtype: torch.dtype = torch.float32):
@@ -197,7 +197,7 @@ def test_form_of_rotary_functions(name, architecture):
 
 
 def test_functions_that_are_no_rotation():
-    for call in (Call(2, False, 4), Call(1, False, 4), Call(2, True, 4)):
+    for call in (RopeCall(2, False, 4), RopeCall(1, False, 4), RopeCall(2, True, 4)):
         assert rope_form(lambda q, k, cos, sin: (q, k), call) is None
         assert rope_form(lambda q, k, cos, sin: (q * cos[:, None], k * sin[:, None]), call) is None
         assert rope_form(lambda q, k, cos, sin: 1 / 0, call) is None

@@ -112,7 +112,7 @@ def test_every_architecture_stays_packed(monkeypatch, architecture):
     for name, (shape, kind) in matrices.items():
         values, size = GGML_QUANT_SIZES[type_of(kind)]
         data = np.broadcast_to(np.uint8(0), (*shape[:-1], shape[-1] // values * size))
-        tensors.append(gguf_file.Stored(name, kind.upper(), shape, data))
+        tensors.append(gguf_file.GgufTensor(name, kind.upper(), shape, data))
     monkeypatch.setattr(gguf_file, "read_file", lambda path: (stored, tensors))
     file = gguf_file.File("model.gguf", model)
     found = {

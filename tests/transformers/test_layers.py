@@ -194,6 +194,35 @@ class InheritingReader(Reader):
         return super().forward(x)
 
 
+def product_of(layer, x):
+    return x @ layer.weight.T
+
+
+def sum_of(module, x):
+    return product_of(module.cast, x) + x @ module.product.weight.T
+
+
+class ReaderByFunctions(Reader):
+    def forward(self, x):
+        return sum_of(self, product_of(self.asked, self.called(x)))
+
+    def backwards(self, x):
+        return product_of(x=x, layer=self.cast)
+
+
+def test_what_functions_compute_with_stays_dense():
+    """Those that the code calls with a layer, or with itself."""
+    module, x = ReaderByFunctions(), torch.randn(3, 32)
+    del module.row, module.dtype, module.trained
+    model = nn.ModuleDict({"reader": module})
+    dense = copy.deepcopy(model)
+    report = torch_moe_mps.accelerate(model, 4, 32).quantization
+    why = "the code around it reads its weight"
+    assert report.skipped == dict.fromkeys(("reader.product", "reader.cast", "reader.asked"), why)
+    with torch.no_grad():
+        assert_close(module(x), tiny_models.dense_twin(dense, model).reader(x), 1e-5)
+
+
 @pytest.mark.parametrize("cls", [Reader, InheritingReader])
 def test_what_code_computes_with_stays_dense(cls):
     """Of a weight its type, an attribute or a row may be read, and anything for training or CUDA."""

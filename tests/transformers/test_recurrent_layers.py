@@ -37,7 +37,7 @@ def model_of(architecture: str, dtype: torch.dtype = torch.float32):
 
 
 def layer_of(model) -> torch.nn.Module:
-    children = [names for names, _, _ in recurrent_layers._FORMS]
+    children = [form.children for form in recurrent_layers.FORMS]
     return next(m for m in model.modules() if any(m._modules.keys() >= set(names) for names in children))
 
 

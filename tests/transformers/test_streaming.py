@@ -19,8 +19,8 @@ from torch_moe_mps._extension import ONE_THREAD
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
-from torch_moe_mps.transformers.checkpoints.loading import one_by_one
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
+from torch_moe_mps.transformers.checkpoints.streaming import one_by_one
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 transformers.logging.set_verbosity_error()
@@ -191,18 +191,8 @@ def convert(folder):
 
     assert main(["convert", folder, folder + "-new", "--bits", "4", "--to", arguments["to"]]) == 0
 
-def measure(folder):
-    import pathlib
-
-    with torch.no_grad():
-        checkpoint = Parts(folder)
-        torch_moe_mps.measured_recipe(checkpoint, torch.zeros(1, 8, dtype=torch.long), 4.5, 64, (3, 6))
-
 if "to" in arguments:
     load = convert
-elif "budget" in arguments:
-    from torch_moe_mps.transformers.checkpoints.parts import Parts
-    load = measure
 load(folder + "/warm")  # what the first model imports and compiles is not the model's
 gc.collect()
 base = peak = private()
@@ -300,13 +290,6 @@ def test_convert_needs_one_layer(source, to, tmp_path):
     result = measure("cpu", tmp_path / "dense", source, *HALF_A_GIGABYTE, to=to)
     bound = result["bound"] + 4.5 / 16 * result["dense"] / 10
     assert result["peak"] <= min(bound, 0.3 * result["stored"])
-
-
-@pytest.mark.sweep
-def test_measuring_needs_two_layers(tmp_path):
-    """One that is dense, and the copies of one weight."""
-    result = measure("cpu", tmp_path, "one by one", 5, 768, 512, 16, budget=4.5)
-    assert result["peak"] <= result["bound"] * 1.5 < 0.45 * result["dense"]
 
 
 @pytest.mark.sweep

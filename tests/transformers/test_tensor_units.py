@@ -12,7 +12,7 @@ import torch_moe_mps
 from torch_moe_mps._extension import TENSOR_VARIABLE
 from torch_moe_mps.commands import check, main
 from torch_moe_mps.selfcheck import calls, machine, once, tensor_units
-from torch_moe_mps.transformers import checked
+from torch_moe_mps.transformers import self_check
 
 LIBRARY = "tensor_units_affine4_32_f16"
 IDS = torch.arange(1, 41)[None]
@@ -28,7 +28,7 @@ def m5(simulated, monkeypatch, tmp_path):
     monkeypatch.setattr(once, "checks_of", lambda subjects: [])
     monkeypatch.setattr(tensor_units, "TOKENS", (64,))
     yield simulated
-    checked.forget()
+    self_check.reset()
     for name in torch.ops.moe_mps._libraries(tensor_units=True):
         torch.ops.moe_mps._allow_tensor_units(name, False)
 
@@ -105,7 +105,7 @@ def test_another_result_the_second_time(m5):
 def test_a_library_that_does_not_compile(m5, monkeypatch):
     """As with the first versions of Apple's header, which have no bfloat."""
     monkeypatch.setenv("SIMULATED_MACOS", "15")
-    for module in (tensor_units, checked):
+    for module in (tensor_units, self_check):
         monkeypatch.setattr(module, "why_not", lambda: "")
     with pytest.warns(UserWarning, match="does not compile|needs macOS 26"):
         model, report = accelerated(6, torch.bfloat16)  # which no other test has compiled in this process

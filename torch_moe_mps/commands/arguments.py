@@ -26,7 +26,6 @@ CONVERT = """examples:
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3 --dry-run            # only the sizes; downloads no weights
   torch-moe-mps convert qwen3-8bit qwen3-4bit --bits 4                # what is quantised, too, in fewer bits
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
-  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-best --budget 4.5    # measures which weights need more bits
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance auto  # the same bytes, less error
   torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance qwen3.imatrix.gguf
@@ -158,20 +157,13 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add(
         "--embedding-bits",
         type=_bits,
-        default="same",
+        default="auto",
         metavar="BITS",
-        help="of embeddings and output head; none is dense",
+        help="of embeddings and output head; none is dense, same as the rest (auto: 6 where they are a tenth "
+        "of the weights)",
     )
     add("--keep", action="append", default=[], metavar="PATTERN", help="names of weights that stay dense")
     add("--recipe", metavar="NAME", help="mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
-    add(
-        "--budget",
-        type=float,
-        metavar="BITS",
-        help="bits a weight on average, such as 4.5; measures which weights need more than others",
-    )
-    add("--text", metavar="FILE", help="UTF-8 text that --budget measures with (that of `perplexity`)")
-    add("--save-recipe", metavar="FILE", help="write what --budget found, for --recipe")
     add(
         "--importance",
         metavar="WHAT",
@@ -412,9 +404,11 @@ def _from_the_hub(command: argparse.ArgumentParser, name: str) -> None:
 
 
 def _bits(text: str) -> int | str | None:
-    if text in ("none", "same"):
+    if text in ("none", "same", "auto"):
         return None if text == "none" else text
     try:
         return int(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"must be a number of bits, same or none, got {text!r}") from None
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bits, same, auto or none, got {text!r}"
+        ) from None

@@ -53,7 +53,7 @@ SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}  # of "sampled" rows
 
 
 @dataclass
-class Row:
+class Timing:
     """One test.
 
     Attributes:
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> None:
     if device == "mps":
         print(f"tensor units: {tensor_units.decided()}\n")
     print(HEAD)
-    rows: list[Row] = []
+    rows: list[Timing] = []
     try:
         with model.pipeline.greedy() if processes() > 1 else nullcontext():
             for row in bench.rows():
@@ -190,7 +190,7 @@ def _of_all_processes(model: Any, number: int) -> int:
     return sum(facts["number"] for facts in model.pipeline.peers.gather({"number": number}))
 
 
-def _write(file: str, rows: list[Row], bench: "Bench", **what: str) -> None:
+def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
     found = {
         **what,
         "tensor_units": tensor_units.decided(),
@@ -234,7 +234,7 @@ class Bench:
         self.ids = ids.repeat(count // len(ids) + 1)[None, :count].to(self.device)
 
     @torch.no_grad()
-    def rows(self) -> Iterator[Row]:
+    def rows(self) -> Iterator[Timing]:
         options = self.options
         for depth in sorted({*options.depth}):
             cache = self._context(depth)
@@ -253,7 +253,7 @@ class Bench:
                 times = [1e3 * s for s in self._repeated(cache, partial(self._read, turn))]
                 yield self.row(f"ttft{options.turn}{name}", times, "ms", depth)
 
-    def _guessing(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Row:
+    def _guessing(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Timing:
         """Greedy generation behind a context of text, and a prompt to look things up in."""
         generating, tokens = Generating(self.model, speculation=speculation), self.options.generate
         ids = self.ids[:, : depth + self.options.prompt]
@@ -300,7 +300,7 @@ class Bench:
         """The token after a prompt; `item` waits for the device."""
         return int(self._forward(ids, cache).logits[0, -1].argmax().item())
 
-    def _generated(self, kind: str, cache: Any, depth: int, **how: Any) -> Row:
+    def _generated(self, kind: str, cache: Any, depth: int, **how: Any) -> Timing:
         """The model's own `generate` from one token behind the context on; nothing ends it early."""
         tokens, ids = self.options.generate, self.ids[:, : depth + 1]
         how |= {"eos_token_id": [self.vocabulary], "pad_token_id": 0, "max_new_tokens": tokens}
@@ -354,12 +354,12 @@ class Bench:
     def _synchronize(self) -> None:
         synchronize(self.device)
 
-    def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Row:
+    def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Timing:
         return self.row(test, [tokens / s for s in seconds], "t/s", depth)
 
-    def row(self, test: str, values: list[float], unit: str, depth: int) -> Row:
+    def row(self, test: str, values: list[float], unit: str, depth: int) -> Timing:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
-        return Row(test, statistics.mean(values), spread, unit, depth, memory=self._memory())
+        return Timing(test, statistics.mean(values), spread, unit, depth, memory=self._memory())
 
     def _memory(self) -> int:
         if self.device.type == "mps":

@@ -22,13 +22,14 @@ from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
 from ..transformers.checkpoints.importance import Importance
-from ..transformers.checkpoints.loading import from_pretrained
 from ..transformers.checkpoints.mlx.names import check_architecture
 from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts
-from ..transformers.checkpoints.plan import Plan, planned
+from ..transformers.checkpoints.plan import LoadPlan, planned
 from ..transformers.checkpoints.saving import save_parts
 from ..transformers.checkpoints.source import Source, split_gguf
+from ..transformers.loading import from_pretrained
+from ..transformers.mtp import mtp_tensors
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json, written_whole
@@ -43,10 +44,7 @@ def run(options: argparse.Namespace) -> None:
     destination = Path(options.destination)
     if os.path.lexists(destination):
         raise ValueError(f"{destination} exists; convert writes a new folder")
-    if options.save_recipe is not None and options.budget is None:
-        raise ValueError("--save-recipe needs --budget, whose recipe it writes")
     check_writable("--json", options.json)
-    check_writable("--save-recipe", options.save_recipe)
     check_writable("--save-importance", options.save_importance)
     gguf = options.source.endswith(".gguf")
     packed = gguf and not _says_a_format(options)
@@ -61,15 +59,18 @@ def run(options: argparse.Namespace) -> None:
     if options.to == "mlx":
         check_architecture(model.config)
     copied = [file for file in small_files(source) if file.name not in _WRITTEN]
-    if not local and (not options.dry_run or options.budget is not None or about.stored.get("mlx")):
+    if not local and (not options.dry_run or about.stored.get("mlx")):
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None
     recipe: dict[str, Any] = {
-        "recipe": None if packed else arguments_of(options, source, model),
+        "recipe": None if packed else arguments_of(options, model),
         "requantize": _says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
+    if options.to != "mlx" and _weights(source):
+        beside = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
+        plan = plan._replace(before=plan.before + beside, after=plan.after + beside)
     if options.dry_run:
         print(plan.table())
     print(_sizes(plan))
@@ -85,7 +86,6 @@ def run(options: argparse.Namespace) -> None:
 def _check_packed(options: argparse.Namespace) -> None:
     """Raises: ValueError for what cannot be asked of a GGUF file that is converted as it is."""
     given = {
-        "--budget": options.budget,
         "--group-size": options.group_size,
         "--importance": options.importance,
     }
@@ -117,7 +117,7 @@ def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any]
 def _says_a_format(options: argparse.Namespace) -> bool:
     """Whether the format is asked for, so that it holds for what is quantised in SRC, too."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
-    return not (usual and options.linear_bits == options.embedding_bits == "same")
+    return not (usual and (options.linear_bits, options.embedding_bits) == ("same", "auto"))
 
 
 def _weights(source: str) -> list[Path]:
@@ -127,7 +127,7 @@ def _weights(source: str) -> list[Path]:
     return checkpoint_files(source) if any(Path(source).glob("*.safetensors")) else []
 
 
-def _sizes(plan: Plan) -> str:
+def _sizes(plan: LoadPlan) -> str:
     """The sizes of what will be written, which follow from shapes and formats."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     fit = "fits" if plan.after < 0.75 * memory else "does not fit"
@@ -208,7 +208,7 @@ def _convert(
             if options.to == "mlx":
                 save_mlx(parts.model, shards, _config(source, parts.model), parts.into(shards))
             else:
-                save_parts(parts.model, shards, parts.into(shards))
+                save_parts(parts.model, shards, parts.into(shards), mtp_tensors(source, parts.model))
             _save_generation_config(parts.model, folder, source)
             report = parts.report or QuantizationReport()
         text = str(report)

@@ -23,7 +23,7 @@ from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.config import QuantizationConfig
 from ..transformers.checkpoints.mlx.reading import Reading
 from ..transformers.checkpoints.quantizer import quantizer_for
-from ..transformers.checkpoints.recipe import recipe_of, requested_recipe
+from ..transformers.checkpoints.recipe import SAME, recipe_of, requested_recipe
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.targets import Target, weights_of
@@ -223,7 +223,7 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
         return _size(_STORED, model, Reading(model, [*map(str, files)]).targets.values())
     config = json.loads((Path(folder) / "config.json").read_text())
     usual: dict[str, Any] = {key: config["quantization"].get(key) for key in ("bits", "group_size", "mode")}
-    return _size(_STORED, model, _targets(model, requested_recipe(**usual)))
+    return _size(_STORED, model, _targets(model, requested_recipe(**usual, embedding_bits=SAME)))
 
 
 def of_recipe(model: Any, recipe: str, group_size: int) -> Size:
@@ -233,6 +233,7 @@ def of_recipe(model: Any, recipe: str, group_size: int) -> Size:
         arguments: dict[str, Any] = {
             "bits": bits,
             "group_size": group_size,
+            "embedding_bits": SAME,
             "overrides": mixed_overrides(recipe, model),
         }
     else:

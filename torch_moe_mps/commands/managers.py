@@ -182,9 +182,12 @@ class OneByOne(utils.GenerateManager):
         tokenizer = getattr(processor, "tokenizer", processor)
         if asked and (config.num_beams or 1) > 1:
             raise wrong("generation_config", f"of num_beams 1 with '{next(iter(asked))}'", config.num_beams)
-        if (schema := asked.get("response_format")) is not None:
-            count = model.config.get_text_config().vocab_size
-            config.mask = self._grammars.mask(tokenizer, config, count, schema)
+        for field in {"response_format", "tool_choice"} & {*asked}:  # at most one
+            form, count = asked[field], model.config.get_text_config().vocab_size
+            if field == "tool_choice":
+                template = utils.get_response_template(processor, model)
+                form = form.grammar(template, tokenizer.decode(inputs["input_ids"][0]))
+            config.mask = self._grammars.mask(tokenizer, config, count, form, field)
         self._answering = getattr(model, "answering", None)
         loop, queue = asyncio.get_running_loop(), asyncio.Queue[Any]()
         streamer = Streamer(

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-from . import logprobs
+from . import logprobs, tools
 from .generating import Generating
 from .guard import Guard, error_response
 from .prompts import Prompts, machine_memory
@@ -115,14 +115,17 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         if options.only_model and body.get("model", name) != name:
             raise Refused(f"The model must be {name}, got {body['model']}.", "model", "model_not_found", 404)
         body["model"] = name
-        asked = {"response_format": schema_of(body)}
+        asked: dict[str, Any] = {"response_format": schema_of(body)}
+        asked["tool_choice"] = tools.forced_by(body)
         if isinstance(handler, chat):
             asked["logprobs"] = logprobs.count_of(body)
         asked = {field: value for field, value in asked.items() if value is not None}
-        where = "with --continuous-batching" if options.continuous_batching else "by a pipeline"
-        if asked and (options.continuous_batching or processes() > 1):
-            field = next(iter(asked))
+        batched = options.command == "serve" and options.continuous_batching
+        if asked and (batched or processes() > 1):
+            field, where = next(iter(asked)), "with --continuous-batching" if batched else "by a pipeline"
             raise Refused(f"'{field}' is not supported {where}.", field)
+        if {"response_format", "tool_choice"} <= {*asked}:
+            raise Refused("'response_format' must be text where a tool must be called.", "response_format")
         validate(handler, body)
         for field in {*body} & handler._unused_fields:
             refuse_unless_empty(field, body[field])
@@ -159,7 +162,10 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
     def parsed(processor: Any, model: Any, ids: Any, *others: Any, **named: Any) -> Any:
         stops = getattr(ids, "stops", ())
         text = cut(getattr(processor, "tokenizer", processor).decode(ids), stops) if stops else ids
-        content, *parts = parse(processor, model, text, *others, **named)
+        try:
+            content, *parts = parse(processor, model, text, *others, **named)
+        except (ValueError, RuntimeError):  # a call that is cut off: what a stream shows of the answer
+            content, *parts = tools.parsed_until_cut(processor, model, text, **named)
         if (entries := getattr(ids, "logprobs", None)) is not None:
             content = logprobs.Shown(content)
             content.logprobs = entries

@@ -225,7 +225,7 @@ def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: 
     if processes() == 1:
         if options.shares is not None:
             raise ValueError("--shares is for the processes that torchrun starts, got one process")
-        from ..transformers.checkpoints.loading import from_pretrained
+        from ..transformers.loading import from_pretrained
 
         return from_pretrained(folder, **asked)
     from transformers.distributed import DistributedConfig

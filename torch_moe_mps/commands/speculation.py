@@ -111,7 +111,7 @@ def speculation_of(options: argparse.Namespace, model: Any, folder: str, device:
         )
     if options.draft is None:
         return Speculation({"prompt_lookup_num_tokens": options.prompt_lookup})
-    from ..transformers.checkpoints.loading import from_pretrained
+    from ..transformers.loading import from_pretrained
 
     draft_folder = folder_of(options.draft)
     draft = from_pretrained(draft_folder, device_map=device, **loading_options(options))

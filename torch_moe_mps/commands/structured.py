@@ -1,7 +1,8 @@
-"""Answers in JSON: a mask of the tokens that may come next, by xgrammar, which is an optional extra.
+"""Answers in JSON, and calls of tools: a mask of the tokens that may come next.
 
-A mask is made on the host, of the token before it, so each token of such an answer waits for the one before;
-the model's own step is captured as always, and the mask goes to the device in bits.
+It is xgrammar's, an optional extra, and is made on the host, of the token before it, so each token of such
+an answer waits for the one before; the model's own step is captured as always, and the mask goes to the
+device in bits.
 """
 
 import importlib.util
@@ -33,9 +34,8 @@ def schema_of(body: dict[str, Any]) -> dict[str, Any] | None:
         return None
     if not isinstance(asked, dict) or asked.get("type") not in ("text", "json_object", "json_schema"):
         raise wrong("response_format", f"an object whose type is {_KINDS}", asked)
-    if asked["type"] != "text" and importlib.util.find_spec("xgrammar") is None:
-        expected = f"'{field}' needs `pip install 'torch-moe-mps[{EXTRA}]'` where the server runs"
-        raise Refused(f"{expected}, got {asked['type']!r}.", field)
+    if asked["type"] != "text":
+        check_extra(field, asked["type"])
     body.pop(field)
     match asked["type"]:
         case "text":
@@ -47,6 +47,13 @@ def schema_of(body: dict[str, Any]) -> dict[str, Any] | None:
         raise wrong(f"{field}.json_schema", "an object with a name and a schema", inner)
     schema: dict[str, Any] = inner["schema"]
     return schema
+
+
+def check_extra(field: str, got: object) -> None:
+    """Raises: Refused where xgrammar is missing."""
+    if importlib.util.find_spec("xgrammar") is None:
+        expected = f"'{field}' needs `pip install 'torch-moe-mps[{EXTRA}]'` where the server runs"
+        raise Refused(f"{expected}, got {got!r}.", field)
 
 
 class Masked(LogitsProcessor):
@@ -75,19 +82,24 @@ class Masked(LogitsProcessor):
         if matcher.is_terminated():  # what is computed behind the last token is dropped
             return scores
         matcher.fill_next_token_bitmask(self._bits)
-        words, shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
-        allowed = (words.unsqueeze(-1) >> shifts & 1).flatten(1)[:, : scores.shape[1]]
+        words, self._shifts = self._bits.to(scores.device), self._shifts.to(scores.device)
+        allowed = (words.unsqueeze(-1) >> self._shifts & 1).flatten(1)[:, : scores.shape[1]]
         return scores.masked_fill(allowed == 0, -torch.inf)
 
 
 class Grammars:
-    """Compiles schemas for a tokenizer; xgrammar keeps those that come again."""
+    """Compiles grammars for a tokenizer; xgrammar keeps those that come again."""
 
     def __init__(self) -> None:
         self._compilers: dict[tuple[int, int], Any] = {}  # {(tokenizer, vocabulary): compiler}
 
-    def mask(self, tokenizer: Any, config: Any, vocabulary: int, schema: dict[str, Any]) -> Masked:
-        """Raises: Refused for a schema that no grammar expresses."""
+    def mask(self, tokenizer: Any, config: Any, vocabulary: int, form: Any, field: str) -> Masked:
+        """Args:
+            form: a schema in JSON, or a structural tag of xgrammar.
+            field: of the request that asks for it.
+
+        Raises: Refused for a schema that no grammar expresses.
+        """
         import xgrammar
 
         key = id(tokenizer), vocabulary
@@ -99,10 +111,13 @@ class Grammars:
             )
             self._compilers[key] = xgrammar.GrammarCompiler(words)
         try:
-            # One blank behind a comma or a colon: a model that may write any blanks may never end.
-            grammar = self._compilers[key].compile_json_schema(json.dumps(schema), any_whitespace=False)
+            if isinstance(form, dict):
+                # One blank behind a comma or a colon: a model that may write any blanks may never end.
+                grammar = self._compilers[key].compile_json_schema(json.dumps(form), any_whitespace=False)
+            else:
+                grammar = self._compilers[key].compile_structural_tag(form)
         except RuntimeError as error:
-            expected = "The schema of 'response_format' must be one that xgrammar compiles"
+            expected = f"The schema of '{field}' must be one that xgrammar compiles"
             message = f"{expected}, got: {first_line(error)}"
-            raise Refused(message, "response_format", "invalid_value") from None
+            raise Refused(message, field, "invalid_value") from None
         return Masked(grammar, vocabulary)

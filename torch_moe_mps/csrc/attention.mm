@@ -376,7 +376,7 @@ Tensor rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const 
     if (can_turn(given, turning.params)) return attend(given, &turning);
   }
   given.q = rope_cache_(q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs,
-                        rotary_dim, rotary_last, norm_v, v_weight);
+                        rotary_dim, rotary_last, norm_v, v_weight, std::nullopt);
   return attend(given);
 }
 

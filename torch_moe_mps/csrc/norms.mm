@@ -17,7 +17,7 @@ namespace {
 using at::Tensor;
 
 // How much of an input goes to each stream of a residual: a factor of the input, or a logit for each stream.
-struct OfInput {
+struct InputShare {
   double factor = 1.0;
   OptionalTensor logits;
   double of_logits = 1.0;
@@ -27,7 +27,7 @@ struct OfInput {
 void add_norm(Commands& commands, const char* kernel, const OptionalTensor& residual, const Tensor& input,
               const OptionalTensor& weight, const OptionalTensor& scalar, double eps, double weight_offset,
               const Tensor& output, const OptionalTensor& sum, Gating gating = {},
-              const OfInput& of_input = {}) {
+              const InputShare& share = {}) {
   const int64_t width = input.size(-1);
   const int64_t rows = output.numel() / width;
   const int64_t stride = row_stride(input).value();
@@ -48,11 +48,11 @@ void add_norm(Commands& commands, const char* kernel, const OptionalTensor& resi
     params.scalar_dtype = dtype_code(*scalar);
   }
   params.streams = 1;
-  if (of_input.logits) {
+  if (share.logits) {
     params.scalar_kind = SCALAR_GATE;
-    params.streams = of_input.logits->size(-1);
-    params.gate_stride = row_stride(*of_input.logits).value();
-    params.gate_factor = static_cast<float>(of_input.of_logits);
+    params.streams = share.logits->size(-1);
+    params.gate_stride = row_stride(*share.logits).value();
+    params.gate_factor = static_cast<float>(share.of_logits);
   }
   params.write_sum = sum.has_value();
   params.groups = gating.groups;
@@ -60,13 +60,13 @@ void add_norm(Commands& commands, const char* kernel, const OptionalTensor& resi
   params.gate_first = gating.is_first;
   params.eps = static_cast<float>(eps);
   params.weight_offset = static_cast<float>(weight_offset);
-  params.factor = static_cast<float>(of_input.factor);
+  params.factor = static_cast<float>(share.factor);
 
   commands.add({"norms", input.scalar_type()}, kernel)
       .bind_or(residual, output)
       .bind_strided(input)
       .bind_or(weight, output)
-      .bind_strided_or(of_input.logits ? of_input.logits : scalar, output)
+      .bind_strided_or(share.logits ? share.logits : scalar, output)
       .bind(output)
       .bind_or(sum, output)
       .params(params)
@@ -86,7 +86,7 @@ Tensor rms_norm(const Tensor& input, const OptionalTensor& weight, double eps, d
   if (output.numel() == 0) return output;
   encode_norm("rms_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
               std::nullopt, eps, weight_offset, output, std::nullopt,
-              Gating{.groups = weight ? weight->numel() / input.size(-1) : 1}, OfInput{factor});
+              Gating{.groups = weight ? weight->numel() / input.size(-1) : 1}, InputShare{factor});
   return output;
 }
 
@@ -117,11 +117,11 @@ Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& wei
 // The norms with a residual: their results, and `sum` where the kernel writes one.
 Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& input, const Tensor& weight,
                      const OptionalTensor& scalar, double eps, double weight_offset,
-                     const OptionalTensor& sum = std::nullopt, const OfInput& of_input = {}) {
+                     const OptionalTensor& sum = std::nullopt, const InputShare& share = {}) {
   Tensor output = at::empty(residual.sizes(), residual.options());
   if (output.numel() == 0) return output;
   encode_norm(kernel, residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
-              weight_offset, output, sum, Gating{.groups = weight.numel() / residual.size(-1)}, of_input);
+              weight_offset, output, sum, Gating{.groups = weight.numel() / residual.size(-1)}, share);
   return output;
 }
 
@@ -142,9 +142,9 @@ std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Ten
   const Tensor sum =
       write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
   const bool is_copied = gate && !row_stride(*gate);
-  const OfInput of_input{factor, is_copied ? gate->contiguous() : gate, gate_factor};
+  const InputShare share{factor, is_copied ? gate->contiguous() : gate, gate_factor};
   const Tensor output = with_residual("residual_norm", residual, input, weight, std::nullopt, eps,
-                                      weight_offset, write_sum ? std::optional(sum) : std::nullopt, of_input);
+                                      weight_offset, write_sum ? std::optional(sum) : std::nullopt, share);
   return {output, sum};
 }
 

@@ -11,13 +11,13 @@
 
 namespace moe_mps {
 
-struct ScalesOf {
+struct ScalesInFormat {
   const WeightFormat& format;
   const at::Tensor& scales;
 };
 
 // The dtype in which a call runs: that of `x`, or float32 if scales that should have it have another.
-c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesOf> weights);
+c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesInFormat> weights);
 
 // The matrices `packed` ([E, rows, words], or [rows, words] for a single one) for a call in `dtype`. The
 // kernels take scales in the dtype of the activations. For scales of another dtype, scales and activations

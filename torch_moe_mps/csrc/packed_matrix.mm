@@ -10,8 +10,8 @@ namespace moe_mps {
 
 using at::Tensor;
 
-c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesOf> weights) {
-  const bool same = std::all_of(weights.begin(), weights.end(), [&](const ScalesOf& each) {
+c10::ScalarType compute_dtype(c10::ScalarType x, std::initializer_list<ScalesInFormat> weights) {
+  const bool same = std::all_of(weights.begin(), weights.end(), [&](const ScalesInFormat& each) {
     return !each.format.scales_like_activations || each.scales.scalar_type() == x;
   });
   return same ? x : at::kFloat;

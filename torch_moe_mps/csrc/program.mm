@@ -34,13 +34,13 @@ struct Number {
 };
 
 // What a tensor must be like for the calls to be right.
-struct Kind {
+struct Layout {
   at::ScalarType dtype;
   at::Device device;
   c10::SmallVector<Number, 5> sizes;
   std::vector<int64_t> strides;  // empty: contiguous
 
-  explicit Kind(const at::Tensor& tensor) : dtype(tensor.scalar_type()), device(tensor.device()) {
+  explicit Layout(const at::Tensor& tensor) : dtype(tensor.scalar_type()), device(tensor.device()) {
     for (const int64_t size : tensor.sizes()) sizes.push_back({size, -1});
     if (!tensor.is_contiguous()) strides = tensor.strides().vec();
   }
@@ -56,7 +56,7 @@ struct Kind {
 };
 
 // A view of tokens, the last dimension but one, and of neighbouring columns of an input.
-struct Shown {
+struct InputView {
   int64_t input;
   Number start, tokens;
   int64_t column, width;
@@ -128,7 +128,7 @@ c10::TypePtr without_optional(c10::TypePtr type) {
 class Program : public torch::CustomClassHolder {
  public:
   int64_t add_constant(c10::IValue value) {
-    if (value.isTensor()) kinds_.emplace_back(constants_.size(), Kind(value.toTensor()));
+    if (value.isTensor()) layouts_.emplace_back(constants_.size(), Layout(value.toTensor()));
     constants_.push_back(std::move(value));
     return -static_cast<int64_t>(constants_.size());
   }
@@ -233,14 +233,14 @@ class Program : public torch::CustomClassHolder {
 
   bool constants_fit() const {
     const auto constant = [this](size_t i) -> const at::Tensor& {
-      return constants_[kinds_[i].first].toTensor();
+      return constants_[layouts_[i].first].toTensor();
     };
-    for (size_t i = 0; i < kinds_.size(); ++i) {
-      if (i + kAhead < kinds_.size()) {  // they left the processor's caches since the last token
+    for (size_t i = 0; i < layouts_.size(); ++i) {
+      if (i + kAhead < layouts_.size()) {  // they left the processor's caches since the last token
         const auto* ahead = reinterpret_cast<const char*>(constant(i + kAhead).unsafeGetTensorImpl());
         for (size_t byte = 0; byte < sizeof(c10::TensorImpl); byte += 64) __builtin_prefetch(ahead + byte);
       }
-      if (!kinds_[i].second.fits(constant(i), {})) return false;
+      if (!layouts_[i].second.fits(constant(i), {})) return false;
     }
     return true;
   }
@@ -293,10 +293,10 @@ class Program : public torch::CustomClassHolder {
   static constexpr size_t kAhead = 8;  // constants
 
   std::vector<c10::IValue> constants_;
-  std::vector<std::pair<size_t, Kind>> kinds_;  // of the tensors among the constants
+  std::vector<std::pair<size_t, Layout>> layouts_;  // of the tensors among the constants
   std::vector<Weight> weights_;
-  std::vector<Kind> inputs_;
-  std::vector<Shown> views_;
+  std::vector<Layout> inputs_;
+  std::vector<InputView> views_;
   std::vector<Call> calls_;
   std::vector<Argument> arguments_;
   Places listed_;

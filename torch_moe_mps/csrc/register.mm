@@ -41,6 +41,7 @@ std::vector<size_t> written_by(const char* operator_name) {
 void prepare_writes(const char* operator_name, c10::ArrayRef<size_t> written,
                     c10::ArrayRef<const at::Tensor*> arguments) {
   for (const size_t place : written) {
+    if (!arguments[place]) continue;
     const at::Tensor& target = *arguments[place];
     for (size_t other = 0; other < arguments.size(); ++other) {
       if (other == place || !arguments[other] || !overlap(target, *arguments[other])) continue;

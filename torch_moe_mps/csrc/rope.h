@@ -36,14 +36,16 @@ struct Rotation {
   bool rotary_last;
 };
 
-RopeParams rope_params(const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
-                       const std::optional<Heads>& v);
+// The keys, or the queries, are there.
+RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, const std::optional<Heads>& k,
+                       const std::optional<Heads>& v, const OptionalTensor& k_bias = std::nullopt);
 
 // The operator.
-at::Tensor rope_cache_(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v, const at::Tensor& keys_,
-                       const at::Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
-                       const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
-                       double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                       bool rotary_last, bool norm_v, const OptionalTensor& v_weight);
+at::Tensor rope_cache_(const OptionalTensor& q, const at::Tensor& k, const OptionalTensor& v,
+                       const at::Tensor& keys_, const OptionalTensor& values_, const OptionalTensor& cos,
+                       const OptionalTensor& sin, const OptionalTensor& q_weight,
+                       const OptionalTensor& k_weight, double eps, double weight_offset,
+                       std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last,
+                       bool norm_v, const OptionalTensor& v_weight, const OptionalTensor& k_bias);
 
 }  // namespace moe_mps

@@ -25,22 +25,25 @@ uint32_t pairs_code(std::string_view pairs) {
   return pairs == "interleaved" ? PAIRS_INTERLEAVED : PAIRS_INTERLEAVED_TO_HALF;
 }
 
-void encode_rope(const char* kernel, const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
-                 const std::optional<Heads>& v, const OptionalTensor& k_bias = std::nullopt) {
-  const RopeParams params = rope_params(rotation, q, k, v);
+// The keys, or the queries, are there.
+void encode_rope(const char* kernel, const Rotation& rotation, const std::optional<Heads>& q,
+                 const std::optional<Heads>& k, const std::optional<Heads>& v,
+                 const OptionalTensor& k_bias = std::nullopt) {
+  const Heads& some = q ? *q : *k;
+  const RopeParams params = rope_params(rotation, q, k, v, k_bias);
   Commands commands;
-  commands.add({"rope", q.input.scalar_type()}, kernel)
-      .bind_strided(q.input)
-      .bind_strided(k ? k->input : q.input)
-      .bind_strided(v ? v->input : q.input)
+  commands.add({"rope", some.input.scalar_type()}, kernel)
+      .bind_strided(some.input)
+      .bind_strided(k ? k->input : some.input)
+      .bind_strided(v ? v->input : some.input)
       .bind_strided(rotation.cos)
       .bind_strided(rotation.sin)
-      .bind_or(q.weight, q.output)
-      .bind_or(k ? k->weight : std::nullopt, q.output)
-      .bind_or(v ? v->weight : k_bias, q.output)
-      .bind(q.output)
-      .bind_strided(k ? k->output : q.output, k ? k->output_start : 0)
-      .bind_strided(v ? v->output : q.output, v ? v->output_start : 0)
+      .bind_strided_or(q ? q->weight : std::nullopt, some.output)
+      .bind_strided_or(k ? k->weight : std::nullopt, some.output)
+      .bind_strided_or(v ? v->weight : k_bias, some.output)
+      .bind_strided(some.output)
+      .bind_strided(k ? k->output : some.output, k ? k->output_start : 0)
+      .bind_strided(v ? v->output : some.output, v ? v->output_start : 0)
       .params(params)
       .threadgroups({NSUInteger(ceil_div(params.rows, kRopeHeads))}, {NSUInteger(kRopeHeads * kSimdWidth)});
   commands.encode();
@@ -59,28 +62,14 @@ std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptionalTensor& k, const 
   return {output, k_output};
 }
 
-Tensor index_keys_(const Tensor& k_, const Tensor& keys_, const Tensor& weight, const OptionalTensor& bias,
-                   double eps, const OptionalTensor& cos, const OptionalTensor& sin, const OptionalTensor& q,
-                   std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last,
-                   const OptionalTensor& q_weight, double weight_offset) {
-  const Tensor output = q ? heads_first(*q) : at::empty({0}, k_.options());
-  if (k_.numel() == 0) return output;
-  const Tensor k = k_.unsqueeze(2), keys = rows_contiguous(keys_), slots = keys.unsqueeze(1);
-  const Rotation rotation(k, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
-  const Heads of_keys = heads_of(k, weight, slots, rotation.rotary);
-  Heads queries = of_keys;  // none
-  queries.params.heads = 0;
-  queries.output = *of_keys.weight;
-  if (q && output.numel() > 0) queries = heads_of(*q, q_weight, output, rotation.rotary);
-  if (bias) {
-    const Tensor rows = in_dtype(bias->contiguous(), weight.scalar_type());
-    queries.vectorised = queries.vectorised && starts_aligned(rows);
-    encode_rope("index_keys", rotation, queries, of_keys, std::nullopt, rows);
-  } else {
-    encode_rope("rope", rotation, queries, of_keys, std::nullopt);
-  }
-  if (!keys.is_same(keys_)) keys_.copy_(keys);
-  return output;
+// Where new keys or values are written: where they are kept, or where a copy into that is made from.
+Tensor written_for(const Tensor& x, const Tensor& held) {
+  return held.stride(3) == 1 ? held : heads_first(x);
+}
+
+void keep(const Tensor& held, const Tensor& written) {
+  const int64_t tokens = written.size(2);
+  if (!written.is_same(held)) held.narrow(2, held.size(2) - tokens, tokens).copy_(written);
 }
 
 uint32_t layout_code(std::string_view layout) {
@@ -159,53 +148,56 @@ Rotation::Rotation(const Tensor& x, const OptionalTensor& cos_, const OptionalTe
   sin = sin.contiguous();
 }
 
-RopeParams rope_params(const Rotation& rotation, const Heads& q, const std::optional<Heads>& k,
-                       const std::optional<Heads>& v) {
+RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, const std::optional<Heads>& k,
+                       const std::optional<Heads>& v, const OptionalTensor& k_bias) {
+  const Heads& some = q ? *q : *k;
   const Tensor &cos = rotation.cos, &sin = rotation.sin;
   RopeParams params{};
-  params.q = q.params;
-  if (k) params.k = k->params;
-  if (v) params.v = v->params;
+  params.vectorised = rotation.rotary % 8 == 0 && starts_aligned(cos) && starts_aligned(sin) &&
+                      (!k_bias || starts_aligned(*k_bias));
+  for (const auto& [heads, target] : {std::pair(&q, &params.q), {&k, &params.k}, {&v, &params.v}}) {
+    if (!*heads) continue;
+    *target = (*heads)->params;
+    params.vectorised = params.vectorised && (*heads)->vectorised;
+  }
   params.table_batch_stride = cos.size(0) == 1 ? 0 : cos.stride(0);
   params.table_token_stride = cos.stride(1);
-  params.tokens = q.input.size(1);
-  params.rows = q.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
+  params.tokens = some.input.size(1);
+  params.rows = some.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
   params.rotary_last = rotation.rotary_last;
   params.pairs = pairs_code(rotation.pairs);
   params.table_of_pairs = cos.size(2) < rotation.rotary;
   params.table_dtype = dtype_code(cos);
-  params.vectorised = q.vectorised && (!k || k->vectorised) && (!v || v->vectorised) &&
-                      rotation.rotary % 8 == 0 && starts_aligned(cos) && starts_aligned(sin);
   params.eps = static_cast<float>(rotation.eps);
   params.weight_offset = static_cast<float>(rotation.weight_offset);
   return params;
 }
 
-Tensor rope_cache_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
-                   const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
+Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTensor& v, const Tensor& keys_,
+                   const OptionalTensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
                    const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
                    double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                   bool rotary_last, bool norm_v, const OptionalTensor& v_weight) {
-  const Tensor output = heads_first(q);
-  if (output.numel() == 0) return output;
-  const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
-  const bool in_place = keys_.stride(3) == 1 && values_.stride(3) == 1;
-  const Tensor k_output = in_place ? keys_ : heads_first(k), v_output = in_place ? values_ : heads_first(v);
-  Heads values = heads_of(v, v_weight, v_output, 0);
-  values.params.is_normed = norm_v;
-  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary),
-              heads_of(k, k_weight, k_output, rotation.rotary), values);
-  if (!in_place) {
-    keys_.narrow(2, keys_.size(2) - k.size(1), k.size(1)).copy_(k_output);
-    values_.narrow(2, values_.size(2) - v.size(1), v.size(1)).copy_(v_output);
+                   bool rotary_last, bool norm_v, const OptionalTensor& v_weight,
+                   const OptionalTensor& k_bias) {
+  const Tensor output = q ? heads_first(*q) : at::empty({0}, k.options());
+  if (k.numel() == 0) return output;
+  const Rotation rotation(k, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
+  std::optional<Heads> queries, values;
+  if (q) queries = heads_of(*q, q_weight, output, rotation.rotary);
+  const Heads keys = heads_of(k, k_weight, written_for(k, keys_), rotation.rotary);
+  if (v) {
+    values = heads_of(*v, v_weight, written_for(*v, *values_), 0);
+    values->params.is_normed = norm_v;
   }
+  encode_rope(k_bias ? "rope_centred" : "rope", rotation, queries, keys, values, contiguous(k_bias));
+  keep(keys_, keys.output);
+  if (v) keep(*values_, values->output);
   return output;
 }
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<rope>(m, "rope");
   implement<rope_cache_>(m, "rope_cache_");
-  implement<index_keys_>(m, "index_keys_");
   implement<rope_tables>(m, "rope_tables");
 }
 

@@ -16,14 +16,14 @@ namespace {
 constexpr size_t kMaxSignatures = 8192;
 
 // Signatures by their hash. Those with equal hashes are side by side; all their words are compared.
-struct Seen {
+struct KnownSignatures {
   std::mutex mutex;
   std::unordered_multimap<uint64_t, std::vector<int64_t>> words;
   std::atomic<int64_t> begun = 1;
 };
 
-Seen& seen() {
-  static Seen* const instance = new Seen;
+KnownSignatures& known() {
+  static KnownSignatures* const instance = new KnownSignatures;
   return *instance;
 }
 
@@ -75,13 +75,13 @@ bool WithoutChecks::active() {
 }
 
 int64_t checks_begun() {
-  return seen().begun;
+  return known().begun;
 }
 
 bool signature_is_known(const Signature& signature) {
   const uint64_t hash = hash_of(signature.words());
-  const std::lock_guard<std::mutex> lock(seen().mutex);
-  const auto [first, last] = seen().words.equal_range(hash);
+  const std::lock_guard<std::mutex> lock(known().mutex);
+  const auto [first, last] = known().words.equal_range(hash);
   return std::any_of(first, last, [&](const auto& entry) { return signature.words() == entry.second; });
 }
 
@@ -92,17 +92,17 @@ void check_with_meta_kernel(const char* operator_name, std::vector<c10::IValue> 
 }
 
 void remember_signature(const Signature& signature) {
-  const std::lock_guard<std::mutex> lock(seen().mutex);
-  if (seen().words.size() >= kMaxSignatures) seen().words.clear();
-  seen().words.emplace(hash_of(signature.words()), signature.words().vec());
+  const std::lock_guard<std::mutex> lock(known().mutex);
+  if (known().words.size() >= kMaxSignatures) known().words.clear();
+  known().words.emplace(hash_of(signature.words()), signature.words().vec());
 }
 
 namespace {
 
 void forget_signatures() {
-  const std::lock_guard<std::mutex> lock(seen().mutex);
-  seen().words.clear();
-  ++seen().begun;
+  const std::lock_guard<std::mutex> lock(known().mutex);
+  known().words.clear();
+  ++known().begun;
 }
 
 }  // namespace

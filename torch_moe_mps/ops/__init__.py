@@ -15,6 +15,7 @@ from . import (
     quantized,
     rope,
     routing,
+    sampling,
 )
 from ._registry import OPERATORS
 
@@ -34,4 +35,5 @@ __all__ = [
     "quantized",
     "rope",
     "routing",
+    "sampling",
 ]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
+PACKED_DTYPES = (torch.uint32, torch.int32)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_TOP_K = 64  # experts per token
 MAX_EXPERTS = 1024
@@ -56,10 +57,18 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
 
 
 class Check:
-    """The checks of one operator call. Symbolic sizes work and add their guards."""
+    """The checks of one operator call. Symbolic sizes work and add their guards.
+
+    Attributes:
+        sizes: of the dimensions that the operator declares, by name.
+    """
 
     def __init__(self, name: str):
         self.name = name
+        self.sizes: dict[str, Any] = {}
+
+    def dims(self, names: str) -> list[Any]:
+        return [self.sizes[name] for name in names.split()]
 
     def fail(self, argument: str, expected: str, got: object) -> NoReturn:
         raise ValueError(f"moe_mps::{self.name}: {argument} must be {expected}, got {got}")
@@ -80,27 +89,16 @@ class Check:
             expected = " or ".join(f"{rank}-D" for rank in ranks)
             self.fail(argument, expected, f"{tensor.dim()}-D of shape {tuple(tensor.shape)}")
 
-    def min_rank(self, argument: str, tensor: Tensor, rank: int) -> None:
-        if tensor.dim() < rank:
-            self.fail(argument, f"at least {rank}-D", f"{tensor.dim()}-D of shape {tuple(tensor.shape)}")
-
     def shape(self, argument: str, tensor: Tensor, expected: Sequence, meaning: str) -> None:
         """`meaning` is the symbolic shape, such as "[T, K]"."""
         if tensor.shape != tuple(expected):
             self.fail(argument, f"of shape {meaning} = {tuple(expected)}", tuple(tensor.shape))
 
     def tensor(
-        self,
-        argument: str,
-        tensor: Tensor | None,
-        expected: Sequence,
-        meaning: str,
-        dtypes: Sequence[torch.dtype] = ACTIVATION_DTYPES,
+        self, argument: str, tensor: Tensor, expected: Sequence, meaning: str, dtypes: Sequence[torch.dtype]
     ) -> None:
-        """Checks dtype and shape; the tensor may be None where the schema allows it."""
-        if tensor is not None:
-            self.dtype(argument, tensor, dtypes)
-            self.shape(argument, tensor, expected, meaning)
+        self.dtype(argument, tensor, dtypes)
+        self.shape(argument, tensor, expected, meaning)
 
     def between(self, argument: str, value: int, low: int, high: int, meaning: str = "") -> None:
         if not low <= value <= high:

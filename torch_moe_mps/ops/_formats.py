@@ -60,7 +60,6 @@ from ._checks import ACTIVATION_DTYPES, Check
 
 # The tensors of a quantised weight.
 TENSORS = ("packed", "scales", "biases")
-PACKED_DTYPES = (torch.uint32, torch.int32)
 BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 DEFAULT_BITS = {"affine": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
@@ -508,7 +507,6 @@ class QuantizedWeight:
         *rows, columns = shape
         rows_name, _, columns_name = meaning.rpartition(", ")
         format.check_columns(check, f"{columns_name}, the input dimension of {prefix}packed,", columns)
-        check.dtype(f"{prefix}packed", self.packed, PACKED_DTYPES)
         words = f"[{rows_name}, {columns_name} * {format.bits} / 32]"
         check.shape(f"{prefix}packed", self.packed, (*rows, format.words(columns)), words)
         format.check_scales(check, prefix, self.scales, self.biases, shape, meaning)

@@ -12,6 +12,7 @@ from torch.autograd import forward_ad
 
 from .._extension import REINSTALL
 from ._checks import Check
+from ._declared import Declared
 
 NAMESPACE = "moe_mps"
 Arguments = ParamSpec("Arguments")
@@ -19,6 +20,7 @@ Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
 Result = TypeVar("Result", bound=Outputs)
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
+DECLARED: dict[str, Declared] = {}
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
@@ -30,17 +32,24 @@ _NO_BACKWARD = (
 
 
 def operator(
-    *, meta: Callable, symbols: tuple[str, ...] = ()
+    tensors: str,
+    meta: Callable | None = None,
+    *,
+    allowed: dict[str, Any] | None = None,
+    symbols: tuple[str, ...] = (),
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
     The schema is its signature. Arguments whose names end in `_` are written in place, and must share no
     memory with another argument.
 
-    `meta` receives a Check and all arguments by name, raises the one-line error for bad ones and returns
-    empty outputs. It runs in front of the reference, and is the operator on the meta device and in
-    torch.compile. The Metal host calls it for every signature that it has not seen yet, so that bad arguments
-    read the same on CPU, meta and MPS. Outputs are contiguous, whatever the strides of the inputs.
+    `tensors` declares shapes and dtypes (`_declared.py`), `allowed` what other arguments may be: one of some
+    names, a range of integers, or the least number. `meta` receives a Check, which has the sizes by name, and
+    all arguments by name; it raises the one-line error for what a declaration cannot say, and returns empty
+    outputs unless they are declared. Both run in front of the reference, and are the operator on the meta
+    device and in torch.compile. The Metal host calls them for every signature that it has not seen yet, so
+    that bad arguments read the same on CPU, meta and MPS. Outputs are contiguous, whatever the strides of the
+    inputs.
 
     `symbols`: integers that grow with the context, which a captured token has as symbols.
 
@@ -52,7 +61,7 @@ def operator(
         written = [argument for argument in inspect.signature(reference).parameters if argument.endswith("_")]
         LIBRARY.define(name + _schema_of(reference, written, symbols), tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
-        check = Check(name)
+        declared = DECLARED[name] = Declared(tensors, allowed or {})
         packet = getattr(torch.ops.moe_mps, name)
         arguments = packet.default._schema.arguments
         types = {argument.name: str(argument.type) for argument in arguments}
@@ -61,13 +70,16 @@ def operator(
         def named(args, kwargs):
             return {**defaults, **dict(zip(types, args, strict=False)), **kwargs}
 
-        @functools.wraps(meta)
         def checked_meta(*args, **kwargs):
-            given = named(args, kwargs)
+            check, given = Check(name), named(args, kwargs)
             _check_values(check, types, given)
-            outputs = meta(check, **given)
+            declared.check(check, given)
+            outputs = None if meta is None else meta(check, **given)
+            if declared.results is not None:
+                outputs = declared.outputs(check, given)
             for argument in written:
-                check.written(argument, given[argument])
+                if given[argument] is not None:
+                    check.written(argument, given[argument])
             check.same_device(**{name: given[name] for name, kind in types.items() if "Tensor" in kind})
             if before_first_call is not None:
                 before_first_call(name, given)
@@ -75,7 +87,7 @@ def operator(
 
         def run(*args, **kwargs):
             if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
-                with torch.autocast(args[0].device.type, enabled=False):
+                with torch.autocast(_device_of(args), enabled=False):
                     return _contiguous(reference(*args, **kwargs))
             return _contiguous(reference(*args, **kwargs))
 
@@ -83,8 +95,8 @@ def operator(
         def checked_reference(*args, **kwargs):
             checked_meta(*args, **kwargs)
             if written:
-                _check_apart(check, written, named(args, kwargs))
-            if args[0].device.type == "mps":
+                _check_apart(Check(name), written, named(args, kwargs))
+            if _device_of(args) == "mps":
                 _warn_mps_reference()
             return run(*args, **kwargs)
 
@@ -145,7 +157,12 @@ def _check_values(check: Check, types: dict[str, str], given: dict[str, Any]) ->
 def _check_apart(check: Check, written: list[str], given: dict[str, Any]) -> None:
     others = {argument: value for argument, value in given.items() if isinstance(value, Tensor)}
     for argument in written:
-        check.apart(argument, others.pop(argument), **others)
+        if argument in others:
+            check.apart(argument, others.pop(argument), **others)
+
+
+def _device_of(arguments: tuple[Any, ...]) -> str:
+    return next(value.device.type for value in arguments if isinstance(value, Tensor))
 
 
 def _contiguous(outputs: Outputs) -> Outputs:
@@ -196,7 +213,7 @@ def _autograd_kernel(name: str, reference: Callable) -> Callable:
             return call()
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(_NO_BACKWARD.format(name))
-        dirty = [args[i] for i in mutated]
+        dirty = [args[i] for i in mutated if args[i] is not None]
         outputs = _NoBackward.apply(name, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
         return outputs if len(overload._schema.returns) > 1 else (outputs[0] if outputs else None)
 

@@ -5,12 +5,13 @@ The tests of all operators and the self-check use them.
 
 from collections.abc import Callable
 from importlib import import_module
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from . import __all__ as exported
+from ._registry import DECLARED
 from ._sample import HEAD, Calls, Changes, Sample
 
 _FAMILIES = [import_module(f".{name}", __package__) for name in exported if name != "OPERATORS"]
@@ -18,13 +19,13 @@ _FAMILIES = [import_module(f".{name}", __package__) for name in exported if name
 FAMILY_OF = {name: family.__name__.rpartition(".")[2] for family in _FAMILIES for name in family.CALLS}
 CALLS: Calls = {name: call for family in _FAMILIES for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in _FAMILIES for name, make in family.CHANGES.items()}
-# The arguments whose last dimensions are those of a head; of keys and values in 8 bits: words of four.
+# The arguments whose last dimensions are those of a head, the first one's where there is no second; of keys
+# and values in 8 bits: words of four.
 OF_HEADS = {
     "attention": ("q", "v"),
     "rope": ("q", "q"),
-    "rope_cache_": ("q", "v"),
+    "rope_cache_": ("k", "v"),
     "rope_attention_": ("q", "v"),
-    "index_keys_": ("k", "k"),
     "linear_attention_": ("q", "v"),
     "write_cache_quantized_": ("states", "states"),
 }
@@ -35,15 +36,44 @@ def packet(name: str) -> Callable:
 
 
 def sample_arguments(name: str, device: str, dtype: torch.dtype, **sizes: Any) -> dict[str, Any]:
-    """Valid arguments of an operator; `sizes` are the other arguments of Sample."""
-    return CALLS[name](Sample(device, dtype, **sizes))
+    """Valid arguments of an operator: those of CALLS, and the required tensors that it declares. `sizes` are
+    the other arguments of Sample."""
+    sample, overload = Sample(device, dtype, **sizes), cast(Any, packet(name)).default
+    required = [argument.name for argument in overload._schema.arguments if not argument.has_default_value()]
+    known = {"...": (sample.T,), **{size: getattr(sample, size) for size in "THEKID"}}
+
+    def make(_: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        return sample.values(*shape, dtype=dtype)
+
+    made = DECLARED[name].completed(CALLS[name](sample), required, make, known)
+    return {
+        argument.name: made[argument.name] for argument in overload._schema.arguments if argument.name in made
+    }
+
+
+def changed_samples(
+    name: str, changes: Changes, device: str, dtype: torch.dtype, seed: int, **sizes: Any
+) -> list[dict[str, Any]]:
+    """Changes to the valid arguments, each with the other tensors that have to follow it."""
+    sample, declared = Sample(device, dtype, seed=seed, **sizes), DECLARED[name]
+    base = sample_arguments(name, device, dtype, **sizes)
+
+    def make(argument: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        old = base[argument]
+        shape = tuple(was if size is None else size for size, was in zip(shape, old.shape, strict=True))
+        return sample.values(*shape, dtype=dtype or old.dtype)
+
+    return [
+        declared.completed(each, declared.misfits(base, each), make, declared.sizes_of(base))
+        for each in (changes[name](sample) if name in changes else ())
+    ]
 
 
 def more_samples(
     name: str, device: str, dtype: torch.dtype, head: tuple[int, int] = HEAD
 ) -> list[dict[str, Any]]:
     """Changes to the valid arguments that lead to other paths of the operator."""
-    return _CHANGES[name](Sample(device, dtype, head=head, seed=1)) if name in _CHANGES else []
+    return changed_samples(name, _CHANGES, device, dtype, 1, head=head)
 
 
 def copies(arguments: dict) -> dict:

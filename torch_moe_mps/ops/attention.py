@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, Check
-from ._formats import GROUP_SIZES, PACKED_DTYPES, Format, dequantize_values, pack
+from ._checks import PACKED_DTYPES, Check
+from ._formats import GROUP_SIZES, Format, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample, whole_groups
-from .rope import check_rope_cache, rope_cache_
+from .rope import PAIRS, check_rope_cache, rope_cache_
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
@@ -26,20 +26,17 @@ WORD = 32  # keys of a mask of bits
 
 
 def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
-    check.dtype("mask", mask, (torch.bool, *ACTIVATION_DTYPES, torch.int32))
     (batch, _, tokens, _), (_, key_heads, keys, _) = q.shape, k.shape
     is_bits = mask.dtype == torch.int32
     expected = (batch, key_heads, tokens, -(-keys // WORD) if is_bits else keys)
-    fits = mask.dim() == 4 and mask.shape[0] in (1, batch) and mask.shape[1] in (1, key_heads)
+    fits = mask.shape[0] in (1, batch) and mask.shape[1] in (1, key_heads)
     if not fits or tuple(mask.shape[2:]) != expected[2:]:
         last = "ceil(S / 32)" if is_bits else "S"
         shape = f"[B or 1, Hk or 1, T, {last}], with B, Hk, T, {last} = {expected}"
         check.fail("mask", f"of shape {shape}", tuple(mask.shape))
 
 
-def _check_indices(
-    check: Check, indices: Tensor | None, block: int, q: Tensor, k: Tensor, **others: object
-) -> None:
+def _check_indices(check: Check, indices: Tensor | None, block: int, **others: object) -> None:
     if indices is None:
         if block != 1:
             check.fail("index_block", "1 without indices", block)
@@ -48,21 +45,13 @@ def _check_indices(
         if given is not None:
             got = tuple(given.shape) if isinstance(given, Tensor) else given
             check.fail(name, "None beside indices, which hold it", got)
-    check.dtype("indices", indices, (torch.int32,))
-    check.rank("indices", indices, (4,))
-    (batch, _, tokens, _), (_, key_heads, *_) = q.shape, k.shape
-    heads = indices.shape[1] if indices.shape[1] == key_heads else 1
-    check.shape("indices", indices, (batch, heads, tokens, indices.shape[3]), "[B, Hk or 1, T, K]")
     check.between("index_block", block, 1, MAX_INDEX_BLOCK)
 
 
 def _check_tail(
     check: Check,
-    k: Tensor,
-    v: Tensor,
     k_tail: Tensor | None,
     v_tail: Tensor | None,
-    rate: int,
     position: int,
     tokens: int,
     **others: Tensor | None,
@@ -75,11 +64,6 @@ def _check_tail(
     for name, given in others.items():
         if given is not None:
             check.fail(name, "None beside a tail", tuple(given.shape))
-    check.dtype("k_tail", k_tail, (k.dtype,))
-    check.rank("k_tail", k_tail, (4,))
-    check.shape("k_tail", k_tail, (*k.shape[:2], k_tail.shape[2], k.shape[3]), "[B, Hk, N, D]")
-    check.tensor("v_tail", v_tail, (*k_tail.shape[:3], v.shape[3]), "[B, Hk, N, Dv]", (v.dtype,))
-    check.between("tail_rate", rate, 1, MAX_POSITION)
     check.between("position", position, 0, MAX_POSITION - tokens)
 
 
@@ -90,40 +74,18 @@ def _check_order(
     key_range: Tensor | None,
     mask: Tensor | None,
     selects: bool,
-    batch: int,
 ) -> None:
-    if window is not None and mask is not None:
-        check.fail("window", "None beside a mask, which holds it", window)
-    if key_range is not None:
-        if mask is not None:
-            check.fail("key_range", "None beside a mask, which holds it", tuple(key_range.shape))
-        check.dtype("key_range", key_range, (torch.int32,))
-        check.shape("key_range", key_range, (batch, 2), "[B, 2]")
-    if window is not None and window < 1:
-        check.fail("window", "at least 1", window)
-    if lookahead < 0:
-        check.fail("lookahead", "at least 0", lookahead)
+    if mask is not None:
+        for name, given in (("window", window), ("key_range", key_range)):
+            if given is not None:
+                got = tuple(given.shape) if isinstance(given, Tensor) else given
+                check.fail(name, "None beside a mask, which holds it", got)
     if lookahead > 0 and (selects or mask is not None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
 
 
-def _check_relative(check: Check, relative: Tensor, q: Tensor, others: dict[str, object]) -> None:
-    check.dtype("relative", relative, (q.dtype,))
-    check.rank("relative", relative, (4,))
-    batch, heads, tokens, _ = q.shape
-    check.shape("relative", relative, (batch, tokens, heads, max(1, relative.shape[3])), "[B, T, Hq, E]")
-    for name, given in others.items():
-        if given is not None:
-            check.fail("relative", f"None beside {name}", tuple(relative.shape))
-
-
 def _check_quantized(
-    check: Check,
-    names: tuple[str, str, str],
-    packed: Tensor,
-    scales: Tensor | None,
-    biases: Tensor | None,
-    dtype: torch.dtype,
+    check: Check, names: tuple[str, str, str], packed: Tensor, scales: Tensor | None, biases: Tensor | None
 ) -> int:
     """The elements of a quantised head. `names` are those of the three tensors."""
     check.dtype(names[0], packed, PACKED_DTYPES)
@@ -131,71 +93,54 @@ def _check_quantized(
     for name, tensor in zip(names[1:], (scales, biases), strict=True):
         if tensor is None:
             check.fail(name, f"a tensor beside quantised {names[0]}", None)
-        check.dtype(name, tensor, (dtype,))
-        check.rank(name, tensor, (4,))
         groups = tensor.shape[3]
         if groups < 1 or columns % groups or columns // groups not in GROUP_SIZES["affine"]:
             sizes = " or ".join(map(str, GROUP_SIZES["affine"]))
             check.fail(name, f"of a last dimension of {columns} / {sizes}", tuple(tensor.shape))
-        check.shape(name, tensor, (*packed.shape[:3], groups), "[B, Hk, S, groups]")
     assert scales is not None and biases is not None
     check.shape(names[2], biases, tuple(scales.shape), f"of {names[1]}")
     return columns
 
 
 def _meta_attention(
-    check, q, k, v, mask, window, key_range, softcap, sinks, k_scales, k_biases, v_scales, v_biases, indices,
-    index_block, gate, gate_activation, lookahead, k_tail, v_tail, tail_rate, position, relative,
-    dtype, **others
+    check, q, k, v, mask, window, key_range, softcap, k_scales, k_biases, v_scales, v_biases, indices,
+    index_block, gate, lookahead, k_tail, v_tail, position, relative, dtype, **_
 ):  # fmt: skip
-    check.dtype("q", q, ACTIVATION_DTYPES)
-    check.rank("q", q, (4,))
-    batch, heads, _, width = q.shape
-    check.between("q's head dimension", width, 1, MAX_HEAD)
-    check.rank("k", k, (4,))
-    check.rank("v", v, (4,))
+    heads, width = check.dims("Hq D")
+    key_columns, value_width = width, v.shape[3]
     if all(tensor is None for tensor in (k_scales, k_biases, v_scales, v_biases)):
         check.dtype("k", k, (q.dtype,))
         check.dtype("v", v, (q.dtype,))
-        key_columns, value_width = width, v.shape[3]
     else:
         key_columns = width * CACHE_BITS // 32
-        columns = _check_quantized(check, ("k", "k_scales", "k_biases"), k, k_scales, k_biases, q.dtype)
+        columns = _check_quantized(check, ("k", "k_scales", "k_biases"), k, k_scales, k_biases)
         if columns != width:
             check.fail("k", f"of {key_columns} words a key, for D = {width}", tuple(k.shape))
-        names = ("v", "v_scales", "v_biases")
-        value_width = _check_quantized(check, names, v, v_scales, v_biases, q.dtype)
-    check.shape("k", k, (batch, k.shape[1], k.shape[2], key_columns), "[B, Hk, S, D]")
-    if k.shape[1] < 1 or heads % k.shape[1]:
+        value_width = _check_quantized(check, ("v", "v_scales", "v_biases"), v, v_scales, v_biases)
+    check.shape("k", k, (*k.shape[:3], key_columns), "[B, Hk, S, D]")
+    if heads % k.shape[1]:
         check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
-    check.shape("v", v, (*k.shape[:3], v.shape[3]), "[B, Hk, S, Dv]")
     check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
-    if sinks is not None:
-        of_tokens = sinks.dim() == 3
-        sizes = (batch, q.shape[2], heads) if of_tokens else (heads,)
-        check.tensor("sinks", sinks, sizes, "[B, T, Hq]" if of_tokens else "[Hq] or [B, T, Hq]")
     if mask is not None:
         _check_mask(check, mask, q, k)
-    has_tail = {"mask": mask, "key_range": key_range, "k_scales": k_scales}
     if k_tail is not None and lookahead != 0:
         check.fail("lookahead", "0 beside a tail", lookahead)
-    _check_tail(check, k, v, k_tail, v_tail, tail_rate, position, q.shape[2], **has_tail)
+    beside_tail = {"mask": mask, "key_range": key_range, "k_scales": k_scales}
+    _check_tail(check, k_tail, v_tail, position, q.shape[2], **beside_tail)
     if k_tail is None:
-        _check_indices(check, indices, index_block, q, k, mask=mask, window=window, key_range=key_range)
+        _check_indices(check, indices, index_block, mask=mask, window=window, key_range=key_range)
     else:
-        _check_indices(check, indices, index_block, q, k_tail)
+        _check_indices(check, indices, index_block)
         check.between("index_block", index_block, 1, 1, " beside a tail")
-    _check_order(check, window, lookahead, key_range, mask, indices is not None, batch)
-    if relative is not None:
-        others = {"a mask": mask, "indices": indices, "a tail": k_tail, "a look-ahead": lookahead or None}
-        _check_relative(check, relative, q, others)
+    _check_order(check, window, lookahead, key_range, mask, indices is not None)
+    others = {"a mask": mask, "indices": indices, "a tail": k_tail, "a look-ahead": lookahead or None}
+    for name, given in others.items() if relative is not None else ():
+        if given is not None:
+            check.fail("relative", f"None beside {name}", tuple(relative.shape))
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
-    check.choice("gate_activation", gate_activation, tuple(GATES))
-    if gate is not None:
-        last = 1 if gate.shape[-1:] == (1,) else value_width
-        expected = batch, q.shape[2], heads, last
-        check.tensor("gate", gate, expected, "[B, T, Hq, Dv or 1]", (q.dtype,))
+    if gate is not None and gate.shape[3] != 1:
+        check.shape("gate", gate, (*gate.shape[:3], value_width), "[B, T, Hq, Dv or 1]")
     wider = () if q.dtype == torch.float32 else (torch.float32,)
     check.among_dtypes("dtype", dtype or q.dtype, (q.dtype, *wider))
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width), dtype=dtype or q.dtype)
@@ -271,7 +216,20 @@ def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Te
     return dequantize_values(cache, scales, biases, Format(CACHE_BITS, group))
 
 
-@operator(meta=_meta_attention, symbols=("position",))
+@operator(
+    f"q[B, Hq, T, D<={MAX_HEAD}] k[B, Hk>=1, S, _]:any v[B, Hk, S, Dv]:any mask[_, _, T, _]:mask "
+    "key_range[B, 2]:int32 sinks[Hq]|[B, T, Hq] k_scales[B, Hk, S, _]:q k_biases[B, Hk, S, _]:q "
+    "v_scales[B, Hk, S, _]:q v_biases[B, Hk, S, _]:q indices[B, 1, T, K]|[B, Hk, T, K]:int32 "
+    "gate[B, T, Hq, _]:q k_tail[B, Hk, N, D]:k v_tail[B, Hk, N, Dv]:v relative[B, T, Hq, E>=1]:q",
+    _meta_attention,
+    allowed={
+        "gate_activation": tuple(GATES),
+        "window": 1,
+        "lookahead": 0,
+        "tail_rate": range(1, MAX_POSITION + 1),
+    },
+    symbols=("position",),
+)
 def attention(
     q: Tensor,
     k: Tensor,
@@ -401,26 +359,23 @@ def _meta_rope_attention(
     check, q, k, v, keys_, values_, scale, window, key_range, softcap, sinks, gate, gate_activation,
     **rotation,
 ):  # fmt: skip
-    turned = check_rope_cache(check, q=q, k=k, v=v, keys_=keys_, values_=values_, **rotation)
-    if k.shape[3] != q.shape[3]:
-        check.fail("k", f"of heads of {q.shape[3]} elements, as those of q", tuple(k.shape))
-    if v.shape[2] != k.shape[2]:
-        check.fail("v", f"of {k.shape[2]} heads, as many as k has", tuple(v.shape))
-    check.shape("values_", values_, (*keys_.shape[:3], v.shape[3]), "[B, Hv, S, Dv]")
+    turned = check_rope_cache(check, q=q, k=k, v=v, keys_=keys_, values_=values_, k_bias=None, **rotation)
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
-    none = (
-        *("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail", "relative"),
-        "dtype",
-    )
+    none = ("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail", "relative")
     return _meta_attention(
-        check, turned, keys_, values_, window=window, key_range=key_range, softcap=softcap, sinks=sinks,
-        index_block=1, gate=gate, gate_activation=gate_activation, lookahead=0, tail_rate=1, position=0,
-        **dict.fromkeys(none),
+        check, turned, keys_, values_, window=window, key_range=key_range, softcap=softcap, index_block=1,
+        gate=gate, lookahead=0, position=0, dtype=None, **dict.fromkeys(none),
     )  # fmt: skip
 
 
-@operator(meta=_meta_rope_attention)
+@operator(
+    f"q[B, T, Hq>=1, D<={MAX_HEAD}] k[B, T, Hk>=1, D]:q v[B, T, Hk, Dv<={MAX_VALUE_HEAD}]:q "
+    "keys_[B, Hk, S, D]:q values_[B, Hk, S, Dv]:q cos[A, T, W] sin[A, T, W]:cos q_weight[D] k_weight[D] "
+    "v_weight[Dv] key_range[B, 2]:int32 sinks[Hq]|[B, T, Hq] gate[B, T, Hq, _]:q",
+    _meta_rope_attention,
+    allowed={"pairs": PAIRS, "gate_activation": tuple(GATES), "window": 1},
+)
 def rope_attention_(
     q: Tensor,
     k: Tensor,
@@ -471,20 +426,17 @@ def rope_attention_(
     )  # fmt: skip
 
 
-def _meta_write(check, states, packed_, scales_, biases_, start):
-    check.dtype("states", states, ACTIVATION_DTYPES)
-    check.rank("states", states, (4,))
-    check.rank("packed_", packed_, (4,))
-    names = ("packed_", "scales_", "biases_")
-    width = _check_quantized(check, names, packed_, scales_, biases_, states.dtype)
-    batch, heads, tokens, _ = states.shape
-    room = packed_.shape[2]
-    check.shape("packed_", packed_, (batch, heads, room, packed_.shape[3]), "[B, Hk, N, D / 4]")
-    check.shape("states", states, (batch, heads, tokens, width), "[B, Hk, T, D]")
-    check.between("start", start, 0, room - tokens)
+def _check_write(check, states, packed_, scales_, biases_, start):
+    width = _check_quantized(check, ("packed_", "scales_", "biases_"), packed_, scales_, biases_)
+    check.shape("states", states, (*states.shape[:3], width), "[B, Hk, T, D]")
+    check.between("start", start, 0, packed_.shape[2] - states.shape[2])
 
 
-@operator(meta=_meta_write, symbols=("start",))
+@operator(
+    "states[B, Hk, T, _] packed_[B, Hk, N, _]:packed scales_[B, Hk, N, _]:states biases_[B, Hk, N, _]:states",
+    _check_write,
+    symbols=("start",),
+)
 def write_cache_quantized_(
     states: Tensor,
     packed_: Tensor,

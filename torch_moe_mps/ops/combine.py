@@ -5,15 +5,14 @@ depend on how many tokens there are.
 """
 
 import math
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, Check
+from ._checks import Check
 from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from ._sample import Calls, Changes
 from .norms import normed
 
 
@@ -26,14 +25,7 @@ def _sum_over_slots(slots: Tensor, weights: Tensor) -> Tensor:
     return total
 
 
-def _meta_silu_mul(check, gate, up):
-    check.dtype("gate", gate, ACTIVATION_DTYPES)
-    check.min_rank("gate", gate, 1)
-    check.tensor("up", up, gate.shape, "[..., I] of gate", (gate.dtype,))
-    return gate.new_empty(gate.shape)
-
-
-@operator(meta=_meta_silu_mul)
+@operator("gate[..., I] up[..., I]:gate -> gate")
 def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     """silu(gate) * up, with silu(x) = x / (1 + exp(-x)).
 
@@ -52,20 +44,10 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
 # Weighted sums over the slots
 
 
-def _meta_weighted_sum(check, slots, weights, residual_=None, norm_weight=None, **others):
-    check.dtype("slots", slots, ACTIVATION_DTYPES)
-    check.min_rank("slots", slots, 2)
-    if slots.shape[-2] < 1:
-        check.fail("slots", "[..., S, H] with S at least 1", tuple(slots.shape))
-    check.tensor("weights", weights, slots.shape[:-1], "[..., S] of slots")
-    sums = (*slots.shape[:-2], slots.shape[-1])
-    if residual_ is not None:
-        check.tensor("residual_", residual_, sums, "[..., H] of slots", (slots.dtype,))
-    check.tensor("norm_weight", norm_weight, sums[-1:], "[H]")
-    return slots.new_empty(sums)
+SLOTS = "slots[..., S>=1, H] weights[..., S]"
 
 
-@operator(meta=_meta_weighted_sum)
+@operator(f"{SLOTS} -> [..., H]:slots")
 def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
     """sum_s weights[..., s] * slots[..., s, :], s ascending.
 
@@ -82,11 +64,7 @@ def weighted_sum_stacked(slots: Tensor, weights: Tensor) -> Tensor:
     return _sum_over_slots(slots, weights).to(slots.dtype)
 
 
-def _meta_weighted_sum_residual(check, **arguments):
-    _meta_weighted_sum(check, **arguments)
-
-
-@operator(meta=_meta_weighted_sum_residual)
+@operator(f"{SLOTS} residual_[..., H]:slots")
 def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Tensor) -> None:
     """residual_ += sum_s weights[..., s] * slots[..., s, :], s ascending, rounded once.
 
@@ -102,7 +80,7 @@ def weighted_sum_residual_stacked_(residual_: Tensor, slots: Tensor, weights: Te
     residual_.copy_(residual_.float() + _sum_over_slots(slots, weights))
 
 
-@operator(meta=_meta_weighted_sum)
+@operator(f"{SLOTS} residual_[..., H]:slots norm_weight[H] -> [..., H]:slots")
 def weighted_sum_residual_norm_stacked_(
     residual_: Tensor, slots: Tensor, weights: Tensor, norm_weight: Tensor, eps: float
 ) -> Tensor:
@@ -130,6 +108,9 @@ def weighted_sum_residual_norm_stacked_(
 
 # The combine of a whole MoE layer
 
+# What is added to the sum of the experts, beside a tensor of its dtype.
+ADDED = "shared_gate[T]|[T, 1] shared_out[T, H]:{0} residual:{0}"
+
 
 class ExpertSum(NamedTuple):
     """What a layer adds up around its experts, by the operators' arguments of these names."""
@@ -140,22 +121,14 @@ class ExpertSum(NamedTuple):
     residual: Tensor | None = None
     gate_is_logit: bool = False
 
-    def check(self, check: Check, rows: Sequence[int], dtype: torch.dtype) -> None:
-        """What is added to the experts' sum, whose shape and dtype are `rows`, (T, H), and `dtype`."""
+    def check(self, check: Check) -> None:
+        """What the declaration of the tensors, `ADDED`, cannot say. Sizes T and H are those of the sum."""
         if self.gate_is_logit and self.shared_gate is None:
             check.fail("gate_is_logit", "False without shared_gate", True)
-        if self.shared_gate is not None:
-            if self.shared_out is None:
-                check.fail("shared_out", "given when shared_gate is", None)
-            check.dtype("shared_gate", self.shared_gate, ACTIVATION_DTYPES)
-            if self.shared_gate.dim() == 2:
-                check.shape("shared_gate", self.shared_gate, (rows[0], 1), "[T, 1]")
-            else:
-                check.shape("shared_gate", self.shared_gate, (rows[0],), "[T]")
-        check.tensor("shared_out", self.shared_out, rows, "[T, H]", (dtype,))
+        if self.shared_gate is not None and self.shared_out is None:
+            check.fail("shared_out", "given when shared_gate is", None)
         if self.residual is not None:
-            check.dtype("residual", self.residual, (dtype,))
-            shape = self.residual.shape
+            rows, shape = check.dims("T H"), self.residual.shape
             if shape[-1:] != tuple(rows[1:]) or math.prod(shape) != math.prod(rows):
                 check.fail("residual", f"T = {rows[0]} rows of H = {rows[1]} elements", tuple(shape))
 
@@ -172,25 +145,14 @@ class ExpertSum(NamedTuple):
         return total
 
 
-def _meta_weighted_reduce(check, weights, expert_out, **added):
-    around = ExpertSum(weights, **added)
-    check.dtype("weights", weights, ACTIVATION_DTYPES)
-    check.rank("weights", weights, (2,))
-    check.dtype("expert_out", expert_out, ACTIVATION_DTYPES)
-    check.rank("expert_out", expert_out, (2, 3))
-    tokens, top_k = weights.shape
-    if top_k < 1:
-        check.fail("weights", "[T, K] with K at least 1", tuple(weights.shape))
-    width = expert_out.shape[-1]
-    if expert_out.dim() == 2:
-        check.shape("expert_out", expert_out, (tokens * top_k, width), "[T * K, H]")
-    else:
-        check.shape("expert_out", expert_out, (tokens, top_k, width), "[T, K, H]")
-    around.check(check, (tokens, width), expert_out.dtype)
-    return expert_out.new_empty((weights.shape[0], expert_out.shape[-1]))
+def _check_weighted_reduce(check, weights, expert_out, **added):
+    ExpertSum(weights, **added).check(check)
 
 
-@operator(meta=_meta_weighted_reduce)
+@operator(
+    f"weights[T, K>=1] expert_out[T, K, H]|[T*K, H] {ADDED.format('expert_out')} -> [T, H]:expert_out",
+    _check_weighted_reduce,
+)
 def moe_weighted_reduce(
     weights: Tensor,
     expert_out: Tensor,
@@ -220,21 +182,13 @@ def moe_weighted_reduce(
     return around.added_to(total).to(expert_out.dtype)
 
 
-def _slots(s: Sample) -> dict[str, Any]:
-    return {"slots": s.values(s.T, s.K, s.H), "weights": s.weights}
-
-
 CALLS: Calls = {
-    "silu_mul_stacked": lambda s: {"gate": s.values(s.T, s.I), "up": s.values(s.T, s.I)},
-    "weighted_sum_stacked": _slots,
-    "weighted_sum_residual_stacked_": lambda s: {"residual_": s.values(s.T, s.H), **_slots(s)},
-    "weighted_sum_residual_norm_stacked_": lambda s: {
-        "residual_": s.values(s.T, s.H),
-        **_slots(s),
-        "norm_weight": s.values(s.H),
-        "eps": 1e-6,
-    },
-    "moe_weighted_reduce": lambda s: {"weights": s.weights, "expert_out": s.values(s.T, s.K, s.H)},
+    "silu_mul_stacked": lambda s: {},
+    **dict.fromkeys(
+        ("weighted_sum_stacked", "weighted_sum_residual_stacked_", "moe_weighted_reduce"),
+        lambda s: {"weights": s.weights},
+    ),
+    "weighted_sum_residual_norm_stacked_": lambda s: {"weights": s.weights, "eps": 1e-6},
 }
 CHANGES: Changes = {
     "silu_mul_stacked": lambda s: [{"gate": s.values(s.I, s.T).t()}],

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, MAX_TOP_K, Check, picked
+from ._checks import MAX_TOP_K, picked
 from ._registry import operator
 from ._sample import Calls, Changes
-from .combine import ExpertSum
+from .combine import ADDED, ExpertSum
 from .norms import InputNorm
 
 # How many pairs the reference computes at a time: this bounds its intermediate results, so that they stay in
@@ -22,31 +22,9 @@ from .norms import InputNorm
 PAIRS_AT_ONCE = 512
 
 
-def check_ids(check: Check, x: Tensor, ids: Tensor) -> None:
-    check.dtype("ids", ids, ID_DTYPES)
-    check.rank("ids", ids, (2,))
-    if ids.shape[0] != x.shape[0]:
-        check.fail("ids", f"of shape [T, K] with T = {x.shape[0]} as in x", tuple(ids.shape))
-    check.between("K, the columns of ids,", ids.shape[1], 1, MAX_TOP_K)
-
-
-def check_slots(check: Check, x: Tensor, ids: Tensor) -> None:
-    """x[T, H] or x[T, K, H] of a single expert matmul."""
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.rank("x", x, (2, 3))
-    check_ids(check, x, ids)
-    if x.dim() == 3:
-        check.shape("x", x, (*ids.shape, x.shape[-1]), "[T, K, H]")
-
-
-def check_around(check: Check, x: Tensor, ids: Tensor | None, around: ExpertSum) -> None:
-    """The arguments around the experts: their inputs, and what their outputs are combined with."""
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.rank("x", x, (2,))
-    if ids is not None:
-        check_ids(check, x, ids)
-        check.tensor("weights", around.weights, ids.shape, "[T, K]")
-    around.check(check, x.shape, x.dtype)
+# Slots of tokens, and the tensors around the experts.
+IDS = f"ids[T, K<={MAX_TOP_K}]:id"
+AROUND = f"x[T, H] {IDS} weights[T, K] norm_weight[H] {ADDED.format('x')}"
 
 
 class Groups(NamedTuple):
@@ -175,18 +153,16 @@ def _dense_product(weight: Tensor, transposed: bool) -> Product:
 
 
 def _meta_expert_mm(check, x, weight, ids, bias, transposed):
-    check_slots(check, x, ids)
-    check.dtype("weight", weight, (x.dtype,))
-    check.rank("weight", weight, (3,))
     experts, rows, hidden = weight.mT.shape if transposed else weight.shape
     if hidden != x.shape[-1]:
         layout = "[E, H, N]" if transposed else "[E, N, H]"
         check.fail("weight", f"of shape {layout} with H = {x.shape[-1]} as in x", tuple(weight.shape))
-    check.tensor("bias", bias, (experts, rows), "[E, N]")
-    return x.new_empty(*ids.shape, weight.shape[2] if transposed else weight.shape[1])
+    if bias is not None:
+        check.shape("bias", bias, (experts, rows), "[E, N]")
+    return x.new_empty(*ids.shape, rows)
 
 
-@operator(meta=_meta_expert_mm)
+@operator(f"{IDS} x[T, H]|[T, K, H] weight[E, _, _]:x bias[E, _]", _meta_expert_mm)
 def expert_mm(
     x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
@@ -208,15 +184,11 @@ def expert_mm(
     return project_slots(x, ids, shape, _dense_product(weight, transposed), bias)
 
 
-def _meta_moe_experts(check, x, gate_up, down, ids, gate_up_bias, down_bias, transposed, **arguments):
-    check_around(check, x, ids, picked(ExpertSum, arguments))
-    picked(InputNorm, arguments).check(check, x.shape[1])
+def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **arguments):
+    picked(ExpertSum, arguments).check(check)
     activation = picked(Activation, arguments)
     activation.check(check)
     gated = activation.gated
-    for argument, tensor in (("gate_up", gate_up), ("down", down)):
-        check.dtype(argument, tensor, (x.dtype,))
-        check.rank(argument, tensor, (3,))
     experts, rows, hidden = gate_up.mT.shape if transposed else gate_up.shape
     if hidden != x.shape[1] or (gated and rows % 2 != 0):
         dims = f"{'2I' if gated else 'I'}"
@@ -227,12 +199,13 @@ def _meta_moe_experts(check, x, gate_up, down, ids, gate_up_bias, down_bias, tra
         check.shape("down", down, (experts, intermediate, hidden), "[E, I, H]")
     else:
         check.shape("down", down, (experts, hidden, intermediate), "[E, H, I]")
-    check.tensor("gate_up_bias", gate_up_bias, (experts, rows), "[E, 2I]" if gated else "[E, I]")
-    check.tensor("down_bias", down_bias, (experts, hidden), "[E, H]")
-    return x.new_empty(x.shape)
+    if gate_up_bias is not None:
+        check.shape("gate_up_bias", gate_up_bias, (experts, rows), "[E, 2I]" if gated else "[E, I]")
 
 
-@operator(meta=_meta_moe_experts)
+@operator(
+    f"{AROUND} gate_up[E, _, _]:x down[E, _, _]:x gate_up_bias[E, _] down_bias[E, H] -> x", _check_moe_experts
+)
 def moe_experts(
     x: Tensor,
     gate_up: Tensor,
@@ -303,13 +276,10 @@ def moe_experts(
 
 
 CALLS: Calls = {
-    "expert_mm": lambda s: {"x": s.values(s.T, s.H), "weight": s.values(s.E, s.I, s.H), "ids": s.ids},
+    "expert_mm": lambda s: {"weight": s.values(s.E, s.I, s.H), "ids": s.ids},
     "moe_experts": lambda s: {
-        "x": s.values(s.T, s.H),
-        "gate_up": s.values(s.E, 2 * s.I, s.H),
-        "down": s.values(s.E, s.H, s.I),
-        "ids": s.ids,
-        "weights": s.weights,
+        **{"gate_up": s.values(s.E, 2 * s.I, s.H), "down": s.values(s.E, s.H, s.I)},
+        **{"ids": s.ids, "weights": s.weights},
     },
 }
 CHANGES: Changes = {

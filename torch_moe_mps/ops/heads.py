@@ -10,7 +10,7 @@ from ._registry import operator
 from ._sample import Calls, Changes
 
 
-def _check_heads(
+def _meta_heads(
     check: Check,
     x: Tensor,
     rows: int,
@@ -20,19 +20,15 @@ def _check_heads(
     dtype: torch.dtype,
 ) -> Tensor:
     """Checks what does not depend on how the matrices [Hq, rows, columns] are stored. Returns: the output."""
-    batch, tokens, heads, width = x.shape
     inputs, outputs = (rows, columns) if transposed else (columns, rows)
-    if width != inputs:
+    if x.shape[3] != inputs:
         which = "rows" if transposed else "columns"
         check.fail("x", f"of a last dimension of {inputs}, the {which} of a matrix", tuple(x.shape))
     if tail is not None:
         if not transposed:
             check.fail("tail", "None unless transposed", tuple(tail.shape))
-        check.dtype("tail", tail, (x.dtype,))
-        check.rank("tail", tail, (4,))
-        check.shape("tail", tail, (batch, tokens, heads, tail.shape[3]), "[B, T, Hq, R]")
         outputs += tail.shape[3]
-    return x.new_empty((batch, tokens, heads, outputs), dtype=dtype)
+    return x.new_empty((*x.shape[:3], outputs), dtype=dtype)
 
 
 def _product(
@@ -44,16 +40,12 @@ def _product(
 
 
 def _meta_heads_mm(check, x, weight, transposed, tail):
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.rank("x", x, (4,))
     wider = x.dtype == torch.float32 and not transposed
     check.dtype("weight", weight, ACTIVATION_DTYPES if wider else (x.dtype,))
-    check.rank("weight", weight, (3,))
-    check.shape("weight", weight, (x.shape[2], *weight.shape[1:]), "[Hq, rows, columns]")
-    return _check_heads(check, x, weight.shape[1], weight.shape[2], transposed, tail, weight.dtype)
+    return _meta_heads(check, x, weight.shape[1], weight.shape[2], transposed, tail, weight.dtype)
 
 
-@operator(meta=_meta_heads_mm)
+@operator("x[B, T, Hq, _] weight[Hq, _, _]:any tail[B, T, Hq, _]:x", _meta_heads_mm)
 def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tensor | None = None) -> Tensor:
     """out[b, t, h] = weight[h] @ x[b, t, h]; with `transposed` weight[h]^T @ x[b, t, h], then tail[b, t, h].
 
@@ -79,18 +71,16 @@ def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tenso
 
 
 def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, tail, dtype):
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.rank("x", x, (4,))
     stored = Format.named(format, check)
-    check.rank("packed", packed, (3,))
     rows, columns = packed.shape[1], stored.columns(packed.shape[2])
-    check.among_dtypes("dtype", dtype or x.dtype, (x.dtype,) if transposed else ACTIVATION_DTYPES)
-    out = _check_heads(check, x, rows, columns, transposed, tail, dtype or x.dtype)
+    if transposed:
+        check.among_dtypes("dtype", dtype or x.dtype, (x.dtype,))
+    out = _meta_heads(check, x, rows, columns, transposed, tail, dtype or x.dtype)
     QuantizedWeight(packed, scales, biases, stored).check(check, "", (x.shape[2], rows, columns), "Hq, R, C")
     return out
 
 
-@operator(meta=_meta_heads_quantized)
+@operator("x[B, T, Hq, _] packed[Hq, _, _]:packed tail[B, T, Hq, _]:x", _meta_heads_quantized)
 def heads_quantized(
     x: Tensor,
     packed: Tensor,

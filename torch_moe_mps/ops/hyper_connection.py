@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
 from ._sample import Calls, Changes
 
@@ -11,26 +10,16 @@ MAX_STREAMS = 4
 MAX_ITERATIONS = 1024
 
 
-def _check_update(check, streams, out, post, comb):
-    """What is added to the streams, and the rows of streams."""
-    check.dtype("streams", streams, ACTIVATION_DTYPES)
-    check.min_rank("streams", streams, 2)
-    *leading, count, width = streams.shape
-    check.between("streams' dimension -2", count, 1, MAX_STREAMS)
+UPDATE = f"streams[..., N<={MAX_STREAMS}, H] out[..., H]:streams post[..., N]:float32 comb[..., N, N]:float32"
+
+
+def _check_update(check, streams, **_):
+    width = streams.shape[-1]
     if width % 4 != 0 or width == 0:
         check.fail("streams", "of rows of a multiple of 4 elements", width)
-    check.tensor("out", out, (*leading, width), "[..., H]", (streams.dtype,))
-    check.tensor("post", post, (*leading, count), "[..., N]", (torch.float32,))
-    check.tensor("comb", comb, (*leading, count, count), "[..., N, N]", (torch.float32,))
-    return leading, count, width
 
 
-def _meta_hyper_update(check, streams, out, post, comb):
-    _check_update(check, streams, out, post, comb)
-    return streams.new_empty(streams.shape)
-
-
-@operator(meta=_meta_hyper_update)
+@operator(f"{UPDATE} -> streams", _check_update)
 def hyper_update(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor | None = None) -> Tensor:
     """The streams of a hyper-connection after a block: its result, and a mixture of the streams.
 
@@ -54,22 +43,18 @@ def hyper_update(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor | None
     return (post.unsqueeze(-1) * out.float().unsqueeze(-2) + rows).to(streams.dtype)
 
 
-def _meta_hyper_connection(check, streams, fn, base, scale, out, post, comb, iterations, **_):
-    leading, count, width = _check_update(check, streams, out, post, comb)
+def _meta_hyper_connection(check, streams, fn, scale, out, post, comb, **_):
+    _check_update(check, streams)
+    *leading, count, width = streams.shape
     if (out is None) != (post is None):
         check.fail("post", "given with out, and only then", None if post is None else tuple(post.shape))
     if out is None and comb is not None:
         check.fail("comb", "None without out", f"shape {tuple(comb.shape)}")
-    check.dtype("fn", fn, ACTIVATION_DTYPES)
-    check.rank("fn", fn, (2,))
     rows = (count, 2 * count, 2 * count + count * count)
     if fn.shape[0] not in rows:
         check.fail("fn", "of N, 2 N or (2 + N) N = {}, {} or {} rows".format(*rows), fn.shape[0])
-    check.shape("fn", fn, (fn.shape[0], count * width), "[R, N H]")
-    check.tensor("base", base, fn.shape[:1], "[R]")
     parts = rows.index(fn.shape[0]) + 1
-    check.tensor("scale", scale, (parts,), "[1 to 3, as many as parts of fn]")
-    check.between("iterations", iterations, 1, MAX_ITERATIONS)
+    check.shape("scale", scale, (parts,), "[1 to 3, as many as parts of fn]")
     return (
         streams.new_empty((*leading, width)),
         streams.new_empty((*leading, count) if parts > 1 else (0,), dtype=torch.float32),
@@ -78,7 +63,11 @@ def _meta_hyper_connection(check, streams, fn, base, scale, out, post, comb, ite
     )
 
 
-@operator(meta=_meta_hyper_connection)
+@operator(
+    f"{UPDATE} fn[R, N*H] base[R] scale[_]",
+    _meta_hyper_connection,
+    allowed={"iterations": range(1, MAX_ITERATIONS + 1)},
+)
 def hyper_connection(
     streams: Tensor,
     fn: Tensor,
@@ -151,14 +140,7 @@ def hyper_connection(
 
 
 CALLS: Calls = {
-    "hyper_update": lambda s: {
-        **{
-            "streams": s.values(s.T, 2, s.H),
-            "out": s.values(s.T, s.H),
-            "post": s.values(s.T, 2, dtype=torch.float32),
-        },
-        "comb": s.values(s.T, 2, 2, dtype=torch.float32),
-    },
+    "hyper_update": lambda s: {"streams": s.values(s.T, 2, s.H)},
     "hyper_connection": lambda s: {
         **{"streams": s.values(s.T, 4, s.H), "fn": s.values(24, 4 * s.H, dtype=torch.float32) / 16},
         **{"base": s.values(24, dtype=torch.float32), "scale": s.values(3, dtype=torch.float32)},
@@ -170,8 +152,8 @@ CHANGES: Changes = {
     "hyper_update": lambda s: [{"comb": None, "out": s.strided}],
     "hyper_connection": lambda s: [
         {"out": None, "post": None, "comb": None, "iterations": 3},
-        {"fn": s.values(8, 4 * s.H) / 16, "base": s.values(8), "scale": s.values(2), "comb": None}
+        {"fn": s.values(8, 4 * s.H) / 16, "scale": s.values(2), "comb": None}
         | {"post_eps": 1e-3, "post_factor": 0.5},
-        {"fn": s.values(4, 4 * s.H) / 16, "base": s.values(4), "scale": s.values(1)},
+        {"fn": s.values(4, 4 * s.H) / 16, "scale": s.values(1)},
     ],
 }

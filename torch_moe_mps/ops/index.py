@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
 from ._sample import Calls, Changes
 from .attention import MAX_INDEX_BLOCK, WORD, seen_in_order
@@ -13,30 +12,15 @@ MAX_INDEX_WIDTH = 256  # elements of an index query and key
 REDUCTIONS = ("heads", "keys")
 
 
-def _meta_index_topk(check, q, k, weights, top_k, scale, key_range, reduce, block, tail, keys, as_bits):
-    check.dtype("q", q, ACTIVATION_DTYPES)
-    check.rank("q", q, (4,))
-    batch, tokens, heads, width = q.shape
-    check.between("q's head dimension", width, 1, MAX_INDEX_WIDTH)
-    check.dtype("k", k, (q.dtype,))
-    check.rank("k", k, (3,))
-    check.shape("k", k, (batch, k.shape[1], width), "[B, S, D]")
-    check.choice("reduce", reduce, REDUCTIONS)
+def _meta_index_topk(check, q, k, weights, top_k, key_range, reduce, block, tail, keys, as_bits, **_):
+    batch, tokens, heads, rows = check.dims("B T Hi S")
     of_heads = reduce == "heads"
-    if weights is not None:
-        if not of_heads:
-            check.fail("weights", 'None with reduce = "keys"', tuple(weights.shape))
-        check.tensor("weights", weights, (batch, tokens, heads), "[B, T, Hi]")
-    if top_k < 1:
-        check.fail("top_k", "at least 1", top_k)
-    check.number("scale", scale)
-    check.between("block", block, 1, MAX_INDEX_BLOCK)
+    if weights is not None and not of_heads:
+        check.fail("weights", 'None with reduce = "keys"', tuple(weights.shape))
     has_pools = of_heads and block > 1
     if has_pools and key_range is not None:
         check.fail("key_range", "None where k has a row for each block", tuple(key_range.shape))
-    check.tensor("key_range", key_range, (batch, 2), "[B, 2]", (torch.int32,))
     check.between("tail", tail, 0, int(has_pools) if of_heads else top_k)
-    rows = k.shape[1]
     if has_pools:
         if keys // block > rows or keys < 0:
             check.fail("keys", f"at most {rows * block + block - 1}, for which k has rows", keys)
@@ -50,7 +34,12 @@ def _meta_index_topk(check, q, k, weights, top_k, scale, key_range, reduce, bloc
     return q.new_empty((batch, *groups, tokens, last), dtype=torch.int32)
 
 
-@operator(meta=_meta_index_topk, symbols=("keys",))
+@operator(
+    f"q[B, T, Hi, D<={MAX_INDEX_WIDTH}] k[B, S, D]:q weights[B, T, Hi] key_range[B, 2]:int32",
+    _meta_index_topk,
+    allowed={"reduce": REDUCTIONS, "top_k": 1, "block": range(1, MAX_INDEX_BLOCK + 1)},
+    symbols=("keys",),
+)
 def index_topk(
     q: Tensor,
     k: Tensor,

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._activations import POINTWISE, Activation
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check, picked
+from ._checks import Check, picked
 from ._decoded import in_blocks
 from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
@@ -32,7 +32,6 @@ def _check_activated(check, activation, activated, factor, rows, columns):
         if factor != 1.0:
             check.fail("factor", "1.0 without an activation", factor)
         return
-    check.choice("activation", activation, POINTWISE)
     if columns == 0:
         check.fail("activation", "None for an x without columns", repr(activation))
     if activated is not None:
@@ -45,10 +44,7 @@ def _check_streams(check, x, rows, streams, order, activation):
     """Returns: the columns of the result."""
     if streams is None:
         return rows
-    check.dtype("streams", streams, (x.dtype,))
-    check.rank("streams", streams, (x.dim() + 1,))
     count = streams.shape[-2]
-    check.between("streams' dimension -2", count, 1, MAX_STREAMS)
     if rows % count:
         check.fail("streams' dimension -2", f"a divisor of the {rows} rows of packed", count)
     check.shape("streams", streams, (*x.shape[:-1], count, rows // count), "[..., S, N / S]")
@@ -62,39 +58,24 @@ def _check_streams(check, x, rows, streams, order, activation):
 
 
 def _meta_linear_quantized(
-    check,
-    x,
-    packed,
-    scales,
-    biases,
-    bias,
-    format,
-    residual,
-    order,
-    norm_weight,
-    norm_eps,
-    norm_offset,
-    activation,
-    activated,
-    factor,
-    streams,
+    check, x, packed, scales, biases, format, residual, order, activation, activated, factor, streams, **_
 ):
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.min_rank("x", x, 1)
+    rows, columns = check.dims("N C")
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
-    check.rank("packed", packed, (2,))
-    rows = packed.shape[0]
-    weight.check(check, "", (rows, x.shape[-1]), "N, C")
-    check.tensor("bias", bias, (rows,), "[N]")
-    columns = _check_streams(check, x, rows, streams, order, activation)
-    check.tensor("residual", residual, (*x.shape[:-1], columns), "[..., N]", (x.dtype,))
-    check.tensor("order", order, (rows,), "[N]", (torch.int32,))
-    InputNorm(norm_weight, norm_eps, norm_offset).check(check, x.shape[-1])
-    _check_activated(check, activation, activated, factor, rows, x.shape[-1])
-    return x.new_empty(*x.shape[:-1], columns)
+    weight.check(check, "", (rows, columns), "N, C")
+    out = (*x.shape[:-1], _check_streams(check, x, rows, streams, order, activation))
+    if residual is not None:
+        check.shape("residual", residual, out, "[..., N]")
+    _check_activated(check, activation, activated, factor, rows, columns)
+    return x.new_empty(out)
 
 
-@operator(meta=_meta_linear_quantized)
+@operator(
+    f"x[..., C] packed[N, _]:packed bias[N] streams[..., S<={MAX_STREAMS}, _]:x residual:x order[N]:int32 "
+    "norm_weight[C]",
+    _meta_linear_quantized,
+    allowed={"activation": POINTWISE},
+)
 def linear_quantized(
     x: Tensor,
     packed: Tensor,
@@ -162,35 +143,36 @@ def _weight(prefix: str, format: Format, arguments: dict[str, Any]) -> Quantized
     return QuantizedWeight(packed, scales, biases, format)
 
 
+def packed_mlp(stack: str = "") -> str:
+    """The tensors of an MLP, as an operator declares them; for a stack of MLPs, `stack` is "E, "."""
+    packed, biases = f"[{stack}_, _]:packed", f"[{stack}_]"
+    return f"gate_up_packed{packed} down_packed{packed} gate_up_bias{biases} down_bias[{stack}H]"
+
+
 def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack: str = "") -> None:
-    """Checks the weights of an MLP with `hidden` inputs; for a stack of MLPs, `stack` is "E, "."""
+    """Checks the weights of an MLP with `hidden` inputs."""
     activation = picked(Activation, arguments)
     activation.check(check)
     name, down_name = arguments["format"], arguments["down_format"]
     gate_up = _weight("gate_up_", Format.named(name, check), arguments)
     down_format = Format.named(name if down_name is None else down_name, check, "down_format")
     down = _weight("down_", down_format, arguments)
-    picked(InputNorm, arguments).check(check, hidden)
-    check.rank("gate_up_packed", gate_up.packed, (3 if stack else 2,))
     *experts, rows, _ = gate_up.packed.shape
     rows_name, intermediate = ("2I", rows // 2) if activation.gated else ("I", rows)
     if activation.gated and rows % 2 != 0:
         check.fail("gate_up_packed", "of an even number of rows 2I", tuple(gate_up.packed.shape))
     gate_up.check(check, "gate_up_", (*experts, rows, hidden), f"{stack}{rows_name}, H")
     down.check(check, "down_", (*experts, hidden, intermediate), f"{stack}H, I")
-    check.tensor("gate_up_bias", arguments["gate_up_bias"], (*experts, rows), f"[{stack}{rows_name}]")
-    check.tensor("down_bias", arguments["down_bias"], (*experts, hidden), f"[{stack}H]")
+    bias = arguments["gate_up_bias"]
+    if bias is not None:
+        check.shape("gate_up_bias", bias, (*experts, rows), f"[{stack}{rows_name}]")
 
 
-def _meta_mlp_quantized(check, x, residual, **arguments):
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.min_rank("x", x, 1)
+def _check_mlp_quantized(check, x, **arguments):
     check_packed_mlp(check, x.shape[-1], arguments)
-    check.tensor("residual", residual, x.shape, "[..., H]", (x.dtype,))
-    return x.new_empty(x.shape)
 
 
-@operator(meta=_meta_mlp_quantized)
+@operator(f"x[..., H] {packed_mlp()} residual[..., H]:x norm_weight[H] -> x", _check_mlp_quantized)
 def mlp_quantized(
     x: Tensor,
     gate_up_packed: Tensor,
@@ -249,16 +231,13 @@ def mlp_quantized(
 
 
 def _meta_embedding_quantized(check, ids, packed, scales, biases, format, dtype):
-    check.dtype("ids", ids, ID_DTYPES)
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
-    check.among_dtypes("dtype", dtype)
-    check.rank("packed", packed, (2,))
     shape = (packed.shape[0], weight.format.columns(packed.shape[1]))
     weight.check(check, "", shape, "V, C")
     return ids.new_empty(*ids.shape, shape[1], dtype=dtype)
 
 
-@operator(meta=_meta_embedding_quantized)
+@operator("ids:id packed[V, _]:packed", _meta_embedding_quantized)
 def embedding_quantized(
     ids: Tensor,
     packed: Tensor,

@@ -3,7 +3,6 @@
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
 from ._sample import Calls, Changes
 from .norms import GATE_ACTIVATIONS, rms_norm_gated
@@ -18,25 +17,17 @@ MAX_STATES = 16  # of a channel of selective_scan_
 # The convolution
 
 
-def _meta_conv(check, x, conv_state_, weight, bias, activation, add_input):
-    check.choice("activation", activation, ACTIVATIONS)
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.rank("x", x, (3,))
-    batch, _, channels = x.shape
-    check.dtype("weight", weight, ACTIVATION_DTYPES)
-    check.rank("weight", weight, (2,))
-    check.shape("weight", weight, (channels, weight.shape[1]), "[C, W]")
-    check.dtype("conv_state_", conv_state_, ACTIVATION_DTYPES)
-    check.rank("conv_state_", conv_state_, (3,))
-    length = conv_state_.shape[2]
-    check.shape("conv_state_", conv_state_, (batch, channels, length), "[B, C, S]")
-    if length < weight.shape[1] - 1:
-        check.fail("conv_state_", f"of W - 1 = {weight.shape[1] - 1} positions or more", length)
-    check.tensor("bias", bias, (channels,), "[C]")
-    return x.new_empty(x.shape)
+def _check_conv(check, conv_state_, weight, **_):
+    taps, length = weight.shape[1], conv_state_.shape[2]
+    if length < taps - 1:
+        check.fail("conv_state_", f"of W - 1 = {taps - 1} positions or more", length)
 
 
-@operator(meta=_meta_conv)
+@operator(
+    "x[B, T, C] weight[C, W] conv_state_[B, C, S] bias[C] -> x",
+    _check_conv,
+    allowed={"activation": ACTIVATIONS},
+)
 def causal_conv1d_update_(
     x: Tensor,
     conv_state_: Tensor,
@@ -80,48 +71,27 @@ def causal_conv1d_update_(
 # The recurrence
 
 
-def _meta_linear_attention(
-    check, q, k, v, g, state_, beta, delta, decay, beta_activation, beta_min, **others
-):
-    check.dtype("q", q, ACTIVATION_DTYPES)
-    check.rank("q", q, (4,))
-    batch, tokens, key_heads, key_width = q.shape
-    check.tensor("k", k, q.shape, "[B, T, Hk, Dk] of q", (q.dtype,))
-    check.dtype("v", v, (q.dtype,))
-    check.rank("v", v, (4,))
-    heads, value_width = v.shape[2:]
-    check.shape("v", v, (batch, tokens, heads, value_width), "[B, T, Hv, Dv]")
-    if key_heads < 1 or heads % key_heads:
+def _check_linear_attention(check, beta, beta_activation, beta_min, gate, norm_weight, **decay):
+    key_heads, heads = check.dims("Hk Hv")
+    if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
-    check.between("q", key_width, 1, MAX_KEY_WIDTH, " elements a head")
-    check.tensor(
-        "state_", state_, (batch, heads, key_width, value_width), "[B, Hv, Dk, Dv]", (torch.float32,)
-    )
-    check.choice("decay", decay, DECAYS)
-    check.choice("beta_activation", beta_activation, BETA_ACTIVATIONS)
-    check.tensor("beta", beta, (batch, tokens, heads), "[B, T, Hv]")
-    sizes = (batch, tokens, heads, key_width)
-    _check_decay(check, g, sizes, beta, delta, decay, beta_activation, **others)
+    _check_decay(check, beta=beta, beta_activation=beta_activation, **decay)
     if beta is None and beta_activation != "none":
         check.fail("beta_activation", "none without beta", beta_activation)
     if beta is None and beta_min is not None:
         check.fail("beta_min", "None without beta", beta_min)
-    _check_end(check, v, **others)
-    return v.new_empty(v.shape)
+    if (gate is None) != (norm_weight is None):
+        check.fail("gate", "given with norm_weight, and only then", "one of the two")
 
 
-def _check_decay(check, g, sizes, beta, delta, decay, beta_activation, A_log, dt_bias, lower_bound, **_):
-    heads, width = sizes[2:]
+def _check_decay(check, g, beta, delta, decay, beta_activation, A_log, dt_bias, lower_bound, **_):
     if (g is None) != (decay == "times_beta"):
         check.fail(
             "g", 'None with decay="times_beta", and only then', "None" if g is None else tuple(g.shape)
         )
-    is_wide = False
-    if g is not None:
-        check.rank("g", g, (1, 3, 4) if delta else (1, 3))
-        is_wide = g.dim() == 4
-        meaning = {1: "[Hv]", 3: "[B, T, Hv]", 4: "[B, T, Hv, Dk]"}[g.dim()]
-        check.tensor("g", g, sizes[2:3] if g.dim() == 1 else sizes[: g.dim()], meaning)
+    is_wide = g is not None and g.dim() == 4
+    if is_wide and not delta:
+        check.rank("g", g, (1, 3))
     if decay == "times_beta" and beta is None:
         check.fail("beta", f'given with decay="{decay}"', None)
     if (A_log is None) != (decay == "log"):
@@ -132,20 +102,8 @@ def _check_decay(check, g, sizes, beta, delta, decay, beta_activation, A_log, dt
         check.fail("lower_bound", 'given with decay="sigmoid", and only then', lower_bound)
     if dt_bias is not None and A_log is None:
         check.fail("dt_bias", "None without A_log", f"shape {tuple(dt_bias.shape)}")
-    check.tensor("A_log", A_log, (heads,), "[Hv]")
-    if is_wide:
-        check.tensor("dt_bias", dt_bias, (heads, width), "[Hv, Dk]")
-    else:
-        check.tensor("dt_bias", dt_bias, (heads,), "[Hv]")
-
-
-def _check_end(check, v, skip, gate, gate_activation, norm_weight, **_):
-    check.tensor("skip", skip, v.shape[2:3], "[Hv]")
-    if (gate is None) != (norm_weight is None):
-        check.fail("gate", "given with norm_weight, and only then", "one of the two")
-    check.tensor("gate", gate, v.shape, "[B, T, Hv, Dv] of v", (v.dtype,))
-    check.tensor("norm_weight", norm_weight, v.shape[3:], "[Dv]")
-    check.choice("gate_activation", gate_activation, GATE_ACTIVATIONS)
+    if dt_bias is not None:
+        check.rank("dt_bias", dt_bias, (2 if is_wide else 1,))
 
 
 def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
@@ -178,7 +136,13 @@ def _log_decay(
     return g if is_wide else g.unsqueeze(-1)
 
 
-@operator(meta=_meta_linear_attention)
+@operator(
+    f"q[B, T, Hk>=1, Dk<={MAX_KEY_WIDTH}] k[B, T, Hk, Dk]:q v[B, T, Hv, Dv]:q state_[B, Hv, Dk, Dv]:float32 "
+    "g[B, T, Hv]|[Hv]|[B, T, Hv, Dk] beta[B, T, Hv] A_log[Hv] dt_bias[Hv]|[Hv, Dk] skip[Hv] "
+    "gate[B, T, Hv, Dv]:v norm_weight[Dv] -> v",
+    _check_linear_attention,
+    allowed={"decay": DECAYS, "beta_activation": BETA_ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS},
+)
 def linear_attention_(
     q: Tensor,
     k: Tensor,
@@ -281,25 +245,10 @@ def linear_attention_(
 # Mamba-1
 
 
-def _meta_selective_scan(check, x, step, B, C, state_, A_log, dt_bias, skip, gate):
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.rank("x", x, (3,))
-    batch, tokens, channels = x.shape
-    check.tensor("step", step, x.shape, "[B, T, I] of x", (x.dtype,))
-    check.rank("B", B, (3,))
-    check.between("B", B.shape[2], 1, MAX_STATES, " states a channel")
-    states = B.shape[2]
-    check.tensor("B", B, (batch, tokens, states), "[B, T, N]", (x.dtype,))
-    check.tensor("C", C, B.shape, "[B, T, N] of B", (x.dtype,))
-    check.tensor("state_", state_, (batch, channels, states), "[B, I, N]", (torch.float32,))
-    check.tensor("A_log", A_log, (channels, states), "[I, N]")
-    check.tensor("dt_bias", dt_bias, (channels,), "[I]")
-    check.tensor("skip", skip, (channels,), "[I]")
-    check.tensor("gate", gate, x.shape, "[B, T, I] of x", (x.dtype,))
-    return x.new_empty(x.shape)
-
-
-@operator(meta=_meta_selective_scan)
+@operator(
+    f"x[B, T, I] step[B, T, I]:x B[B, T, N<={MAX_STATES}]:x C[B, T, N]:x state_[B, I, N]:float32 A_log[I, N] "
+    "dt_bias[I] skip[I] gate[B, T, I]:x -> x"
+)
 def selective_scan_(
     x: Tensor,
     step: Tensor,
@@ -357,20 +306,16 @@ CALLS: Calls = {
         "bias": s.values(6),
     },
     "linear_attention_": lambda s: {
-        **{"q": s.values(2, s.T, 2, s.D), "k": s.values(2, s.T, 2, s.D), "v": s.values(2, s.T, 4, s.V)},
-        **{"g": s.values(2, s.T, 4), "beta": s.values(2, s.T, 4)},
-        **{"state_": s.values(2, 4, s.D, s.V, dtype=torch.float32), "scale": 0.25, "l2norm_eps": 1e-6},
-        **{"A_log": s.values(4), "dt_bias": s.values(4), "decay": "softplus", "beta_activation": "sigmoid"},
-    },
-    "selective_scan_": lambda s: {
+        **{"q": s.values(2, s.T, 2, s.D), "v": s.values(2, s.T, 4, s.V), "scale": 0.25, "l2norm_eps": 1e-6},
         **{
-            "x": s.values(2, s.T, 6),
-            "step": s.values(2, s.T, 6),
-            "B": s.values(2, s.T, 5),
-            "C": s.values(2, s.T, 5),
+            "g": s.values(2, s.T, 4),
+            "beta": s.values(2, s.T, 4),
+            "A_log": s.values(4),
+            "dt_bias": s.values(4),
         },
-        **{"state_": s.values(2, 6, 5, dtype=torch.float32), "A_log": s.values(6, 5), "dt_bias": s.values(6)},
+        **{"decay": "softplus", "beta_activation": "sigmoid"},
     },
+    "selective_scan_": lambda s: {"x": s.values(2, s.T, 6), "B": s.values(2, s.T, 5), "dt_bias": s.values(6)},
 }
 CHANGES: Changes = {
     "causal_conv1d_update_": lambda s: [
@@ -382,10 +327,9 @@ CHANGES: Changes = {
         {
             "x": s.values(2, s.T, 70),
             "step": s.values(2, 70, s.T).mT,
-            "A_log": s.values(70, 16),
             "dt_bias": None,
         }
-        | {"B": s.values(2, s.T, 16), "C": s.values(2, s.T, 16)}
+        | {"B": s.values(2, s.T, 16)}
         | {"state_": s.values(2, 16, 70, dtype=torch.float32).mT},
     ],
     "linear_attention_": lambda s: [

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, Check
 from ._registry import operator
 from ._sample import Calls, Changes, Sample
 
@@ -32,9 +31,6 @@ class InputNorm(NamedTuple):
     norm_eps: float
     norm_offset: float
 
-    def check(self, check: Check, width: int) -> None:
-        check.tensor("norm_weight", self.norm_weight, (width,), "[columns of x]")
-
     def applied_to(self, x: Tensor) -> Tensor:
         if self.norm_weight is None:
             return x
@@ -44,12 +40,12 @@ class InputNorm(NamedTuple):
 # The norm alone
 
 
-def _meta_layer_norm(check, input, weight, bias, **others):
-    check.tensor("bias", bias, input.shape[-1:], "[H]")
-    return _meta_rms_norm(check, input, weight, **others)
+def _check_offset(check, weight, weight_offset, **_):
+    if weight is None and weight_offset != 0.0:
+        check.fail("weight_offset", "0.0 without a weight", weight_offset)
 
 
-@operator(meta=_meta_layer_norm)
+@operator("input[..., H] weight[H] bias[H] -> input", _check_offset)
 def layer_norm(
     input: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -74,25 +70,14 @@ def layer_norm(
     return (x if bias is None else x + bias.float()).to(input.dtype)
 
 
-def _meta_rms_norm(check, input, weight, weight_offset, gate=None, **others):
-    check.dtype("input", input, ACTIVATION_DTYPES)
-    check.min_rank("input", input, 1)
-    check.tensor("gate", gate, input.shape, "[..., H] of input", (input.dtype,))
-    check.tensor("weight", weight, (input.shape[-1],), "[H]")
-    if weight is None and weight_offset != 0.0:
-        check.fail("weight_offset", "0.0 without a weight", weight_offset)
-    return input.new_empty(input.shape)
+def _check_rows(check, input, weight, **others):
+    """A weight [N, H] has a row for each of the last rows of the input."""
+    if weight is not None and weight.dim() == 2:
+        check.shape("weight", weight, input.shape[-2:], "[N, H] of the input")
+    _check_offset(check, weight, **others)
 
 
-def _meta_norm_of_rows(check, input, weight, weight_offset, **_):
-    if weight is None or weight.dim() != 2 or input.dim() < 2:
-        return _meta_rms_norm(check, input, weight, weight_offset)
-    output = _meta_rms_norm(check, input, None, 0.0)
-    check.tensor("weight", weight, input.shape[-2:], "[N, H] of input")
-    return output
-
-
-@operator(meta=_meta_norm_of_rows)
+@operator("input[..., H] weight[H]|[_, H] -> input", _check_rows)
 def rms_norm(
     input: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 0.0, factor: float = 1.0
 ) -> Tensor:
@@ -118,15 +103,16 @@ def rms_norm(
     return (out if factor == 1.0 else out.mul_(factor)).to(input.dtype)
 
 
-def _meta_rms_norm_gated(check, input, gate, weight, activation, group, **others):
-    output = _meta_rms_norm(check, input, weight, gate=gate, **others)
-    check.choice("activation", activation, GATE_ACTIVATIONS)
+def _check_group(check, input, group, **_):
     if group is not None and (group < 1 or input.shape[-1] % group):
         check.fail("group", f"a divisor of the {input.shape[-1]} columns", group)
-    return output
 
 
-@operator(meta=_meta_rms_norm_gated)
+@operator(
+    "input[..., H] gate[..., H]:input weight[H] -> input",
+    _check_group,
+    allowed={"activation": GATE_ACTIVATIONS},
+)
 def rms_norm_gated(
     input: Tensor,
     gate: Tensor,
@@ -167,19 +153,7 @@ def rms_norm_gated(
 # The norm of the input, added to the residual
 
 
-def _meta_fused(check, residual, input, weight, scalar=None, **others):
-    check.dtype("residual", residual, ACTIVATION_DTYPES)
-    check.min_rank("residual", residual, 1)
-    check.tensor("input", input, residual.shape, "[..., H] of residual", (residual.dtype,))
-    check.tensor("weight", weight, (residual.shape[-1],), "[H]")
-    if scalar is not None:
-        check.dtype("scalar", scalar, ACTIVATION_DTYPES)
-        if scalar.dim() > 1 or scalar.numel() not in (1, residual.shape[-1]):
-            check.fail("scalar", f"of 1 or H = {residual.shape[-1]} elements", f"shape {tuple(scalar.shape)}")
-    return residual.new_empty(residual.shape)
-
-
-@operator(meta=_meta_fused)
+@operator("residual[..., H] input[..., H]:residual weight[H] -> residual")
 def fused_norm_add(
     residual: Tensor, input: Tensor, weight: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -200,7 +174,7 @@ def fused_norm_add(
     return (residual.float() + normed(input, weight, eps, weight_offset)).to(residual.dtype)
 
 
-@operator(meta=_meta_fused)
+@operator("residual[..., H] input[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
 def fused_norm_add_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -224,23 +198,16 @@ def fused_norm_add_scalar(
 
 
 def _meta_residual_norm(check, residual, input, weight, write_sum, gate, gate_factor, **_):
-    check.dtype("residual", residual, ACTIVATION_DTYPES)
-    check.min_rank("residual", residual, 1 if gate is None else 2)
-    of_input, meaning = residual.shape, "[..., H] of residual"
-    if gate is not None:
-        of_input = (*residual.shape[:-2], residual.shape[-1])
-        check.tensor("gate", gate, residual.shape[:-1], "[..., N] of residual", (residual.dtype,))
-    elif gate_factor != 1.0:
+    if gate is None and gate_factor != 1.0:
         check.fail("gate_factor", "1.0 without a gate", gate_factor)
-    check.tensor("input", input, of_input, meaning, (residual.dtype,))
-    if weight.dim() == 2 and residual.dim() > 1:
-        check.tensor("weight", weight, residual.shape[-2:], "[N, H] of residual")
-    else:
-        check.tensor("weight", weight, residual.shape[-1:], "[H]")
+    streams = () if gate is None else residual.shape[-2:-1]
+    expected = (*residual.shape[: -1 - len(streams)], residual.shape[-1])
+    check.shape("input", input, expected, "[..., H] of residual")
+    _check_rows(check, residual, weight, weight_offset=0.0)
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape if write_sum else (0,))
 
 
-@operator(meta=_meta_residual_norm)
+@operator("residual[..., H] gate[...]:residual input:residual weight[H]|[_, H]", _meta_residual_norm)
 def fused_residual_norm(
     residual: Tensor,
     input: Tensor,
@@ -281,7 +248,7 @@ def fused_residual_norm(
     return result, total if write_sum else residual.new_empty(0)
 
 
-@operator(meta=_meta_fused)
+@operator("residual[..., H] input[..., H]:residual weight[H] scalar[1]|[H]|[] -> residual")
 def fused_residual_norm_scalar(
     residual: Tensor, input: Tensor, weight: Tensor, scalar: Tensor, eps: float, weight_offset: float = 0.0
 ) -> Tensor:
@@ -303,9 +270,8 @@ def fused_residual_norm_scalar(
     return (result * scalar.float()).to(residual.dtype)
 
 
-def _norm_and_residual(s: Sample) -> dict[str, Any]:
-    weight = s.values(s.H, dtype=torch.float32)
-    return {"residual": s.values(s.T, s.H), "input": s.values(s.T, s.H), "weight": weight, "eps": 1e-6}
+def _norm(s: Sample) -> dict[str, Any]:
+    return {"weight": s.values(s.H, dtype=torch.float32), "eps": 1e-6}
 
 
 def _wide(s: Sample) -> dict[str, Any]:
@@ -314,27 +280,10 @@ def _wide(s: Sample) -> dict[str, Any]:
 
 
 CALLS: Calls = {
-    "rms_norm": lambda s: {
-        "input": s.values(s.T, s.H),
-        "weight": s.values(s.H, dtype=torch.float32),
-        "eps": 1e-6,
-    },
-    "layer_norm": lambda s: {
-        **{"input": s.values(s.T, s.H), "weight": s.values(s.H, dtype=torch.float32), "bias": s.values(s.H)},
-        "eps": 1e-5,
-    },
-    "rms_norm_gated": lambda s: {
-        **{
-            "input": s.values(s.T, s.H),
-            "gate": s.values(s.T, s.H),
-            "weight": s.values(s.H, dtype=torch.float32),
-        },
-        "eps": 1e-6,
-    },
-    "fused_norm_add": _norm_and_residual,
-    "fused_norm_add_scalar": lambda s: {**_norm_and_residual(s), "scalar": s.values(1)},
-    "fused_residual_norm": _norm_and_residual,
-    "fused_residual_norm_scalar": lambda s: {**_norm_and_residual(s), "scalar": s.values(s.H)},
+    **dict.fromkeys(("rms_norm", "layer_norm", "rms_norm_gated", "fused_norm_add"), _norm),
+    "fused_norm_add_scalar": _norm,
+    "fused_residual_norm": lambda s: {**_norm(s), "input": s.values(s.T, s.H)},
+    "fused_residual_norm_scalar": lambda s: {**_norm(s), "scalar": s.values(s.H)},
 }
 CHANGES: Changes = {
     "rms_norm": lambda s: [
@@ -346,20 +295,17 @@ CHANGES: Changes = {
     "layer_norm": lambda s: [
         {"input": s.strided, "weight": None, "bias": None},
         {"weight_offset": 1.0, "bias": None},
-        {**_wide(s), "bias": s.values(4100)},
+        _wide(s),
     ],
     "rms_norm_gated": lambda s: [
         {"input": s.strided, "gate": s.strided, "weight_offset": 1.0},
         {"activation": "sigmoid", "gate_first": True, "group": 16},
-        {**_wide(s), "gate": s.values(2, 4100)},
+        _wide(s),
     ],
-    "fused_norm_add": lambda s: [
-        {"input": s.strided, "weight_offset": 1.0},
-        {**_wide(s), "residual": s.values(2, 4100)},
-    ],
+    "fused_norm_add": lambda s: [{"input": s.strided, "weight_offset": 1.0}, _wide(s)],
     "fused_residual_norm": lambda s: [
         {"residual": s.strided, "write_sum": False, "factor": 0.22},
-        {**_wide(s), "residual": s.values(2, 4100)},
+        _wide(s) | {"residual": s.values(2, 4100)},
         {"residual": s.values(s.T, 4, s.H), "weight": s.values(4, s.H), "gate": s.values(s.T, 9)[:, 5:]}
         | {"factor": 2.0, "gate_factor": 0.25},
     ],

@@ -4,7 +4,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES
 from ._registry import operator
 from ._sample import Calls, Changes
 from .attention import MAX_POSITION
@@ -13,37 +12,27 @@ from .norms import normed
 MAX_POOLED_WIDTH = 512  # elements of an entry
 
 
-def _meta_pool_window(
-    check, kv, gate, position_bias, state_, entries_, position, norm_weight, inv_freq, **others
-):
-    check.dtype("kv", kv, ACTIVATION_DTYPES)
-    check.rank("kv", kv, (3,))
-    batch, tokens, width = kv.shape
-    check.tensor("gate", gate, kv.shape, "kv's", (kv.dtype,))
-    check.rank("entries_", entries_, (3,))
-    check.dtype("entries_", entries_, (kv.dtype,))
-    of_entry = entries_.shape[2]
-    check.between("entries_' last dimension", of_entry, 2, MAX_POOLED_WIDTH)
+def _check_pool_window(check, entries_, state_, position, inv_freq, **_):
+    batch, tokens, width, rate, of_entry = check.dims("B T W R D")
     if of_entry % 2 or width not in (of_entry, 2 * of_entry):
         expected = f"of an even last dimension D, with W = D or 2 D, here {width}"
         check.fail("entries_", expected, tuple(entries_.shape))
-    check.rank("position_bias", position_bias, (2,))
-    rate = position_bias.shape[0]
-    check.tensor("position_bias", position_bias, (max(rate, 1), width), "[rate, W]")
     rows = rate * width // of_entry
-    check.tensor("state_", state_, (batch, rows, 2, width), "[B, rate W / D, 2, W]", (kv.dtype,))
+    check.shape("state_", state_, (batch, rows, 2, width), "[B, R W / D, 2, W]")
     check.between("position", position, 0, MAX_POSITION - tokens)
     closed = (position + tokens) // rate
-    if entries_.shape[0] != batch or entries_.shape[1] < closed:
+    if entries_.shape[1] < closed:
         expected = f"of shape [B, N, D], with B = {batch} and N at least {closed}"
         check.fail("entries_", expected, tuple(entries_.shape))
-    check.tensor("norm_weight", norm_weight, (of_entry,), "[D]")
-    check.dtype("inv_freq", inv_freq, ACTIVATION_DTYPES)
-    check.rank("inv_freq", inv_freq, (1,))
     check.between("inv_freq's length", inv_freq.shape[0], 0, of_entry // 2)
 
 
-@operator(meta=_meta_pool_window, symbols=("position",))
+@operator(
+    f"kv[B, T, W] gate[B, T, W]:kv position_bias[R>=1, W] state_[B, _, 2, W]:kv "
+    f"entries_[B, N, D<={MAX_POOLED_WIDTH}]:kv norm_weight[D] inv_freq[_]",
+    _check_pool_window,
+    symbols=("position",),
+)
 def pool_window_(
     kv: Tensor,
     gate: Tensor,
@@ -123,9 +112,9 @@ def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, scaling: f
 
 CALLS: Calls = {
     "pool_window_": lambda s: {
-        **{"kv": s.values(2, s.T, 16), "gate": s.values(2, s.T, 16), "position_bias": s.values(2, 16)},
-        **{"state_": s.values(2, 4, 2, 16), "entries_": s.values(2, s.T // 2 + 4, 8), "position": 3},
-        **{"norm_weight": s.values(8), "inv_freq": s.values(2, dtype=torch.float32)},
+        **{"kv": s.values(2, s.T, 16), "position_bias": s.values(2, 16), "state_": s.values(2, 4, 2, 16)},
+        **{"entries_": s.values(2, s.T // 2 + 4, 8), "position": 3},
+        "inv_freq": s.values(2, dtype=torch.float32),
     },
 }
 CHANGES: Changes = {}

@@ -12,17 +12,17 @@ from ._registry import operator
 from ._sample import Calls, Changes
 from .combine import ExpertSum
 from .experts import (
+    AROUND,
+    IDS,
     Mlp,
     Product,
-    check_around,
-    check_slots,
     combine_experts,
     grouped_product,
     project_slots,
 )
-from .linear import check_packed_mlp
+from .linear import check_packed_mlp, packed_mlp
 from .norms import InputNorm
-from .routing import Router
+from .routing import GROUP_SCORES, SCORINGS, Router
 
 
 def _quantized_product(weight: QuantizedWeight) -> Product:
@@ -34,17 +34,12 @@ def _quantized_product(weight: QuantizedWeight) -> Product:
     return lambda rows, groups: grouped_product(rows.float(), groups, matrix, weight.packed.shape[1])
 
 
-def _meta_expert_qmm(check, x, packed, scales, biases, ids, format, bias):
-    check_slots(check, x, ids)
+def _check_expert_qmm(check, packed, scales, biases, format, **_):
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
-    check.rank("packed", packed, (3,))
-    experts, rows, _ = packed.shape
-    weight.check(check, "", (experts, rows, x.shape[-1]), "E, N, H")
-    check.tensor("bias", bias, (experts, rows), "[E, N]")
-    return x.new_empty(*ids.shape, packed.shape[1])
+    weight.check(check, "", check.dims("E N H"), "E, N, H")
 
 
-@operator(meta=_meta_expert_qmm)
+@operator(f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x", _check_expert_qmm)
 def expert_qmm(
     x: Tensor,
     packed: Tensor,
@@ -84,19 +79,24 @@ def expert_qmm(
     return project_slots(x, ids, packed.shape, _quantized_product(weight), bias)
 
 
-def _meta_moe_experts_quantized(check, x, ids, logits, **arguments):
-    router = picked(Router, arguments | {"logits": logits})
-    for name, given in (("ids", ids), ("weights", arguments["weights"])):
-        if (given is None) != (logits is not None):
-            expected = "a tensor without logits" if given is None else "None with logits"
-            check.fail(name, expected, None if given is None else f"a tensor of shape {tuple(given.shape)}")
-    check_around(check, x, ids, picked(ExpertSum, arguments))
+def _check_moe_experts_quantized(check, x, **arguments):
+    for name, other in (("ids", arguments["ids"]), ("weights", arguments["weights"])):
+        if (other is None) == (arguments["logits"] is None):
+            expected = "a tensor without logits" if other is None else "None with logits"
+            check.fail(name, expected, None if other is None else f"a tensor of shape {tuple(other.shape)}")
+    picked(ExpertSum, arguments).check(check)
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
-    router.check(check, x.shape[0], arguments["gate_up_packed"].shape[0])
-    return x.new_empty(x.shape)
+    picked(Router, arguments).check(check)
 
 
-@operator(meta=_meta_moe_experts_quantized)
+@operator(
+    f"{AROUND} {packed_mlp('E, ')} logits[T, E] router_bias[E] per_expert_scale[E] -> x",
+    _check_moe_experts_quantized,
+    allowed={
+        **{"scoring": SCORINGS, "group_score": GROUP_SCORES},
+        **{"router_norm_eps": 0.0, "router_norm_min": 0.0},
+    },
+)
 def moe_experts_quantized(
     x: Tensor,
     gate_up_packed: Tensor,

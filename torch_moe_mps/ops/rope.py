@@ -1,65 +1,57 @@
 """Rotary position embedding of queries and keys, with the RMSNorm of their heads, and its tables."""
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, ID_DTYPES, Check
+from ._checks import Check
 from ._registry import operator
-from ._sample import Calls, Changes
+from ._sample import Calls, Changes, Sample
 from .norms import normed
 
 PAIRS = ("half", "interleaved", "interleaved_to_half")
 LAYOUTS = ("pairs", "halves", "interleaved")
 
 
-def _check_heads(check: Check, argument: str, x: Tensor, q: Tensor, rotary: int) -> None:
-    check.dtype(argument, x, ACTIVATION_DTYPES if x is q else (q.dtype,))
-    check.rank(argument, x, (4,))
-    check.shape(argument, x, (*q.shape[:2], *x.shape[2:]), f"[B, T, H{argument}, D{argument}]")
-    if x.shape[2] < 1:
-        check.fail(argument, "of at least one head", f"shape {tuple(x.shape)}")
-    if x.shape[-1] % 2 or x.shape[-1] < rotary:
-        expected = f"of heads of an even number of elements, {rotary} or more"
-        check.fail(argument, expected, f"shape {tuple(x.shape)}")
+# Queries and keys in the order of projections, tables, the weights of norms, and values.
+TURNED = "{} {} cos[A, T, W] sin[A, T, W]:cos q_weight[Dq] k_weight[Dk] "
+HELD = "v[B, T, Hv>=1, Dv]:k keys_[B, Hk, S, Dk]:k values_[B, Hv, V, Dv]:k v_weight[Dv] k_bias[Dk]:k_weight"
 
 
-def _check_weight(check: Check, argument: str, weight: Tensor | None, x: Tensor | None) -> None:
-    if weight is None:
-        return
-    if x is None:
-        check.fail(argument, "None without k", f"shape {tuple(weight.shape)}")
-    check.tensor(argument, weight, (x.shape[-1],), f"[D{argument[0]}]")
+def _check_heads(check: Check, rotary: int, **heads: Tensor | None) -> None:
+    for argument, x in heads.items():
+        if x is not None and (x.shape[-1] % 2 or x.shape[-1] < rotary):
+            expected = f"of heads of an even number of elements, {rotary} or more"
+            check.fail(argument, expected, f"shape {tuple(x.shape)}")
 
 
-def _check_tables(
-    check: Check, cos: Tensor, sin: Tensor, rows: tuple[int, ...], rotary_dim: int | None
-) -> int:
+def _check_tables(check: Check, cos: Tensor, rows: tuple[int, ...], rotary_dim: int | None) -> int:
     """Returns: how many elements turn."""
-    check.dtype("cos", cos, ACTIVATION_DTYPES)
-    check.rank("cos", cos, (3,))
     rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
     if rotary < 2 or rotary % 2:
         check.fail("rotary_dim", "an even number of at least 2", rotary)
     batch, tokens = rows
-    if cos.shape[0] not in (1, batch) or cos.shape[1] != tokens or cos.shape[2] not in (rotary, rotary // 2):
+    if cos.shape[0] not in (1, batch) or cos.shape[2] not in (rotary, rotary // 2):
         expected = f"of shape [B or 1, T, R or R / 2], with B, T, R = {(batch, tokens, rotary)}"
         check.fail("cos", expected, tuple(cos.shape))
-    check.tensor("sin", sin, cos.shape, "cos's", (cos.dtype,))
     return rotary
 
 
-def _meta_rope(check, q, k, cos, sin, q_weight, k_weight, pairs, rotary_dim, argument="q", **others):
-    check.choice("pairs", pairs, PAIRS)
-    check.rank(argument, q, (4,))
+def _check_rope(check, q, k, cos, sin, q_weight, k_weight, rotary_dim, **_):
     if (cos is None) != (sin is None):
         check.fail("sin", "given with cos, and only then", None if sin is None else tuple(sin.shape))
-    rotary = 2 if cos is None else _check_tables(check, cos, sin, q.shape[:2], rotary_dim)
-    _check_heads(check, argument, q, q, rotary)
-    if k is not None:
-        _check_heads(check, "k", k, q, rotary)
-    _check_weight(check, "q_weight", q_weight, q)
-    _check_weight(check, "k_weight", k_weight, k)
+    x = k if q is None else q
+    rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], rotary_dim)
+    _check_heads(check, rotary, q=q, k=k)
+    for name, heads, weight in (("q", q, q_weight), ("k", k, k_weight)):
+        if heads is None and weight is not None:
+            check.fail(f"{name}_weight", f"None without {name}", f"shape {tuple(weight.shape)}")
+
+
+def _meta_rope(check, q, k, **rotation):
+    _check_rope(check, q, k, **rotation)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
@@ -114,7 +106,7 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     return torch.stack(halves, -1).flatten(-2) if pairs == "interleaved" else torch.cat(halves, -1)
 
 
-@operator(meta=_meta_rope)
+@operator(TURNED.format("q[B, T, Hq>=1, Dq]", "k[B, T, Hk>=1, Dk]:q"), _meta_rope, allowed={"pairs": PAIRS})
 def rope(
     q: Tensor,
     k: Tensor | None,
@@ -161,30 +153,41 @@ def rope(
     return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
 
 
-def check_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, **rotation):
-    out, _ = _meta_rope(check, q, k, **rotation)
-    _check_heads(check, "v", v, q, 2)
+def check_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, k_bias, weight_offset, **rotation):
+    _check_rope(check, q, k, **rotation)
+    _check_heads(check, 2, v=v)
+    if (v is None) != (values_ is None):
+        check.fail(
+            "values_", "given with v, and only then", None if values_ is None else tuple(values_.shape)
+        )
     if v_weight is not None and not norm_v:
         check.fail("v_weight", "None without norm_v", f"shape {tuple(v_weight.shape)}")
-    _check_weight(check, "v_weight", v_weight, v)
-    for argument, held, x in (("keys_", keys_, k), ("values_", values_, v)):
-        check.dtype(argument, held, (q.dtype,))
-        check.rank(argument, held, (4,))
-        name, tokens = argument[0], x.shape[1]
-        shape = (x.shape[0], x.shape[2], held.shape[2], x.shape[3])
-        check.shape(argument, held, shape, f"[B, H{name}, S, D{name}]")
-        if held.shape[2] < tokens:
-            check.fail(argument, f"of {tokens} tokens or more, as many as {name} has", tuple(held.shape))
-    return out
+    if norm_v and v is None:
+        check.fail("norm_v", "False without v", norm_v)
+    for argument, held in (("keys_", keys_), ("values_", values_)):
+        if held is not None and held.shape[2] < k.shape[1]:
+            expected = f"of {k.shape[1]} tokens or more, as many as {argument[0]} has"
+            check.fail(argument, expected, tuple(held.shape))
+    if k_bias is not None:
+        for name, given in (("v", v), ("q_weight", rotation["q_weight"])):
+            if given is not None:
+                check.fail(name, "None with a bias", tuple(given.shape))
+        if rotation["k_weight"] is None or weight_offset != 0.0:
+            check.fail("k_bias", "None without k_weight, or with a weight_offset", tuple(k_bias.shape))
+    return k.new_empty(0) if q is None else _heads_first(q)
 
 
-@operator(meta=check_rope_cache)
+@operator(
+    TURNED.format("k[B, T, Hk>=1, Dk]", "q[B, T, Hq>=1, Dq]:k") + HELD,
+    check_rope_cache,
+    allowed={"pairs": PAIRS},
+)
 def rope_cache_(
-    q: Tensor,
+    q: Tensor | None,
     k: Tensor,
-    v: Tensor,
+    v: Tensor | None,
     keys_: Tensor,
-    values_: Tensor,
+    values_: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
     q_weight: Tensor | None = None,
@@ -197,135 +200,59 @@ def rope_cache_(
     rotary_last: bool = False,
     norm_v: bool = False,
     v_weight: Tensor | None = None,
+    k_bias: Tensor | None = None,
 ) -> Tensor:
     """`rope`, which writes the keys, and the values beside them, where a cache keeps them.
 
     keys_[:, :, S - T:] = k as `rope` returns it
     values_[:, :, S - T:] = v, or rms(v) over a head, * (v_weight + weight_offset) where it is given
 
+    With `k_bias` the norm of k is a LayerNorm, as the keys of an indexer have it:
+    (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + eps) * k_weight + k_bias, over a head
+
     Args:
-        q, k, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim, rotary_last: as for `rope`.
-        v: [B, T, Hv, Dv] in the dtype of `q`, Dv even; strides are free.
-        keys_, values_: [B, Hk, S, Dk] and [B, Hv, S, Dv] in the dtype of `q`: what a cache has once it has
+        q: as for `rope`, or None.
+        k, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim, rotary_last: as for `rope`.
+        v: [B, T, Hv, Dv] in the dtype of `k`, Dv even; strides are free. None where only keys are kept.
+        keys_, values_: [B, Hk, S, Dk] and [B, Hv, S, Dv] in the dtype of `k`: what a cache has once it has
             these tokens, whose T places at the end are updated in place. Where the elements of a head are
             contiguous they are written where they lie, else copied there. They must overlap neither
             themselves nor each other nor what is read.
         norm_v: the values are normed, with `eps`.
         v_weight: [Dv], any of the three dtypes: of that norm.
+        k_bias: [Dk] in the dtype of `k_weight`, or None. Beside it there is no v, q_weight nor weight_offset.
 
-    Returns: q as [B, Hq, T, Dq], contiguous.
+    Returns: q as [B, Hq, T, Dq], contiguous; without q an empty tensor, of shape [0].
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
     rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
-    v = normed(v, v_weight, eps, weight_offset).to(v.dtype) if norm_v else v
-    for held, new in ((keys_, _rotated(k, k_weight, *rest)), (values_, v.transpose(1, 2))):
-        held.narrow(2, held.shape[2] - new.shape[2], new.shape[2]).copy_(new)
-    return _rotated(q, q_weight, *rest)
-
-
-def _meta_index_keys(check, k, keys_, weight, bias, cos, sin, q, q_weight, weight_offset, **rotation):
-    check.dtype("k", k, ACTIVATION_DTYPES)
-    check.rank("k", k, (3,))
-    batch, tokens, width = k.shape
-    if width % 2:
-        check.fail("k", "of heads of an even number of elements", tuple(k.shape))
-    check.dtype("keys_", keys_, (k.dtype,))
-    check.rank("keys_", keys_, (3,))
-    check.shape("keys_", keys_, (batch, keys_.shape[1], width), "[B, S, D]")
-    if keys_.shape[1] < tokens:
-        check.fail("keys_", f"of {tokens} tokens or more, as many as k has", tuple(keys_.shape))
-    if q is not None:
-        if cos is None:
-            check.fail("q", "None without cos and sin", tuple(q.shape))
-        check.dtype("q", q, (k.dtype,))
-        check.rank("q", q, (4,))
-        check.shape("q", q, (batch, tokens, q.shape[2], width), "[B, T, Hi, D]")
-    _meta_rope(check, k.unsqueeze(2), None, cos, sin, None, None, argument="k", **rotation)
-    check.tensor("weight", weight, (width,), "[D]")
-    check.tensor("bias", bias, (width,), "[D]", (weight.dtype,))
-    if bias is not None and q_weight is not None:
-        check.fail("q_weight", "None with a bias", tuple(q_weight.shape))
-    if bias is not None and weight_offset != 0.0:
-        check.fail("weight_offset", "0 with a bias", weight_offset)
-    _check_weight(check, "q_weight", q_weight, q)
-    return k.new_empty(0) if q is None else _heads_first(q)
-
-
-@operator(meta=_meta_index_keys)
-def index_keys_(
-    k: Tensor,
-    keys_: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    eps: float = 1e-6,
-    cos: Tensor | None = None,
-    sin: Tensor | None = None,
-    q: Tensor | None = None,
-    *,
-    pairs: str = "half",
-    rotary_dim: int | None = None,
-    rotary_last: bool = False,
-    q_weight: Tensor | None = None,
-    weight_offset: float = 0.0,
-) -> Tensor:
-    """The keys of an indexer, written where a cache keeps them, and its queries: a norm, then `rope`.
-
-    k = (k - mean(k)) * rsqrt(mean((k - mean(k))^2) + eps) * weight + bias, over the D elements; without a
-        bias k * rsqrt(mean(k^2) + eps) * (weight + weight_offset)
-    keys_[:, S - T:] = k as `rope` returns it
-
-    Arithmetic is in float32, rounded once.
-
-    Args:
-        k: [B, T, D], float32, float16 or bfloat16; strides are free.
-        keys_: [B, S, D] in the dtype of `k`: what a cache has once it has these tokens, whose T places at the
-            end are updated in place. They must not overlap themselves nor what is read.
-        weight, bias: [D], of one of the three dtypes; a bias makes it a LayerNorm, None an RMSNorm.
-        eps: added to the variance or the mean of squares.
-        cos, sin: as for `rope`.
-        q: [B, T, Hi, D] in the dtype of `k`: queries that turn likewise.
-        pairs, rotary_dim, rotary_last: as for `rope`.
-        q_weight: [D], any of the three dtypes: of an RMSNorm of the queries; None without one, and with a
-            bias.
-        weight_offset: of both weights, as for `rope`; 0 with a bias.
-
-    Returns: q as [B, Hi, T, D], contiguous; without q an empty tensor, of shape [0].
-
-    Raises: ValueError for a dtype, shape, choice or device that does not fit.
-    """
-    if bias is None:
-        new = normed(k, weight, eps, weight_offset).unsqueeze(2)
+    if k_bias is not None and k_weight is not None:
+        new = F.layer_norm(k.float(), k.shape[-1:], k_weight.float(), k_bias.float(), eps)
+        new = _rotated(new, None, *rest)
     else:
-        new = F.layer_norm(k.float(), k.shape[-1:], weight.float(), bias.float(), eps).unsqueeze(2)
-    out = k.new_empty(0)
-    if cos is not None and sin is not None:
-        rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
-        new = _rotated(new, None, *rest).transpose(1, 2)
-        out = out if q is None else _rotated(q, q_weight, *rest)
-    keys_.narrow(1, keys_.shape[1] - k.shape[1], k.shape[1]).copy_(new.squeeze(2))
-    return out
+        new = _rotated(k, k_weight, *rest)
+    keys_.narrow(2, keys_.shape[2] - k.shape[1], k.shape[1]).copy_(new)
+    if v is not None and values_ is not None:
+        v = normed(v, v_weight, eps, weight_offset).to(v.dtype) if norm_v else v
+        values_.narrow(2, values_.shape[2] - v.shape[1], v.shape[1]).copy_(v.transpose(1, 2))
+    return k.new_empty(0) if q is None else _rotated(q, q_weight, *rest)
 
 
 # The tables
 
 
-def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, axes, **others):
-    check.choice("layout", layout, LAYOUTS)
-    check.dtype("position_ids", position_ids, ID_DTYPES)
+def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, axes, **_):
     check.rank("position_ids", position_ids, (2 if axes is None else 3,))
-    check.dtype("inv_freq", inv_freq, (torch.float32,))
-    check.rank("inv_freq", inv_freq, (1,))
-    check.among_dtypes("dtype", dtype)
-    check.tensor("axes", axes, inv_freq.shape, "[R / 2]", (torch.int32,))
-    if axes is not None and position_ids.shape[0] == 0:
-        check.fail("position_ids", "of at least one position a token", tuple(position_ids.shape))
-    width = inv_freq.shape[0] * (1 if layout == "pairs" else 2)
-    shape = (*position_ids.shape[-2:], width)
+    shape = (*position_ids.shape[-2:], inv_freq.shape[0] * (1 if layout == "pairs" else 2))
     return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
 
 
-@operator(meta=_meta_rope_tables)
+@operator(
+    "position_ids[B, T]|[A>=1, B, T]:id inv_freq[R]:float32 axes[R]:int32",
+    _meta_rope_tables,
+    allowed={"layout": LAYOUTS},
+)
 def rope_tables(
     position_ids: Tensor,
     inv_freq: Tensor,
@@ -366,6 +293,12 @@ def rope_tables(
     return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
 
 
+def _of_indexer(s: Sample) -> dict[str, Any]:
+    norm = {"q_weight": None, "k_weight": s.values(s.D), "k_bias": s.values(s.D)}
+    keys = {"k": s.values(2, s.T, 1, 2 * s.D)[..., s.D :], "keys_": s.values(2, 1, s.T + 2, s.D)}
+    return {**keys, **norm, "v": None, "values_": None}
+
+
 CALLS: Calls = {
     "rope": lambda s: {
         **{"q": s.q, "k": s.k, "cos": s.values(1, s.T, s.D), "sin": s.values(1, s.T, s.D)},
@@ -380,15 +313,6 @@ CALLS: Calls = {
             "sin": s.values(1, s.T, s.D),
         },
         **{"keys_": s.values(2, 2, s.T, s.D), "values_": s.values(2, 2, s.T, s.V), "q_weight": s.values(s.D)},
-    },
-    "index_keys_": lambda s: {
-        **{
-            "k": s.values(2, s.T, s.D),
-            "keys_": s.values(2, s.T + 2, s.D),
-            "weight": s.values(s.D),
-            "bias": s.values(s.D),
-        },
-        **{"cos": s.values(1, s.T, s.D), "sin": s.values(1, s.T, s.D), "q": s.q},
     },
     "rope_tables": lambda s: {
         "position_ids": s.integers(1000, 2, s.T, dtype=torch.int64),
@@ -408,17 +332,9 @@ CHANGES: Changes = {
         }
         | {"norm_v": True, "v_weight": s.values(s.V)},
         {"cos": None, "sin": None, "k_weight": s.values(s.D)},
-    ],
-    "index_keys_": lambda s: [
-        {
-            "k": s.values(2, s.T, 2 * s.D)[..., s.D :],
-            "cos": s.values(2, s.T, 4),
-            "sin": s.values(2, s.T, 4),
-            "q": None,
-        }
-        | {"rotary_dim": 8, "rotary_last": True, "pairs": "interleaved"},
-        {"cos": None, "sin": None, "q": None},
-        {"bias": None, "q_weight": s.values(s.D), "weight_offset": 1.0},
+        _of_indexer(s),
+        _of_indexer(s) | {"q": None, "cos": None, "sin": None},
+        {"v": None, "values_": None, "k_weight": s.values(s.D), "weight_offset": 1.0},
     ],
     "rope_tables": lambda s: [
         {"layout": "pairs"},

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import ACTIVATION_DTYPES, FLOAT32_MAX, ID_DTYPES, MAX_EXPERTS, MAX_TOP_K, Check
+from ._checks import FLOAT32_MAX, MAX_EXPERTS, MAX_TOP_K, Check
 from ._registry import operator
-from ._sample import Calls, Changes, Sample
+from ._sample import Calls, Changes
 from .norms import InputNorm, normed
 
 SCORINGS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -81,22 +81,31 @@ def _mask_groups(
 # moe_router
 
 
-def _check_logits(check: Check, logits: Tensor, top_k: int, ranks: tuple[int, ...] = (2,)) -> None:
-    check.dtype("logits", logits, ACTIVATION_DTYPES)
-    check.rank("logits", logits, ranks)
-    _check_counts(check, "logits", "[T, E]", logits.shape[-1], top_k)
-
-
-def _check_counts(check: Check, argument: str, layout: str, num_experts: int, top_k: int) -> None:
-    if not 1 <= num_experts <= MAX_EXPERTS:
-        check.fail(argument, f"{layout} with E between 1 and {MAX_EXPERTS}", f"E = {num_experts}")
-    check.between("top_k", top_k, 1, min(num_experts, MAX_TOP_K), f", the smaller of E and {MAX_TOP_K}")
+def _check_top_k(check: Check, top_k: int, **_: Any) -> None:
+    check.between("top_k", top_k, 1, min(check.sizes["E"], MAX_TOP_K), f", the smaller of E and {MAX_TOP_K}")
 
 
 def _selected(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Empty weights and ids for rows [..., E or H]."""
     shape = (*rows.shape[:-1], top_k)
     return rows.new_empty(shape, dtype=torch.float32), rows.new_empty(shape, dtype=torch.int32)
+
+
+def _check_router(check, top_k, num_groups, top_groups, group_score, masked_score, **_):
+    """The numbers of a router of E experts."""
+    _check_top_k(check, top_k)
+    num_experts = check.sizes["E"]
+    check.between("num_groups", num_groups, 1, num_experts)
+    if num_experts % num_groups:
+        check.fail("num_groups", f"a divisor of the {num_experts} experts", num_groups)
+    group_size = num_experts // num_groups
+    if num_groups > 1 and group_score == "top2_sum" and group_size < 2:
+        check.fail(
+            "num_groups", f"at most {num_experts // 2}, for 2 experts a group with top2_sum", num_groups
+        )
+    check.between("top_groups", top_groups, 1, num_groups)
+    if masked_score is None and top_k > top_groups * group_size:
+        check.fail("top_k", f"at most {top_groups * group_size}, the experts in top_groups groups", top_k)
 
 
 class Router(NamedTuple):
@@ -117,45 +126,13 @@ class Router(NamedTuple):
     scaling_factor: float = 1.0
     per_expert_scale: Tensor | None = None
 
-    @classmethod
-    def of(cls, arguments: dict[str, Any]) -> "Router":
-        """Of moe_router's own arguments, three of which have longer names beside those of experts."""
-        names = {name: name.removeprefix("router_") for name in cls._fields}
-        return cls(**{name: arguments[own] for name, own in names.items()})
-
-    def check(self, check: Check, tokens: int, experts: int) -> None:
-        """In an operator on `experts` experts and `tokens` tokens."""
+    def check(self, check: Check) -> None:
         if self.logits is not None:
-            self.check_logits(check)
-            check.shape("logits", self.logits, (tokens, experts), "[T, E]")
-            return
+            return _check_router(check, **self._asdict())
         for name, value in self._asdict().items():
             default = self._field_defaults[name]
             if value is not default and (isinstance(value, Tensor) or value != default):
                 check.fail(name, f"{default!r} without logits", _shown(value))
-
-    def check_logits(self, check: Check, of_experts: str = "router_") -> None:
-        logits, top_k = self.logits, self.top_k
-        assert logits is not None
-        _check_logits(check, logits, top_k)
-        num_experts = logits.shape[-1]
-        check.choice("scoring", self.scoring, [*SCORINGS])
-        check.tensor(f"{of_experts}bias", self.router_bias, (num_experts,), "[E]")
-        check.choice("group_score", self.group_score, GROUP_SCORES)
-        check.between("num_groups", self.num_groups, 1, num_experts)
-        if num_experts % self.num_groups:
-            check.fail("num_groups", f"a divisor of the {num_experts} experts", self.num_groups)
-        group_size = num_experts // self.num_groups
-        if self.num_groups > 1 and self.group_score == "top2_sum" and group_size < 2:
-            most = f"at most {num_experts // 2}, for 2 experts a group with top2_sum"
-            check.fail("num_groups", most, self.num_groups)
-        check.between("top_groups", self.top_groups, 1, self.num_groups)
-        if self.masked_score is None and top_k > self.top_groups * group_size:
-            most = f"at most {self.top_groups * group_size}, the experts in top_groups groups"
-            check.fail("top_k", most, top_k)
-        check.number(f"{of_experts}norm_eps", self.router_norm_eps, 0.0)
-        check.number(f"{of_experts}norm_min", self.router_norm_min, 0.0)
-        check.tensor("per_expert_scale", self.per_expert_scale, (num_experts,), "[E]")
 
     def chosen(self) -> tuple[Tensor, Tensor]:
         """Weights and ids."""
@@ -169,12 +146,16 @@ def _shown(value: Any) -> Any:
     return repr(value) if isinstance(value, str) else value
 
 
-def _meta_router(check, **arguments):
-    Router.of(arguments).check_logits(check, of_experts="")
-    return _selected(arguments["logits"], arguments["top_k"])
+def _meta_router(check, logits, **arguments):
+    _check_router(check, **arguments)
+    return _selected(logits, arguments["top_k"])
 
 
-@operator(meta=_meta_router)
+@operator(
+    f"logits[T, E<={MAX_EXPERTS}] bias[E] per_expert_scale[E]",
+    _meta_router,
+    allowed={"scoring": SCORINGS, "group_score": GROUP_SCORES, "norm_eps": 0.0, "norm_min": 0.0},
+)
 def moe_router(
     logits: Tensor,
     top_k: int,
@@ -254,12 +235,12 @@ def moe_router(
 # The named routers of the sources
 
 
-def _meta_topk_softmax(check, logits, top_k, **others):
-    _check_logits(check, logits, top_k)
+def _meta_logits(check, logits, top_k, **_):
+    _check_top_k(check, top_k)
     return _selected(logits, top_k)
 
 
-@operator(meta=_meta_topk_softmax)
+@operator(f"logits[T, E<={MAX_EXPERTS}]", _meta_logits)
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by their sum.
 
@@ -291,13 +272,7 @@ def _scaled_softmax_of_selected(
     return torch.softmax(x.gather(-1, ids), -1) * per_expert_scale.float()[ids], ids.int()
 
 
-def _meta_fused_routing(check, logits, per_expert_scale, top_k):
-    _check_logits(check, logits, top_k, ranks=(1, 2))
-    check.tensor("per_expert_scale", per_expert_scale, (logits.shape[-1],), "[E]")
-    return _selected(logits, top_k)
-
-
-@operator(meta=_meta_fused_routing)
+@operator(f"logits[T, E<={MAX_EXPERTS}]|[E<={MAX_EXPERTS}] per_expert_scale[E]", _meta_logits)
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
 
@@ -320,19 +295,11 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
 
-def _meta_router_logits(check, x, weight, bias, dtype, **norm):
-    check.dtype("x", x, ACTIVATION_DTYPES)
-    check.rank("x", x, (2,))
-    check.dtype("weight", weight, ACTIVATION_DTYPES)
-    check.rank("weight", weight, (2,))
-    check.shape("weight", weight, (weight.shape[0], x.shape[1]), "[E, H]")
-    check.tensor("bias", bias, (weight.shape[0],), "[E]")
-    InputNorm(**norm).check(check, x.shape[1])
-    check.among_dtypes("dtype", dtype or torch.float32)
+def _meta_router_logits(check, x, weight, dtype, **_):
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or torch.float32)
 
 
-@operator(meta=_meta_router_logits)
+@operator("x[T, H] weight[E, H] bias[E] norm_weight[H]", _meta_router_logits)
 def router_logits(
     x: Tensor,
     weight: Tensor,
@@ -364,20 +331,12 @@ def router_logits(
     return torch.nn.functional.linear(rows, weight.float(), shift).to(dtype or torch.float32)
 
 
-def _meta_gate(check, hidden, router_weight, norm_weight, per_expert_scale, top_k, **others):
-    check.dtype("hidden", hidden, ACTIVATION_DTYPES)
-    check.rank("hidden", hidden, (2,))
-    check.dtype("router_weight", router_weight, ACTIVATION_DTYPES)
-    check.rank("router_weight", router_weight, (2,))
-    num_experts, width = router_weight.shape[0], hidden.shape[-1]
-    check.shape("router_weight", router_weight, (num_experts, width), "[E, H]")
-    check.tensor("norm_weight", norm_weight, (width,), "[H]")
-    check.tensor("per_expert_scale", per_expert_scale, (num_experts,), "[E]")
-    _check_counts(check, "router_weight", "[E, H]", num_experts, top_k)
+def _meta_gate(check, hidden, top_k, **_):
+    _check_top_k(check, top_k)
     return _selected(hidden, top_k)
 
 
-@operator(meta=_meta_gate)
+@operator(f"hidden[T, H] router_weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E]", _meta_gate)
 def moe_gate(
     hidden: Tensor,
     router_weight: Tensor,
@@ -417,24 +376,15 @@ def moe_gate(
 # A router whose choice a table has
 
 
-def _meta_hash_router(
-    check, x, weight, table, tokens, scoring, sum_eps, norm_weight, norm_eps, norm_offset, **_
-):
-    _meta_router_logits(
-        check, x, weight, None, None, norm_weight=norm_weight, norm_eps=norm_eps, norm_offset=norm_offset
-    )
-    check.between("weight", weight.shape[0], 1, MAX_EXPERTS, " rows")
-    check.dtype("table", table, ID_DTYPES)
-    check.rank("table", table, (2,))
-    check.between("table", table.shape[0], 1, 2**31 - 1, " rows")
-    check.between("table", table.shape[1], 1, MAX_TOP_K, " columns")
-    check.tensor("tokens", tokens, (x.shape[0],), "[T]", ID_DTYPES)
-    check.choice("scoring", scoring, OF_EACH)
-    check.number("sum_eps", sum_eps, 0.0)
+def _meta_hash_router(check, x, table, **_):
     return _selected(x, table.shape[1])
 
 
-@operator(meta=_meta_hash_router)
+@operator(
+    f"x[T, H] weight[E<={MAX_EXPERTS}, H] table[V>=1, K<={MAX_TOP_K}]:id tokens[T]:id norm_weight[H]",
+    _meta_hash_router,
+    allowed={"scoring": OF_EACH, "sum_eps": 0.0},
+)
 def moe_hash_router(
     x: Tensor,
     weight: Tensor,
@@ -486,12 +436,6 @@ def moe_hash_router(
 # Sorting the pairs p = t * K + k by expert
 
 
-def _check_ids(check: Check, ids: Tensor, num_experts: int) -> None:
-    check.dtype("ids", ids, ID_DTYPES)
-    check.rank("ids", ids, (2,))
-    check.between("num_experts", num_experts, 1, MAX_EXPERTS)
-
-
 def _sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
     """The pairs in stable order by expert, the expert of each (E for sentinels), where each expert begins."""
     flat = ids.flatten().long()
@@ -502,12 +446,11 @@ def _sort_pairs(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _meta_bucket(check, ids, num_experts):
-    _check_ids(check, ids, num_experts)
     pairs = ids.shape[0] * ids.shape[1]
     return ids.new_empty(pairs, dtype=torch.int32), ids.new_empty(num_experts + 1, dtype=torch.int32)
 
 
-@operator(meta=_meta_bucket)
+@operator("ids[T, K]:id", _meta_bucket, allowed={"num_experts": range(1, MAX_EXPERTS + 1)})
 def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """The pairs p = t * K + k sorted by expert, ascending within an expert: a compressed moe_compute_ids_tpe.
 
@@ -528,16 +471,20 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order.int(), offsets.int()
 
 
-def _meta_ids_tpe(check, ids, num_experts, gate_up_rows, down_rows):
-    _check_ids(check, ids, num_experts)
-    for argument, rows in (("gate_up_rows", gate_up_rows), ("down_rows", down_rows)):
-        check.between(argument, rows, 1, 2**31 - 1)
+def _meta_ids_tpe(check, ids, num_experts, **_):
     pairs = ids.shape[0] * ids.shape[1]
     shapes = ((num_experts,), (num_experts, pairs), (3,), (3,))
     return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
 
 
-@operator(meta=_meta_ids_tpe)
+@operator(
+    "ids[T, K]:id",
+    _meta_ids_tpe,
+    allowed={
+        "num_experts": range(1, MAX_EXPERTS + 1),
+        **dict.fromkeys(("gate_up_rows", "down_rows"), range(1, 2**31)),
+    },
+)
 def moe_compute_ids_tpe(
     ids: Tensor, num_experts: int, gate_up_rows: int, down_rows: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -574,36 +521,16 @@ def _grid(tiles: Tensor, rows: int, num_experts: int) -> Tensor:
     return torch.cat([tiles.reshape(1), fixed]).int()
 
 
-def _routed(s: Sample) -> dict[str, Any]:
-    return {"logits": s.values(s.T, s.E), "top_k": s.K, "norm_topk_prob": True}
-
-
 CALLS: Calls = {
-    "moe_router": lambda s: {**_routed(s), "scoring": "softmax"},
-    "moe_router_topk_softmax": _routed,
-    "fused_moe_routing": lambda s: {
-        "logits": s.values(s.T, s.E),
-        "per_expert_scale": s.values(s.E),
-        "top_k": s.K,
-    },
-    "router_logits": lambda s: {"x": s.values(s.T, s.H), "weight": s.values(s.E, s.H), "bias": s.values(s.E)},
+    "moe_router": lambda s: {"top_k": s.K, "norm_topk_prob": True, "scoring": "softmax"},
+    "moe_router_topk_softmax": lambda s: {"top_k": s.K, "norm_topk_prob": True},
+    "fused_moe_routing": lambda s: {"top_k": s.K},
+    "router_logits": lambda s: {"bias": s.values(s.E)},
     "moe_hash_router": lambda s: {
-        **{
-            "x": s.values(s.T, s.H),
-            "weight": s.values(s.E, s.H),
-            "table": s.integers(s.E + 1, 11, s.K, dtype=torch.int64),
-        },
+        **{"table": s.integers(s.E + 1, 11, s.K, dtype=torch.int64), "norm_topk_prob": True},
         **{"tokens": s.integers(12, s.T, dtype=torch.int32), "scoring": "sqrtsoftplus"},
-        "norm_topk_prob": True,
     },
-    "moe_gate": lambda s: {
-        "hidden": s.values(s.T, s.H),
-        "router_weight": s.values(s.E, s.H),
-        "norm_weight": s.values(s.H),
-        "per_expert_scale": s.values(s.E).abs(),
-        "top_k": s.K,
-        "eps": 1e-6,
-    },
+    "moe_gate": lambda s: {"per_expert_scale": s.values(s.E).abs(), "top_k": s.K, "eps": 1e-6},
     "moe_bucket": lambda s: {"ids": s.ids, "num_experts": s.E},
     "moe_compute_ids_tpe": lambda s: {
         **{"ids": s.ids, "num_experts": s.E, "gate_up_rows": 2 * s.I, "down_rows": s.H}

@@ -15,7 +15,7 @@ import transformers
 from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
-from ..transformers.checkpoints import loading
+from ..transformers import loading
 from ..transformers.checkpoints.sizes import total_bytes
 from ..transformers.checkpoints.source import Source
 from .loop import CannotBeCut, find_loop

@@ -21,7 +21,8 @@ def encode(groups: Tensor, dtype: torch.dtype, format: Format) -> tuple[Tensor, 
     `dtype` is that of the weight: it decides how the largest magnitude of a group is rounded.
     """
     if format.has_biases:
-        scale, bias = affine_range(groups, format.bits)
+        low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+        scale, bias = affine_range(low, high, format.bits)
         codes = (groups - bias).div_(scale).round_().clamp_(0, 2**format.bits - 1).to(torch.uint8)
         return codes, scale.squeeze(-1), bias.squeeze(-1)
     scales = fitting_scales(groups, dtype, format)
@@ -46,13 +47,12 @@ def encode_with(groups: Tensor, scales: Tensor, format: Format) -> Tensor:
     return _e2m1_codes(groups) if format.bits == 4 else e4m3_codes(groups)
 
 
-def affine_range(groups: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Scales and biases [..., 1], in float32, in the order of operations of MLX.
+def affine_range(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Scales and biases for the ends of ranges, in float32, in the order of operations of MLX.
 
     The end of the range with the larger magnitude becomes the bias, and the scale is adjusted so that zero is
     hit exactly: weights that are zero stay zero.
     """
-    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     largest = 2**bits - 1
     low_is_edge = low.abs() > high.abs()
     scale = ((high - low) / largest).clamp(min=SMALLEST_SCALE)

@@ -24,10 +24,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..ops._checks import ACTIVATION_DTYPES, Check
+from ..ops._checks import ACTIVATION_DTYPES, PACKED_DTYPES, Check
 from ..ops._formats import (
     BITS,
-    PACKED_DTYPES,
     Format,
     QuantizedWeight,
     decode,

@@ -18,7 +18,7 @@ from ..ops import OPERATORS
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
 from ..ops._sample import FORMAT, HEAD, Sample, T
-from ..ops._samples import OF_HEADS, more_samples, packet, sample_arguments
+from ..ops._samples import OF_HEADS, changed_samples, more_samples, packet, sample_arguments
 from .sizes import SIZES
 
 DTYPES = {torch.float32: "f32", torch.float16: "f16", torch.bfloat16: "bf16"}
@@ -32,6 +32,7 @@ _APART = {"indices", "relative"}  # refused beside each other
 ON_IDS = ("moe_bucket", "moe_compute_ids_tpe")  # without activations, so without their dtype
 # The argument whose dtype the kernels have, if it is not the first one.
 TYPED_BY = {
+    "rope_cache_": "k",
     "router_logits": "weight",
     "moe_hash_router": "weight",
     "moe_gate": "router_weight",
@@ -49,7 +50,6 @@ HEADS = {
     "rope": (HEAD, (128, 128)),
     "rope_cache_": (HEAD, (128, 128)),
     "rope_attention_": (HEAD, (64, 64), (128, 128), (256, 256), (512, 512)),
-    "index_keys_": (HEAD, (128, 128)),
     "linear_attention_": (HEAD, (128, 128), (256, 256)),
 }
 
@@ -130,7 +130,8 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     formats: list[Format | None] = [NAMED_FORMATS[format] for format in dict.fromkeys(names)]
     head = None
     if name in OF_HEADS:
-        q, v = (arguments[argument].shape[-1] for argument in OF_HEADS[name])
+        widths = [arguments[x].shape[-1] for x in OF_HEADS[name] if arguments[x] is not None]
+        q, v = widths[0], widths[-1]
         head = (q, v if arguments.get("v_scales") is None else 4 * v)
     return [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
 
@@ -157,7 +158,7 @@ def calls_at_size(subject: Subject) -> Iterator[Call]:
     sizes: dict[str, Any] = {"format": subject.format or FORMAT, "head": subject.head or HEAD}
     name, dtype = subject.operator, subject.dtype
     with torch.device("cpu"), _without_tensor_units():
-        for changes in SIZES[name](Sample("cpu", dtype, seed=2, **sizes)):
+        for changes in changed_samples(name, SIZES, "cpu", dtype, 2, **sizes):
             arguments = sample_arguments(name, "cpu", dtype, **sizes) | changes
             yield Call(name, dtype, arguments, str(subject.format or ""))
 

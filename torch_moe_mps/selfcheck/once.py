@@ -21,7 +21,7 @@ from .machine import COMMAND, late_before, passed_before, remember, where
 SECONDS = 3.0  # for the check in accelerate(), without compiling; what is left is checked the next time
 
 
-class Check(NamedTuple):
+class CallsToCheck(NamedTuple):
     """Calls that have a verdict together.
 
     Attributes:
@@ -44,13 +44,13 @@ _comparing = threading.local()
 _lock = threading.RLock()
 
 
-def checks_of(subjects: Iterable[Subject]) -> list[Check]:
+def checks_of(subjects: Iterable[Subject]) -> list[CallsToCheck]:
     """Their plain calls, and behind all of these the calls at real sizes."""
     every = [*subjects]
     plain = [(subject, str(subject), calls) for subject in every]
     at_size = [(each, f"{each} at size", calls_at_size) for each in every if has_calls_at_size(each)]
     return [
-        Check(subject.operator, label, functools.partial(made, subject), subject.without_head())
+        CallsToCheck(subject.operator, label, functools.partial(made, subject), subject.without_head())
         for subject, label, made in plain + at_size
     ]
 
@@ -65,7 +65,7 @@ def time_allowed() -> float:
 
 
 def first_failures(
-    checks: Iterable[Check], seconds: float | None = None
+    checks: Iterable[CallsToCheck], seconds: float | None = None
 ) -> tuple[dict[str, Finding], set[str]]:
     """Makes those of the checks that have not passed on this machine, for `seconds` or SECONDS.
 
@@ -94,7 +94,7 @@ def first_failures(
     return found, late - found.keys()
 
 
-def first_fault(check: Check, end: float = math.inf, passed: set[str] | None = None) -> Finding | None:
+def first_fault(check: CallsToCheck, end: float = math.inf, passed: set[str] | None = None) -> Finding | None:
     """The fault of the first call that fails. Adds what passes to `passed`, and skips what is there.
 
     Raises: OutOfTime where the clock time.monotonic is past `end`.

@@ -36,40 +36,26 @@ def _weights_of_norm(s: Sample) -> list[dict[str, Any]]:
     return [*wide, {"input": _apart(s, s.T, s.H)}]
 
 
-def _with(name: str, changes: list[dict[str, Any]], s: Sample) -> list[dict[str, Any]]:
-    """The same, with another tensor of the input's shape."""
-    return [{**change, name: s.values(*change["input"].shape)} for change in changes]
-
-
 def _scalars(s: Sample) -> list[dict[str, Any]]:
-    changes = _with("residual", _weights_of_norm(s), s)
     dtypes = itertools.cycle((torch.float16, torch.bfloat16, torch.float32))
-    counts = ((c, n) for c in changes for n in (1, c["input"].shape[-1]))
+    counts = ((c, n) for c in _weights_of_norm(s) for n in (1, c["input"].shape[-1]))
     return [{**change, "scalar": s.values(n, dtype=next(dtypes))} for change, n in counts]
 
 
-def _slots(s: Sample, width: int, slots: int = 2, rows: int = 1) -> dict[str, Any]:
-    return {"slots": s.values(rows, slots, width), "weights": s.values(rows, slots, dtype=torch.float32)}
+def _slots(s: Sample, width: int, slots: int = 2) -> dict[str, Any]:
+    return {"slots": s.values(1, slots, width)}
 
 
 def _weighted_sums(s: Sample) -> list[dict[str, Any]]:
     return [_slots(s, 63, 40), _slots(s, 17_000)]
 
 
-def _residual_sums(s: Sample) -> list[dict[str, Any]]:
-    return [c | {"residual_": s.values(1, c["slots"].shape[-1])} for c in _weighted_sums(s)]
-
-
 def _normed_sums(s: Sample) -> list[dict[str, Any]]:
-    return [
-        _slots(s, width) | {"residual_": s.values(1, width), "norm_weight": s.values(width)}
-        for width in (*BEYOND_SUM, 63)
-    ]
+    return [_slots(s, width) for width in (*BEYOND_SUM, 63)]
 
 
 def _reduced(s: Sample) -> list[dict[str, Any]]:
-    rows = {"shared_out": s.values(s.T, s.H), "shared_gate": None}
-    return [rows, {"weights": s.values(1, 40, dtype=torch.float32), "expert_out": s.values(1, 40, 63)}]
+    return [{"shared_out": s.values(s.T, s.H), "shared_gate": None}, {"expert_out": s.values(1, 40, 63)}]
 
 
 # --- attention
@@ -130,6 +116,24 @@ def _exact_scores(s: Sample, keys: int, heads: int) -> dict[str, Any]:
     return {"q": q.to(s.dtype), "k": k.to(s.dtype), "weights": None, "scale": 1.0}
 
 
+def _sample(s: Sample) -> list[dict[str, Any]]:
+    """More chunks than top-k; many equal scores, also zeros of both signs; rows without a distribution."""
+    vocabulary = 33_000
+    draws = {"draws": s.values(2, vocabulary, dtype=torch.float32).abs() + 0.01}
+    row = draws | {"logits": s.values(2, vocabulary), "invalid_": torch.zeros(2, dtype=torch.int32)}
+    tied = row | {"logits": s.integers(3, 2, vocabulary, dtype=s.dtype, low=-2)}
+    tied["logits"][0, ::7] = -0.0
+    off = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
+    return [
+        row,
+        row | off | {"top_p": 0.9, "min_p": 0.4},
+        tied | {"top_k": 12_000},
+        tied | off | {"top_p": 0.3},
+        row | {"logits": torch.full((2, vocabulary), -torch.inf, dtype=s.dtype)},
+        row | {"draws": torch.full((2, vocabulary), torch.nan)},
+    ]
+
+
 def _index_topk(s: Sample) -> list[dict[str, Any]]:
     scores = _exact_scores(s, 1500, 1) | {"top_k": 700}
     q, k = s.values(2, s.T, 5, 15), s.values(2, 300, 15)
@@ -164,36 +168,19 @@ def _index_topk(s: Sample) -> list[dict[str, Any]]:
 
 def _many_tokens(s: Sample, tokens: int = 150) -> list[dict[str, Any]]:
     """Of one sequence and few heads."""
-    shape = (1, tokens, 1)
-    heads = {"q": s.values(*shape, s.D), "k": s.values(*shape, s.D), "v": s.values(1, tokens, 2, s.V)}
-    gates = {"g": s.values(1, tokens, 2), "beta": s.values(1, tokens, 2)}
-    state = {
-        "state_": s.values(1, 2, s.D, s.V, dtype=torch.float32),
-        "A_log": s.values(2),
-        "dt_bias": s.values(2),
-    }
     channels = {"g": -s.values(2, s.T, 4, s.D).abs(), "A_log": None, "dt_bias": None, "decay": "log"}
-    return [{**heads, **gates, **state}, channels]
-
-
-def _scanned(s: Sample) -> list[dict[str, Any]]:
-    def values(width: int) -> Tensor:
-        return s.values(1, 150, width)
-
-    state = s.values(1, 6, 5, dtype=torch.float32)
-    return [{"x": values(6), "step": values(6), "B": values(5), "C": values(5), "state_": state}]
+    return [{"q": s.values(1, tokens, 1, s.D), "v": s.values(1, tokens, 2, s.V)}, channels]
 
 
 def _pooled(s: Sample) -> list[dict[str, Any]]:
     """The first windows, which have none before them; without overlap; and windows of many tokens."""
-    plain = {"entries_": s.values(2, 9, 8), "position_bias": s.values(2, 8), "state_": s.values(2, 2, 2, 8)}
-    alone = {**plain, "kv": s.values(2, 5, 8), "gate": s.values(2, 5, 8)}
+    alone = {"entries_": s.values(2, 9, 8), "kv": s.values(2, 5, 8), "state_": s.values(2, 2, 2, 8)}
     long: dict[str, Any] = {
         "kv": s.values(1, 150, 16),
-        "gate": s.values(1, 150, 16),
         "position_bias": s.values(64, 16),
+        "state_": s.values(1, 128, 2, 16),
     }
-    long |= {"state_": s.values(1, 128, 2, 16), "entries_": s.values(1, 5, 8), "position": 70}
+    long |= {"entries_": s.values(1, 5, 8), "position": 70}
     return [{"position": 0}, alone, long, {"position_bias": s.values(2, 16, dtype=torch.float32)}]
 
 
@@ -201,21 +188,24 @@ def _heads(s: Sample) -> list[dict[str, Any]]:
     """Wider than what a simdgroup reads at once, as vectors and one by one; pairs of one table."""
     changes: list[dict[str, Any]] = []
     for width in (264, 130):
-        tables = {name: s.values(1, s.T, width) for name in ("cos", "sin")}
         q, k = s.values(2, s.T, 4, width), s.values(2, s.T, 2, width)
-        changes.append({"q": q, "k": k, **tables, "q_weight": s.values(width), "k_weight": s.values(width)})
+        changes.append({"q": q, "k": k, "cos": s.values(1, s.T, width)})
     return [*changes, {"pairs": "interleaved"}, {"q": _apart(s, 2, s.T, 4, s.D)}]
 
 
-def _index_keys(s: Sample) -> list[dict[str, Any]]:
+def _cached(s: Sample) -> list[dict[str, Any]]:
     width = 264
-    tables = {name: s.values(1, s.T, width) for name in ("cos", "sin")}
     keys = {
-        "k": s.values(2, s.T, width),
-        "keys_": s.values(2, s.T + 2, width),
-        "q": s.values(2, s.T, 4, width),
+        **{"k": s.values(2, s.T, 1, width), "q": s.values(2, s.T, 4, width), "cos": s.values(1, s.T, width)},
+        **{
+            "q_weight": None,
+            "k_weight": s.values(width),
+            "k_bias": s.values(width),
+            "v": None,
+            "values_": None,
+        },
     }
-    return [{**tables, **keys, "weight": s.values(width), "bias": s.values(width)}, {"pairs": "interleaved"}]
+    return [{"norm_v": True}, keys, keys | {"pairs": "interleaved"}]
 
 
 def _tables(s: Sample) -> list[dict[str, Any]]:
@@ -228,19 +218,9 @@ def _streams(s: Sample) -> list[dict[str, Any]]:
     """Two streams, and four that are wider than a threadgroup."""
 
     def streams(tokens: int, count: int, width: int) -> dict[str, Any]:
-        rows, f32 = (2 + count) * count, torch.float32
-        return {
-            **{"streams": s.values(tokens, count, width), "out": s.values(tokens, width)},
-            **{
-                "fn": s.values(rows, count * width, dtype=f32) / width**0.5,
-                "base": s.values(rows),
-                "scale": s.values(3),
-            },
-            **{
-                "post": s.values(tokens, count, dtype=f32),
-                "comb": s.values(tokens, count, count, dtype=f32).softmax(-1),
-            },
-        }
+        fn = s.values((2 + count) * count, count * width, dtype=torch.float32) / width**0.5
+        comb = s.values(tokens, count, count, dtype=torch.float32).softmax(-1)
+        return {"streams": s.values(tokens, count, width), "fn": fn, "comb": comb}
 
     return [streams(s.T, 2, s.H), streams(1, 4, 2052)]
 
@@ -298,30 +278,23 @@ def _router(s: Sample) -> list[dict[str, Any]]:
 
 
 def _gate(s: Sample) -> list[dict[str, Any]]:
-    odd = {"hidden": s.values(41, 63), "router_weight": s.values(7, 63), "norm_weight": s.values(63)}
-    odd["per_expert_scale"] = s.values(7).abs()
-    far = {
-        "hidden": s.values(9, OFFSET),
-        "router_weight": s.values(s.E, OFFSET) / 64,
-        "norm_weight": s.values(OFFSET),
+    odd = {
+        "hidden": s.values(41, 63),
+        "router_weight": s.values(7, 63),
+        "per_expert_scale": s.values(7).abs(),
     }
-    return [odd, far]
+    return [odd, {"hidden": s.values(9, OFFSET), "router_weight": s.values(s.E, OFFSET) / 64}]
 
 
 def _logits(s: Sample) -> list[dict[str, Any]]:
-    experts = 7
-
-    def of(tokens: int, width: int) -> dict[str, Any]:
-        return {"x": s.values(tokens, width), "weight": s.values(experts, width), "bias": s.values(experts)}
-
-    changes = [of(tokens, width) for tokens, width in ((1, 63), (1, 2048), (41, 63), (41, 2048), (9, OFFSET))]
+    sizes = (1, 63), (1, 2048), (41, 63), (41, 2048), (9, OFFSET)
+    changes = [{"x": s.values(*size), "weight": s.values(7, size[1])} for size in sizes]
     return [*changes, {"dtype": torch.float16}, {"dtype": torch.float32, "bias": None}]
 
 
 def _hash_router(s: Sample) -> list[dict[str, Any]]:
-    odd = {"x": s.values(s.T, 63), "weight": s.values(s.E, 63)}
     unknown = {"tokens": torch.tensor([-1, 3, 2**31 - 1], dtype=torch.int32)}
-    return [odd, *([unknown] if s.T == 3 else [])]
+    return [{"x": s.values(s.T, 63)}, *([unknown] if s.T == 3 else [])]
 
 
 def _ids(s: Sample, tokens: int, slots: int, experts: int) -> Tensor:
@@ -351,9 +324,8 @@ def _rows(s: Sample, tokens: int, columns: int) -> Tensor:
     return s.values(tokens, columns) * columns**-0.5
 
 
-def _expert_ids(s: Sample, tokens: int, experts: int) -> dict[str, Any]:
-    ids = torch.stack([torch.arange(tokens) % experts, torch.arange(1, tokens + 1) % experts], 1).int()
-    return {"ids": ids, "weights": s.values(tokens, 2, dtype=torch.float32)}
+def _expert_ids(tokens: int, experts: int) -> Tensor:
+    return torch.stack([torch.arange(tokens) % experts, torch.arange(1, tokens + 1) % experts], 1).int()
 
 
 ACTIVATIONS: tuple[dict[str, Any], ...] = (
@@ -365,18 +337,17 @@ ACTIVATIONS: tuple[dict[str, Any], ...] = (
 
 def _dense(s: Sample, experts: int, columns: int, rows: int, tokens: int) -> dict[str, Any]:
     weights = {"gate_up": s.values(experts, 2 * rows, columns), "down": s.values(experts, columns, rows) / 4}
-    return {"x": _rows(s, tokens, columns), **weights, **_expert_ids(s, tokens, experts)}
+    return {"x": _rows(s, tokens, columns), **weights, "ids": _expert_ids(tokens, experts)}
 
 
 def _experts(s: Sample) -> list[dict[str, Any]]:
     nobody = torch.full((40, 2), s.E, dtype=torch.int32)
-    single = {"x": s.values(1, s.H), "weights": s.values(1, 2, dtype=torch.float32)}
     return [
         *(_dense(s, 2, OFFSET if tokens < 10 else 2048, 4, tokens) for tokens in (1, 9, 40)),
         *(_dense(s, 3, 38, 7, tokens) for tokens in (1, 5, 20, 40)),
         *ACTIVATIONS,
-        {"x": s.values(40, s.H), "ids": nobody, "weights": s.values(40, 2, dtype=torch.float32)},
-        {**single, "ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
+        {"ids": nobody},
+        {"ids": torch.tensor([[s.E, 2]], dtype=torch.int32)},
     ]
 
 
@@ -385,12 +356,12 @@ def _expert_mm(s: Sample) -> list[dict[str, Any]]:
         {
             "x": _rows(s, tokens, columns),
             "weight": s.values(2, 5, columns),
-            "ids": _expert_ids(s, tokens, 2)["ids"],
+            "ids": _expert_ids(tokens, 2),
         }
         for tokens, columns in ((1, OFFSET), (9, OFFSET), (40, 2048), (20, 38))
     ]
     nobody = ([[s.E, 2]], torch.int32), ([[2**32, 2]], torch.int64)
-    return changes + [{"x": s.values(1, s.H), "ids": torch.tensor(i, dtype=dtype)} for i, dtype in nobody]
+    return changes + [{"ids": torch.tensor(ids, dtype=dtype)} for ids, dtype in nobody]
 
 
 def _quantized_columns(s: Sample, least: int) -> int:
@@ -405,13 +376,13 @@ def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
             **s.quantized("gate_up_", 2 * inner, columns, (2,)),
             **s.quantized("down_", columns, inner, (2,)),
         }
-        changes.append({"x": _rows(s, tokens, columns), **weights, **_expert_ids(s, tokens, 2)})
+        changes.append({"x": _rows(s, tokens, columns), **weights, "ids": _expert_ids(tokens, 2)})
     nobody = torch.full((40, 2), s.E, dtype=torch.int32)
     return [
         *changes,
         *ACTIVATIONS,
-        {"x": s.values(20, s.H), **_expert_ids(s, 20, s.E)},
-        {"x": s.values(40, s.H), "ids": nobody, "weights": s.values(40, 2, dtype=torch.float32)},
+        {"ids": _expert_ids(20, s.E)},
+        {"ids": nobody},
         {**s.routed, **s.norm, "logits": s.values(1, s.E, dtype=torch.float32)},
     ]
 
@@ -420,8 +391,8 @@ def _expert_qmm(s: Sample) -> list[dict[str, Any]]:
     changes = []
     for tokens, least in ((1, OFFSET), (9, OFFSET), (40, 2048)):
         columns = _quantized_columns(s, least)
-        ids = _expert_ids(s, tokens, 2)["ids"]
-        changes.append({"x": _rows(s, tokens, columns), **s.quantized("", 5, columns, (2,)), "ids": ids})
+        weight = s.quantized("", 5, columns, (2,))
+        changes.append({"x": _rows(s, tokens, columns), **weight, "ids": _expert_ids(tokens, 2)})
     return changes
 
 
@@ -429,12 +400,7 @@ def _linear(s: Sample) -> list[dict[str, Any]]:
     """Rows that are no multiple of anything; columns behind an offset of 16 bits; few streams."""
 
     def of(tokens: int, rows: int, columns: int, **more: Any) -> dict[str, Any]:
-        return {
-            "x": _rows(s, tokens, columns),
-            **s.quantized("", rows, columns, ()),
-            "bias": s.values(rows),
-            **more,
-        }
+        return {"x": _rows(s, tokens, columns), **s.quantized("", rows, columns, ()), **more}
 
     wide, deep = _quantized_columns(s, OFFSET), _quantized_columns(s, 2048)
     changes = [of(tokens, rows, wide if tokens < 10 else deep) for tokens in (1, 9, 40) for rows in (5, 37)]
@@ -481,18 +447,18 @@ def _quantized_heads(s: Sample) -> list[dict[str, Any]]:
 SIZES: Changes = {
     "attention": _attention,
     "write_cache_quantized_": _written,
-    "rms_norm": _weights_of_norm,
-    "layer_norm": lambda s: [c | {"bias": s.values(c["input"].shape[-1])} for c in _weights_of_norm(s)],
-    "rms_norm_gated": lambda s: _with("gate", _weights_of_norm(s), s),
-    "fused_norm_add": lambda s: _with("residual", _weights_of_norm(s), s),
+    **dict.fromkeys(("rms_norm", "layer_norm", "rms_norm_gated", "fused_norm_add"), _weights_of_norm),
     "fused_norm_add_scalar": _scalars,
-    "fused_residual_norm": lambda s: _with("residual", _weights_of_norm(s), s),
+    "fused_residual_norm": lambda s: [
+        c | {"residual": s.values(*c["input"].shape)} for c in _weights_of_norm(s)
+    ],
     "fused_residual_norm_scalar": _scalars,
     "silu_mul_stacked": lambda s: [
-        {name: make(s, 3, 43) for name in ("gate", "up")} for make in (lambda s, *n: s.values(*n), _apart)
+        {"gate": s.values(3, 43)},
+        {"gate": _apart(s, 3, 43), "up": _apart(s, 3, 43)},
     ],
     "weighted_sum_stacked": _weighted_sums,
-    "weighted_sum_residual_stacked_": _residual_sums,
+    "weighted_sum_residual_stacked_": _weighted_sums,
     "weighted_sum_residual_norm_stacked_": _normed_sums,
     "moe_weighted_reduce": _reduced,
     "expert_mm": _expert_mm,
@@ -500,14 +466,8 @@ SIZES: Changes = {
     "heads_mm": _heads_mm,
     "hyper_connection": _streams,
     "index_topk": _index_topk,
-    "hyper_update": lambda s: [
-        {
-            "streams": s.values(1, 3, 2052),
-            "out": s.values(1, 2052),
-            "post": s.values(1, 3, dtype=torch.float32),
-        }
-        | {"comb": s.values(1, 3, 3, dtype=torch.float32)}
-    ],
+    "sample_": _sample,
+    "hyper_update": lambda s: [{"streams": s.values(1, 3, 2052)}],
     "heads_quantized": _quantized_heads,
     "embedding_quantized": lambda s: [
         {
@@ -518,26 +478,25 @@ SIZES: Changes = {
     "linear_quantized": _linear,
     "mlp_quantized": _mlp,
     "linear_attention_": _many_tokens,
-    "selective_scan_": _scanned,
-    "causal_conv1d_update_": lambda s: [{"x": s.values(1, 150, 6), "conv_state_": s.values(1, 6, 5)}],
+    "selective_scan_": lambda s: [{"x": s.values(1, 150, 6)}],
+    "causal_conv1d_update_": lambda s: [{"x": s.values(1, 150, 6)}],
     "pointwise": _formulas,
     "pool_window_": _pooled,
     "expert_qmm": _expert_qmm,
     "moe_experts_quantized": _quantized_experts,
     "rope": _heads,
-    "rope_cache_": lambda s: [{"norm_v": True}],
+    "rope_cache_": _cached,
     "rope_attention_": lambda s: [
         turned(s, 1, keys=300),
         turned(s, 1, heads=34),
         turned(s, 1) | {"cos": None, "sin": None},
     ],
-    "index_keys_": _index_keys,
     "rope_tables": _tables,
     "moe_router": _router,
-    "moe_router_topk_softmax": lambda s: [{"logits": s.values(5, 300), "top_k": 11}],
-    "fused_moe_routing": lambda s: [
-        {"logits": s.values(5, 300), "per_expert_scale": s.values(300), "top_k": 11}
-    ],
+    **dict.fromkeys(
+        ("moe_router_topk_softmax", "fused_moe_routing"),
+        lambda s: [{"logits": s.values(5, 300), "top_k": 11}],
+    ),
     "moe_gate": _gate,
     "router_logits": _logits,
     "moe_hash_router": _hash_router,

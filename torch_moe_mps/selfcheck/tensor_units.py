@@ -20,7 +20,7 @@ from ..ops._samples import sample_arguments
 from .calls import DTYPES, FORMATS, Call
 from .compare import Finding
 from .machine import COMMAND, where
-from .once import Check, first_failures
+from .once import CallsToCheck, first_failures
 
 # Tokens of the calls that are compared: tiles of 32 pairs, and of 64.
 TOKENS = (64, 256)
@@ -129,8 +129,8 @@ def _decide(names: Collection[str], check: bool) -> Use:
     return Use(used, "", faults, late)
 
 
-def check_of(library: str) -> Check:
-    return Check(library, library, functools.partial(calls, library), library)
+def check_of(library: str) -> CallsToCheck:
+    return CallsToCheck(library, library, functools.partial(calls, library), library)
 
 
 def calls(library: str) -> Iterator[Call]:

@@ -14,3 +14,4 @@
 #include "geometry/pooling.h"
 #include "geometry/rope.h"
 #include "geometry/routing.h"
+#include "geometry/sampling.h"

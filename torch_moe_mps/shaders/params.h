@@ -15,6 +15,7 @@
 #include "params/probe.h"
 #include "params/rope.h"
 #include "params/routing.h"
+#include "params/sampling.h"
 #include "params/write_cache.h"
 // They need two others each.
 #include "params/chosen.h"

@@ -169,7 +169,7 @@ inline void rope_head(device const T* head, device const uchar* weight, device c
   }
 }
 
-// kCentred: k has a LayerNorm, whose bias is in place of the weight of v, which there is none.
+// kCentred: k has a LayerNorm, whose bias is in place of the weight of v, of which there is none.
 template <typename T, bool kCentred>
 [[kernel, max_total_threads_per_threadgroup(kRopeHeads* kSimdWidth)]] void rope_heads(
     device const T* q [[buffer(0)]], device const T* k [[buffer(1)]], device const T* v [[buffer(2)]],

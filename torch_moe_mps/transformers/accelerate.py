@@ -14,18 +14,10 @@ from .attention.latents import use_latents
 from .basics.interface import experts_of, is_experts, is_quantized
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
+from .basics.self_check_state import refusal
 from .basics.state import NOTHING, STATE, kv_bits_of, state_of
-from .checked import (
-    check_replacements,
-    forget,
-    is_wanted,
-    refusal,
-    require_quantized,
-    use_tensor_units,
-    working_kv_bits,
-)
 from .checkpoints.importance import Importance, given_importance
-from .checkpoints.quantize import keep_when_saving, quantize_model
+from .checkpoints.quantize import LOADED, keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, restore_module, rewrite
@@ -33,6 +25,7 @@ from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
 from .modules.rules.norms import check_traces
 from .modules.rules.trial import on_the_cpu
+from .self_check import begin, check_replacements, use_tensor_units
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
@@ -100,12 +93,8 @@ def accelerate(
         from .capture.calls import wanted_capture
 
         capture = wanted_capture(capture)
-    check = check and is_wanted(model)
-    if check:
-        seconds = require_quantized("accelerate", model, wanted)
-        kv_bits = working_kv_bits(model, kv_bits)
-    else:
-        forget()
+    seconds, kv_bits = begin("accelerate", model, wanted, kv_bits, check)
+    check = seconds is not None
     for module in model.modules():
         drop_forward_of_class(module)
     if wanted is not None:
@@ -115,7 +104,7 @@ def accelerate(
     _replace(model, report, kv_bits, capture)
     align_weights(model)
     report.compiled = compile_kernels(model, report.operators(), strict=not check)
-    if check and check_replacements("accelerate", model, report, seconds):
+    if seconds is not None and check_replacements("accelerate", model, report, seconds):
         kv_bits = kv_bits_of(model)
         restore(model)
         report.rows.clear()
@@ -131,6 +120,9 @@ def accelerate(
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     return report
+
+
+LOADED.append(accelerate)
 
 
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
@@ -164,11 +156,12 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
     use_attention(attentions.values())
     if _is_of_transformers(model):
         from .caches.cache import grow_caches_in_place
-        from .capture.calls import capture_calls, tokens_of
+        from .capture.calls import capture_calls, operators_of_calls, tokens_of
 
         grow_caches_in_place(model, kv_bits)
         capture_calls(model, capture)
         report.capture = tokens_of(model)
+        report.beside = operators_of_calls(model)
     order = {name: index for index, (name, _) in enumerate(model.named_modules())}
     report.rows.sort(key=lambda row: order[row.name])
 

@@ -16,8 +16,8 @@ from ..ops._checks import first_line
 from .basics.classes import subclass
 from .basics.reads import holds, kept, recording
 from .basics.report import Done
+from .basics.self_check_state import refusal
 from .basics.state import CLASS_MARK, NOTHING, OWN_FORWARD, STATE, Unsupported, original_class, state_of
-from .checked import refusal
 from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES

@@ -440,9 +440,10 @@ TURNED = (
 
 @dataclass
 class IndexKeys(OperatorCase):
-    """With queries."""
+    """With queries, and no values."""
 
-    operator: ClassVar[str] = "index_keys_"
+    operator: ClassVar[str] = "rope_cache_"
+    mutated: ClassVar[tuple[str, ...]] = ("keys_",)
     group: str
     tokens: int
     heads: int
@@ -453,15 +454,15 @@ class IndexKeys(OperatorCase):
     def inputs(self, values):
         dtype, rows = DTYPES[self.dtype], (1, self.tokens)
         return {
-            "k": values.normal(*rows, self.width, dtype=dtype, offset=1.0),
-            "keys_": values.normal(1, self.keys, self.width, dtype=dtype),
-            **{name: norm_of(values, self.width, self.dtype) for name in ("weight", "bias")},
+            "k": values.normal(*rows, 1, self.width, dtype=dtype, offset=1.0),
+            "keys_": values.normal(1, 1, self.keys, self.width, dtype=dtype),
+            **{name: norm_of(values, self.width, self.dtype) for name in ("k_weight", "k_bias")},
             **{name: values.normal(*rows, self.width // 2, dtype=dtype) for name in ("cos", "sin")},
             "q": values.normal(*rows, self.heads, self.width, dtype=dtype),
         }
 
     def given(self, t):
-        return t | {"eps": EPS}
+        return t | {"v": None, "values_": None, "eps": EPS}
 
     def bytes_moved(self, t, part=""):
         return 2 * (t["k"].nbytes + t["q"].nbytes)
@@ -505,6 +506,37 @@ class IndexTopk(OperatorCase):
         return t["k"].nbytes
 
 
+@dataclass
+class Sample(OperatorCase):
+    """A token of each row."""
+
+    operator: ClassVar[str] = "sample_"
+    group: str
+    tokens: int
+    vocabulary: int
+    top_k: int
+    top_p: float
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{super().name}, top-k {self.top_k}, top-p {self.top_p}"
+
+    def inputs(self, values):
+        rows = self.tokens, self.vocabulary
+        return {
+            "logits": values.normal(*rows, dtype=DTYPES[self.dtype], scale=3.0),
+            "draws": values.uniform(*rows, low=0.01),
+            "invalid_": values.integers(self.tokens, dtype=torch.int32, low=0, high=1),
+        }
+
+    def given(self, t):
+        return t | {"temperature": 0.7, "top_k": self.top_k, "top_p": self.top_p, "min_p": 0.01}
+
+    def bytes_moved(self, t, part=""):
+        return t["logits"].nbytes
+
+
 def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
@@ -523,6 +555,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [IndexKeys("fused", t, 64, 128, 4096, "bf16") for t in (1, 8)]
     cases += [IndexTopk("fused", "heads", 1, 64, 128, rows, 1, 2048, False, "bf16") for rows in (4096, 32768)]
     cases += [IndexTopk("fused", "keys", t, 4, 128, 32768, 128, 16, t > 1, "bf16") for t in (1, 64)]
+    cases += [Sample("fused", 1, 151_936, *kept, "bf16") for kept in ((20, 0.8), (0, 0.9), (0, 1.0))]
     cases += [SelectiveScan("fused", t, 8192, "bf16") for t in (1, 1024)]
     cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
     cases += [PoolWindow("fused", t, 512, *kind, "bf16") for t in (1, 1024) for kind in ((4, 2), (128, 1))]
@@ -547,6 +580,7 @@ def sanitizer_fused() -> list[Case]:
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]
+    cases += [Sample("sanitize", t, 700, *kept, "f16") for t in (1, 3) for kept in ((20, 0.8), (0, 0.9))]
     for sizes in ((8, 2, 64, 9), (9, 1, 128, 300), (4, 2, 256, 40), (2, 1, 512, 9), (9, 1, 64, 300)):
         cases += [RopeAttention("sanitize", 1, *sizes, dtype) for dtype in ("f16", "f32")]
     cases += [IndexKeys("sanitize", t, 3, width, 9, "f16") for t in (1, 3) for width in (12, 64)]

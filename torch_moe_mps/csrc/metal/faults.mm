@@ -17,7 +17,7 @@ namespace {
 constexpr size_t kMostNamed = 4;   // operators of a message
 constexpr int32_t kFaultCode = 5;  // MTLCommandBufferStatusError
 
-struct Watched {
+struct CommandBuffer {
   int64_t number;
   std::vector<const char*> operators;  // in the order of their calls
 };
@@ -25,7 +25,7 @@ struct Watched {
 struct State {
   std::mutex mutex;
   std::atomic<void*> buffer = nullptr;  // that is encoded into, until it is complete
-  Watched* watched = nullptr;           // its; the buffer's handler frees it
+  CommandBuffer* watched = nullptr;     // its; the buffer's handler frees it
   int64_t last = 0;                     // number of a buffer; of the stream's queue, as the two above
   int64_t raised = 0;                   // buffers up to this one are told of
   std::atomic<int64_t> incomplete = 0;  // buffers, with the one that is encoded into
@@ -64,7 +64,7 @@ const char* advice(NSError* error) {
 }
 
 // Called by Metal, on a thread of its own.
-void complete(id<MTLCommandBuffer> buffer, std::unique_ptr<Watched> watched) {
+void complete(id<MTLCommandBuffer> buffer, std::unique_ptr<CommandBuffer> watched) {
   State& s = state();
   void* own = (__bridge void*)buffer;
   s.buffer.compare_exchange_strong(own, nullptr);  // another one may get its address
@@ -80,14 +80,14 @@ void complete(id<MTLCommandBuffer> buffer, std::unique_ptr<Watched> watched) {
 }
 
 // In a block of the stream's queue. Returns: what is known of the stream's buffer.
-Watched& watched(at::mps::MPSStream* stream) {
+CommandBuffer& watched(at::mps::MPSStream* stream) {
   State& s = state();
   id<MTLCommandBuffer> buffer = [stream->commandBuffer() rootCommandBuffer];
   if (s.buffer != (__bridge void*)buffer) {
-    Watched* made = s.watched = new Watched{++s.last, {}};
+    CommandBuffer* made = s.watched = new CommandBuffer{++s.last, {}};
     [buffer addCompletedHandler:^(id<MTLCommandBuffer> completed) {
       @autoreleasepool {
-        complete(completed, std::unique_ptr<Watched>(made));
+        complete(completed, std::unique_ptr<CommandBuffer>(made));
       }
     }];
     ++s.incomplete;

@@ -57,8 +57,9 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
     found = {}
     for name, module in model.named_modules():
         causal = getattr(module, "is_causal", None)
-        calls = getattr(_code(module), "co_names", ())
-        if not isinstance(causal, bool) or "ALL_ATTENTION_FUNCTIONS" not in calls:
+        if not isinstance(causal, bool):
+            continue
+        if "ALL_ATTENTION_FUNCTIONS" not in getattr(_code(module), "co_names", ()):
             continue
         implementation = _implementation_for(module)
         if implementation == NAME or (implementation is not None and (causal or _has_window(module))):
@@ -271,7 +272,7 @@ def attention(
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and kwargs.get("output_attentions"))
     if isinstance(block_indices, Choice):
-        attention_mask = block_indices.shown(attention_mask, key.shape[1], query.shape[2], key.shape[2])
+        attention_mask = block_indices.as_mask(attention_mask, key.shape[1], query.shape[2], key.shape[2])
     elif block_indices is not None:
         indexer: Any = module.indexer
         of_keys = key.shape[2], query.dtype, query.device, kwargs["position_ids"]

@@ -107,7 +107,7 @@ class CausalMask(Deferred):
         shown: tuple[Tensor | None] | None = (None,)
         if attention_mask is not None:
             is_fitting = attention_mask.shape[0] == batch_size
-            shown = _shown(attention_mask, kv_offset, seen, device, config) if is_fitting else None
+            shown = _range_of(attention_mask, kv_offset, seen, device, config) if is_fitting else None
         if shown is None:
             return None
         shape, (window, lookahead) = (batch_size, 1, q_length, kv_length), order
@@ -176,7 +176,7 @@ def _has_window(config: Any, size: int) -> bool:
     return not chunked and size == getattr(config, "sliding_window", None)
 
 
-def _shown(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:
+def _range_of(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:
     """What `range_of_padding` gives for some keys of a mask, from the first one on."""
     known: tuple[Tensor | None] | None = getattr(mask, RANGE, None)
     if known is None:

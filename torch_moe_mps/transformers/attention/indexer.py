@@ -33,7 +33,7 @@ _BATCH, _TOKENS, _BEFORE = 2, 3, 4  # of a trial
 IN_ORDER = "_moe_mps_in_order"
 
 
-class Form(NamedTuple):
+class IndexerForm(NamedTuple):
     """How an indexer makes its queries and keys.
 
     Attributes:
@@ -49,7 +49,7 @@ class Form(NamedTuple):
 
 def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a rewritten indexer: [B, T, K] int32, -1 where a token may choose from fewer keys."""
-    form: Form = indexer.__dict__[STATE].formula
+    form: IndexerForm = indexer.__dict__[STATE].formula
     given = dict(zip(form.names, args, strict=False)) | kwargs
     mask, (cos, _) = given["attention_mask"], given["position_embeddings"]
     # Our implementation of attention asks for numbers. Beside a mask of bool, that of `sdpa`, a model
@@ -62,7 +62,12 @@ def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwa
 
 
 def _chosen(
-    indexer: Any, form: Form, hidden: Tensor, given: dict[str, Any], seen: int, key_range: Tensor | None
+    indexer: Any,
+    form: IndexerForm,
+    hidden: Tensor,
+    given: dict[str, Any],
+    seen: int,
+    key_range: Tensor | None,
 ) -> Tensor:
     batch, tokens, _ = hidden.shape
     chooses = seen > indexer.index_topk
@@ -83,7 +88,7 @@ def _chosen(
 
 
 def _into_cache(
-    indexer: Any, form: Form, q: Tensor | None, k: Tensor, given: dict[str, Any]
+    indexer: Any, form: IndexerForm, q: Tensor | None, k: Tensor, given: dict[str, Any]
 ) -> tuple[Tensor | None, Tensor]:
     """The queries, turned; the keys k [B, T, D], normed and turned, behind those of the cache."""
     norm, cache, dtype = indexer.k_norm, given.get("past_key_values"), k.dtype
@@ -95,7 +100,11 @@ def _into_cache(
     slots = layer.index_slots(k) if writes else None
     if slots is not None:
         turning = None if cos is None else q
-        out = ops.index_keys_(k, slots, norm.weight, norm.bias, norm.eps, cos, sin, turning, **options)
+        out = ops.rope_cache_(
+            *(turning, k.unsqueeze(2), None, slots.unsqueeze(1), None, cos, sin, None, norm.weight, norm.eps),
+            k_bias=norm.bias,
+            **options,
+        )
         return q if turning is None else out.transpose(1, 2), layer.take_index(slots)
     k = norm(k.to(norm.weight.dtype)).to(dtype).unsqueeze(2)
     if cos is not None and q is None:
@@ -133,10 +142,10 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if form is None:
         return None
     state_of(module).formula = form
-    return indexer_forward, [Done("index_topk"), Done("index_keys_")]
+    return indexer_forward, [Done("index_topk"), Done("rope_cache_")]
 
 
-def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> Form | None:
+def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerForm | None:
     """What an indexer with layers of few inputs computes; None if that is not what is computed here."""
     twin = twin_of(module, index_topk=3)
     keys = _BEFORE + _TOKENS
@@ -158,7 +167,7 @@ def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int)
         columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
         if turn is not None and columns * (2 if turn.doubled else 1) > width:
             continue
-        form, held = Form(names, turn, rotary), HeldKeys(before, twin.layer_idx)
+        form, held = IndexerForm(names, turn, rotary), HeldKeys(before, twin.layer_idx)
         found = tried(ours, twin, hidden, **given, past_key_values=held)
         same = isinstance(found, Tensor) and torch.equal(own.sort(-1).values, found)
         if same and agrees(cache.keys, held.keys):

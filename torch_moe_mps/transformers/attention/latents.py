@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from ..basics.deferred import Deferred
 from ..basics.report import Done
+from ..basics.self_check_state import refusal
 from ..basics.state import NOTHING, STATE, state_of
 from ..caches.growing import latents_together
 from ..caches.quantized_states import QuantizedStates
-from ..checked import refusal
 from ..modules.experts import is_observed
 from ..modules.linears import QuantizedLinear
 from ..modules.rules.trial import tried

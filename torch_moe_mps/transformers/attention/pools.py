@@ -38,5 +38,5 @@ def is_same(own: Tensor, found: Choice) -> bool:
     known = (scores.sum(1) == 0).sum(-1) < 2
     keys = BEFORE + TOKENS
     order = torch.ones(TOKENS, keys, dtype=torch.bool).tril(BEFORE)
-    mask = found.shown(None, 1, TOKENS, keys)
+    mask = found.as_mask(None, 1, TOKENS, keys)
     return bool(known.any()) and torch.equal((own & order)[:, 0][known], (mask & order)[:, 0][known])

@@ -162,6 +162,7 @@ class Report:
     checked: str | None = None
     tensor_units: str | None = None
     kept_on_cpu: str | None = None
+    beside: set[str] = field(default_factory=set)  # operators that no module runs
     capture: Callable[[], str | None] | None = None  # what the report says of tokens, when it is printed
 
     def add(
@@ -170,8 +171,8 @@ class Report:
         self.rows.append(Row(name, type(module).__name__, kind, tuple(done), reason))
 
     def operators(self) -> set[str]:
-        """Those that run in place of modules."""
-        return {done.operator for row in self.rows for done in row.done}
+        """Those that run in place of modules, and beside them."""
+        return {done.operator for row in self.rows for done in row.done} | self.beside
 
     @property
     def replaced(self) -> list[Row]:

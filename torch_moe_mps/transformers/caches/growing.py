@@ -51,7 +51,7 @@ def may_write(held: Tensor, new: Tensor) -> bool:
 def latents_together(keys: Any, values: Any) -> Tensor | None:
     """[B, 1, S, L + R], whose first and last columns the two are; None if they do not lie side by side."""
     memory = _memory_of((keys, values))
-    return None if memory is None else shown(memory, start_of(keys), keys.shape[2])
+    return None if memory is None else part_of(memory, start_of(keys), keys.shape[2])
 
 
 def are_latents(keys: Tensor, values: Tensor) -> bool:
@@ -202,12 +202,13 @@ def copied(states: Tensor, room: int) -> Tensor:
 
 
 def view_of(memory: Tensor, start: int, tokens: int) -> Tensor:
-    """The last tokens that are written into a memory."""
+    """A view of tokens the last of which is, from now on, the last one that is written in the memory."""
     setattr(memory, END, start + tokens)
-    return shown(memory, start, tokens)
+    return part_of(memory, start, tokens)
 
 
-def shown(memory: Tensor, start: int, tokens: int) -> Tensor:
+def part_of(memory: Tensor, start: int, tokens: int) -> Tensor:
+    """A view of some tokens of a memory, which knows that memory."""
     if isinstance(memory, QuantizedStates):
         view: Tensor = memory.tokens(start, tokens)
     else:

@@ -27,7 +27,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ..._faults import synchronize
 from ...ops._checks import first_line
 from ..basics.state import kv_bits_of
-from .cache import growing_class
+from .layers import growing_class
 from .quantized_states import QuantizedStates
 
 _PACKAGE = __package__.partition(".")[0]

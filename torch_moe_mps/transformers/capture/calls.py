@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..._extension import host_library
@@ -29,15 +30,17 @@ from ..attention.attention import MOST_TOKENS
 from ..basics.bounded import Bounded
 from ..basics.classes import subclass
 from ..basics.residency import follow_moved
+from ..basics.self_check_state import refused
 from ..caches.cache import takes_cache
-from ..checked import refused
+from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator
+from ..modules.sampling import OPERATOR, current, sampling
 from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
 from .own_code import OwnCode
-from .plan import Plan, Taken
+from .plan import CallPlan, Taken
 from .program import Integers, assemble
 from .reading import Reading
 
@@ -56,10 +59,12 @@ _TOO_FEW = "no kind of call for a few tokens was repeated three times"
 # What a recording raises where Python asks for a value that only the GPU knows.
 _OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
 
+_GENERATES = ContextVar("moe_mps_generates", default=False)  # whether `generate` makes the calls
+
 Make = Callable[[list[Tensor], Any], Any]
 
 
-class Program(NamedTuple):
+class Capture(NamedTuple):
     """A captured kind of calls.
 
     `make` gives what a call returns, from its tensors and its cache; `operators` are what it calls, in order.
@@ -67,7 +72,7 @@ class Program(NamedTuple):
     """
 
     fingerprint: Fingerprint
-    plan: Plan
+    plan: CallPlan
     integers: Callable[..., list[int] | None]
     run: Callable[..., list[Tensor]]
     make: Make
@@ -97,7 +102,7 @@ class Captures:
 
     def __init__(self, anywhere: bool = False, own_code: bool = False) -> None:
         """`anywhere`: on any device, not on mps alone; `own_code`: a user's own code, too."""
-        self.programs: list[Program] = []
+        self.programs: list[Capture] = []
         self.reason: str | None = _TOO_FEW
         self._anywhere, self._own_code = anywhere, own_code
         self._failure: str | None = None  # of the last capture
@@ -139,7 +144,7 @@ class Captures:
     def _call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
         if not self._is_candidate(arguments):
             return own(model, **arguments)
-        reason = forbidden()
+        reason = forbidden() or _positions_by_hand(arguments)
         if reason is None:
             found = self._run(model, arguments)
             if found is not None:
@@ -191,7 +196,7 @@ class Captures:
         return None
 
     def _run_one(
-        self, program: Program, model: nn.Module, arguments: dict[str, Any], padding: Callable[[], Any]
+        self, program: Capture, model: nn.Module, arguments: dict[str, Any], padding: Callable[[], Any]
     ) -> tuple[Any] | str:
         """A tuple of what a program returns, or why it is not for the call."""
         plan = program.plan
@@ -223,7 +228,7 @@ class Captures:
             return False  # another thread captures
         try:
             reading = Reading(arguments, None if self._reads_masks else padding_of(model, arguments))
-            kind = self._kind_of(reading)
+            kind = self._kind_to_capture(reading)
             if kind is None:
                 return False
             program = self._captured(model, own, reading, kind)
@@ -252,7 +257,7 @@ class Captures:
             self._lock.release()
         return False
 
-    def _still_right(self, now: Fingerprint) -> list[Program]:
+    def _still_right(self, now: Fingerprint) -> list[Capture]:
         before = self.programs[0].fingerprint if self.programs else None
         if before is None or before.model is not now.model or not before.holds():
             return []
@@ -263,7 +268,7 @@ class Captures:
         self._rests += 1
         self._rest = min(4**self._rests, _LONGEST_REST)
 
-    def _kind_of(self, reading: Reading) -> _Kind | None:
+    def _kind_to_capture(self, reading: Reading) -> _Kind | None:
         """The kind of a call, if this is the one to capture."""
         kind: _Kind | None = self._kinds.get(reading.key)
         if kind is None:
@@ -282,7 +287,7 @@ class Captures:
 
     @torch.inference_mode(False)  # in which torch refuses views of weights among fake tensors
     @torch.no_grad()
-    def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Program:
+    def _captured(self, model: nn.Module, own: Callable[..., Any], reading: Reading, kind: _Kind) -> Capture:
         started = time.perf_counter()
         if not getattr(sys, "_is_gil_enabled", lambda: True)():
             raise NotCapturable("Python runs without its global lock, with which a token compares the model")
@@ -292,7 +297,7 @@ class Captures:
         recorder = Recorder(None if self._own_code else own_code.look)
         symbol, values, least = _symbols(reading, kind)
         symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
-        plan = Plan(reading, symbol, symints, recorder)
+        plan = CallPlan(reading, symbol, symints, recorder)
         exchange = exchange_of(model)
         # Now: the first copy of a cache notes something in its class.
         fingerprint = Fingerprint(model, self, exchange)
@@ -329,7 +334,19 @@ class Captures:
         plan.forget()
         seconds = time.perf_counter() - started
         operators = tuple(node.target for node in recorder.graph.nodes if is_operator(node))
-        return Program(fingerprint, plan, evaluate, program.run, make, handover, operators, seconds)
+        return Capture(fingerprint, plan, evaluate, program.run, make, handover, operators, seconds)
+
+
+def _positions_by_hand(arguments: dict[str, Any]) -> str | None:
+    """Why a call runs module by module whose layers count tokens, if its positions may be others.
+
+    The GPU has them, so to compare them takes as long as a token. Those of `generate` follow from its cache.
+    """
+    if _GENERATES.get() or arguments.get("position_ids") is None:
+        return None
+    layers = getattr(arguments.get("past_key_values"), "layers", ())
+    counts = any(isinstance(layer, HeldEntries) for layer in layers)
+    return "position_ids are compared with the cache, outside of generate()" if counts else None
 
 
 def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], list[int]]:
@@ -421,6 +438,12 @@ def tokens_of(model: nn.Module) -> Callable[[], str | None]:
     return says
 
 
+def operators_of_calls(model: nn.Module) -> set[str]:
+    """What `generate` of a model runs beside the model."""
+    classes = [vars(type(module)) for module in model.modules()]
+    return {OPERATOR} if any(_MARK in members and "_sample" in members for members in classes) else set()
+
+
 def _models(model: nn.Module) -> Iterator[nn.Module]:
     """The outermost models of transformers that take a cache."""
     inside: set[nn.Module] = set()
@@ -462,10 +485,31 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(original.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with synchronized(self.device):
-                return original.generate(self, *args, **kwargs)
+            token = _GENERATES.set(True)
+            try:
+                with synchronized(self.device):
+                    return original.generate(self, *args, **kwargs)
+            finally:
+                _GENERATES.reset(token)
 
         members["generate"] = generate
+    generates: Any = original
+    if getattr(generates, "_sample", None) is GenerationMixin._sample:
+
+        def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            given = generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+            if (steps := current()) is not None:
+                steps.take(outputs)
+            return given
+
+        def sample(
+            self: Any, ids: Tensor, *, logits_processor: Any, generation_config: Any, **kwargs: Any
+        ) -> Any:
+            with sampling(logits_processor, generation_config, ids.device) as stands:
+                how = {"logits_processor": stands, "generation_config": generation_config}
+                return generates._sample(self, ids, **how, **kwargs)
+
+        members |= {"_sample": sample, "_update_model_kwargs_for_generation": update}
     return subclass(original, _new_copy, **members)
 
 

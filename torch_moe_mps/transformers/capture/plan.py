@@ -13,7 +13,7 @@ from ..attention.causal_mask import RANGE, CausalMask
 from ..caches.growing import END, MEMORY
 from ..caches.quantized_states import QuantizedStates
 from ..graphs.tracing import NotCapturable, Recorder
-from .arguments import MASK, Pages, flat
+from .arguments import MASK, flat
 from .caches import all_parts, column_of, empty_copy, items_of, kind_of, parts, places_of, start_of, static_of
 from .fingerprint import default_device
 from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
@@ -55,7 +55,7 @@ class _Places:
         return values if self._static(values) == self._known else None
 
 
-class Plan:
+class CallPlan:
     """How to take calls apart that are like that of a reading, and to record it.
 
     Attributes:
@@ -81,7 +81,7 @@ class Plan:
         self._layers: list[tuple[type, list[str]]] = []
         self._arguments: list[tuple[Any, int, Any]] = []
         self._numbers: list[tuple[Any, int]] = []  # of the arguments
-        self._ends: list[tuple[int, ...]] = []  # what the end of each memory is the sum of
+        self._ends: list[tuple[int, ...]] = []  # of each memory: its written end is the sum of these
         self._sources: dict[int, tuple[int, int, Any]] = {}  # of symbols
         self._before: list[dict[Any, Any]] = []  # what the recording's cache holds at its begin
         self._memories: dict[int, tuple[int, Any, int]] = {}  # by id: number, stand-in, its first input
@@ -165,7 +165,7 @@ class Plan:
             self._memories[id(real)] = len(self._memories), _like(real, fakes), source
         memory, stand_in, source = self._memories[id(real)]
         self._memory_of.append(memory)
-        shown = []
+        views = []
         for view, tensor, fake in zip(parts(value), parts(real), parts(stand_in), strict=True):
             first += tensor.dim() + 2
             number, begins, column = len(self.views), start_of(view, tensor), column_of(view, tensor)
@@ -174,12 +174,12 @@ class Plan:
             symbols = [self._symbol.get(position, -1) for position in (first - 1, first - 2)]
             sum_of = (begins, symbols[0], view.shape[-2], symbols[1])
             self.views.append((source, *sum_of, column, view.shape[-1]))
-            shown.append(self._recorder.run(_narrow(fake, start, tokens, column, view.shape[-1])))
+            views.append(self._recorder.run(_narrow(fake, start, tokens, column, view.shape[-1])))
             source += 1
         if memory == len(self._ends):
             self._ends.append(sum_of)
             setattr(stand_in, END, start + tokens)
-        states = _like(value, shown)
+        states = _like(value, views)
         setattr(states, MEMORY, stand_in)
         return states
 
@@ -260,9 +260,6 @@ class Plan:
         """Drops what only the recording needed."""
         self.stand_ins, self._before, self._memories, self._symints = {}, [], {}, []
         self._mask = None
-        for _, _, value in self._arguments:
-            if isinstance(value, Pages):
-                value.forget()
         del self._recorder
 
     def take(self, arguments: dict[str, Any], padding: Callable[[], Any]) -> Taken | str:
@@ -305,9 +302,9 @@ class Plan:
         if values is None:
             return "the cache has other attributes"
         held = self._places.held(values)
-        shown = [getattr(view, MEMORY) for view in held]
-        memories = self._first_of(shown)
-        if any(map(is_not, shown, self._memories_of(memories))):
+        of_views = [getattr(view, MEMORY) for view in held]
+        memories = self._first_of(of_views)
+        if any(map(is_not, of_views, self._memories_of(memories))):
             return "the layers of the cache share other memory"
         inputs += all_parts(self._places.tensors(values) + memories)
         views = all_parts(held)
@@ -358,11 +355,11 @@ class Plan:
 
 
 def _narrow(memory: Tensor, start: Any, tokens: Any, column: int, width: int) -> Callable[[], Tensor]:
-    def shown() -> Tensor:
+    def narrowed() -> Tensor:
         some = memory.narrow(-2, start, tokens)
         return some if width == memory.shape[-1] else some.narrow(-1, column, width)
 
-    return shown
+    return narrowed
 
 
 def _like(states: Tensor, fakes: list[Tensor]) -> Any:

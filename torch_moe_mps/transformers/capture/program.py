@@ -10,7 +10,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._sympy.printers import PythonPrinter
 
 from ..graphs.tracing import ITEM, PARTS, TENSOR, VALUE, Number, as_recorded, is_operator
-from .plan import Plan
+from .plan import CallPlan
 
 _FORMATS = (torch.contiguous_format, torch.preserve_format, torch.channels_last, torch.channels_last_3d)
 
@@ -49,7 +49,7 @@ class Integers:
         return made
 
 
-def assemble(graph: fx.Graph, integers: Integers, plan: Plan, weights: list[Tensor]) -> Any:
+def assemble(graph: fx.Graph, integers: Integers, plan: CallPlan, weights: list[Tensor]) -> Any:
     """A program of the calls of a graph.
 
     Args:

@@ -11,7 +11,7 @@ from ..attention.causal_mask import ELEMENTS, CausalMask
 from ..caches.growing import MEMORY
 from ..caches.quantized_states import QuantizedStates
 from ..graphs.tracing import NotCapturable
-from .arguments import Pages, flat
+from .arguments import flat
 from .caches import column_of, is_known, kind_of, lists_of, parts, start_of, static_of
 from .fingerprint import default_device
 
@@ -62,8 +62,8 @@ class Reading:
                 key += self._cache(name, value)
             elif type(value) is CausalMask:
                 masks.append((name, value))
-            elif type(value) is Pages or (type(value) is int and type(name) is str):
-                key += name, STATIC, value.known if type(value) is Pages else value
+            elif type(value) is int and type(name) is str:
+                key += name, STATIC, value
                 self.entries.append(Entry(ARGUMENTS, name, STATIC, value, 0))
             else:
                 key += self._value(ARGUMENTS, name, value)
@@ -103,6 +103,9 @@ class Reading:
         self._place += 1
 
     def _value(self, place: int, name: Any, value: Any) -> Iterator[Any]:
+        """The parts of the key for a value. While they are taken, its numbers and its entry are noted, so
+        values have to be read one by one, in the order of the key.
+        """
         first, kind = len(self.numbers), STATIC
         yield name
         if type(value) in (Tensor, QuantizedStates):
@@ -115,7 +118,7 @@ class Reading:
                 yield None if tensor.is_contiguous() else tensor.stride()
                 yield self._sizes_of(tensor)
                 if memory is not None:
-                    yield from (column_of(view, tensor), view.shape[-1], _special(view.shape[-2:-1]))
+                    yield from (column_of(view, tensor), view.shape[-1], _up_to_two(view.shape[-2:-1]))
                     self.growing.add(len(self.numbers) - 2)
                     if name not in _OF_WINDOWS:
                         self.growing.add(len(self.numbers))
@@ -139,9 +142,9 @@ class Reading:
     def _sizes_of(self, tensor: Tensor) -> tuple[int, ...]:
         self.sizes.update(range(len(self.numbers), len(self.numbers) + tensor.dim()))
         self.numbers += tensor.shape
-        return _special(tensor.shape)
+        return _up_to_two(tensor.shape)
 
 
-def _special(sizes: tuple[int, ...]) -> tuple[int, ...]:
+def _up_to_two(sizes: tuple[int, ...]) -> tuple[int, ...]:
     """Sizes with all equal but 0 and 1, for which torch has rules of their own."""
     return tuple(min(size, 2) for size in sizes)

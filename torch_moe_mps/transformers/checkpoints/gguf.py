@@ -25,9 +25,9 @@ from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 from ..basics.report import QuantizationReport, QuantizedProjection
 from ..families import GGUF
 from .checking import check_scales
-from .gguf_file import File, Source, read_checked
+from .gguf_file import File, GgufRows, read_checked
 from .gguf_header import reading_once
-from .saving import mark_quantized
+from .quantize import finish_loading
 from .sizes import bytes_a_token, quantized_bytes
 from .targets import HasTargets, Reasons, Target, quantizable, tie_quantized, tied_layers
 from .weights import quantized_names, store_empty, take_stored
@@ -48,7 +48,7 @@ def packing() -> Iterator[None]:
 class Part:
     """What transformers' loader reads as one tensor of a packed parameter."""
 
-    def __init__(self, source: Source, number: int):
+    def __init__(self, source: GgufRows, number: int):
         self.source, self.number = source, number
 
     def __getitem__(self, _: Any) -> Tensor:
@@ -105,7 +105,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
         if not self._packs:
             return
         self._file = File(kwargs["checkpoint_files"][0], model)
-        self._sources: dict[str, Source] = {}
+        self._sources: dict[str, GgufRows] = {}
         self.report = QuantizationReport(bytes_before=bytes_a_token(model))
         reasons, every = Reasons(model), quantizable(model)
         for target in every.values():
@@ -184,8 +184,6 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
     def _process_model_after_weight_loading(self, model: Any, **kwargs: Any) -> Any:
         if not self._packs:
             return super()._process_model_after_weight_loading(model, **kwargs)
-        from ..accelerate import accelerate
-
         report = self.report
         assert report is not None
         self.place(model)
@@ -200,9 +198,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
         model.hf_quantizer = self
         del self._file, self._sources, self._targets
         model._weight_conversions = None  # saved under the names of transformers
-        model.requires_grad_(False)
-        mark_quantized(model)
-        accelerate(model)
+        finish_loading(model)
         return model
 
 

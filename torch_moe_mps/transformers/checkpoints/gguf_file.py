@@ -34,7 +34,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 _DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
 
-class Stored(NamedTuple):
+class GgufTensor(NamedTuple):
     """A tensor of a file: `data` is a map of its bytes, uint8 [..., bytes of a row]."""
 
     name: str
@@ -69,7 +69,7 @@ class Stored(NamedTuple):
             raise ValueError(f"moe_mps::gguf: {self.name} must be {expected}, got {self.kind}") from None
 
 
-def read_file(path: str) -> tuple[str, list[Stored]]:
+def read_file(path: str) -> tuple[str, list[GgufTensor]]:
     """The architecture and the tensors of a file, none of which is read yet.
 
     Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged.
@@ -92,7 +92,7 @@ def read_file(path: str) -> tuple[str, list[Stored]]:
             if end > len(blob):
                 raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
             data = blob[first:end].reshape(*shape[:-1], row)
-            found.append(Stored(name, GGMLQuantizationType(kind).name, shape, data))
+            found.append(GgufTensor(name, GGMLQuantizationType(kind).name, shape, data))
         if len({tensor.name for tensor in found}) < len(found):
             raise ValueError("two tensors have one name")
         return str(header.metadata["general.architecture"]), found
@@ -116,10 +116,10 @@ def check_file(path: str) -> None:
 class _Placing(Protocol):
     """transformers' code for an architecture."""
 
-    def names(self, tensor: Stored) -> Iterable[str]:
+    def names(self, tensor: GgufTensor) -> Iterable[str]:
         """The parameters of the model that a tensor goes into."""
 
-    def value(self, name: str, values: list[tuple[Stored, np.ndarray]]) -> Tensor:
+    def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
         """A parameter, of the values of all its tensors, or of what stands for them."""
 
     def inputs(self, name: str) -> Tensor | None:
@@ -151,7 +151,7 @@ class _Processed:
         with one_table_of_names():
             self._names = first.get_gguf_hf_weights_map(model, self._processor, architecture)
 
-    def _place(self, tensor: Stored, values: np.ndarray, into: dict[str, Tensor]) -> None:
+    def _place(self, tensor: GgufTensor, values: np.ndarray, into: dict[str, Tensor]) -> None:
         result = self._processor.process(
             weights=values,
             name=tensor.name,
@@ -161,7 +161,7 @@ class _Processed:
         if result.name in self._names:
             into[self._names[result.name]] = torch.from_numpy(np.copy(result.weights))
 
-    def names(self, tensor: Stored) -> Iterable[str]:
+    def names(self, tensor: GgufTensor) -> Iterable[str]:
         for shape in ((*tensor.shape[:-1], 2), tensor.shape):
             found: dict[str, Tensor] = {}
             try:
@@ -173,7 +173,7 @@ class _Processed:
             return found
         return ()
 
-    def value(self, name: str, values: list[tuple[Stored, np.ndarray]]) -> Tensor:
+    def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
         found: dict[str, Tensor] = {}
         for tensor, each in values:
             self._place(tensor, each, found)
@@ -197,14 +197,14 @@ class _Converted:
         self._prefix, self._parameters = model.base_model_prefix, model.state_dict()
         self._patterns: dict[str, str | None] = {}  # of tensors and of parameters
 
-    def names(self, tensor: Stored) -> Iterable[str]:
+    def names(self, tensor: GgufTensor) -> Iterable[str]:
         name, pattern = rename_source_key(
             tensor.name, self._renamings, self._converters, self._prefix, self._parameters
         )
         self._patterns[tensor.name] = self._patterns[name] = pattern
         return [name] if name in self._parameters else ()
 
-    def value(self, name: str, values: list[tuple[Stored, np.ndarray]]) -> Tensor:
+    def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
         pattern = self._patterns[name]
         if pattern is None:
             ((_, own),) = values
@@ -236,7 +236,7 @@ def placing_of(architecture: str, model: "PreTrainedModel") -> _Placing:
     return (_Converted if is_gguf_arch_supported(architecture) else _Processed)(architecture, model)
 
 
-class Source:
+class GgufRows:
     """A parameter whose rows are rows of the file: `order` numbers those of `tensors` one after the other.
 
     Attributes:
@@ -244,7 +244,7 @@ class Source:
             move, the weight's columns have moved instead.
     """
 
-    def __init__(self, target: Target, tensors: list[Stored], order: Tensor, inputs: Tensor | None):
+    def __init__(self, target: Target, tensors: list[GgufTensor], order: Tensor, inputs: Tensor | None):
         self.tensors, self.inputs = tensors, inputs
         self._shape = order.shape if target.kind == "experts" else order.shape[1:]
         rows = order.flatten().numpy()
@@ -305,7 +305,7 @@ class File:
                 expected = "absent, for a factor of a whole tensor has no operator"
                 raise ValueError(f"moe_mps::gguf: {tensor.name} must be {expected}, got {tensor.shape}")
         self._placing = placing_of(architecture, model)
-        self.parts: dict[str, list[Stored]] = defaultdict(list)
+        self.parts: dict[str, list[GgufTensor]] = defaultdict(list)
         for tensor in self.tensors:
             for name in self._placing.names(tensor):
                 self.parts[name].append(tensor)
@@ -314,7 +314,7 @@ class File:
         """A parameter, dequantised."""
         return self._placing.value(name, [(tensor, tensor.values()) for tensor in self.parts[name]])
 
-    def sources(self, target: Target, parameter: str) -> dict[str, Source]:
+    def sources(self, target: Target, parameter: str) -> dict[str, GgufRows]:
         """A parameter of a target if its rows are rows of blocks of one type; nothing if they are not.
 
         Gate and up projections of experts may be of two types; they are parameters of their own then.
@@ -334,18 +334,18 @@ class File:
             return {}
         inputs = self._placing.inputs(name)
         if len({tensor.kind for tensor in tensors}) == 1:
-            return {parameter: Source(target, tensors, order, inputs)}
+            return {parameter: GgufRows(target, tensors, order, inputs)}
         if parameter != "gate_up_proj" or len(tensors) != 2:
             return {}
         count, halves = tensors[0].rows, order.chunk(2, 1)
         if bool((halves[0] >= count).any() or (halves[1] < count).any()):
             return {}
         return {
-            "gate_up_proj": Source(target, tensors[:1], halves[0], inputs),
-            "up_proj": Source(target, tensors[1:], halves[1] - count, inputs),
+            "gate_up_proj": GgufRows(target, tensors[:1], halves[0], inputs),
+            "up_proj": GgufRows(target, tensors[1:], halves[1] - count, inputs),
         }
 
-    def _rows_of(self, target: Target, name: str, tensors: list[Stored], columns: int) -> Tensor | None:
+    def _rows_of(self, target: Target, name: str, tensors: list[GgufTensor], columns: int) -> Tensor | None:
         """Which rows of the tensors those of a parameter are, by numbers in place of some columns.
 
         Returns: None if they are no whole rows, or cannot be found so.

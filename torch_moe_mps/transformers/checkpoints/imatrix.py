@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from ...ops._checks import Check, first_line
 from .blending import blended
-from .gguf_file import Stored, placing_of
+from .gguf_file import GgufTensor, placing_of
 from .targets import quantizable
 
 _CHECK = Check("imatrix")
@@ -131,13 +131,13 @@ def _placed(entries: dict[str, Entry], model: Any) -> Iterator[tuple[str, Entry,
             yield target.path(parameter), _of_each(entry, matrices), placing.inputs(full)
 
 
-def _stand_in(name: str, entry: Entry, stacks: list[int], model: Any) -> Stored:
+def _stand_in(name: str, entry: Entry, stacks: list[int], model: Any) -> GgufTensor:
     """A weight of this name; how many rows it has is not known, and matters only where code divides them."""
     config = model.config.get_text_config()
     rows = 2 * config.num_attention_heads * (getattr(config, "num_key_value_heads", None) or 1)
     stack = stacks[:1] if "_exps" in name else []
     shape = (*stack, rows, entry.sums.numel() // math.prod(stack))
-    return Stored(name, "F32", shape, np.empty(0, np.uint8))
+    return GgufTensor(name, "F32", shape, np.empty(0, np.uint8))
 
 
 def _of_each(entry: Entry, matrices: int) -> Entry:

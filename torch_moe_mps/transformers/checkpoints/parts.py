@@ -33,10 +33,10 @@ from .checking import may_lack
 from .files import Shards, checkpoint_files
 from .gguf import GgufQuantizer, dense_state
 from .importance import Importance
-from .loading import one_by_one
 from .quantizer import Quantizer, quantizer_for
 from .sizes import bytes_a_token
 from .source import Source
+from .streaming import one_by_one
 from .targets import layer_of, quantizable, tied_layers, tied_pairs
 
 _CHECK = Check("load")

@@ -26,7 +26,7 @@ class Weight(NamedTuple):
     after: int
 
 
-class Plan(NamedTuple):
+class LoadPlan(NamedTuple):
     """Bytes of a checkpoint and of what it becomes, all of it and what a token reads."""
 
     weights: list[Weight]
@@ -66,7 +66,7 @@ def planned(
     files: list[str],
     recipe: Mapping[str, Any] | None,
     requantize: bool,
-) -> Plan:
+) -> LoadPlan:
     """The plan for a model on the meta device, whose weights are then as planned.
 
     Raises: ValueError for a recipe that does not fit.
@@ -83,7 +83,7 @@ def planned(
     weights = [Weight(name.removesuffix(".weight"), *before[name], *after[name]) for name in before]
     total, new = (sum(size for _, size in sizes.values()) for sizes in (before, after))
     token = bytes_a_token(model)
-    return Plan(weights, total, new, token_before, token, len(quantized), count - len(quantized))
+    return LoadPlan(weights, total, new, token_before, token, len(quantized), count - len(quantized))
 
 
 def _weights(

@@ -1,6 +1,6 @@
 """Quantises models in place: experts, linear layers and embeddings."""
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -111,6 +111,20 @@ def _reason(target: Target) -> str | None:
         formats = dict.fromkeys(map(str, formats_of(target.experts).values()))
         return f"already {' and '.join(formats)}"
     return unsupported(target.module)
+
+
+# What is done with a model that a quantizer has loaded; `accelerate` is above this room, and adds itself.
+LOADED: list[Callable[[Any], object]] = []
+
+
+def finish_loading(model: Any) -> None:
+    """Of a model that has its quantised weights, which have no backward."""
+    from .saving import mark_quantized
+
+    model.requires_grad_(False)
+    mark_quantized(model)
+    for each in LOADED:
+        each(model)
 
 
 def keep_when_saving(model: nn.Module) -> None:

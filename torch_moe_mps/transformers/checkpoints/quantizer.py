@@ -32,8 +32,7 @@ from .importance import Importance
 from .mlx.reading import Reading
 from .operations import packed_blocks
 from .others.reading import Reading as OthersReading
-from .quantize import quantize_targets, refuse_second_method
-from .saving import mark_quantized
+from .quantize import finish_loading, quantize_targets, refuse_second_method
 from .sizes import bytes_a_token, quantized_bytes
 from .streaming import QuantizeParameters, Stream
 from .targets import HasTargets, Target, present, tie_quantized, weights_of
@@ -200,7 +199,8 @@ class Quantizer(HasTargets, HfQuantizer):
             elif self.report is not None:
                 stored = " and ".join(dict.fromkeys(map(str, target.formats.values())))
                 self.report.skipped[name] = f"already {stored}"
-                asked.update({*wanted.formats.values()} - {*target.formats.values()})
+                if target.kind != "embeddings":  # which a recipe may give more than the rest
+                    asked.update({*wanted.formats.values()} - {*target.formats.values()})
         if asked and self.quantization_config.requantize and not self._wanted and not self._again:
             formats = {str(f) for target in self._targets.values() for f in target.formats.values()}
             stored = " and ".join(sorted(formats))
@@ -225,8 +225,6 @@ class Quantizer(HasTargets, HfQuantizer):
         return QuantizeParameters(self._stream)
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
-        from ..accelerate import accelerate
-
         vars(model).pop("_get_dtype_plan", None)
         _check_no_offloading(getattr(model, "hf_device_map", None))
         self.place(model)
@@ -234,9 +232,7 @@ class Quantizer(HasTargets, HfQuantizer):
             if self._device is not None:
                 model.to(self._device)
             model.hf_quantizer = self
-        model.requires_grad_(False)  # quantised weights have no backward
-        mark_quantized(model)
-        accelerate(model)
+        finish_loading(model)
 
     def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool] = lambda name: True) -> None:
         """Gives the modules whose names are `loaded` their quantised weights.

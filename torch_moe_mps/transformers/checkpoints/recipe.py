@@ -2,13 +2,18 @@
 
 import inspect
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
 from ...quantization import Format, requested_format
 
 SAME = "same"
+# What embeddings and the output head are in unless asked otherwise: 6 bits where they are a tenth of the
+# weights and the rest is in fewer. Of SmolLM2-135M in 4 bits, of which they are a fifth, KL falls
+# from 0.11 to 0.06 for 7 MB; of 30 billion weights they are 2 %. Below SMALLEST there are only tests.
+AUTO = "auto"
+EMBEDDING_BITS, LARGE_SHARE, SMALLEST = 6, 0.1, 10_000_000
 
 
 @dataclass(frozen=True)
@@ -20,12 +25,14 @@ class Recipe:
             an embedding.
         overrides: {pattern: format or None}; the last pattern that fits a name decides. A pattern is a name
             or its end, with * and ?: "lm_head", "*.v_proj", "layers.0.*", "experts.down_proj".
+        large_embeddings: the format of embeddings that are a tenth of the weights; None is no other.
     """
 
     experts: Format | None
     linears: Format | None = None
     embeddings: Format | None = None
     overrides: Mapping[str, Format | None] = field(default_factory=dict)
+    large_embeddings: Format | None = None
 
     def format_of(self, name: str, kind: str) -> Format | None:
         """The format of the weight called `name`, which is one of "experts", "linears" or "embeddings"."""
@@ -33,6 +40,11 @@ class Recipe:
             if fits(pattern, name):
                 return format
         return getattr(self, kind)
+
+    def of_sizes(self, embeddings: int, total: int) -> "Recipe":
+        """The recipe for a model with so many weights."""
+        large = total >= SMALLEST and embeddings >= LARGE_SHARE * total
+        return replace(self, embeddings=self.large_embeddings) if large and self.large_embeddings else self
 
     def check_patterns(self, names: Collection[str]) -> None:
         """Raises: ValueError for a pattern that fits none of the names."""
@@ -53,7 +65,7 @@ def requested_recipe(
     mode: str | None = None,
     *,
     linear_bits: int | str | None = SAME,
-    embedding_bits: int | str | None = SAME,
+    embedding_bits: int | str | None = AUTO,
     keep: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
 ) -> Recipe | None:
@@ -62,7 +74,8 @@ def requested_recipe(
     Args:
         bits, group_size, mode: the format of the experts, and of everything without a format of its own.
         linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None is dense.
-        embedding_bits: the same for embeddings and the output head.
+        embedding_bits: the same for embeddings and the output head. "auto" is 6 in mode "affine" with fewer
+            bits where they are a tenth of the weights, as in small models, and "same" elsewhere.
         keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
         overrides: {name or pattern: bits, {bits, group_size, mode}, or False for dense}; the last that fits
             decides. "layers.0.*experts.down_proj" means one of the matrices of experts.
@@ -74,7 +87,7 @@ def requested_recipe(
     usual = requested_format(bits, group_size, mode)
     if usual is None:
         given = {"keep": bool(keep), "overrides": bool(overrides)}
-        given |= {"linear_bits": linear_bits != SAME, "embedding_bits": embedding_bits != SAME}
+        given |= {"linear_bits": linear_bits != SAME, "embedding_bits": embedding_bits != AUTO}
         for argument, is_given in given.items():
             if is_given:
                 raise ValueError(f"moe_mps::quantize: {argument} needs bits or a mode, got neither")
@@ -85,7 +98,12 @@ def requested_recipe(
     }
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
     linears = _format("linear_bits", linear_bits, usual)
-    return Recipe(usual, linears, _format("embedding_bits", embedding_bits, usual), exceptions)
+    large = None
+    if embedding_bits == AUTO:
+        embedding_bits = SAME
+        if usual.mode == "affine" and usual.bits < EMBEDDING_BITS:
+            large = usual.replaced(EMBEDDING_BITS, None, None)
+    return Recipe(usual, linears, _format("embedding_bits", embedding_bits, usual), exceptions, large)
 
 
 # The arguments of `from_pretrained`, of QuantizationConfig and of a file with a recipe, too.

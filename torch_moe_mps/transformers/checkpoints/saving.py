@@ -114,13 +114,24 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     return QuantizationConfig(modules=modules, ordered=together(ordered, everything), absent=absent)
 
 
-def save_parts(model: Any, shards: Shards, parts: Iterable[Mapping[str, Tensor]]) -> None:
-    """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time."""
+def save_parts(
+    model: Any,
+    shards: Shards,
+    parts: Iterable[Mapping[str, Tensor]],
+    beside: Iterable[tuple[str, Tensor]] = (),
+) -> None:
+    """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time.
+
+    Args:
+        beside: what is written as it is.
+    """
     from transformers.core_model_loading import revert_weight_conversion
 
     for tensors in parts:
         for name, tensor in revert_weight_conversion(model, dict(tensors)).items():
             shards.add(name, tensor)
+    for name, tensor in beside:
+        shards.add(name, tensor)
     shards.finish()
     model.config.dtype = str(model.dtype).removeprefix("torch.")
     model.config.architectures = [type(model).__name__]

@@ -5,13 +5,17 @@ everything is loaded; until then a parameter on the meta device takes their plac
 initialised.
 """
 
-from collections.abc import Callable, Mapping
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from transformers.core_model_loading import ConversionOps, WeightConverter
 
+from ..._extension import ONE_THREAD
 from ...ops._checks import Check
 from ...quantization import QuantizedWeight
 from ..basics.report import QuantizationReport
@@ -128,3 +132,35 @@ class QuantizeParameters(ConversionOps):
             else each
             for each in converters
         ]
+
+
+class _OneByOne:
+    """Holds an environment variable at 1 while any thread loads."""
+
+    def __init__(self) -> None:
+        self._lock, self._loading = threading.Lock(), 0
+        self._before: str | None = None
+
+    @contextlib.contextmanager
+    def __call__(self, enabled: bool) -> Iterator[None]:
+        """Makes transformers read a tensor at a time: its four threads would read faster than we quantise."""
+        if not enabled:
+            yield
+            return
+        with self._lock:
+            if self._loading == 0:
+                self._before = os.environ.get(ONE_THREAD)
+                os.environ[ONE_THREAD] = "1"
+            self._loading += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._loading -= 1
+                if self._loading == 0 and self._before is None:
+                    os.environ.pop(ONE_THREAD, None)
+                elif self._loading == 0 and self._before is not None:
+                    os.environ[ONE_THREAD] = self._before
+
+
+one_by_one = _OneByOne()

@@ -3,6 +3,7 @@
 A weight stays dense, with a reason, if something uses an attribute that a quantised layer lacks.
 """
 
+import ast
 import functools
 import inspect
 import re
@@ -30,6 +31,7 @@ SMALLEST = 16
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 # What reads the weight of a child, unless only its type, an attribute or an element of it.
 _READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b|\[)")
+_READ_OF_ANY = re.compile(r"\b\w+\.(\w+)\.weight\b")
 _FOR_TRAINING = re.compile(r"^( *)if [^\n]*self\.training[^\n]*:\n(?:\1 [^\n]*\n|\n)*", re.MULTILINE)
 
 
@@ -112,6 +114,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     found = Weights({}, {})
     every = quantizable(model)
     recipe.check_patterns(paths_of(every))
+    recipe = recipe.of_sizes(*_sizes(every))
     reasons = Reasons(model)
     for name, target in every.items():
         wanted = {p: recipe.format_of(target.path(p), target.kind) for p in target.parameters}
@@ -128,6 +131,12 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
             found.dense[name] = reason
     _drop_half_shared(model, found)
     return found
+
+
+def _sizes(every: Mapping[str, Target]) -> tuple[int, int]:
+    """The weights of embeddings and head, and all that can be quantised; shared ones once."""
+    weights = {id(w): (w.numel(), t.kind) for t in every.values() for w in t.module.parameters(recurse=False)}
+    return sum(n for n, kind in weights.values() if kind == "embeddings"), sum(n for n, _ in weights.values())
 
 
 def quantizable(model: nn.Module) -> dict[str, Target]:
@@ -254,12 +263,28 @@ def _weights_read_by(cls: type) -> dict[str, str]:
         if inspect.isfunction(function) and "cuda" not in name:
             try:
                 read = _READ.findall(_FOR_TRAINING.sub("", inspect.getsource(function)))
+                read += _read_by_functions(function)
                 found |= dict.fromkeys(read, "the code around it reads its weight")
-            except OSError:
+            except (OSError, SyntaxError):  # as of a lambda in the middle of a line
                 names = {*_names_in(inspect.unwrap(function).__code__)}
                 reason = "the code around it, which has no source, reads a weight"
                 found |= dict.fromkeys(names if "weight" in names else (), reason)
     return found
+
+
+def _read_by_functions(method: types.FunctionType) -> Iterator[str]:
+    """The children that a method hands to functions which read a weight, alone or with the whole module."""
+    source = inspect.getsource(method)
+    for call in ast.walk(ast.parse(f"if True:\n{source}" if source[0].isspace() else source)):
+        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+        function = method.__globals__.get(name)
+        if not isinstance(function, types.FunctionType) or "weight" not in _names_in(function.__code__):
+            continue
+        for given in (*call.args, *(each.value for each in call.keywords)):  # type: ignore[attr-defined]  # a call
+            if isinstance(given, ast.Attribute) and ast.unparse(given.value) == "self":
+                yield given.attr
+            elif ast.unparse(given) == "self":
+                yield from _READ_OF_ANY.findall(inspect.getsource(function))
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -69,17 +69,19 @@ def of_shape(value: fx.Node, shape: Any) -> fx.Node | None:
     return value
 
 
-def in_shape(value: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node | None:
-    """A value in the shape of another one, in front of a node; None if that takes a copy."""
-    shape = tensor_of(like).shape
+def in_shape(value: fx.Node, like: Any, before: fx.Node) -> fx.Node | None:
+    """A value in a shape, or in that of a node, in front of a node; None if that takes a copy."""
+    shape = tensor_of(like).shape if isinstance(like, fx.Node) else like
     found = of_shape(value, shape)
     if found is not None:
         return found
-    viewed = tensor_of(like).to(tensor_of(value).dtype)  # much faster than a view of a fake tensor
-    if not (viewed.is_contiguous() and tensor_of(value).is_contiguous()):
-        if not can_view(tensor_of(value), shape):
-            return None
-        viewed = tensor_of(value).view(shape)
+    old = tensor_of(value)
+    if isinstance(like, fx.Node) and tensor_of(like).is_contiguous() and old.is_contiguous():
+        viewed = tensor_of(like).to(old.dtype)  # much faster than a view of a fake tensor
+    elif can_view(old, shape):
+        viewed = old.view(shape)
+    else:
+        return None
     return put(before, aten.view.default, viewed, value, [as_recorded(size) for size in shape])
 
 
@@ -120,6 +122,13 @@ def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = Tr
             return False
         node = node.next
     return True
+
+
+def is_same(value: fx.Node, reader: fx.Node, before: fx.Node, read: bool = True) -> bool:
+    """Whether a value is the same for what comes in front of a node as for its reader: `is_unchanged`."""
+    if reader < before:
+        return is_unchanged(value, reader, before, read)
+    return is_unchanged(value, before.prev, reader, read)
 
 
 def is_final(value: fx.Node) -> bool:

@@ -7,70 +7,149 @@ this package, whose results no call writes into, and what a formula does not say
 default. `linear(X, W)` is a matmul however it was recorded, `item(R, 0)` one of several results. Sums and
 products match in either order, and dimensions count from the last: -1. Casts and other shapes are looked
 through in front of an operator.
+
+    X[..., N, H]            a tensor as it is read, whose last dimensions are N and H, the others `...`
+    X[S]                    one of the shape S
+    rms_norm(X, W, *A[S])   *A: all other arguments of the call; S: the shape of what it gives
+    rms_norm((T := A + B))  T: what the sum gives, which others may read, too
 """
 
 import ast
 import functools
-from collections.abc import Iterator
-from typing import Any
+from collections.abc import Collection, Iterator
+from typing import Any, NamedTuple
 
 import torch
-from torch import fx
+from torch import Tensor, fx
 
 from .nodes import arguments, aten, beneath, is_call, is_final, tensor_of
-from .tracing import ITEM
+from .tracing import ITEM, VALUE
 
 _SIGNS = {ast.Add: "add", ast.Mult: "mul", ast.Div: "div", ast.Sub: "sub"}
 Bound = dict[str, Any]
 
 
+class Rest(NamedTuple):
+    """The arguments of a call that a formula does not name."""
+
+    call: fx.Node
+    arguments: dict[str, Any]
+
+
+class Shared(NamedTuple):
+    """A value inside of a formula that others may read."""
+
+    node: fx.Node
+
+
 def match(formula: str, value: Any, bound: Bound | None = None) -> Bound | None:
     """{name: argument} if a node computes a formula, else None. `bound`: what names stand for already."""
-    found = _match(_parsed(formula), value, bound or {})
-    leaves = [] if found is None else [each for each in found.values() if each is not value]
-    return found if found and all(map(is_final, _computed(value, leaves))) else None
+    return next(matches(formula, value, bound), None)
 
 
-def _computed(value: Any, of: list[Any]) -> Iterator[fx.Node]:
-    """A value and all that it is computed of, up to other values."""
-    if isinstance(value, fx.Node) and not any(value is each for each in of):
-        yield value
-        for each in value.all_input_nodes:
-            yield from _computed(each, of)
+def matches(formula: str, value: Any, bound: Bound | None = None) -> Iterator[Bound]:
+    """All ways in which a node computes a formula."""
+    for found in _match(parsed(formula), value, bound or {}):
+        if all(map(is_final, computed(value, leaves(found)))):
+            yield found
 
 
-def _match(form: ast.expr, value: Any, bound: Bound) -> Bound | None:
+def leaves(found: Bound) -> set[fx.Node]:
+    """The values that names of a formula stand for."""
+    rests = [value for each in found.values() if isinstance(each, Rest) for value in each.arguments.values()]
+    return {value for value in (*found.values(), *rests) if isinstance(value, fx.Node)}
+
+
+def computed(value: Any, of: Collection[fx.Node]) -> dict[fx.Node, None]:
+    """A value and all that it is computed of, up to other values: the last first."""
+    found: dict[fx.Node, None] = {}
+    waiting = [value] if isinstance(value, fx.Node) else []
+    while waiting:
+        node = waiting.pop()
+        if node not in found and (node is value or node not in of):
+            found[node] = None
+            waiting += node.all_input_nodes
+    return found
+
+
+def _match(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
     if isinstance(form, ast.Name):
-        return bound | {form.id: value} if _is_same(bound.get(form.id, value), value) else None
-    if isinstance(form, ast.List):
-        is_list = isinstance(value, (list, tuple)) and len(value) == len(form.elts)
-        return _match_all(form.elts, value, bound) if is_list else None
-    if isinstance(form, (ast.Constant, ast.UnaryOp)):
-        return bound if not isinstance(value, fx.Node) and value == ast.literal_eval(form) else None
-    if isinstance(form, ast.BinOp):
-        name, forms = _SIGNS[type(form.op)], [form.left, form.right]
+        yield from _named(form.id, value, bound)
+    elif isinstance(form, ast.NamedExpr):
+        for found in _match(form.value, value, bound):
+            yield found | {form.target.id: Shared(uncast(value))}
+    elif isinstance(form, ast.Subscript):
+        tensor = value.call if isinstance(value, Rest) else value
+        if isinstance(tensor, fx.Node) and isinstance(tensor.meta.get(VALUE), Tensor):
+            for found in _match(form.value, value, bound):
+                yield from _of_shape(form.slice, tensor_of(tensor).shape, found)
+    elif isinstance(form, ast.List):
+        if isinstance(value, (list, tuple)) and len(value) == len(form.elts):
+            yield from _match_all([*zip(form.elts, value, strict=True)], bound)
+    elif isinstance(form, (ast.Constant, ast.UnaryOp)):
+        if not isinstance(value, fx.Node) and value == ast.literal_eval(form):
+            yield bound
     else:
-        assert isinstance(form, ast.Call) and isinstance(form.func, ast.Name)
-        name, forms = form.func.id, form.args
-    given = _arguments(name, uncast(value))
+        yield from _match_call(form, value, bound)
+
+
+def _match_call(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
+    name = called(form)
+    call = value if name == "_to_copy" else uncast(value)
+    given = _arguments(name, call)
     if given is None:
-        return None
-    given, rest = given[: len(forms)], given[len(forms) :]
-    if len(given) < len(forms) or any(value != default for value, default in rest):
-        return None
-    values = [value for value, _ in given]
-    found = _match_all(forms, values, bound)
-    return _match_all(forms, values[::-1], bound) if found is None and name in ("add", "mul") else found
+        return
+    if isinstance(form, ast.BinOp):
+        forms, keywords = [form.left, form.right], list[ast.keyword]()
+    else:
+        assert isinstance(form, ast.Call)
+        forms, keywords = form.args, form.keywords
+    positional = [each for each in forms if not isinstance(each, ast.Starred)]
+    named = dict(zip(given, positional, strict=False)) | {each.arg: each.value for each in keywords}
+    if len(named) < len(positional) + len(keywords) or any(each not in given for each in named):
+        return
+    rest = {each: value for each, value in given.items() if each not in named}
+    pairs = [(each, given[argument][0]) for argument, each in named.items()]  # type: ignore[index]
+    for star in forms[len(positional) :]:
+        pairs.append((star.value, Rest(call, {each: value for each, (value, _) in rest.items()})))  # type: ignore[attr-defined]
+        rest = {}
+    if any(value != default for value, default in rest.values()):
+        return
+    yield from _match_all(pairs, bound)
+    if name in ("add", "mul"):
+        (one, x), (other, y) = pairs
+        yield from _match_all([(one, y), (other, x)], bound)
+
+
+def _named(name: str, value: Any, bound: Bound) -> Iterator[Bound]:
+    if _is_same(bound.get(name, value), value):
+        yield bound | {name: value}
+
+
+def _of_shape(form: ast.expr, shape: Any, bound: Bound) -> Iterator[Bound]:
+    if not isinstance(form, ast.Tuple):
+        assert isinstance(form, ast.Name)
+        yield from _named(form.id, (*shape,), bound)
+        return
+    sizes, elements = [*shape], [*form.elts]
+    if ast.unparse(elements[0]) == "...":
+        count = len(sizes) - len(elements) + 1
+        sizes = [(*sizes[:count],), *sizes[count:]] if count >= 0 else []
+        elements[0] = ast.Name("...")
+    if len(sizes) == len(elements):
+        yield from _match_all([*zip(elements, sizes, strict=True)], bound)
 
 
 def _is_same(a: Any, b: Any) -> bool:
     return a is b or (not isinstance(a, fx.Node) and type(a) is type(b) and a == b)
 
 
-def _match_all(forms: list[ast.expr], values: list[Any], bound: Bound | None) -> Bound | None:
-    for form, value in zip(forms, values, strict=True):
-        bound = None if bound is None else _match(form, value, bound)
-    return bound
+def _match_all(pairs: list[tuple[ast.expr, Any]], bound: Bound) -> Iterator[Bound]:
+    if not pairs:
+        yield bound
+        return
+    for found in _match(*pairs[0], bound):
+        yield from _match_all(pairs[1:], found)
 
 
 def uncast(value: Any) -> Any:
@@ -104,22 +183,30 @@ def linear_of(call: Any) -> tuple[Any, Any, Any] | None:
     return x, turned.args[0], biases[0] if biases else None
 
 
-def _arguments(name: str, call: Any) -> list[tuple[Any, Any]] | None:
+def called(form: ast.expr) -> str:
+    """The name of the operator that a formula calls last."""
+    if isinstance(form, ast.BinOp):
+        return _SIGNS[type(form.op)]
+    assert isinstance(form, ast.Call) and isinstance(form.func, ast.Name)
+    return form.func.id
+
+
+def _arguments(name: str, call: Any) -> dict[str, tuple[Any, Any]] | None:
     """The arguments of a call of this name, each with its default; None for another call."""
     if not isinstance(call, fx.Node):
         return None
     if name == "item":
-        return [(value, None) for value in call.args] if call.target is ITEM else None
+        return {str(n): (value, None) for n, value in enumerate(call.args)} if call.target is ITEM else None
     if name == "linear":
         linear = linear_of(call)
-        return None if linear is None else [(value, None) for value in linear]
+        return None if linear is None else {str(n): (value, None) for n, value in enumerate(linear)}
     schema = getattr(call.target, "_schema", None)
     if schema is None or schema.name.partition("::")[2] != name:
         return None
     given = arguments(call)
     if "dim" in given and isinstance(call.args[0], fx.Node):
         given["dim"] = _from_the_last(given["dim"], tensor_of(call.args[0]).dim())
-    return [(given[each.name], each.default_value) for each in schema.arguments]
+    return {each.name: (given[each.name], each.default_value) for each in schema.arguments}
 
 
 def _from_the_last(dim: Any, rank: int) -> Any:
@@ -130,5 +217,5 @@ def _from_the_last(dim: Any, rank: int) -> Any:
 
 
 @functools.cache
-def _parsed(formula: str) -> ast.expr:
+def parsed(formula: str) -> ast.expr:
     return ast.parse(formula, mode="eval").body

@@ -100,7 +100,7 @@ def trace(
         with _plainly():
             function = function or original_class(module).forward
             results, form = pytree.tree_flatten(
-                recorder.run(lambda: function(watch.shown(module, ()), *fakes))
+                recorder.run(lambda: function(watch.stand_in(module, ()), *fakes))
             )
         places = [place for place, each in enumerate(results) if isinstance(each, Tensor)]
         nodes = tuple(map(recorder.node_of, fakes))
@@ -154,7 +154,7 @@ class _Watch:
         self.dtype = dtype
         self.is_refused = False
         self.called: dict[str, None] = {}
-        self._shown: dict[Path, Any] = {}
+        self._stand_ins: dict[Path, Any] = {}
 
     def refuse(self, what: str) -> Any:
         self.is_refused = True  # the forward may catch the error
@@ -167,17 +167,17 @@ class _Watch:
         _note(owner, path, value)
         if value is _MISSING:
             raise AttributeError(name)
-        return self.shown(value, path)
+        return self.stand_in(value, path)
 
-    def shown(self, value: Any, path: Path) -> Any:
+    def stand_in(self, value: Any, path: Path) -> Any:
         """What a forward sees in place of a value."""
         if _is_constant(value):
             return value
-        if path not in self._shown:
-            self._shown[path] = self._stand_in(value, path)
-        return self._shown[path]
+        if path not in self._stand_ins:
+            self._stand_ins[path] = self._made(value, path)
+        return self._stand_ins[path]
 
-    def _stand_in(self, value: Any, path: Path) -> Any:
+    def _made(self, value: Any, path: Path) -> Any:
         if isinstance(value, (Tensor, LazyWeight)):
             return self._fake(value, path)
         if isinstance(value, nn.Module):

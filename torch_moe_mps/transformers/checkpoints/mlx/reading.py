@@ -21,7 +21,7 @@ from ..files import checkpoint_files
 from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
 from .names import Names, canonical
-from .rows import PARTS, Row, Rows
+from .rows import PARTS, NamedConverter, Rows
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -31,7 +31,7 @@ _CODES = {"U32": torch.uint32, "U8": torch.uint8}  # all that is not floating-po
 _MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
 
 
-class Stored:
+class TensorsOfFiles:
     """The names and shapes of the tensors in the files; names as `canonical` has them are found, too."""
 
     def __init__(self, files: Sequence[str]):
@@ -83,7 +83,7 @@ class Reading:
     """
 
     def __init__(self, model: "PreTrainedModel", files: Sequence[str]):
-        self.model, self.stored, self.names = model, Stored(files), Names(model)
+        self.model, self.stored, self.names = model, TensorsOfFiles(files), Names(model)
         self.every = quantizable(model)
         self.targets: dict[str, Target] = {}
         self._dense: dict[str, list[Format | None]] = {}  # of what is quantised in MLX and dense here
@@ -150,12 +150,12 @@ class Reading:
                 self.targets[name] = self.every[name]
                 self.targets[name].formats = self.targets[other].formats
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[NamedConverter]:
         """The converters, once the targets have quantised weights and what is absent is left out.
 
         Raises: ValueError for a parameter without a tensor, or with tensors of another shape.
         """
-        found: list[Row] = []
+        found: list[NamedConverter] = []
         for row in Rows(self.names, self._halved.__contains__, self._dense).of(self.model.state_dict()):
             keys = [self.stored.key(name) for name in row.source_patterns]
             if not any(keys):
@@ -163,7 +163,7 @@ class Reading:
             for name, key in zip(row.source_patterns, keys, strict=True):
                 if key is None:
                     _CHECK.fail(name, "in the checkpoint of MLX", "no such tensor")
-            found.append(Row([*filter(None, keys)], row.target_patterns, row.operations))
+            found.append(NamedConverter([*filter(None, keys)], row.target_patterns, row.operations))
             self._check_shapes(found[-1])
         self._check_complete(found)
         return found
@@ -180,7 +180,7 @@ class Reading:
                 zeros = torch.zeros_like(self.model.get_parameter(name), device="cpu")
                 self.model.get_submodule(owner)._parameters[last] = nn.Parameter(zeros, requires_grad=False)
 
-    def _check_shapes(self, row: Row) -> None:
+    def _check_shapes(self, row: NamedConverter) -> None:
         """Runs the row on tensors without memory."""
         sources = row.source_patterns
         try:
@@ -193,7 +193,7 @@ class Reading:
             if tensor.shape != shape:
                 _CHECK.fail(name, f"of shape {shape}", f"{tuple(tensor.shape)} made of {of}")
 
-    def _check_complete(self, rows: Sequence[Row]) -> None:
+    def _check_complete(self, rows: Sequence[NamedConverter]) -> None:
         """Raises: ValueError with the name of a missing parameter, of the language model if possible."""
         unknown = self.stored.tensors.keys() - {source for row in rows for source in row.source_patterns}
         known = {name for row in rows for name in row.target_patterns}

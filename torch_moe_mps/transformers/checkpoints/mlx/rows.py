@@ -25,7 +25,7 @@ from .operations import Cast, as_words, dequantized, halves, one_less
 PARTS = ("weight", "scales", "biases")  # of a quantised matrix in MLX
 
 
-class Row(WeightConverter):
+class NamedConverter(WeightConverter):
     """A converter from some tensors to some parameters, by their whole names."""
 
     def __init__(
@@ -70,7 +70,7 @@ class Rows:
     ):
         self.names, self.model, self.halved, self.stored = names, names.model, halved, stored
 
-    def of(self, state: Mapping[str, Tensor]) -> Iterator[Row]:
+    def of(self, state: Mapping[str, Tensor]) -> Iterator[NamedConverter]:
         """Those of some parameters and buffers; experts and layers are there as a whole."""
         experts = experts_of(self.model)
         for owner, module in experts.items():
@@ -81,7 +81,7 @@ class Rows:
             if not name.startswith(inside):
                 yield from self._layer(name, tensor)
 
-    def _layer(self, name: str, tensor: Tensor) -> Iterator[Row]:
+    def _layer(self, name: str, tensor: Tensor) -> Iterator[NamedConverter]:
         owner, _, part = name.rpartition(".")
         module = self.model.get_submodule(owner)
         packed = module._parameters.get("packed") is not None and part in TENSORS
@@ -93,19 +93,19 @@ class Rows:
         elif packed:
             ends = dict(zip(TENSORS, PARTS, strict=True))
             sources = [f"{other.removesuffix('weight')}{ends[part]}" for other in theirs]
-            yield Row(sources, [name], [as_words(), *_concatenated(sources, 0)])
+            yield NamedConverter(sources, [name], [as_words(), *_concatenated(sources, 0)])
         elif name in self.stored:
             operation = dequantized(self.stored[name], _rows_of(tensor))
-            yield Row(_matrices(theirs, self.stored[name]), [name], [operation, Cast()])
+            yield NamedConverter(_matrices(theirs, self.stored[name]), [name], [operation, Cast()])
         elif not self.names.is_dropped(name):
             operations: list[ConversionOps] = [*_concatenated(theirs, 0)]
             if tensor.dim() == 3 and tensor.shape[1] == 1:
                 operations.append(Transpose(1, 2))  # a convolution
             if self.names.has_one_more(name):
                 operations.append(one_less())
-            yield Row(theirs, [name], [*operations, Cast()])
+            yield NamedConverter(theirs, [name], [*operations, Cast()])
 
-    def _halves(self, owner: str, theirs: str, module: nn.Module) -> Row:
+    def _halves(self, owner: str, theirs: str, module: nn.Module) -> NamedConverter:
         attention, config = theirs.removesuffix("kv_b_proj.weight"), self.model.config.get_text_config()
         own: Format | None = getattr(module, "format", None)
         formats = self.stored.get(f"{owner}.weight", [None, own])
@@ -113,9 +113,11 @@ class Rows:
         names = ("weight",) if own is None else TENSORS if own.has_biases else TENSORS[:2]
         ours = [f"{owner}.{name}" for name in names]
         operation = halves(formats, config.num_attention_heads, config.qk_nope_head_dim, own)
-        return Row(_matrices(parts, formats), ours, [operation, *([Cast()] if own is None else [])])
+        return NamedConverter(
+            _matrices(parts, formats), ours, [operation, *([Cast()] if own is None else [])]
+        )
 
-    def _experts(self, name: str, module: Experts) -> Iterator[Row]:
+    def _experts(self, name: str, module: Experts) -> Iterator[NamedConverter]:
         activation = activation_of(module)
         interleaved = activation.interleaved if activation is not None else not module.is_concatenated
         for projection, modules in self.names.of_experts(name, module).items():
@@ -125,12 +127,12 @@ class Rows:
             if quantized[0][0] in module._parameters:
                 for ours, part in quantized:
                     if module._parameters.get(ours) is not None:
-                        yield Row(_ends(modules, part), [f"{name}.{ours}"], [as_words(), *join])
+                        yield NamedConverter(_ends(modules, part), [f"{name}.{ours}"], [as_words(), *join])
             else:
                 turned = [*join, *([Transpose(1, 2)] if module.is_transposed else []), Cast()]
-                yield Row(_ends(modules, "weight"), [f"{name}.{projection}"], turned)
+                yield NamedConverter(_ends(modules, "weight"), [f"{name}.{projection}"], turned)
             if getattr(module, f"{projection}_bias", None) is not None:
-                yield Row(_ends(modules, "bias"), [f"{name}.{projection}_bias"], [*join, Cast()])
+                yield NamedConverter(_ends(modules, "bias"), [f"{name}.{projection}_bias"], [*join, Cast()])
 
 
 def _ends(modules: Sequence[str], *ends: str) -> list[str]:

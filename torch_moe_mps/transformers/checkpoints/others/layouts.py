@@ -7,7 +7,7 @@ bits where the scales of a format hold what multiplies them; where they do not, 
 again.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
 import torch
@@ -24,6 +24,7 @@ _CHECK = Check("load")
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt")
 # The tensors of a matrix, by what follows the module's name; those that no reader takes are of activations.
 CODES = ("weight_packed", "qweight", "weight")
+STACKED = ("_scale", "_scale_inv")  # what follows the name of a parameter of stacked experts
 _GROUPS = (128, 64, 32)
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the codes in a word, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # of e8m0
@@ -57,12 +58,27 @@ class Matrix(NamedTuple):
         read: makes the weight of them, and adds what that changes to the sums.
         format: of the weight.
         order: int32, the order of its inputs that the weight takes, or None.
+        again: where the format rests on the values of scales, the same matrix in the format for any.
     """
 
     names: tuple[str, ...]
     read: Callable[[list[Tensor], ErrorSums], QuantizedWeight]
     format: Format
     order: Tensor | None = None
+    again: Callable[[], "Matrix"] | None = None
+
+
+def alike(name: str, matrices: Sequence[Matrix]) -> list[Matrix]:
+    """The matrices that one parameter is made of, in one format.
+
+    Raises: ValueError where there is none.
+    """
+    if len({str(matrix.format) for matrix in matrices}) > 1:
+        matrices = [matrix if matrix.again is None else matrix.again() for matrix in matrices]
+    formats = sorted({str(matrix.format) for matrix in matrices})
+    if len(formats) > 1:
+        _CHECK.fail(name, "made of matrices in one format", " and ".join(formats))
+    return [*matrices]
 
 
 def matrix_of(
@@ -91,6 +107,50 @@ def matrix_of(
         case "F8_E4M3":
             return reader.fp8()
     return None
+
+
+def stack_of(
+    files: Files, parameter: str, shape: tuple[int, int, int], stored: Mapping[str, object]
+) -> Matrix | None:
+    """As `matrix_of`, of experts whose matrices are stacked in one parameter; None for dense ones.
+
+    Args:
+        parameter: "experts.gate_up_proj" of "experts.gate_up_proj_scale".
+        shape: [experts, rows, columns] of the dense parameter.
+    """
+    each = [matrix_of(_Expert(files, parameter, e), parameter, shape[1:], stored) for e in range(shape[0])]
+    found = [matrix for matrix in each if matrix is not None]
+    if not found:
+        return None
+    found = alike(parameter, found)
+    names = tuple(_stacked(name) for name in found[0].names)
+
+    def read(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
+        weights = [matrix.read([t[e] for t in tensors], errors) for e, matrix in enumerate(found)]
+        packed, scales, biases = ([*parts] for parts in zip(*weights, strict=True))
+        added = None if biases[0] is None else torch.stack(biases)
+        return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, found[0].format)
+
+    return Matrix(names, read, found[0].format)
+
+
+def _stacked(name: str) -> str:
+    """experts.gate_up_proj.weight_scale -> experts.gate_up_proj_scale"""
+    return name.replace(".weight", "", 1)
+
+
+class _Expert(Files):
+    """The tensors of one expert, as if its matrix were a module's."""
+
+    def __init__(self, files: Files, parameter: str, expert: int):
+        self._all, self._expert = files, expert
+        parts = [name for name in files.shapes if name == parameter or name.startswith(f"{parameter}_")]
+        own = {f"{parameter}.weight{name.removeprefix(parameter)}": name for name in parts}
+        self.shapes = {name: files.shapes[stacked][1:] for name, stacked in own.items()}
+        self.dtypes = {name: files.dtypes[stacked] for name, stacked in own.items()}
+
+    def read(self, name: str) -> Tensor:
+        return self._all.read(_stacked(name))[self._expert]
 
 
 class _Reader:
@@ -235,7 +295,7 @@ class _Reader:
             errors.magnitude += float(weight.values(rows.to(packed.device)).abs().sum())
         return weight
 
-    def fp4(self, codes: str, factor: str, divides: bool) -> Matrix:
+    def fp4(self, codes: str, factor: str, divides: bool, may_keep: bool = True) -> Matrix:
         """MXFP4, or NVFP4 whose scales a factor of the matrix multiplies or divides."""
         scales = self.shape("weight_scale")[-1]
         if self.shape(codes) != (self.rows, self.columns // 2):
@@ -258,7 +318,7 @@ class _Reader:
 
         parts = ("weight_scale", *([factor] if factor in self else []))
         found = wanted(*(self.files.read(self.name(part)) for part in parts))
-        exact = bool((found.to(torch.float8_e4m3fn).float() == found).all())
+        exact = may_keep and bool((found.to(torch.float8_e4m3fn).float() == found).all())
         nvfp4 = Format(mode="nvfp4")
         format = nvfp4 if exact else Format(6, self.group("weight_scale", self.columns // 32))
 
@@ -269,15 +329,16 @@ class _Reader:
             values = unpack(packed, nvfp4).unflatten(-1, (-1, 16)) * scales.unsqueeze(-1)
             return _again(values.flatten(-2), format, errors)
 
-        return self.matrix((codes, *parts), read, format)
+        made = self.matrix((codes, *parts), read, format)
+        return made._replace(again=lambda: self.fp4(codes, factor, divides, may_keep=False))
 
-    def fp8(self) -> Matrix:
+    def fp8(self, may_keep: bool = True) -> Matrix:
         """Codes with a scale for all, for each row or for each block; by powers of two they are mxfp8."""
         part = next((each for each in ("weight_scale", "weight_scale_inv") if each in self), None)
         if part is None:
             self.fail("weight_scale", "in the checkpoint", "no such tensor")
         found = self.for_groups(self.files.read(self.name(part)), part)
-        exact = bool((found.frexp().mantissa == 0.5).all())
+        exact = may_keep and bool((found.frexp().mantissa == 0.5).all())
         exact = exact and bool(((found >= _LEAST) & (found <= _MOST)).all())
         format = Format(mode="mxfp8") if exact else self.affine("weight", 8, part, self.columns // 32)
 
@@ -291,11 +352,12 @@ class _Reader:
             values = e4m3(codes).unflatten(-1, (-1, 32)) * scales.unsqueeze(-1)
             return _again(values.flatten(-2), format, errors)
 
-        return self.matrix(("weight", part), read, format)
+        made = self.matrix(("weight", part), read, format)
+        return made._replace(again=lambda: self.fp8(may_keep=False))
 
     def for_groups(self, scales: Tensor, part: str) -> Tensor:
-        """One for each 32 columns, in float32, whatever block they are for."""
-        scales = scales.float()
+        """One for each 32 columns, in float32, whatever block they are for; octets are exponents (MXFP8)."""
+        scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
         if scales.numel() == 1:
             return scales.reshape(1, 1).expand(self.rows, self.columns // 32)
         if scales.dim() == 1:

@@ -25,12 +25,12 @@ from ....quantization import QuantizedWeight
 from ....quantization.formats import ErrorSums
 from ...basics.report import QuantizationReport, QuantizedProjection
 from ..mlx.operations import Cast
-from ..mlx.rows import Row
+from ..mlx.rows import NamedConverter
 from ..operations import Operation
 from ..sizes import quantized_bytes
 from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
-from .layouts import CODES, Files, Matrix, matrix_of
+from .layouts import CODES, STACKED, Files, Matrix, alike, matrix_of, stack_of
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -87,10 +87,10 @@ class Reading:
             target = every.get(owner)
             if target is None or parameter not in target.parameters or self._must_be_dense(reasons, target):
                 continue
-            formats = {str(part.matrix.format): part.matrix.format for part in parts}
-            if len(formats) > 1:
-                _CHECK.fail(name, "made of matrices in one format", " and ".join(formats))
-            (target.formats[parameter],) = formats.values()
+            matrices = alike(name, [part.matrix for part in parts])
+            parts = [part._replace(matrix=each) for part, each in zip(parts, matrices, strict=True)]
+            self._parts[name] = parts
+            target.formats[parameter] = matrices[0].format
             target.has_order = parts[0].matrix.order is not None
             if target.has_order and len(parts) > 1:
                 _CHECK.fail(name, "made of matrices whose columns are in order", "an order of columns")
@@ -126,6 +126,26 @@ class Reading:
             matrix = matrix_of(self.files, module, self._shape(name, pattern, weight), stored)
             if matrix is not None:
                 self._parts[name].append(_Part(apply_renamings(key, self._renamings), pattern, matrix))
+        for parameter in sorted(
+            {key.removesuffix(end) for key in self.files.shapes for end in STACKED if key.endswith(end)}
+        ):
+            self._find_stack(parameter, state, stored)
+
+    def _find_stack(self, key: str, state: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+        """Experts that are one parameter in the checkpoint, as in the model."""
+        name = apply_renamings(key, self._renamings)
+        weight = state.get(name)
+        if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # which is a module's own
+            return
+        owner = self.model.get_submodule(name.rpartition(".")[0])
+        if getattr(owner, "is_transposed", False):
+            _CHECK.fail(
+                key, "of [experts, rows, columns], with scales along columns", "experts that are turned"
+            )
+        experts, rows, columns = weight.shape
+        matrix = stack_of(self.files, key, (experts, rows, columns), stored)
+        if matrix is not None:
+            self._parts[name].append(_Part(name, None, matrix))
 
     def _shape(self, name: str, pattern: str | None, weight: Tensor) -> tuple[int, int]:
         """Of the matrix of a module: of experts, gate and up are halves of a parameter."""
@@ -135,17 +155,17 @@ class Reading:
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
 
-    def rows(self) -> list[Row]:
+    def rows(self) -> list[NamedConverter]:
         """The converters, once the targets have quantised weights."""
         return [self._row(name, parts) for name, parts in self._parts.items()]
 
-    def _row(self, name: str, parts: list[_Part]) -> Row:
+    def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
         names = [apply_renamings(n, self._renamings) for part in parts for n in part.matrix.names]
         target = self.targets.get(owner)
         if target is None:
             dense = Operation(lambda tensors: [self._dense(name, parts, tensors)])
-            return Row(names, [name], [dense, Cast()], force_cpu=True)
+            return NamedConverter(names, [name], [dense, Cast()], force_cpu=True)
         ours = [n for n in quantized_names(parameter) if n in target.module._parameters]
         order = parts[0].matrix.order
         made = [f"{owner}.{n}" for n in (*ours, *(["order"] if order is not None else []))]
@@ -158,7 +178,7 @@ class Reading:
                 return [torch.zeros_like(self.model.get_parameter(n), device="cpu") for n in made]
             return [tensor for tensor in (*weight, order) if tensor is not None]
 
-        return Row(names, made, [Operation(read)], force_cpu=True)
+        return NamedConverter(names, made, [Operation(read)], force_cpu=True)
 
     def _weight(
         self, name: str, target: Target, parameter: str, parts: list[_Part], tensors: list[Tensor]

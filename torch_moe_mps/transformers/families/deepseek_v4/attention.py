@@ -80,8 +80,7 @@ def _attended(layer: Any, held: HeldEntries, x: Tensor, tables: tuple[Tensor, Te
         q, k = ops.rope(q, kv, cos, sin, ones, weight, eps, **turn)
         keys, _ = held.update(k, k)
     else:
-        places = keys.squeeze(1)
-        q = ops.index_keys_(kv.squeeze(2), places, weight, None, eps, cos, sin, q, q_weight=ones, **turn)
+        q = ops.rope_cache_(q, kv, None, keys, None, cos, sin, ones, weight, eps, **turn)
         keys, _ = held.take(keys, keys, x.shape[1])
 
     position = held.cumulative_length - x.shape[1]
@@ -205,7 +204,8 @@ def _is_same(module: Any) -> bool:
     is_norm(layer.q_a_norm)
     caches: Any = [DynamicCache(config=layer.config) for _ in range(2)]
     own, held = (cache.layers[layer.layer_idx] for cache in caches)
-    held.__class__ = growing_class(type(held))
+    plain: Any = type(held)
+    held.__class__ = growing_class(plain)
     theirs, ours = [], []
     for begin, end in ((0, 7), (7, 8), (8, 9), (9, 14), (14, 17)):
         some = {layer.rope_layer_type: tuple(table[:, begin:end] for table in tables)}

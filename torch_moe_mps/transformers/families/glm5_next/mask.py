@@ -27,7 +27,7 @@ def _wrap(owner: Any) -> None:
     def build(self: nn.Module, topk_indices: Any, query_states: Tensor, kv_length: int) -> Tensor | None:
         batch, _, tokens, _ = query_states.shape
         if isinstance(topk_indices, Choice):
-            return topk_indices.shown(None, 1, tokens, kv_length)
+            return topk_indices.as_mask(None, 1, tokens, kv_length)
         if topk_indices is not EVERYTHING:
             made: Tensor | None = own(self, topk_indices, query_states, kv_length)
             return made

@@ -41,7 +41,7 @@ class GrowingBlocks(Growing, HeldIndex):
     def take_index(self, keys: Tensor) -> Tensor:
         held = self.idx_keys
         # unsqueeze would give the one head a stride that is not the memory's, and no program takes that.
-        self.idx_keys = growing.shown(getattr(held, growing.MEMORY), growing.start_of(held), keys.shape[1])
+        self.idx_keys = growing.part_of(getattr(held, growing.MEMORY), growing.start_of(held), keys.shape[1])
         return keys
 
     def crop(self, tokens_to_remove: int) -> None:

@@ -77,9 +77,8 @@ def _chosen(
     weight, eps, offset = k_norm
     slots = None if layer is None else layer.index_slots(k)
     held = k.new_empty(k.shape) if slots is None else slots
-    turned = ops.index_keys_(
-        k, held, weight, None, eps, cos, sin, q, q_weight=q_weight, weight_offset=offset, **options
-    )
+    keys = k.unsqueeze(2), None, held.unsqueeze(1), None
+    turned = ops.rope_cache_(q, *keys, cos, sin, q_weight, weight, eps, offset, **options)
     if layer is not None:
         held = layer.take_index(held) if slots is not None else layer.update_index(held.unsqueeze(1))[:, 0]
     if not chooses:
@@ -103,7 +102,7 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
     if turn is None:
         return None
     state_of(module).formula = turn
-    return block_indexer_forward, [Done("index_topk"), Done("index_keys_")]
+    return block_indexer_forward, [Done("index_topk"), Done("rope_cache_")]
 
 
 def _turn_of(module: Any) -> Turn | None:

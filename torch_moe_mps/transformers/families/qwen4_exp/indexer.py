@@ -56,7 +56,7 @@ def qsa_forward(
     choice = _choice(indexer, turn, hidden_states, position_embeddings, layer)
     if choice is None:
         return attention_mask
-    return choice.shown(attention_mask, 1, *attention_mask.shape[2:])
+    return choice.as_mask(attention_mask, 1, *attention_mask.shape[2:])
 
 
 def _choice(indexer: Any, turn: Turn, hidden_states: Tensor, tables: Any, layer: Any) -> Choice | None:

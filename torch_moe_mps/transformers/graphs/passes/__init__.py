@@ -10,16 +10,25 @@ from collections.abc import Callable
 
 from torch import fx
 
-from .attention import gate_in_attention, turn_in_attention
-from .linear_attention import (
+from ..fusion import Fusion
+from .attention import turn_in_attention
+from .fused import (
+    add_in_operators,
+    add_norms,
+    factor_in_norm,
+    gate_in_attention,
     gates_in_linear_attention,
     input_in_convolution,
-    keep_state,
+    mean_in_elements,
     norm_in_linear_attention,
+    norm_sums,
+    scale_norm_sums,
+    streams_in_update,
 )
-from .linears import activate_in_linears, join_linears, order_outputs, streams_in_linears
-from .norms import factor_in_norm, norm_in_operators
-from .pointwise import join_elements, mean_in_elements, split_dimensions
+from .linear_attention import keep_state
+from .linears import activate_in_linears, join_linears, order_outputs
+from .norms import norm_in_operators
+from .pointwise import join_elements, split_dimensions
 from .rotation import (
     heads_that_do_not_turn,
     join_rotations,
@@ -28,7 +37,7 @@ from .rotation import (
     turn_parts,
     write_into_cache,
 )
-from .routing import choose_in_experts, gate_in_one, hand_routing_over, logits_in_float32
+from .routing import choose_in_experts, hand_routing_over, logits_in_float32
 from .simplify import (
     constants_first,
     drop_neutral,
@@ -38,17 +47,10 @@ from .simplify import (
     share_equal,
     share_views,
 )
-from .sums import (
-    add_in_operators,
-    add_norms,
-    gated_norm_sums,
-    norm_sums,
-    scale_norm_sums,
-    streams_in_update,
-    update_in_connections,
-)
+from .streams import update_in_connections
 
-PASSES: tuple[Callable[[fx.Graph], None], ...] = (
+# In the order in which they run; families put theirs in.
+PASSES: list[Callable[[fx.Graph], None]] = [
     constants_first,
     make_new_tensors,
     drop_neutral,
@@ -68,18 +70,15 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     write_into_cache,
     gate_in_attention,
     turn_in_attention,
-    gate_in_one,
     logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
-    streams_in_linears,
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
     scale_norm_sums,
     streams_in_update,
     update_in_connections,
     norm_in_operators,
-    gated_norm_sums,
     norm_sums,  # norms that no operator behind them has taken
     factor_in_norm,
     choose_in_experts,  # of logits that have their norm
@@ -88,24 +87,18 @@ PASSES: tuple[Callable[[fx.Graph], None], ...] = (
     mean_in_elements,
     share_views,  # of what the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
-)
-
+]
 
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
-    add_norms: "fused_norm_add",
-    scale_norm_sums: "fused_norm_add_scalar",
-    streams_in_update: "hyper_update",
-    gate_in_one: "moe_gate",
     logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
     choose_in_experts: "router_logits",
-    gated_norm_sums: "fused_residual_norm",
-    norm_sums: "fused_residual_norm",
     heads_that_do_not_turn: "rope",
     write_into_cache: "rope_cache_",
     turn_in_attention: "rope_attention_",
     join_elements: "pointwise",
+    **{each: each.introduced for each in PASSES if isinstance(each, Fusion) and each.introduced},
 }
 
 

@@ -1,17 +1,16 @@
 """Linear layers with one input (q, k and v; gate and up; a router and a gate) as one operator.
 
-Their rows are laid one behind the other in memory, and the layers' parameters become views of it: the
-operator reads what is written into them later, and no weight is there twice.
+`basics/joined.py` lays their rows one behind the other, and the layers' parameters become views of them: the
+operator reads what is written into them later.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
-from ....ops.hyper_connection import MAX_STREAMS
+from ...basics.joined import WEIGHTS, joined_rows, may_join
 from ..nodes import (
     arguments,
     aten,
@@ -24,7 +23,6 @@ from ..nodes import (
     is_final,
     is_read_once,
     is_unchanged,
-    of_shape,
     ours,
     put,
     tensor_of,
@@ -34,7 +32,6 @@ from ..tracing import ITEM, PARTS, TENSOR, VALUE, as_given, is_operator
 from .norms import MOST_ROWS
 
 _COPIES = (aten.clone, aten.cat)
-WEIGHTS = ("packed", "scales", "biases", "bias")  # of a quantised linear layer
 
 
 def join_linears(graph: fx.Graph) -> None:
@@ -114,30 +111,6 @@ def _linear_behind(value: fx.Node) -> fx.Node | None:
     return call if is_call(call, ours.linear_quantized) else None
 
 
-def streams_in_linears(graph: fx.Graph) -> None:
-    """mean(sigmoid(linear_quantized(X)) * STREAMS, -2) -> linear_quantized(X, streams=STREAMS): of a token"""
-    for mean in calls(graph, aten.mean):
-        found = match("mean(sigmoid(Y) * STREAMS, [-2])", mean)
-        if found is None or not is_call(beneath(found["Y"]), ours.linear_quantized):
-            continue
-        call, product = beneath(found["Y"]), tensor_of(mean.args[0])  # type: ignore[arg-type]  # a call
-        given = arguments(call)
-        if any(given[name] is not None for name in ("residual", "order", "activation", "streams")):
-            continue
-        (*_, count, width), dtype = product.shape, tensor_of(mean).dtype
-        streams = of_shape(found["STREAMS"], [*tensor_of(call).shape[:-1], count, width])
-        if streams is None or count > MAX_STREAMS or tensor_of(call).numel() != count * width:
-            continue
-        if any(tensor_of(each).dtype != dtype for each in (call, streams)):
-            continue
-        if all(is_unchanged(each, each, mean) for each in (*call.all_input_nodes, streams)):
-            value = tensor_of(streams).select(-2, 0)
-            new = put(mean, call.target, value, **given | {"streams": streams})
-            result = in_shape(new, mean, mean)
-            assert result is not None  # it is contiguous
-            mean.replace_all_uses_with(result)
-
-
 def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
     """What is made of a call's values by moving them alone; and those of these nodes that are read."""
     moved: dict[fx.Node, Any] = {call: values}
@@ -186,7 +159,7 @@ def _runs(group: list[fx.Node]) -> list[list[fx.Node]]:
     """A group in parts whose weights may lie in one memory: another program may have joined some of them."""
     runs: list[list[fx.Node]] = []
     for call in group:
-        if runs and all(map(_may_join, _weights_of([*runs[-1], call]).values())):
+        if runs and all(map(may_join, _weights_of([*runs[-1], call]).values())):
             runs[-1].append(call)
         else:
             runs.append([call])
@@ -231,39 +204,6 @@ def _tensor(weight: fx.Node | None) -> Tensor | None:
 def _kind(weight: fx.Node | None) -> Any:
     tensor = _tensor(weight)
     return None if tensor is None else (tensor.dtype, tensor.device, tensor.shape[1:])
-
-
-def _may_join(parts: list[Tensor | None]) -> bool:
-    """Whether weights may lie in one memory: those that already share one with others stay in it."""
-    present = [part for part in parts if part is not None]
-    own = [part.untyped_storage().nbytes() == part.nbytes for part in present]
-    alike = len({part.dtype for part in present}) < 2 and len({*map(id, present)}) == len(present)
-    return alike and (all(own) or (len(present) == len(parts) and _lie_together(present)))
-
-
-def _lie_together(parts: Sequence[Tensor]) -> bool:
-    memory, place = parts[0].untyped_storage().data_ptr(), parts[0].storage_offset()
-    for part in parts:
-        if part.untyped_storage().data_ptr() != memory or part.storage_offset() != place:
-            return False
-        place += part.numel()
-    return True
-
-
-def joined_rows(parts: Sequence[Tensor | None], rows: list[int]) -> Tensor | None:
-    """The rows of all parts, which become views of them; zeros for a bias that is not there."""
-    present = [part for part in parts if part is not None]
-    if not present:
-        return None
-    first, width = present[0], present[0].shape[1:]
-    if len(present) == len(parts) and _lie_together(present):
-        return first.detach().as_strided((sum(rows), *width), first.stride(), first.storage_offset())
-    with torch.inference_mode(False), torch.no_grad():
-        whole = first.new_zeros((sum(rows), *width))
-        for part, view in zip(parts, whole.split(rows), strict=True):
-            if part is not None:
-                part.data = view.copy_(part)
-    return whole
 
 
 def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]) -> fx.Node | None:

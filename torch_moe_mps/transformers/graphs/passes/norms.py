@@ -9,13 +9,10 @@ from torch import fx
 
 from ..nodes import (
     arguments,
-    aten,
-    beneath,
     calls,
     changed,
     in_shape,
     is_call,
-    is_read_once,
     is_unchanged,
     ours,
     put,
@@ -54,22 +51,6 @@ def norm_in_operators(graph: fx.Graph) -> None:
             if source is None:
                 break
             reader.replace_all_uses_with(_with_norm(reader, source, options))
-
-
-def factor_in_norm(graph: fx.Graph) -> None:
-    """rms_norm(X) * FACTOR -> rms_norm(X, factor=FACTOR)"""
-    for product in calls(graph, aten.mul):
-        value, factor, *_ = arguments(product).values()
-        norm = beneath(value)
-        if not is_call(norm, ours.rms_norm) or not isinstance(factor, (int, float)):
-            continue
-        alike = tensor_of(product).dtype == tensor_of(norm).dtype and arguments(norm)["factor"] == 1.0
-        if not alike or not is_read_once(value, product):
-            continue
-        if all(is_unchanged(each, norm, product) for each in norm.all_input_nodes):
-            scaled = in_shape(changed(norm, product, factor=float(factor)), value, product)
-            assert scaled is not None  # the value was a view of the norm
-            product.replace_all_uses_with(scaled)
 
 
 def _with_norm(reader: fx.Node, x: fx.Node, options: dict[str, Any]) -> fx.Node:

@@ -8,8 +8,7 @@ import torch
 from torch import fx
 
 from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS
-from ..nodes import arguments, aten, beneath, calls, is_call, is_unchanged, of_shape, ours, put, tensor_of
-from ..patterns import match
+from ..nodes import arguments, aten, beneath, is_call, is_unchanged, of_shape, ours, put, tensor_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _READ = (*_NAMES, torch.int32, torch.int64)
@@ -39,20 +38,6 @@ def join_elements(graph: fx.Graph) -> None:
         if len(group.members) > 1:
             taken.update(group.members)
             root.replace_all_uses_with(group.call())
-
-
-def mean_in_elements(graph: fx.Graph) -> None:
-    """mean(pointwise(...), -2) -> pointwise(..., mean=True): over the streams of a token"""
-    for mean in calls(graph, aten.mean):
-        found = match("mean(X, [-2])", mean)
-        chain: Any = found["X"] if found else None
-        if not is_call(chain, ours.pointwise) or arguments(chain)["mean"] or list(chain.users) != [mean]:
-            continue
-        if tensor_of(mean).dtype == tensor_of(chain).dtype and all(
-            is_unchanged(each, chain, mean) for each in chain.all_input_nodes
-        ):
-            like = tensor_of(mean)
-            mean.replace_all_uses_with(put(mean, chain.target, like, **arguments(chain) | {"mean": True}))
 
 
 def split_dimensions(graph: fx.Graph) -> None:

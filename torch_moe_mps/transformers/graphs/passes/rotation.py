@@ -19,6 +19,7 @@ from ..nodes import (
     in_shape,
     is_call,
     is_final,
+    is_same,
     is_unchanged,
     memory_of,
     ours,
@@ -319,8 +320,8 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
         or any(memory_of(each) in memories for each in read)
         or (q is not None and any(user < behind for user in q.users))
         or not all(is_unchanged(each, call, behind) for each in call.all_input_nodes)
-        or not _is_same(v, reader, behind)
-        or not all(_is_same(each.place, each.call, behind, read=False) for each in (turned, other))
+        or not is_same(v, reader, behind)
+        or not all(is_same(each.place, each.call, behind, read=False) for each in (turned, other))
     ):
         return False
     made = put(
@@ -353,13 +354,6 @@ def _swapped(x: fx.Node, before: fx.Node) -> fx.Node:
     if is_call(x, aten.transpose) and x.args[1:] == (1, 2):
         return x.args[0]  # type: ignore[return-value]  # a tensor
     return put(before, aten.transpose.int, tensor_of(x).transpose(1, 2), x, 1, 2)
-
-
-def _is_same(value: fx.Node, reader: fx.Node, before: fx.Node, read: bool = True) -> bool:
-    """Whether a value is the same for what comes in front of a node as for its reader: `is_unchanged`."""
-    if reader < before:
-        return is_unchanged(value, reader, before, read)
-    return is_unchanged(value, before.prev, reader, read)
 
 
 def _alike(one: Tensor, other: Tensor) -> bool:

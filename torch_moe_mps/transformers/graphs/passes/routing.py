@@ -3,9 +3,8 @@
 from typing import Any
 
 import torch
-from torch import Tensor, fx
+from torch import fx
 
-from ....ops._checks import MAX_TOP_K
 from ..nodes import (
     arguments,
     aten,
@@ -19,8 +18,8 @@ from ..nodes import (
     readers,
     tensor_of,
 )
-from ..patterns import before_widening, linear_of, match
-from ..tracing import ITEM, VALUE
+from ..patterns import before_widening, linear_of
+from ..tracing import ITEM
 
 _EXPERTS = (
     ours.moe_experts,
@@ -33,26 +32,6 @@ _FEW_ROWS = 32  # that a kernel of router_logits takes
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
 # moe_router's arguments that have other names beside those of experts.
 _OF_EXPERTS = {"bias": "router_bias", "norm_eps": "router_norm_eps", "norm_min": "router_norm_min"}
-_WEIGHTS = "item(T, 0) / sum(item(T, 0), [-1], True) * index(PER_EXPERT, [item(T, 1)])"
-_CHOICE = "topk(_softmax(linear(rms_norm(X, None, EPS) * SCALE * ROOT, LINEAR, None), -1, False), K)"
-
-
-def gate_in_one(graph: fx.Graph) -> None:
-    """A router that norms, multiplies, selects and scales (Gemma 4) -> moe_gate"""
-    for weights in calls(graph, aten.mul):
-        found = match(_WEIGHTS, weights)
-        found = found and match(_CHOICE, found["T"], found)
-        if not found or not _fits(found) or not is_unchanged(found["X"], found["X"], weights):
-            continue
-        choice = found["T"]
-        scale = put(choice, aten.mul.Tensor, tensor_of(found["SCALE"]), found["SCALE"], found["ROOT"])
-        of_experts = (found["LINEAR"], scale, found["PER_EXPERT"], found["K"], found["EPS"], False)
-        results = tensor_of(weights).float(), choice.meta[VALUE][1].int()
-        gate = put(choice, ours.moe_gate.default, results, found["X"], *of_experts)
-        ids = [user for user in choice.users if user.args[1] == 1]
-        for number, old in enumerate((weights, *ids)):
-            item = put(choice, ITEM, results[number], gate, number)
-            old.replace_all_uses_with(_cast(item, tensor_of(old), choice))
 
 
 def logits_in_float32(graph: fx.Graph) -> None:
@@ -108,24 +87,6 @@ def _options_of(router: fx.Node) -> dict[str, Any] | None:
     logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps)
     chosen = {"scoring": "softmax_after_topk", "per_expert_scale": scale}
     return {"logits": logits, "top_k": top_k, **chosen}
-
-
-def _fits(found: dict[str, Any]) -> bool:
-    """Whether moe_gate takes what the names of the formulas stand for."""
-    x, linear, vectors = found["X"], found["LINEAR"], [found["SCALE"], found["PER_EXPERT"]]
-    return (
-        tensor_of(x).dim() == 2
-        and all(each.op == "get_attr" for each in (linear, *vectors))
-        and all(tensor_of(each).dim() == 1 for each in vectors)
-        and isinstance(found["ROOT"], (int, float))
-        and 1 <= found["K"] <= MAX_TOP_K
-    )
-
-
-def _cast(value: fx.Node, like: Tensor, before: fx.Node) -> fx.Node:
-    if tensor_of(value).dtype == like.dtype:
-        return value
-    return put(before, aten._to_copy.default, like, value, dtype=like.dtype)
 
 
 def _of_router(value: Any) -> fx.Node | None:

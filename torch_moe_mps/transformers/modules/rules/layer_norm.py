@@ -18,7 +18,7 @@ _EPS = ("variance_epsilon", "eps")  # attributes
 _DEFAULT_EPS = 1e-5  # where a module has none
 
 
-class Form(NamedTuple):
+class LayerNormForm(NamedTuple):
     """(weight + offset) * layer_norm(x) + bias of rows of `width`.
 
     `eps`: the attribute, empty where it is _DEFAULT_EPS. `keeps_dtype`: the result has the dtype of x,
@@ -33,7 +33,7 @@ class Form(NamedTuple):
 
 def layer_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
     """The forward of a rewritten norm."""
-    form: Form = norm.__dict__[STATE].formula
+    form: LayerNormForm = norm.__dict__[STATE].formula
     weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
     same = form.keeps_dtype or weight is None or weight.dtype is x.dtype
     if not same or x.dtype not in ACTIVATION_DTYPES or x.shape[-1] != form.width:
@@ -53,7 +53,7 @@ def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     eps = next((name for name in _EPS if isinstance(getattr(module, name, None), float)), "")
     offsets = (0.0, 1.0) if "weight" in given else (0.0,)
-    forms = [Form(shape[0], eps, offset, False) for offset in offsets]
+    forms = [LayerNormForm(shape[0], eps, offset, False) for offset in offsets]
     tries = (verdict(module, _same, form) for form in forms)
     form = next((form for form in tries if form is not None), None)
     if form is None:
@@ -64,7 +64,7 @@ def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     return layer_norm_forward, [Done("layer_norm")]
 
 
-def _same(module: nn.Module, form: Form) -> Form | None:
+def _same(module: nn.Module, form: LayerNormForm) -> LayerNormForm | None:
     """The form, if it gives what the module's own forward gives: of large rows and of small ones, for eps."""
     twin = twin_of(module)
     x = torch.randn(2, form.width) * torch.tensor([[3.0], [1e-3]]) + 0.01

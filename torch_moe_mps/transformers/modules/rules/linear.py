@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._decoded import changes
+from ...basics.joined import WEIGHTS, joined_rows
 from ...basics.state import NOTHING, STATE, state_of
-from ...graphs.passes.linears import WEIGHTS, joined_rows
 from ..experts import is_observed
 from ..linears import QuantizedLinear
 

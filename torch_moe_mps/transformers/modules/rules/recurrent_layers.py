@@ -1,4 +1,4 @@
-"""Whole layers of linear attention: Kimi's delta attention, Mamba-1, Mamba-2 and lightning attention.
+"""Whole layers of linear attention: Kimi's delta attention, Mamba-2, and what families add.
 
 A layer is recognised by what it computes: its own forward and the one here run on a twin of it, for a prompt,
 a token behind it and a few more, and have to give the same results and states of the cache.
@@ -6,10 +6,9 @@ a token behind it and a few more, and have to give the same results and states o
 
 import copy
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionLayer
 
@@ -34,7 +33,7 @@ def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
     return x
 
 
-def _masked(x: Tensor, mask: Tensor | None) -> Tensor:
+def masked(x: Tensor, mask: Tensor | None) -> Tensor:
     return x if mask is None else (x * mask[:, :, None]).to(x.dtype)
 
 
@@ -42,17 +41,17 @@ def _is_plain_call(layer: Any, cache: Any, options: dict) -> bool:
     """Whether a call wants nothing but a prompt or tokens, with no hook to be called on the way."""
     recording = cache is not None and getattr(cache, "is_recording_past", bool)(layer.layer_idx)
     packed = any(options.get(name) is not None for name in _PACKED)
-    return not recording and not packed and not _is_seen(layer)
+    return not recording and not packed and not is_seen(layer)
 
 
-def _is_seen(layer: nn.Module) -> bool:
+def is_seen(layer: nn.Module) -> bool:
     """Whether hooks see the modules in a layer, which the operators do not call."""
     gate = layer._modules.get("forget_gate")
     within: Any = () if gate is None else gate._modules.values()
     return is_observed(*layer._modules.values(), *within)  # type: ignore[arg-type]  # none of them is None
 
 
-def _convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
+def convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
     """activation(conv1d(x)) of [B, T, C], and the state of the cache."""
     weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
     state = None if cache is None else cache.get_conv_state(layer.layer_idx)
@@ -64,7 +63,7 @@ def _convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
     return ops.causal_conv1d_update_(x, state, weight, bias, ACTIVATIONS[layer.activation])
 
 
-def _scan(
+def scan(
     cache: Any,
     number: int,
     shape: tuple[int, ...],
@@ -81,7 +80,7 @@ def _scan(
     return out
 
 
-def _with_cache(run: Callable) -> Callable:
+def with_cache(run: Callable) -> Callable:
     """The forward of a layer, which its own code runs where a call wants more.
 
     `run` gets the input without what a mask hides, the cache and the mask.
@@ -98,7 +97,7 @@ def _with_cache(run: Callable) -> Callable:
             options |= {"cache_params": cache_params, "attention_mask": attention_mask}
             own: Tensor = original_class(layer).forward(layer, hidden_states, **options)
             return own
-        result: Tensor = run(layer, _masked(hidden_states, attention_mask), cache_params, attention_mask)
+        result: Tensor = run(layer, masked(hidden_states, attention_mask), cache_params, attention_mask)
         return result
 
     forward.__doc__ = run.__doc__
@@ -108,7 +107,7 @@ def _with_cache(run: Callable) -> Callable:
 # The layers
 
 
-@_with_cache
+@with_cache
 def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Kimi's delta attention: a decay for each channel of the keys."""
     heads, width, forget = layer.num_heads, layer.head_dim, layer.forget_gate
@@ -116,11 +115,11 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
     g = _in_a_row(forget, ("f_a_proj", "f_b_proj", "f_proj"), x)
     z = _in_a_row(layer, ("g_a_proj", "g_b_proj", "g_proj"), x)
     of_heads = (*x.shape[:2], heads, width)
-    q, k, v = (part.view(of_heads) for part in _convolution(layer, mixed, cache).chunk(3, -1))
+    q, k, v = (part.view(of_heads) for part in convolution(layer, mixed, cache).chunk(3, -1))
     bound = getattr(forget, "safe_gate_lower_bound", getattr(forget, "lower_bound", None))
     if getattr(forget, "safe_gate", True) is False:
         bound = None
-    out = _scan(
+    out = scan(
         cache,
         layer.layer_idx,
         (x.shape[0], heads, width, width),
@@ -144,7 +143,7 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
     return result
 
 
-@_with_cache
+@with_cache
 def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
     """Mamba-2."""
     heads, width, groups, states = layer.num_heads, layer.head_dim, layer.n_groups, layer.ssm_state_size
@@ -152,11 +151,11 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
     projected = layer.in_proj(x)
     gate, mixed, step = projected.split_with_sizes([inner, inner + 2 * groups * states, heads], -1)
     is_prompt = x.shape[1] > 1 or cache is None or cache.get_conv_state(layer.layer_idx) is None
-    mixed = _masked(_convolution(layer, mixed, cache), mask)
+    mixed = masked(convolution(layer, mixed, cache), mask)
     v, k, q = mixed.split_with_sizes([inner, groups * states, groups * states], -1)
     tokens = x.shape[:2]
     least = layer.time_step_limit[0] if is_prompt else 0.0  # the model's step has no limit
-    out = _scan(
+    out = scan(
         cache,
         layer.layer_idx,
         (tokens[0], heads, width, states),
@@ -184,86 +183,41 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
     return result
 
 
-@_with_cache
-def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tensor:
-    """Mamba-1 with norms of its time step, B and C, as Jamba has it."""
-    states = layer.ssm_state_size
-    mixed, gate = layer.in_proj(x).chunk(2, -1)
-    mixed = _masked(_convolution(layer, mixed, cache), mask)
-    widths = [layer.time_step_rank, states, states]
-    norms = layer.dt_layernorm, layer.b_layernorm, layer.c_layernorm
-    parts = zip(layer.x_proj(mixed).split_with_sizes(widths, -1), norms, strict=True)
-    step, b, c = (ops.rms_norm(part, each.weight, each.variance_epsilon) for part, each in parts)
-    step = F.linear(step, layer.dt_proj.weight)
-    options = {"dt_bias": layer.dt_proj.bias, "skip": layer.D, "gate": gate}
-    out = _scan(
-        cache,
-        layer.layer_idx,
-        (*mixed.shape[::2], states),
-        x,
-        lambda state: ops.selective_scan_(mixed, step, b, c, state, layer.A_log, **options),
-        begins_anew=x.shape[1] > 1,  # as the model's prompts do, whatever the cache holds
-    )
-    result: Tensor = layer.out_proj(out)
-    return result
-
-
-def lightning_layer(
-    layer: Any,
-    hidden_states: Tensor,
-    position_embeddings: Any = None,
-    attention_mask: Any = None,
-    past_key_values: Any = None,
-    **options: Any,
-) -> tuple[Tensor, Tensor]:
-    """MiniMax's lightning attention: a constant decay a head."""
-    heads, width = layer.num_attention_heads, layer.head_dim
-    if _is_seen(layer):
-        options |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
-        options["position_embeddings"] = position_embeddings
-        own: tuple = original_class(layer).forward(layer, hidden_states, **options)
-        return own
-    mixed, gate = layer.qkv_proj(hidden_states), layer.output_gate(hidden_states)
-    mixed = _masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
-    held = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)
-    shape = hidden_states.shape[0], heads, width, width
-    state = torch.zeros(shape, device=mixed.device) if held is None else held.float()
-    q, k, v = mixed.split_with_sizes([width] * 3, -1)
-    out = ops.linear_attention_(q, k, v, -layer.slope_rate.view(-1), state, 1.0, delta=False)
-    norm = layer.norm
-    out = ops.rms_norm_gated(out.flatten(2), gate, norm.weight, norm.variance_epsilon, activation="sigmoid")
-    if past_key_values is not None and held is not state:
-        past_key_values.set_linear_cache(layer.layer_idx, state)
-    return layer.out_proj(out), state
-
-
 # Recognising them
 
-# The children by which a layer may be one of these, its forward, and what that runs.
-_SCAN = "linear_attention_"
-_FORMS: tuple[tuple[tuple[str, ...], Callable, tuple[str, ...]], ...] = (
-    (("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, ("causal_conv1d_update_", _SCAN)),
-    (
-        ("in_proj", "conv1d", "norm", "out_proj"),
-        mamba_layer,
-        ("causal_conv1d_update_", _SCAN, "rms_norm_gated"),
-    ),
-    (
-        ("in_proj", "conv1d", "x_proj", "dt_proj", "dt_layernorm", "b_layernorm", "c_layernorm", "out_proj"),
-        selective_layer,
-        ("causal_conv1d_update_", "rms_norm", "selective_scan_"),
-    ),
-    (("qkv_proj", "output_gate", "norm", "out_proj"), lightning_layer, (_SCAN, "rms_norm_gated")),
-)
+
+class Form(NamedTuple):
+    """A kind of layer.
+
+    Attributes:
+        children: those by which a layer may be one of these.
+        forward: of such a layer, and `operators` what it runs.
+        cache: the name of its argument for the cache.
+        besides: arguments that it needs and does not read.
+    """
+
+    children: tuple[str, ...]
+    forward: Callable
+    operators: tuple[str, ...]
+    cache: str = "cache_params"
+    besides: tuple[str, ...] = ()
+
+
+SCAN = "linear_attention_"
+CONVOLUTION = "causal_conv1d_update_"
+FORMS = [  # to which families add theirs
+    Form(("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, (CONVOLUTION, SCAN)),
+    Form(("in_proj", "conv1d", "norm", "out_proj"), mamba_layer, (CONVOLUTION, SCAN, "rms_norm_gated")),
+]
 
 
 def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for a whole layer of linear attention, else None."""
-    for children, forward, operators in _FORMS:
+    for form in FORMS:
         has_numbers = not any(buffer.is_meta for buffer in module.buffers())
-        if has_numbers and all(name in module._modules for name in children):
-            is_same = verdict(module, _is_same, forward)
-            return (forward, [*map(Done, operators)]) if is_same else None
+        if has_numbers and all(name in module._modules for name in form.children):
+            is_same = verdict(module, _is_same, form.forward, form.cache, *form.besides)
+            return (form.forward, [*map(Done, form.operators)]) if is_same else None
     return None
 
 
@@ -287,7 +241,7 @@ class _Linear(DynamicCache):
         return [state for state in found if state is not None]
 
 
-def _is_same(module: nn.Module, forward: Callable) -> bool:
+def _is_same(module: nn.Module, forward: Callable, of_cache: str, *besides: str) -> bool:
     """Whether a forward does what the module's own does: results and states."""
     twin = twin_of(module, layer_idx=0)
     linear = next(part for part in twin.modules() if isinstance(part, FewDirections))
@@ -298,13 +252,11 @@ def _is_same(module: nn.Module, forward: Callable) -> bool:
     for run in (own, forward):
         copied, cache, results = copy.deepcopy(twin), _Linear(), []
         arguments: dict[str, Any] = {"hidden_states": x[:, :5], "attention_mask": mask}
-        if forward is lightning_layer:
-            arguments["position_embeddings"] = None
-        name = "past_key_values" if forward is lightning_layer else "cache_params"
-        results.append(run(copied, **arguments, **{name: None}))
+        arguments |= dict.fromkeys(besides)
+        results.append(run(copied, **arguments, **{of_cache: None}))
         for piece, own_mask in ((x[:, :5], mask), (x[:, 5:6], None), (x[:, 6:], None)):
             arguments |= {"hidden_states": piece, "attention_mask": own_mask}
-            results.append(run(copied, **arguments, **{name: cache}))
+            results.append(run(copied, **arguments, **{of_cache: cache}))
         outs = [each[0] if isinstance(each, tuple) else each for each in results]
         found.append([*outs, *cache.states()])
     theirs, ours = found

@@ -66,7 +66,7 @@ def tables_and_options(turn: Turn, cos: Tensor, sin: Tensor) -> tuple[Tensor, Te
     return cos, sin, options
 
 
-class Call(NamedTuple):
+class RopeCall(NamedTuple):
     """How a function is called.
 
     Attributes:
@@ -82,7 +82,7 @@ class Call(NamedTuple):
     options: tuple[tuple[str, Any], ...] = ()
 
 
-def rope_form(function: Callable, call: Call) -> RopeForm | None:
+def rope_form(function: Callable, call: RopeCall) -> RopeForm | None:
     """What a function called like that does; None if the operator cannot do it."""
     for heads_dim in (1, 2):
         wide, narrow = (_turn_of(function, call, heads_dim, width) for width in (_WIDTH, _WIDTH // 2))
@@ -91,7 +91,7 @@ def rope_form(function: Callable, call: Call) -> RopeForm | None:
     return None
 
 
-def _turn_of(function: Callable, call: Call, heads_dim: int, table_width: int) -> Turn | None:
+def _turn_of(function: Callable, call: RopeCall, heads_dim: int, table_width: int) -> Turn | None:
     tensors, is_complex, dims, options = call
     generator, batch = torch.Generator().manual_seed(heads_dim), 2 if dims == 4 else 1
     shapes = [(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
@@ -132,7 +132,7 @@ def rotation_in_place(function: types.FunctionType) -> InPlace | None:
     if "rotary" not in function.__name__:
         return None
     kinds = itertools.product(((2, False), (1, False), (2, True)), (4, 3), _options_of(function))
-    calls = [Call(tensors, is_complex, dims, options) for (tensors, is_complex), dims, options in kinds]
+    calls = [RopeCall(tensors, is_complex, dims, options) for (tensors, is_complex), dims, options in kinds]
     forms = {call: form for call in calls if (form := rope_form(function, call)) is not None}
     return InPlace(functools.partial(rotated, function, forms), Done("rope")) if forms else None
 
@@ -145,14 +145,14 @@ def _options_of(function: types.FunctionType) -> Iterator[tuple[tuple[str, Any],
             yield from (((name, value),) for value in (1, 2))  # True is 1
 
 
-def rotated(function: Callable, forms: dict[Call, RopeForm], *args: Any, **options: Any) -> Any:
+def rotated(function: Callable, forms: dict[RopeCall, RopeForm], *args: Any, **options: Any) -> Any:
     """function(*args, **options), by the operator where tensors are given by position."""
     out, tensors = None, 0
     if len(args) > 2 and all(isinstance(x, Tensor) for x in args):
         is_complex = args[-1].is_complex()
         tensors = len(args) - (1 if is_complex else 2)
         known = all(isinstance(value, int) for value in options.values())
-        call = Call(tensors, is_complex, args[0].dim(), (*options.items(),))
+        call = RopeCall(tensors, is_complex, args[0].dim(), (*options.items(),))
         form = forms.get(call) if known else None
         out = None if form is None else _rotated(form, args[:tensors], args[tensors:])
     if out is None:

@@ -3,28 +3,27 @@
 import contextlib
 import copy
 import os
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from transformers import GgufConfig
 
-from ..._extension import ONE_THREAD
-from ..accelerate import accelerate
-from ..attention.attention import require_kv_bits
-from ..caches.cache import grow_caches_in_place
-from ..checked import allowed, working_kv_bits
-from ..compiling import compile_kernels
-from ..modules.experts import NAME
-from .calibration import importance_for
-from .config import QuantizationConfig
-from .gguf import packing
-from .importance import Importance, is_file_of_importance
-from .quantizer import Quantizer
-from .recipe import ARGUMENTS, requested_recipe
-from .source import NO_MODEL, Source
+from .accelerate import accelerate
+from .attention.attention import require_kv_bits
+from .caches.cache import grow_caches_in_place
+from .checkpoints.calibration import importance_for
+from .checkpoints.config import QuantizationConfig
+from .checkpoints.gguf import packing
+from .checkpoints.importance import Importance, is_file_of_importance
+from .checkpoints.quantizer import Quantizer
+from .checkpoints.recipe import ARGUMENTS, requested_recipe
+from .checkpoints.source import NO_MODEL, Source
+from .checkpoints.streaming import one_by_one
+from .compiling import compile_kernels
+from .modules.experts import NAME
+from .self_check import allowed, working_kv_bits
 
 
 class Part(Protocol):
@@ -166,35 +165,3 @@ def _check_complete(missing: list[str]) -> None:
     if missing:
         names = ", ".join(missing[:3]) + (f" and {len(missing) - 3} more" if len(missing) > 3 else "")
         raise ValueError(f"moe_mps::from_pretrained: {names} must be in the checkpoint, got no such tensor")
-
-
-class _OneByOne:
-    """Holds an environment variable at 1 while any thread loads."""
-
-    def __init__(self) -> None:
-        self._lock, self._loading = threading.Lock(), 0
-        self._before: str | None = None
-
-    @contextlib.contextmanager
-    def __call__(self, enabled: bool) -> Iterator[None]:
-        """Makes transformers read a tensor at a time: its four threads would read faster than we quantise."""
-        if not enabled:
-            yield
-            return
-        with self._lock:
-            if self._loading == 0:
-                self._before = os.environ.get(ONE_THREAD)
-                os.environ[ONE_THREAD] = "1"
-            self._loading += 1
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._loading -= 1
-                if self._loading == 0 and self._before is None:
-                    os.environ.pop(ONE_THREAD, None)
-                elif self._loading == 0 and self._before is not None:
-                    os.environ[ONE_THREAD] = self._before
-
-
-one_by_one = _OneByOne()

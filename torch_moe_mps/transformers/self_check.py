@@ -24,14 +24,13 @@ from ..selfcheck.libraries import libraries
 from ..selfcheck.machine import COMMAND, SWITCH, is_available, where
 from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
 from .basics.interface import formats_of, is_experts, is_quantized
-from .basics.report import Done, Report
+from .basics.report import Report
+from .basics.self_check_state import REFUSED, is_on_mps
 from .checkpoints.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
 from .graphs.passes import INTRODUCED
 from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in
 
-# {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
-_REFUSED: dict[str, Finding] = {}
 _ALLOWED = ContextVar("moe_mps_check_allowed", default=True)
 _OF_KIND = {
     "experts": "moe_experts_quantized",
@@ -50,31 +49,34 @@ def allowed(check: bool) -> Iterator[None]:
         _ALLOWED.reset(token)
 
 
-def forget() -> None:
+def reset() -> None:
     """From here on, nothing is refused, and nothing is compared."""
-    _REFUSED.clear()
+    REFUSED.clear()
     once.forget()
     once.watch(False)
 
 
-def refused() -> frozenset[str]:
-    """The operators that have failed on this machine."""
-    return frozenset(_REFUSED)
+def begin(
+    function: str, model: nn.Module, recipe: Recipe | None, kv_bits: int | None, check: bool
+) -> tuple[float | None, int | None]:
+    """Sees to what must work before a model is changed.
+
+    Returns: the seconds that are left for `check_replacements`, None where nothing is checked; and kv_bits,
+        or 16 where 8 fail.
+    """
+    if not check or not _is_wanted(model):
+        reset()
+        return None, kv_bits
+    return _require_quantized(function, model, recipe), working_kv_bits(model, kv_bits)
 
 
-def is_wanted(model: nn.Module) -> bool:
+def _is_wanted(model: nn.Module) -> bool:
     """Whether the model's operators can be checked on a GPU, and the user wants it."""
     wanted = _ALLOWED.get() and os.environ.get(SWITCH) != "0"
-    return wanted and is_available() and _is_on_mps(model)
+    return wanted and is_available() and is_on_mps(model)
 
 
-def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
-    """Why a module keeps its own code: an operator that would run in its place has failed."""
-    refused = [each.operator for each in done if each.operator in _REFUSED]
-    return f"{refused[0]} fails the self-check on this GPU" if refused and _is_on_mps(module) else None
-
-
-def require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> float:
+def _require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -> float:
     """Raise the one-line error if what runs quantised weights, there or asked for, fails on this machine.
 
     Returns: the seconds that are left for `check_replacements`.
@@ -118,8 +120,8 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     found, late = _failing(model, named, formats, seconds)
     took = time.perf_counter() - started
     once.watch(True, seconds - took)
-    _REFUSED.clear()
-    _REFUSED.update(found)
+    REFUSED.clear()
+    REFUSED.update(found)
     agree = len(named - found.keys() - late)
     report.checked = f"{agree} of {len(named)} operators agree with the CPU on this GPU ({took:.1f} s)"
     if late:
@@ -133,7 +135,7 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
 
 def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
     """`bits` of keys and values, or 16 if writing or reading 8 bits fails on this machine."""
-    if bits != CACHE_BITS or not is_wanted(model):
+    if bits != CACHE_BITS or not _is_wanted(model):
         return bits
     dtypes = _dtypes(model)
     compile_libraries([f"attention_affine8_{DTYPES[dtype]}" for dtype in dtypes], strict=False)
@@ -145,7 +147,7 @@ def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
 
 def use_tensor_units(model: nn.Module, check: bool) -> str | None:
     """Decides which matmuls of a model run on tensor units: the report's line; None away from a Mac's GPU."""
-    if not is_available() or not _is_on_mps(model):
+    if not is_available() or not is_on_mps(model):
         return None
     names = [] if why_not() else tensor_libraries_of(model)
     if check or is_forced():
@@ -196,10 +198,6 @@ def _refuse_weights(function: str, finding: Finding) -> None:
         f"moe_mps::{function}: quantised weights cannot be used on this machine ({where()}): "
         f"{finding}. `{COMMAND}` writes a report for an issue; check=False uses them all the same"
     )
-
-
-def _is_on_mps(module: nn.Module) -> bool:
-    return any(parameter.device.type == "mps" for parameter in module.parameters())
 
 
 def _dtypes(model: nn.Module) -> list[torch.dtype]:

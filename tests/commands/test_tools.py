@@ -1,0 +1,152 @@
+"""Tools that must be called: what a model with random weights writes is a call whose arguments fit."""
+
+import json
+
+import openai
+import pytest
+import xgrammar
+from support import serving
+from support.serving import said
+from transformers.cli.serving import utils
+
+from torch_moe_mps.commands import structured, tools
+from torch_moe_mps.commands.requests import Refused
+
+SKY = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
+SEA = {"type": "object", "properties": {"calm": {"type": "boolean"}}, "required": ["calm"]}
+FUNCTIONS = [{"name": "look", "parameters": SKY}, {"name": "swim", "parameters": SEA}, {"name": "rest"}]
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+FITS = {
+    "look": [{"sky": "blue"}, {"sky": "grey"}],
+    "swim": [{"calm": False}, {"calm": True}],
+    "rest": [{}],
+}
+TEMPLATES = {types[0]: template for types, template in utils._RESPONSE_TEMPLATE_FALLBACKS.items()}
+# No answer thinks behind these.
+ASKED = {"model": "m", "messages": said("the sky</think>"), "tools": TOOLS, "max_tokens": 150}
+
+
+def named(name: str) -> dict:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_5"])
+def client(request, tmp_path_factory):
+    """The two forms of calls that transformers' server knows, and xgrammar: JSON, and tags."""
+    folder = tmp_path_factory.mktemp("tools") / "model"
+    serving.printable_checkpoint(folder, response_template=TEMPLATES[request.param])
+    with serving.client_of(folder, "--bits", 4, "--group-size", 32) as client:
+        yield client
+
+
+def calls_of(client, stream: bool = False, **asked) -> list[tuple[str, dict]]:
+    answer = client.chat.completions.create(**ASKED | asked, stream=stream)
+    parts = [chunk.choices[0].delta for chunk in answer] if stream else [answer.choices[0].message]
+    calls = [call.function for part in parts for call in part.tool_calls or ()]
+    return [(call.name, json.loads(call.arguments)) for call in calls]
+
+
+@pytest.mark.parametrize("name", ["look", "swim", "rest"])
+def test_a_tool_by_its_name(client, name):
+    """Greedy and sampled, streamed and not: one call, and arguments that fit."""
+    asked = {"temperature": 2, "seed": 1} if name == "look" else {"temperature": 0}
+    ((called, arguments),) = calls_of(client, tool_choice=named(name), **asked)
+    assert called == name and arguments in FITS[name]
+    assert calls_of(client, True, tool_choice=named(name), **asked) == [(called, arguments)]
+
+
+def test_any_tool(client):
+    """At least one, and just one where a request says so; None and auto force none."""
+    asked = {"temperature": 2, "seed": 1, "tool_choice": "required"}
+    calls = calls_of(client, parallel_tool_calls=False, **asked)
+    assert len(calls) == 1 and all(arguments in FITS[name] for name, arguments in calls)
+    name, arguments = calls_of(client, True, max_tokens=75, **asked)[0]
+    assert arguments in FITS[name]
+    for choice in ("none", "auto", None):
+        assert not calls_of(client, temperature=0, tool_choice=choice, max_tokens=9)
+
+
+def test_a_call_that_is_cut_off_is_none(client):
+    asked = ASKED | {"temperature": 0, "tool_choice": named("look"), "max_tokens": 20}
+    choice = client.chat.completions.create(**asked).choices[0]
+    assert choice.message.tool_calls is None and choice.finish_reason == "length"
+
+
+def test_a_response_calls_a_tool(client):
+    flat = [{"type": "function", **function} for function in FUNCTIONS]
+    answer = client.responses.create(
+        model="m", input="the sky</think>", tools=flat, tool_choice={"type": "function", "name": "swim"},
+        temperature=0, max_output_tokens=150,
+    )  # fmt: skip
+    (call,) = [item for item in answer.output if item.type == "function_call"]
+    assert call.name == "swim" and json.loads(call.arguments) in FITS["swim"]
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"),
+    [
+        ({"tool_choice": "always"}, "'tool_choice' must be none, auto, required or a function by its name"),
+        ({"tool_choice": named("fly")}, "'tool_choice' must be one of the tools look, swim, rest, got 'fly'"),
+        ({"tool_choice": "required", "tools": []}, "'tools' must be a list of at least one tool with"),
+        (
+            {"tool_choice": "required", "response_format": {"type": "json_object"}},
+            "'response_format' must be text where a tool must be called",
+        ),
+        (
+            {
+                "tool_choice": "required",
+                "tools": [named("a") | {"function": {"name": "a", "parameters": {"type": 5}}}],
+            },
+            "The schema of 'tool_choice' must be one that xgrammar compiles",
+        ),
+    ],
+)
+def test_what_is_no_choice_is_400(client, asked, message):
+    with pytest.raises(openai.BadRequestError) as error:
+        calls_of(client, **asked)
+    assert message in error.value.body["message"] and "\n" not in error.value.body["message"]
+
+
+def test_without_xgrammar_it_is_refused(client, monkeypatch):
+    """None and auto need none."""
+    find = structured.importlib.util.find_spec
+    monkeypatch.setattr(
+        structured.importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "xgrammar" else find(name, *a),
+    )
+    with pytest.raises(openai.BadRequestError, match=r"'tool_choice' needs `pip install 'torch-moe-mps"):
+        calls_of(client, tool_choice="required")
+    assert not calls_of(client, tool_choice="none", max_tokens=2)
+
+
+@pytest.mark.parametrize("template", [None, TEMPLATES["gemma4"]])
+def test_calls_of_another_form_are_refused(template):
+    """No template of answers, and one whose calls xgrammar does not have."""
+    with pytest.raises(Refused, match="'tool_choice' needs a model whose calls this server reads"):
+        tools.Forced(TOOLS, "required", True).grammar(template, "")
+
+
+CALL = '<tool_call>\n{"name": "look", "arguments": {"sky": "blue"}}\n</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("prompt", "text", "fits"),
+    [
+        ("", CALL, True),
+        ("", f"<think>hm</think>\n\n{CALL}", True),
+        ("<think>\n", f"hm</think>\n\n{CALL}", True),
+        ("<think>\n", CALL, False),
+        ("<think>\n\n</think>\n\n", CALL, True),
+        ("<think>\n\n</think>\n\n", f"<think>hm</think>\n\n{CALL}", False),
+        ("", "the sky is blue", False),
+        ("", CALL.replace("blue", "red"), False),
+        ("", CALL.replace("look", "fly"), False),
+    ],
+)
+def test_a_call_comes_behind_what_the_model_thinks(prompt, text, fits):
+    tag = tools.Forced(TOOLS, named("look"), True).grammar(TEMPLATES["qwen2"], prompt)
+    letters = [chr(i) for i in range(128)]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([*letters, ""], stop_token_ids=[128]))
+    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(tag))
+    assert (matcher.accept_string(text) and matcher.accept_token(128)) == fits

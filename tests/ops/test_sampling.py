@@ -1,0 +1,126 @@
+"""sample_: what it keeps against transformers' own processors and float64, and what it draws."""
+
+import functools
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from support.oracles import exact
+from support.values import DTYPES, numbers
+from transformers import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from torch_moe_mps.ops.sampling import sample_
+
+OFF = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
+CASES = [
+    {},
+    {"temperature": 0.3},
+    {"top_k": 1},
+    {"top_k": 7, "temperature": 2.5},
+    {"top_k": 20, "top_p": 0.8, "temperature": 0.6},
+    {"top_p": 0.95},
+    {"top_p": 0.0},
+    {"top_p": 0.5, "min_p": 0.1},
+    {"min_p": 0.05, "temperature": 1.5},
+    {"min_p": 1.0},
+    {"top_k": 50, "top_p": 0.9, "min_p": 0.02, "temperature": 0.7},
+    {"top_k": 10_000, "top_p": 0.999},
+]
+
+
+def processed(logits, temperature, top_k, top_p, min_p):
+    """The scores that transformers' generate() would draw from, where sorts are stable: torch leaves open
+    which of equal scores top-p keeps."""
+    chain = LogitsProcessorList([TemperatureLogitsWarper(temperature)])
+    if top_k:
+        chain.append(TopKLogitsWarper(top_k))
+    if top_p < 1.0:
+        chain.append(TopPLogitsWarper(top_p))
+    chain.append(MinPLogitsWarper(min_p))
+    with patch("torch.sort", functools.partial(torch.sort, stable=True)):
+        return chain(None, logits.cpu().float())
+
+
+def sampled(logits, draws, **how):
+    invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+    tokens = sample_(logits, draws.to(logits.device), invalid, **how)
+    return tokens.cpu(), invalid.cpu()
+
+
+def last_first(logits, temperature):
+    """Draws with which the least probable of the tokens that are kept comes first."""
+    scores = logits.cpu().float() / temperature
+    return (scores - scores.amax(-1, keepdim=True)).exp().square().clamp(min=1e-37)
+
+
+def test_what_is_kept(device):
+    """The least probable token, and the first of several, says which are."""
+    generator = torch.Generator().manual_seed(0)
+    for vocabulary in (1, 33, 2001):
+        random = torch.randn(2, vocabulary, generator=generator) * 1.5
+        tied = torch.randint(-3, 4, (2, vocabulary), generator=generator) / 2
+        for logits in (random, random.bfloat16(), tied.half(), torch.zeros(1, vocabulary)):
+            for case in CASES:
+                how = OFF | case
+                scores = processed(logits, **how)
+                expected = scores.masked_fill(scores == -torch.inf, torch.inf).argmin(-1)
+                draws = last_first(logits, how["temperature"])
+                tokens, invalid = sampled(logits.to(device), draws, **how)
+                assert torch.equal(tokens, expected), (vocabulary, logits.dtype, case)
+                assert not invalid.any()
+
+
+@pytest.mark.parametrize("vocabulary", [128_256, 151_937])
+def test_a_large_vocabulary(device, vocabulary):
+    """Against sums in float64, which float32 sums of as many tokens are not near enough to be."""
+    logits = torch.randn(1, vocabulary, generator=torch.Generator().manual_seed(vocabulary)) * 2
+    scores, order = (
+        (exact(logits[0]) / 1.25).astype(np.float32),
+        np.argsort(-logits[0].numpy(), kind="stable"),
+    )
+    weights = np.exp(scores.astype(np.float64) - scores.max())
+    for top_k, top_p in ((0, 0.9), (50, 0.9), (2000, 0.4)):
+        kept = order[: top_k or vocabulary]
+        share = np.cumsum(weights[kept]) / weights[kept].sum()
+        draws = last_first(logits, 1.25)
+        tokens, _ = sampled(logits.to(device), draws, temperature=1.25, top_k=top_k, top_p=top_p)
+        place = int(np.flatnonzero(kept == int(tokens))[0])
+        assert share[place] >= top_p - 1e-6 and (place == 0 or share[place - 1] < top_p + 1e-6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_tokens_are_those_of_multinomial(device, dtype):
+    """Given the numbers that torch draws; rows of a larger tensor, and columns that lie apart."""
+    wide = (numbers(9, 3, 1000, dtype=torch.float32) * 4).to(dtype)
+    for logits in (wide[:, -1], wide[:, 1, 7:], wide[0].t()[:300].t(), wide[:3, 0, ::3]):
+        for case in CASES[:5]:
+            how = OFF | case
+            probabilities = processed(logits, **how).softmax(-1)
+            torch.manual_seed(3)
+            expected = torch.multinomial(probabilities, 1).squeeze(1)
+            torch.manual_seed(3)
+            draws = torch.empty(logits.shape).exponential_()
+            on_device = wide.to(device)
+            moved = on_device.as_strided(logits.shape, logits.stride(), logits.storage_offset())
+            tokens, _ = sampled(moved, draws, **how)
+            assert torch.equal(tokens, expected), case
+
+
+def test_rows_without_a_distribution(device):
+    """They get the token that is asked for, and are noted; others stay."""
+    logits = numbers(6, 900)
+    logits[1, 800], logits[2, 3], logits[3] = torch.nan, torch.inf, -torch.inf
+    logits[4, :500], logits[5, 1:] = -torch.inf, -torch.inf
+    draws = torch.empty(6, 900).exponential_(generator=torch.Generator().manual_seed(0))
+    for case in CASES:
+        tokens, invalid = sampled(logits.to(device), draws, **OFF | case, otherwise=17)
+        assert invalid.tolist() == [0, 1, 1, 1, 0, 0]
+        assert tokens[1:4].tolist() == [17] * 3 and tokens[4] >= 500 and tokens[5] == 0
+    assert sampled(logits[:0].to(device), draws[:0])[0].shape == (0,)

@@ -1,0 +1,70 @@
+"""What `bits` gives embeddings and output heads: by their share of a model's weights."""
+
+import pytest
+import torch
+import transformers
+from support.models import tiny
+
+from torch_moe_mps.transformers.checkpoints.recipe import requested_recipe
+from torch_moe_mps.transformers.checkpoints.targets import weights_of
+
+# Shapes of models that people have, and which share embeddings and head are of their weights.
+SMOLLM2 = "Llama", {
+    "hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "vocab_size": 49152,
+    "num_attention_heads": 9, "num_key_value_heads": 3, "tie_word_embeddings": True,
+}  # fmt: skip
+GEMMA_270M = "Gemma3", {
+    "hidden_size": 640, "intermediate_size": 2048, "num_hidden_layers": 18, "vocab_size": 262144,
+    "num_attention_heads": 4, "num_key_value_heads": 1, "head_dim": 256,
+}  # fmt: skip
+QWEN3_30B = "Qwen3Moe", {
+    "hidden_size": 2048, "moe_intermediate_size": 768, "num_hidden_layers": 48, "vocab_size": 151936,
+    "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128, "num_experts": 128,
+    "num_experts_per_tok": 8,
+}  # fmt: skip
+
+
+def formats(model, **asked) -> tuple[str, str]:
+    """Of the embedding, and of a matrix of attention."""
+    targets = weights_of(model, requested_recipe(**asked)).targets
+    found = [next(t for n, t in targets.items() if n.endswith(end)) for end in ("embed_tokens", "q_proj")]
+    return tuple(str(target.formats["weight"]) for target in found)
+
+
+def of_shape(kind: str, shape: dict) -> torch.nn.Module:
+    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**shape)
+    with torch.device("meta"):
+        return getattr(transformers, f"{kind}ForCausalLM")(config)
+
+
+@pytest.mark.parametrize(
+    "shape, bits, embedding",
+    [
+        (SMOLLM2, 4, 6),
+        (SMOLLM2, 3, 6),
+        (SMOLLM2, 6, 6),
+        (SMOLLM2, 8, 8),
+        (GEMMA_270M, 4, 6),
+        (QWEN3_30B, 4, 4),
+    ],
+)
+def test_what_users_of_models_get(shape, bits, embedding):
+    model = of_shape(*shape)
+    assert formats(model, bits=bits) == (f"affine{embedding}_64", f"affine{bits}_64")
+    assert formats(model, bits=bits, embedding_bits="same") == (f"affine{bits}_64",) * 2
+    head = weights_of(model, requested_recipe(bits)).targets["lm_head"]
+    assert str(head.formats["weight"]) == f"affine{embedding}_64"
+
+
+def test_what_is_asked_for_is_done():
+    model = of_shape(*SMOLLM2)
+    assert formats(model, bits=4, group_size=32) == ("affine6_32", "affine4_32")
+    assert formats(model, bits=4, embedding_bits=8)[0] == "affine8_64"
+    assert formats(model, bits=4, overrides={"embed_tokens": 3, "lm_head": 3})[0] == "affine3_64"
+    assert formats(model, mode="nvfp4")[0] == "nvfp4"
+    with pytest.raises(ValueError, match="linear_bits must be bits, a format or None, got 'auto'"):
+        requested_recipe(4, linear_bits="auto")
+
+
+def test_a_model_of_tests_has_one_format():
+    assert formats(tiny("qwen3"), bits=4, group_size=32) == ("affine4_32",) * 2

@@ -1,0 +1,50 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <algorithm>
+#include <cmath>
+
+#include "../shaders/params.h"
+#include "register.h"
+#include "tensors.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+
+Tensor sample_(const Tensor& logits_, const Tensor& draws_, const Tensor& invalid, double temperature,
+               int64_t top_k, double top_p, double min_p, int64_t otherwise) {
+  const int64_t rows = logits_.size(0), vocabulary = logits_.size(1);
+  Tensor tokens = at::empty({rows}, logits_.options().dtype(at::kLong));
+  if (rows == 0) return tokens;
+  const Tensor logits = rows_contiguous(logits_), draws = draws_.contiguous();
+  SampleParams params{};
+  params.row_stride = logits.stride(0);
+  params.invalid_stride = invalid.stride(0);
+  params.vocabulary = vocabulary;
+  params.top_k = top_k < vocabulary ? top_k : 0;
+  const double removed = static_cast<float>(1.0 - top_p);  // as transformers rounds it
+  params.weight = std::max<int64_t>(1, kWholeWeight - std::llround(removed * kWholeWeight));
+  params.otherwise = otherwise;
+  params.temperature = static_cast<float>(temperature);
+  params.min_p = static_cast<float>(min_p);
+  Commands commands;
+  commands.add({"sampling", logits.scalar_type()}, "sample_rows")
+      .bind_strided(logits)
+      .bind(draws)
+      .bind_strided(invalid)
+      .bind(tokens)
+      .params(params)
+      .threadgroups({NSUInteger(rows)}, {NSUInteger(kSampleThreads)});
+  commands.encode();
+  return tokens;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<sample_>(m, "sample_");
+}
+
+}  // namespace moe_mps

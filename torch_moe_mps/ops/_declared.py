@@ -1,0 +1,197 @@
+"""What an operator declares of its tensors, in one line:
+
+    x[T, H] ids[T, K<=64]:id bias[E, N] gate[T]|[T, 1] residual[..., H]:x -> [T, K, N]:x
+
+A name in brackets is a size: the first tensor that has it says how much it is, and all others have to agree;
+`_` is any size, `T*K` a product, `...` any dimensions in front. `|` stands between shapes, of which one has
+to fit. Behind the colon is the dtype: a word of DTYPES, that of another argument, or "any"; without one it is
+one of the three of activations. After the arrow are the results, by shape and dtype, or the argument that
+they are like.
+"""
+
+import math
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._checks import ACTIVATION_DTYPES, ID_DTYPES, PACKED_DTYPES, Check
+
+DTYPES: dict[str, tuple[torch.dtype, ...]] = {
+    "": ACTIVATION_DTYPES,
+    "id": ID_DTYPES,
+    "number": (*ACTIVATION_DTYPES, *ID_DTYPES),
+    "mask": (torch.bool, *ACTIVATION_DTYPES, torch.int32),
+    "packed": PACKED_DTYPES,
+    "float32": (torch.float32,),
+    "int32": (torch.int32,),
+}
+_TENSOR = re.compile(r"(\w*)((?:\|?\[[^\]]*\])*)(?::(\w+))?")
+_SIZE = re.compile(r"([^<>]+)(?:([<>])=(\d+))?")
+
+
+class Shape:
+    """A shape in names."""
+
+    def __init__(self, text: str):
+        sizes = [_SIZE.fullmatch(size) for size in text.split(", ") if size]
+        found = [size.groups() for size in sizes if size is not None]
+        self.bounds = {name: (sign, int(bound)) for name, sign, bound in found if sign}
+        names = [name for name, *_ in found]
+        self.text = f"[{', '.join(names)}]"
+        self.leads = names[:1] == ["..."]
+        self.names = names[self.leads :]
+
+    def fits(self, rank: int) -> bool:
+        return rank >= len(self.names) if self.leads else rank == len(self.names)
+
+    def numbers(self, sizes: dict[str, Any], shape: Sequence[int]) -> tuple[int, ...]:
+        """The names' sizes; those that nobody knows yet are those of `shape`, and known from now on."""
+        split = len(shape) - len(self.names)
+        leading = sizes.setdefault("...", tuple(shape[:split])) if self.leads else ()
+        return (*leading, *map(lambda name, size: _size(name, sizes, size), self.names, shape[split:]))
+
+    def result(self, sizes: dict[str, Any]) -> tuple[int, ...]:
+        return (*(sizes["..."] if self.leads else ()), *(_size(name, sizes, None) for name in self.names))
+
+    def check_bounds(self, check: Check, argument: str) -> None:
+        for name, (sign, bound) in self.bounds.items():
+            size = check.sizes[name]
+            if not (size >= bound if sign == ">" else 1 <= size <= bound):
+                allowed = f"at least {bound}" if sign == ">" else f"between 1 and {bound}"
+                check.fail(argument, f"{self.text} with {name} {allowed}", f"{name} = {size}")
+
+
+def _size(name: str, sizes: dict[str, Any], own: int | None) -> Any:
+    if name.isdigit():
+        return int(name)
+    if "*" not in name:
+        return own if name == "_" else sizes.setdefault(name, own)
+    factors = [sizes.get(each) for each in name.split("*")]
+    return own if None in factors else math.prod(factors)
+
+
+class Declared:
+    """A line as above, and what other arguments may be.
+
+    Attributes:
+        tensors: (argument, shapes, dtype) of each.
+        results: (argument or "", shapes, dtype) of each; None if the line says nothing of results.
+        allowed: of other arguments: names, a range of integers, or the least number.
+    """
+
+    def __init__(self, line: str, allowed: dict[str, Any]):
+        arguments, arrow, results = line.partition("->")
+        self.tensors = _tensors(arguments)
+        self.results = _tensors(results) if arrow else None
+        self.allowed = allowed
+
+    def check(self, check: Check, given: dict[str, Any]) -> None:
+        for argument, shapes, kind in self.tensors:
+            tensor = given[argument]
+            if tensor is None:
+                continue
+            if kind != "any":
+                check.dtype(argument, tensor, _dtypes(kind, given))
+            if shapes:
+                _check_shape(check, argument, tensor, shapes)
+        for argument, allowed in ({"dtype": ACTIVATION_DTYPES} | self.allowed).items():
+            value = given.get(argument)
+            if value is None:
+                continue
+            if isinstance(value, torch.dtype):
+                check.among_dtypes(argument, value, allowed)
+            elif isinstance(allowed, range):
+                check.between(argument, value, allowed[0], allowed[-1])
+            elif isinstance(value, str):
+                check.choice(argument, value, allowed)
+            elif value < allowed:
+                check.fail(argument, f"at least {allowed}", value)
+
+    def sizes_of(self, given: dict[str, Any]) -> dict[str, Any]:
+        """The sizes by name, as the tensors among some arguments have them."""
+        sizes: dict[str, Any] = {}
+        for argument, shapes, _ in self.tensors:
+            tensor: Any = given.get(argument)
+            for shape in shapes if tensor is not None else ():
+                learnt = dict(sizes)
+                if shape.fits(tensor.dim()) and tensor.shape == shape.numbers(learnt, tensor.shape):
+                    sizes = learnt
+                    break
+        return sizes
+
+    def completed(
+        self,
+        given: dict[str, Any],
+        wanted: Sequence[str],
+        make: Callable[[str, tuple[int, ...], torch.dtype | None], Tensor],
+        sizes: dict[str, Any],
+    ) -> dict[str, Any]:
+        """The arguments `given`, and of those `wanted` the others that are declared.
+
+        `make` gets an argument, a shape, the first that it may have, and a dtype, None for any of the three
+        of activations. Sizes that no argument has are those of `sizes`.
+        """
+        made, known = dict(given), sizes | self.sizes_of(given)
+        for argument, shapes, kind in self.tensors:
+            if argument in wanted and argument not in given:
+                known_kind = made.get(kind) is not None or (kind != "" and kind in DTYPES)
+                dtype = _dtypes(kind, made)[0] if known_kind else None
+                made[argument] = make(argument, shapes[0].result(known), dtype)
+        return made
+
+    def misfits(self, base: dict[str, Any], changes: dict[str, Any]) -> list[str]:
+        """The tensors of good arguments that do not go with changes to others."""
+        known, names = self.sizes_of(changes), []
+        for argument, shapes, _ in self.tensors:
+            tensor = base.get(argument)
+            if tensor is None or argument in changes or not shapes:
+                continue
+            fitting = [shape for shape in shapes if shape.fits(tensor.dim())]
+            if all(tensor.shape != shape.numbers(dict(known), tensor.shape) for shape in fitting):
+                names.append(argument)
+        return names
+
+    def outputs(self, check: Check, given: dict[str, Any]) -> Any:
+        first = given[self.tensors[0][0]]
+        made = [
+            given[name].new_empty(given[name].shape)
+            if name
+            else first.new_empty(shapes[0].result(check.sizes), dtype=_dtypes(kind, given)[0])
+            for name, shapes, kind in self.results or ()
+        ]
+        return made[0] if len(made) == 1 else tuple(made) or None
+
+
+def _tensors(line: str) -> list[tuple[str, list[Shape], str]]:
+    found = [_TENSOR.fullmatch(text) for text in re.split(r" (?![^\[]*\])", line.strip()) if text]
+    assert all(found), line
+    return [
+        (name, [Shape(text) for text in re.findall(r"\[(.*?)\]", shapes)], kind or "")
+        for name, shapes, kind in (each.groups() for each in found if each is not None)
+    ]
+
+
+def _dtypes(kind: str, given: dict[str, Any]) -> tuple[torch.dtype, ...]:
+    if kind in DTYPES:
+        return DTYPES[kind]
+    return ACTIVATION_DTYPES if given[kind] is None else (given[kind].dtype,)
+
+
+def _check_shape(check: Check, argument: str, tensor: Tensor, shapes: list[Shape]) -> None:
+    wanted = []
+    for shape in shapes:
+        if not shape.fits(tensor.dim()):
+            continue
+        sizes = dict(check.sizes)
+        numbers = shape.numbers(sizes, tensor.shape)
+        if tensor.shape == numbers:
+            check.sizes = sizes
+            return shape.check_bounds(check, argument)
+        wanted.append(f"{shape.text} = {numbers}")
+    if wanted:
+        check.fail(argument, f"of shape {' or '.join(wanted)}", tuple(tensor.shape))
+    ranks = dict.fromkeys(f"{'at least ' * shape.leads}{len(shape.names)}-D" for shape in shapes)
+    check.fail(argument, " or ".join(ranks), f"{tensor.dim()}-D of shape {tuple(tensor.shape)}")

@@ -1,0 +1,107 @@
+"""Sampling: the next token of each row of logits."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._registry import operator
+from ._sample import Calls, Changes, Sample
+
+MAX_VOCABULARY = 2**19
+
+
+def _meta_sample(check, logits, temperature, top_p, min_p, otherwise, **_):
+    if not 0.0 < temperature < float("inf"):
+        check.fail("temperature", "above 0 and finite", temperature)
+    for name, share in (("top_p", top_p), ("min_p", min_p)):
+        if not 0.0 <= share <= 1.0:
+            check.fail(name, "between 0 and 1", share)
+    check.between("otherwise", otherwise, 0, check.sizes["V"] - 1)
+    return logits.new_empty(check.sizes["R"], dtype=torch.int64)
+
+
+@operator(
+    f"logits[R, V<={MAX_VOCABULARY}] draws[R, V]:float32 invalid_[R]:int32",
+    _meta_sample,
+    allowed={"top_k": 0},
+)
+def sample_(
+    logits: Tensor,
+    draws: Tensor,
+    invalid_: Tensor,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    otherwise: int = 0,
+) -> Tensor:
+    """A token of each row, drawn from those that top-k, top-p and min-p keep: in one launch.
+
+    s = logits / temperature in float32; top_k keeps scores that are not below the k-th largest, so ties stay;
+    of these, top_p keeps the fewest of the most probable tokens that have the share top_p of the probability,
+    and of equally probable ones the last; min_p keeps those whose probability is at least min_p of the most
+    probable one's. The order and the sets are those of transformers' TemperatureLogitsWarper,
+    TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper, up to the rounding of sums.
+
+    token = argmax_v exp(s[v] - max s) / draws[v] over what is kept, the first of equal ones. With draws of
+    the exponential distribution, a token has the probability that the softmax over the kept scores gives it.
+    It is how `torch.multinomial` draws one token: `torch.empty(R, V).exponential_()` of the same generator
+    gives its token.
+
+    A row with NaN, with +inf, or with -inf alone has no distribution: its token is `otherwise`, and its
+    element of `invalid_` becomes 1, where `torch.multinomial` waits for the device to raise an error.
+
+    Args:
+        logits: [R, V], float32, float16 or bfloat16, V up to 524,288; any strides.
+        draws: [R, V] float32, positive; the numbers of one draw for each token.
+        invalid_: [R] int32; the elements of rows that have a distribution stay.
+        temperature: above 0.
+        top_k: so many tokens at least are kept; 0 keeps all.
+        top_p: a share, from 0, which keeps one token, to 1, which keeps all.
+        min_p: a share; 0 keeps all.
+        otherwise: a token.
+
+    Returns: [R] int64.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    scores = logits.float() / temperature
+    vocabulary = scores.shape[1]
+    highest = scores.amax(-1, keepdim=True)
+    valid = highest.isfinite()
+    scores = torch.where(valid, scores, 0.0)
+    if 0 < top_k < vocabulary:
+        scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
+    if top_p < 1.0:
+        ascending, order = scores.sort(stable=True)
+        below = ascending.double().softmax(-1).cumsum(-1).float() <= 1.0 - top_p
+        below[:, -1] = False
+        scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
+    weights = (scores - torch.where(valid, highest, 0.0)).exp()
+    races = (weights / draws).masked_fill(weights < min_p, -1.0).nan_to_num(nan=-1.0, posinf=torch.inf)
+    best, tokens = races.masked_fill(scores == -torch.inf, -1.0).max(-1)
+    valid = valid.squeeze(-1) & (best >= 0.0)
+    invalid_.masked_fill_(~valid, 1)
+    return torch.where(valid, tokens, otherwise)
+
+
+def _draws(s: Sample, *shape: int) -> dict[str, Any]:
+    # Not below float16's normal numbers.
+    draws = s.values(*shape, dtype=torch.float32).abs() + 0.01
+    return {"draws": draws, "invalid_": torch.zeros(shape[0], dtype=torch.int32, device=s.device)}
+
+
+CALLS: Calls = {
+    "sample_": lambda s: {
+        **{"logits": s.values(s.T, 300), **_draws(s, s.T, 300)},
+        **{"temperature": 0.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02},
+    },
+}
+CHANGES: Changes = {
+    "sample_": lambda s: [
+        {"top_k": 0, "top_p": 1.0, "min_p": 0.0},
+        {"logits": s.values(300, s.T).t(), "top_k": 2},
+        {"logits": s.values(s.T, 300).fill_(torch.nan), "otherwise": 7},
+    ],
+}

@@ -1,0 +1,26 @@
+"""Which operators have failed the self-check on this machine: nothing runs on them."""
+
+from collections.abc import Iterable
+
+from torch import nn
+
+from ...selfcheck.compare import Finding
+from .report import Done
+
+# {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
+REFUSED: dict[str, Finding] = {}
+
+
+def refused() -> frozenset[str]:
+    """The operators that have failed on this machine."""
+    return frozenset(REFUSED)
+
+
+def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
+    """Why a module keeps its own code: an operator that would run in its place has failed."""
+    failed = [each.operator for each in done if each.operator in REFUSED]
+    return f"{failed[0]} fails the self-check on this GPU" if failed and is_on_mps(module) else None
+
+
+def is_on_mps(module: nn.Module) -> bool:
+    return any(parameter.device.type == "mps" for parameter in module.parameters())

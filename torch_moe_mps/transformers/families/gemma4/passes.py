@@ -1,0 +1,49 @@
+"""A router that norms, multiplies, selects and scales, as one operator."""
+
+from typing import Any
+
+from torch import Tensor, fx
+
+from ....ops._checks import MAX_TOP_K
+from ...graphs.nodes import aten, calls, is_unchanged, ours, put, tensor_of
+from ...graphs.patterns import match
+from ...graphs.tracing import ITEM, VALUE
+
+_WEIGHTS = "item(T, 0) / sum(item(T, 0), [-1], True) * index(PER_EXPERT, [item(T, 1)])"
+_CHOICE = "topk(_softmax(linear(rms_norm(X, None, EPS) * SCALE * ROOT, LINEAR, None), -1, False), K)"
+
+
+def gate_in_one(graph: fx.Graph) -> None:
+    """What _CHOICE chooses, with _WEIGHTS -> moe_gate"""
+    for weights in calls(graph, aten.mul):
+        found = match(_WEIGHTS, weights)
+        found = found and match(_CHOICE, found["T"], found)
+        if not found or not _fits(found) or not is_unchanged(found["X"], found["X"], weights):
+            continue
+        choice = found["T"]
+        scale = put(choice, aten.mul.Tensor, tensor_of(found["SCALE"]), found["SCALE"], found["ROOT"])
+        of_experts = (found["LINEAR"], scale, found["PER_EXPERT"], found["K"], found["EPS"], False)
+        results = tensor_of(weights).float(), choice.meta[VALUE][1].int()
+        gate = put(choice, ours.moe_gate.default, results, found["X"], *of_experts)
+        ids = [user for user in choice.users if user.args[1] == 1]
+        for number, old in enumerate((weights, *ids)):
+            item = put(choice, ITEM, results[number], gate, number)
+            old.replace_all_uses_with(_cast(item, tensor_of(old), choice))
+
+
+def _fits(found: dict[str, Any]) -> bool:
+    """Whether moe_gate takes what the names of the formulas stand for."""
+    x, linear, vectors = found["X"], found["LINEAR"], [found["SCALE"], found["PER_EXPERT"]]
+    return (
+        tensor_of(x).dim() == 2
+        and all(each.op == "get_attr" for each in (linear, *vectors))
+        and all(tensor_of(each).dim() == 1 for each in vectors)
+        and isinstance(found["ROOT"], (int, float))
+        and 1 <= found["K"] <= MAX_TOP_K
+    )
+
+
+def _cast(value: fx.Node, like: Tensor, before: fx.Node) -> fx.Node:
+    if tensor_of(value).dtype == like.dtype:
+        return value
+    return put(before, aten._to_copy.default, like, value, dtype=like.dtype)

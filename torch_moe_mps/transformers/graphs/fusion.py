@@ -1,0 +1,222 @@
+"""Passes that are data: formulas, and the operators that compute them in one launch."""
+
+import ast
+import operator
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from .nodes import (
+    aten,
+    beneath,
+    hoist,
+    in_shape,
+    is_call,
+    is_final,
+    is_same,
+    is_unchanged,
+    memory_of,
+    ours,
+    put,
+    tensor_of,
+    written,
+)
+from .patterns import Bound, Shared, before_widening, called, computed, leaves, matches, parsed
+from .tracing import ITEM, VALUE, as_given, geometry
+
+_NUMBERS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Sub: operator.sub}
+
+
+class _Unfit(ValueError):
+    """An operator does not compute what a formula does."""
+
+
+class Fusion:
+    """A pass that puts operators in the place of formulas.
+
+        Fusion("add_norms", ("R + rms_norm(X[S], W, EPS)", "fused_norm_add(R, X[S], W, EPS)"))
+
+    A row applies where nothing else reads what lies inside of the formula, nobody can tell that the operator
+    reads and writes when it does, its own checks take the arguments, and its result has the dtype and as many
+    elements as the formula's: before a cast, if that is all that reads it. In the text of the operator, X[S]
+    is X in this shape, before copies that only keep its values; an argument in a dtype that keeps all digits
+    of the result's is taken before its cast; `*A` are other arguments, of which those that are named beside
+    it must have their defaults. Behind the first result come those that the formula names with `:=`.
+
+    Args:
+        rows: (formula, operator), in the order in which they are tried.
+        where: whether a row applies, from what its names stand for.
+    """
+
+    def __init__(self, name: str, *rows: tuple[str, str], where: Callable[..., bool] = lambda **_: True):
+        self.__name__ = name
+        self.rows, self.where = rows, where
+        self._roots = {called(parsed(formula)) for formula, _ in rows}
+
+    @property
+    def introduced(self) -> str | None:
+        """The operator that it puts in, where modules do not call it."""
+        names = {called(parsed(new)): formula for formula, new in self.rows}
+        return next((name for name, formula in names.items() if name not in formula), None)
+
+    def __call__(self, graph: fx.Graph) -> None:
+        results: dict[Any, Any] = {}  # of calls, of which the layers of a model have many that are equal
+        for node in [*graph.nodes]:
+            packet = getattr(node.target, "overloadpacket", None)
+            if node.users and packet is not None and packet.__name__ in self._roots:
+                self._run(node, results)
+
+    def _run(self, node: fx.Node, results: dict[Any, Any]) -> None:
+        for formula, new in self.rows:
+            for found in matches(formula, node):
+                ends = _ends(node) if self.where(**found) else ()
+                if any(_fuse(node, end, found, parsed(new), results) for end in ends):
+                    return
+
+
+def _ends(root: fx.Node) -> Iterator[fx.Node]:
+    """The cast that alone reads a value, and the value."""
+    if len(root.users) == 1:
+        (reader,) = root.users
+        if is_call(reader, aten._to_copy) and is_final(reader):
+            yield reader
+    yield root
+
+
+def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: ast.expr, results: dict[Any, Any]) -> bool:
+    """Puts an operator in the place of a formula. Returns: whether it can."""
+    inside = computed(root, leaves(found))
+    shared = [each.node for each in found.values() if isinstance(each, Shared)]
+    place = shared[0] if shared else end
+    for node in inside:
+        own = memory_of(node)
+        is_read_inside = node is root or own not in inside or own in shared or {*node.users} <= inside.keys()
+        read = [each for each in node.all_input_nodes if each not in inside]
+        if not (
+            is_read_inside
+            and all(is_same(each, node, place) for each in read)
+            and all(is_same(each, node, place, read=False) for each in written(node))
+        ):
+            return False
+    try:
+        _New(found, place, tensor_of(end).dtype, results).replace(new, [end, *shared])
+    except (ValueError, RuntimeError, TypeError, ZeroDivisionError):
+        return False
+    for node in sorted({*inside, end}, reverse=True):
+        if not node.users:  # also those that write
+            root.graph.erase_node(node)
+    return True
+
+
+class _New:
+    """What takes the place of a formula, in front of a node."""
+
+    def __init__(self, found: Bound, before: fx.Node, dtype: Any, results: dict[Any, Any]):
+        self._found, self._before, self._dtype, self._results = found, before, dtype, results
+
+    def replace(self, form: ast.expr, old: list[fx.Node]) -> None:
+        target, given, like = self._call(form)
+        several = isinstance(like, (list, tuple))
+        for one, other in zip(like if several else [like], map(tensor_of, old), strict=True):
+            if one.dtype != other.dtype or one.numel() != other.numel() or not other.is_contiguous():
+                raise _Unfit
+        for each in filter(_is_node, given.values()):
+            if self._before < memory_of(each):
+                raise _Unfit
+            hoist(each, self._before)
+        made = put(self._before, target, like, **given)
+        for number, each in enumerate(old):
+            result = put(self._before, ITEM, like[number], made, number) if several else made
+            shaped: Any = in_shape(result, each, self._before)  # it is contiguous
+            each.replace_all_uses_with(shaped)
+
+    def _call(self, form: Any) -> tuple[Any, dict[str, Any], Any]:
+        """An operator, its arguments, and what it gives."""
+        target = getattr(ours, form.func.id).default
+        given: dict[str, Any] = {}
+        known = {each.name: each for each in target._schema.arguments}
+        positional = [each for each in form.args if not isinstance(each, ast.Starred)]
+        for star in form.args[len(positional) :]:
+            given |= self._found[star.value.id].arguments
+        named = dict(zip(known, positional, strict=False)) | {each.arg: each.value for each in form.keywords}
+        for name, each in named.items():
+            if name in given and given[name] != known[name].default_value:
+                raise _Unfit
+            value = self._value(each)
+            given[name] = float(value) if str(known[name].type) == "float" else value
+        fakes = {n: tensor_of(v) if _is_node(v) else as_given(v) for n, v in given.items()}
+        key = target, _key([*fakes.items()])
+        if key not in self._results:
+            self._results[key] = target(**fakes)
+        return target, given, self._results[key]
+
+    def _value(self, form: Any) -> Any:
+        if isinstance(form, ast.Name):
+            value = self._found[form.id]
+            return self._leaf(value, None) if isinstance(value, fx.Node) else value
+        if isinstance(form, ast.Subscript):
+            own = form.value
+            value = self._found[own.id] if isinstance(own, ast.Name) else self._value(own)
+            return self._leaf(value, self._shape(form.slice))
+        if isinstance(form, ast.BinOp):
+            return _NUMBERS[type(form.op)](self._value(form.left), self._value(form.right))
+        if isinstance(form, ast.Constant):
+            return form.value
+        if form.func.id == "item":
+            results, number = self._found[form.args[0].id], form.args[1].value
+            return put(self._before, ITEM, results.meta[VALUE][number], results, number)
+        target, given, like = self._call(form)
+        return put(self._before, target, like, **given)
+
+    def _shape(self, form: ast.expr) -> list[Any]:
+        if isinstance(form, ast.Name):
+            return [*self._found[form.id]]
+        assert isinstance(form, ast.Tuple)
+        sizes: list[Any] = []
+        for each in form.elts:
+            size = self._found["..."] if ast.unparse(each) == "..." else self._value(each)
+            sizes += size if isinstance(size, tuple) else [size]
+        return sizes
+
+    def _leaf(self, value: Any, shape: list[Any] | None) -> fx.Node:
+        """A value in a shape, or its own; in the dtype of the result if it was in that before its cast."""
+        if not isinstance(value, fx.Node):
+            raise _Unfit
+        if shape is None and tensor_of(value).dtype == self._dtype:
+            return value
+        sources = [value]
+        while (source := self._source(sources[-1], shape is not None)) is not sources[-1]:
+            sources.append(source)
+        sources = [each for each in reversed(sources) if tensor_of(each).dtype == self._dtype] or [value]
+        wanted = [*tensor_of(value).shape] if shape is None else shape
+        as_wanted = (each for each in sources if [*tensor_of(each).shape] == wanted)
+        shaped = (in_shape(each, wanted, self._before) for each in sources)
+        found = next(as_wanted, None) or next(filter(None, shaped), None)
+        if found is None:
+            raise _Unfit
+        return found
+
+    def _source(self, value: fx.Node, copies: bool) -> fx.Node:
+        """A value before it got its shape, was cast or copied; itself if it was not, or that has changed."""
+        source: Any = beneath(value)
+        if source is not value:
+            return source
+        is_copy = copies and is_call(value, aten.clone) and is_final(value)
+        source = value.args[0] if is_copy else before_widening(value)
+        is_same = source < self._before and is_unchanged(source, source, self._before)
+        return source if is_same else value
+
+
+def _key(value: Any) -> Any:
+    """What an operator's checks see of an argument."""
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, *map(_key, geometry(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_key, value))
+    return value.node.expr if isinstance(value, torch.SymInt) else (type(value), value)
+
+
+def _is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)

@@ -1,0 +1,106 @@
+"""Operators that compute what several calls do: each a formula, and what takes its place."""
+
+from ..fusion import Fusion
+
+_EXPERTS = ("moe_experts", "moe_experts_quantized", "moe_weighted_reduce")
+_LINEARS = ("linear_quantized", "mlp_quantized")
+
+# What an operator adds is rounded once, with its result. Experts first: a sum of experts and of an MLP is one
+# that their operator can add.
+add_in_operators = Fusion(
+    "add_in_operators",
+    *(
+        (
+            f"{name}(*A[T, H]) + sigmoid(LOGIT)[..., 1] * OUT[..., H]",
+            f"{name}(*A, shared_out=OUT[T, H], shared_gate=LOGIT[T, 1], gate_is_logit=True)",
+        )
+        for name in _EXPERTS
+    ),
+    *((f"{name}(*A[S]) + R", f"{name}(*A, residual=R[S])") for name in _EXPERTS),
+    *(
+        (f"{name}(*A[S], residual=OUT[S]) + R", f"{name}(*A, residual=R[S], shared_out=OUT)")
+        for name in _EXPERTS
+    ),
+    *((f"{name}(*A[S]) + R", f"{name}(*A, residual=R[S])") for name in _LINEARS),
+)
+
+add_norms = Fusion(
+    "add_norms", ("R[S] + rms_norm(X, W, EPS, OFFSET)", "fused_norm_add(R, X[S], W, EPS, OFFSET)")
+)
+scale_norm_sums = Fusion(
+    "scale_norm_sums",
+    (
+        "fused_norm_add(R, X, W, EPS, OFFSET) * SCALAR",
+        "fused_norm_add_scalar(R, X, W, SCALAR, EPS, OFFSET)",
+    ),
+)
+factor_in_norm = Fusion("factor_in_norm", ("rms_norm(*A) * FACTOR", "rms_norm(*A, factor=FACTOR)"))
+
+norm_sums = Fusion(
+    "norm_sums",
+    (
+        "rms_norm((T := R[S] + Y * FACTOR)[S], W, EPS, OFFSET)",
+        "fused_residual_norm(R, Y[S], W, EPS, weight_offset=OFFSET, factor=FACTOR)",
+    ),
+    (
+        "rms_norm((T := R[S] + Y[S])[S], W, EPS, OFFSET)",
+        "fused_residual_norm(R, Y, W, EPS, weight_offset=OFFSET)",
+    ),
+)
+_UPDATED = "item(C, 1)[..., N, 1] * OUT[..., 1, H]"
+streams_in_update = Fusion(
+    "streams_in_update",
+    (
+        f"{_UPDATED} + bmm(transpose(item(C, 2), -1, -2)[B, N, N], STREAMS[B, N, H])",
+        "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1), item(C, 2))",
+    ),
+    (f"{_UPDATED} + STREAMS", "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1))"),
+)
+mean_in_elements = Fusion("mean_in_elements", ("mean(pointwise(*A[S])[S], [-2])", "pointwise(*A, mean=True)"))
+
+_GATE = 'gate=GATE[{}], gate_activation="{}"'
+_BACK = ("heads_mm", "heads_quantized")
+# One number for a head may be a factor of what the head's matrix makes of latents: a product is linear.
+gate_in_attention = Fusion(
+    "gate_in_attention",
+    *(
+        row
+        for name in ("sigmoid", "softplus")
+        for row in (
+            (f"{name}(GATE)[G] * attention(*A[S])[G]", f"attention(*A, {_GATE.format('S', name)})"),
+            (f"{name}(GATE)[..., 1] * attention(*A[S])[S]", f"attention(*A, {_GATE.format('..., 1', name)})"),
+            *(
+                (
+                    f"{name}(GATE)[..., 1] * {heads}(attention(*A)[I], *M[S])[S]",
+                    f"{heads}(attention(*A, {_GATE.format('..., 1', name)})[I], *M)",
+                )
+                for heads in _BACK
+            ),
+        )
+    ),
+    where=lambda M=None, **_: M is None or not M.arguments["transposed"],
+)
+
+gates_in_linear_attention = Fusion(
+    "gates_in_linear_attention",
+    (
+        "linear_attention_(Q, K, V, neg(exp(A_LOG)) * softplus(A[..., H] + DT_BIAS[H,]), *O,"
+        " beta=sigmoid(B))",
+        'linear_attention_(Q, K, V, A, *O, beta=B, decay="softplus", beta_activation="sigmoid",'
+        " A_log=A_LOG, dt_bias=DT_BIAS)",
+    ),
+)
+norm_in_linear_attention = Fusion(
+    "norm_in_linear_attention",
+    (
+        "rms_norm_gated(linear_attention_(*A[S]), GATE, W, EPS, OFFSET, ACTIVATION)",
+        "linear_attention_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
+        " norm_offset=OFFSET)",
+    ),
+)
+# What models compute in float32, and round to the dtype that X had, the operator computes likewise.
+input_in_convolution = Fusion(
+    "input_in_convolution",
+    ("causal_conv1d_update_(X, *A) + X", "causal_conv1d_update_(X, *A, add_input=True)"),
+    ("_to_copy(causal_conv1d_update_(X, *A), dtype=D)", "causal_conv1d_update_(X, *A)"),
+)

@@ -1,0 +1,22 @@
+"""The streams of hyper-connections between two layers."""
+
+from torch import fx
+
+from ..nodes import arguments, calls, is_call, is_unchanged, ours, put, tensor_of
+from ..tracing import ITEM, VALUE
+
+
+def update_in_connections(graph: fx.Graph) -> None:
+    """hyper_connection(hyper_update(S, OUT)) -> hyper_connection(S, out=OUT), which gives the streams, too"""
+    for call in calls(graph, ours.hyper_connection):
+        given = arguments(call)
+        update = given["streams"]
+        if not is_call(update, ours.hyper_update) or given["out"] is not None:
+            continue
+        if any(user < call for user in update.users):
+            continue
+        if all(is_unchanged(each, update, call) for each in update.all_input_nodes):
+            values = [*call.meta[VALUE][:-1], tensor_of(update)]
+            both = put(call, call.target, values, **given | arguments(update))
+            update.replace_all_uses_with(put(call, ITEM, values[-1], both, len(values) - 1))
+            call.replace_all_uses_with(both)

@@ -1,0 +1,182 @@
+"""`generate` draws each token in one launch, where transformers' processors of logits end with those of
+temperature, top-k, top-p and min-p. It gives the tokens that transformers would: see the operator `sample_`.
+
+`torch.multinomial` waits for an mps device twice in each call, to look whether it has a distribution.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from contextvars import ContextVar
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import softmax
+from torch.utils._pytree import tree_map_only
+from transformers.generation import (
+    LogitsProcessorList,
+    MinPLogitsWarper,
+    TemperatureLogitsWarper,
+    TopKLogitsWarper,
+    TopPLogitsWarper,
+)
+
+from ...ops._checks import ACTIVATION_DTYPES
+from ...ops.sampling import MAX_VOCABULARY, sample_
+from ..basics.self_check_state import refused
+
+OPERATOR = "sample_"
+# The processors that the operator knows, in their order, with the argument that each has.
+_KNOWN = {
+    TemperatureLogitsWarper: "temperature",
+    TopKLogitsWarper: "top_k",
+    TopPLogitsWarper: "top_p",
+    MinPLogitsWarper: "min_p",
+}
+_ORDER = [*_KNOWN]
+_LOGITS, _COPY, _SCORES, _PROBABILITIES = range(4)
+_LAST = (slice(None), -1)
+
+
+class Sampling:
+    """Stands for the processors of a call of `generate`, and draws its tokens."""
+
+    def __init__(self, processors: LogitsProcessorList, config: Any):
+        first = len(processors)
+        while first and _is_known(processors[first - 1], processors[first : first + 1]):
+            first -= 1
+        self._others, self.known = (
+            LogitsProcessorList(part) for part in (processors[:first], processors[first:])
+        )
+        self._arguments = {_KNOWN[type(p)]: getattr(p, _KNOWN[type(p)]) for p in self.known}
+        self.draws = bool(config.do_sample)
+        end = config.eos_token_id
+        self._end = next(iter(end), 0) if isinstance(end, (list, tuple)) else end or 0
+        self._invalid: Tensor | None = None
+
+    def take(self, outputs: Any) -> None:
+        """Has the logits of a model's last token read where they lie: transformers copies them to float32."""
+        logits = outputs.get("logits")
+        if type(logits) is Tensor and logits.shape[1:-1] == (1,) and logits.dtype in ACTIVATION_DTYPES:
+            outputs["logits"] = _Steps(self, logits)
+
+    def __call__(self, input_ids: Tensor, scores: Any) -> Any:
+        if self._others:
+            scores = self._others(input_ids, scores.elements() if isinstance(scores, _Steps) else scores)
+        return _Steps(self, scores.logits if isinstance(scores, _Steps) else scores, _SCORES)
+
+    def draw(self, logits: Tensor) -> Tensor:
+        """A token of each row, with the numbers that `torch.multinomial` would draw."""
+        draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
+        if self._invalid is None:
+            self._invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
+        end = self._end if 0 <= self._end < logits.shape[1] else 0
+        return sample_(logits, draws, self._invalid, **self._arguments, otherwise=end)
+
+    def require_distributions(self) -> None:
+        """Raises: RuntimeError if a token had no distribution to be drawn from."""
+        if self._invalid is not None and self._invalid.any():
+            raise RuntimeError(
+                "moe_mps::sample_: logits must be finite or -inf, and not all -inf, to draw a token, "
+                "got NaN, +inf or -inf alone: the answer ends there"
+            )
+
+
+_CURRENT: ContextVar[Sampling | None] = ContextVar("moe_mps_sampling", default=None)
+
+
+class _Steps:
+    """What `generate` makes of a model's logits, step by step, of which nothing is made if all that is asked
+    is a token of each row. Whatever else is asked of it gets elements.
+
+    No subclass of Tensor: each operator of one costs the host 20 us.
+
+    Attributes:
+        logits: [B, 1, V] of the model's last token; behind that step [B, V].
+        stage: the last step that is made.
+    """
+
+    def __init__(self, sampling: Sampling, logits: Tensor, stage: int = _LOGITS):
+        self.sampling, self.logits, self.stage = sampling, logits, stage
+
+    def elements(self) -> Tensor:
+        if self.stage == _LOGITS:
+            return self.logits
+        scores = self.logits.to(torch.float32, copy=True)
+        if self.stage >= _SCORES:
+            scores = self.sampling.known(None, scores)
+        return scores.softmax(-1) if self.stage == _PROBABILITIES else scores
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.elements(), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        is_last = self.stage == _LOGITS and index in (_LAST, (*_LAST, slice(None)))
+        return _Steps(self.sampling, self.logits[:, -1], _COPY) if is_last else self.elements()[index]
+
+    def to(self, *args: Any, **options: Any) -> Any:
+        wanted = {"dtype": torch.float32, "device": self.logits.device, "copy": True}
+        is_same = self.stage == _COPY and not args and wanted.items() >= options.items()
+        return self if is_same else self.elements().to(*args, **options)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        found = args[0]._known(func, args[1:], kwargs) if args and isinstance(args[0], _Steps) else None
+        if found is not None:
+            return found
+        args, kwargs = tree_map_only(_Steps, _Steps.elements, (args, kwargs))
+        return func(*args, **kwargs)
+
+    def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operator gives that needs no elements; None if it needs them."""
+        stage, logits, sampling = self.stage, self.logits, self.sampling
+        given = {name: value for name, value in kwargs.items() if name != "_stacklevel" and value is not None}
+        if func is softmax and stage == _SCORES and (args, given) == ((), {"dim": -1}) and sampling.draws:
+            return _Steps(sampling, logits, _PROBABILITIES)
+        if (
+            func is torch.multinomial
+            and stage == _PROBABILITIES
+            and (args, given) == ((), {"num_samples": 1})
+        ):
+            return sampling.draw(logits)[:, None] if logits.shape[1] <= MAX_VOCABULARY else None
+        if func is torch.argmax and stage == _SCORES and not sampling.known:  # the same as of float32
+            return logits.argmax(*args, **kwargs)
+        return None
+
+
+def _is_known(processor: Any, following: list[Any]) -> bool:
+    """Whether a processor is one that the operator knows, in front of `following`: at most one more."""
+    cls = type(processor)
+    return (
+        cls in _KNOWN
+        and getattr(processor, "filter_value", -torch.inf) == -torch.inf
+        and getattr(processor, "min_tokens_to_keep", 1) == 1
+        and all(_ORDER.index(cls) < _ORDER.index(type(each)) for each in following)
+    )
+
+
+def current() -> Sampling | None:
+    """Of the call of `generate` that this thread is in."""
+    return _CURRENT.get()
+
+
+@contextlib.contextmanager
+def sampling(processors: Any, config: Any, device: torch.device) -> Iterator[Any]:
+    """What stands for the processors of logits inside the block: they themselves where transformers' own code
+    draws the tokens, because their scores are wanted or the operator has failed the self-check.
+
+    Raises: RuntimeError at the end if a token had no distribution.
+    """
+    shows = config.return_dict_in_generate and (config.output_scores or config.output_logits)
+    is_plain = type(processors) is LogitsProcessorList
+    if device.type != "mps" or shows or not is_plain or OPERATOR in refused():
+        yield processors
+        return
+    stands = Sampling(processors, config)
+    token = _CURRENT.set(stands)
+    try:
+        yield stands
+    finally:
+        _CURRENT.reset(token)
+    stands.require_distributions()
