@@ -1,18 +1,21 @@
 """Trained weights: SmolLM2 from its GGUF file, and a Mixture of Experts that has its function."""
 
 import copy
+import itertools
 import json
 
 import pytest
 import torch
 from support import trained, trained_models
 from support.models import eager
+from support.oracles_experts import dequantise
 from support.serving import client_of
 from transformers import DynamicCache
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.perplexity import SAMPLE
+from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 TOKENS = 12
@@ -125,6 +128,32 @@ def test_log_probabilities_are_those_of_llama_cpp(parts, packed):
         assert first - second < 0.5 or row.argmax() == place["id"]
         differences += [abs(row[each["id"]].item() - each["logprob"]) for each in place["top_logprobs"]]
     assert sum(differences) / len(differences) <= 0.25
+
+
+@torch.no_grad()
+def test_importance_of_trained_weights(parts):
+    """What errs of the outputs of matrices, in float64, on tokens that did not calibrate."""
+    own, tokenizer, *_ = parts
+    model = trained_models.first_layers(own, 1)
+    ids = tokenizer(SAMPLE.read_text()[:8000], return_tensors="pt").input_ids[0, :1024]
+    importance = torch_moe_mps.collect_importance(model, ids[:512], progress=False)
+    inputs: dict[str, torch.Tensor] = {}
+    layers = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    for name, layer in layers.items():
+        layer.register_forward_pre_hook(lambda _, args, n=name: inputs.update({n: args[0][0].double()}))
+    model(input_ids=ids[:512][None])
+    for name, x in inputs.items():
+        torch.testing.assert_close(importance.means[name].double(), x.square().mean(0), rtol=1e-4, atol=0)
+    model(input_ids=ids[512:][None])
+
+    def error(name: str, bits: int, given: torch.Tensor | None) -> float:
+        weight, x = layers[name].weight[:256], inputs[name][::4]
+        found = quantize(weight.half(), bits, importance=given)
+        values = dequantise(found.packed, found.scales, found.biases, f"affine{bits}_64")
+        return float((x @ (torch.from_numpy(values) - weight.double()).mT).square().sum())
+
+    for bits, name in itertools.product((3, 4, 8), layers):
+        assert error(name, bits, importance.means[name]) < 0.7 * error(name, bits, None), (bits, name)
 
 
 def run(*arguments) -> int:

@@ -88,8 +88,8 @@ def _affine(
     scale, bias = (scale * step).to(dtype).float(), bias * step + middle
     own, mlx = (scale, bias - half * scale), affine_range(low, high, format.bits)
     tried = [
-        _encoded(groups, importance, scale.to(dtype).float(), bias.to(dtype).float(), codes - 1)
-        for scale, bias in (mlx, own)
+        _encoded(groups, importance, s.to(dtype).float(), b.to(dtype).float(), codes - 1)
+        for s, b in (mlx, own)
     ]
     (error, *theirs), (least, *ours) = tried
     better = (least < error).unsqueeze(-1)
