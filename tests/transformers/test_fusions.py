@@ -13,7 +13,7 @@ from torch import Tensor
 
 from torch_moe_mps.ops import _checks
 from torch_moe_mps.ops._sample import Sample
-from torch_moe_mps.ops._samples import CALLS
+from torch_moe_mps.ops._samples import sample_arguments
 from torch_moe_mps.transformers.graphs.fusion import Fusion
 from torch_moe_mps.transformers.graphs.passes import PASSES
 from torch_moe_mps.transformers.graphs.passes.simplify import drop_unused
@@ -82,7 +82,7 @@ class Row:
         self.alone = Fusion("alone", (self.formula, self.new), where=FUSIONS[name].where)
         made = SAMPLES[name]
         self._names = dict(made(self.formula) if callable(made) else made)
-        self._sample = Sample("cpu", dtype, head=(16, 32))
+        self._sample, self._dtype = Sample("cpu", dtype), dtype
         self.tensors: dict[tuple[str, str], Tensor] = {}
         self.wide: set[tuple[str, str]] = set()
         for key, value in list(self._names.items()):
@@ -96,10 +96,12 @@ class Row:
             self.tensors[key] = self.tensors[key].bfloat16()
         self.calls: list[ast.expr] = []
         self.reads: list[list[tuple[str, str]]] = []
-        self._changes: dict[int, Callable] = {}
         self._add(parsed(self.formula))
         shared = [each for each in ast.walk(parsed(self.formula)) if isinstance(each, ast.NamedExpr)]
         self.place = self.calls.index(shared[0].value) if shared else len(self.calls) - 1
+
+    def _arguments_of(self, name: str) -> dict:
+        return sample_arguments(name, "cpu", self._dtype, head=(16, 32))
 
     def _put(self, key: tuple[str, str], value) -> None:
         if isinstance(value, tuple):
@@ -110,7 +112,7 @@ class Row:
     def _good_call(self, name: str, key: str) -> dict:
         """The arguments of a call, by name."""
         own = self._names.get(key)
-        given = CALLS[name](self._sample) | (own if isinstance(own, dict) else {})
+        given = self._arguments_of(name) | (own if isinstance(own, dict) else {})
         for argument, value in given.items():
             self._put((key, argument), value)
         self._names[key] = {
@@ -127,7 +129,7 @@ class Row:
         reads, schema = [], None
         if hasattr(ours, called(form)):
             schema = getattr(ours, called(form)).default._schema
-            given = CALLS[called(form)](self._sample)
+            given = self._arguments_of(called(form))
         for position, each in enumerate(form.args if isinstance(form, ast.Call) else [form.left, form.right]):
             leaf = each.value if isinstance(each, ast.Subscript | ast.Starred) else each
             leaf = leaf.value if isinstance(leaf, ast.Subscript) else leaf
