@@ -23,8 +23,6 @@ def turn_in_attention(graph: fx.Graph) -> None:
         if tensor_of(turning).shape[2] != 1 or others != _PLAIN:
             continue
         rotation = arguments(turning)
-        if rotation.pop("k_bias") is not None or rotation["v"] is None:
-            continue
         if rotation.pop("k_bias") is not None or rotation["q"] is None or rotation["v"] is None:
             continue
         places = (rotation["keys_"], given["k"]), (rotation["values_"], given["v"])
