@@ -803,6 +803,8 @@ def rope_cache_(d):
 @strategy
 def rope_attention_(d):
     arguments = rope_cache_(d)
+    while arguments["q"] is None or arguments["v"] is None:
+        arguments = rope_cache_(d)
     (batch, tokens, _, width), dtype = arguments["q"].shape, arguments["q"].dtype
     key_heads, value_width, keys = d.one(1, 2), d.one(16, 6, 64), tokens + d.one(1, 0, 40, 300)
     heads = key_heads * d.one(1, 3, 9)
