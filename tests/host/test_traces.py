@@ -206,8 +206,6 @@ def linear() -> Calls:
     yield "linear, normed, with a residual", normed
     normed = partial(ops.linear_quantized, tensor(4, 128), *weight, None, INT4, **norm)
     yield "linear, normed, 4 tokens", normed
-    gates = partial(ops.linear_quantized, tensor(2, 128), *weight, None, INT4, streams=tensor(2, 4, 80))
-    yield "gates of streams, 2 tokens", gates
     parts = (*matrix(512, 128), *matrix(128, 256, INT6))
     yield "mlp, down of 6 bits", partial(ops.mlp_quantized, x, *parts, INT4, residual=x, down_format=INT6)
     ids = torch.arange(3, dtype=torch.int32, device="mps")
@@ -238,31 +236,31 @@ class TestEncoded(expecttest.TestCase):
             """\
 rms_norm of a slice
   rms_norm_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=B[1024:36864] 2=C[0:8192] 3=A[0:24576] 4=A[0:24576] 5=A[0:24576] 6=88 bytes
+  0=A[0:24576] 1=B[1024:36864] 2=C[0:8192] 3=A[0:24576] 4=A[0:24576] 5=A[0:24576] 6=72 bytes
 rms_norm of heads
   rms_norm_f16 grid 4x1x1 of 256x1x1
-  0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=88 bytes
+  0=A[0:8192] 1=B[0:8192] 2=A[0:8192] 3=A[0:8192] 4=A[0:8192] 5=A[0:8192] 6=72 bytes
 layer_norm
   layer_norm_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=B[0:24576] 2=C[0:8192] 3=D[0:4096] 4=A[0:24576] 5=A[0:24576] 6=88 bytes
+  0=A[0:24576] 1=B[0:24576] 2=C[0:8192] 3=D[0:4096] 4=A[0:24576] 5=A[0:24576] 6=72 bytes
 rms_norm_gated
   rms_norm_gated_f16 grid 4x1x1 of 256x1x1
-  0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=88 bytes
+  0=A[0:8192] 1=B[0:8192] 2=C[0:256] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=72 bytes
 fused_norm_add
   norm_add_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=C[0:24576] 4=C[0:24576] 5=C[0:24576] 6=88 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:8192] 3=C[0:24576] 4=C[0:24576] 5=C[0:24576] 6=72 bytes
 fused_norm_add_scalar
   norm_add_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=88 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:2] 4=D[0:24576] 5=D[0:24576] 6=72 bytes
 fused_residual_norm
   residual_norm_f16 grid 300x1x1 of 128x1x1
-  0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=C[0:1228800] 4=C[0:1228800] 5=D[0:1228800] 6=88 bytes
+  0=A[0:1228800] 1=A[0:1228800] 2=B[0:4096] 3=C[0:1228800] 4=C[0:1228800] 5=D[0:1228800] 6=72 bytes
 fused_residual_norm without the sum
   residual_norm_f16 grid 3x1x1 of 256x1x1
-  0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=C[0:5120] 4=C[0:5120] 5=C[0:5120] 6=88 bytes
+  0=A[0:5120] 1=A[0:5120] 2=B[0:256] 3=C[0:5120] 4=C[0:5120] 5=C[0:5120] 6=72 bytes
 fused_residual_norm_scalar
   residual_norm_f16 grid 6x1x1 of 512x1x1
-  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=88 bytes
+  0=A[0:24576] 1=A[0:24576] 2=B[0:4096] 3=C[0:4096] 4=D[0:24576] 5=D[0:24576] 6=72 bytes
 """,
         )
 
@@ -368,7 +366,7 @@ linear_attention_ of a prompt with its norm: heads are fewer than cores
   0=A[0:8192] 1=A[0:8192] 2=B[0:8192] 3=C[0:128] 4=D[0:8192] 5=D[0:8192] 6=D[0:8192] 7=D[0:8192]
     8=E[0:65536] 9=D[0:8192] 10=B[0:8192] 11=F[0:128] 12=280 bytes
   rms_norm_gated_f16 grid 8x1x1 of 256x1x1
-  0=B[0:8192] 1=D[0:8192] 2=F[0:128] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=88 bytes
+  0=B[0:8192] 1=D[0:8192] 2=F[0:128] 3=D[0:8192] 4=D[0:8192] 5=D[0:8192] 6=72 bytes
 selective_scan_
   selective_scan_f16 grid 1x1x1 of 128x1x1
   0=A[0:420] 1=A[0:420] 2=B[0:96] 3=B[0:96] 4=C[0:2240] 5=D[0:420] 6=D[0:420] 7=A[0:420] 8=E[0:4480]
@@ -583,14 +581,10 @@ linear, normed, with a residual
     9=G[0:256]
 linear, normed, 4 tokens
   rms_norm_f16 grid 1x1x1 of 128x1x1
-  0=A[0:1024] 1=B[0:1024] 2=C[0:256] 3=A[0:1024] 4=A[0:1024] 5=A[0:1024] 6=88 bytes
+  0=A[0:1024] 1=B[0:1024] 2=C[0:256] 3=A[0:1024] 4=A[0:1024] 5=A[0:1024] 6=72 bytes
   matmul_rows_few_split_affine4_64_f16 grid 20x1x1 of 128x1x1
   0=A[0:1024] 1=D[0:20480] 2=E[0:1280] 3=F[0:1280] 4=A[0:1024] 5=A[0:1024] 6=G[0:2560] 7=A[0:1024] 8=100
     bytes 9=A[0:1024] 10=A[0:1024]
-gates of streams, 2 tokens
-  matmul_rows_streams_affine4_64_f16 grid 10x2x1 of 64x1x1
-  0=A[0:512] 1=B[0:20480] 2=C[0:1280] 3=D[0:1280] 4=A[0:512] 5=A[0:512] 6=E[0:320] 7=A[0:512] 8=100 bytes
-    9=F[0:1280]
 mlp, down of 6 bits
   matmul_rows_affine4_64_f16 grid 32x1x1 of 64x1x1
   0=A[0:256] 1=B[0:32768] 2=C[0:2048] 3=D[0:2048] 4=A[0:256] 5=A[0:256] 6=E[0:512] 7=A[0:256] 8=100 bytes

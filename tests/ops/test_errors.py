@@ -214,11 +214,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
         ],
         "linear_quantized": [
-            wrong("float32", streams=zeros(T, 4, 8, dtype=torch.float16)),
-            wrong(
-                "streams' dimension -2 must be a divisor of the 32 rows of packed, got 3",
-                streams=zeros(T, 3, 8),
-            ),
             wrong("C, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
             wrong("C, the input dimension of packed, must be a multiple of 256, got 64", format="q4_k"),
             wrong("scales must be uint8", **q4_k | {"scales": zeros(I, 12)}),
@@ -235,16 +230,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("activated must be None without an activation, got 4", activated=4),
             wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
             wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
-            wrong(
-                "None with streams, got a tensor of shape (32,)",
-                **{"order": zeros(I, dtype=integer), "streams": zeros(T, 4, 8)},
-            ),
-            wrong("activation must be None with streams", streams=zeros(T, 4, 8), activation="silu"),
-            wrong(
-                "streams must be None for an x without columns, got a tensor of shape (3, 4, 8)",
-                **{"x": zeros(T, 0), "packed": zeros(I, 0, dtype=integer), "streams": zeros(T, 4, 8)},
-                **{"scales": zeros(I, 0), "biases": zeros(I, 0)},
-            ),
             wrong(
                 "activation must be None for an x without columns, got 'silu'",
                 **{"x": zeros(T, 0), "packed": zeros(I, 0, dtype=integer), "activation": "silu"},
@@ -401,8 +386,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("between 0 and 5", start=-1),
         ],
         "fused_residual_norm": [
-            wrong("gate_factor must be 1.0 without a gate, got 0.5", gate_factor=0.5),
-            wrong("gate must be of shape [...] = (), got (1,)", residual=zeros(H), gate=zeros(1)),
+            wrong("weight must be of shape [N, H] of the input = (3, 64), got (4, 64)", weight=zeros(4, H)),
         ],
         "fused_residual_norm_scalar": [
             wrong("1-D or 0-D", scalar=zeros(1, 1)),

@@ -97,22 +97,6 @@ def test_activation_of_the_first_outputs(device, tokens):
         checked("linear_quantized", x, *weight, bias, format, norm_weight=norm, **options)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_mean_of_gated_streams(device, dtype):
-    """One to four streams, widths that fill no block, strided streams; a bias, a residual and a norm."""
-    sizes = [(1, 4, 64, "affine4_64"), (3, 3, 9, "affine8_32"), (2, 2, 33, "affine3_64"), (1, 1, 5, "mxfp4")]
-    for i, (tokens, streams, width, format) in enumerate(sizes):
-        weight = place(random_matrix(streams * width, 320, format, dtype, i), device)
-        x, residual = (random((tokens, n), dtype, i).to(device) for n in (320, width))
-        mixed = random((tokens, streams, width + i), dtype, i + 1).to(device)[..., :width]
-        checked("linear_quantized", x, *weight, None, format, streams=mixed)
-        bias = random((streams * width,), torch.float32, i).to(device)
-        options = {"residual": residual, "norm_weight": random((320,), dtype, i + 2).to(device)}
-        checked("linear_quantized", x, *weight, bias, format, streams=mixed, **options)
-    nothing = linear_quantized(x[:0], *weight, None, format, streams=mixed[:0])
-    assert nothing.shape == (0, width)
-
-
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (33, 2048)])
 def test_threadgroups_for_every_core(device, tokens, rows):
     """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""

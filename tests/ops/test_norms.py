@@ -46,27 +46,6 @@ def test_sizes(device, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_streams_of_a_residual(device, dtype):
-    """A gate, a part of its rows, adds one input to them: rows of a simdgroup and of a threadgroup."""
-    sizes = [(1, 4, 64), (3, 3, 31), (2, 2, 1030), (5, 1, 8), (9, 4, 300)]
-    for i, (tokens, streams, width) in enumerate(sizes):
-        residual = random((tokens, streams, width), dtype, i, 3.0).to(device)
-        input = random((tokens, width), dtype, i + 1, 3.0).to(device)
-        weight = random((streams, width) if i % 2 else (width,), dtype, i + 2).to(device)
-        gate = random((tokens, streams + 5), dtype, i + 3, 8.0).to(device)[:, 3 : streams + 3]
-        options = {"weight_offset": float(i % 2), "gate": gate, "factor": 2.0, "gate_factor": 0.25}
-        alone, _ = checked("fused_residual_norm", residual, input, weight, EPS, False, **options)
-        both, total = checked("fused_residual_norm", residual, input, weight, EPS, **options)
-        assert torch.equal(alone, both)
-        rows = {"weight_offset": 1.0, "factor": 0.5}
-        checked("fused_residual_norm", total, residual, weight, EPS, **rows)
-        by_columns = gate.repeat(2, 1).T.contiguous().T  # whose rows are copied
-        twice = (torch.cat((each, each)) for each in (residual, input))
-        checked("fused_residual_norm", *twice, weight, EPS, gate=by_columns)
-        checked("fused_residual_norm", residual[0], input[0], weight, EPS, gate=gate[0])
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
 def test_rows_with_weights_of_their_own(device, dtype):
     """Groups of columns that are normed apart: rows of a simdgroup and of a threadgroup, also strided."""
     for i, (tokens, groups, width) in enumerate([(1, 4, 64), (3, 3, 31), (2, 2, 1030), (5, 1, 8)]):
@@ -74,6 +53,8 @@ def test_rows_with_weights_of_their_own(device, dtype):
         weight = random((groups, width), torch.float32 if i % 2 else dtype, i + 1).to(device)
         checked("rms_norm", input, weight, EPS, float(i % 2))
         checked("rms_norm", input[0], weight, EPS)
+        residual = random(input.shape, dtype, i + 2, 3.0).to(device)
+        checked("fused_residual_norm", residual, input, weight, EPS, weight_offset=float(i % 2), factor=0.5)
 
 
 def test_longest_row(device):

@@ -33,7 +33,7 @@ moe_mps::fused_norm_add(Tensor residual, Tensor input, Tensor weight, float eps,
 moe_mps::fused_norm_add_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps, float
     weight_offset=0.) -> Tensor
 moe_mps::fused_residual_norm(Tensor residual, Tensor input, Tensor weight, float eps, bool write_sum=True,
-    float weight_offset=0., float factor=1., Tensor? gate=None, float gate_factor=1.) -> (Tensor, Tensor)
+    float weight_offset=0., float factor=1.) -> (Tensor, Tensor)
 moe_mps::fused_residual_norm_scalar(Tensor residual, Tensor input, Tensor weight, Tensor scalar, float eps,
     float weight_offset=0.) -> Tensor
 moe_mps::rope(Tensor q, Tensor? k, Tensor? cos, Tensor? sin, Tensor? q_weight=None, Tensor? k_weight=None,
@@ -83,7 +83,7 @@ moe_mps::index_topk(Tensor q, Tensor k, Tensor? weights, int top_k, float scale,
 moe_mps::linear_quantized(Tensor x, Tensor packed, Tensor scales, Tensor? biases, Tensor? bias, str format,
     Tensor? residual=None, Tensor? order=None, Tensor? norm_weight=None, float
     norm_eps=9.9999999999999995e-07, float norm_offset=0., str? activation=None, int? activated=None, float
-    factor=1., Tensor? streams=None) -> Tensor
+    factor=1.) -> Tensor
 moe_mps::mlp_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_scales, Tensor? gate_up_biases,
     Tensor down_packed, Tensor down_scales, Tensor? down_biases, str format, *, Tensor? gate_up_bias=None,
     Tensor? down_bias=None, str activation="silu", float? alpha=None, float? limit=None, bool gated=True,

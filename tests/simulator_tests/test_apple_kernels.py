@@ -358,10 +358,6 @@ def quantised(dtype: torch.dtype, name: str) -> Iterator[Call]:
     routed = {"norm_weight": norm, "logits": on_device(1, 32, dtype=dtype), "top_k": 4}
     yield layer(f"{name}, normed, chosen", 1, 32, 4, dtype, stack, name, **routed)
     yield from of_heads(dtype, torch.ops.moe_mps.heads_quantized, stack(4, 192, 512), name)
-    matrix = [part if part is None else part[0] for part in stack(1, 4 * 512, 512)]
-    x, streams = on_device(1, 512, dtype=dtype), on_device(1, 4, 512, dtype=dtype)
-    call = functools.partial(torch.ops.moe_mps.linear_quantized, x, *matrix, None, name, streams=streams)
-    yield "gates of streams", call, {matrix[0]: apple.Work("streams", 4 * 512 * 512)}, x.numel()
 
 
 # Calls, and the libraries whose kernels they dispatch; {} is a dtype.
@@ -548,7 +544,7 @@ rms_norm_gated
 fused_norm_add
   norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
 fused_residual_norm
-  residual_norm_bf16: 56.25 44.25 slots an element, 67 registers, 512/512/768 threads
+  residual_norm_bf16: 53.00 41.00 slots an element, 68.5 registers, 512/512/704 threads
 """,
         )
 
@@ -948,8 +944,6 @@ queries of latents, 2 tokens
   heads_columns_few_affine4_64_bf16: 4.91 4.76 slots a MAC, 65 registers, 256/384/768 threads
 values of latents, 2 tokens
   heads_rows_few_affine4_64_bf16: 3.63 3.59 slots a MAC, 68 registers, 64/384/768 threads
-gates of streams
-  matmul_rows_streams_affine4_64_bf16: 3.78 3.43 slots a MAC, 51.5 registers, 64/384/1024 threads
 not dispatched here
   embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
   gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
@@ -992,8 +986,6 @@ queries of latents, 2 tokens
   heads_columns_few_affine8_64_bf16: 5.00 4.85 slots a MAC, 66 registers, 256/384/768 threads
 values of latents, 2 tokens
   heads_rows_few_affine8_64_bf16: 3.76 3.71 slots a MAC, 72.5 registers, 64/384/640 threads
-gates of streams
-  matmul_rows_streams_affine8_64_bf16: 4.07 3.73 slots a MAC, 65.5 registers, 64/384/768 threads
 not dispatched here
   embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
   gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
@@ -1036,8 +1028,6 @@ queries of latents, 2 tokens
   heads_columns_few_mxfp4_bf16: 5.73 5.65 slots a MAC, 63.5 registers, 256/384/832 threads
 values of latents, 2 tokens
   heads_rows_few_mxfp4_bf16: 3.90 3.88 slots a MAC, 62 registers, 64/384/832 threads
-gates of streams
-  matmul_rows_streams_mxfp4_bf16: 5.22 4.94 slots a MAC, 49 registers, 64/384/1024 threads
 not dispatched here
   embedding_rows_mxfp4_bf16: 35 registers, -/-/1024 threads
   gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads
@@ -1052,38 +1042,38 @@ not dispatched here
             registers_of_formats("bf16", "affine", "mx", "nv"),
             """\
 mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 68.5 gemm32 94 chosen8
-  42 chosen16 66 streams 49 gemm16_split 85 gemm32_split 121 embedding 35 heads 39 heads_rows_few 62
+  42 chosen16 66 gemm16_split 85 gemm32_split 121 embedding 35 heads 39 heads_rows_few 62
   heads_columns 44 heads_columns_few 63.5
 mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94 chosen8
-  47.5 chosen16 66 streams 63 gemm16_split 97 gemm32_split 114 embedding 43 heads 46 heads_rows_few
-  68 heads_columns 44 heads_columns_few 63.5
+  47.5 chosen16 66 gemm16_split 97 gemm32_split 114 embedding 43 heads 46 heads_rows_few 68
+  heads_columns 44 heads_columns_few 63.5
 nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 64.5 gemm32 90
-  chosen8 42 chosen16 66 streams 39.5 gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5
-  heads_rows_few 56.5 heads_columns 43 heads_columns_few 62.5
+  chosen8 42 chosen16 66 gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5 heads_rows_few
+  56.5 heads_columns 43 heads_columns_few 62.5
 affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  chosen8 44.5 chosen16 66 streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5
-  heads_rows_few 68 heads_columns 45.5 heads_columns_few 65
+  chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
+  68 heads_columns 45.5 heads_columns_few 65
 affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  chosen8 44.5 chosen16 66 streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5
-  heads_rows_few 68 heads_columns 45.5 heads_columns_few 65
+  chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
+  68 heads_columns 45.5 heads_columns_few 65
 affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
-  chosen8 44.5 chosen16 66 streams 51.5 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5
-  heads_rows_few 68 heads_columns 45.5 heads_columns_few 65
+  chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
+  68 heads_columns 45.5 heads_columns_few 65
 affine2_64: rows 50.5 few 100.5 few_split 111.5 down 59 down_few 102 gemm8 68.5 gemm32 94 chosen8
-  50.5 chosen16 66 streams 55.5 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5
-  heads_rows_few 83.5 heads_columns 45.5 heads_columns_few 65
+  50.5 chosen16 66 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5 heads_rows_few 83.5
+  heads_columns 45.5 heads_columns_few 65
 affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 86.5 gemm8 72 gemm32 102
-  chosen8 44.5 chosen16 66 streams 51 gemm16_split 83 gemm32_split 119 embedding 51 heads 43
-  heads_rows_few 68 heads_columns 62.5 heads_columns_few 97
+  chosen8 44.5 chosen16 66 gemm16_split 83 gemm32_split 119 embedding 51 heads 43 heads_rows_few 68
+  heads_columns 62.5 heads_columns_few 97
 affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 80 gemm32 110
-  chosen8 46.5 chosen16 66 streams 55.5 gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5
-  heads_rows_few 70 heads_columns 64.5 heads_columns_few 99
+  chosen8 46.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5 heads_rows_few
+  70 heads_columns 64.5 heads_columns_few 99
 affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 90 gemm8 72.5 gemm32 98
-  chosen8 48.5 chosen16 66 streams 59.5 gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5
-  heads_rows_few 71.5 heads_columns 46.5 heads_columns_few 66
+  chosen8 48.5 chosen16 66 gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5 heads_rows_few
+  71.5 heads_columns 46.5 heads_columns_few 66
 affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98
-  chosen8 50.5 chosen16 66 streams 65.5 gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5
-  heads_rows_few 72.5 heads_columns 46.5 heads_columns_few 66
+  chosen8 50.5 chosen16 66 gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5 heads_rows_few
+  72.5 heads_columns 46.5 heads_columns_few 66
 """,
         )
 
@@ -1093,35 +1083,35 @@ affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 g
             registers_of_formats("bf16", "q"),
             """\
 q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90 chosen8
-  42 chosen16 66 streams 49.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5
-  heads_rows_few 65 heads_columns 43 heads_columns_few 62.5
+  42 chosen16 66 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5 heads_rows_few 65
+  heads_columns 43 heads_columns_few 62.5
 q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 66.5 gemm32 92 chosen8
-  44.5 chosen16 66 streams 51.5 gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5
-  heads_rows_few 68 heads_columns 45 heads_columns_few 64.5
+  44.5 chosen16 66 gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5 heads_rows_few 68
+  heads_columns 45 heads_columns_few 64.5
 q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 85.5 gemm8 76 gemm32 106 chosen8
-  43.5 chosen16 66 streams 53.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5
-  heads_rows_few 67 heads_columns 62 heads_columns_few 96.5
+  43.5 chosen16 66 gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5 heads_rows_few 67
+  heads_columns 62 heads_columns_few 96.5
 q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 gemm32 108 chosen8
-  46.5 chosen16 66 streams 55.5 gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5
-  heads_rows_few 70 heads_columns 64 heads_columns_few 98.5
+  46.5 chosen16 66 gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5 heads_rows_few 70
+  heads_columns 64 heads_columns_few 98.5
 q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 88 gemm8 68.5 gemm32 94
-  chosen8 47.5 chosen16 66 streams 63.5 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5
-  heads_rows_few 69.5 heads_columns 44 heads_columns_few 63.5
+  chosen8 47.5 chosen16 66 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few
+  69.5 heads_columns 44 heads_columns_few 63.5
 q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98 chosen8 57.5
-  chosen16 66 streams 68.5 gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few
-  89.5 heads_columns 45.5 heads_columns_few 65
+  chosen16 66 gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few 89.5
+  heads_columns 45.5 heads_columns_few 65
 q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111 chosen8
-  47.5 chosen16 66 streams 56 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few
-  71 heads_columns 64.5 heads_columns_few 99
+  47.5 chosen16 66 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few 71
+  heads_columns 64.5 heads_columns_few 99
 q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 91.5 gemm8 72.5 gemm32 98 chosen8
-  49.5 chosen16 66 streams 60.5 gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5
-  heads_rows_few 73 heads_columns 46.5 heads_columns_few 66
+  49.5 chosen16 66 gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5 heads_rows_few 73
+  heads_columns 46.5 heads_columns_few 66
 q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85 gemm32 115 chosen8
-  51.5 chosen16 66 streams 64.5 gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5
-  heads_rows_few 75 heads_columns 65.5 heads_columns_few 100
+  51.5 chosen16 66 gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5 heads_rows_few 75
+  heads_columns 65.5 heads_columns_few 100
 q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 77.5 gemm32 103
-  chosen8 50.5 chosen16 66 streams 63.5 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5
-  heads_rows_few 73.5 heads_columns 48.5 heads_columns_few 68
+  chosen8 50.5 chosen16 66 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5 heads_rows_few
+  73.5 heads_columns 48.5 heads_columns_few 68
 """,
         )
 
@@ -1131,34 +1121,34 @@ q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 
             registers_of_formats("bf16", "iq", "tq"),
             """\
 iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 gemm8 65.5 gemm32 91
-  chosen8 43.5 chosen16 66 streams 62.5 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5
+  chosen8 43.5 chosen16 66 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5
   heads_rows_few 61.5 heads_columns 45.5 heads_columns_few 65
 iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 gemm8 73.5 gemm32 99
-  chosen8 50.5 chosen16 66 streams 70.5 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5
+  chosen8 50.5 chosen16 66 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5
   heads_rows_few 68.5 heads_columns 50 heads_columns_few 68.5
 tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 64.5 gemm32 90 chosen8 47.5
-  chosen16 66 streams 53.5 gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few
-  80.5 heads_columns 43 heads_columns_few 62.5
+  chosen16 66 gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few 80.5
+  heads_columns 43 heads_columns_few 62.5
 iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 82.5 gemm8 71 gemm32 101 chosen8 42 chosen16
-  66 streams 48 gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64
-  heads_columns 61.5 heads_columns_few 96
+  66 gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns 61.5
+  heads_columns_few 96
 iq1_m: rows 45.5 few 90.5 few_split 99.5 down 54 down_few 88 gemm8 87 gemm32 117 chosen8 45.5
-  chosen16 66 streams 55.5 gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few
-  69.5 heads_columns 68 heads_columns_few 102.5
+  chosen16 66 gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5
+  heads_columns 68 heads_columns_few 102.5
 iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101 chosen8 46
-  chosen16 66 streams 62 gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70
-  heads_columns 60.5 heads_columns_few 95
+  chosen16 66 gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns
+  60.5 heads_columns_few 95
 iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 93.5 gemm8 95 gemm32 125 chosen8 51
-  chosen16 66 streams 69 gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75
+  chosen16 66 gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75
   heads_columns 68 heads_columns_few 102.5
 iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91 gemm32 121 chosen8 44 chosen16
-  66 streams 56 gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68
-  heads_columns 66 heads_columns_few 100.5
+  66 gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68 heads_columns 66
+  heads_columns_few 100.5
 iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 79 gemm32 109 chosen8
-  56 chosen16 66 streams 81 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78
+  56 chosen16 66 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78
   heads_columns 64.5 heads_columns_few 99
 iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 84 gemm32 114 chosen8
-  51.5 chosen16 66 streams 67 gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few
-  73 heads_columns 65.5 heads_columns_few 100
+  51.5 chosen16 66 gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few 73
+  heads_columns 65.5 heads_columns_few 100
 """,
         )

@@ -151,10 +151,6 @@ def fused_residual_norm(d):
     arguments["input"] = d.values(*residual.shape, dtype=residual.dtype)
     if residual.dim() > 1 and d.flag():
         arguments["weight"] = d.values(*residual.shape[-2:])
-    if residual.dim() > 1 and d.flag():
-        arguments["input"] = d.values(*residual.shape[:-2], residual.shape[-1], dtype=residual.dtype)
-        arguments["gate"] = d.values(*residual.shape[:-1], dtype=residual.dtype)
-        arguments["gate_factor"] = d.factor()
     return arguments
 
 
@@ -449,11 +445,6 @@ def linear_quantized(d):
     x = d.values(*leading, columns)
     around = {"x": x, "format": form, **norm_of_input(d, columns)}
     around |= {**weight(d, "", None, rows, columns, form), "bias": d.maybe(lambda: d.values(rows))}
-    streams = d.one(None, None, *(n for n in (1, 2, 3, 4) if rows % n == 0))
-    if streams is not None:
-        outputs = rows // streams
-        around["streams"] = d.values(*leading, streams, outputs, dtype=x.dtype)
-        return around | {"residual": d.maybe(lambda: d.values(*leading, outputs, dtype=x.dtype))}
     activation = d.maybe(lambda: d.one("silu", "gelu", "gelu_tanh", "relu", "relu2"))
     factor = 1.0 if activation is None else d.one(1.0, 0.25, -2.0)
     return {

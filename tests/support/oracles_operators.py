@@ -117,19 +117,15 @@ def norm_add(a, factor=1.0) -> list[Expected]:
     return [Expected((residual + norm.value) * factor, error * abs(factor))]
 
 
-def residual_norm(a, of_input=1.0, factor=1.0, sigmoids=None) -> tuple[Expected, Expected]:
+def residual_norm(a, of_input=1.0, factor=1.0) -> tuple[Expected, Expected]:
     """Without a factor of the input the sum is exact: 24 bits of float32 are twice float16's 11 and two more.
 
     With one it may be rounded to the neighbour of the nearest number.
     """
     residual, product = exact(a.residual), exact(a.input) * of_input
-    if sigmoids is not None:
-        product = product[..., None, :] * sigmoids[..., None]
     total, error = oracles.round_to(residual + product, a.residual.dtype), None
     if of_input != 1.0:
         error = 2 * FLOAT32_EPS * (abs(residual) + abs(product))
-    if sigmoids is not None:
-        error = FLOAT32_EPS * (2 * abs(residual) + 8 * abs(product)) + 1e-35
     off = 0.0 if error is None else oracles.spacing(total, a.residual.dtype) + error
     return normed(total, exact(a.weight), a.eps, a.weight_offset, factor, x_error=off), Expected(total, error)
 
@@ -188,8 +184,7 @@ def fused_norm_add_scalar(a):
 
 @oracle
 def fused_residual_norm(a):
-    sigmoids = None if a.gate is None else oracles.sigmoid(a.gate_factor * exact(a.gate))
-    norm, total = residual_norm(a, a.factor, sigmoids=sigmoids)
+    norm, total = residual_norm(a, a.factor)
     return [norm, total if a.write_sum else EMPTY]
 
 
@@ -678,18 +673,9 @@ def first_activated(rows: Estimate, a) -> Estimate:
     return Estimate(*(np.hstack((first[:, :count], rest[:, count:])) for first, rest in parts))
 
 
-def mean_of_streams(rows: Estimate, streams: np.ndarray) -> Estimate:
-    """Of streams behind sigmoids, whose slope is at most a quarter."""
-    gates = oracles.sigmoid(rows.value.reshape(streams.shape))
-    value = (gates * streams).mean(-2)
-    error = ((rows.deviation.reshape(streams.shape) / 4 + 8 * FLOAT32_EPS * gates) * streams) ** 2
-    return Estimate(value, np.sqrt(error.sum(-2)) / streams.shape[-2])
-
-
 @oracle
 def linear_quantized(a):
     out = first_activated(product(flat_rows(a), dense(a), a.bias, a.x.dtype), a)
-    out = out if a.streams is None else mean_of_streams(out, exact(a.streams))
     shape = (*a.x.shape[:-1], out.value.shape[-1])
     value, deviation = (part.reshape(shape) for part in out)
     if a.order is not None:

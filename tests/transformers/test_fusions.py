@@ -46,11 +46,7 @@ SAMPLES: dict[str, dict | Callable[[str], dict]] = {
     "scale_norm_sums": NORM | {"R": (3, 64), "X": (3, 64), "SCALAR": (1,)},
     "factor_in_norm": {"FACTOR": 0.5},
     "norm_sums": NORM | {"R": (3, 64), "Y": (3, 64), "FACTOR": 0.22},
-    "gated_norm_sums": NORM
-    | {"R": (3, 2, 32), "Y": (3, 1, 32), "GATE": (3, 2), "W": (2, 32), "F": 2.0, "D": 4.0}
-    | {"...": (3,), "N": 2, "H": 32},
     "streams_in_update": STREAMS | {"C": {"out": None, "post": None, "comb": None}},
-    "streams_in_linears": {"A": {"x": (1, 64)}, "STREAMS": (1, 32), "...": (1,), "N": 4, "H": 8},
     "mean_in_elements": {},
     "gate_in_attention": attention,
     "gates_in_linear_attention": HEADS

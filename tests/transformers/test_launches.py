@@ -30,7 +30,7 @@ INDEXED = {
     "hy_v4": {"dense": 18, "sparse": 18},
     "deepseek_v4": {"heavily compressed, hash moe": 21, "compressed sparse, moe": 21},
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 20},
-    "qwen4_exp": {"linear": 16, "indexed": 18},
+    "qwen4_exp": {"linear": 20, "indexed": 22},
     "minimax_m3_vl": {"full, dense": 8, "minimax m3 sparse, sparse": 11},
 }
 OFTEN = ("glm_moe_dsa", "deepseek_v4", "minimax_m3_vl")

@@ -29,8 +29,8 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
                         const OptionalTensor& residual, const OptionalTensor& order,
                         const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
                         std::optional<std::string_view> activation, std::optional<int64_t> activated,
-                        double factor, const OptionalTensor& streams) {
-  const auto shape = with_columns(x.sizes(), packed.size(0) / (streams ? streams->size(-2) : 1));
+                        double factor) {
+  const auto shape = with_columns(x.sizes(), packed.size(0));
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
     Tensor out =
         residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous) : at::zeros(shape, x.options());
@@ -44,12 +44,6 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   const OptionalTensor added = converted(residual, dtype), columns = contiguous(order);
   Commands commands;
-  if (streams) {
-    const Tensor gated = rows_of(*streams, dtype);
-    add_streams(commands, rows, norm, matrix, gated, added, out);
-    commands.encode();
-    return in_dtype(out, x.scalar_type());
-  }
   Activation of_outputs;
   if (activation) of_outputs = activation_of(*activation, std::nullopt, std::nullopt, false, false);
   of_outputs.activated = activated.value_or(0);

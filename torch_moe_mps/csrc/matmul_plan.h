@@ -57,7 +57,4 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, bool on_tensor_units,
                        bool normed = false);
 
-// The same with gates of streams for rows.
-MatmulStep plan_streams(int64_t tokens, int64_t outputs);
-
 }  // namespace moe_mps

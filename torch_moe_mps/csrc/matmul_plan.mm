@@ -191,11 +191,6 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t co
   return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, -1, threads};
 }
 
-MatmulStep plan_streams(int64_t tokens, int64_t outputs) {
-  const Size grid{blocks(outputs, kSingleSimdgroups * kRowGroupsOfSimdgroup), NSUInteger(tokens)};
-  return {MatmulWork::kFirst, "matmul_rows_streams", grid, -1, kSingleSimdgroups * kSimdWidth};
-}
-
 namespace {
 
 // Kernel, threadgroups (or which grid of the first dispatch), threads, threadgroup memory.

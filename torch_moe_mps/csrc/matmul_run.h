@@ -42,12 +42,6 @@ void add_linear(Commands& commands, const at::Tensor& x, const std::optional<Inp
                 const MatrixStack& matrix, const Activation& activation, const OptionalTensor& residual,
                 const OptionalTensor& order, const at::Tensor& out);
 
-// Adds to `commands`: out = the mean over the S of streams[..., S, outputs], each times the sigmoid of its
-// outputs of norm(x) times the matrix, + residual. The tensors are as above, streams contiguous.
-void add_streams(Commands& commands, const at::Tensor& x, const std::optional<InputNorm>& norm,
-                 const MatrixStack& matrix, const at::Tensor& streams, const OptionalTensor& residual,
-                 const at::Tensor& out);
-
 void warn_of_copy(const at::Tensor& weight);
 
 // expert_mm: out[T, K, rows] in one dispatch for few tokens, in two for many.

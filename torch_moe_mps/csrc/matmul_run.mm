@@ -245,25 +245,6 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   command.threadgroups(step.grid, {NSUInteger(step.threads)});
 }
 
-void add_streams(Commands& commands, const Tensor& x_, const std::optional<InputNorm>& norm,
-                 const MatrixStack& matrix, const Tensor& streams, const OptionalTensor& residual,
-                 const Tensor& out) {
-  const int64_t tokens = x_.numel() / x_.size(-1);
-  TORCH_CHECK(x_.numel() <= kMostElements,
-              "moe_mps: matmul_rows_streams counts the elements of its inputs in 32 bits, got ", x_.sizes());
-  const MatmulStep step = plan_streams(tokens, out.size(-1));
-  const Tensor& x = norm ? add_norm(commands, x_, *norm) : x_;
-  MatmulParams params = matrix_params(x, matrix, Activation{});
-  params.outputs = out.size(-1);
-  params.tokens = params.pairs = tokens;
-  params.has_residual = residual.has_value();
-  bind_matmul(commands.add(matrix.library, step.kernel), x, matrix, x, out, tokens)
-      .bind_or(residual, x)
-      .params(params)
-      .bind(streams)
-      .threadgroups(step.grid, {NSUInteger(step.threads)});
-}
-
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
                          bool gated, bool interleaved) {
   constexpr std::pair<std::string_view, uint32_t> kKinds[] = {{"silu", ACTIVATION_SILU},

@@ -16,18 +16,10 @@ namespace {
 
 using at::Tensor;
 
-// How much of an input goes to each stream of a residual: a factor of the input, or a logit for each stream.
-struct InputShare {
-  double factor = 1.0;
-  OptionalTensor logits;
-  double of_logits = 1.0;
-};
-
 // One dispatch for all operators. `residual`, `scalar` and `sum` are nullopt where the kernel has none.
 void add_norm(Commands& commands, const char* kernel, const OptionalTensor& residual, const Tensor& input,
               const OptionalTensor& weight, const OptionalTensor& scalar, double eps, double weight_offset,
-              const Tensor& output, const OptionalTensor& sum, Gating gating = {},
-              const InputShare& share = {}) {
+              const Tensor& output, const OptionalTensor& sum, Gating gating = {}, double factor = 1.0) {
   const int64_t width = input.size(-1);
   const int64_t rows = output.numel() / width;
   const int64_t stride = row_stride(input).value();
@@ -47,26 +39,19 @@ void add_norm(Commands& commands, const char* kernel, const OptionalTensor& resi
     params.scalar_kind = scalar->numel() == width && width > 1 ? SCALAR_PER_COLUMN : SCALAR_SINGLE;
     params.scalar_dtype = dtype_code(*scalar);
   }
-  params.streams = 1;
-  if (share.logits) {
-    params.scalar_kind = SCALAR_GATE;
-    params.streams = share.logits->size(-1);
-    params.gate_stride = row_stride(*share.logits).value();
-    params.gate_factor = static_cast<float>(share.of_logits);
-  }
   params.write_sum = sum.has_value();
   params.groups = gating.groups;
   params.gate_is_sigmoid = gating.is_sigmoid;
   params.gate_first = gating.is_first;
   params.eps = static_cast<float>(eps);
   params.weight_offset = static_cast<float>(weight_offset);
-  params.factor = static_cast<float>(share.factor);
+  params.factor = static_cast<float>(factor);
 
   commands.add({"norms", input.scalar_type()}, kernel)
       .bind_or(residual, output)
       .bind_strided(input)
       .bind_or(weight, output)
-      .bind_strided_or(share.logits ? share.logits : scalar, output)
+      .bind_or(scalar, output)
       .bind(output)
       .bind_or(sum, output)
       .params(params)
@@ -86,7 +71,7 @@ Tensor rms_norm(const Tensor& input, const OptionalTensor& weight, double eps, d
   if (output.numel() == 0) return output;
   encode_norm("rms_norm", std::nullopt, row_stride(input) ? input : input.contiguous(), contiguous(weight),
               std::nullopt, eps, weight_offset, output, std::nullopt,
-              Gating{.groups = weight ? weight->numel() / input.size(-1) : 1}, InputShare{factor});
+              Gating{.groups = weight ? weight->numel() / input.size(-1) : 1}, factor);
   return output;
 }
 
@@ -117,11 +102,11 @@ Tensor rms_norm_gated(const Tensor& input, const Tensor& gate, const Tensor& wei
 // The norms with a residual: their results, and `sum` where the kernel writes one.
 Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& input, const Tensor& weight,
                      const OptionalTensor& scalar, double eps, double weight_offset,
-                     const OptionalTensor& sum = std::nullopt, const InputShare& share = {}) {
+                     const OptionalTensor& sum = std::nullopt, double factor = 1.0) {
   Tensor output = at::empty(residual.sizes(), residual.options());
   if (output.numel() == 0) return output;
   encode_norm(kernel, residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
-              weight_offset, output, sum, Gating{.groups = weight.numel() / residual.size(-1)}, share);
+              weight_offset, output, sum, Gating{.groups = weight.numel() / residual.size(-1)}, factor);
   return output;
 }
 
@@ -137,14 +122,11 @@ Tensor fused_norm_add_scalar(const Tensor& residual, const Tensor& input, const 
 
 std::tuple<Tensor, Tensor> fused_residual_norm(const Tensor& residual, const Tensor& input,
                                                const Tensor& weight, double eps, bool write_sum,
-                                               double weight_offset, double factor,
-                                               const OptionalTensor& gate, double gate_factor) {
+                                               double weight_offset, double factor) {
   const Tensor sum =
       write_sum ? at::empty(residual.sizes(), residual.options()) : at::empty({0}, residual.options());
-  const bool is_copied = gate && !row_stride(*gate);
-  const InputShare share{factor, is_copied ? gate->contiguous() : gate, gate_factor};
   const Tensor output = with_residual("residual_norm", residual, input, weight, std::nullopt, eps,
-                                      weight_offset, write_sum ? std::optional(sum) : std::nullopt, share);
+                                      weight_offset, write_sum ? std::optional(sum) : std::nullopt, factor);
   return {output, sum};
 }
 

@@ -13,7 +13,6 @@ from ._decoded import in_blocks
 from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
 from ._sample import Calls, Changes
-from .hyper_connection import MAX_STREAMS
 from .norms import InputNorm
 
 
@@ -40,39 +39,16 @@ def _check_activated(check, activation, activated, factor, rows, columns):
         check.fail("factor", "a finite number", factor)
 
 
-def _check_streams(check, x, rows, streams, order, activation):
-    """Returns: the columns of the result."""
-    if streams is None:
-        return rows
-    count = streams.shape[-2]
-    if rows % count:
-        check.fail("streams' dimension -2", f"a divisor of the {rows} rows of packed", count)
-    check.shape("streams", streams, (*x.shape[:-1], count, rows // count), "[..., S, N / S]")
-    if x.shape[-1] == 0:
-        check.fail("streams", "None for an x without columns", f"a tensor of shape {tuple(streams.shape)}")
-    if order is not None:
-        check.fail("order", "None with streams", f"a tensor of shape {tuple(order.shape)}")
-    if activation is not None:
-        check.fail("activation", "None with streams", repr(activation))
-    return rows // count
-
-
-def _meta_linear_quantized(
-    check, x, packed, scales, biases, format, residual, order, activation, activated, factor, streams, **_
-):
+def _meta_linear_quantized(check, x, packed, scales, biases, format, activation, activated, factor, **_):
     rows, columns = check.dims("N C")
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     weight.check(check, "", (rows, columns), "N, C")
-    out = (*x.shape[:-1], _check_streams(check, x, rows, streams, order, activation))
-    if residual is not None:
-        check.shape("residual", residual, out, "[..., N]")
     _check_activated(check, activation, activated, factor, rows, columns)
-    return x.new_empty(out)
+    return x.new_empty(*x.shape[:-1], rows)
 
 
 @operator(
-    f"x[..., C] packed[N, _]:packed bias[N] streams[..., S<={MAX_STREAMS}, _]:x residual:x order[N]:int32 "
-    "norm_weight[C]",
+    "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C]",
     _meta_linear_quantized,
     allowed={"activation": POINTWISE},
 )
@@ -91,14 +67,10 @@ def linear_quantized(
     activation: str | None = None,
     activated: int | None = None,
     factor: float = 1.0,
-    streams: Tensor | None = None,
 ) -> Tensor:
     """A linear layer with quantised weights: out = act(norm(x) @ dequantised^T + bias) + residual.
 
     Several layers of one input and one format are one call: concatenate the rows of their weights.
-
-    With streams, out[..., i] is the mean over s of sigmoid(y[..., s * N / S + i]) * streams[..., s, i], plus
-    the residual, where y is the layer's result: what a low-rank hyper-connection of Qwen4 gives to a block.
 
     Args:
         x: [..., C], float32, float16 or bfloat16.
@@ -106,7 +78,7 @@ def linear_quantized(
         scales, biases: of the rows [N, C], as expert_qmm's of [E, N, H].
         bias: [N], float32, float16 or bfloat16: of the layer, not of the format.
         format: its name, as for expert_qmm; so is the multiple that C must be.
-        residual: in the dtype of `x`, of the shape of the result.
+        residual: [..., N] in the dtype of `x`.
         order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of a single row joins the product and is not
@@ -117,12 +89,9 @@ def linear_quantized(
             activation(factor * y), and C is at least 1.
         activated: so many rows of the weight, the first, have the activation; None: all N.
         factor: 1.0 without an activation.
-        streams: [..., S, N / S] in the dtype of `x`, S up to 4, or None. Beside it C is at least 1, and
-            there is neither `order` nor `activation`. On Metal each row of `x` reads the weights anew.
 
-    Returns: [..., N], or [..., N / S], in the dtype of `x`; dequantised and accumulated in float32. For more
-        than a few rows of `x` the Metal kernels round what they dequantise to float16 where that is the dtype
-        of `x`, but not with streams.
+    Returns: [..., N] in the dtype of `x`; dequantised and accumulated in float32. For more than a few rows of
+        `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`.
 
     Raises: ValueError for a dtype, shape, option, device or format that does not fit.
     """
@@ -133,8 +102,6 @@ def linear_quantized(
         some.copy_(POINTWISE[activation](some * factor))
     if order is not None:
         out = torch.empty_like(out).index_copy_(-1, order.long(), out)
-    if streams is not None:
-        out = (torch.sigmoid(out.unflatten(-1, streams.shape[-2:])) * streams.float()).mean(-2)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
@@ -296,7 +263,6 @@ CHANGES: Changes = {
         {"x": s.values(1, s.H), "residual": s.values(1, s.I), **s.norm},
         {"order": torch.arange(s.I - 1, -1, -1, dtype=torch.int32, device=s.device), **s.norm},
         {"activation": "silu", "activated": s.I - 5, "factor": 0.25},
-        {"streams": s.values(s.T, 4, s.I // 4)},
     ],
     "mlp_quantized": lambda s: [
         {"residual": s.strided, "gate_up_bias": s.values(2 * s.I), "interleaved": True},

@@ -197,17 +197,12 @@ def fused_norm_add_scalar(
 # The norm of the sum
 
 
-def _meta_residual_norm(check, residual, input, weight, write_sum, gate, gate_factor, **_):
-    if gate is None and gate_factor != 1.0:
-        check.fail("gate_factor", "1.0 without a gate", gate_factor)
-    streams = () if gate is None else residual.shape[-2:-1]
-    expected = (*residual.shape[: -1 - len(streams)], residual.shape[-1])
-    check.shape("input", input, expected, "[..., H] of residual")
+def _meta_residual_norm(check, residual, weight, write_sum, **_):
     _check_rows(check, residual, weight, weight_offset=0.0)
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape if write_sum else (0,))
 
 
-@operator("residual[..., H] gate[...]:residual input:residual weight[H]|[_, H]", _meta_residual_norm)
+@operator("residual[..., H] input[..., H]:residual weight[H]|[_, H]", _meta_residual_norm)
 def fused_residual_norm(
     residual: Tensor,
     input: Tensor,
@@ -216,34 +211,24 @@ def fused_residual_norm(
     write_sum: bool = True,
     weight_offset: float = 0.0,
     factor: float = 1.0,
-    gate: Tensor | None = None,
-    gate_factor: float = 1.0,
 ) -> tuple[Tensor, Tensor]:
     """s = residual + input * factor  ->  (rms(s) * (weight + weight_offset), s), as pre-norm models do.
 
     In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
-    With a gate, the residual has N streams, and s[..., n, :] = residual[..., n, :] +
-    input * factor * sigmoid(gate[..., n] * gate_factor): the low-rank hyper-connections of Qwen4.
-
     Args:
-        residual, input, eps, weight_offset: as for fused_norm_add; with a gate, `residual` is [..., N, H].
+        residual, input, eps, weight_offset: as for fused_norm_add.
         weight: [H], any of the three dtypes; for a residual [..., N, H] also [N, H], as for rms_norm.
         write_sum: without it the second result is empty, of shape [0].
         factor: of the input, whose product is not rounded (Granite, MiniMax).
-        gate: [..., N] in the dtype of `residual`, or None. Rows at equal distances are read where they lie.
-        gate_factor: 1.0 without a gate.
 
     Returns: the normed sum and the sum, both like `residual`.
 
-    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    Raises: ValueError for a dtype, shape or device that does not fit.
 
     Stands for the source kernel fused_residual_norm_f32.
     """
-    added = input.float() * factor
-    if gate is not None:
-        added = added.unsqueeze(-2) * torch.sigmoid(gate.float() * gate_factor).unsqueeze(-1)
-    total = (residual.float() + added).to(residual.dtype)
+    total = (residual.float() + input.float() * factor).to(residual.dtype)
     result = normed(total, weight, eps, weight_offset).to(residual.dtype)
     return result, total if write_sum else residual.new_empty(0)
 
@@ -306,7 +291,6 @@ CHANGES: Changes = {
     "fused_residual_norm": lambda s: [
         {"residual": s.strided, "write_sum": False, "factor": 0.22},
         _wide(s) | {"residual": s.values(2, 4100)},
-        {"residual": s.values(s.T, 4, s.H), "weight": s.values(4, s.H), "gate": s.values(s.T, 9)[:, 5:]}
-        | {"factor": 2.0, "gate_factor": 0.25},
+        {"weight": s.values(s.T, s.H)},
     ],
 }

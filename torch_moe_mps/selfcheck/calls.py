@@ -188,10 +188,6 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
                 yield arguments | {"norm_weight": odd.values(arguments["x"].shape[-1])}
         if name == "moe_experts_quantized":
             yield from _chosen(sample(tokens=1), odd)
-        if name == "linear_quantized":
-            arguments = sample()
-            shape = (*arguments["x"].shape[:-1], 4, len(arguments["packed"]) // 4)
-            yield arguments | {"streams": odd.values(*shape)}
         if name == "heads_quantized":
             yield from _both_ways(sample(), sample(of="linear_quantized")["x"].shape[-1], odd)
         if "format" in names_of(name) or name in DENSE:

@@ -397,7 +397,7 @@ def _expert_qmm(s: Sample) -> list[dict[str, Any]]:
 
 
 def _linear(s: Sample) -> list[dict[str, Any]]:
-    """Rows that are no multiple of anything; columns behind an offset of 16 bits; few streams."""
+    """Rows that are no multiple of anything; columns behind an offset of 16 bits."""
 
     def of(tokens: int, rows: int, columns: int, **more: Any) -> dict[str, Any]:
         return {"x": _rows(s, tokens, columns), **s.quantized("", rows, columns, ()), **more}
@@ -405,12 +405,10 @@ def _linear(s: Sample) -> list[dict[str, Any]]:
     wide, deep = _quantized_columns(s, OFFSET), _quantized_columns(s, 2048)
     changes = [of(tokens, rows, wide if tokens < 10 else deep) for tokens in (1, 9, 40) for rows in (5, 37)]
     names = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
-    streams = {"streams": s.values(3, 2, 35), "residual": s.values(3, 35)}
     return [
         *changes,
         of(4, 5, _quantized_columns(s, 3 * OFFSET)),  # the most tokens that matrix products do not take
         *(of(3, 37, s.H, activation=name, activated=20, factor=0.5) for name in names),
-        of(3, 70, s.H, **streams),
     ]
 
 

@@ -49,7 +49,6 @@ struct NormRow {
   device T* output;
   device T* sum;
   uint first_weight;  // of the row
-  float of_input;     // factor of an input that is added to a residual
 
   Columns<T, N> columns(uint column) const {
     Columns<T, N> x;
@@ -60,9 +59,9 @@ struct NormRow {
 
   // The columns to be normed: of the input, or of residual + input * factor rounded to T, as the residual
   // stream is.
-  Vector<T, N> normed(Columns<T, N> x) const {
+  Vector<T, N> normed(Columns<T, N> x, constant NormParams& params) const {
     if constexpr (kJoin != JOIN_SUM) return x.input;
-    return narrow<T>(widen(x.input) * of_input + widen(x.residual));
+    return narrow<T>(widen(x.input) * params.factor + widen(x.residual));
   }
 
   // Only a norm without residual or gate may lack its weight.
@@ -142,12 +141,12 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
   UNROLL for (int k = 0; k < kKept; ++k) {
     const uint column = first + k * step;
     if (column >= params.width) continue;
-    kept[k].input = row.normed(kept[k]);
+    kept[k].input = row.normed(kept[k], params);
     squares += row.add(column, kept[k], mean, params);
   }
   for (uint column = rest; column < params.width; column += step) {
     Columns<T, N> x = row.columns(column);
-    x.input = row.normed(x);
+    x.input = row.normed(x, params);
     squares += row.add(column, x, mean, params);
   }
 
@@ -164,17 +163,8 @@ inline void norm_row(NormRow<T, N, kJoin> row, constant NormParams& params, RowT
   }
   for (uint column = rest; column < params.width; column += step) {
     const Columns<T, N> x = row.columns(column);
-    row.finish(column, x.residual, row.normed(x), mean, inverse, row.weights(column, params), params);
+    row.finish(column, x.residual, row.normed(x, params), mean, inverse, row.weights(column, params), params);
   }
-}
-
-// The factor of the input that is added to a row of a residual.
-template <typename T>
-inline float factor_of_input(device const uchar* logits, uint row, constant NormParams& params) {
-  if (params.scalar_kind != SCALAR_GATE) return params.factor;
-  const ulong place = row / params.streams * params.gate_stride + row % params.streams;
-  return params.factor *
-         sigmoid(float(reinterpret_cast<device const T*>(logits)[place]) * params.gate_factor);
 }
 
 template <typename T, int kJoin>
@@ -193,19 +183,16 @@ template <typename T, int kJoin>
                               lane, simdgroup, params.simdgroups_per_row};
   const ulong start = ulong(row) * params.width;
   residual += start;
-  input += ulong(kJoin == JOIN_SUM ? row / params.streams : row) * params.input_stride;
+  input += ulong(row) * params.input_stride;
   output += start;
   sum_output += start;
   constexpr bool grouped = kJoin == JOIN_NONE || kJoin == JOIN_GATE || kJoin == JOIN_SUM;
   const uint first_weight = grouped && params.groups > 1 ? row % params.groups * params.width : 0;
-  const float of_input = kJoin == JOIN_SUM ? factor_of_input<T>(scalar, row, params) : 1.0f;
   if (params.vectorised != 0) {
-    const NormRow<T, 4, kJoin> columns = {residual, input,      weight,       scalar,
-                                          output,   sum_output, first_weight, of_input};
+    const NormRow<T, 4, kJoin> columns = {residual, input, weight, scalar, output, sum_output, first_weight};
     norm_row(columns, params, threads, partials);
   } else {
-    const NormRow<T, 1, kJoin> columns = {residual, input,      weight,       scalar,
-                                          output,   sum_output, first_weight, of_input};
+    const NormRow<T, 1, kJoin> columns = {residual, input, weight, scalar, output, sum_output, first_weight};
     norm_row(columns, params, threads, partials);
   }
 }

@@ -134,29 +134,13 @@ class ActivatedLinear(Linear):
         return out
 
 
-class GatedStreams(Linear):
-    """The mean of four streams, whose gates are the outputs."""
-
-    @property
-    def name(self):
-        return f"{super().name} streams"
-
-    def inputs(self, values):
-        shape = self.tokens, 4, self.outputs // 4
-        return {**super().inputs(values), "streams": values.normal(*shape, dtype=DTYPES[self.dtype])}
-
-    def call(self, t):
-        return super().call(t, streams=t["streams"])
-
-    def expected(self, t):
-        gates = super().expected(t).unflatten(-1, (4, -1)).sigmoid()
-        return (gates * t["streams"].double()).mean(-2)
-
-
 @dataclass
-class Streams(OperatorCase):
-    """An operator on four streams of a residual."""
+class Hyper(OperatorCase):
+    """Four streams after a block."""
 
+    operator: ClassVar[str] = "hyper_connection"
+    # A stream that is rounded to its other neighbour changes the sums, which are float32.
+    slack: ClassVar[float] = 2e-5
     group: str
     tokens: int
     width: int
@@ -165,31 +149,6 @@ class Streams(OperatorCase):
     @property
     def name(self):
         return f"{super().name} of four streams"
-
-
-class GatedResidual(Streams):
-    """What a gate adds to four streams, and their norm."""
-
-    operator: ClassVar[str] = "fused_residual_norm"
-
-    def inputs(self, values):
-        return {
-            "residual": self.random(values, self.tokens, 4, self.width),
-            "input": self.random(values, self.tokens, self.width),
-            "weight": values.normal(4, self.width, scale=0.1, offset=1.0),
-            "gate": self.random(values, self.tokens, 9),
-        }
-
-    def given(self, t):
-        return t | {"gate": t["gate"][:, 5:], "eps": EPS, "factor": 2.0, "gate_factor": 0.25}
-
-
-class Hyper(Streams):
-    """Four streams after a block."""
-
-    operator: ClassVar[str] = "hyper_connection"
-    # A stream that is rounded to its other neighbour changes the sums, which are float32.
-    slack: ClassVar[float] = 2e-5
 
     def inputs(self, values):
         return {
@@ -542,11 +501,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
     cases += [family("fused", *sizes) for sizes in CHOSEN for family in (ChosenExperts, RoutedExperts)]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
-    cases += [
-        ActivatedLinear("fused", "int4", "f16", 1, 2048, 260),
-        GatedStreams("fused", "int4", "f16", 1, 256, 8192),
-    ]
-    cases += [GatedResidual("fused", t, 2048, "bf16") for t in (1, 8)]
+    cases.append(ActivatedLinear("fused", "int4", "f16", 1, 2048, 260))
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
     cases += [HashLogits("fused", t, 256, 4096, "bf16") for t in (1, 2048)]
     cases += [RopeCache("fused", t, 32, 4, 128, 4096, "bf16") for t in (1, 8)]
@@ -575,8 +530,6 @@ def sanitizer_fused() -> list[Case]:
         cases += [ChosenExperts("sanitize", *f, 1, *shape) for f in (("int4", "f16"), ("mxfp4", "bf16"))]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [ActivatedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
-    cases += [GatedStreams("sanitize", "int8", "f16", t, 320, 180) for t in (1, 3)]
-    cases += [GatedResidual("sanitize", t, width, "f16") for t in (1, 3) for width in (70, 4100)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
     cases += [HashLogits("sanitize", t, 45, 130, "f16") for t in (1, 3)]
     cases += [RopeCache("sanitize", t, 3, 1, width, 9, "f16") for t in (1, 3) for width in (6, 64)]

@@ -1,7 +1,6 @@
 // The first matmul of a few tokens' experts: gate and up rows, bias and activation; also any single matmul.
 #pragma once
 #include "common.h"
-#include "geometry/hyper_connection.h"
 #include "matmul/dots.h"
 #include "matmul/epilogue.h"
 #include "matmul/pairs.h"
@@ -120,39 +119,6 @@ template <typename W, int R, int N, bool kNormed>
   } else {
     rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, params.matmul);
   }
-}
-
-// One matrix for all tokens whose rows are gates of streams: row n * params.outputs + i is that of column i
-// of stream n, and a group of lanes has an output's rows. What is stored is their mean of sigmoid(gate) *
-// stream. Grid: (blocks of outputs, tokens).
-template <typename W>
-[[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_streams(
-    MATMUL_BUFFERS(typename W::Element), device const typename W::Element* streams [[buffer(9)]],
-    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
-  typedef typename W::Element T;
-  const uint first = (group.x * kSingleSimdgroups + simdgroup) * kRowGroups;
-  if (first >= params.outputs) return;
-  const uint token = group.y, output = first + lane / kRowLanes, count = params.rows / params.outputs;
-  const W weights(packed, scales, biases, 0, params);
-  LaneRows<W, kMaxStreams> rows;
-  UNROLL for (int n = 0; n < kMaxStreams; ++n) {
-    rows.v[n] = weights.row(min(uint(n), count - 1) * params.outputs + min(output, params.outputs - 1));
-  }
-  const Dots<kMaxStreams, 1> dots = row_dots<W, kMaxStreams, 1>(
-      weights, rows, x, Sources<1>{{token * params.inputs}}, NoNorm{}, {0, 1}, lane, params);
-  if (lane % kRowLanes != 0 || output >= params.outputs) return;
-  float sum = 0.0f;
-  UNROLL for (int n = 0; n < kMaxStreams; ++n) {
-    if (uint(n) >= count) continue;
-    const uint row = n * params.outputs + output;
-    const float gate = sigmoid(with_bias(dots.v[n][0], bias, 0, row, params));
-    sum = fma(gate, float(streams[ulong(token) * params.rows + row]), sum);
-  }
-  const ulong index = ulong(token) * params.outputs + output;
-  float value = sum / float(count);
-  if (params.has_residual != 0) value += float(residual[index]);
-  out[index] = T(value);
 }
 
 // Computes M pairs of one expert, of which `count` exist. `memory`: for SharedDots.

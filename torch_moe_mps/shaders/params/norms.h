@@ -4,11 +4,9 @@
 #define SCALAR_NONE 0
 #define SCALAR_SINGLE 1
 #define SCALAR_PER_COLUMN 2
-#define SCALAR_GATE 3  // a logit for each stream of a residual
 
 struct NormParams {
   uint64_t input_stride;  // elements between the starts of two rows of the input
-  uint64_t gate_stride;   // elements between the logits of two rows of the input
   uint32_t rows;
   uint32_t width;
   uint32_t simdgroups_per_row;
@@ -21,9 +19,7 @@ struct NormParams {
   uint32_t groups;  // rows, one behind the other, that have weights of their own
   uint32_t gate_is_sigmoid;
   uint32_t gate_first;
-  uint32_t streams;  // rows of a residual to which one row of the input is added
   float eps;
   float weight_offset;
   float factor;  // of the norm alone, or of the input that is added to a residual
-  float gate_factor;
 };
