@@ -75,7 +75,8 @@ def sample_(
         scores = scores.masked_fill(scores < scores.topk(top_k).values[:, -1:], -torch.inf)
     if top_p < 1.0:
         ascending, order = scores.sort(stable=True)
-        below = ascending.double().softmax(-1).cumsum(-1).float() <= 1.0 - top_p
+        wide = torch.float32 if logits.device.type == "mps" else torch.float64
+        below = ascending.to(wide).softmax(-1).cumsum(-1).float() <= 1.0 - top_p
         below[:, -1] = False
         scores = scores.masked_fill(below.scatter(1, order, below), -torch.inf)
     weights = (scores - torch.where(valid, highest, 0.0)).exp()

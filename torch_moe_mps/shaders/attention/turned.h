@@ -18,8 +18,8 @@ struct StagedQuery {
 
   void put(uint column, float x) const {
     const uint octet = column / 8, tiles = B::kQueries / 8;
-    const uint fragment = (octet / 4 * 4 + column % 8 / 2) * tiles + r / 8;
-    fragments[fragment * 64 + octet % 4 * 16 + column % 2 * 8 + r % 8] = typename B::Staged(typename B::T(x));
+    const uint place = (octet / 4 * 4 + column % 8 / 2) * tiles + r / 8;
+    fragments[place * 64 + octet % 4 * 16 + column % 2 * 8 + r % 8] = typename B::Staged(typename B::T(x));
   }
 };
 
