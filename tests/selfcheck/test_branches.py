@@ -83,7 +83,7 @@ class Fault(NamedTuple):
     at_size: bool = True
 
 
-NORM_AGAIN = "    x.input = row.normed(x);\n    squares += row.add"
+NORM_AGAIN = "    x.input = row.normed(x, params);\n    squares += row.add"
 INPUTS = "input_row(pairs.v[m], params) * params.inputs"
 TILE_INPUTS = "input_row(pairs.at(pair), params) * params.inputs"
 SINK = "load_one(sinks, params.sinks_dtype, params.sinks == SINKS_OF_HEADS ? head : row)"

@@ -20,7 +20,7 @@ from torch_moe_mps.transformers.graphs.passes.simplify import drop_unused
 from torch_moe_mps.transformers.graphs.patterns import called, parsed
 
 ours, aten = torch.ops.moe_mps, torch.ops.aten
-SIGNS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Div: operator.truediv}
+SIGNS = {ast.Add: operator.add, ast.Mult: operator.mul}
 VIEWS = ("item", "transpose")  # launch nothing
 NORM = {"W": (64,), "EPS": 1e-6, "OFFSET": 1.0}
 

@@ -1,7 +1,6 @@
 """Passes that are data: formulas, and the operators that compute them in one launch."""
 
 import ast
-import operator
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,8 +24,6 @@ from .nodes import (
 )
 from .patterns import Bound, Shared, before_widening, called, computed, leaves, matches, parsed
 from .tracing import ITEM, VALUE, as_given, geometry
-
-_NUMBERS = {ast.Add: operator.add, ast.Mult: operator.mul, ast.Div: operator.truediv, ast.Sub: operator.sub}
 
 
 class _Unfit(ValueError):
@@ -102,7 +99,7 @@ def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: ast.expr, results: dic
             return False
     try:
         _New(found, place, tensor_of(end).dtype, results).replace(new, [end, *shared])
-    except (ValueError, RuntimeError, TypeError, ZeroDivisionError):
+    except (ValueError, RuntimeError, TypeError):
         return False
     for node in sorted({*inside, end}, reverse=True):
         if not node.users:  # also those that write
@@ -160,8 +157,6 @@ class _New:
             own = form.value
             value = self._found[own.id] if isinstance(own, ast.Name) else self._value(own)
             return self._leaf(value, self._shape(form.slice))
-        if isinstance(form, ast.BinOp):
-            return _NUMBERS[type(form.op)](self._value(form.left), self._value(form.right))
         if isinstance(form, ast.Constant):
             return form.value
         if form.func.id == "item":
