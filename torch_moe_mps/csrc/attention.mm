@@ -333,10 +333,13 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale
                  dtype.value_or(q.scalar_type())});
 }
 
+// Behind more keys a launch is a small part, and all threadgroups would turn their queries again.
+constexpr int64_t kMostTurnedKeys = 4096;
+
 // Whether one threadgroup takes all queries of a key head for some keys, in place, and turns them itself.
 bool can_turn(const AttentionArguments& given, const RopeParams& rope) {
   const Tensor &q = given.q, &keys = given.k.values, &values = given.v.values;
-  if (q.size(2) != 1 || rope.vectorised == 0) return false;
+  if (q.size(2) != 1 || rope.vectorised == 0 || keys.size(2) > kMostTurnedKeys) return false;
   if (keys.stride(3) != 1 || values.stride(3) != 1) return false;
   if (keys.stride(2) >= kMostKeyStride || values.stride(2) >= kMostKeyStride) return false;
   const AttentionShape shape{q.size(0),    1,         q.size(1),      keys.size(1),

@@ -404,8 +404,8 @@ def rope_attention_(
 ) -> Tensor:
     """`rope_cache_`, and `attention` of what it returns to the caches that it has written.
 
-    For one token, on Metal, both are one dispatch (and a merge, where the keys are many) if a block has all
-    queries of a key head, up to 16, and what is read can be read as vectors.
+    For one token behind up to 4,096 keys, on Metal, both are one dispatch (and a merge, where the keys are
+    many) if a block has all queries of a key head, up to 16, and what is read can be read as vectors.
 
     Args:
         q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs, rotary_dim,
