@@ -63,18 +63,13 @@ The model is small, so that its embedding is a fifth of it, and it was quantised
 are what its file has, and would look exact. Files of llama.cpp are quantised from the same file by its
 `llama-quantize`, with its `llama-imatrix` on the same tokens; 576 columns are no multiple of 256, so that its
 K types become Q5_0 and the like here. Seconds are those of the processor, for loading and quantising; of
-llama.cpp those of the clock, too. mlx-lm's gptq, awq and dwq (`--mlx-lm`) are not in the table: on two busy
-cores its gptq had not seen 4,096 tokens after seven minutes of the processor.
+llama.cpp those of the clock, too. mlx-lm's gptq, awq and dwq (`--mlx-lm`) are not in the table: no run
+of them was finished.
 
 What `bits=4` does by itself: 6 bits for embedding and head where they are a tenth of the weights, which is "4
 bits, embedding 6" here, and of Gemma 3 270M, too (63 %); Qwen3-30B-A3B, where they are 2 %, has 4 bits
-everywhere. Choosing the bits of each matrix by measured errors, weighed by importance, had a divergence of
-0.104 at 81 MB, where 4 bits with an embedding in 6 have 0.067 at 83: there is no such option.
-
-On a processor, `convert --importance` takes 3.4 times as long as without in 4 bits, 3.6 times in 3. On a GPU,
-a search is 472 launches for 4 million weights, and 1,211 bytes of memory traffic for each: of 30.5 billion
-weights on an M1 Max (400 GB/s) 92 s and 3.4 million launches, beside 12 s for reading 61 GB at 5 GB/s. So it
-is limited by memory, not by reading. Unmeasured on a Mac.
+everywhere. There is no choice of bits for each matrix by measured errors: with importance it lost to these recipes
+in the one measurement, at 82 MB. On a GPU the search is limited by memory traffic, not by reading the checkpoint. Unmeasured on a Mac.
 
 Written by
 
