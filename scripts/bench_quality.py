@@ -68,8 +68,9 @@ of them was finished.
 
 What `bits=4` does by itself: 6 bits for embedding and head where they are a tenth of the weights, which is "4
 bits, embedding 6" here, and of Gemma 3 270M, too (63 %); Qwen3-30B-A3B, where they are 2 %, has 4 bits
-everywhere. There is no choice of bits for each matrix by measured errors: with importance it lost to these recipes
-in the one measurement, at 82 MB. On a GPU the search is limited by memory traffic, not by reading the checkpoint. Unmeasured on a Mac.
+everywhere. There is no choice of bits for each matrix by measured errors: with importance it lost to these
+recipes in the one measurement, at 82 MB. On a GPU the search is limited by memory traffic, not by reading the
+checkpoint. Unmeasured on a Mac.
 
 Written by
 
