@@ -25,11 +25,20 @@ def dtype_code(tensor: Tensor | None) -> int:
     return 0 if tensor is None else CONSTANTS[_CODES[tensor.dtype]]
 
 
+class _Params(ctypes.Structure):
+    """ctypes takes any name, and drops what is no member."""
+
+    def __init__(self, *values: Any, **named: Any) -> None:
+        if unknown := named.keys() - {name for name, _ in self._fields_}:
+            raise TypeError(f"moe_mps: {type(self).__name__} has no {', '.join(sorted(unknown))}")
+        super().__init__(*values, **named)
+
+
 @functools.cache
 def struct(name: str) -> type[ctypes.Structure]:
     """A struct of params/."""
     members = [(member, _TYPES.get(kind) or struct(kind)) for kind, member in _LAYOUT["structs"][name]]
-    return type(name, (ctypes.Structure,), {"_fields_": members})
+    return type(name, (_Params,), {"_fields_": members})
 
 
 def strides(tensor: Tensor | None, dims: Sequence[int] = (0, 1, 2)) -> Any:

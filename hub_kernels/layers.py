@@ -177,7 +177,7 @@ class RMSNormGated(nn.Module):
         params = struct("NormParams")(
             input_stride=width, rows=len(x), width=width, simdgroups_per_row=simdgroups, has_weight=1,
             vectorised=width % 4 == 0 and start_aligned(x, gate, weight), weight_dtype=dtype_code(weight),
-            groups=1, streams=1, gate_is_sigmoid=self.activation == "sigmoid", eps=self.variance_epsilon,
+            groups=1, gate_is_sigmoid=self.activation == "sigmoid", eps=self.variance_epsilon,
             factor=1.0,
         )  # fmt: skip
         tensors = [gate, x, weight, output, output, output]
