@@ -336,10 +336,11 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale
 // Behind more keys a launch is a small part, and all threadgroups would turn their queries again.
 constexpr int64_t kMostTurnedKeys = 4096;
 
-// Whether one threadgroup takes all queries of a key head for some keys, in place, and turns them itself.
-bool can_turn(const AttentionArguments& given, const RopeParams& rope) {
+// Whether one threadgroup takes all queries of a key head for some keys, in place. It turns them itself if
+// what it reads can be read as vectors, too.
+bool can_turn(const AttentionArguments& given) {
   const Tensor &q = given.q, &keys = given.k.values, &values = given.v.values;
-  if (q.size(2) != 1 || rope.vectorised == 0 || keys.size(2) > kMostTurnedKeys) return false;
+  if (q.numel() == 0 || q.size(2) != 1 || keys.size(2) > kMostTurnedKeys) return false;
   if (keys.stride(3) != 1 || values.stride(3) != 1) return false;
   if (keys.stride(2) >= kMostKeyStride || values.stride(2) >= kMostKeyStride) return false;
   const AttentionShape shape{q.size(0),    1,         q.size(1),      keys.size(1),
@@ -370,13 +371,13 @@ Tensor rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const 
   given.gate_is_softplus = gate_activation == "softplus";
   given.tail_rate = 1;
   given.dtype = q.scalar_type();
-  if (q.numel() > 0) {
+  if (can_turn(given)) {
     const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
     Turning turning{rotation, heads_of(q, q_weight, given.q, rotation.rotary),
                     heads_of(k, k_weight, keys_, rotation.rotary), heads_of(v, v_weight, values_, 0)};
     turning.v.params.is_normed = norm_v;
     turning.params = rope_params(rotation, turning.q, turning.k, turning.v);
-    if (can_turn(given, turning.params)) return attend(given, &turning);
+    if (turning.params.vectorised != 0) return attend(given, &turning);
   }
   given.q = rope_cache_(q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs,
                         rotary_dim, rotary_last, norm_v, v_weight, std::nullopt);
