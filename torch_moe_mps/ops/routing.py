@@ -136,8 +136,12 @@ class Router(NamedTuple):
 
     def chosen(self) -> tuple[Tensor, Tensor]:
         """Weights and ids."""
-        options: dict[str, Any] = self._asdict()
-        return moe_router(**{name.removeprefix("router_"): value for name, value in options.items()})
+        options: dict[str, Any] = dict(zip(OF_EXPERTS, self, strict=True))
+        return moe_router(**options)
+
+
+# {argument of moe_router: its name beside experts}
+OF_EXPERTS = {name.removeprefix("router_"): name for name in Router._fields}
 
 
 def _shown(value: Any) -> Any:

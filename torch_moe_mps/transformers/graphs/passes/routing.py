@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....ops.routing import OF_EXPERTS
 from ..nodes import (
     arguments,
     aten,
@@ -30,8 +31,6 @@ _EXPERTS = (
 )
 _FEW_ROWS = 32  # that a kernel of router_logits takes
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
-# moe_router's arguments that have other names beside those of experts.
-_OF_EXPERTS = {"bias": "router_bias", "norm_eps": "router_norm_eps", "norm_min": "router_norm_min"}
 
 
 def logits_in_float32(graph: fx.Graph) -> None:
@@ -79,7 +78,7 @@ def _options_of(router: fx.Node) -> dict[str, Any] | None:
     """The logits of a router and its options, by their names beside experts; None if these have no such."""
     options = arguments(router)
     if is_call(router, ours.moe_router):
-        return {_OF_EXPERTS.get(name, name): value for name, value in options.items()}
+        return {OF_EXPERTS[name]: value for name, value in options.items()}
     if not is_call(router, ours.moe_gate) or options["renormalize_after_scale"]:
         return None
     hidden, weight, norm, scale, top_k, eps, _ = options.values()
