@@ -118,12 +118,17 @@ def stack_of(
         parameter: "experts.gate_up_proj" of "experts.gate_up_proj_scale".
         shape: [experts, rows, columns] of the dense parameter.
     """
-    each = [matrix_of(_Expert(files, parameter, e), parameter, shape[1:], stored) for e in range(shape[0])]
+    own = {
+        f"{parameter}.weight{name.removeprefix(parameter)}": name
+        for name in files.shapes
+        if name == parameter or name.startswith(f"{parameter}_")
+    }
+    each = [matrix_of(_Expert(files, own, e), parameter, shape[1:], stored) for e in range(shape[0])]
     found = [matrix for matrix in each if matrix is not None]
     if not found:
         return None
     found = alike(parameter, found)
-    names = tuple(_stacked(name) for name in found[0].names)
+    names = tuple(own[name] for name in found[0].names)
 
     def read(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
         weights = [matrix.read([t[e] for t in tensors], errors) for e, matrix in enumerate(found)]
@@ -134,23 +139,20 @@ def stack_of(
     return Matrix(names, read, found[0].format)
 
 
-def _stacked(name: str) -> str:
-    """experts.gate_up_proj.weight_scale -> experts.gate_up_proj_scale"""
-    return name.replace(".weight", "", 1)
-
-
 class _Expert(Files):
-    """The tensors of one expert, as if its matrix were a module's."""
+    """The tensors of one expert, as if its matrix were a module's.
 
-    def __init__(self, files: Files, parameter: str, expert: int):
-        self._all, self._expert = files, expert
-        parts = [name for name in files.shapes if name == parameter or name.startswith(f"{parameter}_")]
-        own = {f"{parameter}.weight{name.removeprefix(parameter)}": name for name in parts}
+    Args:
+        own: {name of a module's tensor: that of the stacked one}.
+    """
+
+    def __init__(self, files: Files, own: Mapping[str, str], expert: int):
+        self._all, self._own, self._expert = files, own, expert
         self.shapes = {name: files.shapes[stacked][1:] for name, stacked in own.items()}
         self.dtypes = {name: files.dtypes[stacked] for name, stacked in own.items()}
 
     def read(self, name: str) -> Tensor:
-        return self._all.read(_stacked(name))[self._expert]
+        return self._all.read(self._own[name])[self._expert]
 
 
 class _Reader:
