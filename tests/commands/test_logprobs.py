@@ -13,7 +13,6 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch_moe_mps.commands.logprobs import text_of
 
 MOST = "'top_logprobs' must be an integer from 0 to 20"
-QUANTISED = ["--bits", 4, "--group-size", 32]
 SKY = {"type": "json_schema", "json_schema": {"name": "sky", "schema": {"enum": ["blue", "grey"]}}}
 
 
@@ -24,7 +23,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(checkpoint):
-    with serving.client_of(checkpoint, *QUANTISED, "--prompt-lookup", 2) as client:
+    with serving.client_of(checkpoint, *serving.QUANTISED, "--prompt-lookup", 2) as client:
         yield client
 
 

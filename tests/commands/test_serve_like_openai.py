@@ -13,7 +13,6 @@ from support import serving
 from support.serving import expected_text, said
 
 PROMPT = "hello"
-QUANTISED = ["--bits", 4, "--group-size", 32]
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +22,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(checkpoint):
-    arguments = [*QUANTISED, "--token", "secret", "--allow-host", "mac.example"]
+    arguments = [*serving.QUANTISED, "--token", "secret", "--allow-host", "mac.example"]
     with serving.client_of(checkpoint, *arguments) as client:
         yield client
 

@@ -19,7 +19,6 @@ SCHEMA = {
     "additionalProperties": False,
 }
 NAMED = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
-QUANTISED = ["--bits", 4, "--group-size", 32]
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +28,7 @@ def checkpoint(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def client(checkpoint):
-    with serving.client_of(checkpoint, *QUANTISED, "--prompt-lookup", 2) as client:
+    with serving.client_of(checkpoint, *serving.QUANTISED, "--prompt-lookup", 2) as client:
         yield client
 
 
@@ -95,12 +94,7 @@ def test_what_is_no_format_is_400(client, asked, message):
 
 
 def test_without_xgrammar_it_is_refused(client, monkeypatch):
-    find = structured.importlib.util.find_spec
-    monkeypatch.setattr(
-        structured.importlib.util,
-        "find_spec",
-        lambda name, *a: None if name == "xgrammar" else find(name, *a),
-    )
+    serving.hide_xgrammar(monkeypatch)
     with pytest.raises(openai.BadRequestError, match=r"needs `pip install 'torch-moe-mps\[structured\]'`"):
         text_of(client, messages=said("a"), response_format=NAMED)
 

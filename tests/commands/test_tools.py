@@ -9,7 +9,7 @@ from support import serving
 from support.serving import said
 from transformers.cli.serving import utils
 
-from torch_moe_mps.commands import structured, tools
+from torch_moe_mps.commands import tools
 from torch_moe_mps.commands.requests import Refused
 
 SKY = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
@@ -35,7 +35,7 @@ def client(request, tmp_path_factory):
     """The two forms of calls that transformers' server knows, and xgrammar: JSON, and tags."""
     folder = tmp_path_factory.mktemp("tools") / "model"
     serving.printable_checkpoint(folder, response_template=TEMPLATES[request.param])
-    with serving.client_of(folder, "--bits", 4, "--group-size", 32) as client:
+    with serving.client_of(folder, *serving.QUANTISED) as client:
         yield client
 
 
@@ -109,12 +109,7 @@ def test_what_is_no_choice_is_400(client, asked, message):
 
 def test_without_xgrammar_it_is_refused(client, monkeypatch):
     """None and auto need none."""
-    find = structured.importlib.util.find_spec
-    monkeypatch.setattr(
-        structured.importlib.util,
-        "find_spec",
-        lambda name, *a: None if name == "xgrammar" else find(name, *a),
-    )
+    serving.hide_xgrammar(monkeypatch)
     with pytest.raises(openai.BadRequestError, match=r"'tool_choice' needs `pip install 'torch-moe-mps"):
         calls_of(client, tool_choice="required")
     assert not calls_of(client, tool_choice="none", max_tokens=2)

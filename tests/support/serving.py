@@ -13,9 +13,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 import torch_moe_mps
 from support import tiny_models
+from torch_moe_mps.commands import structured
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
 from torch_moe_mps.commands.serving import server
+
+QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
 
 
 @contextlib.contextmanager
@@ -79,6 +82,16 @@ def letters() -> transformers.PreTrainedTokenizerFast:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     return transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizer, unk_token="?", chat_template=TEMPLATE
+    )
+
+
+def hide_xgrammar(monkeypatch) -> None:
+    """As on a machine without the extra that answers in a schema need."""
+    find = structured.importlib.util.find_spec
+    monkeypatch.setattr(
+        structured.importlib.util,
+        "find_spec",
+        lambda name, *a: None if name == "xgrammar" else find(name, *a),
     )
 
 
