@@ -47,8 +47,7 @@ FIT = """examples:
 
 BENCH = """examples:
   torch-moe-mps bench qwen3-4bit
-  torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json
-  torch-moe-mps bench qwen3-mlx --beside mlx-lm --beside llama.cpp --gguf qwen3.gguf"""
+  torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json"""
 
 CHAT = """!help in the chat lists what else it understands. Ctrl-C ends an answer, Ctrl-D the chat.
 
@@ -219,14 +218,6 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
-    add(
-        "--beside",
-        action="append",
-        default=[],
-        choices=("mlx-lm", "llama.cpp"),
-        help="run the tests there, too: mlx-lm reads MODEL if it is of MLX, llama.cpp reads --gguf",
-    )
-    add("--gguf", metavar="FILE", help="MODEL as a GGUF file, for llama-bench")
     _speculation(command)
     _json(command)
     add(
