@@ -24,6 +24,7 @@ from transformers import DynamicCache
 
 from .._faults import synchronize
 from ..macs import this_mac
+from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
 from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
@@ -32,16 +33,7 @@ from .caches import KVCache, kv_cache
 from .generating import Generating, prepare_steps
 from .perplexity import text_ids
 from .results import check_writable, write_json
-from .sources import (
-    context_of,
-    folder_of,
-    is_first_process,
-    load,
-    loading_options,
-    processes,
-    skeleton_of,
-    usable_device,
-)
+from .sources import context_of, folder_of, load, loading_options, skeleton_of, usable_device
 from .speculation import Speculation, check_speculation, speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
@@ -112,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     bench.speculation = speculation_of(options, model, source, device)
     if bench.speculation is not None:  # random tokens repeat nothing, and nobody guesses what follows them
         bench.use_text(text_ids(source, None, options.trust_remote_code)[0])
-    size = f"{_of_all_processes(model, total_bytes(model)) / 1e9:.2f} GB"
+    size = f"{sum_of_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:
         chip = f"{processes()} x {chip}"
     if device == "mps":
@@ -166,13 +158,6 @@ def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
     return depths
 
 
-def _of_all_processes(model: Any, number: int) -> int:
-    """The sum over the processes of a pipeline."""
-    if processes() == 1:
-        return number
-    return sum(facts["number"] for facts in model.pipeline.peers.gather({"number": number}))
-
-
 def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
     found = {
         **what,
@@ -205,7 +190,7 @@ class Bench:
         prepare_steps(model)
         self.speculation: Speculation | None = None
         self.captured: str | None = None  # how the tokens ran
-        self.weights = _of_all_processes(model, bytes_a_token(model))
+        self.weights = sum_of_processes(model, bytes_a_token(model))
         self.vocabulary = model.config.get_text_config().vocab_size
         count = max(options.depth) + options.prompt + options.turn
         generator = torch.Generator().manual_seed(0)

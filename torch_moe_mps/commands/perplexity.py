@@ -12,15 +12,9 @@ from torch import Tensor
 
 from .._faults import synchronize
 from ..ops.attention import CACHE_BITS
+from ..pipeline.torchrun import is_first_process
 from .results import check_writable, write_json
-from .sources import (
-    folder_of,
-    free,
-    is_first_process,
-    load_stored,
-    tokenizer_of,
-    usable_device,
-)
+from .sources import folder_of, free, load_stored, tokenizer_of, usable_device
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.

@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from ..pipeline.torchrun import is_first_process, processes
 from . import logprobs, tools
 from .generating import Generating
 from .guard import Guard, error_response
 from .prompts import Prompts, machine_memory
 from .requests import Refused, check, cut, refuse_unless_empty
-from .sources import folder_of, is_first_process, load, name_of, processes, usable_device
+from .sources import folder_of, load, name_of, usable_device
 from .speculation import check_speculation, print_counts, speculation_of
 from .structured import schema_of
 
