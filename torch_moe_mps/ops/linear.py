@@ -237,23 +237,17 @@ def embedding_quantized(
 
 
 CALLS: Calls = {
-    "linear_quantized": lambda s: {
-        "x": s.values(s.T, s.H),
-        **s.quantized("", s.I, s.H, ()),
-        "bias": s.values(s.I),
-        "format": s.format.name,
-    },
+    "linear_quantized": lambda s: s.of(
+        "x[T, H] bias[I]", **s.quantized("", s.I, s.H, ()), format=s.format.name
+    ),
     "mlp_quantized": lambda s: {
-        "x": s.values(s.T, s.H),
+        **s.of("x[T, H]", format=s.format.name),
         **s.quantized("gate_up_", 2 * s.I, s.H, ()),
         **s.quantized("down_", s.H, s.I, ()),
-        "format": s.format.name,
     },
     "embedding_quantized": lambda s: {
-        "ids": s.ids,
+        **{"ids": s.ids, "format": s.format.name, "dtype": s.dtype},
         **s.quantized("", s.E, s.H, ()),
-        "format": s.format.name,
-        "dtype": s.dtype,
     },
 }
 CHANGES: Changes = {

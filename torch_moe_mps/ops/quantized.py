@@ -181,31 +181,18 @@ def moe_experts_quantized(
 
 
 CALLS: Calls = {
-    "expert_qmm": lambda s: {
-        "x": s.values(s.T, s.H),
-        **s.quantized("", s.I, s.H),
-        "ids": s.ids,
-        "format": s.format.name,
-    },
+    "expert_qmm": lambda s: s.of("x[T, H]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name),
     "moe_experts_quantized": lambda s: {
-        "x": s.values(s.T, s.H),
+        **s.of("x[T, H]", ids=s.ids, format=s.format.name),
         **s.quantized("gate_up_", 2 * s.I, s.H),
         **s.quantized("down_", s.H, s.I),
-        "ids": s.ids,
         "weights": s.weights,
-        "format": s.format.name,
     },
 }
 CHANGES: Changes = {
     "moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
-        {
-            **s.routed,
-            **s.norm,
-            "scoring": "sigmoid",
-            "router_bias": s.values(s.E),
-            "per_expert_scale": s.values(s.E),
-        },
+        {**s.routed, **s.norm, **s.of("router_bias[E] per_expert_scale[E]", scoring="sigmoid")},
     ],
 }

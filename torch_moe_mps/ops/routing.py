@@ -547,13 +547,7 @@ CHANGES: Changes = {
     ],
     "router_logits": lambda s: [{"x": s.strided, "bias": None}, {**s.norm, "dtype": torch.bfloat16}],
     "moe_router": lambda s: [
-        {
-            "scoring": "sigmoid",
-            "bias": s.values(s.E),
-            "num_groups": 4,
-            "top_groups": 2,
-            "per_expert_scale": s.values(s.E, dtype=torch.float32),
-        },
+        s.of("bias[E] per_expert_scale[E]:float32", scoring="sigmoid", num_groups=4, top_groups=2),
         {"scoring": "softmax_after_topk", "logits": s.values(s.E, s.T).t(), "norm_topk_prob": False},
         *({"logits": s.values(s.T, experts)} for experts in (100, 200, 300, 600)),
     ],
