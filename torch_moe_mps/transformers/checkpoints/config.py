@@ -44,6 +44,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
         other: the quantisation of a checkpoint that another library wrote, read from its tensors, too.
+        measured: {what was measured of a quantised checkpoint: figures}, which the report of it has.
         importance: an Importance, for what is quantised while it is loaded.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
             else, which other programs may have added to a config, is ignored.
@@ -64,6 +65,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         absent: Collection[str] = (),
         mlx: bool = False,
         other: Mapping[str, Any] | None = None,
+        measured: Mapping[str, str] | None = None,
         importance: Any = None,
         **others: Any,
     ):
@@ -74,7 +76,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.absent, self.mlx, self.other = source, [*absent], mlx, other
-        self.ordered = [*ordered]
+        self.ordered, self.measured = [*ordered], measured if isinstance(measured, Mapping) else {}
         self.wanted, self.requantize, self.importance = wanted, requantize, importance
         self.recipe()  # its errors are raised now
 

@@ -160,6 +160,8 @@ class Quantizer(HasTargets, HfQuantizer):
             self.report = report
             if config.importance is not None:
                 report.importance = config.importance.give(model, self._wanted)
+        elif config.measured:
+            self.report = QuantizationReport(measured=config.measured)
         if self.streams:
             report.bytes_before = bytes_a_token(model)
             self._stream = Stream(self._wanted, report)
