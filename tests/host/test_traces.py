@@ -534,7 +534,7 @@ affine4_64, 40 tokens
   0=J[0:10240] 1=K[0:32768] 2=L[0:2048] 3=M[0:2048] 4=A[0:320] 5=A[0:320] 6=N[0:20480] 7=J[0:10240] 8=100
     bytes 9=B[0:320] 10=D[0:304]
   threadgroup(0)=656 bytes
-  expert_combine_f16 grid 1x40x1 of 256x1x1
+  expert_combine_affine4_64_f16 grid 1x40x1 of 256x1x1
   0=N[0:20480] 1=A[0:320] 2=O[0:320] 3=P[0:10240] 4=P[0:10240] 5=P[0:10240] 6=P[0:10240] 7=124 bytes
   threadgroup(0)=656 bytes
 """,

@@ -112,7 +112,8 @@ moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None,
 moe_mps::moe_router_topk_softmax(Tensor logits, int top_k, bool norm_topk_prob) -> (Tensor, Tensor)
 moe_mps::fused_moe_routing(Tensor logits, Tensor per_expert_scale, int top_k) -> (Tensor, Tensor)
 moe_mps::router_logits(Tensor x, Tensor weight, Tensor? bias=None, Tensor? norm_weight=None, float
-    norm_eps=9.9999999999999995e-07, float norm_offset=0., ScalarType? dtype=None) -> Tensor
+    norm_eps=9.9999999999999995e-07, float norm_offset=0., ScalarType? dtype=None, float factor=1.) ->
+    Tensor
 moe_mps::moe_gate(Tensor hidden, Tensor router_weight, Tensor norm_weight, Tensor per_expert_scale, int
     top_k, float eps, bool renormalize_after_scale=True) -> (Tensor, Tensor)
 moe_mps::moe_hash_router(Tensor x, Tensor weight, Tensor table, Tensor tokens, *, str scoring, bool

@@ -259,9 +259,6 @@ def combine(dtype: torch.dtype) -> Iterator[Call]:
     yield "weighted_sum_stacked", lambda: ops.weighted_sum_stacked(slots, weights), {}, n
     call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
     yield "weighted_sum_residual_norm_stacked_", call, {}, n
-    # Of many tokens: their sum is a dispatch of its own.
-    label, call, _, elements = layer("dense", 256, 32, 4, dtype, functools.partial(rows_first, dtype))
-    yield label, call, {}, elements
 
 
 def routing(dtype: torch.dtype) -> Iterator[Call]:
@@ -374,7 +371,7 @@ GROUPS = {
     "sampling": (sampling, ["sampling_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
-    "combine": (combine, ["combine_{}", "expert_combine_{}"]),
+    "combine": (combine, ["combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
     "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -392,7 +389,6 @@ KINDS = [
     "linear_attention",
     "hyper_connection",
     "combine",
-    "expert_combine",
     "pointwise",
     "routing",
     "hash_router",
@@ -829,8 +825,6 @@ weighted_sum_stacked
   weighted_sum_bf16: 16.94 7.69 slots an element, 48 registers, 32/-/1024 threads
 weighted_sum_residual_norm_stacked_
   weighted_sum_norm_bf16: 29.95 15.33 slots an element, 70.5 registers, 384/384/704 threads
-dense, 256 tokens, 4 of 32
-  expert_combine_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
 """,
         )
 
@@ -892,9 +886,11 @@ dense, 8 tokens, 4 of 32
 dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
   gemm8_bf16: 2.19 1.99 slots a MAC, 70 registers, 128/384/704 threads
+  expert_combine_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
 dense, 256 tokens, 4 of 32
   gemm32_bf16: 1.41 1.35 slots a MAC, 96.5 registers, 128/384/512 threads
   gemm32_bf16: 1.53 1.46 slots a MAC, 96.5 registers, 128/384/512 threads
+  expert_combine_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
 dense, normed, 1 tokens, 4 of 32
   matmul_rows_normed_bf16: 7.02 4.98 slots a MAC, 63 registers, 64/384/832 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
@@ -927,9 +923,11 @@ affine4_64, 8 tokens, 4 of 32
 affine4_64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 68.5 registers, 128/384/704 threads
+  expert_combine_affine4_64_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
 affine4_64, 256 tokens, 4 of 32
   gemm32_affine4_64_bf16: 1.48 1.46 slots a MAC, 94 registers, 128/384/512 threads
   gemm32_affine4_64_bf16: 1.60 1.57 slots a MAC, 94 registers, 128/384/512 threads
+  expert_combine_affine4_64_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
 affine4_64, normed, 1 tokens, 4 of 32
   matmul_rows_normed_affine4_64_bf16: 7.23 6.14 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
