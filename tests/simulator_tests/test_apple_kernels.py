@@ -258,9 +258,6 @@ def combine(dtype: torch.dtype) -> Iterator[Call]:
     yield "weighted_sum_stacked", lambda: ops.weighted_sum_stacked(slots, weights), {}, n
     call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
     yield "weighted_sum_residual_norm_stacked_", call, {}, n
-    # Of many tokens: their sum is a dispatch of its own.
-    label, call, _, elements = layer("dense", 256, 32, 4, dtype, functools.partial(rows_first, dtype))
-    yield label, call, {}, elements
 
 
 def routing(dtype: torch.dtype) -> Iterator[Call]:
@@ -373,7 +370,7 @@ GROUPS = {
     "sampling": (sampling, ["sampling_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
-    "combine": (combine, ["combine_{}", "expert_combine_{}"]),
+    "combine": (combine, ["combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
     "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -391,7 +388,6 @@ KINDS = [
     "linear_attention",
     "hyper_connection",
     "combine",
-    "expert_combine",
 ]
 KINDS += ["expert_combine", "pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
