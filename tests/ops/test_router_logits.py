@@ -34,7 +34,7 @@ def test_norm_and_dtype_of_the_result(device, dtype):
         x = (2.0 * numbers(tokens, width, dtype=dtype, seed=i)).to(device)
         weight = numbers(experts, width, dtype=DTYPES[i % 3], seed=i).to(device)
         norm = numbers(width, dtype=DTYPES[(i + 1) % 3], seed=i + 1).to(device)
-        options = {"norm_weight": norm, "norm_eps": 1e-5, "norm_offset": float(i % 2)}
+        options = {"norm_weight": norm, "norm_eps": 1e-5, "norm_offset": float(i % 2), "factor": 0.3}
         checked("router_logits", x, weight, dtype=dtype)
         result = checked("router_logits", x, weight, numbers(experts).to(device), dtype=dtype, **options)
         assert result.dtype == dtype

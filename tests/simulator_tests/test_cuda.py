@@ -50,7 +50,6 @@ LIBRARIES = [
     "attention_turned_f16",
     "attention_relative_f16",
     "combine_f16",
-    "expert_combine_f16",
     "experts_f16",
     "index_f16",
 ]
@@ -68,7 +67,7 @@ LIBRARIES += [
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]
 # A simdgroup a row, or a thread an element, and as many registers as it takes.
-UNBOUNDED = ["expert_combine_f16", "hash_router_f16", "hyper_connection_f16", "pointwise_f16", "routing_f16"]
+UNBOUNDED = ["hash_router_f16", "hyper_connection_f16", "pointwise_f16", "routing_f16"]
 BUFFER_WORDS = {"device", "threadgroup", "thread", "kernel", "constant"}
 SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
 

@@ -288,6 +288,7 @@ def router_logits(d):
         "bias": d.maybe(lambda: d.values(experts)),
         **norm_of_input(d, width),
         "dtype": d.one(None, *DTYPES),
+        "factor": d.one(1.0, 0.3),
     }
 
 

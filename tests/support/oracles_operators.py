@@ -310,7 +310,7 @@ def input_rows(a) -> Estimate:
 
 @oracle
 def router_logits(a):
-    rows, weight = input_rows(a), exact(a.weight)
+    rows, weight = input_rows(a), a.factor * exact(a.weight)
     logits = dot_products(rows.value, weight, 0.0 if a.bias is None else exact(a.bias))
     inherited = DEVIATIONS * np.sqrt(rows.deviation**2 @ (weight**2).T)
     return [Expected(logits.value, logits.error + inherited)]

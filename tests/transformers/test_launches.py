@@ -16,7 +16,7 @@ MOST = {
     "gpt_oss": ({"sliding": 9, "full": 6, "outside": 2}, {"sliding": 18, "full": 18}),
     "glm4_moe": ({"dense": 8, "sparse": 8, "outside": 2}, {"dense": 14, "sparse": 20}),
     "deepseek_v3": ({"dense": 12, "sparse": 12, "outside": 2}, {"dense": 18, "sparse": 24}),
-    "gemma4": ({"sliding": 16, "full": 15, "outside": 3}, {"sliding": 38, "full": 38}),
+    "gemma4": ({"sliding": 15, "full": 14, "outside": 3}, {"sliding": 38, "full": 38}),
     "qwen3_next": ({"linear": 9, "full": 11, "outside": 2}, {"linear": 39, "full": 29}),
     "cohere2_moe": ({"dense": 9, "sparse": 11, "outside": 4}, {"dense": 13, "sparse": 21}),
 }

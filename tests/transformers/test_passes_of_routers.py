@@ -57,6 +57,11 @@ def gate(x):
     return experts(x, ids, weights)
 
 
+def gate_of_a_multiple(x):
+    weights, ids = ops.moe_gate(x, ROUTER, NORM * 0.125, SCALES, K, 1e-6, False)
+    return experts(x, ids, weights)
+
+
 def gate_that_divides_again(x):
     weights, ids = ops.moe_gate(x, ROUTER, NORM, SCALES, K, 1e-6, True)
     return experts(x, ids, weights)
@@ -91,6 +96,7 @@ LEFT = {
     every_option: ONE | {"mm": 1},
     behind_a_norm: ONE | {"router_logits": 1},
     gate: ONE | {"router_logits": 1},
+    gate_of_a_multiple: ONE | {"router_logits": 1},
     gate_that_divides_again: ONE | {"moe_gate": 1},
     ids_that_else_are_read: ONE | {"mm": 1, "moe_router": 1, "add": 1},
     weights_that_are_changed: ONE | {"mm": 1, "moe_router": 1, "mul": 1},

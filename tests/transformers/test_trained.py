@@ -195,7 +195,7 @@ def test_the_command_measures_the_perplexity_of_transformers(parts, tmp_path):
     assert run("perplexity", trained.smollm2(), *options, "--json", found) == 0
     ids = tokenizer((tmp_path / "text").read_text(), return_tensors="pt").input_ids
     loss = torch.nn.functional.cross_entropy(logits(own, ids)[0, :-1], ids[0, 1:])
-    assert abs(json.loads(found.read_text())["perplexity"] / loss.exp().item() - 1) <= 1e-4
+    assert abs(json.loads(found.read_text())["models"][0]["perplexity"] / loss.exp().item() - 1) <= 1e-4
 
 
 @pytest.mark.parametrize("bits", [None, 4, pytest.param(8, marks=pytest.mark.sweep)])

@@ -201,7 +201,7 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& step, cons
 
 void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
                  const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
-  Command& command = commands.add({"expert_combine", out.scalar_type()}, step.kernel);
+  Command& command = commands.add(matrix.library, step.kernel);
   command.bind(slots).bind(run.ids);
   bind_sum(command, sum, out).bind(out).params(down_params(slots, matrix, run.ids, sum));
   run.launch(command, step);

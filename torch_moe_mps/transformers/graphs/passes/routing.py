@@ -82,8 +82,11 @@ def _options_of(router: fx.Node) -> dict[str, Any] | None:
     if not is_call(router, ours.moe_gate) or options["renormalize_after_scale"]:
         return None
     hidden, weight, norm, scale, top_k, eps, _ = options.values()
+    factor = 1.0
+    if is_call(norm, aten.mul) and not isinstance(norm.args[1], fx.Node):
+        norm, factor = norm.args
     like = tensor_of(hidden).new_empty(len(tensor_of(hidden)), len(tensor_of(weight)), dtype=torch.float32)
-    logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps)
+    logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps, factor=factor)
     chosen = {"scoring": "softmax_after_topk", "per_expert_scale": scale}
     return {"logits": logits, "top_k": top_k, **chosen}
 
