@@ -117,7 +117,9 @@ def test_perplexity(checkpoint, tmp_path, capsys):
         assert [str(folder), *figures.split(), *divergence.split(), *top.split()] in lines
         kept = "400 tokens of text.txt in windows of 64: "
         kept += f"perplexity {figures} (dense has {data['perplexity_of_other']:.4f}), KL divergence from it "
-        kept += f"{divergence} nats a token, equal top tokens {top}; torch-moe-mps {torch_moe_mps.__version__}"
+        kept += (
+            f"{divergence} nats a token, equal top tokens {top}; torch-moe-mps {torch_moe_mps.__version__}"
+        )
         card = (folder / "README.md").read_text()
         assert card.count("\n- ") == 4 and card.endswith(f"\n- {kept}\n"), card  # two are tags
         assert "\n- 50 tokens of text.txt in windows of 64: " in card and str(tmp_path) not in card
