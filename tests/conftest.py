@@ -7,6 +7,7 @@ another one, except for tests marked `one_schedule` and for cases that run only 
 """
 
 import gc
+import importlib
 import os
 import signal
 import sys
@@ -63,6 +64,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """What is imported is never garbage: without it, looking for garbage takes a third of the time."""
+    if "transformers" in sys.modules:
+        importlib.import_module("support.recipes")
     gc.freeze()
     gc.enable()
 
@@ -126,6 +129,14 @@ def few_formats(monkeypatch) -> None:
     from support import any_arguments
 
     monkeypatch.setattr(any_arguments, "EVERY_FORMAT", ("affine4_64", "mxfp4", "q4_k"))
+
+
+@pytest.fixture
+def shipped_defaults(monkeypatch) -> None:
+    """Recipes of tiny models are those of users, too."""
+    from support import recipes
+
+    monkeypatch.setattr(recipes.Recipe, "of_sizes", recipes.SHIPPED)
 
 
 @pytest.fixture
