@@ -105,6 +105,8 @@ moe_mps::pointwise(Tensor a, str formula, ScalarType dtype, Tensor? b=None, Tens
 moe_mps::pool_window_(Tensor kv, Tensor gate, Tensor position_bias, Tensor(a3!) state_, Tensor(a4!)
     entries_, SymInt position, Tensor norm_weight, Tensor inv_freq, float scaling=1., float
     eps=9.9999999999999995e-07) -> ()
+moe_mps::quantize_by_importance(Tensor weight, Tensor importance, str to) -> (Tensor, Tensor, Tensor,
+    Tensor)
 moe_mps::moe_router(Tensor logits, int top_k, *, str scoring, Tensor? bias=None, int num_groups=1, int
     top_groups=1, str group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool
     norm_topk_prob, float norm_eps=9.9999999999999995e-21, float norm_min=0., float scaling_factor=1.,

@@ -187,6 +187,13 @@ def pooling(dtype: torch.dtype) -> Iterator[Call]:
         yield f"pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
 
 
+def quantising(dtype: torch.dtype) -> Iterator[Call]:
+    weight, importance = on_device(1, 8, 1024, dtype=dtype), on_device(1, 1024).square()
+    for name in ("affine4_64", "affine8_32", "mxfp4", "mxfp8", "nvfp4"):
+        call = functools.partial(torch.ops.moe_mps.quantize_by_importance, weight, importance, name)
+        yield f"quantize_by_importance to {name}", call, {}, weight.numel()
+
+
 def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
     state = on_device(1, 8192, 4, dtype=dtype)
@@ -372,6 +379,7 @@ GROUPS = {
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
     "sampling": (sampling, ["sampling_{}"]),
+    "quantize": (quantising, ["quantize_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}", "expert_combine_{}"]),
@@ -389,6 +397,7 @@ KINDS = [
     "attention",
     "index",
     "pooling",
+    "quantize_",
     "linear_attention",
     "hyper_connection",
     "combine",
@@ -586,6 +595,23 @@ not dispatched here
   attention_selected8_512_affine8_bf16: 96.5 registers, -/256/512 threads
   attention_selected8_64_affine8_bf16: 94 registers, -/128/512 threads
   attention_selected8_64_bf16: 90 registers, -/128/576 threads
+""",
+        )
+
+    def test_quantize(self):
+        self.assertExpectedInline(
+            costs("quantize", "bf16"),
+            """\
+quantize_by_importance to affine4_64
+  quantize_affine_bf16: 196.94 194.19 slots an element, 77.5 registers, 256/256/640 threads
+quantize_by_importance to affine8_32
+  quantize_affine_bf16: 186.81 184.06 slots an element, 77.5 registers, 256/256/640 threads
+quantize_by_importance to mxfp4
+  quantize_mxfp4_bf16: 94.69 93.38 slots an element, 65.5 registers, 256/256/768 threads
+quantize_by_importance to mxfp8
+  quantize_mxfp8_bf16: 89.94 88.62 slots an element, 65.5 registers, 256/256/768 threads
+quantize_by_importance to nvfp4
+  quantize_nvfp4_bf16: 127.88 126.56 slots an element, 70.5 registers, 256/256/704 threads
 """,
         )
 
