@@ -141,6 +141,14 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 "of rows of a multiple of 4 elements, got 62", streams=zeros(T, 2, H - 2), out=zeros(T, H - 2)
             ),
         ],
+        "quantize_by_importance": [
+            wrong(
+                "C, the last dimension of weight, must be a multiple of 32, got 40",
+                weight=zeros(2, 5, 40),
+                importance=zeros(2, 40),
+            ),
+            wrong("importance must be of shape [E, C] = (2, 128)", importance=zeros(1, 128)),
+        ],
         "pool_window_": [
             wrong(
                 "of an even last dimension D, with W = D or 2 D, here 16",

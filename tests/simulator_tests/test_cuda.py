@@ -20,6 +20,7 @@ from measured.cases.fused import (
     Logits,
     Pointwise,
     PoolWindow,
+    Quantise,
     RopeAttention,
     RopeCache,
     RopeThenAttention,
@@ -60,6 +61,7 @@ LIBRARIES += [
     "norms_f16",
     "pointwise_f16",
     "pooling_f16",
+    "quantize_f16",
     "rope_f16",
     "routing_f16",
     "sampling_f16",
@@ -240,6 +242,8 @@ def some_cases() -> list:
         IndexKeys("fused", 2, 3, 64, 5, "f16"),
         Pointwise("sanitize", 3, 130, "f16"),
         PoolWindow("sanitize", 5, 70, 4, 2, "f16"),
+        Quantise("sanitize", 5, 192, "affine5_64", "f16"),
+        Quantise("sanitize", 5, 192, "nvfp4", "bf16"),
         Tailed("sanitize", 1, 9, 64, 40, 5, "f16"),
     ]
 
@@ -303,6 +307,7 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
             "Hyper",
             "Pointwise",
             "PoolWindow",
+            "Quantise",
             "Tailed",
             "RopeCache",
             "RopeAttention",

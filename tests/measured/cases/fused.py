@@ -268,6 +268,32 @@ class Pointwise(OperatorCase):
 
 
 @dataclass
+class Quantise(OperatorCase):
+    """By importance."""
+
+    operator: ClassVar[str] = "quantize_by_importance"
+    group: str
+    tokens: int  # rows
+    width: int
+    to: str
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{super().name} {self.to}"
+
+    def inputs(self, values):
+        importance = values.uniform(1, self.width, low=0.0, high=4.0)
+        return {"weight": self.random(values, 1, self.tokens, self.width), "importance": importance}
+
+    def given(self, t):
+        return t | {"to": self.to}
+
+    def call(self, t):
+        return tuple(result for result in super().call(t) if result.numel() > 0)
+
+
+@dataclass
 class PoolWindow(OperatorCase):
     """In front of a window's end, or of a prompt."""
 
@@ -516,6 +542,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
     cases += [PoolWindow("fused", t, 512, *kind, "bf16") for t in (1, 1024) for kind in ((4, 2), (128, 1))]
     cases += [Pointwise("fused", t, 4096, "bf16") for t in (1, 8)]
+    cases += [Quantise("fused", 4096, 4096, to, "bf16") for to in ("affine4_64", "affine8_64", "nvfp4")]
     cases += [Tailed("fused", 1, 64, 512, 8192, selected, "bf16") for selected in (0, 512)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
@@ -549,5 +576,6 @@ def sanitizer_fused() -> list[Case]:
     cases += [Hyper("sanitize", t, width, "f16") for t in (1, 3) for width in (132, 1028)]
     cases += [PoolWindow("sanitize", t, 70, *kind, "f16") for t in (1, 21) for kind in ((4, 2), (40, 1))]
     cases += [Pointwise("sanitize", t, width, "f16") for t in (1, 3) for width in (5, 130)]
+    cases += [Quantise("sanitize", 7, 384, to, "f16") for to in ("affine3_128", "mxfp4", "mxfp8", "nvfp4")]
     cases += [Tailed("sanitize", t, 9, 64, 40, selected, "f16") for t in (1, 3) for selected in (0, 5)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]

@@ -1,36 +1,85 @@
-"""Codes, scales and biases by importance: the least weighted error that a search finds.
+"""Codes, scales and biases by importance: the least weighted error that a search finds."""
 
-For the weights w of a group, and k the mean squares of what they are multiplied with, the error is
-
-    sum k (w - decoded)^2
-
-which is the mean square of what it adds to an output, of inputs without correlation. Of several scales (and
-biases) the best is taken; codes are chosen again behind the rounding to the stored dtype. MLX's own are among
-them, so the error is never larger than by MLX's rule.
-"""
+import functools
+import re
+from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..ops._formats import Format, e4m3, e8m0
-from .encoding import E2M1_LARGEST, E4M3_LARGEST, affine_range, e4m3_codes, encode_with, fitting_scales
+from ._encoding import E2M1_LARGEST, E4M3_LARGEST, affine_range, e4m3_codes, encode_with, fitting_scales
+from ._formats import FORMATS, GGUF, Format, decode, dequantize_values, e4m3, e8m0, pack
+from ._registry import operator
+from ._sample import Calls, Changes, Sample
 
-# Of affine formats the first scale is 1 - the first number / 2^bits of the range. Each move multiplies the
-# best scale so far by 1 + a / 2^bits, and adds b times that scale to the bias; least squares follow. The
-# moves were chosen one by one on matrices of SmolLM2. There the error is 1.03 to 1.04 times that of the best
-# of 90 starts at 3 to 5 bits, 1.18 and 1.25 times at 6 and 8, where MLX's rule has 2.5 to 4.2 times.
-_FEW_BITS = 0.9, (
-    (0, 0), (-0.8, 0.25), (0.4, 0), (-0.8, -0.25), (-0.4, 0), (0.8, 0.25), (0, 0), (0.8, -0.5), (0.4, 0),
-    (-1.2, -0.5),
-)  # fmt: skip
-_MANY_BITS = 0.8, (
-    (0, 0), (2, -0.5), (0.5, 0), (-0.5, 0), (2, 0), (0, 0), (-1.5, 0.25), (-1, -0.25), (0.5, 0), (-0.5, 0),
-)  # fmt: skip
-# What is tried of MLX's scale: powers of two for e8m0; for e4m3 also what makes 4 of the largest magnitude.
-_STEPS_OF_E8M0 = (-1, 1)
-_FACTORS_OF_E4M3 = (1.0, 1.5)
-# Of the product of two sums, the least difference that is not rounding.
-_SMALLEST = 1e-5
+
+def _meta_quantize_by_importance(check, weight, to, **_):
+    FORMATS[to].check_columns(check, "C, the last dimension of weight,", check.sizes["C"])
+    return _empty(weight, FORMATS[to])
+
+
+def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rows, columns = weight.shape
+    groups = columns // format.group_size
+    scales = weight.new_empty(*rows, groups, dtype=weight.dtype if format.is_affine else torch.uint8)
+    biases = torch.empty_like(scales) if format.is_affine else weight.new_empty(0)
+    packed = weight.new_empty(*rows, format.words(columns), dtype=torch.int32)
+    return packed, scales, biases, weight.new_empty(*rows, groups, 2, dtype=torch.float32)
+
+
+@operator(
+    "weight[E, R, C] importance[E, C]:float32",
+    _meta_quantize_by_importance,
+    allowed={"to": tuple(name for name in FORMATS if name not in GGUF)},
+)
+def quantize_by_importance(
+    weight: Tensor, importance: Tensor, to: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights in one of MLX's formats, chosen by what they are multiplied with: in one launch.
+
+    For the weights w of a group, and k the mean squares of what they are multiplied with, the error is
+
+        sum k (w - decoded)^2
+
+    which is the mean square of what it adds to an output, of inputs without correlation. Of several scales
+    (and biases) the best is taken; codes are chosen again behind the rounding to the stored dtype. MLX's own
+    are among them, so the error is never larger than by MLX's rule. Arithmetic is in float32; where two
+    scales are equally good but for rounding, devices may choose differently.
+
+    Args:
+        weight: [E, R, C], float32, float16 or bfloat16, finite; any strides. C is a multiple of the format's
+            group.
+        importance: [E, C] float32, finite and not negative; about 1, so that float32 holds the sums.
+        to: the format's name: affine4_64 and so on, mxfp4, mxfp8, nvfp4.
+
+    Returns: packed [E, R, C * bits / 32] int32; scales and biases [E, R, C / group] in the dtype of `weight`,
+        of formats without biases scales uint8 and biases empty; and float32 [E, R, C / group, 2], of each
+        group sum |w - decoded| and sum |w|.
+
+    Raises: ValueError for a dtype, shape, format or device that does not fit.
+    """
+    format = FORMATS[to]
+    if weight.numel() == 0:
+        return _empty(weight, format)
+    groups = weight.float().unflatten(-1, (-1, format.group_size))
+    codes, scales, biases = search(
+        groups, importance.unflatten(-1, (1, -1, format.group_size)), weight.dtype, format
+    )
+    scales = scales.to(weight.dtype if format.is_affine else torch.uint8)
+    biases = None if biases is None else biases.to(weight.dtype)
+    apart = decode(codes, scales, biases, format).sub_(groups).abs_().sum(-1)
+    sums = torch.stack((apart, groups.abs().sum(-1)), -1)
+    packed = pack(codes.flatten(-2), format.bits)
+    return packed, scales, weight.new_empty(0) if biases is None else biases, sums
+
+
+@functools.cache
+def _numbers(name: str) -> tuple[float, ...]:
+    """The numbers of a constant of shaders/quantize_moves.h."""
+    text = (Path(__file__).parents[1] / "shaders/quantize_moves.h").read_text()
+    body = text.partition(f" {name}[")[2].partition(" = ")[2].partition(";")[0]
+    return tuple(float(number) for number in re.findall(r"-?[\d.]+", body))
 
 
 def search(
@@ -77,10 +126,12 @@ def _affine(
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, step = (low + high) / 2, ((high - low) / (codes - 1)).clamp(min=torch.finfo(torch.float32).tiny)
     fit = _Fit((groups - middle).mul_(1 / step), importance, half)
-    start, moves = _FEW_BITS if format.bits <= 4 else _MANY_BITS
-    first = torch.full_like(step, 1 - start / codes)
+    many, numbers = int(format.bits > 4), _numbers("kMove")
+    first = torch.full_like(step, 1 - _numbers("kStart")[many] / codes)
     least, scale, bias = fit.turn(first, first / 2)
-    for a, b in moves:
+    half_of_them = len(numbers) // 2
+    moves = numbers[many * half_of_them :][:half_of_them]
+    for a, b in zip(moves[::2], moves[1::2], strict=True):
         error, s, m = fit.turn((1 + a / codes) * scale, bias + b * scale)
         better = error < least
         least = torch.where(better, error, least)
@@ -123,7 +174,7 @@ class _Fit:
         first = kc.sum(-1, keepdim=True)
         mean = first * self.inverse
         second = kc.mul_(c).sum(-1, keepdim=True)
-        variance = torch.maximum(second - first * mean, _SMALLEST * second)
+        variance = torch.maximum(second - first * mean, _numbers("kSmallest")[0] * second)
         covariance = c.mul_(self.kt).sum(-1, keepdim=True) - first * self.mean
         fitted = covariance / variance
         return self.variance - fitted * covariance, fitted, self.mean - fitted * mean
@@ -157,13 +208,13 @@ def _rounded(values: Tensor, bits: int) -> Tensor:
 
 
 def _of_e8m0(scales: Tensor) -> list[Tensor]:
-    return [(scales.int() + step).clamp(0, 254).to(torch.uint8) for step in _STEPS_OF_E8M0]
+    return [(scales.int() + step).clamp(0, 254).to(torch.uint8) for step in map(int, _numbers("kSteps"))]
 
 
 def _of_e4m3(groups: Tensor, importance: Tensor, scales: Tensor) -> list[Tensor]:
     """Other scales, and for the numbers that are nearest with each the least squares."""
     found = []
-    for factor in _FACTORS_OF_E4M3:
+    for factor in _numbers("kFactors"):
         factors = e4m3(e4m3_codes(e4m3(scales) * factor)).unsqueeze(-1)
         numbers = _rounded(groups * torch.where(factors == 0, 0.0, 1 / factors), 4)
         kn = numbers * importance
@@ -171,3 +222,33 @@ def _of_e4m3(groups: Tensor, importance: Tensor, scales: Tensor) -> list[Tensor]
         fitted = (kn.mul_(groups)).sum(-1) / fitted
         found.append(e4m3_codes(torch.where(fitted > 0, fitted, factors.squeeze(-1))))
     return found
+
+
+def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:
+    """Of each matrix how much of the weights is decoded, by importance; and what is said of the error."""
+    packed, scales, biases, sums = results
+    weight, importance = arguments["weight"].float(), arguments["importance"][:, None]
+    format = FORMATS[arguments["to"]]
+    decoded = dequantize_values(packed, scales, biases if format.is_affine else None, format)
+    products = [(importance * weight * other).sum((1, 2)) for other in (decoded, weight)]
+    apart = (decoded - weight).abs().unflatten(-1, (-1, format.group_size)).sum(-1)
+    return [products[0] / products[1], sums[..., 1], sums[..., 1] + sums[..., 0] - apart]
+
+
+def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 128) -> dict[str, Any]:
+    """Of rows, some with groups of zeros and of a constant."""
+    weight = s.values(2, 5, columns)
+    weight[0, 0], weight[1, 2] = 0.0, 0.5
+    return {
+        "weight": weight,
+        "importance": s.values(2, columns, dtype=torch.float32).square(),
+        "to": format.name,
+    }
+
+
+CALLS: Calls = {"quantize_by_importance": _weights}
+CHANGES: Changes = {
+    "quantize_by_importance": lambda s: [
+        _weights(s, format) for name, format in FORMATS.items() if name not in GGUF and name != "affine4_32"
+    ]
+}
