@@ -916,14 +916,14 @@ not dispatched here
             costs("int4", "bf16"),
             """\
 affine4_64, 1 tokens, 4 of 32
-  matmul_rows_affine4_64_bf16: 4.98 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
+  matmul_rows_affine4_64_bf16: 4.97 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
 affine4_64, 3 tokens, 2 of 4
   matmul_rows_few_split_affine4_64_bf16: 5.37 5.07 slots a MAC, 100 registers, 128/256/512 threads
-  expert_down_few_affine4_64_bf16: 5.96 5.40 slots a MAC, 86.5 registers, 256/256/576 threads
+  expert_down_few_affine4_64_bf16: 5.89 5.34 slots a MAC, 84.5 registers, 256/256/576 threads
 affine4_64, 8 tokens, 4 of 32
   matmul_rows_few_affine4_64_bf16: 3.80 3.49 slots a MAC, 89 registers, 128/256/576 threads
-  expert_down_few_affine4_64_bf16: 5.58 5.02 slots a MAC, 86.5 registers, 256/256/576 threads
+  expert_down_few_affine4_64_bf16: 5.49 4.94 slots a MAC, 84.5 registers, 256/256/576 threads
 affine4_64, 64 tokens, 4 of 32
   gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 68.5 registers, 128/384/704 threads
@@ -931,10 +931,10 @@ affine4_64, 256 tokens, 4 of 32
   gemm32_affine4_64_bf16: 1.48 1.46 slots a MAC, 94 registers, 128/384/512 threads
   gemm32_affine4_64_bf16: 1.60 1.57 slots a MAC, 94 registers, 128/384/512 threads
 affine4_64, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_affine4_64_bf16: 7.23 6.14 slots a MAC, 44.5 registers, 64/384/1024 threads
+  matmul_rows_normed_affine4_64_bf16: 7.23 6.13 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
 affine4_64, normed, chosen, 1 tokens, 4 of 32
-  matmul_rows_chosen8_affine4_64_bf16: 9.86 8.71 slots a MAC, 44.5 registers, 64/384/1024 threads
+  matmul_rows_chosen8_affine4_64_bf16: 9.86 8.70 slots a MAC, 44.5 registers, 64/384/1024 threads
   expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
 queries of latents, 1 tokens
   heads_columns_affine4_64_bf16: 6.77 6.56 slots a MAC, 45.5 registers, 256/384/1024 threads
