@@ -98,8 +98,10 @@ def known() -> dict[str, Tuned]:
 def tune(name: str, arguments: Mapping[str, Any]) -> None:
     """Times what a call of an operator runs that has not been timed on this machine, while there is time."""
     global _seconds_left
-    x = arguments.get("x")
-    if name not in OPERATORS or _seconds_left <= 0 or not 0 < x.numel() <= MOST_TOKENS * x.shape[-1]:
+    if name not in OPERATORS or _seconds_left <= 0:
+        return
+    x = arguments["x"]
+    if not 0 < x.numel() <= MOST_TOKENS * x.shape[-1]:
         return
     synchronize()  # what was encoded before is not timed
     started = time.monotonic()
@@ -156,6 +158,8 @@ def _rounds(
 
     Raises: OutOfTime where another round may last beyond `end`.
     """
+
+    longest = 0.0  # of a round
 
     def seconds(order: Sequence[int], times: int) -> list[float]:
         for number in order:
