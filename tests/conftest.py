@@ -26,6 +26,7 @@ SIMULATED = sys.platform != "darwin"
 
 def pytest_configure(config):
     os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
+    os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
     config.addinivalue_line(
         "markers",

@@ -12,6 +12,7 @@
 #include "metal/work.h"
 #include "tensor_units.h"
 #include "tensors.h"
+#include "tuned.h"
 
 namespace moe_mps {
 namespace {
@@ -170,7 +171,7 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
       .bind(x)
       .params(params);  // x stands in for a residual
   if (step.norms_inputs) command.bind(norm->weight);
-  run.launch(run.bind_buckets(command), step);
+  run.launch(run.bind_buckets(command), tuned(step, library_of(step, matrix), matrix, run.ids.numel()));
 }
 
 // Adds the first matmul of experts that it chooses itself. It writes run.ids and `weights`.
@@ -187,7 +188,7 @@ void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, cons
       .bind(weights)
       .params(params)
       .bind(step.norms_inputs ? norm->weight : x);
-  run.launch(command, step);
+  run.launch(command, tuned(step, matrix.library, matrix, run.ids.numel()));
 }
 
 // Adds the second matmul with the weighted sum over a token's experts.
@@ -196,7 +197,7 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& step, cons
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, hidden, matrix, run.ids, out, run.ids.numel());
   bind_sum(command, sum, out).params(down_params(hidden, matrix, run.ids, sum));
-  run.launch(run.bind_buckets(command), step);
+  run.launch(run.bind_buckets(command), tuned(step, matrix.library, matrix, run.ids.numel()));
 }
 
 void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
@@ -224,8 +225,10 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
     }
     return;
   }
-  const MatmulStep step = plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
-                                      on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
+  const MatmulStep planned =
+      plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
+                  on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
+  const MatmulStep step = tuned(planned, library_of(planned, matrix), matrix, tokens);
   TORCH_CHECK(!step.kernel.ends_with("_split") || tokens * matrix.inputs <= kMostElements,
               "moe_mps: ", step.kernel, " counts the elements of its inputs in 32 bits, got ", x_.sizes());
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;

@@ -119,13 +119,14 @@ template <typename W>
     DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
     device const int4* tiles [[buffer(13)]], threadgroup float* memory [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int R = kFewDownRows / kRowGroups;
   constant MatmulParams& matmul = params.matmul;
   const PairTerms<kFewDownRows> terms = {memory};
   const uint first = group * kFewDownRows;
-  uint turn = 0;
+  uint others = simdgroup;  // whose turn comes first
   for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
     const uint position = base + lane;
     int4 own = int4(0);
@@ -133,8 +134,12 @@ template <typename W>
     const bool has_expert = own.x < int(matmul.experts);
     if (!has_expert && simdgroup == 0) terms.clear(uint(pair_order[position]));
     const uint starts = ballot(own.z > 0 && has_expert);
-    for (uint left = starts; left != 0; left &= left - 1, ++turn) {
-      if (turn % kDownSimdgroups != simdgroup) continue;
+    for (uint left = starts; left != 0; left &= left - 1) {
+      if (others > 0) {
+        --others;
+        continue;
+      }
+      others = simdgroups - 1;
       const int4 tile = tiles[base + ctz(left)];
       const uint expert = uint(tile.x);
       const W weights(packed, scales, biases, expert, matmul);
@@ -145,5 +150,6 @@ template <typename W>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const Addends<T> addends = {shared_gate, shared_out, residual};
-  store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, kDownThreads, params);
+  store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, simdgroups * kSimdWidth,
+                    params);
 }
