@@ -133,7 +133,9 @@ moe_mps::moe_experts_quantized(Tensor x, Tensor gate_up_packed, Tensor gate_up_s
     top_k=1, str scoring="softmax", Tensor? router_bias=None, int num_groups=1, int top_groups=1, str
     group_score="top2_sum", float? masked_score=None, bool bias_on_logits=False, bool norm_topk_prob=False,
     float router_norm_eps=9.9999999999999995e-21, float router_norm_min=0., float scaling_factor=1., Tensor?
-    per_expert_scale=None) -> Tensor
+    per_expert_scale=None, Tensor? shared_gate_up_packed=None, Tensor? shared_gate_up_scales=None, Tensor?
+    shared_gate_up_biases=None, Tensor? shared_down_packed=None, Tensor? shared_down_scales=None, Tensor?
+    shared_down_biases=None) -> Tensor
 moe_mps::sample_(Tensor logits, Tensor draws, Tensor(a2!) invalid_, float temperature=1., int top_k=0, float
     top_p=1., float min_p=0., int otherwise=0) -> Tensor""",
         )
