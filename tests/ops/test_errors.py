@@ -60,6 +60,12 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         **{"scales": zeros(I, 12, dtype=torch.uint8), "biases": zeros(I, 2, dtype=short)},
     }
     chosen = {"ids": None, "weights": None, "logits": zeros(T, E), "top_k": 2}
+    weights = {
+        name: tensor[0]
+        for name, tensor in sample_arguments("moe_experts_quantized", device, torch.float32).items()
+        if name.startswith(("gate_up", "down"))
+    }
+    shared = chosen | {f"shared_{name}": tensor for name, tensor in weights.items()}
     mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
@@ -220,6 +226,22 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("router_bias must be of shape [E] = (8,), got (7,)", **chosen, router_bias=zeros(7)),
             wrong("router_norm_eps must be at least 0.0, got -1.0", **chosen, router_norm_eps=-1.0),
             wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
+            wrong(
+                "shared_out must be None beside shared_gate_up_packed, got a tensor of shape (3, 64)",
+                **shared | {"shared_out": zeros(T, H)},
+            ),
+            wrong(
+                "shared_gate_up_packed must be None without logits, got a tensor",
+                **{name: value for name, value in shared.items() if name not in chosen},
+            ),
+            wrong(
+                "shared_down_scales must be a tensor as down_scales is, got None",
+                **shared | {"shared_down_scales": None},
+            ),
+            wrong(
+                "shared_down_packed must be of shape as one of down_packed = (64, 4), got (63, 4)",
+                **shared | {"shared_down_packed": weights["down_packed"][1:]},
+            ),
         ],
         "linear_quantized": [
             wrong("C, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),

@@ -432,11 +432,12 @@ def moe_experts_quantized(d):
         names = {name: f"router_{name}" for name in ("bias", "norm_eps", "norm_min")}
         around |= {"ids": None, "weights": None}
         around |= {names.get(name, name): value for name, value in router.items()}
-    return {
-        **{**around, **passed, **options, **norm_of_input(d, hidden)},
-        **weight(d, "gate_up_", experts, rows, hidden, form),
-        **weight(d, "down_", experts, hidden, inner, down),
-    }
+    matrices = weight(d, "gate_up_", experts, rows, hidden, form)
+    matrices |= weight(d, "down_", experts, hidden, inner, down)
+    if around["ids"] is None and d.flag():
+        options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
+        matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
+    return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
 
 
 @strategy
