@@ -31,6 +31,7 @@ def pytest_configure(config):
         "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C in their processes
     gc.disable()  # until all is imported: half a million objects that stay
@@ -51,11 +52,26 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         marks = {mark.name for mark in metafunc.definition.iter_markers()}
         cpu = pytest.param("cpu", marks=pytest.mark.sweep) if "of_kernels" in marks else "cpu"
-        metafunc.parametrize("device", [cpu, *mps_variants("one_schedule" in marks)], indirect=True)
+        mps = mps_variants("one_schedule" in marks)
+        if "of_models" in marks:
+            mps[0] = pytest.param("mps", marks=pytest.mark.sweep)
+        metafunc.parametrize("device", [cpu, *mps], indirect=True)
 
 
+def _params(item) -> dict:
+    return item.callspec.params if hasattr(item, "callspec") else {}
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """A case that only runs in the sweep anyway is not run in another order."""
+    """Kernels of several dtypes are instances of one template: always in bfloat16, else in the sweep.
+
+    A case that only runs there anyway is not run in another order.
+    """
+    of_bfloat16 = {i.function for i in items if _params(i).get("dtype") == torch.bfloat16}
+    for item in (item for item in items if str(_params(item).get("device")).startswith("mps")):
+        if _params(item).get("dtype") in (torch.float16, torch.float32) and item.function in of_bfloat16:
+            item.add_marker(pytest.mark.sweep)
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
