@@ -12,12 +12,14 @@ import os
 import signal
 import sys
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support import trained
+from support.values import DTYPES
 
 SCHEDULES = 4
 OTHER_ORDER = "mps-other-order"
@@ -33,6 +35,7 @@ def pytest_configure(config):
         "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C in their processes
     gc.disable()  # until all is imported: half a million objects that stay
@@ -53,11 +56,34 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         marks = {mark.name for mark in metafunc.definition.iter_markers()}
         cpu = pytest.param("cpu", marks=pytest.mark.sweep) if "of_kernels" in marks else "cpu"
-        metafunc.parametrize("device", [cpu, *mps_variants("one_schedule" in marks)], indirect=True)
+        mps = mps_variants("one_schedule" in marks)
+        if "of_models" in marks:
+            mps[0] = pytest.param("mps", marks=pytest.mark.sweep)
+        metafunc.parametrize("device", [cpu, *mps], indirect=True)
 
 
+def _kept_of_dtypes(items: list) -> Iterator[list]:
+    """Of each case on mps those of all dtypes: the one that always runs first, another for another case."""
+    cases = defaultdict(list)
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call and call.params.get("dtype") in DTYPES and str(call.params.get("device")).startswith("mps"):
+            others = sorted(place for place in call.indices.items() if place[0] != "dtype")
+            cases[f"{item.nodeid.partition('[')[0]} {others}"].append(item)
+    for name, case in cases.items():
+        turn = zlib.crc32(name.encode()) % len(case)
+        yield case[turn:] + case[:turn]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """A case that only runs in the sweep anyway is not run in another order."""
+    """Kernels of several dtypes are instances of one template: a case always runs in one, else in the sweep.
+
+    A case that only runs there anyway is not run in another order.
+    """
+    for _, *rest in _kept_of_dtypes(items):
+        for item in rest:
+            item.add_marker(pytest.mark.sweep)
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]

@@ -527,7 +527,7 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
 
 
 # Of always, and the other groups in the sweep.
-ALWAYS = ("norms", "rope", "attention", "relative", "index", "pooling", "sampling", "hyper_connection")
+ALWAYS = ("norms", "rope", "index", "pooling", "sampling", "hyper_connection")
 ALWAYS += ("quantize", "pointwise", "int4")
 FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": ("iq", "tq")}
 

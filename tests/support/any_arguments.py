@@ -18,7 +18,7 @@ from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
 
 IDS = (torch.int32, torch.int64)
-WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 0)
+WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 1030, 0)
 COUNTS = (1, 2, 3, 5, 9, 33, 0)
 OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}
 
@@ -214,7 +214,7 @@ def logits(d: Draws, *shape: int, special: bool) -> Tensor:
 
 
 def experts_and_top_k(d: Draws) -> tuple[int, int]:
-    experts = d.one(8, 1, 2, 7, 33, 64, 128, 300)
+    experts = d.one(8, 1, 2, 7, 33, 64, 128, 300, 1024)
     return experts, d.one(*(k for k in (1, 2, 8, 11, 64) if k <= experts))
 
 

@@ -169,6 +169,7 @@ KINDS_OF_TOKENS = {
     [pytest.param(n, marks=pytest.mark.sweep) if n == "qwen4_exp" else n for n in KINDS_OF_TOKENS],
 )
 @torch.no_grad()
+@pytest.mark.of_models
 def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bits):
     rates = dict.fromkeys(("index_kpool", "indexer_compress_ratio", "index_block_size"), 4)
     chosen = {"index_topk": 8, "indexer_budget": 8, "index_topk_blocks": 2}
@@ -1145,7 +1146,7 @@ GENERATIONS = {
 
 
 @torch.no_grad()
-@pytest.mark.of_kernels
+@pytest.mark.of_models
 def test_generate(device, same_bits):
     """In turns by one model, as a server has them; the windows of half of its layers begin to move."""
     model = accelerated("gpt_oss", device, torch.bfloat16, bits=4, group_size=32)
@@ -1175,8 +1176,11 @@ def test_generate(device, same_bits):
     [
         ("gpt_oss", {"head_dim": 32, "sliding_window": 12}, 8),
         ("deepseek_v3", {"kv_lora_rank": 32}, None),
-        ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, 8),
-        ("qwen3_next", {}, None),
+        pytest.param(
+            *("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, 8),
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param("qwen3_next", {}, None, marks=pytest.mark.sweep),
     ],
 )
 def test_caches(architecture, sizes, bits, device, same_bits):
