@@ -46,9 +46,8 @@ def compressed_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of a layer that is recognised."""
     held, (_, *within) = _layer_of(past_key_values, layer.layer_idx), layer.modules()
-    plain = attention_mask is None or (
-        type(attention_mask) is CausalMask and attention_mask.key_range is None
-    )
+    unpadded = type(attention_mask) is CausalMask and attention_mask.key_range is None
+    plain = attention_mask is None or unpadded
     if held is None or not plain or options.get("output_attentions") or is_observed(*within):
         options |= {"position_ids": position_ids, "attention_mask": attention_mask}
         options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
@@ -170,14 +169,9 @@ def _has_fixed_tables(part: Any) -> bool:
 def _small(module: Any) -> Any:
     """A layer of the same class, with random numbers."""
     config = copy.deepcopy(module.config)
-    sizes = {"hidden_size": 24, "head_dim": 16, "num_attention_heads": 4, "q_lora_rank": 12, "o_groups": 2}
-    sizes |= {
-        "o_lora_rank": 6,
-        "index_n_heads": 3,
-        "index_head_dim": 16,
-        "index_topk": 3,
-        "sliding_window": 5,
-    }
+    sizes = {"hidden_size": 24, "head_dim": 16, "num_attention_heads": 4, "sliding_window": 5}
+    sizes |= {"q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 6}
+    sizes |= {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 3}
     tables = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}
     for name, value in sizes.items():
@@ -211,9 +205,8 @@ def _is_same(module: Any) -> bool:
         some = {layer.rope_layer_type: tuple(table[:, begin:end] for table in tables)}
         seen = min(begin, window - 1) + end - begin
         distance = torch.arange(seen - (end - begin), seen)[:, None] - torch.arange(seen)
-        mask = torch.zeros(2, 1, *distance.shape).masked_fill(
-            (distance < 0) | (distance >= window), -torch.inf
-        )
+        hidden = (distance < 0) | (distance >= window)
+        mask = torch.zeros(2, 1, *distance.shape).masked_fill(hidden, -torch.inf)
         given = x[:, begin:end], some, torch.arange(begin, end)[None]
         theirs.append(original_class(layer).forward(layer, *given, mask, caches[0])[0])
         ours.append(compressed_layer(layer, *given, None, caches[1])[0])
