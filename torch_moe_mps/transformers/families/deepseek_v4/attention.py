@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicCache
 from ...attention.causal_mask import CausalMask
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
-from ...caches.held import HeldEntries
 from ...caches.layers import growing_class
 from ...modules.experts import is_observed
 from ...modules.linears import GroupedLinear
@@ -23,6 +22,7 @@ from ...modules.rules.constants import beside, constant
 from ...modules.rules.norms import is_norm
 from ...modules.rules.rotary import is_fixed
 from ...modules.rules.trial import agrees, made_alike, verdict
+from .cache import GrowingCompressed
 
 ops = torch.ops.moe_mps
 
@@ -57,15 +57,15 @@ def compressed_layer(
     return _attended(layer, held, hidden_states, tables), None
 
 
-def _layer_of(cache: Any, number: int) -> HeldEntries | None:
+def _layer_of(cache: Any, number: int) -> GrowingCompressed | None:
     """The layer of a cache that grows in place, whose tokens are in order; None without one."""
     layers = getattr(cache, "layers", ())
     held = layers[number] if number < len(layers) else None
-    usable = isinstance(held, HeldEntries) and held.is_in_order and not torch.is_grad_enabled()
+    usable = isinstance(held, GrowingCompressed) and held.is_in_order and not torch.is_grad_enabled()
     return held if usable else None
 
 
-def _attended(layer: Any, held: HeldEntries, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def _attended(layer: Any, held: GrowingCompressed, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     compressor = layer.compressor
     indexer = compressor._modules.get("indexer")
@@ -105,13 +105,13 @@ def _attended(layer: Any, held: HeldEntries, x: Tensor, tables: tuple[Tensor, Te
     return _projected(layer, out, cos, beside(sin, _NEGATED, sin.neg), turn)
 
 
-def _pooled(compressor: Any, held: HeldEntries, name: str, x: Tensor, position: int) -> Tensor:
+def _pooled(compressor: Any, held: GrowingCompressed, name: str, x: Tensor, position: int) -> Tensor:
     """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
-    memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
+    state, memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
     rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm
     ops.pool_window_(
-        *(kv, gate, compressor.position_bias, memory.state, memory.entries, position, norm.weight),
+        *(kv, gate, compressor.position_bias, state, memory, position, norm.weight),
         *(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling")),
         norm.variance_epsilon,
     )
@@ -119,7 +119,7 @@ def _pooled(compressor: Any, held: HeldEntries, name: str, x: Tensor, position: 
     return entries
 
 
-def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: HeldEntries) -> Tensor:
+def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: GrowingCompressed) -> Tensor:
     """[B, T, K]: the entries that an indexer chooses for each token."""
     scorer = indexer.scorer
     scale = scorer.softmax_scale * scorer.weights_scaling
