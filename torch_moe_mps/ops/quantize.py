@@ -2,6 +2,7 @@
 
 import functools
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ from ._encoding import E2M1_LARGEST, E4M3_LARGEST, affine_range, e4m3_codes, enc
 from ._formats import FORMATS, GGUF, Format, decode, dequantize_values, e4m3, e8m0, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample
+
+CHUNK = 1 << 18  # weights that the reference takes at a time: what it computes stays in the cache of a core
 
 
 def _meta_quantize_by_importance(check, weight, to, **_):
@@ -62,16 +65,36 @@ def quantize_by_importance(
     format = FORMATS[to]
     if weight.numel() == 0:
         return _empty(weight, format)
-    groups = weight.float().unflatten(-1, (-1, format.group_size))
-    codes, scales, biases = search(
-        groups, importance.unflatten(-1, (1, -1, format.group_size)), weight.dtype, format
-    )
-    scales = scales.to(weight.dtype if format.is_affine else torch.uint8)
-    biases = None if biases is None else biases.to(weight.dtype)
-    apart = decode(codes, scales, biases, format).sub_(groups).abs_().sum(-1)
-    sums = torch.stack((apart, groups.abs().sum(-1)), -1)
-    packed = pack(codes.flatten(-2), format.bits)
-    return packed, scales, weight.new_empty(0) if biases is None else biases, sums
+    importance = importance.unflatten(-1, (1, -1, format.group_size))
+    outputs, room = _empty(weight, format), weight.new_empty(0)
+    for index in pieces(weight, CHUNK):
+        piece = weight[index].unflatten(-1, (-1, format.group_size))
+        if room.numel() == 0:  # for all of them: new memory costs as much as the arithmetic
+            room = weight.new_empty(5, piece.numel(), dtype=torch.float32)
+        groups, *others = [memory[: piece.numel()].view(piece.shape) for memory in room]
+        codes, scales, biases = search(
+            groups.copy_(piece), importance[index[0]], weight.dtype, format, others
+        )
+        results = [pack(codes.flatten(-2), format.bits), scales.to(outputs[1].dtype)]
+        if biases is not None:
+            biases = biases.to(weight.dtype)
+        apart = decode(codes, results[1], biases, format).sub_(groups).abs_().sum(-1)
+        sums = torch.stack((apart, groups.abs_().sum(-1)), -1)
+        for output, result in zip(outputs, (*results, biases, sums), strict=True):
+            if result is not None:
+                output[index] = result
+    return outputs
+
+
+def pieces(weight: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
+    """Indices (matrices, rows) of pieces of [E, R, C] of about so many elements; a piece is a view, whatever
+    the strides. None is larger than the first."""
+    matrices, rows, columns = weight.shape
+    some_rows = max(1, min(rows, count // max(1, columns)))
+    some_matrices = max(1, count // max(1, rows * columns))
+    for matrix in range(0, matrices, some_matrices):
+        for first in range(0, rows, some_rows):
+            yield slice(matrix, matrix + some_matrices), slice(first, first + some_rows)
 
 
 @functools.cache
@@ -83,7 +106,7 @@ def _numbers(name: str) -> tuple[float, ...]:
 
 
 def search(
-    groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format
+    groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """What `encode` returns, by importance.
 
@@ -91,9 +114,10 @@ def search(
         groups: float32 [M, R, G, group_size].
         importance: float32 [M, 1, G, group_size], not negative.
         dtype: of the scales and biases of affine formats.
+        room: four tensors like `groups`, to be overwritten.
     """
     if format.has_biases:
-        return _affine(groups, importance, dtype, format)
+        return _affine(groups, importance, dtype, format, room)
     scales = fitting_scales(groups, dtype, format)
     tried = [scales, *(_of_e4m3(groups, importance, scales) if format.mode == "nvfp4" else _of_e8m0(scales))]
     errors = [_error_with(groups, importance, each, format) for each in tried]
@@ -119,13 +143,14 @@ def _best(errors: list[Tensor], tried: list[Tensor]) -> Tensor:
 
 
 def _affine(
-    groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format
+    groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
     """In steps of the range: t = (w - middle) / step is s * c + m for codes c around zero."""
     codes, half = 2**format.bits, 2 ** (format.bits - 1)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, step = (low + high) / 2, ((high - low) / (codes - 1)).clamp(min=torch.finfo(torch.float32).tiny)
-    fit = _Fit((groups - middle).mul_(1 / step), importance, half)
+    t = torch.sub(groups, middle, out=room[0]).mul_(1 / step)
+    fit = _Fit(t, importance, half, room[1:])
     many, numbers = int(format.bits > 4), _numbers("kMove")
     first = torch.full_like(step, 1 - _numbers("kStart")[many] / codes)
     least, scale, bias = fit.turn(first, first / 2)
@@ -137,15 +162,11 @@ def _affine(
         least = torch.where(better, error, least)
         scale, bias = torch.where(better, s, scale), torch.where(better, m, bias)
     scale, bias = (scale * step).to(dtype).float(), bias * step + middle
-    own, mlx = (scale, bias - half * scale), affine_range(low, high, format.bits)
-    tried = [
-        _encoded(groups, importance, s.to(dtype).float(), b.to(dtype).float(), codes - 1)
-        for s, b in (mlx, own)
-    ]
-    (error, *theirs), (least, *ours) = tried
-    better = (least < error).unsqueeze(-1)
-    chosen, scale, bias = (torch.where(better, our, their) for our, their in zip(ours, theirs, strict=True))
-    return chosen.to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
+    lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
+    theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
+    error, least = (fit.error_of(groups, *line) for line in (theirs, ours))
+    scale, bias = (torch.where(least < error, our, their) for our, their in zip(ours, theirs, strict=True))
+    return fit.codes(groups, scale, bias).to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
 
 
 class _Fit:
@@ -155,22 +176,25 @@ class _Fit:
         t: [M, R, G, group_size].
         k: their weights.
         half: codes are from -half to half - 1.
+        room: three tensors like `t`, to be overwritten.
     """
 
-    def __init__(self, t: Tensor, k: Tensor, half: int):
+    def __init__(self, t: Tensor, k: Tensor, half: int, room: list[Tensor]):
         self.t, self.k, self.half = t, k, half
-        self.kt = t * k
+        rest, *self.room = room
+        self.kt = torch.mul(t, k, out=rest)
         total = k.sum(-1, keepdim=True)
         self.inverse = torch.where(total > 0, 1 / total, 0.0)
         first = self.kt.sum(-1, keepdim=True)
         self.mean = first * self.inverse
-        self.variance = (self.kt * t).sum(-1, keepdim=True) - first * self.mean
+        self.variance = torch.mul(self.kt, t, out=self.room[0]).sum(-1, keepdim=True) - first * self.mean
 
     def turn(self, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """For the nearest codes the least error, and its scale and bias; NaN for codes that are all alike."""
         inverse = 1 / scale
-        c = (self.t * inverse).sub_(bias * inverse).round_().clamp_(-self.half, self.half - 1)
-        kc = c * self.k
+        c = torch.mul(self.t, inverse, out=self.room[0]).sub_(bias * inverse)
+        c.round_().clamp_(-self.half, self.half - 1)
+        kc = torch.mul(c, self.k, out=self.room[1])
         first = kc.sum(-1, keepdim=True)
         mean = first * self.inverse
         second = kc.mul_(c).sum(-1, keepdim=True)
@@ -179,15 +203,15 @@ class _Fit:
         fitted = covariance / variance
         return self.variance - fitted * covariance, fitted, self.mean - fitted * mean
 
+    def codes(self, groups: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        """The nearest codes of weights, from zero on."""
+        # A scale that is zero as it is stored makes codes of zero.
+        codes = torch.sub(groups, bias, out=self.room[0]).mul_(torch.where(scale == 0, 0.0, 1 / scale))
+        return codes.round_().clamp_(0, 2 * self.half - 1)
 
-def _encoded(
-    groups: Tensor, importance: Tensor, scale: Tensor, bias: Tensor, largest: int
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """The error of the nearest codes, these as float32, the scale and the bias."""
-    # A scale that is zero as it is stored makes codes of zero.
-    codes = (groups - bias).mul_(torch.where(scale == 0, 0.0, 1 / scale)).round_().clamp_(0, largest)
-    values = (codes * scale).add_(bias)
-    return _sums(values.sub_(groups).square_(), importance), codes, scale, bias
+    def error_of(self, groups: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        values = self.codes(groups, scale, bias).mul_(scale).add_(bias)
+        return _sums(values.sub_(groups).square_(), self.k).unsqueeze(-1)
 
 
 # Formats without biases

@@ -18,7 +18,6 @@
 All are written bit for bit as mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -36,12 +35,9 @@ from ..ops._formats import (
     pack,
     unpack,
 )
-from ..ops.quantize import quantize_by_importance
+from ..ops.quantize import CHUNK, pieces, quantize_by_importance
 
-# Values quantised at a time: the float32 temporaries stay in the cache of a core. A GPU takes 16 times as
-# many, so that it is full.
-CHUNK = 1 << 18
-CHUNKS_ON_GPU = 16
+SEARCHED = 1 << 22  # weights that are quantised by importance at a time: a GPU is full of them
 
 
 def requested_format(bits: int | None, group_size: int | None, mode: str | None) -> Format | None:
@@ -90,7 +86,7 @@ def _check_weight(weight: Tensor, format: Format) -> None:
 
 def check_finite(check: Check, argument: str, stack: Tensor) -> None:
     """Checks sums of magnitudes, which no range of values exceeds; takes 6 % of the time of quantising."""
-    for index in _chunks(stack):
+    for index in pieces(stack, CHUNK):
         if not torch.isfinite(stack[index].abs().sum(dtype=torch.float32)):
             check.fail(argument, "finite", "NaN, inf or a range over that of float32")
 
@@ -98,16 +94,6 @@ def check_finite(check: Check, argument: str, stack: Tensor) -> None:
 def check_importance(check: Check, argument: str, importance: Tensor) -> None:
     if not bool((torch.isfinite(importance) & (importance >= 0)).all()):
         check.fail(argument, "finite and not negative", "NaN, inf or a negative number")
-
-
-def _chunks(weight: Tensor, chunks: int = 1) -> Iterator[tuple[slice, slice]]:
-    """Indices (matrices, rows) of pieces of so many CHUNKs; a piece is a view, whatever the strides."""
-    matrices, rows, columns = weight.shape
-    some_rows = max(1, min(rows, chunks * CHUNK // max(1, columns)))
-    some_matrices = max(1, chunks * CHUNK // max(1, rows * columns))
-    for matrix in range(0, matrices, some_matrices):
-        for first in range(0, rows, some_rows):
-            yield slice(matrix, matrix + some_matrices), slice(first, first + some_rows)
 
 
 @torch.no_grad()
@@ -174,7 +160,7 @@ def quantize_stack(
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         importance = importance.to(device)
-    for index in _chunks(stack, 1 if device.type == "cpu" else CHUNKS_ON_GPU):
+    for index in pieces(stack, CHUNK if importance is None else SEARCHED):
         piece = stack[index].to(device)
         if importance is None:
             groups = piece.float().unflatten(-1, (-1, format.group_size))
