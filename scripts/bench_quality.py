@@ -57,11 +57,11 @@ RECIPES = (
     ("mxfp8, embedding 8", {"mode": "mxfp8", "embedding_bits": 8}),
 )
 LLAMA_CPP = ("Q3_K_M", "IQ4_XS", "Q4_K_S", "Q4_K_M")
-# What mlx-lm's quantisers are asked for. Each gets the text of importance: gptq whole, awq half of it at 10
+# What mlx-lm's quantisers are asked for. Each gets the text of importance: gptq whole, awq a quarter at 10
 # instead of 20 scales, dwq whole, in 16 steps; more takes a CPU longer than a quarter of an hour.
 MLX_LM = {
     "gptq": "--bits 4 --num-samples -1 --fallback-bits 6",
-    "awq": "--bits 4 --num-samples 8 --n-grid 10 --embed-bits 6 --embed-group-size 64",
+    "awq": "--bits 4 --num-samples 8 --sequence-length 256 --n-grid 10 --embed-bits 6 --embed-group-size 64",
     "dwq": "--num-samples 64 --max-seq-length 129 --batch-size 4 --learning-rate 5e-5",
 }
 # Runs a module of mlx-lm on a CPU, where MLX's product with quantised weights takes 40 times that with
@@ -90,8 +90,8 @@ Four times the tokens changed the divergence by less than 2 %.
 The model is small, so that its embedding is a fifth of it, and it was quantised once: 4 bits in groups of 32
 are what its file has, and would look exact. Files of llama.cpp are quantised from the same file by its
 `llama-quantize`, with its `llama-imatrix` on the same tokens; 576 columns are no multiple of 256, so that its
-K types become Q5_0 and the like here. mlx-lm's quantisers have the same tokens, too: gptq all, awq half of
-them and 10 instead of 20 scales to try, dwq all, in 16 steps at a learning rate of 5e-5, from MLX's
+K types become Q5_0 and the like here. mlx-lm's quantisers have the same tokens, too: gptq all, awq a
+quarter and 10 instead of 20 scales to try, dwq all, in 16 steps at a learning rate of 5e-5, from MLX's
 rule; that is what a CPU does in a quarter of an hour, and on a Mac they are given more. Seconds are those of
 the processor, for loading and quantising.
 
@@ -120,7 +120,10 @@ class Means(NamedTuple):
 class Texts:
     """What is read, and what the dense model says of it; rows that were measured are kept in a folder."""
 
-    def __init__(self, tokenizer: Any, count: int, calibration: int, work: Path):
+    def __init__(self, work: Path, count: int, calibration: int):
+        self.folder = work / "dense"
+        write_dense_model(self.folder)
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
         self.kept = work / f"rows-{count}-{calibration}"
         self.kept.mkdir(exist_ok=True)
         ids = tokenizer(SAMPLE.read_text(), return_tensors="pt").input_ids[0]
@@ -133,6 +136,14 @@ class Texts:
         self.calibration_text = tokenizer.decode(self.calibration)
         self.read = (ids[:count], other[len(other) // 5 :][:count], third[:count])
         self.references: list[list[Tensor]] = []
+        self.importance: Any = None
+
+    def prepare(self) -> None:
+        """What rows that are not kept need."""
+        if not self.references:
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            self.references = [log_probabilities(model, ids) for ids in self.read]
+            self.importance = torch_moe_mps.collect_importance(model, self.calibration)
 
     def compare(self, model: Any) -> list[Means]:
         return [
@@ -170,19 +181,19 @@ class Row(NamedTuple):
         return "| " + " | ".join([self.name, size, perplexity, *found, f"{self.seconds:.0f}"]) + " |"
 
 
-def dense_model(folder: Path) -> Any:
-    """Writes the dense model in float16, and returns it in float32."""
+def write_dense_model(folder: Path) -> None:
+    """In float16, unless it is there."""
     file = smollm2()
     if file is None:
         raise SystemExit(MISSING)
-    if not folder.exists():
-        read = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
-        model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float16, **read)
-        own = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_without_quantization(model.config)))
-        own.load_state_dict(model.state_dict())
-        own.half().save_pretrained(folder)
-        AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if folder.exists():
+        return
+    read = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
+    model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float16, **read)
+    own = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_without_quantization(model.config)))
+    own.load_state_dict(model.state_dict())
+    own.half().save_pretrained(folder)
+    AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
 
 
 def _without_quantization(config: Any) -> dict[str, Any]:
@@ -197,6 +208,7 @@ def _processor_seconds() -> float:
 def row(name: str, load: Callable[[], Any], texts: Texts, seconds: float = 0.0) -> Row:
     file = texts.kept / f"{name}.json"
     if not file.exists():
+        texts.prepare()
         started = _processor_seconds()
         model = load()
         seconds += _processor_seconds() - started
@@ -207,39 +219,40 @@ def row(name: str, load: Callable[[], Any], texts: Texts, seconds: float = 0.0) 
     return Row(name, nbytes, [Means(*each) for each in means], seconds)
 
 
-def ours(folder: Path, texts: Texts, importance: Any, names: list[str]) -> Iterator[Row]:
+def ours(texts: Texts, names: list[str]) -> Iterator[Row]:
+    def load(recipe: dict[str, Any], weighed: bool = False) -> Any:
+        given = {"importance": texts.importance if weighed else None, "dtype": torch.float16}
+        return torch_moe_mps.from_pretrained(str(texts.folder), **recipe, **given)
+
+    yield row("dense, float16", lambda: load({}), texts)
     for name, recipe in RECIPES:
-        if names and name not in names:
-            continue
-        for how, given in (("MLX's rule", None), ("importance", importance)):
-            asked = {**recipe, "importance": given, "dtype": torch.float16}
-            yield row(
-                f"{name}: {how}", lambda a=asked: torch_moe_mps.from_pretrained(str(folder), **a), texts
-            )
+        if not names or name in names:
+            yield row(f"{name}: MLX's rule", lambda r=recipe: load(r), texts)
+            yield row(f"{name}: importance", lambda r=recipe: load(r, weighed=True), texts)
 
 
-def of_mlx_lm(work: Path, folder: Path, texts: Texts, method: str) -> Row:
+def of_mlx_lm(work: Path, texts: Texts, method: str) -> Row:
     """Its own quantiser; what it writes stays in `work`, and is read as any checkpoint of MLX."""
     written = work / method
     seconds = written / "seconds"
     if not seconds.exists():
         started = _processor_seconds()
-        _quantise_with_mlx_lm(work, folder, texts.calibration_text, method)
+        _quantise_with_mlx_lm(work, texts, method)
         seconds.write_text(str(_processor_seconds() - started))
     # Its scales, which are in float32 here, in 16 bits as ours.
     load = lambda: torch.nn.Module.half(torch_moe_mps.from_pretrained(str(written)))  # noqa: E731
     return row(f"mlx-lm {method}, 4 bits, embedding 6", load, texts, float(seconds.read_text()))
 
 
-def _quantise_with_mlx_lm(work: Path, folder: Path, text: str, method: str) -> None:
+def _quantise_with_mlx_lm(work: Path, texts: Texts, method: str) -> None:
     """In float32, for which torch has the products: MLX's own for a CPU are 30 times slower."""
     wide, home = work / "float32", work / "home"
     if not wide.exists():
-        AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).save_pretrained(wide)
-        AutoTokenizer.from_pretrained(folder).save_pretrained(wide)
+        AutoModelForCausalLM.from_pretrained(texts.folder, dtype=torch.float32).save_pretrained(wide)
+        AutoTokenizer.from_pretrained(texts.folder).save_pretrained(wide)
     options = MLX_LM[method].split()
     if method == "dwq":
-        lines = [json.dumps({"text": part}) + "\n" for part in _parts(text, 64)]
+        lines = [json.dumps({"text": part}) + "\n" for part in _parts(texts.calibration_text, 64)]
         (work / "lines").write_text("".join(lines + lines[::16]))  # the last are those it validates on
         plain = ["convert", wide, work / "plain", "--bits", 4, "--embedding-bits", 6, "--to", "mlx"]
         if not (work / "plain").exists() and main_of_commands([*map(str, plain)]):
@@ -247,7 +260,7 @@ def _quantise_with_mlx_lm(work: Path, folder: Path, text: str, method: str) -> N
         options += ["--data-path", str(work / "lines"), "--quantized-model", str(work / "plain")]
     else:
         (home / ".cache/mlx-lm").mkdir(parents=True, exist_ok=True)
-        (home / ".cache/mlx-lm/calibration_v5.txt").write_text(text)
+        (home / ".cache/mlx-lm/calibration_v5.txt").write_text(texts.calibration_text)
     folders = ["--model", wide, "--mlx-path", work / method]
     _run(
         *(sys.executable, "-c", RUN_MLX_LM, f"mlx_lm.quant.{method}", *folders, *options),
@@ -287,17 +300,10 @@ def _run(*command: object, **environment: str) -> None:
 
 
 def rows(options: argparse.Namespace, work: Path) -> Iterator[Row]:
-    folder = work / "dense"
-    model = dense_model(folder)
-    texts = Texts(AutoTokenizer.from_pretrained(folder), options.tokens, options.calibration, work)
-    texts.references = [log_probabilities(model, ids) for ids in texts.read]
-    size = sum(parameter.nbytes for parameter in model.parameters()) // 2
-    yield Row("dense, float16", size, texts.compare(model), 0.0)
-    importance = torch_moe_mps.collect_importance(model, texts.calibration)
-    del model
-    yield from ours(folder, texts, importance, options.recipe)
+    texts = Texts(work, options.tokens, options.calibration)
+    yield from ours(texts, options.recipe)
     for method in MLX_LM if options.mlx_lm else ():
-        yield of_mlx_lm(work, folder, texts, method)
+        yield of_mlx_lm(work, texts, method)
     if options.llama_cpp is not None:
         yield from of_llama_cpp(Path(options.llama_cpp), work, texts)
 
