@@ -35,19 +35,13 @@ from torch_moe_mps.commands import main as main_of_commands
 from torch_moe_mps.commands.perplexity import SAMPLE
 
 WINDOW = 512
-
-
-def _mixed(*patterns: str) -> dict[str, Any]:
-    return {"bits": 4, "embedding_bits": 6, "overrides": dict.fromkeys(patterns, 5)}
-
-
+MIXED = {"bits": 4, "embedding_bits": 6, "overrides": {"self_attn.*": 5, "down_proj": 5}}
 # A name, and arguments of from_pretrained. Groups of 32 at 4 bits are the file's own, and say nothing.
 RECIPES = (
     ("4 bits", {"bits": 4, "embedding_bits": 4}),
     ("4 bits, embedding 6", {"bits": 4, "embedding_bits": 6}),
     ("4 bits, embedding 8", {"bits": 4, "embedding_bits": 8}),
-    ("4 bits, value and down 5, embedding 6", _mixed("v_proj", "down_proj")),
-    ("4 bits, attention and down 5, embedding 6", _mixed("self_attn.*", "down_proj")),
+    ("4 bits, attention and down 5, embedding 6", MIXED),
     ("3 bits, embedding 6", {"bits": 3, "embedding_bits": 6}),
     ("5 bits, embedding 6", {"bits": 5, "embedding_bits": 6}),
     ("6 bits", {"bits": 6, "embedding_bits": 6}),
