@@ -209,6 +209,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
             wrong("of shape [E, N] = (8, 32)", bias=zeros(E, I + 1)),
         ],
+        "router_logits": [wrong("a finite number", factor=float("inf"))],
         "moe_experts_quantized": [
             wrong(
                 "down_biases must be None for format mxfp4, got a tensor of shape (8, 64, 1)",

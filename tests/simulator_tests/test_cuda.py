@@ -10,6 +10,7 @@ from measured.cases import experts
 from measured.cases.attention import Attention
 from measured.cases.experts import Experts, Linear
 from measured.cases.fused import (
+    ApartExperts,
     ChosenExperts,
     Delta,
     FusedExperts,
@@ -26,6 +27,7 @@ from measured.cases.fused import (
     RopeThenAttention,
     RoutedExperts,
     SelectiveScan,
+    SharedExperts,
     Tailed,
 )
 from measured.cases.layer import Bucket, Gate, LayerNorm, Norm, Router, SiluMul, WeightedSum
@@ -229,6 +231,8 @@ def some_cases() -> list:
         FusedExperts("fused", "int4", "f16", 1, *SHAPE),
         ChosenExperts("fused", "int4", "f16", 1, *SHAPE),
         RoutedExperts("fused", "int4", "f16", 1, *SHAPE),
+        SharedExperts("fused", "int4", "f16", 1, *SHAPE),
+        ApartExperts("fused", "mxfp4", "bf16", 1, *SHAPE),
         FusedLinear("fused", "int8", "f16", 1, 512, 60),
         FusedLinear("fused", "int8", "f16", 3, 512, 60),
         Logits("fused", 1, 20, 130, "f16"),
@@ -302,6 +306,7 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
         assert families >= {
             "FusedExperts",
             "ChosenExperts",
+            "SharedExperts",
             "FusedLinear",
             "Logits",
             "Hyper",
