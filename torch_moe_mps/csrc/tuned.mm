@@ -1,6 +1,8 @@
 #include "tuned.h"
 
 #include <ATen/core/Dict.h>
+#include <c10/util/hash.h>
+#include <c10/util/StringUtil.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -17,7 +19,8 @@ namespace {
 struct Table {
   std::atomic<bool> empty = true;
   std::mutex mutex;
-  std::unordered_map<std::string, int64_t> simdgroups;  // by what they are for
+  std::unordered_map<std::string, int64_t> simdgroups;  // by name
+  std::unordered_map<size_t, int64_t> found;            // the same by hash; 0: there is none
 };
 
 Table& table() {
@@ -40,19 +43,15 @@ Listing& listing() {
 // "<kernel> <experts>x<rows>x<inputs> by <pairs, up to a power of two>"
 std::string name_of(const MatmulStep& step, const Library& library, const MatrixStack& matrix,
                     int64_t pairs) {
-  std::string name;
-  name.reserve(96);  // one allocation: every launch of a token asks
-  name += step.kernel;
-  name += library.suffix();
-  name += ' ';
-  name += std::to_string(matrix.experts);
-  name += 'x';
-  name += std::to_string(matrix.rows);
-  name += 'x';
-  name += std::to_string(matrix.inputs);
-  name += " by ";
-  name += std::to_string(std::bit_ceil(static_cast<uint64_t>(pairs)));
-  return name;
+  return c10::str(step.kernel, library.suffix(), " ", matrix.experts, "x", matrix.rows, "x", matrix.inputs,
+                  " by ", std::bit_ceil(static_cast<uint64_t>(pairs)));
+}
+
+// Of what the name says, without making one: every launch of a token asks. Any number that comes of equal
+// hashes would give the same bits.
+size_t hash_of(const MatmulStep& step, const Library& library, const MatrixStack& matrix, int64_t pairs) {
+  return c10::get_hash(step.kernel, library.weights, static_cast<int>(library.dtype), matrix.experts,
+                       matrix.rows, matrix.inputs, std::bit_ceil(static_cast<uint64_t>(pairs)));
 }
 
 // Those that the pipeline allows, too.
@@ -71,6 +70,7 @@ void tune(const std::string& name, int64_t simdgroups) {
     table().simdgroups[name] = simdgroups;
   }
   table().empty = table().simdgroups.empty();
+  table().found.clear();
 }
 
 void list_tunable(bool wanted) {
@@ -87,11 +87,14 @@ Listed listed_tunable() {
 MatmulStep tuned(const MatmulStep& step, const Library& library, const MatrixStack& matrix, int64_t pairs) {
   Listing& list = listing();
   if (table().empty && !list.wanted) return step;
-  const std::string name = name_of(step, library, matrix, pairs);
-  if (list.wanted) list.steps.insert_or_assign(name, offered(step, library));
+  if (list.wanted) list.steps.insert_or_assign(name_of(step, library, matrix, pairs), offered(step, library));
   const std::lock_guard<std::mutex> lock(table().mutex);
-  const auto found = table().simdgroups.find(name);
-  return found == table().simdgroups.end() ? step : with_simdgroups(step, found->second);
+  const auto [known, is_new] = table().found.try_emplace(hash_of(step, library, matrix, pairs), 0);
+  if (is_new) {
+    const auto named = table().simdgroups.find(name_of(step, library, matrix, pairs));
+    if (named != table().simdgroups.end()) known->second = named->second;
+  }
+  return known->second == 0 ? step : with_simdgroups(step, known->second);
 }
 
 }  // namespace moe_mps
