@@ -31,8 +31,7 @@ def pytest_configure(config):
     os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
     config.addinivalue_line(
-        "markers",
-        "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
+        "markers", "one_schedule: run the simulated mps variant under one schedule in the sweep, too"
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
     config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")

@@ -95,10 +95,9 @@ def test_gated_delta_rule(layers, kind, key_heads, width):
 
 @pytest.mark.parametrize("kind", ["chunk", "fused_recurrent"])
 def test_kimi_delta_attention(layers, kind):
-    own = {
-        "chunk": kimi.chunk_kimi_delta_attention,
-        "fused_recurrent": kimi.recurrent_kimi_delta_attention,
-    }[kind]
+    own = {"chunk": kimi.chunk_kimi_delta_attention, "fused_recurrent": kimi.recurrent_kimi_delta_attention}[
+        kind
+    ]
     q, k, v = (random(1, 7, 3, 32) for _ in range(3))
     g, beta = -random(1, 7, 3, 32).abs(), random(1, 7, 3).sigmoid()
     given = {"initial_state": None, "output_final_state": True, "use_qk_l2norm_in_kernel": True}

@@ -146,10 +146,7 @@ def test_a_stop_that_is_held_back(client):
     [
         ({"logprobs": 1}, "'logprobs' must be true or false, got 1."),
         ({"logprobs": True, "top_logprobs": 21}, f"{MOST}, got 21."),
-        (
-            {"logprobs": True, "top_logprobs": True},
-            f"{MOST}, got True.",
-        ),
+        ({"logprobs": True, "top_logprobs": True}, f"{MOST}, got True."),
         ({"logprobs": True, "top_logprobs": -1}, f"{MOST}, got -1."),
         ({"top_logprobs": 2}, "'top_logprobs' must be with 'logprobs' true, got 2."),
         (

@@ -67,8 +67,7 @@ def test_dense_row_is_current(current, architecture):
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    in_sweep([*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES], ["minimax"]),
+    "architecture", in_sweep([*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES], ["minimax"])
 )
 def test_tokens_are_captured(current, simulated, architecture):
     """All of them: the document lists none that is not."""

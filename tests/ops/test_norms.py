@@ -6,12 +6,7 @@ from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
 from support.values import DTYPES, random
 
-from torch_moe_mps.ops.norms import (
-    fused_residual_norm,
-    fused_residual_norm_scalar,
-    rms_norm,
-    rms_norm_gated,
-)
+from torch_moe_mps.ops.norms import fused_residual_norm, fused_residual_norm_scalar, rms_norm, rms_norm_gated
 
 EPS = 1e-6
 # The sum of squares, the root and the products, each rounded once or twice.

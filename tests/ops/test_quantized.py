@@ -10,25 +10,13 @@ from support.oracles import exact
 from support.oracles_experts import assert_close, dequantise, group_of, numbers_of
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_operators import checked
-from support.quantized_layers import (
-    ALL_FORMATS,
-    FORMATS,
-    check_layer,
-    dense,
-    each,
-    place,
-    random_quantized,
-)
+from support.quantized_layers import ALL_FORMATS, FORMATS, check_layer, dense, each, place, random_quantized
 from support.values import DTYPES, random
 
 from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
 
 # The others in the sweep.
-ALWAYS = (
-    ("affine4_64", torch.float16),
-    ("affine8_32", torch.bfloat16),
-    ("mxfp4", torch.float32),
-)
+ALWAYS = (("affine4_64", torch.float16), ("affine8_32", torch.bfloat16), ("mxfp4", torch.float32))
 
 
 @pytest.mark.parametrize(

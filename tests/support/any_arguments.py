@@ -673,7 +673,7 @@ def hyper_connection(d):
         "eps": d.eps(),
         "iterations": d.one(20, 1, 2),
         "post_factor": d.one(2.0, 1.0),
-        "post_eps": d.one(0.0, 1e-6),
+        "post_eps": d.one(0.0, 0.25),
     }
 
 

@@ -156,12 +156,7 @@ def test_passes_on_every_architecture(architecture, padding, bits):
 # Architectures whose cache has rows that stand for several tokens, the programs for tokens behind the prompt,
 # and the token from which on all run as one. Where the model's own code makes a row, the token that completes
 # it is of another kind, and the third of them is captured.
-KINDS_OF_TOKENS = {
-    "deepseek_v4": (1, 2),
-    "minimax_m3_vl": (1, 2),
-    "glm5_next": (2, 15),
-    "qwen4_exp": (2, 7),
-}
+KINDS_OF_TOKENS = {"deepseek_v4": (1, 2), "minimax_m3_vl": (1, 2), "glm5_next": (2, 15), "qwen4_exp": (2, 7)}
 
 
 @pytest.mark.parametrize(
@@ -614,10 +609,7 @@ WATCHED = {
         lambda m: setattr(file_of(m), "_numbers", {"scale": 1}),
         lambda m, p: p.setitem(file_of(m)._numbers, "scale", 2),
     ),
-    "list in the file": (
-        lambda m: setattr(file_of(m), "_list", [1, 2]),
-        lambda m, p: adds(file_of(m)._list),
-    ),
+    "list in the file": (lambda m: setattr(file_of(m), "_list", [1, 2]), lambda m, p: adds(file_of(m)._list)),
     "set in the file": (lambda m: setattr(file_of(m), "_set", {1}), lambda m, p: adds(file_of(m)._set)),
     "set of a module": (lambda m: setattr(norm(m), "set", {1}), lambda m, p: adds(norm(m).set)),
     "order of a dictionary": (

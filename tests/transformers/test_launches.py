@@ -73,8 +73,7 @@ def test_launches_of_a_layer(simulated, architecture):
 
 
 @pytest.mark.parametrize(
-    "architecture",
-    [*OFTEN, *(pytest.param(n, marks=pytest.mark.sweep) for n in INDEXED if n not in OFTEN)],
+    "architecture", [*OFTEN, *(pytest.param(n, marks=pytest.mark.sweep) for n in INDEXED if n not in OFTEN)]
 )
 def test_launches_of_a_layer_with_an_indexer(simulated, architecture):
     model = model_on_mps(architecture)

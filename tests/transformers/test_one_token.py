@@ -12,9 +12,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH
 
 # At which all linear layers of Qwen3-Next and DeepSeek-V3 can be quantised.
-SIZES = {
-    **{"shared_expert_intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32},
-}
+SIZES = {**{"shared_expert_intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32}}
 # Some operators of a captured token: none has another one of rope, rms_norm or router_logits.
 SEVERAL = {"rms_norm", "fused_residual_norm", "rope", "rope_cache_", "rope_attention_", "router_logits"}
 OPERATORS = {
