@@ -122,7 +122,7 @@ def test_an_interruption_keeps_what_was_measured(checkpoint, tmp_path, capsys, m
     assert [row["test"] for row in json.loads((tmp_path / "speed.json").read_text())["rows"]] == TESTS[:3]
 
 
-@pytest.mark.parametrize("way", ["draft", "lookup"])
+@pytest.mark.parametrize("way", ["draft", pytest.param("lookup", marks=pytest.mark.sweep)])
 def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys):
     """The model as its own draft accepts all but the last guess."""
     with tiny_models.groups_of_32():

@@ -10,15 +10,7 @@ from support.operators import plans_for
 from support.oracles_experts import group_of, numbers_of
 from support.oracles_operators import checked
 from support.pinned import assert_pinned
-from support.quantized_layers import (
-    ALL_FORMATS,
-    check_linear,
-    check_mlp,
-    dense,
-    each,
-    place,
-    random_matrix,
-)
+from support.quantized_layers import ALL_FORMATS, check_linear, check_mlp, dense, each, place, random_matrix
 from support.values import DTYPES, random
 
 from torch_moe_mps.ops import _decoded, _formats

@@ -186,6 +186,13 @@ def pooling(dtype: torch.dtype) -> Iterator[Call]:
         yield f"pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
 
 
+def quantising(dtype: torch.dtype) -> Iterator[Call]:
+    weight, importance = on_device(1, 8, 1024, dtype=dtype), on_device(1, 1024).square()
+    for name in ("affine4_64", "affine8_32", "mxfp4", "mxfp8", "nvfp4"):
+        call = functools.partial(torch.ops.moe_mps.quantize_by_importance, weight, importance, name)
+        yield f"quantize_by_importance to {name}", call, {}, weight.numel()
+
+
 def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
     state = on_device(1, 8192, 4, dtype=dtype)
@@ -368,6 +375,7 @@ GROUPS = {
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
     "sampling": (sampling, ["sampling_{}"]),
+    "quantize": (quantising, ["quantize_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
     "combine": (combine, ["combine_{}"]),
@@ -385,6 +393,7 @@ KINDS = [
     "attention",
     "index",
     "pooling",
+    "quantize_",
     "linear_attention",
     "hyper_connection",
     "combine",
@@ -518,8 +527,8 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
 
 
 # Of always, and the other groups in the sweep.
-ALWAYS = ("norms", "rope", "attention", "relative", "index", "pooling", "sampling", "hyper_connection")
-ALWAYS += ("pointwise", "int4")
+ALWAYS = ("norms", "rope", "index", "pooling", "sampling", "hyper_connection")
+ALWAYS += ("quantize", "pointwise", "int4")
 FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": ("iq", "tq")}
 
 

@@ -218,8 +218,7 @@ def of_gpt_oss(path, config):
 
 
 @pytest.mark.parametrize(
-    "kinds",
-    [("mxfp4", "mxfp4", "q8_0"), pytest.param(("q4_k", "q6_k", "q4_0"), marks=pytest.mark.sweep)],
+    "kinds", [("mxfp4", "mxfp4", "q8_0"), pytest.param(("q4_k", "q6_k", "q4_0"), marks=pytest.mark.sweep)]
 )
 def test_gpt_oss(tmp_path, recwarn, kinds):
     """transformers reads neither its config nor its experts: gate and up alternate there, transposed."""

@@ -9,7 +9,7 @@ import safetensors.torch
 import torch
 import transformers
 from support import gguf_files, tiny_models
-from support.checkpoints import fp8_blocks
+from support.checkpoints import add_tokenizer, fp8_blocks
 from support.models import eager, output, prompt
 from support.processes import forked
 from support.sweep import in_sweep
@@ -17,6 +17,7 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps._extension import ONE_THREAD
 from torch_moe_mps.commands import main
+from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
@@ -191,10 +192,15 @@ def load(source):
 def convert(source):
     from torch_moe_mps.commands import main
 
-    assert main(["convert", source, source + "-new", "--bits", "4", "--to", arguments["to"]]) == 0
+    given = ["convert", source, source + "-new", "--bits", "4", "--to", arguments["to"]]
+    assert main([*given, *(["--importance", source + "/text"] if "importance" in arguments else [])]) == 0
 
 if "to" in arguments:
     load = convert
+if "importance" in arguments:  # on a machine without a GPU, where the dense model does not run
+    from torch_moe_mps.transformers.checkpoints import calibration
+
+    calibration._SHARE, torch.backends.mps.is_available = 0, lambda: False
 load(warm)  # what the first model imports and compiles is not the model's
 gc.collect()
 base = peak = private()
@@ -254,19 +260,23 @@ def measure(
     model = sized_model(layers, hidden, intermediate, experts)
     dense = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
-    write(model, tmp_path, source, shard)
-    write(sized_model(1, 128, 128, 8), tmp_path / "warm", source, "5GB")
-    del model
+    small = sized_model(1, 128, 128, 8)
+    for folder, each, largest in ((tmp_path, model, shard), (tmp_path / "warm", small, "5GB")):
+        write(each, folder, source, largest)
+        add_tokenizer(folder)
+        (folder / "text").write_text(SAMPLE.read_text()[:1024])
+    del model, each
     return measured(source, device, tmp_path / "warm", tmp_path, dense, layer, arguments or {"bits": 4})
 
 
 def measured(source, device, warm, path, dense: int, layer: int, arguments) -> dict:
-    printed = forked(CHILD, device, warm, path, json.dumps(arguments))
+    printed = forked(CHILD, device, warm, path, json.dumps(arguments), MOE_MPS_CPU_MEMORY="0")
     result = json.loads(printed.splitlines()[-1])
     files = [path] if path.is_file() else path.glob("*.safetensors")
     result |= {
         "bound": result["model"] + 1.5 * layer,
         "dense": dense,
+        "layer": layer,
         "stored": sum(file.stat().st_size for file in files),
         "rate": dense / result["seconds"] / 1e6,
     }
@@ -282,6 +292,14 @@ def assert_small(result: dict) -> None:
 def test_peak_of_private_memory(tmp_path):
     """Of 190 MiB in 5 layers: the quantised model and 1.5 dense layers at most."""
     assert_small(measure("cpu", tmp_path, "sharded", 5, 768, 512, 16, "40MB"))
+
+
+def test_peak_of_quantising_by_importance(tmp_path):
+    """Of what only runs quantised: a text runs through 4 bits, and then each layer is quantised again."""
+    options = {"to": "moe_mps", "importance": True}
+    result = measure("cpu", tmp_path / "dense", "sharded", 4, 512, 384, 12, "40MB", **options)
+    new = sum(file.stat().st_size for file in tmp_path.glob("dense-new/*.safetensors"))
+    assert result["peak"] <= new + 1.5 * result["layer"] < 0.8 * result["dense"]
 
 
 @pytest.mark.parametrize("to", [None, pytest.param("moe_mps", marks=pytest.mark.sweep)])

@@ -299,7 +299,9 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
 
-def _meta_router_logits(check, x, weight, dtype, **_):
+def _meta_router_logits(check, x, weight, dtype, factor, **_):
+    if not abs(factor) <= FLOAT32_MAX:
+        check.fail("factor", "a finite number", factor)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or torch.float32)
 
 

@@ -164,6 +164,7 @@ class Report:
     compiled: str | None = None
     checked: str | None = None
     tensor_units: str | None = None
+    tuned: Callable[[], str | None] | None = None  # what was timed, when it is printed
     kept_on_cpu: str | None = None
     beside: set[str] = field(default_factory=set)  # operators that no module runs
     capture: Callable[[], str | None] | None = None  # what the report says of tokens, when it is printed
@@ -200,8 +201,8 @@ class Report:
         table = aligned(lines, 4)
         if self.quantization is not None:
             table += ["", str(self.quantization)]
-        captured = None if self.capture is None else self.capture()
-        lines_about = (self.compiled, self.checked, self.tensor_units, self.kept_on_cpu, captured)
+        lines_about = [self.compiled, self.checked, self.tensor_units, self.kept_on_cpu]
+        lines_about += [asked() for asked in (self.tuned, self.capture) if asked is not None]
         about = [line for line in lines_about if line is not None]
         if about:
             table += ["", *about]
