@@ -18,7 +18,7 @@ from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
 
 IDS = (torch.int32, torch.int64)
-WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 0)
+WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 1030, 0)
 COUNTS = (1, 2, 3, 5, 9, 33, 0)
 OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}
 
@@ -214,7 +214,7 @@ def logits(d: Draws, *shape: int, special: bool) -> Tensor:
 
 
 def experts_and_top_k(d: Draws) -> tuple[int, int]:
-    experts = d.one(8, 1, 2, 7, 33, 64, 128, 300)
+    experts = d.one(8, 1, 2, 7, 33, 64, 128, 300, 1024)
     return experts, d.one(*(k for k in (1, 2, 8, 11, 64) if k <= experts))
 
 
@@ -288,6 +288,7 @@ def router_logits(d):
         "bias": d.maybe(lambda: d.values(experts)),
         **norm_of_input(d, width),
         "dtype": d.one(None, *DTYPES),
+        "factor": d.one(1.0, 0.3),
     }
 
 
@@ -431,11 +432,12 @@ def moe_experts_quantized(d):
         names = {name: f"router_{name}" for name in ("bias", "norm_eps", "norm_min")}
         around |= {"ids": None, "weights": None}
         around |= {names.get(name, name): value for name, value in router.items()}
-    return {
-        **{**around, **passed, **options, **norm_of_input(d, hidden)},
-        **weight(d, "gate_up_", experts, rows, hidden, form),
-        **weight(d, "down_", experts, hidden, inner, down),
-    }
+    matrices = weight(d, "gate_up_", experts, rows, hidden, form)
+    matrices |= weight(d, "down_", experts, hidden, inner, down)
+    if around["ids"] is None and d.flag():
+        options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
+        matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
+    return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
 
 
 @strategy
@@ -671,7 +673,7 @@ def hyper_connection(d):
         "eps": d.eps(),
         "iterations": d.one(20, 1, 2),
         "post_factor": d.one(2.0, 1.0),
-        "post_eps": d.one(0.0, 1e-6),
+        "post_eps": d.one(0.0, 0.25),
     }
 
 

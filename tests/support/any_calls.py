@@ -10,7 +10,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 from support.any_arguments import STRATEGIES, Draws
-from support.layouts import LAYOUTS
+from support.layouts import LAYOUTS, surroundings
 from support.oracles_operators import check_tensor, expected, written
 from support.quantized_layers import lay_words
 from support.values import DTYPES
@@ -192,6 +192,10 @@ def check_values(call: Call, outcome: Outcome) -> None:
     for name, value in call.arguments.items():
         if isinstance(value, Tensor) and name not in in_place:
             assert same_bits(outcome.given[name].cpu(), value), f"{call.name}: {name} changed"
+        elif isinstance(value, Tensor) and call.layouts[name] in LAYOUTS:
+            around = surroundings(outcome.given[name])
+            whole = around.isnan() if around.is_floating_point() else around == -7
+            assert whole.all(), f"{call.name}: what lies around {name} changed"
 
 
 def same_bits(a: Tensor, b: Tensor) -> bool:

@@ -1,6 +1,5 @@
 """What the tests of all operators share, beside the samples of the package."""
 
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -31,10 +30,6 @@ def plans_for(gpu: str) -> Iterator[None]:
         yield
     finally:
         torch.ops.moe_mps._plan_for(0)
-
-
-def wrapped(line: str) -> str:
-    return textwrap.fill(line, 108, subsequent_indent="    ")
 
 
 MODULES = (

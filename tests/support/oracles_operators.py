@@ -315,7 +315,7 @@ def input_rows(a) -> Estimate:
 
 @oracle
 def router_logits(a):
-    rows, weight = input_rows(a), exact(a.weight)
+    rows, weight = input_rows(a), a.factor * exact(a.weight)
     logits = dot_products(rows.value, weight, 0.0 if a.bias is None else exact(a.bias))
     inherited = DEVIATIONS * np.sqrt(rows.deviation**2 @ (weight**2).T)
     return [Expected(logits.value, logits.error + inherited)]
@@ -664,6 +664,8 @@ def moe_experts_quantized(a):
         weights, ids = moe_router(SimpleNamespace(**given_to_router))
         a = SimpleNamespace(**vars(a) | {"weights": Estimate(weights.value, weights.error)})
         a.ids, sure = torch.from_numpy(ids.value), ids.known
+    if a.shared_gate_up_packed is not None:
+        a = SimpleNamespace(**vars(a) | {"shared_out": mlp(a, "shared_")})
     (out,) = experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
     return [Expected(out.value, out.error, sure)]
 
@@ -688,12 +690,15 @@ def linear_quantized(a):
     return [estimated(Estimate(value if a.residual is None else value + exact(a.residual), deviation))]
 
 
+def mlp(a, prefix="") -> Estimate:
+    inner = product(flat_rows(a), dense(a, f"{prefix}gate_up_"), a.gate_up_bias, a.x.dtype)
+    hidden = activate(inner, vars(a), a.x.dtype)
+    return product(hidden, dense(a, f"{prefix}down_", down=True), a.down_bias, a.x.dtype)
+
+
 @oracle
 def mlp_quantized(a):
-    dtype = a.x.dtype
-    inner = product(flat_rows(a), dense(a, "gate_up_"), a.gate_up_bias, dtype)
-    hidden = activate(inner, vars(a), dtype)
-    out = product(hidden, dense(a, "down_", down=True), a.down_bias, dtype)
+    out = mlp(a)
     value, deviation = (part.reshape(a.x.shape) for part in out)
     if a.residual is not None:
         value = value + exact(a.residual)
