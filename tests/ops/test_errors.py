@@ -279,7 +279,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         "embedding_quantized": [
             wrong("C, the input dimension of packed, must be a multiple of 128, got 64", format="affine4_128")
         ],
-        "rms_norm": [wrong("0.0 without a weight", weight_offset=1.0, weight=None)],
+        "rms_norm": [
+            wrong("0.0 without a weight", weight_offset=1.0, weight=None),
+            wrong("weight must be of shape [N, H] of the input = (3, 64), got (4, 64)", weight=zeros(4, H)),
+        ],
         "layer_norm": [wrong("0.0 without a weight", weight_offset=1.0, weight=None)],
         "rope": [
             wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14), q_weight=None),
@@ -405,9 +408,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of a last dimension of 64 / 32 or 64 or 128", scales_=zeros(2, 2, T + 5, 4)),
             wrong("between 0 and 5", start=6),
             wrong("between 0 and 5", start=-1),
-        ],
-        "fused_residual_norm": [
-            wrong("weight must be of shape [N, H] of the input = (3, 64), got (4, 64)", weight=zeros(4, H))
         ],
         "fused_residual_norm_scalar": [
             wrong("1-D or 0-D", scalar=zeros(1, 1)),

@@ -149,8 +149,6 @@ def fused_residual_norm(d):
     arguments = {**norm(d, "residual"), "write_sum": d.flag(), "factor": d.factor()}
     residual = arguments["residual"]
     arguments["input"] = d.values(*residual.shape, dtype=residual.dtype)
-    if residual.dim() > 1 and d.flag():
-        arguments["weight"] = d.values(*residual.shape[-2:])
     return arguments
 
 

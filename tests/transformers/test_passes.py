@@ -162,6 +162,11 @@ def norm_of_sum_with_factors(x, r):
     return norm(total), product
 
 
+def norm_of_sum_with_weights_of_rows(x, r):
+    total = x.view(1, 2, -1) + r.view(1, 2, -1)
+    return norm(total, NORM.view(2, -1)), total
+
+
 def sum_with_norm_of_heads(x, r):
     """The norm's rows are parts of the sum's."""
     return r + norm(x.view(2, H // 2), HALF).view(1, 1, H)
@@ -467,6 +472,7 @@ CASES: dict[Callable, dict[str, int]] = {
     norm_without_weight: LINEAR | {"rms_norm": 1},
     norm_of_what_changes: LINEAR | {"rms_norm": 1, "clone": 1, "add_": 1},
     norm_of_sum_with_factors: {"fused_residual_norm": 1, "mul": 1},
+    norm_of_sum_with_weights_of_rows: {"rms_norm": 1, "add": 1},
     sum_with_norm_of_heads: {"rms_norm": 1, "add": 1},
     linears_of_one_input: LINEAR | {"mul": 1},
     linears_of_a_normed_input: LINEAR,

@@ -106,7 +106,7 @@ Tensor with_residual(const char* kernel, const Tensor& residual, const Tensor& i
   Tensor output = at::empty(residual.sizes(), residual.options());
   if (output.numel() == 0) return output;
   encode_norm(kernel, residual.contiguous(), input.contiguous(), weight.contiguous(), contiguous(scalar), eps,
-              weight_offset, output, sum, Gating{.groups = weight.numel() / residual.size(-1)}, factor);
+              weight_offset, output, sum, Gating{}, factor);
   return output;
 }
 

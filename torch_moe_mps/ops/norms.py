@@ -197,12 +197,11 @@ def fused_norm_add_scalar(
 # The norm of the sum
 
 
-def _meta_residual_norm(check, residual, weight, write_sum, **_):
-    _check_rows(check, residual, weight, weight_offset=0.0)
+def _meta_residual_norm(check, residual, write_sum, **_):
     return residual.new_empty(residual.shape), residual.new_empty(residual.shape if write_sum else (0,))
 
 
-@operator("residual[..., H] input[..., H]:residual weight[H]|[_, H]", _meta_residual_norm)
+@operator("residual[..., H] input[..., H]:residual weight[H]", _meta_residual_norm)
 def fused_residual_norm(
     residual: Tensor,
     input: Tensor,
@@ -217,8 +216,7 @@ def fused_residual_norm(
     In 16 bit s is rounded first, because the residual stream carries the rounded s; the norm is taken of it.
 
     Args:
-        residual, input, eps, weight_offset: as for fused_norm_add.
-        weight: [H], any of the three dtypes; for a residual [..., N, H] also [N, H], as for rms_norm.
+        residual, input, weight, eps, weight_offset: as for fused_norm_add.
         write_sum: without it the second result is empty, of shape [0].
         factor: of the input, whose product is not rounded (Granite, MiniMax).
 
@@ -291,6 +289,5 @@ CHANGES: Changes = {
     "fused_residual_norm": lambda s: [
         {"residual": s.strided, "write_sum": False, "factor": 0.22},
         _wide(s) | {"residual": s.values(2, 4100)},
-        {"weight": s.values(s.T, s.H)},
     ],
 }

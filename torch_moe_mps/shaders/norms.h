@@ -186,7 +186,7 @@ template <typename T, int kJoin>
   input += ulong(row) * params.input_stride;
   output += start;
   sum_output += start;
-  constexpr bool grouped = kJoin == JOIN_NONE || kJoin == JOIN_GATE || kJoin == JOIN_SUM;
+  constexpr bool grouped = kJoin == JOIN_NONE || kJoin == JOIN_GATE;
   const uint first_weight = grouped && params.groups > 1 ? row % params.groups * params.width : 0;
   if (params.vectorised != 0) {
     const NormRow<T, 4, kJoin> columns = {residual, input, weight, scalar, output, sum_output, first_weight};

@@ -39,11 +39,11 @@ factor_in_norm = Fusion("factor_in_norm", ("rms_norm(*A) * FACTOR", "rms_norm(*A
 norm_sums = Fusion(
     "norm_sums",
     (
-        "rms_norm((T := R[S] + Y * FACTOR)[S], W, EPS, OFFSET)",
+        "rms_norm((T := R[S] + Y * FACTOR)[S], W[H,], EPS, OFFSET)",
         "fused_residual_norm(R, Y[S], W, EPS, weight_offset=OFFSET, factor=FACTOR)",
     ),
     (
-        "rms_norm((T := R[S] + Y[S])[S], W, EPS, OFFSET)",
+        "rms_norm((T := R[S] + Y[S])[S], W[H,], EPS, OFFSET)",
         "fused_residual_norm(R, Y, W, EPS, weight_offset=OFFSET)",
     ),
 )
