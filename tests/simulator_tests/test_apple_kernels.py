@@ -884,11 +884,11 @@ not dispatched here
             costs("dense", "bf16"),
             """\
 dense, 1 tokens, 4 of 32
-  matmul_rows_bf16: 4.59 3.05 slots a MAC, 53 registers, 64/384/896 threads
+  matmul_rows_bf16: 4.58 3.05 slots a MAC, 53 registers, 64/384/896 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 dense, 8 tokens, 4 of 32
   matmul_rows_few_bf16: 3.51 2.46 slots a MAC, 105 registers, 128/256/448 threads
-  expert_down_few_bf16: 5.16 3.88 slots a MAC, 100.5 registers, 256/256/512 threads
+  expert_down_few_bf16: 5.07 3.79 slots a MAC, 98.5 registers, 256/256/512 threads
 dense, 64 tokens, 4 of 32
   gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
   gemm8_bf16: 2.19 1.99 slots a MAC, 70 registers, 128/384/704 threads
@@ -896,7 +896,7 @@ dense, 256 tokens, 4 of 32
   gemm32_bf16: 1.41 1.35 slots a MAC, 96.5 registers, 128/384/512 threads
   gemm32_bf16: 1.53 1.46 slots a MAC, 96.5 registers, 128/384/512 threads
 dense, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_bf16: 7.02 4.98 slots a MAC, 63 registers, 64/384/832 threads
+  matmul_rows_normed_bf16: 7.01 4.98 slots a MAC, 63 registers, 64/384/832 threads
   expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
 queries of latents, 1 tokens
   heads_columns_bf16: 5.32 4.24 slots a MAC, 58 registers, 256/384/832 threads
@@ -958,14 +958,14 @@ not dispatched here
             costs("int8", "bf16"),
             """\
 affine8_64, 1 tokens, 4 of 32
-  matmul_rows_affine8_64_bf16: 5.26 4.66 slots a MAC, 48.5 registers, 64/384/1024 threads
+  matmul_rows_affine8_64_bf16: 5.25 4.66 slots a MAC, 48.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
 affine8_64, 3 tokens, 2 of 4
   matmul_rows_few_split_affine8_64_bf16: 5.56 5.26 slots a MAC, 110.5 registers, 128/256/448 threads
-  expert_down_few_affine8_64_bf16: 6.13 5.58 slots a MAC, 91 registers, 256/256/576 threads
+  expert_down_few_affine8_64_bf16: 6.07 5.52 slots a MAC, 89 registers, 256/256/576 threads
 affine8_64, 8 tokens, 4 of 32
   matmul_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/256/512 threads
-  expert_down_few_affine8_64_bf16: 5.79 5.24 slots a MAC, 91 registers, 256/256/576 threads
+  expert_down_few_affine8_64_bf16: 5.70 5.15 slots a MAC, 89 registers, 256/256/576 threads
 affine8_64, 64 tokens, 4 of 32
   gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
   gemm8_affine8_64_bf16: 2.52 2.47 slots a MAC, 72.5 registers, 128/384/640 threads
@@ -973,10 +973,10 @@ affine8_64, 256 tokens, 4 of 32
   gemm32_affine8_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
   gemm32_affine8_64_bf16: 1.61 1.58 slots a MAC, 98 registers, 128/384/512 threads
 affine8_64, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_affine8_64_bf16: 7.52 6.42 slots a MAC, 50.5 registers, 64/384/1024 threads
+  matmul_rows_normed_affine8_64_bf16: 7.51 6.41 slots a MAC, 50.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
 affine8_64, normed, chosen, 1 tokens, 4 of 32
-  matmul_rows_chosen8_affine8_64_bf16: 9.90 8.74 slots a MAC, 50.5 registers, 64/384/1024 threads
+  matmul_rows_chosen8_affine8_64_bf16: 9.89 8.73 slots a MAC, 50.5 registers, 64/384/1024 threads
   expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
 queries of latents, 1 tokens
   heads_columns_affine8_64_bf16: 6.96 6.75 slots a MAC, 46.5 registers, 256/384/1024 threads
@@ -1000,14 +1000,14 @@ not dispatched here
             costs("mxfp4", "bf16"),
             """\
 mxfp4, 1 tokens, 4 of 32
-  matmul_rows_mxfp4_bf16: 6.12 5.59 slots a MAC, 38 registers, 64/384/1024 threads
+  matmul_rows_mxfp4_bf16: 6.11 5.58 slots a MAC, 38 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 mxfp4, 3 tokens, 2 of 4
   matmul_rows_few_split_mxfp4_bf16: 6.19 5.93 slots a MAC, 94 registers, 128/256/512 threads
-  expert_down_few_mxfp4_bf16: 6.50 5.99 slots a MAC, 80.5 registers, 256/256/576 threads
+  expert_down_few_mxfp4_bf16: 6.44 5.93 slots a MAC, 78.5 registers, 256/256/640 threads
 mxfp4, 8 tokens, 4 of 32
   matmul_rows_few_mxfp4_bf16: 4.84 4.58 slots a MAC, 83 registers, 128/256/576 threads
-  expert_down_few_mxfp4_bf16: 6.31 5.81 slots a MAC, 80.5 registers, 256/256/576 threads
+  expert_down_few_mxfp4_bf16: 6.23 5.72 slots a MAC, 78.5 registers, 256/256/640 threads
 mxfp4, 64 tokens, 4 of 32
   gemm8_mxfp4_bf16: 2.63 2.61 slots a MAC, 68.5 registers, 128/384/704 threads
   gemm8_mxfp4_bf16: 2.78 2.75 slots a MAC, 68.5 registers, 128/384/704 threads
@@ -1015,10 +1015,10 @@ mxfp4, 256 tokens, 4 of 32
   gemm32_mxfp4_bf16: 1.55 1.54 slots a MAC, 94 registers, 128/384/512 threads
   gemm32_mxfp4_bf16: 1.67 1.65 slots a MAC, 94 registers, 128/384/512 threads
 mxfp4, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_mxfp4_bf16: 8.38 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
+  matmul_rows_normed_mxfp4_bf16: 8.37 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 mxfp4, normed, chosen, 1 tokens, 4 of 32
-  matmul_rows_chosen8_mxfp4_bf16: 10.93 9.83 slots a MAC, 42 registers, 64/384/1024 threads
+  matmul_rows_chosen8_mxfp4_bf16: 10.92 9.82 slots a MAC, 42 registers, 64/384/1024 threads
   expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
 queries of latents, 1 tokens
   heads_columns_mxfp4_bf16: 8.42 8.33 slots a MAC, 44 registers, 256/384/1024 threads
@@ -1041,37 +1041,37 @@ not dispatched here
         self.assertExpectedInline(
             registers_of_formats("bf16", "affine", "mx", "nv"),
             """\
-mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 80.5 gemm8 68.5 gemm32 94 chosen8
+mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 78.5 gemm8 68.5 gemm32 94 chosen8
   42 chosen16 66 gemm16_split 85 gemm32_split 121 embedding 35 heads 39 heads_rows_few 62
   heads_columns 44 heads_columns_few 63.5
-mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 86.5 gemm8 68.5 gemm32 94 chosen8
+mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 84.5 gemm8 68.5 gemm32 94 chosen8
   47.5 chosen16 66 gemm16_split 97 gemm32_split 114 embedding 43 heads 46 heads_rows_few 68
   heads_columns 44 heads_columns_few 63.5
-nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 75 gemm8 64.5 gemm32 90
+nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 73 gemm8 64.5 gemm32 90
   chosen8 42 chosen16 66 gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5 heads_rows_few
   56.5 heads_columns 43 heads_columns_few 62.5
-affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 84.5 gemm8 68.5 gemm32 94
   chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
   68 heads_columns 45.5 heads_columns_few 65
-affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 84.5 gemm8 68.5 gemm32 94
   chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
   68 heads_columns 45.5 heads_columns_few 65
-affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 68.5 gemm32 94
+affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 84.5 gemm8 68.5 gemm32 94
   chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
   68 heads_columns 45.5 heads_columns_few 65
-affine2_64: rows 50.5 few 100.5 few_split 111.5 down 59 down_few 102 gemm8 68.5 gemm32 94 chosen8
+affine2_64: rows 50.5 few 100.5 few_split 111.5 down 59 down_few 100 gemm8 68.5 gemm32 94 chosen8
   50.5 chosen16 66 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5 heads_rows_few 83.5
   heads_columns 45.5 heads_columns_few 65
-affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 86.5 gemm8 72 gemm32 102
+affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 84.5 gemm8 72 gemm32 102
   chosen8 44.5 chosen16 66 gemm16_split 83 gemm32_split 119 embedding 51 heads 43 heads_rows_few 68
   heads_columns 62.5 heads_columns_few 97
-affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 80 gemm32 110
+affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 86.5 gemm8 80 gemm32 110
   chosen8 46.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5 heads_rows_few
   70 heads_columns 64.5 heads_columns_few 99
-affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 90 gemm8 72.5 gemm32 98
+affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 88 gemm8 72.5 gemm32 98
   chosen8 48.5 chosen16 66 gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5 heads_rows_few
   71.5 heads_columns 46.5 heads_columns_few 66
-affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 gemm8 72.5 gemm32 98
+affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 89 gemm8 72.5 gemm32 98
   chosen8 50.5 chosen16 66 gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5 heads_rows_few
   72.5 heads_columns 46.5 heads_columns_few 66
 """,
@@ -1082,34 +1082,34 @@ affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 91 g
         self.assertExpectedInline(
             registers_of_formats("bf16", "q"),
             """\
-q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 83.5 gemm8 64.5 gemm32 90 chosen8
+q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 81.5 gemm8 64.5 gemm32 90 chosen8
   42 chosen16 66 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5 heads_rows_few 65
   heads_columns 43 heads_columns_few 62.5
-q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 86.5 gemm8 66.5 gemm32 92 chosen8
+q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 84.5 gemm8 66.5 gemm32 92 chosen8
   44.5 chosen16 66 gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5 heads_rows_few 68
   heads_columns 45 heads_columns_few 64.5
-q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 85.5 gemm8 76 gemm32 106 chosen8
+q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 83.5 gemm8 76 gemm32 106 chosen8
   43.5 chosen16 66 gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5 heads_rows_few 67
   heads_columns 62 heads_columns_few 96.5
-q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 88.5 gemm8 78 gemm32 108 chosen8
+q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 86.5 gemm8 78 gemm32 108 chosen8
   46.5 chosen16 66 gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5 heads_rows_few 70
   heads_columns 64 heads_columns_few 98.5
-q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 88 gemm8 68.5 gemm32 94
+q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 86 gemm8 68.5 gemm32 94
   chosen8 47.5 chosen16 66 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few
   69.5 heads_columns 44 heads_columns_few 63.5
-q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 108 gemm8 72.5 gemm32 98 chosen8 57.5
+q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 106 gemm8 72.5 gemm32 98 chosen8 57.5
   chosen16 66 gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few 89.5
   heads_columns 45.5 heads_columns_few 65
-q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 89.5 gemm8 81 gemm32 111 chosen8
+q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 87.5 gemm8 81 gemm32 111 chosen8
   47.5 chosen16 66 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few 71
   heads_columns 64.5 heads_columns_few 99
-q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 91.5 gemm8 72.5 gemm32 98 chosen8
+q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 89.5 gemm8 72.5 gemm32 98 chosen8
   49.5 chosen16 66 gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5 heads_rows_few 73
   heads_columns 46.5 heads_columns_few 66
-q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 93.5 gemm8 85 gemm32 115 chosen8
+q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 91.5 gemm8 85 gemm32 115 chosen8
   51.5 chosen16 66 gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5 heads_rows_few 75
   heads_columns 65.5 heads_columns_few 100
-q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 77.5 gemm32 103
+q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 90 gemm8 77.5 gemm32 103
   chosen8 50.5 chosen16 66 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5 heads_rows_few
   73.5 heads_columns 48.5 heads_columns_few 68
 """,
@@ -1120,34 +1120,34 @@ q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 gemm8 
         self.assertExpectedInline(
             registers_of_formats("bf16", "iq", "tq"),
             """\
-iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 gemm8 65.5 gemm32 91
+iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 78 gemm8 65.5 gemm32 91
   chosen8 43.5 chosen16 66 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5
   heads_rows_few 61.5 heads_columns 45.5 heads_columns_few 65
-iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 gemm8 73.5 gemm32 99
+iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 85 gemm8 73.5 gemm32 99
   chosen8 50.5 chosen16 66 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5
   heads_rows_few 68.5 heads_columns 50 heads_columns_few 68.5
-tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 64.5 gemm32 90 chosen8 47.5
+tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 97 gemm8 64.5 gemm32 90 chosen8 47.5
   chosen16 66 gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few 80.5
   heads_columns 43 heads_columns_few 62.5
-iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 82.5 gemm8 71 gemm32 101 chosen8 42 chosen16
+iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 80.5 gemm8 71 gemm32 101 chosen8 42 chosen16
   66 gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns 61.5
   heads_columns_few 96
-iq1_m: rows 45.5 few 90.5 few_split 99.5 down 54 down_few 88 gemm8 87 gemm32 117 chosen8 45.5
+iq1_m: rows 45.5 few 90.5 few_split 99.5 down 54 down_few 86 gemm8 87 gemm32 117 chosen8 45.5
   chosen16 66 gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5
   heads_columns 68 heads_columns_few 102.5
-iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101 chosen8 46
+iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 86.5 gemm8 71 gemm32 101 chosen8 46
   chosen16 66 gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns
   60.5 heads_columns_few 95
-iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 93.5 gemm8 95 gemm32 125 chosen8 51
+iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 91.5 gemm8 95 gemm32 125 chosen8 51
   chosen16 66 gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75
   heads_columns 68 heads_columns_few 102.5
-iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91 gemm32 121 chosen8 44 chosen16
+iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 84.5 gemm8 91 gemm32 121 chosen8 44 chosen16
   66 gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68 heads_columns 66
   heads_columns_few 100.5
-iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 79 gemm32 109 chosen8
+iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 94.5 gemm8 79 gemm32 109 chosen8
   56 chosen16 66 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78
   heads_columns 64.5 heads_columns_few 99
-iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 84 gemm32 114 chosen8
+iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 89.5 gemm8 84 gemm32 114 chosen8
   51.5 chosen16 66 gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few 73
   heads_columns 65.5 heads_columns_few 100
 """,
