@@ -29,10 +29,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2, torch.float16: 5e-3}
 
 def build(experts: int, hidden: int, intermediate: int, top_k: int, dtype: torch.dtype) -> Qwen3MoeExperts:
     config = Qwen3MoeConfig(
-        num_experts=experts,
-        hidden_size=hidden,
-        moe_intermediate_size=intermediate,
-        num_experts_per_tok=top_k,
+        num_experts=experts, hidden_size=hidden, moe_intermediate_size=intermediate, num_experts_per_tok=top_k
     )
     module = Qwen3MoeExperts(config)
     with torch.no_grad():

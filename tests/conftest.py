@@ -7,16 +7,19 @@ another one, except for tests marked `one_schedule` and for cases that run only 
 """
 
 import gc
+import importlib
 import os
 import signal
 import sys
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support import trained
+from support.values import DTYPES
 
 SCHEDULES = 4
 OTHER_ORDER = "mps-other-order"
@@ -28,10 +31,10 @@ def pytest_configure(config):
     os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
     config.addinivalue_line(
-        "markers",
-        "one_schedule: run the simulated mps variant under one schedule in the sweep, too",
+        "markers", "one_schedule: run the simulated mps variant under one schedule in the sweep, too"
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C in their processes
     gc.disable()  # until all is imported: half a million objects that stay
@@ -52,11 +55,34 @@ def pytest_generate_tests(metafunc):
     if "device" in metafunc.fixturenames:
         marks = {mark.name for mark in metafunc.definition.iter_markers()}
         cpu = pytest.param("cpu", marks=pytest.mark.sweep) if "of_kernels" in marks else "cpu"
-        metafunc.parametrize("device", [cpu, *mps_variants("one_schedule" in marks)], indirect=True)
+        mps = mps_variants("one_schedule" in marks)
+        if "of_models" in marks:
+            mps[0] = pytest.param("mps", marks=pytest.mark.sweep)
+        metafunc.parametrize("device", [cpu, *mps], indirect=True)
 
 
+def _kept_of_dtypes(items: list) -> Iterator[list]:
+    """Of each case on mps those of all dtypes: the one that always runs first, another for another case."""
+    cases = defaultdict(list)
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call and call.params.get("dtype") in DTYPES and str(call.params.get("device")).startswith("mps"):
+            others = sorted(place for place in call.indices.items() if place[0] != "dtype")
+            cases[f"{item.nodeid.partition('[')[0]} {others}"].append(item)
+    for name, case in cases.items():
+        turn = zlib.crc32(name.encode()) % len(case)
+        yield case[turn:] + case[:turn]
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """A case that only runs in the sweep anyway is not run in another order."""
+    """Kernels of several dtypes are instances of one template: a case always runs in one, else in the sweep.
+
+    A case that only runs there anyway is not run in another order.
+    """
+    for _, *rest in _kept_of_dtypes(items):
+        for item in rest:
+            item.add_marker(pytest.mark.sweep)
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
@@ -64,6 +90,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """What is imported is never garbage: without it, looking for garbage takes a third of the time."""
+    if "transformers" in sys.modules:
+        importlib.import_module("support.recipes")
     gc.freeze()
     gc.enable()
 
@@ -127,6 +155,14 @@ def few_formats(monkeypatch) -> None:
     from support import any_arguments
 
     monkeypatch.setattr(any_arguments, "EVERY_FORMAT", ("affine4_64", "mxfp4", "q4_k"))
+
+
+@pytest.fixture
+def shipped_defaults(monkeypatch) -> None:
+    """Recipes of tiny models are those of users, too."""
+    from support import recipes
+
+    monkeypatch.setattr(recipes.Recipe, "of_sizes", recipes.SHIPPED)
 
 
 @pytest.fixture

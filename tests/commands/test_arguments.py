@@ -122,10 +122,7 @@ def test_the_help_names_every_mode(capsys):
             ["chat", "a", "--set", "max_new_tokens"],
             "torch-moe-mps chat: error: argument --set: must be FLAG=VALUE, got 'max_new_tokens'",
         ),
-        (
-            ["generate", "a", "--shares", "1,2"],
-            "torch-moe-mps: error: unrecognized arguments: --shares 1,2",
-        ),
+        (["generate", "a", "--shares", "1,2"], "torch-moe-mps: error: unrecognized arguments: --shares 1,2"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

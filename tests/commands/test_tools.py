@@ -16,11 +16,7 @@ SKY = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "req
 SEA = {"type": "object", "properties": {"calm": {"type": "boolean"}}, "required": ["calm"]}
 FUNCTIONS = [{"name": "look", "parameters": SKY}, {"name": "swim", "parameters": SEA}, {"name": "rest"}]
 TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
-FITS = {
-    "look": [{"sky": "blue"}, {"sky": "grey"}],
-    "swim": [{"calm": False}, {"calm": True}],
-    "rest": [{}],
-}
+FITS = {"look": [{"sky": "blue"}, {"sky": "grey"}], "swim": [{"calm": False}, {"calm": True}], "rest": [{}]}
 TEMPLATES = {types[0]: template for types, template in utils._RESPONSE_TEMPLATE_FALLBACKS.items()}
 # No answer thinks behind these.
 ASKED = {"model": "m", "messages": said("the sky</think>"), "tools": TOOLS, "max_tokens": 150}

@@ -3,10 +3,10 @@
 import json
 import re
 
-import expecttest
 import pytest
 import torch
 from support import tiny_models
+from support.pinned import assert_pinned
 from support.processes import forked, python
 from support.quantized_layers import check_layer, check_linear
 
@@ -26,49 +26,16 @@ def m5(simulated, monkeypatch):
 
 
 @pytest.mark.one_schedule
-class TestPlan(expecttest.TestCase):
-    @pytest.fixture(autouse=True)
-    def _simulator(self, simulated):
-        del simulated
-
-    def test_plan(self):
-        lines = []
-        for tokens in (8, 255, 256, 1024):
-            plan = torch.ops.moe_mps._plan(tokens, 8, 128, 2048, 768, tensor_units=True)
-            lines += [f"T {tokens}, 8 of 128 experts: {line}" for line in plan]
-        for tokens in (15, 16, 63, 64, 512):
-            for rows, gated in ((2560, False), (12288, True)):
-                plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated, cores=40, tensor_units=True)
-                lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
-        self.assertExpectedInline(
-            "\n".join(lines) + "\n",
-            """\
-T 8, 8 of 128 experts: matmul_rows_few grid 24x65x1 of 128
-T 8, 8 of 128 experts: expert_down_few grid 256x1x1 of 256 with 2048 bytes
-T 255, 8 of 128 experts: bucket_pairs grid 1x1x1 of 1024 with 25736 bytes
-T 255, 8 of 128 experts: gemm32 grid of tiles, 0 of 128
-T 255, 8 of 128 experts: gemm32 grid of tiles, 1 of 128
-T 255, 8 of 128 experts: expert_combine grid 2x255x1 of 256
-T 256, 8 of 128 experts: bucket_pairs grid 1x1x1 of 1024 with 25736 bytes
-T 256, 8 of 128 experts: gemm32_tensor grid of tiles, 0 of 128
-T 256, 8 of 128 experts: gemm32_tensor grid of tiles, 1 of 128
-T 256, 8 of 128 experts: expert_combine grid 2x256x1 of 256
-T 1024, 8 of 128 experts: bucket_pairs grid 4x1x1 of 1024 with 25736 bytes
-T 1024, 8 of 128 experts: gemm64_tensor grid of tiles, 0 of 128
-T 1024, 8 of 128 experts: gemm64_tensor grid of tiles, 1 of 128
-T 1024, 8 of 128 experts: expert_combine grid 2x1024x1 of 256
-T 15, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
-T 15, 12288 rows, gated: gemm16_split grid 384x1x1 of 128, inputs split
-T 16, 2560 rows: gemm32_tensor grid 40x1x1 of 128
-T 16, 12288 rows, gated: gemm32_tensor grid 192x1x1 of 128
-T 63, 2560 rows: gemm32_tensor grid 40x2x1 of 128
-T 63, 12288 rows, gated: gemm32_tensor grid 192x2x1 of 128
-T 64, 2560 rows: gemm32_tensor grid 40x2x1 of 128
-T 64, 12288 rows, gated: gemm64_tensor grid 192x1x1 of 128
-T 512, 2560 rows: gemm64_tensor grid 40x8x1 of 128
-T 512, 12288 rows, gated: gemm64_tensor grid 192x8x1 of 128
-""",
-        )
+def test_plan(simulated):
+    lines = []
+    for tokens in (8, 255, 256, 1024):
+        plan = torch.ops.moe_mps._plan(tokens, 8, 128, 2048, 768, tensor_units=True)
+        lines += [f"T {tokens}, 8 of 128 experts: {line}" for line in plan]
+    for tokens in (15, 16, 63, 64, 512):
+        for rows, gated in ((2560, False), (12288, True)):
+            plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated, cores=40, tensor_units=True)
+            lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
+    assert_pinned(__file__, "plans_tensor_units", "\n".join(lines) + "\n")
 
 
 def kernels_of(simulated, tokens=33, format="affine4_64", dtype=torch.float16) -> list[str]:

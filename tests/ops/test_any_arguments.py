@@ -60,7 +60,7 @@ def run(name: str, device: str, request, examples: int, drawn=None, **options) -
 @pytest.mark.usefixtures("few_formats")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_few(device, name, request):
-    run(name, device, request, 3, derandomize=True)
+    run(name, device, request, 8, calls(name, faults=(0, 0, 0, 1)), derandomize=True)
 
 
 @pytest.mark.one_schedule
@@ -83,7 +83,7 @@ def test_layouts(device, name):
     laid = [(arguments, dict.fromkeys(arguments, layout)) for layout in LAYOUTS]
     laid += [(arguments, dict.fromkeys(arguments, "contiguous") | {odd: "offset"}) for odd in arguments]
     for other in (arguments | changes for changes in more_samples(name, "cpu", dtype)):
-        laid += [(other, dict.fromkeys(other, layout)) for layout in ("offset", "strided")]
+        laid += [(other, dict.fromkeys(other, layout)) for layout in ("offset", "rows", "strided")]
     for each, layouts in laid:
         tensors = {n: layouts[n] for n, value in each.items() if isinstance(value, Tensor)}
         check(Call(name, each, tensors, good=True), device)

@@ -1,13 +1,10 @@
 """The gated activation and the weighted sums over a token's experts."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from support.oracles import exact, round_to
-from support.oracles_operators import check_tensor, checked, expected
-from support.values import DTYPES, random
+from support.values import random
 
 from torch_moe_mps.ops.combine import (
     moe_weighted_reduce,
@@ -20,30 +17,6 @@ from torch_moe_mps.ops.combine import (
 EPS = 1e-6
 
 
-def check_sums(residual, slots, weights, norm_weight):
-    """The three sums over these slots; `residual` keeps its values."""
-    checked("weighted_sum_stacked", slots, weights)
-    updated, again = (clone_in_place(residual) for _ in range(2))
-    assert checked("weighted_sum_residual_stacked_", updated, slots, weights) is None
-    normed = checked("weighted_sum_residual_norm_stacked_", again, slots, weights, norm_weight, EPS)
-    assert torch.equal(again, updated)
-    rows = {"input": again, "weight": norm_weight, "eps": EPS}  # what the norm sees is rounded
-    check_tensor(normed, *expected("rms_norm", rows), "the norm of the sum")
-
-
-def clone_in_place(tensor):
-    """A copy with the strides of the original, in its own storage with space around it."""
-    base = tensor if tensor._base is None else tensor._base
-    copy = base.clone(memory_format=torch.preserve_format)
-    return copy.as_strided(tensor.shape, tensor.stride(), tensor.storage_offset())
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_silu_mul(device, dtype):
-    for i, shape in enumerate([(1,), (31,), (3, 33), (2, 127), (2, 3, 300), (3, 3001)]):
-        checked("silu_mul_stacked", *(random(shape, dtype, 2 * i + j, 4.0).to(device) for j in range(2)))
-
-
 def test_silu_of_large_arguments(device):
     """exp(-gate) overflows float32 below -88; silu goes to -0 there and to gate above."""
     gate = torch.tensor([-3e38, -1000.0, -100.0, -87.0, 0.0, 87.0, 1000.0, 3e38], device=device)
@@ -54,32 +27,6 @@ def test_silu_of_large_arguments(device):
     bad = torch.tensor([float("nan"), 1.0, float("inf")], device=device)
     result = silu_mul_stacked(bad, torch.tensor([1.0, float("nan"), 2.0], device=device)).cpu()
     assert result[:2].isnan().all() and result[2] == float("inf")
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sums(device, dtype):
-    cases = [((), 1, 1), ((1,), 8, 31), ((3,), 2, 33), ((2, 2), 4, 127), ((2,), 22, 300), ((1,), 10, 2050)]
-    for i, (leading, slots, width) in enumerate(cases):
-        check_sums(
-            random((*leading, width), dtype, 10 * i).to(device),
-            random((*leading, slots, width), dtype, 10 * i + 1).to(device),
-            random((*leading, slots), torch.float32 if i % 2 else dtype, 10 * i + 2).to(device),
-            random((width,), dtype if i % 2 else torch.float32, 10 * i + 3).to(device),
-        )
-
-
-def test_longest_row(device):
-    """More than a threadgroup's memory and registers hold."""
-    for width in (16384, 8201):
-        shapes = ((width,), (2, width), (2,), (width,))
-        check_sums(*(random(shape, torch.float16, seed).to(device) for seed, shape in enumerate(shapes)))
-
-
-def test_many_slots_and_rows(device):
-    """More slots than a simdgroup has lanes, and rows enough for larger threadgroups."""
-    for leading, slots, width in (((2,), 40, 36), ((1,), 64, 5), ((9,), 3, 2052), ((17,), 2, 1021)):
-        shapes = ((*leading, width), (*leading, slots, width), (*leading, slots), (width,))
-        check_sums(*(random(shape, torch.bfloat16, seed).to(device) for seed, shape in enumerate(shapes)))
 
 
 def test_in_place_writes_through_views_only(device):
@@ -131,24 +78,6 @@ def test_a_token_does_not_depend_on_the_others(device):
     assert torch.equal(weighted_sum_stacked(slots, weights), together)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_weighted_reduce(device, dtype):
-    for i, (tokens, top_k, width) in enumerate(
-        [(1, 1, 1), (3, 2, 31), (2, 8, 33), (5, 22, 300), (1, 4, 2050)]
-    ):
-        weights = random((tokens, top_k), torch.float32 if i % 2 else dtype, 10 * i).to(device)
-        expert_out = random((tokens, top_k, width), dtype, 10 * i + 1).to(device)
-        gate = random((tokens, 1), torch.float32 if i % 2 else dtype, 10 * i + 2, 3.0).to(device)
-        shared, residual = (random((tokens, width), dtype, 10 * i + j).to(device) for j in (3, 4))
-        flat = expert_out.view(tokens * top_k, width)
-        every = {"shared_gate": gate[:, 0], "shared_out": shared, "residual": residual, "gate_is_logit": True}
-        checked("moe_weighted_reduce", weights, expert_out)
-        checked("moe_weighted_reduce", weights, flat, residual=residual)
-        checked("moe_weighted_reduce", weights, expert_out, shared_out=shared)
-        checked("moe_weighted_reduce", weights, flat, shared_gate=gate, shared_out=shared)
-        checked("moe_weighted_reduce", weights, expert_out, **every)
-
-
 def test_empty(device):
     def zeros(*shape):
         return torch.zeros(shape, device=device)
@@ -176,20 +105,6 @@ def test_rounding_of_16_bit_sums_happens_once(device):
     weighted_sum_residual_stacked_(residual, slots[:, :2], ones[:, :2])
     assert float(residual) == 2050.0
     assert round_to(np.array(2049.5), torch.float16) == 2050.0
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sweep(device, dtype):
-    widths = (1, 7, 31, 32, 33, 127, 128, 255, 257, 300, 1000, 1024, 2880, 4097)
-    sizes = itertools.product((1, 2, 33), (1, 2, 6, 8, 9, 22, 64), widths)
-    for (tokens, slots, width), weight_dtype in zip(sizes, itertools.cycle(DTYPES), strict=False):
-        check_sums(
-            random((tokens, width), dtype, 0).to(device),
-            random((tokens, slots, width), dtype, 1).to(device),
-            random((tokens, slots), weight_dtype, 2).to(device),
-            random((width,), weight_dtype, 3).to(device),
-        )
 
 
 def test_overlap_of_transposed_views(device):

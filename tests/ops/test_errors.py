@@ -60,6 +60,12 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         **{"scales": zeros(I, 12, dtype=torch.uint8), "biases": zeros(I, 2, dtype=short)},
     }
     chosen = {"ids": None, "weights": None, "logits": zeros(T, E), "top_k": 2}
+    weights = {
+        name: tensor[0]
+        for name, tensor in sample_arguments("moe_experts_quantized", device, torch.float32).items()
+        if name.startswith(("gate_up", "down"))
+    }
+    shared = chosen | {f"shared_{name}": tensor for name, tensor in weights.items()}
     mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
@@ -141,6 +147,14 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 "of rows of a multiple of 4 elements, got 62", streams=zeros(T, 2, H - 2), out=zeros(T, H - 2)
             ),
         ],
+        "quantize_by_importance": [
+            wrong(
+                "C, the last dimension of weight, must be a multiple of 32, got 40",
+                weight=zeros(2, 5, 40),
+                importance=zeros(2, 40),
+            ),
+            wrong("importance must be of shape [E, C] = (2, 128)", importance=zeros(1, 128)),
+        ],
         "pool_window_": [
             wrong(
                 "of an even last dimension D, with W = D or 2 D, here 16",
@@ -195,6 +209,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
             wrong("of shape [E, N] = (8, 32)", bias=zeros(E, I + 1)),
         ],
+        "router_logits": [wrong("a finite number", factor=float("inf"))],
         "moe_experts_quantized": [
             wrong(
                 "down_biases must be None for format mxfp4, got a tensor of shape (8, 64, 1)",
@@ -212,6 +227,22 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("router_bias must be of shape [E] = (8,), got (7,)", **chosen, router_bias=zeros(7)),
             wrong("router_norm_eps must be at least 0.0, got -1.0", **chosen, router_norm_eps=-1.0),
             wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
+            wrong(
+                "shared_out must be None beside shared_gate_up_packed, got a tensor of shape (3, 64)",
+                **shared | {"shared_out": zeros(T, H)},
+            ),
+            wrong(
+                "shared_gate_up_packed must be None without logits, got a tensor",
+                **{name: value for name, value in shared.items() if name not in chosen},
+            ),
+            wrong(
+                "shared_down_scales must be a tensor as down_scales is, got None",
+                **shared | {"shared_down_scales": None},
+            ),
+            wrong(
+                "shared_down_packed must be of shape as one of down_packed = (64, 4), got (63, 4)",
+                **shared | {"shared_down_packed": weights["down_packed"][1:]},
+            ),
         ],
         "linear_quantized": [
             wrong("C, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
@@ -246,16 +277,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("of shape [H] = (64,)", down_bias=zeros(I)),
         ],
         "embedding_quantized": [
-            wrong(
-                "C, the input dimension of packed, must be a multiple of 128, got 64", format="affine4_128"
-            ),
+            wrong("C, the input dimension of packed, must be a multiple of 128, got 64", format="affine4_128")
         ],
-        "rms_norm": [
-            wrong("0.0 without a weight", weight_offset=1.0, weight=None),
-        ],
-        "layer_norm": [
-            wrong("0.0 without a weight", weight_offset=1.0, weight=None),
-        ],
+        "rms_norm": [wrong("0.0 without a weight", weight_offset=1.0, weight=None)],
+        "layer_norm": [wrong("0.0 without a weight", weight_offset=1.0, weight=None)],
         "rope": [
             wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14), q_weight=None),
             wrong("k_weight must be None without k, got shape (16,)", k=None),
@@ -303,9 +328,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("a divisor of the 64 columns, got 48", group=48),
             wrong("a divisor of the 64 columns, got 0", group=0),
         ],
-        "causal_conv1d_update_": [
-            wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2)),
-        ],
+        "causal_conv1d_update_": [wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2))],
         "linear_attention_": [
             wrong("of a multiple of q's 2 heads, got 5 heads", v=zeros(2, T, 5, 8), **of_five),
             wrong("beta_activation must be none without beta, got sigmoid", beta=None),
@@ -337,9 +360,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 v_tail=zeros(2, 2, 1, 8),
             ),
             wrong(
-                "None beside indices",
-                relative=zeros(2, T, 4, 5),
-                indices=zeros(2, 1, T, 4, dtype=integer),
+                "None beside indices", relative=zeros(2, T, 4, 5), indices=zeros(2, 1, T, 4, dtype=integer)
             ),
             wrong("between 1 and 1024", index_block=0, indices=zeros(2, 1, T, 4, dtype=integer)),
             wrong("1 without indices", index_block=2),
@@ -386,7 +407,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("between 0 and 5", start=-1),
         ],
         "fused_residual_norm": [
-            wrong("weight must be of shape [N, H] of the input = (3, 64), got (4, 64)", weight=zeros(4, H)),
+            wrong("weight must be of shape [N, H] of the input = (3, 64), got (4, 64)", weight=zeros(4, H))
         ],
         "fused_residual_norm_scalar": [
             wrong("1-D or 0-D", scalar=zeros(1, 1)),
@@ -401,28 +422,16 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("between 1 and 4", top_groups=0, num_groups=4),
             wrong("at most 2, the experts in top_groups groups", top_k=3, num_groups=4, top_groups=1),
         ],
-        "moe_router_topk_softmax": [
-            *logits,
-        ],
-        "fused_moe_routing": [
-            *logits[:-1],
-        ],
+        "moe_router_topk_softmax": [*logits],
+        "fused_moe_routing": [*logits[:-1]],
         "moe_gate": [
             wrong("between 1 and 8, the smaller of E and 64", top_k=0),
             wrong("between 1 and 8, the smaller of E and 64", top_k=E + 1),
         ],
-        "weighted_sum_stacked": [
-            wrong("at least 2-D", slots=zeros(H)),
-        ],
-        "moe_weighted_reduce": [
-            *tail,
-        ],
-        "fused_norm_add": [
-            wrong("at least 1-D", residual=zeros()),
-        ],
-        "silu_mul_stacked": [
-            wrong("at least 1-D", gate=zeros()),
-        ],
+        "weighted_sum_stacked": [wrong("at least 2-D", slots=zeros(H))],
+        "moe_weighted_reduce": [*tail],
+        "fused_norm_add": [wrong("at least 1-D", residual=zeros())],
+        "silu_mul_stacked": [wrong("at least 1-D", gate=zeros())],
     }
     return [(name, message, changes) for name, cases in table.items() for message, changes in cases]
 

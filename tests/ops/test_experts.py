@@ -3,7 +3,7 @@
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from support.expert_layers import ACTIVATIONS, IDS, check_experts, layer, random_ids
+from support.expert_layers import ACTIVATIONS, check_experts, layer
 from support.oracles import exact
 from support.oracles_experts import assert_close
 from support.oracles_experts import expert_mm as expected_mm
@@ -12,51 +12,6 @@ from support.oracles_operators import checked
 from support.values import DTYPES, random
 
 from torch_moe_mps.ops.experts import expert_mm, moe_experts
-
-# T, K, E, H, I: odd sizes, one expert, more slots than a simdgroup has lanes, decode and prefill.
-SHAPES = (
-    (1, 1, 1, 1, 1),
-    (1, 8, 16, 127, 33),
-    (2, 3, 5, 33, 31),
-    (5, 2, 4, 64, 48),
-    (33, 2, 3, 31, 17),
-    (70, 4, 6, 96, 40),
-    (1, 40, 7, 32, 16),
-)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_expert_mm(device, dtype):
-    for i, (tokens, slots, experts, hidden, rows) in enumerate(SHAPES):
-        x = random((tokens, slots, hidden) if i % 2 else (tokens, hidden), dtype, i)
-        weight = random((experts, rows, hidden), dtype, i + 1)
-        ids = random_ids(tokens, slots, experts, i + 2, IDS[i % 2])
-        bias = random((experts, rows), torch.float32 if i % 3 else dtype, i + 3) if i % 4 else None
-        transposed = i % 3 == 0
-        stored = weight.mT.contiguous() if transposed else weight
-        tensors = (tensor.to(device) for tensor in (x, stored, ids))
-        bias = None if bias is None else bias.to(device)
-        checked("expert_mm", *tensors, bias, transposed)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_moe_experts(device, dtype):
-    for i, shape in enumerate(SHAPES):
-        check_experts(device, layer(*shape, dtype, 10 * i, ids_dtype=IDS[i % 2]))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_of_the_input(device, dtype):
-    """Within the first product for one token, else in a dispatch of its own."""
-    for i, (tokens, hidden, transposed) in enumerate(
-        [(1, 127, False), (1, 64, True), (5, 33, False), (40, 64, False)]
-    ):
-        x, gate_up, down, ids, weights = (t.to(device) for t in layer(tokens, 2, 4, hidden, 32, dtype, i))
-        if transposed:
-            gate_up, down = gate_up.mT.contiguous(), down.mT.contiguous()
-        norm = random((hidden,), DTYPES[i % 3] if i > 1 else dtype, i).to(device)
-        options = {"norm_weight": norm, "norm_eps": 1e-3, "norm_offset": float(i % 2), "residual": x}
-        checked("moe_experts", x, gate_up, down, ids, weights, transposed=transposed, **options)
 
 
 @pytest.mark.parametrize("tokens", [1, 4, 40])
@@ -74,14 +29,6 @@ def test_weights_with_swapped_dimensions_in_memory(device, tokens, swapped):
     checked("moe_experts", *turned, transposed=True)
 
 
-def test_weights_with_other_strides(device):
-    """A slice of a larger stack is right too; on Metal it is copied, and a warning says so once a process."""
-    x, gate_up, down, ids, weights = layer(4, 2, 8, 64, 32, torch.float32)
-    wider = torch.cat([gate_up, gate_up], 1).to(device)[:, : gate_up.shape[1]]
-    x, down, ids, weights = (tensor.to(device) for tensor in (x, down, ids, weights))
-    checked("moe_experts", x, wider, down, ids, weights)
-
-
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations(device, dtype):
     """Each gated, with both orders of the rows, and without a gate; in decode and in prefill."""
@@ -92,35 +39,6 @@ def test_activations(device, dtype):
         check_experts(device, layer(*shape, dtype, i), **options, **bias, interleaved=True)
         if "limit" not in options and options["activation"] != "swiglu_oai":
             check_experts(device, layer(*shape, dtype, i, gated=False), **options, gated=False)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_everything_around_the_experts(device, dtype):
-    """Biases, transposed weights, shared expert and residual, in all combinations that interact."""
-    for i, shape in enumerate([(1, 4, 8, 65, 33), (5, 2, 4, 64, 32), (50, 3, 4, 36, 20)]):
-        tokens, _, experts, hidden, intermediate = shape
-        arguments = layer(*shape, dtype, i)
-        shared_out, residual = random((tokens, hidden), dtype, 20), random((tokens, hidden), dtype, 21)
-        shared_gate = random((tokens,), torch.float32, 22)
-        biases = {
-            "gate_up_bias": random((experts, 2 * intermediate), torch.float32 if i else dtype, 23),
-            "down_bias": random((experts, hidden), dtype if i else torch.float32, 24),
-        }
-        check_experts(device, arguments, residual=residual)
-        check_experts(device, arguments, shared_out=shared_out, transposed=True)
-        check_experts(device, arguments, shared_out=shared_out, shared_gate=shared_gate, **biases)
-        check_experts(
-            device,
-            arguments,
-            **biases,
-            shared_out=shared_out,
-            shared_gate=shared_gate[:, None].to(dtype),
-            gate_is_logit=True,
-            residual=residual,
-            interleaved=True,
-            transposed=True,
-            activation="swiglu_oai",
-        )
 
 
 SENTINELS = (-1, -(2**31), 2**31 - 1)

@@ -4,7 +4,6 @@ import pytest
 import torch
 from support.oracles_operators import checked
 from support.routing import gate_arguments
-from support.values import DTYPES
 
 from torch_moe_mps.ops.routing import moe_gate
 
@@ -13,15 +12,6 @@ NAN, INF = float("nan"), float("inf")
 
 def check(arguments, top_k, renormalize, device):
     checked("moe_gate", *(tensor.to(device) for tensor in arguments), top_k, 1e-6, renormalize)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gate(device, dtype):
-    sizes = [(1, 31, 8, 2), (4, 33, 5, 5), (3, 300, 60, 4), (9, 128, 128, 8), (2, 520, 130, 16)]
-    for i, (tokens, width, num_experts, top_k) in enumerate(sizes):
-        for weight_dtype, renormalize in ((torch.float32, True), (dtype, False)):
-            arguments = gate_arguments(tokens, width, num_experts, dtype, weight_dtype, 10 * i)
-            check(arguments, top_k, renormalize, device)
 
 
 def test_gate_of_gemma4(device):
@@ -78,13 +68,3 @@ def test_gate_whose_scales_sum_to_zero(device):
     )
     weights, ids = moe_gate(*(tensor.to(device) for tensor in tensors), 2, 1e-6)
     assert ids.tolist() == [[0, 1]] and weights.tolist() == [[0.5, -0.5]]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_gate_sweep(device, dtype):
-    for i, width in enumerate((1, 31, 32, 33, 127, 300, 1024, 2880, 7168)):
-        for j, (num_experts, top_k) in enumerate(((1, 1), (8, 2), (31, 5), (128, 8), (512, 10))):
-            for tokens in (1, 3, 33) if width * num_experts < 2**17 else (1,):
-                arguments = gate_arguments(tokens, width, num_experts, dtype, DTYPES[(i + j) % 3], width)
-                check(arguments, top_k, tokens != 3, device)

@@ -20,8 +20,8 @@ from torch_moe_mps.ops.linear import embedding_quantized
 
 # Each way in which scales and points are stored; the others in the sweep.
 ALWAYS = ("q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
-# Linear layers and experts share how a format is read, and so the formats.
-OF_LINEARS, OF_EXPERTS = (in_sweep(GGUF_FORMATS, ALWAYS[turn::2]) for turn in (0, 1))
+# Embeddings, linear layers and experts share how a format is read: embeddings have all of these.
+OF_LINEARS, OF_EXPERTS = (in_sweep(GGUF_FORMATS, ALWAYS[turn::4]) for turn in (0, 2))
 
 
 def dtype_of(format):

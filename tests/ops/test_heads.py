@@ -7,48 +7,6 @@ from support.oracles_operators import checked
 from support.quantized_layers import ALL_FORMATS, each, random_quantized
 from support.values import DTYPES, numbers
 
-# B, T, Hq, rows, columns, tail: one of everything, odd sizes, latent attention's, no tokens, no rows.
-SHAPES = (
-    (1, 1, 1, 1, 1, 1),
-    (1, 1, 3, 192, 512, 64),
-    (2, 3, 2, 33, 127, 6),
-    (1, 5, 4, 40, 260, 0),
-    (3, 1, 2, 7, 64, 10),
-    (2, 0, 2, 8, 16, 4),
-    (1, 2, 2, 0, 16, 4),
-)
-
-
-def of_heads(rows, columns, heads, dtype, device, seed=0):
-    """The rows of each head among others of a matrix, as latent attention has them."""
-    matrix = numbers(heads * (rows + 5), columns, dtype=dtype, seed=seed, scale=max(columns, 1) ** -0.5)
-    return matrix.to(device).view(heads, rows + 5, columns)[:, 5:]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_products(device, dtype):
-    for i, (batch, tokens, heads, rows, columns, tail) in enumerate(SHAPES):
-        weight = of_heads(rows, columns, heads, dtype, device, i)
-        checked("heads_mm", numbers(batch, tokens, heads, columns, dtype=dtype).to(device), weight)
-        x = numbers(batch, tokens, heads, rows, dtype=dtype).to(device)
-        behind = numbers(batch, tokens, heads, tail, dtype=dtype, seed=1).to(device)
-        checked("heads_mm", x, weight, transposed=True, tail=behind)
-        checked("heads_mm", x, weight.contiguous(), transposed=True)
-
-
-def test_strides(device):
-    """Parts of a query whose heads come first, and a result whose tokens do."""
-    query = numbers(2, 3, 4, 24, dtype=torch.bfloat16).to(device).transpose(1, 2)  # [B, T, Hq, D]
-    weight = of_heads(16, 40, 3, torch.bfloat16, device)
-    x, tail = query[..., :16], query[..., 16:]
-    checked("heads_mm", x, weight, transposed=True, tail=tail)
-    checked("heads_mm", x[:, :1].expand(-1, 5, -1, -1), weight, transposed=True)
-    out = numbers(2, 4, 3, 40, dtype=torch.bfloat16).to(device)
-    checked("heads_mm", out, weight)
-    checked("heads_mm", out.float(), weight)
-    checked("heads_mm", out[:, 1:], weight[:, ::2])
-    checked("heads_mm", numbers(40, 3, 4, 2).to(device).permute(3, 2, 1, 0), weight.float())
-
 
 def test_what_is_not_finite_stays_in_its_head(device):
     x, weight = numbers(1, 2, 3, 16).to(device), numbers(3, 16, 32).to(device)

@@ -1,55 +1,14 @@
 """hyper_connection and hyper_update against the float64 oracle."""
 
-import pytest
 import torch
 from support.oracles_operators import checked
-from support.values import DTYPES, numbers
-
-# Leading dimensions, streams, columns: one of everything, the models' four streams, a tile of tokens and more
-# than one, columns of several threadgroups, no tokens.
-SIZES = (
-    ((), 1, 4),
-    ((1, 1), 4, 256),
-    ((2, 5), 2, 132),
-    ((17,), 4, 64),
-    ((8,), 3, 1032),
-    ((0,), 4, 64),
-)
+from support.values import numbers
 
 
 def parameters(count, width, parts, device, dtype=torch.float32):
     rows = (count, 2 * count, 2 * count + count * count)[parts - 1]
     tensors = numbers(rows, count * width, scale=(count * width) ** -0.5), numbers(rows), numbers(parts)
     return [tensor.to(dtype).to(device) for tensor in tensors]
-
-
-def block(leading, count, width, dtype, device, mixes=True):
-    """What a block adds, with the names of arguments."""
-    comb = numbers(*leading, count, count).softmax(-1).to(device) if mixes else None
-    post = numbers(*leading, count).abs().to(device)
-    return {"out": numbers(*leading, width, dtype=dtype).to(device), "post": post, "comb": comb}
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sizes(device, dtype):
-    for leading, count, width in SIZES:
-        streams = numbers(*leading, count, width, dtype=dtype).to(device)
-        for mixes in (False, True):
-            checked("hyper_update", streams, **block(leading, count, width, dtype, device, mixes))
-        for parts in (1, 2, 3):
-            given = block(leading, count, width, dtype, device, parts == 3) if parts > 1 else {}
-            checked("hyper_connection", streams, *parameters(count, width, parts, device), **given)
-
-
-def test_dtypes_strides_and_numbers(device):
-    streams = numbers(3, 64, 4, dtype=torch.bfloat16).to(device).mT
-    memory = numbers(3, 65, dtype=torch.bfloat16).to(device)
-    given = block((3,), 4, 64, torch.bfloat16, device) | {"out": memory[:, 1:]}
-    for dtype in DTYPES:
-        fn, base, scale = parameters(4, 64, 3, device, dtype)
-        numbers_given = {"norm_eps": 0.1, "eps": 1e-2, "iterations": 3, "post_factor": 0.5, "post_eps": 0.25}
-        checked("hyper_connection", streams, fn, base, scale, **given, **numbers_given)
-        checked("hyper_connection", streams, fn.mT.contiguous().mT, base, scale, iterations=1)
 
 
 def test_the_mixture_is_doubly_stochastic(device):

@@ -2,7 +2,6 @@
 
 from contextlib import nullcontext
 
-import expecttest
 import numpy as np
 import pytest
 import torch
@@ -10,15 +9,8 @@ from support.layouts import lay
 from support.operators import plans_for
 from support.oracles_experts import group_of, numbers_of
 from support.oracles_operators import checked
-from support.quantized_layers import (
-    ALL_FORMATS,
-    check_linear,
-    check_mlp,
-    dense,
-    each,
-    place,
-    random_matrix,
-)
+from support.pinned import assert_pinned
+from support.quantized_layers import ALL_FORMATS, check_linear, check_mlp, dense, each, place, random_matrix
 from support.values import DTYPES, random
 
 from torch_moe_mps.ops import _decoded, _formats
@@ -254,61 +246,15 @@ def test_against_mlx(format):
 
 
 @pytest.mark.one_schedule
-class TestPlan(expecttest.TestCase):
+def test_plan(simulated):
     """Kernels and grids for the rows of q, k and v, of a gate and up projection, and of lm_head."""
-
-    @pytest.fixture(autouse=True)
-    def _simulator(self, simulated):
-        del simulated
-
-    def test_plan(self):
-        lines = []
-        for tokens in (1, 2, 4, 5, 8, 9, 64, 512):
-            for rows, gated in ((2560, False), (12288, True), (151936, False)):
-                plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated)
-                lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
-        for cores in (8, 32, 40):  # M1, M1 Max, M4 Max
-            for tokens in (4, 8, 16, 64):
-                plan = torch.ops.moe_mps._plan_linear(tokens, 4096, cores=cores)
-                lines.append(f"T {tokens}, 4096 rows, {cores} cores: {plan}")
-        self.assertExpectedInline(
-            "\n".join(lines) + "\n",
-            """\
-T 1, 2560 rows: matmul_rows grid 160x1x1 of 64
-T 1, 12288 rows, gated: matmul_rows grid 768x1x1 of 64
-T 1, 151936 rows: matmul_rows grid 9496x1x1 of 64
-T 2, 2560 rows: matmul_rows_few_split grid 160x1x1 of 128, inputs split
-T 2, 12288 rows, gated: matmul_rows_few grid 192x1x1 of 128
-T 2, 151936 rows: matmul_rows_few grid 2374x1x1 of 128
-T 4, 2560 rows: matmul_rows_few_split grid 160x1x1 of 128, inputs split
-T 4, 12288 rows, gated: matmul_rows_few grid 192x1x1 of 128
-T 4, 151936 rows: matmul_rows_few grid 2374x1x1 of 128
-T 5, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
-T 5, 12288 rows, gated: gemm16_split grid 384x1x1 of 128, inputs split
-T 5, 151936 rows: gemm16_split grid 4748x1x1 of 128, inputs split
-T 8, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
-T 8, 12288 rows, gated: gemm16_split grid 384x1x1 of 128, inputs split
-T 8, 151936 rows: gemm16_split grid 4748x1x1 of 128, inputs split
-T 9, 2560 rows: gemm16_split grid 80x1x1 of 128, inputs split
-T 9, 12288 rows, gated: gemm16_split grid 384x1x1 of 128, inputs split
-T 9, 151936 rows: gemm16_split grid 4748x1x1 of 128, inputs split
-T 64, 2560 rows: gemm32_split grid 80x2x1 of 128, inputs split
-T 64, 12288 rows, gated: gemm32 grid 96x2x1 of 128
-T 64, 151936 rows: gemm32 grid 1187x2x1 of 128
-T 512, 2560 rows: gemm32 grid 20x16x1 of 128
-T 512, 12288 rows, gated: gemm32 grid 96x16x1 of 128
-T 512, 151936 rows: gemm32 grid 1187x16x1 of 128
-T 4, 4096 rows, 8 cores: matmul_rows_few grid 64x1x1 of 128
-T 8, 4096 rows, 8 cores: gemm16_split grid 128x1x1 of 128, inputs split
-T 16, 4096 rows, 8 cores: gemm16_split grid 128x1x1 of 128, inputs split
-T 64, 4096 rows, 8 cores: gemm32 grid 32x2x1 of 128
-T 4, 4096 rows, 32 cores: matmul_rows_few_split grid 256x1x1 of 128, inputs split
-T 8, 4096 rows, 32 cores: gemm16_split grid 128x1x1 of 128, inputs split
-T 16, 4096 rows, 32 cores: gemm16_split grid 128x1x1 of 128, inputs split
-T 64, 4096 rows, 32 cores: gemm32_split grid 128x2x1 of 128, inputs split
-T 4, 4096 rows, 40 cores: matmul_rows_few_split grid 256x1x1 of 128, inputs split
-T 8, 4096 rows, 40 cores: gemm16_split grid 128x1x1 of 128, inputs split
-T 16, 4096 rows, 40 cores: gemm16_split grid 128x1x1 of 128, inputs split
-T 64, 4096 rows, 40 cores: gemm32_split grid 128x2x1 of 128, inputs split
-""",
-        )
+    lines = []
+    for tokens in (1, 2, 4, 5, 8, 9, 64, 512):
+        for rows, gated in ((2560, False), (12288, True), (151936, False)):
+            plan = torch.ops.moe_mps._plan_linear(tokens, rows, gated)
+            lines.append(f"T {tokens}, {rows} rows{', gated' * gated}: {plan}")
+    for cores in (8, 32, 40):  # M1, M1 Max, M4 Max
+        for tokens in (4, 8, 16, 64):
+            plan = torch.ops.moe_mps._plan_linear(tokens, 4096, cores=cores)
+            lines.append(f"T {tokens}, 4096 rows, {cores} cores: {plan}")
+    assert_pinned(__file__, "plans_linear", "\n".join(lines) + "\n")

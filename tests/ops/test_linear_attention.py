@@ -12,43 +12,6 @@ from torch_moe_mps.ops.linear_attention import causal_conv1d_update_, linear_att
 # The convolution
 
 
-def check_conv(x, state, weight, bias, activation, add_input=False):
-    assert checked("causal_conv1d_update_", x, state, weight, bias, activation, add_input).dtype == x.dtype
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_conv(device, dtype):
-    """(B, C, T, S, W): states longer than the window needs, more tokens than the state is long."""
-    sizes = [
-        (1, 70, 1, 4, 4),
-        (2, 5, 3, 3, 4),
-        (1, 3, 8, 4, 2),
-        (2, 65, 2, 6, 3),
-        (1, 4, 2, 1, 1),
-        (1, 2, 2, 0, 1),
-        (1, 3, 30, 11, 12),
-    ]
-    for i, (batch, channels, tokens, length, width) in enumerate(sizes):
-        x = numbers(batch, tokens, channels, dtype=dtype, seed=i).to(device)
-        state = numbers(batch, channels, length, dtype=torch.float32 if i % 3 == 1 else dtype).to(device)
-        weight = numbers(channels, width, dtype=torch.float32 if i % 2 else dtype).to(device)
-        bias = numbers(channels, dtype=dtype).to(device) if i % 2 else None
-        check_conv(x, state, weight, bias, "none" if i in (1, 3) else "silu", add_input=i in (0, 3, 6))
-
-
-def test_conv_strides(device):
-    """x a slice of a projection or transposed, a state with gaps, a weight without its middle dimension."""
-    x = numbers(2, 3, 24, dtype=torch.float16).to(device)[..., 3:19]
-    state = numbers(2, 16, 10, dtype=torch.float16).to(device)
-    weight = numbers(16, 1, 4, dtype=torch.float16).to(device).squeeze(1)
-    check_conv(x, state[..., 1:5], weight, None, "silu", add_input=True)
-    untouched = numbers(2, 16, 10, dtype=torch.float16)
-    for columns in (slice(0, 1), slice(5, 10)):
-        assert torch.equal(state[..., columns].cpu(), untouched[..., columns])
-    check_conv(x, state[..., ::2], weight, None, "silu")
-    check_conv(numbers(2, 16, 3, dtype=torch.float16).to(device).mT, state[..., ::2], weight, None, "silu")
-
-
 @pytest.mark.one_schedule
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_the_convolution_of_qwen3_next(device, dtype):
@@ -85,47 +48,6 @@ def check(arguments, device, **options):
     options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
     result = checked("linear_attention_", *arguments, arguments[0].shape[-1] ** -0.5, **options)
     assert result.dtype == arguments[2].dtype
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_linear_attention(device, dtype):
-    """(B, T, Hk, Hv, Dk, Dv): part of a simdgroup's rows and columns, more than one, more than one block."""
-    sizes = [(1, 1, 2, 4, 16, 32), (2, 3, 1, 3, 40, 33), (1, 17, 2, 2, 7, 5), (1, 8, 1, 2, 64, 8)]
-    for i, size in enumerate(sizes):
-        for wide in (False, True):
-            arguments, beta = inputs(*size, dtype, seed=i, wide=wide)
-            heads = size[3]
-            bias = numbers(heads, *[size[4]] * wide, seed=i + 1) if i % 2 else None
-            options = RULE | {"beta": beta, "A_log": numbers(heads, dtype=dtype, seed=i), "dt_bias": bias}
-            check(arguments, device, **options)
-            check(arguments, device, **options | {"decay": "sigmoid", "lower_bound": -5.0})
-            q, k, v, g, state = arguments
-            plain = [q / q.shape[-1] ** 0.5, k / k.shape[-1] ** 0.5, v, -g.abs(), state]
-            options = {"beta": beta.abs() / 4, "skip": numbers(heads) if i % 2 else None}
-            check(plain, device, **options)
-            norm = {"gate": numbers(*v.shape, dtype=dtype, seed=i), "norm_weight": numbers(v.shape[-1])}
-            activation = "sigmoid" if i % 2 else "silu"
-            check(plain, device, **options, **norm, norm_offset=float(i % 2), gate_activation=activation)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_without_the_delta_rule(device, dtype):
-    """Mamba-2, with and without the bound on its time step; lightning attention, with a constant decay."""
-    (q, k, v, _, state), step = inputs(2, 19, 2, 4, 24, 20, dtype)
-    options = MAMBA | {"beta": step, "A_log": numbers(4), "skip": numbers(4, dtype=dtype)}
-    for others in ({}, {"beta_min": 0.5}, {"dt_bias": numbers(4, dtype=dtype)}):
-        check([q, k, v, None, state], device, **options, **others)
-    check([q, k, v, -numbers(4).abs(), state], device, delta=False)
-
-
-@pytest.mark.parametrize(("key_width", "value_width"), [(256, 40), (100, 160)])
-def test_wide_heads(device, key_width, value_width):
-    """With a norm, one threadgroup takes the columns a few at a time."""
-    arguments, beta = inputs(1, 2, 1, 1, key_width, value_width, torch.bfloat16)
-    options = RULE | {"beta": beta, "A_log": numbers(1)}
-    check(arguments, device, **options)
-    norm = {"gate": numbers(1, 2, 1, value_width, dtype=torch.bfloat16), "norm_weight": numbers(value_width)}
-    check(arguments, device, **options, **norm, norm_eps=1e-5)
 
 
 def test_a_norm_of_more_tokens_than_a_block(device):
@@ -166,21 +88,6 @@ def test_nan_stays_in_its_head(device):
     finite = result.isfinite().cpu()
     assert finite[0, :, 0, [0, 1, 3, 4, 5, 6, 7]].all() and finite[0, :, 1, [0, 1, 2, 3, 4, 6, 7]].all()
     assert finite[0, 0, 0].all() and not finite[0, 1:, 0, 2].any() and not finite[0, :, 1, 5].any()
-
-
-def test_linear_attention_strides(device):
-    """Slices of a fused projection, and states with gaps and with rows for columns."""
-    fused = numbers(2, 3, 2 * 16 + 2 * 16 + 2 * 4 * 8 + 1, dtype=torch.float16).to(device)[..., 1:]
-    q, k, v, gate = fused.split([32, 32, 32, 32], -1)
-    q, k, v, gate = q.unflatten(-1, (2, 16)), k.unflatten(-1, (2, 16)), v.unflatten(-1, (4, 8)), gate
-    b, a = numbers(2, 3, 8, dtype=torch.float16).to(device).chunk(2, -1)
-    options = RULE | {"beta": b, "A_log": numbers(4).to(device)}
-    options |= {"gate": gate.unflatten(-1, (4, 8)), "norm_weight": numbers(8).to(device)}
-    states = numbers(2, 5, 16, 8).to(device)
-    checked("linear_attention_", q, k, v, a, states[:, 1:], 0.25, **options)
-    assert torch.equal(states[:, 0].cpu(), numbers(2, 5, 16, 8)[:, 0])
-    checked("linear_attention_", q, k, v, a, numbers(2, 4, 8, 16).to(device).mT, 0.25, **options)
-    checked("linear_attention_", q.mT.contiguous().mT, k, v, a, states[:, :4], 0.25, **options)
 
 
 @pytest.mark.one_schedule
@@ -245,32 +152,6 @@ def scanned(batch, tokens, channels, states, dtype, seed=0):
         numbers(batch, channels, states, seed=seed),
         numbers(channels, states, dtype=dtype),
     ]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_selective_scan(device, dtype):
-    """(B, T, I, N): part of a threadgroup's channels, more than one, more tokens than are staged."""
-    for i, size in enumerate([(1, 1, 70, 16), (2, 3, 5, 4), (1, 40, 3, 1), (2, 33, 65, 15)]):
-        arguments = [tensor.to(device) for tensor in scanned(*size, dtype, seed=i)]
-        channels = size[2]
-        bias = numbers(channels, dtype=dtype).to(device) if i % 2 else None
-        options = {"dt_bias": bias, "skip": None if i % 2 else numbers(channels).to(device)}
-        gate = numbers(*size[:3], dtype=dtype, seed=7).to(device) if i != 1 else None
-        result = checked("selective_scan_", *arguments, **options, gate=gate)
-        assert result.dtype == dtype
-
-
-def test_selective_scan_strides(device):
-    """Slices of fused projections, transposed tensors, a state with gaps."""
-    fused = numbers(2, 3, 41, dtype=torch.float16).to(device)
-    x, gate = fused[..., 1:13].chunk(2, -1)
-    step = numbers(2, 6, 3, dtype=torch.float16).to(device).mT
-    b, c = fused[..., 13:25].chunk(2, -1)
-    state = numbers(2, 7, 12).to(device)
-    checked("selective_scan_", x, step, b, c, state[:, 1:, ::2], numbers(6, 6).to(device).mT, gate=gate)
-    untouched = numbers(2, 7, 12)
-    assert torch.equal(state[:, 0].cpu(), untouched[:, 0])
-    assert torch.equal(state[:, :, 1::2].cpu(), untouched[:, :, 1::2])
 
 
 def test_a_selective_scan_in_pieces(device):

@@ -2,8 +2,7 @@
 
 import pytest
 import torch
-from support.oracles_operators import checked
-from support.values import DTYPES, numbers
+from support.values import numbers
 
 from torch_moe_mps.ops.pooling import pool_window_
 
@@ -22,41 +21,6 @@ def arguments(device, dtype, batch, tokens, width, rate, overlap, position, turn
         "inv_freq": numbers(turning, seed=6).abs().to(device),
         "scaling": 0.75,
     }
-
-
-# B, T, D, rate, overlap, position, pairs that turn: DeepSeek-V4's three kinds, tokens that complete a window
-# and that do not, prompts that end in a window, windows of one token, the first window, no token.
-SIZES = [
-    (1, 1, 512, 4, True, 4099, 32),
-    (2, 1, 128, 4, True, 6, 32),
-    (1, 1, 512, 128, False, 1023, 32),
-    (1, 300, 128, 128, False, 70, 64),
-    (2, 23, 40, 4, True, 0, 8),
-    (1, 23, 40, 4, True, 5, 0),
-    (1, 3, 8, 4, True, 0, 4),
-    (2, 5, 70, 1, True, 2, 3),
-    (1, 9, 6, 1, False, 0, 1),
-    (1, 0, 8, 4, True, 3, 1),
-]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sizes(device, dtype):
-    for sizes in SIZES:
-        checked("pool_window_", **arguments(device, dtype, *sizes))
-
-
-def test_strides(device):
-    """Of columns of a joined projection, a cache and a state between others, and every other weight."""
-    given = arguments(device, torch.bfloat16, 2, 9, 40, 4, True, 3, 8)
-    joined = torch.cat((given["kv"][..., :3], given["gate"], given["kv"]), -1)
-    given |= {"gate": joined[..., 3:83], "kv": joined[..., 83:]}
-    given["entries_"] = torch.cat((given["entries_"], given["entries_"]), 2)[..., 40:]
-    given["state_"] = given["state_"].transpose(0, 1).contiguous().transpose(0, 1)
-    given["inv_freq"] = given["inv_freq"].half()
-    for name in ("position_bias", "norm_weight", "inv_freq"):
-        given[name] = given[name].repeat_interleave(2, -1)[..., ::2]
-    checked("pool_window_", **given)
 
 
 @pytest.mark.parametrize("overlap", [False, True])

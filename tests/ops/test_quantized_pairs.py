@@ -105,12 +105,7 @@ def test_simdgroups_share_few_experts(device, bits, counts):
 
 # Experts with few pairs (to 2, 4 or 8) and with many are dealt to 12 simdgroups; those that have many leave
 # turns to the others. None, 6 and 13 with many; fewer with few than there are turns to leave, and more.
-TURNS_COUNTS = (
-    (1, 2) * 13,
-    (9, 1, 0) * 6,
-    (9, 1, 1, 0) * 6 + (1,) * 13,
-    (9,) * 13 + (1,) * 27,
-)
+TURNS_COUNTS = ((1, 2) * 13, (9, 1, 0) * 6, (9, 1, 1, 0) * 6 + (1,) * 13, (9,) * 13 + (1,) * 27)
 
 
 @pytest.mark.parametrize("counts", TURNS_COUNTS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")

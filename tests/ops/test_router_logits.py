@@ -4,41 +4,13 @@ import pytest
 import torch
 from support.launches import launches
 from support.oracles_operators import checked
-from support.values import DTYPES, numbers
+from support.values import numbers
 
 from torch_moe_mps.ops.routing import router_logits
 
 
 def check(x, weight, bias=None):
     assert checked("router_logits", x, weight, bias).dtype == torch.float32
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_sizes(device, dtype):
-    """One token and several, blocks of experts and of tokens that are not full, vectors and odd widths."""
-    for i, (tokens, width, experts) in enumerate(
-        [(1, 256, 9), (3, 31, 5), (8, 132, 64), (9, 64, 17), (33, 68, 33)]
-    ):
-        other = torch.float32 if i % 2 else dtype
-        weight = numbers(experts, width, dtype=other, seed=i).to(device)
-        x = numbers(tokens, width, dtype=dtype, seed=i).to(device)
-        check(x, weight)
-        check(x, weight, numbers(experts, dtype=dtype).to(device))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_norm_and_dtype_of_the_result(device, dtype):
-    for i, (tokens, width, experts) in enumerate(
-        [(1, 256, 9), (1, 2056, 4), (2, 31, 5), (9, 64, 17), (33, 68, 3)]
-    ):
-        x = (2.0 * numbers(tokens, width, dtype=dtype, seed=i)).to(device)
-        weight = numbers(experts, width, dtype=DTYPES[i % 3], seed=i).to(device)
-        norm = numbers(width, dtype=DTYPES[(i + 1) % 3], seed=i + 1).to(device)
-        options = {"norm_weight": norm, "norm_eps": 1e-5, "norm_offset": float(i % 2)}
-        checked("router_logits", x, weight, dtype=dtype)
-        result = checked("router_logits", x, weight, numbers(experts).to(device), dtype=dtype, **options)
-        assert result.dtype == dtype
-        assert checked("router_logits", x, weight, **options).dtype == torch.float32
 
 
 @pytest.mark.one_schedule

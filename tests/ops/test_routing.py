@@ -9,7 +9,7 @@ from support.layouts import lay
 from support.oracles import LARGEST, finite
 from support.oracles_operators import checked
 from support.routing import ROUTERS, random_ids, router_options
-from support.values import DTYPES, random
+from support.values import random
 
 from torch_moe_mps.ops.routing import moe_router, moe_router_topk_softmax
 
@@ -27,48 +27,6 @@ def test_router_of_each_kind(device, name):
     for i, (num_experts, top_k) in enumerate([(8, 2), (60, 4), (64, 6), (128, 8), (256, 8)]):
         logits = random((6, num_experts), torch.float32, 10 * i, 1.5)
         check_router(logits, top_k, device, **router_options(name, num_experts, top_k, 10 * i + 1))
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_router_16_bit(device, dtype):
-    """In 16 bit equal logits are common."""
-    for name in ("mixtral", "gemma4", "deepseek_v2", "deepseek_v3"):
-        logits = random((9, 64), dtype, 3, 1.5)
-        check_router(logits, 6, device, **router_options(name, 64, 6, 4, dtype))
-
-
-def test_router_sizes(device):
-    """One expert, all experts, no multiple of a simdgroup, the largest counts."""
-    for num_experts, top_k in [(1, 1), (2, 2), (31, 31), (33, 5), (127, 22), (512, 22), (1024, 64)]:
-        logits = random((3, num_experts), torch.float32, num_experts, 2.0)
-        check_router(logits, top_k, device, **router_options("mixtral", num_experts, top_k, 0))
-        check_router(logits, top_k, device, **router_options("gemma4", num_experts, top_k, 0))
-    logits = random((40, 512), torch.float32, 1, 2.0)
-    check_router(logits, 8, device, **router_options("deepseek_v3", 512, 8, 0))
-
-
-def test_router_for_many_rows(device):
-    """Several rows share a threadgroup, and the last one is not full."""
-    for num_experts in (40, 33):
-        logits = random((259, num_experts), torch.float32, num_experts, 2.0)
-        check_router(logits, 3, device, **router_options("mixtral", num_experts, 3, 0))
-
-
-def test_unaligned_logits(device):
-    """As many experts as make a lane read four logits at once."""
-    for num_experts in (128, 256):
-        logits = random((5, num_experts), torch.float32, num_experts, 2.0)
-        check_router(logits, 4, device, layout="offset", **router_options("mixtral", num_experts, 4, 0))
-
-
-def test_named_routers(device):
-    for num_experts, top_k in [(8, 2), (60, 4), (128, 8), (512, 10)]:
-        logits = random((5, num_experts), torch.float32, num_experts, 2.0).to(device)
-        scale = random((num_experts,), torch.float32, 1).to(device)
-        for norm in (True, False):
-            checked("moe_router_topk_softmax", logits, top_k, norm)
-        checked("fused_moe_routing", logits, scale, top_k)
-        checked("fused_moe_routing", logits[2], scale, top_k)
 
 
 def all_routers(logits, top_k):
@@ -232,14 +190,3 @@ def test_ties_of_any_shape_on_cpu(tokens, num_experts, data):
 def test_finite_of_the_oracle():
     """How the oracle reads degenerate values, on which the tests above rely."""
     assert finite(np.array([NAN, INF, -INF, 1.0])).tolist() == [-LARGEST, LARGEST, -LARGEST, 1.0]
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("name", ROUTERS)
-def test_router_sweep(device, name):
-    for num_experts in (8, 16, 20, 60, 64, 100, 128, 132, 256, 384, 512, 768, 1024):
-        for top_k in {1, 2, 4, min(8, num_experts), min(22, num_experts)}:
-            for tokens, dtype in zip((1, 4, 33), DTYPES, strict=True):
-                logits = random((tokens, num_experts), dtype, tokens, 1.5)
-                options = router_options(name, num_experts, top_k, 1, dtype)
-                check_router(logits, top_k, device, **options)

@@ -118,10 +118,7 @@ def test_activations(layout, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_everything_around_the_experts(layout, dtype):
     arguments, residual = layer(50, 3, 4, 36, 20, dtype), random((50, 36), dtype, 21)
-    biases = {
-        "gate_up_bias": random((4, 40), torch.float32, 23),
-        "down_bias": random((4, 36), dtype, 24),
-    }
+    biases = {"gate_up_bias": random((4, 40), torch.float32, 23), "down_bias": random((4, 36), dtype, 24)}
     shared = {"shared_out": random((50, 36), dtype, 20), "shared_gate": random((50, 1), dtype, 22)}
     check_experts("mps", arguments, **biases, residual=residual)
     check_experts(

@@ -1,8 +1,6 @@
 """What each kernel of the package costs on Apple GPUs, by the model: a change of cost shows in review.
 
-The texts are of bfloat16. After an intended change:
-
-    EXPECTTEST_ACCEPT=1 scripts/test tests/simulator_tests/test_apple_kernels.py -k TestCosts
+The texts are of bfloat16, in the folder pinned/ (support/pinned.py).
 """
 
 import functools
@@ -11,7 +9,6 @@ import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import expecttest
 import pytest
 import torch
 from measured.apple import cases
@@ -20,7 +17,9 @@ from simulator.build import compile_shader
 from simulator.shaderlib import kernels_of
 from simulator.testing import linux_only
 from support.oracles_experts import numbers_of
+from support.pinned import assert_pinned
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
+from support.sweep import in_sweep
 
 pytestmark = linux_only
 M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
@@ -187,6 +186,13 @@ def pooling(dtype: torch.dtype) -> Iterator[Call]:
         yield f"pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
 
 
+def quantising(dtype: torch.dtype) -> Iterator[Call]:
+    weight, importance = on_device(1, 8, 1024, dtype=dtype), on_device(1, 1024).square()
+    for name in ("affine4_64", "affine8_32", "mxfp4", "mxfp8", "nvfp4"):
+        call = functools.partial(torch.ops.moe_mps.quantize_by_importance, weight, importance, name)
+        yield f"quantize_by_importance to {name}", call, {}, weight.numel()
+
+
 def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
     state = on_device(1, 8192, 4, dtype=dtype)
@@ -259,9 +265,6 @@ def combine(dtype: torch.dtype) -> Iterator[Call]:
     yield "weighted_sum_stacked", lambda: ops.weighted_sum_stacked(slots, weights), {}, n
     call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
     yield "weighted_sum_residual_norm_stacked_", call, {}, n
-    # Of many tokens: their sum is a dispatch of its own.
-    label, call, _, elements = layer("dense", 256, 32, 4, dtype, functools.partial(rows_first, dtype))
-    yield label, call, {}, elements
 
 
 def routing(dtype: torch.dtype) -> Iterator[Call]:
@@ -372,9 +375,10 @@ GROUPS = {
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
     "sampling": (sampling, ["sampling_{}"]),
+    "quantize": (quantising, ["quantize_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
-    "combine": (combine, ["combine_{}", "expert_combine_{}"]),
+    "combine": (combine, ["combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
     "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -389,16 +393,12 @@ KINDS = [
     "attention",
     "index",
     "pooling",
+    "quantize_",
     "linear_attention",
     "hyper_connection",
     "combine",
-    "expert_combine",
-    "pointwise",
-    "routing",
-    "hash_router",
-    "sampling",
 ]
-KINDS += ["bucket", "experts"]
+KINDS += ["expert_combine", "pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += [f"quantized_{name}" for name in ("mxfp4", "mxfp8", "nvfp4", *GGUF_FORMATS)]
 
@@ -445,13 +445,13 @@ def dispatch_line(m: apple.Measurement, elements: int) -> str:
     return f"  {m.kernel}: {slots}, {register_text(m.kernel, m.library, m.threads)}"
 
 
-def costs(group: str, dtype: str) -> str:
+def costs(group: str) -> str:
     """A line for each dispatch of the group's libraries, and for each of their kernels without one."""
     torch.manual_seed(0)
     calls, names = GROUPS[group]
-    own = {library(name.format(dtype)) for name in names}
+    own = {library(name.format("bf16")) for name in names}
     lines, seen = [], set()
-    for label, call, work, elements in calls(DTYPES[dtype]):
+    for label, call, work, elements in calls(torch.bfloat16):
         lines.append(label)
         measurements = [m for m in apple.measure(call, work, LIMIT) if m.library in own]
         lines += [dispatch_line(m, elements) for m in measurements]
@@ -462,10 +462,10 @@ def costs(group: str, dtype: str) -> str:
     return "\n".join(lines) + "\n"
 
 
-def registers_of_formats(dtype: str, *starts: str) -> str:
+def registers_of_formats(*starts: str) -> str:
     """Each quantised format that starts so: the registers of its kernels, in the order of the library."""
     lines = []
-    for name in libraries("quantized", dtype):
+    for name in libraries("quantized", "bf16"):
         if not name.startswith(tuple(f"quantized_{start}" for start in starts)):
             continue
         if not name.startswith("quantized_affine4_") and is_of_another_group(name):
@@ -474,7 +474,7 @@ def registers_of_formats(dtype: str, *starts: str) -> str:
         left_out = "^(expert|matmul_rows|matmul)_|_rows$"
         kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in kernels_of(path)}
         text = " ".join(f"{k} {fitting_registers(whole, path).registers:g}" for k, whole in kernels.items())
-        text = f"{name.removeprefix('quantized_').removesuffix(f'_{dtype}')}: {text}"
+        text = f"{name.removeprefix('quantized_').removesuffix('_bf16')}: {text}"
         lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines) + "\n"
 
@@ -526,629 +526,20 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
         assert max(bounds.issue, bounds.l1, bounds.threadgroup) < most * bounds.dram, (name, bounds)
 
 
-@pytest.mark.usefixtures("simulated")
-class TestCosts(expecttest.TestCase):
+# Of always, and the other groups in the sweep.
+ALWAYS = ("norms", "rope", "index", "pooling", "sampling", "hyper_connection")
+ALWAYS += ("quantize", "pointwise", "int4")
+FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": ("iq", "tq")}
+
+
+@pytest.mark.parametrize("group", in_sweep(GROUPS, ALWAYS))
+def test_costs(simulated, group):
     """Issue slots of a lane on the M1 and M2, and from the M3 on, where bfloat16 is native; 32-bit registers;
     threads of a threadgroup as launched, as declared, and as the M1's registers allow (0: it spills)."""
+    assert_pinned(__file__, f"costs_{group}", costs(group))
 
-    def test_norms(self):
-        self.assertExpectedInline(
-            costs("norms", "bf16"),
-            """\
-rms_norm
-  rms_norm_bf16: 40.75 34.75 slots an element, 45 registers, 512/512/1024 threads
-layer_norm
-  layer_norm_bf16: 59.75 52.75 slots an element, 45.5 registers, 512/512/1024 threads
-rms_norm_gated
-  rms_norm_gated_bf16: 51.75 44.75 slots an element, 62 registers, 512/512/832 threads
-fused_norm_add
-  norm_add_bf16: 43.00 36.00 slots an element, 54 registers, 512/512/896 threads
-fused_residual_norm
-  residual_norm_bf16: 53.00 41.00 slots an element, 68.5 registers, 512/512/704 threads
-""",
-        )
 
-    def test_rope(self):
-        self.assertExpectedInline(
-            costs("rope", "bf16"),
-            """\
-rope
-  rope_bf16: 68.00 58.00 slots an element, 60 registers, 128/128/832 threads
-rope with QK-norm
-  rope_bf16: 87.75 77.75 slots an element, 60 registers, 128/128/832 threads
-rope_cache_
-  rope_centred_bf16: 70.10 60.10 slots an element, 61 registers, 128/128/832 threads
-rope_tables
-  rope_tables_bf16: 39.50 35.50 slots an element, 9.5 registers, 64/64/1024 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_selected(self):
-        self.assertExpectedInline(
-            costs("selected", "bf16"),
-            """\
-selected, attention of 16 heads on 1, 1 tokens, 256 keys of 576, 16 bits
-  attention_selected8_512_bf16: 1.77 1.77 slots a MAC, 92.5 registers, 256/256/512 threads
-selected, attention of 16 heads on 1, 1 tokens, 256 keys of 128, 16 bits
-  attention_selected16_128_bf16: 1.91 1.90 slots a MAC, 102.5 registers, 128/128/512 threads
-selected, attention of 8 heads on 1, 1 tokens, 256 keys of 128, 8 bits
-  attention_selected8_128_affine8_bf16: 2.49 2.45 slots a MAC, 102.5 registers, 128/128/512 threads
-not dispatched here
-  attention_selected16_128_affine8_bf16: 100.5 registers, -/128/512 threads
-  attention_selected16_256_affine8_bf16: 100.5 registers, -/256/512 threads
-  attention_selected16_256_bf16: 102.5 registers, -/256/512 threads
-  attention_selected16_64_affine8_bf16: 106.5 registers, -/128/448 threads
-  attention_selected16_64_bf16: 108.5 registers, -/128/448 threads
-  attention_selected8_128_bf16: 98.5 registers, -/128/512 threads
-  attention_selected8_256_affine8_bf16: 96.5 registers, -/128/512 threads
-  attention_selected8_256_bf16: 92.5 registers, -/128/512 threads
-  attention_selected8_512_affine8_bf16: 96.5 registers, -/256/512 threads
-  attention_selected8_64_affine8_bf16: 94 registers, -/128/512 threads
-  attention_selected8_64_bf16: 90 registers, -/128/576 threads
-""",
-        )
-
-    def test_pooling(self):
-        self.assertExpectedInline(
-            costs("pooling", "bf16"),
-            """\
-pool_window_ of 4 tokens of 1024
-  pool_windows_bf16: 65.96 62.46 slots an element, 54 registers, 256/768/896 threads
-pool_window_ of 4 tokens of 256
-  pool_windows_bf16: 66.41 62.91 slots an element, 54 registers, 64/768/896 threads
-pool_window_ of 128 tokens of 512
-  pool_windows_bf16: 32.13 29.10 slots an element, 54 registers, 768/768/896 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_tailed(self):
-        self.assertExpectedInline(
-            costs("tailed", "bf16"),
-            """\
-tailed, attention of 16 heads on 1, 1 tokens, 128 keys of 512, 16 bits
-  attention_tailed8_512_bf16: 1.84 1.84 slots a MAC, 104.5 registers, 256/256/448 threads
-tailed, attention of 16 heads on 1, 1 tokens, 128 keys of 128, 16 bits
-  attention_tailed16_128_bf16: 1.98 1.97 slots a MAC, 114.5 registers, 128/128/448 threads
-not dispatched here
-  attention_tailed16_256_bf16: 114.5 registers, -/256/448 threads
-  attention_tailed16_64_bf16: 120.5 registers, -/128/384 threads
-  attention_tailed8_128_bf16: 110.5 registers, -/128/448 threads
-  attention_tailed8_256_bf16: 104.5 registers, -/128/448 threads
-  attention_tailed8_64_bf16: 104 registers, -/128/512 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_turned(self):
-        self.assertExpectedInline(
-            costs("turned", "bf16"),
-            """\
-32 / 4 heads of 128, 200 keys
-  attention_turned8_128_bf16: 2.18 2.13 slots a MAC, 105.5 registers, 128/128/448 threads
-32 / 4 heads of 128, 1024 keys
-  attention_turned8_128_bf16: 2.73 2.64 slots a MAC, 105.5 registers, 128/128/448 threads
-64 / 8 heads of 64, 200 keys
-  attention_turned8_64_bf16: 2.67 2.59 slots a MAC, 101 registers, 128/128/512 threads
-64 / 8 heads of 64, 1024 keys
-  attention_turned8_64_bf16: 2.79 2.69 slots a MAC, 101 registers, 128/128/512 threads
-96 / 8 heads of 128, 200 keys
-  attention_turned16_128_bf16: 2.57 2.52 slots a MAC, 115.5 registers, 128/128/448 threads
-96 / 8 heads of 128, 1024 keys
-  attention_turned16_128_bf16: 2.58 2.53 slots a MAC, 115.5 registers, 128/128/448 threads
-not dispatched here
-  attention_turned16_256_bf16: 115.5 registers, -/256/448 threads
-  attention_turned16_64_bf16: 121.5 registers, -/128/384 threads
-  attention_turned8_256_bf16: 99.5 registers, -/128/512 threads
-  attention_turned8_512_bf16: 99.5 registers, -/256/512 threads
-""",
-        )
-
-    def test_relative(self):
-        self.assertExpectedInline(
-            costs("relative", "bf16"),
-            """\
-relative to 1024, attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 16 bits
-  attention_relative8_128_bf16: 2.15 2.14 slots a MAC, 104.5 registers, 128/128/448 threads
-relative to 64, attention of 8 heads on 1, 8 tokens, 1024 keys of 64, 16 bits
-  attention_relative16_64_bf16: 2.32 2.31 slots a MAC, 119.5 registers, 128/128/384 threads
-relative to 512, attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 8 bits
-  attention_relative8_128_affine8_bf16: 2.37 2.33 slots a MAC, 115.5 registers, 128/128/448 threads
-not dispatched here
-  attention_relative16_128_affine8_bf16: 118.5 registers, -/128/384 threads
-  attention_relative16_128_bf16: 113.5 registers, -/128/448 threads
-  attention_relative16_256_affine8_bf16: 118.5 registers, -/256/384 threads
-  attention_relative16_256_bf16: 113.5 registers, -/256/448 threads
-  attention_relative16_64_affine8_bf16: 124.5 registers, -/128/384 threads
-  attention_relative8_256_affine8_bf16: 109.5 registers, -/128/448 threads
-  attention_relative8_256_bf16: 98.5 registers, -/128/512 threads
-  attention_relative8_512_affine8_bf16: 109.5 registers, -/256/448 threads
-  attention_relative8_512_bf16: 98.5 registers, -/256/512 threads
-  attention_relative8_64_affine8_bf16: 115 registers, -/128/448 threads
-  attention_relative8_64_bf16: 101 registers, -/128/512 threads
-""",
-        )
-
-    def test_attention(self):
-        self.assertExpectedInline(
-            costs("attention", "bf16"),
-            """\
-attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 16 bits
-  attention8_64_bf16: 2.40 2.40 slots a MAC, 101 registers, 128/128/512 threads
-  attention_merge_bf16: 707.00 703.00 slots an element, 45 registers, 256/256/1024 threads
-attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 16 bits
-  attention8_128_bf16: 2.05 2.04 slots a MAC, 105.5 registers, 128/128/448 threads
-  attention_merge_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
-attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 16 bits
-  attention8_256_bf16: 3.62 3.60 slots a MAC, 99.5 registers, 128/128/512 threads
-  attention_merge_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
-attention of 16 heads on 1, 1 tokens, 1024 keys of 512, 16 bits
-  attention16_512_bf16: 1.50 1.47 slots a MAC, 126.5 registers, 256/256/384 threads
-  attention_merge_bf16: 323.00 319.00 slots an element, 45 registers, 256/256/1024 threads
-attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 16 bits
-  attention8_128_bf16: 15.47 15.40 slots a MAC, 105.5 registers, 128/128/448 threads
-  attention_merge_bf16: 255.33 252.67 slots an element, 45 registers, 256/256/1024 threads
-attention of 16 heads on 1, 1 tokens, 1024 keys of 576, 16 bits
-  attention16_512_bf16: 1.50 1.47 slots a MAC, 126.5 registers, 256/256/384 threads
-  attention_merge_bf16: 287.11 283.56 slots an element, 45 registers, 256/256/1024 threads
-attention of 8 heads on 1, 1 tokens, 1024 keys of 64, 8 bits
-  attention8_64_affine8_bf16: 2.72 2.68 slots a MAC, 115 registers, 128/128/448 threads
-  attention_merge_affine8_bf16: 707.00 703.00 slots an element, 45 registers, 256/256/1024 threads
-attention of 8 heads on 1, 1 tokens, 1024 keys of 128, 8 bits
-  attention8_128_affine8_bf16: 2.30 2.26 slots a MAC, 116.5 registers, 128/128/384 threads
-  attention_merge_affine8_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
-attention of 4 heads on 1, 1 tokens, 1024 keys of 256, 8 bits
-  attention8_256_affine8_bf16: 4.07 4.00 slots a MAC, 110.5 registers, 128/128/448 threads
-  attention_merge_affine8_bf16: 383.00 379.00 slots an element, 45 registers, 256/256/1024 threads
-attention of 2 heads on 2, 1 tokens, 1024 keys of 192, 8 bits
-  attention8_128_affine8_bf16: 17.43 17.11 slots a MAC, 116.5 registers, 128/128/384 threads
-  attention_merge_affine8_bf16: 255.33 252.67 slots an element, 45 registers, 256/256/1024 threads
-attention of 8 heads on 1, 8 tokens, 64 keys of 64, 16 bits
-  attention16_64_bf16: 2.40 2.36 slots a MAC, 121.5 registers, 128/128/384 threads
-attention of 8 heads on 1, 8 tokens, 64 keys of 128, 16 bits
-  attention16_128_bf16: 2.05 2.01 slots a MAC, 115.5 registers, 128/128/448 threads
-attention of 8 heads on 1, 8 tokens, 64 keys of 256, 16 bits
-  attention16_256_bf16: 2.06 2.02 slots a MAC, 115.5 registers, 256/256/448 threads
-write_cache_quantized_ of 64
-  write_cache_quantized_affine8_bf16: 57.50 54.25 slots an element, 14.5 registers, 128/128/1024 threads
-write_cache_quantized_ of 128
-  write_cache_quantized_affine8_bf16: 60.00 56.75 slots an element, 14.5 registers, 128/128/1024 threads
-not dispatched here
-  attention16_128_affine8_bf16: 120.5 registers, -/128/384 threads
-  attention16_256_affine8_bf16: 120.5 registers, -/256/384 threads
-  attention16_64_affine8_bf16: 126.5 registers, -/128/384 threads
-  attention8_512_affine8_bf16: 110.5 registers, -/256/448 threads
-  attention8_512_bf16: 99.5 registers, -/256/512 threads
-  attention_merge_gated_affine8_bf16: 45 registers, -/256/1024 threads
-  attention_merge_gated_bf16: 45 registers, -/256/1024 threads
-""",
-        )
-
-    def test_sampling(self):
-        self.assertExpectedInline(
-            costs("sampling", "bf16"),
-            """\
-sample_ of top-k and top-p
-  sample_rows_bf16: 17.06 16.02 slots an element, 31.5 registers, 1024/1024/1024 threads
-sample_ of top-p
-  sample_rows_bf16: 129.25 123.25 slots an element, 31.5 registers, 1024/1024/1024 threads
-sample_ of all
-  sample_rows_bf16: 44.43 42.43 slots an element, 31.5 registers, 1024/1024/1024 threads
-""",
-        )
-
-    def test_index(self):
-        self.assertExpectedInline(
-            costs("index", "bf16"),
-            """\
-index_topk
-  index_scores_bf16: 1.66 1.59 slots a MAC, 65 registers, 64/64/768 threads
-  index_select_bf16: 887.31 887.31 slots an element, 25.5 registers, 1024/1024/1024 threads
-index_topk of blocks
-  index_block_scores_bf16: 2.46 2.20 slots a MAC, 33.5 registers, 64/64/1024 threads
-  index_select_bf16: 109456.00 109456.00 slots an element, 25.5 registers, 1024/1024/1024 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_linear_attention(self):
-        self.assertExpectedInline(
-            costs("linear_attention", "bf16"),
-            """\
-causal_conv1d_update_ of 1
-  causal_conv1d_update_bf16: 255.00 233.00 slots an element, 21 registers, 64/64/1024 threads
-causal_conv1d_update_ of 16
-  causal_conv1d_update_bf16: 121.12 112.25 slots an element, 21 registers, 64/64/1024 threads
-linear_attention_ of 1, the delta rule
-  delta_scan128_bf16: 25.39 24.26 slots an element, 97 registers, 256/512/512 threads
-linear_attention_ of 1, the delta rule with its norm
-  delta_scan128_bf16: 25.54 24.38 slots an element, 97 registers, 512/512/512 threads
-linear_attention_ of 1, a decay a channel
-  channel_scan128_bf16: 25.89 24.77 slots an element, 99.5 registers, 256/512/512 threads
-linear_attention_ of 1, Mamba-2
-  plain_scan128_bf16: 23.51 22.39 slots an element, 96 registers, 256/512/512 threads
-linear_attention_ of 1, lightning attention
-  plain_scan128_bf16: 23.21 22.09 slots an element, 96 registers, 256/512/512 threads
-linear_attention_ of 48, the delta rule
-  delta_scan128_bf16: 7.50 7.26 slots an element, 97 registers, 256/512/512 threads
-linear_attention_ of 48, the delta rule with its norm
-  delta_scan128_bf16: 7.50 7.26 slots an element, 97 registers, 256/512/512 threads
-linear_attention_ of 48, a decay a channel
-  channel_scan128_bf16: 8.07 7.83 slots an element, 99.5 registers, 256/512/512 threads
-linear_attention_ of 48, Mamba-2
-  plain_scan128_bf16: 5.69 5.45 slots an element, 96 registers, 256/512/512 threads
-linear_attention_ of 48, lightning attention
-  plain_scan128_bf16: 5.57 5.34 slots an element, 96 registers, 256/512/512 threads
-selective_scan_ of 1
-  selective_scan_bf16: 27.19 26.73 slots an element, 100.5 registers, 128/128/512 threads
-selective_scan_ of 48
-  selective_scan_bf16: 9.27 8.82 slots an element, 100.5 registers, 128/128/512 threads
-not dispatched here
-  channel_scan256_bf16: 99.5 registers, -/512/512 threads
-  channel_scan64_bf16: 99.5 registers, -/512/512 threads
-  delta_scan256_bf16: 97 registers, -/512/512 threads
-  delta_scan64_bf16: 97 registers, -/512/512 threads
-  plain_scan256_bf16: 96 registers, -/512/512 threads
-  plain_scan64_bf16: 96 registers, -/512/512 threads
-""",
-        )
-
-    def test_hyper_connection(self):
-        self.assertExpectedInline(
-            costs("hyper_connection", "bf16"),
-            """\
-hyper_connection of 1
-  hyper_products_bf16: 10.04 9.78 slots a MAC, 61.5 registers, 256/-/832 threads
-  hyper_mix_bf16: 66.58 58.58 slots an element, 23 registers, 256/-/1024 threads
-hyper_connection of 16
-  hyper_products_of_tokens_bf16: 5.73 5.47 slots a MAC, 66 registers, 256/-/768 threads
-  hyper_mix_bf16: 66.58 58.58 slots an element, 23 registers, 256/-/1024 threads
-hyper_update
-  hyper_update_bf16: 23.12 17.88 slots an element, 49 registers, 256/-/1024 threads
-""",
-        )
-
-    def test_pointwise(self):
-        self.assertExpectedInline(
-            costs("pointwise", "bf16"),
-            """\
-pointwise
-  pointwise_bf16: 227.00 213.00 slots an element, 18 registers, 64/-/1024 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_combine(self):
-        self.assertExpectedInline(
-            costs("combine", "bf16"),
-            """\
-silu_mul_stacked
-  silu_mul_stacked_bf16: 21.75 15.75 slots an element, 14 registers, 128/-/1024 threads
-weighted_sum_stacked
-  weighted_sum_bf16: 16.94 7.69 slots an element, 48 registers, 32/-/1024 threads
-weighted_sum_residual_norm_stacked_
-  weighted_sum_norm_bf16: 29.95 15.33 slots an element, 70.5 registers, 384/384/704 threads
-dense, 256 tokens, 4 of 32
-  expert_combine_bf16: 40.50 32.50 slots an element, 19 registers, 256/-/1024 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_routing(self):
-        self.assertExpectedInline(
-            costs("routing", "bf16"),
-            """\
-moe_router_topk_softmax of 64
-  route2_bf16: 128.25 127.25 slots an element, 24.5 registers, 32/-/1024 threads
-moe_router_topk_softmax of 128
-  route4_bf16: 89.91 88.91 slots an element, 32.5 registers, 32/-/1024 threads
-moe_router_topk_softmax of 256
-  route8_bf16: 70.92 69.92 slots an element, 40 registers, 32/-/1024 threads
-moe_router_topk_softmax of 512
-  route16_bf16: 61.42 60.42 slots an element, 64 registers, 32/-/832 threads
-moe_router_topk_softmax of 1024
-  route32_bf16: 71.05 70.05 slots an element, 112 registers, 32/-/448 threads
-router_logits of 1
-  logits_few_bf16: 11.47 10.47 slots a MAC, 46.5 registers, 128/-/1024 threads
-router_logits of 1, normed
-  normed_logits_few_bf16: 16.66 15.66 slots a MAC, 72.5 registers, 128/-/640 threads
-router_logits of 32
-  logits_many_bf16: 3.84 3.59 slots a MAC, 91 registers, 128/-/576 threads
-router_logits of 32, normed
-  normed_logits_many_bf16: 5.70 5.45 slots a MAC, 109 registers, 128/-/448 threads
-moe_hash_router
-  normed_hash_route_bf16: 18.71 17.71 slots a MAC, 74.5 registers, 128/-/640 threads
-moe_gate of 1
-  normed_logits_few_bf16: 16.66 15.66 slots a MAC, 72.5 registers, 128/-/640 threads
-moe_gate of 65
-  normed_logits_many_bf16: 5.91 5.64 slots a MAC, 109 registers, 128/-/448 threads
-moe_gate of 1024
-  normed_logits_many_bf16: 5.70 5.45 slots a MAC, 109 registers, 128/-/448 threads
-moe_bucket torch.int32
-  bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
-moe_compute_ids_tpe torch.int32
-  ids_by_expert_i32: 3361.62 3361.62 slots an element, 13 registers, 256/1024/1024 threads
-moe_bucket torch.int64
-  bucket_pairs_i64: 170.50 141.50 slots an element, 37 registers, 128/1024/1024 threads
-moe_compute_ids_tpe torch.int64
-  ids_by_expert_i64: 3296.62 3296.62 slots an element, 14 registers, 256/1024/1024 threads
-not dispatched here
-  hash_route_bf16: 52 registers, -/-/1024 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_dense(self):
-        self.assertExpectedInline(
-            costs("dense", "bf16"),
-            """\
-dense, 1 tokens, 4 of 32
-  matmul_rows_bf16: 4.58 3.05 slots a MAC, 53 registers, 64/384/896 threads
-  expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
-dense, 8 tokens, 4 of 32
-  matmul_rows_few_bf16: 3.51 2.46 slots a MAC, 105 registers, 128/256/448 threads
-  expert_down_few_bf16: 5.07 3.79 slots a MAC, 98.5 registers, 256/256/512 threads
-dense, 64 tokens, 4 of 32
-  gemm8_bf16: 2.04 1.85 slots a MAC, 70 registers, 128/384/704 threads
-  gemm8_bf16: 2.19 1.99 slots a MAC, 70 registers, 128/384/704 threads
-dense, 256 tokens, 4 of 32
-  gemm32_bf16: 1.41 1.35 slots a MAC, 96.5 registers, 128/384/512 threads
-  gemm32_bf16: 1.53 1.46 slots a MAC, 96.5 registers, 128/384/512 threads
-dense, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_bf16: 7.01 4.98 slots a MAC, 63 registers, 64/384/832 threads
-  expert_down_bf16: 5.11 3.59 slots a MAC, 61.5 registers, 128/384/832 threads
-queries of latents, 1 tokens
-  heads_columns_bf16: 5.32 4.24 slots a MAC, 58 registers, 256/384/832 threads
-values of latents, 1 tokens
-  heads_rows_bf16: 4.40 3.37 slots a MAC, 58.5 registers, 64/384/832 threads
-queries of latents, 2 tokens
-  heads_columns_few_bf16: 4.18 3.60 slots a MAC, 77.5 registers, 256/384/640 threads
-values of latents, 2 tokens
-  heads_rows_few_bf16: 3.25 2.73 slots a MAC, 86 registers, 64/384/576 threads
-not dispatched here
-  matmul_rows_few_split_bf16: 116 registers, -/256/448 threads
-""",
-        )
-
-    def test_int4(self):
-        self.assertExpectedInline(
-            costs("int4", "bf16"),
-            """\
-affine4_64, 1 tokens, 4 of 32
-  matmul_rows_affine4_64_bf16: 4.97 4.38 slots a MAC, 42.5 registers, 64/384/1024 threads
-  expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
-affine4_64, 3 tokens, 2 of 4
-  matmul_rows_few_split_affine4_64_bf16: 5.37 5.07 slots a MAC, 100 registers, 128/256/512 threads
-  expert_down_few_affine4_64_bf16: 5.89 5.34 slots a MAC, 84.5 registers, 256/256/576 threads
-affine4_64, 8 tokens, 4 of 32
-  matmul_rows_few_affine4_64_bf16: 3.80 3.49 slots a MAC, 89 registers, 128/256/576 threads
-  expert_down_few_affine4_64_bf16: 5.49 4.94 slots a MAC, 84.5 registers, 256/256/576 threads
-affine4_64, 64 tokens, 4 of 32
-  gemm8_affine4_64_bf16: 2.33 2.29 slots a MAC, 68.5 registers, 128/384/704 threads
-  gemm8_affine4_64_bf16: 2.48 2.43 slots a MAC, 68.5 registers, 128/384/704 threads
-affine4_64, 256 tokens, 4 of 32
-  gemm32_affine4_64_bf16: 1.48 1.46 slots a MAC, 94 registers, 128/384/512 threads
-  gemm32_affine4_64_bf16: 1.60 1.57 slots a MAC, 94 registers, 128/384/512 threads
-affine4_64, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_affine4_64_bf16: 7.23 6.13 slots a MAC, 44.5 registers, 64/384/1024 threads
-  expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
-affine4_64, normed, chosen, 1 tokens, 4 of 32
-  matmul_rows_chosen8_affine4_64_bf16: 9.86 8.70 slots a MAC, 44.5 registers, 64/384/1024 threads
-  expert_down_affine4_64_bf16: 5.56 4.98 slots a MAC, 51 registers, 128/384/1024 threads
-queries of latents, 1 tokens
-  heads_columns_affine4_64_bf16: 6.77 6.56 slots a MAC, 45.5 registers, 256/384/1024 threads
-values of latents, 1 tokens
-  heads_rows_affine4_64_bf16: 4.82 4.73 slots a MAC, 43.5 registers, 64/384/1024 threads
-queries of latents, 2 tokens
-  heads_columns_few_affine4_64_bf16: 4.91 4.76 slots a MAC, 65 registers, 256/384/768 threads
-values of latents, 2 tokens
-  heads_rows_few_affine4_64_bf16: 3.63 3.59 slots a MAC, 68 registers, 64/384/768 threads
-not dispatched here
-  embedding_rows_affine4_64_bf16: 35 registers, -/-/1024 threads
-  gemm16_split_affine4_64_bf16: 91 registers, -/384/576 threads
-  gemm32_split_affine4_64_bf16: 127 registers, -/384/384 threads
-  matmul_rows_chosen16_affine4_64_bf16: 66 registers, -/384/768 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_int8(self):
-        self.assertExpectedInline(
-            costs("int8", "bf16"),
-            """\
-affine8_64, 1 tokens, 4 of 32
-  matmul_rows_affine8_64_bf16: 5.25 4.66 slots a MAC, 48.5 registers, 64/384/1024 threads
-  expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
-affine8_64, 3 tokens, 2 of 4
-  matmul_rows_few_split_affine8_64_bf16: 5.56 5.26 slots a MAC, 110.5 registers, 128/256/448 threads
-  expert_down_few_affine8_64_bf16: 6.07 5.52 slots a MAC, 89 registers, 256/256/576 threads
-affine8_64, 8 tokens, 4 of 32
-  matmul_rows_few_affine8_64_bf16: 4.03 3.72 slots a MAC, 99.5 registers, 128/256/512 threads
-  expert_down_few_affine8_64_bf16: 5.70 5.15 slots a MAC, 89 registers, 256/256/576 threads
-affine8_64, 64 tokens, 4 of 32
-  gemm8_affine8_64_bf16: 2.36 2.33 slots a MAC, 72.5 registers, 128/384/640 threads
-  gemm8_affine8_64_bf16: 2.52 2.47 slots a MAC, 72.5 registers, 128/384/640 threads
-affine8_64, 256 tokens, 4 of 32
-  gemm32_affine8_64_bf16: 1.49 1.47 slots a MAC, 98 registers, 128/384/512 threads
-  gemm32_affine8_64_bf16: 1.61 1.58 slots a MAC, 98 registers, 128/384/512 threads
-affine8_64, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_affine8_64_bf16: 7.51 6.41 slots a MAC, 50.5 registers, 64/384/1024 threads
-  expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
-affine8_64, normed, chosen, 1 tokens, 4 of 32
-  matmul_rows_chosen8_affine8_64_bf16: 9.89 8.73 slots a MAC, 50.5 registers, 64/384/1024 threads
-  expert_down_affine8_64_bf16: 5.84 5.26 slots a MAC, 57 registers, 128/384/832 threads
-queries of latents, 1 tokens
-  heads_columns_affine8_64_bf16: 6.96 6.75 slots a MAC, 46.5 registers, 256/384/1024 threads
-values of latents, 1 tokens
-  heads_rows_affine8_64_bf16: 5.10 5.01 slots a MAC, 49.5 registers, 64/384/1024 threads
-queries of latents, 2 tokens
-  heads_columns_few_affine8_64_bf16: 5.00 4.85 slots a MAC, 66 registers, 256/384/768 threads
-values of latents, 2 tokens
-  heads_rows_few_affine8_64_bf16: 3.76 3.71 slots a MAC, 72.5 registers, 64/384/640 threads
-not dispatched here
-  embedding_rows_affine8_64_bf16: 43 registers, -/-/1024 threads
-  gemm16_split_affine8_64_bf16: 99 registers, -/384/512 threads
-  gemm32_split_affine8_64_bf16: 116 registers, -/384/448 threads
-  matmul_rows_chosen16_affine8_64_bf16: 66 registers, -/384/768 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_mxfp4(self):
-        self.assertExpectedInline(
-            costs("mxfp4", "bf16"),
-            """\
-mxfp4, 1 tokens, 4 of 32
-  matmul_rows_mxfp4_bf16: 6.11 5.58 slots a MAC, 38 registers, 64/384/1024 threads
-  expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
-mxfp4, 3 tokens, 2 of 4
-  matmul_rows_few_split_mxfp4_bf16: 6.19 5.93 slots a MAC, 94 registers, 128/256/512 threads
-  expert_down_few_mxfp4_bf16: 6.44 5.93 slots a MAC, 78.5 registers, 256/256/640 threads
-mxfp4, 8 tokens, 4 of 32
-  matmul_rows_few_mxfp4_bf16: 4.84 4.58 slots a MAC, 83 registers, 128/256/576 threads
-  expert_down_few_mxfp4_bf16: 6.23 5.72 slots a MAC, 78.5 registers, 256/256/640 threads
-mxfp4, 64 tokens, 4 of 32
-  gemm8_mxfp4_bf16: 2.63 2.61 slots a MAC, 68.5 registers, 128/384/704 threads
-  gemm8_mxfp4_bf16: 2.78 2.75 slots a MAC, 68.5 registers, 128/384/704 threads
-mxfp4, 256 tokens, 4 of 32
-  gemm32_mxfp4_bf16: 1.55 1.54 slots a MAC, 94 registers, 128/384/512 threads
-  gemm32_mxfp4_bf16: 1.67 1.65 slots a MAC, 94 registers, 128/384/512 threads
-mxfp4, normed, 1 tokens, 4 of 32
-  matmul_rows_normed_mxfp4_bf16: 8.37 7.34 slots a MAC, 40.5 registers, 64/384/1024 threads
-  expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
-mxfp4, normed, chosen, 1 tokens, 4 of 32
-  matmul_rows_chosen8_mxfp4_bf16: 10.92 9.82 slots a MAC, 42 registers, 64/384/1024 threads
-  expert_down_mxfp4_bf16: 6.67 6.15 slots a MAC, 46.5 registers, 128/384/1024 threads
-queries of latents, 1 tokens
-  heads_columns_mxfp4_bf16: 8.42 8.33 slots a MAC, 44 registers, 256/384/1024 threads
-values of latents, 1 tokens
-  heads_rows_mxfp4_bf16: 5.96 5.93 slots a MAC, 39 registers, 64/384/1024 threads
-queries of latents, 2 tokens
-  heads_columns_few_mxfp4_bf16: 5.73 5.65 slots a MAC, 63.5 registers, 256/384/832 threads
-values of latents, 2 tokens
-  heads_rows_few_mxfp4_bf16: 3.90 3.88 slots a MAC, 62 registers, 64/384/832 threads
-not dispatched here
-  embedding_rows_mxfp4_bf16: 35 registers, -/-/1024 threads
-  gemm16_split_mxfp4_bf16: 85 registers, -/384/576 threads
-  gemm32_split_mxfp4_bf16: 121 registers, -/384/384 threads
-  matmul_rows_chosen16_mxfp4_bf16: 66 registers, -/384/768 threads
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_registers_of_formats_of_mlx(self):
-        self.assertExpectedInline(
-            registers_of_formats("bf16", "affine", "mx", "nv"),
-            """\
-mxfp4: rows 38 normed 40.5 few 83 few_split 94 down 46.5 down_few 78.5 gemm8 68.5 gemm32 94 chosen8
-  42 chosen16 66 gemm16_split 85 gemm32_split 121 embedding 35 heads 39 heads_rows_few 62
-  heads_columns 44 heads_columns_few 63.5
-mxfp8: rows 45 normed 47.5 few 95 few_split 106 down 53.5 down_few 84.5 gemm8 68.5 gemm32 94 chosen8
-  47.5 chosen16 66 gemm16_split 97 gemm32_split 114 embedding 43 heads 46 heads_rows_few 68
-  heads_columns 44 heads_columns_few 63.5
-nvfp4: rows 33.5 normed 35.5 few 72.5 few_split 83.5 down 42 down_few 73 gemm8 64.5 gemm32 90
-  chosen8 42 chosen16 66 gemm16_split 73 gemm32_split 109 embedding 35 heads 34.5 heads_rows_few
-  56.5 heads_columns 43 heads_columns_few 62.5
-affine4_64: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 84.5 gemm8 68.5 gemm32 94
-  chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
-  68 heads_columns 45.5 heads_columns_few 65
-affine4_32: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 84.5 gemm8 68.5 gemm32 94
-  chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
-  68 heads_columns 45.5 heads_columns_few 65
-affine4_128: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 84.5 gemm8 68.5 gemm32 94
-  chosen8 44.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 35 heads 43.5 heads_rows_few
-  68 heads_columns 45.5 heads_columns_few 65
-affine2_64: rows 50.5 few 100.5 few_split 111.5 down 59 down_few 100 gemm8 68.5 gemm32 94 chosen8
-  50.5 chosen16 66 gemm16_split 99 gemm32_split 116 embedding 35 heads 51.5 heads_rows_few 83.5
-  heads_columns 45.5 heads_columns_few 65
-affine3_64: rows 42 normed 44.5 few 89 few_split 100 down 50.5 down_few 84.5 gemm8 72 gemm32 102
-  chosen8 44.5 chosen16 66 gemm16_split 83 gemm32_split 119 embedding 51 heads 43 heads_rows_few 68
-  heads_columns 62.5 heads_columns_few 97
-affine5_64: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 86.5 gemm8 80 gemm32 110
-  chosen8 46.5 chosen16 66 gemm16_split 91 gemm32_split 127 embedding 51 heads 45.5 heads_rows_few
-  70 heads_columns 64.5 heads_columns_few 99
-affine6_64: rows 46.5 normed 48.5 few 96.5 few_split 107.5 down 55 down_few 88 gemm8 72.5 gemm32 98
-  chosen8 48.5 chosen16 66 gemm16_split 95 gemm32_split 112 embedding 43 heads 47.5 heads_rows_few
-  71.5 heads_columns 46.5 heads_columns_few 66
-affine8_64: rows 48.5 normed 50.5 few 99.5 few_split 110.5 down 57 down_few 89 gemm8 72.5 gemm32 98
-  chosen8 50.5 chosen16 66 gemm16_split 99 gemm32_split 116 embedding 43 heads 49.5 heads_rows_few
-  72.5 heads_columns 46.5 heads_columns_few 66
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_registers_of_blocks_of_gguf(self):
-        self.assertExpectedInline(
-            registers_of_formats("bf16", "q"),
-            """\
-q4_0: rows 39.5 normed 41.5 few 85 few_split 96 down 48 down_few 81.5 gemm8 64.5 gemm32 90 chosen8
-  42 chosen16 66 gemm16_split 87 gemm32_split 123 embedding 35 heads 40.5 heads_rows_few 65
-  heads_columns 43 heads_columns_few 62.5
-q4_1: rows 42.5 normed 44.5 few 89 few_split 100 down 51 down_few 84.5 gemm8 66.5 gemm32 92 chosen8
-  44.5 chosen16 66 gemm16_split 87 gemm32_split 123 embedding 35 heads 43.5 heads_rows_few 68
-  heads_columns 45 heads_columns_few 64.5
-q5_0: rows 41.5 normed 43.5 few 89 few_split 100 down 50 down_few 83.5 gemm8 76 gemm32 106 chosen8
-  43.5 chosen16 66 gemm16_split 89 gemm32_split 125 embedding 51 heads 42.5 heads_rows_few 67
-  heads_columns 62 heads_columns_few 96.5
-q5_1: rows 44.5 normed 46.5 few 93 few_split 104 down 53 down_few 86.5 gemm8 78 gemm32 108 chosen8
-  46.5 chosen16 66 gemm16_split 89 gemm32_split 125 embedding 51 heads 45.5 heads_rows_few 70
-  heads_columns 64 heads_columns_few 98.5
-q8_0: rows 45.5 normed 47.5 few 95.5 few_split 106.5 down 54 down_few 86 gemm8 68.5 gemm32 94
-  chosen8 47.5 chosen16 66 gemm16_split 97 gemm32_split 114 embedding 43 heads 46.5 heads_rows_few
-  69.5 heads_columns 44 heads_columns_few 63.5
-q2_k: rows 57.5 few 112.5 few_split 123.5 down 66 down_few 106 gemm8 72.5 gemm32 98 chosen8 57.5
-  chosen16 66 gemm16_split 111 gemm32_split 128 embedding 36 heads 58.5 heads_rows_few 89.5
-  heads_columns 45.5 heads_columns_few 65
-q3_k: rows 45 normed 47.5 few 94 few_split 104 down 53.5 down_few 87.5 gemm8 81 gemm32 111 chosen8
-  47.5 chosen16 66 gemm16_split 92 gemm32_split 109 embedding 53 heads 46 heads_rows_few 71
-  heads_columns 64.5 heads_columns_few 99
-q4_k: rows 47.5 normed 49.5 few 98 few_split 108 down 56 down_few 89.5 gemm8 72.5 gemm32 98 chosen8
-  49.5 chosen16 66 gemm16_split 96 gemm32_split 113 embedding 37 heads 48.5 heads_rows_few 73
-  heads_columns 46.5 heads_columns_few 66
-q5_k: rows 49.5 normed 51.5 few 102 few_split 112 down 58 down_few 91.5 gemm8 85 gemm32 115 chosen8
-  51.5 chosen16 66 gemm16_split 96 gemm32_split 113 embedding 53 heads 50.5 heads_rows_few 75
-  heads_columns 65.5 heads_columns_few 100
-q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 90 gemm8 77.5 gemm32 103
-  chosen8 50.5 chosen16 66 gemm16_split 103 gemm32_split 120 embedding 44 heads 49.5 heads_rows_few
-  73.5 heads_columns 48.5 heads_columns_few 68
-""",
-        )
-
-    @pytest.mark.sweep
-    def test_registers_of_points_and_levels_of_gguf(self):
-        self.assertExpectedInline(
-            registers_of_formats("bf16", "iq", "tq"),
-            """\
-iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 78 gemm8 65.5 gemm32 91
-  chosen8 43.5 chosen16 66 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5
-  heads_rows_few 61.5 heads_columns 45.5 heads_columns_few 65
-iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 85 gemm8 73.5 gemm32 99
-  chosen8 50.5 chosen16 66 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5
-  heads_rows_few 68.5 heads_columns 50 heads_columns_few 68.5
-tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 97 gemm8 64.5 gemm32 90 chosen8 47.5
-  chosen16 66 gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few 80.5
-  heads_columns 43 heads_columns_few 62.5
-iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 80.5 gemm8 71 gemm32 101 chosen8 42 chosen16
-  66 gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns 61.5
-  heads_columns_few 96
-iq1_m: rows 45.5 few 90.5 few_split 99.5 down 54 down_few 86 gemm8 87 gemm32 117 chosen8 45.5
-  chosen16 66 gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5
-  heads_columns 68 heads_columns_few 102.5
-iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 86.5 gemm8 71 gemm32 101 chosen8 46
-  chosen16 66 gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns
-  60.5 heads_columns_few 95
-iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 91.5 gemm8 95 gemm32 125 chosen8 51
-  chosen16 66 gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75
-  heads_columns 68 heads_columns_few 102.5
-iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 84.5 gemm8 91 gemm32 121 chosen8 44 chosen16
-  66 gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68 heads_columns 66
-  heads_columns_few 100.5
-iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 94.5 gemm8 79 gemm32 109 chosen8
-  56 chosen16 66 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78
-  heads_columns 64.5 heads_columns_few 99
-iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 89.5 gemm8 84 gemm32 114 chosen8
-  51.5 chosen16 66 gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few 73
-  heads_columns 65.5 heads_columns_few 100
-""",
-        )
+@pytest.mark.sweep
+@pytest.mark.parametrize("formats", FORMATS)
+def test_registers_of_formats(simulated, formats):
+    assert_pinned(__file__, f"registers_{formats}", registers_of_formats(*FORMATS[formats]))

@@ -44,8 +44,7 @@ class TestOurs:
 
     @pytest.mark.parametrize("tokens", [1, 7, 40])
     @pytest.mark.parametrize(
-        "format",
-        ["affine4_64", *(pytest.param(f, marks=SWEEP) for f in ("affine8_32", "mxfp4"))],
+        "format", ["affine4_64", *(pytest.param(f, marks=SWEEP) for f in ("affine8_32", "mxfp4"))]
     )
     def test_quantised_experts(self, simulated, format, tokens):
         shape = (tokens, 2, 5, 128, 64)
@@ -158,8 +157,7 @@ class TestMlx:
         assert self.linears(m, "M1", (40,)) == ["affine_qmm_t"]
 
     @pytest.mark.parametrize(
-        "gpu, names",
-        [pytest.param("M1", "gemv gemm gemm", marks=SWEEP), ("M4 Max", "gemv gemv_wide gemm")],
+        "gpu, names", [pytest.param("M1", "gemv gemm gemm", marks=SWEEP), ("M4 Max", "gemv gemv_wide gemm")]
     )
     def test_one_dense_matrix(self, gpu, names):
         assert self.linears(Matrices(DENSE, "f16", 320, 128), gpu) == names.split()
@@ -244,6 +242,14 @@ class TestCommand:
         for total, us in zip(sums, (3, 6), strict=True):  # of a start
             right = float(reading[0]) + int(launches[0]) * us * 1e-3
             assert float(total) == pytest.approx(right, abs=0.1)
+
+    def test_quantising_by_importance_waits_for_the_disk(self, simulated, capsys):
+        """As docs/speed.md has it."""
+        _, _, *rows = lines = self.run(capsys, "--quantise", "--gpu", "M1,M1 Max")
+        assert "\n".join(lines) in (REPOSITORY / "docs" / "speed.md").read_text()
+        for row in rows:
+            issue, memory, reading = map(float, row.split("|")[3:6])
+            assert issue + memory < reading
 
     def test_facts(self, capsys):
         assert self.run(capsys, "--facts") == apple.table().splitlines()

@@ -11,14 +11,14 @@ from torch import Tensor
 
 from support.expert_layers import ACTIVATIONS, random_options
 from support.oracles_experts import group_of
-from support.quantized_layers import EVERY_FORMAT, random_quantized
+from support.quantized_layers import ALL_FORMATS, EVERY_FORMAT, random_quantized
 from support.values import DTYPES
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
 
 IDS = (torch.int32, torch.int64)
-WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 0)
+WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 1030, 0)
 COUNTS = (1, 2, 3, 5, 9, 33, 0)
 OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}
 
@@ -214,7 +214,7 @@ def logits(d: Draws, *shape: int, special: bool) -> Tensor:
 
 
 def experts_and_top_k(d: Draws) -> tuple[int, int]:
-    experts = d.one(8, 1, 2, 7, 33, 64, 128, 300)
+    experts = d.one(8, 1, 2, 7, 33, 64, 128, 300, 1024)
     return experts, d.one(*(k for k in (1, 2, 8, 11, 64) if k <= experts))
 
 
@@ -288,6 +288,7 @@ def router_logits(d):
         "bias": d.maybe(lambda: d.values(experts)),
         **norm_of_input(d, width),
         "dtype": d.one(None, *DTYPES),
+        "factor": d.one(1.0, 0.3),
     }
 
 
@@ -431,11 +432,12 @@ def moe_experts_quantized(d):
         names = {name: f"router_{name}" for name in ("bias", "norm_eps", "norm_min")}
         around |= {"ids": None, "weights": None}
         around |= {names.get(name, name): value for name, value in router.items()}
-    return {
-        **{**around, **passed, **options, **norm_of_input(d, hidden)},
-        **weight(d, "gate_up_", experts, rows, hidden, form),
-        **weight(d, "down_", experts, hidden, inner, down),
-    }
+    matrices = weight(d, "gate_up_", experts, rows, hidden, form)
+    matrices |= weight(d, "down_", experts, hidden, inner, down)
+    if around["ids"] is None and d.flag():
+        options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
+        matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
+    return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
 
 
 @strategy
@@ -598,6 +600,17 @@ def index_topk(d):
 
 
 @strategy
+def quantize_by_importance(d):
+    to, experts, rows = d.one(*ALL_FORMATS), d.one(2, 1, 0, 5), d.one(3, 1, 0, 17)
+    columns = d.one(2, 1, 0, 5) * group_of(to)
+    weight = d.values(experts, rows, columns, scale=d.one(1.0, 1e-3, 30.0))
+    importance = d.values(experts, columns, dtype=torch.float32).mul(d.one(1.0, 0.0, 4.0)).square()
+    if d.flag() and weight.numel():
+        weight[:, 0], importance[0, 0] = d.one(0.0, -0.3, 1.5), 0.0
+    return {"weight": weight, "importance": importance, "to": to}
+
+
+@strategy
 def pool_window_(d):
     batch, tokens, rate, overlap = d.one(1, 2, 0), d.one(1, 2, 9, 40, 0), d.one(4, 1, 3, 16), d.one(2, 1)
     width, position, dtype = d.one(8, 2, 70, 256), d.one(3, 0, 17, 1000), d.dtype()
@@ -660,7 +673,7 @@ def hyper_connection(d):
         "eps": d.eps(),
         "iterations": d.one(20, 1, 2),
         "post_factor": d.one(2.0, 1.0),
-        "post_eps": d.one(0.0, 1e-6),
+        "post_eps": d.one(0.0, 0.25),
     }
 
 

@@ -1,6 +1,5 @@
 """What the tests of all operators share, beside the samples of the package."""
 
-import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -33,10 +32,6 @@ def plans_for(gpu: str) -> Iterator[None]:
         torch.ops.moe_mps._plan_for(0)
 
 
-def wrapped(line: str) -> str:
-    return textwrap.fill(line, 108, subsequent_indent="    ")
-
-
 MODULES = (
     torch_moe_mps.ops.norms,
     torch_moe_mps.ops.rope,
@@ -53,4 +48,5 @@ MODULES = (
     torch_moe_mps.ops.experts,
     torch_moe_mps.ops.quantized,
     torch_moe_mps.ops.linear,
+    torch_moe_mps.ops.quantize,
 )

@@ -11,15 +11,7 @@ from support.sweep import in_sweep
 from support.values import DTYPES, random
 
 # Those that every path is tested with
-FORMATS = (
-    "affine4_32",
-    "affine4_64",
-    "affine4_128",
-    "affine8_32",
-    "affine8_64",
-    "affine8_128",
-    "mxfp4",
-)
+FORMATS = ("affine4_32", "affine4_64", "affine4_128", "affine8_32", "affine8_64", "affine8_128", "mxfp4")
 
 
 ALL_FORMATS = (

@@ -531,12 +531,7 @@ def test_the_kernels_of_a_cache_in_8_bits(simulated, architecture):
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"num_beams": 3},
-        {"prompt_lookup_num_tokens": 2},
-        {"assistant_model": True},
-        {"do_sample": True},
-    ],
+    [{"num_beams": 3}, {"prompt_lookup_num_tokens": 2}, {"assistant_model": True}, {"do_sample": True}],
 )
 def test_generate_with_a_cache_in_8_bits(options):
     """Beams, tokens that are taken back, and samples."""

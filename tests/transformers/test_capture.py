@@ -156,12 +156,7 @@ def test_passes_on_every_architecture(architecture, padding, bits):
 # Architectures whose cache has rows that stand for several tokens, the programs for tokens behind the prompt,
 # and the token from which on all run as one. Where the model's own code makes a row, the token that completes
 # it is of another kind, and the third of them is captured.
-KINDS_OF_TOKENS = {
-    "deepseek_v4": (1, 2),
-    "minimax_m3_vl": (1, 2),
-    "glm5_next": (2, 15),
-    "qwen4_exp": (2, 7),
-}
+KINDS_OF_TOKENS = {"deepseek_v4": (1, 2), "minimax_m3_vl": (1, 2), "glm5_next": (2, 15), "qwen4_exp": (2, 7)}
 
 
 @pytest.mark.parametrize(
@@ -169,6 +164,7 @@ KINDS_OF_TOKENS = {
     [pytest.param(n, marks=pytest.mark.sweep) if n == "qwen4_exp" else n for n in KINDS_OF_TOKENS],
 )
 @torch.no_grad()
+@pytest.mark.of_models
 def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bits):
     rates = dict.fromkeys(("index_kpool", "indexer_compress_ratio", "index_block_size"), 4)
     chosen = {"index_topk": 8, "indexer_budget": 8, "index_topk_blocks": 2}
@@ -613,10 +609,7 @@ WATCHED = {
         lambda m: setattr(file_of(m), "_numbers", {"scale": 1}),
         lambda m, p: p.setitem(file_of(m)._numbers, "scale", 2),
     ),
-    "list in the file": (
-        lambda m: setattr(file_of(m), "_list", [1, 2]),
-        lambda m, p: adds(file_of(m)._list),
-    ),
+    "list in the file": (lambda m: setattr(file_of(m), "_list", [1, 2]), lambda m, p: adds(file_of(m)._list)),
     "set in the file": (lambda m: setattr(file_of(m), "_set", {1}), lambda m, p: adds(file_of(m)._set)),
     "set of a module": (lambda m: setattr(norm(m), "set", {1}), lambda m, p: adds(norm(m).set)),
     "order of a dictionary": (
@@ -1145,7 +1138,7 @@ GENERATIONS = {
 
 
 @torch.no_grad()
-@pytest.mark.of_kernels
+@pytest.mark.of_models
 def test_generate(device, same_bits):
     """In turns by one model, as a server has them; the windows of half of its layers begin to move."""
     model = accelerated("gpt_oss", device, torch.bfloat16, bits=4, group_size=32)
@@ -1175,8 +1168,11 @@ def test_generate(device, same_bits):
     [
         ("gpt_oss", {"head_dim": 32, "sliding_window": 12}, 8),
         ("deepseek_v3", {"kv_lora_rank": 32}, None),
-        ("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, 8),
-        ("qwen3_next", {}, None),
+        pytest.param(
+            *("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, 8),
+            marks=pytest.mark.sweep,
+        ),
+        pytest.param("qwen3_next", {}, None, marks=pytest.mark.sweep),
     ],
 )
 def test_caches(architecture, sizes, bits, device, same_bits):

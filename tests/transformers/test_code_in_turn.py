@@ -22,13 +22,7 @@ from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 
 transformers.logging.set_verbosity_error()
 # One for each kind of layers that caches have, and each of our own implementations of attention.
-TELLING = (
-    "deepseek_v4",
-    "gpt_oss",
-    "minimax_m3_vl",
-    "qwen3_next",
-    "qwen4_exp",
-)
+TELLING = ("deepseek_v4", "gpt_oss", "minimax_m3_vl", "qwen3_next", "qwen4_exp")
 IDS = torch.randint(3, 90, (2, 64), generator=torch.Generator().manual_seed(11))
 
 

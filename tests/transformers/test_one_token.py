@@ -12,9 +12,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH
 
 # At which all linear layers of Qwen3-Next and DeepSeek-V3 can be quantised.
-SIZES = {
-    **{"shared_expert_intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32},
-}
+SIZES = {**{"shared_expert_intermediate_size": 64, "q_lora_rank": 32, "kv_lora_rank": 32}}
 # Some operators of a captured token: none has another one of rope, rms_norm or router_logits.
 SEVERAL = {"rms_norm", "fused_residual_norm", "rope", "rope_cache_", "rope_attention_", "router_logits"}
 OPERATORS = {
@@ -31,11 +29,11 @@ OPERATORS = {
 LAUNCHES = {
     "mixtral": 16,
     "gpt_oss": 14,
-    "glm4_moe": 16,
-    "gemma4": 30,
-    "qwen3_next": 19,
-    "deepseek_v3": 32,
-    "deepseek_v2": 35,
+    "glm4_moe": 15,
+    "gemma4": 28,
+    "qwen3_next": 17,
+    "deepseek_v3": 31,
+    "deepseek_v2": 34,
 }
 
 

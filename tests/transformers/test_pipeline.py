@@ -8,7 +8,7 @@ from transformers.distributed import DistributedConfig
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.quantizer import Quantizer
 
-QWEN = ["dense", "quantised", "quantised while it is read", "mlx"]
+QWEN = ["quantised while it is read", "mlx"]
 # Sinks and windows; a stage without attention; layers that hand on indices beside hidden states; layers that
 # read the ids; a vision tower. The sweep has all architectures.
 OTHERS = ["qwen3_next", "deepseek_v4", "qwen3_vl_moe"]

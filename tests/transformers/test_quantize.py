@@ -59,8 +59,7 @@ lm_head: shares the weight of embed_tokens
 layers.*.experts (2): not quantised, already mxfp4""",
         )
         self.assertExpectedInline(
-            str(quantize_experts(torch.nn.Linear(2, 2))),
-            """Nothing in this model can be quantised.""",
+            str(quantize_experts(torch.nn.Linear(2, 2))), """Nothing in this model can be quantised."""
         )
 
 

@@ -111,9 +111,7 @@ def quantise_layers(model):
 
 
 @pytest.mark.parametrize(
-    "quantise",
-    [quantise_one, quantise_in_two_formats, quantise_layers],
-    ids=lambda f: f.__name__,
+    "quantise", [quantise_one, quantise_in_two_formats, quantise_layers], ids=lambda f: f.__name__
 )
 def test_a_checkpoint_has_each_module_in_its_format(quantise, tmp_path):
     model = tiny("qwen3_moe")
@@ -217,11 +215,7 @@ def test_what_a_checkpoint_lacks_is_an_error(tmp_path):
 
 @pytest.mark.parametrize(
     ("form", "part", "value"),
-    [
-        (FORMATS[0], "scales", torch.nan),
-        (FORMATS[0], "biases", -torch.inf),
-        (FORMATS[2], "scales", 255),
-    ],
+    [(FORMATS[0], "scales", torch.nan), (FORMATS[0], "biases", -torch.inf), (FORMATS[2], "scales", 255)],
     ids=str,
 )
 def test_a_scale_that_is_not_finite_is_an_error(form, part, value, tmp_path):

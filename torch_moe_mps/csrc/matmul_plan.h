@@ -37,6 +37,7 @@ struct MatmulShape {
   int64_t columns = 0;    // outputs of the second matmul; 0: there is none
   bool normed = false;    // a kernel may norm the inputs of the first matmul
   bool chosen = false;    // the first matmul chooses the experts, of one token
+  bool shared = false;    // which has a pair more, of the shared expert
   bool empty = false;     // the matrices have no elements, and the kernels must read none
   bool first_on_tensor_units = false, second_on_tensor_units = false;  // where there are enough pairs
   int64_t pairs() const { return tokens * slots; }

@@ -74,7 +74,7 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
 }
 
 MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
-  const auto pairs = static_cast<NSUInteger>(shape.pairs());
+  const auto pairs = static_cast<NSUInteger>(shape.pairs() + shape.shared);
   if (path == Path::kFew) return few_step(shape, std::min(shape.pairs(), shape.experts) + 1, cores);
   constexpr int64_t kRows = kRowGroupsOfSimdgroup * kSingleRows;  // of a simdgroup
   const int64_t of_rows = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
@@ -108,7 +108,7 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
           "expert_down",
           {blocks(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), tokens},
           -1,
-          std::min<int64_t>(shape.slots, kDownSimdgroups) * kSimdWidth};
+          (std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared) * kSimdWidth};
 }
 
 // A matrix product; the caller adds the grid.

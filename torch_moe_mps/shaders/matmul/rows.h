@@ -89,7 +89,8 @@ template <typename W, int R>
 }
 
 // The same for the experts that one token's logits choose. Every simdgroup chooses for itself: that costs
-// less than a launch, too. The first one writes what the down projection reads.
+// less than a launch, too. The first one writes what the down projection reads. A pair behind those is of the
+// shared expert.
 template <typename W, int R, int N, bool kNormed>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_chosen(
     device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
@@ -99,21 +100,30 @@ template <typename W, int R, int N, bool kNormed>
     device const uchar* router_bias [[buffer(8)]], device const uchar* per_expert_scale [[buffer(9)]],
     device float* weights [[buffer(10)]], constant ChosenParams& params [[buffer(11)]],
     device const typename W::Element* norm_weight [[buffer(12)]],
-    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    device const uchar* shared_packed [[buffer(13)]], device const uchar* shared_scales [[buffer(14)]],
+    device const uchar* shared_biases [[buffer(15)]], uint2 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   const RouterParams router = params.router;
-  Values<N> values;
-  if (router.wide_logits != 0) {
-    values = load_logits<N>(reinterpret_cast<device const float*>(logits), router, lane);
+  RowsPlace place = {group, lane, simdgroup, simdgroups, 0};
+  if (group.y < router.top_k) {
+    Values<N> values;
+    if (router.wide_logits != 0) {
+      values = load_logits<N>(reinterpret_cast<device const float*>(logits), router, lane);
+    } else {
+      values = load_logits<N>(reinterpret_cast<device const T*>(logits), router, lane);
+    }
+    const bool writes = group.x == 0 && group.y == 0 && simdgroup == 0;
+    const Choice<N> choice =
+        choice_of<N>(values, router_bias, router, writes ? router.top_k : group.y + 1, lane);
+    if (writes) choice.store(per_expert_scale, weights, ids, router, lane);
+    place.expert = choice.expert_of(group.y, lane);
   } else {
-    values = load_logits<N>(reinterpret_cast<device const T*>(logits), router, lane);
+    packed = shared_packed;
+    scales = shared_scales;
+    biases = shared_biases;
   }
-  const bool writes = group.x == 0 && group.y == 0 && simdgroup == 0;
-  const Choice<N> choice =
-      choice_of<N>(values, router_bias, router, writes ? router.top_k : group.y + 1, lane);
-  if (writes) choice.store(per_expert_scale, weights, ids, router, lane);
-  const RowsPlace place = {group, lane, simdgroup, simdgroups, choice.expert_of(group.y, lane)};
   const Outputs<T> outputs = {bias, x, out, ids};
   if constexpr (kNormed) {
     rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<T>{norm_weight}, outputs, place, params.matmul);
