@@ -23,6 +23,7 @@ from support.values import random as random_values
 
 import torch_moe_mps
 from torch_moe_mps.commands import check, main
+from torch_moe_mps.ops.quantized import MATRICES
 from torch_moe_mps.selfcheck import machine, once, tuner
 from torch_moe_mps.transformers import self_check
 from torch_moe_mps.transformers.capture.calls import SWITCH
@@ -71,8 +72,12 @@ def calls_of(format: str | None, dtype: torch.dtype):
         yield f"linear, {tokens}", partial(ops.linear_quantized, y, *weight, None, format)
         if tokens == 1:
             logits = values((1, 5)).to("mps")
-            chosen = partial(ops.moe_experts_quantized, x, *parts, None, None, format, logits=logits, top_k=3)
-            yield "experts of a router", partial(chosen, norm_weight=norm[:hidden].clone())
+            given = {"logits": logits, "top_k": 3, "norm_weight": norm[:hidden].clone()}
+            chosen = partial(ops.moe_experts_quantized, x, *parts, None, None, format, **given)
+            yield "experts of a router", chosen
+            shared = zip(MATRICES, parts, strict=True)
+            given = {f"shared_{key}": part if part is None else part[0] for key, part in shared}
+            yield "experts of a router, and a shared one", partial(chosen, **given)
             yield "linear, normed", partial(ops.linear_quantized, y, *weight, None, format, norm_weight=norm)
 
 

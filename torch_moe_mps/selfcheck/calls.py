@@ -123,7 +123,7 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
     for scales in names_of(name) if "format" in names_of(name) else ():
         if scales.endswith("scales") and arguments[scales] is not None and arguments[scales].dtype != dtype:
-            other = arguments.get("down_format") if scales == "down_scales" else None
+            other = arguments.get("down_format") if scales.endswith("down_scales") else None
             if NAMED_FORMATS[other or arguments["format"]].is_affine:
                 dtype = torch.float32  # which holds both
     names = [arguments[argument] for argument in ("format", "down_format") if arguments.get(argument)]
