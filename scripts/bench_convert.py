@@ -2,7 +2,8 @@
 """The speed of `convert`: megabytes of bfloat16 weights that it reads a second, by layout that is written.
 
 A model of random weights is converted in 4 bit. A tiny one in a process of its own says what the command
-costs besides. Times of the processor count little what else the machine does.
+costs besides. Times of the processor count little what else the machine does. --importance compares
+quantising by importance, from a file, with plain quantising, in turns.
 """
 
 import argparse
@@ -20,6 +21,9 @@ import torch
 from transformers import PreTrainedModel, Qwen3MoeConfig, Qwen3MoeForCausalLM
 from transformers.utils import logging
 
+from torch_moe_mps.transformers.checkpoints.importance import Importance
+from torch_moe_mps.transformers.checkpoints.targets import quantizable
+
 MOE = {"num_experts_per_tok": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 512}
 
 
@@ -34,12 +38,23 @@ def model_of(layers: int, hidden: int, intermediate: int, experts: int) -> PreTr
     return model
 
 
-def convert(source: Path, layout: str) -> tuple[float, float]:
+def save_importance(model: PreTrainedModel, file: Path) -> None:
+    """Of random numbers."""
+    means = {}
+    for target in quantizable(model).values():
+        for parameter in target.parameters:
+            matrices, _, columns = target.rows_first(getattr(target.module, parameter)).shape
+            mean = torch.rand(matrices, columns).square()
+            means[target.path(parameter)] = mean if target.kind == "experts" else mean[0]
+    Importance(means).save(file)
+
+
+def convert(source: Path, layout: str, *more: str) -> tuple[float, float]:
     """Seconds, and seconds of the processor."""
     from torch_moe_mps.commands import main
 
     with tempfile.TemporaryDirectory(dir=source.parent) as folder:
-        arguments = ["convert", str(source), f"{folder}/new", "--bits", "4", "--to", layout]
+        arguments = ["convert", str(source), f"{folder}/new", "--bits", "4", "--to", layout, *more]
         printed = io.StringIO()
         started = time.perf_counter(), time.process_time()
         with contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
@@ -63,24 +78,38 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--layers", type=int, default=15, help="of 40 MB each (15)")
     parser.add_argument("--repeat", type=int, default=3, help="the fastest counts (3)")
+    parser.add_argument("--importance", action="store_true", help="compare quantising by importance")
     options = parser.parse_args()
     logging.set_verbosity_error()
     with tempfile.TemporaryDirectory() as folder:
         sizes = {"tiny": (1, 128, 128, 8), "large": (options.layers, 768, 512, 16)}
         for name, shape in sizes.items():
-            model_of(*shape).save_pretrained(Path(folder) / name)
+            model = model_of(*shape)
+            model.save_pretrained(Path(folder) / name)
+        file = Path(folder) / "importance.safetensors"
+        save_importance(model, file)
+        del model
         megabytes = sum(f.stat().st_size for f in Path(folder).glob("large/*.safetensors")) / 1e6
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
         seconds, cpu = start(Path(folder) / "tiny")
         print(f"start of the command: {seconds:.1f} s, {cpu:.1f} s of the processor")
         convert(Path(folder) / "tiny", "moe_mps")
-        for layout in ("moe_mps", "mlx"):
-            times = [convert(Path(folder) / "large", layout) for _ in range(options.repeat)]
-            best, cpu = (min(values) for values in zip(*times, strict=True))
+        runs: dict[str, tuple[str, ...]] = {"moe_mps": ("moe_mps",), "mlx": ("mlx",)}
+        if options.importance:
+            runs = {"plain": ("moe_mps",), "by importance": ("moe_mps", "--importance", str(file))}
+        times: dict[str, list[tuple[float, float]]] = {name: [] for name in runs}
+        for _ in range(options.repeat):
+            for name, arguments in runs.items():
+                times[name].append(convert(Path(folder) / "large", *arguments))
+        least = {name: [min(values) for values in zip(*each, strict=True)] for name, each in times.items()}
+        for name, (best, cpu) in least.items():
             print(
-                f"{layout}: {megabytes:.0f} MB in {best:.1f} s, {cpu:.1f} s of the processor: "
+                f"{name}: {megabytes:.0f} MB in {best:.1f} s, {cpu:.1f} s of the processor: "
                 f"{megabytes / best:.0f} MB/s, {megabytes / cpu:.0f} MB/s of it"
             )
+        if options.importance:
+            ratio = least["by importance"][1] / least["plain"][1]
+            print(f"by importance it takes {ratio:.2f} times the processor's time")
 
 
 if __name__ == "__main__":

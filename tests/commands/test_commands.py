@@ -93,17 +93,48 @@ def test_mixed_recipe(checkpoint, tmp_path):
 
 @ONE_KIND
 def test_perplexity(checkpoint, tmp_path, capsys):
+    """One table of several models, and what was measured stays with those that are ours."""
     text = tmp_path / "text.txt"
     text.write_text(SAMPLE.read_text()[:400])
-    assert run("convert", checkpoint, tmp_path / "new", "--bits", 8, "--group-size", 32) == 0
-    arguments = ["--text", text, "--window", 64, "--device", "cpu"]
-    found = tmp_path / "found.json"
-    assert run("perplexity", tmp_path / "new", "--against", checkpoint, *arguments, "--json", found) == 0
-    output = capsys.readouterr().out
-    data = json.loads(found.read_text())
-    assert f"perplexity {data['perplexity']:.4f} ± {data['standard_error']:.4f}" in output
-    assert data["tokens"] == 400 and data["divergence_error"] > 0 and data["standard_error"] > 0
-    assert "mean KL divergence from it 0.0" in output and "400 tokens in windows of 64" in output
+    new, mlx, found = (tmp_path / name for name in ("new", "mlx", "found.json"))
+    assert run("convert", checkpoint, new, "--bits", 8, "--group-size", 32) == 0
+    assert run("convert", checkpoint, mlx, "--bits", 3, "--group-size", 32, "--to", "mlx") == 0
+    arguments = [new, mlx, "--against", checkpoint, "--text", text, "--window", 64, "--device", "cpu"]
+    before = (checkpoint / "config.json").read_text()
+    for more in ([], ["--tokens", 50], ["--json", found]):
+        capsys.readouterr()
+        assert run("perplexity", *arguments, *more) == 0
+    output, data = capsys.readouterr().out, json.loads(found.read_text())
+    first, second = data["models"]
+    assert data["tokens"] == 400 and first["divergence"] < second["divergence"]
+    lines = [line.split() for line in output.splitlines()]
+    assert [str(checkpoint), f"{data['perplexity_of_other']:.4f}"] in lines
+    assert first["divergence_error"] > 0 and first["standard_error"] > 0
+    for folder, own in ((new, first), (mlx, second)):
+        figures = f"{own['perplexity']:.4f} ± {own['standard_error']:.4f}"
+        divergence = f"{own['divergence']:.5f} ± {own['divergence_error']:.5f}"
+        top = f"{100 * own['agreement']:.2f} %"
+        assert [str(folder), *figures.split(), *divergence.split(), *top.split()] in lines
+        kept = "400 tokens of text.txt in windows of 64: "
+        kept += f"perplexity {figures} (dense has {data['perplexity_of_other']:.4f}), KL divergence from it "
+        kept += f"{divergence} nats a token, equal top tokens {top}; "
+        kept += f"torch-moe-mps {torch_moe_mps.__version__}"
+        card = (folder / "README.md").read_text()
+        assert card.count("\n- ") == 4 and card.endswith(f"\n- {kept}\n"), card  # two are tags
+        assert "\n- 50 tokens of text.txt in windows of 64: " in card and str(tmp_path) not in card
+        if folder == new:
+            report = str(torch_moe_mps.from_pretrained(str(new)).hf_quantizer.report)
+            assert kept in report.splitlines() and len(report.splitlines()) == 2
+    assert (checkpoint / "config.json").read_text() == before
+
+
+def test_models_of_two_tokenizers_are_no_table(checkpoint, short_text, tmp_path, capsys):
+    other = shutil.copytree(checkpoint, tmp_path / "other")
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":'))
+    assert run("perplexity", checkpoint, other, "--text", short_text, "--device", "cpu") == 1
+    error = capsys.readouterr().err
+    assert error.endswith(f"all models must have the tokenizer of {checkpoint}, got {other}\n")
 
 
 def no_utf_8(checkpoint, text):
@@ -142,7 +173,7 @@ def test_the_first_tokens_of_a_text(checkpoint, tmp_path, capsys):
         assert run("perplexity", checkpoint, *more, "--device", "cpu", "--json", found) == 0
         values.append(json.loads(found.read_text()))
     assert values[0]["tokens"] == values[1]["tokens"] == 100
-    assert values[0]["perplexity"] == values[1]["perplexity"]
+    assert values[0]["models"] == values[1]["models"]
     capsys.readouterr()
     assert run("perplexity", tmp_path / "nothing", "--tokens", 1) == 1
     assert capsys.readouterr().err == "torch-moe-mps: error: --tokens must be at least 2, got 1\n"
@@ -220,7 +251,7 @@ def test_a_hopeless_model_has_an_infinite_perplexity(checkpoint, tmp_path, monke
     text.write_text(SAMPLE.read_text()[:40])
     monkeypatch.setattr(perplexity, "measure", lambda *arguments: Means(loss=800.0))
     assert run("perplexity", checkpoint, "--text", text, "--device", "cpu") == 0
-    assert "perplexity inf" in capsys.readouterr().out
+    assert " inf ± " in capsys.readouterr().out
 
 
 def test_models_are_compared_one_after_the_other(checkpoint, tmp_path, monkeypatch):

@@ -1,4 +1,4 @@
-"""`logprobs` of chats: the logarithms of the model's own probabilities, whatever changes what is drawn."""
+"""`logprobs` of answers: the logarithms of the model's own probabilities, whatever changes what is drawn."""
 
 import math
 
@@ -74,6 +74,51 @@ def test_of_the_models_own_distribution(client, checkpoint, asked):
     assert choices[0].logprobs.refusal is None
     if asked["temperature"] == 0:  # other answers are drawn for several tokens at once
         assert answer_of(client, **asked)[0] == text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_completions_have_them_in_their_own_form(client, stream):
+    """By tokens, with the place of each in the text, and the chosen one among the most probable."""
+    text, entries, _ = answer_of(client, temperature=2, seed=3, logprobs=True, top_logprobs=2)
+    asked = {"model": "m", "prompt": "the sky", "max_tokens": 12, "temperature": 2, "seed": 3, "logprobs": 2}
+    answer = client.completions.create(stream=stream, **asked)
+    found = [chunk.choices[0].logprobs for chunk in (answer if stream else [answer])]
+    of = {
+        name: [each for part in found if part is not None for each in getattr(part, name)]
+        for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+    }
+    assert of["tokens"] == [entry.token for entry in entries] == [*text]
+    assert of["text_offset"] == [*range(len(text))]
+    assert of["token_logprobs"] == pytest.approx([entry.logprob for entry in entries], abs=1e-4)
+    for place, entry in zip(of["top_logprobs"], entries, strict=True):
+        wanted = {each.token: each.logprob for each in (*entry.top_logprobs, entry)}
+        assert place == pytest.approx(wanted, abs=1e-4)
+    plain = client.completions.create(**asked | {"logprobs": None})
+    assert plain.choices[0].logprobs is None
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_responses_have_them_where_they_include_them(client, stream):
+    text, entries, _ = answer_of(client, temperature=0, logprobs=True, top_logprobs=2)
+    asked = {"model": "m", "input": "the sky", "max_output_tokens": 12, "temperature": 0}
+    included = {"include": ["message.output_text.logprobs"], "top_logprobs": 2}
+    answer = client.responses.create(stream=stream, **asked, **included)
+    parts = []
+    if stream:
+        events = [*answer]
+        deltas = [event for event in events if event.type == "response.output_text.delta"]
+        (done,) = (event for event in events if event.type == "response.output_text.done")
+        parts += [[entry for event in deltas for entry in event.logprobs], done.logprobs]
+        answer = events[-1].response
+    assert answer.output_text == text
+    parts.append(answer.output[-1].content[0].logprobs)
+    for part in parts:
+        assert [each.token for each in part] == [entry.token for entry in entries]
+        assert [each.logprob for each in part] == pytest.approx([e.logprob for e in entries], abs=1e-4)
+        most = [[top.token for top in each.top_logprobs] for each in part]
+        assert most == [[top.token for top in entry.top_logprobs] for entry in entries]
+    assert parts[-1][0].bytes == entries[0].bytes
+    assert client.responses.create(**asked).output[-1].content[0].logprobs is None
 
 
 def test_none_are_asked(client):

@@ -63,7 +63,7 @@ def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub)
             (chat.create, "n", 2),
             (chat.create, "presence_penalty", 0.5),
             (raw.create, "n", 2),
-            (raw.create, "logprobs", 0),
+            (responses.create, "include", ["file_search_call.results"]),
             (raw.create, "echo", True),
             (responses.create, "previous_response_id", "a"),
         ):

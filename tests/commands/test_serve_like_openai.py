@@ -75,6 +75,7 @@ WRONG = [
     (RAW, {}, "prompt"),
     (RAW, {"prompt": 5}, "prompt"),
     (RAW, {"prompt": "a", "temperature": float("nan")}, "temperature"),
+    *((RAW, {"prompt": "a", "logprobs": value}, "logprobs") for value in (True, 6, -1, "a")),
     (RESPONSES, {}, "input"),
     (RESPONSES, {"input": 5}, "input"),
     (RESPONSES, {"input": [5]}, "input"),
@@ -82,6 +83,12 @@ WRONG = [
     (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input[0].content"),
     (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
     (RESPONSES, {"input": "a", "instructions": 5}, "instructions"),
+    (RESPONSES, {"input": "a", "top_logprobs": 2}, "top_logprobs"),
+    (
+        RESPONSES,
+        {"input": "a", "include": ["message.output_text.logprobs"], "top_logprobs": 21},
+        "top_logprobs",
+    ),
 ]
 
 

@@ -9,7 +9,13 @@ from simulator import DispatchCounters
 from support.expert_layers import random_ids
 from support.gguf_blocks import random_blocks
 from support.on_mps import INT4, matrix, tensor, warnings_of_operators
+from support.oracles_experts import numbers_of
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from torch_moe_mps.quantization import Format
+from torch_moe_mps.quantization.formats import ErrorSums, quantize_stack
 
 ops = torch.ops.moe_mps
 EPS = 1e-6
@@ -96,6 +102,34 @@ def test_delta_moves_its_state_once(simulated):
     run = partial(ops.linear_attention_, q, q, v, gate, state, 0.1, beta=gate)
     dispatch = only_dispatch(simulated, run)
     assert dispatch.buffers[8].bytes_read == dispatch.buffers[8].bytes_written == nbytes(state)
+
+
+class Copied(TorchDispatchMode):
+    """Counts the bytes of what operators of torch read and write, but for ours."""
+
+    bytes = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.namespace == "aten" and not func.is_view and "empty" not in func.name():
+            tensors = {id(x): x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)}
+            self.bytes += nbytes(*tensors.values())
+        return out
+
+
+@pytest.mark.parametrize("format, of_results", [("affine4_64", 0.5625), ("mxfp8", 1.03125)])
+def test_quantising_by_importance_moves_each_weight_once(simulated, format, of_results):
+    """For weights that lie on the CPU; copies and what the report sums are counted, too."""
+    weight, importance = torch.randn(1, 256, 1024).bfloat16(), torch.rand(1, 1024)
+    with simulated.counters() as dispatches, Copied() as copied:
+        quantize_stack(weight, Format(*numbers_of(format)), ErrorSums(), importance)
+    (dispatch,), n = dispatches, weight.numel()
+    *tensors, _parameters = (dispatch.buffers[i] for i in sorted(dispatch.buffers))
+    assert tensors[0].bytes_read == 2 * n and tensors[1].distinct_bytes_read == nbytes(importance)
+    sums = 8 / numbers_of(format)[1]
+    assert sum(buffer.bytes_written for buffer in tensors) == (of_results + sums) * n
+    own = sum(buffer.distinct_bytes_read + buffer.bytes_written for buffer in tensors)
+    assert own + copied.bytes <= 1.02 * (3 * 2 + 3 * of_results + 2 * sums) * n
 
 
 # Experts -----------------------------------------------------------------------------------------------

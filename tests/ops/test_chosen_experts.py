@@ -7,7 +7,7 @@ from support.quantized_layers import place, random_quantized
 from support.routing import ROUTERS, router_options
 from support.values import DTYPES, random
 
-from torch_moe_mps.ops.quantized import moe_experts_quantized
+from torch_moe_mps.ops.quantized import MATRICES, moe_experts_quantized
 from torch_moe_mps.ops.routing import moe_router
 
 HIDDEN, INNER = 64, 32
@@ -95,6 +95,37 @@ def test_one_launch_fewer(simulated):
     assert launches(300, **norm) == ["matmul_rows_chosen16", "expert_down"]
     assert launches(600, **norm) == ["route32_f32", "matmul_rows_normed", "expert_down"]
     assert launches() == ["route2_f32", "matmul_rows", "expert_down"]
+
+
+def beside(device, experts: int, tokens: int, dtype: torch.dtype, format: str = "affine4_32") -> tuple:
+    """Arguments of a layer with a shared expert."""
+    matrices = layer(device, experts + 1, dtype, format)
+    own = [None if m is None else m[:-1].contiguous() for m in matrices]
+    shared = {f"shared_{MATRICES[i]}": m if m is None else m[-1].clone() for i, m in enumerate(matrices)}
+    x, logits = (random((tokens, n), dtype, n).to(device) for n in (HIDDEN, experts))
+    around = {"logits": logits, "norm_weight": random((HIDDEN,), dtype, 4).to(device), **shared}
+    return (x, *own, None, None, format), around | {"scoring": "sigmoid", "norm_topk_prob": True}
+
+
+@pytest.mark.parametrize("format", ["affine4_32", "mxfp4"])
+def test_a_shared_expert(device, format):
+    """One token's in both products; that of several tokens, or beside many experts, by itself."""
+    for i, (tokens, experts, top_k) in enumerate(((1, 8, 2), (1, 9, 9), (1, 300, 4), (1, 600, 2), (3, 9, 4))):
+        arguments, options = beside(device, experts, tokens, DTYPES[i % 3], format)
+        gate = random((tokens, 1), torch.float32, i).to(device)
+        for others in ({}, {"shared_gate": gate, "gate_is_logit": i % 2 == 0, "residual": arguments[0]}):
+            checked("moe_experts_quantized", *arguments, top_k=top_k, **options, **others)
+
+
+def test_a_shared_expert_takes_no_launch(simulated):
+    for experts, expected in (
+        (8, ["matmul_rows_chosen8", "expert_down"]),
+        (600, ["route32_f32", "matmul_rows_normed", "matmul_rows", "matmul_rows_normed", "expert_down"]),
+    ):
+        arguments, options = beside("mps", experts, 1, torch.float32)
+        with simulated.trace() as commands:
+            moe_experts_quantized(*arguments, top_k=2, **options)
+        assert [line.split()[0].partition("_affine")[0] for line in commands if " grid " in line] == expected
 
 
 @pytest.mark.one_schedule

@@ -58,6 +58,12 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         **{"scales": zeros(I, 12, dtype=torch.uint8), "biases": zeros(I, 2, dtype=short)},
     }
     chosen = {"ids": None, "weights": None, "logits": zeros(T, E), "top_k": 2}
+    weights = {
+        name: tensor[0]
+        for name, tensor in sample_arguments("moe_experts_quantized", device, torch.float32).items()
+        if name.startswith(("gate_up", "down"))
+    }
+    shared = chosen | {f"shared_{name}": tensor for name, tensor in weights.items()}
     mxfp4 = {"format": "mxfp4", "biases": None, "scales": zeros(E, I, 2, dtype=torch.uint8)}
     scales = zeros(2, 2, 9, 1)
     eight_bits = {
@@ -129,6 +135,14 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 "of rows of a multiple of 4 elements, got 62", streams=zeros(T, 2, H - 2), out=zeros(T, H - 2)
             )
         ],
+        "quantize_by_importance": [
+            wrong(
+                "C, the last dimension of weight, must be a multiple of 32, got 40",
+                weight=zeros(2, 5, 40),
+                importance=zeros(2, 40),
+            ),
+            wrong("importance must be of shape [E, C] = (2, 128)", importance=zeros(1, 128)),
+        ],
         "pool_window_": [
             wrong(
                 "of an even last dimension D, with W = D or 2 D, here 16",
@@ -180,6 +194,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
         ],
+        "router_logits": [wrong("a finite number", factor=float("inf"))],
         "moe_experts_quantized": [
             wrong(
                 "down_biases must be None for format mxfp4, got a tensor of shape (8, 64, 1)",
@@ -194,6 +209,22 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 "router_bias must be None without logits, got a tensor of shape (8,)", router_bias=zeros(E)
             ),
             wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
+            wrong(
+                "shared_out must be None beside shared_gate_up_packed, got a tensor of shape (3, 64)",
+                **shared | {"shared_out": zeros(T, H)},
+            ),
+            wrong(
+                "shared_gate_up_packed must be None without logits, got a tensor",
+                **{name: value for name, value in shared.items() if name not in chosen},
+            ),
+            wrong(
+                "shared_down_scales must be a tensor as down_scales is, got None",
+                **shared | {"shared_down_scales": None},
+            ),
+            wrong(
+                "shared_down_packed must be of shape as one of down_packed = (64, 4), got (63, 4)",
+                **shared | {"shared_down_packed": weights["down_packed"][1:]},
+            ),
         ],
         "linear_quantized": [
             wrong("C, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 import torch
-from support.oracles_experts import dequantise, numbers_of
+from support.oracles_experts import numbers_of
+from support.oracles_operators import weighted_errors
 from support.quantized_layers import ALL_FORMATS
 from support.values import DTYPES, awkward_weights
 
@@ -13,13 +14,6 @@ from torch_moe_mps.quantization import quantize
 def importance_of(*shape: int, seed: int = 0) -> torch.Tensor:
     """Mean squares over some orders of magnitude, as trained models have them."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).mul(2).exp().square()
-
-
-def weighted_errors(weight: torch.Tensor, quantized, importance: torch.Tensor, format: str) -> np.ndarray:
-    """Of each group, in float64."""
-    difference = dequantise(*quantized, format) - weight.double().numpy()
-    errors = importance.double().unsqueeze(-2).numpy() * difference**2
-    return errors.reshape(*errors.shape[:-1], -1, numbers_of(format)[1]).sum(-1)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -72,7 +66,8 @@ def test_many_bits_gain_as_much(bits, dtype):
 def test_each_matrix_by_its_own_in_any_place(format, monkeypatch):
     weight, importance = torch.randn(5, 24, 128), importance_of(5, 128)
     stack = quantize(weight, *numbers_of(format), importance=importance)
-    monkeypatch.setattr("torch_moe_mps.quantization.formats.CHUNK", 128 * 7)
+    monkeypatch.setattr("torch_moe_mps.quantization.formats.SEARCHED", 128 * 70)
+    monkeypatch.setattr("torch_moe_mps.ops.quantize.CHUNK", 128 * 7)
     for index in range(5):
         alone = quantize(weight[index], *numbers_of(format), importance=importance[index])
         for whole, own in zip(stack, alone, strict=True):

@@ -55,7 +55,7 @@ def test_what_is_launched(simulated):
     counter = torch.zeros(1, dtype=torch.int32, device="mps")
     probe._run("probe_empty", [counter], 1, 32, times=12, in_buffer=4)
     assert counter.item() == 12
-    with probe._no_commits(), simulated.trace() as commands:
+    with probe.no_commits(), simulated.trace() as commands:
         probe.dispatches(SMALL._replace(dispatches=10, buffers=(5,)))
     lines = [line.partition(" ")[0] for line in commands if not line.startswith("synchronize")]
     assert lines == ["probe_empty_f32"] + 5 * ["probe_empty_f32", "probe_empty_f32", "commit"]

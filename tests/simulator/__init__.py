@@ -5,6 +5,7 @@
     extension(name, sources)        builds one for torch.ops.load_library
     with trace() as commands: ...   commands: what was encoded, one line of text each
     with intercepted(run): ...      run(dispatch) replaces the executor
+    with clocked(run): ...          the GPU's clock: run(dispatch) returns the seconds of a dispatch
     with dropped(): ...             nothing is computed: only the host's time is left
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     with failing(kind, after):      a command buffer fails, as where macOS stops it
@@ -20,6 +21,7 @@ the next synchronisation (`.cpu()`, `.item()`, an operator that runs on the CPU,
 from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
+    clocked,
     commits,
     counters,
     dropped,
@@ -43,6 +45,7 @@ from .shaderlib import DispatchCounters, shader_library
 __all__ = [
     "DispatchCounters",
     "SimulatorError",
+    "clocked",
     "commits",
     "counters",
     "dropped",

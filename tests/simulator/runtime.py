@@ -39,6 +39,7 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_is_resident.argtypes = [ctypes.c_void_p]
     library.simulator_commits.restype = ctypes.c_uint64
     library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int]
+    library.simulator_advance_clock.argtypes = [ctypes.c_double]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
     return library
@@ -252,6 +253,14 @@ def intercepted(run: Callable[[shaderlib.Dispatch], None]) -> Iterator[None]:
         _runtime().simulator_set_executor(shaderlib.executor())
     if errors:
         raise errors[0]
+
+
+@contextlib.contextmanager
+def clocked(run: Callable[[shaderlib.Dispatch], float]) -> Iterator[None]:
+    """`run` runs each dispatch of the block, and returns the seconds that it takes: GPUStartTime and
+    GPUEndTime of command buffers are by this clock, which stands still outside of such a block."""
+    with intercepted(lambda dispatch: _runtime().simulator_advance_clock(run(dispatch))):
+        yield
 
 
 @contextlib.contextmanager

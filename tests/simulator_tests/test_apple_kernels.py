@@ -186,6 +186,13 @@ def pooling(dtype: torch.dtype) -> Iterator[Call]:
         yield f"pool_window_ of {rate} tokens of {columns}", call, {}, rate * columns
 
 
+def quantising(dtype: torch.dtype) -> Iterator[Call]:
+    weight, importance = on_device(1, 8, 1024, dtype=dtype), on_device(1, 1024).square()
+    for name in ("affine4_64", "affine8_32", "mxfp4", "mxfp8", "nvfp4"):
+        call = functools.partial(torch.ops.moe_mps.quantize_by_importance, weight, importance, name)
+        yield f"quantize_by_importance to {name}", call, {}, weight.numel()
+
+
 def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
     """An element is one of the state, for one token."""
     state = on_device(1, 8192, 4, dtype=dtype)
@@ -258,9 +265,6 @@ def combine(dtype: torch.dtype) -> Iterator[Call]:
     yield "weighted_sum_stacked", lambda: ops.weighted_sum_stacked(slots, weights), {}, n
     call = lambda: ops.weighted_sum_residual_norm_stacked_(x, slots, weights, norm, 1e-6)  # noqa: E731
     yield "weighted_sum_residual_norm_stacked_", call, {}, n
-    # Of many tokens: their sum is a dispatch of its own.
-    label, call, _, elements = layer("dense", 256, 32, 4, dtype, functools.partial(rows_first, dtype))
-    yield label, call, {}, elements
 
 
 def routing(dtype: torch.dtype) -> Iterator[Call]:
@@ -371,9 +375,10 @@ GROUPS = {
     "index": (index, ["index_{}"]),
     "pooling": (pooling, ["pooling_{}"]),
     "sampling": (sampling, ["sampling_{}"]),
+    "quantize": (quantising, ["quantize_{}"]),
     "linear_attention": (linear_attention, ["linear_attention_{}"]),
     "hyper_connection": (hyper_connection, ["hyper_connection_{}"]),
-    "combine": (combine, ["combine_{}", "expert_combine_{}"]),
+    "combine": (combine, ["combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
     "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
     "dense": (dense, ["experts_{}"]),
@@ -388,10 +393,10 @@ KINDS = [
     "attention",
     "index",
     "pooling",
+    "quantize_",
     "linear_attention",
     "hyper_connection",
     "combine",
-    "expert_combine",
 ]
 KINDS += ["expert_combine", "pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
@@ -523,7 +528,7 @@ def test_attention_of_one_token_waits_for_memory(simulated, shape):
 
 # Of always, and the other groups in the sweep.
 ALWAYS = ("norms", "rope", "index", "pooling", "sampling", "hyper_connection")
-ALWAYS += ("pointwise", "int4")
+ALWAYS += ("quantize", "pointwise", "int4")
 FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": ("iq", "tq")}
 
 

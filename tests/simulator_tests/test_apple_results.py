@@ -243,6 +243,14 @@ class TestCommand:
             right = float(reading[0]) + int(launches[0]) * us * 1e-3
             assert float(total) == pytest.approx(right, abs=0.1)
 
+    def test_quantising_by_importance_waits_for_the_disk(self, simulated, capsys):
+        """As docs/speed.md has it."""
+        _, _, *rows = lines = self.run(capsys, "--quantise", "--gpu", "M1,M1 Max")
+        assert "\n".join(lines) in (REPOSITORY / "docs" / "speed.md").read_text()
+        for row in rows:
+            issue, memory, reading = map(float, row.split("|")[3:6])
+            assert issue + memory < reading
+
     def test_facts(self, capsys):
         assert self.run(capsys, "--facts") == apple.table().splitlines()
 

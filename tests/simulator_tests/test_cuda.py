@@ -10,6 +10,7 @@ from measured.cases import experts
 from measured.cases.attention import Attention
 from measured.cases.experts import Experts, Linear
 from measured.cases.fused import (
+    ApartExperts,
     ChosenExperts,
     Delta,
     FusedExperts,
@@ -20,11 +21,13 @@ from measured.cases.fused import (
     Logits,
     Pointwise,
     PoolWindow,
+    Quantise,
     RopeAttention,
     RopeCache,
     RopeThenAttention,
     RoutedExperts,
     SelectiveScan,
+    SharedExperts,
     Tailed,
 )
 from measured.cases.layer import Bucket, Gate, LayerNorm, Norm, Router, SiluMul, WeightedSum
@@ -50,7 +53,6 @@ LIBRARIES = [
     "attention_turned_f16",
     "attention_relative_f16",
     "combine_f16",
-    "expert_combine_f16",
     "experts_f16",
     "index_f16",
 ]
@@ -61,6 +63,7 @@ LIBRARIES += [
     "norms_f16",
     "pointwise_f16",
     "pooling_f16",
+    "quantize_f16",
     "rope_f16",
     "routing_f16",
     "sampling_f16",
@@ -68,7 +71,7 @@ LIBRARIES += [
 LIBRARIES += ["bucket_i32", "quantized_affine4_64_f16", "quantized_affine3_32_bf16", "quantized_nvfp4_f32"]
 LIBRARIES += ["tensor_units_affine4_64_f16"]
 # A simdgroup a row, or a thread an element, and as many registers as it takes.
-UNBOUNDED = ["expert_combine_f16", "hash_router_f16", "hyper_connection_f16", "pointwise_f16", "routing_f16"]
+UNBOUNDED = ["hash_router_f16", "hyper_connection_f16", "pointwise_f16", "routing_f16"]
 BUFFER_WORDS = {"device", "threadgroup", "thread", "kernel", "constant"}
 SHAPE = (8, 2, 512, 128)  # experts, of them a token, hidden, intermediate
 
@@ -228,6 +231,8 @@ def some_cases() -> list:
         FusedExperts("fused", "int4", "f16", 1, *SHAPE),
         ChosenExperts("fused", "int4", "f16", 1, *SHAPE),
         RoutedExperts("fused", "int4", "f16", 1, *SHAPE),
+        SharedExperts("fused", "int4", "f16", 1, *SHAPE),
+        ApartExperts("fused", "mxfp4", "bf16", 1, *SHAPE),
         FusedLinear("fused", "int8", "f16", 1, 512, 60),
         FusedLinear("fused", "int8", "f16", 3, 512, 60),
         Logits("fused", 1, 20, 130, "f16"),
@@ -241,6 +246,8 @@ def some_cases() -> list:
         IndexKeys("fused", 2, 3, 64, 5, "f16"),
         Pointwise("sanitize", 3, 130, "f16"),
         PoolWindow("sanitize", 5, 70, 4, 2, "f16"),
+        Quantise("sanitize", 5, 192, "affine5_64", "f16"),
+        Quantise("sanitize", 5, 192, "nvfp4", "bf16"),
         Tailed("sanitize", 1, 9, 64, 40, 5, "f16"),
     ]
 
@@ -299,11 +306,13 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
         assert families >= {
             "FusedExperts",
             "ChosenExperts",
+            "SharedExperts",
             "FusedLinear",
             "Logits",
             "Hyper",
             "Pointwise",
             "PoolWindow",
+            "Quantise",
             "Tailed",
             "RopeCache",
             "RopeAttention",

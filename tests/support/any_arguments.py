@@ -11,7 +11,7 @@ from torch import Tensor
 
 from support.expert_layers import ACTIVATIONS, random_options
 from support.oracles_experts import group_of
-from support.quantized_layers import EVERY_FORMAT, random_quantized
+from support.quantized_layers import ALL_FORMATS, EVERY_FORMAT, random_quantized
 from support.values import DTYPES
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import packet
@@ -288,6 +288,7 @@ def router_logits(d):
         "bias": d.maybe(lambda: d.values(experts)),
         **norm_of_input(d, width),
         "dtype": d.one(None, *DTYPES),
+        "factor": d.one(1.0, 0.3),
     }
 
 
@@ -431,11 +432,12 @@ def moe_experts_quantized(d):
         names = {name: f"router_{name}" for name in ("bias", "norm_eps", "norm_min")}
         around |= {"ids": None, "weights": None}
         around |= {names.get(name, name): value for name, value in router.items()}
-    return {
-        **{**around, **passed, **options, **norm_of_input(d, hidden)},
-        **weight(d, "gate_up_", experts, rows, hidden, form),
-        **weight(d, "down_", experts, hidden, inner, down),
-    }
+    matrices = weight(d, "gate_up_", experts, rows, hidden, form)
+    matrices |= weight(d, "down_", experts, hidden, inner, down)
+    if around["ids"] is None and d.flag():
+        options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
+        matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
+    return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
 
 
 @strategy
@@ -595,6 +597,17 @@ def index_topk(d):
         "keys": keys * block + d.one(0, -1, block - 1) if is_pooled and keys else 0,
         "as_bits": d.one(False, True),
     }
+
+
+@strategy
+def quantize_by_importance(d):
+    to, experts, rows = d.one(*ALL_FORMATS), d.one(2, 1, 0, 5), d.one(3, 1, 0, 17)
+    columns = d.one(2, 1, 0, 5) * group_of(to)
+    weight = d.values(experts, rows, columns, scale=d.one(1.0, 1e-3, 30.0))
+    importance = d.values(experts, columns, dtype=torch.float32).mul(d.one(1.0, 0.0, 4.0)).square()
+    if d.flag() and weight.numel():
+        weight[:, 0], importance[0, 0] = d.one(0.0, -0.3, 1.5), 0.0
+    return {"weight": weight, "importance": importance, "to": to}
 
 
 @strategy

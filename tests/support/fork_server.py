@@ -26,6 +26,7 @@ IMPORTED = (
     "torch_moe_mps.commands.serving",
     "torch_moe_mps.transformers",
     "support.pipeline",
+    "support.recipes",
 )
 NUMBER = struct.Struct("i")
 ON_MAC = sys.platform == "darwin"

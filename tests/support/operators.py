@@ -48,4 +48,5 @@ MODULES = (
     torch_moe_mps.ops.experts,
     torch_moe_mps.ops.quantized,
     torch_moe_mps.ops.linear,
+    torch_moe_mps.ops.quantize,
 )

@@ -138,19 +138,22 @@ def moe_experts_of_rows(
         scale = scales[t, k][:, None]
         np.add.at(value, t, scale * out.value)
         np.add.at(variance, t, (scale * out.deviation) ** 2 + (spread[t, k][:, None] * out.value) ** 2)
-    deviation, size = np.sqrt(variance), abs(value)
-    if options.get("shared_out") is not None:
+    size = abs(value)
+    shared = options.get("shared_out")
+    if shared is not None:
+        shared = shared if isinstance(shared, Estimate) else Estimate(exact(shared), np.zeros(shared.shape))
         gate = np.ones(len(rows))
         if options.get("shared_gate") is not None:
             gate = exact(options["shared_gate"]).reshape(-1)
             gate = sigmoid(gate) if options.get("gate_is_logit", False) else gate
-        value += gate[:, None] * exact(options["shared_out"])
-        size += abs(gate[:, None] * exact(options["shared_out"]))
+        value += gate[:, None] * shared.value
+        size += abs(gate[:, None] * shared.value)
+        variance += (gate[:, None] * shared.deviation) ** 2
     if options.get("residual") is not None:
         residual = exact(options["residual"]).reshape(value.shape)
         value += residual
         size += abs(residual)
-    return Estimate(value, deviation + 4 * roundoff(torch.float32) * size)
+    return Estimate(value, np.sqrt(variance) + 4 * roundoff(torch.float32) * size)
 
 
 def add(out: Estimate, bias: np.ndarray | None, expert: int, dtype: torch.dtype) -> Estimate:

@@ -1,7 +1,7 @@
 """The result of each operator for its arguments in float64, and how far float32 arithmetic may be off."""
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -13,6 +13,8 @@ from support import oracles, oracles_experts, oracles_sequence
 from support.oracles import FLOAT32_EPS, exact
 from support.oracles_experts import DEVIATIONS, Estimate, activate, dequantise, multiply, roundoff
 from torch_moe_mps.ops._samples import packet
+from torch_moe_mps.quantization import Format
+from torch_moe_mps.quantization.formats import quantize_stack
 
 
 class Expected(NamedTuple):
@@ -47,10 +49,12 @@ def estimated(estimate: Estimate) -> Expected:
 EMPTY = Expected(np.zeros(0))
 
 
-def expected(name: str, arguments: dict[str, Any]) -> list[Expected]:
-    """What the operator must give for these arguments; tensors may be on any device."""
+def expected(name: str, arguments: dict[str, Any], results: Sequence[Tensor] = ()) -> list[Expected]:
+    """What the operator must give for these arguments; tensors may be on any device. Where several results
+    are right, the oracle judges those that it gave."""
     defaults = {a.name: a.default_value for a in packet(name).default._schema.arguments}
     on_cpu = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in arguments.items()}
+    defaults["results"] = [result.cpu() for result in results]
     with np.errstate(all="ignore"):
         return ORACLES[name](SimpleNamespace(**defaults | on_cpu))
 
@@ -65,9 +69,10 @@ def checked(name: str, *args: Any, **kwargs: Any) -> Any:
     """What the operator returns, after it and all tensors written in place were compared with the oracle."""
     names = [a.name for a in packet(name).default._schema.arguments]
     arguments = dict(zip(names, args, strict=False)) | kwargs
-    right = expected(name, arguments)
+    before = {n: v.clone() if n in written(name) and v is not None else v for n, v in arguments.items()}
     result = packet(name)(**arguments)
     results = () if result is None else result if isinstance(result, tuple) else (result,)
+    right = expected(name, before, results)
     assert all(tensor.is_contiguous() for tensor in results), name
     actual = [*results, *(arguments[n] for n in written(name) if arguments[n] is not None)]
     for number, (tensor, tensor_right) in enumerate(zip(actual, right, strict=True)):
@@ -310,7 +315,7 @@ def input_rows(a) -> Estimate:
 
 @oracle
 def router_logits(a):
-    rows, weight = input_rows(a), exact(a.weight)
+    rows, weight = input_rows(a), a.factor * exact(a.weight)
     logits = dot_products(rows.value, weight, 0.0 if a.bias is None else exact(a.bias))
     inherited = DEVIATIONS * np.sqrt(rows.deviation**2 @ (weight**2).T)
     return [Expected(logits.value, logits.error + inherited)]
@@ -659,6 +664,8 @@ def moe_experts_quantized(a):
         weights, ids = moe_router(SimpleNamespace(**given_to_router))
         a = SimpleNamespace(**vars(a) | {"weights": Estimate(weights.value, weights.error)})
         a.ids, sure = torch.from_numpy(ids.value), ids.known
+    if a.shared_gate_up_packed is not None:
+        a = SimpleNamespace(**vars(a) | {"shared_out": mlp(a, "shared_")})
     (out,) = experts(a, dense(a, "gate_up_"), dense(a, "down_", down=True), rounded_weight=True)
     return [Expected(out.value, out.error, sure)]
 
@@ -683,12 +690,15 @@ def linear_quantized(a):
     return [estimated(Estimate(value if a.residual is None else value + exact(a.residual), deviation))]
 
 
+def mlp(a, prefix="") -> Estimate:
+    inner = product(flat_rows(a), dense(a, f"{prefix}gate_up_"), a.gate_up_bias, a.x.dtype)
+    hidden = activate(inner, vars(a), a.x.dtype)
+    return product(hidden, dense(a, f"{prefix}down_", down=True), a.down_bias, a.x.dtype)
+
+
 @oracle
 def mlp_quantized(a):
-    dtype = a.x.dtype
-    inner = product(flat_rows(a), dense(a, "gate_up_"), a.gate_up_bias, dtype)
-    hidden = activate(inner, vars(a), dtype)
-    out = product(hidden, dense(a, "down_", down=True), a.down_bias, dtype)
+    out = mlp(a)
     value, deviation = (part.reshape(a.x.shape) for part in out)
     if a.residual is not None:
         value = value + exact(a.residual)
@@ -779,6 +789,37 @@ def attention(a):
         # An exponential's error is absolute in what it is added to.
         value, error = value * factor, error * factor + abs(value) * 8 * FLOAT32_EPS * factor
     return [Expected(value, error)]
+
+
+def weighted_errors(weight: Tensor, quantized: Sequence[Tensor | None], importance: Tensor, format: str):
+    """Of each group, in float64: sum importance * (weight - dequantised)^2."""
+    difference = dequantise(*quantized, format) - exact(weight)
+    return group_sums(exact(importance)[..., None, :] * difference**2, format)
+
+
+def group_sums(values: np.ndarray, format: str) -> np.ndarray:
+    group = oracles_experts.numbers_of(format)[1]
+    return values.reshape(*values.shape[:-1], values.shape[-1] // group, group).sum(-1)
+
+
+@oracle
+def quantize_by_importance(a):
+    """Any codes and scales whose error is not over that of MLX's rule."""
+    packed, scales, *biases, _ = a.results
+    found = packed, scales, biases[0] if a.to.startswith("affine") else None
+    plain = quantize_stack(a.weight, Format(*oracles_experts.numbers_of(a.to)))
+    ours, theirs = (weighted_errors(a.weight, each, a.importance, a.to) for each in (found, plain))
+    weight, decoded = exact(a.weight), dequantise(*found, a.to)
+    rounding = group_sums(1e-6 * exact(a.importance)[:, None] * weight**2, a.to)
+    wrong = ~((ours <= 1.00001 * theirs + rounding) | ~np.isfinite(theirs))
+    sums = [group_sums(abs(each), a.to) for each in (weight - decoded, weight)]
+    error = 64 * FLOAT32_EPS * group_sums(abs(weight) + abs(decoded), a.to)
+    words = packed.shape[-1] // max(1, wrong.shape[-1])
+    return [
+        Expected(packed.numpy() ^ np.repeat(wrong, words, -1)),
+        *(Expected(exact(each) if each.is_floating_point() else each.numpy()) for each in (scales, *biases)),
+        Expected(np.stack(sums, -1), error[..., None]),
+    ]
 
 
 @oracle

@@ -20,7 +20,7 @@ import torch.distributed as dist
 import transformers
 from safetensors.torch import load_file, save_file
 
-from support import mlx_models, tiny_models
+from support import mlx_models, recipes, tiny_models  # noqa: F401  (recipes: of tiny models)
 from support.models import generate, prompt
 from support.processes import Recorded
 

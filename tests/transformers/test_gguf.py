@@ -24,6 +24,7 @@ from torch_moe_mps.transformers.capture.calls import SWITCH
 from torch_moe_mps.transformers.checkpoints import gguf_file
 from torch_moe_mps.transformers.checkpoints.gguf import packing
 from torch_moe_mps.transformers.checkpoints.targets import quantizable
+from torch_moe_mps.transformers.checkpoints.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 
 IDS = torch.arange(1, 9)[None]
@@ -135,23 +136,35 @@ def test_every_architecture_is_exact(tmp_path, architecture):
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
 
 
-def test_bits_quantise_again(tmp_path):
-    """The dequantised weights, as a dense model with them is; the report has the error that was added."""
-    path = write_file(tmp_path / "model.gguf", "qwen3moe", ("q4_k", "q6_k", "q5_k"))
-    dequantised = dense(path)
-    plain = type(dequantised)(dequantised.config).eval()
-    vars(plain.config).pop("quantization_config", None)
-    plain.load_state_dict(dequantised.state_dict())
-    torch_moe_mps.accelerate(plain, bits=4, group_size=32)
-    expected = logits(plain)
-    again = torch_moe_mps.accelerate(dequantised, bits=4, group_size=32).quantization
+@pytest.mark.parametrize(
+    ("architecture", "options"),
+    [("llama", {}), ("qwen35", {}), ("qwen3moe", {"up": "q5_k"}), ("gpt-oss", {})],
+)
+def test_bits_quantise_again(tmp_path, architecture, options):
+    """As MLX does the dequantised weights; the report has the error that was added."""
+    mx = pytest.importorskip("mlx.core")
+    path = write_file(tmp_path / "model.gguf", architecture, ("q4_k", "q6_k", "q5_k"), **options)
     loaded = torch_moe_mps.from_pretrained(path, bits=4, group_size=32, device_map="cpu")
-    for model, report in ((dequantised, again), (loaded, loaded.hf_quantizer.report)):
-        assert torch.equal(logits(model), expected)
+    other = of_gpt_oss(path, loaded.config) if architecture == "gpt-oss" else dense(path)
+    expected = {}
+    for name, target in quantizable(other).items():
+        for parameter in target.parameters if formats_in(loaded.get_submodule(name)) else ():
+            weight = target.rows_first(getattr(target.module, parameter).detach()).contiguous()
+            with mx.stream(mx.cpu):
+                parts = mx.quantize(mx.array(weight.numpy()), group_size=32, bits=4)
+            shapes = (slice(None) if target.kind == "experts" else 0, *[slice(None)] * 2)
+            for own, part in zip(quantized_names(parameter), parts, strict=True):
+                tensor = torch.from_numpy(np.array(part).view(np.int32 if own.endswith("packed") else "f4"))
+                expected[f"{name}.{own}"] = tensor[shapes]
+    again = torch_moe_mps.accelerate(other, bits=4, group_size=32).quantization
+    for model, report in ((other, again), (loaded, loaded.hf_quantizer.report)):
+        state = model.state_dict()
+        assert len(expected) > 20 and all(torch.equal(state[name], t) for name, t in expected.items())
         entries = [entry for own in report.modules.values() for entry in own]
         assert entries and all(str(entry.format) == "affine4_32" and entry.error > 0 for entry in entries)
     loaded.save_pretrained(tmp_path / "saved")
-    assert torch.equal(logits(torch_moe_mps.from_pretrained(tmp_path / "saved", device_map="cpu")), expected)
+    saved = torch_moe_mps.from_pretrained(tmp_path / "saved", device_map="cpu")
+    assert torch.equal(logits(saved), logits(other))
 
 
 def test_mistral_is_llama_by_another_name(tmp_path):

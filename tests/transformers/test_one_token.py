@@ -29,11 +29,11 @@ OPERATORS = {
 LAUNCHES = {
     "mixtral": 16,
     "gpt_oss": 14,
-    "glm4_moe": 16,
-    "gemma4": 30,
-    "qwen3_next": 19,
-    "deepseek_v3": 32,
-    "deepseek_v2": 35,
+    "glm4_moe": 15,
+    "gemma4": 28,
+    "qwen3_next": 17,
+    "deepseek_v3": 31,
+    "deepseek_v2": 34,
 }
 
 

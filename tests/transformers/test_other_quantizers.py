@@ -5,177 +5,35 @@ import json
 
 import pytest
 import torch
-from compressed_tensors.compressors import BaseCompressor
-from compressed_tensors.quantization import QuantizationConfig, preset_name_to_scheme
-from compressed_tensors.quantization.utils import calculate_qparams, generate_gparam
 from safetensors.torch import load_file, save_file
-from support import tiny_models
 from support.models import assert_close, output, prompt
+from support.other_libraries import (
+    E4M3,
+    TURNED,
+    Awq,
+    CompressedTensors,
+    Fp4,
+    Fp8,
+    Gptq,
+    Int8,
+    Library,
+    together,
+    weights,
+    write,
+)
 from transformers import AutoModelForCausalLM
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.ops._formats import QuantizedWeight
 from torch_moe_mps.transformers.checkpoints import quantizer
-from torch_moe_mps.transformers.checkpoints.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
 
-E4M3 = torch.float8_e4m3fn
-FP4 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6])
 
-
-def stream(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """[rows, n] -> int32 words of a stream of bits, the lowest first."""
-    flags = (codes.long().unsqueeze(-1) >> torch.arange(bits) & 1).flatten(1)
-    words = (flags.unflatten(1, (-1, 32)) << torch.arange(32)).sum(-1)
-    return torch.where(words >= 1 << 31, words - (1 << 32), words).int()
-
-
-def ranges(weight: torch.Tensor, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-    groups = weight.float().unflatten(1, (-1, size))
-    return groups.amin(-1), groups.amax(-1)
-
-
-class Writer:
-    """Makes tensors of a matrix [N, C], and says which values these stand for."""
-
-    def __init__(self, method: str, group: int = 32, bits: int = 4, symmetric: bool = True, **config):
-        self.group, self.bits, self.symmetric = group, bits, symmetric
-        self.config = {"quant_method": method, **config}
-
-    def integers(self, weight: torch.Tensor, dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Codes, scales and zero points of groups, and the values."""
-        size = self.group or weight.shape[1]
-        low, high = ranges(weight, size)
-        most = 2**self.bits - 1
-        if self.symmetric:
-            scales = (torch.maximum(high.abs(), low.abs()) / (most // 2)).to(dtype)
-            zeros = torch.full_like(scales, 2 ** (self.bits - 1)).int()
-        else:
-            scales = ((high - low) / most).to(dtype)
-            zeros = (-low / scales.float()).round().clamp(1, most).int()
-        each = weight.float().unflatten(1, (-1, size)) / scales.float().unsqueeze(-1)
-        codes = (each.round() + zeros.unsqueeze(-1)).clamp(0, most).int()
-        values = (codes - zeros.unsqueeze(-1)) * scales.float().unsqueeze(-1)
-        return codes.flatten(1), scales, zeros, values.flatten(1)
-
-
-class CompressedTensors(Writer):
-    def __init__(self, **how):
-        super().__init__("compressed-tensors", **how)
+class Positive(Gptq):
+    """Of matrices without a negative value: all zero points are 0, which is stored as the largest code."""
 
     def __call__(self, weight):
-        codes, scales, zeros, values = self.integers(weight, torch.bfloat16)
-        tensors = {"weight_packed": stream(codes, self.bits), "weight_scale": scales}
-        tensors["weight_shape"] = torch.tensor(weight.shape)
-        if not self.symmetric:
-            tensors["weight_zero_point"] = stream(zeros.T, self.bits).T.contiguous()
-        return tensors, values
-
-
-class Int8(Writer):
-    def __init__(self):
-        super().__init__("compressed-tensors", group=0, bits=8)
-
-    def __call__(self, weight):
-        codes, scales, _, values = self.integers(weight, torch.bfloat16)
-        return {"weight": (codes - 128).to(torch.int8), "weight_scale": scales}, values
-
-
-class Awq(Writer):
-    def __init__(self, **how):
-        super().__init__("awq", symmetric=False, version="gemm", **how)
-
-    def words(self, codes):
-        """[n, rows] -> int32 [n, rows / 8]."""
-        eights = codes.long().unflatten(1, (-1, 8))[..., [0, 2, 4, 6, 1, 3, 5, 7]]
-        return stream(eights.flatten(1), 4)
-
-    def __call__(self, weight):
-        codes, scales, zeros, values = self.integers(weight, torch.float16)
-        made = {
-            "qweight": self.words(codes.T),
-            "qzeros": self.words(zeros.T),
-            "scales": scales.T.contiguous(),
-        }
-        return made, values
-
-
-class Gptq(Writer):
-    def __init__(self, version: int = 1, order: bool = False, **how):
-        form = "gptq" if version == 1 else "gptq_v2"
-        super().__init__("gptq", checkpoint_format=form, desc_act=order, **how)
-        self.less, self.order = 2 - version, order
-
-    def __call__(self, weight):
-        columns = weight.shape[1]
-        order = torch.randperm(columns) if self.order else torch.arange(columns)
-        codes, scales, zeros, values = self.integers(weight[:, order], torch.float16)
-        back, group_of = order.argsort(), torch.empty(columns, dtype=torch.int32)
-        group_of[order] = torch.arange(columns, dtype=torch.int32) // self.group
-        tensors = {
-            "qweight": stream(codes[:, back], self.bits).T.contiguous(),
-            "qzeros": stream((zeros - self.less).T, self.bits),
-            "scales": scales.T.contiguous(),
-            "g_idx": group_of,
-        }
-        return tensors, values[:, back]
-
-
-class Fp4(Writer):
-    """MXFP4 or NVFP4; `factor` multiplies the scales of a matrix."""
-
-    def __init__(self, method: str, group: int, factor: float | None = None):
-        super().__init__(method, group=group)
-        self.factor = factor
-
-    def __call__(self, weight):
-        groups = weight.float().unflatten(1, (-1, self.group))
-        wanted = groups.abs().amax(-1) / 6
-        if self.group == 32:
-            exponents = wanted.log2().ceil()
-            scales, stored = exponents.exp2(), (exponents + 127).to(torch.uint8)
-        else:
-            stored = (wanted / (self.factor or 1)).to(E4M3)
-            scales = stored.float() * (self.factor or 1)
-        codes = (groups / scales.unsqueeze(-1)).unsqueeze(-1).sub(FP4).abs().argmin(-1)
-        values = FP4[codes] * scales.unsqueeze(-1)
-        pairs = codes.flatten(1).unflatten(1, (-1, 2))
-        octets = (pairs[..., 0] | pairs[..., 1] << 4).to(torch.uint8)
-        ours = self.config["quant_method"] == "modelopt"
-        tensors = {"weight" if ours else "weight_packed": octets, "weight_scale": stored}
-        if self.factor is not None:
-            name, factor = (
-                ("weight_scale_2", self.factor) if ours else ("weight_global_scale", 1 / self.factor)
-            )
-            tensors[name] = torch.tensor([factor])
-        return tensors, values.flatten(1)
-
-
-class Fp8(Writer):
-    """A scale for everything (), for rows ("row") or for blocks of 128; by powers of two if `whole`."""
-
-    def __init__(self, method: str, part: str, block: str | int | None, whole: bool):
-        super().__init__(method)
-        self.part, self.block, self.whole = part, block, whole
-
-    def __call__(self, weight):
-        weight, (rows, columns) = weight.float(), weight.shape
-        if self.block == "row":
-            scales = weight.abs().amax(1, keepdim=True) / 448
-        elif self.block is None:
-            scales = weight.abs().amax().reshape(1) / 448
-        else:
-            scales = torch.rand(-(-rows // self.block), -(-columns // self.block)) * 0.001 + 0.0005
-        if self.whole:
-            scales = scales.log2().ceil().exp2()
-        full = scales
-        if isinstance(self.block, int):
-            full = scales.repeat_interleave(self.block, 0)[:rows].repeat_interleave(self.block, 1)[
-                :, :columns
-            ]
-        codes = (weight / full).clamp(-448, 448).to(E4M3)
-        return {"weight": codes, self.part: scales}, codes.float() * full
+        return super().__call__(weight.abs())
 
 
 # {name: (writer, format, whether the values are the library's to the bit)}
@@ -189,6 +47,7 @@ CASES = {
     "awq": (Awq(), "affine4_32", False),
     "gptq": (Gptq(), "affine4_32", True),
     "gptq asymmetric": (Gptq(symmetric=False, bits=8), "affine8_32", False),
+    "gptq of zero points 0": (Positive(symmetric=False), "affine4_32", True),
     "gptq v2": (Gptq(version=2, group=64), "affine4_64", True),
     "mxfp4": (Fp4("compressed-tensors", 32), "mxfp4", True),
     "nvfp4 exact": (Fp4("compressed-tensors", 16, 2.0**-3), "nvfp4", True),
@@ -199,47 +58,6 @@ CASES = {
     "fp8 of blocks": (Fp8("fp8", "weight_scale_inv", 128, False), "affine8_32", False),
     "fp8 of blocks by powers": (Fp8("fp8", "weight_scale_inv", 32, True), "mxfp8", True),
 }
-
-
-def matrices(model) -> list[str]:
-    """The weights that these libraries quantise: linear layers but for the head and routers."""
-    left = ("lm_head", "embed", "router", ".gate.")
-    return [
-        name for name, tensor in model.items()
-        if name.endswith(".weight") and tensor.dim() == 2 and tensor.shape[1] % 32 == 0
-        and not any(part in name for part in left)
-    ]  # fmt: skip
-
-
-def write(folder, writer, architecture: str = "qwen3_moe", only=lambda name: True, **sizes):
-    """A checkpoint, in which each expert is a module, and the model with the values that it stands for."""
-    torch.manual_seed(0)
-    with tiny_models.groups_of_32(), tiny_models.sizes(**sizes):
-        model = tiny_models.tiny_model(architecture).to(torch.bfloat16)
-    model.save_pretrained(folder)
-    file = folder / "model.safetensors"
-    tensors = load_file(file)
-    written, values = dict(tensors), dict(tensors)
-    for name in filter(only, matrices(tensors)):
-        made, values[name] = writer(written.pop(name))
-        written |= {name.removesuffix("weight") + part: tensor for part, tensor in made.items()}
-    save_file({n: t.to(torch.float32) for n, t in values.items()}, file, {"format": "pt"})
-    dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    save_file({name: tensor.contiguous() for name, tensor in written.items()}, file, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": writer.config}))
-    return dense.eval()
-
-
-def weights(model, expected):
-    """What is quantised, dequantised, and the same of the other model."""
-    for name, module in model.named_modules():
-        for parameter, format in formats_in(module).items():
-            tensors = [getattr(module, part, None) for part in quantized_names(parameter)]
-            values = QuantizedWeight(*tensors, format).values(slice(None))
-            if isinstance(module, OrderedLinear):
-                values = values[:, module.order.argsort()]
-            yield values, getattr(expected.get_submodule(name), parameter)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -289,7 +107,8 @@ def test_an_order_of_columns_is_one_of_the_inputs(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["deepseek_v3", "glm4_moe", "mixtral", "qwen3_next", "kimi_linear", "qwen3"]
+    "architecture",
+    ["deepseek_v3", "glm4_moe", "mixtral", "qwen3_next", "kimi_linear", "qwen3", "gpt_oss", "llama4"],
 )
 def test_models_that_people_have(architecture, tmp_path):
     """What cannot be quantised here, such as a weight that code reads, is dequantised."""
@@ -300,22 +119,9 @@ def test_models_that_people_have(architecture, tmp_path):
     assert_close(output(model, prompt()), output(expected, prompt()), 1e-5)
 
 
-def stack(folder) -> None:
-    """Makes one tensor of those of all experts of a layer, as transformers' parameters are."""
-    tensors, found = load_file(folder / "model.safetensors"), {}
-    for name in [name for name in tensors if ".experts." in name]:
-        before, _, rest = name.partition(".experts.")
-        expert, projection, part = rest.split(".", 2)
-        tensor = tensors.pop(name)
-        if part != "weight_shape":
-            group = found.setdefault((f"{before}.experts.", part.removeprefix("weight")), {})
-            group[int(expert), projection] = tensor
-    for (before, part), group in found.items():
-        experts = range(1 + max(expert for expert, _ in group))
-        joined = [torch.cat([group[e, "gate_proj"], group[e, "up_proj"]]) for e in experts]
-        tensors[f"{before}down_proj{part}"] = torch.stack([group[e, "down_proj"] for e in experts])
-        tensors[f"{before}gate_up_proj{part}"] = torch.stack(joined)
-    save_file({n: t.contiguous() for n, t in tensors.items()}, folder / "model.safetensors", {"format": "pt"})
+def stack(folder, architecture="qwen3_moe") -> None:
+    tensors = together(load_file(folder / "model.safetensors"), architecture)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
 
 
 @pytest.mark.parametrize(
@@ -338,21 +144,38 @@ def test_experts_may_be_stacked(name, tmp_path):
     assert sorted(errors[0]) == pytest.approx(sorted(errors[1]))
 
 
-def test_stacks_that_are_turned_are_refused(tmp_path):
-    """gpt-oss has [experts, columns, rows]: its codes would pass for values."""
-    with tiny_models.groups_of_32():
-        tiny_models.tiny_model("gpt_oss").to(torch.bfloat16).save_pretrained(tmp_path)
-    tensors = load_file(tmp_path / "model.safetensors")
-    for name in [name for name in tensors if name.endswith("experts.gate_up_proj")]:
-        tensors[name] = tensors[name].to(E4M3)
-        tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
-    config = json.loads((tmp_path / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "compressed-tensors"}
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(
-        ValueError, match=r"^moe_mps::load: \S+gate_up_proj must be of \[experts, rows, columns\]"
-    ):
+@pytest.mark.parametrize("architecture", TURNED)
+@pytest.mark.parametrize(
+    ("writer", "format"),
+    [
+        (Fp4("modelopt", 16, 1.0), "nvfp4"),
+        (Fp8("modelopt", "weight_scale", 2.0**-8, True), "mxfp8"),
+        (Fp8("modelopt", "weight_scale", "row", True), "mxfp8"),
+    ],
+)
+def test_stacks_may_be_turned(architecture, writer, format, tmp_path):
+    """As ModelOpt writes them, codes and scales alike; Llama 4's experts become dense."""
+    expected = write(tmp_path, writer, architecture)
+    stack(tmp_path, architecture)
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    assert {str(f) for module in model.modules() for f in formats_in(module).values()} == {format}
+    found = [torch.equal(*pair) for pair in weights(model, expected)]
+    assert len(found) > 8 and all(found)
+    assert_close(output(model, prompt()), output(expected, prompt()), 1e-5)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("int4", "_packed must be of .experts, rows, columns., with scales along columns, got experts"),
+        ("fp8 of all", r" must be of shape \(128, 64\), got \(64, 128\)"),
+    ],
+)
+def test_other_stacks_of_turned_experts_are_one_line(name, message, tmp_path):
+    """What no library writes: their codes would pass for values."""
+    write(tmp_path, CASES[name][0], "gpt_oss")
+    stack(tmp_path, "qwen3_moe")
+    with pytest.raises(ValueError, match=rf"^moe_mps::load: \S+_proj\S*{message}"):
         torch_moe_mps.from_pretrained(tmp_path)
 
 
@@ -461,50 +284,6 @@ def test_what_is_wrong_is_one_line(name, part, function, message, tmp_path):
     assert "\n" not in str(error.value)
 
 
-class Library(Writer):
-    """compressed-tensors itself, by the name of a scheme; values are what it dequantises to."""
-
-    def __init__(self, scheme: str, group: int | None = None):
-        self.scheme = preset_name_to_scheme(scheme, ["re:.*proj$"])
-        self.args = self.scheme.weights
-        if group is not None:
-            self.args.group_size = group
-        ignore = ["lm_head", "re:.*gate$"]
-        config = QuantizationConfig(config_groups={"group_0": self.scheme}, ignore=ignore)
-        self.config = config.model_dump(mode="json", exclude_none=True)
-        self.compressor = BaseCompressor.get_value_from_registry(FORMATS[scheme])
-
-    def __call__(self, weight):
-        weight, state = weight.to(torch.bfloat16), {}
-        strategy, size = self.args.strategy, self.args.group_size
-        if strategy == "block":
-            high, wide = self.args.block_structure
-            blocks = torch.nn.functional.pad(weight, (0, -weight.shape[1] % wide, 0, -weight.shape[0] % high))
-            parts = blocks.unflatten(0, (-1, high)).unflatten(2, (-1, wide)).transpose(1, 2).flatten(2)
-        elif strategy == "tensor":
-            parts = weight.reshape(1, -1)
-        else:
-            parts = weight.unflatten(1, (-1, size or weight.shape[1]))
-        low, high = parts.amin(-1), parts.amax(-1)
-        if strategy == "tensor_group":
-            state["weight_global_scale"] = generate_gparam(weight.min(), weight.max())
-        scales, zeros = calculate_qparams(low, high, self.args, state.get("weight_global_scale"))
-        state |= {"weight": weight, "weight_scale": scales}
-        if not self.args.symmetric:
-            state["weight_zero_point"] = zeros
-        made = self.compressor.compress(state, self.scheme)
-        # Not rounded to the dtype of the scales, as it is where the library runs the model in that dtype.
-        wide = {name: t.float() if t.dtype == torch.bfloat16 else t for name, t in made.items()}
-        values = self.compressor.decompress(wide, self.scheme)["weight"]
-        return {name: t for name, t in made.items() if t is not None}, values.contiguous()
-
-
-FORMATS = {
-    "W4A16": "pack-quantized", "W4A16_ASYM": "pack-quantized", "W8A16": "pack-quantized",
-    "W8A8": "int-quantized", "FP8": "float-quantized", "FP8_DYNAMIC": "float-quantized",
-    "FP8_BLOCK": "float-quantized", "NVFP4A16": "nvfp4-pack-quantized", "MXFP4A16": "mxfp4-pack-quantized",
-    "MXFP8A16": "mxfp8-quantized",
-}  # fmt: skip
 # {scheme: (group, format, the largest difference of weights)}
 SCHEMES = {
     "W4A16": (32, "affine4_32", 0),
@@ -518,6 +297,33 @@ SCHEMES = {
     "MXFP4A16": (None, "mxfp4", 0),
     "MXFP8A16": (None, "mxfp8", 0),
 }
+
+
+@pytest.mark.parametrize(
+    ("name", "config", "message"),
+    [
+        (
+            "gptq",
+            {"checkpoint_format": "gptq_p"},
+            "checkpoint_format of .* must be gptq or gptq_v2, got gptq_p",
+        ),
+        ("awq", {"version": "GEMV"}, "version of the quantization_config must be gemm, got gemv"),
+        ("int8 of channels", None, r"\S+.pre_quant_scale must be of a layout that is known, got one beside"),
+    ],
+)
+def test_layouts_that_would_pass_for_others_are_one_line(name, config, message, tmp_path):
+    """Codes in another order, and factors of the inputs, as of ModelOpt's smoothing."""
+    write(tmp_path, CASES[name][0])
+    if config is None:
+        tensors = load_file(tmp_path / "model.safetensors")
+        tensors["model.layers.0.self_attn.q_proj.pre_quant_scale"] = torch.ones(64)
+        save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    else:
+        stored = json.loads((tmp_path / "config.json").read_text())
+        stored["quantization_config"] |= config
+        (tmp_path / "config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=f"^moe_mps::load: {message}"):
+        torch_moe_mps.from_pretrained(tmp_path)
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)

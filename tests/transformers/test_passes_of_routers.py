@@ -19,11 +19,14 @@ def random(*shape: int, seed: int = 0) -> Tensor:
 
 
 ROUTER, NORM, SCALES, BIAS = random(E, H) / 8, random(H), random(E).abs(), random(E)
-MATRICES = [
-    part
-    for rows, columns in ((2 * I, H), (H, I))
-    for part in (lambda q: (q.packed, q.scales, q.biases))(quantize(random(E, rows, columns) / 8, 4, 32))
-]
+
+
+def matrices(*stack: int, inner: int = I) -> list[Tensor]:
+    both = [quantize(random(*stack, *size) / 8, 4, 32) for size in ((2 * inner, H), (H, inner))]
+    return [part for each in both for part in (each.packed, each.scales, each.biases)]
+
+
+MATRICES, SHARED, WIDER = matrices(E), matrices(), matrices(inner=2 * I)
 
 
 def experts(x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
@@ -57,6 +60,11 @@ def gate(x):
     return experts(x, ids, weights)
 
 
+def gate_of_a_multiple(x):
+    weights, ids = ops.moe_gate(x, ROUTER, NORM * 0.125, SCALES, K, 1e-6, False)
+    return experts(x, ids, weights)
+
+
 def gate_that_divides_again(x):
     weights, ids = ops.moe_gate(x, ROUTER, NORM, SCALES, K, 1e-6, True)
     return experts(x, ids, weights)
@@ -85,16 +93,62 @@ def logits_that_change(x):
     return experts(x, ids, weights), logits
 
 
+def beside(x, other=None, weights=SHARED, **options):
+    """Experts and an MLP, and what is added to both."""
+    mlp = ops.mlp_quantized(x if other is None else other, *weights, "affine4_32", **options)
+    chosen, ids = routed(x)
+    return x + (experts(x, ids, chosen) + mlp), mlp
+
+
+def shared_expert(x):
+    return beside(x)[0]
+
+
+def gated_shared_expert(x):
+    chosen, ids = routed(x)
+    mlp = ops.mlp_quantized(x, *SHARED, "affine4_32")
+    return x + (experts(x, ids, chosen) + torch.sigmoid(linear(x, NORM[None])) * mlp)
+
+
+def shared_expert_of_another_input(x):
+    return beside(x, torch.cumsum(x, 1))[0]
+
+
+def shared_expert_of_another_width(x):
+    return beside(x, weights=WIDER)[0]
+
+
+def shared_expert_with_another_activation(x):
+    return beside(x, activation="relu")[0]
+
+
+def shared_expert_with_a_bias(x):
+    return beside(x, down_bias=NORM)[0]
+
+
+def shared_expert_that_else_is_read(x):
+    return beside(x)
+
+
 ONE = {"moe_experts_quantized": 1}
+APART = ONE | {"mlp_quantized": 1, "mm": 1}
 LEFT = {
     chosen: ONE | {"mm": 1},
     every_option: ONE | {"mm": 1},
     behind_a_norm: ONE | {"router_logits": 1},
     gate: ONE | {"router_logits": 1},
+    gate_of_a_multiple: ONE | {"router_logits": 1},
     gate_that_divides_again: ONE | {"moe_gate": 1},
     ids_that_else_are_read: ONE | {"mm": 1, "moe_router": 1, "add": 1},
     weights_that_are_changed: ONE | {"mm": 1, "moe_router": 1, "mul": 1},
     ids_of_another_router: ONE | {"mm": 1, "moe_router": 2},
+    shared_expert: ONE | {"mm": 1},
+    gated_shared_expert: ONE | {"mm": 2},
+    shared_expert_of_another_input: APART | {"cumsum": 1},
+    shared_expert_of_another_width: APART,
+    shared_expert_with_another_activation: APART,
+    shared_expert_with_a_bias: APART,
+    shared_expert_that_else_is_read: APART,
     logits_that_change: ONE | {"mm": 1, "moe_router": 1, "gt": 1, "mean": 1, "masked_fill_": 1},
 }
 

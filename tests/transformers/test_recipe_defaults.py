@@ -3,10 +3,13 @@
 import pytest
 import torch
 import transformers
-from support.models import tiny
+from support import tiny_models
+from support.models import assert_close, output, prompt, tiny
 
+import torch_moe_mps
 from torch_moe_mps.transformers.checkpoints.recipe import requested_recipe
 from torch_moe_mps.transformers.checkpoints.targets import weights_of
+from torch_moe_mps.transformers.modules.linears import formats_in
 
 # Shapes of models that people have, and which share embeddings and head are of their weights.
 SMOLLM2 = "Llama", {
@@ -66,5 +69,18 @@ def test_what_is_asked_for_is_done():
         requested_recipe(4, linear_bits="auto")
 
 
-def test_a_model_of_tests_has_one_format():
-    assert formats(tiny("qwen3"), bits=4, group_size=32) == ("affine4_32",) * 2
+@pytest.mark.usefixtures("shipped_defaults")
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tiny_model_by_default(tied, tmp_path):
+    """Quantised in place, and while it is loaded: embedding and head have 6 bits, the rest 4."""
+    model = tiny("qwen3", tie_word_embeddings=tied)
+    model.save_pretrained(tmp_path)
+    dense = type(model).from_pretrained(tmp_path)
+    torch_moe_mps.accelerate(model, 4, 32)
+    loaded = torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=32)
+    for each in (model, loaded):
+        own = {name: str(f["weight"]) for name, m in each.named_modules() if (f := formats_in(m))}
+        large = [own.pop(name) for name in ("model.embed_tokens", "lm_head")]
+        assert large == ["affine6_32"] * 2 and {*own.values()} == {"affine4_32"}
+        tiny_models.dense_twin(dense, each)
+        assert_close(output(each, prompt()), output(dense, prompt()), 1e-5)

@@ -8,8 +8,8 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
-from support import tiny_models
-from support.checkpoints import fp8_blocks
+from support import gguf_files, tiny_models
+from support.checkpoints import add_tokenizer, fp8_blocks
 from support.models import eager, output, prompt
 from support.processes import forked
 from support.sweep import in_sweep
@@ -17,9 +17,12 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps._extension import ONE_THREAD
 from torch_moe_mps.commands import main
+from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.transformers.basics.interface import experts_of, is_quantized
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
+from torch_moe_mps.transformers.checkpoints.sizes import total_bytes
+from torch_moe_mps.transformers.checkpoints.source import Source
 from torch_moe_mps.transformers.checkpoints.streaming import one_by_one
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
@@ -173,7 +176,7 @@ CHILD = """
 import ctypes, gc, json, sys, threading, time
 import torch, transformers, torch_moe_mps
 transformers.logging.set_verbosity_error()
-device, folder, arguments = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
+device, warm, source, arguments = *sys.argv[1:4], json.loads(sys.argv[4])
 # Freed memory goes back to the system at once: the C library would keep some of it for later.
 M_MMAP_THRESHOLD = -3
 ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 65536)
@@ -183,17 +186,22 @@ def private():
     with open("/proc/self/status") as status:
         return next(int(line.split()[1]) * 1024 for line in status if line.startswith("RssAnon"))
 
-def load(folder):
-    return torch_moe_mps.from_pretrained(folder, device_map=device, **arguments)
+def load(source):
+    return torch_moe_mps.from_pretrained(source, device_map=device, **arguments)
 
-def convert(folder):
+def convert(source):
     from torch_moe_mps.commands import main
 
-    assert main(["convert", folder, folder + "-new", "--bits", "4", "--to", arguments["to"]]) == 0
+    given = ["convert", source, source + "-new", "--bits", "4", "--to", arguments["to"]]
+    assert main([*given, *(["--importance", source + "/text"] if "importance" in arguments else [])]) == 0
 
 if "to" in arguments:
     load = convert
-load(folder + "/warm")  # what the first model imports and compiles is not the model's
+if "importance" in arguments:  # on a machine without a GPU, where the dense model does not run
+    from torch_moe_mps.transformers.checkpoints import calibration
+
+    calibration._SHARE, torch.backends.mps.is_available = 0, lambda: False
+load(warm)  # what the first model imports and compiles is not the model's
 gc.collect()
 base = peak = private()
 stop = threading.Event()
@@ -206,7 +214,7 @@ def watch():
 thread = threading.Thread(target=watch, daemon=True)
 thread.start()
 started = time.perf_counter(), time.process_time()
-model = load(folder)
+model = load(source)
 seconds, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
 stop.set()
 thread.join(timeout=60)
@@ -252,16 +260,24 @@ def measure(
     model = sized_model(layers, hidden, intermediate, experts)
     dense = sum(p.nbytes for p in model.parameters())
     layer = sum(p.nbytes for p in model.model.layers[0].parameters())
-    write(model, tmp_path, source, shard)
-    write(sized_model(1, 128, 128, 8), tmp_path / "warm", source, "5GB")
-    del model
-    arguments = arguments or {"bits": 4}
-    printed = forked(CHILD, device, tmp_path, json.dumps(arguments))
+    small = sized_model(1, 128, 128, 8)
+    for folder, each, largest in ((tmp_path, model, shard), (tmp_path / "warm", small, "5GB")):
+        write(each, folder, source, largest)
+        add_tokenizer(folder)
+        (folder / "text").write_text(SAMPLE.read_text()[:1024])
+    del model, each
+    return measured(source, device, tmp_path / "warm", tmp_path, dense, layer, arguments or {"bits": 4})
+
+
+def measured(source, device, warm, path, dense: int, layer: int, arguments) -> dict:
+    printed = forked(CHILD, device, warm, path, json.dumps(arguments), MOE_MPS_CPU_MEMORY="0")
     result = json.loads(printed.splitlines()[-1])
+    files = [path] if path.is_file() else path.glob("*.safetensors")
     result |= {
         "bound": result["model"] + 1.5 * layer,
         "dense": dense,
-        "stored": sum(file.stat().st_size for file in tmp_path.glob("*.safetensors")),
+        "layer": layer,
+        "stored": sum(file.stat().st_size for file in files),
         "rate": dense / result["seconds"] / 1e6,
     }
     shown = {k: f"{v / 2**20:.1f} MiB" if v > 1e4 else f"{v:.1f}" for k, v in result.items()}
@@ -276,6 +292,31 @@ def assert_small(result: dict) -> None:
 def test_peak_of_private_memory(tmp_path):
     """Of 190 MiB in 5 layers: the quantised model and 1.5 dense layers at most."""
     assert_small(measure("cpu", tmp_path, "sharded", 5, 768, 512, 16, "40MB"))
+
+
+def test_peak_of_quantising_by_importance(tmp_path):
+    """Of what only runs quantised: a text runs through 4 bits, and then each layer is quantised again."""
+    options = {"to": "moe_mps", "importance": True}
+    result = measure("cpu", tmp_path / "dense", "sharded", 4, 512, 384, 12, "40MB", **options)
+    new = sum(file.stat().st_size for file in tmp_path.glob("dense-new/*.safetensors"))
+    assert result["peak"] <= new + 1.5 * result["layer"] < 0.8 * result["dense"]
+
+
+@pytest.mark.parametrize("to", [None, pytest.param("moe_mps", marks=pytest.mark.sweep)])
+def test_peak_of_quantising_a_gguf_file_again(to, tmp_path, monkeypatch):
+    """Of 190 MiB in 5 layers, which are dequantised in pieces; a conversion keeps no layer."""
+    warm = gguf_files.write_file(tmp_path / "warm.gguf", "qwen3moe", tokenizer=True)
+    monkeypatch.setattr(gguf_files, "LAYERS", 5)
+    monkeypatch.setattr(gguf_files, "EXPERTS", 32)
+    path = gguf_files.write_file(tmp_path / "model.gguf", "qwen3moe", tokenizer=True)
+    model = Source(str(path), {"dtype": torch.bfloat16}).skeleton()
+    dense, layer = map(total_bytes, (model, model.model.layers[0]))
+    arguments = {"bits": 4, "dtype": "auto"} if to is None else {"to": to}
+    result = measured("gguf", "cpu", warm, path, dense, layer, arguments)
+    if to is None:
+        assert_small(result)
+    else:
+        assert result["peak"] <= 1.5 * layer + 4.5 / 16 * layer
 
 
 HALF_A_GIGABYTE = 10, 768, 512, 24  # layers, hidden and intermediate sizes, experts

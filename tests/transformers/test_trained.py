@@ -7,6 +7,7 @@ import json
 import pytest
 import torch
 from support import trained, trained_models
+from support.llama_cpp import check_log_probabilities
 from support.models import eager
 from support.oracles_experts import dequantise
 from support.serving import client_of
@@ -111,23 +112,7 @@ def test_a_token_on_the_gpu_is_that_of_the_cpu(parts, packed, simulated):
 
 @pytest.mark.sweep
 def test_log_probabilities_are_those_of_llama_cpp(parts, packed):
-    """Which rounds what it multiplies to 8 bits; of the five most probable tokens at each of eight places."""
-    llama_cpp = pytest.importorskip("xllamacpp", reason="no llama.cpp: pip install --no-deps xllamacpp")
-    _, _, ids, _ = parts
-    parameters = llama_cpp.CommonParams()
-    parameters.model.path = str(trained.smollm2())
-    parameters.n_ctx, parameters.n_gpu_layers, parameters.warmup = 512, 0, False
-    asked = {"prompt": ids[0].tolist(), "n_predict": 8, "temperature": 0.0, "n_probs": 5}
-    answer = llama_cpp.Server(parameters).handle_completions(asked)["choices"][0]["logprobs"]["content"]
-    tokens = torch.tensor([[place["id"] for place in answer]])
-    every = torch.cat((ids, tokens), 1)
-    found = logits(packed, every)[0, ids.shape[1] - 1 : -1].log_softmax(-1)
-    differences = []
-    for row, place in zip(found, answer, strict=True):
-        first, second, *_ = row.topk(2).values.tolist()
-        assert first - second < 0.5 or row.argmax() == place["id"]
-        differences += [abs(row[each["id"]].item() - each["logprob"]) for each in place["top_logprobs"]]
-    assert sum(differences) / len(differences) <= 0.25
+    check_log_probabilities(trained.smollm2(), packed, parts[2])
 
 
 @torch.no_grad()
@@ -195,7 +180,7 @@ def test_the_command_measures_the_perplexity_of_transformers(parts, tmp_path):
     assert run("perplexity", trained.smollm2(), *options, "--json", found) == 0
     ids = tokenizer((tmp_path / "text").read_text(), return_tensors="pt").input_ids
     loss = torch.nn.functional.cross_entropy(logits(own, ids)[0, :-1], ids[0, 1:])
-    assert abs(json.loads(found.read_text())["perplexity"] / loss.exp().item() - 1) <= 1e-4
+    assert abs(json.loads(found.read_text())["models"][0]["perplexity"] / loss.exp().item() - 1) <= 1e-4
 
 
 @pytest.mark.parametrize("bits", [None, 4, pytest.param(8, marks=pytest.mark.sweep)])

@@ -10,8 +10,9 @@ import signal
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager
 
+from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parser
 
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
@@ -21,7 +22,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command. Returns: the exit code."""
     options, said = parser().parse_args(arguments), None
     try:
-        with _signals_raise(), _first_process_talks():
+        with _signals_raise(), first_process_talks():
             code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # what reads the output has seen enough
@@ -30,7 +31,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(file=sys.stderr)  # behind ^C, or a bar of progress that has not begun to count
         code, said = 128 + signal.SIGINT, "interrupted"
     except Exception as error:
-        _tell_other_processes(error)
+        tell_other_processes(error)
         line = _line(error)
         if line is None or options.debug:
             raise
@@ -42,23 +43,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except OSError:  # of a full disk or a closed pipe, once more when Python ends
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
-
-
-@contextmanager
-def _first_process_talks() -> Iterator[None]:
-    """Under torchrun the other processes print nothing but errors."""
-    if os.environ.get("RANK", "0") == "0":
-        yield
-        return
-    os.environ.setdefault("TQDM_DISABLE", "1")
-    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        yield
-
-
-def _tell_other_processes(error: Exception) -> None:
-    peers = sys.modules.get(f"{__package__.rpartition('.')[0]}.pipeline.peers")
-    if peers is not None:
-        peers.tell(error)
 
 
 def _line(error: Exception) -> str | None:

@@ -35,6 +35,7 @@ CONVERT = """examples:
 PERPLEXITY = """examples:
   torch-moe-mps perplexity qwen3-4bit
   torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B    # one model in memory at a time
+  torch-moe-mps perplexity qwen3-3bit qwen3-4bit qwen3-8bit --against Qwen/Qwen3-30B-A3B
   torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048
   torch-moe-mps perplexity qwen3-4bit --kv-bits 8 --against qwen3-4bit  # what a cache in 8 bits changes"""
 
@@ -47,8 +48,7 @@ FIT = """examples:
 
 BENCH = """examples:
   torch-moe-mps bench qwen3-4bit
-  torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json
-  torch-moe-mps bench qwen3-mlx --beside mlx-lm --beside llama.cpp --gguf qwen3.gguf"""
+  torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json"""
 
 CHAT = """!help in the chat lists what else it understands. Ctrl-C ends an answer, Ctrl-D the chat.
 
@@ -96,7 +96,7 @@ def parser() -> argparse.ArgumentParser:
     for add_options, does, examples in (
         (_check, "check that every kernel builds and is right here (exit code 2: no Apple GPU)", CHECK),
         (_convert, "quantise a checkpoint while it is read", CONVERT),
-        (_perplexity, "measure how well a model predicts a text", PERPLEXITY),
+        (_perplexity, "measure how well models predict a text", PERPLEXITY),
         (_fit, "say which Macs hold a model, and how fast it can be at most", FIT),
         (_bench, "measure the speed of a model", BENCH),
         (_chat, "chat with a model, as `transformers chat` does", CHAT),
@@ -180,7 +180,12 @@ def _convert(command: argparse.ArgumentParser) -> None:
 
 def _perplexity(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("model", metavar="MODEL", help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf")
+    add(
+        "model",
+        nargs="+",
+        metavar="MODEL",
+        help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf; several are one table",
+    )
     add("--text", metavar="FILE", help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)")
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=int, default=512, help="tokens that are read at once (512)")
@@ -219,14 +224,6 @@ def _bench(command: argparse.ArgumentParser) -> None:
     add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
-    add(
-        "--beside",
-        action="append",
-        default=[],
-        choices=("mlx-lm", "llama.cpp"),
-        help="run the tests there, too: mlx-lm reads MODEL if it is of MLX, llama.cpp reads --gguf",
-    )
-    add("--gguf", metavar="FILE", help="MODEL as a GGUF file, for llama-bench")
     _speculation(command)
     _json(command)
     add(

@@ -24,32 +24,21 @@ from transformers import DynamicCache
 
 from .._faults import synchronize
 from ..macs import this_mac
+from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
 from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
-from .beside import beside, check_beside
 from .caches import KVCache, kv_cache
 from .generating import Generating, prepare_steps
 from .perplexity import text_ids
 from .results import check_writable, write_json
-from .sources import (
-    context_of,
-    folder_of,
-    free,
-    is_first_process,
-    load,
-    loading_options,
-    processes,
-    skeleton_of,
-    usable_device,
-)
+from .sources import context_of, folder_of, load, loading_options, skeleton_of, usable_device
 from .speculation import Speculation, check_speculation, speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)
-_OURS = "torch_moe_mps"
-SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}  # of "sampled" rows, in mlx-lm, too
+_SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 0.95}  # of "sampled" rows
 
 
 @dataclass
@@ -63,7 +52,6 @@ class Timing:
         share: the rate of a generation over the bound that the memory's bandwidth sets, if that is known.
         memory: bytes that the device's driver has given to this process afterwards; on a CPU the peak.
         accepted: the share of guessed tokens that were accepted, with --draft or --prompt-lookup.
-        engine: what ran it.
         launches, host: for one generated token, how many of this package's kernels and of torch's operators
             run (an operator launches one kernel or more) module by module, and the seconds until the host has
             issued them, as one call where tokens are captured; the GPU may finish later.
@@ -77,7 +65,6 @@ class Timing:
     share: float | None = None
     memory: int = 0
     accepted: float | None = None
-    engine: str = _OURS
     launches: int | None = None
     host: float | None = None
 
@@ -104,7 +91,6 @@ def run(options: argparse.Namespace) -> None:
     _check(options)
     device = usable_device(options.device)
     source = folder_of(options.model, options.revision)
-    check_beside(options, source)
     options.depth = _depths(options, Source(source, loading_options(options)).config)
     model = load(options, source, device)
     bandwidth, chip = options.bandwidth, device
@@ -118,7 +104,7 @@ def run(options: argparse.Namespace) -> None:
     bench.speculation = speculation_of(options, model, source, device)
     if bench.speculation is not None:  # random tokens repeat nothing, and nobody guesses what follows them
         bench.use_text(text_ids(source, None, options.trust_remote_code)[0])
-    size = f"{_of_all_processes(model, total_bytes(model)) / 1e9:.2f} GB"
+    size = f"{sum_of_processes(model, total_bytes(model)) / 1e9:.2f} GB"
     if processes() > 1:
         chip = f"{processes()} x {chip}"
     if device == "mps":
@@ -133,15 +119,6 @@ def run(options: argparse.Namespace) -> None:
         bench.captured = tokens_of(model)()
         if bench.captured:
             print(f"\n{bench.captured}")
-        if options.beside:
-            bench.free()
-        for engine, test, depth, rates in beside(options, source, bench.ids[0].tolist(), SAMPLING):
-            row = bench.row(f"{test} @ d{depth}" if depth else test, rates, "t/s", depth)
-            row.engine, row.memory = engine, 0
-            if bench.bandwidth is not None and test.startswith("tg"):
-                row.share = row.rate / bench.bound(depth)
-            rows.append(row)
-            print(row.line(f"{options.model} in {engine}", size, chip), flush=True)
         if bench.speculation is not None:
             print(f"\n{bench.speculation}")
     finally:  # an interruption keeps what was measured
@@ -159,8 +136,6 @@ def _check(options: argparse.Namespace) -> None:
         raise ValueError(f"--bandwidth must be more than 0 GB/s, got {options.bandwidth:g}")
     check_writable("--json", options.json)
     check_speculation(options)
-    if options.beside and processes() > 1:
-        raise ValueError("--beside is for one process, got a pipeline of several")
 
 
 def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
@@ -181,13 +156,6 @@ def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
         raise ValueError(f"--depth must be {expected}, got {max(options.depth)}")
     depths: Sequence[int] = options.depth
     return depths
-
-
-def _of_all_processes(model: Any, number: int) -> int:
-    """The sum over the processes of a pipeline."""
-    if processes() == 1:
-        return number
-    return sum(facts["number"] for facts in model.pipeline.peers.gather({"number": number}))
 
 
 def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
@@ -222,7 +190,7 @@ class Bench:
         prepare_steps(model)
         self.speculation: Speculation | None = None
         self.captured: str | None = None  # how the tokens ran
-        self.weights = _of_all_processes(model, bytes_a_token(model))
+        self.weights = sum_of_processes(model, bytes_a_token(model))
         self.vocabulary = model.config.get_text_config().vocab_size
         count = max(options.depth) + options.prompt + options.turn
         generator = torch.Generator().manual_seed(0)
@@ -245,13 +213,13 @@ class Bench:
             row = self._generated("", cache, depth, do_sample=False)
             row.launches, row.host = self._launches(cache), self._host(cache)
             yield row
-            yield self._generated(" sampled", cache, depth, do_sample=True, **SAMPLING)
+            yield self._generated(" sampled", cache, depth, do_sample=True, **_SAMPLING)
             if self.speculation is not None:
                 yield self._guessing(self.speculation, cache, depth, name)
             if depth:
                 turn = self.ids[:, depth : depth + options.turn]
                 times = [1e3 * s for s in self._repeated(cache, partial(self._read, turn))]
-                yield self.row(f"ttft{options.turn}{name}", times, "ms", depth)
+                yield self._row(f"ttft{options.turn}{name}", times, "ms", depth)
 
     def _guessing(self, speculation: Speculation, cache: Any, depth: int, name: str) -> Timing:
         """Greedy generation behind a context of text, and a prompt to look things up in."""
@@ -275,16 +243,6 @@ class Bench:
         guessed, accepted = speculation.guessed - before[0], speculation.accepted - before[1]
         row.accepted = accepted / guessed if guessed else None
         return row
-
-    def free(self) -> None:
-        """Gives the model's memory back, for other engines."""
-        self.model = None
-        free(self.device)
-
-    def bound(self, depth: int) -> float:
-        """Tokens/s that reading the weights and the KV cache allows."""
-        assert self.bandwidth is not None
-        return self.bandwidth / (self.weights + (self.cache.at(depth) if self.cache else 0))
 
     def _context(self, depth: int) -> Any:
         """A cache with `depth` tokens; None for none."""
@@ -312,7 +270,8 @@ class Bench:
         name = f"tg{tokens}{kind}" + (f" @ d{depth}" if depth else "")
         row = self._rate(name, tokens, self._repeated(cache, generate), depth)
         if self.bandwidth is not None:
-            row.share = row.rate / self.bound(depth)
+            bytes_read = self.weights + (self.cache.at(depth) if self.cache else 0)
+            row.share = row.rate * bytes_read / self.bandwidth
         return row
 
     def _repeated(self, cache: Any, test: Callable[[Any], object]) -> list[float]:
@@ -355,9 +314,9 @@ class Bench:
         synchronize(self.device)
 
     def _rate(self, test: str, tokens: int, seconds: list[float], depth: int) -> Timing:
-        return self.row(test, [tokens / s for s in seconds], "t/s", depth)
+        return self._row(test, [tokens / s for s in seconds], "t/s", depth)
 
-    def row(self, test: str, values: list[float], unit: str, depth: int) -> Timing:
+    def _row(self, test: str, values: list[float], unit: str, depth: int) -> Timing:
         spread = statistics.stdev(values) if len(values) > 1 else 0.0
         return Timing(test, statistics.mean(values), spread, unit, depth, memory=self._memory())
 

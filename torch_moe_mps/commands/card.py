@@ -1,5 +1,7 @@
 """The model card of a converted checkpoint."""
 
+import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -7,8 +9,11 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
+from ..transformers.checkpoints.config import is_ours
 
 CARD = "README.md"
+_TAG = "torch-moe-mps"
+_MEASURED = "\n## Measured\n\n"
 # What holds for the converted model, too.
 _KEPT = ("license", "license_name", "license_link", "language", "pipeline_tag", "base_model")
 
@@ -44,7 +49,7 @@ def model_card(name: str, source: str, base: str | None, layout: str, report: st
     if "base_model" in found:
         found["base_model_relation"] = "quantized"
     library = "mlx" if layout == "mlx" else "transformers"
-    data = ModelCardData(library_name=library, tags=[library, "torch-moe-mps"], **found)
+    data = ModelCardData(library_name=library, tags=[library, _TAG], **found)
     of = f" of [{found['base_model']}](https://huggingface.co/{found['base_model']})" if base else ""
     use = (_MLX if layout == "mlx" else _OURS).format(name=name, word=shlex.quote(name))
     errors = f"\n```\n{report}\n```\n" if report else ""
@@ -58,3 +63,32 @@ The weights{of}, written by `torch-moe-mps convert` {__version__}.
 
 {use}
 {errors}"""
+
+
+def keep_figures(folder: str, about: str, figures: str) -> None:
+    """Keeps what was measured of a model where this package wrote it: in config.json, and in the model card.
+
+    Args:
+        folder: of any model; none of another program is changed.
+        about: what was measured; its figures from an earlier time are replaced.
+    """
+    config, card = Path(folder) / "config.json", Path(folder) / CARD
+    written = [path for path in (config, card) if path.is_file() and os.access(path, os.W_OK)]
+    kept = []
+    if config in written:
+        about_model = json.loads(config.read_text())
+        stored = about_model.get("quantization_config")
+        if is_ours(stored):
+            stored["measured"] = {**stored.get("measured", {}), about: figures}
+            config.write_text(json.dumps(about_model, indent=2, sort_keys=True) + "\n")
+            kept.append(config.name)
+    if card in written:
+        text = card.read_text()
+        if _TAG in (ModelCard(text, ignore_metadata_errors=True).data.tags or ()):
+            text, _, before = text.partition(_MEASURED)
+            lines = [line for line in before.splitlines() if not line.startswith(f"- {about}: ")]
+            lines.append(f"- {about}: {figures}")
+            card.write_text(text.rstrip() + "\n" + _MEASURED + "\n".join(lines) + "\n")
+            kept.append(card.name)
+    if kept:
+        print(f"kept in {folder}: {' and '.join(kept)}")

@@ -13,11 +13,12 @@ from typing import Any
 from unittest import mock
 
 from ..ops._checks import first_line
+from ..pipeline.torchrun import is_first_process
 from .generating import at_ctrl_c
 from .results import check_writable
 from .serving import follow, server
 from .settings import settings_of
-from .sources import is_first_process, name_of
+from .sources import name_of
 
 
 def run(options: argparse.Namespace) -> None:

@@ -15,7 +15,7 @@ import torch
 from .._faults import raise_fault
 from ..ops import OPERATORS
 from ..ops._formats import MODES, Format
-from ..selfcheck import large, probe, tensor_units
+from ..selfcheck import large, probe, tensor_units, tuner
 from ..selfcheck.calls import DTYPES, FORMATS, Subject, subjects
 from ..selfcheck.compare import TOLERANCE, Finding, compare, difference, in_words
 from ..selfcheck.facts import anonymous, facts
@@ -96,12 +96,15 @@ def check_all(
         f"{len(units.libraries)} of {len(units.libraries) + len(units.faults)} libraries agree with the CPU"
     )
     report["tensor_units"] = f"off: {units.reason}" if units.reason else count
+    report["tuned"] = tuned = tuner.remembered()
     report["checked"] = {"libraries": len(names), "operators": len(work)}
     print(
         f"{len(names)} Metal libraries with {len(report['kernels'])} kernels compiled in "
         f"{report['seconds_compiling']} s, {len(work)} operators compared with the CPU"
     )
     print(f"Tensor units: {report['tensor_units']}")
+    if tuned:
+        print(tuner.told(tuned))
     return findings
 
 

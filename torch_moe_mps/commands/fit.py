@@ -16,8 +16,7 @@ from torch import nn
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
-from ..pipeline.loop import find_loop
-from ..pipeline.shares import Machine, shares_of
+from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.config import QuantizationConfig
@@ -150,35 +149,17 @@ def spread(
 
     Raises: ValueError for a model whose layers cannot be spread.
     """
-    layers = model.get_submodule(find_loop(model).layers)
-    if len(layers) < len(macs):
-        raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(macs)}")
-    head, cache = model.get_output_embeddings(), kv_cache(model, kv_bits)
-    prompt = prompt_bytes(model, AT_ONCE)
-    limits = [wired_limit(gib) - prompt for gib in macs]
-    longest = context_of(model.config)
-    is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
+    limits, longest = [wired_limit(gib) - prompt for gib in macs], context_of(model.config)
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        of_layers, of_head = [size.of(layer) for layer in layers], size.of(head)
-        # The first has all but layers and head; a head that is tied to the embedding is on both.
-        first = size.weights - sum(of_layers) - (0 if is_tied else of_head)
-        shares = shares_of(of_layers, [first, of_head], [Machine(limit, None) for limit in limits])
-        ends = [sum(shares[: i + 1]) for i in range(len(shares))]
-        parts = [sum(of_layers[end - share : end]) for end, share in zip(ends, shares, strict=True)]
-        parts[0], parts[-1] = parts[0] + first, parts[-1] + of_head
-        rooms = [limit - part for limit, part in zip(limits, parts, strict=True)]
-        scaled = [room * len(layers) // share for room, share in zip(rooms, shares, strict=True)]
-        context = _context(cache, min(scaled), longest)
+        shares, parts, room = shares_that_fit(model, size.of, size.weights, limits)
+        context = _context(cache, room, longest)
         rows.append({"name": size.name, "layers": shares, "bytes": parts, "context": context})
-    cells = []
-    for row in rows:
-        layers_of_each, bytes_of_each = (
-            _sum(row["layers"]),
-            _sum(f"{part / 1e9:.1f}" for part in row["bytes"]),
-        )
-        cells.append([row["name"], layers_of_each, bytes_of_each, _in_words(row["context"])])
-    gpu = _sum(f"{wired_limit(gib) / 1e9:.1f}" for gib in macs)
+    cells = [
+        [row["name"], _sum(row["layers"]), _in_gb(row["bytes"]), _in_words(row["context"])] for row in rows
+    ]
+    gpu = _in_gb(map(wired_limit, macs))
     lines = [
         f"{type(model).__name__} on Macs of {_sum(macs)} GB, {gpu} GB for the GPU (docs/distributed.md)",
         f"a prompt takes at most {prompt / 1e9:.3f} GB of it on each",
@@ -190,6 +171,10 @@ def spread(
 
 def _sum(parts: Iterable[object]) -> str:
     return " + ".join(map(str, parts))
+
+
+def _in_gb(sizes: Iterable[int]) -> str:
+    return _sum(f"{size / 1e9:.1f}" for size in sizes)
 
 
 def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> float:

@@ -12,12 +12,13 @@ from typing import Any
 
 import torch
 
+from ..pipeline.torchrun import processes
 from ..transformers.caches.cache import pools_padding
 from .generating import Generating, at_ctrl_c
 from .prompts import Prompts, machine_memory
 from .results import check_writable
 from .settings import settings_of
-from .sources import context_of, folder_of, load, processes, tokenizer_of, usable_device
+from .sources import context_of, folder_of, load, tokenizer_of, usable_device
 from .speculation import check_speculation, speculation_of
 
 

@@ -1,4 +1,4 @@
-"""`logprobs` and `top_logprobs` of chats, in OpenAI's form.
+"""`logprobs` and `top_logprobs` of chats, completions and responses, in OpenAI's forms.
 
 They are of the model's own distribution, as vLLM's are: before penalties, biases, masks and temperature.
 """
@@ -16,31 +16,66 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from .requests import wrong
 
-MOST = 20
+MOST, MOST_OF_COMPLETIONS = 20, 5
+_INCLUDED = "message.output_text.logprobs"
 _LEAST = -9999.0  # OpenAI's for a token that cannot be: JSON has no infinity
 _BYTE = re.compile("<0x([0-9A-F]{2})>")
 
 
-def count_of(body: dict[str, Any]) -> int | None:
-    """Takes `logprobs` and `top_logprobs` out of a request for a chat.
+def count_of(body: dict[str, Any], prompt: str | None) -> int | None:
+    """Takes what asks for them out of a request: `logprobs`, `top_logprobs`, and the `include` of a response.
 
-    Returns: how many tokens each place of the answer shall have; None without `logprobs`.
+    Args:
+        prompt: the field that has the prompt: "messages", "prompt" or "input".
+
+    Returns: how many tokens each place of the answer shall have; None where nothing asks.
     Raises: Refused.
     """
-    asked, count = body.pop("logprobs", None), body.pop("top_logprobs", None)
-    if asked is not None and type(asked) is not bool:
-        raise wrong("logprobs", "true or false", asked)
+    if prompt == "prompt":
+        count = body.pop("logprobs", None)
+        if count is not None and not (type(count) is int and 0 <= count <= MOST_OF_COMPLETIONS):
+            raise wrong("logprobs", f"an integer from 0 to {MOST_OF_COMPLETIONS}", count)
+        return count
+    if prompt == "input":
+        included = body.get("include")
+        asked: Any = isinstance(included, list) and _INCLUDED in included
+        needed = f"'include' of {_INCLUDED}"
+        if asked:
+            body["include"] = [each for each in body["include"] if each != _INCLUDED]
+    else:
+        asked, needed = body.pop("logprobs", None), "'logprobs' true"
+        if asked is not None and type(asked) is not bool:
+            raise wrong("logprobs", "true or false", asked)
+    count = body.pop("top_logprobs", None)
     if count is not None and not (type(count) is int and 0 <= count <= MOST):
         raise wrong("top_logprobs", f"an integer from 0 to {MOST}", count)
     if count and not asked:
-        raise wrong("top_logprobs", "with 'logprobs' true", count)
+        raise wrong("top_logprobs", f"with {needed}", count)
     return count or 0 if asked else None
+
+
+class Entry(dict[str, Any]):
+    """OpenAI's of a token, with the place of its text in the answer."""
+
+    offset: int
 
 
 class Shown(str):
     """A piece of an answer, with the entries of the tokens that it ends with."""
 
-    logprobs: list[dict[str, Any]]
+    logprobs: list[Entry]
+
+    @classmethod
+    def of(cls, text: str, entries: list[Entry]) -> "Shown":
+        shown = cls(text)
+        shown.logprobs = entries
+        return shown
+
+    def __add__(self, other: str) -> "Shown":
+        return Shown.of(str(self) + str(other), [*self.logprobs, *getattr(other, "logprobs", [])])
+
+    def __radd__(self, other: str) -> "Shown":
+        return Shown.of(other + str(self), self.logprobs)
 
 
 class Logprobs(LogitsProcessor):
@@ -55,17 +90,21 @@ class Logprobs(LogitsProcessor):
     def __init__(self, tokenizer: Any, count: int):
         self._tokenizer, self._count = tokenizer, count
         self._rows: deque[Tensor] = deque()
+        self._offset = 0
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
         self._rows.append(scores[0].float().log_softmax(-1))
         return scores
 
-    def take(self, token: int) -> dict[str, Any]:
+    def take(self, token: int) -> Entry:
         """OpenAI's entry of the next token of the sequence."""
         row = self._rows.popleft()
         most = row.topk(self._count)
         top = [self._entry(*pair) for pair in zip(most.indices.tolist(), most.values.tolist(), strict=True)]
-        return {**self._entry(token, row[token].item()), "top_logprobs": top}
+        entry = Entry(self._entry(token, row[token].item()), top_logprobs=top)
+        entry.offset = self._offset
+        self._offset += len(entry["token"])
+        return entry
 
     def _entry(self, token: int, logprob: float) -> dict[str, Any]:
         return {**text_of(self._tokenizer, token), "logprob": max(logprob, _LEAST)}
@@ -120,3 +159,38 @@ def in_chunk(own: Callable[..., str]) -> Callable[..., str]:
         return str(handler.chunk_to_sse(json.dumps(body)))
 
     return build
+
+
+def completion_form(entries: list[Entry]) -> dict[str, Any]:
+    """Of a completion, whose most probable tokens include the one that was chosen."""
+    top = [[*entry["top_logprobs"], entry] for entry in entries]
+    return {
+        "tokens": [entry["token"] for entry in entries],
+        "token_logprobs": [entry["logprob"] for entry in entries],
+        "top_logprobs": [{each["token"]: each["logprob"] for each in place} for place in top],
+        "text_offset": [entry.offset for entry in entries],
+    }
+
+
+def response_form(entries: list[Entry]) -> list[dict[str, Any]]:
+    """Of a response, which has octets of every token."""
+    return [
+        _with_octets(entry) | {"top_logprobs": [*map(_with_octets, entry["top_logprobs"])]}
+        for entry in entries
+    ]
+
+
+def _with_octets(entry: dict[str, Any]) -> dict[str, Any]:
+    return entry | {"bytes": [*entry["token"].encode()]} if entry["bytes"] is None else entry
+
+
+def filled(own: Callable[..., Any], form: Callable[[list[Entry]], Any]) -> Callable[..., Any]:
+    """What makes a part of an answer of its text, with the `logprobs` of a text that has them."""
+
+    def make(*others: Any, **named: Any) -> Any:
+        entries = getattr(named.get("text", named.get("delta")), "logprobs", None)
+        return own(*others, **named | ({} if entries is None else {"logprobs": form(entries)}))
+
+    if (construct := getattr(own, "model_construct", None)) is not None:
+        vars(make)["model_construct"] = filled(construct, form)
+    return make

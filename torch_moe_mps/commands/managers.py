@@ -26,10 +26,9 @@ _OF_ALL_REQUESTS = ("temperature", "top_p", "top_k")
 
 
 class Tokens(list[int]):
-    """The tokens of an answer, with the stops that its text ends before, and what is asked of each."""
+    """The tokens of an answer, with the stops that its text ends before."""
 
     stops: tuple[str, ...] = ()
-    logprobs: list[Any] | None = None
 
 
 class OnHost:
@@ -158,9 +157,9 @@ class OneByOne(utils.GenerateManager):
             raise
         if errors:
             raise errors[0]
-        if streamer.logprobs is not None:
-            streamer.tokens.logprobs = entries
         text = cut(processor.decode(streamer.tokens, skip_special_tokens=True), streamer.stops)
+        if streamer.logprobs is not None:
+            text = Shown.of(text, entries)
         return text, inputs["input_ids"].shape[-1], streamer.tokens
 
     def _start(

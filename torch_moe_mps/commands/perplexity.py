@@ -1,4 +1,4 @@
-"""`perplexity MODEL`: how well a model predicts a text, and how far it is from another model."""
+"""`perplexity MODEL ...`: how well models predict a text, and how far they are from another model."""
 
 import argparse
 import tempfile
@@ -10,17 +10,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import __version__
 from .._faults import synchronize
 from ..ops.attention import CACHE_BITS
+from ..pipeline.torchrun import is_first_process
+from ..transformers.basics.report import aligned
+from .card import keep_figures
 from .results import check_writable, write_json
-from .sources import (
-    folder_of,
-    free,
-    is_first_process,
-    load_stored,
-    tokenizer_of,
-    usable_device,
-)
+from .sources import folder_of, free, load_stored, tokenizer_of, usable_device
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
@@ -35,47 +32,81 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError(f"--tokens must be at least 2, got {options.tokens}")
     check_writable("--json", options.json)
     device = usable_device(options.device)
-    source = folder_of(options.model, options.revision)
+    sources = [folder_of(model, options.revision) for model in options.model]
     other = folder_of(options.against) if options.against else None
-    ids, first = text_ids(source, options.text, options.trust_remote_code)
+    texts = [text_ids(source, options.text, options.trust_remote_code) for source in sources]
+    ids, first = texts[0]
+    for model, text in zip(options.model, texts, strict=True):
+        if not all(map(torch.equal, text, texts[0])):
+            raise ValueError(f"all models must have the tokenizer of {options.model[0]}, got {model}")
     if len(ids) < 2:
         raise ValueError(f"--text must have 2 tokens or more, got {len(ids)} in {options.text}")
     ids = ids[: options.tokens]
     pieces = windows(ids, first, options.window)
     print(f"{len(ids)} tokens in windows of {options.window}")
+    found: list[Means] = []
     with tempfile.TemporaryDirectory() as folder:
         if other is not None:
             save_references(load_stored(options, other, device), pieces, Path(folder))
+        for source in sources:
             free(device)
-        model = load_stored(options, source, device)
-        if options.kv_bits == CACHE_BITS:
-            model = WithQuantizedCache(model)
-        means = measure(model, pieces, Path(folder) if other else None)
-    own = _exp(means.loss)
-    print(f"perplexity {own:.4f} ± {own * means.loss_error:.4f}")
-    found: dict[str, Any] = {"model": options.model, "text": options.text, "tokens": len(ids)}
-    found |= {"window": options.window, "kv_bits": options.kv_bits}
-    found |= {"perplexity": own, "standard_error": own * means.loss_error}
-    if other is not None:
-        print(f"perplexity of {options.against} {_exp(means.other):.4f}")
-        divergence = f"{means.divergence:.5f} ± {means.divergence_error:.5f}"
-        print(f"mean KL divergence from it {divergence} nats a token{_bound(means.rest)}")
-        print(f"equal top tokens {100 * means.agreement:.2f} %")
-        found |= {"against": options.against, "perplexity_of_other": _exp(means.other)}
-        found |= {"divergence": means.divergence, "divergence_error": means.divergence_error}
-        found |= {"agreement": means.agreement, "rest": means.rest}
+            found.append(_measured(options, source, device, pieces, Path(folder) if other else None))
+            if is_first_process():
+                keep_figures(source, *_kept(options, len(ids), found[-1]))
+    print("\n".join(aligned(_table(options, found), 1)))
+    if other is not None and found[0].rest >= 1e-6:
+        print(
+            f"The divergence is at least that: the tokens behind the {LIKELIEST} likeliest, "
+            f"with {100 * found[0].rest:.3f} % of the probability, count as one"
+        )
     if is_first_process():
-        write_json(options.json, found)
+        write_json(options.json, _as_json(options, len(ids), found))
 
 
-def _bound(rest: float) -> str:
-    """What the divergence leaves out, in words."""
-    if rest < 1e-6:
-        return ""
-    return (
-        f" at least; the tokens behind its {LIKELIEST} likeliest, "
-        f"with {100 * rest:.3f} % of the probability, count as one"
-    )
+def _measured(
+    options: argparse.Namespace, source: str, device: str, pieces: list[Tensor], folder: Path | None
+) -> "Means":
+    model = load_stored(options, source, device)
+    return measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
+
+
+def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str, ...]]:
+    rows = [("model", "perplexity", "KL divergence, nats a token", "equal top tokens")]
+    if not options.against:
+        rows = [row[:2] for row in rows]
+    else:
+        rows.append((options.against, f"{_exp(found[0].other):.4f}", "", ""))
+    for model, means in zip(options.model, found, strict=True):
+        rows.append((model, *means.figures())[: len(rows[0])])
+    return rows
+
+
+def _kept(options: argparse.Namespace, tokens: int, means: "Means") -> tuple[str, str]:
+    """What is kept with a model: what was measured, and the figures. No folder of this machine is named."""
+    text = "the built-in text" if options.text is None else Path(options.text).name
+    cache = ", keys and values in 8 bits" if options.kv_bits == CACHE_BITS else ""
+    perplexity, divergence, top = means.figures()
+    figures = f"perplexity {perplexity}"
+    if options.against:
+        other = Path(options.against).name if Path(options.against).exists() else options.against
+        figures += f" ({other} has {_exp(means.other):.4f}), KL divergence from it {divergence} nats a token"
+        figures += f", equal top tokens {top}"
+    about = f"{tokens} tokens of {text} in windows of {options.window}{cache}"
+    return about, f"{figures}; torch-moe-mps {__version__}"
+
+
+def _as_json(options: argparse.Namespace, tokens: int, found: list["Means"]) -> dict[str, Any]:
+    about = {"text": options.text, "tokens": tokens, "window": options.window, "kv_bits": options.kv_bits}
+    if options.against:
+        about |= {"against": options.against, "perplexity_of_other": _exp(found[0].other)}
+    models = []
+    for model, means in zip(options.model, found, strict=True):
+        own = _exp(means.loss)
+        models.append({"model": model, "perplexity": own, "standard_error": own * means.loss_error})
+        if options.against:
+            kept = ("divergence", "divergence_error", "agreement", "rest")
+            models[-1] |= {name: getattr(means, name) for name in kept}
+    return about | {"models": models}
 
 
 def _exp(mean: float) -> float:
@@ -103,6 +134,12 @@ class Means:
     rest: float = 0.0
     loss_error: float = 0.0
     divergence_error: float = 0.0
+
+    def figures(self) -> tuple[str, str, str]:
+        """Perplexity, divergence and agreement, as they are shown."""
+        own = _exp(self.loss)
+        divergence = f"{self.divergence:.5f} ± {self.divergence_error:.5f}"
+        return f"{own:.4f} ± {own * self.loss_error:.4f}", divergence, f"{100 * self.agreement:.2f} %"
 
 
 @torch.no_grad()

@@ -2,8 +2,8 @@
 
 import argparse
 
+from ..pipeline.torchrun import is_first_process, processes
 from .serving import follow, server
-from .sources import is_first_process, processes
 
 
 def run(options: argparse.Namespace) -> None:

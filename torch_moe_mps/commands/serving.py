@@ -13,12 +13,13 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from ..pipeline.torchrun import is_first_process, processes
 from . import logprobs, tools
 from .generating import Generating
 from .guard import Guard, error_response
 from .prompts import Prompts, machine_memory
 from .requests import Refused, check, cut, refuse_unless_empty
-from .sources import folder_of, is_first_process, load, name_of, processes, usable_device
+from .sources import folder_of, load, name_of, usable_device
 from .speculation import check_speculation, print_counts, speculation_of
 from .structured import schema_of
 
@@ -84,7 +85,7 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
 
 def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any]) -> list[tuple[str, Any]]:
     """(name in transformers' server, what takes its place); managers of generation are added to `made`."""
-    from transformers.cli.serving import chat_completion, model_manager, utils
+    from transformers.cli.serving import chat_completion, completion, model_manager, response, utils
     from transformers.cli.serving import server as app
 
     from . import managers
@@ -117,8 +118,7 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         body["model"] = name
         asked: dict[str, Any] = {"response_format": schema_of(body)}
         asked["tool_choice"] = tools.forced_by(body)
-        if isinstance(handler, chat):
-            asked["logprobs"] = logprobs.count_of(body)
+        asked["logprobs"] = logprobs.count_of(body, _PROMPTS.get(type(handler).__name__))
         asked = {field: value for field, value in asked.items() if value is not None}
         batched = options.command == "serve" and options.continuous_batching
         if asked and (batched or processes() > 1):
@@ -166,9 +166,8 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
             content, *parts = parse(processor, model, text, *others, **named)
         except (ValueError, RuntimeError):  # a call that is cut off: what a stream shows of the answer
             content, *parts = tools.parsed_until_cut(processor, model, text, **named)
-        if (entries := getattr(ids, "logprobs", None)) is not None:
-            content = logprobs.Shown(content)
-            content.logprobs = entries
+        if (entries := getattr(named.get("cleaned_content"), "logprobs", None)) is not None:
+            content = logprobs.Shown.of(content, entries)
         return content, *parts
 
     def build_server(*parts: Any, **others: Any) -> Any:
@@ -198,6 +197,14 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
             logprobs.in_completion(chat._build_completion),
         ),
         (f"chat_completion.{chat.__name__}._build_chunk_sse", logprobs.in_chunk(chat._build_chunk_sse)),
+        (
+            "completion.CompletionChoice",
+            logprobs.filled(completion.CompletionChoice, logprobs.completion_form),
+        ),
+        *(
+            (f"response.{part}", logprobs.filled(getattr(response, part), logprobs.response_form))
+            for part in ("ResponseOutputText", "ResponseTextDeltaEvent", "ResponseTextDoneEvent")
+        ),
         ("utils.GenerateManager", OneByOne),
         ("utils.CBGenerateManager", managers.Batches),
         ("server.build_server", build_server),

@@ -14,6 +14,7 @@ import torch
 
 from ..macs import refusal
 from ..ops._checks import first_line
+from ..pipeline import torchrun
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.gguf_file import check_file
 from ..transformers.checkpoints.source import Source, split_gguf
@@ -170,7 +171,7 @@ def usable_device(name: str | None) -> str:
     device = name or ("mps" if torch.backends.mps.is_available() else "cpu")
     if device == "mps" and (reason := refusal()):
         raise ValueError(reason)
-    if name is None and device == "cpu" and is_first_process():
+    if name is None and device == "cpu" and torchrun.is_first_process():
         print("torch finds no Apple GPU here: operators run their references on the CPU", file=sys.stderr)
     try:
         torch.zeros(1, device=device).item()
@@ -200,16 +201,6 @@ def loading_options(options: argparse.Namespace) -> dict[str, Any]:
     return {"dtype": options.dtype, "trust_remote_code": options.trust_remote_code}
 
 
-def processes() -> int:
-    """How many processes torchrun started for the command; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def is_first_process() -> bool:
-    """Whether this is the process that talks: the only one, or torchrun's rank 0."""
-    return processes() == 1 or os.environ.get("RANK") == "0"
-
-
 def load(options: argparse.Namespace, folder: str, device: str) -> Any:
     """The model in a folder, quantised as --bits, --group-size and --kv-bits say."""
     bits = {} if options.bits is None else {"bits": options.bits, "group_size": options.group_size}
@@ -222,15 +213,4 @@ def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: 
     Under torchrun, the layers are spread over all processes.
     """
     asked |= {"device_map": device, **loading_options(options)}
-    if processes() == 1:
-        if options.shares is not None:
-            raise ValueError("--shares is for the processes that torchrun starts, got one process")
-        from ..transformers.loading import from_pretrained
-
-        return from_pretrained(folder, **asked)
-    from transformers.distributed import DistributedConfig
-
-    from .. import pipeline
-
-    size = DistributedConfig(pp_size=processes())
-    return pipeline.from_pretrained(folder, distributed_config=size, shares=options.shares, **asked)
+    return torchrun.load(folder, options.shares, **asked)

@@ -8,10 +8,11 @@ from typing import Any
 from transformers import DynamicCache
 from transformers.generation.candidate_generator import AssistedCandidateGenerator
 
+from ..pipeline.torchrun import processes
 from ..transformers.basics.state import Beside
 from ..transformers.caches.prompt_cache import new_cache
 from .prompts import Kept, Prompts
-from .sources import folder_of, loading_options, processes, tokenizer_of
+from .sources import folder_of, loading_options, tokenizer_of
 
 
 class Speculation(Beside):

@@ -34,11 +34,11 @@ Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_,
                    bool gated, bool interleaved, bool transposed, const OptionalTensor& shared_gate,
                    const OptionalTensor& shared_out, const OptionalTensor& residual, bool gate_is_logit,
                    const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
-  MatrixStack gate_up = dense_matrix(x, gate_up_, gate_up_bias, transposed);
-  MatrixStack down = dense_matrix(x, down_, down_bias, transposed);
+  const FeedForward experts{dense_matrix(x, gate_up_, gate_up_bias, transposed),
+                            dense_matrix(x, down_, down_bias, transposed)};
   const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), contiguous(shared_out),
                       contiguous(residual), gate_is_logit};
-  return apply_experts(x, input_norm(norm_weight, norm_eps, norm_offset), gate_up, down, ids,
+  return apply_experts(x, input_norm(norm_weight, norm_eps, norm_offset), experts, ids,
                        activation_of(activation, alpha, limit, gated, interleaved), sum);
 }
 

@@ -18,19 +18,14 @@ Tensor rows_of(const Tensor& x, c10::ScalarType dtype) {
   return aligned(in_dtype(x, dtype));
 }
 
-at::DimVector with_columns(at::IntArrayRef sizes, int64_t columns) {
-  at::DimVector shape(sizes);
-  shape.back() = columns;
-  return shape;
-}
-
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                         const OptionalTensor& biases, const OptionalTensor& bias, std::string_view format,
                         const OptionalTensor& residual, const OptionalTensor& order,
                         const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
                         std::optional<std::string_view> activation, std::optional<int64_t> activated,
                         double factor) {
-  const auto shape = with_columns(x.sizes(), packed.size(0));
+  at::DimVector shape(x.sizes());
+  shape.back() = packed.size(0);
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
     Tensor out =
         residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous) : at::zeros(shape, x.options());
@@ -67,19 +62,12 @@ Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor
                                       : at::zeros(x.sizes(), x.options());
     return down_bias.has_value() ? out.add_(*down_bias) : out;
   }
-  const auto [dtype, gate_up, down] =
-      gated_matrices(x.scalar_type(), {gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias}, format,
-                     {down_packed, down_scales, down_biases, down_bias}, down_format);
-  const Tensor rows = rows_of(x, dtype);
-  const Tensor hidden = at::empty(with_columns(x.sizes(), down.inputs), rows.options());
-  const Tensor out = at::empty(x.sizes(), rows.options());
-  const OptionalTensor added = converted(residual, dtype);
-  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
-  Commands commands;
-  add_linear(commands, rows, norm, gate_up, activation_of(activation, alpha, limit, gated, interleaved),
-             std::nullopt, std::nullopt, hidden);
-  add_linear(commands, hidden, std::nullopt, down, Activation{}, added, std::nullopt, out);
-  commands.encode();
+  const auto [dtype, matrices] =
+      feed_forward(x.scalar_type(), {gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias}, format,
+                   {down_packed, down_scales, down_biases, down_bias}, down_format);
+  const Tensor out =
+      apply_mlp(rows_of(x, dtype), input_norm(norm_weight, norm_eps, norm_offset), matrices,
+                activation_of(activation, alpha, limit, gated, interleaved), converted(residual, dtype));
   return in_dtype(out, x.scalar_type());
 }
 

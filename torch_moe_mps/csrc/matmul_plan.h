@@ -27,6 +27,7 @@ struct MatmulStep {
   int64_t threads = 0;
   int64_t memory = 0;         // bytes of threadgroup memory
   bool tensor_units = false;  // the kernel is one of tensor_units.metal
+  int64_t blocks = 0;         // of rows, one a simdgroup; 0: the grid does not depend on simdgroups
   bool norms_inputs = false;  // the kernel norms its inputs; without it they have to come normed
 };
 
@@ -36,6 +37,7 @@ struct MatmulShape {
   int64_t columns = 0;    // outputs of the second matmul; 0: there is none
   bool normed = false;    // a kernel may norm the inputs of the first matmul
   bool chosen = false;    // the first matmul chooses the experts, of one token
+  bool shared = false;    // which has a pair more, of the shared expert
   bool empty = false;     // the matrices have no elements, and the kernels must read none
   bool first_on_tensor_units = false, second_on_tensor_units = false;  // where there are enough pairs
   int64_t pairs() const { return tokens * slots; }
@@ -56,5 +58,12 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 // multiplied there; with `normed`, a kernel may norm the inputs.
 MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, bool on_tensor_units,
                        bool normed = false);
+
+// The numbers of simdgroups of a threadgroup with which a step gives the same bits, because each has rows or
+// pairs of its own; the planned one first.
+std::vector<int64_t> simdgroups_of(const MatmulStep& step);
+
+// The step with so many, as it is where they are not among those.
+MatmulStep with_simdgroups(MatmulStep step, int64_t simdgroups);
 
 }  // namespace moe_mps

@@ -68,18 +68,22 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
   const int64_t across = splits ? ceil_div(shape.outputs, outputs_of_rows(shape, kRows)) : whole;
   const Size grid{NSUInteger(across), NSUInteger(grid_rows)};
   const char* kernel = splits ? "matmul_rows_few_split" : "matmul_rows_few";
-  return {MatmulWork::kFirst, kernel, grid, -1, threads};
+  MatmulStep step{MatmulWork::kFirst, kernel, grid, -1, threads};
+  if (!splits) step.blocks = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
+  return step;
 }
 
 MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
-  const auto pairs = static_cast<NSUInteger>(shape.pairs());
+  const auto pairs = static_cast<NSUInteger>(shape.pairs() + shape.shared);
   if (path == Path::kFew) return few_step(shape, std::min(shape.pairs(), shape.experts) + 1, cores);
-  constexpr int64_t kRows = kSingleSimdgroups * kRowGroupsOfSimdgroup * kSingleRows;
+  constexpr int64_t kRows = kRowGroupsOfSimdgroup * kSingleRows;  // of a simdgroup
+  const int64_t of_rows = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
   MatmulStep step{MatmulWork::kFirst,
                   "matmul_rows",
-                  {blocks(shape.outputs, outputs_of_rows(shape, kRows)), pairs},
+                  {blocks(of_rows, kSingleSimdgroups), pairs},
                   -1,
                   kSingleSimdgroups * kSimdWidth};
+  step.blocks = of_rows;
   // For one token memory limits the kernel, so a norm in each simdgroup costs less than a launch.
   step.norms_inputs = shape.normed && shape.tokens == 1;
   if (shape.chosen) {
@@ -104,7 +108,7 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
           "expert_down",
           {blocks(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), tokens},
           -1,
-          std::min<int64_t>(shape.slots, kDownSimdgroups) * kSimdWidth};
+          (std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared) * kSimdWidth};
 }
 
 // A matrix product; the caller adds the grid.
@@ -148,6 +152,24 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
 }
 
 }  // namespace
+
+std::vector<int64_t> simdgroups_of(const MatmulStep& step) {
+  const int64_t planned = step.threads / kSimdWidth;
+  const int64_t most = step.blocks > 0 ? 8 : step.work == MatmulWork::kSecond ? planned : 0;
+  std::vector<int64_t> numbers = {planned};
+  for (int64_t number = 1; number <= most; number *= 2) {
+    if (number != planned) numbers.push_back(number);
+  }
+  return numbers;
+}
+
+MatmulStep with_simdgroups(MatmulStep step, int64_t simdgroups) {
+  const std::vector<int64_t> numbers = simdgroups_of(step);
+  if (std::find(numbers.begin(), numbers.end(), simdgroups) == numbers.end()) return step;
+  step.threads = simdgroups * kSimdWidth;
+  if (step.blocks > 0) step.grid.x = blocks(step.blocks, simdgroups);
+  return step;
+}
 
 bool pays_on_tensor_units(int64_t pairs, int64_t experts) {
   return pairs >= kTensorPairs * experts;

@@ -24,6 +24,10 @@ struct MatrixStack {
   bool norms_inputs = true;  // for one token, a norm within the matmul costs less than a launch
 };
 
+struct FeedForward {
+  MatrixStack gate_up, down;
+};
+
 struct Activation {
   uint32_t kind = ACTIVATION_NONE;
   float alpha = 0.0f;
@@ -42,6 +46,10 @@ void add_linear(Commands& commands, const at::Tensor& x, const std::optional<Inp
                 const MatrixStack& matrix, const Activation& activation, const OptionalTensor& residual,
                 const OptionalTensor& order, const at::Tensor& out);
 
+// The same of two matrices, one behind the other: a feed-forward network's outputs.
+at::Tensor apply_mlp(const at::Tensor& x, const std::optional<InputNorm>& norm, const FeedForward& matrices,
+                     const Activation& activation, const OptionalTensor& residual = std::nullopt);
+
 void warn_of_copy(const at::Tensor& weight);
 
 // expert_mm: out[T, K, rows] in one dispatch for few tokens, in two for many.
@@ -49,12 +57,14 @@ at::Tensor project_slots(const at::Tensor& x, const MatrixStack& matrix, const a
 
 // moe_experts: in two dispatches for few tokens, in four for many.
 at::Tensor apply_experts(const at::Tensor& x, const std::optional<InputNorm>& norm,
-                         const MatrixStack& gate_up, const MatrixStack& down, const at::Tensor& ids,
-                         const Activation& activation, const ExpertSum& sum);
+                         const FeedForward& experts, const at::Tensor& ids, const Activation& activation,
+                         const ExpertSum& sum);
 
-// The same with the weights and ids that a router chooses, for one token within the first matmul.
+// The same with the weights and ids that a router chooses, for one token within the first matmul, and with a
+// shared expert, which is of the experts' format and shape.
 at::Tensor apply_experts(const at::Tensor& x, const std::optional<InputNorm>& norm,
-                         const MatrixStack& gate_up, const MatrixStack& down, const Router& router,
-                         const Activation& activation, ExpertSum sum);
+                         const FeedForward& experts, const Router& router,
+                         const std::optional<FeedForward>& shared, const Activation& activation,
+                         ExpertSum sum);
 
 }  // namespace moe_mps

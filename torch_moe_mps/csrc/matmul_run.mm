@@ -1,5 +1,6 @@
 #include "matmul_run.h"
 
+#include <ATen/core/DimVector.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
 
@@ -12,6 +13,7 @@
 #include "metal/work.h"
 #include "tensor_units.h"
 #include "tensors.h"
+#include "tuned.h"
 
 namespace moe_mps {
 namespace {
@@ -170,38 +172,54 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
       .bind(x)
       .params(params);  // x stands in for a residual
   if (step.norms_inputs) command.bind(norm->weight);
-  run.launch(run.bind_buckets(command), step);
+  run.launch(run.bind_buckets(command), tuned(step, library_of(step, matrix), matrix, run.ids.numel()));
+}
+
+// Binds the matrix of a shared expert; the kernel reads none of `x` in its place.
+Command& bind_shared(Command& command, const MatrixStack* shared, const Tensor& x) {
+  return command.bind(shared ? shared->packed : x)
+      .bind(shared ? shared->scales : x)
+      .bind(shared ? shared->biases : x);
 }
 
 // Adds the first matmul of experts that it chooses itself. It writes run.ids and `weights`.
 void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
                 const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
-                const Router& router, const Tensor& weights, const Tensor& out) {
+                const Router& router, const Tensor& weights, const MatrixStack* shared, const Tensor& out) {
   ChosenParams params{matmul_params(x, matrix, run.ids, activation, false), router.params};
+  params.matmul.slots += shared != nullptr;
   if (step.norms_inputs) set_norm(params.matmul, *norm);
   Command& command = commands.add(matrix.library, step.kernel);
-  bind_matmul(command, x, matrix, run.ids, out, run.ids.numel())
+  bind_matmul(command, x, matrix, run.ids, out, params.matmul.slots)
       .bind(router.logits)
       .bind_or(router.bias, x)
       .bind_or(router.scale, x)
       .bind(weights)
       .params(params)
       .bind(step.norms_inputs ? norm->weight : x);
-  run.launch(command, step);
+  run.launch(bind_shared(command, shared, x), tuned(step, matrix.library, matrix, run.ids.numel()));
 }
 
 // Adds the second matmul with the weighted sum over a token's experts.
 void add_second(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& hidden,
-                const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
+                const MatrixStack& matrix, const MatrixStack* shared, const ExpertSum& sum,
+                const Tensor& out) {
+  ExpertDownParams params = down_params(hidden, matrix, run.ids, sum);
+  params.has_shared_expert = shared != nullptr;
   Command& command = commands.add(matrix.library, step.kernel);
-  bind_matmul(command, hidden, matrix, run.ids, out, run.ids.numel());
-  bind_sum(command, sum, out).params(down_params(hidden, matrix, run.ids, sum));
-  run.launch(run.bind_buckets(command), step);
+  bind_matmul(command, hidden, matrix, run.ids, out, hidden.size(0));
+  bind_sum(command, sum, out).params(params);
+  if (run.plan.lists_pairs) {
+    run.bind_buckets(command);
+  } else {
+    bind_shared(command, shared, hidden);
+  }
+  run.launch(command, tuned(step, matrix.library, matrix, run.ids.numel()));
 }
 
 void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
                  const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
-  Command& command = commands.add({"expert_combine", out.scalar_type()}, step.kernel);
+  Command& command = commands.add(matrix.library, step.kernel);
   command.bind(slots).bind(run.ids);
   bind_sum(command, sum, out).bind(out).params(down_params(slots, matrix, run.ids, sum));
   run.launch(command, step);
@@ -224,8 +242,10 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
     }
     return;
   }
-  const MatmulStep step = plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
-                                      on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
+  const MatmulStep planned =
+      plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
+                  on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
+  const MatmulStep step = tuned(planned, library_of(planned, matrix), matrix, tokens);
   TORCH_CHECK(!step.kernel.ends_with("_split") || tokens * matrix.inputs <= kMostElements,
               "moe_mps: ", step.kernel, " counts the elements of its inputs in 32 bits, got ", x_.sizes());
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;
@@ -243,6 +263,18 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
     command.bind(x).bind(x);  // in place of lists of pairs; not read
   }
   command.threadgroups(step.grid, {NSUInteger(step.threads)});
+}
+
+Tensor apply_mlp(const Tensor& x, const std::optional<InputNorm>& norm, const FeedForward& matrices,
+                 const Activation& activation, const OptionalTensor& residual) {
+  at::DimVector of_hidden(x.sizes());
+  of_hidden.back() = matrices.down.inputs;
+  const Tensor hidden = at::empty(of_hidden, x.options()), out = at::empty(x.sizes(), x.options());
+  Commands commands;
+  add_linear(commands, x, norm, matrices.gate_up, activation, std::nullopt, std::nullopt, hidden);
+  add_linear(commands, hidden, std::nullopt, matrices.down, Activation{}, residual, std::nullopt, out);
+  commands.encode();
+  return out;
 }
 
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
@@ -300,37 +332,40 @@ void project_slots_into(const Tensor& out, const Tensor& x_, const MatrixStack& 
   commands.encode();
 }
 
+// With a router the first matmul chooses, and has a shared expert or none.
 void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional<InputNorm>& norm,
-                        const MatrixStack& gate_up, const MatrixStack& down_, const Tensor& ids_,
-                        const Activation& activation, const ExpertSum& sum, const Router* router) {
-  const double most = std::max(slots_of(gate_up, ids_.numel()), slots_of(down_, ids_.numel()));
+                        const FeedForward& experts, const Tensor& ids_, const Activation& activation,
+                        const ExpertSum& sum, const Router* router, const FeedForward* shared) {
+  const MatrixStack& gate_up = experts.gate_up;
+  const double most = std::max(slots_of(gate_up, ids_.numel()), slots_of(experts.down, ids_.numel()));
   const int64_t tokens = ids_.size(0), at_once = tokens_at_once(tokens, most);
   for (int64_t start = 0; at_once < tokens && start < tokens; start += at_once) {
     const int64_t count = std::min(at_once, tokens - start);
     const ExpertSum of_some{sum.weights.narrow(0, start, count), rows_of(sum.shared_gate, start, count),
                             rows_of(sum.shared_out, start, count), rows_of(sum.residual, start, count),
                             sum.gate_is_logit};
-    apply_experts_into(out.narrow(0, start, count), x_.narrow(0, start, count), norm, gate_up, down_,
-                       ids_.narrow(0, start, count), activation, of_some, nullptr);
+    apply_experts_into(out.narrow(0, start, count), x_.narrow(0, start, count), norm, experts,
+                       ids_.narrow(0, start, count), activation, of_some, nullptr, nullptr);
   }
   if (at_once < tokens) return;
   Commands commands;
   const Tensor given = aligned(x_), ids = ids_.contiguous();
   MatmulShape shape{
-      ids.size(0), ids.size(1), gate_up.experts, gate_up.rows, outputs_of(gate_up.rows, activation),
-      down_.rows};
-  shape.empty = is_empty(down_);  // and so is gate_up
+      ids.size(0),      ids.size(1), gate_up.experts, gate_up.rows, outputs_of(gate_up.rows, activation),
+      experts.down.rows};
+  shape.empty = is_empty(experts.down);  // and so is gate_up
   shape.first_on_tensor_units = on_tensor_units(gate_up, shape.pairs());
-  shape.second_on_tensor_units = on_tensor_units(down_, shape.pairs());
+  shape.second_on_tensor_units = on_tensor_units(experts.down, shape.pairs());
   shape.normed = can_norm(norm, given, gate_up);
   shape.chosen = router != nullptr;
-  const MatrixStack down = bindable(down_, given);
+  shape.shared = shared != nullptr;
+  const MatrixStack down = bindable(experts.down, given);
   const MatmulPlan plan = plan_experts(shape, gpu_cores());
   const Run run(plan, ids, shape.experts);
   const bool norms = std::any_of(plan.steps.begin(), plan.steps.end(),
                                  [](const MatmulStep& step) { return step.norms_inputs; });
   const Tensor x = norm && !norms && !shape.empty ? add_norm(commands, given, *norm) : given;
-  const Tensor hidden = shape.empty ? x : at::empty({ids.numel(), down.inputs}, x.options());
+  const Tensor hidden = shape.empty ? x : at::empty({ids.numel() + shape.shared, down.inputs}, x.options());
   Tensor slots;
   for (const MatmulStep& step : plan.steps) {
     switch (step.work) {
@@ -339,13 +374,14 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
         break;
       case MatmulWork::kFirst:
         if (router != nullptr) {
-          add_chosen(commands, run, step, x, norm, gate_up, activation, *router, sum.weights, hidden);
+          add_chosen(commands, run, step, x, norm, gate_up, activation, *router, sum.weights,
+                     shared ? &shared->gate_up : nullptr, hidden);
         } else {
           add_matmul(commands, run, step, x, norm, gate_up, activation, false, false, hidden);
         }
         break;
       case MatmulWork::kSecond:
-        add_second(commands, run, step, hidden, down, sum, out);
+        add_second(commands, run, step, hidden, down, shared ? &shared->down : nullptr, sum, out);
         break;
       case MatmulWork::kSlots:
         slots = at::empty({ids.numel(), down.rows}, x.options());
@@ -367,23 +403,24 @@ Tensor project_slots(const Tensor& x, const MatrixStack& matrix, const Tensor& i
   return out;
 }
 
-Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, const MatrixStack& gate_up,
-                     const MatrixStack& down, const Tensor& ids, const Activation& activation,
-                     const ExpertSum& sum) {
+Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, const FeedForward& experts,
+                     const Tensor& ids, const Activation& activation, const ExpertSum& sum) {
   Tensor out = at::empty(x.sizes(), x.options());
-  if (out.numel() > 0) apply_experts_into(out, x, norm, gate_up, down, ids, activation, sum, nullptr);
+  if (out.numel() > 0) apply_experts_into(out, x, norm, experts, ids, activation, sum, nullptr, nullptr);
   return out;
 }
 
-Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, const MatrixStack& gate_up,
-                     const MatrixStack& down, const Router& router, const Activation& activation,
-                     ExpertSum sum) {
+Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, const FeedForward& experts,
+                     const Router& router, const std::optional<FeedForward>& shared,
+                     const Activation& activation, ExpertSum sum) {
   Tensor out = at::empty(x.sizes(), x.options());
   if (out.numel() == 0) return out;
-  const bool chooses = can_choose(router, x, norm, gate_up) && !is_empty(down);
+  const bool empty = is_empty(experts.down), chooses = can_choose(router, x, norm, experts.gate_up) && !empty;
   const auto [weights, ids] = chooses ? empty_routing(router) : route(router);
   sum.weights = weights;
-  apply_experts_into(out, x, norm, gate_up, down, ids, activation, sum, chooses ? &router : nullptr);
+  if (shared && !chooses && !empty) sum.shared_out = apply_mlp(aligned(x), norm, *shared, activation);
+  apply_experts_into(out, x, norm, experts, ids, activation, sum, chooses ? &router : nullptr,
+                     chooses && shared ? &*shared : nullptr);
   return out;
 }
 

@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <optional>
 #include <string_view>
+#include <utility>
 
 #include "formats.h"
 #include "matmul_run.h"
@@ -36,13 +37,9 @@ struct Packed {
 
 // The two matrices of a feed-forward network, and the dtype in which a call for activations of dtype `x`
 // runs.
-struct GatedMatrices {
-  c10::ScalarType dtype;
-  MatrixStack gate_up, down;
-};
-
-GatedMatrices gated_matrices(c10::ScalarType x, const Packed& gate_up, std::string_view format,
-                             const Packed& down, std::optional<std::string_view> down_format);
+std::pair<c10::ScalarType, FeedForward> feed_forward(c10::ScalarType x, const Packed& gate_up,
+                                                     std::string_view format, const Packed& down,
+                                                     std::optional<std::string_view> down_format);
 
 // The tensor made contiguous, in `dtype`.
 OptionalTensor converted(const OptionalTensor& tensor, c10::ScalarType dtype);

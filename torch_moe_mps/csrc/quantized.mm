@@ -28,10 +28,13 @@ Tensor moe_experts_quantized(
     int64_t top_k, std::string_view scoring, const OptionalTensor& router_bias, int64_t num_groups,
     int64_t top_groups, std::string_view group_score, std::optional<double> masked_score, bool bias_on_logits,
     bool norm_topk_prob, double router_norm_eps, double router_norm_min, double scaling_factor,
-    const OptionalTensor& per_expert_scale) {
-  const auto [dtype, gate_up, down] =
-      gated_matrices(x.scalar_type(), {gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias}, format,
-                     {down_packed, down_scales, down_biases, down_bias}, down_format);
+    const OptionalTensor& per_expert_scale, const OptionalTensor& shared_gate_up_packed,
+    const OptionalTensor& shared_gate_up_scales, const OptionalTensor& shared_gate_up_biases,
+    const OptionalTensor& shared_down_packed, const OptionalTensor& shared_down_scales,
+    const OptionalTensor& shared_down_biases) {
+  const auto [dtype, experts] =
+      feed_forward(x.scalar_type(), {gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias}, format,
+                   {down_packed, down_scales, down_biases, down_bias}, down_format);
   ExpertSum sum{
       {}, contiguous(shared_gate), converted(shared_out, dtype), converted(residual, dtype), gate_is_logit};
   const Tensor input = in_dtype(x, dtype);
@@ -41,10 +44,19 @@ Tensor moe_experts_quantized(
     const Router router = router_of(*logits, top_k, scoring, router_bias, num_groups, top_groups, group_score,
                                     masked_score, bias_on_logits, norm_topk_prob, router_norm_eps,
                                     router_norm_min, scaling_factor, per_expert_scale);
-    return in_dtype(apply_experts(input, norm, gate_up, down, router, act, sum), x.scalar_type());
+    std::optional<FeedForward> shared;
+    if (shared_gate_up_packed) {
+      shared =
+          feed_forward(x.scalar_type(),
+                       {*shared_gate_up_packed, *shared_gate_up_scales, shared_gate_up_biases, std::nullopt},
+                       format, {*shared_down_packed, *shared_down_scales, shared_down_biases, std::nullopt},
+                       down_format)
+              .second;
+    }
+    return in_dtype(apply_experts(input, norm, experts, router, shared, act, sum), x.scalar_type());
   }
   sum.weights = weights->contiguous();
-  return in_dtype(apply_experts(input, norm, gate_up, down, *ids, act, sum), x.scalar_type());
+  return in_dtype(apply_experts(input, norm, experts, *ids, act, sum), x.scalar_type());
 }
 
 }  // namespace

@@ -110,6 +110,7 @@ RouterLogitsParams logits_params(const Tensor& hidden, const Tensor& router,
   params.width = hidden.size(1);
   params.vectorised = rows_start_aligned(params.width, {hidden, router, norm ? norm->weight : hidden});
   params.hidden_dtype = dtype_code(hidden);
+  params.factor = 1.0f;
   if (norm) {
     params.norm_dtype = dtype_code(norm->weight);
     params.eps = static_cast<float>(norm->eps);
@@ -118,15 +119,16 @@ RouterLogitsParams logits_params(const Tensor& hidden, const Tensor& router,
   return params;
 }
 
-// logits[T, E] = norm(hidden) @ router^T + bias in `dtype`.
+// logits[T, E] = factor * norm(hidden) @ router^T + bias in `dtype`.
 Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional<InputNorm>& norm,
-                 const OptionalTensor& bias, c10::ScalarType dtype) {
+                 const OptionalTensor& bias, c10::ScalarType dtype, double factor = 1.0) {
   // From this many tokens, threadgroups of several tokens fill the GPU; they read the router less often.
   // Untuned.
   constexpr int64_t kManyLogitsTokens = 9;
   const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
   Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(dtype));
   RouterLogitsParams params = logits_params(hidden, router, norm);
+  params.factor = static_cast<float>(factor);
   params.has_bias = bias.has_value();
   params.bias_dtype = dtype_code(bias);
   params.logits_dtype = dtype_code(logits);
@@ -151,7 +153,7 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
 
 Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
                      const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
-                     std::optional<c10::ScalarType> dtype) {
+                     std::optional<c10::ScalarType> dtype, double factor) {
   // For more tokens, PyTorch's matmul of float32 copies is faster. Not measured.
   constexpr int64_t kMostTokens = 32;
   const c10::ScalarType to = dtype.value_or(at::kFloat);
@@ -160,7 +162,8 @@ Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor
   }
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   const Tensor rows = x.contiguous();
-  if (x.size(0) <= kMostTokens) return logits_of(rows, weight.contiguous(), norm, contiguous(bias), to);
+  if (x.size(0) <= kMostTokens)
+    return logits_of(rows, weight.contiguous(), norm, contiguous(bias), to, factor);
   Tensor normed = rows;
   if (norm && rows.numel() > 0) {
     Commands commands;
@@ -169,7 +172,9 @@ Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor
   }
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
   const OptionalTensor shift = bias ? OptionalTensor(bias->to(at::kFloat)) : std::nullopt;
-  return at::linear(normed.to(at::kFloat), weight.to(at::kFloat), shift).to(to);
+  normed = normed.to(at::kFloat);
+  if (factor != 1.0) normed = normed.mul(factor);
+  return at::linear(normed, weight.to(at::kFloat), shift).to(to);
 }
 
 Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor& norm_weight,

@@ -84,8 +84,8 @@ class Declared:
 
     def __init__(self, line: str, allowed: dict[str, Any]):
         arguments, arrow, results = line.partition("->")
-        self.tensors = _tensors(arguments)
-        self.results = _tensors(results) if arrow else None
+        self.tensors = tensors_in(arguments)
+        self.results = tensors_in(results) if arrow else None
         self.allowed = allowed
 
     def check(self, check: Check, given: dict[str, Any]) -> None:
@@ -165,7 +165,7 @@ class Declared:
         return made[0] if len(made) == 1 else tuple(made) or None
 
 
-def _tensors(line: str) -> list[tuple[str, list[Shape], str]]:
+def tensors_in(line: str) -> list[tuple[str, list[Shape], str]]:
     found = [_TENSOR.fullmatch(text) for text in re.split(r" (?![^\[]*\])", line.strip()) if text]
     assert all(found), line
     return [

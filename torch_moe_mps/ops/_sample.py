@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ._declared import DTYPES, tensors_in
 from ._formats import GRIDS, Format
 
 T, H, E, K, I = 3, 64, 8, 2, 32
@@ -46,6 +47,17 @@ class Sample:
 
     def values(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
         return torch.randn(shape, generator=self._generator).to(dtype or self.dtype).to(self.device)
+
+    def of(self, line: str, **others: Any) -> dict[str, Any]:
+        """Random tensors, in a line as an operator declares them, and other arguments.
+
+        `s.of("q[2, T, 4, D] sinks[4]:float32", scale=0.5)`: sizes are numbers and attributes.
+        """
+        made = {
+            name: self.values(*shape.result(vars(self)), dtype=DTYPES[kind][0] if kind else None)
+            for name, (shape,), kind in tensors_in(line)
+        }
+        return made | others
 
     def integers(self, high: int, *shape: int, dtype: torch.dtype, low: int = 0) -> Tensor:
         whole = torch.randint(low, high, shape, generator=self._generator, dtype=torch.int64)
@@ -115,11 +127,7 @@ class Sample:
     @property
     def shared(self) -> dict[str, Tensor]:
         """Of an expert that all tokens share, and of the residual."""
-        return {
-            "shared_gate": self.values(self.T, 1),
-            "shared_out": self.values(self.T, self.H),
-            "residual": self.values(self.T, self.H),
-        }
+        return self.of("shared_gate[T, 1] shared_out[T, H] residual[T, H]")
 
     @property
     def strided(self) -> Tensor:

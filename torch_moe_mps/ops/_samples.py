@@ -13,6 +13,7 @@ from torch import Tensor
 from . import __all__ as exported
 from ._registry import DECLARED
 from ._sample import HEAD, Calls, Changes, Sample
+from .quantize import judged_by_importance
 
 _FAMILIES = [import_module(f".{name}", __package__) for name in exported if name != "OPERATORS"]
 # The family of each operator: its file here, and in csrc/ and shaders/.
@@ -28,6 +29,10 @@ OF_HEADS = {
     "rope_attention_": ("q", "v"),
     "linear_attention_": ("q", "v"),
     "write_cache_quantized_": ("states", "states"),
+}
+# Where several results are right: what of them must agree, of the arguments and the results.
+JUDGED: dict[str, Callable[[dict[str, Any], list[Tensor]], list[Tensor]]] = {
+    "quantize_by_importance": judged_by_importance
 }
 
 

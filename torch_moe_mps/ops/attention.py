@@ -489,46 +489,29 @@ def _in_8_bits(s: Sample, tokens: int, keys: int, heads: int = 4) -> dict[str, A
 
 def _more_attention(s: Sample) -> list[dict[str, Any]]:
     selected = torch.tensor([[[[8, 0, -1]] * s.T]] * 2, dtype=torch.int32, device=s.device)
-    over_many = {"q": s.values(2, 4, 20, s.D), "k": s.values(2, 2, 300, s.D), "v": s.values(2, 2, 300, s.V)}
-    compressed = {
-        "k_tail": s.values(2, 2, 6, s.D),
-        "v_tail": s.values(2, 2, 6, s.V),
-        "tail_rate": 2,
-        "position": 7,
-    }
+    over_many = s.of("q[2, 4, 20, D] k[2, 2, 300, D] v[2, 2, 300, V]")
+    compressed = s.of("k_tail[2, 2, 6, D] v_tail[2, 2, 6, V]", tail_rate=2, position=7)
     return [
         {"sinks": None, "window": 4, "softcap": 20.0},
         {"window": 4, "key_range": torch.tensor([[3, 9], [0, 7]], dtype=torch.int32, device=s.device)},
-        {"window": 3, "lookahead": 2, "q": s.values(2, 4, 9, s.D)},
-        *(
-            {
-                "relative": s.values(2, tokens, 4, 5),
-                "sinks": s.values(2, tokens, 4),
-                "q": s.values(2, 4, tokens, s.D),
-            }
-            for tokens in (1, 9)
-        ),
-        _in_8_bits(s, s.T, 9) | {"relative": s.values(2, s.T, 4, 20)},
-        _in_8_bits(s, 9, 9) | {"relative": s.values(2, 9, 4, 3)},
-        {"mask": s.values(2, 1, s.T, 9), "gate": s.values(2, s.T, 4, s.V)},
+        s.of("q[2, 4, 9, D]", window=3, lookahead=2),
+        *(s.of(f"relative[2, {n}, 4, 5] sinks[2, {n}, 4] q[2, 4, {n}, D]") for n in (1, 9)),
+        _in_8_bits(s, s.T, 9) | s.of("relative[2, T, 4, 20]"),
+        _in_8_bits(s, 9, 9) | s.of("relative[2, 9, 4, 3]"),
+        s.of("mask[2, 1, T, 9] gate[2, T, 4, V]"),
         {"mask": s.values(1, 1, s.T, 9) > 0.0, "gate": s.values(2, s.T, 4, 1), "gate_activation": "softplus"},
         {"mask": torch.randint(512, (2, 2, s.T, 1), dtype=torch.int32).to(s.device)},
         {"indices": selected},
-        {"indices": selected, "q": s.values(2, 36, s.T, s.D), "sinks": None},
+        s.of("q[2, 36, T, D]", indices=selected, sinks=None),
         {"indices": selected, **_in_8_bits(s, s.T, 9)},
         {"indices": selected, **_in_8_bits(s, s.T, 9, 36), "sinks": None},
         over_many,
-        over_many | {"gate": s.values(2, 20, 4, s.V)},
-        {
-            "q": s.values(1, 32, 1, s.D),
-            "k": s.values(1, 2, 9, s.D),
-            "v": s.values(1, 2, 9, s.V),
-            "sinks": None,
-        },
+        over_many | s.of("gate[2, 20, 4, V]"),
+        s.of("q[1, 32, 1, D] k[1, 2, 9, D] v[1, 2, 9, V]", sinks=None),
         compressed,
         compressed | {"indices": selected},
-        compressed | {"q": s.values(2, 36, s.T, s.D), "sinks": None},
-        compressed | {"q": s.values(2, 36, s.T, s.D), "indices": selected, "sinks": None, "window": 2},
+        compressed | s.of("q[2, 36, T, D]", sinks=None),
+        compressed | s.of("q[2, 36, T, D]", indices=selected, sinks=None, window=2),
         _in_8_bits(s, s.T, 9),
         _in_8_bits(s, 20, 300),
         _in_8_bits(s, 20, 300) | {"gate": s.values(2, 20, 4, whole_groups(s.V))},
@@ -548,34 +531,24 @@ def _written(s: Sample) -> dict[str, Any]:
 
 def turned(s: Sample, tokens: int, heads: int = 4, keys: int = 12) -> dict[str, Any]:
     """Good arguments of rope_attention_."""
-    return {
-        **{"q": s.values(2, tokens, heads, s.D), "k": s.values(2, tokens, 2, s.D)},
-        **{"v": s.values(2, tokens, 2, s.V), "q_weight": s.values(s.D), "scale": s.D**-0.5},
-        **{"keys_": s.values(2, 2, keys, s.D), "values_": s.values(2, 2, keys, s.V)},
-        **{name: s.values(1, tokens, s.D) for name in ("cos", "sin")},
-    }
+    states = f"q[2, {tokens}, {heads}, D] k[2, {tokens}, 2, D] v[2, {tokens}, 2, V] q_weight[D]"
+    caches = f"keys_[2, 2, {keys}, D] values_[2, 2, {keys}, V]"
+    return s.of(f"{states} {caches} cos[1, {tokens}, D] sin[1, {tokens}, D]", scale=s.D**-0.5)
 
 
 CALLS: Calls = {
     "rope_attention_": lambda s: turned(s, s.T),
-    "attention": lambda s: {
-        **{"q": s.q.transpose(1, 2), "k": s.values(2, 2, s.T + 6, s.D), "v": s.values(2, 2, s.T + 6, s.V)},
-        **{"sinks": s.values(4), "scale": 0.25},
-    },
+    "attention": lambda s: s.of(
+        f"k[2, 2, {s.T + 6}, D] v[2, 2, {s.T + 6}, V] sinks[4]", q=s.q.transpose(1, 2), scale=0.25
+    ),
     "write_cache_quantized_": _written,
 }
 CHANGES: Changes = {
     "rope_attention_": lambda s: [
         turned(s, 1, heads=18),
         turned(s, 1)
-        | {
-            "pairs": "interleaved",
-            "k_weight": s.values(s.D),
-            "norm_v": True,
-            "v_weight": s.values(s.V),
-            "window": 3,
-        }
-        | {"sinks": s.values(4), "softcap": 20.0, "gate": s.values(2, 1, 4, 1)},
+        | s.of("k_weight[D] v_weight[V] sinks[4] gate[2, 1, 4, 1]", pairs="interleaved", norm_v=True)
+        | {"window": 3, "softcap": 20.0},
     ],
     "attention": _more_attention,
     "write_cache_quantized_": lambda s: [

@@ -114,31 +114,18 @@ def heads_quantized(
 
 CALLS: Calls = {
     "heads_quantized": lambda s: {
-        "x": s.values(2, s.T, 4, s.I),
-        **s.quantized("", s.I, s.H, (4,)),
-        "format": s.format.name,
-        "transposed": True,
-        "tail": s.values(2, s.T, 4, 6),
+        **s.of("x[2, T, 4, I]", **s.quantized("", s.I, s.H, (4,)), format=s.format.name),
+        **s.of("tail[2, T, 4, 6]", transposed=True),
     },
-    "heads_mm": lambda s: {
-        "x": s.values(2, s.T, 4, 16),
-        "weight": s.values(4, 16, 40),
-        "transposed": True,
-        "tail": s.values(2, s.T, 4, 6),
-    },
+    "heads_mm": lambda s: s.of("x[2, T, 4, 16] weight[4, 16, 40] tail[2, T, 4, 6]", transposed=True),
 }
 CHANGES: Changes = {
     "heads_quantized": lambda s: [
-        {
-            "x": s.values(1, s.T, 4, s.H, dtype=torch.float32),
-            "dtype": s.dtype,
-            "transposed": False,
-            "tail": None,
-        }
+        s.of("x[1, T, 4, H]:float32", dtype=s.dtype, transposed=False, tail=None),
     ],
     "heads_mm": lambda s: [
-        {"x": s.values(1, s.T, 4, 40, dtype=torch.float32), "transposed": False, "tail": None},
-        {"x": s.values(1, 1, 4, 40), "transposed": False, "tail": None},
-        {"x": s.values(1, 1, 4, 16), "tail": None},
+        s.of("x[1, T, 4, 40]:float32", transposed=False, tail=None),
+        s.of("x[1, 1, 4, 40]", transposed=False, tail=None),
+        s.of("x[1, 1, 4, 16]", tail=None),
     ],
 }

@@ -142,9 +142,8 @@ def hyper_connection(
 CALLS: Calls = {
     "hyper_update": lambda s: {"streams": s.values(s.T, 2, s.H)},
     "hyper_connection": lambda s: {
-        **{"streams": s.values(s.T, 4, s.H), "fn": s.values(24, 4 * s.H, dtype=torch.float32) / 16},
-        **{"base": s.values(24, dtype=torch.float32), "scale": s.values(3, dtype=torch.float32)},
-        **{"out": s.values(s.T, s.H), "post": s.values(s.T, 4, dtype=torch.float32)},
+        **s.of("streams[T, 4, H] base[24]:float32 scale[3]:float32 out[T, H] post[T, 4]:float32"),
+        "fn": s.values(24, 4 * s.H, dtype=torch.float32) / 16,
         "comb": s.values(s.T, 4, 4, dtype=torch.float32).softmax(-1),
     },
 }

@@ -139,13 +139,9 @@ def _packed(bits: Tensor) -> Tensor:
 
 
 CALLS: Calls = {
-    "index_topk": lambda s: {
-        "q": s.values(2, s.T, 4, 16),
-        "k": s.values(2, s.T + 9, 16),
-        "weights": s.values(2, s.T, 4, dtype=torch.float32),
-        "top_k": 5,
-        "scale": 0.25,
-    },
+    "index_topk": lambda s: s.of(
+        f"q[2, T, 4, 16] k[2, {s.T + 9}, 16] weights[2, T, 4]:float32", top_k=5, scale=0.25
+    ),
 }
 CHANGES: Changes = {
     "index_topk": lambda s: [

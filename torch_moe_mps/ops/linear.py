@@ -135,6 +135,20 @@ def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack
         check.shape("gate_up_bias", bias, (*experts, rows), f"[{stack}{rows_name}]")
 
 
+def mlp_outputs(
+    x: Tensor,
+    norm: InputNorm,
+    gate_up: QuantizedWeight,
+    down: QuantizedWeight,
+    activation: Activation,
+    gate_up_bias: Tensor | None = None,
+    down_bias: Tensor | None = None,
+) -> Tensor:
+    """What `mlp_quantized` makes of `x` without a residual, in float32."""
+    hidden = activation.apply(_product(norm.applied_to(x), gate_up, gate_up_bias)).to(x.dtype)
+    return _product(hidden, down, down_bias)
+
+
 def _check_mlp_quantized(check, x, **arguments):
     check_packed_mlp(check, x.shape[-1], arguments)
 
@@ -191,9 +205,8 @@ def mlp_quantized(
     gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
     down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
     act = Activation(activation, alpha, limit, gated, interleaved)
-    normed = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x)
-    hidden = act.apply(_product(normed, gate_up, gate_up_bias)).to(x.dtype)
-    out = _product(hidden, down, down_bias)
+    norm = InputNorm(norm_weight, norm_eps, norm_offset)
+    out = mlp_outputs(x, norm, gate_up, down, act, gate_up_bias, down_bias)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
@@ -237,23 +250,17 @@ def embedding_quantized(
 
 
 CALLS: Calls = {
-    "linear_quantized": lambda s: {
-        "x": s.values(s.T, s.H),
-        **s.quantized("", s.I, s.H, ()),
-        "bias": s.values(s.I),
-        "format": s.format.name,
-    },
+    "linear_quantized": lambda s: s.of(
+        "x[T, H] bias[I]", **s.quantized("", s.I, s.H, ()), format=s.format.name
+    ),
     "mlp_quantized": lambda s: {
-        "x": s.values(s.T, s.H),
+        **s.of("x[T, H]", format=s.format.name),
         **s.quantized("gate_up_", 2 * s.I, s.H, ()),
         **s.quantized("down_", s.H, s.I, ()),
-        "format": s.format.name,
     },
     "embedding_quantized": lambda s: {
-        "ids": s.ids,
+        **{"ids": s.ids, "format": s.format.name, "dtype": s.dtype},
         **s.quantized("", s.E, s.H, ()),
-        "format": s.format.name,
-        "dtype": s.dtype,
     },
 }
 CHANGES: Changes = {

@@ -301,21 +301,12 @@ def selective_scan_(
 
 
 CALLS: Calls = {
-    "causal_conv1d_update_": lambda s: {
-        **{"x": s.values(2, s.T, 6), "conv_state_": s.values(2, 6, 5), "weight": s.values(6, 4)},
-        "bias": s.values(6),
-    },
-    "linear_attention_": lambda s: {
-        **{"q": s.values(2, s.T, 2, s.D), "v": s.values(2, s.T, 4, s.V), "scale": 0.25, "l2norm_eps": 1e-6},
-        **{
-            "g": s.values(2, s.T, 4),
-            "beta": s.values(2, s.T, 4),
-            "A_log": s.values(4),
-            "dt_bias": s.values(4),
-        },
-        **{"decay": "softplus", "beta_activation": "sigmoid"},
-    },
-    "selective_scan_": lambda s: {"x": s.values(2, s.T, 6), "B": s.values(2, s.T, 5), "dt_bias": s.values(6)},
+    "causal_conv1d_update_": lambda s: s.of("x[2, T, 6] conv_state_[2, 6, 5] weight[6, 4] bias[6]"),
+    "linear_attention_": lambda s: s.of(
+        "q[2, T, 2, D] v[2, T, 4, V] g[2, T, 4] beta[2, T, 4] A_log[4] dt_bias[4]",
+        **{"scale": 0.25, "l2norm_eps": 1e-6, "decay": "softplus", "beta_activation": "sigmoid"},
+    ),
+    "selective_scan_": lambda s: s.of("x[2, T, 6] B[2, T, 5] dt_bias[6]"),
 }
 CHANGES: Changes = {
     "causal_conv1d_update_": lambda s: [
@@ -323,31 +314,19 @@ CHANGES: Changes = {
         {"conv_state_": s.values(2, 5, 6).transpose(1, 2), "add_input": True},
     ],
     "selective_scan_": lambda s: [
-        {"gate": s.values(2, s.T, 6), "skip": s.values(6), "dt_bias": None},
-        {
-            "x": s.values(2, s.T, 70),
-            "step": s.values(2, 70, s.T).mT,
-            "dt_bias": None,
-        }
-        | {"B": s.values(2, s.T, 16)}
+        s.of("gate[2, T, 6] skip[6]", dt_bias=None),
+        s.of("x[2, T, 70] B[2, T, 16]", step=s.values(2, 70, s.T).mT, dt_bias=None)
         | {"state_": s.values(2, 16, 70, dtype=torch.float32).mT},
     ],
     "linear_attention_": lambda s: [
         {"A_log": None, "dt_bias": None, "g": -s.values(2, s.T, 4).abs(), "beta_activation": "none"}
         | {"decay": "log", "state_": s.values(4, 2, s.D, s.V, dtype=torch.float32).transpose(0, 1)},
-        {"gate": s.values(2, s.T, 4, s.V), "norm_weight": s.values(s.V), "norm_offset": 1.0},
-        {"g": s.values(2, s.T, 4, s.D), "dt_bias": s.values(4, s.D), "decay": "sigmoid", "lower_bound": -5.0}
-        | {"gate": s.values(2, s.T, 4, s.V), "norm_weight": s.values(s.V), "gate_activation": "sigmoid"},
-        {"g": None, "delta": False, "decay": "times_beta", "beta_activation": "softplus"}
-        | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1, "skip": s.values(4)},
-        {
-            "g": -s.values(4).abs(),
-            "delta": False,
-            "decay": "log",
-            "A_log": None,
-            "dt_bias": None,
-            "beta": None,
-            "beta_activation": "none",
-        },
+        s.of("gate[2, T, 4, V] norm_weight[V]", norm_offset=1.0),
+        s.of("g[2, T, 4, D] dt_bias[4, D] gate[2, T, 4, V] norm_weight[V]", decay="sigmoid")
+        | {"lower_bound": -5.0, "gate_activation": "sigmoid"},
+        s.of("skip[4]", g=None, delta=False, decay="times_beta", beta_activation="softplus")
+        | {"l2norm_eps": None, "scale": 1.0, "beta_min": 0.1},
+        {"g": -s.values(4).abs(), "delta": False, "decay": "log", "beta_activation": "none"}
+        | dict.fromkeys(("A_log", "dt_bias", "beta")),
     ],
 }

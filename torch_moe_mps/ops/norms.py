@@ -261,7 +261,7 @@ def _norm(s: Sample) -> dict[str, Any]:
 
 def _wide(s: Sample) -> dict[str, Any]:
     """Rows that several simdgroups take."""
-    return {"input": s.values(2, 4100), "weight": s.values(4100)}
+    return s.of("input[2, 4100] weight[4100]")
 
 
 CALLS: Calls = {

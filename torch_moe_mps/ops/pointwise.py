@@ -131,11 +131,8 @@ def pointwise(
 
 CALLS: Calls = {
     "pointwise": lambda s: {
-        **{
-            "a": s.values(2, s.T, 1, s.H),
-            "formula": "silu a f32; mul %0 b f32; sub c %1 bf16; div %2 1.5 f32",
-        },
-        **{"dtype": s.dtype, "b": s.values(s.T, 4, s.H), "c": s.integers(9, 4, s.H, dtype=torch.int64)},
+        **s.of("a[2, T, 1, H] b[T, 4, H]", formula="silu a f32; mul %0 b f32; sub c %1 bf16; div %2 1.5 f32"),
+        **{"dtype": s.dtype, "c": s.integers(9, 4, s.H, dtype=torch.int64)},
     },
 }
 CHANGES: Changes = {}

@@ -111,10 +111,10 @@ def _turned(entries: Tensor, first: int, rate: int, inv_freq: Tensor, scaling: f
 
 
 CALLS: Calls = {
-    "pool_window_": lambda s: {
-        **{"kv": s.values(2, s.T, 16), "position_bias": s.values(2, 16), "state_": s.values(2, 4, 2, 16)},
-        **{"entries_": s.values(2, s.T // 2 + 4, 8), "position": 3},
-        "inv_freq": s.values(2, dtype=torch.float32),
-    },
+    "pool_window_": lambda s: s.of(
+        f"kv[2, T, 16] position_bias[2, 16] state_[2, 4, 2, 16] entries_[2, {s.T // 2 + 4}, 8] "
+        "inv_freq[2]:float32",
+        position=3,
+    ),
 }
 CHANGES: Changes = {}

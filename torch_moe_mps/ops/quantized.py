@@ -7,7 +7,7 @@ from torch import Tensor
 from ._activations import Activation
 from ._checks import picked
 from ._decoded import decoded
-from ._formats import Format, QuantizedWeight
+from ._formats import TENSORS, Format, QuantizedWeight
 from ._registry import operator
 from ._sample import Calls, Changes
 from .combine import ExpertSum
@@ -20,7 +20,7 @@ from .experts import (
     grouped_product,
     project_slots,
 )
-from .linear import check_packed_mlp, packed_mlp
+from .linear import check_packed_mlp, mlp_outputs, packed_mlp
 from .norms import InputNorm
 from .routing import GROUP_SCORES, SCORINGS, Router
 
@@ -79,18 +79,43 @@ def expert_qmm(
     return project_slots(x, ids, packed.shape, _quantized_product(weight), bias)
 
 
+MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part in TENSORS)
+
+
+def _check_shared_expert(check, arguments):
+    """The matrices of the shared expert, which are like those of one of the others."""
+    others = {name: arguments[name] for name in ("shared_out", "gate_up_bias", "down_bias")}
+    for name, other in others.items():
+        if other is not None:
+            check.fail(name, "None beside shared_gate_up_packed", f"a tensor of shape {tuple(other.shape)}")
+    if arguments["logits"] is None:
+        check.fail("shared_gate_up_packed", "None without logits", "a tensor")
+    for name in MATRICES:
+        shared, own = arguments[f"shared_{name}"], arguments[name]
+        if (shared is None) != (own is None):
+            expected = "None" if own is None else "a tensor"
+            check.fail(f"shared_{name}", f"{expected} as {name} is", None if shared is None else "a tensor")
+        if shared is not None:
+            check.dtype(f"shared_{name}", shared, (own.dtype,))
+            check.shape(f"shared_{name}", shared, tuple(own.shape[1:]), f"as one of {name}")
+
+
 def _check_moe_experts_quantized(check, x, **arguments):
     for name, other in (("ids", arguments["ids"]), ("weights", arguments["weights"])):
         if (other is None) == (arguments["logits"] is None):
             expected = "a tensor without logits" if other is None else "None with logits"
             check.fail(name, expected, None if other is None else f"a tensor of shape {tuple(other.shape)}")
-    picked(ExpertSum, arguments).check(check)
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
+    if any(arguments[f"shared_{name}"] is not None for name in MATRICES):
+        _check_shared_expert(check, arguments)
+        arguments["shared_out"] = x  # it has this shape
+    picked(ExpertSum, arguments).check(check)
     picked(Router, arguments).check(check)
 
 
 @operator(
-    f"{AROUND} {packed_mlp('E, ')} logits[T, E] router_bias[E] per_expert_scale[E] -> x",
+    f"{AROUND} {packed_mlp('E, ')} logits[T, E] router_bias[E] per_expert_scale[E] "
+    "shared_gate_up_packed[_, _]:gate_up_packed shared_down_packed[_, _]:down_packed -> x",
     _check_moe_experts_quantized,
     allowed={
         **{"scoring": SCORINGS, "group_score": GROUP_SCORES},
@@ -138,6 +163,12 @@ def moe_experts_quantized(
     router_norm_min: float = 0.0,
     scaling_factor: float = 1.0,
     per_expert_scale: Tensor | None = None,
+    shared_gate_up_packed: Tensor | None = None,
+    shared_gate_up_scales: Tensor | None = None,
+    shared_gate_up_biases: Tensor | None = None,
+    shared_down_packed: Tensor | None = None,
+    shared_down_scales: Tensor | None = None,
+    shared_down_biases: Tensor | None = None,
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
 
@@ -161,6 +192,10 @@ def moe_experts_quantized(
         top_k, scoring, num_groups, top_groups, group_score, masked_score, bias_on_logits, norm_topk_prob,
             scaling_factor, per_expert_scale: as for moe_router; by default without logits.
         router_bias, router_norm_eps, router_norm_min: bias, norm_eps and norm_min of moe_router.
+        shared_gate_up_packed and the five tensors behind it: of an expert that each token has beside those
+            that it chooses, like one of the others, [2I, H * bits / 32] and so on; shared_out is what it
+            makes of norm(x). Only with logits, beside no shared_out and no bias of the layer. On Metal it is
+            part of both products where the first one chooses.
 
     Returns: [T, H] in the dtype of `x`.
 
@@ -176,36 +211,38 @@ def moe_experts_quantized(
         sums = norm_topk_prob, router_norm_eps, router_norm_min, scaling_factor, per_expert_scale
         weights, ids = Router(logits, top_k, *options, *sums).chosen()
     assert ids is not None and weights is not None
+    if shared_gate_up_packed is not None:
+        assert shared_gate_up_scales is not None and shared_down_packed is not None
+        assert shared_down_scales is not None
+        first = QuantizedWeight(
+            shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_biases, gate_up.format
+        )
+        second = QuantizedWeight(shared_down_packed, shared_down_scales, shared_down_biases, down.format)
+        shared_out = mlp_outputs(x, norm, first, second, act)
     around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
     return combine_experts(x, norm, ids, gate_up_packed.shape[0], mlp, around)
 
 
 CALLS: Calls = {
-    "expert_qmm": lambda s: {
-        "x": s.values(s.T, s.H),
-        **s.quantized("", s.I, s.H),
-        "ids": s.ids,
-        "format": s.format.name,
-    },
+    "expert_qmm": lambda s: s.of("x[T, H]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name),
     "moe_experts_quantized": lambda s: {
-        "x": s.values(s.T, s.H),
+        **s.of("x[T, H]", ids=s.ids, format=s.format.name),
         **s.quantized("gate_up_", 2 * s.I, s.H),
         **s.quantized("down_", s.H, s.I),
-        "ids": s.ids,
         "weights": s.weights,
-        "format": s.format.name,
     },
 }
 CHANGES: Changes = {
     "moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},
+        {**s.routed, **s.norm, **s.of("router_bias[E] per_expert_scale[E]", scoring="sigmoid")},
         {
             **s.routed,
             **s.norm,
-            "scoring": "sigmoid",
-            "router_bias": s.values(s.E),
-            "per_expert_scale": s.values(s.E),
+            **s.quantized("shared_gate_up_", 2 * s.I, s.H, ()),
+            **s.quantized("shared_down_", s.H, s.I, ()),
+            "shared_gate": s.values(1, 1),
         },
     ],
 }

@@ -294,26 +294,17 @@ def rope_tables(
 
 
 def _of_indexer(s: Sample) -> dict[str, Any]:
-    norm = {"q_weight": None, "k_weight": s.values(s.D), "k_bias": s.values(s.D)}
+    norm = s.of("k_weight[D] k_bias[D]", q_weight=None)
     keys = {"k": s.values(2, s.T, 1, 2 * s.D)[..., s.D :], "keys_": s.values(2, 1, s.T + 2, s.D)}
     return {**keys, **norm, "v": None, "values_": None}
 
 
 CALLS: Calls = {
-    "rope": lambda s: {
-        **{"q": s.q, "k": s.k, "cos": s.values(1, s.T, s.D), "sin": s.values(1, s.T, s.D)},
-        **{"q_weight": s.values(s.D), "k_weight": s.values(s.D)},
-    },
-    "rope_cache_": lambda s: {
-        **{
-            "q": s.q,
-            "k": s.k,
-            "v": s.values(2, s.T, 2, s.V),
-            "cos": s.values(1, s.T, s.D),
-            "sin": s.values(1, s.T, s.D),
-        },
-        **{"keys_": s.values(2, 2, s.T, s.D), "values_": s.values(2, 2, s.T, s.V), "q_weight": s.values(s.D)},
-    },
+    "rope": lambda s: s.of("cos[1, T, D] sin[1, T, D] q_weight[D] k_weight[D]", q=s.q, k=s.k),
+    "rope_cache_": lambda s: s.of(
+        "v[2, T, 2, V] cos[1, T, D] sin[1, T, D] keys_[2, 2, T, D] values_[2, 2, T, V] q_weight[D]",
+        **{"q": s.q, "k": s.k},
+    ),
     "rope_tables": lambda s: {
         "position_ids": s.integers(1000, 2, s.T, dtype=torch.int64),
         "inv_freq": s.values(8, dtype=torch.float32).abs(),
@@ -322,19 +313,19 @@ CALLS: Calls = {
 }
 CHANGES: Changes = {
     "rope": lambda s: [
-        {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8, "cos": s.values(2, s.T, 4)}
-        | {"sin": s.values(2, s.T, 4), "rotary_last": True},
+        {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8}
+        | s.of("cos[2, T, 4] sin[2, T, 4]", rotary_last=True),
     ],
     "rope_cache_": lambda s: [
         {
-            "keys_": s.values(2, 2, 9, s.D)[:, :, 2 : 3 + s.T],
-            "values_": s.values(2, 2, 9, s.V)[:, :, 2 : 3 + s.T],
+            name: cache[:, :, 2 : 3 + s.T]
+            for name, cache in s.of("keys_[2, 2, 9, D] values_[2, 2, 9, V]").items()
         }
-        | {"norm_v": True, "v_weight": s.values(s.V)},
-        {"cos": None, "sin": None, "k_weight": s.values(s.D)},
+        | s.of("v_weight[V]", norm_v=True),
+        s.of("k_weight[D]", cos=None, sin=None),
         _of_indexer(s),
         _of_indexer(s) | {"q": None, "cos": None, "sin": None},
-        {"v": None, "values_": None, "k_weight": s.values(s.D), "weight_offset": 1.0},
+        s.of("k_weight[D]", v=None, values_=None, weight_offset=1.0),
     ],
     "rope_tables": lambda s: [
         {"layout": "pairs"},

@@ -299,7 +299,9 @@ def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> t
     return _scaled_softmax_of_selected(logits, per_expert_scale, top_k)
 
 
-def _meta_router_logits(check, x, weight, dtype, **_):
+def _meta_router_logits(check, x, weight, dtype, factor, **_):
+    if not abs(factor) <= FLOAT32_MAX:
+        check.fail("factor", "a finite number", factor)
     return x.new_empty((x.shape[0], weight.shape[0]), dtype=dtype or torch.float32)
 
 
@@ -312,8 +314,9 @@ def router_logits(
     norm_eps: float = 1e-6,
     norm_offset: float = 0.0,
     dtype: torch.dtype | None = None,
+    factor: float = 1.0,
 ) -> Tensor:
-    """norm(x) @ weight^T + bias, in float32 whatever the dtypes: a router's matmul without float32 copies.
+    """factor * norm(x) @ weight^T + bias, in float32: a router's matmul without float32 copies.
 
     On mps, our kernel runs up to 32 tokens. For more, PyTorch's matmul of float32 copies is faster.
 
@@ -325,6 +328,7 @@ def router_logits(
             not rounded for up to 32 tokens on mps; without it x.
         norm_eps, norm_offset: of the norm, `eps` and `weight_offset` of rms_norm.
         dtype: of the result: float32 (also None), float16 or bfloat16.
+        factor: of the product.
 
     Returns: [T, E] in `dtype`.
 
@@ -332,7 +336,7 @@ def router_logits(
     """
     rows = InputNorm(norm_weight, norm_eps, norm_offset).applied_to(x).float()
     shift = None if bias is None else bias.float()
-    return torch.nn.functional.linear(rows, weight.float(), shift).to(dtype or torch.float32)
+    return torch.nn.functional.linear(rows * factor, weight.float(), shift).to(dtype or torch.float32)
 
 
 def _meta_gate(check, hidden, top_k, **_):
@@ -545,15 +549,12 @@ CHANGES: Changes = {
         {"x": s.strided, "scoring": "sigmoid"},
         {**s.norm, "norm_topk_prob": False},
     ],
-    "router_logits": lambda s: [{"x": s.strided, "bias": None}, {**s.norm, "dtype": torch.bfloat16}],
+    "router_logits": lambda s: [
+        {"x": s.strided, "bias": None},
+        {**s.norm, "dtype": torch.bfloat16, "factor": 0.5},
+    ],
     "moe_router": lambda s: [
-        {
-            "scoring": "sigmoid",
-            "bias": s.values(s.E),
-            "num_groups": 4,
-            "top_groups": 2,
-            "per_expert_scale": s.values(s.E, dtype=torch.float32),
-        },
+        s.of("bias[E] per_expert_scale[E]:float32", scoring="sigmoid", num_groups=4, top_groups=2),
         {"scoring": "softmax_after_topk", "logits": s.values(s.E, s.T).t(), "norm_topk_prob": False},
         *({"logits": s.values(s.T, experts)} for experts in (100, 200, 300, 600)),
     ],

@@ -7,11 +7,24 @@
     shares    how many layers each process has
     peers     the processes: messages, time limits, and what is said when one of them fails
     running   calls of the model: equal inputs in all processes, results and tokens for all
+    torchrun  what commands ask of the processes that torchrun starts
 
 Every process calls the model with the same inputs, and runs its whole `forward`. Layers of another process
 pass hidden states on; the last of them in front of a process's own layers gives what its neighbour sent.
 """
 
-from .loading import from_pretrained
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .loading import from_pretrained
 
 __all__ = ["from_pretrained"]
+
+
+def __getattr__(name: str) -> Any:
+    """Imported when first used: it needs torch and transformers."""
+    if name != "from_pretrained":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from .loading import from_pretrained
+
+    return from_pretrained

@@ -1,10 +1,13 @@
 """How many layers each process has."""
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+from torch import nn
+
 from ..macs import this_mac
+from .loop import find_loop
 
 
 class Machine(NamedTuple):
@@ -42,6 +45,36 @@ def shares_of(layers: Sequence[int], ends: Sequence[int], machines: Sequence[Mac
     rooms = [float("inf") if None in memories else float(m or 0) for m in memories]
     best = _least(layers, ends, [1 / s for s in known], rooms)
     return best or _least(layers, ends, [1 / (r or 1) for r in rooms], [float("inf")] * len(rooms))
+
+
+def shares_that_fit(
+    model: Any, size_of: Callable[[nn.Module], int], weights: int, limits: Sequence[int]
+) -> tuple[list[int], list[int], int]:
+    """How Macs of unequal memory share a model, which may be on the meta device.
+
+    Args:
+        size_of: gives the bytes of a module.
+        weights: bytes of the whole model.
+        limits: bytes that each Mac may use.
+
+    Returns: the layers of each, the bytes of weights of each, and the room for caches of all layers where
+        those of one Mac fill it first.
+
+    Raises: ValueError for a model whose layers cannot be spread over so many.
+    """
+    layers, head = model.get_submodule(find_loop(model).layers), model.get_output_embeddings()
+    if len(layers) < len(limits):
+        raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(limits)}")
+    of_layers, of_head = [size_of(layer) for layer in layers], size_of(head)
+    # The first has all but layers and head; a head that is tied to the embedding is on both.
+    is_tied = getattr(model.config.get_text_config(), "tie_word_embeddings", False)
+    first = weights - sum(of_layers) - (0 if is_tied else of_head)
+    shares = shares_of(of_layers, [first, of_head], [Machine(limit, None) for limit in limits])
+    ends = [sum(shares[: i + 1]) for i in range(len(shares))]
+    parts = [sum(of_layers[end - share : end]) for end, share in zip(ends, shares, strict=True)]
+    parts[0], parts[-1] = parts[0] + first, parts[-1] + of_head
+    rooms = [limit - part for limit, part in zip(limits, parts, strict=True)]
+    return shares, parts, min(room * len(layers) // share for room, share in zip(rooms, shares, strict=True))
 
 
 def _least(

@@ -15,16 +15,17 @@
 
 (Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 is that of weights near
 1: its scales have no bits below 2^-9, and groups whose largest magnitude is below 0.006 become zero.)
-All are written bit for bit as mlx.core.quantize does on a CPU, unless importance is given (search.py).
+All are written bit for bit as mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from .._extension import host_library
 from ..ops._checks import ACTIVATION_DTYPES, PACKED_DTYPES, Check
+from ..ops._encoding import encode
 from ..ops._formats import (
     BITS,
     Format,
@@ -34,13 +35,9 @@ from ..ops._formats import (
     pack,
     unpack,
 )
-from .encoding import encode
-from .search import search
+from ..ops.quantize import CHUNK, pieces, quantize_by_importance
 
-# Values quantised at a time: the float32 temporaries stay in the cache of a core. A search is 472 launches,
-# so that on a GPU it takes 16 times as many: 16 MiB for each of about eight temporaries.
-CHUNK = 1 << 18
-CHUNKS_ON_GPU = 16
+SEARCHED = 1 << 22  # weights that are quantised by importance at a time: a GPU is full of them
 
 
 def requested_format(bits: int | None, group_size: int | None, mode: str | None) -> Format | None:
@@ -66,8 +63,11 @@ class ErrorSums:
 
     def add(self, groups: Tensor, values: Tensor) -> None:
         """float32 of one shape; `values` are overwritten."""
-        self.difference += float(values.sub_(groups).abs_().sum())
-        self.magnitude += float(groups.abs().sum())
+        self.add_sums(float(values.sub_(groups).abs_().sum()), float(groups.abs().sum()))
+
+    def add_sums(self, difference: float, magnitude: float) -> None:
+        self.difference += difference
+        self.magnitude += magnitude
 
     @property
     def relative(self) -> float:
@@ -86,7 +86,7 @@ def _check_weight(weight: Tensor, format: Format) -> None:
 
 def check_finite(check: Check, argument: str, stack: Tensor) -> None:
     """Checks sums of magnitudes, which no range of values exceeds; takes 6 % of the time of quantising."""
-    for index in _chunks(stack):
+    for index in pieces(stack, CHUNK):
         if not torch.isfinite(stack[index].abs().sum(dtype=torch.float32)):
             check.fail(argument, "finite", "NaN, inf or a range over that of float32")
 
@@ -94,16 +94,6 @@ def check_finite(check: Check, argument: str, stack: Tensor) -> None:
 def check_importance(check: Check, argument: str, importance: Tensor) -> None:
     if not bool((torch.isfinite(importance) & (importance >= 0)).all()):
         check.fail(argument, "finite and not negative", "NaN, inf or a negative number")
-
-
-def _chunks(weight: Tensor, chunks: int = 1) -> Iterator[tuple[slice, slice]]:
-    """Indices (matrices, rows) of pieces of so many CHUNKs; a piece is a view, whatever the strides."""
-    matrices, rows, columns = weight.shape
-    some_rows = max(1, min(rows, chunks * CHUNK // max(1, columns)))
-    some_matrices = max(1, chunks * CHUNK // max(1, rows * columns))
-    for matrix in range(0, matrices, some_matrices):
-        for first in range(0, rows, some_rows):
-            yield slice(matrix, matrix + some_matrices), slice(first, first + some_rows)
 
 
 @torch.no_grad()
@@ -125,7 +115,7 @@ def quantize(
             than by MLX's rule, which chooses without it.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
-        of `weight`. Memory other than the result stays under about 10 MiB, and 130 MiB on a GPU.
+        of `weight`. Memory other than the result stays under about 10 MiB, and 25 MiB on a GPU.
 
     Raises: ValueError for a shape, dtype or format that does not fit, for weights that are not finite, and
         for importance that is negative or not finite.
@@ -148,14 +138,15 @@ def quantize(
     return out
 
 
-def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:
-    """Where weights are encoded: searching takes a GPU, also for what is read on the CPU.
+def _device_for(stack: Tensor, importance: Tensor | None) -> torch.device:
+    """Where weights are encoded: importance takes a GPU that has the operator, also for what is on the CPU.
 
     MLX's rule has MLX's bits on a CPU alone, because GPUs divide differently; mps has no float8.
     """
-    if importance is not None and format.has_biases and torch.backends.mps.is_available():
-        return torch.device("mps") if stack.device.type == "cpu" else stack.device
-    return torch.device("cpu") if stack.device.type == "mps" else stack.device
+    cpu, mps = torch.device("cpu"), torch.device("mps")
+    if stack.device.type not in ("cpu", "mps"):
+        return stack.device
+    return mps if importance is not None and torch.backends.mps.is_available() and host_library() else cpu
 
 
 @torch.no_grad()
@@ -165,25 +156,26 @@ def quantize_stack(
     """quantize for a checked [E, R, C] and [E, C]; adds its errors to `errors`."""
     out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
     words = out.packed.view(torch.int32)
-    device = _device_for(stack, format, importance)
+    device = _device_for(stack, importance)
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
-        importance = importance.to(device).unsqueeze(-2)
-        importance = importance.unflatten(-1, (-1, format.group_size))
-    for index in _chunks(stack, 1 if device.type == "cpu" else CHUNKS_ON_GPU):
-        groups = stack[index].to(device).float().unflatten(-1, (-1, format.group_size))
+        importance = importance.to(device)
+    for index in pieces(stack, CHUNK if importance is None else SEARCHED):
+        piece = stack[index].to(device)
         if importance is None:
+            groups = piece.float().unflatten(-1, (-1, format.group_size))
             codes, scales, biases = encode(groups, stack.dtype, format)
+            packed, scales = pack(codes.flatten(-2), format.bits), scales.to(out.scales.dtype)
+            biases = None if biases is None else biases.to(stack.dtype)
+            if errors is not None:
+                errors.add(groups, decode(codes, scales, biases, format))
         else:
-            codes, scales, biases = search(groups, importance[index[0]], stack.dtype, format)
-        scales = scales.to(out.scales.dtype)
-        words[index] = pack(codes.flatten(-2).cpu(), format.bits)
-        out.scales[index] = scales
+            packed, scales, biases, sums = quantize_by_importance(piece, importance[index[0]], format.name)
+            if errors is not None:
+                errors.add_sums(*sums.sum((0, 1, 2)).tolist())
+        words[index], out.scales[index] = packed, scales
         if out.biases is not None and biases is not None:
-            biases = biases.to(stack.dtype)
             out.biases[index] = biases
-        if errors is not None:
-            errors.add(groups, decode(codes, scales, biases, format))
     return out
 
 

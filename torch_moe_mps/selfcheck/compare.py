@@ -11,7 +11,7 @@ from torch import Tensor
 from .._faults import raise_fault
 from ..ops._checks import first_line
 from ..ops._decoded import nothing_kept
-from ..ops._samples import OF_HEADS, packet
+from ..ops._samples import JUDGED, OF_HEADS, packet
 from . import differences
 from .calls import Call, planned_for
 from .differences import errors
@@ -100,7 +100,10 @@ def _compare(call: Call, end: float) -> Finding | None:
             raise
         return None  # the operator takes no heads of this width, from a model neither
     expected = [*_results(call, "cpu", end).values()]
-    largest = max(map(difference, actual, expected), default=0.0)
+    judged = JUDGED.get(name, lambda _, results: results)
+    largest = max(
+        map(difference, *(judged(call.arguments, results) for results in (actual, expected))), default=0.0
+    )
     if not largest <= TOLERANCE[call.dtype]:
         return Finding(name, "differs", error=largest, details=diagnose(call, actual, expected))
     if not all(map(_same_bits, actual, again)):

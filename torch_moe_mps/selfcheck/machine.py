@@ -7,8 +7,9 @@ import os
 import platform
 import sys
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -16,6 +17,7 @@ from .._extension import PACKAGE, SHADERS, host_library
 from ..macs import said
 
 COMMAND = "torch-moe-mps check"
+_KEY = ("torch_moe_mps", "code", "torch", "macos", "gpu")  # what a pass holds for
 SWITCH = "MOE_MPS_CHECK"  # in the environment: "0" leaves out the check of accelerate()
 _said = functools.cache(said)
 
@@ -73,7 +75,7 @@ def cache_folder() -> Path:
 def cache_file() -> Path:
     """The file that remembers what passed on this machine."""
     about = machine()
-    key = "\0".join(about[part] for part in ("torch_moe_mps", "code", "torch", "macos", "gpu"))
+    key = "\0".join(about[part] for part in _KEY)
     return cache_folder() / f"selfcheck-{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
 
 
@@ -88,20 +90,42 @@ def late_before() -> set[str]:
 
 
 def _remembered(what: str) -> set[str]:
+    labels = _kept().get(what)
+    return (
+        set(labels) if isinstance(labels, list) and all(isinstance(label, str) for label in labels) else set()
+    )
+
+
+def tuned_before() -> Any:
+    """What selfcheck/tuner.py has remembered, as JSON has it."""
+    return _kept().get("tuned", {})
+
+
+def _kept() -> dict[str, Any]:
+    """What the file has; nothing if it is missing, damaged, or of another machine."""
     try:
-        labels = json.loads(cache_file().read_text())[what]
-        return set(labels) if all(isinstance(label, str) for label in labels) else set()
+        kept, about = json.loads(cache_file().read_text()), machine()
+        return kept if all(kept["machine"][part] == about[part] for part in _KEY) else {}
     except (OSError, RuntimeError, ValueError, KeyError, TypeError):
-        return set()
+        return {}
 
 
 def remember(passed: Collection[str], late: Collection[str] = ()) -> None:
     """If the file cannot be written, the next process checks again."""
+    _keep(passed=sorted(passed), late=sorted(late))
+
+
+def remember_tuned(tuned: Mapping[str, Any]) -> None:
+    """The same of what was timed."""
+    _keep(tuned=tuned)
+
+
+def _keep(**parts: Any) -> None:
+    known = {**_kept(), "machine": machine(), **parts}
     try:
         path = cache_file()
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-            known = {"machine": machine(), "passed": sorted(passed), "late": sorted(late)}
             json.dump(known, file, indent=1)
         os.replace(file.name, path)
     except (OSError, RuntimeError):  # RuntimeError: no home directory

@@ -6,13 +6,14 @@ import math
 import threading
 import time
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch._subclasses import FakeTensor
 
 from ..ops import _registry
+from . import tuner
 from .calls import Call, Subject, calls, calls_at_size, has_calls_at_size, subjects_of
 from .compare import Finding, OutOfTime, compare, in_words
 from .journal import noted
@@ -145,13 +146,20 @@ def _unwatched() -> Iterator[None]:
 
 def _before_first_call(name: str, arguments: Mapping[str, Any]) -> None:
     """The host calls it, through the operator's meta function, for each signature that it has not seen."""
-    global _seconds_left
     if getattr(_comparing, "now", False) or not _is_on_gpu(arguments):
         return
     with _lock:
-        wanted = [subject for subject in subjects_of(name, arguments) if subject not in _SETTLED]
-        if not wanted:
-            return
+        _compare_first(name, [subject for subject in subjects_of(name, arguments) if subject not in _SETTLED])
+        _comparing.now = True
+        try:
+            tuner.tune(name, arguments)
+        finally:
+            _comparing.now = False
+
+
+def _compare_first(name: str, wanted: Collection[Subject]) -> None:
+    global _seconds_left
+    if wanted:
         started = time.monotonic()
         found, late = first_failures(checks_of(wanted), _seconds_left)
         _seconds_left -= time.monotonic() - started

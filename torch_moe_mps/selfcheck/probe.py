@@ -146,7 +146,7 @@ def dispatches(sizes: Sizes) -> dict[str, Any]:
     count = sizes.dispatches
     found: dict[str, Any] = {"encoded": {}, "run": {}}
     _run("probe_empty", [counter], 1, 32)
-    with _no_commits():
+    with no_commits():
         for buffers in sizes.buffers:
             encoded, run = [], []
             for _ in range(sizes.repeats):
@@ -252,7 +252,7 @@ def _best(call: Callable[[], object], repeats: int) -> float:
 
 
 @contextmanager
-def _no_commits() -> Iterator[None]:
+def no_commits() -> Iterator[None]:
     """Commits come from the probe alone."""
     torch.ops.moe_mps._commit_every(0)
     try:

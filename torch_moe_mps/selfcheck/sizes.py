@@ -42,20 +42,8 @@ def _scalars(s: Sample) -> list[dict[str, Any]]:
     return [{**change, "scalar": s.values(n, dtype=next(dtypes))} for change, n in counts]
 
 
-def _slots(s: Sample, width: int, slots: int = 2) -> dict[str, Any]:
-    return {"slots": s.values(1, slots, width)}
-
-
 def _weighted_sums(s: Sample) -> list[dict[str, Any]]:
-    return [_slots(s, 63, 40), _slots(s, 17_000)]
-
-
-def _normed_sums(s: Sample) -> list[dict[str, Any]]:
-    return [_slots(s, width) for width in (*BEYOND_SUM, 63)]
-
-
-def _reduced(s: Sample) -> list[dict[str, Any]]:
-    return [{"shared_out": s.values(s.T, s.H), "shared_gate": None}, {"expert_out": s.values(1, 40, 63)}]
+    return [s.of("slots[1, 40, 63]"), s.of("slots[1, 2, 17000]")]
 
 
 # --- attention
@@ -82,17 +70,17 @@ def _masks(s: Sample) -> list[dict[str, Any]]:
 def _attention(s: Sample) -> list[dict[str, Any]]:
     steep = 30 * s.D**-0.5  # scores of 30
     blocks = torch.tensor([[[[4, 1, -1]] * s.T]] * 2, dtype=torch.int32)
-    many = {"k": s.values(2, 2, 300, s.D), "v": s.values(2, 2, 300, s.V)}
+    many = s.of("k[2, 2, 300, D] v[2, 2, 300, V]")
     odd = {"k": s.values(2, 2, 9, s.D + 1)[..., 1:], "v": s.values(2, 2, 9, s.V + 1)[..., 1:]}
     bits = torch.randint(-(2**31), 2**31, (2, 2, s.T, 10), generator=torch.Generator().manual_seed(0)).int()
     changes = [
         {"softcap": 20.0, "scale": steep, "sinks": None, "dtype": torch.float32},
         {"scale": steep, "sinks": torch.tensor([60.0, -60.0, 80.0, 30.0]).to(s.dtype)},
         {"indices": blocks, "index_block": 2},
-        many | {"window": 250, "q": s.values(2, 4, 20, s.D)},
+        many | s.of("q[2, 4, 20, D]", window=250),
         many | {"mask": bits},
         odd,
-        {"q": s.values(2, 4, s.T, 7), "k": s.values(2, 2, 9, 7), "v": s.values(2, 2, 9, 5)},
+        s.of("q[2, 4, T, 7] k[2, 2, 9, 7] v[2, 2, 9, 5]"),
         *_masks(s),
     ]
     if max(s.D, s.V) <= WIDEST_FAR:
@@ -140,7 +128,7 @@ def _index_topk(s: Sample) -> list[dict[str, Any]]:
     k[0, 11], k[1, 290] = torch.nan, torch.nan
     ranged = torch.tensor([[0, 9], [202, 300]], dtype=torch.int32)
     empty = torch.tensor([[5, 5], [9, 2]], dtype=torch.int32)
-    heads: dict[str, Any] = {"q": q, "k": k, "weights": s.values(2, s.T, 5)}
+    heads = s.of("weights[2, T, 5]", q=q, k=k)
     of_keys = {"q": q, "k": k, "weights": None, "reduce": "keys", "block": 3, "tail": 1, "top_k": 6}
     pooled = {"block": 3, "weights": None}
     few = {"key_range": torch.tensor([[0, 3], [6, 9]], dtype=torch.int32), "as_bits": True}
@@ -153,9 +141,7 @@ def _index_topk(s: Sample) -> list[dict[str, Any]]:
         *(of_keys | {"key_range": r, "as_bits": b} for r in (ranged, empty, None) for b in (False, True)),
         *(
             pooled | {"keys": 3 * s.T + n, "tail": tail, "as_bits": b}
-            for n in (12, 14)
-            for tail in (0, 1)
-            for b in (False, True)
+            for n, tail, b in itertools.product((12, 14), (0, 1), (False, True))
         ),
         few,
         {"top_k": 40},
@@ -166,45 +152,31 @@ def _index_topk(s: Sample) -> list[dict[str, Any]]:
 # --- sequences
 
 
-def _many_tokens(s: Sample, tokens: int = 150) -> list[dict[str, Any]]:
+def _many_tokens(s: Sample) -> list[dict[str, Any]]:
     """Of one sequence and few heads."""
     channels = {"g": -s.values(2, s.T, 4, s.D).abs(), "A_log": None, "dt_bias": None, "decay": "log"}
-    return [{"q": s.values(1, tokens, 1, s.D), "v": s.values(1, tokens, 2, s.V)}, channels]
+    return [s.of("q[1, 150, 1, D] v[1, 150, 2, V]"), channels]
 
 
 def _pooled(s: Sample) -> list[dict[str, Any]]:
     """The first windows, which have none before them; without overlap; and windows of many tokens."""
-    alone = {"entries_": s.values(2, 9, 8), "kv": s.values(2, 5, 8), "state_": s.values(2, 2, 2, 8)}
-    long: dict[str, Any] = {
-        "kv": s.values(1, 150, 16),
-        "position_bias": s.values(64, 16),
-        "state_": s.values(1, 128, 2, 16),
-    }
-    long |= {"entries_": s.values(1, 5, 8), "position": 70}
-    return [{"position": 0}, alone, long, {"position_bias": s.values(2, 16, dtype=torch.float32)}]
+    return [
+        {"position": 0},
+        s.of("entries_[2, 9, 8] kv[2, 5, 8] state_[2, 2, 2, 8]"),
+        s.of("kv[1, 150, 16] position_bias[64, 16] state_[1, 128, 2, 16] entries_[1, 5, 8]", position=70),
+        s.of("position_bias[2, 16]:float32"),
+    ]
 
 
 def _heads(s: Sample) -> list[dict[str, Any]]:
     """Wider than what a simdgroup reads at once, as vectors and one by one; pairs of one table."""
-    changes: list[dict[str, Any]] = []
-    for width in (264, 130):
-        q, k = s.values(2, s.T, 4, width), s.values(2, s.T, 2, width)
-        changes.append({"q": q, "k": k, "cos": s.values(1, s.T, width)})
-    return [*changes, {"pairs": "interleaved"}, {"q": _apart(s, 2, s.T, 4, s.D)}]
+    wider = [s.of(f"q[2, T, 4, {n}] k[2, T, 2, {n}] cos[1, T, {n}]") for n in (264, 130)]
+    return [*wider, {"pairs": "interleaved"}, {"q": _apart(s, 2, s.T, 4, s.D)}]
 
 
 def _cached(s: Sample) -> list[dict[str, Any]]:
-    width = 264
-    keys = {
-        **{"k": s.values(2, s.T, 1, width), "q": s.values(2, s.T, 4, width), "cos": s.values(1, s.T, width)},
-        **{
-            "q_weight": None,
-            "k_weight": s.values(width),
-            "k_bias": s.values(width),
-            "v": None,
-            "values_": None,
-        },
-    }
+    keys = s.of("k[2, T, 1, 264] q[2, T, 4, 264] cos[1, T, 264] k_weight[264] k_bias[264]")
+    keys |= dict.fromkeys(("q_weight", "v", "values_"))
     return [{"norm_v": True}, keys, keys | {"pairs": "interleaved"}]
 
 
@@ -226,29 +198,16 @@ def _streams(s: Sample) -> list[dict[str, Any]]:
 
 
 def _formulas(s: Sample) -> list[dict[str, Any]]:
-    steps = [
-        "neg a f32",
-        "exp %0 f16",
-        "sigmoid a bf16",
-        "tanh a f32",
-        "relu a f32",
-        "log1p %4 f32",
-        "add %1 2.5 f32",
-    ]
-    steps += [
-        "log %6 f32",
-        "sqrt %6 f32",
-        "rsqrt %6 f32",
-        "softplus a f32",
-        "max a b f32",
-        "min c b f32",
-        "to %12 bf16",
-    ]
-    total = [f"add %{i} %{len(steps) + i - 1 if i else len(steps) - 1} f32" for i in range(len(steps))]
-    a, b, c = s.values(5, 37), s.values(5, 1), s.integers(9, 5, 37, dtype=torch.int32)
-    a[1, 3], b[2], b[3] = torch.inf, torch.nan, torch.inf
-    formula = "; ".join([*steps, *total])
-    return [{"a": a, "b": b, "c": c, "formula": formula, "mean": mean} for mean in (False, True)]
+    steps = (
+        "neg a f32; exp %0 f16; sigmoid a bf16; tanh a f32; relu a f32; log1p %4 f32; add %1 2.5 f32; "
+        "log %6 f32; sqrt %6 f32; rsqrt %6 f32; softplus a f32; max a b f32; min c b f32; to %12 bf16"
+    )
+    count = steps.count(";") + 1
+    total = [f"add %{i} %{count + i - 1} f32" for i in range(count)]  # the first adds the last step
+    given = s.of("a[5, 37] b[5, 1]")
+    given |= {"c": s.integers(9, 5, 37, dtype=torch.int32), "formula": "; ".join([steps, *total])}
+    given["a"][1, 3], given["b"][2], given["b"][3] = torch.inf, torch.nan, torch.inf
+    return [given | {"mean": mean} for mean in (False, True)]
 
 
 # --- routing
@@ -258,43 +217,40 @@ def _router(s: Sample) -> list[dict[str, Any]]:
     special = s.values(5, 48)
     special[0], special[1], special[2, 5], special[4] = torch.nan, -1.0, torch.inf, -torch.inf
     special[1, ::2], special[1, 4::8] = 0.0, -0.0  # a tie
-    groups = {"num_groups": 4, "top_groups": 2, "bias": s.values(48)}
-    sigmoid = {"scoring": "sigmoid"}
+    sigmoid: dict[str, Any] = {"scoring": "sigmoid"}
+    groups = sigmoid | {"num_groups": 4, "top_groups": 2}
+    biased = groups | {"bias": s.values(48)}
     return [
         {"logits": special, "top_k": 6},
         {"logits": special, "top_k": 6, "norm_topk_prob": False},
         {"logits": _apart(s, 5, 48) - 200, **sigmoid, "norm_min": 1e-3, "norm_eps": 0.0},
         {"logits": s.values(5, 48) - 200, **sigmoid, "norm_eps": 0.0},
-        {"logits": s.values(5, 48), **groups, "group_score": "max", **sigmoid},
-        {"logits": s.values(5, 48), "num_groups": 4, "top_groups": 2, "group_score": "max", **sigmoid},
-        {"logits": s.values(5, 48), **groups, "masked_score": 0.0, **sigmoid},
-        {"logits": s.values(5, 48), "bias": s.values(48), **sigmoid},
-        {"logits": s.values(5, 48), "num_groups": 4, "top_groups": 2, **sigmoid},
-        {"logits": s.values(5, 48), "bias": s.values(48), "bias_on_logits": True},
-        {"logits": s.values(5, 48), "num_groups": 4, "top_groups": 2, "masked_score": 0.0, **sigmoid},
-        {"logits": s.values(1, 1023), "top_k": 64},
-        {"logits": s.values(259, 9)},
+        s.of("logits[5, 48]", **biased, group_score="max"),
+        s.of("logits[5, 48]", **groups, group_score="max"),
+        s.of("logits[5, 48]", **biased, masked_score=0.0),
+        s.of("logits[5, 48] bias[48]", **sigmoid),
+        s.of("logits[5, 48]", **groups),
+        s.of("logits[5, 48] bias[48]", bias_on_logits=True),
+        s.of("logits[5, 48]", **groups, masked_score=0.0),
+        s.of("logits[1, 1023]", top_k=64),
+        s.of("logits[259, 9]"),
     ]
 
 
 def _gate(s: Sample) -> list[dict[str, Any]]:
-    odd = {
-        "hidden": s.values(41, 63),
-        "router_weight": s.values(7, 63),
-        "per_expert_scale": s.values(7).abs(),
-    }
+    odd = s.of("hidden[41, 63] router_weight[7, 63]") | {"per_expert_scale": s.values(7).abs()}
     return [odd, {"hidden": s.values(9, OFFSET), "router_weight": s.values(s.E, OFFSET) / 64}]
 
 
 def _logits(s: Sample) -> list[dict[str, Any]]:
     sizes = (1, 63), (1, 2048), (41, 63), (41, 2048), (9, OFFSET)
-    changes = [{"x": s.values(*size), "weight": s.values(7, size[1])} for size in sizes]
+    changes = [s.of(f"x[{tokens}, {columns}] weight[7, {columns}]") for tokens, columns in sizes]
     return [*changes, {"dtype": torch.float16}, {"dtype": torch.float32, "bias": None}]
 
 
 def _hash_router(s: Sample) -> list[dict[str, Any]]:
     unknown = {"tokens": torch.tensor([-1, 3, 2**31 - 1], dtype=torch.int32)}
-    return [{"x": s.values(s.T, 63)}, *([unknown] if s.T == 3 else [])]
+    return [s.of("x[T, 63]"), *([unknown] if s.T == 3 else [])]
 
 
 def _ids(s: Sample, tokens: int, slots: int, experts: int) -> Tensor:
@@ -353,11 +309,7 @@ def _experts(s: Sample) -> list[dict[str, Any]]:
 
 def _expert_mm(s: Sample) -> list[dict[str, Any]]:
     changes = [
-        {
-            "x": _rows(s, tokens, columns),
-            "weight": s.values(2, 5, columns),
-            "ids": _expert_ids(tokens, 2),
-        }
+        s.of(f"weight[2, 5, {columns}]", x=_rows(s, tokens, columns), ids=_expert_ids(tokens, 2))
         for tokens, columns in ((1, OFFSET), (9, OFFSET), (40, 2048), (20, 38))
     ]
     nobody = ([[s.E, 2]], torch.int32), ([[2**32, 2]], torch.int64)
@@ -372,11 +324,9 @@ def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
     changes: list[dict[str, Any]] = []
     for tokens, least in ((1, OFFSET), (9, OFFSET), (40, 2048)):
         columns, inner = _quantized_columns(s, least), s.format.multiple
-        weights = {
-            **s.quantized("gate_up_", 2 * inner, columns, (2,)),
-            **s.quantized("down_", columns, inner, (2,)),
-        }
-        changes.append({"x": _rows(s, tokens, columns), **weights, "ids": _expert_ids(tokens, 2)})
+        given: dict[str, Any] = {"x": _rows(s, tokens, columns), "ids": _expert_ids(tokens, 2)}
+        given |= s.quantized("gate_up_", 2 * inner, columns, (2,))
+        changes.append(given | s.quantized("down_", columns, inner, (2,)))
     nobody = torch.full((40, 2), s.E, dtype=torch.int32)
     return [
         *changes,
@@ -419,26 +369,21 @@ def _mlp(s: Sample) -> list[dict[str, Any]]:
 
 
 def _heads_mm(s: Sample) -> list[dict[str, Any]]:
-    weight = s.values(2, 19, 300)
-    plain = {"transposed": False, "tail": None}
+    weight = s.of("weight[2, 19, 300]")
+    plain = weight | {"transposed": False, "tail": None}
     return [
-        *(
-            {"x": s.values(1, tokens, 2, 19), "weight": weight, "tail": s.values(1, tokens, 2, 6)}
-            for tokens in (1, 5)
-        ),
-        *({"x": s.values(1, tokens, 2, 300), "weight": weight, **plain} for tokens in (1, 5)),
+        *(s.of(f"x[1, {tokens}, 2, 19] tail[1, {tokens}, 2, 6]", **weight) for tokens in (1, 5)),
+        *(s.of(f"x[1, {tokens}, 2, 300]", **plain) for tokens in (1, 5)),
     ]
 
 
 def _quantized_heads(s: Sample) -> list[dict[str, Any]]:
     columns = _quantized_columns(s, 300)
-    of = s.quantized("", 19, columns, (2,))
-    changes = [
-        {"x": s.values(1, tokens, 2, 19), **of, "tail": s.values(1, tokens, 2, 6)} for tokens in (1, 5)
-    ]
-    plain = {"transposed": False, "tail": None, "dtype": s.dtype}
-    return changes + [
-        {"x": s.values(1, tokens, 2, columns, dtype=torch.float32), **of, **plain} for tokens in (1, 5)
+    weight = s.quantized("", 19, columns, (2,))
+    plain = weight | {"transposed": False, "tail": None, "dtype": s.dtype}
+    return [
+        *(s.of(f"x[1, {tokens}, 2, 19] tail[1, {tokens}, 2, 6]", **weight) for tokens in (1, 5)),
+        *(s.of(f"x[1, {tokens}, 2, {columns}]:float32", **plain) for tokens in (1, 5)),
     ]
 
 
@@ -452,32 +397,34 @@ SIZES: Changes = {
     ],
     "fused_residual_norm_scalar": _scalars,
     "silu_mul_stacked": lambda s: [
-        {"gate": s.values(3, 43)},
+        s.of("gate[3, 43]"),
         {"gate": _apart(s, 3, 43), "up": _apart(s, 3, 43)},
     ],
     "weighted_sum_stacked": _weighted_sums,
     "weighted_sum_residual_stacked_": _weighted_sums,
-    "weighted_sum_residual_norm_stacked_": _normed_sums,
-    "moe_weighted_reduce": _reduced,
+    "weighted_sum_residual_norm_stacked_": lambda s: [
+        s.of(f"slots[1, 2, {width}]") for width in (*BEYOND_SUM, 63)
+    ],
+    "moe_weighted_reduce": lambda s: [
+        s.of("shared_out[T, H]", shared_gate=None),
+        s.of("expert_out[1, 40, 63]"),
+    ],
     "expert_mm": _expert_mm,
     "moe_experts": _experts,
     "heads_mm": _heads_mm,
     "hyper_connection": _streams,
     "index_topk": _index_topk,
     "sample_": _sample,
-    "hyper_update": lambda s: [{"streams": s.values(1, 3, 2052)}],
+    "hyper_update": lambda s: [s.of("streams[1, 3, 2052]")],
     "heads_quantized": _quantized_heads,
     "embedding_quantized": lambda s: [
-        {
-            "ids": s.integers(300, 5, 1, dtype=torch.int32),
-            **s.quantized("", 300, _quantized_columns(s, 512), ()),
-        }
+        s.quantized("", 300, _quantized_columns(s, 512), ())
+        | {"ids": s.integers(300, 5, 1, dtype=torch.int32)}
     ],
     "linear_quantized": _linear,
     "mlp_quantized": _mlp,
     "linear_attention_": _many_tokens,
-    "selective_scan_": lambda s: [{"x": s.values(1, 150, 6)}],
-    "causal_conv1d_update_": lambda s: [{"x": s.values(1, 150, 6)}],
+    **dict.fromkeys(("selective_scan_", "causal_conv1d_update_"), lambda s: [s.of("x[1, 150, 6]")]),
     "pointwise": _formulas,
     "pool_window_": _pooled,
     "expert_qmm": _expert_qmm,
@@ -492,8 +439,7 @@ SIZES: Changes = {
     "rope_tables": _tables,
     "moe_router": _router,
     **dict.fromkeys(
-        ("moe_router_topk_softmax", "fused_moe_routing"),
-        lambda s: [{"logits": s.values(5, 300), "top_k": 11}],
+        ("moe_router_topk_softmax", "fused_moe_routing"), lambda s: [s.of("logits[5, 300]", top_k=11)]
     ),
     "moe_gate": _gate,
     "router_logits": _logits,

@@ -12,6 +12,7 @@
 #include "geometry/norms.h"
 #include "geometry/pointwise.h"
 #include "geometry/pooling.h"
+#include "geometry/quantize.h"
 #include "geometry/rope.h"
 #include "geometry/routing.h"
 #include "geometry/sampling.h"

@@ -13,6 +13,7 @@
 #include "params/pointwise.h"
 #include "params/pooling.h"
 #include "params/probe.h"
+#include "params/quantize.h"
 #include "params/rope.h"
 #include "params/routing.h"
 #include "params/sampling.h"

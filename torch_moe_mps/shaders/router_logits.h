@@ -63,6 +63,7 @@ inline LogitSums<R, M> logit_sums(device const uchar* hidden, device const W* ro
 template <bool kNormed>
 inline void store_logit(device uchar* logits, float logit, float squares, device const uchar* bias,
                         uint expert, uint token, constant RouterLogitsParams& params) {
+  logit *= params.factor;
   if constexpr (kNormed) logit *= precise::rsqrt(squares / float(params.width) + params.eps);
   if (params.has_bias != 0) logit += load_one(bias, params.bias_dtype, expert);
   store_any(logits, params.logits_dtype, ulong(token) * params.experts + expert, logit);

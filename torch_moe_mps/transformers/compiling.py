@@ -98,7 +98,6 @@ def libraries_of(model: nn.Module, operators: Collection[str] = ()) -> list[str]
         used.update(f"attention_affine8_{dtype}" for dtype in dtypes)
     families = {"hash_router" if name == "moe_hash_router" else FAMILY_OF[name] for name in operators}
     if has_experts:
-        families.add("expert_combine")
         used.add("bucket_i64")  # routers give such ids
     used.update(f"{family}_{dtype}" for family in families for dtype in dtypes)
     if dtypes and "router_logits" in operators:  # in float32

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import GgufConfig
 
 from .accelerate import accelerate
 from .attention.attention import require_kv_bits
@@ -55,8 +54,8 @@ def from_pretrained(
 
     Args:
         name: folder, name on the Hub, or a GGUF file: FILE.gguf, or NAME:FILE.gguf on the Hub. What is packed
-            in such a file stays so, unless bits are given: then it is loaded dense, and quantised again, with
-            the added error in the report; dtype="auto" is bfloat16.
+            in such a file stays so, unless bits are given: then each matrix is quantised again as it is read,
+            with the added error in the report; dtype="auto" is bfloat16.
         model_class: a class of transformers; the default is the one that the config names, or else
             AutoModelForCausalLM or AutoModelForImageTextToText.
         importance: with bits, the errors of what is multiplied with more count more: an Importance, a file of
@@ -90,8 +89,6 @@ def from_pretrained(
         kwargs["gguf_file"] = source.gguf
         if kwargs.get("dtype") == "auto":
             kwargs["dtype"] = torch.bfloat16
-        if recipe is not None:  # its blocks are dequantised, and what comes of them is quantised again
-            kwargs["quantization_config"] = GgufConfig(dequantize=True)
     if part is not None and isinstance(importance, str) and not is_file_of_importance(Path(importance)):
         expected = "an Importance or a file of it, where layers are spread"
         raise ValueError(f"moe_mps::from_pretrained: importance must be {expected}, got a text")

@@ -17,7 +17,7 @@ from torch import nn
 from ..ops._formats import Format
 from ..ops._samples import OF_HEADS
 from ..ops.attention import CACHE_BITS
-from ..selfcheck import once
+from ..selfcheck import once, tuner
 from ..selfcheck.calls import CACHE, DTYPES, subjects
 from ..selfcheck.compare import Finding
 from ..selfcheck.libraries import libraries
@@ -120,6 +120,8 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
     found, late = _failing(model, named, formats, seconds)
     took = time.perf_counter() - started
     once.watch(True, seconds - took)
+    tuner.begin()
+    report.tuned = lambda: tuner.told(tuner.known())
     REFUSED.clear()
     REFUSED.update(found)
     agree = len(named - found.keys() - late)

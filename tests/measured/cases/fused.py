@@ -1,13 +1,16 @@
 """The cases of kernels that also norm their input, add a residual, order their outputs or apply a gate."""
 
+import dataclasses
 from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from torch_moe_mps.ops.quantized import MATRICES
+
 from .experts import LINEARS, SHAPE, SMALL_SHAPES, Case, Experts, Linear, ops
-from .formats import DTYPES
+from .formats import DTYPES, FORMATS
 from .operators import EPS, OperatorCase
 
 
@@ -51,12 +54,10 @@ class ChosenExperts(Experts):
             "norm": norm_of(values, self.hidden, self.dtype),
         }
 
-    def called(self, t):
-        options = {"top_k": self.top_k, "scoring": "softmax", "norm_topk_prob": True}
-        norm = {"norm_weight": t["norm"], "norm_eps": EPS}
-        return super().called(
-            t | {"ids": None, "weights": None}, logits=t["logits"], router_norm_eps=0.0, **options, **norm
-        )
+    def called(self, t, **others):
+        others |= {"top_k": self.top_k, "scoring": "softmax", "norm_topk_prob": True}
+        others |= {"norm_weight": t["norm"], "norm_eps": EPS, "logits": t["logits"], "router_norm_eps": 0.0}
+        return super().called(t | {"ids": None, "weights": None}, **others)
 
     def chosen(self, t):
         """Ties go to the lower id."""
@@ -82,6 +83,41 @@ class RoutedExperts(ChosenExperts):
         )
         t = t | {"ids": ids, "weights": weights}
         return Experts.called(self, t, norm_weight=t["norm"], norm_eps=EPS)
+
+
+class SharedExperts(ChosenExperts):
+    """And a shared expert."""
+
+    how: ClassVar[str] = "with a shared expert, chosen"
+
+    def weights(self, values):
+        shared = Experts.weights(dataclasses.replace(self, experts=1), values)
+        return super().weights(values) | {f"shared_{name}": each for name, each in shared.items()}
+
+    def stack(self, t):
+        """The shared expert, by the names of the others."""
+        return {name: t.get(f"shared_{name}") for name in MATRICES}
+
+    def called(self, t, **others):
+        shared = {f"shared_{n}": each if each is None else each[0] for n, each in self.stack(t).items()}
+        return super().called(t, **shared, **others)
+
+    def expected(self, t):
+        of_all = {"ids": torch.zeros_like(t["x"][:, :1], dtype=torch.int32), "weights": torch.ones(1, 1)}
+        shared = t | self.stack(t) | {name: each.to(t["x"].device) for name, each in of_all.items()}
+        return super().expected(t) + Experts.expected(self, shared | {"x": normed(t["x"], t["norm"])})
+
+
+class ApartExperts(SharedExperts):
+    """The same with two launches for the shared expert."""
+
+    how: ClassVar[str] = "with a shared expert apart, chosen"
+
+    def called(self, t):
+        shared = {name: each if each is None else each[0] for name, each in self.stack(t).items()}
+        norm = {"norm_weight": t["norm"], "norm_eps": EPS}
+        out = ops().mlp_quantized(t["x"], **shared, format=FORMATS[self.format].name, **norm)
+        return ChosenExperts.called(self, t, shared_out=out)
 
 
 # Of Qwen3-30B-A3B, gpt-oss, Mixtral, DeepSeek-V3 and Qwen3-Next.
@@ -180,7 +216,7 @@ class Logits(OperatorCase):
         }
 
     def given(self, t):
-        return t | {"norm_eps": EPS}
+        return t | {"norm_eps": EPS, "factor": 0.5}
 
 
 class HashLogits(Logits):
@@ -194,7 +230,7 @@ class HashLogits(Logits):
         return {**super().inputs(values), "table": table, "tokens": tokens}
 
     def given(self, t):
-        return super().given(t) | {"scoring": "sqrtsoftplus", "norm_topk_prob": True}
+        return t | {"norm_eps": EPS, "scoring": "sqrtsoftplus", "norm_topk_prob": True}
 
 
 @dataclass
@@ -265,6 +301,32 @@ class Pointwise(OperatorCase):
     def given(self, t):
         formula = f"sigmoid b {self.dtype}; mul a %0 {self.dtype}; add %1 0.5 f32"
         return t | {"formula": formula, "dtype": DTYPES[self.dtype]}
+
+
+@dataclass
+class Quantise(OperatorCase):
+    """By importance."""
+
+    operator: ClassVar[str] = "quantize_by_importance"
+    group: str
+    tokens: int  # rows
+    width: int
+    to: str
+    dtype: str
+
+    @property
+    def name(self):
+        return f"{super().name} {self.to}"
+
+    def inputs(self, values):
+        importance = values.uniform(1, self.width, low=0.0, high=4.0)
+        return {"weight": self.random(values, 1, self.tokens, self.width), "importance": importance}
+
+    def given(self, t):
+        return t | {"to": self.to}
+
+    def call(self, t):
+        return tuple(result for result in super().call(t) if result.numel() > 0)
 
 
 @dataclass
@@ -501,6 +563,8 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     formats = (("int4", "f16"), ("int8", "f16"), ("mxfp4", "bf16"), ("dense", "bf16"))
     cases: list[Case] = [FusedExperts("fused", *f, 1, *shape) for f in formats]
     cases += [family("fused", *sizes) for sizes in CHOSEN for family in (ChosenExperts, RoutedExperts)]
+    apart = (SharedExperts, ApartExperts)
+    cases += [family("fused", *sizes) for sizes in CHOSEN[-2:] for family in apart]
     cases += [FusedLinear("fused", "int4", "f16", t, *sizes) for sizes in LINEARS for t in (1, 8)]
     cases.append(ActivatedLinear("fused", "int4", "f16", 1, 2048, 260))
     cases += [Logits("fused", t, experts, 2048, "bf16") for experts in (128, 512) for t in (1, 32)]
@@ -516,6 +580,7 @@ def fused_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     cases += [Hyper("fused", t, 4096, "bf16") for t in (1, 8, 1024)]
     cases += [PoolWindow("fused", t, 512, *kind, "bf16") for t in (1, 1024) for kind in ((4, 2), (128, 1))]
     cases += [Pointwise("fused", t, 4096, "bf16") for t in (1, 8)]
+    cases += [Quantise("fused", 4096, 4096, to, "bf16") for to in ("affine4_64", "affine8_64", "nvfp4")]
     cases += [Tailed("fused", 1, 64, 512, 8192, selected, "bf16") for selected in (0, 512)]
     return cases + [Delta("fused", t, 16, 32, 128, "bf16") for t in (1, 8, 1024)]
 
@@ -528,7 +593,8 @@ def sanitizer_fused() -> list[Case]:
             FusedExperts("sanitize", format_, dtype, t, *shape) for shape in SMALL_SHAPES for t in (1, 3)
         ]
     for shape in ((16, 4, 256, 192), (300, 2, 128, 64)):
-        cases += [ChosenExperts("sanitize", *f, 1, *shape) for f in (("int4", "f16"), ("mxfp4", "bf16"))]
+        for f in (("int4", "f16"), ("mxfp4", "bf16")):
+            cases += [family("sanitize", *f, 1, *shape) for family in (ChosenExperts, SharedExperts)]
     cases += [FusedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [ActivatedLinear("sanitize", "int8", "f16", t, 320, 45) for t in (1, 3, 17, 40)]
     cases += [Logits("sanitize", t, 45, 130, "f16") for t in (1, 3, 20)]
@@ -549,5 +615,6 @@ def sanitizer_fused() -> list[Case]:
     cases += [Hyper("sanitize", t, width, "f16") for t in (1, 3) for width in (132, 1028)]
     cases += [PoolWindow("sanitize", t, 70, *kind, "f16") for t in (1, 21) for kind in ((4, 2), (40, 1))]
     cases += [Pointwise("sanitize", t, width, "f16") for t in (1, 3) for width in (5, 130)]
+    cases += [Quantise("sanitize", 7, 384, to, "f16") for to in ("affine3_128", "mxfp4", "mxfp8", "nvfp4")]
     cases += [Tailed("sanitize", t, 9, 64, 40, selected, "f16") for t in (1, 3) for selected in (0, 5)]
     return cases + [Delta("sanitize", t, 1, 2, width, "bf16") for t in (1, 3) for width in (40, 100)]

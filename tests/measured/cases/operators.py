@@ -49,7 +49,8 @@ class OperatorCase(Case):
 
     def wrong(self, before, after):
         results = sorted(name for name in after if name.startswith("result"))
-        right = oracles_operators.expected(self.operator, self.given(before))
+        given, found = self.given(before), [after[name] for name in results]
+        right = oracles_operators.expected(self.operator, given, found)
         pairs = zip((*results, *self.mutated), right, strict=True)
         said = (differs(after[name], each, self.slack) for name, each in pairs)
         return next(filter(None, said), "")

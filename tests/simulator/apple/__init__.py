@@ -1,6 +1,7 @@
 """A cost model of Apple GPUs: what Metal kernels would execute there, without a Mac.
 
     measure(call)              one Measurement for each dispatch of the operators that `call` calls on "mps"
+    clocked(gpu, factor)       the GPU's clock goes as the model predicts
     registers(library, name)   the registers that a kernel needs
     GPUS                       the GPUs that it knows
 
@@ -13,7 +14,7 @@ and counts its blocks and accesses (count.py).
 from .count import Limit
 from .facts import GPUS, table, threads_for
 from .model import Measurement, Traffic, Work
-from .recorder import Recorder, measure, registers
+from .recorder import Recorder, clocked, measure, registers
 
 __all__ = [
     "GPUS",
@@ -22,6 +23,7 @@ __all__ = [
     "Recorder",
     "Traffic",
     "Work",
+    "clocked",
     "measure",
     "registers",
     "table",

@@ -1,6 +1,7 @@
 """Runs what host code on "mps", or `shader_library`, dispatches, and counts instead of checking."""
 
-from collections.abc import Callable, Mapping
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 
 from .. import runtime, shaderlib
 from .count import Limit, run
+from .facts import Gpu
 from .kernel import library_of, model_of
 from .liveness import Registers
 from .model import Measurement, Work
@@ -57,6 +59,29 @@ def measure(
     with runtime.intercepted(recorder):
         call()
     return recorder.measurements
+
+
+@contextlib.contextmanager
+def clocked(gpu: Gpu, factor: Callable[[shaderlib.Dispatch], float | None]) -> Iterator[dict[tuple, float]]:
+    """By the GPU's clock (`runtime.clocked`), a dispatch of the block takes as long as the model predicts for
+    `gpu`, times its `factor`; none where that is None. Those of a kernel with equal grids and threads are
+    measured once: the block gets the seconds that the model predicts, by these.
+    """
+    known: dict[tuple, float] = {}
+
+    def seconds(dispatch: shaderlib.Dispatch) -> float:
+        times = factor(dispatch)
+        key = dispatch.kernel.contents.name.decode(), *dispatch.grid, *dispatch.threads
+        if times is None or key in known:
+            shaderlib.execute(dispatch)
+            return 0.0 if times is None else known[key] * times
+        recorder = Recorder()
+        recorder(dispatch)
+        known[key] = recorder.measurements[0].latency(gpu).most / 1e6
+        return known[key] * times
+
+    with runtime.clocked(seconds):
+        yield known
 
 
 def registers(library: Path, name: str) -> Registers:

@@ -33,6 +33,7 @@ struct State {
   std::atomic<bool> dropping = false, validating = true;
 
   uint64_t commits = 0;
+  std::atomic<double> clock = 0;  // of the GPU, seconds
 
   std::atomic<bool> tracing = false;
   std::string trace;
@@ -272,7 +273,9 @@ void run(const Buffers& buffers) {
   bool runs = !state().dropping;
   for (const auto& buffer : buffers) {
     const Failure failure = next_failure();
+    buffer->start = state().clock;
     if (runs && failure == Failure::kNone) runs = run(buffer->commands);
+    buffer->end = state().clock;
     complete(*buffer, failure);
   }
 }
@@ -368,6 +371,10 @@ void simulator_fail_buffer(uint64_t after, int code) {
   s.failure = static_cast<simulator::Failure>(code);
   s.before_failure = after;
   s.failed = false;
+}
+
+void simulator_advance_clock(double seconds) {
+  state().clock = state().clock + seconds;
 }
 
 int simulator_has_failed(void) {

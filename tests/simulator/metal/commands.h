@@ -19,6 +19,8 @@ void simulator_set_dropping(int dropping, int validating);
 // After so many more command buffers one fails, with an error of this code; 0 calls it off.
 void simulator_fail_buffer(uint64_t after, int code);
 int simulator_has_failed(void);  // since then
+// Seconds by which the GPU's clock moves on.
+void simulator_advance_clock(double seconds);
 // Drops recorded commands and findings.
 void simulator_reset(void);
 void simulator_trace_start(void);

@@ -125,6 +125,12 @@ extern "C" void simulator_set_strict(int on) {
                              MTLCommandBufferErrorOutOfMemory);
   }
 }
+- (double)GPUStartTime {
+  return (*buffer)->start;
+}
+- (double)GPUEndTime {
+  return (*buffer)->end;
+}
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   if ((*buffer)->status != simulator::Status::kNotEnqueued)
     fail("addCompletedHandler: the command buffer is committed, and takes no handler any more");
@@ -165,6 +171,12 @@ extern "C" void simulator_set_strict(int on) {
 }
 - (NSError*)error {
   return [[self rootCommandBuffer] error];
+}
+- (double)GPUStartTime {
+  return [[self rootCommandBuffer] GPUStartTime];
+}
+- (double)GPUEndTime {
+  return [[self rootCommandBuffer] GPUEndTime];
 }
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   [[self rootCommandBuffer] addCompletedHandler:block];

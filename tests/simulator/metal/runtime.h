@@ -90,6 +90,7 @@ struct CommandBuffer {
   std::vector<std::function<void()>> completed;  // called once its status is the last one
   Status status = Status::kNotEnqueued;
   Failure failure = Failure::kNone;
+  double start = 0, end = 0;     // by the clock that a test moves on
   std::shared_ptr<void> object;  // what host code knows it by, until it is complete
 };
 

@@ -378,6 +378,8 @@ void watch(const std::string& name) {
       completed.push_back(c10::str(*kept, ": ", static_cast<unsigned long>([done status])));
       if (error)
         completed.back() += c10::str(" ", [error code], " ", [[error localizedDescription] UTF8String]);
+      const double seconds = [done GPUEndTime] - [done GPUStartTime];
+      if (seconds > 0) completed.back() += c10::str(" in ", seconds, " s");
       delete kept;
     }];
   });

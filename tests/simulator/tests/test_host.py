@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from simulator import SimulatorError, build, build_device
+from simulator import SimulatorError, build, build_device, shaderlib
 
 pytestmark = pytest.mark.usefixtures("calls")
 
@@ -331,6 +331,26 @@ def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
     calls.watch("d")
     simulated.reset()  # what is dropped is complete, too
     assert calls.seen() == ["d: 4"]
+
+
+def test_the_gpus_clock(calls, simulated, x):
+    """It moves on by what a test says, while a buffer's dispatches run."""
+
+    def run(dispatch) -> float:
+        shaderlib.execute(dispatch)
+        return 0.25
+
+    calls.commit()
+    with simulated.clocked(run):
+        for times in (1, 3):
+            for _ in range(times):
+                y = calls.axpy(x, x, 2.0)
+            calls.watch(str(times))
+            calls.commit()
+        assert torch.equal(y.cpu(), 3 * x.cpu())
+    calls.axpy(x, x, 2.0), calls.watch("outside")
+    torch.mps.synchronize()
+    assert calls.seen() == ["1: 4 in 0.25 s", "3: 4 in 0.75 s", "outside: 4"]
 
 
 def test_counters(calls, simulated):

@@ -212,7 +212,7 @@ const std::vector<Library>& all_libraries() {
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
       for (const char* file : {"norms", "rope", "attention", "attention_tailed", "attention_turned", "index",
                                "pooling", "linear_attention", "hyper_connection", "routing", "hash_router",
-                               "combine", "expert_combine", "pointwise", "sampling", "experts"})
+                               "combine", "pointwise", "sampling", "quantize", "experts"})
         list->push_back({file, dtype});
       for (Library library : {Library{"attention", dtype}, quantized_attention_library(dtype)}) {
         if (!library.weights.empty()) list->push_back(library);

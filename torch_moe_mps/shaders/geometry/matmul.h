@@ -5,7 +5,8 @@
 // gives a thread 128 registers on M1.
 GEOMETRY kMatmulBound = 384;
 
-// Few tokens: dot products
+// Few tokens: dot products. Simdgroups are those of a plan: kernels whose simdgroups have rows or pairs of
+// their own take as many as are launched.
 GEOMETRY kRowGroupsOfSimdgroup = 4;  // a simdgroup is 4 groups of 8 lanes; each group has its own rows
 GEOMETRY kSingleRows = 2;            // rows of a group of lanes, for one token
 GEOMETRY kSingleSimdgroups = 2;      // simdgroups of a threadgroup: fewer give more threadgroups

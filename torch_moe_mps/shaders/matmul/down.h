@@ -33,7 +33,10 @@ inline void store_combined(PairTerms<kRows> terms, uint first_token, uint tokens
   for (uint i = thread_index; i < tokens * kRows; i += threads) {
     const uint token = first_token + i / kRows, row = first_row + i % kRows;
     if (row >= columns) continue;
-    const float sum = terms.sum(i / kRows * slots, slots, i % kRows);
+    float sum = terms.sum(i / kRows * slots, slots, i % kRows);
+    if (params.has_shared_expert != 0) {
+      sum += factor_of_shared(addends.shared_gate, token, params.sum) * terms.at(slots, i % kRows);
+    }
     out[ulong(token) * columns + row] = T(addends.add_to(sum, token, row, columns, params.sum));
   }
 }
@@ -56,30 +59,36 @@ struct TermsBlock {
     for (uint item = rows.lane % kRowLanes; item < R * M; item += kRowLanes) {
       const uint m = item / R, local = rows.lane / kRowLanes * R + item % R;
       if (m >= count) continue;
-      const uint row = min(rows.first + local, matmul.outputs - 1);
-      terms.at(places.at(m), local) = load_one(routing, params.sum.weights_dtype, pairs.at(m)) *
-                                      with_bias(dots.at(item % R, m), bias, rows.expert, row, matmul);
+      const uint row = min(rows.first + local, matmul.outputs - 1), pair = pairs.at(m);
+      const float weight = pair < matmul.pairs ? load_one(routing, params.sum.weights_dtype, pair) : 1.0f;
+      terms.at(places.at(m), local) =
+          weight * with_bias(dots.at(item % R, m), bias, rows.expert, row, matmul);
     }
   }
 };
 
-// For one token; the simdgroups take turns at its slots. Grid: (blocks of rows, tokens).
+// For one token; the simdgroups take turns at its slots. A pair behind those of the only token is of the
+// shared expert. Grid: (blocks of rows, tokens).
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down(
-    DOWN_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    DOWN_BUFFERS(typename W::Element), device const uchar* shared_packed [[buffer(12)]],
+    device const uchar* shared_scales [[buffer(13)]], device const uchar* shared_biases [[buffer(14)]],
+    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int kRows = kRowGroups * R;
-  threadgroup float memory[kMaxSlots * kRows];
+  threadgroup float memory[(kMaxSlots + 1) * kRows];
   constant MatmulParams& matmul = params.matmul;
   const PairTerms<kRows> terms = {memory};
   const uint token = group.y, first = group.x * kRows;
-  for (uint slot = simdgroup; slot < matmul.slots; slot += simdgroups) {
+  for (uint slot = simdgroup; slot < matmul.slots + params.has_shared_expert; slot += simdgroups) {
     const PairSet<1> pairs = {{token * matmul.slots + slot}}, places = {{slot}};
-    const uint expert = expert_of(ids, pairs.v[0], matmul);
+    const bool is_shared = slot == matmul.slots;
+    const uint expert = is_shared ? 0 : expert_of(ids, pairs.v[0], matmul);
     if (expert < matmul.experts) {
-      const W weights(packed, scales, biases, expert, matmul);
+      const W weights(is_shared ? shared_packed : packed, is_shared ? shared_scales : scales,
+                      is_shared ? shared_biases : biases, expert, matmul);
       const TermsBlock<W, R> block = {row_block<R>(weights, x, expert, first, lane, matmul), routing, bias,
                                       terms};
       block.add(pairs, places, 1, params);
@@ -119,13 +128,14 @@ template <typename W>
     DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
     device const int4* tiles [[buffer(13)]], threadgroup float* memory [[threadgroup(0)]],
     uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int R = kFewDownRows / kRowGroups;
   constant MatmulParams& matmul = params.matmul;
   const PairTerms<kFewDownRows> terms = {memory};
   const uint first = group * kFewDownRows;
-  uint turn = 0;
+  uint others = simdgroup;  // whose turn comes first
   for (uint base = 0; base < matmul.pairs; base += kSimdWidth) {
     const uint position = base + lane;
     int4 own = int4(0);
@@ -133,8 +143,12 @@ template <typename W>
     const bool has_expert = own.x < int(matmul.experts);
     if (!has_expert && simdgroup == 0) terms.clear(uint(pair_order[position]));
     const uint starts = ballot(own.z > 0 && has_expert);
-    for (uint left = starts; left != 0; left &= left - 1, ++turn) {
-      if (turn % kDownSimdgroups != simdgroup) continue;
+    for (uint left = starts; left != 0; left &= left - 1) {
+      if (others > 0) {
+        --others;
+        continue;
+      }
+      others = simdgroups - 1;
       const int4 tile = tiles[base + ctz(left)];
       const uint expert = uint(tile.x);
       const W weights(packed, scales, biases, expert, matmul);
@@ -145,5 +159,6 @@ template <typename W>
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
   const Addends<T> addends = {shared_gate, shared_out, residual};
-  store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, kDownThreads, params);
+  store_combined<T>(terms, 0, matmul.tokens, first, addends, out, thread_index, simdgroups * kSimdWidth,
+                    params);
 }

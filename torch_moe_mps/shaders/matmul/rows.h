@@ -34,7 +34,7 @@ inline Sources<M> sources_of(PairSet<M> pairs, constant MatmulParams& params) {
 // Where a simdgroup is in the grid of matmul_rows, and the expert of its pair.
 struct RowsPlace {
   uint2 group;
-  uint lane, simdgroup, expert;
+  uint lane, simdgroup, simdgroups, expert;
 };
 
 template <typename W, int R, typename Norm>
@@ -44,7 +44,7 @@ inline void rows_of_pair(device const typename W::Element* x, device const uchar
   typedef typename W::Element T;
   const uint pair = place.group.y, expert = place.expert;
   const uint count = outputs_of_rows(kRowGroups * R, params);
-  const uint first = (place.group.x * kSingleSimdgroups + place.simdgroup) * count;
+  const uint first = (place.group.x * place.simdgroups + place.simdgroup) * count;
   if (first >= params.outputs) return;
   if (expert == params.experts) {
     if (place.lane < min(count, params.outputs - first)) {
@@ -68,9 +68,10 @@ inline uint expert_of_pair(device const int* ids, uint pair, constant MatmulPara
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows(
     MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
-  const RowsPlace place = {group, lane, simdgroup, expert_of_pair(ids, group.y, params)};
+  const RowsPlace place = {group, lane, simdgroup, simdgroups, expert_of_pair(ids, group.y, params)};
   rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, params);
 }
 
@@ -80,15 +81,16 @@ template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_normed(
     MATMUL_BUFFERS(typename W::Element), device const typename W::Element* norm_weight [[buffer(9)]],
     uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   const InputNorm<typename W::Element> norm = {norm_weight};
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
-  const RowsPlace place = {group, lane, simdgroup, expert_of_pair(ids, group.y, params)};
+  const RowsPlace place = {group, lane, simdgroup, simdgroups, expert_of_pair(ids, group.y, params)};
   rows_of_pair<W, R>(x, packed, scales, biases, norm, outputs, place, params);
 }
 
 // The same for the experts that one token's logits choose. Every simdgroup chooses for itself: that costs
-// less than a launch, too. The first one writes what the down projection reads.
+// less than a launch, too. The first one writes what the down projection reads. A pair behind those is of the
+// shared expert.
 template <typename W, int R, int N, bool kNormed>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_chosen(
     device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
@@ -98,21 +100,30 @@ template <typename W, int R, int N, bool kNormed>
     device const uchar* router_bias [[buffer(8)]], device const uchar* per_expert_scale [[buffer(9)]],
     device float* weights [[buffer(10)]], constant ChosenParams& params [[buffer(11)]],
     device const typename W::Element* norm_weight [[buffer(12)]],
-    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    device const uchar* shared_packed [[buffer(13)]], device const uchar* shared_scales [[buffer(14)]],
+    device const uchar* shared_biases [[buffer(15)]], uint2 group [[threadgroup_position_in_grid]],
+    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   const RouterParams router = params.router;
-  Values<N> values;
-  if (router.wide_logits != 0) {
-    values = load_logits<N>(reinterpret_cast<device const float*>(logits), router, lane);
+  RowsPlace place = {group, lane, simdgroup, simdgroups, 0};
+  if (group.y < router.top_k) {
+    Values<N> values;
+    if (router.wide_logits != 0) {
+      values = load_logits<N>(reinterpret_cast<device const float*>(logits), router, lane);
+    } else {
+      values = load_logits<N>(reinterpret_cast<device const T*>(logits), router, lane);
+    }
+    const bool writes = group.x == 0 && group.y == 0 && simdgroup == 0;
+    const Choice<N> choice =
+        choice_of<N>(values, router_bias, router, writes ? router.top_k : group.y + 1, lane);
+    if (writes) choice.store(per_expert_scale, weights, ids, router, lane);
+    place.expert = choice.expert_of(group.y, lane);
   } else {
-    values = load_logits<N>(reinterpret_cast<device const T*>(logits), router, lane);
+    packed = shared_packed;
+    scales = shared_scales;
+    biases = shared_biases;
   }
-  const bool writes = group.x == 0 && group.y == 0 && simdgroup == 0;
-  const Choice<N> choice =
-      choice_of<N>(values, router_bias, router, writes ? router.top_k : group.y + 1, lane);
-  if (writes) choice.store(per_expert_scale, weights, ids, router, lane);
-  const RowsPlace place = {group, lane, simdgroup, choice.expert_of(group.y, lane)};
   const Outputs<T> outputs = {bias, x, out, ids};
   if constexpr (kNormed) {
     rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<T>{norm_weight}, outputs, place, params.matmul);
@@ -143,25 +154,25 @@ template <typename W, bool kSplit>
     MATMUL_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],
     device int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int R = kFewRows, M = kFewPairs;
-  constexpr uint kThreads = kFewSimdgroups * kSimdWidth;
+  const uint threads = simdgroups * kSimdWidth;
   threadgroup ushort members[kMaxFewPairs];
   constexpr uint kSumsOfTurn = kSplit ? kFewSimdgroups * SharedDots<R, M>::kSize : 1;
   threadgroup float sums[2][kSumsOfTurn];  // of even and of odd turns
   const uint count = outputs_of_rows(kRowGroups * R, params);
-  const uint count_of_group = (kSplit ? 1 : kFewSimdgroups) * count;
+  const uint count_of_group = (kSplit ? 1 : simdgroups) * count;
   const uint first_of_group = group.x * count_of_group,
              first = first_of_group + (kSplit ? 0 : simdgroup * count);
   const PairList list = pairs_of_grid_row(ids, group.y, members, lane, simdgroup, params);
   if (list.count == 0) return;
   if (group.x == 0 && params.writes_tiles != 0) {
-    write_tile(list, members, pair_order, tiles, thread_index, kThreads);
+    write_tile(list, members, pair_order, tiles, thread_index, threads);
   }
   if (list.expert == params.experts) {
     const uint columns = min(params.outputs - first_of_group, count_of_group);
-    for (uint i = thread_index; i < list.count * columns; i += kThreads) {
+    for (uint i = thread_index; i < list.count * columns; i += threads) {
       out[ulong(list.at(members, i / columns)) * params.outputs + first_of_group + i % columns] = T(0.0f);
     }
     return;

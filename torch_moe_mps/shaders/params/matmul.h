@@ -51,6 +51,7 @@ struct MatmulParams {
 struct ExpertDownParams {
   MatmulParams matmul;
   ExpertSumParams sum;
+  uint32_t has_shared_expert;  // 1: of the only token, which has a pair more for it
 };
 
 // Strides are in elements.

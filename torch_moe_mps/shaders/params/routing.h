@@ -40,6 +40,7 @@ struct RouterLogitsParams {
   uint32_t has_bias;
   uint32_t bias_dtype;
   uint32_t logits_dtype;
+  float factor;
   float eps;
   float norm_offset;
 };

@@ -216,7 +216,7 @@ def _sdpa(
         runs = plain and isinstance(bias, RelativeBias) and query.is_mps
     if runs and _takes(query, key, value, attention_mask, None):
         given = (query, key, value, attention_mask, scaling)
-        out = _attend(*given) if bias is None else _attend_with_bias(*given, bias)
+        out = attend(*given) if bias is None else bias.attend(*given)
         if out is not None:
             return out, None
     return sdpa(module, query, _elements(key), _elements(value), _elements(attention_mask), **options)
@@ -290,13 +290,13 @@ def attention(
     if kwargs.get("position_bias") is not None or kwargs.get("sinks") is not None:
         bias, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
         if plain and isinstance(bias, RelativeBias) and _takes(query, key, value, attention_mask, sinks):
-            out = _attend_with_bias(query, key, value, attention_mask, scaling, bias, window, sinks, softcap)
+            out = bias.attend(query, key, value, attention_mask, scaling, window, sinks, softcap)
             if out is not None:
                 return out, None
         plain = False
     if plain and _takes(query, key, value, attention_mask, s_aux):
         order = (window, s_aux, softcap, indices, lookahead)
-        return _attend(query, key, value, attention_mask, scaling, *order), None
+        return attend(query, key, value, attention_mask, scaling, *order), None
     if attention_mask is None and query.shape[2] > 1 and not sees_all:
         key, value = _seen(query, key, value)
     mask = None if sees_all else _additive(_elements(attention_mask), query, key, window)
@@ -390,7 +390,7 @@ def _as_bits(indices: Tensor, keys: int) -> Tensor:
     return bits
 
 
-def _attend(
+def attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -412,7 +412,7 @@ def _attend(
             outs = []
             for tokens, seen, bits in mask.slices():
                 some = _first(key, seen), _first(value, seen)
-                outs.append(_attend(query[:, :, tokens], *some, bits, scale, None, sinks, softcap))
+                outs.append(attend(query[:, :, tokens], *some, bits, scale, None, sinks, softcap))
             return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
         asked["index_block"], mask = mask.choice.block, None
     key_range = None
@@ -432,39 +432,6 @@ def _attend(
         options |= {"v_scales": value.scales, "v_biases": value.biases}
         key, value = key.packed, value.packed
     return torch.ops.moe_mps.attention(query, key, value, scale, **options)
-
-
-def _attend_with_bias(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scaling: float | None,
-    bias: RelativeBias,
-    window: int | None = None,
-    sinks: Tensor | None = None,
-    softcap: float | None = None,
-) -> Tensor | None:
-    """Attention with a bias of relative positions, some tokens at a time; None where it needs its elements.
-
-    `sinks`: [B, Hq, T, 1] or None. Masks that are more than an order do not tell which key is a token's own.
-    """
-    tokens, keys = query.shape[2], key.shape[2]
-    if mask is None:
-        seen = keys if tokens == 1 else tokens
-        mask = CausalMask((query.shape[0], 1, tokens, keys), seen, window, torch.bool, query.device)
-    if not isinstance(mask, CausalMask) or mask.lookahead != 0 or bias.shape[2:] != (tokens, keys):
-        return None
-    if sinks is not None and sinks.shape != (*query.shape[:3], 1):
-        return None
-    outs, some = [], bias.tokens_at_once()
-    for start in range(0, tokens, some):
-        stop = min(start + some, tokens)
-        of_tokens = None if sinks is None else sinks[:, :, start:stop, 0].mT
-        given = (None, of_tokens, softcap, None, 0, bias.by_distance(start, stop))
-        part = query if some >= tokens else query[:, :, start:stop]
-        outs.append(_attend(part, key, value, mask[:, :, start:stop], scaling, *given))
-    return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
 
 def _attend_to_promised(
@@ -487,7 +454,7 @@ def _attend_to_promised(
         if _takes(brought, keys, values, mask, given.get("sinks")):
             scaling = query.shape[3] ** -0.5 if scaling is None else scaling
             given["dtype"] = None if query.dtype == torch.float32 else torch.float32
-            return source.taken_back(_attend(brought, keys, values, mask, scaling, **given))
+            return source.taken_back(attend(brought, keys, values, mask, scaling, **given))
     if given.get("indices") is not None or (mask is not None and mask.shape[1] != 1):
         return None
     outs, sinks = [], options.get("s_aux")

@@ -12,10 +12,19 @@ MAKERS: list[Callable[[nn.Module], bool]] = []  # of families: whether a module 
 class RelativeBias(Deferred):
     """[B, Hq, T, S]: what is added to scores."""
 
-    def by_distance(self, start: int, stop: int) -> Tensor:
-        """[B, T', Hq, E] of the tokens from `start` to `stop`, as the operator `attention` takes it."""
-        raise NotImplementedError
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor | None:
+        """The operator's attention with this bias; None where it needs its elements.
 
-    def tokens_at_once(self) -> int:
-        """How many tokens have such biases at a time."""
+        `sinks`: [B, Hq, T, 1] or None; the others are as `attention` gets them.
+        """
         raise NotImplementedError

@@ -2,7 +2,7 @@
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ class QuantizationReport:
         skipped: {name of a module that stays dense: reason}.
         bytes_before, bytes_after: bytes of weights that decoding one token reads.
         importance: by what errors were weighed; None for MLX's rule.
+        measured: {what was measured of a checkpoint as it is: figures}, by `torch-moe-mps perplexity`.
     """
 
     modules: dict[str, list[QuantizedProjection]] = field(default_factory=dict)
@@ -41,6 +42,7 @@ class QuantizationReport:
     bytes_before: int = 0
     bytes_after: int = 0
     importance: str | None = None
+    measured: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def dense_bytes(self) -> int:
@@ -69,6 +71,7 @@ class QuantizationReport:
         lines = [f"{name}: shares the weight of {other}" for name, other in self.shared.items()]
         reasons = Counter((any_layer(name), why) for name, why in self.skipped.items())
         lines += [f"{name} ({n}): not quantised, {why}" for (name, why), n in reasons.items()]
+        lines += [f"{about}: {figures}" for about, figures in self.measured.items()]
         if self.modules:
             weighed = [] if self.importance is None else [f"errors weighed by the {self.importance}"]
             return "\n".join([*self._table(), *lines, *weighed, self.summary()])
@@ -161,6 +164,7 @@ class Report:
     compiled: str | None = None
     checked: str | None = None
     tensor_units: str | None = None
+    tuned: Callable[[], str | None] | None = None  # what was timed, when it is printed
     kept_on_cpu: str | None = None
     beside: set[str] = field(default_factory=set)  # operators that no module runs
     capture: Callable[[], str | None] | None = None  # what the report says of tokens, when it is printed
@@ -197,8 +201,8 @@ class Report:
         table = aligned(lines, 4)
         if self.quantization is not None:
             table += ["", str(self.quantization)]
-        captured = None if self.capture is None else self.capture()
-        lines_about = (self.compiled, self.checked, self.tensor_units, self.kept_on_cpu, captured)
+        lines_about = [self.compiled, self.checked, self.tensor_units, self.kept_on_cpu]
+        lines_about += [asked() for asked in (self.tuned, self.capture) if asked is not None]
         about = [line for line in lines_about if line is not None]
         if about:
             table += ["", *about]

@@ -6,7 +6,7 @@ the new ones behind it, into which an operator writes. The layer has them once i
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import Tensor
 
@@ -51,44 +51,14 @@ class HeldPools(HeldIndex):
         raise NotImplementedError
 
 
-class Pooled(NamedTuple):
-    """What `pool_window_` updates in place: the last tokens, and all entries with room for the new ones."""
-
-    state: Tensor
-    entries: Tensor
-
-
 class HeldEntries:
-    """Keys of a window of tokens, which are the values, too, and entries that stand for several tokens each.
+    """Entries that stand for several tokens each.
 
     Attributes:
         cumulative_length: all tokens so far.
-        compressed_kv: {name of a compressor: [B, N, D], its entries}.
         is_in_order: all calls had the positions that follow from the order of tokens. With others, which
             tokens see an entry is for the model's own code to say.
     """
 
     cumulative_length: int
-    compressed_kv: dict[str, Any]
     is_in_order = True
-
-    def slots(self, new: Tensor) -> Tensor | None:
-        """Slots [B, 1, S + T, D] for new keys [B, 1, T, D]; None where there is no room."""
-        raise NotImplementedError
-
-    def take(self, keys: Tensor, values: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
-        """Takes slots, of which the last `tokens` have been written. Returns: what attention reads."""
-        raise NotImplementedError
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        """Writes new keys behind those that are held. Returns: what attention reads."""
-        raise NotImplementedError
-
-    def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
-        """The memory for what new tokens have, kv [B, T, W], which `update` or `take` has counted already.
-
-        From then on the layer holds the entries that they complete, [B, N, width].
-        """
-        raise NotImplementedError

@@ -24,6 +24,7 @@ from .recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
 from .targets import Target, paths_of, quantizable
 
 LIBRARY = "torch_moe_mps"
+GGUF = {"quant_method": "gguf"}
 
 
 class QuantizationConfig(QuantizationConfigMixin):
@@ -35,7 +36,7 @@ class QuantizationConfig(QuantizationConfigMixin):
             parameters, linear layers, embeddings. A format is a name such as "affine4_64", or {bits,
             group_size, mode}. None in a checkpoint: experts, in the default format. Names of a larger or a
             smaller model are understood.
-        source: the quantisation of a checkpoint that transformers dequantises while we quantise: FP8.
+        source: the quantisation of a checkpoint that is dequantised while we quantise: FP8, or `GGUF`.
         wanted: arguments of a recipe for a checkpoint that is quantised: for what is dense in it, and for
             what has more bits than the recipe says.
         requantize: False leaves what is quantised as it is.
@@ -43,6 +44,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
         mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
         other: the quantisation of a checkpoint that another library wrote, read from its tensors, too.
+        measured: {what was measured of a quantised checkpoint: figures}, which the report of it has.
         importance: an Importance, for what is quantised while it is loaded.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
             else, which other programs may have added to a config, is ignored.
@@ -63,17 +65,18 @@ class QuantizationConfig(QuantizationConfigMixin):
         absent: Collection[str] = (),
         mlx: bool = False,
         other: Mapping[str, Any] | None = None,
+        measured: Mapping[str, str] | None = None,
         importance: Any = None,
         **others: Any,
     ):
-        self.quant_method = NAME
+        self.quant_method = GGUF["quant_method"] if source == GGUF else NAME
         self.usual = Format(bits, group_size, mode or "affine")
         if modules is not None and not isinstance(modules, Mapping):
             raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")
         self.modules = modules and {name: _format_of(name, value) for name, value in modules.items()}
         self.exceptions = {name: others[name] for name in ARGUMENTS if name in others}
         self.source, self.absent, self.mlx, self.other = source, [*absent], mlx, other
-        self.ordered = [*ordered]
+        self.ordered, self.measured = [*ordered], measured if isinstance(measured, Mapping) else {}
         self.wanted, self.requantize, self.importance = wanted, requantize, importance
         self.recipe()  # its errors are raised now
 

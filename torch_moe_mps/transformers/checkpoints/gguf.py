@@ -8,7 +8,7 @@ transformers (gguf_file.py). What cannot stay packed it dequantises, and the rep
 import contextlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextvars import ContextVar
 from typing import Any
 
@@ -19,7 +19,6 @@ from transformers.integrations import gguf as reading
 from transformers.integrations.gguf import reader
 from transformers.integrations.gguf.kernels import get_gguf_kernel
 from transformers.integrations.gguf.utils import is_gguf_arch_supported
-from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
 from ..basics.report import QuantizationReport, QuantizedProjection
@@ -56,20 +55,20 @@ class Part:
 
 
 class Dense:
-    """What it reads as a parameter that is dequantised."""
+    """What it reads as a parameter that is dequantised; `wanted` is it as a parameter of a target."""
 
-    def __init__(self, file: File, name: str):
-        self.file, self.name = file, name
+    def __init__(self, file: File, name: str, wanted: tuple[Target, str] | None = None):
+        self.file, self.name, self.wanted = file, name, wanted
 
     def __getitem__(self, _: Any) -> Tensor:
-        return self.file.value(self.name)
+        return self.file.value(self.name) if self.wanted is None else self.file.value_of(*self.wanted)
 
 
-def dense_state(file: str, model: Any) -> dict[str, Dense]:
+def dense_state(file: str, model: Any, wanted: Mapping[str, tuple[Target, str]]) -> dict[str, Dense]:
     """{parameter of a model on the meta device: what it is in a GGUF file, dequantised when it is read}"""
     with torch.device("cpu"):
         whole = File(file, model)
-    return {name: Dense(whole, name) for name in whole.parts}
+    return {name: Dense(whole, name, wanted.get(name)) for name in whole.parts}
 
 
 class GgufQuantizer(HasTargets, GgufHfQuantizer):
@@ -216,4 +215,3 @@ modeling_gguf_pytorch_utils.load_gguf_checkpoint = reading_once(
 )
 for name, reads in GGUF.items():
     reading.GGUF_ARCHS[name] = importlib.import_module(reads).conversions
-AUTO_QUANTIZER_MAPPING["gguf"] = GgufQuantizer

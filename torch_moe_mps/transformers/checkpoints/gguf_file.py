@@ -23,7 +23,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ...ops._checks import first_line
 from ...quantization import Format, QuantizedWeight
-from ...quantization.gguf import block_values, blocks_of, format_of_blocks
+from ...quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks
 from .gguf_header import header_of, read_metadata
 from .targets import Target
 from .weights import words
@@ -314,6 +314,23 @@ class File:
         """A parameter, dequantised."""
         return self._placing.value(name, [(tensor, tensor.values()) for tensor in self.parts[name]])
 
+    def value_of(self, target: Target, parameter: str) -> Tensor:
+        """That of a target, in its dtype: rows of the file are dequantised some at a time."""
+        name, weight = f"{target.name}.{parameter}", target.dense(parameter)
+        tensors, order = self.parts[name], self._order(target, parameter)
+        if order is None or self._placing.inputs(name) is not None:
+            return self.value(name).to(weight.dtype)
+        rows, first = order.flatten().numpy(), 0
+        columns = tensors[0].shape[-1]
+        out = torch.empty(len(rows), columns, dtype=weight.dtype)
+        for tensor in tensors:
+            data = tensor.data.reshape(tensor.rows, -1)
+            own = np.flatnonzero((rows >= first) & (rows < first + tensor.rows))
+            for some in np.array_split(own, -(-len(own) * columns // VALUES_AT_ONCE)):
+                out[some] = torch.from_numpy(tensor.values(data[rows[some] - first])).to(out.dtype)
+            first += tensor.rows
+        return target.rows_first(out.view(target.rows_first(weight).shape)).view(weight.shape)
+
     def sources(self, target: Target, parameter: str) -> dict[str, GgufRows]:
         """A parameter of a target if its rows are rows of blocks of one type; nothing if they are not.
 
@@ -321,16 +338,8 @@ class File:
         """
         name = f"{target.name}.{parameter}"
         tensors = self.parts.get(name, [])
-        if not tensors or any(tensor.format is None for tensor in tensors):
-            return {}
-        weight = target.rows_first(getattr(target.module, parameter))
-        if tensors[0].shape[-1] != weight.shape[-1]:
-            return {}
-        for columns in (2, weight.shape[-1]):  # some of transformers' code states the width of its weight
-            order = self._rows_of(target, name, tensors, columns)
-            if order is not None:
-                break
-        if order is None or order.shape != weight.shape[:-1]:
+        order = None if any(tensor.format is None for tensor in tensors) else self._order(target, parameter)
+        if order is None:
             return {}
         inputs = self._placing.inputs(name)
         if len({tensor.kind for tensor in tensors}) == 1:
@@ -344,6 +353,18 @@ class File:
             "gate_up_proj": GgufRows(target, tensors[:1], halves[0], inputs),
             "up_proj": GgufRows(target, tensors[1:], halves[1] - count, inputs),
         }
+
+    def _order(self, target: Target, parameter: str) -> Tensor | None:
+        """The numbers of the file's rows that are those of a parameter; None if it has others."""
+        name = f"{target.name}.{parameter}"
+        tensors, weight = self.parts.get(name, []), target.rows_first(getattr(target.module, parameter))
+        if not tensors or tensors[0].shape[-1] != weight.shape[-1]:
+            return None
+        for columns in (2, weight.shape[-1]):  # some of transformers' code states the width of its weight
+            order = self._rows_of(target, name, tensors, columns)
+            if order is not None:
+                return order if order.shape == weight.shape[:-1] else None
+        return None
 
     def _rows_of(self, target: Target, name: str, tensors: list[GgufTensor], columns: int) -> Tensor | None:
         """Which rows of the tensors those of a parameter are, by numbers in place of some columns.

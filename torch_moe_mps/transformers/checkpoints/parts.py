@@ -31,7 +31,7 @@ from ...ops._checks import Check
 from ..basics.report import QuantizationReport
 from .checking import may_lack
 from .files import Shards, checkpoint_files
-from .gguf import GgufQuantizer, dense_state
+from .gguf import GgufQuantizer
 from .importance import Importance
 from .quantizer import Quantizer, quantizer_for
 from .sizes import bytes_a_token
@@ -98,9 +98,8 @@ class Parts:
         self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
         self._stack = ExitStack()
         if checkpoint.gguf is not None:
-            packed = isinstance(self._quantizer, GgufQuantizer)
-            read = self._quantizer.get_state_dict if packed else dense_state  # type: ignore[union-attr]
-            for name, tensor in read(files[0], self.model).items():
+            assert self._quantizer is not None
+            for name, tensor in self._quantizer.get_state_dict(files[0], self.model).items():
                 self._keys[self.part_of(name)][name] = tensor
             self._conversions: list[Any] = []  # these names are the model's
             files = []

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from transformers.core_model_loading import WeightConverter, build_glob_alternation
 from transformers.quantizers.auto import (
+    AUTO_QUANTIZER_MAPPING,
     AutoHfQuantizer,
     AutoQuantizationConfig,
     register_quantization_config,
@@ -26,8 +27,8 @@ from ..modules.experts import NAME
 from ..modules.linears import formats_in
 from .absent import leave_out
 from .checking import check_loaded, check_scales, check_shapes
-from .config import QuantizationConfig, is_mlx, is_ours
-from .gguf import GgufQuantizer
+from .config import GGUF, QuantizationConfig, is_mlx, is_ours
+from .gguf import Dense, GgufQuantizer, dense_state
 from .importance import Importance
 from .mlx.reading import Reading
 from .operations import packed_blocks
@@ -131,6 +132,17 @@ class Quantizer(HasTargets, HfQuantizer):
             return {"": torch.device("cpu")}
         return device_map
 
+    def read_header(self, gguf_file: str) -> None:
+        """transformers asks quantizers of GGUF files; what is stored there is read with the weights."""
+
+    def update_dtype(self, dtype: torch.dtype | None) -> torch.dtype:
+        """None is that of a GGUF file, which then is transformers' default."""
+        return torch.get_default_dtype() if dtype is None else dtype
+
+    def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Dense]:
+        """Of a GGUF file, whose names become the model's."""
+        return dense_state(checkpoint_file, model, self._stream.wanted)
+
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Floating-point tensors are never cast to codes; `check_loaded` reports a wrong dtype."""
         if dtype is not None and not dtype.is_floating_point:
@@ -148,6 +160,8 @@ class Quantizer(HasTargets, HfQuantizer):
             self.report = report
             if config.importance is not None:
                 report.importance = config.importance.give(model, self._wanted)
+        elif config.measured:
+            self.report = QuantizationReport(measured=config.measured)
         if self.streams:
             report.bytes_before = bytes_a_token(model)
             self._stream = Stream(self._wanted, report)
@@ -284,6 +298,8 @@ class Quantizer(HasTargets, HfQuantizer):
         source = self.quantization_config.source
         if source is None:
             return [*weight_conversions, *self.get_weight_conversions()]
+        if source == GGUF:
+            return []
         # transformers has a place for our operation, but only in checkpoints that are not quantised.
         other = AutoHfQuantizer.from_config({**source, "dequantize": True}, pre_quantized=True)
         return self.get_quantize_ops().after(other.update_weight_conversions(weight_conversions, model))
@@ -312,6 +328,14 @@ class Quantizer(HasTargets, HfQuantizer):
     @property
     def is_compileable(self) -> bool:
         return True
+
+
+def _of_gguf(config: Any, **kwargs: Any) -> HfQuantizer:
+    """What reads a GGUF file: packed, or quantised again as the config asks."""
+    return (Quantizer if isinstance(config, QuantizationConfig) else GgufQuantizer)(config, **kwargs)
+
+
+AUTO_QUANTIZER_MAPPING[GGUF["quant_method"]] = _of_gguf
 
 
 def _check_no_offloading(device_map: Any) -> None:

@@ -11,9 +11,9 @@ from ...quantization import Format, requested_format
 SAME = "same"
 # What embeddings and the output head are in unless asked otherwise: 6 bits where they are a tenth of the
 # weights and the rest is in fewer. Of SmolLM2-135M in 4 bits, of which they are a fifth, KL falls
-# from 0.11 to 0.06 for 7 MB; of 30 billion weights they are 2 %. Below SMALLEST there are only tests.
+# from 0.11 to 0.06 for 7 MB; of 30 billion weights they are 2 %.
 AUTO = "auto"
-EMBEDDING_BITS, LARGE_SHARE, SMALLEST = 6, 0.1, 10_000_000
+EMBEDDING_BITS, LARGE_SHARE = 6, 0.1
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Recipe:
 
     def of_sizes(self, embeddings: int, total: int) -> "Recipe":
         """The recipe for a model with so many weights."""
-        large = total >= SMALLEST and embeddings >= LARGE_SHARE * total
+        large = embeddings >= LARGE_SHARE * total
         return replace(self, embeddings=self.large_embeddings) if large and self.large_embeddings else self
 
     def check_patterns(self, names: Collection[str]) -> None:

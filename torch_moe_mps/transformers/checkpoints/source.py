@@ -21,7 +21,7 @@ from transformers import (
 from ...ops._checks import first_line
 from ...quantization import Format
 from ..modules.experts import NAME
-from .config import is_mlx, is_ours
+from .config import GGUF, is_mlx, is_ours
 from .mlx.reading import written_by_mlx
 from .others.layouts import METHODS
 
@@ -106,8 +106,8 @@ class Source:
             importance: an Importance, for what is quantised.
 
         """
-        if self.gguf is not None and asked is None:
-            return None
+        if self.gguf is not None:
+            return None if asked is None else {**asked, "source": GGUF, "importance": importance}
         wanted = {"wanted": asked, "requantize": requantize, "importance": importance}
         if not self.stored:
             return None if asked is None else {**asked, "importance": importance}

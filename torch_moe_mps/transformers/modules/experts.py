@@ -12,7 +12,7 @@ from transformers.cache_utils import Cache
 from ...ops._activations import Activation
 from ...ops._checks import ACTIVATION_DTYPES, MAX_TOP_K
 from ...quantization import TENSORS
-from ..basics.interface import Experts, formats_of, is_quantized, projections
+from ..basics.interface import Experts, formats_of, is_experts, is_quantized, projections
 from ..basics.reads import depends_on, holds, kept, recording
 from ..basics.report import Done
 from ..basics.state import OWN_FORWARD, STATE, state_of
@@ -50,6 +50,12 @@ def activation_of(module: nn.Module) -> Activation | None:
     """The activation if the operators know it; None if the module's own code has to compute it."""
     depends_on(module, "has_post_expert_norm")
     return None if getattr(module, "has_post_expert_norm", False) else _activation_traced(module)
+
+
+def is_interleaved(module: Any) -> bool:
+    """Whether rows of the gate and of the up projection take turns in the first matrix."""
+    activation = activation_of(module) if is_experts(module) else None
+    return not getattr(module, "is_concatenated", True) if activation is None else activation.interleaved
 
 
 @remembered

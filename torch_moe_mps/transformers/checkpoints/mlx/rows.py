@@ -17,7 +17,7 @@ from transformers.core_model_loading import (
 
 from ....quantization import TENSORS, Format
 from ...basics.interface import Experts, experts_of
-from ...modules.experts import activation_of
+from ...modules.experts import is_interleaved
 from ..weights import quantized_names
 from .names import Names
 from .operations import Cast, as_words, dequantized, halves, one_less
@@ -118,8 +118,7 @@ class Rows:
         )
 
     def _experts(self, name: str, module: Experts) -> Iterator[NamedConverter]:
-        activation = activation_of(module)
-        interleaved = activation.interleaved if activation is not None else not module.is_concatenated
+        interleaved = is_interleaved(module)
         for projection, modules in self.names.of_experts(name, module).items():
             join = _concatenated(modules, 1)
             join += [Interleave(1, inverse=True)] if interleaved and join else []

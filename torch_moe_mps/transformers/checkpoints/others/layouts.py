@@ -24,7 +24,8 @@ _CHECK = Check("load")
 METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt")
 # The tensors of a matrix, by what follows the module's name; those that no reader takes are of activations.
 CODES = ("weight_packed", "qweight", "weight")
-STACKED = ("_scale", "_scale_inv")  # what follows the name of a parameter of stacked experts
+# What follows the name of a parameter of stacked experts; the longer first.
+STACKED = ("_weight_scale", "_scale_inv", "_scale")
 _GROUPS = (128, 64, 32)
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the codes in a word, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # of e8m0
@@ -45,9 +46,10 @@ class Files:
                     self._files[name], self.dtypes[name] = file, part.get_dtype()
                     self.shapes[name] = tuple(part.get_shape())
 
-    def read(self, name: str) -> Tensor:
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        """The whole tensor, or one expert's part of it."""
         with safe_open(self._files[name], framework="pt") as tensors:
-            return tensors.get_tensor(name)
+            return tensors.get_tensor(name) if expert is None else tensors.get_slice(name)[expert]
 
 
 class Matrix(NamedTuple):
@@ -102,36 +104,43 @@ def matrix_of(
     match reader.dtype("weight"):
         case "U8":
             return reader.fp4("weight", "weight_scale_2", divides=False)
-        case "I8":
-            return reader.integers()
-        case "F8_E4M3":
-            return reader.fp8()
+        case "I8" | "F8_E4M3" as dtype:
+            reader.check_shape("weight", shape)
+            return reader.integers() if dtype == "I8" else reader.fp8()
     return None
 
 
 def stack_of(
-    files: Files, parameter: str, shape: tuple[int, int, int], stored: Mapping[str, object]
+    files: Files, parameter: str, shape: tuple[int, int, int], stored: Mapping[str, object], turned: bool
 ) -> Matrix | None:
     """As `matrix_of`, of experts whose matrices are stacked in one parameter; None for dense ones.
 
     Args:
         parameter: "experts.gate_up_proj" of "experts.gate_up_proj_scale".
         shape: [experts, rows, columns] of the dense parameter.
+        turned: whether the tensors are [experts, columns, rows], as ModelOpt writes gpt-oss and Llama 4.
     """
     own = {
-        f"{parameter}.weight{name.removeprefix(parameter)}": name
+        f"{parameter}.weight{name.removeprefix(parameter).removeprefix('_weight')}": name
         for name in files.shapes
         if name == parameter or name.startswith(f"{parameter}_")
     }
-    each = [matrix_of(_Expert(files, own, e), parameter, shape[1:], stored) for e in range(shape[0])]
-    found = [matrix for matrix in each if matrix is not None]
+    if turned and f"{parameter}_packed" in files.shapes:
+        expected = "of [experts, rows, columns], with scales along columns"
+        _CHECK.fail(f"{parameter}_packed", expected, "experts that are turned")
+    each = [_Expert(files, own, (shape[0], e, turned)) for e in range(shape[0])]
+    matrices = [matrix_of(expert, parameter, shape[1:], stored) for expert in each]
+    found = [matrix for matrix in matrices if matrix is not None]
     if not found:
         return None
     found = alike(parameter, found)
     names = tuple(own[name] for name in found[0].names)
 
     def read(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
-        weights = [matrix.read([t[e] for t in tensors], errors) for e, matrix in enumerate(found)]
+        weights = [
+            matrix.read([expert.part(tensor) for tensor in tensors], errors)
+            for expert, matrix in zip(each, found, strict=True)
+        ]
         packed, scales, biases = ([*parts] for parts in zip(*weights, strict=True))
         added = None if biases[0] is None else torch.stack(biases)
         return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, found[0].format)
@@ -140,19 +149,31 @@ def stack_of(
 
 
 class _Expert(Files):
-    """The tensors of one expert, as if its matrix were a module's.
+    """The tensors of one expert, as if its matrix were a module's; what is for all experts is each one's.
 
     Args:
         own: {name of a module's tensor: that of the stacked one}.
+        place: the number of experts, which one this is, and whether its matrices are turned.
     """
 
-    def __init__(self, files: Files, own: Mapping[str, str], expert: int):
-        self._all, self._own, self._expert = files, own, expert
-        self.shapes = {name: files.shapes[stacked][1:] for name, stacked in own.items()}
+    def __init__(self, files: Files, own: Mapping[str, str], place: tuple[int, int, bool]):
+        self._all, self._own = files, own
+        self._experts, self._expert, self._turned = place
+        empty = {name: torch.empty(files.shapes[stacked], device="meta") for name, stacked in own.items()}
+        self.shapes = {name: tuple(self.part(tensor).shape) for name, tensor in empty.items()}
         self.dtypes = {name: files.dtypes[stacked] for name, stacked in own.items()}
 
-    def read(self, name: str) -> Tensor:
-        return self._all.read(self._own[name])[self._expert]
+    def part(self, stacked: Tensor) -> Tensor:
+        is_own = stacked.shape[:1] == (self._experts,)
+        return self._as_rows(stacked[self._expert]) if is_own else stacked
+
+    def read(self, name: str, expert: int | None = None) -> Tensor:
+        stacked = self._own[name]
+        is_own = self._all.shapes[stacked][:1] == (self._experts,)
+        return self._as_rows(self._all.read(stacked, self._expert if is_own else None))
+
+    def _as_rows(self, tensor: Tensor) -> Tensor:
+        return tensor.mT.contiguous() if self._turned and tensor.dim() == 2 else tensor
 
 
 class _Reader:
@@ -173,6 +194,17 @@ class _Reader:
         if part not in self:
             _CHECK.fail(self.name(part), "in the checkpoint", "no such tensor")
         return self.files.shapes[self.name(part)]
+
+    def layout(self, key: str, *known: str) -> str:
+        """What the config calls the order of codes, the first where it says nothing."""
+        found = str(self.stored.get(key) or self.stored.get("checkpoint_format") or known[0]).lower()
+        if found not in known:
+            _CHECK.fail(f"{key} of the quantization_config", " or ".join(known), found)
+        return found
+
+    def check_shape(self, part: str, expected: tuple[int, int]) -> None:
+        if self.shape(part) != expected:
+            self.fail(part, f"of shape {expected}", self.shape(part))
 
     def fail(self, part: str, expected: str, got: object) -> NoReturn:
         _CHECK.fail(self.name(part), expected, got)
@@ -224,7 +256,8 @@ class _Reader:
 
     def integers(self) -> Matrix:
         """compressed-tensors: int8, with a scale for each row or for all."""
-        groups = (self.shape("weight_scale") or (1,))[-1]
+        scales = self.shape("weight_scale")
+        groups = scales[-1] if len(scales) == 2 else 1
         format = self.affine("weight", 8, "weight_scale", groups)
         has_zeros = "weight_zero_point" in self
 
@@ -242,14 +275,16 @@ class _Reader:
 
     def gptq(self) -> Matrix:
         """Words of columns, and zero points less one; an order of columns becomes one of the inputs."""
+        layout = self.layout("checkpoint_format", "gptq", "gptq_v2")
         bits = self.shape("qweight")[0] * 32 / self.columns
         groups = self.shape("scales")[0]
         format = self.affine("qweight", bits, "scales", groups)
-        added = 0 if self.stored.get("checkpoint_format") == "gptq_v2" else 1
+        self.check_shape("qweight", (self.columns * format.bits // 32, self.rows))
+        added = 0 if layout == "gptq_v2" else 1
         order = self.order(groups) if "g_idx" in self else None
 
         def zeros_of(packed: Tensor) -> Tensor:
-            return unpack(packed.contiguous(), format)[:, : self.rows].T + added
+            return (unpack(packed.contiguous(), format)[:, : self.rows].T + added) % 2**format.bits
 
         def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
             packed = packed.T.contiguous()
@@ -271,8 +306,8 @@ class _Reader:
 
     def awq(self) -> Matrix:
         """AutoAWQ's gemm: words of rows, eight of which lie in an order of their own."""
-        if self.shape("qweight") != (self.columns, self.rows // 8):
-            self.fail("qweight", f"of shape {(self.columns, self.rows // 8)}", self.shape("qweight"))
+        self.layout("version", "gemm")
+        self.check_shape("qweight", (self.columns, self.rows // 8))
         format = self.affine("qweight", 4, "scales", self.shape("scales")[0])
 
         def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
@@ -300,8 +335,7 @@ class _Reader:
     def fp4(self, codes: str, factor: str, divides: bool, may_keep: bool = True) -> Matrix:
         """MXFP4, or NVFP4 whose scales a factor of the matrix multiplies or divides."""
         scales = self.shape("weight_scale")[-1]
-        if self.shape(codes) != (self.rows, self.columns // 2):
-            self.fail(codes, f"of shape {(self.rows, self.columns // 2)}", self.shape(codes))
+        self.check_shape(codes, (self.rows, self.columns // 2))
         if self.dtype("weight_scale") == "U8" and scales * 32 == self.columns:
             format = Format(mode="mxfp4")
             return self.matrix(

@@ -5,6 +5,7 @@ of. What they do to rows, such as joining those of experts, they do to codes, sc
 """
 
 import copy
+import re
 from collections import defaultdict
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -13,6 +14,10 @@ import torch
 from torch import Tensor
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
+    Concatenate,
+    Interleave,
+    MergeModulelist,
+    Transpose,
     WeightConverter,
     WeightRenaming,
     apply_renamings,
@@ -24,6 +29,7 @@ from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ....quantization.formats import ErrorSums
 from ...basics.report import QuantizationReport, QuantizedProjection
+from ...modules.experts import is_interleaved
 from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
 from ..operations import Operation
@@ -37,7 +43,7 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 
 _CHECK = Check("load")
 # Shapes, orders that are read before, and what is for activations, keys and values, which stay as they are.
-_UNREAD = r"\.(g_idx|weight_shape|(input|output|[kqv])_(global_)?(scale|zero_point))$"
+_UNREAD = r"(\.(g_idx|weight_shape)|[._](input|output|[kqv])_(global_)?(scale|zero_point))$"
 
 
 class _Part(NamedTuple):
@@ -77,6 +83,8 @@ class Reading:
         mapping = get_model_conversion_mapping(model, None, None)
         self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
         self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self._apart = self._of_experts_apart()
+        self._converters += self._apart
         self._of = {pattern: each for each in self._converters for pattern in each.source_patterns}
         self._parts: dict[str, list[_Part]] = defaultdict(list)
         with torch.device("cpu"):  # the model is made on the meta device
@@ -103,17 +111,45 @@ class Reading:
             if other in self.targets and name not in self.targets and name in every:
                 every[name].formats, self.targets[name] = self.targets[other].formats, every[name]
 
+    def _of_experts_apart(self) -> list[WeightConverter]:
+        """For experts that are one parameter in dense checkpoints, and modules in others."""
+        made: dict[str, WeightConverter] = {}
+        for name, module in self.model.named_modules():
+            end = ".".join(name.split(".")[-2:])  # which all layers have
+            down = getattr(module, "down_proj", None)
+            if f"{end}.down_proj" in made or not isinstance(down, torch.Tensor) or down.dim() != 3:
+                continue
+            dense, prefix = f"{name}.0.down_proj.weight", self.model.base_model_prefix
+            if rename_source_key(dense, self._renamings, self._converters, prefix, {})[1] is not None:
+                continue
+            first = ("gate_proj", "up_proj") if hasattr(module, "gate_up_proj") else ("up_proj",)
+            join = [Concatenate(1)] if len(first) > 1 else []
+            join += [Interleave(1, inverse=True)] if is_interleaved(module) else []
+            turn = [Transpose(1, 2)] if _is_turned(module) else []
+            for target, sources, joined in (
+                ("gate_up_proj" if len(first) > 1 else "up_proj", first, join),
+                ("down_proj", ("down_proj",), []),
+            ):
+                for part, parameter, turned in (("weight", target, turn), ("bias", f"{target}_bias", [])):
+                    patterns = [rf"{re.escape(end)}.*.{source}.{part}$" for source in sources]
+                    operations = [MergeModulelist(0), *joined, *turned]
+                    target_name = f"{end}.{parameter}"
+                    made[target_name] = WeightConverter(patterns, target_name, operations)
+        return [*made.values()]
+
     def _must_be_dense(self, reasons: Reasons, target: Target) -> bool:
         return target.kind != "experts" and reasons.needs(target.name, target.module) is not None
 
     def _find(self, stored: Mapping[str, Any]) -> None:
         """Fills `_parts`, in the order of the experts."""
         state = self.model.state_dict()
+        modules: dict[str, list[str]] = defaultdict(list)
+        for name in self.files.shapes:
+            modules[name.rpartition(".")[0]].append(name)
         modules = {
-            name.removesuffix(f".{codes}")
-            for name in self.files.shapes
-            for codes in CODES
-            if name.endswith(f".{codes}")
+            module: names
+            for module, names in modules.items()
+            if any(f"{module}.{codes}" in names for codes in CODES)
         }
         for module in sorted(modules, key=dot_natural_key):
             key = f"{module}.weight"
@@ -125,11 +161,22 @@ class Reading:
                 continue
             matrix = matrix_of(self.files, module, self._shape(name, pattern, weight), stored)
             if matrix is not None:
+                self._check_known(modules[module], matrix)
                 self._parts[name].append(_Part(apply_renamings(key, self._renamings), pattern, matrix))
         for parameter in sorted(
-            {key.removesuffix(end) for key in self.files.shapes for end in STACKED if key.endswith(end)}
+            {
+                key.removesuffix(next(end for end in STACKED if key.endswith(end)))
+                for key in self.files.shapes
+                if key.endswith(STACKED)
+            }
         ):
             self._find_stack(parameter, state, stored)
+
+    def _check_known(self, names: list[str], matrix: Matrix) -> None:
+        """Raises: ValueError for what a matrix is not made of beside it, such as factors of its inputs."""
+        for name in {*names} - {*matrix.names}:
+            if name.rpartition(".")[2] not in ("bias", "weight_zero_point") and not re.search(_UNREAD, name):
+                _CHECK.fail(name, "of a layout that is known", f"one beside {' and '.join(matrix.names)}")
 
     def _find_stack(self, key: str, state: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
         """Experts that are one parameter in the checkpoint, as in the model."""
@@ -137,27 +184,22 @@ class Reading:
         weight = state.get(name)
         if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # which is a module's own
             return
-        owner = self.model.get_submodule(name.rpartition(".")[0])
-        if getattr(owner, "is_transposed", False):
-            _CHECK.fail(
-                key, "of [experts, rows, columns], with scales along columns", "experts that are turned"
-            )
-        experts, rows, columns = weight.shape
-        matrix = stack_of(self.files, key, (experts, rows, columns), stored)
+        turned = _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
+        experts, rows, columns = (weight.mT if turned else weight).shape
+        matrix = stack_of(self.files, key, (experts, rows, columns), stored, turned)
         if matrix is not None:
             self._parts[name].append(_Part(name, None, matrix))
 
     def _shape(self, name: str, pattern: str | None, weight: Tensor) -> tuple[int, int]:
         """Of the matrix of a module: of experts, gate and up are halves of a parameter."""
-        owner = self.model.get_submodule(name.rpartition(".")[0])
-        turned = weight.dim() == 3 and getattr(owner, "is_transposed", False)
+        turned = weight.dim() == 3 and _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
         rows, columns = (weight.mT if turned else weight).shape[-2:]
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
 
-    def rows(self) -> list[NamedConverter]:
+    def rows(self) -> list[WeightConverter]:
         """The converters, once the targets have quantised weights."""
-        return [self._row(name, parts) for name, parts in self._parts.items()]
+        return [*(self._row(name, parts) for name, parts in self._parts.items()), *self._apart]
 
     def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
@@ -213,7 +255,8 @@ class Reading:
     def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
         """What transformers makes of the matrices, or of something else that has their rows."""
         if parts[0].pattern is None:
-            return tensors[0]
+            stacked = tensors[0].dim() == 3 and _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
+            return tensors[0].mT if stacked else tensors[0]
         converter = copy.deepcopy(self._of[parts[0].pattern])
         for part, tensor in zip(parts, tensors, strict=True):
             assert part.pattern is not None
@@ -239,6 +282,14 @@ class Reading:
         """
         if self._errors:
             raise self._errors[0]
+
+
+def _is_turned(experts: Any) -> bool:
+    """Whether experts are stacked as [experts, columns, rows]; those without the interface have a gate."""
+    if (known := getattr(experts, "is_transposed", None)) is not None:
+        return bool(known)
+    first = getattr(experts, "gate_up_proj", None)
+    return first is not None and bool(first.shape[1] == experts.down_proj.shape[2])
 
 
 def _read(parts: list[_Part], tensors: list[Tensor], errors: ErrorSums) -> list[QuantizedWeight]:

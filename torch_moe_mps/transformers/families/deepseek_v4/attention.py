@@ -15,7 +15,6 @@ from transformers.cache_utils import DynamicCache
 from ...attention.causal_mask import CausalMask
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
-from ...caches.held import HeldEntries
 from ...caches.layers import growing_class
 from ...modules.experts import is_observed
 from ...modules.linears import GroupedLinear
@@ -23,6 +22,7 @@ from ...modules.rules.constants import beside, constant
 from ...modules.rules.norms import is_norm
 from ...modules.rules.rotary import is_fixed
 from ...modules.rules.trial import agrees, made_alike, verdict
+from .cache import GrowingCompressed
 
 ops = torch.ops.moe_mps
 
@@ -46,9 +46,8 @@ def compressed_layer(
 ) -> tuple[Tensor, Tensor | None]:
     """The forward of a layer that is recognised."""
     held, (_, *within) = _layer_of(past_key_values, layer.layer_idx), layer.modules()
-    plain = attention_mask is None or (
-        type(attention_mask) is CausalMask and attention_mask.key_range is None
-    )
+    unpadded = type(attention_mask) is CausalMask and attention_mask.key_range is None
+    plain = attention_mask is None or unpadded
     if held is None or not plain or options.get("output_attentions") or is_observed(*within):
         options |= {"position_ids": position_ids, "attention_mask": attention_mask}
         options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
@@ -58,15 +57,15 @@ def compressed_layer(
     return _attended(layer, held, hidden_states, tables), None
 
 
-def _layer_of(cache: Any, number: int) -> HeldEntries | None:
+def _layer_of(cache: Any, number: int) -> GrowingCompressed | None:
     """The layer of a cache that grows in place, whose tokens are in order; None without one."""
     layers = getattr(cache, "layers", ())
     held = layers[number] if number < len(layers) else None
-    usable = isinstance(held, HeldEntries) and held.is_in_order and not torch.is_grad_enabled()
+    usable = isinstance(held, GrowingCompressed) and held.is_in_order and not torch.is_grad_enabled()
     return held if usable else None
 
 
-def _attended(layer: Any, held: HeldEntries, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+def _attended(layer: Any, held: GrowingCompressed, x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
     cos, sin = tables
     compressor = layer.compressor
     indexer = compressor._modules.get("indexer")
@@ -106,13 +105,13 @@ def _attended(layer: Any, held: HeldEntries, x: Tensor, tables: tuple[Tensor, Te
     return _projected(layer, out, cos, beside(sin, _NEGATED, sin.neg), turn)
 
 
-def _pooled(compressor: Any, held: HeldEntries, name: str, x: Tensor, position: int) -> Tensor:
+def _pooled(compressor: Any, held: GrowingCompressed, name: str, x: Tensor, position: int) -> Tensor:
     """All entries of a compressor [B, N, D], those that the new tokens complete among them."""
     kv, gate = compressor.kv_proj(x), compressor.gate_proj(x)
-    memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
+    state, memory = held.pooled(name, kv, compressor.head_dim, compressor.position_bias)
     rotary, kind, norm = compressor.rotary_emb, compressor.rope_layer_type, compressor.kv_norm
     ops.pool_window_(
-        *(kv, gate, compressor.position_bias, memory.state, memory.entries, position, norm.weight),
+        *(kv, gate, compressor.position_bias, state, memory, position, norm.weight),
         *(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling")),
         norm.variance_epsilon,
     )
@@ -120,7 +119,7 @@ def _pooled(compressor: Any, held: HeldEntries, name: str, x: Tensor, position: 
     return entries
 
 
-def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: HeldEntries) -> Tensor:
+def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: GrowingCompressed) -> Tensor:
     """[B, T, K]: the entries that an indexer chooses for each token."""
     scorer = indexer.scorer
     scale = scorer.softmax_scale * scorer.weights_scaling
@@ -170,14 +169,9 @@ def _has_fixed_tables(part: Any) -> bool:
 def _small(module: Any) -> Any:
     """A layer of the same class, with random numbers."""
     config = copy.deepcopy(module.config)
-    sizes = {"hidden_size": 24, "head_dim": 16, "num_attention_heads": 4, "q_lora_rank": 12, "o_groups": 2}
-    sizes |= {
-        "o_lora_rank": 6,
-        "index_n_heads": 3,
-        "index_head_dim": 16,
-        "index_topk": 3,
-        "sliding_window": 5,
-    }
+    sizes = {"hidden_size": 24, "head_dim": 16, "num_attention_heads": 4, "sliding_window": 5}
+    sizes |= {"q_lora_rank": 12, "o_groups": 2, "o_lora_rank": 6}
+    sizes |= {"index_n_heads": 3, "index_head_dim": 16, "index_topk": 3}
     tables = {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5}
     rates = {"compressed_sparse_attention": 2, "heavily_compressed_attention": 3}
     for name, value in sizes.items():
@@ -211,9 +205,8 @@ def _is_same(module: Any) -> bool:
         some = {layer.rope_layer_type: tuple(table[:, begin:end] for table in tables)}
         seen = min(begin, window - 1) + end - begin
         distance = torch.arange(seen - (end - begin), seen)[:, None] - torch.arange(seen)
-        mask = torch.zeros(2, 1, *distance.shape).masked_fill(
-            (distance < 0) | (distance >= window), -torch.inf
-        )
+        hidden = (distance < 0) | (distance >= window)
+        mask = torch.zeros(2, 1, *distance.shape).masked_fill(hidden, -torch.inf)
         given = x[:, begin:end], some, torch.arange(begin, end)[None]
         theirs.append(original_class(layer).forward(layer, *given, mask, caches[0])[0])
         ours.append(compressed_layer(layer, *given, None, caches[1])[0])

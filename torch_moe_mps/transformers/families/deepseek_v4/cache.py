@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ...caches import growing
-from ...caches.held import HeldEntries, Pooled
+from ...caches.held import HeldEntries
 from ...caches.layers import GrowingWindow, Made
 
 # Attributes of a layer of compressed keys.
@@ -26,12 +26,16 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
 
     What the last tokens have, of which entries are made, is in `pools` while the operator makes them, and in
     the buffers of transformers' class while that does: each starts from what the other has left.
+
+    Attributes:
+        compressed_kv: {name of a compressor: [B, N, D], its entries}.
     """
 
     is_first = True
     is_croppable = False
     pools_padding = True
     compress_rate: int
+    compressed_kv: dict[str, Any]
     entry_count: dict[str, int]
 
     def update(
@@ -56,7 +60,12 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     def slots(self, new: Tensor) -> Tensor | None:
         return growing.slots_behind(self.keys, new)
 
-    def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> Pooled:
+    def pooled(self, name: str, kv: Tensor, width: int, position_bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The memory for what new tokens have, kv [B, T, W], which `update` or `take` has counted already.
+
+        Returns: what `pool_window_` updates in place: the last tokens, and all entries with room for the new
+            ones, which the layer holds from then on, [B, N, width].
+        """
         tokens, closed = kv.shape[1], self.cumulative_length // self.compress_rate
         if name in self.pools and not growing.may_write(self.pools[name], kv):
             self._leave(name, tokens)
@@ -73,7 +82,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         self.pools[name] = state
         self.compressed_kv[name] = growing.view_of(memory, 0, closed)
         self.entry_count[name] = closed
-        return Pooled(state, memory)
+        return state, memory
 
     @property
     def pools(self) -> dict[str, Tensor]:

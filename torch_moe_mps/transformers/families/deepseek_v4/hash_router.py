@@ -9,11 +9,13 @@ import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ....ops.routing import OF_EACH
 from ...basics.report import Done
 from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import tensor_of
-from ...graphs.patterns import linear_of, uncast
-from ...modules.rules.selection import lookup_of
+from ...graphs.patterns import Bound, linear_of, match, uncast
+from ...modules.rules.router import is_routing
+from ...modules.rules.selection import SCORES, UNKNOWN, before_scaling, rows_of
 from ...modules.traced import Input, path_of, remembered, trace
 
 ops = torch.ops.moe_mps
@@ -83,24 +85,39 @@ def hash_router_of(module: nn.Module) -> HashRouter | None:
         return None
     hidden, tokens = Input((2, "tokens", matrix.shape[1]), _HALF), Input((2, "tokens"), torch.int64)
     traced = trace(module, hidden, tokens, weights=_HALF)
-    if traced is None or not isinstance(traced.result, tuple) or len(traced.result) != 3:
+    if traced is None or not is_routing(traced.result):
         return None
     first, weights, ids = traced.result
-    if not isinstance(weights, fx.Node) or not isinstance(ids, fx.Node):
-        return None
     try:
-        found = lookup_of(weights, ids)
+        found, options = _lookup_of(weights, ids)
     except Unsupported:
         return None
-    linear = linear_of(found.logits)
+    linear = linear_of(found["LOGITS"])
     x, chosen = traced.inputs
-    weight, table = (path_of(linear[1]) if linear else None), path_of(found.table)
+    weight, table = (path_of(linear[1]) if linear else None), path_of(found["TABLE"])
     is_plain = linear is not None and linear[2] is None and uncast(linear[0]) is x
-    if not is_plain or uncast(first) is not uncast(found.logits) or uncast(found.tokens) is not chosen:
+    if not is_plain or uncast(first) is not uncast(found["LOGITS"]) or uncast(found["TOKENS"]) is not chosen:
         return None
     if weight not in module._parameters or table not in module._buffers:
         return None
-    if tensor_of(found.logits).dtype != _HALF or tensor_of(ids).dtype != torch.int64:
+    if tensor_of(found["LOGITS"]).dtype != _HALF:
         return None
     dtype = tensor_of(weights).dtype
-    return HashRouter((names[0], names[1]), weight, table, found.options, None if dtype == _HALF else dtype)
+    return HashRouter((names[0], names[1]), weight, table, options, None if dtype == _HALF else dtype)
+
+
+def _lookup_of(weights: fx.Node, ids: fx.Node) -> tuple[Bound, dict[str, Any]]:
+    """LOGITS, TABLE and TOKENS of which moe_hash_router makes these results, and its options.
+
+    Raises Unsupported if they are none.
+    """
+    table = match("index(TABLE, [TOKENS])", ids)
+    chosen, options = before_scaling(weights)
+    found = match("gather(FROM, -1, IDS)", rows_of(chosen))
+    options["sum_eps"] = options.pop("norm_eps", 0.0)
+    if table and found and uncast(found["IDS"]) is uncast(ids) and not options.pop("norm_min", 0.0):
+        for name in OF_EACH:
+            scored = match(SCORES[name], found["FROM"])
+            if scored is not None:
+                return table | {"LOGITS": scored["L"]}, {"scoring": name, **options}
+    raise Unsupported(UNKNOWN)

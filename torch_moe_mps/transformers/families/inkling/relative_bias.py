@@ -11,6 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
+from ...attention.attention import attend
+from ...attention.causal_mask import CausalMask
 from ...attention.relative_bias import RelativeBias
 from ...basics.reads import depends_on
 from ...basics.report import Done
@@ -63,14 +65,44 @@ class BiasOfStates(RelativeBias):
             self._elements = elements
         return self._elements
 
+    def attend(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        scaling: float | None,
+        window: int | None = None,
+        sinks: Tensor | None = None,
+        softcap: float | None = None,
+    ) -> Tensor | None:
+        """Some tokens at a time. Masks that are more than an order do not tell which key is a token's own."""
+        tokens, keys = query.shape[2], key.shape[2]
+        if mask is None:
+            seen = keys if tokens == 1 else tokens
+            mask = CausalMask((query.shape[0], 1, tokens, keys), seen, window, torch.bool, query.device)
+        if not isinstance(mask, CausalMask) or mask.lookahead != 0 or self.shape[2:] != (tokens, keys):
+            return None
+        if sinks is not None and sinks.shape != (*query.shape[:3], 1):
+            return None
+        outs, some = [], self._tokens_at_once()
+        for start in range(0, tokens, some):
+            stop = min(start + some, tokens)
+            of_tokens = None if sinks is None else sinks[:, :, start:stop, 0].mT
+            given = (None, of_tokens, softcap, None, 0, self.by_distance(start, stop))
+            part = query if some >= tokens else query[:, :, start:stop]
+            outs.append(attend(part, key, value, mask[:, :, start:stop], scaling, *given))
+        return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
+
     def by_distance(self, start: int, stop: int) -> Tensor:
+        """[B, T', Hq, E] of the tokens from `start` to `stop`, as the operator `attention` takes it."""
         biases = (self.states[:, start:stop] @ self.bank).transpose(1, 2)
         for function, arguments, options in self.steps:
             given = (_of_tokens(argument, start, stop) for argument in arguments)
             biases = function(biases, *given, **options)
         return biases.transpose(1, 2)
 
-    def tokens_at_once(self) -> int:
+    def _tokens_at_once(self) -> int:
         batch, _, heads, _ = self.states.shape
         return max(1, MOST_BYTES // max(1, batch * heads * self.bank.shape[1] * self.element_size()))
 

@@ -37,7 +37,7 @@ from .rotation import (
     turn_parts,
     write_into_cache,
 )
-from .routing import choose_in_experts, hand_routing_over, logits_in_float32
+from .routing import choose_in_experts, hand_routing_over, logits_in_float32, shared_expert_in_experts
 from .simplify import (
     constants_first,
     drop_neutral,
@@ -82,6 +82,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     norm_sums,  # norms that no operator behind them has taken
     factor_in_norm,
     choose_in_experts,  # of logits that have their norm
+    shared_expert_in_experts,
     split_dimensions,
     join_elements,  # of what no operator has taken
     mean_in_elements,

@@ -5,14 +5,19 @@ from typing import Any
 import torch
 from torch import fx
 
+from ....ops._activations import Activation
+from ....ops.norms import InputNorm
+from ....ops.quantized import MATRICES
 from ....ops.routing import OF_EXPERTS
 from ..nodes import (
     arguments,
     aten,
+    beneath,
     calls,
     changed,
     is_call,
     is_final,
+    is_read_once,
     is_unchanged,
     ours,
     put,
@@ -29,6 +34,8 @@ _EXPERTS = (
     ours.expert_mm,
     ours.expert_qmm,
 )
+# What an MLP and experts have to have in common.
+_ALIKE = ("format", "gate_up_bias", "down_bias", *Activation._fields, *InputNorm._fields)
 _FEW_ROWS = 32  # that a kernel of router_logits takes
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
 
@@ -74,6 +81,40 @@ def choose_in_experts(graph: fx.Graph) -> None:
             call.replace_all_uses_with(changed(call, call, **new))
 
 
+def shared_expert_in_experts(graph: fx.Graph) -> None:
+    """F(X, LOGITS, shared_out=mlp_quantized(X)) -> F(X, LOGITS, matrices of the shared expert), of one token
+
+    Both products of the experts compute it then, if it is like one of them.
+    """
+    for call in calls(graph, ours.moe_experts_quantized):
+        given = arguments(call)
+        mlp, x = given["shared_out"] and beneath(given["shared_out"]), given["x"]
+        if not is_call(mlp, ours.mlp_quantized) or not is_read_once(given["shared_out"], call):
+            continue
+        own = arguments(mlp)
+        matrices = {name: (own[name], given[name]) for name in MATRICES}
+        if (
+            given["logits"] is not None
+            and len(tensor_of(x)) == 1
+            and beneath(own["x"]) is beneath(x)
+            and is_unchanged(x, mlp, call)
+            and all(own[name] == given[name] for name in _ALIKE)
+            and own["gate_up_bias"] is own["down_bias"] is own["residual"] is None
+            and (own["down_format"] or own["format"]) == (given["down_format"] or given["format"])
+            and all(map(_is_like_one, *zip(*matrices.values(), strict=True)))
+        ):
+            new = {f"shared_{name}": value for name, (value, _) in matrices.items()}
+            call.replace_all_uses_with(changed(call, call, shared_out=None, **new))
+
+
+def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:
+    """Whether a matrix is like each of a stack."""
+    if matrix is None or stack is None:
+        return matrix is stack
+    one, all_ = tensor_of(matrix), tensor_of(stack)
+    return one.shape == all_.shape[1:] and one.dtype == all_.dtype
+
+
 def _options_of(router: fx.Node) -> dict[str, Any] | None:
     """The logits of a router and its options, by their names beside experts; None if these have no such."""
     options = arguments(router)
@@ -82,8 +123,11 @@ def _options_of(router: fx.Node) -> dict[str, Any] | None:
     if not is_call(router, ours.moe_gate) or options["renormalize_after_scale"]:
         return None
     hidden, weight, norm, scale, top_k, eps, _ = options.values()
+    factor = 1.0
+    if is_call(norm, aten.mul) and not isinstance(norm.args[1], fx.Node):
+        norm, factor = norm.args
     like = tensor_of(hidden).new_empty(len(tensor_of(hidden)), len(tensor_of(weight)), dtype=torch.float32)
-    logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps)
+    logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps, factor=factor)
     chosen = {"scoring": "softmax_after_topk", "per_expert_scale": scale}
     return {"logits": logits, "top_k": top_k, **chosen}
 

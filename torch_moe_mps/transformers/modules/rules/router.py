@@ -141,7 +141,7 @@ def router_of(module: nn.Module) -> Router | str | None:
     for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
         for tokens in ((2, "tokens"), ("tokens",)):
             traced = trace(module, Input((*tokens, width), _HALF), *others, weights=weights)
-            if traced is None or not _is_routing(traced.result):
+            if traced is None or not is_routing(traced.result):
                 continue
             try:
                 return _router(traced, names)
@@ -150,7 +150,7 @@ def router_of(module: nn.Module) -> Router | str | None:
     return reason
 
 
-def _is_routing(result: Any) -> bool:
+def is_routing(result: Any) -> bool:
     """Whether a module gives rows of logits, weights and ids."""
     if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(r, fx.Node) for r in result):
         return False

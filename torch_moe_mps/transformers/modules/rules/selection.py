@@ -5,7 +5,6 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
-from ....ops.routing import OF_EACH
 from ...basics.state import Unsupported
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import Bound, match, uncast
@@ -13,7 +12,7 @@ from ...graphs.tracing import ITEM
 
 UNKNOWN = "its formula is not one of moe_router's"
 _IDS = "item(topk(CHOICE, K, -1, True, ORDER), 1)"
-_SCORES = {"softmax": "_softmax(L, -1, False)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrt(softplus(L))"}
+SCORES = {"softmax": "_softmax(L, -1, False)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrt(softplus(L))"}
 _OF_CHOSEN = {"softmax": "softmax_after_topk", "sigmoid": "sigmoid"}  # scorings of the chosen logits alone
 _OF_GROUPS = {
     "sum(item(topk(GROUPS, 2, -1, True, ORDER), 0), [-1])": "top2_sum",
@@ -43,7 +42,7 @@ def selection_of(weights: fx.Node, ids: fx.Node) -> Selection:
         raise Unsupported(UNKNOWN)
     choice, groups = _before_groups(found["CHOICE"])
     choice, bias = _before_bias(choice)
-    chosen, options = _before_scaling(weights)
+    chosen, options = before_scaling(weights)
     logits, scoring = _scored(chosen, choice, bias, ids)
     options = {"top_k": found["K"], **scoring, **groups, **options}
     _check(options, tensor_of(logits).shape[-1])
@@ -55,36 +54,7 @@ def selection_of(weights: fx.Node, ids: fx.Node) -> Selection:
     return Selection(logits, bias, options)
 
 
-class Lookup(NamedTuple):
-    """weights, ids = moe_hash_router of what gives these logits, **options"""
-
-    logits: fx.Node
-    table: fx.Node
-    tokens: fx.Node
-    options: dict[str, Any]
-
-
-def lookup_of(weights: fx.Node, ids: fx.Node) -> Lookup:
-    """The lookup with these results. Raises Unsupported if they are none."""
-    table = match("index(TABLE, [TOKENS])", ids)
-    chosen, options = _before_scaling(weights)
-    found = match("gather(FROM, -1, IDS)", _rows(chosen))
-    if (
-        table is None
-        or found is None
-        or uncast(found["IDS"]) is not uncast(ids)
-        or options.pop("norm_min", 0.0)
-    ):
-        raise Unsupported(UNKNOWN)
-    options["sum_eps"] = options.pop("norm_eps", 0.0)
-    for name in OF_EACH:
-        scored = match(_SCORES[name], found["FROM"])
-        if scored is not None:
-            return Lookup(scored["L"], table["TABLE"], table["TOKENS"], {"scoring": name, **options})
-    raise Unsupported(UNKNOWN)
-
-
-def _before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
+def before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     """The chosen scores before they are divided by their sum and multiplied, and the options for that."""
     options: dict[str, Any] = {}
     if (factor := _with_numbers(_FACTORS, weights)) is not None:
@@ -143,29 +113,29 @@ def _before_bias(choice: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 def _scored(chosen: Any, choice: Any, bias: Any, ids: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     """The logits behind the chosen scores, and the scoring."""
-    of_ids = _rows(ids)
+    of_ids = rows_of(ids)
 
     def source(value: Any) -> Any:
         """Where the chosen values come from: from what is chosen by, or from what is gathered."""
-        value = _rows(value)
+        value = rows_of(value)
         if value.target is ITEM:
             return choice if bias is None and value.args == (of_ids.args[0], 0) else None
         found = match("gather(FROM, -1, IDS)", value)
         return found["FROM"] if found and uncast(found["IDS"]) is of_ids else None
 
-    for name, form in _SCORES.items():
+    for name, form in SCORES.items():
         scores = source(chosen)
         found = match(form, scores)
-        if found and _rows(choice) in (_rows(scores), _rows(found["L"])):
-            return found["L"], {"scoring": name, "bias_on_logits": _rows(choice) is not _rows(scores)}
+        if found and rows_of(choice) in (rows_of(scores), rows_of(found["L"])):
+            return found["L"], {"scoring": name, "bias_on_logits": rows_of(choice) is not rows_of(scores)}
         found = match(form, chosen)
         logits = source(found["L"]) if found and name in _OF_CHOSEN else None
-        if logits is not None and _rows(choice) is _rows(logits):
+        if logits is not None and rows_of(choice) is rows_of(logits):
             return logits, {"scoring": _OF_CHOSEN[name], "bias_on_logits": True}
     raise Unsupported(UNKNOWN)
 
 
-def _rows(value: fx.Node) -> fx.Node:
+def rows_of(value: fx.Node) -> fx.Node:
     """The call behind casts and other shapes that gives rows of values."""
     node: fx.Node = uncast(value)
     if not isinstance(node, fx.Node) or tensor_of(node).dim() != 2:

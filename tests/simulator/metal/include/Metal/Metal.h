@@ -103,6 +103,8 @@ typedef enum MTLCommandBufferError : NSUInteger {
 @protocol MTLCommandBuffer <NSObject>
 @property(readonly) MTLCommandBufferStatus status;
 @property(readonly) NSError* error;
+@property(readonly) double GPUStartTime;  // seconds, once it is complete
+@property(readonly) double GPUEndTime;
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block;
 - (id<MTLComputeCommandEncoder>)computeCommandEncoder;
 - (void)commit;

@@ -5,7 +5,7 @@ import functools
 import torch
 from torch import Tensor
 
-from ..ops._formats import Format, e4m3, e8m0
+from ._formats import Format, e4m3, e8m0
 
 # The smallest scale of mlx.core.quantize: a constant group would have a scale of zero.
 SMALLEST_SCALE = 1e-7

@@ -1,0 +1,60 @@
+// Times work by the GPU's own clock.
+#include <ATen/mps/MPSStream.h>
+#import <Metal/Metal.h>
+#include <torch/library.h>
+
+#include <memory>
+#include <mutex>
+#include <utility>
+#include <vector>
+
+namespace moe_mps {
+namespace {
+
+// Seconds of the buffers that are timed, 0 until one is complete.
+struct Times {
+  std::mutex mutex;
+  std::vector<double> seconds;
+};
+
+std::shared_ptr<Times>& times() {
+  static auto* const instance = new std::shared_ptr<Times>(std::make_shared<Times>());
+  return *instance;
+}
+
+size_t added(Times& times) {
+  const std::lock_guard<std::mutex> lock(times.mutex);
+  times.seconds.push_back(0);
+  return times.seconds.size() - 1;
+}
+
+// What is encoded from here on, up to the next commit, is timed.
+void time_buffer() {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  const std::shared_ptr<Times> kept = times();
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      stream->synchronize(at::mps::SyncType::COMMIT);
+      const size_t number = added(*kept);
+      [[stream->commandBuffer() rootCommandBuffer] addCompletedHandler:^(id<MTLCommandBuffer> done) {
+        const std::lock_guard<std::mutex> lock(kept->mutex);
+        kept->seconds[number] = [done GPUEndTime] - [done GPUStartTime];
+      }];
+    }
+  });
+}
+
+std::vector<double> buffer_seconds() {
+  const std::shared_ptr<Times> read = std::exchange(times(), std::make_shared<Times>());
+  const std::lock_guard<std::mutex> lock(read->mutex);
+  return read->seconds;
+}
+
+}  // namespace
+}  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  m.def("_time_buffer() -> ()", &moe_mps::time_buffer);
+  // Of the buffers that were timed since the last call, in order; after waiting for them.
+  m.def("_buffer_seconds() -> float[]", &moe_mps::buffer_seconds);
+}

@@ -1,0 +1,73 @@
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+
+#include <string>
+#include <tuple>
+
+#include "formats.h"
+#include "register.h"
+#include "tensors.h"
+
+namespace moe_mps {
+namespace {
+
+using at::Tensor;
+
+constexpr double kSlotsOfWeight = 200;  // by the cost model
+
+Tensor vector_rows(const Tensor& tensor) {
+  const Tensor rows = rows_contiguous(tensor);
+  return starts_aligned(rows) ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
+int64_t group_size(std::string_view format) {
+  const size_t mark = format.find('_');
+  if (mark != std::string_view::npos) return std::stoll(std::string(format.substr(mark + 1)));
+  return format == "nvfp4" ? 16 : 32;
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& weight_,
+                                                                  const Tensor& importance_,
+                                                                  std::string_view to) {
+  const WeightFormat& format = weight_format(to);
+  const int64_t experts = weight_.size(0), rows = weight_.size(1), columns = weight_.size(2);
+  const int64_t group = group_size(to);
+  const bool is_affine = format.scales_like_activations;
+  const auto options = weight_.options();
+  const auto of_scales = is_affine ? options : options.dtype(at::kByte);
+  Tensor packed = at::empty({experts, rows, columns * format.bits / 32}, options.dtype(at::kInt));
+  Tensor scales = at::empty({experts, rows, columns / group}, of_scales);
+  Tensor biases = is_affine ? at::empty(scales.sizes(), options) : at::empty({0}, options);
+  Tensor sums = at::empty({experts, rows, columns / group, 2}, options.dtype(at::kFloat));
+  if (weight_.numel() == 0) return {packed, scales, biases, sums};
+
+  const Tensor weight = vector_rows(weight_), importance = vector_rows(importance_);
+  QuantizeParams params{};
+  params.expert_stride = weight.stride(0);
+  params.row_stride = weight.stride(1);
+  params.importance_stride = importance.stride(0);
+  params.rows = rows;
+  params.parts = columns / kQuantized;
+  params.lanes = group / kQuantized;
+  params.bits = format.bits;
+  Commands commands;
+  Command& command = commands.add({"quantize", weight.scalar_type()},
+                                  is_affine ? "quantize_affine" : "quantize_" + format.name);
+  command.bind_strided(weight).bind_strided(importance).bind(packed).bind(scales);
+  if (is_affine) command.bind(biases);
+  command.bind(sums)
+      .params(params)
+      .work(kSlotsOfWeight * static_cast<double>(weight.numel()), static_cast<double>(weight.nbytes()))
+      .threadgroups({NSUInteger(ceil_div(rows * params.parts, kQuantizeThreads)), NSUInteger(experts)},
+                    {NSUInteger(kQuantizeThreads)});
+  commands.encode();
+  return {packed, scales, biases, sums};
+}
+
+}  // namespace
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  implement<quantize_by_importance>(m, "quantize_by_importance");
+}
+
+}  // namespace moe_mps

@@ -1,0 +1,13 @@
+// What selfcheck/tuner.py has found to be faster on this GPU than what is planned, of what gives the same
+// bits.
+#pragma once
+#include "matmul_plan.h"
+#include "matmul_run.h"
+
+namespace moe_mps {
+
+// The step as it runs for this matrix and so many pairs. Asked wherever one is encoded, so that what was
+// captured before the table changes follows it.
+MatmulStep tuned(const MatmulStep& step, const Library& library, const MatrixStack& matrix, int64_t pairs);
+
+}  // namespace moe_mps

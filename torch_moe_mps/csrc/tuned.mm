@@ -1,0 +1,109 @@
+#include "tuned.h"
+
+#include <ATen/core/Dict.h>
+#include <c10/util/hash.h>
+#include <c10/util/StringUtil.h>
+#include <torch/library.h>
+
+#include <atomic>
+#include <bit>
+#include <mutex>
+#include <string>
+#include <unordered_map>
+
+#include "../shaders/geometry.h"
+
+namespace moe_mps {
+namespace {
+
+struct Table {
+  std::atomic<bool> empty = true;
+  std::mutex mutex;
+  std::unordered_map<std::string, int64_t> simdgroups;  // by name
+  std::unordered_map<size_t, int64_t> found;            // the same by hash; 0: there is none
+};
+
+Table& table() {
+  static Table* const instance = new Table;
+  return *instance;
+}
+
+using Listed = c10::Dict<std::string, std::vector<int64_t>>;
+
+struct Listing {
+  bool wanted = false;
+  Listed steps;
+};
+
+Listing& listing() {
+  static thread_local Listing instance;
+  return instance;
+}
+
+// "<kernel> <experts>x<rows>x<inputs> by <pairs, up to a power of two>"
+std::string name_of(const MatmulStep& step, const Library& library, const MatrixStack& matrix,
+                    int64_t pairs) {
+  return c10::str(step.kernel, library.suffix(), " ", matrix.experts, "x", matrix.rows, "x", matrix.inputs,
+                  " by ", std::bit_ceil(static_cast<uint64_t>(pairs)));
+}
+
+// Of what the name says, without making one: every launch of a token asks. Any number that comes of equal
+// hashes would give the same bits.
+size_t hash_of(const MatmulStep& step, const Library& library, const MatrixStack& matrix, int64_t pairs) {
+  return c10::get_hash(step.kernel, library.weights, static_cast<int>(library.dtype), matrix.experts,
+                       matrix.rows, matrix.inputs, std::bit_ceil(static_cast<uint64_t>(pairs)));
+}
+
+// Those that the pipeline allows, too.
+std::vector<int64_t> offered(const MatmulStep& step, const Library& library) {
+  std::vector<int64_t> numbers = simdgroups_of(step);
+  const auto most = static_cast<int64_t>(pipeline(library, step.kernel).most_threads) / kSimdWidth;
+  std::erase_if(numbers, [&](int64_t number) { return number > most; });
+  return numbers;
+}
+
+void tune(const std::string& name, int64_t simdgroups) {
+  const std::lock_guard<std::mutex> lock(table().mutex);
+  if (simdgroups == 0) {
+    table().simdgroups.erase(name);
+  } else {
+    table().simdgroups[name] = simdgroups;
+  }
+  table().empty = table().simdgroups.empty();
+  table().found.clear();
+}
+
+void list_tunable(bool wanted) {
+  listing().wanted = wanted;
+  listing().steps = Listed();
+}
+
+Listed listed_tunable() {
+  return listing().steps;
+}
+
+}  // namespace
+
+MatmulStep tuned(const MatmulStep& step, const Library& library, const MatrixStack& matrix, int64_t pairs) {
+  Listing& list = listing();
+  if (table().empty && !list.wanted) return step;
+  if (list.wanted) list.steps.insert_or_assign(name_of(step, library, matrix, pairs), offered(step, library));
+  const std::lock_guard<std::mutex> lock(table().mutex);
+  const auto [known, is_new] = table().found.try_emplace(hash_of(step, library, matrix, pairs), 0);
+  if (is_new) {
+    const auto named = table().simdgroups.find(name_of(step, library, matrix, pairs));
+    if (named != table().simdgroups.end()) known->second = named->second;
+  }
+  return known->second == 0 ? step : with_simdgroups(step, known->second);
+}
+
+}  // namespace moe_mps
+
+TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
+  // What `_listed_tunable` names runs from here on with so many simdgroups a threadgroup; 0: as planned.
+  m.def("_tune(str name, int simdgroups) -> ()", &moe_mps::tune);
+  // From here on, whether what this thread encodes is listed; nothing is yet.
+  m.def("_list_tunable(bool wanted) -> ()", &moe_mps::list_tunable);
+  // {name: the numbers of simdgroups that give the same bits, the planned one first}
+  m.def("_listed_tunable() -> Dict(str, int[])", &moe_mps::listed_tunable);
+}

@@ -1,0 +1,278 @@
+"""Codes, scales and biases by importance: the least weighted error that a search finds."""
+
+import functools
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._encoding import E2M1_LARGEST, E4M3_LARGEST, affine_range, e4m3_codes, encode_with, fitting_scales
+from ._formats import FORMATS, GGUF, Format, decode, dequantize_values, e4m3, e8m0, pack
+from ._registry import operator
+from ._sample import Calls, Changes, Sample
+
+CHUNK = 1 << 18  # weights that the reference takes at a time: what it computes stays in the cache of a core
+
+
+def _meta_quantize_by_importance(check, weight, to, **_):
+    FORMATS[to].check_columns(check, "C, the last dimension of weight,", check.sizes["C"])
+    return _empty(weight, FORMATS[to])
+
+
+def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    *rows, columns = weight.shape
+    groups = columns // format.group_size
+    scales = weight.new_empty(*rows, groups, dtype=weight.dtype if format.is_affine else torch.uint8)
+    biases = torch.empty_like(scales) if format.is_affine else weight.new_empty(0)
+    packed = weight.new_empty(*rows, format.words(columns), dtype=torch.int32)
+    return packed, scales, biases, weight.new_empty(*rows, groups, 2, dtype=torch.float32)
+
+
+@operator(
+    "weight[E, R, C] importance[E, C]:float32",
+    _meta_quantize_by_importance,
+    allowed={"to": tuple(name for name in FORMATS if name not in GGUF)},
+)
+def quantize_by_importance(
+    weight: Tensor, importance: Tensor, to: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Weights in one of MLX's formats, chosen by what they are multiplied with: in one launch.
+
+    For the weights w of a group, and k the mean squares of what they are multiplied with, the error is
+
+        sum k (w - decoded)^2
+
+    which is the mean square of what it adds to an output, of inputs without correlation. Of several scales
+    (and biases) the best is taken; codes are chosen again behind the rounding to the stored dtype. MLX's own
+    are among them, so the error is never larger than by MLX's rule. Arithmetic is in float32; where two
+    scales are equally good but for rounding, devices may choose differently.
+
+    Args:
+        weight: [E, R, C], float32, float16 or bfloat16, finite; any strides. C is a multiple of the format's
+            group.
+        importance: [E, C] float32, finite and not negative; about 1, so that float32 holds the sums.
+        to: the format's name: affine4_64 and so on, mxfp4, mxfp8, nvfp4.
+
+    Returns: packed [E, R, C * bits / 32] int32; scales and biases [E, R, C / group] in the dtype of `weight`,
+        of formats without biases scales uint8 and biases empty; and float32 [E, R, C / group, 2], of each
+        group sum |w - decoded| and sum |w|.
+
+    Raises: ValueError for a dtype, shape, format or device that does not fit.
+    """
+    format = FORMATS[to]
+    if weight.numel() == 0:
+        return _empty(weight, format)
+    importance = importance.unflatten(-1, (1, -1, format.group_size))
+    outputs, room = _empty(weight, format), weight.new_empty(0)
+    for index in pieces(weight, CHUNK):
+        piece = weight[index].unflatten(-1, (-1, format.group_size))
+        if room.numel() == 0:  # for all of them: new memory costs as much as the arithmetic
+            room = weight.new_empty(5, piece.numel(), dtype=torch.float32)
+        groups, *others = [memory[: piece.numel()].view(piece.shape) for memory in room]
+        codes, scales, biases = search(
+            groups.copy_(piece), importance[index[0]], weight.dtype, format, others
+        )
+        results = [pack(codes.flatten(-2), format.bits), scales.to(outputs[1].dtype)]
+        if biases is not None:
+            biases = biases.to(weight.dtype)
+        apart = decode(codes, results[1], biases, format).sub_(groups).abs_().sum(-1)
+        sums = torch.stack((apart, groups.abs_().sum(-1)), -1)
+        for output, result in zip(outputs, (*results, biases, sums), strict=True):
+            if result is not None:
+                output[index] = result
+    return outputs
+
+
+def pieces(weight: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
+    """Indices (matrices, rows) of pieces of [E, R, C] of about so many elements; a piece is a view, whatever
+    the strides. None is larger than the first."""
+    matrices, rows, columns = weight.shape
+    some_rows = max(1, min(rows, count // max(1, columns)))
+    some_matrices = max(1, count // max(1, rows * columns))
+    for matrix in range(0, matrices, some_matrices):
+        for first in range(0, rows, some_rows):
+            yield slice(matrix, matrix + some_matrices), slice(first, first + some_rows)
+
+
+@functools.cache
+def _numbers(name: str) -> tuple[float, ...]:
+    """The numbers of a constant of shaders/quantize_moves.h."""
+    text = (Path(__file__).parents[1] / "shaders/quantize_moves.h").read_text()
+    body = text.partition(f" {name}[")[2].partition(" = ")[2].partition(";")[0]
+    return tuple(float(number) for number in re.findall(r"-?[\d.]+", body))
+
+
+def search(
+    groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """What `encode` returns, by importance.
+
+    Args:
+        groups: float32 [M, R, G, group_size].
+        importance: float32 [M, 1, G, group_size], not negative.
+        dtype: of the scales and biases of affine formats.
+        room: four tensors like `groups`, to be overwritten.
+    """
+    if format.has_biases:
+        return _affine(groups, importance, dtype, format, room)
+    scales = fitting_scales(groups, dtype, format)
+    tried = [scales, *(_of_e4m3(groups, importance, scales) if format.mode == "nvfp4" else _of_e8m0(scales))]
+    errors = [_error_with(groups, importance, each, format) for each in tried]
+    scales = _best(errors, tried)
+    return encode_with(groups, scales, format), scales, None
+
+
+def _sums(values: Tensor, importance: Tensor) -> Tensor:
+    """Of each group; the values are overwritten."""
+    return values.mul_(importance).sum(-1)
+
+
+def _best(errors: list[Tensor], tried: list[Tensor]) -> Tensor:
+    """Of each group what has the smallest error, the first of equal ones."""
+    best, found = errors[0], tried[0]
+    for error, each in zip(errors[1:], tried[1:], strict=True):
+        better = error < best  # never of NaN
+        best, found = torch.where(better, error, best), torch.where(better, each, found)
+    return found
+
+
+# Affine formats
+
+
+def _affine(
+    groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """In steps of the range: t = (w - middle) / step is s * c + m for codes c around zero."""
+    codes, half = 2**format.bits, 2 ** (format.bits - 1)
+    low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
+    middle, step = (low + high) / 2, ((high - low) / (codes - 1)).clamp(min=torch.finfo(torch.float32).tiny)
+    t = torch.sub(groups, middle, out=room[0]).mul_(1 / step)
+    fit = _Fit(t, importance, half, room[1:])
+    many, numbers = int(format.bits > 4), _numbers("kMove")
+    first = torch.full_like(step, 1 - _numbers("kStart")[many] / codes)
+    least, scale, bias = fit.turn(first, first / 2)
+    half_of_them = len(numbers) // 2
+    moves = numbers[many * half_of_them :][:half_of_them]
+    for a, b in zip(moves[::2], moves[1::2], strict=True):
+        error, s, m = fit.turn((1 + a / codes) * scale, bias + b * scale)
+        better = error < least
+        least = torch.where(better, error, least)
+        scale, bias = torch.where(better, s, scale), torch.where(better, m, bias)
+    scale, bias = (scale * step).to(dtype).float(), bias * step + middle
+    lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
+    theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
+    error, least = (fit.error_of(groups, *line) for line in (theirs, ours))
+    scale, bias = (torch.where(least < error, our, their) for our, their in zip(ours, theirs, strict=True))
+    return fit.codes(groups, scale, bias).to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
+
+
+class _Fit:
+    """Weighted least squares of a scale and a bias for the codes of groups.
+
+    Args:
+        t: [M, R, G, group_size].
+        k: their weights.
+        half: codes are from -half to half - 1.
+        room: three tensors like `t`, to be overwritten.
+    """
+
+    def __init__(self, t: Tensor, k: Tensor, half: int, room: list[Tensor]):
+        self.t, self.k, self.half = t, k, half
+        rest, *self.room = room
+        self.kt = torch.mul(t, k, out=rest)
+        total = k.sum(-1, keepdim=True)
+        self.inverse = torch.where(total > 0, 1 / total, 0.0)
+        first = self.kt.sum(-1, keepdim=True)
+        self.mean = first * self.inverse
+        self.variance = torch.mul(self.kt, t, out=self.room[0]).sum(-1, keepdim=True) - first * self.mean
+
+    def turn(self, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """For the nearest codes the least error, and its scale and bias; NaN for codes that are all alike."""
+        inverse = 1 / scale
+        c = torch.mul(self.t, inverse, out=self.room[0]).sub_(bias * inverse)
+        c.round_().clamp_(-self.half, self.half - 1)
+        kc = torch.mul(c, self.k, out=self.room[1])
+        first = kc.sum(-1, keepdim=True)
+        mean = first * self.inverse
+        second = kc.mul_(c).sum(-1, keepdim=True)
+        variance = torch.maximum(second - first * mean, _numbers("kSmallest")[0] * second)
+        covariance = c.mul_(self.kt).sum(-1, keepdim=True) - first * self.mean
+        fitted = covariance / variance
+        return self.variance - fitted * covariance, fitted, self.mean - fitted * mean
+
+    def codes(self, groups: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        """The nearest codes of weights, from zero on."""
+        # A scale that is zero as it is stored makes codes of zero.
+        codes = torch.sub(groups, bias, out=self.room[0]).mul_(torch.where(scale == 0, 0.0, 1 / scale))
+        return codes.round_().clamp_(0, 2 * self.half - 1)
+
+    def error_of(self, groups: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        values = self.codes(groups, scale, bias).mul_(scale).add_(bias)
+        return _sums(values.sub_(groups).square_(), self.k).unsqueeze(-1)
+
+
+# Formats without biases
+
+
+def _error_with(groups: Tensor, importance: Tensor, scales: Tensor, format: Format) -> Tensor:
+    factors = (e4m3 if format.mode == "nvfp4" else e8m0)(scales).unsqueeze(-1)
+    numbers = _rounded(groups * torch.where(factors == 0, 0.0, 1 / factors), format.bits)
+    return _sums(numbers.mul_(factors).sub_(groups).square_(), importance)
+
+
+def _rounded(values: Tensor, bits: int) -> Tensor:
+    """The nearest numbers of e2m1, or of e4m3."""
+    smallest, mantissa, largest = (1.0, 1, E2M1_LARGEST) if bits == 4 else (2.0**-6, 3, E4M3_LARGEST)
+    powers = values.abs().clamp_(min=smallest).view(torch.int32).bitwise_and_(0x7F800000).view(torch.float32)
+    steps = powers.mul_(0.5**mantissa)
+    return (values / steps).round_().mul_(steps).clamp_(-largest, largest)
+
+
+def _of_e8m0(scales: Tensor) -> list[Tensor]:
+    return [(scales.int() + step).clamp(0, 254).to(torch.uint8) for step in map(int, _numbers("kSteps"))]
+
+
+def _of_e4m3(groups: Tensor, importance: Tensor, scales: Tensor) -> list[Tensor]:
+    """Other scales, and for the numbers that are nearest with each the least squares."""
+    found = []
+    for factor in _numbers("kFactors"):
+        factors = e4m3(e4m3_codes(e4m3(scales) * factor)).unsqueeze(-1)
+        numbers = _rounded(groups * torch.where(factors == 0, 0.0, 1 / factors), 4)
+        kn = numbers * importance
+        fitted = _sums(numbers.square(), importance)
+        fitted = (kn.mul_(groups)).sum(-1) / fitted
+        found.append(e4m3_codes(torch.where(fitted > 0, fitted, factors.squeeze(-1))))
+    return found
+
+
+def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:
+    """Of each matrix how much of the weights is decoded, by importance; and what is said of the error."""
+    packed, scales, biases, sums = results
+    weight, importance = arguments["weight"].float(), arguments["importance"][:, None]
+    format = FORMATS[arguments["to"]]
+    decoded = dequantize_values(packed, scales, biases if format.is_affine else None, format)
+    products = [(importance * weight * other).sum((1, 2)) for other in (decoded, weight)]
+    apart = (decoded - weight).abs().unflatten(-1, (-1, format.group_size)).sum(-1)
+    return [products[0] / products[1], sums[..., 1], sums[..., 1] + sums[..., 0] - apart]
+
+
+def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 128) -> dict[str, Any]:
+    """Of rows, some with groups of zeros and of a constant."""
+    weight = s.values(2, 5, columns)
+    weight[0, 0], weight[1, 2] = 0.0, 0.5
+    return {
+        "weight": weight,
+        "importance": s.values(2, columns, dtype=torch.float32).square(),
+        "to": format.name,
+    }
+
+
+CALLS: Calls = {"quantize_by_importance": _weights}
+CHANGES: Changes = {
+    "quantize_by_importance": lambda s: [
+        _weights(s, format) for name, format in FORMATS.items() if name not in GGUF and name != "affine4_32"
+    ]
+}
