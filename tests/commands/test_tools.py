@@ -1,6 +1,7 @@
 """Tools that must be called: what a model with random weights writes is a call whose arguments fit."""
 
 import json
+import types
 
 import openai
 import pytest
@@ -26,13 +27,36 @@ def named(name: str) -> dict:
     return {"type": "function", "function": {"name": name}}
 
 
-@pytest.fixture(scope="module", params=["qwen2", "qwen3_5"])
+# Marks in the chat templates of models that transformers does not know, behind its text, and the form.
+MARKS = {
+    "hermes": ("<|im_start|><tool_call></tool_call>", "qwen2"),
+    "tags": ("<|im_start|><tool_call><function=a>", "qwen3_5"),
+    "gpt-oss": ("<|channel|>analysis<|message|><|channel|>commentary", None),
+    "glm": ("<|im_start|><tool_call><arg_key>", None),
+    "mistral": ("[TOOL_CALLS]", None),
+}
+
+
+def marked(name: str) -> str:
+    return f"{serving.TEMPLATE}{{% if false %}}{MARKS[name][0]}{{% endif %}}"
+
+
+@pytest.fixture(scope="module", params=["qwen2", "qwen3_5", "gpt-oss"])
 def client(request, tmp_path_factory):
-    """The two forms of calls that transformers' server knows, and xgrammar: JSON, and tags."""
+    """The two forms of calls that transformers' server knows, and xgrammar: JSON, and tags; and gpt-oss'."""
     folder = tmp_path_factory.mktemp("tools") / "model"
-    serving.printable_checkpoint(folder, response_template=TEMPLATES[request.param])
+    if request.param in TEMPLATES:
+        serving.printable_checkpoint(folder, response_template=TEMPLATES[request.param])
+    else:
+        serving.printable_checkpoint(folder, chat_template=marked(request.param))
     with serving.client_of(folder, *serving.QUANTISED) as client:
         yield client
+
+
+def matcher_of(tag) -> xgrammar.GrammarMatcher:
+    letters = [chr(i) for i in range(128)]
+    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([*letters, ""], stop_token_ids=[128]))
+    return xgrammar.GrammarMatcher(compiler.compile_structural_tag(tag))
 
 
 def calls_of(client, stream: bool = False, **asked) -> list[tuple[str, dict]]:
@@ -56,7 +80,7 @@ def test_any_tool(client):
     asked = {"temperature": 2, "seed": 1, "tool_choice": "required"}
     calls = calls_of(client, parallel_tool_calls=False, **asked)
     assert len(calls) == 1 and all(arguments in FITS[name] for name, arguments in calls)
-    name, arguments = calls_of(client, True, max_tokens=75, **asked)[0]
+    name, arguments = calls_of(client, True, max_tokens=110, **asked)[0]
     assert arguments in FITS[name]
     for choice in ("none", "auto", None):
         assert not calls_of(client, temperature=0, tool_choice=choice, max_tokens=9)
@@ -111,6 +135,61 @@ def test_without_xgrammar_it_is_refused(client, monkeypatch):
     assert not calls_of(client, tool_choice="none", max_tokens=2)
 
 
+@pytest.mark.parametrize("name", MARKS)
+def test_forms_are_known_by_marks_of_the_chat_template(name):
+    """Where transformers knows the model, its own template stays."""
+    words = types.SimpleNamespace(chat_template=marked(name))
+    found = tools.with_derived(lambda processor, model: None)(words, None)
+    form = MARKS[name][1]
+    assert found == (tools._HARMONY if name == "gpt-oss" else TEMPLATES.get(form))
+    assert tools.with_derived(lambda processor, model: {"own": 1})(words, None) == {"own": 1}
+
+
+HARMONY_CALL = 'to=functions.look<|channel|>commentary json<|message|>{"sky": "blue"}<|call|>'
+THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "thought", "called"),
+    [
+        (f"{THOUGHT}<|start|>assistant<|channel|>final<|message|>Hi<|return|>", "Hi", "hm", False),
+        (f"{THOUGHT}<|start|>assistant {HARMONY_CALL}", "", "hm", True),
+        (
+            f"<|channel|>commentary<|message|>I look<|end|><|start|>assistant {HARMONY_CALL}",
+            "I look",
+            None,
+            True,
+        ),
+        (f"{THOUGHT}<|start|>assistant {HARMONY_CALL[:-12]}", "", "hm", False),
+    ],
+)
+def test_answers_of_gpt_oss(text, content, thought, called):
+    words = types.SimpleNamespace(chat_template=marked("gpt-oss"), decode=lambda ids: ids)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(utils, "get_response_template", tools.with_derived(lambda *_: None))
+        patched.setattr(utils, "ResponseParser", tools.Parser)
+        found = tools.parsed(words, None, text, "<|start|>assistant")
+    call = [utils.ToolCall("look", '{"sky": "blue"}')] if called else None
+    assert found == (content, thought, call)
+
+
+@pytest.mark.parametrize("parallel", [False, True])
+@pytest.mark.parametrize(
+    ("text", "fits"),
+    [
+        (f" {HARMONY_CALL}", True),
+        (f"{THOUGHT}<|start|>assistant {HARMONY_CALL}", True),
+        (THOUGHT, False),
+        ("<|channel|>final<|message|>blue<|return|>", False),
+        (f" {HARMONY_CALL}<|start|>assistant {HARMONY_CALL}", None),
+    ],
+)
+def test_gpt_oss_must_call(text, fits, parallel):
+    matcher = matcher_of(tools.Forced(TOOLS, named("look"), parallel).grammar(tools._HARMONY, ""))
+    expected = parallel if fits is None else fits
+    assert (matcher.accept_string(text) and matcher.accept_token(128)) == expected
+
+
 @pytest.mark.parametrize("template", [None, TEMPLATES["gemma4"]])
 def test_calls_of_another_form_are_refused(template):
     """No template of answers, and one whose calls xgrammar does not have."""
@@ -119,6 +198,18 @@ def test_calls_of_another_form_are_refused(template):
 
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"sky": "blue"}}\n</tool_call>'
+
+
+TAGS = "<tool_call>\n<function=look>\n<parameter=sky>\nblue\n</parameter>\n</function>\n</tool_call>"
+
+
+@pytest.mark.parametrize(("form", "call"), [("qwen2", CALL), ("qwen3_5", TAGS)])
+def test_a_call_is_whole_or_none(form, call):
+    """Wherever an answer is cut off: of tags transformers' parser gives the arguments that have come."""
+    for end in range(len(call) + 1):
+        parser = tools.Parser(TEMPLATES[form], prefix="")
+        parser.feed(call[:end])
+        assert ("tool_calls" in parser.finalize()[0]) == (end == len(call))
 
 
 @pytest.mark.parametrize(
@@ -136,8 +227,5 @@ CALL = '<tool_call>\n{"name": "look", "arguments": {"sky": "blue"}}\n</tool_call
     ],
 )
 def test_a_call_comes_behind_what_the_model_thinks(prompt, text, fits):
-    tag = tools.Forced(TOOLS, named("look"), True).grammar(TEMPLATES["qwen2"], prompt)
-    letters = [chr(i) for i in range(128)]
-    compiler = xgrammar.GrammarCompiler(xgrammar.TokenizerInfo([*letters, ""], stop_token_ids=[128]))
-    matcher = xgrammar.GrammarMatcher(compiler.compile_structural_tag(tag))
+    matcher = matcher_of(tools.Forced(TOOLS, named("look"), True).grammar(TEMPLATES["qwen2"], prompt))
     assert (matcher.accept_string(text) and matcher.accept_token(128)) == fits

@@ -69,7 +69,10 @@ def printable_checkpoint(folder: Path, **settings: object) -> Path:
     tokenizer = Tokenizer(models.WordLevel(characters, unk_token="<end>"))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
     fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="<end>", eos_token="<end>", chat_template=TEMPLATE, **settings
+        tokenizer_object=tokenizer,
+        unk_token="<end>",
+        eos_token="<end>",
+        **{"chat_template": TEMPLATE, **settings},
     )
     fast.save_pretrained(folder)
     return folder

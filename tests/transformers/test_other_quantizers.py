@@ -164,6 +164,15 @@ def test_stacks_may_be_turned(architecture, writer, format, tmp_path):
     assert_close(output(model, prompt()), output(expected, prompt()), 1e-5)
 
 
+def test_what_has_no_room_for_codes_has_all_values(tmp_path):
+    """Llama 4's experts; what stays packed is quantised again."""
+    expected = write(tmp_path, CASES["fp8 of rows"][0], "llama4")
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    experts = {name: tensor for name, tensor in model.named_parameters() if ".experts." in name}
+    assert len(experts) == 4
+    assert all(torch.equal(tensor, expected.get_parameter(name)) for name, tensor in experts.items())
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [

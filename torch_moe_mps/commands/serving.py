@@ -98,11 +98,7 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
     validate, resolve, config_of = (
         handler._validate_request, handler._resolve_model, handler._build_generation_config
     )  # fmt: skip
-    read, load, parse = (
-        handler.get_processor_inputs_from_messages,
-        manager.load_model_and_processor,
-        chat_completion.parse_assistant_message,
-    )
+    read, load = handler.get_processor_inputs_from_messages, manager.load_model_and_processor
 
     chat = chat_completion.ChatCompletionHandler
 
@@ -162,10 +158,7 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
     def parsed(processor: Any, model: Any, ids: Any, *others: Any, **named: Any) -> Any:
         stops = getattr(ids, "stops", ())
         text = cut(getattr(processor, "tokenizer", processor).decode(ids), stops) if stops else ids
-        try:
-            content, *parts = parse(processor, model, text, *others, **named)
-        except (ValueError, RuntimeError):  # a call that is cut off: what a stream shows of the answer
-            content, *parts = tools.parsed_until_cut(processor, model, text, **named)
+        content, *parts = tools.parsed(processor, model, text, *others, **named)
         if (entries := getattr(named.get("cleaned_content"), "logprobs", None)) is not None:
             content = logprobs.Shown.of(content, entries)
         return content, *parts
@@ -190,6 +183,8 @@ def _replacements(options: argparse.Namespace, load_model: Any, made: list[Any])
         ("utils.BaseHandler._resolve_model", resolved),
         ("utils.BaseHandler._build_generation_config", config_for),
         ("utils.BaseHandler.get_processor_inputs_from_messages", staticmethod(read_all)),
+        ("utils.ResponseParser", tools.Parser),
+        ("utils.get_response_template", tools.with_derived(utils.get_response_template)),
         ("chat_completion.parse_assistant_message", parsed),
         ("response.parse_assistant_message", parsed),
         (

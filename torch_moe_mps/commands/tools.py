@@ -13,8 +13,31 @@ from .structured import check_extra
 
 # Families of xgrammar; where several read the same, the first.
 _FAMILIES = (
-    "qwen_3", "qwen_3_5", "glm_4_7", "kimi", "deepseek_v3_1", "deepseek_v3_2", "llama", "minimax",
+    "qwen_3", "qwen_3_5", "glm_4_7", "kimi", "deepseek_v3_1", "deepseek_v3_2", "llama", "minimax", "harmony",
 )  # fmt: skip
+# How gpt-oss answers.
+_HARMONY = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|start|>assistant",
+    "fields": {
+        "reasoning_content": {
+            "open": "<|channel|>analysis<|message|>", "close": ["<|end|>", "<|return|>"], "content": "text",
+        },
+        "tool_calls": {
+            "open_pattern": r"(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[^\s<]+)"
+            r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
+            "close": "<|call|>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
+        },
+        "content": {
+            "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
+            "close": ["<|end|>", "<|return|>"],
+            "content": "text",
+        },
+    },
+}  # fmt: skip
 # What xgrammar calls a style: an argument "a" that is "b".
 _ARGUMENTS = {
     "json": '{"a": "b"}',
@@ -50,14 +73,30 @@ class Forced(NamedTuple):
             raise Refused(message, "tool_choice")
         tools: list[Any] = [*self.tools]
         choice: Any = self.choice
-        return get_model_structural_tag(
+        reasoning = _reasoning(template["fields"], prompt.rstrip())
+        tag = get_model_structural_tag(
             family,
             tools,
             choice,
-            reasoning=_reasoning(template["fields"], prompt.rstrip()),
+            reasoning="disabled" if family == "harmony" else reasoning,
             max_whitespace_cnt=1,  # a model that may write any blanks may never end
-            parallel_tool_calls=self.parallel,
+            parallel_tool_calls=self.parallel or family == "harmony",
         )
+        return _harmony(tag.format, self.parallel) if family == "harmony" else tag
+
+
+def _harmony(calls: Any, parallel: bool) -> Any:
+    """xgrammar's calls of gpt-oss, of which it asks for none, behind what the model may think."""
+    from xgrammar import structural_tag as forms
+
+    calls.at_least_one, calls.stop_after_first = True, not parallel
+    thought = forms.TagFormat(
+        begin="<|channel|>analysis<|message|>", content=forms.AnyTextFormat(), end="<|end|>"
+    )
+    before = forms.SequenceFormat(elements=[thought, forms.ConstStringFormat(value=calls.separator)])
+    return forms.StructuralTag(
+        format=forms.SequenceFormat(elements=[forms.OptionalFormat(content=before), calls])
+    )
 
 
 def forced_by(body: dict[str, Any]) -> Forced | None:
@@ -94,15 +133,60 @@ def forced_by(body: dict[str, Any]) -> Forced | None:
     return Forced(tools, choice, body.get("parallel_tool_calls") is not False)
 
 
-def parsed_until_cut(processor: Any, model: Any, text: Any, **named: Any) -> tuple[Any, Any, Any]:
-    """As transformers' `parse_assistant_message`, without a call inside of which the answer ends."""
+class Parser(utils.ResponseParser):
+    """transformers' own, but of a call inside of which an answer ends it makes none."""
+
+    _buffer: str
+
+    def finalize(self) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+        calls, start = self._spec.fields.get("tool_calls"), self._pos
+        inside = self._current == "tool_calls"
+        if calls is not None and not inside and self._current == self._implicit_name:
+            opened = calls.open_re.search(self._buffer, start)  # it waits for what may belong to its mark
+            start, inside = (opened.start(), True) if opened else (start, False)
+        if inside and calls.close_re is not None and calls.close_re.search(self._buffer, start) is None:
+            self._buffer = self._buffer[:start]
+            if self._current == "tool_calls":
+                self._reset_to_implicit()
+        made: tuple[dict[str, Any], list[dict[str, Any]]] = super().finalize()
+        return made
+
+
+def parsed(
+    processor: Any, model: Any, text: Any, input_ids: Any, cleaned_content: str = "", tools: Any = None
+) -> tuple[Any, Any, Any]:
+    """As transformers' `parse_assistant_message`, by the parser of streams."""
+    parser = utils.build_response_parser(processor, model, input_ids, tools)
+    if parser is None:
+        return cleaned_content, None, None
     words = getattr(processor, "tokenizer", processor)
-    parser = utils.build_response_parser(processor, model, named["input_ids"], named.get("tools"))
-    text = text if isinstance(text, str) else words.decode(text)
-    found = utils.response_events_to_chunks([*parser.initial_events, *parser.feed(text)])
-    calls = [item for item in found if isinstance(item, utils.ToolCall)]
-    content, thought = ("".join(s for s in found if type(s) is kind) for kind in (str, utils.ReasoningText))
-    return content, thought or None, calls or None
+    parser.feed(text if isinstance(text, str) else words.decode(text))
+    message, _ = parser.finalize()
+    thought = next((message[name] for name in utils._REASONING_FIELDS if name in message), None)
+    calls = [utils._normalize_tool_call(call) for call in message.get("tool_calls") or ()]
+    return message.get("content", ""), thought, [call for call in calls if call is not None] or None
+
+
+def with_derived(own: Any) -> Any:
+    """transformers' `get_response_template`, and where it has none that of the chat template's own marks."""
+
+    def template(processor: Any, model: Any) -> dict[str, Any] | None:
+        found: dict[str, Any] | None = own(processor, model)
+        text = getattr(getattr(processor, "tokenizer", processor), "chat_template", None)
+        return _derived(text) if found is None and isinstance(text, str) else found
+
+    return template
+
+
+def _derived(chat_template: str) -> dict[str, Any] | None:
+    if "<|channel|>commentary" in chat_template and "<|channel|>analysis" in chat_template:
+        return _HARMONY
+    chat_ml = "<|im_start|>" in chat_template and "<tool_call>" in chat_template
+    if not chat_ml or "<arg_key>" in chat_template:
+        return None
+    like = "qwen3_5" if "<function=" in chat_template else "qwen3"
+    fallbacks = utils._RESPONSE_TEMPLATE_FALLBACKS.items()
+    return next((template for types, template in fallbacks if like in types), None)
 
 
 def _family_of(template: dict[str, Any] | None) -> str | None:
@@ -135,7 +219,7 @@ def _sample(form: Any) -> str:
             return _ARGUMENTS[form.style]
         case "tag":
             return f"{form.begin}{_sample(form.content)}{form.end}"
-        case "triggered_tags":
+        case "triggered_tags" | "tags_with_separator":
             return _sample(form.tags[0])
     return "".join(map(_sample, form.elements))
 

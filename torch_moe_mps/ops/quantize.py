@@ -273,6 +273,7 @@ def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 1
 CALLS: Calls = {"quantize_by_importance": _weights}
 CHANGES: Changes = {
     "quantize_by_importance": lambda s: [
-        _weights(s, format) for name, format in FORMATS.items() if name not in GGUF and name != "affine4_32"
+        _weights(s, FORMATS[to])
+        for to in ("affine2_128", "affine3_32", "affine5_64", "affine8_32", "mxfp4", "mxfp8", "nvfp4")
     ]
 }

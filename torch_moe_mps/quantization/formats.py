@@ -115,7 +115,7 @@ def quantize(
             than by MLX's rule, which chooses without it.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
-        of `weight`. Memory other than the result stays under about 10 MiB, and 25 MiB on a GPU.
+        of `weight`. Memory other than the result stays under about 10 MiB, and 25 MiB by importance.
 
     Raises: ValueError for a shape, dtype or format that does not fit, for weights that are not finite, and
         for importance that is negative or not finite.

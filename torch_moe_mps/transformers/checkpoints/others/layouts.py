@@ -7,6 +7,7 @@ bits where the scales of a format hold what multiplies them; where they do not, 
 again.
 """
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple, NoReturn
 
@@ -61,6 +62,7 @@ class Matrix(NamedTuple):
         format: of the weight.
         order: int32, the order of its inputs that the weight takes, or None.
         again: where the format rests on the values of scales, the same matrix in the format for any.
+        values: float32 [rows, columns], where the format holds others.
     """
 
     names: tuple[str, ...]
@@ -68,6 +70,13 @@ class Matrix(NamedTuple):
     format: Format
     order: Tensor | None = None
     again: Callable[[], "Matrix"] | None = None
+    values: Callable[[list[Tensor]], Tensor] | None = None
+
+    def dense(self, tensors: list[Tensor]) -> Tensor:
+        """The values that the tensors stand for."""
+        if self.values is not None:
+            return self.values(tensors)
+        return self.read(tensors, ErrorSums()).values(slice(None))
 
 
 def alike(name: str, matrices: Sequence[Matrix]) -> list[Matrix]:
@@ -145,7 +154,11 @@ def stack_of(
         added = None if biases[0] is None else torch.stack(biases)
         return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, found[0].format)
 
-    return Matrix(names, read, found[0].format)
+    def values(tensors: list[Tensor]) -> Tensor:
+        pairs = zip(each, found, strict=True)
+        return torch.stack([matrix.dense([*map(expert.part, tensors)]) for expert, matrix in pairs])
+
+    return Matrix(names, read, found[0].format, values=values)
 
 
 class _Expert(Files):
@@ -358,15 +371,19 @@ class _Reader:
         nvfp4 = Format(mode="nvfp4")
         format = nvfp4 if exact else Format(6, self.group("weight_scale", self.columns // 32))
 
+        def values(tensors: list[Tensor]) -> Tensor:
+            codes = unpack(tensors[0].contiguous().view(torch.int32), nvfp4)
+            return (codes.unflatten(-1, (-1, 16)) * wanted(*tensors[1:]).unsqueeze(-1)).flatten(-2)
+
         def read(errors: ErrorSums, packed: Tensor, *others: Tensor) -> QuantizedWeight:
-            packed, scales = packed.contiguous().view(torch.int32), wanted(*others)
-            if exact:
-                return QuantizedWeight(packed, scales.to(torch.float8_e4m3fn).view(torch.uint8), None, nvfp4)
-            values = unpack(packed, nvfp4).unflatten(-1, (-1, 16)) * scales.unsqueeze(-1)
-            return _again(values.flatten(-2), format, errors)
+            if not exact:
+                return _again(values([packed, *others]), format, errors)
+            scales = wanted(*others).to(torch.float8_e4m3fn).view(torch.uint8)
+            return QuantizedWeight(packed.contiguous().view(torch.int32), scales, None, nvfp4)
 
         made = self.matrix((codes, *parts), read, format)
-        return made._replace(again=lambda: self.fp4(codes, factor, divides, may_keep=False))
+        again = functools.partial(self.fp4, codes, factor, divides, may_keep=False)
+        return made._replace(again=again, values=values)
 
     def fp8(self, may_keep: bool = True) -> Matrix:
         """Codes with a scale for all, for each row or for each block; by powers of two they are mxfp8."""
@@ -378,18 +395,24 @@ class _Reader:
         exact = exact and bool(((found >= _LEAST) & (found <= _MOST)).all())
         format = Format(mode="mxfp8") if exact else self.affine("weight", 8, part, self.columns // 32)
 
-        def read(errors: ErrorSums, codes: Tensor, scale: Tensor) -> QuantizedWeight:
-            codes, scales = codes.contiguous().view(torch.uint8), self.for_groups(scale, part)
+        def octets(codes: Tensor) -> Tensor:
+            codes = codes.contiguous().view(torch.uint8)
             if bool(((codes & 0x7F) == 0x7F).any()):
                 self.fail("weight", "finite", "NaN")
-            if exact:
-                exponents = (scales.log2() + 127).to(torch.uint8)
-                return QuantizedWeight(codes.view(torch.int32), exponents, None, format)
-            values = e4m3(codes).unflatten(-1, (-1, 32)) * scales.unsqueeze(-1)
-            return _again(values.flatten(-2), format, errors)
+            return codes
+
+        def values(tensors: list[Tensor]) -> Tensor:
+            groups = e4m3(octets(tensors[0])).unflatten(-1, (-1, 32))
+            return (groups * self.for_groups(tensors[1], part).unsqueeze(-1)).flatten(-2)
+
+        def read(errors: ErrorSums, codes: Tensor, scale: Tensor) -> QuantizedWeight:
+            if not exact:
+                return _again(values([codes, scale]), format, errors)
+            exponents = (self.for_groups(scale, part).log2() + 127).to(torch.uint8)
+            return QuantizedWeight(octets(codes).view(torch.int32), exponents, None, format)
 
         made = self.matrix(("weight", part), read, format)
-        return made._replace(again=lambda: self.fp8(may_keep=False))
+        return made._replace(again=lambda: self.fp8(may_keep=False), values=values)
 
     def for_groups(self, scales: Tensor, part: str) -> Tensor:
         """One for each 32 columns, in float32, whatever block they are for; octets are exponents (MXFP8)."""

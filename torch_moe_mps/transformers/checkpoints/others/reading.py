@@ -225,8 +225,8 @@ class Reading:
     def _weight(
         self, name: str, target: Target, parameter: str, parts: list[_Part], tensors: list[Tensor]
     ) -> QuantizedWeight:
-        errors = ErrorSums()
-        weights = _read(parts, tensors, errors)
+        errors, rest = ErrorSums(), iter(tensors)
+        weights = [part.matrix.read([next(rest) for _ in part.matrix.names], errors) for part in parts]
         made: list[Any] = [
             None if any(t is None for t in each) else self._joined(name, parts, [*each])
             for each in zip(*weights, strict=True)
@@ -244,12 +244,10 @@ class Reading:
 
     def _dense(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
         """Of what a quantised layer has no room for."""
-        weights = _read(parts, tensors, ErrorSums())
-        orders = [part.matrix.order for part in parts]
-        values = [
-            values if order is None else values[:, order.argsort()]
-            for values, order in zip((w.values(slice(None)) for w in weights), orders, strict=True)
-        ]
+        rest, values = iter(tensors), []
+        for _, _, matrix in parts:
+            dense = matrix.dense([next(rest) for _ in matrix.names])
+            values.append(dense if matrix.order is None else dense[:, matrix.order.argsort()])
         return self._joined(name, parts, values)
 
     def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
@@ -290,8 +288,3 @@ def _is_turned(experts: Any) -> bool:
         return bool(known)
     first = getattr(experts, "gate_up_proj", None)
     return first is not None and bool(first.shape[1] == experts.down_proj.shape[2])
-
-
-def _read(parts: list[_Part], tensors: list[Tensor], errors: ErrorSums) -> list[QuantizedWeight]:
-    rest = iter(tensors)
-    return [part.matrix.read([next(rest) for _ in part.matrix.names], errors) for part in parts]

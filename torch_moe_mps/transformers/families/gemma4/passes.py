@@ -2,10 +2,11 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from ....ops._checks import MAX_TOP_K
-from ...graphs.nodes import aten, calls, is_unchanged, ours, put, tensor_of
+from ...graphs.nodes import arguments, aten, calls, is_call, is_unchanged, ours, put, tensor_of
 from ...graphs.patterns import match
 from ...graphs.tracing import ITEM, VALUE
 
@@ -29,6 +30,20 @@ def gate_in_one(graph: fx.Graph) -> None:
         for number, old in enumerate((weights, *ids)):
             item = put(choice, ITEM, results[number], gate, number)
             old.replace_all_uses_with(_cast(item, tensor_of(old), choice))
+
+
+def options_of_gate(router: fx.Node) -> dict[str, Any] | None:
+    """What experts take of a moe_gate in its place: its logits, of a call in front of it, and its options."""
+    if not is_call(router, ours.moe_gate) or arguments(router)["renormalize_after_scale"]:
+        return None
+    hidden, weight, norm, scale, top_k, eps, _ = arguments(router).values()
+    factor = 1.0
+    if is_call(norm, aten.mul) and not isinstance(norm.args[1], fx.Node):
+        norm, factor = norm.args
+    like = tensor_of(hidden).new_empty(len(tensor_of(hidden)), len(tensor_of(weight)), dtype=torch.float32)
+    logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps, factor=factor)
+    chosen = {"scoring": "softmax_after_topk", "per_expert_scale": scale}
+    return {"logits": logits, "top_k": top_k, **chosen}
 
 
 def _fits(found: dict[str, Any]) -> bool:

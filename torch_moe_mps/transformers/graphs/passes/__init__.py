@@ -33,7 +33,6 @@ from .rotation import (
     heads_that_do_not_turn,
     join_rotations,
     norms_in_rotation,
-    tables_of_slices,
     turn_parts,
     write_into_cache,
 )
@@ -56,7 +55,6 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     drop_neutral,
     share_views,  # what reads one value in one shape reads one node
     positions_in_one,
-    tables_of_slices,  # of the new tokens, not of the whole context
     join_linears,  # before any of them has a norm or a residual of its own
     turn_parts,  # of heads as they lie in an output
     order_outputs,  # of those that the pass before has joined, too

@@ -1,5 +1,6 @@
 """Routers, and what they hand to their experts."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,8 @@ _EXPERTS = (
 _ALIKE = ("format", "gate_up_bias", "down_bias", *Activation._fields, *InputNorm._fields)
 _FEW_ROWS = 32  # that a kernel of router_logits takes
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
+# Of families: each gives what `_options_of` does, of their own routers.
+OPTIONS_OF: list[Callable[[fx.Node], dict[str, Any] | None]] = []
 
 
 def logits_in_float32(graph: fx.Graph) -> None:
@@ -117,19 +120,10 @@ def _is_like_one(matrix: fx.Node | None, stack: fx.Node | None) -> bool:
 
 def _options_of(router: fx.Node) -> dict[str, Any] | None:
     """The logits of a router and its options, by their names beside experts; None if these have no such."""
-    options = arguments(router)
     if is_call(router, ours.moe_router):
-        return {OF_EXPERTS[name]: value for name, value in options.items()}
-    if not is_call(router, ours.moe_gate) or options["renormalize_after_scale"]:
-        return None
-    hidden, weight, norm, scale, top_k, eps, _ = options.values()
-    factor = 1.0
-    if is_call(norm, aten.mul) and not isinstance(norm.args[1], fx.Node):
-        norm, factor = norm.args
-    like = tensor_of(hidden).new_empty(len(tensor_of(hidden)), len(tensor_of(weight)), dtype=torch.float32)
-    logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps, factor=factor)
-    chosen = {"scoring": "softmax_after_topk", "per_expert_scale": scale}
-    return {"logits": logits, "top_k": top_k, **chosen}
+        return {OF_EXPERTS[name]: value for name, value in arguments(router).items()}
+    found = (read(router) for read in OPTIONS_OF)
+    return next((options for options in found if options is not None), None)
 
 
 def _of_router(value: Any) -> fx.Node | None:
