@@ -4,10 +4,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
-from support.any_arguments import STRATEGIES
 from support.any_calls import Call, calls, check_values, fake_outcome, outcome
 from support.layouts import LAYOUTS
-from support.oracles_operators import ORACLES
 from support.values import DTYPES
 from torch import Tensor
 
@@ -21,10 +19,6 @@ SETTINGS = {
     "database": None,
     "print_blob": True,
 }
-
-
-def test_every_operator_has_a_strategy_and_an_oracle():
-    assert set(STRATEGIES) == set(ORACLES) == set(OPERATORS)
 
 
 def check(call, device: str) -> None:

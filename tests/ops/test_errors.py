@@ -46,11 +46,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     ]
     around = [
         wrong("of shape [E, 2I] = (8, 64)", gate_up_bias=zeros(E, I)),
-        wrong("of shape [E, H] = (8, 64)", down_bias=zeros(E, I)),
         wrong("limit must be a number for activation silu_clamped, got None", activation="silu_clamped"),
     ]
     tail = [
-        wrong("of shape [T] = (3,)", shared_gate=zeros(T + 1), shared_out=zeros(T, H)),
         wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
         wrong("T = 3 rows of H = 64 elements", residual=zeros(1, H, T)),
         wrong("False without shared_gate", gate_is_logit=True, shared_out=zeros(T, H)),
@@ -78,11 +76,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     of_five = {**dict.fromkeys(("g", "beta", "A_log", "dt_bias")), "state_": zeros(2, 5, 16, 8)}
     table = {
         "heads_quantized": [
-            wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain),
-            wrong(f"{FLOATS}, got int32", dtype=torch.int32, x=zeros(2, T, 4, 64), **plain),
+            wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain)
         ],
         "heads_mm": [
-            wrong("3-D", weight=zeros(16, 40)),
             wrong("of a last dimension of 40, the columns of a matrix", x=zeros(2, T, 4, 16), **plain),
             wrong(
                 f"weight must be {FLOATS}, got int32",
@@ -93,15 +89,8 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("None unless transposed", tail=zeros(2, T, 4, 6), x=zeros(2, T, 4, 40), transposed=False),
         ],
         "sample_": [
-            wrong("of shape [R, V] = (3, 300)", draws=zeros(T, 299)),
-            wrong(
-                "logits must be [R, V] with V between 1 and 524288, got V = 0",
-                logits=zeros(T, 0),
-                draws=zeros(T, 0),
-            ),
             wrong("above 0 and finite, got 0.0", temperature=0.0),
             wrong("temperature must be above 0 and finite, got inf", temperature=float("inf")),
-            wrong("top_k must be at least 0, got -1", top_k=-1),
             wrong("between 0 and 1, got 1.5", top_p=1.5),
             wrong("between 0 and 1, got -0.1", min_p=-0.1),
             wrong("between 0 and 299, got 300", otherwise=300),
@@ -142,10 +131,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
         ],
         "hyper_update": [
-            wrong("at least 2-D", streams=zeros(H)),
             wrong(
                 "of rows of a multiple of 4 elements, got 62", streams=zeros(T, 2, H - 2), out=zeros(T, H - 2)
-            ),
+            )
         ],
         "quantize_by_importance": [
             wrong(
@@ -178,10 +166,8 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("comb must be None without out, got shape (3, 4, 4)", out=None, post=None),
         ],
         "expert_mm": [
-            wrong("of shape [T, K, H] = (3, 2, 64)", x=zeros(T, 1, H)),
             wrong("weight must be of shape [E, H, N] with H = 64 as in x, got (8, 32, 64)", transposed=True),
             wrong("of shape [E, N] = (8, 32)", bias=zeros(E, H)),
-            wrong(FLOATS, bias=zeros(E, I, dtype=integer)),
         ],
         "moe_experts": [
             wrong("of shape [E, I, H] with H = 64 as in x", gate_up=zeros(E, 2 * I, H + 1), gated=False),
@@ -207,7 +193,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 **mxfp4 | {"biases": zeros(E, I, 2)},
             ),
             wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
-            wrong("of shape [E, N] = (8, 32)", bias=zeros(E, I + 1)),
         ],
         "router_logits": [wrong("a finite number", factor=float("inf"))],
         "moe_experts_quantized": [
@@ -223,9 +208,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong(
                 "router_bias must be None without logits, got a tensor of shape (8,)", router_bias=zeros(E)
             ),
-            wrong("logits must be of shape [T, E] = (3, 8), got (3, 7)", **chosen | {"logits": zeros(T, 7)}),
-            wrong("router_bias must be of shape [E] = (8,), got (7,)", **chosen, router_bias=zeros(7)),
-            wrong("router_norm_eps must be at least 0.0, got -1.0", **chosen, router_norm_eps=-1.0),
             wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
             wrong(
                 "shared_out must be None beside shared_gate_up_packed, got a tensor of shape (3, 64)",
@@ -268,13 +250,11 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
         ],
         "mlp_quantized": [
-            wrong("float32", residual=zeros(T, H, dtype=torch.float16)),
             wrong("of an even number of rows 2I", gate_up_packed=zeros(63, 8, dtype=integer)),
             wrong(
                 "down_biases must be None for format mxfp4, got a tensor of shape (64, 1)",
                 down_format="mxfp4",
             ),
-            wrong("of shape [H] = (64,)", down_bias=zeros(I)),
         ],
         "embedding_quantized": [
             wrong("C, the input dimension of packed, must be a multiple of 128, got 64", format="affine4_128")
@@ -320,12 +300,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
         ],
         "rope_attention_": [
-            wrong("of shape [B, T, Hk, D] = (2, 3, 2, 16)", k=zeros(2, T, 2, 18), keys_=zeros(2, 2, T, 18)),
-            wrong("of shape [B, T, Hk, Dv] = (2, 3, 2, 8)", v=zeros(2, T, 1, 8), values_=zeros(2, 1, T, 8)),
             wrong(
                 "k must be of a number of heads that divides Hq = 3, got (2, 3, 2, 16)", q=zeros(2, T, 3, 16)
-            ),
-            wrong("window must be at least 1, got 0", window=0),
+            )
         ],
         "rms_norm_gated": [
             wrong("a divisor of the 64 columns, got 48", group=48),
@@ -409,10 +386,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("between 0 and 5", start=6),
             wrong("between 0 and 5", start=-1),
         ],
-        "fused_residual_norm_scalar": [
-            wrong("1-D or 0-D", scalar=zeros(1, 1)),
-            wrong("of shape [1] = (1,) or [H] = (64,)", scalar=zeros(2)),
-        ],
         "moe_router": [
             *logits,
             wrong("between 1 and 8", num_groups=0),
@@ -428,10 +401,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("between 1 and 8, the smaller of E and 64", top_k=0),
             wrong("between 1 and 8, the smaller of E and 64", top_k=E + 1),
         ],
-        "weighted_sum_stacked": [wrong("at least 2-D", slots=zeros(H))],
         "moe_weighted_reduce": [*tail],
-        "fused_norm_add": [wrong("at least 1-D", residual=zeros())],
-        "silu_mul_stacked": [wrong("at least 1-D", gate=zeros())],
     }
     return [(name, message, changes) for name, cases in table.items() for message, changes in cases]
 

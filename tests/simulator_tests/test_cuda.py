@@ -321,7 +321,7 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
         }
 
 
-@pytest.mark.parametrize("every", [7, pytest.param(1, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.sweep)])
 def test_replayed_results(plan, every):
     """A plan that went through its files gives results that are right against float64."""
     plan = loaded(plan, some_cases()[::every])

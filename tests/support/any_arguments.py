@@ -1,4 +1,8 @@
-"""Random arguments of every operator, from its own domain: sizes, dtypes, options."""
+"""Random arguments of every operator, from its own domain: sizes, dtypes, options.
+
+The function that has an operator's name gives valid ones, on the CPU. Required tensors that it leaves out are
+drawn as the operator declares them.
+"""
 
 import math
 from collections.abc import Callable
@@ -21,26 +25,6 @@ IDS = (torch.int32, torch.int64)
 WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 1030, 0)
 COUNTS = (1, 2, 3, 5, 9, 33, 0)
 OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}
-
-STRATEGIES: dict[str, Callable[["Draws"], dict[str, Any]]] = {}
-
-
-def strategy(function: Callable[["Draws"], dict[str, Any]]) -> Callable[["Draws"], dict[str, Any]]:
-    """Valid arguments of the operator of this name, on the CPU. Required tensors that it leaves out are drawn
-    as the operator declares them."""
-    name = function.__name__
-
-    def completed(d: Draws) -> dict[str, Any]:
-        arguments = packet(name).default._schema.arguments
-        required = [argument.name for argument in arguments if not argument.has_default_value()]
-
-        def make(_: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
-            return d.values(*shape, dtype=dtype)
-
-        return DECLARED[name].completed(function(d), required, make, {})
-
-    STRATEGIES[name] = completed
-    return function
 
 
 class Draws:
@@ -93,6 +77,16 @@ class Draws:
         return self.one(1.0, 0.22, -3.5)
 
 
+def arguments_of(name: str, d: Draws) -> dict[str, Any]:
+    arguments = packet(name).default._schema.arguments
+    required = [argument.name for argument in arguments if not argument.has_default_value()]
+
+    def make(_: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        return d.values(*shape, dtype=dtype)
+
+    return DECLARED[name].completed(globals()[name](d), required, make, {})
+
+
 def norm_of_input(d: Draws, width: int) -> dict[str, Any]:
     weight = d.maybe(lambda: d.values(width))
     return {"norm_weight": weight, "norm_eps": d.eps(), "norm_offset": d.offset()}
@@ -112,7 +106,6 @@ def with_scalar(d: Draws) -> dict[str, Any]:
     return {**arguments, "scalar": d.values(*d.one((1,), (width,), ()))}
 
 
-@strategy
 def rms_norm(d):
     arguments = norm(d, "input") | {"factor": d.factor()}
     if arguments["input"].dim() > 1 and d.flag():
@@ -120,13 +113,11 @@ def rms_norm(d):
     return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
 
 
-@strategy
 def layer_norm(d):
     arguments = norm(d, "input") | ({} if d.flag() else {"bias": None})
     return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
 
 
-@strategy
 def rms_norm_gated(d):
     arguments = norm(d, "input")
     width = arguments["input"].shape[-1]
@@ -134,17 +125,14 @@ def rms_norm_gated(d):
     return arguments | {"activation": d.one("silu", "sigmoid"), "gate_first": d.flag(), "group": group}
 
 
-@strategy
 def fused_norm_add(d):
     return norm(d, "residual")
 
 
-@strategy
 def fused_norm_add_scalar(d):
     return with_scalar(d)
 
 
-@strategy
 def fused_residual_norm(d):
     arguments = {**norm(d, "residual"), "write_sum": d.flag(), "factor": d.factor()}
     residual = arguments["residual"]
@@ -152,7 +140,6 @@ def fused_residual_norm(d):
     return arguments
 
 
-@strategy
 def fused_residual_norm_scalar(d):
     return with_scalar(d)
 
@@ -164,27 +151,22 @@ def slots(d: Draws) -> dict[str, Any]:
     return {"slots": d.values(*d.leading(), d.one(1, 2, 3, 8, 11), d.width())}
 
 
-@strategy
 def silu_mul_stacked(d):
     return {"gate": d.values(*d.leading(), d.width(), scale=d.one(1.0, 8.0))}
 
 
-@strategy
 def weighted_sum_stacked(d):
     return slots(d)
 
 
-@strategy
 def weighted_sum_residual_stacked_(d):
     return slots(d)
 
 
-@strategy
 def weighted_sum_residual_norm_stacked_(d):
     return {**slots(d), "eps": d.eps()}
 
 
-@strategy
 def moe_weighted_reduce(d):
     tokens, top_k, width, dtype = d.count(), d.one(1, 2, 8, 10), d.width(), d.dtype()
     shape = (tokens, top_k, width) if d.flag() else (tokens * top_k, width)
@@ -216,7 +198,6 @@ def experts_and_top_k(d: Draws) -> tuple[int, int]:
     return experts, d.one(*(k for k in (1, 2, 8, 11, 64) if k <= experts))
 
 
-@strategy
 def moe_router(d, sizes: tuple[int, int] | None = None, tokens: int | None = None):
     experts, top_k = sizes or experts_and_top_k(d)
     num_groups = d.one(1, 1, *(g for g in (2, 4, 8) if experts % g == 0 and experts // g >= 2))
@@ -243,21 +224,18 @@ def moe_router(d, sizes: tuple[int, int] | None = None, tokens: int | None = Non
     }
 
 
-@strategy
 def moe_router_topk_softmax(d):
     experts, top_k = experts_and_top_k(d)
     rows = logits(d, d.count(), experts, special=True)
     return {"logits": rows, "top_k": top_k, "norm_topk_prob": d.flag()}
 
 
-@strategy
 def fused_moe_routing(d):
     experts, top_k = experts_and_top_k(d)
     rows = logits(d, *d.one((d.count(),), ()), experts, special=True)
     return {"logits": rows, "top_k": top_k}
 
 
-@strategy
 def moe_hash_router(d):
     tokens, width, experts = d.count(), d.width(), d.one(8, 1, 33)
     rows, top_k = d.one(1, 7, 40), d.one(2, 1, 33, 64)
@@ -277,7 +255,6 @@ def moe_hash_router(d):
     }
 
 
-@strategy
 def router_logits(d):
     tokens, width, experts = d.count(), d.width(), d.one(8, 1, 5, 33, 64, 0)
     return {
@@ -290,7 +267,6 @@ def router_logits(d):
     }
 
 
-@strategy
 def moe_gate(d):
     (experts, top_k), width = experts_and_top_k(d), d.width()
     return {
@@ -302,13 +278,11 @@ def moe_gate(d):
     }
 
 
-@strategy
 def moe_bucket(d):
     experts = d.one(8, 1, 33, 1024)
     return {"ids": d.ids(d.count(), d.one(1, 2, 8, 0), experts=experts), "num_experts": experts}
 
 
-@strategy
 def moe_compute_ids_tpe(d):
     rows = {name: d.one(1, 64, 65, 2**31 - 1) for name in ("gate_up_rows", "down_rows")}
     return {**moe_bucket(d), **rows}
@@ -339,7 +313,6 @@ def heads(d, columns) -> tuple[tuple[int, int, int], dict[str, Any]]:
     return (heads, rows, columns), {"x": x, "transposed": transposed, "tail": tail}
 
 
-@strategy
 def heads_mm(d):
     shape, around = heads(d, d.width())
     x = around["x"]
@@ -347,7 +320,6 @@ def heads_mm(d):
     return {**around, "weight": d.values(*shape, dtype=dtype, scale=shape[2] ** -0.5 if shape[2] else 1.0)}
 
 
-@strategy
 def heads_quantized(d):
     form = d.one(*EVERY_FORMAT)
     (heads_, rows, columns), around = heads(d, d.one(*columns_of(form)))
@@ -355,7 +327,6 @@ def heads_quantized(d):
     return {**around, "format": form, **weight(d, "", heads_, rows, columns, form), "dtype": dtype}
 
 
-@strategy
 def expert_mm(d):
     (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()
@@ -369,7 +340,6 @@ def expert_mm(d):
     }
 
 
-@strategy
 def moe_experts(d):
     (_, _, experts, hidden, inner), around, options = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()
@@ -399,7 +369,6 @@ def columns_of(form: str) -> tuple[int, ...]:
     return tuple(group_of(form) * count for count in (1, 2, 3, 5))
 
 
-@strategy
 def expert_qmm(d):
     form = d.one(*EVERY_FORMAT)
     (tokens, slots, experts, hidden, _), around, _ = layer_of_experts(d, columns_of(form))
@@ -420,7 +389,6 @@ def two_formats(d: Draws) -> tuple[tuple, tuple, dict[str, Any], tuple[int, ...]
     return form, down, passed, columns_of(max(form, down, key=group_of))
 
 
-@strategy
 def moe_experts_quantized(d):
     form, down, passed, sizes = two_formats(d)
     (tokens, slots, experts, hidden, inner), around, options = layer_of_experts(d, sizes)
@@ -438,7 +406,6 @@ def moe_experts_quantized(d):
     return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
 
 
-@strategy
 def linear_quantized(d):
     form = d.one(*EVERY_FORMAT)
     columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300), d.leading()
@@ -455,7 +422,6 @@ def linear_quantized(d):
     }
 
 
-@strategy
 def mlp_quantized(d):
     form, down, passed, sizes = two_formats(d)
     hidden, inner, leading, dtype = d.one(*sizes), d.one(*sizes), d.leading(), d.dtype()
@@ -475,7 +441,6 @@ def mlp_quantized(d):
     }
 
 
-@strategy
 def embedding_quantized(d):
     form = d.one(*EVERY_FORMAT)
     rows = d.one(8, 1, 33)
@@ -505,7 +470,6 @@ def key_range(d: Draws, batch: int, keys: int) -> Tensor:
     return torch.tensor([[d.one(*numbers), d.one(*numbers)] for _ in range(batch)]).int().view(batch, 2)
 
 
-@strategy
 def attention(d):
     batch, key_heads, group = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 8)
     tokens, keys = d.one(1, 2, 5, 0), d.one(9, 1, 40, 130, 0)
@@ -560,7 +524,6 @@ def tail_of(d: Draws, shape: tuple[int, ...], widths: tuple[int, int], dtype) ->
     return {**tail, "tail_rate": d.one(4, 1, 128), "position": d.one(30, 0, 3, 5000)}
 
 
-@strategy
 def sample_(d):
     rows, vocabulary = d.one(1, 3, 0), d.one(300, 1, 31, 1000, 5000)
     return {
@@ -575,7 +538,6 @@ def sample_(d):
     }
 
 
-@strategy
 def index_topk(d):
     batch, tokens, heads, width = d.one(1, 2, 0), d.one(1, 2, 5, 0), d.one(2, 1, 17, 0), d.one(16, 30, 1)
     keys, dtype, block = d.one(40, 1, 9, 150, 0), d.dtype(), d.one(1, 2, 5, 32)
@@ -597,7 +559,6 @@ def index_topk(d):
     }
 
 
-@strategy
 def quantize_by_importance(d):
     to, experts, rows = d.one(*ALL_FORMATS), d.one(2, 1, 0, 5), d.one(3, 1, 0, 17)
     columns = d.one(2, 1, 0, 5) * group_of(to)
@@ -608,7 +569,6 @@ def quantize_by_importance(d):
     return {"weight": weight, "importance": importance, "to": to}
 
 
-@strategy
 def pool_window_(d):
     batch, tokens, rate, overlap = d.one(1, 2, 0), d.one(1, 2, 9, 40, 0), d.one(4, 1, 3, 16), d.one(2, 1)
     width, position, dtype = d.one(8, 2, 70, 256), d.one(3, 0, 17, 1000), d.dtype()
@@ -625,7 +585,6 @@ def pool_window_(d):
     }
 
 
-@strategy
 def pointwise(d):
     *outer, width = d.one((3, 1, 2, 33), (5, 64), (130,), (2, 0, 7), (1, 1))
     shapes = [(*outer, width), (width,), (*(1 for _ in outer), width), (*outer, 1), (*outer, width)]
@@ -647,12 +606,10 @@ def of_streams(d: Draws) -> Tensor:
     return d.values(*d.leading(), d.one(4, 1, 2, 3), d.one(64, 4, 132, 1028))
 
 
-@strategy
 def hyper_update(d):
     return {"streams": of_streams(d), **({} if d.flag() else {"comb": None})}
 
 
-@strategy
 def hyper_connection(d):
     streams, parts, f32 = of_streams(d), d.one(3, 1, 2), torch.float32
     *leading, count, width = streams.shape
@@ -675,7 +632,6 @@ def hyper_connection(d):
     }
 
 
-@strategy
 def write_cache_quantized_(d):
     batch, heads, tokens, width = d.one(1, 2, 0), d.one(1, 2), d.one(1, 3, 0), d.one(64, 32, 192)
     room, group, dtype = tokens + d.one(2, 0, 5), d.one(32, 64 if width % 64 == 0 else 32), d.dtype()
@@ -690,7 +646,6 @@ def write_cache_quantized_(d):
     }
 
 
-@strategy
 def causal_conv1d_update_(d):
     batch, channels, tokens, width = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 8, 0), d.one(4, 1, 2, 0)
     return {
@@ -703,7 +658,6 @@ def causal_conv1d_update_(d):
     }
 
 
-@strategy
 def linear_attention_(d):
     batch, tokens, key_heads, group = d.one(1, 2, 0), d.one(1, 2, 5, 0, 17), d.one(1, 2), d.one(1, 2, 3)
     key_width, value_width, dtype = d.one(16, 7, 64, 100), d.one(8, 1, 33), d.dtype()
@@ -742,7 +696,6 @@ def linear_attention_(d):
     }
 
 
-@strategy
 def selective_scan_(d):
     batch, channels, tokens, states = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 33, 0), d.one(16, 1, 5)
     x = d.values(batch, tokens, channels)
@@ -755,7 +708,6 @@ def selective_scan_(d):
     }
 
 
-@strategy
 def rope(d):
     batch, tokens, dtype, number = d.one(1, 2, 0), d.one(1, 3, 9, 0), d.dtype(), d.dtype()
     rotary = d.one(16, 2, 6, 64)
@@ -776,7 +728,6 @@ def rope(d):
     }
 
 
-@strategy
 def rope_cache_(d):
     arguments = rope(d)
     while arguments["k"] is None:
@@ -802,7 +753,6 @@ def rope_cache_(d):
     return arguments
 
 
-@strategy
 def rope_attention_(d):
     arguments = rope_cache_(d)
     while arguments["q"] is None or arguments["v"] is None:
@@ -827,7 +777,6 @@ def rope_attention_(d):
     }
 
 
-@strategy
 def rope_tables(d):
     pairs, shape, axes = d.one(16, 1, 7, 0), (d.one(1, 2, 0), d.one(1, 5, 0)), None
     if pairs > 0 and d.flag():

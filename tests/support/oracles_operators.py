@@ -1,7 +1,10 @@
-"""The result of each operator for its arguments in float64, and how far float32 arithmetic may be off."""
+"""The result of each operator for its arguments in float64, and how far float32 arithmetic may be off.
+
+The function with an operator's name gives its results, then what it leaves in arguments that it writes.
+"""
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -28,16 +31,6 @@ class Expected(NamedTuple):
     known: np.ndarray | bool = True
 
 
-Oracle = Callable[[SimpleNamespace], list[Expected]]
-ORACLES: dict[str, Oracle] = {}
-
-
-def oracle(function: Oracle) -> Oracle:
-    """The results of the operator of this name, then what it leaves in the arguments that it writes."""
-    ORACLES[function.__name__] = function
-    return function
-
-
 def given(tensor: Tensor | None) -> np.ndarray | None:
     return None if tensor is None else exact(tensor)
 
@@ -56,7 +49,7 @@ def expected(name: str, arguments: dict[str, Any], results: Sequence[Tensor] = (
     on_cpu = {n: v.cpu() if isinstance(v, Tensor) else v for n, v in arguments.items()}
     defaults["results"] = [result.cpu() for result in results]
     with np.errstate(all="ignore"):
-        return ORACLES[name](SimpleNamespace(**defaults | on_cpu))
+        return globals()[name](SimpleNamespace(**defaults | on_cpu))
 
 
 def written(name: str) -> list[str]:
@@ -135,12 +128,10 @@ def residual_norm(a, of_input=1.0, factor=1.0) -> tuple[Expected, Expected]:
     return normed(total, exact(a.weight), a.eps, a.weight_offset, factor, x_error=off), Expected(total, error)
 
 
-@oracle
 def rms_norm(a):
     return [normed(exact(a.input), given(a.weight), a.eps, a.weight_offset, a.factor)]
 
 
-@oracle
 def layer_norm(a):
     x = exact(a.input)
     if x.size == 0:
@@ -161,7 +152,6 @@ def normed_and_gated(x, gate, weight, eps, offset, activation="silu", x_error=0.
     return Expected(norm.value, norm.error + 2 * abs(gate) * FLOAT32_EPS * abs(norm.value) + 1e-35)
 
 
-@oracle
 def rms_norm_gated(a):
     shape, width = a.input.shape, a.group or max(1, a.input.shape[-1])
     groups = shape[-1] // width, width
@@ -177,23 +167,19 @@ def rms_norm_gated(a):
     return [Expected(result.value.reshape(shape), error.reshape(shape))]
 
 
-@oracle
 def fused_norm_add(a):
     return norm_add(a)
 
 
-@oracle
 def fused_norm_add_scalar(a):
     return norm_add(a, exact(a.scalar))
 
 
-@oracle
 def fused_residual_norm(a):
     norm, total = residual_norm(a, a.factor)
     return [norm, total if a.write_sum else EMPTY]
 
 
-@oracle
 def fused_residual_norm_scalar(a):
     return [residual_norm(a, factor=exact(a.scalar))[0]]
 
@@ -211,24 +197,20 @@ def weighted(slots, weights, residual=0.0) -> Expected:
     return summed(value, magnitude, slots.shape[-2])
 
 
-@oracle
 def silu_mul_stacked(a):
     gate, up = exact(a.gate), exact(a.up)
     value = oracles.silu_mul(gate, up)
     return [Expected(value, (8 + abs(gate) / 4) * FLOAT32_EPS * abs(value) + 1e-37)]
 
 
-@oracle
 def weighted_sum_stacked(a):
     return [weighted(exact(a.slots), exact(a.weights))]
 
 
-@oracle
 def weighted_sum_residual_stacked_(a):
     return [weighted(exact(a.slots), exact(a.weights), exact(a.residual_))]
 
 
-@oracle
 def weighted_sum_residual_norm_stacked_(a):
     total = weighted(exact(a.slots), exact(a.weights), exact(a.residual_))
     dtype = a.residual_.dtype
@@ -237,7 +219,6 @@ def weighted_sum_residual_norm_stacked_(a):
     return [normed(rounded, exact(a.norm_weight), a.eps, x_error=error), total]
 
 
-@oracle
 def moe_weighted_reduce(a):
     arguments = [given(x) for x in (a.weights, a.expert_out, a.shared_gate, a.shared_out, a.residual)]
     value = oracles.weighted_reduce(*arguments, a.gate_is_logit)
@@ -266,7 +247,6 @@ def routed(logits, a, **options) -> list[Expected]:
     return [Expected(weights, error + 1e-36, sure), Expected(ids, None, sure)]
 
 
-@oracle
 def moe_router(a):
     names = (
         *("scoring", "norm_topk_prob", "num_groups", "top_groups", "group_score", "masked_score"),
@@ -278,12 +258,10 @@ def moe_router(a):
     )
 
 
-@oracle
 def moe_router_topk_softmax(a):
     return routed(exact(a.logits), a, scoring="softmax", norm_topk_prob=a.norm_topk_prob, norm_eps=0.0)
 
 
-@oracle
 def fused_moe_routing(a):
     logits = exact(a.logits)
     results = routed(
@@ -313,7 +291,6 @@ def input_rows(a) -> Estimate:
     return Estimate(norm.value, norm.error + roundoff(a.x.dtype) * abs(norm.value))
 
 
-@oracle
 def router_logits(a):
     rows, weight = input_rows(a), a.factor * exact(a.weight)
     logits = dot_products(rows.value, weight, 0.0 if a.bias is None else exact(a.bias))
@@ -321,7 +298,6 @@ def router_logits(a):
     return [Expected(logits.value, logits.error + inherited)]
 
 
-@oracle
 def moe_hash_router(a):
     rows, weight = input_rows(a), exact(a.weight)
     logits = dot_products(rows.value, weight, 0.0)
@@ -346,7 +322,6 @@ def moe_hash_router(a):
     return [Expected(scores * a.scaling_factor, error, sure), Expected(np.where(known, ids, -1))]
 
 
-@oracle
 def moe_gate(a):
     rows = normed(exact(a.hidden), exact(a.norm_weight), a.eps).value
     weight, scale = exact(a.router_weight), exact(a.per_expert_scale)
@@ -366,14 +341,12 @@ def moe_gate(a):
     return [Expected(weights, relative * abs(weights) + 1e-36, sure), Expected(ids, None, sure)]
 
 
-@oracle
 def moe_bucket(a):
     lists, rest = oracles.pairs_of_experts(a.ids.numpy(), a.num_experts)
     offsets = np.cumsum([0, *map(len, lists)])
     return [Expected(np.array([p for pairs in lists for p in pairs] + rest)), Expected(offsets)]
 
 
-@oracle
 def moe_compute_ids_tpe(a):
     lists, _ = oracles.pairs_of_experts(a.ids.numpy(), a.num_experts)
     pairs = a.ids.numel()
@@ -410,7 +383,6 @@ def experts(a, gate_up: np.ndarray, down: np.ndarray, rounded_weight: bool) -> l
     ]
 
 
-@oracle
 def sample_(a):
     """Not known where the race, or what is kept, is as near as float32 tells."""
     logits, draws = exact(a.logits), exact(a.draws)
@@ -438,7 +410,6 @@ def sample_(a):
     return [Expected(tokens, known=known), Expected(invalid)]
 
 
-@oracle
 def index_topk(a):
     """Not known for a token whose last chosen row has almost the score of another."""
     is_pooled, of_heads = a.reduce == "heads" and a.block > 1, a.reduce == "heads"
@@ -486,7 +457,6 @@ def index_topk(a):
     return [Expected(chosen, known=known)]
 
 
-@oracle
 def hyper_update(a):
     out, post, streams = (exact(t) for t in (a.out, a.post, a.streams))
     mixed, size = streams, abs(streams)
@@ -520,7 +490,6 @@ POINTWISE = {
 _SILU_LEAST = -1.2784645427610738  # where silu has its minimum
 
 
-@oracle
 def pointwise(a):
     """Each step on both ends of what its operands may be, and rounded at both."""
     names = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
@@ -555,7 +524,6 @@ def pointwise(a):
     return [Expected(middle, error, known)]
 
 
-@oracle
 def hyper_connection(a):
     streams, updated, shift = exact(a.streams), EMPTY, 0.0
     if a.out is not None:
@@ -604,23 +572,19 @@ def heads(a, matrices, dtype) -> list[Expected]:
     return [estimated(Estimate(value, deviation))]
 
 
-@oracle
 def heads_mm(a):
     return heads(a, exact(a.weight), a.weight.dtype)
 
 
-@oracle
 def heads_quantized(a):
     return heads(a, dense(a), a.dtype or a.x.dtype)
 
 
-@oracle
 def expert_mm(a):
     weight = exact(a.weight).swapaxes(1, 2) if a.transposed else exact(a.weight)
     return [estimated(oracles_experts.expert_mm(a.x, weight, a.ids, a.bias))]
 
 
-@oracle
 def moe_experts(a):
     gate_up, down = exact(a.gate_up), exact(a.down)
     if a.transposed:
@@ -649,12 +613,10 @@ def flat_rows(a) -> Estimate:
     return Estimate(*(part.reshape(shape) for part in input_rows(a)))
 
 
-@oracle
 def expert_qmm(a):
     return [estimated(oracles_experts.expert_mm(a.x, dense(a), a.ids, a.bias, rounded_weight=True))]
 
 
-@oracle
 def moe_experts_quantized(a):
     sure: Any = True
     if a.logits is not None:
@@ -680,7 +642,6 @@ def first_activated(rows: Estimate, a) -> Estimate:
     return Estimate(*(np.hstack((first[:, :count], rest[:, count:])) for first, rest in parts))
 
 
-@oracle
 def linear_quantized(a):
     out = first_activated(product(flat_rows(a), dense(a), a.bias, a.x.dtype), a)
     shape = (*a.x.shape[:-1], out.value.shape[-1])
@@ -696,7 +657,6 @@ def mlp(a, prefix="") -> Estimate:
     return product(hidden, dense(a, f"{prefix}down_", down=True), a.down_bias, a.x.dtype)
 
 
-@oracle
 def mlp_quantized(a):
     out = mlp(a)
     value, deviation = (part.reshape(a.x.shape) for part in out)
@@ -705,7 +665,6 @@ def mlp_quantized(a):
     return [estimated(Estimate(value, deviation))]
 
 
-@oracle
 def embedding_quantized(a):
     matrix, ids = dense(a), a.ids.numpy()
     inside = (ids >= 0) & (ids < len(matrix))
@@ -754,7 +713,6 @@ def of_distances(relative, keys: int) -> np.ndarray:
     return added
 
 
-@oracle
 def attention(a):
     tokens, keys = a.q.shape[2], a.k.shape[2]
     added = 0.0
@@ -802,12 +760,12 @@ def group_sums(values: np.ndarray, format: str) -> np.ndarray:
     return values.reshape(*values.shape[:-1], values.shape[-1] // group, group).sum(-1)
 
 
-@oracle
 def quantize_by_importance(a):
     """Any codes and scales whose error is not over that of MLX's rule."""
     packed, scales, *biases, _ = a.results
     found = packed, scales, biases[0] if a.to.startswith("affine") else None
-    plain = quantize_stack(a.weight, Format(*oracles_experts.numbers_of(a.to)))
+    format = Format(*oracles_experts.numbers_of(a.to))
+    plain = quantize_stack(a.weight, format) if a.weight.numel() else found
     ours, theirs = (weighted_errors(a.weight, each, a.importance, a.to) for each in (found, plain))
     weight, decoded = exact(a.weight), dequantise(*found, a.to)
     rounding = group_sums(1e-6 * exact(a.importance)[:, None] * weight**2, a.to)
@@ -822,7 +780,6 @@ def quantize_by_importance(a):
     ]
 
 
-@oracle
 def pool_window_(a):
     """One window after the other, one token after the other."""
     state, entries = exact(a.state_), exact(a.entries_)
@@ -869,7 +826,6 @@ def pool_window_(a):
     return [Expected(state), Expected(entries, errors)]
 
 
-@oracle
 def write_cache_quantized_(a):
     rows = slice(a.start, a.start + a.states.shape[2])
     packed, scales, biases = a.packed_.view(torch.int32).numpy().copy(), exact(a.scales_), exact(a.biases_)
@@ -895,7 +851,6 @@ def write_cache_quantized_(a):
     return right
 
 
-@oracle
 def causal_conv1d_update_(a):
     rest = a.conv_state_, a.weight, a.bias, a.activation
     value, magnitude, kept = oracles_sequence.convolution(a.x.transpose(1, 2), *rest)
@@ -905,7 +860,6 @@ def causal_conv1d_update_(a):
     return [Expected(value, 24 * FLOAT32_EPS * magnitude), Expected(kept)]
 
 
-@oracle
 def linear_attention_(a):
     value, state = oracles_sequence.recurrence(a)
     largest = max(abs(x).max(initial=1.0) for x in (state, exact(a.state_), exact(a.v)))
@@ -919,14 +873,12 @@ def linear_attention_(a):
     return [result, Expected(state, error)]
 
 
-@oracle
 def selective_scan_(a):
     result, state, *magnitudes = oracles_sequence.selective_scan(a)
     error = (32 + 4 * a.x.shape[1]) * FLOAT32_EPS
     return [Expected(*each) for each in zip((result, state), (error * m for m in magnitudes), strict=True)]
 
 
-@oracle
 def rope(a):
     rotary = a.cos.shape[-1] if a.rotary_dim is None and a.cos is not None else a.rotary_dim
     rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)
@@ -940,7 +892,6 @@ def rope(a):
     return results
 
 
-@oracle
 def rope_cache_(a):
     q, k = rope(a)
     if a.k_bias is not None:
@@ -956,7 +907,6 @@ def rope_cache_(a):
     return [q, keys, _behind(exact(a.values_), norm)]
 
 
-@oracle
 def rope_attention_(a):
     """What `rope_cache_` rounds may be a neighbour of what is rounded here."""
     turned, keys, values = rope_cache_(SimpleNamespace(**vars(a), k_bias=None))
@@ -1005,7 +955,6 @@ def _behind(held: np.ndarray, new: Expected) -> Expected:
     return Expected(np.concatenate((before, new.value), 2), error)
 
 
-@oracle
 def rope_tables(a):
     angles = oracles_sequence.angles(a.position_ids, a.inv_freq, a.layout, a.axes)
     values = [function(angles) * a.scaling for function in (np.cos, np.sin)]

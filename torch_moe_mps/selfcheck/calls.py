@@ -122,7 +122,8 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     typed = arguments[TYPED_BY.get(name) or names_of(name)[0]]
     dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
     for scales in names_of(name) if "format" in names_of(name) else ():
-        if scales.endswith("scales") and arguments[scales] is not None and arguments[scales].dtype != dtype:
+        given = arguments[scales] if scales.endswith("scales") else None
+        if given is not None and given.dtype != dtype:
             other = arguments.get("down_format") if scales.endswith("down_scales") else None
             if NAMED_FORMATS[other or arguments["format"]].is_affine:
                 dtype = torch.float32  # which holds both
