@@ -71,10 +71,9 @@ def _measured(
 
 
 def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str, ...]]:
-    rows = [("model", "perplexity", "KL divergence, nats a token", "equal top tokens")]
-    if not options.against:
-        rows = [row[:2] for row in rows]
-    else:
+    head = ("model", "perplexity", "KL divergence, nats a token", "equal top tokens")
+    rows: list[tuple[str, ...]] = [head if options.against else head[:2]]
+    if options.against:
         rows.append((options.against, f"{_exp(found[0].other):.4f}", "", ""))
     for model, means in zip(options.model, found, strict=True):
         rows.append((model, *means.figures())[: len(rows[0])])
