@@ -316,7 +316,12 @@ SCHEMES = {
             {"checkpoint_format": "gptq_p"},
             "checkpoint_format of .* must be gptq or gptq_v2, got gptq_p",
         ),
-        ("awq", {"version": "GEMV"}, "version of the quantization_config must be gemm, got gemv"),
+        ("awq", {"version": "GEMV"}, "version of the quantization_config must be gemm or exllama or ipex, got gemv"),
+        (
+            "int4",
+            {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+            "transform_config must be of weights alone in the quantization_config, got input",
+        ),
         ("int8 of channels", None, r"\S+.pre_quant_scale must be of a layout that is known, got one beside"),
     ],
 )
