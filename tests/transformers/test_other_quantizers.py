@@ -316,7 +316,11 @@ SCHEMES = {
             {"checkpoint_format": "gptq_p"},
             "checkpoint_format of .* must be gptq or gptq_v2, got gptq_p",
         ),
-        ("awq", {"version": "GEMV"}, "version of the quantization_config must be gemm or exllama or ipex, got gemv"),
+        (
+            "awq",
+            {"version": "GEMV"},
+            "version of the quantization_config must be gemm or exllama or ipex, got gemv",
+        ),
         (
             "int4",
             {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
