@@ -164,6 +164,19 @@ def test_stacks_may_be_turned(architecture, writer, format, tmp_path):
     assert_close(output(model, prompt()), output(expected, prompt()), 1e-5)
 
 
+def test_a_file_beside_the_config_says_that_modelopt_wrote_it(tmp_path):
+    """As older versions did: FP8 codes would pass for values."""
+    expected = write(tmp_path, Fp8("modelopt", "weight_scale", "row", True))
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["quantization_config"]
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    stored = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
+    (tmp_path / "hf_quant_config.json").write_text(json.dumps(stored))
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    assert all(torch.equal(*pair) for pair in weights(model, expected))
+    assert_close(output(model, prompt()), output(expected, prompt()), 1e-5)
+
+
 def test_what_has_no_room_for_codes_has_all_values(tmp_path):
     """Llama 4's experts; what stays packed is quantised again."""
     expected = write(tmp_path, CASES["fp8 of rows"][0], "llama4")
@@ -316,7 +329,16 @@ SCHEMES = {
             {"checkpoint_format": "gptq_p"},
             "checkpoint_format of .* must be gptq or gptq_v2, got gptq_p",
         ),
-        ("awq", {"version": "GEMV"}, "version of the quantization_config must be gemm, got gemv"),
+        (
+            "awq",
+            {"version": "GEMV"},
+            "version of the quantization_config must be gemm or exllama or ipex, got gemv",
+        ),
+        (
+            "int4",
+            {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
+            "transform_config must be of weights alone in the quantization_config, got input",
+        ),
         ("int8 of channels", None, r"\S+.pre_quant_scale must be of a layout that is known, got one beside"),
     ],
 )

@@ -17,6 +17,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.utils import cached_file
 
 from ...ops._checks import first_line
 from ...quantization import Format
@@ -33,6 +34,7 @@ _FOR_BOTH = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
     "token", "trust_remote_code",
 )  # fmt: skip
+_WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 # What code of models raises for a config in which a value is missing, or is one that it cannot compute with.
 NO_MODEL = (ArithmeticError, AttributeError, LookupError, TypeError)
 
@@ -93,7 +95,7 @@ class Source:
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
             self.others = {key: value for key, value in self.others.items() if key in kept}
         self.cls = model_class or class_for(self.config)
-        self.stored = {} if self.gguf is not None else _stored(name, self.config)
+        self.stored = {} if self.gguf is not None else _stored(name, self.config, arguments)
 
     def quantization(
         self, asked: Mapping[str, Any] | None, requantize: bool = True, importance: Any = None
@@ -176,13 +178,23 @@ def _config_class(name: str, given: Mapping[str, Any]) -> Any:
     return CONFIG_MAPPING[_SAME_MODEL[kind]]
 
 
-def _stored(name: str, config: Any) -> dict[str, Any]:
-    """The quantisation of a checkpoint, from its config, or its files if MLX wrote them."""
+def _stored(name: str, config: Any, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """The quantisation of a checkpoint, from its config, or its files if MLX or ModelOpt wrote them."""
     stored = getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or {}
     stored = dict(stored) if isinstance(stored, Mapping) else stored.to_dict()
     if is_mlx(stored) or (not stored and written_by_mlx(name)):
         return {"quant_method": NAME, "mlx": True}
     if is_ours(stored):
         return {**stored, "quant_method": NAME}
+    if not stored and _has(name, "hf_quant_config.json", arguments):
+        return {"quant_method": "modelopt"}
     method = stored.get("quant_method")
     return {**stored, "quant_method": getattr(method, "value", method)} if stored else {}
+
+
+def _has(name: str, file: str, arguments: Mapping[str, Any]) -> bool:
+    """Whether a checkpoint has a file in its folder, or on the Hub where that can be asked."""
+    where = {key: arguments[key] for key in _WHERE if arguments.get(key) is not None}
+    quiet = ("missing_entries", "connection_errors", "gated_repo")
+    given = where | {f"_raise_exceptions_for_{kind}": False for kind in quiet}
+    return cached_file(name, file, **given) is not None

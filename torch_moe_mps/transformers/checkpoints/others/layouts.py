@@ -319,7 +319,7 @@ class _Reader:
 
     def awq(self) -> Matrix:
         """AutoAWQ's gemm: words of rows, eight of which lie in an order of their own."""
-        self.layout("version", "gemm")
+        self.layout("version", "gemm", "exllama", "ipex")  # which run the same codes
         self.check_shape("qweight", (self.columns, self.rows // 8))
         format = self.affine("qweight", 4, "scales", self.shape("scales")[0])
 

@@ -75,6 +75,7 @@ class Reading:
     absent: tuple[str, ...] = ()
 
     def __init__(self, model: "PreTrainedModel", files: list[str], stored: Mapping[str, Any]):
+        _check_transforms(stored)
         self.model, self.files, self.targets = model, Files(files), dict[str, Target]()
         self.report = QuantizationReport()
         self._errors: list[ValueError] = []
@@ -280,6 +281,15 @@ class Reading:
         """
         if self._errors:
             raise self._errors[0]
+
+
+def _check_transforms(stored: Mapping[str, Any]) -> None:
+    """Raises: ValueError for rotations of compressed-tensors that are not in the weights already."""
+    groups = (stored.get("transform_config") or {}).get("config_groups") or {}
+    places = {apply["location"] for group in groups.values() for apply in group.get("apply") or ()}
+    if at_run_time := sorted(places - {"weight_input", "weight_output"}):
+        expected = "of weights alone in the quantization_config"
+        _CHECK.fail("transform_config", expected, " and ".join(at_run_time))
 
 
 def _is_turned(experts: Any) -> bool:
