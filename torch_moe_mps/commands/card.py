@@ -84,7 +84,7 @@ def keep_figures(folder: str, about: str, figures: str) -> None:
             kept.append(config.name)
     if card in written:
         text = card.read_text()
-        if _TAG in (ModelCard(text, ignore_metadata_errors=True).data.tags or ()):
+        if f"\n- {_TAG}\n" in text:
             text, _, before = text.partition(_MEASURED)
             lines = [line for line in before.splitlines() if not line.startswith(f"- {about}: ")]
             lines.append(f"- {about}: {figures}")

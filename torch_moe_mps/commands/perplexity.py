@@ -77,7 +77,7 @@ def _measured(
 
 
 def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str, ...]]:
-    rows = [("model", "perplexity", "KL divergence, nats a token", "equal top tokens")]
+    rows: list[tuple[str, ...]] = [("model", "perplexity", "KL divergence, nats a token", "equal top tokens")]
     if not options.against:
         rows = [row[:2] for row in rows]
     else:
