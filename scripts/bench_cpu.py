@@ -18,7 +18,7 @@ import torch
 from transformers import AutoModelForCausalLM, GgufConfig, Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
-import torch_moe_mps  # noqa: F401  (registers the operators)
+import torch_moe_mps
 
 SHAPES = ((32, 2048, 768, 8), (128, 1024, 512, 8))
 PEERS = ("eager", "grouped_mm", "batched_mm")
@@ -96,11 +96,10 @@ def seconds_of_token(model, tokens: int) -> float:
 
 
 def compare_generation(file: Path, seconds: float) -> None:
-    options = {"gguf_file": file.name, "dtype": torch.float32}
-    load = AutoModelForCausalLM.from_pretrained
+    own = {"gguf_file": file.name, "quantization_config": GgufConfig(dequantize=True)}
     models = {
-        "packed": load(file.parent, **options),
-        "dequantised": load(file.parent, quantization_config=GgufConfig(dequantize=True), **options),
+        "packed": torch_moe_mps.from_pretrained(str(file), dtype=torch.float32),
+        "dequantised": AutoModelForCausalLM.from_pretrained(file.parent, dtype=torch.float32, **own),
     }
     times: dict[str, list[float]] = {name: [] for name in models}
     for model in models.values():

@@ -6,11 +6,13 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.operators import MODULES, positional
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._checks import ACTIVATION_DTYPES as DTYPES
 from torch_moe_mps.ops._registry import DECLARED
 from torch_moe_mps.ops._samples import CALLS, copies, more_samples, packet, sample_arguments
+from torch_moe_mps.ops.norms import rms_norm
 
 # What is tested here does not depend on the order of threads.
 pytestmark = pytest.mark.one_schedule
@@ -111,3 +113,35 @@ def test_every_tensor_is_declared(name):
     declared = [argument for argument, *_ in DECLARED[name].tensors]
     assert len(declared) == len(tensors) and {*declared} == tensors
     assert {*DECLARED[name].allowed} <= {argument.name for argument in arguments} - tensors
+
+
+def test_a_call_past_the_dispatcher_is_one_of_it():
+    """Where only the CPU's kernel would run; modes, profilers, gradients and other tensors still see it."""
+    seen = []
+
+    class Mode(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(str(function))
+            return function(*args, **(kwargs or {}))
+
+    x, weight = torch.randn(3, 8), torch.randn(8)
+    expected = torch.nn.functional.rms_norm(x, (8,), weight, 1e-6)
+    with torch.no_grad():
+        torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
+        with Mode():
+            torch.testing.assert_close(rms_norm(x, weight, 1e-6), expected)
+        assert seen[0] == "moe_mps.rms_norm.default"
+        with torch.profiler.profile() as profile:
+            rms_norm(x, weight, 1e-6)
+        assert "moe_mps::rms_norm" in [event.name for event in profile.events()]
+        mapped = torch.func.vmap(lambda row: rms_norm(row[None], weight, 1e-6)[0])(x)
+        torch.testing.assert_close(mapped, expected)
+        assert rms_norm(x.to("meta"), weight.to("meta"), 1e-6).is_meta
+        for wrong, message in (
+            (weight[:5], "weight must be of shape"),
+            (weight.to("meta"), "on the device of"),
+        ):
+            with pytest.raises(ValueError, match=message):
+                rms_norm(x, wrong, 1e-6)
+    with pytest.raises(RuntimeError, match="moe_mps::rms_norm: backward is not implemented"):
+        rms_norm(x.requires_grad_(), weight, 1e-6).sum().backward()

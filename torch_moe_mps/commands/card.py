@@ -84,8 +84,7 @@ def keep_figures(folder: str, about: str, figures: str) -> None:
             kept.append(config.name)
     if card in written:
         text = card.read_text()
-        about_card: Any = ModelCard(text, ignore_metadata_errors=True).data
-        if _TAG in (about_card.tags or ()):
+        if f"\n- {_TAG}\n" in text:
             text, _, before = text.partition(_MEASURED)
             lines = [line for line in before.splitlines() if not line.startswith(f"- {about}: ")]
             lines.append(f"- {about}: {figures}")

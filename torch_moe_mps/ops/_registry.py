@@ -23,6 +23,7 @@ OPERATORS: list[str] = []
 DECLARED: dict[str, Declared] = {}
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
+_PLAIN = (Tensor, torch.nn.Parameter)
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 MAX_SIGNATURES = 4096  # of an operator, after which they are noted anew: contexts grow with every token
 _NO_BACKWARD = (
@@ -129,11 +130,33 @@ def operator(
 
         @functools.wraps(reference)
         def call(*args, **kwargs):
+            if not written and _only_cpu_runs((*args, *kwargs.values())):
+                return on_cpu(*args, **kwargs)
             return packet(*args, **kwargs)
 
         return call
 
     return register
+
+
+def _only_cpu_runs(values: tuple[Any, ...]) -> bool:
+    """Whether torch would call the CPU's kernel and nothing else: no mode, transform, gradient or profiler.
+
+    Then its dispatcher is left out, which takes longer than many a reference.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_torch_function_mode_enabled()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return False
+    if type(values[0]) not in _PLAIN:  # which may stand for a tensor
+        return False
+    return all(type(v) in _PLAIN and v.is_cpu for v in values if isinstance(v, Tensor))
 
 
 def _schema_of(reference: Callable, written: list[str], symbols: tuple[str, ...]) -> str:

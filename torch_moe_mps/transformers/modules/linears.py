@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from ...ops._decoded import VARIABLE, memory
+from ...ops.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import formats_of, is_experts, is_quantized
 from ..basics.report import in_unit
@@ -160,7 +161,7 @@ class QuantizedLinear(QuantizedLayer):
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
-        return ops.linear_quantized(x, *self.weights(), self.format.name)
+        return linear_quantized(x, *self.weights(), self.format.name)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""

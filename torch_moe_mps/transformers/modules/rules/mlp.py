@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from ....ops._activations import Activation
+from ....ops.linear import mlp_quantized
 from ...basics.report import Done
 from ...basics.state import STATE, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
@@ -19,8 +20,6 @@ from ..experts import ACTIVATION_FORMS, activation_arguments, halves_of, is_obse
 from ..linears import QuantizedLinear
 from ..traced import Input, Sizes, Traced, everywhere, path_of, remembered, takes, trace
 from .linear import join
-
-ops = torch.ops.moe_mps
 
 # The gate and the other half: of two layers, and of one.
 _HALVES = (("linear(X, GATE, GATE_BIAS)", "linear(X, UP, UP_BIAS)"), ("G", "U"))
@@ -135,7 +134,7 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     (*gate_up, gate_up_bias), (*weights, bias) = first.weights, down.weights()
     options = activation_arguments(tuple(formula.activation))
     options |= {"gate_up_bias": gate_up_bias, "down_bias": bias, "down_format": down.format.name}
-    return ops.mlp_quantized(x, *gate_up, *weights, first.format.name, **options)
+    return mlp_quantized(x, *gate_up, *weights, first.format.name, **options)  # type: ignore[call-arg]  # of three each
 
 
 def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:

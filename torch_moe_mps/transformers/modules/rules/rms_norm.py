@@ -5,11 +5,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
+from ....ops.norms import rms_norm
 from ...basics.report import Done
 from ...basics.state import STATE, original_class
 from .norms import is_norm, norm_arguments
-
-ops = torch.ops.moe_mps
 
 
 def rms_norm_forward(norm: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
@@ -21,10 +20,10 @@ def rms_norm_forward(norm: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
         own: Tensor = original_class(norm).forward(norm, x)
         return own
     if groups == 1:
-        return ops.rms_norm(x, *arguments)
+        return rms_norm(x, *arguments)
     weight, *options = arguments
     weight = None if weight is None else weight.view(groups, -1)
-    out: Tensor = ops.rms_norm(x.unflatten(-1, (groups, -1)), weight, *options)
+    out: Tensor = rms_norm(x.unflatten(-1, (groups, -1)), weight, *options)
     return out.flatten(-2)
 
 

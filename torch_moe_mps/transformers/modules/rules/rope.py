@@ -14,12 +14,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ....ops.rope import rope
 from ...basics.report import Done
 from ..functions import InPlace
 from .constants import beside
 from .trial import agrees, tried
-
-ops = torch.ops.moe_mps
 
 _PAIRS = ("half", "interleaved", "interleaved_to_half")
 _HEADS, _TOKENS, _WIDTH = 3, 5, 16
@@ -110,7 +109,9 @@ def _turn_of(function: Callable, call: RopeCall, heads_dim: int, table_width: in
         if columns * (2 if turn.doubled else 1) > _WIDTH:
             continue
         *tables_of_turn, settings = tables_and_options(turn, cos, sin)
-        turned = ops.rope(inputs[0], inputs[1] if tensors == 2 else None, *tables_of_turn, **settings)
+        turned = torch.ops.moe_mps.rope(
+            inputs[0], inputs[1] if tensors == 2 else None, *tables_of_turn, **settings
+        )
         if all(map(agrees, turned, expected)):
             return turn
     return None
@@ -177,5 +178,5 @@ def _rotated(form: RopeForm, inputs: Sequence[Tensor], tables: Sequence[Tensor])
         return None
     cos, sin, options = tables_and_options(turn, cos, sin)
     rows = [x.transpose(1, 2) if form.heads_dim == 1 else x for x in inputs]
-    turned = ops.rope(rows[0], rows[1] if len(rows) == 2 else None, cos, sin, **options)[: len(rows)]
+    turned = rope(rows[0], rows[1] if len(rows) == 2 else None, cos, sin, **options)[: len(rows)]
     return turned if form.heads_dim == 1 else [x.transpose(1, 2) for x in turned]
