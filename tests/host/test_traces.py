@@ -90,6 +90,12 @@ def sampling() -> Calls:
     yield "sample_ of two rows", partial(ops.sample_, logits, draws, invalid, 0.7, 20, 0.8, 0.05)
 
 
+def quantising() -> Calls:
+    weight, importance = tensor(3, 5, 512)[..., 128:], tensor(3, 384, dtype=torch.float32).square()
+    for to in ("affine3_128", "nvfp4"):
+        yield f"quantize_by_importance to {to}", partial(ops.quantize_by_importance, weight, importance, to)
+
+
 def linear_attention() -> Calls:
     x, state = tensor(1, 1, 256), tensor(1, 256, 4)
     yield "causal_conv1d_update_", partial(ops.causal_conv1d_update_, x, state, tensor(256, 4))
@@ -213,8 +219,8 @@ def linear() -> Calls:
     yield "embedding", rows
 
 
-GROUPS = [norms, rope, attention, index, sampling, linear_attention, hyper_connection, pointwise]
-GROUPS += [combine, routing, experts, heads, linear]
+GROUPS = [norms, rope, attention, index, sampling, quantising, linear_attention, hyper_connection]
+GROUPS += [pointwise, combine, routing, experts, heads, linear]
 
 
 @pytest.mark.parametrize("calls", GROUPS, ids=lambda calls: calls.__name__)

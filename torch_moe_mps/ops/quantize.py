@@ -260,14 +260,13 @@ def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> li
 
 
 def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 128) -> dict[str, Any]:
-    """Of rows, some with groups of zeros and of a constant."""
+    """Of rows, some of zeros, of a constant and of numbers near zero, and a group that multiplies nothing."""
     weight = s.values(2, 5, columns)
     weight[0, 0], weight[1, 2] = 0.0, 0.5
-    return {
-        "weight": weight,
-        "importance": s.values(2, columns, dtype=torch.float32).square(),
-        "to": format.name,
-    }
+    weight[0, 1] *= 1e-6
+    importance = s.values(2, columns, dtype=torch.float32).square()
+    importance[1, : format.group_size] = 0.0
+    return {"weight": weight, "importance": importance, "to": format.name}
 
 
 CALLS: Calls = {"quantize_by_importance": _weights}

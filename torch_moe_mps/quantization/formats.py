@@ -155,6 +155,8 @@ def quantize_stack(
 ) -> QuantizedWeight:
     """quantize for a checked [E, R, C] and [E, C]; adds its errors to `errors`."""
     out = QuantizedWeight.empty(stack.shape, stack.dtype, stack.device, format)
+    if stack.numel() == 0:
+        return out
     words = out.packed.view(torch.int32)
     device = _device_for(stack, importance)
     if importance is not None:  # relative, so that float32 holds the sums
