@@ -844,21 +844,21 @@ moe_router_topk_softmax of 512
 moe_router_topk_softmax of 1024
   route32_bf16: 71.05 70.05 slots an element, 112 registers, 32/-/448 threads
 router_logits of 1
-  logits_few_bf16: 11.47 10.47 slots a MAC, 46.5 registers, 128/-/1024 threads
+  logits_few_bf16: 11.50 10.50 slots a MAC, 46.5 registers, 128/-/1024 threads
 router_logits of 1, normed
-  normed_logits_few_bf16: 16.66 15.66 slots a MAC, 72.5 registers, 128/-/640 threads
+  normed_logits_few_bf16: 16.69 15.69 slots a MAC, 72.5 registers, 128/-/640 threads
 router_logits of 32
-  logits_many_bf16: 3.84 3.59 slots a MAC, 91 registers, 128/-/576 threads
+  logits_many_bf16: 3.91 3.66 slots a MAC, 91 registers, 128/-/576 threads
 router_logits of 32, normed
-  normed_logits_many_bf16: 5.70 5.45 slots a MAC, 109 registers, 128/-/448 threads
+  normed_logits_many_bf16: 5.77 5.52 slots a MAC, 109 registers, 128/-/448 threads
 moe_hash_router
   normed_hash_route_bf16: 18.71 17.71 slots a MAC, 74.5 registers, 128/-/640 threads
 moe_gate of 1
-  normed_logits_few_bf16: 16.66 15.66 slots a MAC, 72.5 registers, 128/-/640 threads
+  normed_logits_few_bf16: 16.69 15.69 slots a MAC, 72.5 registers, 128/-/640 threads
 moe_gate of 65
-  normed_logits_many_bf16: 5.91 5.64 slots a MAC, 109 registers, 128/-/448 threads
+  normed_logits_many_bf16: 5.97 5.71 slots a MAC, 109 registers, 128/-/448 threads
 moe_gate of 1024
-  normed_logits_many_bf16: 5.70 5.45 slots a MAC, 109 registers, 128/-/448 threads
+  normed_logits_many_bf16: 5.77 5.52 slots a MAC, 109 registers, 128/-/448 threads
 moe_bucket torch.int32
   bucket_pairs_i32: 190.50 161.50 slots an element, 36 registers, 128/1024/1024 threads
 moe_compute_ids_tpe torch.int32
@@ -1122,35 +1122,35 @@ q6_k: rows 48.5 normed 50.5 few 100.5 few_split 111.5 down 57 down_few 92 combin
         self.assertExpectedInline(
             registers_of_formats("bf16", "iq", "tq"),
             """\
-iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 gemm8 65.5 gemm32 91
-  chosen8 43.5 chosen16 66 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5
+iq4_nl: rows 42.5 normed 43.5 few 91.5 few_split 102.5 down 51 down_few 80 combine 19 gemm8 65.5
+  gemm32 91 chosen8 43.5 chosen16 65 gemm16_split 85.5 gemm32_split 113.5 embedding 43 heads 43.5
   heads_rows_few 61.5 heads_columns 45.5 heads_columns_few 65
-iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 gemm8 73.5 gemm32 99
-  chosen8 50.5 chosen16 66 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5
+iq4_xs: rows 49.5 normed 50.5 few 101.5 few_split 110.5 down 58 down_few 87 combine 19 gemm8 73.5
+  gemm32 99 chosen8 50.5 chosen16 65 gemm16_split 93.5 gemm32_split 121.5 embedding 45 heads 50.5
   heads_rows_few 68.5 heads_columns 50 heads_columns_few 68.5
-tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 99 gemm8 64.5 gemm32 90 chosen8 47.5
-  chosen16 66 gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few 80.5
-  heads_columns 43 heads_columns_few 62.5
-iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 82.5 gemm8 71 gemm32 101 chosen8 42 chosen16
-  66 gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns 61.5
-  heads_columns_few 96
-iq1_m: rows 45.5 few 90.5 few_split 99.5 down 54 down_few 88 gemm8 87 gemm32 117 chosen8 45.5
-  chosen16 66 gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5
+tq2_0: rows 47.5 few 96.5 few_split 107.5 down 56 down_few 99 combine 19 gemm8 64.5 gemm32 90
+  chosen8 47.5 chosen16 65 gemm16_split 93 gemm32_split 110 embedding 35 heads 48.5 heads_rows_few
+  80.5 heads_columns 43 heads_columns_few 62.5
+iq1_s: rows 40 few 84 few_split 95 down 48.5 down_few 82.5 combine 19 gemm8 71 gemm32 101 chosen8 41
+  chosen16 65 gemm16_split 82 gemm32_split 118 embedding 75 heads 41 heads_rows_few 64 heads_columns
+  61.5 heads_columns_few 96
+iq1_m: rows 45.5 few 90.5 few_split 99.5 down 54 down_few 88 combine 19 gemm8 87 gemm32 117 chosen8
+  45.5 chosen16 65 gemm16_split 97 gemm32_split 114 embedding 76 heads 46.5 heads_rows_few 69.5
   heads_columns 68 heads_columns_few 102.5
-iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 88.5 gemm8 71 gemm32 101 chosen8 46
-  chosen16 66 gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70 heads_columns
-  60.5 heads_columns_few 95
-iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 93.5 gemm8 95 gemm32 125 chosen8 51
-  chosen16 66 gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75
+iq2_xxs: rows 46 few 96 few_split 107 down 54.5 down_few 88.5 combine 19 gemm8 71 gemm32 101 chosen8
+  46 chosen16 65 gemm16_split 83 gemm32_split 119 embedding 75 heads 47 heads_rows_few 70
+  heads_columns 60.5 heads_columns_few 95
+iq2_xs: rows 51 few 104 few_split 115 down 59.5 down_few 93.5 combine 19 gemm8 95 gemm32 125 chosen8
+  51 chosen16 65 gemm16_split 105 gemm32_split 122 embedding 76 heads 52 heads_rows_few 75
   heads_columns 68 heads_columns_few 102.5
-iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 86.5 gemm8 91 gemm32 121 chosen8 44 chosen16
-  66 gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68 heads_columns 66
-  heads_columns_few 100.5
-iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 gemm8 79 gemm32 109 chosen8
-  56 chosen16 66 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few 78
-  heads_columns 64.5 heads_columns_few 99
-iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 gemm8 84 gemm32 114 chosen8
-  51.5 chosen16 66 gemm16_split 100 gemm32_split 117 embedding 77 heads 51 heads_rows_few 73
-  heads_columns 65.5 heads_columns_few 100
+iq2_s: rows 44 few 91 few_split 102 down 52.5 down_few 86.5 combine 19 gemm8 91 gemm32 121 chosen8
+  44 chosen16 65 gemm16_split 101 gemm32_split 118 embedding 76 heads 45 heads_rows_few 68
+  heads_columns 66 heads_columns_few 100.5
+iq3_xxs: rows 55 normed 56 few 114 few_split 125 down 63.5 down_few 96.5 combine 19 gemm8 79 gemm32
+  109 chosen8 56 chosen16 65 gemm16_split 95 gemm32_split 112 embedding 75 heads 56 heads_rows_few
+  78 heads_columns 64.5 heads_columns_few 99
+iq3_s: rows 50 normed 51.5 few 102 few_split 112 down 58.5 down_few 91.5 combine 19 gemm8 84 gemm32
+  114 chosen8 51.5 chosen16 65 gemm16_split 100 gemm32_split 117 embedding 77 heads 51
+  heads_rows_few 73 heads_columns 65.5 heads_columns_few 100
 """,
         )
