@@ -30,7 +30,7 @@ constexpr int64_t kLargeTensorPairs = 64;
 
 // Up to so many experts a lane has 8 of those that it chooses among, else 16. By the cost model, the choice
 // adds 10 % to the instructions of Qwen3-30B-A3B's product and 16 % to DeepSeek-V3's, int4 on an M1 Max, both
-// of which memory limits by a third; with 16 a lane, 19 and 28 %, and 66 registers instead of 45.
+// of which memory limits by a third; with 16 a lane, 19 and 28 %, and 65 registers instead of 45.
 constexpr int64_t kFewChosenExperts = 256;
 
 // Threadgroups a core that hide the latency of loads. With fewer, the simdgroups of a threadgroup share the

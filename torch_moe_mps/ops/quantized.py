@@ -84,10 +84,10 @@ MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part i
 
 def _check_shared_expert(check, arguments):
     """The matrices of the shared expert, which are like those of one of the others."""
-    others = {name: arguments[name] for name in ("shared_out", "gate_up_bias", "down_bias")}
-    for name, other in others.items():
-        if other is not None:
-            check.fail(name, "None beside shared_gate_up_packed", f"a tensor of shape {tuple(other.shape)}")
+    for name in ("shared_out", "gate_up_bias", "down_bias"):
+        if arguments[name] is not None:
+            got = f"a tensor of shape {tuple(arguments[name].shape)}"
+            check.fail(name, "None beside shared_gate_up_packed", got)
     if arguments["logits"] is None:
         check.fail("shared_gate_up_packed", "None without logits", "a tensor")
     for name in MATRICES:
