@@ -192,10 +192,11 @@ def moe_experts_quantized(
         top_k, scoring, num_groups, top_groups, group_score, masked_score, bias_on_logits, norm_topk_prob,
             scaling_factor, per_expert_scale: as for moe_router; by default without logits.
         router_bias, router_norm_eps, router_norm_min: bias, norm_eps and norm_min of moe_router.
-        shared_gate_up_packed and the five tensors behind it: of an expert that each token has beside those
-            that it chooses, like one of the others, [2I, H * bits / 32] and so on; shared_out is what it
-            makes of norm(x). Only with logits, beside no shared_out and no bias of the layer. On Metal it is
-            part of both products where the first one chooses.
+        shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_biases, shared_down_packed,
+            shared_down_scales, shared_down_biases: of an expert that each token has beside those that it
+            chooses, like one of the others, [2I, H * bits / 32] and so on; shared_out is what it makes of
+            norm(x). Only with logits, beside no shared_out and no bias of the layer. On Metal it is part of
+            both products where the first one chooses.
 
     Returns: [T, H] in the dtype of `x`.
 
