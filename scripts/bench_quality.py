@@ -41,6 +41,7 @@ RECIPES = (
     ("4 bits", {"bits": 4, "embedding_bits": 4}),
     ("4 bits, embedding 6", {"bits": 4, "embedding_bits": 6}),
     ("4 bits, embedding 8", {"bits": 4, "embedding_bits": 8}),
+    ("4 bits, value and down 5, embedding 6", {**MIXED, "overrides": {"v_proj": 5, "down_proj": 5}}),
     ("4 bits, attention and down 5, embedding 6", MIXED),
     ("3 bits, embedding 6", {"bits": 3, "embedding_bits": 6}),
     ("5 bits, embedding 6", {"bits": 5, "embedding_bits": 6}),
