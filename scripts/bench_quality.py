@@ -41,6 +41,7 @@ RECIPES = (
     ("4 bits", {"bits": 4, "embedding_bits": 4}),
     ("4 bits, embedding 6", {"bits": 4, "embedding_bits": 6}),
     ("4 bits, embedding 8", {"bits": 4, "embedding_bits": 8}),
+    ("4 bits, value and down 5, embedding 6", {**MIXED, "overrides": {"v_proj": 5, "down_proj": 5}}),
     ("4 bits, attention and down 5, embedding 6", MIXED),
     ("3 bits, embedding 6", {"bits": 3, "embedding_bits": 6}),
     ("5 bits, embedding 6", {"bits": 5, "embedding_bits": 6}),
@@ -88,7 +89,7 @@ K types become Q5_0 and the like here. Seconds are those of the processor, for l
 
 mlx-lm's quantisers start from MLX's rule, have the same tokens, too, and run on a CPU in float32: gptq on
 all, awq on a quarter with 10 instead of 20 scales to try, dwq on a quarter, in 8 steps at a learning rate of
-1e-4. On a Mac, which does thousands of steps, dwq can come out better.
+1e-4; on a Mac, which does hundreds of steps, dwq can come out better.
 
 What `bits=4` does by itself: 6 bits for embedding and head where they are a tenth of the weights, which is "4
 bits, embedding 6" here, and of Gemma 3 270M, too (63 %); Qwen3-30B-A3B, where they are 2 %, has 4 bits
@@ -100,6 +101,8 @@ is limited by memory traffic, not by reading the checkpoint. Unmeasured on a Mac
 Written by
 
     python scripts/bench_quality.py {command}
+
+which keeps rows in the folder of `--work`: these were measured in several runs of it.
 
 | recipe | MB | perplexity | KL | equal top | manual: KL | equal top | Opticks: KL | equal top | s |
 |---|---:|---:|---:|---:|---:|---:|---:|---:|---:|
