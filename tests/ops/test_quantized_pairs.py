@@ -16,7 +16,7 @@ COUNTS = ((1, 2, 3), (8, 1, 9), (17, 0, 16), (33, 31, 2))
 
 
 @pytest.mark.parametrize("counts", COUNTS, ids=str)
-@pytest.mark.parametrize("format", each(FORMATS))
+@pytest.mark.parametrize("format", each(FORMATS, turn=0))
 def test_many_pairs_of_one_expert(device, format, counts):
     """At 2 to 32 tokens the pairs of an expert are multiplied together. Rows of 3 and of 5 groups.
 
@@ -57,7 +57,7 @@ def test_many_blocks_of_rows(device, counts, bits, group, dtype):
     check_layer(device, (*ids.shape, len(counts), 64, 75 * 32 // 64 * 64), format, dtype, seed, ids=ids)
 
 
-@pytest.mark.parametrize("format", each(FORMATS))
+@pytest.mark.parametrize("format", each(FORMATS, turn=1))
 def test_inputs_of_several_blocks(device, format):
     """More inputs than threadgroup memory holds at once, for one pair and for several."""
     counts, group = (1, 2, 3, 4, 9, 1), group_of(format)
@@ -66,7 +66,7 @@ def test_inputs_of_several_blocks(device, format):
         check_layer(device, (*ids.shape, len(counts), 2048 + group, group), format, dtype, i, ids=ids)
 
 
-@pytest.mark.parametrize("format", each(FORMATS))
+@pytest.mark.parametrize("format", each(FORMATS, turn=2))
 def test_more_experts_than_simdgroups(device, format):
     """In the down projection a simdgroup goes from one to the next. Rows of whole steps, and of more."""
     for i, intermediate in enumerate((256, 512, 5 * group_of(format))):
