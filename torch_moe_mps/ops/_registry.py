@@ -144,6 +144,8 @@ def _only_cpu_runs(values: tuple[Any, ...]) -> bool:
 
     Then its dispatcher is left out, which takes longer than many a reference.
     """
+    if type(values[0]) not in _PLAIN or not values[0].is_cpu:  # another type may stand for a tensor
+        return False
     if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()
@@ -153,8 +155,6 @@ def _only_cpu_runs(values: tuple[Any, ...]) -> bool:
         or torch._C._are_functorch_transforms_active()
         or torch._C._autograd._profiler_enabled()
     ):
-        return False
-    if type(values[0]) not in _PLAIN:  # which may stand for a tensor
         return False
     return all(type(v) in _PLAIN and v.is_cpu for v in values if isinstance(v, Tensor))
 
