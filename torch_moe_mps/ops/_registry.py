@@ -23,7 +23,7 @@ OPERATORS: list[str] = []
 DECLARED: dict[str, Declared] = {}
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
 _CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 MAX_SIGNATURES = 4096  # of an operator, after which they are noted anew: contexts grow with every token
 _NO_BACKWARD = (
@@ -130,8 +130,9 @@ def operator(
 
         @functools.wraps(reference)
         def call(*args, **kwargs):
-            if not written and _only_cpu_runs((*args, *kwargs.values())):
-                return on_cpu(*args, **kwargs)
+            if not written and args and type(args[0]) in _PLAIN and args[0].is_cpu:
+                if _only_cpu_runs((*args, *kwargs.values())):
+                    return on_cpu(*args, **kwargs)
             return packet(*args, **kwargs)
 
         return call
@@ -144,8 +145,6 @@ def _only_cpu_runs(values: tuple[Any, ...]) -> bool:
 
     Then its dispatcher is left out, which takes longer than many a reference.
     """
-    if type(values[0]) not in _PLAIN or not values[0].is_cpu:  # another type may stand for a tensor
-        return False
     if (
         torch.compiler.is_compiling()
         or torch.is_grad_enabled()

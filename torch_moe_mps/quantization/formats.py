@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from .._extension import host_library
+from .._faults import synchronize
 from ..ops._checks import ACTIVATION_DTYPES, PACKED_DTYPES, Check
 from ..ops._encoding import encode
 from ..ops._formats import (
@@ -118,7 +119,7 @@ def quantize(
         of `weight`. Memory other than the result stays under about 10 MiB, and 25 MiB by importance.
 
     Raises: ValueError for a shape, dtype or format that does not fit, for weights that are not finite, and
-        for importance that is negative or not finite.
+        for importance that is negative or not finite; torch.AcceleratorError if the GPU fails.
     """
     format = Format(bits, group_size, mode)
     _check_weight(weight, format)
@@ -178,6 +179,7 @@ def quantize_stack(
         words[index], out.scales[index] = packed, scales
         if out.biases is not None and biases is not None:
             out.biases[index] = biases
+    synchronize(device)  # before wrong numbers are taken for those of the weight
     return out
 
 
