@@ -130,9 +130,9 @@ def operator(
 
         @functools.wraps(reference)
         def call(*args, **kwargs):
-            if not written and args and type(args[0]) in _PLAIN and args[0].is_cpu:
-                if _only_cpu_runs((*args, *kwargs.values())):
-                    return on_cpu(*args, **kwargs)
+            plain = not written and args and type(args[0]) in _PLAIN
+            if plain and args[0].is_cpu and _only_cpu_runs((*args, *kwargs.values())):
+                return on_cpu(*args, **kwargs)
             return packet(*args, **kwargs)
 
         return call
