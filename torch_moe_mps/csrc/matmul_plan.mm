@@ -63,13 +63,13 @@ bool fills(int64_t threadgroups, int64_t cores) {
 MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) {
   constexpr int64_t kRows = kRowGroupsOfSimdgroup * kFewRows;  // of a simdgroup
   const int64_t threads = kFewSimdgroups * kSimdWidth;
-  const int64_t whole = ceil_div(shape.outputs, outputs_of_rows(shape, kFewSimdgroups * kRows));
+  const int64_t of_rows = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
+  const int64_t whole = ceil_div(of_rows, kFewSimdgroups);
   const bool splits = !fills(whole * grid_rows, cores);
-  const int64_t across = splits ? ceil_div(shape.outputs, outputs_of_rows(shape, kRows)) : whole;
-  const Size grid{NSUInteger(across), NSUInteger(grid_rows)};
+  const Size grid{NSUInteger(splits ? of_rows : whole), NSUInteger(grid_rows)};
   const char* kernel = splits ? "matmul_rows_few_split" : "matmul_rows_few";
   MatmulStep step{MatmulWork::kFirst, kernel, grid, -1, threads};
-  if (!splits) step.blocks = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
+  if (!splits) step.blocks = of_rows;
   return step;
 }
 

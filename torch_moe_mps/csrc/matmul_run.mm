@@ -172,7 +172,7 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
       .bind(x)
       .params(params);  // x stands in for a residual
   if (step.norms_inputs) command.bind(norm->weight);
-  run.launch(run.bind_buckets(command), tuned(step, library_of(step, matrix), matrix, run.ids.numel()));
+  run.launch(run.bind_buckets(command), tuned(step, matrix, run.ids.numel()));
 }
 
 // Binds the matrix of a shared expert; the kernel reads none of `x` in its place.
@@ -197,7 +197,7 @@ void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, cons
       .bind(weights)
       .params(params)
       .bind(step.norms_inputs ? norm->weight : x);
-  run.launch(bind_shared(command, shared, x), tuned(step, matrix.library, matrix, run.ids.numel()));
+  run.launch(bind_shared(command, shared, x), tuned(step, matrix, run.ids.numel()));
 }
 
 // Adds the second matmul with the weighted sum over a token's experts.
@@ -214,7 +214,7 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& step, cons
   } else {
     bind_shared(command, shared, hidden);
   }
-  run.launch(command, tuned(step, matrix.library, matrix, run.ids.numel()));
+  run.launch(command, tuned(step, matrix, run.ids.numel()));
 }
 
 void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
@@ -242,10 +242,10 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
     }
     return;
   }
-  const MatmulStep planned =
-      plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
-                  on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix));
-  const MatmulStep step = tuned(planned, library_of(planned, matrix), matrix, tokens);
+  const MatmulStep step =
+      tuned(plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
+                        on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix)),
+            matrix, tokens);
   TORCH_CHECK(!step.kernel.ends_with("_split") || tokens * matrix.inputs <= kMostElements,
               "moe_mps: ", step.kernel, " counts the elements of its inputs in 32 bits, got ", x_.sizes());
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;

@@ -8,6 +8,6 @@ namespace moe_mps {
 
 // The step as it runs for this matrix and so many pairs. Asked wherever one is encoded, so that what was
 // captured before the table changes follows it.
-MatmulStep tuned(const MatmulStep& step, const Library& library, const MatrixStack& matrix, int64_t pairs);
+MatmulStep tuned(MatmulStep step, const MatrixStack& matrix, int64_t pairs);
 
 }  // namespace moe_mps

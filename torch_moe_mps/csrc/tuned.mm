@@ -10,6 +10,7 @@
 #include <mutex>
 #include <string>
 #include <unordered_map>
+#include <utility>
 
 #include "../shaders/geometry.h"
 
@@ -41,17 +42,17 @@ Listing& listing() {
 }
 
 // "<kernel> <experts>x<rows>x<inputs> by <pairs, up to a power of two>"
-std::string name_of(const MatmulStep& step, const Library& library, const MatrixStack& matrix,
-                    int64_t pairs) {
-  return c10::str(step.kernel, library.suffix(), " ", matrix.experts, "x", matrix.rows, "x", matrix.inputs,
-                  " by ", std::bit_ceil(static_cast<uint64_t>(pairs)));
+std::string name_of(const MatmulStep& step, const MatrixStack& matrix, int64_t pairs) {
+  return c10::str(step.kernel, matrix.library.suffix(), " ", matrix.experts, "x", matrix.rows, "x",
+                  matrix.inputs, " by ", std::bit_ceil(static_cast<uint64_t>(pairs)));
 }
 
 // Of what the name says, without making one: every launch of a token asks. Any number that comes of equal
 // hashes would give the same bits.
-size_t hash_of(const MatmulStep& step, const Library& library, const MatrixStack& matrix, int64_t pairs) {
-  return c10::get_hash(step.kernel, library.weights, static_cast<int>(library.dtype), matrix.experts,
-                       matrix.rows, matrix.inputs, std::bit_ceil(static_cast<uint64_t>(pairs)));
+size_t hash_of(const MatmulStep& step, const MatrixStack& matrix, int64_t pairs) {
+  return c10::get_hash(step.kernel, matrix.library.weights, static_cast<int>(matrix.library.dtype),
+                       matrix.experts, matrix.rows, matrix.inputs,
+                       std::bit_ceil(static_cast<uint64_t>(pairs)));
 }
 
 // Those that the pipeline allows, too.
@@ -84,17 +85,21 @@ Listed listed_tunable() {
 
 }  // namespace
 
-MatmulStep tuned(const MatmulStep& step, const Library& library, const MatrixStack& matrix, int64_t pairs) {
+MatmulStep tuned(MatmulStep step, const MatrixStack& matrix, int64_t pairs) {
   Listing& list = listing();
-  if (table().empty && !list.wanted) return step;
-  if (list.wanted) list.steps.insert_or_assign(name_of(step, library, matrix, pairs), offered(step, library));
+  // On tensor units no other number gives the same bits.
+  if (step.tensor_units || (table().empty && !list.wanted)) return step;
+  if (list.wanted) {
+    list.steps.insert_or_assign(name_of(step, matrix, pairs), offered(step, matrix.library));
+  }
   const std::lock_guard<std::mutex> lock(table().mutex);
-  const auto [known, is_new] = table().found.try_emplace(hash_of(step, library, matrix, pairs), 0);
+  const auto [known, is_new] = table().found.try_emplace(hash_of(step, matrix, pairs), 0);
   if (is_new) {
-    const auto named = table().simdgroups.find(name_of(step, library, matrix, pairs));
+    const auto named = table().simdgroups.find(name_of(step, matrix, pairs));
     if (named != table().simdgroups.end()) known->second = named->second;
   }
-  return known->second == 0 ? step : with_simdgroups(step, known->second);
+  if (known->second == 0) return step;
+  return with_simdgroups(std::move(step), known->second);
 }
 
 }  // namespace moe_mps
