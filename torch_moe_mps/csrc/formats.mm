@@ -20,18 +20,21 @@ const std::vector<WeightFormat>& all_formats() {
     constexpr const char *kFloats = "matmul/formats/floats", *kGgml = "matmul/formats/ggml",
                          *kLevels = "matmul/formats/levels", *kPoints = "matmul/formats/points";
     constexpr std::tuple<const char*, int64_t, const char*, const char*> kNamed[] = {
-        {"mxfp4", 4, "Mxfp4", kFloats},     {"mxfp8", 8, "Mxfp8", kFloats},
-        {"nvfp4", 4, "Nvfp4", kFloats},     {"q4_0", 4, "Q4_0", kGgml},
-        {"q4_1", 4, "Q4_1", kGgml},         {"q5_0", 5, "Q5_0", kGgml},
-        {"q5_1", 5, "Q5_1", kGgml},         {"q8_0", 8, "Q8_0", kGgml},
-        {"q2_k", 2, "Q2_K", kGgml},         {"q3_k", 3, "Q3_K", kGgml},
-        {"q4_k", 4, "Q4_K", kGgml},         {"q5_k", 5, "Q5_K", kGgml},
-        {"q6_k", 6, "Q6_K", kGgml},         {"iq4_nl", 4, "IQ4_NL", kLevels},
-        {"iq4_xs", 4, "IQ4_XS", kLevels},   {"tq2_0", 2, "TQ2_0", kGgml},
-        {"iq1_s", 1, "IQ1_S", kPoints},     {"iq1_m", 1, "IQ1_M", kPoints},
-        {"iq2_xxs", 2, "IQ2_XXS", kPoints}, {"iq2_xs", 2, "IQ2_XS", kPoints},
-        {"iq2_s", 2, "IQ2_S", kPoints},     {"iq3_xxs", 3, "IQ3_XXS", kPoints},
-        {"iq3_s", 3, "IQ3_S", kPoints}};
+        {"q4_0", 4, "Q4_0", kGgml},         {"q4_1", 4, "Q4_1", kGgml},
+        {"q5_0", 5, "Q5_0", kGgml},         {"q5_1", 5, "Q5_1", kGgml},
+        {"q8_0", 8, "Q8_0", kGgml},         {"q2_k", 2, "Q2_K", kGgml},
+        {"q3_k", 3, "Q3_K", kGgml},         {"q4_k", 4, "Q4_K", kGgml},
+        {"q5_k", 5, "Q5_K", kGgml},         {"q6_k", 6, "Q6_K", kGgml},
+        {"iq4_nl", 4, "IQ4_NL", kLevels},   {"iq4_xs", 4, "IQ4_XS", kLevels},
+        {"tq2_0", 2, "TQ2_0", kGgml},       {"iq1_s", 1, "IQ1_S", kPoints},
+        {"iq1_m", 1, "IQ1_M", kPoints},     {"iq2_xxs", 2, "IQ2_XXS", kPoints},
+        {"iq2_xs", 2, "IQ2_XS", kPoints},   {"iq2_s", 2, "IQ2_S", kPoints},
+        {"iq3_xxs", 3, "IQ3_XXS", kPoints}, {"iq3_s", 3, "IQ3_S", kPoints}};
+    constexpr std::tuple<const char*, int64_t, const char*, int64_t> kOfFloats[] = {
+        {"mxfp4", 4, "Mxfp4", 32}, {"mxfp8", 8, "Mxfp8", 32}, {"nvfp4", 4, "Nvfp4", 16}};
+    for (const auto& [name, bits, type, group] : kOfFloats) {
+      list->push_back({name, bits, c10::str(type, "<MOE_DTYPE>"), kFloats, false, group});
+    }
     for (const auto& [name, bits, type, header] : kNamed) {
       list->push_back({name, bits, c10::str(type, "<MOE_DTYPE>"), header, false});
     }
@@ -39,7 +42,7 @@ const std::vector<WeightFormat>& all_formats() {
       for (const int64_t group : {64, 32, 128}) {
         list->push_back({c10::str("affine", bits, "_", group), bits,
                          c10::str("Affine<MOE_DTYPE, ", bits, ", ", group, ">"), "matmul/formats/affine",
-                         true});
+                         true, group});
       }
     }
     return list;

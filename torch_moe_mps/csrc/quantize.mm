@@ -20,18 +20,12 @@ Tensor vector_rows(const Tensor& tensor) {
   return starts_aligned(rows) ? rows : rows.clone(at::MemoryFormat::Contiguous);
 }
 
-int64_t group_size(std::string_view format) {
-  const size_t mark = format.find('_');
-  if (mark != std::string_view::npos) return std::stoll(std::string(format.substr(mark + 1)));
-  return format == "nvfp4" ? 16 : 32;
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& weight_,
                                                                   const Tensor& importance_,
                                                                   std::string_view to) {
   const WeightFormat& format = weight_format(to);
   const int64_t experts = weight_.size(0), rows = weight_.size(1), columns = weight_.size(2);
-  const int64_t group = group_size(to);
+  const int64_t group = format.group_size;
   const bool is_affine = format.scales_like_activations;
   const auto options = weight_.options();
   const auto of_scales = is_affine ? options : options.dtype(at::kByte);
