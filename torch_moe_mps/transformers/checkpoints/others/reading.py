@@ -185,15 +185,19 @@ class Reading:
         weight = state.get(name)
         if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # which is a module's own
             return
-        turned = _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
+        turned = self._is_turned(name)
         experts, rows, columns = (weight.mT if turned else weight).shape
         matrix = stack_of(self.files, key, (experts, rows, columns), stored, turned)
         if matrix is not None:
             self._parts[name].append(_Part(name, None, matrix))
 
+    def _is_turned(self, name: str) -> bool:
+        """Of a parameter of stacked experts."""
+        return _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
+
     def _shape(self, name: str, pattern: str | None, weight: Tensor) -> tuple[int, int]:
         """Of the matrix of a module: of experts, gate and up are halves of a parameter."""
-        turned = weight.dim() == 3 and _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
+        turned = weight.dim() == 3 and self._is_turned(name)
         rows, columns = (weight.mT if turned else weight).shape[-2:]
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
@@ -254,7 +258,7 @@ class Reading:
     def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
         """What transformers makes of the matrices, or of something else that has their rows."""
         if parts[0].pattern is None:
-            stacked = tensors[0].dim() == 3 and _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
+            stacked = tensors[0].dim() == 3 and self._is_turned(name)
             return tensors[0].mT if stacked else tensors[0]
         converter = copy.deepcopy(self._of[parts[0].pattern])
         for part, tensor in zip(parts, tensors, strict=True):
