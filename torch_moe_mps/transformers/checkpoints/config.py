@@ -24,7 +24,7 @@ from .recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
 from .targets import Target, paths_of, quantizable
 
 LIBRARY = "torch_moe_mps"
-GGUF = {"quant_method": "gguf"}
+FROM_GGUF = {"quant_method": "gguf"}
 
 
 class QuantizationConfig(QuantizationConfigMixin):
@@ -36,7 +36,8 @@ class QuantizationConfig(QuantizationConfigMixin):
             parameters, linear layers, embeddings. A format is a name such as "affine4_64", or {bits,
             group_size, mode}. None in a checkpoint: experts, in the default format. Names of a larger or a
             smaller model are understood.
-        source: the quantisation of a checkpoint that is dequantised while we quantise: FP8, or `GGUF`.
+        source: the quantisation of a checkpoint that is dequantised while we quantise: FP8, or
+            FROM_GGUF.
         wanted: arguments of a recipe for a checkpoint that is quantised: for what is dense in it, and for
             what has more bits than the recipe says.
         requantize: False leaves what is quantised as it is.
@@ -69,7 +70,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         importance: Any = None,
         **others: Any,
     ):
-        self.quant_method = GGUF["quant_method"] if source == GGUF else NAME
+        self.quant_method = FROM_GGUF["quant_method"] if source == FROM_GGUF else NAME
         self.usual = Format(bits, group_size, mode or "affine")
         if modules is not None and not isinstance(modules, Mapping):
             raise ValueError(f"moe_mps: modules must be {{name: format}}, got {modules!r}")

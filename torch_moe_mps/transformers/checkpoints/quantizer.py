@@ -27,7 +27,7 @@ from ..modules.experts import NAME
 from ..modules.linears import formats_in
 from .absent import leave_out
 from .checking import check_loaded, check_scales, check_shapes
-from .config import GGUF, QuantizationConfig, is_mlx, is_ours
+from .config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .gguf import Dense, GgufQuantizer, dense_state
 from .importance import Importance
 from .mlx.reading import Reading
@@ -298,7 +298,7 @@ class Quantizer(HasTargets, HfQuantizer):
         source = self.quantization_config.source
         if source is None:
             return [*weight_conversions, *self.get_weight_conversions()]
-        if source == GGUF:
+        if source == FROM_GGUF:
             return []
         # transformers has a place for our operation, but only in checkpoints that are not quantised.
         other = AutoHfQuantizer.from_config({**source, "dequantize": True}, pre_quantized=True)
@@ -335,7 +335,7 @@ def _of_gguf(config: Any, **kwargs: Any) -> HfQuantizer:
     return (Quantizer if isinstance(config, QuantizationConfig) else GgufQuantizer)(config, **kwargs)
 
 
-AUTO_QUANTIZER_MAPPING[GGUF["quant_method"]] = _of_gguf
+AUTO_QUANTIZER_MAPPING[FROM_GGUF["quant_method"]] = _of_gguf
 
 
 def _check_no_offloading(device_map: Any) -> None:

@@ -22,7 +22,7 @@ from transformers.utils import cached_file
 from ...ops._checks import first_line
 from ...quantization import Format
 from ..modules.experts import NAME
-from .config import GGUF, is_mlx, is_ours
+from .config import FROM_GGUF, is_mlx, is_ours
 from .mlx.reading import written_by_mlx
 from .others.layouts import METHODS
 
@@ -109,7 +109,7 @@ class Source:
 
         """
         if self.gguf is not None:
-            return None if asked is None else {**asked, "source": GGUF, "importance": importance}
+            return None if asked is None else {**asked, "source": FROM_GGUF, "importance": importance}
         wanted = {"wanted": asked, "requantize": requantize, "importance": importance}
         if not self.stored:
             return None if asked is None else {**asked, "importance": importance}
