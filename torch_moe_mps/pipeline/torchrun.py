@@ -23,7 +23,7 @@ def is_first_process() -> bool:
 @contextmanager
 def first_process_talks() -> Iterator[None]:
     """The other processes print nothing but errors."""
-    if os.environ.get("RANK", "0") == "0":
+    if is_first_process():
         yield
         return
     os.environ.setdefault("TQDM_DISABLE", "1")
