@@ -87,7 +87,8 @@ def main() -> None:
             model = model_of(*shape)
             model.save_pretrained(Path(folder) / name)
         file = Path(folder) / "importance.safetensors"
-        save_importance(model, file)
+        if options.importance:
+            save_importance(model, file)
         del model
         megabytes = sum(f.stat().st_size for f in Path(folder).glob("large/*.safetensors")) / 1e6
         print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, load {os.getloadavg()[0]:.1f}")
