@@ -96,7 +96,7 @@ bits, embedding 6" here, and of Gemma 3 270M, too (63 %); Qwen3-30B-A3B, where t
 everywhere. Bits by budget, chosen for each matrix by measured errors, lost to these recipes in the one
 measurement, at 82 MB. A bit more where llama.cpp and mlx-lm have more pays: "attention and down 5" is
 `overrides={{"self_attn.*": 5, "down_proj": 5}}`, or those words in a file for `--recipe`. On a GPU the search
-is limited by memory traffic, not by reading the checkpoint. Unmeasured on a Mac.
+waits for the disk, by the cost model (docs/speed.md). Unmeasured on a Mac.
 
 Written by
 
