@@ -54,8 +54,6 @@ def rope() -> Calls:
     queries = tensor(1, 32, 1, 128).transpose(1, 2)
     keys = (queries, k, None, slots, None, tensor(1, 1, 64), tensor(1, 1, 64))
     yield "rope_cache_ of an indexer", partial(ops.rope_cache_, *keys, k_weight=norm, k_bias=norm[:], eps=EPS)
-    ids, inv_freq = torch.arange(6).view(2, 3).to("mps"), tensor(32, dtype=torch.float32)
-    yield "rope_tables", partial(ops.rope_tables, ids, inv_freq, 1.0, torch.float16)
 
 
 def attention() -> Calls:

@@ -42,7 +42,10 @@ class Layer(torch.nn.Module):
         )
         heads = ops.rms_norm(updated, None, 1e-6).view(1, -1, 4, H // 4)
         positions = torch.arange(heads.shape[1], device=x.device).unsqueeze(0)
-        cos, sin = ops.rope_tables(positions, self.scale, 1.0, x.dtype)
+        cos, sin = (
+            ops.pointwise(positions.unsqueeze(-1), f"mul a b f32; {name} %0 f32", x.dtype, self.scale)
+            for name in ("cos", "sin")
+        )
         q, k = ops.rope(heads, heads[:, :, :2], cos, sin, rotary_dim=H // 4)
         attended = ops.attention(q, k, k, 0.5, window=3, sinks=self.bias[:4])
         next_input = next_input + attended.flatten(2)[0]

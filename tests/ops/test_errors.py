@@ -111,7 +111,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("0-D or 1-D or 2-D or 3-D or 4-D", b=zeros(1, 1, 1, 1, 1)),
             *(
                 wrong(f"steps such as 'mul a %0 bf16', joined by '; ', got {line!r}", formula=line)
-                for line in ("", "cos a f32", "mul a f32", "neg a f64")
+                for line in ("", "tan a f32", "mul a f32", "neg a f64")
             ),
             *(
                 wrong(f"of inputs that are given, steps before and numbers, got {line!r}", formula=line)

@@ -69,9 +69,6 @@ def rope(dtype: torch.dtype) -> Iterator[Call]:
         {},
         elements - 24 * 128,
     )
-    ids, inv_freq = torch.arange(8).view(1, 8).to("mps"), on_device(64)
-    call = functools.partial(torch.ops.moe_mps.rope_tables, ids, inv_freq, 1.0, dtype)
-    yield "rope_tables", call, {}, table.numel()
 
 
 # Heads, heads of keys, tokens, keys, width of keys and of values, bits

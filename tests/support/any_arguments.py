@@ -775,19 +775,3 @@ def rope_attention_(d):
         "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
         "gate_activation": d.one("sigmoid", "softplus"),
     }
-
-
-def rope_tables(d):
-    pairs, shape, axes = d.one(16, 1, 7, 0), (d.one(1, 2, 0), d.one(1, 5, 0)), None
-    if pairs > 0 and d.flag():
-        shape = d.one(3, 1), *shape
-        axes = torch.randint(-1, 4, (pairs,), generator=d.generator, dtype=torch.int32)
-    ids = torch.randint(-100, d.one(100, 10**6), shape, generator=d.generator)
-    return {
-        "position_ids": ids.to(d.one(*IDS)),
-        "inv_freq": torch.rand(pairs, generator=d.generator),
-        "axes": axes,
-        "scaling": d.one(1.0, 1.34),
-        "dtype": d.dtype(),
-        "layout": d.one("pairs", "halves", "interleaved"),
-    }

@@ -480,6 +480,8 @@ POINTWISE = {
     "softplus": lambda x: np.logaddexp(x, 0),
     "tanh": np.tanh,
     "relu": lambda x: np.where(x < 0, 0, x),
+    "cos": np.cos,
+    "sin": np.sin,
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
@@ -487,6 +489,7 @@ POINTWISE = {
     "max": np.maximum,
     "min": np.minimum,
 }
+_INEXACT = ("log", "log1p", "exp", "tanh", "softplus", "cos", "sin")
 _SILU_LEAST = -1.2784645427610738  # where silu has its minimum
 
 
@@ -505,12 +508,15 @@ def pointwise(a):
         if operation == "silu":
             turns = (sides[0][0] < _SILU_LEAST) & (sides[0][1] > _SILU_LEAST)
             results.append(np.where(turns, POINTWISE["silu"](_SILU_LEAST), results[0]))
+        if operation in ("cos", "sin"):  # which may turn between the ends, but change no more than they do
+            spread = sides[0][1] - sides[0][0]
+            results += [results[0] - spread, results[0] + spread]
         low, high = np.minimum.reduce(results), np.maximum.reduce(results)
         if operation == "div":  # its denominator may be on both sides of zero
             known = known & ~((sides[1][0] < 0) & (sides[1][1] > 0))
         low, high = (np.broadcast_to(end, shape) for end in (low, high))
         slack = 4 * FLOAT32_EPS * np.maximum(abs(low), abs(high)) if operation not in ("to", "neg") else 0.0
-        slack = slack + (8 * FLOAT32_EPS if operation in ("log", "log1p", "exp", "tanh", "softplus") else 0.0)
+        slack = slack + (8 * FLOAT32_EPS if operation in _INEXACT else 0.0)
         low, high = (oracles.round_to(end, names[dtype]) for end in (low - slack, high + slack))
         some_nan = [np.broadcast_to(np.isnan(each), shape) for each in results]
         known = known & (np.logical_and.reduce(some_nan) == np.logical_or.reduce(some_nan))
@@ -953,9 +959,3 @@ def _behind(held: np.ndarray, new: Expected) -> Expected:
     before = held[:, :, : held.shape[2] - new.value.shape[2]]
     error = np.concatenate((np.zeros(before.shape), np.broadcast_to(new.error, new.value.shape)), 2)
     return Expected(np.concatenate((before, new.value), 2), error)
-
-
-def rope_tables(a):
-    angles = oracles_sequence.angles(a.position_ids, a.inv_freq, a.layout, a.axes)
-    values = [function(angles) * a.scaling for function in (np.cos, np.sin)]
-    return [Expected(value, 5 * FLOAT32_EPS * abs(value)) for value in values]

@@ -1,7 +1,6 @@
 """Attention, linear attention and rotary embedding in numpy and float64, written from their definitions."""
 
 import numpy as np
-from torch import Tensor
 
 from support.oracles import FLOAT32_EPS, exact, rms, sigmoid
 
@@ -164,15 +163,3 @@ def rotated(x, cos, sin, weight, pairs, rotary, last, eps, offset) -> tuple[np.n
         out[..., start + stored] = a * cos[..., column] + sign * b * sin[..., column]
         magnitude[..., start + stored] = abs(a * cos[..., column]) + abs(b * sin[..., column])
     return out, magnitude
-
-
-def angles(position_ids: Tensor, inv_freq: Tensor, layout: str, axes: Tensor | None = None) -> np.ndarray:
-    """[B, T, R] in radians: products that are rounded to float32, as models do."""
-    positions = position_ids.cpu().float().numpy()[..., None]
-    if axes is not None:
-        of_axes, none = dict(enumerate(positions[..., 0])), np.full(positions.shape[1:3], np.nan, np.float32)
-        positions = np.stack([of_axes.get(axis, none) for axis in axes.tolist()], -1)
-    each = (positions * inv_freq.cpu().numpy()).astype(np.float64)
-    if layout == "halves":
-        return np.concatenate((each, each), -1)
-    return np.repeat(each, 2, -1) if layout == "interleaved" else each

@@ -14,6 +14,7 @@ from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.fusion import Fusion
 from torch_moe_mps.transformers.graphs.passes import PASSES, simplify
 from torch_moe_mps.transformers.graphs.patterns import match
+from torch_moe_mps.transformers.modules.rules.rotary import rotary_tables
 
 ops = torch.ops.moe_mps
 H, E, K, I = 64, 8, 2, 32
@@ -32,7 +33,7 @@ LARGE, MIXING = random(514, H) / 8, (random(24, H) / 8, random(24), random(3))
 GATE = random(1, H)
 ROUTER_16 = ROUTER.bfloat16()
 POSITIONS = torch.arange(27).view(3, 1, 9)  # of seven tokens before, and of two new ones
-FREQUENCIES, AXES = random(4), torch.tensor([0, 1, 2, 0], dtype=torch.int32)
+FREQUENCIES, AXES = random(4), torch.eye(3)[1:, [0, 1, 2, 0]]
 FUNCTIONS = dict.fromkeys(each for each in PASSES if not isinstance(each, Fusion))  # not made of formulas
 NO_CHAINS = frozenset({"pointwise"})  # left to the operators of aten, which patterns would have taken
 
@@ -85,7 +86,7 @@ def numbers_that_are_no_positions(x, r):
 
 
 def tables() -> tuple[Tensor, Tensor]:
-    return ops.rope_tables(POSITIONS, FREQUENCIES, 1.0, torch.float32, "halves", AXES)
+    return rotary_tables(POSITIONS, FREQUENCIES, 1.0, torch.float32, "halves", AXES)
 
 
 def tables_of_new_tokens(x, r):
@@ -358,11 +359,11 @@ EXPERTS = {"mm": 1, "moe_router": 1, "moe_experts": 1}
 CASES: dict[Callable | str, dict[str, int]] = {
     residual_in_place: LINEAR,
     numbers_that_are_no_positions: {"arange": 3, "add": 4},
-    tables_of_new_tokens: {"rope_tables": 1, "add": 1},
-    tables_of_new_and_some_other_tokens: {"rope_tables": 3, "add": 2},
-    tables_of_new_and_one_of_all_tokens: {"rope_tables": 1, "add": 1},
-    columns_of_tables: {"rope_tables": 1},
-    tables_that_change: {"rope_tables": 1, "mul_": 1},
+    tables_of_new_tokens: {"pointwise": 2, "add": 1},
+    tables_of_new_and_some_other_tokens: {"pointwise": 5, "add": 2},
+    tables_of_new_and_one_of_all_tokens: {"pointwise": 2, "add": 1},
+    columns_of_tables: {"pointwise": 2},
+    tables_that_change: {"pointwise": 2, "mul_": 1},
     norm_of_input: {"linear_quantized": 2},
     norm_of_router_and_experts: {"router_logits": 1, "moe_router": 1, "moe_experts": 1},
     norm_that_else_is_read: LINEAR | {"rms_norm": 1},

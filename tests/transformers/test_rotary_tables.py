@@ -1,4 +1,4 @@
-"""Modules that compute the tables of rotary embeddings: the operator against their own code."""
+"""Modules that compute the tables of rotary embeddings: two launches against their own code."""
 
 import copy
 
@@ -55,8 +55,8 @@ def test_kinds(kind):
     module = rotary_of(kind)
     own = tables(module)
     fixed = kind not in ("dynamic", "longrope")
-    assert list(map(str, rewrite(module)[0])) == (["rope_tables"] if fixed else [])
-    assert operators_of(lambda: tables(module)) == ({"rope_tables": 1} if fixed else {})
+    assert list(map(str, rewrite(module)[0])) == (["rotary tables"] if fixed else [])
+    assert operators_of(lambda: tables(module)) == ({"pointwise": 2} if fixed else {})
     assert_same(tables(module), own)
 
 
@@ -73,7 +73,7 @@ def test_the_modules_of_models(architecture, dtype):
     with torch.no_grad():
         for call, expected in zip(calls, own, strict=True):
             run = lambda: rotary(torch.zeros(1, dtype=dtype), IDS, **call)  # noqa: E731, B023
-            assert operators_of(run) == {"rope_tables": 1}
+            assert operators_of(run) == {"pointwise": 2}
             assert_same(run(), expected, 1e-6 if dtype == torch.float32 else 2.0**-8)
 
 
@@ -88,23 +88,23 @@ def spatial() -> nn.Module:
 def test_positions_in_time_height_and_width():
     module, ids = spatial(), torch.tensor([[[0, 5, 4095]], [[7, 5, 11]], [[3, 5, 99]]])
     own, alike = tables(module, ids=ids), tables(module, ids=ids[0])
-    assert list(map(str, rewrite(module)[0])) == ["rope_tables"]
+    assert list(map(str, rewrite(module)[0])) == ["rotary tables"]
     for each, expected in ((ids, own), (ids[0], alike)):
-        assert operators_of(lambda: tables(module, ids=each)) == {"rope_tables": 1}  # noqa: B023
+        assert operators_of(lambda: tables(module, ids=each)) == {"pointwise": 2}  # noqa: B023
         assert_same(tables(module, ids=each), expected)
     assert not torch.equal(own[0], alike[0])
     for count in (1, 2):  # of positions; the model's own code expands one, and takes no two
         assert operators_of(lambda: tried(tables, module, ids=ids[:count])) == {}  # noqa: B023
 
 
-def test_one_launch(simulated):
+def test_two_launches(simulated):
     from support.launches import launches
 
     module, x, ids = rotary_of().to("mps"), torch.zeros(1, device="mps").bfloat16(), IDS.to("mps")
     before = launches(simulated, lambda: module(x, ids))
     rewrite(module)
     after = launches(simulated, lambda: module(x, ids))
-    assert sum(before.values()) >= 8 and dict(after) == {"rope_tables_bf16": 1}
+    assert sum(before.values()) >= 8 and dict(after) == {"pointwise_bf16": 2}
 
 
 def test_frequencies_that_change_are_read_again():
@@ -138,7 +138,7 @@ def test_copies_hooks_and_restore():
     seen = []
     for other in (module, copy.deepcopy(module)):
         other.register_forward_hook(lambda *_: seen.append(1))
-        assert operators_of(lambda: tables(other)) == {"rope_tables": 1}  # noqa: B023
+        assert operators_of(lambda: tables(other)) == {"pointwise": 2}  # noqa: B023
     assert len(seen) == 2
     restore_module(module)
     assert type(module) is Qwen3MoeRotaryEmbedding and "_moe_mps" not in module.__dict__
@@ -177,4 +177,4 @@ def test_axes_that_a_recording_made_are_not_held(monkeypatch):
     constants._held.clear()
     with FakeTensorMode(allow_non_fake_inputs=True):
         rotary(x, ids)
-    assert operators_of(lambda: torch.testing.assert_close(rotary(x, ids), expected))["rope_tables"] == 1
+    assert operators_of(lambda: torch.testing.assert_close(rotary(x, ids), expected))["pointwise"] == 2

@@ -17,8 +17,8 @@ namespace {
 using at::Tensor;
 
 constexpr std::array<std::string_view, POINTWISE_MIN + 1> kOperations = {
-    "to",       "neg",  "exp",  "log", "log1p", "sqrt", "rsqrt", "sigmoid", "silu",
-    "softplus", "tanh", "relu", "add", "sub",   "mul",  "div",   "max",     "min"};
+    "to",   "neg",  "exp", "log", "log1p", "sqrt", "rsqrt", "sigmoid", "silu", "softplus",
+    "tanh", "relu", "cos", "sin", "add",   "sub",  "mul",   "div",     "max",  "min"};
 constexpr std::array<std::string_view, 3> kDtypes = {"f32", "f16", "bf16"};  // DTYPE_FLOAT and so on
 
 struct Formula {

@@ -2,7 +2,6 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
-#include <ATen/ops/empty_like.h>
 
 #include <string_view>
 #include <tuple>
@@ -70,43 +69,6 @@ Tensor written_for(const Tensor& x, const Tensor& held) {
 void keep(const Tensor& held, const Tensor& written) {
   const int64_t tokens = written.size(2);
   if (!written.is_same(held)) held.narrow(2, held.size(2) - tokens, tokens).copy_(written);
-}
-
-uint32_t layout_code(std::string_view layout) {
-  if (layout == "pairs") return TABLE_PAIRS;
-  return layout == "halves" ? TABLE_HALVES : TABLE_INTERLEAVED;
-}
-
-std::tuple<Tensor, Tensor> rope_tables(const Tensor& position_ids, const Tensor& inv_freq, double scaling,
-                                       c10::ScalarType dtype, std::string_view layout,
-                                       const OptionalTensor& axes) {
-  const Tensor positions = position_ids.contiguous(), frequencies = inv_freq.contiguous();
-  const Tensor of_pairs = axes ? axes->contiguous() : frequencies;
-  const int64_t batch = positions.size(-2), tokens = positions.size(-1);
-  RopeTableParams params{};
-  params.pairs = frequencies.size(0);
-  params.angles = batch * tokens * params.pairs;
-  params.axes = axes ? positions.size(0) : 0;
-  params.layout = layout_code(layout);
-  params.wide_positions = positions.scalar_type() == at::kLong;
-  params.scaling = static_cast<float>(scaling);
-  const int64_t width = params.pairs * (params.layout == TABLE_PAIRS ? 1 : 2);
-  const auto options = frequencies.options().dtype(dtype);
-  const Tensor cos = at::empty({batch, tokens, width}, options);
-  const Tensor sin = at::empty_like(cos);
-  if (cos.numel() == 0) return {cos, sin};
-
-  Commands commands;
-  commands.add({"rope", dtype}, "rope_tables")
-      .bind(positions)
-      .bind(frequencies)
-      .bind(cos)
-      .bind(sin)
-      .bind(of_pairs)
-      .params(params)
-      .threadgroups({NSUInteger(ceil_div(params.angles, kTableThreads))}, {NSUInteger(kTableThreads)});
-  commands.encode();
-  return {cos, sin};
 }
 
 }  // namespace
@@ -198,7 +160,6 @@ Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTenso
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   implement<rope>(m, "rope");
   implement<rope_cache_>(m, "rope_cache_");
-  implement<rope_tables>(m, "rope_tables");
 }
 
 }  // namespace moe_mps

@@ -27,6 +27,8 @@ UNARY: dict[str, Callable[[Tensor], Tensor]] = {
     "softplus": F.softplus,
     "tanh": torch.tanh,
     "relu": torch.relu,
+    "cos": torch.cos,
+    "sin": torch.sin,
 }
 BINARY: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
     "add": torch.add,
@@ -74,7 +76,8 @@ def _meta_pointwise(check, formula, dtype, mean, **given):
     except RuntimeError:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in present.values())
         check.fail("a", "of a shape that broadcasts with the others", shapes)
-    check.between("the result's number of elements", math.prod(shape), 0, 2**31 - 1)
+    if all(type(size) is int for size in shape):  # a bound would be one of torch.export's dimensions, too
+        check.between("the result's number of elements", math.prod(shape), 0, 2**31 - 1)
     if mean:
         if len(shape) < 2 or shape[-2] == 0:
             check.fail("mean", "of a last dimension but one with elements", tuple(shape))
@@ -105,8 +108,8 @@ def pointwise(
         formula: up to 32 steps, joined by "; ", of an operation, its operands and the dtype of its result:
             f32, f16 or bf16. Operands are the inputs, %n for the result of step n (the first is %0), and up
             to 12 different numbers. Operations of one operand: to, neg, exp, log, log1p, sqrt, rsqrt,
-            sigmoid, silu, softplus, tanh, relu; of two: add, sub, mul, div, max and min, which give NaN for
-            NaN.
+            sigmoid, silu, softplus, tanh, relu, cos, sin; of two: add, sub, mul, div, max and min, which give
+            NaN for NaN.
         dtype: of the result: float32, float16 or bfloat16.
         mean: of what the last step gives over the last dimension but one, in float32: of streams.
 
@@ -121,7 +124,10 @@ def pointwise(
     result = a
     for number, line in enumerate(formula.split("; ")):
         operation, *names, rounded_to = line.split(" ")
-        operands = [values[name] if name in values else torch.tensor(float(name)) for name in names]
+        for name in names:
+            if name not in values:
+                values[name] = torch.tensor(float(name), device=a.device)
+        operands = [values[name] for name in names]
         made = UNARY[operation](*operands) if operation in UNARY else BINARY[operation](*operands)
         result = made.to(DTYPES[rounded_to])
         values[f"%{number}"] = result.float()

@@ -1,4 +1,4 @@
-"""Rotary position embedding of queries and keys, with the RMSNorm of their heads, and its tables."""
+"""Rotary position embedding of queries and keys, with the RMSNorm of their heads."""
 
 from typing import Any
 
@@ -12,7 +12,6 @@ from ._sample import Calls, Changes, Sample
 from .norms import normed
 
 PAIRS = ("half", "interleaved", "interleaved_to_half")
-LAYOUTS = ("pairs", "halves", "interleaved")
 
 
 # Queries and keys in the order of projections, tables, the weights of norms, and values.
@@ -239,60 +238,6 @@ def rope_cache_(
     return k.new_empty(0) if q is None else _rotated(q, q_weight, *rest)
 
 
-# The tables
-
-
-def _meta_rope_tables(check, position_ids, inv_freq, dtype, layout, axes, **_):
-    check.rank("position_ids", position_ids, (2 if axes is None else 3,))
-    shape = (*position_ids.shape[-2:], inv_freq.shape[0] * (1 if layout == "pairs" else 2))
-    return inv_freq.new_empty(shape, dtype=dtype), inv_freq.new_empty(shape, dtype=dtype)
-
-
-@operator(
-    "position_ids[B, T]|[A>=1, B, T]:id inv_freq[R]:float32 axes[R]:int32",
-    _meta_rope_tables,
-    allowed={"layout": LAYOUTS},
-)
-def rope_tables(
-    position_ids: Tensor,
-    inv_freq: Tensor,
-    scaling: float,
-    dtype: torch.dtype,
-    layout: str = "halves",
-    axes: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
-    """The tables of `rope`: cos and sin of position * frequency, times `scaling`, for each token and pair.
-
-    Positions are rounded to float32, angles are rounded products of float32, and their cosines and sines are
-    those of the rounded angles, however large: in float32 exact to a few units of the last place of 1.0.
-
-    Args:
-        position_ids: [B, T], int32 or int64; with `axes` [A, B, T], a token's positions in time and space.
-        inv_freq: [R / 2], float32: radians a position.
-        scaling: factor of the tables (YaRN's attention factor).
-        dtype: of the tables: float32, float16 or bfloat16; the results are rounded once.
-        layout: "pairs": a column for each pair; "halves": those of all pairs, twice, one after the other;
-            "interleaved": the column of each pair twice in a row.
-        axes: [R / 2], int32: by which of the A positions each pair turns, or None. The tables of a pair whose
-            axis is not in [0, A) are NaN.
-
-    Returns: cos and sin, [B, T, R], with "pairs" [B, T, R / 2].
-
-    Raises: ValueError for a dtype, shape, choice or device that does not fit.
-    """
-    positions = position_ids.unsqueeze(-1).float()
-    if axes is not None:
-        known = (axes >= 0) & (axes < len(positions))
-        of_pairs = positions.squeeze(-1).movedim(0, -1)[..., axes.long().where(known, 0)]
-        positions = of_pairs.where(known, torch.nan)
-    angles = positions * inv_freq
-    if layout == "halves":
-        angles = torch.cat((angles, angles), -1)
-    elif layout == "interleaved":
-        angles = angles.repeat_interleave(2, -1)
-    return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
-
-
 def _of_indexer(s: Sample) -> dict[str, Any]:
     norm = s.of("k_weight[D] k_bias[D]", q_weight=None)
     keys = {"k": s.values(2, s.T, 1, 2 * s.D)[..., s.D :], "keys_": s.values(2, 1, s.T + 2, s.D)}
@@ -305,11 +250,6 @@ CALLS: Calls = {
         "v[2, T, 2, V] cos[1, T, D] sin[1, T, D] keys_[2, 2, T, D] values_[2, 2, T, V] q_weight[D]",
         **{"q": s.q, "k": s.k},
     ),
-    "rope_tables": lambda s: {
-        "position_ids": s.integers(1000, 2, s.T, dtype=torch.int64),
-        "inv_freq": s.values(8, dtype=torch.float32).abs(),
-        **{"scaling": 1.25, "dtype": s.dtype},
-    },
 }
 CHANGES: Changes = {
     "rope": lambda s: [
@@ -326,13 +266,5 @@ CHANGES: Changes = {
         _of_indexer(s),
         _of_indexer(s) | {"q": None, "cos": None, "sin": None},
         s.of("k_weight[D]", v=None, values_=None, weight_offset=1.0),
-    ],
-    "rope_tables": lambda s: [
-        {"layout": "pairs"},
-        {"layout": "interleaved", "scaling": 1.0},
-        {
-            "position_ids": torch.arange(6 * s.T, device=s.device).view(3, 2, s.T),
-            "axes": torch.tensor([0, 1, 2, 0, 1, 2, 0, 1], dtype=torch.int32, device=s.device),
-        },
     ],
 }

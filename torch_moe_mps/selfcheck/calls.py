@@ -37,7 +37,6 @@ TYPED_BY = {
     "moe_hash_router": "weight",
     "moe_gate": "router_weight",
     "moe_weighted_reduce": "expert_out",
-    "rope_tables": "dtype",
     "pointwise": "dtype",
     "embedding_quantized": "dtype",
 }

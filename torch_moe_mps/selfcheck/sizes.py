@@ -180,12 +180,6 @@ def _cached(s: Sample) -> list[dict[str, Any]]:
     return [{"norm_v": True}, keys, keys | {"pairs": "interleaved"}]
 
 
-def _tables(s: Sample) -> list[dict[str, Any]]:
-    far = 100_000 + s.integers(900_000, 2, s.T, dtype=torch.int32)
-    axes = torch.tensor([0, 1, 2, 0, 1, 2, 0, 9], dtype=torch.int32)  # the last one is unknown
-    return [{"position_ids": far}, {"position_ids": torch.arange(6 * s.T).view(3, 2, s.T), "axes": axes}]
-
-
 def _streams(s: Sample) -> list[dict[str, Any]]:
     """Two streams, and four that are wider than a threadgroup."""
 
@@ -200,7 +194,8 @@ def _streams(s: Sample) -> list[dict[str, Any]]:
 def _formulas(s: Sample) -> list[dict[str, Any]]:
     steps = (
         "neg a f32; exp %0 f16; sigmoid a bf16; tanh a f32; relu a f32; log1p %4 f32; add %1 2.5 f32; "
-        "log %6 f32; sqrt %6 f32; rsqrt %6 f32; softplus a f32; max a b f32; min c b f32; to %12 bf16"
+        "log %6 f32; sqrt %6 f32; rsqrt %6 f32; softplus a f32; max a b f32; min c b f32; to %12 bf16; "
+        "cos c f32; sin c f32"
     )
     count = steps.count(";") + 1
     total = [f"add %{i} %{count + i - 1} f32" for i in range(count)]  # the first adds the last step
@@ -436,7 +431,6 @@ SIZES: Changes = {
         turned(s, 1, heads=34),
         turned(s, 1) | {"cos": None, "sin": None},
     ],
-    "rope_tables": _tables,
     "moe_router": _router,
     **dict.fromkeys(
         ("moe_router_topk_softmax", "fused_moe_routing"), lambda s: [s.of("logits[5, 300]", top_k=11)]

@@ -47,6 +47,10 @@ inline float operate(uint operation, float x, float y) {
       return precise::tanh(x);
     case POINTWISE_RELU:
       return x < 0.0f ? 0.0f : x;
+    case POINTWISE_COS:  // of angles of millions of radians, too, where fast functions are wrong
+      return precise::cos(x);
+    case POINTWISE_SIN:
+      return precise::sin(x);
     case POINTWISE_ADD:
       return x + y;
     case POINTWISE_SUB:

@@ -204,37 +204,3 @@ template <typename T, bool kCentred>
     rope_head<T, 1, kCentred>(source, weight, v_weight, cos, sin, table_row, target, heads, params, lane);
   }
 }
-
-// The tables of cos and sin. A thread takes the angle of one pair and token. Angles reach millions of
-// radians; there the error of Metal's fast functions is far too large for a table.
-template <typename T>
-[[kernel, max_total_threads_per_threadgroup(kTableThreads)]] void rope_table_columns(
-    device const uchar* positions [[buffer(0)]], device const float* frequencies [[buffer(1)]],
-    device T* cos [[buffer(2)]], device T* sin [[buffer(3)]], device const int* axes [[buffer(4)]],
-    constant RopeTableParams& params [[buffer(5)]], uint group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]]) {
-  const ulong index = ulong(group) * kTableThreads + thread_index;
-  if (index >= params.angles) return;
-  const ulong token = index / params.pairs;
-  const uint pair = index % params.pairs;
-  const uint axis = params.axes != 0 ? uint(axes[pair]) : 0;
-  const bool known = axis < max(params.axes, 1u);
-  const ulong place = (known ? axis : 0) * (params.angles / params.pairs) + token;
-  const float position = params.wide_positions != 0
-                             ? float(reinterpret_cast<device const long*>(positions)[place])
-                             : float(reinterpret_cast<device const int*>(positions)[place]);
-  const float angle = known ? position * frequencies[pair] : NAN;
-  const T cosine = T(precise::cos(angle) * params.scaling), sine = T(precise::sin(angle) * params.scaling);
-  if (params.layout == TABLE_PAIRS) {
-    cos[index] = cosine;
-    sin[index] = sine;
-    return;
-  }
-  const bool halves = params.layout == TABLE_HALVES;
-  const ulong first = 2 * token * params.pairs + (halves ? pair : 2 * pair);
-  const ulong second = first + (halves ? params.pairs : 1);
-  cos[first] = cosine;
-  cos[second] = cosine;
-  sin[first] = sine;
-  sin[second] = sine;
-}

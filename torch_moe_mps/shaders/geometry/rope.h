@@ -3,4 +3,3 @@
 
 // A threadgroup takes this many heads, each simdgroup one.
 GEOMETRY kRopeHeads = 4;
-GEOMETRY kTableThreads = 64;

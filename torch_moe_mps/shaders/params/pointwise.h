@@ -26,12 +26,14 @@
 #define POINTWISE_SOFTPLUS 9
 #define POINTWISE_TANH 10
 #define POINTWISE_RELU 11
-#define POINTWISE_ADD 12
-#define POINTWISE_SUB 13
-#define POINTWISE_MUL 14
-#define POINTWISE_DIV 15
-#define POINTWISE_MAX 16
-#define POINTWISE_MIN 17
+#define POINTWISE_COS 12
+#define POINTWISE_SIN 13
+#define POINTWISE_ADD 14
+#define POINTWISE_SUB 15
+#define POINTWISE_MUL 16
+#define POINTWISE_DIV 17
+#define POINTWISE_MAX 18
+#define POINTWISE_MIN 19
 
 struct PointwiseStep {
   uint8_t operation;

@@ -37,16 +37,3 @@ struct RopeParams {
   float eps;
   float weight_offset;
 };
-
-#define TABLE_PAIRS 0        // a column for each pair
-#define TABLE_HALVES 1       // the columns of all pairs, then the same again
-#define TABLE_INTERLEAVED 2  // the column of each pair twice, side by side
-
-struct RopeTableParams {
-  uint64_t angles;  // how many the tokens have together
-  uint32_t pairs;
-  uint32_t axes;  // positions of a token, 0 where all pairs have one
-  uint32_t layout;
-  uint32_t wide_positions;  // positions are int64, else int32
-  float scaling;
-};

@@ -1,36 +1,42 @@
 """Tables of the whole context, which the indexer makes, and of which most layers read those of new tokens."""
 
-from typing import Any
-
 from torch import fx
 
 from ...graphs.nodes import arguments, aten, calls, changed, is_call, is_final, ours, put, tensor_of
-from ...graphs.tracing import ITEM, VALUE
+from ...graphs.tracing import VALUE, as_recorded
 
 
 def tables_of_slices(graph: fx.Graph) -> None:
-    """slice(rope_tables(P)) -> rope_tables(slice(P)), where nobody reads the rows of other tokens."""
-    for call in calls(graph, ours.rope_tables):
-        positions = arguments(call)["position_ids"]
-        readers = [reader for table in call.users for reader in table.users]
-        if not is_final(call) or not all(_shows_tokens(reader) for reader in readers):
+    """slice(view(pointwise(P))) -> view(pointwise(slice(P))), where nobody reads the rows of other tokens."""
+    for call in calls(graph, ours.pointwise):
+        table = next(iter(call.users))
+        is_table = len(call.users) == 1 and is_call(table, aten.view) and tensor_of(call).dim() == 4
+        if not is_table or not is_final(call) or not all(map(_shows_tokens, table.users)):
             continue
-        for reader in readers:
-            table: Any = reader.args[0]
-            value = tensor_of(reader)
-            made = changed(call, call, position_ids=_sliced(positions, reader, call))
-            made.meta[VALUE] = [value.new_empty(value.shape) for _ in call.meta[VALUE]]
-            number = table.args[1]
-            reader.replace_all_uses_with(put(call, ITEM, made.meta[VALUE][number], made, number))
+        for reader in list(table.users):
+            shape, of_pairs = tensor_of(reader).shape, tensor_of(call).shape[2:]
+            given = arguments(call).items()
+            sliced = {name: _sliced(each, reader) for name, each in given if _has_tokens(each)}
+            made = changed(call, reader, **sliced)
+            made.meta[VALUE] = tensor_of(call).new_empty((*shape[:2], *of_pairs))
+            sizes = [as_recorded(size) for size in shape]
+            value = tensor_of(reader).new_empty(shape)
+            reader.replace_all_uses_with(put(reader, aten.view.default, value, made, sizes))
 
 
 def _shows_tokens(reader: fx.Node) -> bool:
     return is_call(reader, aten.slice) and arguments(reader)["dim"] == 1
 
 
-def _sliced(positions: fx.Node, like: fx.Node, before: fx.Node) -> fx.Node:
-    """The positions of tokens whose tables a slice shows, in front of a node."""
-    count, old = tensor_of(like).shape[1], tensor_of(positions)
-    _, _, first, last, step = arguments(like).values()
-    value = old.new_empty_strided((*old.shape[:-1], count), (*old.stride()[:-1], old.stride(-1) * step))
-    return put(before, aten.slice.Tensor, value, positions, old.dim() - 1, first, last, step)
+def _has_tokens(value: object) -> bool:
+    """Whether an input of a table has its positions, and not its frequencies."""
+    return isinstance(value, fx.Node) and tensor_of(value).dim() == 4
+
+
+def _sliced(positions: fx.Node, reader: fx.Node) -> fx.Node:
+    """The positions of tokens whose tables a slice shows, in front of it."""
+    _, _, first, last, step = arguments(reader).values()
+    old, count = tensor_of(positions), tensor_of(reader).shape[1]
+    batch, token, *rest = old.stride()
+    value = old.new_empty_strided((old.shape[0], count, 1, 1), (batch, token * step, *rest))
+    return put(reader, aten.slice.Tensor, value, positions, 1, first, last, step)

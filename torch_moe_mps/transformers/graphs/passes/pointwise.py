@@ -7,15 +7,12 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS
+from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS, UNARY
 from ..nodes import arguments, aten, beneath, is_call, is_unchanged, of_shape, ours, put, tensor_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _READ = (*_NAMES, torch.int32, torch.int64)
-_UNARY = {
-    getattr(aten, name): name
-    for name in ("neg", "exp", "log", "log1p", "sqrt", "rsqrt", "sigmoid", "silu", "tanh", "relu", "softplus")
-}
+_UNARY = {getattr(aten, name): name for name in UNARY if name != "to"}
 _UNARY |= {aten._to_copy: "to", aten.clone: "to"}
 _BINARY = {aten.add: "add", aten.sub: "sub", aten.mul: "mul", aten.div: "div"}
 _BINARY |= {aten.maximum: "max", aten.minimum: "min"}
@@ -160,6 +157,8 @@ class _Group:
                 made.append(" ".join((operation[0], *operands, _NAMES[tensor_of(member).dtype])))
             steps[member] = f"%{len(made) - 1}"
         fits = len(made) <= MAX_STEPS and len(numbers) <= MAX_NUMBERS and len(inputs) <= len(INPUTS)
+        wide = {dim for dim, size in enumerate(tensor_of(self.root).shape) if size != 1}
+        fits &= wide <= {dim for _, dims in inputs for dim in dims}  # a member may be expanded
         return (made, inputs) if fits else None
 
     def call(self) -> fx.Node:

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
+from ....ops.pointwise import INPUTS
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import NOTHING, STATE, original_class, state_of
@@ -19,6 +20,13 @@ from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
+# The formula of an angle. Of positions in time, height and width, a, c and e, a pair turns by that of time
+# plus what the one that it turns by is away from it: where d is 1 that of height, where f is 1 that of width.
+_ANGLE = ("mul a b f32",)
+_ANGLE_OF_AXES = (
+    *("sub c a f32", "mul %0 d f32", "sub e a f32", "mul %2 f f32"),
+    *("add a %1 f32", "add %4 %3 f32", "mul %5 b f32"),
+)
 _LAYOUTS = ("halves", "pairs", "interleaved")
 _LARGEST_POSITION = 4096
 _AXES = 3  # positions of a token in time, height and width
@@ -42,11 +50,51 @@ def rotary_forward(
         options = {} if layer_type is None else {"layer_type": layer_type}
         return original_class(rotary).forward(rotary, x, position_ids, **options)
     chosen = None if axes is None or position_ids.dim() == 2 else _on(frequencies.device, axes)
-    return ops.rope_tables(position_ids, frequencies.float(), scaling, x.dtype, form.layout, chosen)
+    return rotary_tables(position_ids, frequencies, scaling, x.dtype, form.layout, chosen)
+
+
+def rotary_tables(
+    position_ids: Tensor,
+    frequencies: Tensor,
+    scaling: float,
+    dtype: torch.dtype,
+    layout: str,
+    axes: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """cos and sin of position * frequency, times `scaling`.
+
+    Args:
+        layout: "pairs": a column for each pair; "halves": those of all pairs, twice, one after the other;
+            "interleaved": the column of each pair twice in a row.
+        axes: [2, R / 2]: 1 where a pair turns by positions in height, and in width, else 0.
+    """
+    if axes is None:
+        angle, of_axes = _ANGLE, [(position_ids, frequencies)]
+    else:
+        angle, of_axes = _ANGLE_OF_AXES, [*zip(position_ids, (frequencies, *axes), strict=True)]
+    inputs = [each for positions, rates in of_axes for each in _laid_out(positions, rates, layout)]
+    given = dict(zip(INPUTS[1:], inputs[1:], strict=False))
+
+    def table(function: str) -> Tensor:
+        last = len(angle) - 1
+        steps = (*angle, f"{function} %{last} f32", f"mul %{last + 1} {float(scaling)} f32")
+        found: Tensor = ops.pointwise(inputs[0], "; ".join(steps), dtype, **given)
+        return found.flatten(2)
+
+    return table("cos"), table("sin")
+
+
+def _laid_out(positions: Tensor, of_pairs: Tensor, layout: str) -> tuple[Tensor, Tensor]:
+    """Positions and frequencies whose product has the columns of the tables in its last dimensions."""
+    if layout == "pairs":
+        return positions[..., None], of_pairs
+    twice = of_pairs.expand(2, -1) if layout == "halves" else of_pairs.unsqueeze(1).expand(-1, 2)
+    return positions[..., None, None], twice
 
 
 def _on(device: torch.device, axes: tuple[int, ...]) -> Tensor:
-    return constant(("axes", device, axes), lambda: torch.tensor(axes, dtype=torch.int32, device=device))
+    chosen = [[float(own == axis) for own in axes] for axis in range(1, _AXES)]
+    return constant(("axes", device, axes), lambda: torch.tensor(chosen, device=device))
 
 
 def _parameters(rotary: nn.Module, layer_type: str | None) -> tuple[Any, Any]:
@@ -75,7 +123,7 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if not found:
         return None
     state_of(module).formula = found
-    return rotary_forward, [Done("rope_tables")]
+    return rotary_forward, [Done("pointwise", "rotary tables")]
 
 
 def is_fixed(rope_type: str) -> bool:
@@ -101,7 +149,7 @@ def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
         return [t.float() for t in tables] if is_pair and all(isinstance(t, Tensor) for t in tables) else None
 
     def ours(ids: Tensor, layout: str, axes: Tensor | None = None) -> list[Tensor]:
-        return [*ops.rope_tables(ids, frequencies.float(), scaling, torch.float32, layout, axes)]
+        return [*rotary_tables(ids, frequencies, scaling, torch.float32, layout, axes)]
 
     plain, spatial = own(ids[0]), own(ids)
     for layout in _LAYOUTS if plain is not None else ():
