@@ -10,6 +10,8 @@ from collections.abc import Callable
 from typing import Any
 
 GGUF: dict[str, str] = {}  # {architecture of a GGUF file: the module with its `config` and `conversions`}
+# {form of answers in xgrammar: the module with the MARKS of its chat template, a TEMPLATE and a `grammar`}
+ANSWERS: dict[str, str] = {}
 # {model type: the keys that transformers 5 writes into its config, and what makes of them those that mlx-lm
 # reads in their place}
 MLX_KEYS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], dict[str, Any]]]] = {}
