@@ -12,6 +12,7 @@ from transformers.cli.serving import utils
 
 from torch_moe_mps.commands import tools
 from torch_moe_mps.commands.requests import Refused
+from torch_moe_mps.transformers.families.gpt_oss import answers
 
 SKY = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
 SEA = {"type": "object", "properties": {"calm": {"type": "boolean"}}, "required": ["calm"]}
@@ -141,7 +142,7 @@ def test_forms_are_known_by_marks_of_the_chat_template(name):
     words = types.SimpleNamespace(chat_template=marked(name))
     found = tools.with_derived(lambda processor, model: None)(words, None)
     form = MARKS[name][1]
-    assert found == (tools._HARMONY if name == "gpt-oss" else TEMPLATES.get(form))
+    assert found == (answers.TEMPLATE if name == "gpt-oss" else TEMPLATES.get(form))
     assert tools.with_derived(lambda processor, model: {"own": 1})(words, None) == {"own": 1}
 
 
@@ -185,7 +186,7 @@ def test_answers_of_gpt_oss(text, content, thought, called):
     ],
 )
 def test_gpt_oss_must_call(text, fits, parallel):
-    matcher = matcher_of(tools.Forced(TOOLS, named("look"), parallel).grammar(tools._HARMONY, ""))
+    matcher = matcher_of(tools.Forced(TOOLS, named("look"), parallel).grammar(answers.TEMPLATE, ""))
     expected = parallel if fits is None else fits
     assert (matcher.accept_string(text) and matcher.accept_token(128)) == expected
 

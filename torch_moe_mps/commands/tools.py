@@ -4,40 +4,20 @@ How a model writes a call is known from what the server reads as one: xgrammar h
 models, and that family is the model's whose call the server reads back whole.
 """
 
+import importlib
 from typing import Any, Literal, NamedTuple
 
 from transformers.cli.serving import utils
 
+from ..transformers.families import ANSWERS
 from .requests import Refused, wrong
 from .structured import check_extra
 
 # Families of xgrammar; where several read the same, the first.
 _FAMILIES = (
-    "qwen_3", "qwen_3_5", "glm_4_7", "kimi", "deepseek_v3_1", "deepseek_v3_2", "llama", "minimax", "harmony",
+    "qwen_3", "qwen_3_5", "glm_4_7", "kimi", "deepseek_v3_1", "deepseek_v3_2", "llama", "minimax", *ANSWERS,
 )  # fmt: skip
-# How gpt-oss answers.
-_HARMONY = {
-    "defaults": {"role": "assistant"},
-    "start_anchor": "<|start|>assistant",
-    "fields": {
-        "reasoning_content": {
-            "open": "<|channel|>analysis<|message|>", "close": ["<|end|>", "<|return|>"], "content": "text",
-        },
-        "tool_calls": {
-            "open_pattern": r"(?:<\|channel\|>commentary)?\s*to=functions\.(?P<name>[^\s<]+)"
-            r"(?:<\|channel\|>commentary)?\s*(?:<\|constrain\|>)?(?:json)?<\|message\|>",
-            "close": "<|call|>",
-            "repeats": True,
-            "content": "json",
-            "transform": {"type": "function", "function": {"name": "{name}", "arguments": "{content}"}},
-        },
-        "content": {
-            "open_pattern": r"<\|channel\|>(?:final|commentary)<\|message\|>",
-            "close": ["<|end|>", "<|return|>"],
-            "content": "text",
-        },
-    },
-}  # fmt: skip
+_ANSWERS = {family: importlib.import_module(module) for family, module in ANSWERS.items()}
 # What xgrammar calls a style: an argument "a" that is "b".
 _ARGUMENTS = {
     "json": '{"a": "b"}',
@@ -73,30 +53,16 @@ class Forced(NamedTuple):
             raise Refused(message, "tool_choice")
         tools: list[Any] = [*self.tools]
         choice: Any = self.choice
-        reasoning = _reasoning(template["fields"], prompt.rstrip())
-        tag = get_model_structural_tag(
+        if family in _ANSWERS:
+            return _ANSWERS[family].grammar(tools, choice, self.parallel)
+        return get_model_structural_tag(
             family,
             tools,
             choice,
-            reasoning="disabled" if family == "harmony" else reasoning,
+            reasoning=_reasoning(template["fields"], prompt.rstrip()),
             max_whitespace_cnt=1,  # a model that may write any blanks may never end
-            parallel_tool_calls=self.parallel or family == "harmony",
+            parallel_tool_calls=self.parallel,
         )
-        return _harmony(tag.format, self.parallel) if family == "harmony" else tag
-
-
-def _harmony(calls: Any, parallel: bool) -> Any:
-    """xgrammar's calls of gpt-oss, of which it asks for none, behind what the model may think."""
-    from xgrammar import structural_tag as forms
-
-    calls.at_least_one, calls.stop_after_first = True, not parallel
-    thought = forms.TagFormat(
-        begin="<|channel|>analysis<|message|>", content=forms.AnyTextFormat(), end="<|end|>"
-    )
-    before = forms.SequenceFormat(elements=[thought, forms.ConstStringFormat(value=calls.separator)])
-    return forms.StructuralTag(
-        format=forms.SequenceFormat(elements=[forms.OptionalFormat(content=before), calls])
-    )
 
 
 def forced_by(body: dict[str, Any]) -> Forced | None:
@@ -179,8 +145,10 @@ def with_derived(own: Any) -> Any:
 
 
 def _derived(chat_template: str) -> dict[str, Any] | None:
-    if "<|channel|>commentary" in chat_template and "<|channel|>analysis" in chat_template:
-        return _HARMONY
+    for answers in _ANSWERS.values():
+        if all(mark in chat_template for mark in answers.MARKS):
+            template: dict[str, Any] = answers.TEMPLATE
+            return template
     chat_ml = "<|im_start|>" in chat_template and "<tool_call>" in chat_template
     if not chat_ml or "<arg_key>" in chat_template:
         return None

@@ -1,7 +1,7 @@
 """The cases of the experts and of single matrices: inputs, operator, float64 reference."""
 
 from dataclasses import asdict, dataclass
-from itertools import cycle
+from itertools import cycle, product
 from typing import ClassVar
 
 import torch
@@ -229,17 +229,14 @@ def sanitizer_gguf() -> list[Case]:
 
 
 def sanitizer_cases() -> list[Case]:
-    cases = [
-        Experts("sanitize", format_, dtype, tokens, *shape)
-        for shape in SMALL_SHAPES
-        for format_ in SANITIZED
-        for dtype in DTYPES
-        for tokens in (1, 3, 17, 40)
-    ]
-    return cases + [
-        Experts("sanitize", format_, dtype, tokens, *shape, tensor_units=True)
-        for shape in SMALL_SHAPES
-        for format_ in SANITIZED
-        for dtype in ("f16", "bf16")
-        for tokens in (70, 290)  # tiles of 32 pairs, and of 64
-    ]
+    """Kernels of several dtypes are instances of one template: each case has the next of them."""
+    dtypes, small = cycle(DTYPES), cycle(("f16", "bf16", "bf16"))
+    kinds = list(product(SMALL_SHAPES, SANITIZED))
+    cases: list[Case] = []
+    for shape, format_ in kinds:
+        cases += [Experts("sanitize", format_, next(dtypes), tokens, *shape) for tokens in (1, 3, 17, 40)]
+        cases += [  # tiles of 32 pairs, and of 64
+            Experts("sanitize", format_, next(small), tokens, *shape, tensor_units=True)
+            for tokens in (70, 290)
+        ]
+    return cases

@@ -162,7 +162,7 @@ def sanitize(options: argparse.Namespace) -> int:
     """Each allocation is one of the driver's own, so that the tools see where it ends. Inputs are made and
     results checked on the CPU, so that they see few kernels but ours."""
     plan = Plan.load(options.plan)
-    numbers = selected(plan, ["sanitize"])
+    numbers = selected(plan, ["sanitize"])[::-1]  # operators first, then formats of experts
     compiled(plan, numbers, with_peers=False)
     environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
     command = [sys.executable, str(SCRIPT), "worker", "--plan", str(options.plan), "--check"]
@@ -171,9 +171,14 @@ def sanitize(options: argparse.Namespace) -> int:
     failed = False
     for tool in [options.tool] if options.tool else TOOLS:
         say(f"compute-sanitizer --tool {tool}, {len(numbers)} cases")
+        started, right = time.perf_counter(), 0
         tool_command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *command]
         with subprocess.Popen(tool_command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            right = sum(worker.is_right(plan, line, say) for line in process.stdout)
+            for line in process.stdout:
+                if worker.is_right(plan, line, say):
+                    right += 1
+                    if right % 20 == 0:  # a run that is cut off has said how far it came
+                        say(f"{right} cases right, {time.perf_counter() - started:.0f} s")
         say(f"{tool}: {right} cases right, exit code {process.returncode}")
         failed |= process.returncode != 0 or right != len(numbers)
     return int(failed)

@@ -1,0 +1,12 @@
+"""EXAONE MoE: keys of its config in MLX's checkpoints."""
+
+from typing import Any
+
+from .. import MLX_KEYS
+
+
+def older_keys(config: dict[str, Any]) -> dict[str, Any]:
+    return {"is_moe_layer": [kind == "sparse" for kind in config["mlp_layer_types"]]}
+
+
+MLX_KEYS["exaone_moe"] = (("mlp_layer_types",), older_keys)
