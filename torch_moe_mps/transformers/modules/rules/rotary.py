@@ -22,8 +22,8 @@ ops = torch.ops.moe_mps
 
 # The formula of an angle. Of positions in time, height and width, a, c and e, a pair turns by that of time
 # plus what the one that it turns by is away from it: where d is 1 that of height, where f is 1 that of width.
-_ANGLE = ("mul a b f32",)
-_ANGLE_OF_AXES = (
+_ANGLE: tuple[str, ...] = ("mul a b f32",)
+_ANGLE_OF_AXES: tuple[str, ...] = (
     *("sub c a f32", "mul %0 d f32", "sub e a f32", "mul %2 f f32"),
     *("add a %1 f32", "add %4 %3 f32", "mul %5 b f32"),
 )
