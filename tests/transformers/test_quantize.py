@@ -106,7 +106,8 @@ def test_want_of_memory_leaves_a_model_that_runs_and_saves(monkeypatch, tmp_path
     model.save_pretrained(tmp_path)
     loaded = type(model).from_pretrained(tmp_path).eval()
     with torch.no_grad():
-        assert torch.equal(loaded(tokens).logits, model(tokens).logits)
+        # Not to the bit: products of dense weights depend on where memory begins.
+        torch.testing.assert_close(loaded(tokens).logits, model(tokens).logits)
 
 
 @pytest.mark.parametrize("parameters", [["gate_up_proj"], ["gate_up_proj", "down_proj"]], ids=len)

@@ -16,6 +16,7 @@ from torch import nn
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
+from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..transformers.basics.report import aligned
@@ -151,9 +152,10 @@ def spread(
     """
     cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
     limits, longest = [wired_limit(gib) - prompt for gib in macs], context_of(model.config)
+    layers = model.get_submodule(find_loop(model).layers)
     rows: list[dict[str, Any]] = []
     for size in sizes:
-        shares, parts, room = shares_that_fit(model, size.of, size.weights, limits)
+        shares, parts, room = shares_that_fit(model, layers, size.of, size.weights, limits)
         context = _context(cache, room, longest)
         rows.append({"name": size.name, "layers": shares, "bytes": parts, "context": context})
     cells = [

@@ -4,10 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from torch import nn
-
 from ..macs import this_mac
-from .loop import find_loop
 
 
 class Machine(NamedTuple):
@@ -48,11 +45,12 @@ def shares_of(layers: Sequence[int], ends: Sequence[int], machines: Sequence[Mac
 
 
 def shares_that_fit(
-    model: Any, size_of: Callable[[nn.Module], int], weights: int, limits: Sequence[int]
+    model: Any, layers: Sequence[Any], size_of: Callable[[Any], int], weights: int, limits: Sequence[int]
 ) -> tuple[list[int], list[int], int]:
     """How Macs of unequal memory share a model, which may be on the meta device.
 
     Args:
+        layers: those of the model.
         size_of: gives the bytes of a module.
         weights: bytes of the whole model.
         limits: bytes that each Mac may use.
@@ -60,9 +58,9 @@ def shares_that_fit(
     Returns: the layers of each, the bytes of weights of each, and the room for caches of all layers where
         those of one Mac fill it first.
 
-    Raises: ValueError for a model whose layers cannot be spread over so many.
+    Raises: ValueError for a model that has too few layers.
     """
-    layers, head = model.get_submodule(find_loop(model).layers), model.get_output_embeddings()
+    head = model.get_output_embeddings()
     if len(layers) < len(limits):
         raise ValueError(f"--macs must be at most the number of layers, {len(layers)}, got {len(limits)}")
     of_layers, of_head = [size_of(layer) for layer in layers], size_of(head)
