@@ -5,6 +5,7 @@ A model of tiny layers runs in the simulator with a device that computes nothing
 accelerated, in turns. Times are the processor's, so that a busy machine counts little. What MPS takes to
 encode an operator of aten is missing, which favours the model's own code. The accelerated step is captured
 after two of its kind; --no-capture leaves that out. --generate measures a token of a greedy `generate`.
+--tuned compares with the accelerated step where all that can be tuned is.
 --profile prints where the accelerated step spends its time, by layer of code.
 """
 
@@ -89,6 +90,27 @@ class Step:
         return time.process_time() - started
 
 
+class Tuned:
+    """A step whose launches have another number of simdgroups wherever one is offered."""
+
+    def __init__(self, step: Step):
+        ops = torch.ops.moe_mps
+        ops._list_tunable(True)
+        step()
+        offered = ops._listed_tunable()
+        ops._list_tunable(False)
+        self.step, self.numbers = step, {name: numbers[-1] for name, numbers in offered.items() if numbers}
+
+    def __call__(self) -> float:
+        for name, number in self.numbers.items():
+            torch.ops.moe_mps._tune(name, number)
+        self.step()  # names are looked up once more
+        seconds = self.step()
+        for name in self.numbers:
+            torch.ops.moe_mps._tune(name, 0)
+        return seconds
+
+
 def profile(step: "Step | Generation", steps: int) -> None:
     profiler = cProfile.Profile()
     profiler.enable()
@@ -114,6 +136,7 @@ def main() -> None:
     parser.add_argument("--bits", type=int, default=4, help="0: dense weights")
     parser.add_argument("--generate", action="store_true")
     parser.add_argument("--no-capture", action="store_true")
+    parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--profile", action="store_true")
     options = parser.parse_args()
     os.environ["MOE_MPS_CAPTURE"] = "0" if options.no_capture else "auto"
@@ -126,7 +149,9 @@ def main() -> None:
     with torch.no_grad(), simulator.dropped(validate=False):
         measure = Generation if options.generate else Step
         pairs = (("own code", model), ("accelerated", accelerated))
-        steps: dict[str, Step | Generation] = {name: measure(m.to("mps")) for name, m in pairs}
+        steps: dict[str, Step | Generation | Tuned] = {name: measure(m.to("mps")) for name, m in pairs}
+        if options.tuned:
+            steps = {"accelerated": steps["accelerated"], "tuned": Tuned(Step(accelerated))}
         times = {
             name: [step() for _ in range(5)][:0] for name, step in steps.items()
         }  # the first are warm-up
@@ -136,9 +161,10 @@ def main() -> None:
         for name, seconds in times.items():
             best, median = 1000 * min(seconds), 1000 * statistics.median(seconds)
             print(f"{name:12} {best:7.2f} ms best, {median:7.2f} ms median of {options.steps} steps")
-        ratio = statistics.median(times["accelerated"]) / statistics.median(times["own code"])
+        one, other = ("tuned", "accelerated") if options.tuned else ("accelerated", "own code")
+        ratio = statistics.median(times[one]) / statistics.median(times[other])
         what = "a token of generate" if options.generate else "a token"
-        print(f"accelerated / own code: {ratio:.3f} of {what} ({options.layers} layers of {options.model})")
+        print(f"{one} / {other}: {ratio:.3f} of {what} ({options.layers} layers of {options.model})")
         from torch_moe_mps.transformers.capture.calls import captures_of
 
         if captures := captures_of(accelerated):
