@@ -31,6 +31,17 @@ def test_shapes_strides_and_dtypes(device):
     checked("pointwise", long, "add a 1 f32; log %0 f32; mul %1 f f32", torch.float32, f=long.int().flip(0))
 
 
+@pytest.mark.parametrize("function", [torch.cos, torch.sin])
+def test_angles_of_positions(device, function):
+    """From 0 to those that float32 cannot represent, and negative ones, as tables of rotations have them."""
+    positions = torch.tensor([[0, 1, 2, 4095, 131071, 999999, 10**6, 2**24 + 1, 2**31 - 1, -1, -77]])
+    rates = 10000.0 ** -(torch.arange(32) / 32)
+    formula = f"mul a b f32; {function.__name__} %0 f32"
+    found = pointwise(positions.to(device).unsqueeze(-1), formula, torch.float32, rates.to(device))
+    angles = positions.unsqueeze(-1).float() * rates
+    torch.testing.assert_close(found.cpu(), function(angles.double()).float(), rtol=0, atol=5e-7)
+
+
 def test_the_mean_of_streams(device):
     for shape in ((4, 70), (3, 1, 2, 33), (2, 300, 1), (2, 4, 0)):
         x = numbers(*shape, dtype=torch.bfloat16).to(device)

@@ -1107,6 +1107,11 @@ def integers(x, y, p):
     return (p + 1) * 2
 
 
+def chain_that_is_expanded(x, y, p):
+    """As repeat_interleave does: what is copied has more elements than the chain before it."""
+    return (x * 2).unsqueeze(-1).expand(*x.shape, 2).clone()
+
+
 def chain_that_widens(x, y, p):
     return x.double() * 2 + 1
 
@@ -1161,6 +1166,7 @@ def chain_of_many_numbers(x, y, p):
         (chain_in_another_order, {"softplus": 1, "log1p": 1, "_to_copy": 1, "maximum": 1, "div": 1}),
         (one_operation, {"mul": 1}),
         (integers, {"add": 1, "mul": 1}),
+        (chain_that_is_expanded, {"mul": 1, "clone": 1}),
         (chain_that_widens, {"_to_copy": 1, "mul": 1, "add": 1}),
         (chain_that_rounds_otherwise, {"mul": 1, "add": 1}),
         (chain_whose_input_changes, {"clone": 1, "mul": 1, "mul_": 1, "pointwise": 1}),
