@@ -27,12 +27,12 @@ OPERATORS = {
 # All that the model launches for it, each operator of this package counted once. The attention of latents
 # is five operators here, one on MPS; gpt-oss has sinks, for which attention is ours here, too.
 LAUNCHES = {
-    "mixtral": 16,
-    "gpt_oss": 14,
-    "glm4_moe": 15,
-    "gemma4": 28,
-    "qwen3_next": 17,
-    "deepseek_v3": 31,
+    "mixtral": 17,
+    "gpt_oss": 15,
+    "glm4_moe": 16,
+    "gemma4": 30,
+    "qwen3_next": 18,
+    "deepseek_v3": 32,
     "deepseek_v2": 34,
 }
 

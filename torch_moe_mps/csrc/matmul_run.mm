@@ -369,9 +369,7 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
   Tensor slots;
   for (const MatmulStep& step : plan.steps) {
     switch (step.work) {
-      case MatmulWork::kBucket:
-        add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles);
-        break;
+      case MatmulWork::kBucket: add_bucket(commands, ids, shape.experts, run.buckets, plan.tiles); break;
       case MatmulWork::kFirst:
         if (router != nullptr) {
           add_chosen(commands, run, step, x, norm, gate_up, activation, *router, sum.weights,
@@ -387,9 +385,7 @@ void apply_experts_into(const Tensor& out, const Tensor& x_, const std::optional
         slots = at::empty({ids.numel(), down.rows}, x.options());
         add_matmul(commands, run, step, hidden, std::nullopt, down, Activation{}, true, true, slots);
         break;
-      case MatmulWork::kCombine:
-        add_combine(commands, run, step, slots, down, sum, out);
-        break;
+      case MatmulWork::kCombine: add_combine(commands, run, step, slots, down, sum, out); break;
     }
   }
   commands.encode();

@@ -66,10 +66,8 @@ bool starts_aligned(const at::Tensor& tensor, int64_t elements) {
 
 uint32_t dtype_code(const at::Tensor& tensor) {
   switch (tensor.scalar_type()) {
-    case at::ScalarType::Float:
-      return DTYPE_FLOAT;
-    case at::ScalarType::Half:
-      return DTYPE_HALF;
+    case at::ScalarType::Float: return DTYPE_FLOAT;
+    case at::ScalarType::Half: return DTYPE_HALF;
     default:
       TORCH_CHECK(tensor.scalar_type() == at::kBFloat16, "moe_mps: no kernel for dtype ",
                   tensor.scalar_type());

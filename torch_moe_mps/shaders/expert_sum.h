@@ -2,6 +2,7 @@
 #pragma once
 #include "common/activations.h"
 #include "common/dtypes.h"
+#include "params/expert_sum.h"
 
 // What a token's shared expert is multiplied by.
 inline float factor_of_shared(device const uchar* shared_gate, ulong token, ExpertSumParams params) {

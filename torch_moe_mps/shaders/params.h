@@ -1,7 +1,8 @@
 // The parameters of every kernel, for the host. A shader takes those of its family.
 #pragma once
 #include "params/common.h"
-// The others need it.
+#include "params/expert_sum.h"
+// The others need these.
 #include "params/attention.h"
 #include "params/bucket.h"
 #include "params/combine.h"

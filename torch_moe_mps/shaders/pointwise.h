@@ -25,46 +25,28 @@ inline float log_plus_1(float x) {
 
 inline float operate(uint operation, float x, float y) {
   switch (operation) {
-    case POINTWISE_NEG:
-      return -x;
-    case POINTWISE_EXP:
-      return precise::exp(x);
-    case POINTWISE_LOG:
-      return precise::log(x);
-    case POINTWISE_LOG1P:
-      return log_plus_1(x);
-    case POINTWISE_SQRT:
-      return precise::sqrt(x);
-    case POINTWISE_RSQRT:
-      return precise::rsqrt(x);
-    case POINTWISE_SIGMOID:
-      return sigmoid(x);
-    case POINTWISE_SILU:
-      return silu(x);
-    case POINTWISE_SOFTPLUS:
-      return softplus(x);
-    case POINTWISE_TANH:
-      return precise::tanh(x);
-    case POINTWISE_RELU:
-      return x < 0.0f ? 0.0f : x;
+    case POINTWISE_NEG: return -x;
+    case POINTWISE_EXP: return precise::exp(x);
+    case POINTWISE_LOG: return precise::log(x);
+    case POINTWISE_LOG1P: return log_plus_1(x);
+    case POINTWISE_SQRT: return precise::sqrt(x);
+    case POINTWISE_RSQRT: return precise::rsqrt(x);
+    case POINTWISE_SIGMOID: return sigmoid(x);
+    case POINTWISE_SILU: return silu(x);
+    case POINTWISE_SOFTPLUS: return softplus(x);
+    case POINTWISE_TANH: return precise::tanh(x);
+    case POINTWISE_RELU: return x < 0.0f ? 0.0f : x;
     case POINTWISE_COS:  // of angles of millions of radians, too, where fast functions are wrong
       return precise::cos(x);
-    case POINTWISE_SIN:
-      return precise::sin(x);
-    case POINTWISE_ADD:
-      return x + y;
-    case POINTWISE_SUB:
-      return x - y;
-    case POINTWISE_MUL:
-      return x * y;
-    case POINTWISE_DIV:
-      return x / y;
+    case POINTWISE_SIN: return precise::sin(x);
+    case POINTWISE_ADD: return x + y;
+    case POINTWISE_SUB: return x - y;
+    case POINTWISE_MUL: return x * y;
+    case POINTWISE_DIV: return x / y;
     case POINTWISE_MAX:  // NaN, of either, stays
       return isnan(y) || x < y ? y : x;
-    case POINTWISE_MIN:
-      return isnan(y) || x > y ? y : x;
-    default:
-      return x;
+    case POINTWISE_MIN: return isnan(y) || x > y ? y : x;
+    default: return x;
   }
 }
 

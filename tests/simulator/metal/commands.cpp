@@ -69,15 +69,9 @@ std::string trace_text(const Command& command) {
   std::ostringstream line;
   line << command.kernel->name << " grid ";
   switch (command.kind) {
-    case GridKind::kThreads:
-      line << size_text(command.grid) << " threads";
-      break;
-    case GridKind::kThreadgroups:
-      line << size_text(command.grid);
-      break;
-    case GridKind::kIndirect:
-      line << binding_text(command.indirect);
-      break;
+    case GridKind::kThreads: line << size_text(command.grid) << " threads"; break;
+    case GridKind::kThreadgroups: line << size_text(command.grid); break;
+    case GridKind::kIndirect: line << binding_text(command.indirect); break;
   }
   line << " of " << size_text(command.threads) << ":";
   // The kernel's own bindings: those that an earlier command of the block left behind do not count.

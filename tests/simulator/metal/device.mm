@@ -111,8 +111,7 @@ extern "C" void simulator_set_strict(int on) {
 }
 - (NSError*)error {
   switch ((*buffer)->failure) {
-    case simulator::Failure::kNone:
-      return nil;
+    case simulator::Failure::kNone: return nil;
     case simulator::Failure::kTimeout:
       return simulated_error("Caused GPU Timeout Error (00000002:kIOGPUCommandBufferCallbackErrorTimeout)",
                              MTLCommandBufferErrorTimeout);

@@ -68,13 +68,11 @@ Relation relation(Stamp other, bool threadgroup) {
 Stamp joined_readers(Stamp readers, bool threadgroup) {
   const Stamp epoch = here.stamp & ~Stamp(code_mask);
   switch (relation(readers, threadgroup)) {
-    case Relation::earlier_group:
-      return threadgroup ? here.stamp : epoch | code_many_groups;
+    case Relation::earlier_group: return threadgroup ? here.stamp : epoch | code_many_groups;
     case Relation::concurrent:
       return epoch | (simdgroup_of(readers) == int(here.simdgroup) ? code_simdgroup + here.simdgroup
                                                                    : Stamp(code_many));
-    default:
-      return here.stamp;
+    default: return here.stamp;
   }
 }
 
@@ -346,8 +344,7 @@ __attribute__((always_inline)) inline void Memory::access(uintptr_t address, siz
   switch (s->space) {
     case Space::threadgroup:
       return write ? threadgroup<true>(offset, size, caller) : threadgroup<false>(offset, size, caller);
-    case Space::module:
-      return;
+    case Space::module: return;
     default:
       if (write && s->space == Space::device_readonly)
         finding("writes to read-only " + where(*s, offset), caller);

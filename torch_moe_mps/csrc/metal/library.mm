@@ -74,18 +74,12 @@ struct DtypeNames {
 };
 DtypeNames names_of(c10::ScalarType dtype) {
   switch (dtype) {
-    case c10::ScalarType::Float:
-      return {"f32", "float"};
-    case c10::ScalarType::Half:
-      return {"f16", "half"};
-    case c10::ScalarType::BFloat16:
-      return {"bf16", "bfloat"};
-    case c10::ScalarType::Int:
-      return {"i32", "int"};
-    case c10::ScalarType::Long:
-      return {"i64", "long"};
-    default:
-      TORCH_CHECK(false, "moe_mps: no kernel for dtype ", dtype);
+    case c10::ScalarType::Float: return {"f32", "float"};
+    case c10::ScalarType::Half: return {"f16", "half"};
+    case c10::ScalarType::BFloat16: return {"bf16", "bfloat"};
+    case c10::ScalarType::Int: return {"i32", "int"};
+    case c10::ScalarType::Long: return {"i64", "long"};
+    default: TORCH_CHECK(false, "moe_mps: no kernel for dtype ", dtype);
   }
 }
 

@@ -2,6 +2,7 @@
 // per output.
 #pragma once
 #include "common/activations.h"
+#include "params/expert_sum.h"
 #include "params/matmul.h"
 
 // Metal has no erf. erfc(z) = t * P(t) * exp(-z * z) with t = 1 / (1 + 0.3 z): P is a least-squares fit in

@@ -2,6 +2,7 @@
 #pragma once
 #include "common.h"
 #include "geometry/matmul.h"
+#include "params/expert_sum.h"
 #include "params/matmul.h"
 
 // The expert of a pair; an id outside [0, experts) becomes `experts`.

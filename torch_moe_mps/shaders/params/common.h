@@ -19,16 +19,6 @@ struct TokenStrides {
   uint64_t head;
 };
 
-// The weighted sum over a token's slots, and what is added to it.
-struct ExpertSumParams {
-  uint32_t weights_dtype;
-  uint32_t gate_dtype;
-  uint32_t has_gate;
-  uint32_t gate_is_logit;
-  uint32_t has_shared;
-  uint32_t has_residual;
-};
-
 // The strides of a cache, in elements.
 struct CacheRows {
   uint64_t batch_stride;
