@@ -44,6 +44,7 @@ from simulator.cuda.translate import Entry, kernel_names, translate
 from simulator.errors import ShaderError
 from simulator.mlx_kernels import include_folder
 from support.processes import REPOSITORY
+from support.sweep import in_sweep
 
 SHADERS = REPOSITORY / "torch_moe_mps" / "shaders"
 LIBRARIES = [
@@ -194,13 +195,7 @@ def test_numbering_follows_the_kernel(simulated, tmp_path, monkeypatch):
     assert compile_job(jobs["plain"]) == compiled["plain"]  # kept
 
 
-def slow(library: str) -> bool:
-    return library.startswith(("attention", "experts", "linear_attention", "routing", "quantized"))
-
-
-@pytest.mark.parametrize(
-    "library", [pytest.param(l, marks=pytest.mark.sweep if slow(l) else ()) for l in LIBRARIES]
-)
+@pytest.mark.parametrize("library", in_sweep(LIBRARIES, ("norms_f16", "index_f16", "pointwise_f16")))
 def test_all_kernels_compile(simulated, library):
     """Every kernel of a library."""
     source = preprocessed(library)
@@ -252,6 +247,10 @@ def some_cases() -> list:
     ]
 
 
+# Of the cases each fifth always, and all in the sweep.
+every = pytest.mark.parametrize("every", [5, pytest.param(1, marks=pytest.mark.sweep)])
+
+
 @pytest.fixture
 def plan(simulated, tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "COLD_BYTES", 1)  # one input set
@@ -281,9 +280,11 @@ def traced(dispatch) -> str:
     return f"{dispatch.kernel} grid {grid} of {size(dispatch.threads)}:{memory}"
 
 
-def test_recorded_is_what_is_encoded(plan, simulated):
+@every
+def test_recorded_is_what_is_encoded(plan, simulated, every):
     """Kernels, grids, threads, threadgroup memory and setBytes lengths equal those of a trace."""
-    for recording, case in zip(loaded(plan, some_cases()).recordings, some_cases(), strict=True):
+    cases = some_cases()[every // 2 :: every]
+    for recording, case in zip(loaded(plan, cases).recordings, cases, strict=True):
         shapes = Shapes("mps")
         inputs = {**case.weights(shapes), **case.inputs(shapes)}
         with simulated.intercepted(lambda dispatch: None), simulated.trace() as commands:
@@ -321,10 +322,10 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
         }
 
 
-@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.sweep)])
+@every
 def test_replayed_results(plan, every):
     """A plan that went through its files gives results that are right against float64."""
-    plan = loaded(plan, some_cases()[::every])
+    plan = loaded(plan, some_cases()[every // 2 :: every])
     assert any(dispatch.indirect for recording in plan.recordings for dispatch in recording.dispatches)
     for recording in plan.recordings:
         for row in runner(plan).run(recording):
@@ -340,7 +341,8 @@ def test_parts(plan):
     assert gate_up == 2 * 2 * 128 * 512 * bits / 8 and down == gate_up / 2 and whole == gate_up + down
 
 
-def test_wrong_results_show(plan):
+@every
+def test_wrong_results_show(plan, every):
     """Where kernels write nothing, every case says so."""
 
     class Idle(SimulatedGpu):
@@ -350,7 +352,7 @@ def test_wrong_results_show(plan):
     cases = [
         case for case in some_cases() if case.group not in ("prefill", "sanitize")
     ]  # whose grids are read
-    plan = loaded(plan, cases)
+    plan = loaded(plan, cases[every // 2 :: every])
     for recording in plan.recordings:
         assert all(row.wrong for row in runner(plan, machine=Idle(plan)).run(recording)), recording
 
@@ -421,6 +423,7 @@ def test_mlx_attention_peer(mlx_plan, tokens):
     assert (row.wrong, row.peer, row.peer_wrong) == ("", "MLX sdpa_vector_2pass", "")
 
 
+@pytest.mark.sweep
 def test_mlx_gated_delta_peer(mlx_plan):
     """Ours, and MLX's recurrence alone, are right against float64: a token and some."""
     plan = loaded(mlx_plan, [Delta("fused", tokens, 1, 2, 128, "bf16") for tokens in (1, 3)])
@@ -432,11 +435,12 @@ def test_mlx_gated_delta_peer(mlx_plan):
 @pytest.mark.parametrize(
     ("tokens", "expected"),
     (
-        pytest.param(1, ["qmv_fast"], marks=pytest.mark.sweep),
-        pytest.param(8, ["qmv_fast", "qmv_wide"], marks=pytest.mark.sweep),
+        (1, ["qmv_fast"]),
+        (8, ["qmv_fast", "qmv_wide"]),
         (14, ["qmm_t_splitk", "qmv_fast", "qmv_wide"]),
     ),
 )
+@pytest.mark.sweep
 def test_mlx_linear_peers(mlx_plan, tokens, expected):
     """Ours is compared with every kernel that MLX takes on one of Apple's GPUs, split inputs included."""
     plan = loaded(mlx_plan, [Linear("linear", "int4", "f16", tokens, 512, 64)])

@@ -48,12 +48,14 @@ class Location:
     """Follows the positions in an AST dump, each relative to the one before."""
 
     WHERE = re.compile(r"(?:(?P<file>[^\s<>,:]+):|line:)(?P<line>\d+):\d+")
+    NEW_LINE = re.compile(r":\d+:\d")  # most nodes only name columns of the line before
 
     def __init__(self):
         self.file, self.line = "?", 0
 
     def advance(self, text: str) -> str:
-        for match in self.WHERE.finditer(text.split("'")[0]):
+        places = text.partition("'")[0]
+        for match in self.WHERE.finditer(places) if self.NEW_LINE.search(places) else ():
             self.file = match["file"] if match["file"] and match["file"] != "line" else self.file
             self.line = int(match["line"])
         return f"{self.file}:{self.line}"
