@@ -33,7 +33,7 @@ class TestOurs:
         assert all(m.fraction == 1 and m.slots(apple.GPUS["M1"]) > 0 for m in measurements)
         return [m.kernel for m in measurements]
 
-    @pytest.mark.parametrize("tokens, dispatches", [(1, 2), (7, 2), (40, 4)])
+    @pytest.mark.parametrize("tokens, dispatches", [(1, 2), pytest.param(7, 2, marks=SWEEP), (40, 4)])
     @pytest.mark.parametrize(
         "dtype", [torch.bfloat16, *(pytest.param(d, marks=SWEEP) for d in (torch.float16, torch.float32))]
     )
@@ -99,9 +99,9 @@ class TestMlx:
     @pytest.mark.parametrize(
         "name, inputs, fast",
         [
-            *(("mxfp4", 512, "_fast"), ("int4", 320, "")),
+            ("mxfp4", 512, "_fast"),
             *(pytest.param(n, 512, "_fast", marks=SWEEP) for n in cases.FORMATS if n != "mxfp4"),
-            *(pytest.param(n, 320, "", marks=SWEEP) for n in ("int6", "mxfp4")),
+            *(pytest.param(n, 320, "", marks=SWEEP) for n in ("int4", "int6", "mxfp4")),
             pytest.param("int8", 768, "_fast", marks=SWEEP),
         ],
     )
@@ -111,6 +111,7 @@ class TestMlx:
         names = self.experts(m, mlx_quantized.gather_qmv, mlx_quantized.gather_qmm_rhs)
         assert names == [f"{prefix}_gather_qmv{fast}", f"{prefix}_gather_qmm_rhs"]
 
+    @pytest.mark.sweep
     def test_dense_experts(self):
         m = Matrices(DENSE, "f16", 96, 80, EXPERTS)
         assert self.experts(m, mlx_dense.gather_mv, mlx_dense.gather_mm_rhs)
@@ -156,9 +157,8 @@ class TestMlx:
         m = Matrices(cases.FORMATS["int4"], "f16", 512 * 32, 64)
         assert self.linears(m, "M1", (40,)) == ["affine_qmm_t"]
 
-    @pytest.mark.parametrize(
-        "gpu, names", [pytest.param("M1", "gemv gemm gemm", marks=SWEEP), ("M4 Max", "gemv gemv_wide gemm")]
-    )
+    @pytest.mark.sweep
+    @pytest.mark.parametrize("gpu, names", [("M1", "gemv gemm gemm"), ("M4 Max", "gemv gemv_wide gemm")])
     def test_one_dense_matrix(self, gpu, names):
         assert self.linears(Matrices(DENSE, "f16", 320, 128), gpu) == names.split()
 

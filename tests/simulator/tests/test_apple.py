@@ -79,7 +79,6 @@ class TestCounts:
         "body, loads",
         [
             ("float4 v = ((device const float4*)a)[i]; out[i] = v.x + v.w;", 1),
-            ("out[i] = a[4 * i] * a[4 * i + 1] * a[4 * i + 2] * a[4 * i + 3];", 1),
             ("out[i] = a[8 * i] * a[8 * i + 7];", 2),
             ("half4 v = ((device const half4*)a)[i]; out[i] = v.x * v.y * v.z * v.w;", 1),
             (
