@@ -178,9 +178,16 @@ def ids_of(tokens: int, slots: int, experts: int) -> torch.Tensor:
 SHAPES = ((16, 192, 1), (16, 192, 4), (16, 192, 8), (16, 192, 31), (5, 192, 4), (5, 192, 9))
 
 
+OF_GROUPS = [*itertools.product(OTHER_GROUPS, [(8, 384, 6), (8, 384, 11)])]
+
+
 @pytest.mark.parametrize(
-    ("format", "shape"),
-    [*itertools.product(FORMATS, SHAPES), *itertools.product(OTHER_GROUPS, [(8, 384, 6), (8, 384, 11)])],
+    "format, shape",
+    [
+        *itertools.product(FORMATS, SHAPES),
+        *(pytest.param(*case, marks=pytest.mark.sweep) for case in OF_GROUPS[1:]),
+        OF_GROUPS[0],
+    ],
 )
 def test_decode_reads_each_expert_once(simulated, format, shape):
     """From memory: a threadgroup goes through its rows again for every two pairs."""
