@@ -58,19 +58,20 @@ def launch(arguments: str, body: str, threads: int, **buffers) -> None:
     shader_library(HEAD + source).launch("k", dict(enumerate(buffers.values())), (1,), (threads,))
 
 
-@pytest.mark.parametrize("operation", OPERATIONS)
-def test_operands_and_results_of_arithmetic(operation):
+def test_operands_and_results_of_arithmetic():
     arguments = ", ".join(f"device const float* {name}_ [[buffer({i})]]" for i, name in enumerate("xyz"))
     arguments += ", device float* out [[buffer(3)]]"
-    body = f"const float x = x_[i], y = y_[i], z = z_[i]; out[i] = {operation};"
+    x, y = np.array(list(itertools.product(VALUES, VALUES)), np.float32).T
+    body = "const float x = x_[i], y = y_[i], z = z_[i];"
+    body += "".join(f"out[{k * len(x)} + i] = {operation};" for k, operation in enumerate(OPERATIONS))
     for z in (0.0, -(2.0**-126), 2.0**-127, 3 * 2.0**-128):
-        x, y = np.array(list(itertools.product(VALUES, VALUES)), np.float32).T
-        z, out = np.full_like(x, z), np.full_like(x, np.nan)
+        z, out = np.full_like(x, z), np.full((len(OPERATIONS), len(x)), np.nan, np.float32)
         launch(arguments, body, len(x), x=x.copy(), y=y.copy(), z=z, out=out)
-        with np.errstate(all="ignore"):
-            expected = flushed(OPERATIONS[operation](*(flushed(v).astype(np.float64) for v in (x, y, z))))
-        expected[np.isnan(expected)] = out[np.isnan(expected)] = np.nan
-        assert bits(out) == bits(expected)
+        for found, (operation, exact) in zip(out, OPERATIONS.items(), strict=True):
+            with np.errstate(all="ignore"):
+                expected = flushed(exact(*(flushed(v).astype(np.float64) for v in (x, y, z))))
+            expected[np.isnan(expected)] = found[np.isnan(expected)] = np.nan
+            assert bits(found) == bits(expected), operation
 
 
 def test_functions_and_simdgroups_and_atomics():
