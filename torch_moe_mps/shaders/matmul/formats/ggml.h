@@ -1,7 +1,7 @@
 // GGUF's formats of integers.
 #pragma once
-#include "matmul/formats/half_scales.h"
 #include "matmul/formats/small_scales.h"
+#include "matmul/formats/typed_scales.h"
 
 template <typename T>
 using Q4_0 = Integers<T, 4, HalfScales<8>>;

@@ -1,8 +1,8 @@
 // GGUF's formats of levels.
 #pragma once
 #include "matmul/formats/grid.h"
-#include "matmul/formats/half_scales.h"
 #include "matmul/formats/small_scales.h"
+#include "matmul/formats/typed_scales.h"
 
 // level * scale, of ggml's 16 levels. A byte has two codes: it is the number of their point.
 template <typename T, typename Scales>
