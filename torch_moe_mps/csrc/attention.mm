@@ -420,9 +420,9 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_is_long(float products) -> bool", &is_long);
-  implement<attention>(m, "attention");
-  implement<rope_attention_>(m, "rope_attention_");
-  implement<write_cache_quantized_>(m, "write_cache_quantized_");
 }
+MOE_OPERATOR(attention)
+MOE_OPERATOR(rope_attention_)
+MOE_OPERATOR(write_cache_quantized_)
 
 }  // namespace moe_mps

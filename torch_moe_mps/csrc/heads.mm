@@ -127,9 +127,7 @@ Tensor heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scal
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<heads_mm>(m, "heads_mm");
-  implement<heads_quantized>(m, "heads_quantized");
-}
+MOE_OPERATOR(heads_mm)
+MOE_OPERATOR(heads_quantized)
 
 }  // namespace moe_mps

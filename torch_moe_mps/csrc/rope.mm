@@ -153,9 +153,7 @@ Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTenso
   return output;
 }
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<rope>(m, "rope");
-  implement<rope_cache_>(m, "rope_cache_");
-}
+MOE_OPERATOR(rope)
+MOE_OPERATOR(rope_cache_)
 
 }  // namespace moe_mps

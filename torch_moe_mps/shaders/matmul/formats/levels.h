@@ -63,9 +63,3 @@ struct LevelCodes {
     return float2(float(two.x) * scale, float(two.y) * scale);
   }
 };
-
-// Levels have no offset; the 1 says that they have no bias.
-template <typename T>
-using IQ4_NL = LevelCodes<T, HalfScales<1>>;
-template <typename T>
-using IQ4_XS = LevelCodes<T, SmallScales<32, 6, false, 32, 1>>;

@@ -30,6 +30,3 @@ struct TypedScales {
     return {float(loaded.scale), float(loaded.bias)};
   }
 };
-
-template <int kOffset>
-using HalfScales = TypedScales<half, 32, kOffset>;
