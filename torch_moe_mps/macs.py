@@ -1,6 +1,7 @@
 """Facts about Macs: memory bandwidth by chip, and how much memory macOS lets the GPU use."""
 
 import functools
+import os
 import subprocess
 from typing import NamedTuple
 
@@ -75,6 +76,11 @@ def this_mac() -> Mac:
     if f"{chip} (40 cores)" in BANDWIDTHS:
         chip = f"{chip} ({torch.backends.mps.get_core_count()} cores)"
     return Mac(chip, memory, limit, BANDWIDTHS.get(chip))
+
+
+def machine_memory() -> int:
+    """Bytes of memory that this machine has."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 @functools.cache

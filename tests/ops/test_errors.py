@@ -163,7 +163,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             wrong("post must be given with out, and only then, got (3, 4)", out=None, comb=None),
             wrong("post must be given with out, and only then", post=None),
-            wrong("comb must be None without out, got shape (3, 4, 4)", out=None, post=None),
+            wrong("comb must be None without out, got (3, 4, 4)", out=None, post=None),
         ],
         "expert_mm": [
             wrong("weight must be of shape [E, H, N] with H = 64 as in x, got (8, 32, 64)", transposed=True),
@@ -189,7 +189,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
             wrong("H, the input dimension of packed, must be a multiple of 32, got 33", x=zeros(T, 33)),
             wrong(
-                "biases must be None for format mxfp4, got a tensor of shape (8, 32, 2)",
+                "biases must be None for format mxfp4, got (8, 32, 2)",
                 **mxfp4 | {"biases": zeros(E, I, 2)},
             ),
             wrong("scales must be uint8", **mxfp4 | {"scales": zeros(E, I, 2)}),
@@ -197,28 +197,26 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         "router_logits": [wrong("a finite number", factor=float("inf"))],
         "moe_experts_quantized": [
             wrong(
-                "down_biases must be None for format mxfp4, got a tensor of shape (8, 64, 1)",
+                "down_biases must be None for format mxfp4, got (8, 64, 1)",
                 down_format="mxfp4",
             ),
             *around,
             wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
-            wrong("ids must be None with logits, got a tensor of shape (3, 2)", logits=zeros(T, E)),
-            wrong("weights must be a tensor without logits, got None", weights=None),
+            wrong("ids must be given without logits, and only then, got (3, 2)", logits=zeros(T, E)),
+            wrong("weights must be given without logits, and only then, got None", weights=None),
             wrong("top_k must be 1 without logits, got 2", top_k=2),
-            wrong(
-                "router_bias must be None without logits, got a tensor of shape (8,)", router_bias=zeros(E)
-            ),
+            wrong("router_bias must be None without logits, got (8,)", router_bias=zeros(E)),
             wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
             wrong(
-                "shared_out must be None beside shared_gate_up_packed, got a tensor of shape (3, 64)",
+                "shared_out must be None beside shared_gate_up_packed, got (3, 64)",
                 **shared | {"shared_out": zeros(T, H)},
             ),
             wrong(
-                "shared_gate_up_packed must be None without logits, got a tensor",
+                "shared_gate_up_packed must be None without logits, got (64, 8)",
                 **{name: value for name, value in shared.items() if name not in chosen},
             ),
             wrong(
-                "shared_down_scales must be a tensor as down_scales is, got None",
+                "shared_down_scales must be given with down_scales, and only then, got None",
                 **shared | {"shared_down_scales": None},
             ),
             wrong(
@@ -252,7 +250,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         "mlp_quantized": [
             wrong("of an even number of rows 2I", gate_up_packed=zeros(63, 8, dtype=integer)),
             wrong(
-                "down_biases must be None for format mxfp4, got a tensor of shape (64, 1)",
+                "down_biases must be None for format mxfp4, got (64, 1)",
                 down_format="mxfp4",
             ),
         ],
@@ -266,7 +264,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         "layer_norm": [wrong("0.0 without a weight", weight_offset=1.0, weight=None)],
         "rope": [
             wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14), q_weight=None),
-            wrong("k_weight must be None without k, got shape (16,)", k=None),
+            wrong("k_weight must be None without k, got (16,)", k=None),
             wrong("an even number of at least 2", rotary_dim=7),
             wrong("sin must be given with cos, and only then, got None", sin=None),
             wrong(
@@ -287,7 +285,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong(
                 "q_weight must be None with a bias, got (16,)", k_bias=zeros(16), k_weight=zeros(16), **alone
             ),
-            wrong("q_weight must be None without q, got shape (16,)", q=None),
+            wrong("q_weight must be None without q, got (16,)", q=None),
             *(
                 wrong(
                     "None without k_weight, or with a weight_offset",
@@ -312,12 +310,14 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         "linear_attention_": [
             wrong("of a multiple of q's 2 heads, got 5 heads", v=zeros(2, T, 5, 8), **of_five),
             wrong("beta_activation must be none without beta, got sigmoid", beta=None),
-            wrong('A_log must be None with decay="log", and only then, got None', A_log=None),
-            wrong('A_log must be None with decay="log", and only then, got a tensor', decay="log"),
-            wrong("dt_bias must be None without A_log, got shape (4,)", A_log=None, decay="log"),
+            wrong('A_log must be given unless decay="log", and only then, got None', A_log=None),
+            wrong('A_log must be given unless decay="log", and only then, got (4,)', decay="log"),
+            wrong("dt_bias must be None without A_log, got (4,)", A_log=None, decay="log"),
             wrong("beta_min must be None without beta", beta=None, beta_activation="none", beta_min=0.0),
-            wrong('g must be None with decay="times_beta", and only then, got None', g=None),
-            wrong('g must be None with decay="times_beta", and only then, got (2, 3, 4)', decay="times_beta"),
+            wrong('g must be given unless decay="times_beta", and only then, got None', g=None),
+            wrong(
+                'g must be given unless decay="times_beta", and only then, got (2, 3, 4)', decay="times_beta"
+            ),
             wrong('beta must be given with decay="times_beta"', decay="times_beta", g=None, beta=None),
             wrong('lower_bound must be given with decay="sigmoid", and only then', lower_bound=-1.0),
             wrong('lower_bound must be given with decay="sigmoid", and only then, got None', decay="sigmoid"),
@@ -327,7 +327,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 dt_bias=None,
                 beta_activation="softplus",
             ),
-            wrong("given with norm_weight, and only then, got one of the two", gate=zeros(2, T, 4, 8)),
+            wrong("given with norm_weight, and only then, got (2, 3, 4, 8)", gate=zeros(2, T, 4, 8)),
         ],
         "attention": [
             wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),

@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from .. import __version__
+from ..macs import machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
@@ -129,7 +130,7 @@ def _weights(source: str) -> list[Path]:
 
 def _sizes(plan: LoadPlan) -> str:
     """The sizes of what will be written, which follow from shapes and formats."""
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = machine_memory()
     fit = "fits" if plan.after < 0.75 * memory else "does not fit"
     size, token = in_unit(plan.before), in_unit(plan.token_before)
     return (

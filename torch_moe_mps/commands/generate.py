@@ -12,10 +12,11 @@ from typing import Any
 
 import torch
 
+from ..macs import machine_memory
 from ..pipeline.torchrun import processes
 from ..transformers.caches.cache import pools_padding
 from .generating import Generating, at_ctrl_c
-from .prompts import Prompts, machine_memory
+from .prompts import Prompts
 from .results import check_writable
 from .settings import settings_of
 from .sources import context_of, folder_of, load, tokenizer_of, usable_device

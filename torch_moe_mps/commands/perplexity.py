@@ -2,7 +2,7 @@
 
 import argparse
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,11 @@ from .. import __version__
 from .._faults import synchronize
 from ..ops.attention import CACHE_BITS
 from ..pipeline.torchrun import is_first_process
-from ..transformers.basics.report import aligned
+from ..transformers.basics.report import aligned, with_progress
+from ..transformers.checkpoints.weights import free
 from .card import keep_figures
 from .results import check_writable, write_json
-from .sources import folder_of, free, load_stored, tokenizer_of, usable_device
+from .sources import folder_of, load_stored, tokenizer_of, usable_device
 
 SAMPLE = Path(__file__).with_name("sample.txt")
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
@@ -144,7 +145,7 @@ class Means:
 @torch.no_grad()
 def save_references(model: Callable, pieces: list[Tensor], folder: Path) -> None:
     """Write what `measure` needs of the other model: a file for each piece, 8 KB a token."""
-    for index, piece in _progress(pieces, "Reading, first model"):
+    for index, piece in enumerate(with_progress(pieces, "Reading, first model", "window")):
         logs = _log_probabilities(model, piece)
         top, ids = logs.topk(min(LIKELIEST, logs.shape[1]), dim=1)
         target = logs.gather(1, piece[1:, None].to(logs.device))
@@ -161,7 +162,7 @@ def measure(model: Callable, pieces: list[Tensor], folder: Path | None = None) -
         folder: with the files that `save_references` wrote for the same pieces.
     """
     sums, count = Means(), 0  # of squares, in place of the errors
-    for index, piece in _progress(pieces, "Reading"):
+    for index, piece in enumerate(with_progress(pieces, "Reading", "window")):
         logs = _log_probabilities(model, piece)
         count += len(logs)
         losses = -logs.gather(1, piece[1:, None].to(logs.device)).cpu().double()
@@ -222,12 +223,6 @@ def windows(ids: Tensor, first: Tensor, window: int) -> list[Tensor]:
     size, shared = window - len(first), 1 - len(first)
     starts = range(0, len(ids) - shared, size - shared)
     return [torch.cat((first, ids[start : start + size])) for start in starts]
-
-
-def _progress(pieces: list[Tensor], what: str) -> Iterator[tuple[int, Tensor]]:
-    from tqdm.auto import tqdm
-
-    return enumerate(tqdm(pieces, desc=what, unit="window"))
 
 
 def _synchronize(model: Callable) -> None:

@@ -4,7 +4,6 @@ Conversations share what they begin with, such as a system prompt, and the one t
 room for others.
 """
 
-import os
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -191,10 +190,6 @@ def pauses(kept: Kept, prompt: int) -> list[int]:
 
 def is_marked(position: int, prompt: int) -> bool:
     return position == prompt - _END or position % _EVERY == 0
-
-
-def machine_memory() -> int:
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def _write(file: Path, model: Any, kept: Kept) -> None:

@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+from ..macs import machine_memory
 from ..pipeline.torchrun import is_first_process, processes
 from . import logprobs, tools
 from .generating import Generating
 from .guard import Guard, error_response
-from .prompts import Prompts, machine_memory
+from .prompts import Prompts
 from .requests import Refused, check, cut, refuse_unless_empty
 from .sources import folder_of, load, name_of, usable_device
 from .speculation import check_speculation, print_counts, speculation_of

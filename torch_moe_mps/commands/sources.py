@@ -1,7 +1,6 @@
 """Where a model comes from: a folder, or a name on the Hub, whose files are downloaded into its cache."""
 
 import argparse
-import gc
 import os
 import sys
 from collections.abc import Iterator
@@ -179,13 +178,6 @@ def usable_device(name: str | None) -> str:
         reason = first_line(error)
         raise ValueError(f"--device must be one that holds tensors here, got {device}: {reason}") from None
     return device
-
-
-def free(device: str | torch.device) -> None:
-    """Gives the memory of a model back that nobody holds any more."""
-    gc.collect()
-    if torch.device(device).type == "mps":
-        torch.mps.empty_cache()
 
 
 def name_of(options: argparse.Namespace) -> str:

@@ -69,10 +69,6 @@ struct AttentionArguments {
   }
 };
 
-CacheRows rows_of(const Tensor& cache) {
-  return {uint64_t(cache.stride(0)), uint64_t(cache.stride(1)), uint64_t(cache.stride(2))};
-}
-
 // Keys or values as kernels read them.
 struct Cache {
   Tensor values;
@@ -84,7 +80,7 @@ struct Cache {
     const bool near = values.stride(2) < kMostKeyStride;
     if (!near || (scales && !starts_aligned(values, kWordsOfRun)))
       values = values.clone(at::MemoryFormat::Contiguous);
-    params.values = rows_of(values);
+    params.values = head_strides(values);
     params.width = values.size(3);
     params.vectorised = params.width % kRun == 0 && starts_aligned(values, kRun);
     if (scales) set_scales();
@@ -98,13 +94,13 @@ struct Cache {
       scales = scales->contiguous();
       biases = biases->contiguous();
     }
-    params.scales = rows_of(*scales);
+    params.scales = head_strides(*scales);
     for (int64_t group = params.width / scales->size(3); group > 1; group /= 2) ++params.group_shift;
   }
 
   void set_tail(const Tensor& given) {
     tail = given.stride(2) < kMostKeyStride ? given : given.contiguous();
-    params.tail = rows_of(*tail);
+    params.tail = head_strides(*tail);
     params.vectorised = params.vectorised && starts_aligned(*tail, kRun);
   }
 
@@ -141,9 +137,8 @@ void set_relative(AttentionParams& params, const Tensor& relative) {
 }
 
 void set_indices(AttentionParams& params, const Tensor& indices, int64_t block) {
-  params.index_batch_stride = indices.stride(0);
-  params.index_head_stride = indices.size(1) == 1 ? 0 : indices.stride(1);
-  params.index_token_stride = indices.stride(2);
+  params.index = head_strides(indices);
+  if (indices.size(1) == 1) params.index.head = 0;
   params.index_block = block;
 }
 
@@ -210,9 +205,7 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   AttentionParams params{};
   params.k = k.params;
   params.v = v.params;
-  params.q_batch_stride = q.stride(0);
-  params.q_head_stride = q.stride(1);
-  params.q_token_stride = q.stride(2);
+  params.q = head_strides(q);
   params.tokens = tokens;
   params.heads = heads;
   params.key_heads = key_heads;
@@ -400,11 +393,9 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
   const Tensor biases = same_strides ? biases_ : biases_.contiguous();
 
   CacheWriteParams params{};
-  params.packed = rows_of(packed);
-  params.groups = rows_of(scales);
-  params.batch_stride = states.stride(0);
-  params.head_stride = states.stride(1);
-  params.token_stride = states.stride(2);
+  params.packed = head_strides(packed);
+  params.groups = head_strides(scales);
+  params.states = head_strides(states);
   params.threads = states.numel() / 4;
   params.words = packed.size(3);
   params.group_words = packed.size(3) / scales.size(3);
@@ -429,9 +420,9 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 
 TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
   m.def("_is_long(float products) -> bool", &is_long);
-  implement<attention>(m, "attention");
-  implement<rope_attention_>(m, "rope_attention_");
-  implement<write_cache_quantized_>(m, "write_cache_quantized_");
 }
+MOE_OPERATOR(attention)
+MOE_OPERATOR(rope_attention_)
+MOE_OPERATOR(write_cache_quantized_)
 
 }  // namespace moe_mps

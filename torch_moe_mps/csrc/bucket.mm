@@ -127,9 +127,7 @@ void add_bucket(Commands& commands, const Tensor& ids, int64_t num_experts, cons
       .threadgroups(launch.grid, {NSUInteger(launch.threads)});
 }
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<moe_bucket>(m, "moe_bucket");
-  implement<moe_compute_ids_tpe>(m, "moe_compute_ids_tpe");
-}
+MOE_OPERATOR(moe_bucket)
+MOE_OPERATOR(moe_compute_ids_tpe)
 
 }  // namespace moe_mps

@@ -138,12 +138,10 @@ Command& bind_sum(Command& command, const ExpertSum& sum, const Tensor& stand_in
       .bind_or(sum.residual, stand_in);
 }
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<silu_mul_stacked>(m, "silu_mul_stacked");
-  implement<weighted_sum_stacked>(m, "weighted_sum_stacked");
-  implement<weighted_sum_residual_stacked_>(m, "weighted_sum_residual_stacked_");
-  implement<weighted_sum_residual_norm_stacked_>(m, "weighted_sum_residual_norm_stacked_");
-  implement<moe_weighted_reduce>(m, "moe_weighted_reduce");
-}
+MOE_OPERATOR(silu_mul_stacked)
+MOE_OPERATOR(weighted_sum_stacked)
+MOE_OPERATOR(weighted_sum_residual_stacked_)
+MOE_OPERATOR(weighted_sum_residual_norm_stacked_)
+MOE_OPERATOR(moe_weighted_reduce)
 
 }  // namespace moe_mps

@@ -44,9 +44,7 @@ Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_,
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<expert_mm>(m, "expert_mm");
-  implement<moe_experts>(m, "moe_experts");
-}
+MOE_OPERATOR(expert_mm)
+MOE_OPERATOR(moe_experts)
 
 }  // namespace moe_mps

@@ -14,10 +14,6 @@ using at::Tensor;
 constexpr int64_t kMostStride = int64_t(1) << 30;  // kernels count in 32 bits from a token to the next
 constexpr int64_t kPack = 8;                       // elements that a kernel loads at once
 
-HeadStrides strides_of(const Tensor& x) {
-  return {uint64_t(x.stride(0)), uint64_t(x.stride(1)), uint64_t(x.stride(2))};
-}
-
 // [B, T, Hq, width] whose heads start at multiples of a pack, in ascending order of tokens.
 Tensor readable(const Tensor& x) {
   const bool ascending = x.size(0) == 1 || x.stride(0) >= (x.size(1) - 1) * x.stride(1);
@@ -59,8 +55,8 @@ Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, 
   params.matrix.rows = matrix.rows;
   params.matrix.outputs = rows;
   params.matrix.vectorised = matrix.inputs % 16 == 0 && is_aligned(matrix.packed);
-  params.x = strides_of(x);
-  params.tail = strides_of(tail);
+  params.x = token_strides(x);
+  params.tail = token_strides(tail);
   params.tokens = x.size(0) * x.size(1);
   params.tokens_of_batch = x.size(1);
   params.heads = x.size(2);
@@ -131,9 +127,7 @@ Tensor heads_quantized(const Tensor& x, const Tensor& packed, const Tensor& scal
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<heads_mm>(m, "heads_mm");
-  implement<heads_quantized>(m, "heads_quantized");
-}
+MOE_OPERATOR(heads_mm)
+MOE_OPERATOR(heads_quantized)
 
 }  // namespace moe_mps

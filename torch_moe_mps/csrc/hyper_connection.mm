@@ -126,9 +126,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hyper_connection(
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<hyper_update>(m, "hyper_update");
-  implement<hyper_connection>(m, "hyper_connection");
-}
+MOE_OPERATOR(hyper_update)
+MOE_OPERATOR(hyper_connection)
 
 }  // namespace moe_mps

@@ -98,8 +98,6 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& weig
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<index_topk>(m, "index_topk");
-}
+MOE_OPERATOR(index_topk)
 
 }  // namespace moe_mps

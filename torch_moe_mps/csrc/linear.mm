@@ -106,10 +106,8 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<linear_quantized>(m, "linear_quantized");
-  implement<mlp_quantized>(m, "mlp_quantized");
-  implement<embedding_quantized>(m, "embedding_quantized");
-}
+MOE_OPERATOR(linear_quantized)
+MOE_OPERATOR(mlp_quantized)
+MOE_OPERATOR(embedding_quantized)
 
 }  // namespace moe_mps

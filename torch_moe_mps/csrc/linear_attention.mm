@@ -214,10 +214,8 @@ Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, con
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<causal_conv1d_update_>(m, "causal_conv1d_update_");
-  implement<linear_attention_>(m, "linear_attention_");
-  implement<selective_scan_>(m, "selective_scan_");
-}
+MOE_OPERATOR(causal_conv1d_update_)
+MOE_OPERATOR(linear_attention_)
+MOE_OPERATOR(selective_scan_)
 
 }  // namespace moe_mps

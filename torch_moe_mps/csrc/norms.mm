@@ -155,14 +155,12 @@ void add_gated_norm(Commands& commands, const Tensor& x, const Tensor& gate, con
            commands.keep(norm.weight), std::nullopt, norm.eps, norm.offset, output, std::nullopt, gating);
 }
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<rms_norm>(m, "rms_norm");
-  implement<layer_norm>(m, "layer_norm");
-  implement<rms_norm_gated>(m, "rms_norm_gated");
-  implement<fused_norm_add>(m, "fused_norm_add");
-  implement<fused_norm_add_scalar>(m, "fused_norm_add_scalar");
-  implement<fused_residual_norm>(m, "fused_residual_norm");
-  implement<fused_residual_norm_scalar>(m, "fused_residual_norm_scalar");
-}
+MOE_OPERATOR(rms_norm)
+MOE_OPERATOR(layer_norm)
+MOE_OPERATOR(rms_norm_gated)
+MOE_OPERATOR(fused_norm_add)
+MOE_OPERATOR(fused_norm_add_scalar)
+MOE_OPERATOR(fused_residual_norm)
+MOE_OPERATOR(fused_residual_norm_scalar)
 
 }  // namespace moe_mps

@@ -129,8 +129,6 @@ Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, 
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<pointwise>(m, "pointwise");
-}
+MOE_OPERATOR(pointwise)
 
 }  // namespace moe_mps

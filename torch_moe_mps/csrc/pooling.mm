@@ -58,8 +58,6 @@ void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<pool_window_>(m, "pool_window_");
-}
+MOE_OPERATOR(pool_window_)
 
 }  // namespace moe_mps

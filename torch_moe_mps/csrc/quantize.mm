@@ -60,8 +60,6 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& 
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<quantize_by_importance>(m, "quantize_by_importance");
-}
+MOE_OPERATOR(quantize_by_importance)
 
 }  // namespace moe_mps

@@ -61,9 +61,7 @@ Tensor moe_experts_quantized(
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<expert_qmm>(m, "expert_qmm");
-  implement<moe_experts_quantized>(m, "moe_experts_quantized");
-}
+MOE_OPERATOR(expert_qmm)
+MOE_OPERATOR(moe_experts_quantized)
 
 }  // namespace moe_mps

@@ -1,8 +1,5 @@
-// Registers the operators of a family for MPS, each behind its argument checks:
-//
-//   TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-//     implement<rms_norm>(m, "rms_norm");
-//   }
+// Registers operators for MPS, each behind its argument checks: MOE_OPERATOR(rms_norm) the function of that
+// name.
 #pragma once
 #include <torch/library.h>
 
@@ -62,3 +59,8 @@ void implement(torch::Library& library, const char* name) {
 }
 
 }  // namespace moe_mps
+
+#define MOE_OPERATOR(function)         \
+  TORCH_LIBRARY_FRAGMENT(moe_mps, m) { \
+    implement<function>(m, #function); \
+  }

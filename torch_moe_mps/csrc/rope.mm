@@ -79,12 +79,8 @@ Heads heads_of(const Tensor& x, const OptionalTensor& weight, const Tensor& outp
   heads.weight = contiguous(weight);
   heads.output = output;
   heads.output_start = (output.size(2) - x.size(1)) * output.stride(2);
-  heads.params.batch_stride = heads.input.stride(0);
-  heads.params.token_stride = heads.input.stride(1);
-  heads.params.head_stride = heads.input.stride(2);
-  heads.params.output_batch_stride = output.stride(0);
-  heads.params.output_head_stride = output.stride(1);
-  heads.params.output_token_stride = output.stride(2);
+  heads.params.input = token_strides(heads.input);
+  heads.params.output = head_strides(output);
   heads.params.heads = x.size(2);
   heads.params.width = x.size(3);
   heads.params.rotary = rotary;
@@ -157,9 +153,7 @@ Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTenso
   return output;
 }
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<rope>(m, "rope");
-  implement<rope_cache_>(m, "rope_cache_");
-}
+MOE_OPERATOR(rope)
+MOE_OPERATOR(rope_cache_)
 
 }  // namespace moe_mps

@@ -268,13 +268,11 @@ Routing route(const Router& router) {
   return result;
 }
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<moe_router>(m, "moe_router");
-  implement<moe_router_topk_softmax>(m, "moe_router_topk_softmax");
-  implement<fused_moe_routing>(m, "fused_moe_routing");
-  implement<router_logits>(m, "router_logits");
-  implement<moe_gate>(m, "moe_gate");
-  implement<moe_hash_router>(m, "moe_hash_router");
-}
+MOE_OPERATOR(moe_router)
+MOE_OPERATOR(moe_router_topk_softmax)
+MOE_OPERATOR(fused_moe_routing)
+MOE_OPERATOR(router_logits)
+MOE_OPERATOR(moe_gate)
+MOE_OPERATOR(moe_hash_router)
 
 }  // namespace moe_mps

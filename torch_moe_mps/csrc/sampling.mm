@@ -43,8 +43,6 @@ Tensor sample_(const Tensor& logits_, const Tensor& draws_, const Tensor& invali
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  implement<sample_>(m, "sample_");
-}
+MOE_OPERATOR(sample_)
 
 }  // namespace moe_mps

@@ -85,6 +85,10 @@ TokenStrides token_strides(const OptionalTensor& x) {
   return {uint64_t(x->stride(0)), uint64_t(x->stride(1)), uint64_t(x->stride(2))};
 }
 
+TokenStrides head_strides(const at::Tensor& x) {
+  return {uint64_t(x.stride(0)), uint64_t(x.stride(2)), uint64_t(x.stride(1))};
+}
+
 bool is_aligned(const at::Tensor& tensor) {
   return tensor.storage_offset() * tensor.element_size() % 16 == 0;
 }

@@ -1,41 +1,15 @@
 """The operators, one module a family. Importing this package registers all of them."""
 
-from . import (
-    attention,
-    combine,
-    experts,
-    heads,
-    hyper_connection,
-    index,
-    linear,
-    linear_attention,
-    norms,
-    pointwise,
-    pooling,
-    quantize,
-    quantized,
-    rope,
-    routing,
-    sampling,
-)
+from importlib import import_module
+from pkgutil import iter_modules
+
 from ._registry import OPERATORS
 
-__all__ = [
-    "OPERATORS",
-    "attention",
-    "combine",
-    "experts",
-    "heads",
-    "hyper_connection",
-    "index",
-    "linear",
-    "linear_attention",
-    "norms",
-    "pointwise",
-    "pooling",
-    "quantize",
-    "quantized",
-    "rope",
-    "routing",
-    "sampling",
-]
+# The families by name; other modules of this folder begin with "_".
+FAMILIES = {
+    module.name: import_module(f"{__name__}.{module.name}")
+    for module in iter_modules(__path__)
+    if not module.name.startswith("_")
+}
+
+__all__ = ["FAMILIES", "OPERATORS"]

@@ -71,6 +71,7 @@ class Check:
         return [self.sizes[name] for name in names.split()]
 
     def fail(self, argument: str, expected: str, got: object) -> NoReturn:
+        got = tuple(got.shape) if isinstance(got, Tensor) else got
         raise ValueError(f"moe_mps::{self.name}: {argument} must be {expected}, got {got}")
 
     def dtype(self, argument: str, tensor: Tensor, allowed: Sequence[torch.dtype]) -> None:
@@ -114,6 +115,18 @@ class Check:
     def choice(self, argument: str, value: str, choices: Sequence[str]) -> None:
         if value not in choices:
             self.fail(argument, "one of " + ", ".join(choices), repr(value))
+
+    def none(self, why: str, when: bool, **arguments: object) -> None:
+        """Checks that arguments are not given, in a case that `why` names."""
+        for argument, value in arguments.items():
+            if when and value is not None:
+                self.fail(argument, f"None {why}", value)
+
+    def only(self, why: str, when: bool, **arguments: object) -> None:
+        """Checks that arguments are given in that case, and in no other."""
+        for argument, value in arguments.items():
+            if (value is not None) != when:
+                self.fail(argument, f"given {why}, and only then", value)
 
     def written(self, argument: str, tensor: Tensor) -> None:
         """Checks that what is written in place is not expanded; empty tensors may be."""

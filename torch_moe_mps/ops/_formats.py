@@ -236,9 +236,7 @@ class Format:
         meaning: str,
     ) -> None:
         """`shape` is that of the dense weights; `meaning` names its dimensions, such as "E, N, H"."""
-        if not self.has_biases and biases is not None:
-            got = f"a tensor of shape {tuple(biases.shape)}"
-            check.fail(f"{prefix}biases", f"None for format {self.name}", got)
+        check.none(f"for format {self.name}", not self.has_biases, **{f"{prefix}biases": biases})
         *rows, columns = shape
         counts = self.scales_of(columns)
         names = [f"[{meaning} / {self.group_size}]"] * 2

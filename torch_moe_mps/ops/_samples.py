@@ -4,22 +4,20 @@ The tests of all operators and the self-check use them.
 """
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from . import __all__ as exported
+from . import FAMILIES
 from ._registry import DECLARED
 from ._sample import HEAD, Calls, Changes, Sample
 from .quantize import judged_by_importance
 
-_FAMILIES = [import_module(f".{name}", __package__) for name in exported if name != "OPERATORS"]
 # The family of each operator: its file here, and in csrc/ and shaders/.
-FAMILY_OF = {name: family.__name__.rpartition(".")[2] for family in _FAMILIES for name in family.CALLS}
-CALLS: Calls = {name: call for family in _FAMILIES for name, call in family.CALLS.items()}
-_CHANGES: Changes = {name: make for family in _FAMILIES for name, make in family.CHANGES.items()}
+FAMILY_OF = {name: family for family, module in FAMILIES.items() for name in module.CALLS}
+CALLS: Calls = {name: call for family in FAMILIES.values() for name, call in family.CALLS.items()}
+_CHANGES: Changes = {name: make for family in FAMILIES.values() for name, make in family.CHANGES.items()}
 # The arguments whose last dimensions are those of a head, the first one's where there is no second; of keys
 # and values in 8 bits: words of four.
 OF_HEADS = {

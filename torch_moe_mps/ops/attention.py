@@ -41,47 +41,8 @@ def _check_indices(check: Check, indices: Tensor | None, block: int, **others: o
         if block != 1:
             check.fail("index_block", "1 without indices", block)
         return
-    for name, given in others.items():
-        if given is not None:
-            got = tuple(given.shape) if isinstance(given, Tensor) else given
-            check.fail(name, "None beside indices, which hold it", got)
+    check.none("beside indices, which hold it", True, **others)
     check.between("index_block", block, 1, MAX_INDEX_BLOCK)
-
-
-def _check_tail(
-    check: Check,
-    k_tail: Tensor | None,
-    v_tail: Tensor | None,
-    position: int,
-    tokens: int,
-    **others: Tensor | None,
-) -> None:
-    if k_tail is None or v_tail is None:
-        for name, given in (("k_tail", k_tail), ("v_tail", v_tail)):
-            if given is not None:
-                check.fail(name, "None unless keys and values have a tail", tuple(given.shape))
-        return
-    for name, given in others.items():
-        if given is not None:
-            check.fail(name, "None beside a tail", tuple(given.shape))
-    check.between("position", position, 0, MAX_POSITION - tokens)
-
-
-def _check_order(
-    check: Check,
-    window: int | None,
-    lookahead: int,
-    key_range: Tensor | None,
-    mask: Tensor | None,
-    selects: bool,
-) -> None:
-    if mask is not None:
-        for name, given in (("window", window), ("key_range", key_range)):
-            if given is not None:
-                got = tuple(given.shape) if isinstance(given, Tensor) else given
-                check.fail(name, "None beside a mask, which holds it", got)
-    if lookahead > 0 and (selects or mask is not None):
-        check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
 
 
 def _check_quantized(
@@ -123,20 +84,22 @@ def _meta_attention(
     check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
     if mask is not None:
         _check_mask(check, mask, q, k)
-    if k_tail is not None and lookahead != 0:
-        check.fail("lookahead", "0 beside a tail", lookahead)
-    beside_tail = {"mask": mask, "key_range": key_range, "k_scales": k_scales}
-    _check_tail(check, k_tail, v_tail, position, q.shape[2], **beside_tail)
-    if k_tail is None:
+    if k_tail is None or v_tail is None:
+        check.none("unless keys and values have a tail", True, k_tail=k_tail, v_tail=v_tail)
         _check_indices(check, indices, index_block, mask=mask, window=window, key_range=key_range)
     else:
+        if lookahead != 0:
+            check.fail("lookahead", "0 beside a tail", lookahead)
+        check.none("beside a tail", True, mask=mask, key_range=key_range, k_scales=k_scales)
+        check.between("position", position, 0, MAX_POSITION - q.shape[2])
         _check_indices(check, indices, index_block)
         check.between("index_block", index_block, 1, 1, " beside a tail")
-    _check_order(check, window, lookahead, key_range, mask, indices is not None)
+    check.none("beside a mask, which holds it", mask is not None, window=window, key_range=key_range)
+    if lookahead > 0 and not (indices is None and mask is None):
+        check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
     others = {"a mask": mask, "indices": indices, "a tail": k_tail, "a look-ahead": lookahead or None}
-    for name, given in others.items() if relative is not None else ():
-        if given is not None:
-            check.fail("relative", f"None beside {name}", tuple(relative.shape))
+    for name, given in others.items():
+        check.none(f"beside {name}", given is not None, relative=relative)
     if softcap is not None and not 0.0 < softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softcap)
     if gate is not None and gate.shape[3] != 1:

@@ -24,10 +24,8 @@ def _meta_heads(
     if x.shape[3] != inputs:
         which = "rows" if transposed else "columns"
         check.fail("x", f"of a last dimension of {inputs}, the {which} of a matrix", tuple(x.shape))
-    if tail is not None:
-        if not transposed:
-            check.fail("tail", "None unless transposed", tuple(tail.shape))
-        outputs += tail.shape[3]
+    check.none("unless transposed", not transposed, tail=tail)
+    outputs += 0 if tail is None else tail.shape[3]
     return x.new_empty((*x.shape[:3], outputs), dtype=dtype)
 
 

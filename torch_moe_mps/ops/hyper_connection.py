@@ -46,10 +46,8 @@ def hyper_update(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor | None
 def _meta_hyper_connection(check, streams, fn, scale, out, post, comb, **_):
     _check_update(check, streams)
     *leading, count, width = streams.shape
-    if (out is None) != (post is None):
-        check.fail("post", "given with out, and only then", None if post is None else tuple(post.shape))
-    if out is None and comb is not None:
-        check.fail("comb", "None without out", f"shape {tuple(comb.shape)}")
+    check.only("with out", out is not None, post=post)
+    check.none("without out", out is None, comb=comb)
     rows = (count, 2 * count, 2 * count + count * count)
     if fn.shape[0] not in rows:
         check.fail("fn", "of N, 2 N or (2 + N) N = {}, {} or {} rows".format(*rows), fn.shape[0])

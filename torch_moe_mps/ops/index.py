@@ -15,11 +15,9 @@ REDUCTIONS = ("heads", "keys")
 def _meta_index_topk(check, q, k, weights, top_k, key_range, reduce, block, tail, keys, as_bits, **_):
     batch, tokens, heads, rows = check.dims("B T Hi S")
     of_heads = reduce == "heads"
-    if weights is not None and not of_heads:
-        check.fail("weights", 'None with reduce = "keys"', tuple(weights.shape))
+    check.none('with reduce = "keys"', not of_heads, weights=weights)
     has_pools = of_heads and block > 1
-    if has_pools and key_range is not None:
-        check.fail("key_range", "None where k has a row for each block", tuple(key_range.shape))
+    check.none("where k has a row for each block", has_pools, key_range=key_range)
     check.between("tail", tail, 0, int(has_pools) if of_heads else top_k)
     if has_pools:
         if keys // block > rows or keys < 0:

@@ -26,8 +26,7 @@ def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
 
 def _check_activated(check, activation, activated, factor, rows, columns):
     if activation is None:
-        if activated is not None:
-            check.fail("activated", "None without an activation", activated)
+        check.none("without an activation", True, activated=activated)
         if factor != 1.0:
             check.fail("factor", "1.0 without an activation", factor)
         return

@@ -78,30 +78,22 @@ def _check_linear_attention(check, beta, beta_activation, beta_min, gate, norm_w
     _check_decay(check, beta=beta, beta_activation=beta_activation, **decay)
     if beta is None and beta_activation != "none":
         check.fail("beta_activation", "none without beta", beta_activation)
-    if beta is None and beta_min is not None:
-        check.fail("beta_min", "None without beta", beta_min)
-    if (gate is None) != (norm_weight is None):
-        check.fail("gate", "given with norm_weight, and only then", "one of the two")
+    check.none("without beta", beta is None, beta_min=beta_min)
+    check.only("with norm_weight", norm_weight is not None, gate=gate)
 
 
 def _check_decay(check, g, beta, delta, decay, beta_activation, A_log, dt_bias, lower_bound, **_):
-    if (g is None) != (decay == "times_beta"):
-        check.fail(
-            "g", 'None with decay="times_beta", and only then', "None" if g is None else tuple(g.shape)
-        )
+    check.only('unless decay="times_beta"', decay != "times_beta", g=g)
     is_wide = g is not None and g.dim() == 4
     if is_wide and not delta:
         check.rank("g", g, (1, 3))
     if decay == "times_beta" and beta is None:
         check.fail("beta", f'given with decay="{decay}"', None)
-    if (A_log is None) != (decay == "log"):
-        check.fail("A_log", 'None with decay="log", and only then', "None" if A_log is None else "a tensor")
+    check.only('unless decay="log"', decay != "log", A_log=A_log)
     if is_wide and beta_activation == "softplus":
         check.fail("beta_activation", "none or sigmoid where g has a value for each channel", beta_activation)
-    if (lower_bound is None) == (decay == "sigmoid"):
-        check.fail("lower_bound", 'given with decay="sigmoid", and only then', lower_bound)
-    if dt_bias is not None and A_log is None:
-        check.fail("dt_bias", "None without A_log", f"shape {tuple(dt_bias.shape)}")
+    check.only('with decay="sigmoid"', decay == "sigmoid", lower_bound=lower_bound)
+    check.none("without A_log", A_log is None, dt_bias=dt_bias)
     if dt_bias is not None:
         check.rank("dt_bias", dt_bias, (2 if is_wide else 1,))
 

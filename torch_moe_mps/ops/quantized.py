@@ -84,27 +84,21 @@ MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part i
 
 def _check_shared_expert(check, arguments):
     """The matrices of the shared expert, which are like those of one of the others."""
-    for name in ("shared_out", "gate_up_bias", "down_bias"):
-        if arguments[name] is not None:
-            got = f"a tensor of shape {tuple(arguments[name].shape)}"
-            check.fail(name, "None beside shared_gate_up_packed", got)
-    if arguments["logits"] is None:
-        check.fail("shared_gate_up_packed", "None without logits", "a tensor")
+    others = {name: arguments[name] for name in ("shared_out", "gate_up_bias", "down_bias")}
+    check.none("beside shared_gate_up_packed", True, **others)
+    without = arguments["logits"] is None
+    check.none("without logits", without, shared_gate_up_packed=arguments["shared_gate_up_packed"])
     for name in MATRICES:
         shared, own = arguments[f"shared_{name}"], arguments[name]
-        if (shared is None) != (own is None):
-            expected = "None" if own is None else "a tensor"
-            check.fail(f"shared_{name}", f"{expected} as {name} is", None if shared is None else "a tensor")
+        check.only(f"with {name}", own is not None, **{f"shared_{name}": shared})
         if shared is not None:
             check.dtype(f"shared_{name}", shared, (own.dtype,))
             check.shape(f"shared_{name}", shared, tuple(own.shape[1:]), f"as one of {name}")
 
 
 def _check_moe_experts_quantized(check, x, **arguments):
-    for name, other in (("ids", arguments["ids"]), ("weights", arguments["weights"])):
-        if (other is None) == (arguments["logits"] is None):
-            expected = "a tensor without logits" if other is None else "None with logits"
-            check.fail(name, expected, None if other is None else f"a tensor of shape {tuple(other.shape)}")
+    chosen = {name: arguments[name] for name in ("ids", "weights")}
+    check.only("without logits", arguments["logits"] is None, **chosen)
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
     if any(arguments[f"shared_{name}"] is not None for name in MATRICES):
         _check_shared_expert(check, arguments)

@@ -39,14 +39,12 @@ def _check_tables(check: Check, cos: Tensor, rows: tuple[int, ...], rotary_dim: 
 
 
 def _check_rope(check, q, k, cos, sin, q_weight, k_weight, rotary_dim, **_):
-    if (cos is None) != (sin is None):
-        check.fail("sin", "given with cos, and only then", None if sin is None else tuple(sin.shape))
+    check.only("with cos", cos is not None, sin=sin)
     x = k if q is None else q
     rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], rotary_dim)
     _check_heads(check, rotary, q=q, k=k)
-    for name, heads, weight in (("q", q, q_weight), ("k", k, k_weight)):
-        if heads is None and weight is not None:
-            check.fail(f"{name}_weight", f"None without {name}", f"shape {tuple(weight.shape)}")
+    check.none("without q", q is None, q_weight=q_weight)
+    check.none("without k", k is None, k_weight=k_weight)
 
 
 def _meta_rope(check, q, k, **rotation):
@@ -155,24 +153,17 @@ def rope(
 def check_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, k_bias, weight_offset, **rotation):
     _check_rope(check, q, k, **rotation)
     _check_heads(check, 2, v=v)
-    if (v is None) != (values_ is None):
-        check.fail(
-            "values_", "given with v, and only then", None if values_ is None else tuple(values_.shape)
-        )
-    if v_weight is not None and not norm_v:
-        check.fail("v_weight", "None without norm_v", f"shape {tuple(v_weight.shape)}")
+    check.only("with v", v is not None, values_=values_)
+    check.none("without norm_v", not norm_v, v_weight=v_weight)
     if norm_v and v is None:
         check.fail("norm_v", "False without v", norm_v)
     for argument, held in (("keys_", keys_), ("values_", values_)):
         if held is not None and held.shape[2] < k.shape[1]:
             expected = f"of {k.shape[1]} tokens or more, as many as {argument[0]} has"
             check.fail(argument, expected, tuple(held.shape))
-    if k_bias is not None:
-        for name, given in (("v", v), ("q_weight", rotation["q_weight"])):
-            if given is not None:
-                check.fail(name, "None with a bias", tuple(given.shape))
-        if rotation["k_weight"] is None or weight_offset != 0.0:
-            check.fail("k_bias", "None without k_weight, or with a weight_offset", tuple(k_bias.shape))
+    check.none("with a bias", k_bias is not None, v=v, q_weight=rotation["q_weight"])
+    alone = rotation["k_weight"] is None or weight_offset != 0.0
+    check.none("without k_weight, or with a weight_offset", alone, k_bias=k_bias)
     return k.new_empty(0) if q is None else _heads_first(q)
 
 

@@ -132,7 +132,9 @@ class Router(NamedTuple):
         for name, value in self._asdict().items():
             default = self._field_defaults[name]
             if value is not default and (isinstance(value, Tensor) or value != default):
-                check.fail(name, f"{default!r} without logits", _shown(value))
+                check.fail(
+                    name, f"{default!r} without logits", repr(value) if isinstance(value, str) else value
+                )
 
     def chosen(self) -> tuple[Tensor, Tensor]:
         """Weights and ids."""
@@ -142,12 +144,6 @@ class Router(NamedTuple):
 
 # {argument of moe_router: its name beside experts}
 OF_EXPERTS = {name.removeprefix("router_"): name for name in Router._fields}
-
-
-def _shown(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return f"a tensor of shape {tuple(value.shape)}"
-    return repr(value) if isinstance(value, str) else value
 
 
 def _meta_router(check, logits, **arguments):

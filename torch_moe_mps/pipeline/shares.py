@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ..macs import this_mac
+from ..macs import machine_memory, this_mac
 
 
 class Machine(NamedTuple):
@@ -20,7 +20,7 @@ def this_machine() -> Machine:
     except ValueError:
         names = os.sysconf_names
         known = "SC_PHYS_PAGES" in names and "SC_PAGE_SIZE" in names
-        return Machine(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if known else None, None)
+        return Machine(machine_memory() if known else None, None)
     return Machine(mac.limit, mac.bandwidth)
 
 

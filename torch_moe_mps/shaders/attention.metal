@@ -3,11 +3,7 @@
 #include "attention/merge.h"
 #include "attention/whole.h"
 
-#ifdef MOE_WEIGHTS
-typedef MOE_WEIGHTS Cache;
-#else
-typedef DenseCache<MOE_DTYPE> Cache;
-#endif
+typedef StoredCache Cache;
 
 // 1 for float: the host launches no kernel of 16 queries of values over 256 in 32 bits.
 #define IS_FLOAT_float 1

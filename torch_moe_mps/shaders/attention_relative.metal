@@ -1,12 +1,8 @@
 // Attention with a bias of relative positions.
 #include "attention/block.h"
 #include "attention/dense_cache.h"
-#include "attention/relative.h"
+#include "attention/whole.h"
 
-#ifdef MOE_WEIGHTS
-typedef Relative<MOE_WEIGHTS> Cache;
-#else
-typedef Relative<DenseCache<MOE_DTYPE> > Cache;
-#endif
+typedef Whole<StoredCache, true> Cache;
 
 INSTANTIATE_ATTENTION("attention_relative")

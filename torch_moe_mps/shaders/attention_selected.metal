@@ -3,10 +3,6 @@
 #include "attention/dense_cache.h"
 #include "attention/selected.h"
 
-#ifdef MOE_WEIGHTS
-typedef Selected<MOE_WEIGHTS> Cache;
-#else
-typedef Selected<DenseCache<MOE_DTYPE> > Cache;
-#endif
+typedef Selected<StoredCache> Cache;
 
 INSTANTIATE_ATTENTION("attention_selected")

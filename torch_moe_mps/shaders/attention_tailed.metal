@@ -3,6 +3,6 @@
 #include "attention/dense_cache.h"
 #include "attention/tailed.h"
 
-typedef Tailed<DenseCache<MOE_DTYPE> > Cache;
+typedef Tailed<StoredCache> Cache;
 
 INSTANTIATE_ATTENTION("attention_tailed")

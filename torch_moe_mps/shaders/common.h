@@ -14,5 +14,9 @@ using namespace metal;
 #define INSTANTIATE(name, ...) \
   template[[host_name(name MOE_SUFFIX)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
+inline ulong token_start(TokenStrides strides, uint batch, uint token, uint head) {
+  return batch * strides.batch + token * strides.token + head * strides.head;
+}
+
 // Threadgroup memory for one value of each of up to 32 simdgroups.
 constant constexpr uint kMaxSimdgroups = 32;

@@ -76,11 +76,11 @@ template <typename T>
   float totals[kKeys];
   UNROLL for (uint i = 0; i < kKeys; ++i) {
     const uint key = min(first + i * kIndexThreads + thread_index, params.rows - 1);
-    starts[i] = k + batch * params.k.batch + key * params.k.token;
+    starts[i] = k + token_start(params.k, batch, key, 0);
     totals[i] = 0.0f;
   }
-  device const T* queries = q + batch * params.q.batch + token * params.q.token;
-  const ulong weights_start = batch * params.weights.batch + token * params.weights.token;
+  device const T* queries = q + token_start(params.q, batch, token, 0);
+  const ulong weights_start = token_start(params.weights, batch, token, 0);
   const uint fours = (params.width + 3) / 4;
   for (uint head = 0; head < params.heads; head += kIndexHeads) {
     const uint heads = min(params.heads - head, kIndexHeads);
@@ -138,14 +138,14 @@ template <typename T>
   const bool is_own = is_scored && range.end - block <= params.tail;
   const uint begin = max(block * params.block, keys.begin);
   const uint end = is_scored ? min((block + 1) * params.block, keys.end) : begin;
-  device const T* queries = q + batch * params.q.batch + token * params.q.token;
+  device const T* queries = q + token_start(params.q, batch, token, 0);
   const uint fours = (params.width + 3) / 4;
   for (uint head = 0; head < params.heads; head += kBlockHeads) {
     stage_queries(queries, head, kBlockHeads, staged, thread_index, params);
     float best[kBlockHeads];
     UNROLL for (uint j = 0; j < kBlockHeads; ++j) best[j] = -INFINITY;
     for (uint key = begin + lane; key < end; key += kSimdWidth) {
-      device const T* start = k + batch * params.k.batch + key * params.k.token;
+      device const T* start = k + token_start(params.k, batch, key, 0);
       float sums[kBlockHeads];
       UNROLL for (uint j = 0; j < kBlockHeads; ++j) sums[j] = 0.0f;
       for (uint four = 0; four < fours; ++four) {

@@ -53,10 +53,6 @@ template <typename T>
 #define SCAN_DELTA 1     // u is what the state lacks
 #define SCAN_CHANNELS 2  // the same, with a decay for each row
 
-inline ulong token_start(TokenStrides strides, uint batch, uint token, uint head) {
-  return batch * strides.batch + token * strides.token + head * strides.head;
-}
-
 // The logarithm of a decay; `rate` is exp(A_log).
 inline float log_decay(float g, float rate, float shift, constant LinearAttentionParams& params) {
   if (params.decay == DECAY_SOFTPLUS) return -rate * softplus(g + shift);

@@ -187,15 +187,11 @@ template <typename T, bool kCentred>
   const bool is_k = place >= params.q.heads && place < first_v, is_v = place >= first_v;
   const uint head = place - (is_v ? first_v : is_k ? params.q.heads : 0);
   constant RopeHeads& heads = is_v ? params.v : is_k ? params.k : params.q;
-  device const T* source = (is_v   ? v
-                            : is_k ? k
-                                   : q) +
-                           batch * heads.batch_stride + token * heads.token_stride + head * heads.head_stride;
+  device const T* source = (is_v ? v : is_k ? k : q) + token_start(heads.input, batch, token, head);
   device T* target = (is_v   ? v_output
                       : is_k ? k_output
                              : q_output) +
-                     batch * heads.output_batch_stride + token * heads.output_token_stride +
-                     head * heads.output_head_stride;
+                     token_start(heads.output, batch, token, head);
   device const uchar* weight = is_v ? v_weight : is_k ? k_weight : q_weight;
   const ulong table_row = batch * params.table_batch_stride + token * params.table_token_stride;
   if (params.vectorised != 0) {

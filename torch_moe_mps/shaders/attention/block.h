@@ -100,9 +100,8 @@ struct Block {
                   uint simdgroup, constant AttentionParams& params) {
     const Queries queries = queries_of_block<C::kSelects>(group, kQueries, params);
     if constexpr (C::kSelects) {
-      device const int* indices = key_range + queries.batch * params.index_batch_stride +
-                                  queries.key_head * params.index_head_stride +
-                                  queries.only * params.index_token_stride;
+      device const int* indices =
+          key_range + token_start(params.index, queries.batch, queries.only, queries.key_head);
       keys.select(indices, queries.only, params);
       values.select(indices, queries.only, params);
     }
@@ -177,9 +176,7 @@ struct Block {
   static void stage(threadgroup Staged* target, device const T* q, Queries queries, uint thread_index,
                     constant AttentionParams& params) {
     const uint r = thread_index % kQueries;
-    device const T* source = q + queries.batch * params.q_batch_stride +
-                             queries.head(r) * params.q_head_stride +
-                             queries.token(r) * params.q_token_stride;
+    device const T* source = q + token_start(params.q, queries.batch, queries.token(r), queries.head(r));
     const uint octets = (params.k.width + kQueryColumns - 1) / kQueryColumns * (kQueryColumns / 8);
     for (uint octet = thread_index / kQueries; octet < octets; octet += kThreads / kQueries) {
       threadgroup Staged* fragments =

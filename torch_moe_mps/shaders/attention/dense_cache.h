@@ -34,9 +34,8 @@ struct DenseCache {
 
   DenseCache(device const uchar* values, device const T*, device const T*, uint batch, uint head,
              constant CacheParams& params)
-      : start(reinterpret_cast<device const T*>(values) + batch * params.values.batch_stride +
-              head * params.values.head_stride),
-        stride(uint(params.values.key_stride)),
+      : start(reinterpret_cast<device const T*>(values) + token_start(params.values, batch, 0, head)),
+        stride(uint(params.values.token)),
         width(params.width),
         vectorised(params.vectorised != 0) {}
 
@@ -72,3 +71,10 @@ struct DenseCache {
     }
   }
 };
+
+// What a library's keys and values are stored as.
+#ifdef MOE_WEIGHTS
+typedef MOE_WEIGHTS StoredCache;
+#else
+typedef DenseCache<MOE_DTYPE> StoredCache;
+#endif

@@ -27,12 +27,12 @@ struct QuantizedCache {
 
   QuantizedCache(device const uchar* values, device const T* scales_, device const T* biases_, uint batch,
                  uint head, constant CacheParams& params)
-      : start(values + 4 * (batch * params.values.batch_stride + head * params.values.head_stride)),
-        stride(4 * uint(params.values.key_stride)),
-        scales_stride(uint(params.scales.key_stride)),
+      : start(values + 4 * token_start(params.values, batch, 0, head)),
+        stride(4 * uint(params.values.token)),
+        scales_stride(uint(params.scales.token)),
         width(params.width),
         group_shift(params.group_shift) {
-    const ulong first = batch * params.scales.batch_stride + head * params.scales.head_stride;
+    const ulong first = token_start(params.scales, batch, 0, head);
     scales = scales_ + first;
     biases = biases_ + first;
   }

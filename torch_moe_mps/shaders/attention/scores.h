@@ -56,8 +56,8 @@ template <typename T>
 inline float gate_factor(device const T* gate, uint row, uint column, constant AttentionParams& params) {
   const uint token = row / params.heads;
   const float x =
-      float(gate[token / params.tokens * params.gate.batch + token % params.tokens * params.gate.token +
-                 row % params.heads * params.gate.head + min(column, params.gate_width - 1)]);
+      float(gate[token_start(params.gate, token / params.tokens, token % params.tokens, row % params.heads) +
+                 min(column, params.gate_width - 1)]);
   return params.gate_is_softplus != 0 ? softplus(x) : sigmoid(x);
 }
 

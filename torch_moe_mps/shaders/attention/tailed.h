@@ -21,8 +21,8 @@ struct Tailed {
   Tailed(device const uchar* values, device const T* tail_, device const T*, uint batch, uint head,
          constant CacheParams& params)
       : window(values, tail_, tail_, batch, head, params),
-        tail(tail_ + batch * params.tail.batch_stride + head * params.tail.head_stride),
-        tail_stride(uint(params.tail.key_stride)) {}
+        tail(tail_ + token_start(params.tail, batch, 0, head)),
+        tail_stride(uint(params.tail.token)) {}
 
   void select(device const int* indices_, uint token, constant AttentionParams& params) {
     indices = indices_;

@@ -48,7 +48,7 @@ template <typename T, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
   for (uint r = simdgroup; r < uint(B::kQueries); r += B::kSimdgroups) {
     const StagedQuery<B> row = {staged, r};
     if (queries.has(r)) {
-      device const T* head = q + batch * rope.q.batch_stride + queries.head(r) * rope.q.head_stride;
+      device const T* head = q + token_start(rope.q.input, batch, 0, queries.head(r));
       rope_head<T, 4, false>(head, q_weight, v_weight, cos, sin, table_row, row, rope.q, rope, lane);
     }
     for (uint column = lane + (queries.has(r) ? rope.q.width : 0); column < columns; column += kSimdWidth) {
@@ -60,15 +60,15 @@ template <typename T, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
   if (group.x + 1 == params.chunks) {
     const uint last = params.keys - 1;
     if (simdgroup == B::kSimdgroups - 1) {
-      device T* target = reinterpret_cast<device T*>(keys) + batch * params.k.values.batch_stride +
-                         key_head * params.k.values.head_stride + last * params.k.values.key_stride;
-      rope_head<T, 4, false>(k + batch * rope.k.batch_stride + key_head * rope.k.head_stride, k_weight,
-                             v_weight, cos, sin, table_row, target, rope.k, rope, lane);
+      device T* target =
+          reinterpret_cast<device T*>(keys) + token_start(params.k.values, batch, last, key_head);
+      rope_head<T, 4, false>(k + token_start(rope.k.input, batch, 0, key_head), k_weight, v_weight, cos, sin,
+                             table_row, target, rope.k, rope, lane);
     } else if (simdgroup == B::kSimdgroups - 2) {
-      device T* target = reinterpret_cast<device T*>(values) + batch * params.v.values.batch_stride +
-                         key_head * params.v.values.head_stride + last * params.v.values.key_stride;
-      rope_head<T, 4, false>(v + batch * rope.v.batch_stride + key_head * rope.v.head_stride, v_weight,
-                             v_weight, cos, sin, table_row, target, rope.v, rope, lane);
+      device T* target =
+          reinterpret_cast<device T*>(values) + token_start(params.v.values, batch, last, key_head);
+      rope_head<T, 4, false>(v + token_start(rope.v.input, batch, 0, key_head), v_weight, v_weight, cos, sin,
+                             table_row, target, rope.v, rope, lane);
     }
     threadgroup_barrier(mem_flags::mem_device);
   }

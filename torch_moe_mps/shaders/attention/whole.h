@@ -1,13 +1,14 @@
-// Keys or values of which one token sees all that it is given.
+// Keys or values of which one token sees all that it is given. Or, relative ones, of which each adds to its
+// score by its distance from the token.
 #pragma once
 #include "common.h"
 #include "params/attention.h"
 
-template <typename C>
+template <typename C, bool kRelative_ = false>
 struct Whole {
   typedef C Stored;
-  static constant constexpr bool kSelects = true;
-  static constant constexpr bool kRelative = false;
+  static constant constexpr bool kSelects = !kRelative_;
+  static constant constexpr bool kRelative = kRelative_;
 
   C all;
 

@@ -16,8 +16,7 @@ template <typename T>
   const uint word = index % params.words, row = index / params.words;
   const uint token = row % params.tokens, head = row / params.tokens % params.heads;
   const uint batch = row / params.tokens / params.heads;
-  device const T* source = states + batch * params.batch_stride + head * params.head_stride +
-                           token * params.token_stride + 4 * word;
+  device const T* source = states + token_start(params.states, batch, token, head) + 4 * word;
   const float4 x = float4(*reinterpret_cast<device const vec<T, 4>*>(source));
   float low = min(min(x.x, x.y), min(x.z, x.w)), high = max(max(x.x, x.y), max(x.z, x.w));
   const float4 zeros = x * 0.0f;
@@ -34,13 +33,11 @@ template <typename T>
     codes = uint(numbers.x) | uint(numbers.y) << 8 | uint(numbers.z) << 16 | uint(numbers.w) << 24;
   }
   if (!exists) return;
-  const ulong key = params.start + token;
-  packed[batch * params.packed.batch_stride + head * params.packed.head_stride +
-         key * params.packed.key_stride + word] = codes;
+  const uint key = params.start + token;
+  packed[token_start(params.packed, batch, key, head) + word] = codes;
   if (word % params.group_words != 0) return;
   const uint group = word / params.group_words;
-  const ulong place = batch * params.groups.batch_stride + head * params.groups.head_stride +
-                      key * params.groups.key_stride + group;
+  const ulong place = token_start(params.groups, batch, key, head) + group;
   scales[place] = scale;
   biases[place] = T(low + not_finite);
 }

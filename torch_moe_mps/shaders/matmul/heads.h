@@ -4,10 +4,9 @@
 
 // Where the inputs of a head of a token begin.
 template <typename T>
-inline device const T* head_of_token(device const T* x, HeadStrides strides, uint token, uint head,
+inline device const T* head_of_token(device const T* x, TokenStrides strides, uint token, uint head,
                                      constant HeadsParams& params) {
-  return x + token / params.tokens_of_batch * strides.batch + token % params.tokens_of_batch * strides.token +
-         head * strides.head;
+  return x + token_start(strides, token / params.tokens_of_batch, token % params.tokens_of_batch, head);
 }
 
 #define HEADS_BUFFERS(X, T)                                                                     \

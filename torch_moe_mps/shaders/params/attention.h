@@ -12,9 +12,9 @@
 
 // Keys or values. Strides are in elements, for quantised ones in words.
 struct CacheParams {
-  CacheRows values;
-  CacheRows scales;  // and biases
-  CacheRows tail;
+  TokenStrides values;
+  TokenStrides scales;  // and biases
+  TokenStrides tail;
   uint32_t width;        // elements of a head
   uint32_t group_shift;  // elements of a group, as a power of two
   uint32_t vectorised;   // whole runs of elements lie side by side, from multiples of their size on
@@ -24,15 +24,11 @@ struct CacheParams {
 struct AttentionParams {
   CacheParams k;
   CacheParams v;
-  uint64_t q_batch_stride;
-  uint64_t q_head_stride;
-  uint64_t q_token_stride;
+  TokenStrides q;
   uint64_t mask_batch_stride;
   uint64_t mask_head_stride;
   uint64_t relative_batch_stride;
-  uint64_t index_batch_stride;
-  uint64_t index_head_stride;
-  uint64_t index_token_stride;
+  TokenStrides index;
   TokenStrides gate;
   uint32_t gate_width;        // elements of a head's gate: 1 for all of its values, 0 without one
   uint32_t gate_is_softplus;  // else sigmoid

@@ -12,16 +12,10 @@
 #define DTYPE_HALF 1
 #define DTYPE_BFLOAT 2
 
-// Strides of [B, T, heads, ...], in elements; those of a head's elements are 1.
+// Strides of [B, T, heads, ...] or of a cache's [B, heads, T, ...], in elements; those of a head's elements
+// are 1.
 struct TokenStrides {
   uint64_t batch;
   uint64_t token;
   uint64_t head;
-};
-
-// The strides of a cache, in elements.
-struct CacheRows {
-  uint64_t batch_stride;
-  uint64_t head_stride;
-  uint64_t key_stride;
 };

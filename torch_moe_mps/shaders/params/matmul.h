@@ -54,19 +54,12 @@ struct ExpertDownParams {
   uint32_t has_shared_expert;  // 1: of the only token, which has a pair more for it
 };
 
-// Strides are in elements.
-struct HeadStrides {
-  uint64_t batch;
-  uint64_t token;
-  uint64_t head;
-};
-
 // A matrix for each head: `matrix.rows` from the first row of a head to that of the next, of which
 // `matrix.outputs` are used; `matrix.inputs` columns.
 struct HeadsParams {
   MatmulParams matrix;
-  HeadStrides x;
-  HeadStrides tail;
+  TokenStrides x;
+  TokenStrides tail;
   uint32_t tokens;  // of the whole batch
   uint32_t tokens_of_batch;
   uint32_t heads;

@@ -5,14 +5,10 @@
 #define PAIRS_INTERLEAVED 1          // elements 2 i and 2 i + 1
 #define PAIRS_INTERLEAVED_TO_HALF 2  // read as interleaved, stored as halves
 
-// q, k or v. Strides are in elements.
+// q, k or v.
 struct RopeHeads {
-  uint64_t batch_stride;
-  uint64_t token_stride;
-  uint64_t head_stride;
-  uint64_t output_batch_stride;
-  uint64_t output_token_stride;
-  uint64_t output_head_stride;
+  TokenStrides input;
+  TokenStrides output;
   uint32_t heads;
   uint32_t width;
   uint32_t rotary;  // elements that turn

@@ -3,11 +3,9 @@
 
 // Strides are in elements.
 struct CacheWriteParams {
-  CacheRows packed;
-  CacheRows groups;  // scales and biases
-  uint64_t batch_stride;
-  uint64_t head_stride;
-  uint64_t token_stride;
+  TokenStrides states;
+  TokenStrides packed;
+  TokenStrides groups;  // scales and biases
   uint32_t threads;
   uint32_t words;  // of a head
   uint32_t group_words;

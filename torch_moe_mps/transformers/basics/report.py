@@ -4,9 +4,11 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from ...quantization import Format
+
+Item = TypeVar("Item")
 
 
 class QuantizedProjection(NamedTuple):
@@ -209,3 +211,14 @@ class Report:
         replaced, alone = len(self.replaced), len(self.left_alone)
         table += ["", f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
         return "\n".join(table)
+
+
+def with_progress(items: Sequence[Item], what: str, unit: str, wanted: bool = True) -> Iterable[Item]:
+    """The items, with a bar where tqdm is installed, as it is with transformers."""
+    if not wanted or not items:
+        return items
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=what, unit=unit)

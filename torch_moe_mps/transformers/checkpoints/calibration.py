@@ -1,19 +1,19 @@
 """Importance from a text: the model is loaded for it, reads the text, and is freed again."""
 
-import gc
 import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import AutoTokenizer
 
+from ...macs import machine_memory
 from ...ops._checks import Check, first_line
 from .importance import Importance, collect_importance, given_importance, is_file_of_importance
 from .sizes import total_bytes
 from .source import Source
+from .weights import free
 
 AUTO = "auto"
 SAMPLE = Path(__file__).parents[2] / "commands/sample.txt"
@@ -52,9 +52,7 @@ def importance_for(
     device = model.device
     found = collect_importance(model, ids, text=text)
     del model
-    gc.collect()
-    if device.type == "mps":
-        torch.mps.empty_cache()
+    free(device)
     return found
 
 
@@ -62,8 +60,7 @@ def is_read_as_it_is(source: Source) -> bool:
     """Whether a model need not be quantised to run: it is stored so, or small."""
     if source.stored or source.gguf is not None:
         return True
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return total_bytes(source.skeleton()) < _SHARE * memory
+    return total_bytes(source.skeleton()) < _SHARE * machine_memory()
 
 
 def _text(file: Path) -> str:

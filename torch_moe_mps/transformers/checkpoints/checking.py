@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 
 from ...ops._checks import Check
 from ..modules.linears import OrderedLinear, formats_in
+from .files import tensors_in
 from .weights import quantized_names
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
@@ -19,14 +19,9 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 def check_shapes(model: nn.Module, files: Sequence[str] | None) -> None:
     """Raises: ValueError for a tensor in the files whose shape differs from the model's."""
     state = model.state_dict()
-    for file in files or ():
-        if not file.endswith(".safetensors"):
-            continue
-        with safe_open(file, framework="pt") as tensors:
-            for name in sorted(state.keys() & set(tensors.keys())):
-                shape, found = tuple(state[name].shape), tuple(tensors.get_slice(name).get_shape())
-                if found != shape:
-                    Check("from_pretrained").fail(name, f"of shape {shape}", f"{found} in {file}")
+    for file, name, _, found in tensors_in(file for file in files or () if file.endswith(".safetensors")):
+        if name in state and (shape := tuple(state[name].shape)) != found:
+            Check("from_pretrained").fail(name, f"of shape {shape}", f"{found} in {file}")
 
 
 def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> None:

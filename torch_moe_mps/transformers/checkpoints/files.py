@@ -3,6 +3,7 @@
 import json
 import shutil
 import tempfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,15 @@ def checkpoint_files(source: str) -> list[Path]:
         except SafetensorError as error:
             raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
     return files
+
+
+def tensors_in(files: Iterable[str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+    """(file, name, dtype as safetensors calls it, shape) of all tensors in some files."""
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                yield file, name, part.get_dtype(), tuple(part.get_shape())
 
 
 class Shards:

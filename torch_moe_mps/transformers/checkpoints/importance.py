@@ -13,7 +13,7 @@ tokens that were counted.
 import hashlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from ...ops._checks import Check
 from ...quantization.formats import check_importance
 from ..basics.interface import Experts, projections
-from ..basics.report import any_layer
+from ..basics.report import any_layer, with_progress
 from ..modules.experts import activated_rows
 from ..modules.linears import GroupedLinear, QuantizedLinear
 from .blending import blended
@@ -204,21 +204,13 @@ def collect_importance(model: nn.Module, ids: Tensor, *, text: str = "", progres
         for target in _multiplied(model):
             hook = _hook(target, counts)
             hooks.callback(target.module.register_forward_pre_hook(hook, with_kwargs=True).remove)
-        for window in _with_progress(ids.split(WINDOW), progress):
+        for window in with_progress(ids.split(WINDOW), "Calibrating", "window", progress):
             called(input_ids=window[None].to(device), use_cache=False)
     means = _blended(counts)
     for name, mean in means.items():
         check_importance(_CHECK, f"what {name} multiplies", mean)
     octets = text.encode() if text else ids.cpu().numpy().tobytes()
     return Importance(means, len(ids), _name_of(model), hashlib.sha256(octets).hexdigest())
-
-
-def _with_progress(windows: Iterable[Tensor], enabled: bool) -> Iterable[Tensor]:
-    if not enabled:
-        return windows
-    from tqdm.auto import tqdm
-
-    return tqdm(windows, desc="Calibrating", unit="window")
 
 
 def _name_of(model: nn.Module) -> str:

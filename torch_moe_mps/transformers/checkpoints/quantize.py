@@ -1,6 +1,6 @@
 """Quantises models in place: experts, linear layers and embeddings."""
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NoReturn
 
@@ -8,7 +8,7 @@ from torch import nn
 
 from ...quantization import Format
 from ..basics.interface import experts_of, formats_of, is_quantized, projections
-from ..basics.report import QuantizationReport
+from ..basics.report import QuantizationReport, with_progress
 from ..modules.experts import unsupported
 from ..modules.linears import has_quantized_weights
 from .importance import Importance
@@ -87,13 +87,13 @@ def quantize_targets(
     report.bytes_before = report.bytes_before or bytes_a_token(model)
     sharing = shared_weights(model, dense)
     try:
-        for name in _with_progress(list(dense), progress):
+        for name in with_progress(list(dense), "Quantising", "module", progress):
             others = [dense[other] for other in sharing.get(name, ())]
             if name in report.modules or name in report.shared:
                 continue
             report.modules[name] = quantize_target(model, dense[name], others)
             report.shared.update({other.name: name for other in others})
-            release_cache(next(dense[name].module.parameters()))
+            release_cache(next(dense[name].module.parameters()).device)
     finally:  # after an interruption the model works, and can be saved
         tie_quantized(model)
         if report.modules:
@@ -161,14 +161,3 @@ def refuse_second_method(function: str, method: object) -> NoReturn:
         f"moe_mps::{function}: the model is already quantised with {method}: a checkpoint holds one method; "
         "use bits=None"
     )
-
-
-def _with_progress(items: Collection, enabled: bool) -> Iterable:
-    """A progress bar where tqdm is installed, as it is with transformers."""
-    if not enabled or not items:
-        return items
-    try:
-        from tqdm.auto import tqdm
-    except ImportError:
-        return items
-    return tqdm(items, desc="Quantising", unit="module")

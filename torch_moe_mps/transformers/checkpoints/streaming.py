@@ -59,7 +59,7 @@ class Stream:
         try:
             _CHECK.shape(name, weight, tuple(expected.shape), "that of the model")
             self._done[name], entry = quantize_parameter(target, parameter, target.rows_first(weight))
-            release_cache(self._done[name].packed)
+            release_cache(self._done[name].packed.device)
             self.report.modules.setdefault(target.name, []).append(entry)
         except ValueError as error:
             self._errors.append(error)

@@ -5,6 +5,7 @@ the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of li
 """
 
 import copy
+import gc
 import math
 from collections.abc import Mapping
 from typing import Any
@@ -128,7 +129,7 @@ def requantize(
         weight, entry = quantize_parameter(target, parameter, stack)
         for name, tensor in zip(quantized_names(parameter), weight, strict=True):
             module.register_parameter(name, tensor)
-        release_cache(module._parameters[quantized_names(parameter)[0]])
+        release_cache(module._parameters[quantized_names(parameter)[0]].device)
         changed.append(entry._replace(stored=stored.format, dense_bytes=stored.nbytes))
     if target.kind == "experts":
         module.quantization, module.down_quantization = (target.formats[n] for n in projections(module))
@@ -248,7 +249,13 @@ def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
     return row[0].clone() if bool((row == row[0]).all()) else row
 
 
-def release_cache(tensor: Tensor) -> None:
+def release_cache(device: torch.device | str) -> None:
     """Returns freed memory to the system; PyTorch's MPS allocator would keep it for buffers as large."""
-    if tensor.device.type == "mps":
+    if torch.device(device).type == "mps":
         torch.mps.empty_cache()
+
+
+def free(device: torch.device | str) -> None:
+    """Gives the memory of a model back that nobody holds any more."""
+    gc.collect()
+    release_cache(device)

@@ -15,6 +15,8 @@ ANSWERS: dict[str, str] = {}
 # {model type: the keys that transformers 5 writes into its config, and what makes of them those that mlx-lm
 # reads in their place}
 MLX_KEYS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], dict[str, Any]]]] = {}
+# {model type: how mlx-lm's names of its parameters differ, as checkpoints.mlx.names.Architecture has it}
+MLX_NAMES: dict[str, dict[str, Any]] = {}
 
 for _folder in pkgutil.iter_modules(__path__):
     importlib.import_module(f"{__name__}.{_folder.name}")

@@ -120,10 +120,3 @@ struct FloatCodes {
     return float2(float(codes.x) * factor, float(codes.y) * factor);
   }
 };
-
-template <typename T>
-using Mxfp4 = FloatCodes<T, E2M1, ScaleE8M0, 32>;
-template <typename T>
-using Mxfp8 = FloatCodes<T, E4M3, ScaleE8M0, 32>;
-template <typename T>
-using Nvfp4 = FloatCodes<T, E2M1, ScaleE4M3, 16>;

@@ -1,8 +1,8 @@
 // GGUF's formats of levels.
 #pragma once
 #include "matmul/formats/grid.h"
-#include "matmul/formats/half_scales.h"
 #include "matmul/formats/small_scales.h"
+#include "matmul/formats/typed_scales.h"
 
 // level * scale, of ggml's 16 levels. A byte has two codes: it is the number of their point.
 template <typename T, typename Scales>
@@ -63,9 +63,3 @@ struct LevelCodes {
     return float2(float(two.x) * scale, float(two.y) * scale);
   }
 };
-
-// Levels have no offset; the 1 says that they have no bias.
-template <typename T>
-using IQ4_NL = LevelCodes<T, HalfScales<1>>;
-template <typename T>
-using IQ4_XS = LevelCodes<T, SmallScales<32, 6, false, 32, 1>>;

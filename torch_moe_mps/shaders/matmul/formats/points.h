@@ -103,18 +103,3 @@ struct GridCodes {
     return float2(float(two.x) * own, float(two.y) * own);
   }
 };
-
-template <typename T>
-using IQ1_S = GridCodes<T, 1, 32, 3, 3, 16>;
-template <typename T>
-using IQ1_M = GridCodes<T, 1, 16, 3, 3, 22>;
-template <typename T>
-using IQ2_XXS = GridCodes<T, 2, 32, 4, 0, 0>;
-template <typename T>
-using IQ2_XS = GridCodes<T, 2, 16, 4, 1, 8>;
-template <typename T>
-using IQ2_S = GridCodes<T, 2, 16, 4, 2, 16>;
-template <typename T>
-using IQ3_XXS = GridCodes<T, 3, 32, 4, 0, 0>;
-template <typename T>
-using IQ3_S = GridCodes<T, 3, 32, 4, 1, 12>;

@@ -14,6 +14,7 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from ...basics.interface import Experts, projections
+from ...families import MLX_NAMES
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -47,55 +48,30 @@ _NUMBERED = {
     f".feed_forward.w{number}.weight": f".feed_forward.{name}_proj.weight"
     for number, name in enumerate(("gate", "down", "up"), 1)
 }
+_LAGUNA = {
+    f".mlp.experts{_CORRECTION}": f".mlp.gate{_CORRECTION}",
+    ".mlp.gate.weight": ".mlp.gate.proj.weight",
+}
+# Model types of which one thing at most differs.
+_TYPES: dict[str, dict[str, Any]] = {
+    "deepseek_v2 glm4_moe mellum mimo_v2_flash olmoe qwen2_moe qwen3_moe qwen3_vl_moe_text solar_open": {},
+    "deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa mistral4": {"halves": True},
+    "granitemoe granitemoehybrid minimax_m2 minimax_m3_vl_text mixtral phimoe": {
+        "experts": "block_sparse_moe.switch_mlp"
+    },
+    "afmoe dots1 gpt_oss": {"experts": "mlp.experts"},
+    "ernie4_5_moe": {"drops_bias": True},
+    "nemotron_h": {"experts": "mixer.switch_mlp"},
+    "qwen3_next": {"one_more": True},
+}
 # The architectures with experts that mlx-lm has, and others that differ from their original checkpoints.
 ARCHITECTURES = {
-    "afmoe": Architecture("mlp.experts"),
-    "bailing_hybrid": Architecture(renamed_linear={".attention.dense.": ".attention.o_proj."}, halves=True),
-    "deepseek_v2": Architecture(),
-    "deepseek_v3": Architecture(halves=True),
-    "deepseek_v32": Architecture(halves=True),
-    "dots1": Architecture("mlp.experts"),
-    "ernie4_5_moe": Architecture(drops_bias=True),
-    "exaone_moe": Architecture(renamed={f".mlp{_CORRECTION}": f".mlp.gate{_CORRECTION}"}),
-    "gemma4_text": Architecture("experts.switch_glu"),
-    "glm4_moe": Architecture(),
-    "glm4_moe_lite": Architecture(halves=True),
-    "glm_moe_dsa": Architecture(halves=True),
-    "gpt_oss": Architecture("mlp.experts"),
-    "granitemoe": Architecture("block_sparse_moe.switch_mlp"),
-    "granitemoehybrid": Architecture("block_sparse_moe.switch_mlp"),
-    "jamba": Architecture("feed_forward.switch_mlp"),
-    "kimi_linear": Architecture(
-        renamed={
-            ".block_sparse_moe.": ".mlp.",
-            f".mlp.gate{_CORRECTION}": f".mlp{_CORRECTION}",
-            "_conv1d.": "_conv.conv.",
-        },
-        halves=True,
-    ),
-    "laguna": Architecture(
-        renamed={
-            f".mlp.experts{_CORRECTION}": f".mlp.gate{_CORRECTION}",
-            ".mlp.gate.weight": ".mlp.gate.proj.weight",
-        }
-    ),
+    **{kind: Architecture(**given) for kinds, given in _TYPES.items() for kind in kinds.split()},
+    "laguna": Architecture(renamed=_LAGUNA),
     "lfm2_moe": Architecture("feed_forward.switch_mlp", renamed=_NUMBERED),
-    "mellum": Architecture(),
-    "mimo_v2_flash": Architecture(),
-    "minimax_m2": Architecture("block_sparse_moe.switch_mlp"),
-    "minimax_m3_vl_text": Architecture("block_sparse_moe.switch_mlp"),
-    "mistral4": Architecture(halves=True),
-    "mixtral": Architecture("block_sparse_moe.switch_mlp"),
-    "nemotron_h": Architecture("mixer.switch_mlp"),
-    "olmoe": Architecture(),
-    "phimoe": Architecture("block_sparse_moe.switch_mlp"),
-    "qwen2_moe": Architecture(),
     "qwen3_5_moe_text": Architecture(one_more=True, part_of="qwen3_5_moe"),
     "qwen3_5_text": Architecture(None, one_more=True),
-    "qwen3_moe": Architecture(),
-    "qwen3_next": Architecture(one_more=True),
-    "qwen3_vl_moe_text": Architecture(),
-    "solar_open": Architecture(),
+    **{kind: Architecture(**given) for kind, given in MLX_NAMES.items()},
 }
 # Models without experts that mlx-lm computes as transformers does; the parameters keep their names.
 DENSE = frozenset(

@@ -17,7 +17,7 @@ from ....ops._checks import Check
 from ....quantization import Format
 from ..absent import beside_text
 from ..checking import may_lack
-from ..files import checkpoint_files
+from ..files import checkpoint_files, tensors_in
 from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
 from .names import Names, canonical
@@ -36,12 +36,9 @@ class TensorsOfFiles:
 
     def __init__(self, files: Sequence[str]):
         self.tensors: dict[str, Tensor] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    part = tensors.get_slice(name)
-                    dtype = _CODES.get(part.get_dtype(), torch.float32)
-                    self.tensors[name] = torch.empty(part.get_shape(), dtype=dtype, device="meta")
+        for _, name, dtype, shape in tensors_in(files):
+            codes = _CODES.get(dtype, torch.float32)
+            self.tensors[name] = torch.empty(shape, dtype=codes, device="meta")
         self._keys = {canonical(name): name for name in self.tensors}
 
     def key(self, name: str) -> str | None:

@@ -19,6 +19,7 @@ from ....ops._checks import Check
 from ....ops._formats import e4m3, pack, unpack
 from ....quantization import Format, QuantizedWeight
 from ....quantization.formats import ErrorSums, quantize_stack
+from ..files import tensors_in
 from ..weights import words
 
 _CHECK = Check("load")
@@ -40,12 +41,8 @@ class Files:
         self._files: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
-        for file in files:
-            with safe_open(file, framework="pt") as tensors:
-                for name in tensors.keys():  # noqa: SIM118
-                    part = tensors.get_slice(name)
-                    self._files[name], self.dtypes[name] = file, part.get_dtype()
-                    self.shapes[name] = tuple(part.get_shape())
+        for file, name, dtype, shape in tensors_in(files):
+            self._files[name], self.dtypes[name], self.shapes[name] = file, dtype, shape
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
         """The whole tensor, or one expert's part of it."""

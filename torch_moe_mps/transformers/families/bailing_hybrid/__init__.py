@@ -1,8 +1,8 @@
-"""Bailing hybrid: keys of its config in MLX's checkpoints."""
+"""Bailing hybrid: keys of its config and names in MLX's checkpoints."""
 
 from typing import Any
 
-from .. import MLX_KEYS
+from .. import MLX_KEYS, MLX_NAMES
 
 
 def older_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -20,3 +20,7 @@ MLX_KEYS["bailing_hybrid"] = (
     ("num_experts_per_token", "num_expert_group", "full_attention_interval"),
     older_keys,
 )
+MLX_NAMES["bailing_hybrid"] = {
+    "renamed_linear": {".attention.dense.": ".attention.o_proj."},
+    "halves": True,
+}

@@ -1,8 +1,8 @@
-"""EXAONE MoE: keys of its config in MLX's checkpoints."""
+"""EXAONE MoE: keys of its config and names in MLX's checkpoints."""
 
 from typing import Any
 
-from .. import MLX_KEYS
+from .. import MLX_KEYS, MLX_NAMES
 
 
 def older_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -10,3 +10,5 @@ def older_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 MLX_KEYS["exaone_moe"] = (("mlp_layer_types",), older_keys)
+_CORRECTION = "e_score_correction_bias"
+MLX_NAMES["exaone_moe"] = {"renamed": {f".mlp.{_CORRECTION}": f".mlp.gate.{_CORRECTION}"}}

@@ -1,8 +1,8 @@
-"""Kimi Linear: keys of its config in MLX's checkpoints."""
+"""Kimi Linear: keys of its config and names in MLX's checkpoints."""
 
 from typing import Any
 
-from .. import MLX_KEYS
+from .. import MLX_KEYS, MLX_NAMES
 
 
 def older_keys(config: dict[str, Any]) -> dict[str, Any]:
@@ -22,3 +22,12 @@ def older_keys(config: dict[str, Any]) -> dict[str, Any]:
 
 
 MLX_KEYS["kimi_linear"] = (("layer_types", "mlp_layer_types", "linear_head_dim"), older_keys)
+_CORRECTION = "e_score_correction_bias"
+MLX_NAMES["kimi_linear"] = {
+    "renamed": {
+        ".block_sparse_moe.": ".mlp.",
+        f".mlp.gate.{_CORRECTION}": f".mlp.{_CORRECTION}",
+        "_conv1d.": "_conv.conv.",
+    },
+    "halves": True,
+}

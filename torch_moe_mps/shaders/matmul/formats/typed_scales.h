@@ -1,11 +1,11 @@
-// MLX's affine formats.
+// Scales of MLX's affine formats and of ggml's blocks of 32 values.
 #pragma once
 #include "matmul/formats/integers.h"
 
-// A scale and a bias in T for each group.
-template <typename T, int kGroup_>
+// A scale in T for each group, and without an offset a bias.
+template <typename T, int kGroup_, int kOffset_ = 0>
 struct TypedScales {
-  static constant constexpr int kGroup = kGroup_, kUnit = kGroup_, kPlaceBytes = 0, kOffset = 0;
+  static constant constexpr int kGroup = kGroup_, kUnit = kGroup_, kPlaceBytes = 0, kOffset = kOffset_;
   struct Loaded {
     T scale, bias;
   };
@@ -19,13 +19,14 @@ struct TypedScales {
 
   template <int>
   Loaded load(uint unit, uint column) const {
-    return {scales[unit + column / kUnit], biases[unit + column / kUnit]};
+    if constexpr (kOffset != 0) {
+      return {scales[unit + column / kUnit], T(0.0f)};
+    } else {
+      return {scales[unit + column / kUnit], biases[unit + column / kUnit]};
+    }
   }
   template <bool>
   static ScaleAndBias of(Loaded loaded, int) {
     return {float(loaded.scale), float(loaded.bias)};
   }
 };
-
-template <typename T, int kBits, int kGroup>
-using Affine = Integers<T, kBits, TypedScales<T, kGroup>>;
