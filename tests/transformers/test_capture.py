@@ -6,7 +6,6 @@ import functools
 import gc
 import pickle
 import sys
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -17,6 +16,7 @@ import torch
 from support import tiny_models
 from support.models import assert_close, eager, output, prompt, tiny
 from support.sweep import in_sweep
+from support.threads import in_threads
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -1035,12 +1035,7 @@ def test_two_threads_share_a_program(device, same_bits):
         with torch.no_grad():
             results[number] = talks[number].tokens(6)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive()
+    in_threads(lambda: run(0), lambda: run(1))
     for number in range(2):
         assert_equal(results[number], expected[number])
     assert len(captures_of(model).programs) == 1

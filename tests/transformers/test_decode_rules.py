@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 from support import tiny_models
-from support.models import assert_close, eager, operators_of, output, prompt
+from support.models import assert_close, eager, in_parts, operators_of, output, prompt
 from torch import nn
-from transformers import DynamicCache
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 
 import torch_moe_mps
@@ -49,11 +48,7 @@ def captured(monkeypatch):
 
 def tokens(model, count: int = 5) -> torch.Tensor:
     """The logits of single tokens after a prompt, of which the third and later ones are captured."""
-    cache, ids = DynamicCache(config=model.config), torch.arange(1, 10 + count)[None]
-    output(model, ids[:, :9], past_key_values=cache, use_cache=True)
-    each = [
-        output(model, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(9, 9 + count)
-    ]
+    _, *each = in_parts(model, torch.arange(1, 10 + count)[None], *[1] * count)[0]
     return torch.cat(each, 1)
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support import tiny_models
-from support.models import assert_close, eager, operators_of
+from support.models import assert_close, eager, in_parts, operators_of
 
 import torch_moe_mps
 
@@ -30,12 +30,7 @@ def layers_of(model):
 def logits_of(model):
     """Of a prompt of two rows, a token and a few tokens at once."""
     ids = torch.randint(3, 90, (2, MOST_TOKENS + 4), generator=torch.Generator().manual_seed(1))
-    cache, found = None, []
-    with torch.no_grad():
-        for piece in ids.split((MOST_TOKENS, 1, 3), 1):
-            out = model(input_ids=piece, past_key_values=cache, use_cache=True)
-            cache, found = out.past_key_values, [*found, out.logits]
-    return torch.cat(found, 1)
+    return torch.cat(in_parts(model, ids, 1, 3)[0], 1)
 
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
