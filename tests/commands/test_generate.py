@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
 from support.disk import files_of
 from support.processes import COMMAND, Forked
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import decoders
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -28,11 +29,7 @@ def write(folder, architecture="mixtral", seed: int = 0, **sizes) -> None:
         config = tiny_models.tiny_config(architecture, head_dim=32, vocab_size=27, **sizes)
     torch.manual_seed(seed)
     tiny_models.model_class(architecture)(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)} | {"?": 26}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", pad_token="?")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?", chat_template=TEMPLATE).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")

@@ -4,10 +4,9 @@ import re
 
 import pytest
 import torch
-import transformers
 from support import tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
 from support.pipeline import launch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
@@ -20,14 +19,8 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("mixtral").save_pretrained(folder)
-    letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="?", chat_template=template
-    )
-    fast.save_pretrained(folder)
+    tokenizer_of(LETTERS, unk_token="?", chat_template=template).save_pretrained(folder)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 3)
     return str(folder)
 
