@@ -69,6 +69,12 @@ def without_capture(model: nn.Module) -> nn.Module:
     return model
 
 
+def pair(*arguments, **options) -> tuple[nn.Module, nn.Module]:
+    """An accelerated model, and a copy of it whose tokens are not captured."""
+    model = accelerated(*arguments, **options)
+    return model, without_capture(copy.deepcopy(model))
+
+
 class Conversation:
     """Tokens after a prompt, each the likeliest after the one before."""
 
@@ -126,9 +132,8 @@ def answer(model: nn.Module, device: str, padding: int = 0) -> list[torch.Tensor
 def test_every_architecture(architecture, device, same_bits):
     """Without Inkling 2, which needs a router in float32 beside layers in bfloat16."""
     with tiny_models.sizes(**QUANTISED_SIZES):
-        model = accelerated(architecture, device, torch.bfloat16, bits=4, group_size=32)
+        model, own = pair(architecture, device, torch.bfloat16, bits=4, group_size=32)
     captures_of(model)._own_code = False  # all that runs is a library's
-    own = without_capture(copy.deepcopy(model))
     assert_equal(answer(model, device), answer(own, device))
     captures = captures_of(model)
     assert captures.programs, str(captures)
@@ -170,8 +175,7 @@ def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bit
     if architecture == "deepseek_v4":  # whose rates are 2 and 3
         rates, chosen = {}, {"index_topk": 3}
     with tiny_models.sizes(**rates, **chosen, index_head_dim=16):
-        model = accelerated(architecture, device, torch.bfloat16)
-    own = without_capture(copy.deepcopy(model))
+        model, own = pair(architecture, device, torch.bfloat16)
     captures = captures_of(model)
     ids, mine, theirs, by_modules = prompt(1, PROMPT).to(device), [], [], []
     cache, other = (
@@ -200,8 +204,7 @@ def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch):
 
 @torch.no_grad()
 def test_a_captured_token_has_the_same_bits(device, same_bits):
-    model = accelerated("qwen3_moe", device)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", device)
     mine, theirs = Conversation(model), Conversation(own)
     captures = captures_of(model)
     assert_equal(mine.tokens(2), theirs.tokens(2))
@@ -240,8 +243,7 @@ def test_a_captured_token_is_checked_once(simulated, monkeypatch):
 def test_tokens_behind_passes(architecture, device):
     """As close to those that run module by module as the roundings allow that the passes join."""
     with tiny_models.sizes(linear_num_value_heads=16):
-        model = accelerated(architecture, device, bits=4, group_size=32)
-    own = without_capture(copy.deepcopy(model))
+        model, own = pair(architecture, device, bits=4, group_size=32)
     mine, theirs = Conversation(model), Conversation(own)
     for result, expected in zip(mine.tokens(5), theirs.tokens(5), strict=True):
         assert_close(result, expected, 2e-5)
@@ -251,8 +253,7 @@ def test_tokens_behind_passes(architecture, device):
 @torch.no_grad()
 @pytest.mark.parametrize("batch,tokens", [(2, 1), (1, 3)])
 def test_batches_and_several_tokens(batch, tokens, device, same_bits):
-    model = accelerated("gpt_oss", device)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("gpt_oss", device)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     ids = prompt(batch, PROMPT + 6 * tokens).to(device)
     for part in ids.split([PROMPT, *[tokens] * 6], 1):
@@ -268,8 +269,7 @@ def test_batches_and_several_tokens(batch, tokens, device, same_bits):
 @pytest.mark.parametrize("bits", [None, 4])
 def test_kinds_behind_each_other(bits):
     """A batch of one row has a program of its own, larger ones share one from the second size on."""
-    model = accelerated("qwen3_moe", "cpu", bits=bits, group_size=32 if bits else None)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu", bits=bits, group_size=32 if bits else None)
     captures, programs = captures_of(model), []
     for batch in (1, 2, 3, 5, 1):
         mine, theirs = Conversation(model, batch=batch), Conversation(own, batch=batch)
@@ -283,8 +283,7 @@ def test_kinds_behind_each_other(bits):
 @torch.no_grad()
 def test_a_models_own_cache():
     """It keeps states in a list beside its layers."""
-    model = accelerated("minimax", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("minimax", "cpu")
     ids, caches = prompt(2, PROMPT), []
     for each in (model, own):
         caches.append(each(ids).past_key_values)
@@ -302,8 +301,7 @@ def test_a_models_own_cache():
 
 def test_continuous_batching():
     """Its tokens run module by module, by transformers' cache of pages."""
-    model = accelerated("qwen3_moe", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu")
     generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     pages = ContinuousBatchingConfig(num_blocks=16, page_size=32, max_batch_tokens=64)
     mine, theirs = (
@@ -317,8 +315,7 @@ def test_continuous_batching():
 @torch.no_grad()
 def test_masks_of_padding():
     """Key ranges are read anew for each token; what is no range runs too."""
-    model = accelerated("gpt_oss", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("gpt_oss", "cpu")
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     ids, shown = prompt(2, 60), torch.ones(2, 60, dtype=torch.int64)
 
@@ -510,8 +507,7 @@ ALWAYS = {
 def test_changes_between_tokens(change, request):
     if change == "dtype":
         request.getfixturevalue("same_bits")  # those of bfloat16
-    model = accelerated("qwen3_moe", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu")
     mine, theirs = Conversation(model), Conversation(own)
     assert_equal(mine.tokens(5), theirs.tokens(5))
     assert captures_of(model).programs
@@ -777,8 +773,7 @@ CACHE_CHANGES = {
 @pytest.mark.parametrize("together", [False, True])
 def test_changes_of_the_cache(together):
     """One program for all of them; each in a conversation of its own, or one after the other in one."""
-    model = accelerated("qwen3_moe", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu")
     talks = [Conversation(each, batch=2) for each in (model, own)]
     assert_equal(*(talk.tokens(4) for talk in talks))
     for change in CACHE_CHANGES.values():
@@ -1025,8 +1020,7 @@ def test_one_capture_a_kind_of_token_that_chooses(architecture, programs, monkey
 
 @torch.no_grad()
 def test_two_threads_share_a_program(device, same_bits):
-    model = accelerated("qwen3_moe", device)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", device)
     Conversation(model).tokens(3)
     expected = [Conversation(own, length=n).tokens(6) for n in (7, 30)]
     talks, results = [Conversation(model, length=n) for n in (7, 30)], {}
@@ -1062,8 +1056,7 @@ def test_nothing_is_kept_but_weights():
 
 @torch.no_grad()
 def test_a_fault_in_a_capture_warns_once(monkeypatch):
-    model = accelerated("qwen3_moe", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu")
 
     def fail(*args):
         raise ZeroDivisionError("injected")
@@ -1135,8 +1128,7 @@ GENERATIONS = {
 @pytest.mark.of_models
 def test_generate(device, same_bits):
     """In turns by one model, as a server has them; the windows of half of its layers begin to move."""
-    model = accelerated("gpt_oss", device, torch.bfloat16, bits=4, group_size=32)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("gpt_oss", device, torch.bfloat16, bits=4, group_size=32)
     for options in GENERATIONS.values():
         options = {
             "max_new_tokens": 14,
@@ -1171,8 +1163,7 @@ def test_generate(device, same_bits):
 )
 def test_caches(architecture, sizes, bits, device, same_bits):
     """In 8 bits, of latents in one memory, with recurrent states."""
-    model = accelerated(architecture, device, torch.bfloat16, sizes, bits=4, group_size=32, kv_bits=bits)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair(architecture, device, torch.bfloat16, sizes, bits=4, group_size=32, kv_bits=bits)
     mine, theirs = Conversation(model, batch=2), Conversation(own, batch=2)
     if bits:
         assert all(isinstance(layer.keys, QuantizedStates) for layer in mine.cache.layers)
