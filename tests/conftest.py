@@ -166,6 +166,23 @@ def shipped_defaults(monkeypatch) -> None:
 
 
 @pytest.fixture
+def refused(capsys) -> Callable[..., str]:
+    """Runs a command that must fail. Returns: what its only line says, or its last behind progress."""
+
+    def run(*arguments: object, progress: bool = False) -> str:
+        from torch_moe_mps.commands import main
+
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 1
+        *others, line = capsys.readouterr().err.strip().splitlines()
+        begin = "torch-moe-mps: error: "
+        assert line.startswith(begin) and (progress or not others), (others, line)
+        return line.removeprefix(begin)
+
+    return run
+
+
+@pytest.fixture
 def smollm2() -> Path:
     """The file of a model with trained weights."""
     file = trained.smollm2()

@@ -67,9 +67,8 @@ def test_prompts_are_kept_in_every_process(checkpoint):
     assert first["kept"] == second["kept"][-1:]  # the first process decides, before the next request
 
 
-def test_a_draft_in_a_pipeline_is_refused(checkpoint, capsys, monkeypatch):
+def test_a_draft_in_a_pipeline_is_refused(checkpoint, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert main(["serve", checkpoint, "--draft", checkpoint, "--device", "cpu"]) == 1
-    error = capsys.readouterr().err
+    error = refused("serve", checkpoint, "--draft", checkpoint, "--device", "cpu")
     assert "--draft is for one process, as the processes of a pipeline would guess differently" in error
