@@ -561,92 +561,97 @@ def adds(numbers):
     return lambda: numbers.remove(3)
 
 
+def has(name, value):
+    """What is done before the fingerprint is made: the norm gets an attribute."""
+    return lambda model: setattr(norm(model), name, value)
+
+
+def file_has(name, value):
+    return lambda model: setattr(file_of(model), name, value)
+
+
+def sets(of, name, value, **options):
+    """A change, of an attribute of what `of` finds in a model."""
+    return lambda model, patch: patch.setattr(of(model), name, value, **options)
+
+
+def puts(of, key, value):
+    """A change, of an item."""
+    return lambda model, patch: patch.setitem(of(model), key, value)
+
+
+def of_functions(interface):
+    return lambda model: interface._local_mapping
+
+
 # name: (what is done before the fingerprint is made, the change)
 WATCHED = {
-    "attribute": (None, lambda m, p: p.setattr(norm(m), "variance_epsilon", 2.0)),
-    "kind of a number": (
-        lambda m: setattr(norm(m), "factor", 1),
-        lambda m, p: p.setattr(norm(m), "factor", 1.0),
-    ),
+    "attribute": (None, sets(norm, "variance_epsilon", 2.0)),
+    "kind of a number": (has("factor", 1), sets(norm, "factor", 1.0)),
     "attribute with another name": (
-        lambda m: setattr(norm(m), "named", SimpleNamespace(one=1)),
+        has("named", SimpleNamespace(one=1)),
         lambda m, p: (p.delattr(norm(m).named, "one"), p.setattr(norm(m).named, "two", 1, raising=False)),
     ),
-    "parameter": (None, lambda m, p: p.setitem(norm(m)._parameters, "weight", None)),
+    "parameter": (None, puts(lambda m: norm(m)._parameters, "weight", None)),
     "tensor of one element in another dictionary": (
-        lambda m: setattr(norm(m), "ordered", OrderedDict(one=torch.ones(1))),
-        lambda m, p: p.setitem(norm(m).ordered, "one", torch.ones(1)),
+        has("ordered", OrderedDict(one=torch.ones(1))),
+        puts(lambda m: norm(m).ordered, "one", torch.ones(1)),
     ),
     "tensor of one element": (
         lambda m: norm(m).register_buffer("one", torch.ones(1)),
-        lambda m, p: p.setitem(norm(m)._buffers, "one", torch.ones(1)),
+        puts(lambda m: norm(m)._buffers, "one", torch.ones(1)),
     ),
-    "module": (None, lambda m, p: p.setitem(m.model._modules, "norm", nn.Identity())),
-    "hook": (None, lambda m, p: p.setitem(norm(m)._forward_hooks, 0, double)),
-    "hook before": (None, lambda m, p: p.setitem(norm(m)._forward_pre_hooks, 0, double)),
-    "state of the package": (None, lambda m, p: p.setattr(fingerprints, "_changes", -1)),
+    "module": (None, puts(lambda m: m.model._modules, "norm", nn.Identity())),
+    "hook": (None, puts(lambda m: norm(m)._forward_hooks, 0, double)),
+    "hook before": (None, puts(lambda m: norm(m)._forward_pre_hooks, 0, double)),
+    "state of the package": (None, sets(lambda m: fingerprints, "_changes", -1)),
     "class of a module": (
         None,
         lambda m, p: p.setattr(norm(m), "__class__", type("Other", (type(norm(m)),), {})),
     ),
-    "interface": (None, lambda m, p: p.setitem(AttentionInterface._global_mapping, "sdpa", double)),
+    "interface": (None, puts(lambda m: AttentionInterface._global_mapping, "sdpa", double)),
     "interface of one file": (
         None,
-        lambda m, p: p.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", double),
+        puts(of_functions(modeling_utils.ALL_ATTENTION_FUNCTIONS), "sdpa", double),
     ),
-    "masks": (
-        None,
-        lambda m, p: p.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", double),
-    ),
-    "experts": (None, lambda m, p: p.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, "moe_mps", double)),
-    "name in the file": (None, lambda m, p: p.setattr(file_of(m), "apply_rotary_pos_emb", double)),
+    "masks": (None, puts(of_functions(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS), "sdpa", double)),
+    "experts": (None, puts(of_functions(ALL_EXPERTS_FUNCTIONS), "moe_mps", double)),
+    "name in the file": (None, sets(file_of, "apply_rotary_pos_emb", double)),
     "numbers in the file": (
-        lambda m: setattr(file_of(m), "_numbers", {"scale": 1}),
-        lambda m, p: p.setitem(file_of(m)._numbers, "scale", 2),
+        file_has("_numbers", {"scale": 1}),
+        puts(lambda m: file_of(m)._numbers, "scale", 2),
     ),
-    "list in the file": (lambda m: setattr(file_of(m), "_list", [1, 2]), lambda m, p: adds(file_of(m)._list)),
-    "set in the file": (lambda m: setattr(file_of(m), "_set", {1}), lambda m, p: adds(file_of(m)._set)),
-    "set of a module": (lambda m: setattr(norm(m), "set", {1}), lambda m, p: adds(norm(m).set)),
-    "order of a dictionary": (
-        lambda m: setattr(norm(m), "two", {"a": 1, "b": 1}),
-        lambda m, p: p.setattr(norm(m), "two", {"b": 1, "a": 1}),
-    ),
-    "name in the file of a helper": (None, lambda m, p: p.setattr(sdpa_attention, "repeat_kv", double)),
-    "torch's functions": (
-        None,
-        lambda m, p: p.setattr(nn.functional, "scaled_dot_product_attention", double),
-    ),
-    "method of a cache": (None, lambda m, p: p.setattr(DynamicCache, "get_seq_length", double)),
-    "method of a cache's layer": (None, lambda m, p: p.setattr(DynamicLayer, "get_mask_sizes", double)),
-    "class of the config": (None, lambda m, p: p.setattr(type(m.config), "scale", 2, raising=False)),
+    "list in the file": (file_has("_list", [1, 2]), lambda m, p: adds(file_of(m)._list)),
+    "set in the file": (file_has("_set", {1}), lambda m, p: adds(file_of(m)._set)),
+    "set of a module": (has("set", {1}), lambda m, p: adds(norm(m).set)),
+    "order of a dictionary": (has("two", {"a": 1, "b": 1}), sets(norm, "two", {"b": 1, "a": 1})),
+    "name in the file of a helper": (None, sets(lambda m: sdpa_attention, "repeat_kv", double)),
+    "torch's functions": (None, sets(lambda m: nn.functional, "scaled_dot_product_attention", double)),
+    "method of a cache": (None, sets(lambda m: DynamicCache, "get_seq_length", double)),
+    "method of a cache's layer": (None, sets(lambda m: DynamicLayer, "get_mask_sizes", double)),
+    "class of the config": (None, sets(lambda m: type(m.config), "scale", 2, raising=False)),
     "list of the config": (
         lambda m: setattr(m.config, "numbers", [{"a": 1}, 2]),
-        lambda m, p: p.setitem(m.config.numbers[0], "a", 2),
+        puts(lambda m: m.config.numbers[0], "a", 2),
     ),
-    "generation config": (None, lambda m, p: p.setattr(m.generation_config, "use_cache", False)),
-    "slot of an object": (
-        lambda m: setattr(norm(m), "slotted", Slotted()),
-        lambda m, p: p.setattr(norm(m).slotted, "number", 2),
-    ),
-    "dictionary in a slot": (
-        lambda m: setattr(norm(m), "held", Slotted()),
-        lambda m, p: p.setitem(norm(m).held.numbers, "a", 2),
-    ),
+    "generation config": (None, sets(lambda m: m.generation_config, "use_cache", False)),
+    "slot of an object": (has("slotted", Slotted()), sets(lambda m: norm(m).slotted, "number", 2)),
+    "dictionary in a slot": (has("held", Slotted()), puts(lambda m: norm(m).held.numbers, "a", 2)),
     "object of a method": (
-        lambda m: setattr(norm(m), "method", Slotted().method),
-        lambda m, p: p.setattr(norm(m).method.__self__, "number", 2),
+        has("method", Slotted().method),
+        sets(lambda m: norm(m).method.__self__, "number", 2),
     ),
     "arguments of a partial": (
-        lambda m: setattr(norm(m), "partial", functools.partial(double, args=1)),
-        lambda m, p: p.setitem(norm(m).partial.keywords, "args", 2),
+        has("partial", functools.partial(double, args=1)),
+        puts(lambda m: norm(m).partial.keywords, "args", 2),
     ),
     "what a function has closed over": (
-        lambda m: setattr(norm(m), "reads", counter()),
-        lambda m, p: p.setattr(norm(m).reads.__closure__[0], "cell_contents", 2),
+        has("reads", counter()),
+        sets(lambda m: norm(m).reads.__closure__[0], "cell_contents", 2),
     ),
     "hook of a module that is not registered": (
         lambda m: norm(m).__dict__.update(hidden=[nn.Identity()]),
-        lambda m, p: p.setitem(norm(m).hidden[0]._forward_hooks, 0, double),
+        puts(lambda m: norm(m).hidden[0]._forward_hooks, 0, double),
     ),
 }
 
