@@ -1,6 +1,7 @@
 """Random arguments: CPU, meta, fake tensors and mps agree in errors, shapes, dtypes; values are float64's."""
 
 import contextlib
+import re
 
 import pytest
 import torch
@@ -161,7 +162,8 @@ def test_a_tensor_on_another_device(device, name):
         for other in tensors if len(tensors) > 1 else ():
             call = Call(name, sample, tensors | {other: "meta"}, good=False)
             on_cpu = outcome(call, "cpu")
-            assert on_cpu.error is not None and "meta" in on_cpu.error
+            says = rf"ValueError: moe_mps::{name}: \w+ must be on the device of .*, got \w+"
+            assert re.fullmatch(says, on_cpu.error) and "meta" in on_cpu.error
             assert outcome(call, device).error == on_cpu.error
 
 

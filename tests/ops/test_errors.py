@@ -559,16 +559,3 @@ def test_sparse_tensors():
     message = "moe_mps::silu_mul_stacked: gate must be a dense tensor, got sparse_coo"
     with pytest.raises(ValueError, match=message):
         packet("silu_mul_stacked")(gate.to_sparse(), gate)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_tensors_of_two_devices(name):
-    """Each tensor argument but the first on meta beside a first one on the CPU."""
-    arguments = sample_arguments(name, "cpu", torch.float32)
-    tensors = [argument for argument, value in arguments.items() if isinstance(value, Tensor)]
-    for argument in tensors[1:]:
-        mixed = {**arguments, argument: arguments[argument].to("meta")}
-        with pytest.raises(
-            ValueError, match=rf"^moe_mps::{name}: {argument} must be on the device of .*, got meta$"
-        ):
-            packet(name)(**mixed)
