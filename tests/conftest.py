@@ -9,6 +9,7 @@ another one, except for tests marked `one_schedule` and for cases that run only 
 import gc
 import importlib
 import os
+import re
 import signal
 import sys
 import zlib
@@ -67,8 +68,7 @@ def _kept_of_dtypes(items: list) -> Iterator[list]:
     for item in items:
         call = getattr(item, "callspec", None)
         if call and call.params.get("dtype") in DTYPES and str(call.params.get("device")).startswith("mps"):
-            others = sorted(place for place in call.indices.items() if place[0] != "dtype")
-            cases[f"{item.nodeid.partition('[')[0]} {others}"].append(item)
+            cases[re.sub(r"dtype\d+|torch\.\w+", "", item.nodeid)].append(item)
     for name, case in cases.items():
         turn = zlib.crc32(name.encode()) % len(case)
         yield case[turn:] + case[:turn]
@@ -163,6 +163,23 @@ def shipped_defaults(monkeypatch) -> None:
     from support import recipes
 
     monkeypatch.setattr(recipes.Recipe, "of_sizes", recipes.SHIPPED)
+
+
+@pytest.fixture
+def refused(capsys) -> Callable[..., str]:
+    """Runs a command that must fail. Returns: what its only line says, or its last behind progress."""
+
+    def run(*arguments: object, progress: bool = False) -> str:
+        from torch_moe_mps.commands import main
+
+        capsys.readouterr()
+        assert main([*map(str, arguments)]) == 1
+        *others, line = capsys.readouterr().err.strip().splitlines()
+        begin = "torch-moe-mps: error: "
+        assert line.startswith(begin) and (progress or not others), (others, line)
+        return line.removeprefix(begin)
+
+    return run
 
 
 @pytest.fixture

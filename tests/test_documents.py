@@ -6,10 +6,10 @@ import runpy
 
 import pytest
 import torch
-import transformers
 from support import tiny_models
+from support.checkpoints import tokenizer_of
 from support.processes import REPOSITORY
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import decoders
 
 import torch_moe_mps
 from torch_moe_mps._versions import FAILS, MACOS, MACOS_OF_TORCH, TENSOR_UNITS, TORCH, dotted
@@ -91,14 +91,10 @@ def test_the_api_is_what_the_docstrings_say():
 
 def test_structured_output_as_the_faq_shows_it(tmp_path, capsys):
     """With a model that writes nonsense otherwise, and a tokenizer of characters."""
-    words = {chr(code): code - 32 for code in range(32, 127)} | {"<end>": 95}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token=" "))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tokenizer.decoder = decoders.Fuse()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", pad_token="<end>"
-    )
-    fast.save_pretrained(tmp_path)
+    characters = [*map(chr, range(32, 127)), "<end>"]
+    tokenizer = tokenizer_of(characters, unk_token=" ", eos_token="<end>", pad_token="<end>")
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    tokenizer.save_pretrained(tmp_path)
     tiny_models.tiny_model("qwen3_moe", eos_token_id=95).save_pretrained(tmp_path)
     text = (
         (REPOSITORY / "docs" / "faq.md").read_text().partition("## How do I get JSON that fits a schema?")[2]

@@ -151,14 +151,14 @@ def test_guessed_tokens_have_rows(way, checkpoint, tmp_path, capsys):
         (["--json", "."], "--json must be a file that can be written, got .: Is a directory"),
     ],
 )
-def test_what_cannot_be_written_is_said_before_measuring(arguments, message, checkpoint, capsys, monkeypatch):
+def test_what_cannot_be_written_is_said_before_measuring(
+    arguments, message, checkpoint, refused, monkeypatch
+):
     monkeypatch.delattr(bench, "Bench")
-    assert run(checkpoint, *SIZES, *arguments) == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
+    assert message in refused("bench", checkpoint, *SIZES, *arguments)
 
 
-def test_contexts_are_those_that_the_model_reads(checkpoint, capsys):
+def test_contexts_are_those_that_the_model_reads(checkpoint, capsys, refused):
     """At most 256 tokens; without --depth those of 0, 4096 and 16384 that fit."""
     sizes = [argument for argument in SIZES if argument not in ("--depth", "0,20")]
     assert run(checkpoint, *sizes) == 0
@@ -170,18 +170,16 @@ def test_contexts_are_those_that_the_model_reads(checkpoint, capsys):
             "--prompt, --generate and --turn must be at most the model's 256 tokens, got 257",
         ),
     ):
-        assert run(checkpoint, *sizes, *arguments) == 1
-        assert capsys.readouterr().err.splitlines()[-1] == f"torch-moe-mps: error: {message}"
+        assert refused("bench", checkpoint, *sizes, *arguments, progress=True) == message
 
 
-def test_wrong_numbers_are_one_line(checkpoint, capsys):
+def test_wrong_numbers_are_one_line(checkpoint, capsys, refused):
     for arguments, message in (
         (["--generate", 0], "--generate must be at least 1, got 0"),
         (["--bandwidth", 0], "--bandwidth must be more than 0 GB/s, got 0"),
         (["--depth=-1,5"], "--depth must be at least 0 tokens, got -1"),
     ):
-        assert run(checkpoint, *arguments) == 1
-        assert capsys.readouterr().err == f"torch-moe-mps: error: {message}\n"
+        assert refused("bench", checkpoint, *arguments) == message
     with pytest.raises(SystemExit, match="2"):
         run(checkpoint, "--depth", "4k")
     assert "must be numbers with commas between, got '4k'" in capsys.readouterr().err

@@ -7,7 +7,7 @@ import pytest
 import torch
 import transformers
 from support import serving, tiny_models
-from tokenizers import Tokenizer, models, pre_tokenizers
+from support.checkpoints import LETTERS, tokenizer_of
 from transformers.cli.chat import RichInterface
 
 import torch_moe_mps
@@ -25,13 +25,7 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("captures") / "model"
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27).save_pretrained(folder)
-    letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="?", pad_token="?", chat_template=TEMPLATE
-    )
-    fast.save_pretrained(folder)
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?", chat_template=TEMPLATE).save_pretrained(folder)
     return folder
 
 

@@ -128,13 +128,12 @@ def test_perplexity(checkpoint, tmp_path, capsys):
     assert (checkpoint / "config.json").read_text() == before
 
 
-def test_models_of_two_tokenizers_are_no_table(checkpoint, short_text, tmp_path, capsys):
+def test_models_of_two_tokenizers_are_no_table(checkpoint, short_text, tmp_path, refused):
     other = shutil.copytree(checkpoint, tmp_path / "other")
     file = other / "tokenizer.json"
     file.write_text(file.read_text().replace('"a":', '"?":').replace('"b":', '"a":').replace('"?":', '"b":'))
-    assert run("perplexity", checkpoint, other, "--text", short_text, "--device", "cpu") == 1
-    error = capsys.readouterr().err
-    assert error.endswith(f"all models must have the tokenizer of {checkpoint}, got {other}\n")
+    error = refused("perplexity", checkpoint, other, "--text", short_text, "--device", "cpu")
+    assert error == f"all models must have the tokenizer of {checkpoint}, got {other}"
 
 
 def no_utf_8(checkpoint, text):
@@ -155,15 +154,13 @@ def no_tokenizer(checkpoint, text):
 
 @ONE_KIND
 @pytest.mark.parametrize("damage", [no_utf_8, too_short, no_tokenizer], ids=lambda f: f.__name__)
-def test_texts_that_cannot_be_read_are_one_line(damage, checkpoint, short_text, capsys):
+def test_texts_that_cannot_be_read_are_one_line(damage, checkpoint, short_text, refused):
     message = damage(checkpoint, short_text)
-    assert run("perplexity", checkpoint, "--text", short_text, "--device", "cpu") == 1
-    error = capsys.readouterr().err
-    assert message in error and len(error.splitlines()) == 1
+    assert message in refused("perplexity", checkpoint, "--text", short_text, "--device", "cpu")
 
 
 @torch.no_grad()
-def test_the_first_tokens_of_a_text(checkpoint, tmp_path, capsys):
+def test_the_first_tokens_of_a_text(checkpoint, tmp_path, capsys, refused):
     """--tokens is the text cut off there; less than two are no prediction."""
     short, long, found = tmp_path / "short.txt", tmp_path / "long.txt", tmp_path / "found.json"
     short.write_text(SAMPLE.read_text()[:100])
@@ -175,8 +172,7 @@ def test_the_first_tokens_of_a_text(checkpoint, tmp_path, capsys):
     assert values[0]["tokens"] == values[1]["tokens"] == 100
     assert values[0]["models"] == values[1]["models"]
     capsys.readouterr()
-    assert run("perplexity", tmp_path / "nothing", "--tokens", 1) == 1
-    assert capsys.readouterr().err == "torch-moe-mps: error: --tokens must be at least 2, got 1\n"
+    assert refused("perplexity", tmp_path / "nothing", "--tokens", 1) == "--tokens must be at least 2, got 1"
 
 
 def test_perplexity_with_a_cache_in_8_bits(tmp_path):
@@ -319,7 +315,7 @@ def test_a_revision_and_a_dtype(hub, tmp_path):
     assert {t.dtype for t in tensors.values() if t.is_floating_point()} == {torch.float16}
 
 
-def test_names_that_are_not_there_are_one_line(hub, checkpoint, tmp_path, capsys):
+def test_names_that_are_not_there_are_one_line(hub, checkpoint, tmp_path, refused):
     for arguments, message in (
         (
             ["org/nothing"],
@@ -328,11 +324,10 @@ def test_names_that_are_not_there_are_one_line(hub, checkpoint, tmp_path, capsys
         (["./no/such/folder"], "./no/such/folder is neither a folder nor the name of a model on the Hub"),
         ([checkpoint, "--revision", "main"], "--revision needs a name on the Hub, got the folder"),
     ):
-        assert run("convert", *arguments, tmp_path / "new") == 1
-        assert message in capsys.readouterr().err
+        assert message in refused("convert", *arguments, tmp_path / "new")
 
 
-def test_code_of_a_model_runs_only_when_trusted(tmp_path, capsys):
+def test_code_of_a_model_runs_only_when_trusted(tmp_path, refused):
     folder = tmp_path / "own"
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("llama").save_pretrained(folder)
@@ -347,9 +342,8 @@ def test_code_of_a_model_runs_only_when_trusted(tmp_path, capsys):
         "class OwnConfig(transformers.LlamaConfig):\n    model_type = 'own'\n"
         "class Own(transformers.LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
-    assert run("convert", folder, tmp_path / "new", "--group-size", 32) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("torch-moe-mps: error: ") and error.endswith("--trust-remote-code lets it run.")
+    error = refused("convert", folder, tmp_path / "new", "--group-size", 32, progress=True)
+    assert error.endswith("--trust-remote-code lets it run.")
     trusted = ["--group-size", 32, "--trust-remote-code"]
     assert run("convert", folder, tmp_path / "new", *trusted) == 0
     assert (tmp_path / "new" / "own.py").exists()
@@ -383,22 +377,21 @@ def folder_like_a_file(folder):
 
 @pytest.mark.parametrize("damage", [broken_link, folder_like_a_file], ids=lambda f: f.__name__)
 def test_what_cannot_be_copied_is_said_before_the_conversion(
-    damage, checkpoint, tmp_path, capsys, monkeypatch
+    damage, checkpoint, tmp_path, refused, monkeypatch
 ):
     monkeypatch.delattr(convert, "_convert")
     message = damage(checkpoint)
-    assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
-    assert capsys.readouterr().err == f"torch-moe-mps: error: {message}\n"
+    assert refused("convert", checkpoint, tmp_path / "new", "--group-size", 32) == message
 
 
-def test_a_link_to_nowhere_is_no_destination(checkpoint, tmp_path, capsys, monkeypatch):
+def test_a_link_to_nowhere_is_no_destination(checkpoint, tmp_path, refused, monkeypatch):
     monkeypatch.delattr(convert, "_convert")
     (tmp_path / "link").symlink_to("nowhere")
-    assert run("convert", checkpoint, tmp_path / "link", "--group-size", 32) == 1
-    assert "link exists; convert writes a new folder" in capsys.readouterr().err
+    error = refused("convert", checkpoint, tmp_path / "link", "--group-size", 32)
+    assert "link exists; convert writes a new folder" in error
 
 
-def test_two_conversions_to_one_folder(checkpoint, tmp_path, capsys, monkeypatch):
+def test_two_conversions_to_one_folder(checkpoint, tmp_path, refused, monkeypatch):
     """The one that ends second says so and leaves the first one's result alone."""
 
     def save_late(*arguments):
@@ -406,8 +399,7 @@ def test_two_conversions_to_one_folder(checkpoint, tmp_path, capsys, monkeypatch
         (tmp_path / "new" / "config.json").write_text("of the first")
 
     monkeypatch.setattr(convert, "_save_generation_config", save_late)
-    assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
+    error = refused("convert", checkpoint, tmp_path / "new", "--group-size", 32, progress=True)
     assert error.endswith("new was written by something else while this ran; it was not changed")
     assert (tmp_path / "new" / "config.json").read_text() == "of the first"
     assert {path.name for path in tmp_path.iterdir()} == {"dense", "new"}
@@ -484,15 +476,13 @@ def no_config(folder):
     [truncated, missing, nothing, no_index, other_index, outside, no_config],
     ids=lambda f: f.__name__,
 )
-def test_damaged_checkpoints_are_one_line(damage, checkpoint, tmp_path, capsys):
+def test_damaged_checkpoints_are_one_line(damage, checkpoint, tmp_path, refused):
     message = damage(checkpoint)
-    assert run("convert", checkpoint, tmp_path / "new", "--group-size", 32) == 1
-    error = capsys.readouterr().err.strip()
-    assert error.startswith("torch-moe-mps: error: ") and message in error and "\n" not in error
+    assert message in refused("convert", checkpoint, tmp_path / "new", "--group-size", 32)
     assert not (tmp_path / "new").exists()
 
 
-def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
+def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, refused):
     (tmp_path / "there").mkdir()
     for arguments, message in (
         ([checkpoint, tmp_path / "new", "--bits", 7], "bits must be 2 or 3 or"),
@@ -508,14 +498,13 @@ def test_what_does_not_fit_is_one_line(checkpoint, tmp_path, capsys):
             "config.json must have bits, ",
         ),
     ):
-        assert run("convert", *arguments) == 1
-        assert message in capsys.readouterr().err.strip().splitlines()[-1]
+        assert message in refused("convert", *arguments, progress=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dense", "there"]
     assert json.loads((checkpoint / "config.json").read_text())["model_type"] == "qwen3_moe"
 
 
 @pytest.mark.parametrize("layout", ["moe_mps", "mlx"])
-def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoint, tmp_path, capsys):
+def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoint, tmp_path, capsys, refused):
     """Missing, or of another shape: the line names the file or the tensors that it is made of."""
     assert run("convert", checkpoint, tmp_path / "whole", "--group-size", 32, "--to", layout) == 0
     file = tmp_path / "whole" / "model.safetensors"
@@ -533,11 +522,8 @@ def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoin
     ):
         left = {name: tensor for name, tensor in (tensors | change).items() if tensor is not None}
         safetensors.torch.save_file({n: t.contiguous() for n, t in left.items()}, file, metadata=form)
-        capsys.readouterr()
-        assert run("convert", tmp_path / "whole", tmp_path / "new") == 1
-        error = capsys.readouterr().err.strip().splitlines()[-1]
-        assert error.startswith("torch-moe-mps: error: ") and message in error
-        assert None in change.values() or place in error
+        error = refused("convert", tmp_path / "whole", tmp_path / "new", progress=True)
+        assert message in error and (None in change.values() or place in error)
         assert not (tmp_path / "new").exists()
 
 
@@ -551,12 +537,11 @@ def test_a_full_disk_is_one_line(limit, layout, checkpoint, tmp_path, capsys):
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}
 
 
-def test_output_that_cannot_be_written_is_one_line(checkpoint, capsys):
+def test_output_that_cannot_be_written_is_one_line(checkpoint, refused):
     """As on a full disk: what waits in Python's buffer, too, which it would write after the command."""
     with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
-        assert run("fit", checkpoint, "--group-size", 32) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
-    assert error == "torch-moe-mps: error: [Errno 28] No space left on device"
+        error = refused("fit", checkpoint, "--group-size", 32, progress=True)
+    assert error == "[Errno 28] No space left on device"
 
 
 def test_a_pipe_that_nobody_reads_ends_a_command_quietly(checkpoint, capsys):
@@ -567,15 +552,13 @@ def test_a_pipe_that_nobody_reads_ends_a_command_quietly(checkpoint, capsys):
     assert "error" not in capsys.readouterr().err.lower()
 
 
-def test_no_part_of_a_result_is_left_on_a_full_disk(checkpoint, tmp_path, capsys):
+def test_no_part_of_a_result_is_left_on_a_full_disk(checkpoint, tmp_path, capsys, refused):
     file = tmp_path / "sizes.json"
     with files_of(100):
-        assert run("fit", checkpoint, "--group-size", 32, "--json", file) == 1
-    out, err = capsys.readouterr()
-    assert err.splitlines()[-1] == f"torch-moe-mps: error: {file} cannot be written: File too large"
-    assert not file.exists() and "GB" in out
-    assert run("fit", checkpoint, "--group-size", 32, "--json", "/dev/full") == 1
-    assert "error: /dev/full cannot be written: No space left on device" in capsys.readouterr().err
+        error = refused("fit", checkpoint, "--group-size", 32, "--json", file, progress=True)
+    assert error == f"{file} cannot be written: File too large" and not file.exists()
+    error = refused("fit", checkpoint, "--group-size", 32, "--json", "/dev/full")
+    assert "/dev/full cannot be written: No space left on device" in error
 
 
 def test_ctrl_c_of_a_perplexity(checkpoint, tmp_path):

@@ -40,6 +40,13 @@ def test_tensor_units_need_a_later_language(script, tmp_path, capsys, monkeypatc
     assert not {path.stem for path in script.write_sources(tmp_path / "old")} & {"tensor_units_dense_f16"}
 
 
+def stand_in(script, monkeypatch, tool, names: list[str]) -> None:
+    """For the compiler and the linker, and sources of these names."""
+    for command in ("COMPILER", "LINKER"):
+        monkeypatch.setattr(script, command, (sys.executable, str(tool)))
+    monkeypatch.setattr(script, "write_sources", lambda folder: [folder / f"{name}.metal" for name in names])
+
+
 def test_refused_source(script, tmp_path, capsys, monkeypatch):
     compiler = tmp_path / "compiler.py"
     compiler.write_text(
@@ -47,9 +54,7 @@ def test_refused_source(script, tmp_path, capsys, monkeypatch):
         "if 'rope_f16' in sys.argv[1]: sys.exit('rope.h:7: error: no such type')\n"
         "pathlib.Path(sys.argv[3]).touch()\n"
     )
-    some = ["norms_f16", "rope_f16"]
-    monkeypatch.setattr(script, "COMPILER", (sys.executable, str(compiler)))
-    monkeypatch.setattr(script, "write_sources", lambda folder: [folder / f"{name}.metal" for name in some])
+    stand_in(script, monkeypatch, compiler, ["norms_f16", "rope_f16"])
     assert script.main([str(tmp_path)]) == 1
     lines = capsys.readouterr().out.splitlines()
     assert re.fullmatch(r"norms_f16 +ok", lines[0])
@@ -66,10 +71,8 @@ def test_a_release_has_the_libraries_of_bfloat16(script, tmp_path, capsys, monke
         "if 'norms_bf16.air' in sys.argv[1] and 'wrong' in sys.argv[3]: sys.exit('no such symbol')\n"
         "pathlib.Path(sys.argv[3]).write_bytes(pathlib.Path(sys.argv[1]).read_bytes())\n"
     )
-    for name in ("COMPILER", "LINKER"):
-        monkeypatch.setattr(script, name, (sys.executable, str(tool)))
     some = ["norms_bf16", "norms_f16", "routing_f32", "tensor_units_dense_bf16"]
-    monkeypatch.setattr(script, "write_sources", lambda folder: [folder / f"{name}.metal" for name in some])
+    stand_in(script, monkeypatch, tool, some)
     for name in some:
         (tmp_path / f"{name}.metal").write_text(name)
     assert script.main([str(tmp_path), "--release", str(tmp_path / "made")]) == 0

@@ -80,15 +80,12 @@ def test_fewer_bits_are_quantised_again(layout, eight_bits, tmp_path, capsys):
     assert torch.equal(after[gate], before[gate])
 
 
-def test_more_bits_are_refused(eight_bits, tmp_path, capsys):
+def test_more_bits_are_refused(eight_bits, tmp_path, refused):
     """A line that names both: nothing is written that looks like 8 bits and is 4."""
     assert run(eight_bits, tmp_path / "four", "--bits", 4, "--keep", "*.k_proj") == 0
     for options in (["--bits", 8], ["--recipe", "mixed_4_6"]):
-        capsys.readouterr()
-        assert run(tmp_path / "four", tmp_path / "new", *options, "--keep", "*.k_proj") == 1
-        assert "bits must be fewer than in the checkpoint, which has affine4_64, got affine" in (
-            capsys.readouterr().err
-        )
+        error = refused("convert", tmp_path / "four", tmp_path / "new", *options, "--keep", "*.k_proj")
+        assert "bits must be fewer than in the checkpoint, which has affine4_64, got affine" in error
     with pytest.raises(ValueError, match="bits must be fewer than in the checkpoint, which has affine4_64"):
         torch_moe_mps.from_pretrained(tmp_path / "four", bits=8, keep=["*.k_proj"])
     assert not (tmp_path / "new").exists()
@@ -119,11 +116,10 @@ def test_the_dry_run_of_a_quantised_source_has_its_formats(eight_bits, tmp_path,
     assert total[:2] == [f"{size / 1e6:.1f}", "MB"] or abs(float(total[0]) * 1e6 - size) < 0.06e6
 
 
-def test_a_disk_without_space_is_one_line_before_anything_is_written(dense, tmp_path, capsys, monkeypatch):
+def test_a_disk_without_space_is_one_line_before_anything_is_written(dense, tmp_path, refused, monkeypatch):
     usage = namedtuple("usage", "total used free")(0, 0, 1000)
     monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: usage)
-    assert run(dense, tmp_path / "new", "--group-size", 32) == 1
-    error = capsys.readouterr().err
+    error = refused("convert", dense, tmp_path / "new", "--group-size", 32)
     assert f"{tmp_path} must have 0." in error and "MB of free space, got 0.0 MB" in error
     assert not [*tmp_path.iterdir()]
 
@@ -210,13 +206,13 @@ def test_another_command_begins_anew(dense, tmp_path, capsys, monkeypatch):
     assert {path.name for path in tmp_path.iterdir()} == {"new"}
 
 
-def test_two_processes_do_not_write_one_folder(dense, tmp_path, capsys):
+def test_two_processes_do_not_write_one_folder(dense, tmp_path, refused):
     folder = tmp_path / ".new.unfinished"
     folder.mkdir()
     held = os.open(folder, os.O_RDONLY)
     convert.fcntl.flock(held, convert.fcntl.LOCK_EX)
-    assert run(dense, tmp_path / "new", "--group-size", 32) == 1
-    assert "new is being written by another process" in capsys.readouterr().err
+    error = refused("convert", dense, tmp_path / "new", "--group-size", 32)
+    assert "new is being written by another process" in error
     os.close(held)
     assert folder.exists()
 

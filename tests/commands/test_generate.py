@@ -11,9 +11,10 @@ import pytest
 import torch
 import transformers
 from support import tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
 from support.disk import files_of
 from support.processes import COMMAND, Forked
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import decoders
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -28,11 +29,7 @@ def write(folder, architecture="mixtral", seed: int = 0, **sizes) -> None:
         config = tiny_models.tiny_config(architecture, head_dim=32, vocab_size=27, **sizes)
     torch.manual_seed(seed)
     tiny_models.model_class(architecture)(config).save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel({chr(97 + i): i for i in range(26)} | {"?": 26}, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="?", pad_token="?")
-    fast.chat_template = TEMPLATE
-    fast.save_pretrained(folder)
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?", chat_template=TEMPLATE).save_pretrained(folder)
 
 
 @pytest.fixture(scope="module")
@@ -205,17 +202,16 @@ def test_ctrl_c_ends_the_answer_and_keeps_the_prompt(checkpoint, tmp_path, capsy
     assert capsys.readouterr().out == text + "\n" and calls[5] == 1
 
 
-def test_answers_that_cannot_be_written_are_one_line(checkpoint, tmp_path, capsys):
+def test_answers_that_cannot_be_written_are_one_line(checkpoint, tmp_path, refused):
     """As on a full disk."""
     (tmp_path / "prompts.txt").write_text("hello\n")
     for prompt in (["-p", "hello"], ["--prompts", tmp_path / "prompts.txt"]):
         with open("/dev/full", "w") as full, contextlib.redirect_stdout(full):
-            assert run(checkpoint, *prompt, "--max-tokens", 3) == 1
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error == "torch-moe-mps: error: [Errno 28] No space left on device"
+            error = refused("generate", checkpoint, *prompt, "--device", "cpu", progress=True)
+        assert error == "[Errno 28] No space left on device"
 
 
-def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
+def test_bad_input_is_one_line(checkpoint, tmp_path, refused, monkeypatch):
     (tmp_path / "empty.txt").write_text("\n")
     (tmp_path / "latin.txt").write_bytes(b"caf\xe9")
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"\xff")))
@@ -246,9 +242,7 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
         ([*hello, "--set", "temperature=-1"], "--set temperature must be from 0 to inf, got -1"),
         ([*hello, "--set", "top_p=5"], "--set top_p must be from 0 to 1, got 5"),
     ):
-        assert run(checkpoint, *arguments) == 1
-        error = capsys.readouterr().err.splitlines()[-1]
-        assert error.startswith("torch-moe-mps: error: ") and message in error
+        assert message in refused("generate", checkpoint, *arguments, "--device", "cpu", progress=True)
 
 
 @pytest.mark.parametrize("bits", [[], ["--bits", "4"]], ids=["dense", "4 bits"])
@@ -271,20 +265,19 @@ def test_stop_strings(checkpoint, tmp_path, capsys):
     assert capsys.readouterr().out == text[: text.index(text[4:6]) + 2] + "\n"
 
 
-def test_what_a_chat_template_refuses_is_one_line(checkpoint, tmp_path, capsys):
+def test_what_a_chat_template_refuses_is_one_line(checkpoint, tmp_path, refused):
     shutil.copytree(checkpoint, tmp_path / "model")
     template = "{{ raise_exception('System role not supported') }}"
     (tmp_path / "model" / "chat_template.jinja").write_text(template)
-    assert run(tmp_path / "model", "-p", "hello", "--system-prompt", "a") == 1
-    expected = "torch-moe-mps: error: the model's chat template: System role not supported\n"
-    assert capsys.readouterr().err == expected
+    error = refused("generate", tmp_path / "model", "-p", "hello", "--system-prompt", "a", "--device", "cpu")
+    assert error == "the model's chat template: System role not supported"
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_next", "minimax"])
-def test_states_that_cannot_be_cut_take_no_guesses(architecture, tmp_path, capsys):
+def test_states_that_cannot_be_cut_take_no_guesses(architecture, tmp_path, refused):
     write(tmp_path, architecture)
-    assert run(tmp_path, "-p", "a", "--prompt-lookup", 3) == 1
-    assert "are for a model whose cache can be cut, got the recurrent states of" in capsys.readouterr().err
+    error = refused("generate", tmp_path, "-p", "a", "--prompt-lookup", 3, progress=True)
+    assert "are for a model whose cache can be cut, got the recurrent states of" in error
 
 
 def test_a_pipe_that_is_closed_ends_it_quietly(checkpoint):

@@ -46,7 +46,7 @@ def seen(monkeypatch):
     return counts
 
 
-def test_generate(checkpoint, own, tmp_path, capsys):
+def test_generate(checkpoint, own, tmp_path, capsys, refused):
     """With one image and with two; what is no image is named."""
     files = [tmp_path / f"{seed}.png" for seed in range(2)]
     for seed, file in enumerate(files):
@@ -62,10 +62,10 @@ def test_generate(checkpoint, own, tmp_path, capsys):
     assert out == own("<image><image>what", picture(0), picture(1)) + "\n"
     assert "the prompt is not kept in " in err and "files keep only text, but it has images" in err
     (tmp_path / "text.png").write_text("no picture")
-    assert main([*call, "--image", str(tmp_path / "text.png")]) == 1
-    assert "torch-moe-mps: error: cannot identify image file" in capsys.readouterr().err.splitlines()[-1]
-    assert main([*call, "--image", str(files[0]), "--raw"]) == 1
-    assert "--image needs the chat template, got --raw" in capsys.readouterr().err.splitlines()[-1]
+    error = refused(*call, "--image", tmp_path / "text.png", progress=True)
+    assert "cannot identify image file" in error
+    error = refused(*call, "--image", files[0], "--raw", progress=True)
+    assert "--image needs the chat template, got --raw" in error
 
 
 def test_serve(checkpoint, own, seen):

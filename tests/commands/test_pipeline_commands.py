@@ -4,10 +4,9 @@ import re
 
 import pytest
 import torch
-import transformers
 from support import tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
 from support.pipeline import launch
-from tokenizers import Tokenizer, models, pre_tokenizers
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
@@ -20,14 +19,8 @@ def checkpoint(tmp_path_factory):
     folder = tmp_path_factory.mktemp("model")
     with tiny_models.groups_of_32():
         tiny_models.tiny_model("mixtral").save_pretrained(folder)
-    letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     template = "{% for message in messages %}{{ message.content }}{% endfor %}"
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="?", chat_template=template
-    )
-    fast.save_pretrained(folder)
+    tokenizer_of(LETTERS, unk_token="?", chat_template=template).save_pretrained(folder)
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 3)
     return str(folder)
 
@@ -74,9 +67,8 @@ def test_prompts_are_kept_in_every_process(checkpoint):
     assert first["kept"] == second["kept"][-1:]  # the first process decides, before the next request
 
 
-def test_a_draft_in_a_pipeline_is_refused(checkpoint, capsys, monkeypatch):
+def test_a_draft_in_a_pipeline_is_refused(checkpoint, refused, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("RANK", "0")
-    assert main(["serve", checkpoint, "--draft", checkpoint, "--device", "cpu"]) == 1
-    error = capsys.readouterr().err
+    error = refused("serve", checkpoint, "--draft", checkpoint, "--device", "cpu")
     assert "--draft is for one process, as the processes of a pipeline would guess differently" in error

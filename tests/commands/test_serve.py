@@ -285,9 +285,9 @@ def test_chat(checkpoint, monkeypatch, capsys):
     assert printed.count(text) == 2 and "This model's maximum context length is 256" in printed
 
 
-def test_settings_that_generate_does_not_know_are_refused(checkpoint, capsys):
-    assert main(["chat", str(checkpoint), "--set", "max_new_token=6"]) == 1
-    assert "--set must name arguments of generate(), got max_new_token\n" in capsys.readouterr().err
+def test_settings_that_generate_does_not_know_are_refused(checkpoint, refused):
+    error = refused("chat", checkpoint, "--set", "max_new_token=6")
+    assert "--set must name arguments of generate(), got max_new_token" in error
 
 
 class Terminal:
@@ -393,16 +393,14 @@ def test_the_bits_of_keys_and_values(checkpoint, bits):
     assert [isinstance(layer.keys, QuantizedStates) for layer in cache.layers] == [bits == 8] * 2
 
 
-def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch):
-    assert main(["serve", str(tmp_path / "nothing")]) == 1
-    assert "is neither a folder nor the name of a model on the Hub" in capsys.readouterr().err
+def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch, refused):
+    assert "is neither a folder nor the name of a model on the Hub" in refused("serve", tmp_path / "nothing")
     assert main(["serve", str(checkpoint), "--continuous-batching", "--kv-bits", "8"]) == 1
     assert capsys.readouterr().err == (
         "torch-moe-mps: error: --kv-bits must be 16 with --continuous-batching, whose cache of pages is "
         "transformers' own, got 8\n"
     )
-    assert main(["serve", str(checkpoint), "--port", "70000"]) == 1
-    assert capsys.readouterr().err == "torch-moe-mps: error: --port must be from 0 to 65535, got 70000\n"
+    assert refused("serve", checkpoint, "--port", "70000") == "--port must be from 0 to 65535, got 70000"
     with pytest.raises(SystemExit, match="2"):
         main(["serve", str(checkpoint), "--log-level", "loud"])
     error = capsys.readouterr().err

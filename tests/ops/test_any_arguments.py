@@ -1,5 +1,8 @@
 """Random arguments: CPU, meta, fake tensors and mps agree in errors, shapes, dtypes; values are float64's."""
 
+import contextlib
+import re
+
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -10,7 +13,10 @@ from support.values import DTYPES
 from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._formats import FORMATS
 from torch_moe_mps.ops._samples import more_samples, packet, sample_arguments
+from torch_moe_mps.selfcheck import calls as calls_to_check
+from torch_moe_mps.selfcheck import once
 
 SETTINGS = {
     "phases": (Phase.explicit, Phase.generate),
@@ -83,6 +89,28 @@ def test_layouts(device, name):
         check(Call(name, each, tensors, good=True), device)
 
 
+# Their oracles say nothing of the odd values that calls at real sizes have.
+OF_ODD_VALUES = ("index_topk", "moe_router", "sample_")
+
+
+@pytest.mark.one_schedule
+@pytest.mark.of_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_calls_of_the_self_check(device, name, dtype):
+    """They launch each kernel, with every plan, and take every branch of the shaders."""
+    for made in once.checks_of(calls_to_check.subjects([name], [dtype], [FORMATS["affine4_32"]])):
+        if made.label.endswith(" at size") and name in OF_ODD_VALUES:
+            continue
+        with once._unwatched(), contextlib.closing(made.calls()) as each_call:
+            for each in each_call:
+                tensors = {n: "contiguous" for n, v in each.arguments.items() if isinstance(v, Tensor)}
+                call = Call(name, each.arguments, tensors, good=True)
+                results = outcome(call, device)
+                assert results.error is None
+                check_values(call, results)
+
+
 # Integers that are compared with others, and are no size, count of steps or place in memory.
 ANY_SIZE = {
     ("attention", "window"),
@@ -134,7 +162,8 @@ def test_a_tensor_on_another_device(device, name):
         for other in tensors if len(tensors) > 1 else ():
             call = Call(name, sample, tensors | {other: "meta"}, good=False)
             on_cpu = outcome(call, "cpu")
-            assert on_cpu.error is not None and "meta" in on_cpu.error
+            says = rf"ValueError: moe_mps::{name}: \w+ must be on the device of .*, got \w+"
+            assert re.fullmatch(says, on_cpu.error) and "meta" in on_cpu.error
             assert outcome(call, device).error == on_cpu.error
 
 

@@ -72,6 +72,8 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     }
     plain = {"transposed": False, "tail": None}
     beside = {"k_tail": zeros(2, 2, 5, 16), "v_tail": zeros(2, 2, 5, 8)}
+    mask, ranges, relative = zeros(1, 1, T, 9), zeros(2, 2, dtype=integer), zeros(2, T, 4, 5)
+    indices = zeros(2, 1, T, 4, dtype=integer)
     alone = {"v": None, "values_": None}
     of_five = {**dict.fromkeys(("g", "beta", "A_log", "dt_bias")), "state_": zeros(2, 5, 16, 8)}
     table = {
@@ -99,7 +101,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong('weights must be None with reduce = "keys", got (2, 3, 4)', reduce="keys"),
             wrong(
                 "key_range must be None where k has a row for each block",
-                key_range=zeros(2, 2, dtype=integer),
+                key_range=ranges,
                 block=2,
             ),
             wrong("tail must be between 0 and 0, got 1", tail=1),
@@ -286,15 +288,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 "q_weight must be None with a bias, got (16,)", k_bias=zeros(16), k_weight=zeros(16), **alone
             ),
             wrong("q_weight must be None without q, got (16,)", q=None),
-            *(
-                wrong(
-                    "None without k_weight, or with a weight_offset",
-                    k_bias=zeros(16),
-                    q_weight=None,
-                    **given,
-                    **alone,
-                )
-                for given in ({"k_weight": zeros(16), "weight_offset": 1.0},)
+            wrong(
+                "None without k_weight, or with a weight_offset",
+                **{"k_bias": zeros(16), "q_weight": None, "k_weight": zeros(16), "weight_offset": 1.0},
+                **alone,
             ),
         ],
         "rope_attention_": [
@@ -331,49 +328,27 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "attention": [
             wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
-            wrong("None beside a mask", relative=zeros(2, T, 4, 5), mask=zeros(1, 1, T, 9)),
-            wrong("None beside a look-ahead", relative=zeros(2, T, 4, 5), lookahead=1),
-            wrong(
-                "relative must be None beside a tail, got (2, 3, 4, 5)",
-                relative=zeros(2, T, 4, 5),
-                k_tail=zeros(2, 2, 1, 16),
-                v_tail=zeros(2, 2, 1, 8),
-            ),
-            wrong(
-                "None beside indices", relative=zeros(2, T, 4, 5), indices=zeros(2, 1, T, 4, dtype=integer)
-            ),
-            wrong("between 1 and 1024", index_block=0, indices=zeros(2, 1, T, 4, dtype=integer)),
+            wrong("None beside a mask", relative=relative, mask=mask),
+            wrong("None beside a look-ahead", relative=relative, lookahead=1),
+            wrong("relative must be None beside a tail, got (2, 3, 4, 5)", relative=relative, **beside),
+            wrong("None beside indices", relative=relative, indices=indices),
+            wrong("between 1 and 1024", index_block=0, indices=indices),
             wrong("1 without indices", index_block=2),
-            wrong("None beside indices, which hold it", window=4, indices=zeros(2, 1, T, 4, dtype=integer)),
-            wrong(
-                "None beside indices, which hold it",
-                mask=zeros(1, 1, T, 9),
-                indices=zeros(2, 1, T, 4, dtype=integer),
-            ),
-            wrong("None beside a mask, which holds it", window=4, mask=zeros(1, 1, T, 9)),
-            wrong(
-                "None beside a mask, which holds it",
-                key_range=zeros(2, 2, dtype=integer),
-                mask=zeros(1, 1, T, 9),
-            ),
-            wrong("0 beside a mask or indices, which hold it", lookahead=1, mask=zeros(1, 1, T, 9)),
-            wrong(
-                "0 beside a mask or indices, which hold it",
-                lookahead=1,
-                indices=zeros(2, 1, T, 4, dtype=integer),
-            ),
+            wrong("None beside indices, which hold it", window=4, indices=indices),
+            wrong("None beside indices, which hold it", mask=mask, indices=indices),
+            wrong("None beside a mask, which holds it", window=4, mask=mask),
+            wrong("None beside a mask, which holds it", key_range=ranges, mask=mask),
+            wrong("0 beside a mask or indices, which hold it", lookahead=1, mask=mask),
+            wrong("0 beside a mask or indices, which hold it", lookahead=1, indices=indices),
             wrong("above 0 and finite", softcap=0.0),
             wrong("k_tail must be None unless keys and values have a tail", k_tail=zeros(2, 2, 5, 16)),
             wrong("v_tail must be None unless keys and values have a tail", v_tail=zeros(2, 2, 5, 8)),
             wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **beside),
-            wrong("mask must be None beside a tail", mask=zeros(1, 1, T, 9), **beside),
-            wrong("key_range must be None beside a tail", key_range=zeros(2, 2, dtype=integer), **beside),
+            wrong("mask must be None beside a tail", mask=mask, **beside),
+            wrong("key_range must be None beside a tail", key_range=ranges, **beside),
             wrong("position must be between 0 and 2147483644, got -1", **beside, position=-1),
             wrong(
-                "index_block must be between 1 and 1 beside a tail",
-                **beside,
-                index_block=2,
-                indices=zeros(2, 1, T, 4, dtype=integer),
+                "index_block must be between 1 and 1 beside a tail", index_block=2, **beside, indices=indices
             ),
             wrong(
                 "k_scales must be of a last dimension of 16 / 32 or 64 or 128",
@@ -559,16 +534,3 @@ def test_sparse_tensors():
     message = "moe_mps::silu_mul_stacked: gate must be a dense tensor, got sparse_coo"
     with pytest.raises(ValueError, match=message):
         packet("silu_mul_stacked")(gate.to_sparse(), gate)
-
-
-@pytest.mark.parametrize("name", OPERATORS)
-def test_tensors_of_two_devices(name):
-    """Each tensor argument but the first on meta beside a first one on the CPU."""
-    arguments = sample_arguments(name, "cpu", torch.float32)
-    tensors = [argument for argument, value in arguments.items() if isinstance(value, Tensor)]
-    for argument in tensors[1:]:
-        mixed = {**arguments, argument: arguments[argument].to("meta")}
-        with pytest.raises(
-            ValueError, match=rf"^moe_mps::{name}: {argument} must be on the device of .*, got meta$"
-        ):
-            packet(name)(**mixed)

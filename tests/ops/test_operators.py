@@ -1,11 +1,10 @@
 """What holds for every operator: schema, registration, ways to call it."""
 
-import threading
-
 import pytest
 import torch
 import torch._dynamo.testing
 from support.operators import MODULES, positional
+from support.threads import in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from torch_moe_mps.ops import OPERATORS
@@ -81,25 +80,12 @@ def test_two_threads(device):
     """Two threads calling operators at once get the same results as one."""
     arguments = {name: sample_arguments(name, device, torch.float32) for name in OPERATORS}
     alone = {name: packet(name)(**copies(arguments[name])) for name in OPERATORS}
-    failures = []
 
     def work(names):
-        try:
-            for _ in range(3):
-                for name in names:
-                    torch.testing.assert_close(
-                        packet(name)(**copies(arguments[name])), alone[name], rtol=0, atol=0
-                    )
-        except Exception as error:
-            failures.append(error)
+        for name in 3 * [*names]:
+            torch.testing.assert_close(packet(name)(**copies(arguments[name])), alone[name], rtol=0, atol=0)
 
-    threads = [threading.Thread(target=work, args=(names,)) for names in (OPERATORS, OPERATORS[::-1])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
-        assert not thread.is_alive()
-    assert not failures, failures
+    in_threads(lambda: work(OPERATORS), lambda: work(OPERATORS[::-1]))
 
 
 @pytest.mark.parametrize("name", OPERATORS)

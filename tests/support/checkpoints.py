@@ -53,9 +53,15 @@ def mxfp4_blocks(model, folder: Path) -> None:
 
 def add_tokenizer(folder: Path) -> None:
     """A tokenizer of the characters of the sample text."""
-    letters = {
-        character: index for index, character in enumerate([*sorted(set(SAMPLE.read_text())), "?" * 2])
-    }
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="??"))
+    tokenizer_of([*sorted(set(SAMPLE.read_text())), "??"], unk_token="??").save_pretrained(folder)
+
+
+LETTERS = [*map(chr, range(97, 123)), "?"]
+
+
+def tokenizer_of(tokens: list[str], **settings: object) -> transformers.PreTrainedTokenizerFast:
+    """One whose tokens are single characters, in this order, and others by the `settings`."""
+    words = {token: number for number, token in enumerate(tokens)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=settings.get("unk_token", "?")))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, **settings)

@@ -119,6 +119,10 @@ def _feed_forward(layer: int, inner: int, experts: bool, first: str, second: str
     return {f"blk.{layer}.{name}.weight": each for name, each in found.items()}
 
 
+def _norms(layer: int, second: str) -> Matrices:
+    return {f"blk.{layer}.{norm}.weight": ((HIDDEN,), "f32") for norm in ("attn_norm", second)}
+
+
 def _usual(architecture: str, first: str, second: str, third: str, up: str):
     """Llama, Qwen2, Qwen3-MoE."""
     keys, matrices = _around(first, second, third)
@@ -131,8 +135,7 @@ def _usual(architecture: str, first: str, second: str, third: str, up: str):
     for layer in range(LAYERS):
         matrices |= _attention(layer, first, second, third, HIDDEN, moe)
         matrices |= _feed_forward(layer, inner, moe, first, second, up)
-        for norm in ("attn_norm", "ffn_norm"):
-            matrices[f"blk.{layer}.{norm}.weight"] = (HIDDEN,), "f32"
+        matrices |= _norms(layer, "ffn_norm")
     return keys, matrices
 
 
@@ -173,8 +176,7 @@ def _qwen35(architecture: str, first: str, second: str, third: str, up: str):
             shared = _feed_forward(layer, HIDDEN, False, first, second, first)
             matrices |= {name.replace(".weight", "_shexp.weight"): each for name, each in shared.items()}
             matrices[f"blk.{layer}.ffn_gate_inp_shexp.weight"] = (HIDDEN,), "f32"
-        for norm in ("attn_norm", "post_attention_norm"):
-            matrices[f"blk.{layer}.{norm}.weight"] = (HIDDEN,), "f32"
+        matrices |= _norms(layer, "post_attention_norm")
     return keys, matrices
 
 
@@ -192,8 +194,7 @@ def _lfm2(architecture: str, first: str, second: str, third: str, up: str):
     matrices |= _attention(1, first, second, third, HIDDEN, True)
     for layer in range(LAYERS):
         matrices |= _feed_forward(layer, HIDDEN, False, first, second, up)
-        for norm in ("attn_norm", "ffn_norm"):
-            matrices[f"blk.{layer}.{norm}.weight"] = (HIDDEN,), "f32"
+        matrices |= _norms(layer, "ffn_norm")
     return keys, matrices
 
 
@@ -209,8 +210,7 @@ def _gpt_oss(architecture: str, first: str, second: str, third: str, up: str):
         matrices |= _attention(layer, third, third, third, HIDDEN, False)
         matrices |= _feed_forward(layer, HIDDEN, True, first, second, up)
         matrices[f"blk.{layer}.attn_sinks.weight"] = (HEADS,), "f32"
-        for norm in ("attn_norm", "post_attention_norm"):
-            matrices[f"blk.{layer}.{norm}.weight"] = (HIDDEN,), "f32"
+        matrices |= _norms(layer, "post_attention_norm")
     biased = ("attn_q", "attn_k", "attn_v", "attn_output", "_exps", "ffn_gate_inp")
     for name, (shape, _) in list(matrices.items()):
         if name.removesuffix(".weight").endswith(biased):

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 import transformers
 from PIL import Image
-from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 
 from support import tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
 
 TEMPLATE = """\
 {%- for message in messages -%}
@@ -39,11 +39,8 @@ def write_llava(folder: Path) -> None:
     config = transformers.LlavaConfig(vision_config=vision, text_config=text, image_token_index=27)
     torch.manual_seed(0)
     transformers.LlavaForConditionalGeneration(config).save_pretrained(folder)
-    letters = {chr(97 + i): i for i in range(26)} | {"?": 26, "<image>": 27}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
+    tokenizer = tokenizer_of(
+        [*LETTERS, "<image>"],
         unk_token="?",
         pad_token="?",
         additional_special_tokens=["<image>"],
@@ -52,7 +49,7 @@ def write_llava(folder: Path) -> None:
     pixels = {"height": 16, "width": 16}
     processor = transformers.LlavaProcessor(
         CLIPImageProcessorPil(size=pixels, crop_size=pixels),
-        fast,
+        tokenizer,
         patch_size=8,
         vision_feature_select_strategy="default",
         num_additional_image_tokens=1,

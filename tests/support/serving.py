@@ -9,10 +9,11 @@ from pathlib import Path
 import openai
 import torch
 import transformers
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from tokenizers import decoders
 
 import torch_moe_mps
 from support import tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
 from torch_moe_mps.commands import structured
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
@@ -61,31 +62,20 @@ def printable_checkpoint(folder: Path, **settings: object) -> Path:
     Args:
         settings: of the tokenizer.
     """
-    characters = {chr(32 + i): i for i in range(95)} | {"<end>": 95, "\n": 96}
     with tiny_models.groups_of_32():
         model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=97)
     model.generation_config.eos_token_id = 95
     model.save_pretrained(folder)
-    tokenizer = Tokenizer(models.WordLevel(characters, unk_token="<end>"))
-    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.Split("", "isolated"), decoders.Fuse()
-    fast = transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        unk_token="<end>",
-        eos_token="<end>",
-        **{"chat_template": TEMPLATE, **settings},
-    )
-    fast.save_pretrained(folder)
+    ends = {"unk_token": "<end>", "eos_token": "<end>", "chat_template": TEMPLATE}
+    tokenizer = tokenizer_of([*map(chr, range(32, 127)), "<end>", "\n"], **ends | settings)
+    tokenizer.backend_tokenizer.decoder = decoders.Fuse()
+    tokenizer.save_pretrained(folder)
     return folder
 
 
 def letters() -> transformers.PreTrainedTokenizerFast:
     """A tokenizer of letters, with `TEMPLATE`."""
-    letters = {chr(97 + i): i for i in range(26)} | {"?": 26}
-    tokenizer = Tokenizer(models.WordLevel(letters, unk_token="?"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, unk_token="?", chat_template=TEMPLATE
-    )
+    return tokenizer_of(LETTERS, unk_token="?", chat_template=TEMPLATE)
 
 
 def hide_xgrammar(monkeypatch) -> None:

@@ -6,7 +6,6 @@ import functools
 import gc
 import pickle
 import sys
-import threading
 import warnings
 import weakref
 from collections import OrderedDict
@@ -17,6 +16,7 @@ import torch
 from support import tiny_models
 from support.models import assert_close, eager, output, prompt, tiny
 from support.sweep import in_sweep
+from support.threads import in_threads
 from torch import nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
@@ -67,6 +67,12 @@ def without_capture(model: nn.Module) -> nn.Module:
     for module in model.modules():
         module.__dict__.pop(CAPTURES, None)
     return model
+
+
+def pair(*arguments, **options) -> tuple[nn.Module, nn.Module]:
+    """An accelerated model, and a copy of it whose tokens are not captured."""
+    model = accelerated(*arguments, **options)
+    return model, without_capture(copy.deepcopy(model))
 
 
 class Conversation:
@@ -126,9 +132,8 @@ def answer(model: nn.Module, device: str, padding: int = 0) -> list[torch.Tensor
 def test_every_architecture(architecture, device, same_bits):
     """Without Inkling 2, which needs a router in float32 beside layers in bfloat16."""
     with tiny_models.sizes(**QUANTISED_SIZES):
-        model = accelerated(architecture, device, torch.bfloat16, bits=4, group_size=32)
+        model, own = pair(architecture, device, torch.bfloat16, bits=4, group_size=32)
     captures_of(model)._own_code = False  # all that runs is a library's
-    own = without_capture(copy.deepcopy(model))
     assert_equal(answer(model, device), answer(own, device))
     captures = captures_of(model)
     assert captures.programs, str(captures)
@@ -170,8 +175,7 @@ def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bit
     if architecture == "deepseek_v4":  # whose rates are 2 and 3
         rates, chosen = {}, {"index_topk": 3}
     with tiny_models.sizes(**rates, **chosen, index_head_dim=16):
-        model = accelerated(architecture, device, torch.bfloat16)
-    own = without_capture(copy.deepcopy(model))
+        model, own = pair(architecture, device, torch.bfloat16)
     captures = captures_of(model)
     ids, mine, theirs, by_modules = prompt(1, PROMPT).to(device), [], [], []
     cache, other = (
@@ -200,8 +204,7 @@ def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch):
 
 @torch.no_grad()
 def test_a_captured_token_has_the_same_bits(device, same_bits):
-    model = accelerated("qwen3_moe", device)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", device)
     mine, theirs = Conversation(model), Conversation(own)
     captures = captures_of(model)
     assert_equal(mine.tokens(2), theirs.tokens(2))
@@ -240,8 +243,7 @@ def test_a_captured_token_is_checked_once(simulated, monkeypatch):
 def test_tokens_behind_passes(architecture, device):
     """As close to those that run module by module as the roundings allow that the passes join."""
     with tiny_models.sizes(linear_num_value_heads=16):
-        model = accelerated(architecture, device, bits=4, group_size=32)
-    own = without_capture(copy.deepcopy(model))
+        model, own = pair(architecture, device, bits=4, group_size=32)
     mine, theirs = Conversation(model), Conversation(own)
     for result, expected in zip(mine.tokens(5), theirs.tokens(5), strict=True):
         assert_close(result, expected, 2e-5)
@@ -251,8 +253,7 @@ def test_tokens_behind_passes(architecture, device):
 @torch.no_grad()
 @pytest.mark.parametrize("batch,tokens", [(2, 1), (1, 3)])
 def test_batches_and_several_tokens(batch, tokens, device, same_bits):
-    model = accelerated("gpt_oss", device)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("gpt_oss", device)
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     ids = prompt(batch, PROMPT + 6 * tokens).to(device)
     for part in ids.split([PROMPT, *[tokens] * 6], 1):
@@ -268,8 +269,7 @@ def test_batches_and_several_tokens(batch, tokens, device, same_bits):
 @pytest.mark.parametrize("bits", [None, 4])
 def test_kinds_behind_each_other(bits):
     """A batch of one row has a program of its own, larger ones share one from the second size on."""
-    model = accelerated("qwen3_moe", "cpu", bits=bits, group_size=32 if bits else None)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu", bits=bits, group_size=32 if bits else None)
     captures, programs = captures_of(model), []
     for batch in (1, 2, 3, 5, 1):
         mine, theirs = Conversation(model, batch=batch), Conversation(own, batch=batch)
@@ -283,8 +283,7 @@ def test_kinds_behind_each_other(bits):
 @torch.no_grad()
 def test_a_models_own_cache():
     """It keeps states in a list beside its layers."""
-    model = accelerated("minimax", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("minimax", "cpu")
     ids, caches = prompt(2, PROMPT), []
     for each in (model, own):
         caches.append(each(ids).past_key_values)
@@ -302,8 +301,7 @@ def test_a_models_own_cache():
 
 def test_continuous_batching():
     """Its tokens run module by module, by transformers' cache of pages."""
-    model = accelerated("qwen3_moe", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu")
     generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
     pages = ContinuousBatchingConfig(num_blocks=16, page_size=32, max_batch_tokens=64)
     mine, theirs = (
@@ -317,8 +315,7 @@ def test_continuous_batching():
 @torch.no_grad()
 def test_masks_of_padding():
     """Key ranges are read anew for each token; what is no range runs too."""
-    model = accelerated("gpt_oss", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("gpt_oss", "cpu")
     caches = [DynamicCache(config=model.config) for _ in range(2)]
     ids, shown = prompt(2, 60), torch.ones(2, 60, dtype=torch.int64)
 
@@ -510,8 +507,7 @@ ALWAYS = {
 def test_changes_between_tokens(change, request):
     if change == "dtype":
         request.getfixturevalue("same_bits")  # those of bfloat16
-    model = accelerated("qwen3_moe", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu")
     mine, theirs = Conversation(model), Conversation(own)
     assert_equal(mine.tokens(5), theirs.tokens(5))
     assert captures_of(model).programs
@@ -565,92 +561,97 @@ def adds(numbers):
     return lambda: numbers.remove(3)
 
 
+def has(name, value):
+    """What is done before the fingerprint is made: the norm gets an attribute."""
+    return lambda model: setattr(norm(model), name, value)
+
+
+def file_has(name, value):
+    return lambda model: setattr(file_of(model), name, value)
+
+
+def sets(of, name, value, **options):
+    """A change, of an attribute of what `of` finds in a model."""
+    return lambda model, patch: patch.setattr(of(model), name, value, **options)
+
+
+def puts(of, key, value):
+    """A change, of an item."""
+    return lambda model, patch: patch.setitem(of(model), key, value)
+
+
+def of_functions(interface):
+    return lambda model: interface._local_mapping
+
+
 # name: (what is done before the fingerprint is made, the change)
 WATCHED = {
-    "attribute": (None, lambda m, p: p.setattr(norm(m), "variance_epsilon", 2.0)),
-    "kind of a number": (
-        lambda m: setattr(norm(m), "factor", 1),
-        lambda m, p: p.setattr(norm(m), "factor", 1.0),
-    ),
+    "attribute": (None, sets(norm, "variance_epsilon", 2.0)),
+    "kind of a number": (has("factor", 1), sets(norm, "factor", 1.0)),
     "attribute with another name": (
-        lambda m: setattr(norm(m), "named", SimpleNamespace(one=1)),
+        has("named", SimpleNamespace(one=1)),
         lambda m, p: (p.delattr(norm(m).named, "one"), p.setattr(norm(m).named, "two", 1, raising=False)),
     ),
-    "parameter": (None, lambda m, p: p.setitem(norm(m)._parameters, "weight", None)),
+    "parameter": (None, puts(lambda m: norm(m)._parameters, "weight", None)),
     "tensor of one element in another dictionary": (
-        lambda m: setattr(norm(m), "ordered", OrderedDict(one=torch.ones(1))),
-        lambda m, p: p.setitem(norm(m).ordered, "one", torch.ones(1)),
+        has("ordered", OrderedDict(one=torch.ones(1))),
+        puts(lambda m: norm(m).ordered, "one", torch.ones(1)),
     ),
     "tensor of one element": (
         lambda m: norm(m).register_buffer("one", torch.ones(1)),
-        lambda m, p: p.setitem(norm(m)._buffers, "one", torch.ones(1)),
+        puts(lambda m: norm(m)._buffers, "one", torch.ones(1)),
     ),
-    "module": (None, lambda m, p: p.setitem(m.model._modules, "norm", nn.Identity())),
-    "hook": (None, lambda m, p: p.setitem(norm(m)._forward_hooks, 0, double)),
-    "hook before": (None, lambda m, p: p.setitem(norm(m)._forward_pre_hooks, 0, double)),
-    "state of the package": (None, lambda m, p: p.setattr(fingerprints, "_changes", -1)),
+    "module": (None, puts(lambda m: m.model._modules, "norm", nn.Identity())),
+    "hook": (None, puts(lambda m: norm(m)._forward_hooks, 0, double)),
+    "hook before": (None, puts(lambda m: norm(m)._forward_pre_hooks, 0, double)),
+    "state of the package": (None, sets(lambda m: fingerprints, "_changes", -1)),
     "class of a module": (
         None,
         lambda m, p: p.setattr(norm(m), "__class__", type("Other", (type(norm(m)),), {})),
     ),
-    "interface": (None, lambda m, p: p.setitem(AttentionInterface._global_mapping, "sdpa", double)),
+    "interface": (None, puts(lambda m: AttentionInterface._global_mapping, "sdpa", double)),
     "interface of one file": (
         None,
-        lambda m, p: p.setitem(modeling_utils.ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", double),
+        puts(of_functions(modeling_utils.ALL_ATTENTION_FUNCTIONS), "sdpa", double),
     ),
-    "masks": (
-        None,
-        lambda m, p: p.setitem(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS._local_mapping, "sdpa", double),
-    ),
-    "experts": (None, lambda m, p: p.setitem(ALL_EXPERTS_FUNCTIONS._local_mapping, "moe_mps", double)),
-    "name in the file": (None, lambda m, p: p.setattr(file_of(m), "apply_rotary_pos_emb", double)),
+    "masks": (None, puts(of_functions(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS), "sdpa", double)),
+    "experts": (None, puts(of_functions(ALL_EXPERTS_FUNCTIONS), "moe_mps", double)),
+    "name in the file": (None, sets(file_of, "apply_rotary_pos_emb", double)),
     "numbers in the file": (
-        lambda m: setattr(file_of(m), "_numbers", {"scale": 1}),
-        lambda m, p: p.setitem(file_of(m)._numbers, "scale", 2),
+        file_has("_numbers", {"scale": 1}),
+        puts(lambda m: file_of(m)._numbers, "scale", 2),
     ),
-    "list in the file": (lambda m: setattr(file_of(m), "_list", [1, 2]), lambda m, p: adds(file_of(m)._list)),
-    "set in the file": (lambda m: setattr(file_of(m), "_set", {1}), lambda m, p: adds(file_of(m)._set)),
-    "set of a module": (lambda m: setattr(norm(m), "set", {1}), lambda m, p: adds(norm(m).set)),
-    "order of a dictionary": (
-        lambda m: setattr(norm(m), "two", {"a": 1, "b": 1}),
-        lambda m, p: p.setattr(norm(m), "two", {"b": 1, "a": 1}),
-    ),
-    "name in the file of a helper": (None, lambda m, p: p.setattr(sdpa_attention, "repeat_kv", double)),
-    "torch's functions": (
-        None,
-        lambda m, p: p.setattr(nn.functional, "scaled_dot_product_attention", double),
-    ),
-    "method of a cache": (None, lambda m, p: p.setattr(DynamicCache, "get_seq_length", double)),
-    "method of a cache's layer": (None, lambda m, p: p.setattr(DynamicLayer, "get_mask_sizes", double)),
-    "class of the config": (None, lambda m, p: p.setattr(type(m.config), "scale", 2, raising=False)),
+    "list in the file": (file_has("_list", [1, 2]), lambda m, p: adds(file_of(m)._list)),
+    "set in the file": (file_has("_set", {1}), lambda m, p: adds(file_of(m)._set)),
+    "set of a module": (has("set", {1}), lambda m, p: adds(norm(m).set)),
+    "order of a dictionary": (has("two", {"a": 1, "b": 1}), sets(norm, "two", {"b": 1, "a": 1})),
+    "name in the file of a helper": (None, sets(lambda m: sdpa_attention, "repeat_kv", double)),
+    "torch's functions": (None, sets(lambda m: nn.functional, "scaled_dot_product_attention", double)),
+    "method of a cache": (None, sets(lambda m: DynamicCache, "get_seq_length", double)),
+    "method of a cache's layer": (None, sets(lambda m: DynamicLayer, "get_mask_sizes", double)),
+    "class of the config": (None, sets(lambda m: type(m.config), "scale", 2, raising=False)),
     "list of the config": (
         lambda m: setattr(m.config, "numbers", [{"a": 1}, 2]),
-        lambda m, p: p.setitem(m.config.numbers[0], "a", 2),
+        puts(lambda m: m.config.numbers[0], "a", 2),
     ),
-    "generation config": (None, lambda m, p: p.setattr(m.generation_config, "use_cache", False)),
-    "slot of an object": (
-        lambda m: setattr(norm(m), "slotted", Slotted()),
-        lambda m, p: p.setattr(norm(m).slotted, "number", 2),
-    ),
-    "dictionary in a slot": (
-        lambda m: setattr(norm(m), "held", Slotted()),
-        lambda m, p: p.setitem(norm(m).held.numbers, "a", 2),
-    ),
+    "generation config": (None, sets(lambda m: m.generation_config, "use_cache", False)),
+    "slot of an object": (has("slotted", Slotted()), sets(lambda m: norm(m).slotted, "number", 2)),
+    "dictionary in a slot": (has("held", Slotted()), puts(lambda m: norm(m).held.numbers, "a", 2)),
     "object of a method": (
-        lambda m: setattr(norm(m), "method", Slotted().method),
-        lambda m, p: p.setattr(norm(m).method.__self__, "number", 2),
+        has("method", Slotted().method),
+        sets(lambda m: norm(m).method.__self__, "number", 2),
     ),
     "arguments of a partial": (
-        lambda m: setattr(norm(m), "partial", functools.partial(double, args=1)),
-        lambda m, p: p.setitem(norm(m).partial.keywords, "args", 2),
+        has("partial", functools.partial(double, args=1)),
+        puts(lambda m: norm(m).partial.keywords, "args", 2),
     ),
     "what a function has closed over": (
-        lambda m: setattr(norm(m), "reads", counter()),
-        lambda m, p: p.setattr(norm(m).reads.__closure__[0], "cell_contents", 2),
+        has("reads", counter()),
+        sets(lambda m: norm(m).reads.__closure__[0], "cell_contents", 2),
     ),
     "hook of a module that is not registered": (
         lambda m: norm(m).__dict__.update(hidden=[nn.Identity()]),
-        lambda m, p: p.setitem(norm(m).hidden[0]._forward_hooks, 0, double),
+        puts(lambda m: norm(m).hidden[0]._forward_hooks, 0, double),
     ),
 }
 
@@ -777,8 +778,7 @@ CACHE_CHANGES = {
 @pytest.mark.parametrize("together", [False, True])
 def test_changes_of_the_cache(together):
     """One program for all of them; each in a conversation of its own, or one after the other in one."""
-    model = accelerated("qwen3_moe", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu")
     talks = [Conversation(each, batch=2) for each in (model, own)]
     assert_equal(*(talk.tokens(4) for talk in talks))
     for change in CACHE_CHANGES.values():
@@ -1025,8 +1025,7 @@ def test_one_capture_a_kind_of_token_that_chooses(architecture, programs, monkey
 
 @torch.no_grad()
 def test_two_threads_share_a_program(device, same_bits):
-    model = accelerated("qwen3_moe", device)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", device)
     Conversation(model).tokens(3)
     expected = [Conversation(own, length=n).tokens(6) for n in (7, 30)]
     talks, results = [Conversation(model, length=n) for n in (7, 30)], {}
@@ -1035,12 +1034,7 @@ def test_two_threads_share_a_program(device, same_bits):
         with torch.no_grad():
             results[number] = talks[number].tokens(6)
 
-    threads = [threading.Thread(target=run, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
-        assert not thread.is_alive()
+    in_threads(lambda: run(0), lambda: run(1))
     for number in range(2):
         assert_equal(results[number], expected[number])
     assert len(captures_of(model).programs) == 1
@@ -1067,8 +1061,7 @@ def test_nothing_is_kept_but_weights():
 
 @torch.no_grad()
 def test_a_fault_in_a_capture_warns_once(monkeypatch):
-    model = accelerated("qwen3_moe", "cpu")
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("qwen3_moe", "cpu")
 
     def fail(*args):
         raise ZeroDivisionError("injected")
@@ -1140,8 +1133,7 @@ GENERATIONS = {
 @pytest.mark.of_models
 def test_generate(device, same_bits):
     """In turns by one model, as a server has them; the windows of half of its layers begin to move."""
-    model = accelerated("gpt_oss", device, torch.bfloat16, bits=4, group_size=32)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair("gpt_oss", device, torch.bfloat16, bits=4, group_size=32)
     for options in GENERATIONS.values():
         options = {
             "max_new_tokens": 14,
@@ -1176,8 +1168,7 @@ def test_generate(device, same_bits):
 )
 def test_caches(architecture, sizes, bits, device, same_bits):
     """In 8 bits, of latents in one memory, with recurrent states."""
-    model = accelerated(architecture, device, torch.bfloat16, sizes, bits=4, group_size=32, kv_bits=bits)
-    own = without_capture(copy.deepcopy(model))
+    model, own = pair(architecture, device, torch.bfloat16, sizes, bits=4, group_size=32, kv_bits=bits)
     mine, theirs = Conversation(model, batch=2), Conversation(own, batch=2)
     if bits:
         assert all(isinstance(layer.keys, QuantizedStates) for layer in mine.cache.layers)

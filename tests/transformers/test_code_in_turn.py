@@ -165,21 +165,22 @@ def test_captured_tokens_in_turn_with_others(architecture, monkeypatch):
     assert any(captured)
 
 
-# Attention that came with "sdpa" and runs on our implementation, and one that came with "eager".
-RECORDED = ("deepseek_v32", "gpt_oss")
+# Attention that came with "sdpa" and runs on our implementation, and one that came with "eager"; routers.
+RECORDED = ("deepseek_v32", "gpt_oss", "qwen3_moe")
 
 
 @pytest.mark.parametrize("architecture", in_sweep(EVERY, RECORDED))
 def test_recorded_outputs(architecture):
-    """Hidden states and the weights of attention, which torch's has none of."""
+    """Hidden states, logits of routers, and the weights of attention, which torch's has none of."""
     own = eager(tiny_models.tiny_model(architecture))
     model = copy.deepcopy(own)
     torch_moe_mps.accelerate(model)
     asked = {"output_attentions": True, "output_hidden_states": True}
+    asked |= {"output_router_logits": True} if hasattr(own.config, "output_router_logits") else {}
     for mode in (torch.no_grad, torch.enable_grad):
         with mode():
             out, right = (each(input_ids=IDS[:, :9], **asked) for each in (model, own))
-        for name in ("attentions", "hidden_states"):
+        for name in ("attentions", "hidden_states", "router_logits"):
             ours, theirs = getattr(out, name, None), getattr(right, name, None)
             assert type(ours) is type(theirs) and len(ours or ()) == len(theirs or ())
             for each, expected in zip(ours or (), theirs or (), strict=True):

@@ -55,9 +55,9 @@ def partly_ours(folder: Path):
     model.save_pretrained(folder)
 
 
-def mlx(folder: Path):
+def mlx(folder: Path, bits: int = 4):
     pytest.importorskip("mlx_lm")
-    mlx_models.write(mlx_models.tiny("qwen3_moe"), folder / "made", 4)
+    mlx_models.write(mlx_models.tiny("qwen3_moe"), folder / "made", bits)
     shutil.copytree(folder / "made" / "mlx", folder, dirs_exist_ok=True)
     shutil.rmtree(folder / "made")
 
@@ -70,10 +70,7 @@ def ours_in_8_bits(folder: Path):
 
 
 def mlx_in_8_bits(folder: Path):
-    pytest.importorskip("mlx_lm")
-    mlx_models.write(mlx_models.tiny("qwen3_moe"), folder / "made", 8)
-    shutil.copytree(folder / "made" / "mlx", folder, dirs_exist_ok=True)
-    shutil.rmtree(folder / "made")
+    mlx(folder, 8)
 
 
 def multimodal(folder: Path):

@@ -9,9 +9,8 @@ import sys
 import pytest
 import torch
 from support import tiny_models
-from support.models import assert_close, eager, edit_forward, operators_of, output, prompt
+from support.models import assert_close, eager, in_parts, operators_of, output, prompt
 from torch import nn
-from transformers import DynamicCache
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 
 import torch_moe_mps
@@ -49,11 +48,7 @@ def captured(monkeypatch):
 
 def tokens(model, count: int = 5) -> torch.Tensor:
     """The logits of single tokens after a prompt, of which the third and later ones are captured."""
-    cache, ids = DynamicCache(config=model.config), torch.arange(1, 10 + count)[None]
-    output(model, ids[:, :9], past_key_values=cache, use_cache=True)
-    each = [
-        output(model, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(9, 9 + count)
-    ]
+    _, *each = in_parts(model, torch.arange(1, 10 + count)[None], *[1] * count)[0]
     return torch.cat(each, 1)
 
 
@@ -95,25 +90,6 @@ def test_weights_that_lie_in_other_memory_stay_there(captured):
     v.packed.data, q.packed.data = whole.split([v.rows, q.rows])
     assert_close(tokens(model), expected, 1e-5)
     assert v.packed.data_ptr() == whole.data_ptr() and captures_of(model).programs
-
-
-@pytest.mark.parametrize("architecture", ["phi3", "granitemoehybrid"])
-def test_one_layer_for_gate_and_up(architecture):
-    """Both are one dispatch with the activation; not if another half goes through it."""
-    with tiny_models.sizes(shared_intermediate_size=64):
-        model = quantised(architecture)
-        other = quantised(architecture)
-    name = "shared_mlp" if architecture == "granitemoehybrid" else "mlp"
-    rows = {row.name: row for row in torch_moe_mps.accelerate(model).rows}
-    assert "mlp_quantized (silu)" in rows[f"model.layers.0.{name}"].replaced_by
-    assert_close(output(model, prompt()), one_by_one(model, prompt()), 1e-5)
-    torch_moe_mps.restore(other)
-    mlp = getattr(other.model.layers[0], name)
-    edit_forward(mlp, ".chunk(2, dim=-1)", ".chunk(2, dim=-1)[::-1]")
-    expected = output(other, prompt())
-    rows = {row.name: row for row in torch_moe_mps.accelerate(other).rows}
-    assert "mlp_quantized" not in str(rows.get(f"model.layers.0.{name}"))
-    assert_close(output(other, prompt()), expected, 1e-5)
 
 
 @pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "save_pretrained", "float16 and back"])
@@ -277,3 +253,13 @@ def test_norms_of_other_dtypes_run_their_own_code():
     norm = model.model.norm
     x = torch.randn(2, 3, norm.weight.shape[0], dtype=torch.float64)
     assert norm(x).dtype == torch_moe_mps.restore(copy.deepcopy(norm))(x).dtype
+
+
+def test_layer_norms_of_wider_weights():
+    """A norm that gives its result in the dtype of its input does so with a wider weight, too."""
+    norm, x = tiny_models.tiny_model("cohere").model.norm, torch.randn(2, 3, 32).bfloat16()
+    rewrite(norm)
+    with torch.no_grad():
+        expected = torch.nn.functional.layer_norm(x.float(), (32,), norm.weight, None, norm.variance_epsilon)
+        ran = operators_of(lambda: assert_close(norm(x), expected.bfloat16(), 8e-3))
+    assert ran["layer_norm"] == 1

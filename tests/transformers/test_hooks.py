@@ -149,23 +149,3 @@ def test_hooks_of_experts_see_and_change_what_they_do_in_eager(architecture):
         if dtype == torch.float32:
             assert_close(seen_now[-1], seen[-1], 1e-5)
             assert_close(ablated_now, ablated, 1e-5)
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss", "deepseek_v3"])
-def test_recorded_outputs(architecture):
-    model = eager(tiny_models.tiny_model(architecture))
-    options = {"output_hidden_states": True}
-    if architecture != "deepseek_v3":
-        options["output_router_logits"] = True
-
-    def recorded():
-        with torch.no_grad():
-            result = model(input_ids=prompt(), **options)
-        return [*result.hidden_states, *(result.get("router_logits") or [])]
-
-    expected = recorded()
-    torch_moe_mps.accelerate(model)
-    results = recorded()
-    assert len(results) == len(expected) > 2
-    for value, reference in zip(results, expected, strict=True):
-        assert_close(value, reference, 1e-5)

@@ -3,6 +3,7 @@
 import pytest
 from support import tiny_models
 from support.launches import captured_by_type, launches_by_type, model_on_mps
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH
@@ -20,8 +21,9 @@ MOST = {
     "qwen3_next": ({"linear": 7, "full": 9, "outside": 2}, {"linear": 39, "full": 29}),
     "cohere2_moe": ({"dense": 9, "sparse": 11, "outside": 4}, {"dense": 13, "sparse": 21}),
 }
-# Sparse attention whose indexers may choose all keys.
-INDEXED = {
+# Sparse attention whose indexers may choose all keys, latent attention without indexers, and attention with a
+# bias of relative positions.
+SPECIAL = {
     "deepseek_v32": {"dense": 13, "sparse": 11},
     "glm_moe_dsa": {"dense": 13, "sparse": 11},
     "dots3_note": {"dense": 15, "sparse": 15},
@@ -32,6 +34,12 @@ INDEXED = {
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 20},
     "qwen4_exp": {"linear": 20, "indexed": 22},
     "minimax_m3_vl": {"full, dense": 8, "minimax m3 sparse, sparse": 11},
+    "inkling": {"dense": 15, "sparse": 29},
+    "kimi_linear": {"linear, dense": 9, "full, sparse": 11},
+    "deepseek_v2": {"dense": 14, "sparse": 10},
+    "glm4_moe_lite": {"dense": 12, "sparse": 10},
+    "axk1": {"dense": 12, "sparse": 13},
+    "mistral4": {"dense": 15, "sparse": 11},  # the scale of positions is computed once
 }
 OFTEN = ("glm_moe_dsa", "deepseek_v4", "minimax_m3_vl")
 # Launches of each type of layer where the model's own code runs.
@@ -51,6 +59,12 @@ def captured(monkeypatch):
     monkeypatch.setenv(SWITCH, "1")
 
 
+def accelerated(architecture: str):
+    model = model_on_mps(architecture)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    return model
+
+
 def check_types(found: dict, most: dict) -> None:
     assert found.keys() == most.keys()
     for kind, layer in found.items():
@@ -63,8 +77,7 @@ def of_layers(found: dict) -> dict:
 
 @pytest.mark.parametrize("architecture", MOST)
 def test_launches_of_a_layer(simulated, architecture):
-    model = model_on_mps(architecture)
-    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    model = accelerated(architecture)
     of_captured, of_modules = MOST[architecture]
     check_types(launches_by_type(simulated, model), of_modules)
     found = captured_by_type(simulated, model)
@@ -72,32 +85,9 @@ def test_launches_of_a_layer(simulated, architecture):
     assert found["outside"]["embedding_rows_affine4_32_bf16"] == 1
 
 
-@pytest.mark.parametrize(
-    "architecture", [*OFTEN, *(pytest.param(n, marks=pytest.mark.sweep) for n in INDEXED if n not in OFTEN)]
-)
-def test_launches_of_a_layer_with_an_indexer(simulated, architecture):
-    model = model_on_mps(architecture)
-    torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    check_types(of_layers(captured_by_type(simulated, model)), INDEXED[architecture])
-
-
-# Latent attention without indexers, and attention with a bias of relative positions.
-LATENT = {
-    "inkling": {"dense": 15, "sparse": 29},
-    "kimi_linear": {"linear, dense": 9, "full, sparse": 11},
-    "deepseek_v2": {"dense": 14, "sparse": 10},
-    "glm4_moe_lite": {"dense": 12, "sparse": 10},
-    "axk1": {"dense": 12, "sparse": 13},
-    "mistral4": {"dense": 15, "sparse": 11},  # the scale of positions is computed once
-}
-
-
-@pytest.mark.sweep
-@pytest.mark.parametrize("architecture", LATENT)
-def test_launches_of_a_layer_with_latent_attention(simulated, architecture):
-    model = model_on_mps(architecture)
-    torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    check_types(of_layers(captured_by_type(simulated, model)), LATENT[architecture])
+@pytest.mark.parametrize("architecture", in_sweep(SPECIAL, OFTEN))
+def test_launches_of_a_layer_with_special_attention(simulated, architecture):
+    check_types(of_layers(captured_by_type(simulated, accelerated(architecture))), SPECIAL[architecture])
 
 
 # Layers of linear attention, by what makes the last layer one: the most launches of one token.
@@ -120,8 +110,7 @@ def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, ar
     own = tiny_models.EXTRA.get(architecture, {})
     monkeypatch.setitem(tiny_models.EXTRA, architecture, own | extra)
     with tiny_models.sizes(linear_num_heads=16, linear_head_dim=32):
-        model = model_on_mps(architecture)
-    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+        model = accelerated(architecture)
     *_, layer = of_layers(captured_by_type(simulated, model)).values()
     assert sum(layer.values()) <= most, dict(layer)
 
@@ -140,9 +129,7 @@ PROMPT = {
 
 @pytest.mark.parametrize("architecture", PROMPT)
 def test_launches_of_a_prompt(simulated, architecture):
-    model = model_on_mps(architecture)
-    torch_moe_mps.accelerate(model, bits=4, group_size=32)
-    check_types(launches_by_type(simulated, model, prompt=200), PROMPT[architecture])
+    check_types(launches_by_type(simulated, accelerated(architecture), prompt=200), PROMPT[architecture])
 
 
 @pytest.mark.sweep

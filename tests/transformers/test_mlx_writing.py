@@ -33,6 +33,11 @@ def config_of(model, folder) -> dict:
     return mlx_models.with_older_keys(config) if config["model_type"] in ONLY_OF_ORIGINALS else config
 
 
+def convert(folder, source, target, *options) -> None:
+    paths = folder / source, folder / target
+    assert main([*map(str, ("convert", *paths, "--to", "mlx", *options))]) == 0
+
+
 def assert_mlx_computes_the_same(model, converted) -> None:
     theirs = mlx_models.logits(converted)
     ours = output(model, prompt())
@@ -110,8 +115,7 @@ def test_several_files(tmp_path, monkeypatch):
     monkeypatch.setattr("torch_moe_mps.transformers.checkpoints.files.LARGEST", 30000)
     model = mlx_models.tiny("qwen3_moe").eval()
     config_of(model, tmp_path / "dense")
-    arguments = ["--to", "mlx", "--bits", "4", "--group-size", "32"]
-    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), *arguments]) == 0
+    convert(tmp_path, "dense", "mlx", "--bits", 4, "--group-size", 32)
     assert len(list((tmp_path / "mlx").glob("*.safetensors"))) > 2
     again = torch_moe_mps.from_pretrained(str(tmp_path / "mlx"))
     torch_moe_mps.accelerate(model, 4, 32)
@@ -126,9 +130,8 @@ def test_the_language_model_of_more_is_converted(architecture, tmp_path):
     """A dense model with its tower and the projector beside it, and what MLX has of it."""
     model = mlx_models.tiny(architecture)
     model.save_pretrained(tmp_path / "dense")
-    arguments = ["--to", "mlx", "--bits", "4", "--group-size", "32"]
-    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), *arguments]) == 0
-    assert main(["convert", str(tmp_path / "mlx"), str(tmp_path / "again"), "--to", "mlx"]) == 0
+    convert(tmp_path, "dense", "mlx", "--bits", 4, "--group-size", 32)
+    convert(tmp_path, "mlx", "again")
     torch_moe_mps.accelerate(model, 4, 32)
     for folder in ("mlx", "again"):
         assert_mlx_computes_the_same(model, mlx_models.read(tmp_path / folder))
@@ -139,8 +142,7 @@ def test_one_layout_with_and_without_vision(architecture, tmp_path):
     """mlx-lm reads a model for text as the language part of one with vision; so it is written, and read."""
     model = mlx_models.tiny(architecture)
     model.save_pretrained(tmp_path / "dense")
-    arguments = ["--to", "mlx", "--bits", "4", "--group-size", "32"]
-    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), *arguments]) == 0
+    convert(tmp_path, "dense", "mlx", "--bits", 4, "--group-size", 32)
     torch_moe_mps.accelerate(model, 4, 32)
     assert_mlx_computes_the_same(model, mlx_models.read(tmp_path / "mlx"))
     again = mlx_models.load(tmp_path)
@@ -164,20 +166,18 @@ def test_the_config_of_an_original_checkpoint_keeps_what_it_says(kind):
         assert whole["text_config"].items() >= config.items() and whole["model_type"] == "x"
 
 
-def test_a_config_that_lacks_what_mlx_reads_is_one_line(tmp_path, capsys):
+def test_a_config_that_lacks_what_mlx_reads_is_one_line(tmp_path, refused):
     mlx_models.tiny("mimo_v2_flash").save_pretrained(tmp_path / "dense")
-    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), "--to", "mlx"]) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    error = refused("convert", tmp_path / "dense", tmp_path / "mlx", "--to", "mlx", progress=True)
     assert "the config must be that of the original checkpoint, with swa_head_dim" in error
     assert {path.name for path in tmp_path.iterdir()} == {"dense"}
 
 
-def test_other_architectures_are_one_line(tmp_path, capsys):
+def test_other_architectures_are_one_line(tmp_path, refused):
     model = mlx_models.tiny("qwen3_moe")
     model.save_pretrained(tmp_path / "dense")
     config = json.loads((tmp_path / "dense" / "config.json").read_text()) | {"model_type": "flex_olmo"}
     (tmp_path / "dense" / "config.json").write_text(json.dumps(config))
-    assert main(["convert", str(tmp_path / "dense"), str(tmp_path / "mlx"), "--to", "mlx"]) == 1
-    error = capsys.readouterr().err.strip().splitlines()[-1]
+    error = refused("convert", tmp_path / "dense", tmp_path / "mlx", "--to", "mlx", progress=True)
     assert "model_type must be one of afmoe, " in error and "got flex_olmo" in error
     assert not (tmp_path / "mlx").exists()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.launches import operators_of_token
-from support.models import assert_close, eager, operators_of, output, prompt
+from support.models import assert_close, eager, in_parts, operators_of, output, prompt
 from torch import nn
 from transformers import DynamicCache
 
@@ -47,11 +47,7 @@ def models(architecture: str) -> tuple[nn.Module, nn.Module]:
 
 def decoded(model: nn.Module, batch: int = 1, tokens: int = 3) -> torch.Tensor:
     """The logits of single tokens after a prompt."""
-    cache, ids = DynamicCache(config=model.config), prompt(batch, 5 + tokens)
-    output(model, ids[:, :5], past_key_values=cache, use_cache=True)
-    each = [
-        output(model, ids[:, i : i + 1], past_key_values=cache, use_cache=True) for i in range(5, 5 + tokens)
-    ]
+    _, *each = in_parts(model, prompt(batch, 5 + tokens), *[1] * tokens)[0]
     return torch.cat(each, 1)
 
 
@@ -86,14 +82,11 @@ def test_the_cache_holds_what_transformers_would_hold(architecture):
     caches = [DynamicCache(config=each.config) for each in (model, own)]
     for each, cache in zip((model, own), caches, strict=True):
         ids = prompt(2, 12)
-        output(each, ids[:, :4], past_key_values=cache, use_cache=True)
-        for i in range(4, 8):
-            output(each, ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+        in_parts(each, ids[:, :8], *[1] * 4, cache=cache)
         cache.reorder_cache(torch.tensor([1, 0]))
         if architecture in ("qwen3_moe", "deepseek_v3"):
             cache.crop(-2)
-        for i in range(8, 12):
-            output(each, ids[:, i : i + 1], past_key_values=cache, use_cache=True)
+        in_parts(each, ids[:, 8:], *[1] * 3, cache=cache)
     for ours, expected in zip(caches[0].layers, caches[1].layers, strict=True):
         assert_close(ours.keys, expected.keys, 2e-5)
         assert_close(ours.values, expected.values, 2e-5)

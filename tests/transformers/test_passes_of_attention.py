@@ -2,20 +2,13 @@
 
 import pytest
 import torch
-from support.graphs import computed, operators, recorded
-from support.models import assert_close
+from support.graphs import NO_CHAINS, assert_left
+from support.values import numbers as random
 from torch import Tensor
-
-from torch_moe_mps.transformers.graphs.passes import simplify
 
 ops = torch.ops.moe_mps
 HEADS, KEY_HEADS, WIDTH, KEYS = 4, 2, 16, 9
 COUNT = HEADS + 2 * KEY_HEADS
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
 
 COS, SIN, NORM = random(1, 1, WIDTH), random(1, 1, WIDTH, seed=1), random(WIDTH)
 
@@ -67,23 +60,12 @@ LEFT = {
     another_place: TWO,
     queries_that_else_are_read: TWO | {"mul": 1},
     a_cache_that_is_read_between: TWO | {"exp": 1},
-    a_mask: TWO,
+    a_mask: TWO | {"ones": 1, "tril": 1},
     other_keys: TWO,
 }
 
 
 @pytest.mark.parametrize("function", LEFT, ids=lambda function: function.__name__)
 def test_what_is_left(function):
-    x = random(1, 1, COUNT * WIDTH)
     caches = [random(1, KEY_HEADS, KEYS + 3, WIDTH, seed=seed) for seed in (3, 4)]
-    graph = recorded(function, x, *caches)
-    simplify(graph, frozenset({"pointwise"}))
-    left = operators(graph)
-    assert {name: n for name, n in left.items() if name not in ("ones", "tril")} == LEFT[function]
-    own, expected_caches = ([each.clone() for each in caches] for _ in range(2))
-    expected = function(x.clone(), *expected_caches)
-    expected = expected if isinstance(expected, tuple) else (expected,)
-    for result, each in zip(computed(graph, x, *own), expected, strict=True):
-        assert_close(result, each, 1e-5)
-    for result, each in zip(own, expected_caches, strict=True):
-        assert_close(result, each, 1e-6)
+    assert_left(LEFT[function], function, random(1, 1, COUNT * WIDTH), *caches, without=NO_CHAINS)

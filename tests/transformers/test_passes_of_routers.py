@@ -2,21 +2,15 @@
 
 import pytest
 import torch
-from support.graphs import computed, operators, recorded
-from support.models import assert_close
+from support.graphs import NO_CHAINS, assert_left
+from support.values import numbers as random
 from torch import Tensor
 from torch.nn.functional import linear
 
 from torch_moe_mps.quantization import quantize
-from torch_moe_mps.transformers.graphs.passes import simplify
 
 ops = torch.ops.moe_mps
 H, E, K, I = 64, 8, 2, 32
-
-
-def random(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
-
 
 ROUTER, NORM, SCALES, BIAS = random(E, H) / 8, random(H), random(E).abs(), random(E)
 
@@ -155,11 +149,4 @@ LEFT = {
 
 @pytest.mark.parametrize("function", LEFT, ids=lambda function: function.__name__)
 def test_what_is_left(function):
-    x = random(1, H)
-    graph = recorded(function, x)
-    simplify(graph, frozenset({"pointwise"}))
-    assert operators(graph) == LEFT[function]
-    expected = function(x.clone())
-    expected = expected if isinstance(expected, tuple) else (expected,)
-    for result, each in zip(computed(graph, x), expected, strict=True):
-        assert_close(result, each, 1e-5)
+    assert_left(LEFT[function], function, random(1, H), without=NO_CHAINS)

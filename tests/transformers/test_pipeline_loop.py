@@ -93,10 +93,14 @@ def changed(run, layer=Layer):
     return model
 
 
-def plain(self, hidden, ids):
-    for layer in self.layers:
-        hidden = layer(hidden)
+def in_turn(layers, hidden, *others):
+    for layer in layers:
+        hidden = layer(hidden, *others)
     return hidden
+
+
+def plain(self, hidden, ids):
+    return in_turn(self.layers, hidden)
 
 
 def one_by_one(self, hidden, ids):
@@ -119,16 +123,11 @@ def takes_elements(self, hidden, ids):
 
 def reads_shapes(self, hidden, ids):
     like = torch.zeros_like(hidden) + hidden.new_ones(hidden.shape[1], 1)
-    for layer in self.layers:
-        hidden = layer(hidden, like.to(hidden))
-    return hidden
+    return in_turn(self.layers, hidden, like.to(hidden))
 
 
 def reads_embeddings(self, hidden, ids):
-    mean = hidden.mean(-1, keepdim=True)
-    for layer in self.layers:
-        hidden = layer(hidden, mean)
-    return hidden
+    return in_turn(self.layers, hidden, hidden.mean(-1, keepdim=True))
 
 
 def returns_embeddings(self, hidden, ids):
@@ -146,9 +145,7 @@ def asks_for_ids(self, hidden, ids):
 
 
 def reads_ids(self, hidden, ids):
-    for layer in self.layers:
-        hidden = layer(hidden, ids)
-    return hidden
+    return in_turn(self.layers, hidden, ids)
 
 
 def hands_on_sums(self, hidden, ids):
@@ -167,17 +164,11 @@ def collects(self, hidden, ids):
 
 
 def shares(self, hidden, ids):
-    shared = {}
-    for layer in self.layers:
-        hidden = layer(hidden, shared)
-    return hidden
+    return in_turn(self.layers, hidden, {})
 
 
 def gives_a_table(self, hidden, ids):
-    table = torch.zeros(32, device=hidden.device)
-    for layer in self.layers:
-        hidden = layer(hidden, table)
-    return hidden
+    return in_turn(self.layers, hidden, torch.zeros(32, device=hidden.device))
 
 
 def calls_twice(self, hidden, ids):
@@ -187,15 +178,11 @@ def calls_twice(self, hidden, ids):
 
 
 def leaves_out_one(self, hidden, ids):
-    for layer in self.layers[:2]:
-        hidden = layer(hidden)
-    return hidden
+    return in_turn(self.layers[:2], hidden)
 
 
 def turns_round(self, hidden, ids):
-    for layer in reversed(self.layers):
-        hidden = layer(hidden)
-    return hidden
+    return in_turn(reversed(self.layers), hidden)
 
 
 def reads_a_value(self, hidden, ids):

@@ -3,13 +3,14 @@
 Stages are threads here. A message carries the time at which it was sent; who receives it goes on no earlier.
 """
 
+import functools
 import queue
-import threading
 
 import pytest
 import torch
 from support import tiny_models
 from support.models import generate, prompt
+from support.threads import in_threads
 
 from torch_moe_mps.pipeline.loop import find_loop
 from torch_moe_mps.pipeline.peers import Timeouts
@@ -71,11 +72,7 @@ def run(count, ids, **options):
     def call(running):
         results[running.peers.rank] = generate(running, ids, max_new_tokens=1, **options)
 
-    threads = [threading.Thread(target=call, args=(running,)) for running in found]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=120)
+    in_threads(*(functools.partial(call, running) for running in found))
     expected = generate(whole, ids, max_new_tokens=1)
     assert all(torch.equal(result, expected) for result in results)
     return found[-1].peers.now, [running.peers.kinds for running in found]

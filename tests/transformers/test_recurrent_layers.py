@@ -6,7 +6,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.launches import launches
-from support.models import assert_close, eager, edit_forward, operators_of
+from support.models import assert_close, eager, operators_of
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -87,31 +87,6 @@ def test_no_further_from_the_exact_result_than_the_own_code(architecture):
     torch_moe_mps.accelerate(model)
     error, own_error = ((y - exact).abs().median() for y in (run(layer_of(model), x), own))
     assert error <= 1.05 * own_error
-
-
-@pytest.mark.parametrize(
-    ("architecture", "old", "new"),
-    [
-        (
-            "kimi_linear",
-            "torch.sigmoid(self.b_proj(hidden_states))",
-            "2 * torch.sigmoid(self.b_proj(hidden_states))",
-        ),
-        ("kimi_linear", "self.forget_gate(hidden_states)", "self.forget_gate(hidden_states) * 0.5"),
-        ("nemotron_h", "D=self.D,", "D=-self.D,"),
-        ("nemotron_h", "B = B.view(", "B = -B.view("),
-        ("jamba", "z=gate,", "z=-gate,"),
-        ("jamba", "dt_softplus=True", "dt_softplus=False"),
-        ("minimax", "F.sigmoid(self.output_gate(hidden_states))", "F.silu(self.output_gate(hidden_states))"),
-    ],
-)
-def test_layers_are_told_apart_by_what_they_compute(architecture, old, new):
-    model = model_of(architecture)
-    edit_forward(layer_of(model), old, new)
-    expected = logits_of(model)
-    torch_moe_mps.accelerate(model)
-    assert not {*SCANS} & operators_of(lambda: logits_of(model)).keys()
-    assert_close(logits_of(model), expected, 1e-4)
 
 
 def test_hooks_and_changes_run_the_own_code():

@@ -4,7 +4,6 @@ import copy
 import gc
 import resource
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,6 +12,7 @@ import pytest
 import torch
 import transformers
 from support.models import generate, prompt, tiny
+from support.threads import in_threads
 
 import torch_moe_mps
 
@@ -41,27 +41,6 @@ def device_allocations(device: str) -> int:
     import simulator
 
     return simulator.live_buffers()
-
-
-def in_threads(*works: Callable[[], None]) -> None:
-    """Run all at once; the first error of any is raised."""
-    errors, start = [], threading.Barrier(len(works))
-
-    def run(work):
-        start.wait(timeout=60)
-        try:
-            work()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,)) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=300)
-        assert not thread.is_alive()
-    if errors:
-        raise errors[0]
 
 
 class Job(NamedTuple):

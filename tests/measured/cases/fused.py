@@ -175,6 +175,10 @@ class Hyper(OperatorCase):
     """Four streams after a block."""
 
     operator: ClassVar[str] = "hyper_connection"
+    tensors: ClassVar[str] = (
+        "streams[tokens, 4, width] out[tokens, width] post[tokens, 4]:f32 comb[tokens, 4, 4]:f32"
+        " base[24]:f32 scale[3]:f32"
+    )
     # A stream that is rounded to its other neighbour changes the sums, which are float32.
     slack: ClassVar[float] = 2e-5
     group: str
@@ -186,15 +190,9 @@ class Hyper(OperatorCase):
     def name(self):
         return f"{super().name} of four streams"
 
-    def inputs(self, values):
-        return {
-            "streams": self.random(values, self.tokens, 4, self.width),
-            "fn": values.normal(24, 4 * self.width, scale=(4 * self.width) ** -0.5),
-            **{"base": values.normal(24), "scale": values.normal(3)},
-            "out": self.random(values, self.tokens, self.width),
-            "post": values.normal(self.tokens, 4),
-            "comb": values.normal(self.tokens, 4, 4, scale=0.5),
-        }
+    @property
+    def scales(self):
+        return {"fn": (4 * self.width) ** -0.5, "comb": 0.5}
 
 
 @dataclass
@@ -202,35 +200,26 @@ class Logits(OperatorCase):
     """Behind a norm."""
 
     operator: ClassVar[str] = "router_logits"
+    tensors: ClassVar[str] = "x[rows, width] weight[experts, width] norm_weight[width]"
+    scales: ClassVar[dict] = {"weight": 0.05}
+    options: ClassVar[dict] = {"norm_eps": EPS, "factor": 0.5}
     group: str
     rows: int
     experts: int
     width: int
     dtype: str
 
-    def inputs(self, values):
-        return {
-            "x": self.random(values, self.rows, self.width),
-            "weight": values.normal(self.experts, self.width, dtype=DTYPES[self.dtype], scale=0.05),
-            "norm_weight": norm_of(values, self.width, self.dtype),
-        }
-
-    def given(self, t):
-        return t | {"norm_eps": EPS, "factor": 0.5}
-
 
 class HashLogits(Logits):
     """The same for experts that a table chooses."""
 
     operator: ClassVar[str] = "moe_hash_router"
+    options: ClassVar[dict] = {"norm_eps": EPS, "scoring": "sqrtsoftplus", "norm_topk_prob": True}
 
-    def inputs(self, values):
+    def others(self, values):
         table = values.integers(50, 6, dtype=torch.int64, low=0, high=self.experts)
         tokens = values.integers(self.rows, dtype=torch.int64, low=0, high=50)
-        return {**super().inputs(values), "table": table, "tokens": tokens}
-
-    def given(self, t):
-        return t | {"norm_eps": EPS, "scoring": "sqrtsoftplus", "norm_topk_prob": True}
+        return {"table": table, "tokens": tokens}
 
 
 @dataclass
@@ -238,6 +227,10 @@ class Delta(OperatorCase):
     """The delta rule with its norm, heads of one width."""
 
     operator: ClassVar[str] = "linear_attention_"
+    tensors: ClassVar[str] = (
+        "q[1, tokens, key_heads, width] v[1, tokens, heads, width] g[1, tokens, heads] beta[1, tokens, heads]"
+        " A_log[heads]:f32 gate[1, tokens, heads, width] norm_weight[width]"
+    )
     group: str
     tokens: int
     key_heads: int
@@ -245,25 +238,10 @@ class Delta(OperatorCase):
     width: int
     dtype: str
 
-    def inputs(self, values):
-        def of_heads(heads: int, *width: int) -> Tensor:
-            return self.random(values, 1, self.tokens, heads, *width)
-
-        return {
-            "q": of_heads(self.key_heads, self.width),
-            "k": of_heads(self.key_heads, self.width),
-            "v": of_heads(self.heads, self.width),
-            "g": of_heads(self.heads),
-            "beta": of_heads(self.heads),
-            "state_": values.normal(1, self.heads, self.width, self.width),
-            "A_log": values.normal(self.heads),
-            "gate": of_heads(self.heads, self.width),
-            "norm_weight": norm_of(values, self.width, self.dtype),
-        }
-
-    def given(self, t):
+    @property
+    def options(self):
         rule = {"l2norm_eps": EPS, "decay": "softplus", "beta_activation": "sigmoid"}
-        return t | rule | {"scale": self.width**-0.5, "norm_eps": EPS}
+        return rule | {"scale": self.width**-0.5, "norm_eps": EPS}
 
 
 @dataclass
@@ -271,18 +249,14 @@ class SelectiveScan(OperatorCase):
     """With 16 states a channel, a skip and a gate."""
 
     operator: ClassVar[str] = "selective_scan_"
+    tensors: ClassVar[str] = (
+        "x[1, tokens, channels] B[1, tokens, 16] gate[1, tokens, channels]"
+        " dt_bias[channels]:f32 skip[channels]:f32"
+    )
     group: str
     tokens: int
     channels: int
     dtype: str
-
-    def inputs(self, values):
-        sizes = {"x": self.channels, "step": self.channels, "B": 16, "C": 16, "gate": self.channels}
-        return {
-            **{name: self.random(values, 1, self.tokens, width) for name, width in sizes.items()},
-            **{"state_": values.normal(1, self.channels, 16), "A_log": values.normal(self.channels, 16)},
-            **{name: values.normal(self.channels) for name in ("dt_bias", "skip")},
-        }
 
 
 @dataclass
@@ -290,17 +264,16 @@ class Pointwise(OperatorCase):
     """A gate."""
 
     operator: ClassVar[str] = "pointwise"
+    tensors: ClassVar[str] = "a[1, tokens, width] b[width]:f32"
     group: str
     tokens: int
     width: int
     dtype: str
 
-    def inputs(self, values):
-        return {"a": self.random(values, 1, self.tokens, self.width), "b": values.normal(self.width)}
-
-    def given(self, t):
+    @property
+    def options(self):
         formula = f"sigmoid b {self.dtype}; mul a %0 {self.dtype}; add %1 0.5 f32"
-        return t | {"formula": formula, "dtype": DTYPES[self.dtype]}
+        return {"formula": formula, "dtype": DTYPES[self.dtype]}
 
 
 @dataclass
@@ -308,6 +281,7 @@ class Quantise(OperatorCase):
     """By importance."""
 
     operator: ClassVar[str] = "quantize_by_importance"
+    tensors: ClassVar[str] = "weight[1, tokens, width]"
     group: str
     tokens: int  # rows
     width: int
@@ -318,12 +292,12 @@ class Quantise(OperatorCase):
     def name(self):
         return f"{super().name} {self.to}"
 
-    def inputs(self, values):
-        importance = values.uniform(1, self.width, low=0.0, high=4.0)
-        return {"weight": self.random(values, 1, self.tokens, self.width), "importance": importance}
+    def others(self, values):
+        return {"importance": values.uniform(1, self.width, low=0.0, high=4.0)}
 
-    def given(self, t):
-        return t | {"to": self.to}
+    @property
+    def options(self):
+        return {"to": self.to}
 
     def call(self, t):
         return tuple(result for result in super().call(t) if result.numel() > 0)
@@ -334,6 +308,10 @@ class PoolWindow(OperatorCase):
     """In front of a window's end, or of a prompt."""
 
     operator: ClassVar[str] = "pool_window_"
+    tensors: ClassVar[str] = (
+        "kv[1, tokens, overlap*width] position_bias[rate, overlap*width]:f32"
+        " state_[1, overlap*rate, 2, overlap*width] entries_[1, entries, width]"
+    )
     group: str
     tokens: int
     width: int
@@ -345,20 +323,16 @@ class PoolWindow(OperatorCase):
     def position(self) -> int:
         return 3 * self.rate - 1
 
-    def inputs(self, values):
-        columns, rows = self.overlap * self.width, self.overlap * self.rate
-        entries = (self.position + self.tokens) // self.rate
-        return {
-            **{name: self.random(values, 1, self.tokens, columns) for name in ("kv", "gate")},
-            "position_bias": values.normal(self.rate, columns),
-            "state_": self.random(values, 1, rows, 2, columns),
-            "entries_": self.random(values, 1, entries, self.width),
-            "norm_weight": norm_of(values, self.width, "f32"),
-            "inv_freq": values.uniform(self.width // 8, low=1e-4, high=1.0),
-        }
+    @property
+    def sizes(self):
+        return vars(self) | {"entries": (self.position + self.tokens) // self.rate}
 
-    def given(self, t):
-        return t | {"position": self.position}
+    def others(self, values):
+        return {"inv_freq": values.uniform(self.width // 8, low=1e-4, high=1.0)}
+
+    @property
+    def options(self):
+        return {"position": self.position}
 
     def bytes_moved(self, t, part=""):
         return 2 * (t["kv"].nbytes + t["gate"].nbytes) + t["entries_"].nbytes
@@ -382,14 +356,11 @@ class Tailed(OperatorCase):
         return f"tailed {super().name}"
 
     def inputs(self, values):
-        tensors = {
-            "q": self.random(values, 1, self.heads, self.tokens, self.width),
-            "k": self.random(values, 1, 1, 127 + self.tokens, self.width),
-            "k_tail": self.random(values, 1, 1, self.entries, self.width),
-        }
+        shapes = {"q": (self.heads, self.tokens), "k": (1, 127 + self.tokens), "k_tail": (1, self.entries)}
+        dtype, selected = DTYPES[self.dtype], (1, 1, self.tokens, self.top_k)
+        tensors = {name: values.normal(1, *shape, self.width, dtype=dtype) for name, shape in shapes.items()}
         if self.top_k:
-            shape = 1, 1, self.tokens, self.top_k
-            tensors["indices"] = values.integers(*shape, dtype=torch.int32, low=-1, high=self.entries - 1)
+            tensors["indices"] = values.integers(*selected, dtype=torch.int32, low=-1, high=self.entries - 1)
         return tensors
 
     def given(self, t):
@@ -402,6 +373,12 @@ class RopeCache(OperatorCase):
     """With norms of q and k."""
 
     operator: ClassVar[str] = "rope_cache_"
+    tensors: ClassVar[str] = (
+        "q[1, tokens, heads, width] k[1, tokens, key_heads, width] v[1, tokens, key_heads, width]"
+        " keys_[1, key_heads, keys, width] values_[1, key_heads, keys, width]"
+        " cos[1, tokens, width] sin[1, tokens, width] q_weight[width] k_weight[width]"
+    )
+    options: ClassVar[dict] = {"eps": EPS}
     group: str
     tokens: int
     heads: int
@@ -409,19 +386,6 @@ class RopeCache(OperatorCase):
     width: int
     keys: int
     dtype: str
-
-    def inputs(self, values):
-        sizes = {"q": self.heads, "k": self.key_heads, "v": self.key_heads}
-        held = 1, self.key_heads, self.keys, self.width
-        return {
-            **{n: self.random(values, 1, self.tokens, heads, self.width) for n, heads in sizes.items()},
-            **{name: self.random(values, *held) for name in self.mutated},
-            **{name: self.random(values, 1, self.tokens, self.width) for name in ("cos", "sin")},
-            **{name: norm_of(values, self.width, self.dtype) for name in ("q_weight", "k_weight")},
-        }
-
-    def given(self, t):
-        return t | {"eps": EPS}
 
     def bytes_moved(self, t, part=""):
         return 2 * sum(t[name].nbytes for name in "qkv")
@@ -433,8 +397,9 @@ class RopeAttention(RopeCache):
     operator: ClassVar[str] = "rope_attention_"
     slack: ClassVar[float] = 2e-5  # of turned queries, whose errors scores multiply
 
-    def given(self, t):
-        return super().given(t) | {"scale": self.width**-0.5}
+    @property
+    def options(self):
+        return {"eps": EPS, "scale": self.width**-0.5}
 
     def bytes_moved(self, t, part=""):
         return t["keys_"].nbytes + t["values_"].nbytes
@@ -466,6 +431,11 @@ class IndexKeys(OperatorCase):
 
     operator: ClassVar[str] = "rope_cache_"
     mutated: ClassVar[tuple[str, ...]] = ("keys_",)
+    tensors: ClassVar[str] = (
+        "q[1, tokens, heads, width] keys_[1, 1, keys, width]"
+        " cos[1, tokens, half] sin[1, tokens, half] k_weight[width] k_bias[width]"
+    )
+    options: ClassVar[dict] = {"v": None, "values_": None, "eps": EPS}
     group: str
     tokens: int
     heads: int
@@ -473,18 +443,12 @@ class IndexKeys(OperatorCase):
     keys: int
     dtype: str
 
-    def inputs(self, values):
-        dtype, rows = DTYPES[self.dtype], (1, self.tokens)
-        return {
-            "k": values.normal(*rows, 1, self.width, dtype=dtype, offset=1.0),
-            "keys_": values.normal(1, 1, self.keys, self.width, dtype=dtype),
-            **{name: norm_of(values, self.width, self.dtype) for name in ("k_weight", "k_bias")},
-            **{name: values.normal(*rows, self.width // 2, dtype=dtype) for name in ("cos", "sin")},
-            "q": values.normal(*rows, self.heads, self.width, dtype=dtype),
-        }
+    @property
+    def sizes(self):
+        return vars(self) | {"half": self.width // 2}
 
-    def given(self, t):
-        return t | {"v": None, "values_": None, "eps": EPS}
+    def others(self, values):
+        return {"k": values.normal(1, self.tokens, 1, self.width, dtype=DTYPES[self.dtype], offset=1.0)}
 
     def bytes_moved(self, t, part=""):
         return 2 * (t["k"].nbytes + t["q"].nbytes)
@@ -533,6 +497,8 @@ class Sample(OperatorCase):
     """A token of each row."""
 
     operator: ClassVar[str] = "sample_"
+    tensors: ClassVar[str] = "logits[tokens, vocabulary]"
+    scales: ClassVar[dict] = {"logits": 3.0}
     group: str
     tokens: int
     vocabulary: int
@@ -544,16 +510,13 @@ class Sample(OperatorCase):
     def name(self):
         return f"{super().name}, top-k {self.top_k}, top-p {self.top_p}"
 
-    def inputs(self, values):
-        rows = self.tokens, self.vocabulary
-        return {
-            "logits": values.normal(*rows, dtype=DTYPES[self.dtype], scale=3.0),
-            "draws": values.uniform(*rows, low=0.01),
-            "invalid_": values.integers(self.tokens, dtype=torch.int32, low=0, high=1),
-        }
+    def others(self, values):
+        invalid = values.integers(self.tokens, dtype=torch.int32, low=0, high=1)
+        return {"draws": values.uniform(self.tokens, self.vocabulary, low=0.01), "invalid_": invalid}
 
-    def given(self, t):
-        return t | {"temperature": 0.7, "top_k": self.top_k, "top_p": self.top_p, "min_p": 0.01}
+    @property
+    def options(self):
+        return {"temperature": 0.7, "top_k": self.top_k, "top_p": self.top_p, "min_p": 0.01}
 
     def bytes_moved(self, t, part=""):
         return t["logits"].nbytes

@@ -6,57 +6,39 @@ from typing import ClassVar
 import torch
 
 from .experts import Case
-from .formats import DTYPES
 from .operators import EPS, OperatorCase
 
 
 @dataclass
 class Norm(OperatorCase):
     group: ClassVar[str] = "norms"
+    tensors: ClassVar[str] = "residual[rows, width]"
+    options: ClassVar[dict] = {"eps": EPS}
     operator: str
     rows: int
     width: int
     dtype: str
-
-    @property
-    def scaled(self) -> bool:
-        return self.operator.endswith("scalar")
-
-    def inputs(self, values):
-        scalar = {"scalar": values.normal(1, offset=2.0)} if self.scaled else {}
-        rows = {name: self.random(values, self.rows, self.width) for name in ("residual", "input")}
-        return {**rows, "weight": values.normal(self.width), **scalar}
-
-    def given(self, t):
-        return t | {"eps": EPS}
 
 
 @dataclass
 class LayerNorm(OperatorCase):
     group: ClassVar[str] = "norms"
     operator: ClassVar[str] = "layer_norm"
+    tensors: ClassVar[str] = "input[rows, width] weight[width]:f32 bias[width]:f32"
+    options: ClassVar[dict] = {"eps": EPS}
     rows: int
     width: int
     dtype: str
-
-    def inputs(self, values):
-        weights = {name: values.normal(self.width) for name in ("weight", "bias")}
-        return {"input": self.random(values, self.rows, self.width), **weights}
-
-    def given(self, t):
-        return t | {"eps": EPS}
 
 
 @dataclass
 class SiluMul(OperatorCase):
     group: ClassVar[str] = "combine"
     operator: ClassVar[str] = "silu_mul_stacked"
+    tensors: ClassVar[str] = "gate[slots, width]"
     slots: int
     width: int
     dtype: str
-
-    def inputs(self, values):
-        return {name: self.random(values, self.slots, self.width) for name in ("gate", "up")}
 
 
 @dataclass
@@ -64,23 +46,16 @@ class WeightedSum(OperatorCase):
     """weighted_sum_stacked, weighted_sum_residual_stacked_, weighted_sum_residual_norm_stacked_."""
 
     group: ClassVar[str] = "combine"
+    tensors: ClassVar[str] = "slots[rows, slots, width]"
     operator: str
     rows: int
     slots: int
     width: int
     dtype: str
 
-    def inputs(self, values):
-        t = {"slots": self.random(values, self.rows, self.slots, self.width)}
-        t["weights"] = values.normal(self.rows, self.slots)
-        if "residual" in self.operator:
-            t["residual_"] = self.random(values, self.rows, self.width)
-        if "norm" in self.operator:
-            t["norm_weight"] = values.normal(self.width)
-        return t
-
-    def given(self, t):
-        return t | ({"eps": EPS} if "norm" in self.operator else {})
+    @property
+    def options(self):
+        return {"eps": EPS} if "norm" in self.operator else {}
 
 
 @dataclass
@@ -89,22 +64,14 @@ class WeightedReduce(OperatorCase):
 
     group: ClassVar[str] = "combine"
     operator: ClassVar[str] = "moe_weighted_reduce"
+    tensors: ClassVar[str] = (
+        "expert_out[rows, slots, width] shared_gate[rows]:f32 shared_out[rows, width] residual[rows, width]"
+    )
+    options: ClassVar[dict] = {"gate_is_logit": True}
     rows: int
     slots: int
     width: int
     dtype: str
-
-    def inputs(self, values):
-        return {
-            "weights": values.normal(self.rows, self.slots),
-            "expert_out": self.random(values, self.rows, self.slots, self.width),
-            "shared_gate": values.normal(self.rows),
-            "shared_out": self.random(values, self.rows, self.width),
-            "residual": self.random(values, self.rows, self.width),
-        }
-
-    def given(self, t):
-        return t | {"gate_is_logit": True}
 
 
 @dataclass
@@ -112,6 +79,7 @@ class Router(OperatorCase):
     """moe_router_topk_softmax, fused_moe_routing, and moe_router with sigmoid, bias and groups."""
 
     group: ClassVar[str] = "routing"
+    scales: ClassVar[dict] = {"logits": 2.0, "bias": 0.1}
     operator: str
     rows: int
     experts: int
@@ -127,39 +95,31 @@ class Router(OperatorCase):
         },
     }
 
-    def inputs(self, values):
-        t = {"logits": values.normal(self.rows, self.experts, dtype=DTYPES[self.dtype], scale=2.0)}
-        if self.operator == "fused_moe_routing":
-            t["per_expert_scale"] = values.normal(self.experts)
-        if self.operator == "moe_router":
-            t["bias"] = values.normal(self.experts, scale=0.1)
-        return t
+    @property
+    def tensors(self):
+        return "logits[rows, experts]" + " bias[experts]:f32" * (self.operator == "moe_router")
 
-    def given(self, t):
-        return t | {"top_k": self.top_k, **self.OPTIONS[self.operator]}
+    @property
+    def options(self):
+        return {"top_k": self.top_k, **self.OPTIONS[self.operator]}
 
 
 @dataclass
 class Gate(OperatorCase):
     group: ClassVar[str] = "routing"
     operator: ClassVar[str] = "moe_gate"
+    tensors: ClassVar[str] = "hidden[tokens, width]:bf16 router_weight[experts, width]"
+    scales: ClassVar[dict] = {"router_weight": 0.05}
     slack: ClassVar[float] = 2e-5
     tokens: int
     experts: int
     width: int
     top_k: int
-    dtype: str  # of the router's weight; hidden is bfloat16
+    dtype: str  # of the router's weight
 
-    def inputs(self, values):
-        return {
-            "hidden": values.normal(self.tokens, self.width, dtype=torch.bfloat16),
-            "router_weight": values.normal(self.experts, self.width, dtype=DTYPES[self.dtype], scale=0.05),
-            "norm_weight": values.normal(self.width),
-            "per_expert_scale": values.uniform(self.experts, low=0.5, high=1.5),
-        }
-
-    def given(self, t):
-        return t | {"top_k": self.top_k, "eps": EPS}
+    @property
+    def options(self):
+        return {"top_k": self.top_k, "eps": EPS}
 
 
 @dataclass
@@ -175,13 +135,14 @@ class Bucket(OperatorCase):
 
     ROWS: ClassVar[tuple[int, int]] = (768, 2048)  # of the matrices whose grids moe_compute_ids_tpe gives
 
-    def inputs(self, values):
+    def others(self, values):
         dtype = {"i32": torch.int32, "i64": torch.int64}[self.dtype]
         return {"ids": values.skewed_ids(self.tokens, self.top_k, self.experts, dtype)}
 
-    def given(self, t):
+    @property
+    def options(self):
         grids = dict(zip(("gate_up_rows", "down_rows"), self.ROWS, strict=True))
-        return t | {"num_experts": self.experts, **(grids if self.operator == "moe_compute_ids_tpe" else {})}
+        return {"num_experts": self.experts, **(grids if self.operator == "moe_compute_ids_tpe" else {})}
 
 
 def layer_cases() -> list[Case]:

@@ -8,6 +8,9 @@ from support import oracles, oracles_operators
 from support.oracles_operators import Expected
 from torch import Tensor
 
+from torch_moe_mps.ops._declared import tensors_in
+from torch_moe_mps.ops._registry import DECLARED
+
 from .experts import Case, ops
 from .formats import DTYPES
 
@@ -29,16 +32,45 @@ def differs(actual: Tensor, right: Expected, slack: float = 0.0) -> str:
 
 
 class OperatorCase(Case):
-    """Inputs have the names of the operator's arguments."""
+    """Inputs have the names of the operator's arguments.
 
-    slack: ClassVar[float] = 0.0  # a tolerance that is larger than one rounding
+    Attributes:
+        tensors: random ones, in a line as operators declare theirs: sizes are numbers and attributes, dtypes
+            those of DTYPES, without one the case's. What else the operator needs is as it is declared.
+        scales: of tensors that are not about 1.
+        options: what the operator gets beside tensors.
+        slack: a tolerance that is larger than one rounding.
+    """
 
-    def random(self, values, *shape: int) -> Tensor:
-        return values.normal(*shape, dtype=DTYPES[self.dtype])
+    tensors: ClassVar[str] = ""
+    scales: ClassVar[dict] = {}
+    options: ClassVar[dict] = {}
+    slack: ClassVar[float] = 0.0
+
+    def inputs(self, values):
+        def make(name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+            return values.normal(*shape, dtype=dtype or torch.float32, scale=self.scales.get(name, 1.0))
+
+        given = {
+            name: make(name, shape.result(self.sizes), DTYPES[kind or self.dtype])
+            for name, (shape,), kind in tensors_in(self.tensors)
+        }
+        given |= self.others(values)
+        arguments = getattr(ops(), self.operator).default._schema.arguments
+        required = {argument.name for argument in arguments if not argument.has_default_value()}
+        return DECLARED[self.operator].completed(given, required - self.options.keys(), make, {})
+
+    def others(self, values) -> dict[str, Tensor]:
+        """Tensors that are no random numbers around 0."""
+        return {}
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return vars(self)
 
     def given(self, t: dict[str, Tensor]) -> dict[str, Any]:
         """The operator's arguments."""
-        return t
+        return t | self.options
 
     def call(self, t):
         return getattr(ops(), self.operator)(**self.given(t))

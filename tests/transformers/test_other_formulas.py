@@ -1,0 +1,72 @@
+"""Modules that rules replace: as they are, and with one thing changed in their code, which they then run."""
+
+import copy
+
+import pytest
+import torch
+from support.models import assert_close, edit_forward, in_parts, tiny
+
+import torch_moe_mps
+
+CONFIGS = {
+    **{name: {"swiglu_limit": 0.02} for name in ("deepseek_v4", "minimax_m3_vl")},  # so that it matters
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+    "minimax": {"layer_types": ["full_attention", "linear_attention"]},
+}
+# The classes whose forwards are edited, and the operators that run in their place.
+CLASSES = {
+    **dict.fromkeys(
+        ("CohereLayerNorm", "Cohere2MoeLayerNorm", "NemotronLayerNorm1P", "OlmoLayerNorm"), "layer_norm"
+    ),
+    **dict.fromkeys(("DeepseekV4HyperConnection", "HYV4HyperConnection"), "hyper_connection"),
+    **dict.fromkeys(
+        ("DeepseekV4MLP", "MiniMaxM3VLDenseMLP", "Phi3MLP", "GraniteMoeHybridMLP"), "mlp_quantized"
+    ),
+    **dict.fromkeys(("KimiLinearDeltaAttention", "NemotronHMamba2Mixer"), "linear_attention_"),
+    **{"MiniMaxLightningAttention": "linear_attention_", "JambaMambaMixer": "selective_scan_"},
+}
+# Architecture, class, a part of its forward, and what stands there instead.
+CASES = [
+    ("cohere", "CohereLayerNorm", ".pow(2).mean(", ".pow(2).sum("),
+    ("cohere", "CohereLayerNorm", "variance + self.variance_epsilon", "variance + 2 * self.variance_epsilon"),
+    ("cohere2_moe", "Cohere2MoeLayerNorm", ".pow(2).mean(", ".pow(2).sum("),
+    ("nemotron", "NemotronLayerNorm1P", "self.weight + 1.0", "self.weight + 2.0"),
+    ("olmo", "OlmoLayerNorm", "eps=1e-5", "eps=1e-3"),
+    ("deepseek_v4", "DeepseekV4HyperConnection", "2 * torch.sigmoid(", "3 * torch.sigmoid("),
+    ("deepseek_v4", "DeepseekV4HyperConnection", "comb.sum(dim=-1, keepdim", "comb.sum(dim=-2, keepdim"),
+    ("hy_v4", "HYV4HyperConnection", "post_b) + self.hc_eps", "post_b) - self.hc_eps * 1000"),
+    ("deepseek_v4", "DeepseekV4MLP", "clamp(max=self.limit)", "clamp(max=2 * self.limit)"),
+    ("deepseek_v4", "DeepseekV4MLP", "clamp(min=-self.limit", "clamp(min=0.5 * self.limit"),
+    ("minimax_m3_vl", "MiniMaxM3VLDenseMLP", "up + 1.0", "up + 2.0"),
+    ("phi3", "Phi3MLP", ".chunk(2, dim=-1)", ".chunk(2, dim=-1)[::-1]"),
+    ("granitemoehybrid", "GraniteMoeHybridMLP", ".chunk(2, dim=-1)", ".chunk(2, dim=-1)[::-1]"),
+    ("kimi_linear", "KimiLinearDeltaAttention", "torch.sigmoid(self.b_proj", "2 * torch.sigmoid(self.b_proj"),
+    ("kimi_linear", "KimiLinearDeltaAttention", "self.forget_gate(hidden", "0.5 * self.forget_gate(hidden"),
+    ("nemotron_h", "NemotronHMamba2Mixer", "D=self.D,", "D=-self.D,"),
+    ("nemotron_h", "NemotronHMamba2Mixer", "B = B.view(", "B = -B.view("),
+    ("jamba", "JambaMambaMixer", "z=gate,", "z=-gate,"),
+    ("jamba", "JambaMambaMixer", "dt_softplus=True", "dt_softplus=False"),
+    ("minimax", "MiniMaxLightningAttention", "F.sigmoid(self.output_gate(", "F.silu(self.output_gate("),
+]
+IDS = torch.randint(3, 90, (2, 13), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.mark.parametrize(("architecture", "name", "old", "new"), CASES)
+def test_another_formula_keeps_its_own_code(architecture, name, old, new):
+    model, options = tiny(architecture, **CONFIGS.get(architecture, {})), {}
+    if CLASSES[name] == "mlp_quantized":
+        options = {"bits": 4, "group_size": 32}
+    for parameter in model.parameters():
+        if parameter.dim() == 1:  # those that are near 0 or 1
+            parameter.data += 0.3 * torch.rand(parameter.shape, generator=torch.Generator().manual_seed(3))
+    edited = copy.deepcopy(model)
+    paths = {path for path, module in edited.named_modules() if type(module).__name__ == name}
+    for path in paths:
+        edit_forward(edited.get_submodule(path), old, new)
+    for each in (model, edited):
+        report = torch_moe_mps.accelerate(each, **options)
+        runs = {row.name for row in report.rows if CLASSES[name] in str(row.replaced_by)} & paths
+        assert runs == (paths if each is model else set())
+        expected, _ = in_parts(torch_moe_mps.restore(copy.deepcopy(each)), IDS, 1, 3)
+        for result, own in zip(in_parts(each, IDS, 1, 3)[0], expected, strict=True):
+            assert_close(result, own, 1e-4)
