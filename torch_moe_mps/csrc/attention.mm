@@ -10,6 +10,7 @@
 #include "attention_plan.h"
 #include "formats.h"
 #include "gpu.h"
+#include "metal/function.h"
 #include "metal/work.h"
 #include "register.h"
 #include "rope.h"
@@ -418,9 +419,7 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_is_long(float products) -> bool", &is_long);
-}
+MOE_FUNCTION("_is_long(float products) -> bool", is_long)
 MOE_OPERATOR(attention)
 MOE_OPERATOR(rope_attention_)
 MOE_OPERATOR(write_cache_quantized_)
