@@ -386,8 +386,7 @@ bool is_long(double products) {
 void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
                             const Tensor& biases_, int64_t start) {
   if (states_.numel() == 0) return;
-  Tensor states = rows_contiguous(states_);
-  if (!starts_aligned(states)) states = states.clone(at::MemoryFormat::Contiguous);
+  const Tensor states = vector_rows(states_);
   const bool same_strides = scales_.strides() == biases_.strides() && scales_.stride(3) == 1;
   const Tensor packed = rows_contiguous(packed_);
   const Tensor scales = same_strides ? scales_ : scales_.contiguous();
