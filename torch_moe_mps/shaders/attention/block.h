@@ -563,11 +563,11 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
 }
 
 // The blocks of 8 or 16 queries for values of up to so many elements.
-#define INSTANTIATE_ATTENTION(name)                              \
-  INSTANTIATE(name "8_64", attention_block<Cache, 4, 1, 8, 1>)   \
-  INSTANTIATE(name "8_128", attention_block<Cache, 2, 2, 8, 1>)  \
-  INSTANTIATE(name "8_256", attention_block<Cache, 1, 4, 8, 1>)  \
-  INSTANTIATE(name "8_512", attention_block<Cache, 1, 8, 8, 1>)  \
-  INSTANTIATE(name "16_64", attention_block<Cache, 2, 2, 4, 2>)  \
-  INSTANTIATE(name "16_128", attention_block<Cache, 1, 4, 4, 2>) \
-  INSTANTIATE(name "16_256", attention_block<Cache, 1, 8, 4, 2>)
+#define INSTANTIATE_ATTENTION(name, function, ...)              \
+  INSTANTIATE(name "8_64", function<__VA_ARGS__, 4, 1, 8, 1>)   \
+  INSTANTIATE(name "8_128", function<__VA_ARGS__, 2, 2, 8, 1>)  \
+  INSTANTIATE(name "8_256", function<__VA_ARGS__, 1, 4, 8, 1>)  \
+  INSTANTIATE(name "8_512", function<__VA_ARGS__, 1, 8, 8, 1>)  \
+  INSTANTIATE(name "16_64", function<__VA_ARGS__, 2, 2, 4, 2>)  \
+  INSTANTIATE(name "16_128", function<__VA_ARGS__, 1, 4, 4, 2>) \
+  INSTANTIATE(name "16_256", function<__VA_ARGS__, 1, 8, 4, 2>)
