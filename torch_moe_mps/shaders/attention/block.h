@@ -551,8 +551,7 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
     device const typename C::Stored::Element* v_biases [[buffer(10)]],
     device const int* key_range [[buffer(11)]], device const typename C::Stored::Element* gate [[buffer(12)]],
     constant AttentionParams& params [[buffer(13)]], threadgroup uchar* staged [[threadgroup(0)]],
-    uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint3 group [[threadgroup_position_in_grid]], LANES) {
   typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
   threadgroup typename B::Shared shared;
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
