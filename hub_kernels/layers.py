@@ -193,16 +193,15 @@ class apply_rotary_transformers(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, unsqueeze_dim: int = 1
     ) -> tuple[Tensor, Tensor]:
-        heads_dim, tokens_dim = (1, 2) if unsqueeze_dim == 1 else (2, 1)
+        dims = _, tokens_dim, heads_dim = (0, 2, 1) if unsqueeze_dim == 1 else (0, 1, 2)
         q, k, cos, sin = (rows_contiguous(x) for x in (q, k, cos, sin))
         if cos.stride() != sin.stride():
             cos, sin = cos.contiguous(), sin.contiguous()
         results = [torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k)]
         parts = [
             struct("RopeHeads")(
-                x.stride(0), x.stride(tokens_dim), x.stride(heads_dim),
-                y.stride(0), y.stride(tokens_dim), y.stride(heads_dim),
-                heads=x.shape[heads_dim], width=x.shape[-1], rotary=cos.shape[-1],
+                strides(x, dims), strides(y, dims), heads=x.shape[heads_dim],
+                width=x.shape[-1], rotary=cos.shape[-1],
             )
             for x, y in zip((q, k), results, strict=True)
         ]  # fmt: skip

@@ -85,14 +85,14 @@ class TestLines(expecttest.TestCase):
         self.assertExpectedInline(
             f"{text}all: {total}\n",
             """\
-quantized_affine4_64_bf16: 1963
-norms_bf16: 344
-pointwise_bf16: 182
+quantized_affine4_64_bf16: 1951
+norms_bf16: 345
+pointwise_bf16: 183
 rope_bf16: 344
-attention_bf16: 868
-routing_bf16: 621
-bucket_i64: 315
-all: 4637
+attention_bf16: 866
+routing_bf16: 619
+bucket_i64: 314
+all: 4622
 """,
         )
 

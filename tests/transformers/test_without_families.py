@@ -28,6 +28,8 @@ FAMILIES = {
     "glm_moe_dsa": ("gpt_oss", "glm_moe_dsa in MLX"),
     "granitemoehybrid": ("gpt_oss", "granitemoehybrid in MLX"),
     "kimi_linear": ("gpt_oss", "kimi_linear in MLX"),
+    "laguna": ("gpt_oss", "laguna in MLX"),
+    "lfm2_moe": ("gpt_oss", "lfm2_moe in MLX"),
     "mimo_v2_flash": ("gpt_oss", "mimo_v2_flash in MLX"),
     "minimax_m2": ("gpt_oss", "minimax_m2 in MLX"),
     "solar_open": ("gpt_oss", "solar_open in MLX"),
@@ -42,7 +44,7 @@ for each in pkgutil.walk_packages(torch_moe_mps.__path__, "torch_moe_mps."):
     if not each.name.rpartition(".")[2].startswith(("_C", "__main__")):
         importlib.import_module(each.name)
 assert torch_moe_mps.__file__.startswith(sys.argv[1]), torch_moe_mps.__file__
-from torch_moe_mps.transformers.families import MLX_KEYS
+from torch_moe_mps.transformers.families import MLX_KEYS, MLX_NAMES
 from torch_moe_mps.transformers.graphs.passes import INTRODUCED
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 ids = torch.randint(1, 90, (1, 14), generator=torch.Generator().manual_seed(0))
@@ -57,7 +59,7 @@ for name in sys.argv[2:]:
     parts = report.operators() | {str(done) for row in report.rows for done in row.done}
     parts |= {"moe_gate"} & set(INTRODUCED.values())
     parts |= {"gpt-oss in GGUF files"} if "gpt-oss" in GGUF_CONFIG_ARCHS else set()
-    parts |= {f"{kind} in MLX" for kind in MLX_KEYS}
+    parts |= {f"{kind} in MLX" for kind in {*MLX_KEYS, *MLX_NAMES}}
     found[name] = sorted(parts), (logits(model) - own).abs().max().item()
 print(json.dumps(found))
 """

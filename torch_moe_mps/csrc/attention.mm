@@ -10,6 +10,7 @@
 #include "attention_plan.h"
 #include "formats.h"
 #include "gpu.h"
+#include "metal/function.h"
 #include "metal/work.h"
 #include "register.h"
 #include "rope.h"
@@ -385,8 +386,7 @@ bool is_long(double products) {
 void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const Tensor& scales_,
                             const Tensor& biases_, int64_t start) {
   if (states_.numel() == 0) return;
-  Tensor states = rows_contiguous(states_);
-  if (!starts_aligned(states)) states = states.clone(at::MemoryFormat::Contiguous);
+  const Tensor states = vector_rows(states_);
   const bool same_strides = scales_.strides() == biases_.strides() && scales_.stride(3) == 1;
   const Tensor packed = rows_contiguous(packed_);
   const Tensor scales = same_strides ? scales_ : scales_.contiguous();
@@ -418,9 +418,7 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
 
 }  // namespace
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_is_long(float products) -> bool", &is_long);
-}
+MOE_FUNCTION("_is_long(float products) -> bool", is_long)
 MOE_OPERATOR(attention)
 MOE_OPERATOR(rope_attention_)
 MOE_OPERATOR(write_cache_quantized_)

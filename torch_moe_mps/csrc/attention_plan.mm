@@ -1,11 +1,11 @@
 #include "attention_plan.h"
 
 #include <c10/util/StringUtil.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
 #include "../shaders/geometry.h"
+#include "metal/function.h"
 
 namespace moe_mps {
 namespace {
@@ -88,8 +88,6 @@ std::string plan_line(int64_t batch, int64_t tokens, int64_t heads, int64_t key_
 }  // namespace
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_plan_attention(int batch, int tokens, int heads, int key_heads, int keys, int width, "
-        "int value_width, int cores=16, bool selects=False, bool may_be_wide=False) -> str",
-        &moe_mps::plan_line);
-}
+MOE_FUNCTION("_plan_attention(int batch, int tokens, int heads, int key_heads, int keys, int width, "
+             "int value_width, int cores=16, bool selects=False, bool may_be_wide=False) -> str",
+             plan_line)

@@ -1,9 +1,10 @@
 #include "gpu.h"
 
 #include <ATen/mps/MPSDevice.h>
-#include <torch/library.h>
 
 #include <atomic>
+
+#include "metal/function.h"
 
 namespace moe_mps {
 namespace {
@@ -35,8 +36,6 @@ int64_t gpu_cores() {
 
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_gpu_cores() -> int", &moe_mps::gpu_cores);
-  // Plans for a GPU with so many cores; 0 means this machine's GPU.
-  m.def("_plan_for(int cores) -> ()", &moe_mps::plan_for);
-}
+MOE_FUNCTION("_gpu_cores() -> int", gpu_cores)
+// Plans for a GPU with so many cores; 0 means this machine's GPU.
+MOE_FUNCTION("_plan_for(int cores) -> ()", plan_for)

@@ -2,11 +2,11 @@
 
 #include <ATen/core/Tensor.h>
 #include <c10/util/StringUtil.h>
-#include <torch/library.h>
 
 #include <algorithm>
 
 #include "../shaders/geometry.h"
+#include "metal/function.h"
 
 namespace moe_mps {
 namespace {
@@ -243,11 +243,9 @@ std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t exper
 }  // namespace
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
-        "int cores=16, bool tensor_units=False) -> str[]",
-        &moe_mps::plan_lines);
-  m.def("_plan_linear(int tokens, int rows, bool gated=False, int cores=16, bool tensor_units=False) "
-        "-> str",
-        &moe_mps::linear_line);
-}
+MOE_FUNCTION("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
+             "int cores=16, bool tensor_units=False) -> str[]",
+             plan_lines)
+MOE_FUNCTION("_plan_linear(int tokens, int rows, bool gated=False, int cores=16, bool tensor_units=False) "
+             "-> str",
+             linear_line)

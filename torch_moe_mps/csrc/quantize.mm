@@ -15,11 +15,6 @@ using at::Tensor;
 
 constexpr double kSlotsOfWeight = 200;  // by the cost model
 
-Tensor vector_rows(const Tensor& tensor) {
-  const Tensor rows = rows_contiguous(tensor);
-  return starts_aligned(rows) ? rows : rows.clone(at::MemoryFormat::Contiguous);
-}
-
 std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& weight_,
                                                                   const Tensor& importance_,
                                                                   std::string_view to) {

@@ -1,12 +1,13 @@
 #include "signature.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
 #include <mutex>
 #include <unordered_map>
+
+#include "metal/function.h"
 
 namespace moe_mps {
 namespace {
@@ -108,6 +109,4 @@ void forget_signatures() {
 }  // namespace
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_forget_signatures() -> ()", &moe_mps::forget_signatures);
-}
+MOE_FUNCTION("_forget_signatures() -> ()", forget_signatures)

@@ -4,11 +4,12 @@
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
 #import <Metal/Metal.h>
-#include <torch/library.h>
 
 #include <atomic>
 #include <mutex>
 #include <set>
+
+#include "metal/function.h"
 
 namespace moe_mps {
 namespace {
@@ -75,8 +76,6 @@ bool uses_tensor_units(const Library& library) {
 
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_why_no_tensor_units() -> str", &moe_mps::why_no_tensor_units);
-  m.def("_set_tensor_units(str use) -> ()", &moe_mps::set_tensor_units);
-  m.def("_allow_tensor_units(str library, bool allowed) -> ()", &moe_mps::allow_tensor_units);
-}
+MOE_FUNCTION("_why_no_tensor_units() -> str", why_no_tensor_units)
+MOE_FUNCTION("_set_tensor_units(str use) -> ()", set_tensor_units)
+MOE_FUNCTION("_allow_tensor_units(str library, bool allowed) -> ()", allow_tensor_units)

@@ -33,6 +33,8 @@ std::optional<int64_t> row_stride(const at::Tensor& tensor);
 // The tensor if the elements of each row are contiguous, else a contiguous copy.
 at::Tensor rows_contiguous(const at::Tensor& tensor);
 OptionalTensor rows_contiguous(const OptionalTensor& tensor);
+// The same with rows that start where vectors do.
+at::Tensor vector_rows(const at::Tensor& tensor);
 
 // Whether each row of a tensor of any strides starts on a multiple of so many elements.
 bool starts_aligned(const at::Tensor& tensor, int64_t elements = 4);

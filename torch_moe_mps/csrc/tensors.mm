@@ -79,6 +79,11 @@ uint32_t dtype_code(const OptionalTensor& tensor) {
   return tensor ? dtype_code(*tensor) : DTYPE_FLOAT;
 }
 
+at::Tensor vector_rows(const at::Tensor& tensor) {
+  const at::Tensor rows = rows_contiguous(tensor);
+  return starts_aligned(rows) ? rows : rows.clone(at::MemoryFormat::Contiguous);
+}
+
 TokenStrides token_strides(const OptionalTensor& x) {
   if (!x) return {};
   if (x->dim() == 1) return {0, 0, uint64_t(x->stride(0))};

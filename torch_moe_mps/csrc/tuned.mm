@@ -3,7 +3,6 @@
 #include <ATen/core/Dict.h>
 #include <c10/util/hash.h>
 #include <c10/util/StringUtil.h>
-#include <torch/library.h>
 
 #include <atomic>
 #include <bit>
@@ -13,6 +12,7 @@
 #include <utility>
 
 #include "../shaders/geometry.h"
+#include "metal/function.h"
 
 namespace moe_mps {
 namespace {
@@ -104,11 +104,9 @@ MatmulStep tuned(MatmulStep step, const MatrixStack& matrix, int64_t pairs) {
 
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  // What `_listed_tunable` names runs from here on with so many simdgroups a threadgroup; 0: as planned.
-  m.def("_tune(str name, int simdgroups) -> ()", &moe_mps::tune);
-  // From here on, whether what this thread encodes is listed; nothing is yet.
-  m.def("_list_tunable(bool wanted) -> ()", &moe_mps::list_tunable);
-  // {name: the numbers of simdgroups that give the same bits, the planned one first}
-  m.def("_listed_tunable() -> Dict(str, int[])", &moe_mps::listed_tunable);
-}
+// What `_listed_tunable` names runs from here on with so many simdgroups a threadgroup; 0: as planned.
+MOE_FUNCTION("_tune(str name, int simdgroups) -> ()", tune)
+// From here on, whether what this thread encodes is listed; nothing is yet.
+MOE_FUNCTION("_list_tunable(bool wanted) -> ()", list_tunable)
+// {name: the numbers of simdgroups that give the same bits, the planned one first}
+MOE_FUNCTION("_listed_tunable() -> Dict(str, int[])", listed_tunable)

@@ -235,12 +235,12 @@ def moe_router(
 # The named routers of the sources
 
 
-def _meta_logits(check, logits, top_k, **_):
+def _meta_chosen(check, top_k, logits=None, hidden=None, **_):
     _check_top_k(check, top_k)
-    return _selected(logits, top_k)
+    return _selected(hidden if logits is None else logits, top_k)
 
 
-@operator(f"logits[T, E<={MAX_EXPERTS}]", _meta_logits)
+@operator(f"logits[T, E<={MAX_EXPERTS}]", _meta_chosen)
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by their sum.
 
@@ -258,10 +258,7 @@ def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) ->
 
     Stands for the source kernel moe_router_topk_softmax_f32.
     """
-    x = _finite(logits)
-    ids = _select(x, top_k)
-    weights = torch.softmax(x, -1).gather(-1, ids)
-    return (_divide_by_sum(weights) if norm_topk_prob else weights), ids.int()
+    return moe_router(logits, top_k, scoring="softmax", norm_topk_prob=norm_topk_prob, norm_eps=0.0)
 
 
 def _scaled_softmax_of_selected(
@@ -272,7 +269,7 @@ def _scaled_softmax_of_selected(
     return torch.softmax(x.gather(-1, ids), -1) * per_expert_scale.float()[ids], ids.int()
 
 
-@operator(f"logits[T, E<={MAX_EXPERTS}]|[E<={MAX_EXPERTS}] per_expert_scale[E]", _meta_logits)
+@operator(f"logits[T, E<={MAX_EXPERTS}]|[E<={MAX_EXPERTS}] per_expert_scale[E]", _meta_chosen)
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
 
@@ -335,12 +332,7 @@ def router_logits(
     return torch.nn.functional.linear(rows * factor, weight.float(), shift).to(dtype or torch.float32)
 
 
-def _meta_gate(check, hidden, top_k, **_):
-    _check_top_k(check, top_k)
-    return _selected(hidden, top_k)
-
-
-@operator(f"hidden[T, H] router_weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E]", _meta_gate)
+@operator(f"hidden[T, H] router_weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E]", _meta_chosen)
 def moe_gate(
     hidden: Tensor,
     router_weight: Tensor,

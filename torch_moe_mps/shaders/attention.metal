@@ -3,18 +3,16 @@
 #include "attention/merge.h"
 #include "attention/whole.h"
 
-typedef StoredCache Cache;
-
 // 1 for float: the host launches no kernel of 16 queries of values over 256 in 32 bits.
 #define IS_FLOAT_float 1
 #define IS_FLOAT_(type) IS_FLOAT_##type
 #define IS_FLOAT(type) IS_FLOAT_(type)
 
-INSTANTIATE_ATTENTION("attention")
+INSTANTIATE_ATTENTION("attention", attention_block, StoredCache)
 INSTANTIATE("attention_merge", attention_merge<MOE_DTYPE, false>)
 INSTANTIATE("attention_merge_gated", attention_merge<MOE_DTYPE, true>)
 #ifdef MOE_WEIGHTS
 INSTANTIATE("write_cache_quantized", write_cache_quantized<MOE_DTYPE>)
 #elif !IS_FLOAT(MOE_DTYPE)
-INSTANTIATE("attention16_512", attention_block<Whole<Cache>, 1, 8, 8, 2>)
+INSTANTIATE("attention16_512", attention_block<Whole<StoredCache>, 1, 8, 8, 2>)
 #endif

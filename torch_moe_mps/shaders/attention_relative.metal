@@ -3,6 +3,4 @@
 #include "attention/dense_cache.h"
 #include "attention/whole.h"
 
-typedef Whole<StoredCache, true> Cache;
-
-INSTANTIATE_ATTENTION("attention_relative")
+INSTANTIATE_ATTENTION("attention_relative", attention_block, Whole<StoredCache, true>)

@@ -3,6 +3,4 @@
 #include "attention/dense_cache.h"
 #include "attention/selected.h"
 
-typedef Selected<StoredCache> Cache;
-
-INSTANTIATE_ATTENTION("attention_selected")
+INSTANTIATE_ATTENTION("attention_selected", attention_block, Selected<StoredCache>)

@@ -3,6 +3,4 @@
 #include "attention/dense_cache.h"
 #include "attention/tailed.h"
 
-typedef Tailed<StoredCache> Cache;
-
-INSTANTIATE_ATTENTION("attention_tailed")
+INSTANTIATE_ATTENTION("attention_tailed", attention_block, Tailed<StoredCache>)

@@ -136,8 +136,7 @@ template <typename Id>
     device const Id* ids [[buffer(0)]], device int* pair_order [[buffer(1)]],
     device int* offsets [[buffer(2)]], device int4* tiles [[buffer(3)]], device uint* grids [[buffer(4)]],
     constant BucketParams& arguments [[buffer(5)]], threadgroup uint* shared [[threadgroup(0)]],
-    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr uint kGroupPairs = Ahead<Id>::value * kSimdWidth;
   const BucketParams params = arguments;
@@ -245,8 +244,7 @@ template <typename Id>
     device const Id* ids [[buffer(0)]], device int* tpe [[buffer(1)]], device int* lists [[buffer(2)]],
     device int* gate_up_args [[buffer(3)]], device int* down_args [[buffer(4)]],
     constant IdsTpeParams& arguments [[buffer(5)]], threadgroup uint* counts [[threadgroup(0)]],
-    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const IdsTpeParams params = arguments;
   threadgroup uint partials[kMaxSimdgroups];

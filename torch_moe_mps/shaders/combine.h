@@ -169,8 +169,7 @@ template <typename T>
     device T* residual [[buffer(0)]], device const T* slots [[buffer(1)]],
     device const uchar* weights [[buffer(2)]], device const uchar* norm_weight [[buffer(3)]],
     device T* output [[buffer(4)]], constant WeightedSumNormParams& arguments [[buffer(5)]],
-    uint row [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint row [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const WeightedSumNormParams params = arguments;
   threadgroup float partials[kMaxSimdgroups];

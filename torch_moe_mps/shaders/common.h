@@ -14,6 +14,9 @@ using namespace metal;
 #define INSTANTIATE(name, ...) \
   template[[host_name(name MOE_SUFFIX)]] [[kernel]] decltype(__VA_ARGS__) __VA_ARGS__;
 
+// A kernel's arguments: which thread it is.
+#define LANES uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]
+
 inline ulong token_start(TokenStrides strides, uint batch, uint token, uint head) {
   return batch * strides.batch + token * strides.token + head * strides.head;
 }

@@ -34,9 +34,7 @@ template <typename W, bool kNormed>
                            device const uchar* table [[buffer(3)]], device const uchar* tokens [[buffer(4)]],
                            device float* weights [[buffer(5)]], device int* ids [[buffer(6)]],
                            constant HashRouterParams& params [[buffer(7)]],
-                           uint token [[threadgroup_position_in_grid]],
-                           uint lane [[thread_index_in_simdgroup]],
-                           uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+                           uint token [[threadgroup_position_in_grid]], LANES) {
   threadgroup float scores[kSlotsOfLane * kSimdWidth];
   const ulong first = ulong(token) * params.top_k;
   const long row = integer_at(tokens, params.wide_tokens, token);

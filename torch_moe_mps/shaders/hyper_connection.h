@@ -67,9 +67,7 @@ template <typename T, uint kTokens>
                                device float* partials [[buffer(6)]],
                                constant HyperParams& params [[buffer(7)]],
                                uint2 group [[threadgroup_position_in_grid]],
-                               uint thread_index [[thread_index_in_threadgroup]],
-                               uint lane [[thread_index_in_simdgroup]],
-                               uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+                               uint thread_index [[thread_index_in_threadgroup]], LANES) {
   threadgroup float4 staged[kTokens * kMaxStreams * kHyperFours];
   const uint first = group.y * kTokens, tokens = min(params.tokens - first, kTokens);
   for (uint i = thread_index; i < kTokens * kHyperFours; i += kHyperThreads) {
@@ -147,9 +145,7 @@ template <typename T>
                           device T* output [[buffer(4)]], device float* post [[buffer(5)]],
                           device float* comb [[buffer(6)]], constant HyperParams& params [[buffer(7)]],
                           uint2 group [[threadgroup_position_in_grid]],
-                          uint thread_index [[thread_index_in_threadgroup]],
-                          uint lane [[thread_index_in_simdgroup]],
-                          uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+                          uint thread_index [[thread_index_in_threadgroup]], LANES) {
   threadgroup float sums[kMaxHyperRows + 1];
   threadgroup float pre[kMaxStreams];
   const ulong token = group.y;

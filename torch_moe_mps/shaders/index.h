@@ -126,8 +126,7 @@ template <typename T>
     device const T* q [[buffer(0)]], device const T* k [[buffer(1)]],
     device const int* key_range [[buffer(2)]], device float* scores [[buffer(3)]],
     constant IndexParams& params [[buffer(4)]], uint3 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint thread_index [[thread_index_in_threadgroup]], LANES) {
   threadgroup float4 staged[kBlockHeads * kIndexWidth / 4];
   const uint batch = group.z, token = params.first_token + group.y, first = group.x * kIndexSimdgroups;
   const KeyRange keys = keys_of(key_range, batch, token, params);
@@ -178,8 +177,7 @@ template <typename T>
 [[kernel, max_total_threads_per_threadgroup(kSelectThreads)]] void index_select(
     device const float* scores [[buffer(0)]], device const int* key_range [[buffer(1)]],
     device int* indices [[buffer(2)]], constant IndexParams& params [[buffer(3)]],
-    uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint3 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]], LANES) {
   threadgroup uint counts[kSelectBins];
   threadgroup uint partials[kMaxSimdgroups];
   threadgroup uint found[2];  // the bin of the lowest score that is chosen, and the scores above it

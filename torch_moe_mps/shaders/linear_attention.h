@@ -131,8 +131,7 @@ template <typename T, uint kLanes, int kKind>
     device const uchar* skip [[buffer(7)]], device float* state [[buffer(8)]], device T* output [[buffer(9)]],
     device const T* gate [[buffer(10)]], device const uchar* norm_weight [[buffer(11)]],
     constant LinearAttentionParams& params [[buffer(12)]], uint2 group [[threadgroup_position_in_grid]],
-    uint2 groups [[threadgroups_per_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    uint2 groups [[threadgroups_per_grid]], LANES, uint simdgroups [[simdgroups_per_threadgroup]]) {
   constexpr uint kRows = kLanes * kScanRows;  // of the state, those behind key_width are zero
   constexpr uint kTokens = kRows <= 128 ? kScanTokens : kScanTokens / 2;  // in up to 24 KB
   constexpr uint kStep = kSimdWidth / kLanes * kScanColumns;              // columns of a simdgroup

@@ -173,8 +173,8 @@ template <typename T, int kJoin>
     device const uchar* weight [[buffer(2)]], device const uchar* scalar [[buffer(3)]],
     device T* output [[buffer(4)]], device T* sum_output [[buffer(5)]],
     constant NormParams& params [[buffer(6)]], uint group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    uint thread_index [[thread_index_in_threadgroup]], LANES,
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   threadgroup float partials[kJoin == JOIN_CENTRE ? 2 * kMaxSimdgroups : kMaxSimdgroups];
   const bool row_per_simdgroup = params.simdgroups_per_row == 1;
   const uint row = row_per_simdgroup ? group * simdgroups + simdgroup : group;

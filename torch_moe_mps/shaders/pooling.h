@@ -97,8 +97,7 @@ template <typename T>
     device const uchar* bias [[buffer(2)]], device T* state [[buffer(3)]], device T* entries [[buffer(4)]],
     device const uchar* weight [[buffer(5)]], device const uchar* inv_freq [[buffer(6)]],
     constant PoolParams& params [[buffer(7)]], uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint thread_index [[thread_index_in_threadgroup]], LANES) {
   threadgroup float partials[kPoolThreads / kSimdWidth];
   threadgroup float2 parts[2][kPoolThreads];
   const uint batch = group.y, pairs = params.width / 2;

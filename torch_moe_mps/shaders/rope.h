@@ -177,8 +177,7 @@ template <typename T, bool kCentred>
     device const uchar* q_weight [[buffer(5)]], device const uchar* k_weight [[buffer(6)]],
     device const uchar* v_weight [[buffer(7)]], device T* q_output [[buffer(8)]],
     device T* k_output [[buffer(9)]], device T* v_output [[buffer(10)]],
-    constant RopeParams& params [[buffer(11)]], uint group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    constant RopeParams& params [[buffer(11)]], uint group [[threadgroup_position_in_grid]], LANES) {
   const uint row = group * kRopeHeads + simdgroup;
   if (row >= params.rows) return;
   const uint first_v = params.q.heads + params.k.heads, all_heads = first_v + params.v.heads;

@@ -303,9 +303,7 @@ template <typename T, int N>
                            device const uchar* per_expert_scale [[buffer(2)]],
                            device float* weights [[buffer(3)]], device int* ids [[buffer(4)]],
                            constant RouterParams& arguments [[buffer(5)]],
-                           uint group [[threadgroup_position_in_grid]],
-                           uint lane [[thread_index_in_simdgroup]],
-                           uint simdgroup [[simdgroup_index_in_threadgroup]],
+                           uint group [[threadgroup_position_in_grid]], LANES,
                            uint simdgroups [[simdgroups_per_threadgroup]]) {
   const RouterParams params = arguments;
   const ulong row = ulong(group) * simdgroups + simdgroup;

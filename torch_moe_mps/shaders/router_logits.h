@@ -73,8 +73,7 @@ inline void store_logit(device uchar* logits, float logit, float squares, device
   device const uchar *hidden [[buffer(0)]], device const W *router [[buffer(1)]],            \
       device const uchar *norm_weight [[buffer(2)]], device const uchar *bias [[buffer(3)]], \
       device uchar *logits [[buffer(4)]], constant RouterLogitsParams &params [[buffer(5)]], \
-      uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]], \
-      uint simdgroup [[simdgroup_index_in_threadgroup]]
+      uint2 group [[threadgroup_position_in_grid]], LANES
 
 // logits[tokens][experts] of R experts and M tokens a simdgroup. Grid: (blocks of experts, blocks of tokens).
 template <typename W, bool kNormed, int R, int M>

@@ -193,8 +193,7 @@ template <typename T>
     device const T* logits [[buffer(0)]], device const float* draws [[buffer(1)]],
     device int* invalid [[buffer(2)]], device long* tokens [[buffer(3)]],
     constant SampleParams& params [[buffer(4)]], uint group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint thread_index [[thread_index_in_threadgroup]], LANES) {
   constexpr uint kAtOnce = 4;
   threadgroup float maxima[kSampleChunks];
   threadgroup uint bins[3 * kSampleBins];

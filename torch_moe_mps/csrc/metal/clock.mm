@@ -1,12 +1,13 @@
 // Times work by the GPU's own clock.
 #include <ATen/mps/MPSStream.h>
 #import <Metal/Metal.h>
-#include <torch/library.h>
 
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
+
+#include "function.h"
 
 namespace moe_mps {
 namespace {
@@ -53,8 +54,6 @@ std::vector<double> buffer_seconds() {
 }  // namespace
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_time_buffer() -> ()", &moe_mps::time_buffer);
-  // Of the buffers that were timed since the last call, in order; after waiting for them.
-  m.def("_buffer_seconds() -> float[]", &moe_mps::buffer_seconds);
-}
+MOE_FUNCTION("_time_buffer() -> ()", time_buffer)
+// Of the buffers that were timed since the last call, in order; after waiting for them.
+MOE_FUNCTION("_buffer_seconds() -> float[]", buffer_seconds)

@@ -3,13 +3,13 @@
 #include <ATen/mps/MPSStream.h>
 #include <c10/util/Exception.h>
 #include <c10/util/StringUtil.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
 #include <utility>
 
 #include "faults.h"
+#include "function.h"
 #include "recorded.h"
 #include "work.h"
 
@@ -181,10 +181,8 @@ void Commands::encode() {
 
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_commit_every(int dispatches) -> ()", &moe_mps::commit_every);
-  // The estimate of the longest command buffer since the last call, in seconds.
-  m.def("_longest_buffer() -> float", &moe_mps::longest_buffer);
-  m.def("_limit_dispatches(float seconds) -> ()", &moe_mps::limit_dispatches);
-  m.def("_encoded_dispatches() -> int", &moe_mps::encoded_dispatches);
-}
+MOE_FUNCTION("_commit_every(int dispatches) -> ()", commit_every)
+// The estimate of the longest command buffer since the last call, in seconds.
+MOE_FUNCTION("_longest_buffer() -> float", longest_buffer)
+MOE_FUNCTION("_limit_dispatches(float seconds) -> ()", limit_dispatches)
+MOE_FUNCTION("_encoded_dispatches() -> int", encoded_dispatches)

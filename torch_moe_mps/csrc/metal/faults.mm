@@ -2,7 +2,6 @@
 
 #include <ATen/mps/MPSStream.h>
 #include <c10/util/Exception.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <atomic>
@@ -10,6 +9,8 @@
 #include <mutex>
 #include <string>
 #include <vector>
+
+#include "function.h"
 
 namespace moe_mps {
 namespace {
@@ -143,7 +144,5 @@ void raise_fault() {
 
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_watch() -> ()", &moe_mps::watch);
-  m.def("_raise_fault() -> ()", &moe_mps::raise_fault);
-}
+MOE_FUNCTION("_watch() -> ()", watch)
+MOE_FUNCTION("_raise_fault() -> ()", raise_fault)

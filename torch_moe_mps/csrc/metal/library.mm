@@ -4,7 +4,6 @@
 #include <c10/util/Exception.h>
 #include <c10/util/SmallVector.h>
 #include <c10/util/StringUtil.h>
-#include <torch/library.h>
 
 #include <future>
 #include <iomanip>
@@ -14,6 +13,7 @@
 
 #include "../formats.h"
 #include "../tensor_units.h"
+#include "function.h"
 #include "source.h"
 
 namespace moe_mps {
@@ -287,12 +287,10 @@ std::string gpu_name() {
 }  // namespace
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_set_shader_directory(str directory, bool compiled=True) -> ()", &moe_mps::set_shader_directory);
-  m.def("_libraries(bool tensor_units=False) -> str[]", &moe_mps::library_names);
-  m.def("_library_source(str library) -> str", &moe_mps::library_source);
-  m.def("_library_file(str library) -> str", &moe_mps::library_file);
-  m.def("_is_built(str library) -> bool", &moe_mps::is_built);
-  m.def("_gpu_name() -> str", &moe_mps::gpu_name);
-  m.def("_pipelines(str library) -> str[]", &moe_mps::library_pipelines);
-}
+MOE_FUNCTION("_set_shader_directory(str directory, bool compiled=True) -> ()", set_shader_directory)
+MOE_FUNCTION("_libraries(bool tensor_units=False) -> str[]", library_names)
+MOE_FUNCTION("_library_source(str library) -> str", library_source)
+MOE_FUNCTION("_library_file(str library) -> str", library_file)
+MOE_FUNCTION("_is_built(str library) -> bool", is_built)
+MOE_FUNCTION("_gpu_name() -> str", gpu_name)
+MOE_FUNCTION("_pipelines(str library) -> str[]", library_pipelines)

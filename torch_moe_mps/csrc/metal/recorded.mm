@@ -1,9 +1,9 @@
 #include "recorded.h"
 
-#include <torch/library.h>
-
 #include <utility>
 #include <vector>
+
+#include "function.h"
 
 namespace moe_mps {
 namespace {
@@ -38,8 +38,6 @@ void record(std::string line) {
 
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  // From here on, whether the dispatches of this thread are listed; none is yet.
-  m.def("_record_dispatches(bool wanted) -> ()", &moe_mps::record_dispatches);
-  m.def("_recorded_dispatches() -> str[]", &moe_mps::recorded_dispatches);
-}
+// From here on, whether the dispatches of this thread are listed; none is yet.
+MOE_FUNCTION("_record_dispatches(bool wanted) -> ()", record_dispatches)
+MOE_FUNCTION("_recorded_dispatches() -> str[]", recorded_dispatches)

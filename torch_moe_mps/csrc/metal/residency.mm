@@ -5,7 +5,6 @@
 #include <ATen/mps/MPSStream.h>
 #import <Metal/Metal.h>
 #include <objc/runtime.h>
-#include <torch/library.h>
 
 #include <chrono>
 #include <condition_variable>
@@ -29,6 +28,8 @@
 @protocol MoeResidencyDevice <NSObject>
 - (id<MoeResidencySet>)newResidencySetWithDescriptor:(id)descriptor error:(NSError**)error;
 @end
+
+#include "function.h"
 
 namespace moe_mps {
 namespace {
@@ -133,8 +134,6 @@ void end_residency(int64_t number) {
 }  // namespace
 }  // namespace moe_mps
 
-TORCH_LIBRARY_FRAGMENT(moe_mps, m) {
-  m.def("_keep_resident(Tensor[] tensors) -> int", &moe_mps::keep_resident);
-  m.def("_let_go(int set, int tensor) -> ()", &moe_mps::let_go);
-  m.def("_end_residency(int set) -> ()", &moe_mps::end_residency);
-}
+MOE_FUNCTION("_keep_resident(Tensor[] tensors) -> int", keep_resident)
+MOE_FUNCTION("_let_go(int set, int tensor) -> ()", let_go)
+MOE_FUNCTION("_end_residency(int set) -> ()", end_residency)

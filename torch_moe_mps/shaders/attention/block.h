@@ -551,8 +551,7 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
     device const typename C::Stored::Element* v_biases [[buffer(10)]],
     device const int* key_range [[buffer(11)]], device const typename C::Stored::Element* gate [[buffer(12)]],
     constant AttentionParams& params [[buffer(13)]], threadgroup uchar* staged [[threadgroup(0)]],
-    uint3 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint3 group [[threadgroup_position_in_grid]], LANES) {
   typedef Block<C, kTeams, kMembers, kValueTiles, kQueryTiles> B;
   threadgroup typename B::Shared shared;
   const uint batch = group.z / params.key_heads, key_head = group.z % params.key_heads;
@@ -563,11 +562,11 @@ template <typename C, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
 }
 
 // The blocks of 8 or 16 queries for values of up to so many elements.
-#define INSTANTIATE_ATTENTION(name)                              \
-  INSTANTIATE(name "8_64", attention_block<Cache, 4, 1, 8, 1>)   \
-  INSTANTIATE(name "8_128", attention_block<Cache, 2, 2, 8, 1>)  \
-  INSTANTIATE(name "8_256", attention_block<Cache, 1, 4, 8, 1>)  \
-  INSTANTIATE(name "8_512", attention_block<Cache, 1, 8, 8, 1>)  \
-  INSTANTIATE(name "16_64", attention_block<Cache, 2, 2, 4, 2>)  \
-  INSTANTIATE(name "16_128", attention_block<Cache, 1, 4, 4, 2>) \
-  INSTANTIATE(name "16_256", attention_block<Cache, 1, 8, 4, 2>)
+#define INSTANTIATE_ATTENTION(name, function, ...)              \
+  INSTANTIATE(name "8_64", function<__VA_ARGS__, 4, 1, 8, 1>)   \
+  INSTANTIATE(name "8_128", function<__VA_ARGS__, 2, 2, 8, 1>)  \
+  INSTANTIATE(name "8_256", function<__VA_ARGS__, 1, 4, 8, 1>)  \
+  INSTANTIATE(name "8_512", function<__VA_ARGS__, 1, 8, 8, 1>)  \
+  INSTANTIATE(name "16_64", function<__VA_ARGS__, 2, 2, 4, 2>)  \
+  INSTANTIATE(name "16_128", function<__VA_ARGS__, 1, 4, 4, 2>) \
+  INSTANTIATE(name "16_256", function<__VA_ARGS__, 1, 8, 4, 2>)

@@ -10,8 +10,7 @@ template <typename T, bool kGated>
     device float* partials [[buffer(0)]], device const uchar* sinks [[buffer(1)]],
     device const T* gate [[buffer(2)]], device T* output [[buffer(3)]],
     constant AttentionParams& params [[buffer(4)]], uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint thread_index [[thread_index_in_threadgroup]], LANES) {
   threadgroup float shared_values[kMergeSimdgroups][kMergeColumns * kSimdWidth];
   threadgroup float shared_sums[kMergeSimdgroups];
   const uint row = group.x, first_column = group.y * kMergeColumns * kSimdWidth;

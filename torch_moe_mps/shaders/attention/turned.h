@@ -32,8 +32,7 @@ template <typename T, int kTeams, int kMembers, int kValueTiles, int kQueryTiles
     device const uchar* sinks [[buffer(10)]], device T* output [[buffer(11)]],
     device float* partials [[buffer(12)]], device const int* key_range [[buffer(13)]],
     device const T* gate [[buffer(14)]], constant TurnedParams& all [[buffer(15)]],
-    threadgroup uchar* memory [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    threadgroup uchar* memory [[threadgroup(0)]], uint3 group [[threadgroup_position_in_grid]], LANES) {
   typedef DenseCache<T> Cache;
   typedef Block<Cache, kTeams, kMembers, kValueTiles, kQueryTiles> B;
   threadgroup typename B::Shared shared;

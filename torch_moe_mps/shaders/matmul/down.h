@@ -73,8 +73,7 @@ template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void expert_down(
     DOWN_BUFFERS(typename W::Element), device const uchar* shared_packed [[buffer(12)]],
     device const uchar* shared_scales [[buffer(13)]], device const uchar* shared_biases [[buffer(14)]],
-    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int kRows = kRowGroups * R;
@@ -127,8 +126,7 @@ template <typename W>
 [[kernel, max_total_threads_per_threadgroup(kFewBound)]] void expert_down_few(
     DOWN_BUFFERS(typename W::Element), device const int* pair_order [[buffer(12)]],
     device const int4* tiles [[buffer(13)]], threadgroup float* memory [[threadgroup(0)]],
-    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    uint group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int R = kFewDownRows / kRowGroups;

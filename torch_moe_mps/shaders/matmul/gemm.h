@@ -343,8 +343,7 @@ template <typename W, int kPairTiles, bool kSplit>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void gemm(
     MATMUL_BUFFERS(typename W::Element), device const int* pair_order [[buffer(9)]],
     device const int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]]) {
+    uint thread_index [[thread_index_in_threadgroup]], LANES) {
   // Pairs whose inputs do not fit into registers are taken in two turns.
   constexpr bool kFits = Gemm<W, kPairTiles, kSplit>::kFits;
   constexpr int kAtOnce = kFits ? kPairTiles : kPairTiles / 2;

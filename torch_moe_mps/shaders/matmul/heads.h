@@ -9,12 +9,11 @@ inline device const T* head_of_token(device const T* x, TokenStrides strides, ui
   return x + token_start(strides, token / params.tokens_of_batch, token % params.tokens_of_batch, head);
 }
 
-#define HEADS_BUFFERS(X, T)                                                                     \
-  device const X *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],                    \
-      device const uchar *scales [[buffer(2)]], device const uchar *biases [[buffer(3)]],       \
-      device const T *tail [[buffer(4)]], device T *out [[buffer(5)]],                          \
-      constant HeadsParams &params [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]], \
-      uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]]
+#define HEADS_BUFFERS(X, T)                                                               \
+  device const X *x [[buffer(0)]], device const uchar *packed [[buffer(1)]],              \
+      device const uchar *scales [[buffer(2)]], device const uchar *biases [[buffer(3)]], \
+      device const T *tail [[buffer(4)]], device T *out [[buffer(5)]],                    \
+      constant HeadsParams &params [[buffer(6)]], uint3 group [[threadgroup_position_in_grid]], LANES
 
 // Rows of a head's matrix times the inputs of up to M tokens. Inputs are in float32: they are the sums of
 // latents, which attention has in float32, and rounded they would be less exact than expanded values are.

@@ -67,8 +67,7 @@ inline uint expert_of_pair(device const int* ids, uint pair, constant MatmulPara
 // rows, pairs).
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows(
-    MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
   const RowsPlace place = {group, lane, simdgroup, simdgroups, expert_of_pair(ids, group.y, params)};
@@ -80,8 +79,7 @@ template <typename W, int R>
 template <typename W, int R>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void matmul_rows_normed(
     MATMUL_BUFFERS(typename W::Element), device const typename W::Element* norm_weight [[buffer(9)]],
-    uint2 group [[threadgroup_position_in_grid]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    uint2 group [[threadgroup_position_in_grid]], LANES, uint simdgroups [[simdgroups_per_threadgroup]]) {
   const InputNorm<typename W::Element> norm = {norm_weight};
   const Outputs<typename W::Element> outputs = {bias, residual, out, ids};
   const RowsPlace place = {group, lane, simdgroup, simdgroups, expert_of_pair(ids, group.y, params)};
@@ -101,8 +99,7 @@ template <typename W, int R, int N, bool kNormed>
     device float* weights [[buffer(10)]], constant ChosenParams& params [[buffer(11)]],
     device const typename W::Element* norm_weight [[buffer(12)]],
     device const uchar* shared_packed [[buffer(13)]], device const uchar* shared_scales [[buffer(14)]],
-    device const uchar* shared_biases [[buffer(15)]], uint2 group [[threadgroup_position_in_grid]],
-    uint lane [[thread_index_in_simdgroup]], uint simdgroup [[simdgroup_index_in_threadgroup]],
+    device const uchar* shared_biases [[buffer(15)]], uint2 group [[threadgroup_position_in_grid]], LANES,
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   const RouterParams router = params.router;
@@ -153,8 +150,8 @@ template <typename W, bool kSplit>
 [[kernel, max_total_threads_per_threadgroup(kFewBound)]] void matmul_rows_few(
     MATMUL_BUFFERS(typename W::Element), device int* pair_order [[buffer(9)]],
     device int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
-    uint thread_index [[thread_index_in_threadgroup]], uint lane [[thread_index_in_simdgroup]],
-    uint simdgroup [[simdgroup_index_in_threadgroup]], uint simdgroups [[simdgroups_per_threadgroup]]) {
+    uint thread_index [[thread_index_in_threadgroup]], LANES,
+    uint simdgroups [[simdgroups_per_threadgroup]]) {
   typedef typename W::Element T;
   constexpr int R = kFewRows, M = kFewPairs;
   const uint threads = simdgroups * kSimdWidth;

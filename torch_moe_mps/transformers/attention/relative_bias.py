@@ -10,21 +10,12 @@ MAKERS: list[Callable[[nn.Module], bool]] = []  # of families: whether a module 
 
 
 class RelativeBias(Deferred):
-    """[B, Hq, T, S]: what is added to scores."""
+    """[B, Hq, T, S]: what is added to scores.
 
-    def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
-    ) -> Tensor | None:
-        """The operator's attention with this bias; None where it needs its elements.
+    Attributes:
+        attend: (query, key, value, mask, scaling, window=None, sinks=None, softcap=None) -> the operator's
+            attention with this bias; None where it needs its elements. `sinks`: [B, Hq, T, 1] or None; the
+            others are as `attention` gets them.
+    """
 
-        `sinks`: [B, Hq, T, 1] or None; the others are as `attention` gets them.
-        """
-        raise NotImplementedError
+    attend: Callable[..., Tensor | None]

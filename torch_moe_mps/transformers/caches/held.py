@@ -5,7 +5,7 @@ tokens that are held, T new ones. A method that writes nothing itself gives slot
 the new ones behind it, into which an operator writes. The layer has them once it takes the slots.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
@@ -37,10 +37,6 @@ class HeldPools(HeldIndex):
 
     indexer_keys: Any
     is_padded: bool | None = None
-
-    def index_slots_of(self, columns: Sequence[Tensor]) -> Tensor | None:
-        """Slots for new keys that consist of these columns, which are written there."""
-        raise NotImplementedError
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         """Writes new keys [B, T, D] behind those that are held. Returns: all."""

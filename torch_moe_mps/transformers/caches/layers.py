@@ -6,7 +6,7 @@ new ones are written behind them, and attention gets views.
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -190,14 +190,6 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
 
     def index_slots(self, new: Tensor) -> Tensor | None:
         return growing.slots_behind(self.indexer_keys, new)
-
-    def index_slots_of(self, columns: Sequence[Tensor]) -> Tensor | None:
-        batch, tokens, _ = columns[0].shape
-        width = sum(part.shape[2] for part in columns)
-        slots = self.index_slots(columns[0].new_empty(1).expand(batch, tokens, width))
-        if slots is not None:
-            torch.cat(list(columns), -1, out=slots.narrow(1, slots.shape[1] - tokens, tokens))
-        return slots
 
     def take_index(self, keys: Tensor) -> Tensor:
         self.indexer_keys = keys

@@ -28,7 +28,7 @@ from .gguf_file import File, GgufRows, read_checked
 from .gguf_header import reading_once
 from .quantize import finish_loading
 from .sizes import bytes_a_token, quantized_bytes
-from .targets import HasTargets, Reasons, Target, quantizable, tie_quantized, tied_layers
+from .targets import HasTargets, Reasons, Target, add_tied, quantizable, tie_quantized, tied_layers
 from .weights import quantized_names, store_empty, take_stored
 
 _asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
@@ -111,11 +111,9 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
             if target.kind == "experts" or reasons.needs(target.name, target.module) is None:
                 self._pack(target)
         self._targets = {name: target for name, target in every.items() if target.formats}
-        for name, other in tied_layers(model).items():
-            if other in self._targets and name in every and name not in self._targets:
-                every[name].formats = dict(self._targets[other].formats)
-                self._targets[name] = every[name]
-                self.report.shared[name] = other
+        tied, own = tied_layers(model), {*self._targets}
+        add_tied(tied.items(), every, self._targets)
+        self.report.shared |= {name: tied[name] for name in self._targets if name not in own}
         whole = {f"{target.name}.{p}" for target in self._targets.values() for p in target.formats}
         dense = [t for name, parts in self._file.parts.items() if name not in whole for t in parts]
         for tensor in dense:

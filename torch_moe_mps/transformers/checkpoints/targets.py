@@ -9,7 +9,7 @@ import inspect
 import re
 import types
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
 from typing import Any, NamedTuple, cast
@@ -373,6 +373,17 @@ def tied_layers(model: nn.Module) -> dict[str, str]:
 def tied_pairs(tied: Mapping[str, str]) -> list[tuple[str, str]]:
     """The names of modules that share a weight, in both orders, from `tied_layers` of the dense model."""
     return [both for pair in tied.items() for both in (pair, pair[::-1])]
+
+
+_Targets = dict[str, Target]
+
+
+def add_tied(pairs: Iterable[tuple[str, str]], every: _Targets, targets: _Targets) -> None:
+    """Adds to `targets` those of `every` whose weight a checkpoint has under the other name of a pair."""
+    for name, other in pairs:
+        if other in targets and name in every and name not in targets:
+            every[name].formats = dict(targets[other].formats)
+            targets[name] = every[name]
 
 
 def layer_of(module: str) -> str:

@@ -42,16 +42,6 @@ class Architecture(NamedTuple):
     part_of: str | None = None
 
 
-_CORRECTION = ".e_score_correction_bias"
-# The matrices of an MLP, which the original checkpoints number.
-_NUMBERED = {
-    f".feed_forward.w{number}.weight": f".feed_forward.{name}_proj.weight"
-    for number, name in enumerate(("gate", "down", "up"), 1)
-}
-_LAGUNA = {
-    f".mlp.experts{_CORRECTION}": f".mlp.gate{_CORRECTION}",
-    ".mlp.gate.weight": ".mlp.gate.proj.weight",
-}
 # Model types of which one thing at most differs.
 _TYPES: dict[str, dict[str, Any]] = {
     "deepseek_v2 glm4_moe mellum mimo_v2_flash olmoe qwen2_moe qwen3_moe qwen3_vl_moe_text solar_open": {},
@@ -67,8 +57,6 @@ _TYPES: dict[str, dict[str, Any]] = {
 # The architectures with experts that mlx-lm has, and others that differ from their original checkpoints.
 ARCHITECTURES = {
     **{kind: Architecture(**given) for kinds, given in _TYPES.items() for kind in kinds.split()},
-    "laguna": Architecture(renamed=_LAGUNA),
-    "lfm2_moe": Architecture("feed_forward.switch_mlp", renamed=_NUMBERED),
     "qwen3_5_moe_text": Architecture(one_more=True, part_of="qwen3_5_moe"),
     "qwen3_5_text": Architecture(None, one_more=True),
     **{kind: Architecture(**given) for kind, given in MLX_NAMES.items()},

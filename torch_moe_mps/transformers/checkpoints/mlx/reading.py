@@ -18,7 +18,7 @@ from ....quantization import Format
 from ..absent import beside_text
 from ..checking import may_lack
 from ..files import checkpoint_files, tensors_in
-from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
+from ..targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
 from .names import Names, canonical
 from .rows import PARTS, NamedConverter, Rows
@@ -100,7 +100,7 @@ class Reading:
         for name, tensor in state.items():
             if name.endswith(".weight") and tensor.dim() > 1 and not name.startswith(inside):
                 self._layer(name, tensor.shape, why_dense)
-        self._tied()
+        add_tied(tied_pairs(tied_layers(model)), self.every, self.targets)
 
     def _has_some(self, part: str, state: dict[str, Tensor]) -> bool:
         inside = (name for name in state if name.startswith(f"{part}."))
@@ -139,13 +139,6 @@ class Reading:
             self.targets[owner] = target
         else:
             self._dense[name] = formats
-
-    def _tied(self) -> None:
-        """Adds the tied layers: the checkpoint has only one of each pair."""
-        for name, other in tied_pairs(tied_layers(self.model)):
-            if other in self.targets and name not in self.targets and name in self.every:
-                self.targets[name] = self.every[name]
-                self.targets[name].formats = self.targets[other].formats
 
     def rows(self) -> list[NamedConverter]:
         """The converters, once the targets have quantised weights and what is absent is left out.

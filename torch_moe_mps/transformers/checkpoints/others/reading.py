@@ -34,7 +34,7 @@ from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
 from ..operations import Operation
 from ..sizes import quantized_bytes
-from ..targets import Reasons, Target, quantizable, tied_layers, tied_pairs
+from ..targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
 from .layouts import CODES, STACKED, Files, Matrix, alike, matrix_of, stack_of
 
@@ -108,9 +108,7 @@ class Reading:
             for parameter in {*target.parameters} - {*target.formats}:
                 expected = "quantised as the other matrices are"
                 _CHECK.fail(target.path(parameter), expected, "dense, or in another layout")
-        for name, other in tied_pairs(tied_layers(model)):
-            if other in self.targets and name not in self.targets and name in every:
-                every[name].formats, self.targets[name] = self.targets[other].formats, every[name]
+        add_tied(tied_pairs(tied_layers(model)), every, self.targets)
 
     def _of_experts_apart(self) -> list[WeightConverter]:
         """For experts that are one parameter in dense checkpoints, and modules in others."""

@@ -1,7 +1,7 @@
 """An indexer that chooses pools of keys, which it weighs by gates. Padded rows run the model's own code."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -49,7 +49,7 @@ def _choice(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) ->
     one = constant(("one", k.device, k.dtype), lambda: k.new_ones(1, 1, 1))
     shown = one.expand(*k.shape[:2], 1)
     packed = (indexer.k_norm(k), gate, shown)
-    slots = None if layer is None else layer.index_slots_of(packed)
+    slots = None if layer is None else _slots_of(layer, packed)
     if slots is not None:
         keys = layer.take_index(slots)
     else:
@@ -63,6 +63,16 @@ def _choice(indexer: Any, hidden_states: Tensor, q_resid: Tensor, layer: Any) ->
     weights = indexer.weights_proj(hidden_states)
     scale = indexer.softmax_scale * indexer.n_heads**-0.5
     return Choice(q, pools, weights, top_k, scale, rate, {"tail": 1}, is_pooled=True)
+
+
+def _slots_of(layer: HeldPools, columns: Sequence[Tensor]) -> Tensor | None:
+    """Slots for new keys that consist of these columns, which are written there."""
+    batch, tokens, _ = columns[0].shape
+    width = sum(part.shape[2] for part in columns)
+    slots = layer.index_slots(columns[0].new_empty(1).expand(batch, tokens, width))
+    if slots is not None:
+        torch.cat(list(columns), -1, out=slots.narrow(1, slots.shape[1] - tokens, tokens))
+    return slots
 
 
 def _is_padded(mask: Tensor, layer: HeldPools | None) -> bool:

@@ -215,9 +215,6 @@ class HeldKeys(HeldPools):
     def index_slots(self, new: Tensor) -> None:
         return None
 
-    def index_slots_of(self, columns: Sequence[Tensor]) -> None:
-        return None
-
     def pools_of(self, count: int, rate: int, pool: Callable[[int, int], Tensor]) -> Tensor:
         return pool(0, count)
 
