@@ -16,17 +16,6 @@ MOST = "'top_logprobs' must be an integer from 0 to 20"
 SKY = {"type": "json_schema", "json_schema": {"name": "sky", "schema": {"enum": ["blue", "grey"]}}}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return serving.printable_checkpoint(tmp_path_factory.mktemp("logprobs") / "model")
-
-
-@pytest.fixture(scope="module")
-def client(checkpoint):
-    with serving.client_of(checkpoint, *serving.QUANTISED, "--prompt-lookup", 2) as client:
-        yield client
-
-
 def answer_of(client, **asked):
     """Text, entries and how many pieces there were."""
     answer = client.chat.completions.create(model="m", messages=said("the sky"), max_tokens=12, **asked)
@@ -53,10 +42,10 @@ def expected(checkpoint, text: str) -> torch.Tensor:
         {"temperature": 0, "response_format": SKY},
     ],
 )
-def test_of_the_models_own_distribution(client, checkpoint, asked):
+def test_of_the_models_own_distribution(client, printable, asked):
     """Streamed and not: one entry for each token but the end, with the most probable ones in order."""
     text, entries, choices = answer_of(client, logprobs=True, top_logprobs=3, **asked)
-    rows, tokenizer = expected(checkpoint, text), transformers.AutoTokenizer.from_pretrained(checkpoint)
+    rows, tokenizer = expected(printable, text), transformers.AutoTokenizer.from_pretrained(printable)
     ids = tokenizer(text).input_ids
     assert [entry.token for entry in entries] == [*text] and len(rows) == len(text) > 2
     for entry, row, character, token in zip(entries, rows, text, ids, strict=True):
@@ -161,10 +150,10 @@ def test_bad_values_are_400(client, asked, message):
     assert error.value.body["message"] == message
 
 
-def test_batches_have_none(checkpoint):
+def test_batches_have_none(printable):
     match = "'logprobs' is not supported with --continuous-batching"
     with (
-        serving.client_of(checkpoint, "--continuous-batching", continuous_batching=True) as client,
+        serving.client_of(printable, "--continuous-batching", continuous_batching=True) as client,
         pytest.raises(openai.BadRequestError, match=match),
     ):
         answer_of(client, logprobs=True)
@@ -187,10 +176,10 @@ def test_tokens_that_are_parts_of_characters():
     assert text_of(fast, 4) == {"token": "\ufffd", "bytes": None}
 
 
-def test_what_cannot_be_is_a_number(checkpoint):
+def test_what_cannot_be_is_a_number(printable):
     from torch_moe_mps.commands.logprobs import Logprobs
 
-    kept = Logprobs(transformers.AutoTokenizer.from_pretrained(checkpoint), 2)
+    kept = Logprobs(transformers.AutoTokenizer.from_pretrained(printable), 2)
     scores = torch.tensor([[0.0, -math.inf, -math.inf]])
     assert kept(torch.zeros(1, 1, dtype=torch.long), scores) is scores
     entry = kept.take(1)

@@ -21,17 +21,6 @@ SCHEMA = {
 NAMED = {"type": "json_schema", "json_schema": {"name": "weather", "schema": SCHEMA}}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return serving.printable_checkpoint(tmp_path_factory.mktemp("structured") / "model")
-
-
-@pytest.fixture(scope="module")
-def client(checkpoint):
-    with serving.client_of(checkpoint, *serving.QUANTISED, "--prompt-lookup", 2) as client:
-        yield client
-
-
 def text_of(client, **asked) -> str:
     answer = client.chat.completions.create(model="m", max_tokens=120, **asked)
     chunks = answer if asked.get("stream") else [answer]

@@ -79,20 +79,6 @@ def test_8_bits(device, turn):
 
 
 @pytest.mark.parametrize("turn", TURNS)
-def test_gates(device, turn):
-    """Of each value and of each head, between others; over merged chunks, too."""
-    for i, (heads, tokens, keys, width, every) in enumerate(
-        ((6, 3, 40, 80, True), (4, 1, 300, 64, True), (4, 1, 40, 320, False), (3, 2, 300, 128, False))
-    ):
-        dtype = DTYPES[(i + turn) % 3]
-        q, k, v = tensors(device, dtype, 2, heads, 1, tokens, keys, width)
-        columns = width if every else 1
-        gate = 20 * numbers(2, tokens, heads, 3 * columns, dtype=dtype, seed=4)[..., columns:-columns]
-        activation = ("sigmoid", "softplus")[(i + turn) % 2]
-        checked("attention", q, k, v, 0.2, gate=gate.to(device), gate_activation=activation)
-
-
-@pytest.mark.parametrize("turn", TURNS)
 def test_relative_positions(device, turn):
     """Over fewer keys than there are and over more, in windows, ranges and merged chunks; sinks of tokens."""
     for i, (heads, key_heads, tokens, keys, width, extent, window) in enumerate(
@@ -121,15 +107,6 @@ def test_more_tokens_than_keys(device):
     for sinks in (None, numbers(2).to(device)):
         out = checked("attention", q, k, v, 1.0, sinks=sinks)
         assert (exact(out[:, :2]) == 0.0).all()
-
-
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("window", [None, 11])
-def test_a_prompt(device, window):
-    """Several blocks of queries, over keys of earlier prompts too."""
-    for dtype, keys, width, value_width in ((torch.float16, 75, 32, 32), (torch.bfloat16, 130, 40, 300)):
-        q, k, v = tensors(device, dtype, 1, 4, 2, 75, keys, width, value_width)
-        checked("attention", q, k, v, 0.2, window=window, sinks=numbers(4).to(device))
 
 
 def test_lookaheads(device):
@@ -402,17 +379,6 @@ def test_masks_of_bits_and_of_key_heads(device, heads):
         checked("attention", q, k, v, 0.3, mask=seen.to(device))
         out = checked("attention", q, k, v, 0.3, mask=words.to(device))
         assert torch.equal(out, attend(q, k, v, 0.3, mask=seen.to(device)))
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_added_masks(device, dtype):
-    """A bias that neither is 0 nor hides a key; one batch entry for all, strided."""
-    q, k, v = tensors(device, torch.float32, 2, 2, 1, 2, 40, 16)
-    mask = numbers(1, 1, 40, 2, dtype=dtype, scale=2.0).transpose(2, 3).to(device)
-    checked("attention", q, k, v, 0.3, mask=mask)
-    wide = torch.zeros(2, 1, 2, 64, dtype=dtype)
-    wide[..., 3:43] = mask.cpu()
-    checked("attention", q, k, v, 0.3, mask=wide.to(device)[..., 3:43])
 
 
 def test_a_row_that_sees_nothing(device):

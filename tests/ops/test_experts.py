@@ -3,13 +3,13 @@
 import pytest
 import torch
 from numpy.testing import assert_allclose
-from support.expert_layers import ACTIVATIONS, check_experts, layer
+from support.expert_layers import check_experts, layer
 from support.oracles import exact
 from support.oracles_experts import assert_close
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_experts import moe_experts as expected_experts
 from support.oracles_operators import checked
-from support.values import DTYPES, random
+from support.values import random
 
 from torch_moe_mps.ops.experts import expert_mm, moe_experts
 
@@ -27,18 +27,6 @@ def test_weights_with_swapped_dimensions_in_memory(device, tokens, swapped):
     checked("moe_experts", *tensors)
     turned = [tensor.mT if i in (1, 2) else tensor for i, tensor in enumerate(tensors)]
     checked("moe_experts", *turned, transposed=True)
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_activations(device, dtype):
-    """Each gated, with both orders of the rows, and without a gate; in decode and in prefill."""
-    for i, options in enumerate(ACTIVATIONS):
-        shape = (3, 2, 4, 40, 24) if i % 2 else (40, 2, 3, 32, 16)
-        bias = {"gate_up_bias": random((shape[2], 2 * shape[4]), dtype, 90 + i)}
-        check_experts(device, layer(*shape, dtype, i), **options)
-        check_experts(device, layer(*shape, dtype, i), **options, **bias, interleaved=True)
-        if "limit" not in options and options["activation"] != "swiglu_oai":
-            check_experts(device, layer(*shape, dtype, i, gated=False), **options, gated=False)
 
 
 SENTINELS = (-1, -(2**31), 2**31 - 1)
@@ -99,18 +87,6 @@ def test_no_experts_or_nothing_between_their_matrices(device, experts, intermedi
         exact(moe_experts(x, gate_up, down, ids, weights, **options)), expected, rtol=1e-6, atol=1e-6
     )
     assert not expert_mm(x, gate_up, ids, transposed=transposed).cpu().any()
-
-
-def test_repeated_ids_count_each_time(device):
-    for tokens in (2, 40):
-        x, gate_up, down, ids, weights = layer(tokens, 3, 4, 32, 16, torch.float32)
-        check_experts(device, (x, gate_up, down, ids[:, :1].repeat(1, 3), weights))
-
-
-def test_all_tokens_choose_one_expert(device):
-    arguments = list(layer(67, 1, 5, 32, 16, torch.bfloat16))
-    arguments[3] = torch.full_like(arguments[3], 4)
-    check_experts(device, arguments)
 
 
 def test_more_tiles_than_one_pass_writes(device):

@@ -5,7 +5,6 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-from support.layouts import lay
 from support.operators import plans_for
 from support.oracles_experts import group_of, numbers_of
 from support.oracles_operators import checked
@@ -16,8 +15,6 @@ from support.values import DTYPES, random
 from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
 
-# One token, a few by dot products, and matrix products of one tile, of two, and of one that is not full.
-TOKENS = (1, 2, 4, 5, 9, 33)
 IDS = (torch.int32, torch.int64)
 
 
@@ -59,51 +56,11 @@ def test_norm_of_the_input(device, dtype):
             checked("mlp_quantized", x, *(t for each in mlp for t in place(each, device)), format, **norm)
 
 
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_outputs_in_another_order(device, tokens):
-    """The bias stays with its row of the weight, the residual with its column of the result."""
-    for i, (format, rows) in enumerate((("affine4_64", 45), ("affine8_32", 130))):
-        weight = place(random_matrix(rows, 128, format, DTYPES[i], i), device)
-        x, residual = (random((tokens, n), DTYPES[i], i).to(device) for n in (128, rows))
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(i)).int()
-        order = lay(order, ("contiguous", "strided")[i], device)
-        bias = random((rows,), torch.float32, i).to(device)
-        checked("linear_quantized", x, *weight, bias, format, residual=residual, order=order)
-        norm = random((128,), DTYPES[i], i).to(device)
-        checked("linear_quantized", x, *weight, None, format, order=order, norm_weight=norm)
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-def test_activation_of_the_first_outputs(device, tokens):
-    """Or of all: before the residual is added, and before the order is changed; with a norm."""
-    for i, activation in enumerate(("silu", "gelu", "gelu_tanh", "relu", "relu2")):
-        rows, dtype, format = 45 + 16 * i, DTYPES[i % 3], ("affine4_64", "affine8_32")[i % 2]
-        weight = place(random_matrix(rows, 128, format, dtype, i), device)
-        x, residual = (random((tokens, n), dtype, i).to(device) for n in (128, rows))
-        bias = random((rows,), torch.float32, i).to(device) if i % 2 else None
-        order = torch.randperm(rows, generator=torch.Generator().manual_seed(i)).int().to(device)
-        options = {"activation": activation, "factor": (0.25, -1.5)[i % 2]}
-        checked("linear_quantized", x, *weight, bias, format, **options)
-        options |= {"activated": (1, 32, rows - 1)[i % 3], "residual": residual, "order": order}
-        norm = random((128,), dtype, i).to(device) if i % 2 else None
-        checked("linear_quantized", x, *weight, bias, format, norm_weight=norm, **options)
-
-
 @pytest.mark.parametrize("tokens, rows", [(4, 2048), (33, 2048)])
 def test_threadgroups_for_every_core(device, tokens, rows):
     """So many that the simdgroups of a threadgroup have rows of their own, on a GPU of eight cores."""
     with plans_for("M1") if device == "mps" else nullcontext():
         check_linear(device, (tokens, 64, rows), "affine4_64", torch.float16, tokens, bias=True)
-
-
-@pytest.mark.parametrize("tokens", TOKENS)
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_tokens(device, dtype, tokens):
-    """A full block of output rows, one row more, a single row; leading dimensions."""
-    for i, (columns, rows) in enumerate(((64, 128), (192, 129), (640, 1), (64, 16), (128, 33))):
-        check_linear(device, (tokens, columns, rows), "affine4_64", dtype, i, bias=i % 2 == 0)
-    check_linear(device, (64, 40), "affine4_64", dtype, 7)
-    check_linear(device, (2, tokens, 1, 64, 40), "affine4_64", dtype, 8)
 
 
 @pytest.mark.parametrize("tokens", [1, 3, 8])

@@ -1,7 +1,5 @@
 """Checkpoints as other libraries write them, with the values that these stand for."""
 
-import json
-
 import torch
 import transformers
 from compressed_tensors.compressors import BaseCompressor
@@ -11,6 +9,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from support import tiny_models
+from support.checkpoints import changed
 from torch_moe_mps.ops._formats import QuantizedWeight
 from torch_moe_mps.transformers.checkpoints.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import OrderedLinear, formats_in
@@ -260,8 +259,8 @@ def write(folder, writer, architecture: str = "qwen3_moe", only=lambda name: Tru
     save_file({n: t.to(torch.float32) for n, t in values.items()}, file, {"format": "pt"})
     dense = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     save_file({name: tensor.contiguous() for name, tensor in written.items()}, file, {"format": "pt"})
-    config = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": writer.config}))
+    with changed(folder / "config.json") as config:
+        config["quantization_config"] = writer.config
     return dense.eval()
 
 

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support import tiny_models
-from support.models import assert_close, eager, generate, output, prompt
+from support.models import assert_close, eager, generate, output, prompt, tiny
 from torch import nn
 
 import torch_moe_mps
@@ -18,11 +18,6 @@ from torch_moe_mps.transformers.modules.linears import (
     QuantizedLayer,
     QuantizedLinear,
 )
-
-
-def tiny(architecture: str, **overrides):
-    with tiny_models.groups_of_32():
-        return eager(tiny_models.tiny_model(architecture, **overrides))
 
 
 def layers(model) -> dict[str, QuantizedLayer]:

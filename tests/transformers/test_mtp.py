@@ -7,6 +7,7 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 from support import tiny_models
+from support.checkpoints import changed
 from transformers.cache_utils import MtpCache
 from transformers.modeling_layers import MtpModel
 
@@ -31,8 +32,8 @@ def checkpoint(request, tmp_path_factory):
     for name in ("enorm", "hnorm", "shared_head.norm"):
         weights[f"model.layers.2.{name}.weight"] = torch.rand(width, generator=generator) + 0.5
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    config = json.loads((folder / "config.json").read_text()) | {"num_hidden_layers": 2}
-    (folder / "config.json").write_text(json.dumps(config))
+    with changed(folder / "config.json") as config:
+        config["num_hidden_layers"] = 2
     with pytest.MonkeyPatch.context() as patch:
         # transformers knows the number of the layer in the models that their makers published.
         patch.setattr(type(model), "_keys_to_ignore_on_load_unexpected", [r"model\.layers\.2.*"])

@@ -6,6 +6,7 @@ import json
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from support.checkpoints import changed
 from support.models import assert_close, output, prompt
 from support.other_libraries import (
     E4M3,
@@ -167,9 +168,8 @@ def test_stacks_may_be_turned(architecture, writer, format, tmp_path):
 def test_a_file_beside_the_config_says_that_modelopt_wrote_it(tmp_path):
     """As older versions did: FP8 codes would pass for values."""
     expected = write(tmp_path, Fp8("modelopt", "weight_scale", "row", True))
-    config = json.loads((tmp_path / "config.json").read_text())
-    del config["quantization_config"]
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    with changed(tmp_path / "config.json") as config:
+        del config["quantization_config"]
     stored = {"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8_PER_CHANNEL_PER_TOKEN"}}
     (tmp_path / "hf_quant_config.json").write_text(json.dumps(stored))
     model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
@@ -266,11 +266,10 @@ def test_convert_keeps_the_codes(to, tmp_path, capsys):
 
 def change(folder, part: str, function) -> None:
     """Of the first matrix that has such a tensor; None takes it away."""
-    tensors = load_file(folder / "model.safetensors")
-    name = next(name for name in tensors if "layers" in name and name.endswith(f"proj.{part}"))
-    tensors[name] = function(tensors[name])
-    kept = {n: t for n, t in tensors.items() if t is not None}
-    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    with changed(folder / "model.safetensors") as tensors:
+        name = next(name for name in tensors if "layers" in name and name.endswith(f"proj.{part}"))
+        if (tensor := function(tensors.pop(name))) is not None:
+            tensors[name] = tensor
 
 
 @pytest.mark.parametrize(
@@ -350,9 +349,8 @@ def test_layouts_that_would_pass_for_others_are_one_line(name, config, message, 
         tensors["model.layers.0.self_attn.q_proj.pre_quant_scale"] = torch.ones(64)
         save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     else:
-        stored = json.loads((tmp_path / "config.json").read_text())
-        stored["quantization_config"] |= config
-        (tmp_path / "config.json").write_text(json.dumps(stored))
+        with changed(tmp_path / "config.json") as stored:
+            stored["quantization_config"] |= config
     with pytest.raises(ValueError, match=f"^moe_mps::load: {message}"):
         torch_moe_mps.from_pretrained(tmp_path)
 

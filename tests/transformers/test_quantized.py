@@ -6,11 +6,11 @@ import json
 import re
 
 import pytest
-import safetensors.torch
 import torch
 import transformers
+from safetensors.torch import load_file
 from support import tiny_models
-from support.checkpoints import mxfp4_blocks
+from support.checkpoints import changed, mxfp4_blocks
 from support.models import assert_close, generate, operators_of, output, prompt, tiny
 
 import torch_moe_mps
@@ -189,10 +189,9 @@ def test_a_module_that_is_not_in_the_model_is_an_error(tmp_path):
     model = tiny("qwen3_moe")
     quantise_one(model)
     model.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    modules = config["quantization_config"]["modules"]
-    modules["layers.7.experts"] = modules.pop("model.layers.0.mlp.experts")
-    (tmp_path / "config.json").write_text(json.dumps(config))
+    with changed(tmp_path / "config.json") as config:
+        modules = config["quantization_config"]["modules"]
+        modules["layers.7.experts"] = modules.pop("model.layers.0.mlp.experts")
     with pytest.raises(
         ValueError, match=r"has quantised experts layers.7.experts, but the model has model.laye"
     ):
@@ -204,11 +203,8 @@ def test_what_a_checkpoint_lacks_is_an_error(tmp_path):
     model = tiny("qwen3_omni_moe")
     quantise_all(model)
     model.save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    router = next(name for name in tensors if name.endswith("mlp.gate.weight"))
-    del tensors[router]
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    with changed(tmp_path / "model.safetensors") as tensors:
+        del tensors[next(name for name in tensors if name.endswith("mlp.gate.weight"))]
     with pytest.raises(ValueError, match=r"mlp\.gate\.weight must be in the checkpoint, got no such tensor"):
         type(model).from_pretrained(tmp_path)
 
@@ -223,12 +219,11 @@ def test_a_scale_that_is_not_finite_is_an_error(form, part, value, tmp_path):
     model = tiny("qwen3_moe")
     torch_moe_mps.accelerate(model, *form)
     model.save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    good = safetensors.torch.load_file(path)
+    good = load_file(tmp_path / "model.safetensors")
     for name in (f"model.layers.0.self_attn.q_proj.{part}", f"model.layers.1.mlp.experts.down_proj_{part}"):
-        tensors = {each: tensor.clone() for each, tensor in good.items()}
-        tensors[name].flatten()[-1] = value
-        safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+        with changed(tmp_path / "model.safetensors") as tensors:
+            tensors |= {each: tensor.clone() for each, tensor in good.items()}
+            tensors[name].flatten()[-1] = value
         error = f"^moe_mps::from_pretrained: {re.escape(name)} must be finite, got NaN or inf$"
         with pytest.raises(ValueError, match=error):
             type(model).from_pretrained(tmp_path)

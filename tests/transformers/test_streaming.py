@@ -9,8 +9,8 @@ import safetensors.torch
 import torch
 import transformers
 from support import gguf_files, tiny_models
-from support.checkpoints import add_tokenizer, fp8_blocks
-from support.models import eager, output, prompt
+from support.checkpoints import add_tokenizer, changed, fp8_blocks
+from support.models import output, prompt, tiny
 from support.processes import forked
 from support.sweep import in_sweep
 
@@ -33,11 +33,6 @@ ALWAYS = ["qwen3_moe", "gpt_oss", "deepseek_v3", "gemma4", "ernie4_5_vl_moe", "n
 EVERY = in_sweep(tiny_models.architectures(), ALWAYS)
 # Buffers that save_pretrained of transformers loses.
 LOST = "balancing_biases"
-
-
-def tiny(architecture: str, **arguments):
-    with tiny_models.groups_of_32():
-        return eager(tiny_models.tiny_model(architecture, **arguments))
 
 
 def assert_same_state(model, expected) -> None:
@@ -148,12 +143,10 @@ def test_tied_layers_that_are_both_in_the_checkpoint(tmp_path):
 def test_errors_name_the_parameter(change, message, tmp_path):
     model = tiny("qwen3_moe")
     model.save_pretrained(tmp_path)
-    path = tmp_path / "model.safetensors"
-    tensors = safetensors.torch.load_file(path)
-    for expert in range(8):
-        name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
-        tensors[name] = change(tensors[name]).contiguous()
-    safetensors.torch.save_file(tensors, path, metadata={"format": "pt"})
+    with changed(tmp_path / "model.safetensors") as tensors:
+        for expert in range(8):
+            name = f"model.layers.1.mlp.experts.{expert}.down_proj.weight"
+            tensors[name] = change(tensors[name])
     with pytest.raises(ValueError, match=message):
         torch_moe_mps.from_pretrained(str(tmp_path), bits=4, group_size=32)
 
