@@ -80,6 +80,22 @@ def test_values_are_those_of_the_library(name, tmp_path):
             assert_close(weight, values, 0.03)
 
 
+@pytest.mark.parametrize("name", ["gptq asymmetric", "fp8 of blocks"])
+def test_what_fits_is_what_loading_gives(name, tmp_path):
+    """With the files; their config alone does not tell."""
+    write(tmp_path, CASES[name][0])
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.bfloat16)
+    sizes = []
+    for _ in range(2):
+        assert main(["fit", str(tmp_path), "--group-size", "32", "--json", str(tmp_path / "x.json")]) == 0
+        written = json.loads((tmp_path / "x.json").read_text())["sizes"]
+        sizes.append({size["name"]: size["bytes"] for size in written})
+        for file in tmp_path.glob("*.safetensors"):
+            file.unlink()
+    assert sizes[0].pop("as it is") == sum(parameter.nbytes for parameter in model.parameters())
+    assert sizes[0] == sizes[1]
+
+
 @pytest.mark.parametrize("name", ["int4", "gptq asymmetric"])
 def test_it_is_read_for_the_gpu(name, simulated, tmp_path):
     """With the same words as on the CPU."""

@@ -21,7 +21,9 @@ from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.config import QuantizationConfig
+from ..transformers.checkpoints.files import checkpoint_files
 from ..transformers.checkpoints.mlx.reading import Reading
+from ..transformers.checkpoints.others.reading import Reading as OthersReading
 from ..transformers.checkpoints.quantizer import quantizer_for
 from ..transformers.checkpoints.recipe import SAME, recipe_of, requested_recipe
 from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
@@ -194,7 +196,10 @@ def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
 
 
 def as_stored(source: Source, model: Any, folder: str) -> Size | None:
-    """What loading a quantised checkpoint as it is gives; None for one that is loaded in 16 bits."""
+    """What loading a quantised checkpoint as it is gives.
+
+    None for one that is loaded in 16 bits, and for another library's without its files, which alone tell.
+    """
     stored = source.quantization(None)
     if source.gguf is not None:
         reader = quantizer_for(source, source.skeleton(), [folder], None, False)
@@ -203,14 +208,25 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
         return _size(_STORED, model, QuantizationConfig(modules=modules).targets(model).values())
     if stored is None:
         return None
+    files = _files(folder)
+    if "other" in stored:
+        found = OthersReading(model, files, stored["other"]).targets.values() if files else None
+        return found and _size(_STORED, model, found)
     if not stored.get("mlx"):
         return _size(_STORED, model, QuantizationConfig(**stored).targets(model).values())
-    files = sorted(Path(folder).glob("*.safetensors"))
     if files:
-        return _size(_STORED, model, Reading(model, [*map(str, files)]).targets.values())
+        return _size(_STORED, model, Reading(model, files).targets.values())
     config = json.loads((Path(folder) / "config.json").read_text())
     usual: dict[str, Any] = {key: config["quantization"].get(key) for key in ("bits", "group_size", "mode")}
     return _size(_STORED, model, _targets(model, requested_recipe(**usual, embedding_bits=SAME)))
+
+
+def _files(folder: str) -> list[str]:
+    """Of the weights; none where not all of them are there."""
+    try:
+        return [str(file) for file in checkpoint_files(folder)]
+    except ValueError:
+        return []
 
 
 def of_recipe(model: Any, recipe: str, group_size: int) -> Size:
