@@ -125,26 +125,13 @@ def test_degenerate_bias(device):
 
 def test_group_ties_go_to_the_lower_group(device):
     logits = torch.zeros(1, 12, device=device)
+    options = {"num_groups": 4, "top_groups": 2, "norm_topk_prob": True}
     for group_score in ("max", "top2_sum"):
-        _, ids = moe_router(
-            logits,
-            5,
-            scoring="sigmoid",
-            num_groups=4,
-            top_groups=2,
-            group_score=group_score,
-            norm_topk_prob=True,
-        )
+        _, ids = moe_router(logits, 5, scoring="sigmoid", group_score=group_score, **options)
         assert ids.tolist() == [[0, 1, 2, 3, 4]]
     sums_below_the_lowest = torch.tensor([[NAN, NAN, NAN, -1.0]], device=device)
-    _, ids = moe_router(
-        sums_below_the_lowest,
-        2,
-        scoring="softmax_after_topk",
-        num_groups=2,
-        top_groups=1,
-        norm_topk_prob=False,
-    )
+    options = {"num_groups": 2, "top_groups": 1, "norm_topk_prob": False}
+    _, ids = moe_router(sums_below_the_lowest, 2, scoring="softmax_after_topk", **options)
     assert ids.tolist() == [[0, 1]]
 
 
