@@ -210,8 +210,9 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
         return None
     files = _files(folder)
     if "other" in stored:
-        found = OthersReading(model, files, stored["other"]).targets.values() if files else None
-        return found and _size(_STORED, model, found)
+        if not files:
+            return None
+        return _size(_STORED, model, OthersReading(model, files, stored["other"]).targets.values())
     if not stored.get("mlx"):
         return _size(_STORED, model, QuantizationConfig(**stored).targets(model).values())
     if files:
