@@ -395,7 +395,7 @@ KINDS = [
     "hyper_connection",
     "combine",
 ]
-KINDS += ["expert_combine", "pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
+KINDS += ["pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
 KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
 KINDS += [f"quantized_{name}" for name in ("mxfp4", "mxfp8", "nvfp4", *GGUF_FORMATS)]
 
