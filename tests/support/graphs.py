@@ -45,7 +45,7 @@ def operators(graph: fx.Graph) -> Counter[str]:
 
 
 def assert_computes(
-    graph: fx.Graph, function: Callable, *inputs: Tensor, tolerance: float = 1e-5, strides: bool = False
+    graph: fx.Graph, function: Callable, *inputs: Tensor, tolerance: float = 1e-6, strides: bool = False
 ) -> None:
     """A graph has the results of a function, perhaps with their strides, and writes the same into inputs."""
     own, held = [each.clone() for each in inputs], [each.clone() for each in inputs]
