@@ -208,13 +208,13 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
         return _size(_STORED, model, QuantizationConfig(modules=modules).targets(model).values())
     if stored is None:
         return None
+    if not stored.get("mlx") and "other" not in stored:
+        return _size(_STORED, model, QuantizationConfig(**stored).targets(model).values())
     files = _files(folder)
     if "other" in stored:
         if not files:
             return None
         return _size(_STORED, model, OthersReading(model, files, stored["other"]).targets.values())
-    if not stored.get("mlx"):
-        return _size(_STORED, model, QuantizationConfig(**stored).targets(model).values())
     if files:
         return _size(_STORED, model, Reading(model, files).targets.values())
     config = json.loads((Path(folder) / "config.json").read_text())

@@ -13,6 +13,8 @@
 #include <thread>
 #include <vector>
 
+#include "function.h"
+
 // Declared here: SDKs before macOS 15, one of which may have built this, have no such types.
 @protocol MoeResidencySetDescriptor <NSObject>
 - (void)setInitialCapacity:(NSUInteger)capacity;
@@ -28,8 +30,6 @@
 @protocol MoeResidencyDevice <NSObject>
 - (id<MoeResidencySet>)newResidencySetWithDescriptor:(id)descriptor error:(NSError**)error;
 @end
-
-#include "function.h"
 
 namespace moe_mps {
 namespace {
