@@ -244,12 +244,11 @@ class TestCommand:
             assert float(total) == pytest.approx(right, abs=0.1)
 
     def test_quantising_by_importance_waits_for_the_disk(self, simulated, capsys):
-        """As docs/speed.md has it."""
-        _, _, *rows = lines = self.run(capsys, "--quantise", "--gpu", "M1,M1 Max")
-        assert "\n".join(lines) in (REPOSITORY / "docs" / "speed.md").read_text()
-        for row in rows:
-            issue, memory, reading = map(float, row.split("|")[3:6])
-            assert issue + memory < reading
+        """The seconds that docs/speed.md has."""
+        _, _, *rows = self.run(capsys, "--quantise", "--gpu", "M1,M1 Max")
+        issue, memory, reading = zip(*(map(float, row.split("|")[3:6]) for row in rows), strict=True)
+        assert [min(issue), max(issue), min(memory), max(memory)] == [0.5, 4.5, 0.7, 4.8]
+        assert {*reading} == {12.0}
 
     def test_facts(self, capsys):
         assert self.run(capsys, "--facts") == apple.table().splitlines()
