@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from support import tiny_models
 
@@ -42,6 +43,24 @@ def in_parts(model, ids: torch.Tensor, *sizes: int, cache=None) -> tuple[list[to
             logits.append(out[0].float().cpu())
             cache = out.past_key_values
     return logits, cache
+
+
+class Conversation:
+    """Tokens after a prompt, each the likeliest after the one before."""
+
+    def __init__(self, model: nn.Module, cache=None, batch: int = 1, length: int = 9, **inputs) -> None:
+        self.model, self.inputs = model, inputs
+        self.cache = DynamicCache(config=model.config) if cache is None else cache
+        self.token = prompt(batch, length).to(model.device)
+        self.tokens(1)
+
+    def tokens(self, count: int) -> list[torch.Tensor]:
+        logits = []
+        for _ in range(count):
+            out = self.model(self.token, past_key_values=self.cache, use_cache=True, **self.inputs)
+            logits.append(out.logits.cpu())
+            self.token = out.logits[:, -1:].argmax(-1)
+        return logits
 
 
 def generate(model, ids: torch.Tensor, **options) -> torch.Tensor:
