@@ -28,6 +28,7 @@ from transformers.models.gpt_oss import modeling_gpt_oss as gpt_oss
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import attention, attention_mask
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
+from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.families.glm5_next import indexer as kpool_indexer
 
 pytestmark = pytest.mark.one_schedule
@@ -482,8 +483,10 @@ def test_chosen_keys_that_a_mask_hides(window):
 
 
 @pytest.mark.parametrize("architecture", ["gpt_oss", pytest.param("gemma2", marks=pytest.mark.sweep)])
-def test_continuous_batching(architecture):
-    """transformers takes no implementation but its own: the tokens are those of the model's own code."""
+def test_continuous_batching(architecture, monkeypatch):
+    """transformers takes no implementation but its own: the tokens are those of the model's own code, and run
+    module by module, by transformers' cache of pages."""
+    monkeypatch.setenv(SWITCH, "1")
     model = tiny_models.tiny_model(architecture)
     model.set_attn_implementation("eager")
     prompts = [[5, 6, 7, 8], [9, 10, 11]]
@@ -501,3 +504,4 @@ def test_continuous_batching(architecture):
     assert model.config._attn_implementation == "moe_mps"
     assert tokens() == expected and all(map(len, expected))
     assert model.config._attn_implementation == "moe_mps"
+    assert not captures_of(model).programs and " is a " in captures_of(model).reason

@@ -19,9 +19,8 @@ from support.threads import in_threads
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AttentionInterface, DynamicCache, GenerationConfig, masking_utils, modeling_utils
+from transformers import AttentionInterface, DynamicCache, masking_utils, modeling_utils
 from transformers.cache_utils import DynamicLayer
-from transformers.generation.configuration_utils import ContinuousBatchingConfig
 from transformers.integrations import sdpa_attention
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from transformers.utils import output_capturing
@@ -173,10 +172,12 @@ def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bit
 
 
 @torch.no_grad()
-def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch):
+@pytest.mark.parametrize(("architecture", "length", "tokens"), [("axk2", 3, 20), ("deepseek_v32", PROMPT, 8)])
+def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch, architecture, length, tokens):
+    """Masks of indexers are cut out of the causal mask, of as many keys as there are."""
     monkeypatch.setattr(constants, "_held", {})
-    model = accelerated("axk2", "cpu")
-    Conversation(model, length=3).tokens(20)
+    model = accelerated(architecture, "cpu")
+    Conversation(model, length=length).tokens(tokens)
     captures = captures_of(model)
     assert len(captures.programs) == 1 and captures.reason is None
 
@@ -294,19 +295,6 @@ def test_a_models_own_cache():
     assert all(map(torch.equal, *(cache.linear_cache[1:] for cache in caches)))
 
 
-def test_continuous_batching():
-    """Its tokens run module by module, by transformers' cache of pages."""
-    model, own = pair("qwen3_moe", "cpu")
-    generation = GenerationConfig(max_new_tokens=6, do_sample=False, eos_token_id=-1, pad_token_id=0)
-    pages = ContinuousBatchingConfig(num_blocks=16, page_size=32, max_batch_tokens=64)
-    mine, theirs = (
-        each.generate_batch([[5, 6, 7, 8], [9, 10, 11]], generation, copy.deepcopy(pages))
-        for each in (model, own)
-    )
-    assert [r.generated_tokens for r in mine.values()] == [r.generated_tokens for r in theirs.values()]
-    assert not captures_of(model).programs and " is a " in captures_of(model).reason
-
-
 @torch.no_grad()
 def test_masks_of_padding():
     """Key ranges are read anew for each token; what is no range runs too."""
@@ -371,15 +359,6 @@ def test_own_code_for_padded_batches(architecture, same_bits, caplog):
     assert_equal(*results)
     assert captures_of(model).reason == PADDED[architecture]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]  # torch's own
-
-
-@torch.no_grad()
-def test_masks_of_indexers():
-    """They are cut out of the causal mask, of as many keys as there are."""
-    model = accelerated("deepseek_v32", "cpu")
-    Conversation(model).tokens(8)
-    captures = captures_of(model)
-    assert len(captures.programs) == 1 and captures.reason is None
 
 
 # What may change between two tokens; test_changes.py has what comes of it
@@ -844,20 +823,6 @@ def test_a_call_says_why_it_ran_module_by_module(monkeypatch):
     assert captures.reason is None
 
 
-@torch.no_grad()
-def test_a_failed_capture_stays_the_reason_while_it_is_not_tried_again(monkeypatch):
-    model = accelerated("qwen3_moe", "cpu")
-    talk = Conversation(model)
-    talk.tokens(4)
-    with monkeypatch.context() as patch, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        patch.setattr(calls, "assemble", lambda *given: 1 / 0)
-        talk.inputs = {"logits_to_keep": 1}
-        for _ in range(5):
-            talk.tokens(1)
-        assert captures_of(model).reason == "ZeroDivisionError: division by zero"
-
-
 @pytest.mark.parametrize("keys", [20, 70])
 def test_words_of_bits_are_no_condition_of_a_recording(keys):
     """A mask of bits has a word for 32 keys, and whether it is the only one must not be asked."""
@@ -922,19 +887,23 @@ def test_nothing_is_kept_but_weights():
 
 @torch.no_grad()
 def test_a_fault_in_a_capture_warns_once(monkeypatch):
-    model, own = pair("qwen3_moe", "cpu")
+    """It stays the reason while the kind is not tried again, beside a kind that is one call or alone."""
 
     def fail(*args):
         raise ZeroDivisionError("injected")
 
-    monkeypatch.setattr(calls, "assemble", fail)
-    mine, theirs = Conversation(model), Conversation(own)
-    with pytest.warns(UserWarning, match=r"could not be captured.*ZeroDivisionError: injected"):
-        assert_equal(mine.tokens(3), theirs.tokens(3))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert_equal(mine.tokens(30), theirs.tokens(30))
-    monkeypatch.undo()
+    for tokens_before in (0, 4):
+        model, own = pair("qwen3_moe", "cpu")
+        mine, theirs = Conversation(model), Conversation(own)
+        assert_equal(mine.tokens(tokens_before), theirs.tokens(tokens_before))
+        with monkeypatch.context() as patch, warnings.catch_warnings():
+            patch.setattr(calls, "assemble", fail)
+            mine.inputs = theirs.inputs = {"logits_to_keep": 1} if tokens_before else {}
+            with pytest.warns(UserWarning, match=r"could not be captured.*ZeroDivisionError: injected"):
+                assert_equal(mine.tokens(3), theirs.tokens(3))
+            warnings.simplefilter("error")
+            assert_equal(mine.tokens(30), theirs.tokens(30))
+        assert captures_of(model).reason == "ZeroDivisionError: injected"
 
 
 @torch.no_grad()

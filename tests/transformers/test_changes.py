@@ -251,6 +251,15 @@ def test_the_implementation_of_attention_changes(monkeypatch):
         output(fast, prompt())
 
 
+def test_a_parametrised_router_runs_its_own_code():
+    """Its class is on top of the rewritten one."""
+    fast, own = pair("qwen3_moe")
+    parametrise(fast), parametrise(own)
+    for again in (torch_moe_mps.accelerate, torch_moe_mps.restore, torch_moe_mps.accelerate):
+        assert "moe_router" not in operators_of(lambda: check(fast, own))
+        again(fast)
+
+
 PATCHES = ["Qwen3MoeRMSNorm", "Qwen3MoeRotaryEmbedding", "Qwen3MoeAttention", "Qwen3MoeDecoderLayer"]
 
 
