@@ -17,7 +17,7 @@ from support import tiny_models
 NO_GENERATE = {"diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
 
 
-NEW_TOKENS = 32
+NEW_TOKENS = 12
 
 
 def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
