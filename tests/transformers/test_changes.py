@@ -354,8 +354,8 @@ def test_a_router_computes_the_probabilities_that_a_hook_may_want():
     assert_close(*seen, 1e-5)
 
 
-def test_hooks_of_the_accelerate_library_that_are_gone():
-    """They leave a forward on every instance."""
+def test_hooks_of_the_accelerate_library():
+    """Those that are gone leave a forward on every instance; those that are there call the module's."""
     model = eager(tiny_models.tiny_model("qwen2_moe"))
     torch_moe_mps.accelerate(model)
     expected = operators_of(lambda: output(model, prompt()))
@@ -364,6 +364,11 @@ def test_hooks_of_the_accelerate_library_that_are_gone():
         accelerate.hooks.remove_hook_from_submodules(model)
         again(model)
         assert operators_of(lambda: output(model, prompt())) == left
+    accelerate.cpu_offload(model, torch.device("cpu"))
+    for again in (torch_moe_mps.restore, torch_moe_mps.accelerate):
+        again(model)
+        used = operators_of(lambda: output(model, prompt()))
+        assert ("rms_norm" in used) == (again is torch_moe_mps.accelerate)
 
 
 # Adapters

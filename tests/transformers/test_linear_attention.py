@@ -1,7 +1,6 @@
 """Linear attention by the gated delta rule, prompts and steps: the operators against the model's own code."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -134,24 +133,14 @@ def test_as_exact_in_16_bit():
     assert error <= own_error
 
 
-@pytest.mark.parametrize("way", ["restore", "deepcopy", "pickle", "training"])
-def test_own_code_and_copies(way):
+def test_a_layer_in_training():
+    """It runs its own code, but for its norm."""
     model = model_of()
     expected, _ = decoded(model)
     torch_moe_mps.accelerate(model)
-    if way == "deepcopy":
-        model = copy.deepcopy(model)
-    elif way == "pickle":
-        model = pickle.loads(pickle.dumps(model))
-    elif way == "restore":
-        torch_moe_mps.restore(model)
-        assert type(layer_of(model)) is qwen3_next.Qwen3NextGatedDeltaNet
-    if way == "training":
-        layer_of(model).train()
-        layer_of(model).norm.eval()
-        assert operators_of(step(model)) == {"rms_norm_gated": 1}
-    else:
-        assert operators_of(step(model)) == ({} if way == "restore" else STEP)
+    layer_of(model).train()
+    layer_of(model).norm.eval()
+    assert operators_of(step(model)) == {"rms_norm_gated": 1}
     assert_close(decoded(model)[0], expected, 1e-5)
 
 
