@@ -226,8 +226,7 @@ def compared(simulated, model, ids, call) -> tuple[list, list[torch.Tensor]]:
     expected, results = call(model, ids), []
     torch_moe_mps.accelerate(model)
     kernels = attention_kernels(simulated, lambda: results.extend(call(model, ids)))
-    for ours, own in zip(results, expected, strict=True):
-        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(results, expected, rtol=1e-4, atol=1e-4)
     return kernels, expected
 
 
@@ -309,8 +308,9 @@ def test_vault_gemma(device):
     expected = [*padded_steps(model, ids), *steps(model, ids)]
     report = str(torch_moe_mps.accelerate(model))
     assert "rope; attention" in report
-    for ours, own in zip([*padded_steps(model, ids), *steps(model, ids)], expected, strict=True):
-        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        [*padded_steps(model, ids), *steps(model, ids)], expected, rtol=1e-4, atol=1e-4
+    )
 
 
 @torch.no_grad()
@@ -334,8 +334,7 @@ def test_cross_attention_beside_soft_caps(device):
 
     expected = run()
     torch_moe_mps.accelerate(model)
-    for ours, own in zip(run(), expected, strict=True):
-        torch.testing.assert_close(ours, own, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(run(), expected, rtol=1e-4, atol=1e-4)
 
 
 def in_windows(model, ids) -> list[torch.Tensor]:
