@@ -12,18 +12,6 @@ import torch_moe_mps
 transformers.logging.set_verbosity_error()
 
 
-def test_set_experts_implementation_alone():
-    model = eager(tiny_models.tiny_model("qwen3_moe"))
-    ids = prompt()
-    expected = output(model, ids)
-    model.set_experts_implementation("moe_mps")
-    assert operators_of(lambda: output(model, ids)) == {"moe_experts": 2}
-    assert_close(output(model, ids), expected, 1e-5)
-
-
-# accelerate and restore
-
-
 OF_TWO_LAYERS = {
     "qwen2_moe": {"rms_norm": 5, "rope": 2, "moe_router": 2, "moe_experts": 2, "pointwise": 2},
     "gemma4": {"rms_norm": 23, "rope": 4, "pointwise": 4, "moe_experts": 2},
