@@ -205,7 +205,7 @@ def mlx(architecture: str, model) -> str:
 
 def header() -> str:
     counts = {
-        "classes": len(tiny_models.experts_classes()),
+        "classes": tiny_models.count_experts_classes(),
         "architectures": len(tiny_models.architectures()),
     }
     return HEADER.format(version=transformers.__version__, **counts)

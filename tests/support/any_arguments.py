@@ -1,7 +1,7 @@
 """Random arguments of every operator, from its own domain: sizes, dtypes, options.
 
-The function that has an operator's name gives valid ones, on the CPU. Required tensors that it leaves out are
-drawn as the operator declares them.
+The function that has an operator's name gives valid ones, on the CPU. What it leaves out is drawn as the
+operator declares it: tensors, none where they are optional, names, flags and the numbers of NUMBERS.
 """
 
 import math
@@ -24,6 +24,14 @@ from torch_moe_mps.ops.pointwise import BINARY, OPERATIONS
 IDS = (torch.int32, torch.int64)
 WIDTHS = (1, 7, 31, 32, 33, 64, 100, 128, 260, 1030, 0)
 COUNTS = (1, 2, 3, 5, 9, 33, 0)
+# What numbers are in any operator that has an argument of this name.
+NUMBERS = {
+    **dict.fromkeys(("eps", "norm_eps"), (1e-6, 1e-5, 0.01)),
+    **dict.fromkeys(("weight_offset", "norm_offset"), (0.0, 1.0)),
+    "factor": (1.0, 0.22, -3.5),
+}
+# Operators whose options depend on each other: their functions give all that is no required tensor.
+WHOLE = ("moe_experts", "moe_experts_quantized", "attention", "linear_attention_", "pointwise")
 OUTSIDE = {torch.int32: (-1, 2**31 - 1, -(2**31)), torch.int64: (-1, 2**32, 2**40 + 1, -(2**63))}
 
 
@@ -67,88 +75,81 @@ class Draws:
             ids[torch.rand(shape, generator=self.generator) < 0.1] = value
         return ids.to(dtype)
 
-    def eps(self) -> float:
-        return self.one(1e-6, 1e-5, 0.01)
-
-    def offset(self) -> float:
-        return self.one(0.0, 1.0)
-
-    def factor(self) -> float:
-        return self.one(1.0, 0.22, -3.5)
+    def number(self, name: str) -> float:
+        return self.one(*NUMBERS[name])
 
 
 def arguments_of(name: str, d: Draws) -> dict[str, Any]:
-    arguments = packet(name).default._schema.arguments
-    required = [argument.name for argument in arguments if not argument.has_default_value()]
+    return completed(name, d, globals()[name](d))
+
+
+def completed(name: str, d: Draws, given: dict[str, Any]) -> dict[str, Any]:
+    declared = DECLARED[name]
+    left = [each for each in packet(name).default._schema.arguments if each.name not in given]
+    tensors = [each.name for each in left if not each.has_default_value()]
+    for each in left if name not in WHOLE else ():
+        if each.name == "dtype":
+            given["dtype"] = d.one(None, *DTYPES)
+        elif str(each.type) == "bool":
+            given[each.name] = d.flag()
+        elif each.name in NUMBERS:
+            given[each.name] = d.number(each.name)
+        elif str(each.type) == "str":
+            given[each.name] = d.one(*declared.allowed[each.name])
+        elif str(each.type) == "Optional[Tensor]" and d.flag():
+            tensors = [*dict.fromkeys([*tensors, each.name])]
+        elif str(each.type) == "Optional[Tensor]":
+            given[each.name] = None
 
     def make(_: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
         return d.values(*shape, dtype=dtype)
 
-    return DECLARED[name].completed(globals()[name](d), required, make, {})
-
-
-def norm_of_input(d: Draws, width: int) -> dict[str, Any]:
-    weight = d.maybe(lambda: d.values(width))
-    return {"norm_weight": weight, "norm_eps": d.eps(), "norm_offset": d.offset()}
+    return declared.completed(given, tensors, make, {})
 
 
 # Norms
 
 
-def norm(d: Draws, name: str) -> dict[str, Any]:
-    x = d.values(*d.leading(), d.width(), scale=d.one(1.0, 1e-3, 30.0))
-    return {name: x, "eps": d.eps(), "weight_offset": d.offset()}
+def rows(d: Draws) -> Tensor:
+    return d.values(*d.leading(), d.width(), scale=d.one(1.0, 1e-3, 30.0))
 
 
-def with_scalar(d: Draws) -> dict[str, Any]:
-    arguments = norm(d, "residual")
-    width = arguments["residual"].shape[-1]
-    return {**arguments, "scalar": d.values(*d.one((1,), (width,), ()))}
+def normed(d: Draws, *weights: int) -> dict[str, Any]:
+    """With weights of the last dimensions, as many as one of `weights`, or without."""
+    x = rows(d)
+    sizes = [x.shape[-count:] for count in weights if count <= x.dim()]
+    without = {"weight": None, "weight_offset": 0.0}
+    return {"input": x, **(without if d.flag() else {"weight": d.values(*d.one(*sizes))})}
 
 
 def rms_norm(d):
-    arguments = norm(d, "input") | {"factor": d.factor()}
-    if arguments["input"].dim() > 1 and d.flag():
-        arguments["weight"] = d.values(*arguments["input"].shape[-2:])
-    return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
+    return normed(d, 1, 2)
 
 
 def layer_norm(d):
-    arguments = norm(d, "input") | ({} if d.flag() else {"bias": None})
-    return arguments if d.flag() else {**arguments, "weight": None, "weight_offset": 0.0}
+    return normed(d, 1)
 
 
 def rms_norm_gated(d):
-    arguments = norm(d, "input")
-    width = arguments["input"].shape[-1]
-    group = d.one(None, *(n for n in (1, width // 2, width) if n and width % n == 0))
-    return arguments | {"activation": d.one("silu", "sigmoid"), "gate_first": d.flag(), "group": group}
+    x = rows(d)
+    width = x.shape[-1]
+    groups = [n for n in (1, width // 2, width) if n and width % n == 0]
+    return {"input": x, "group": d.one(None, *groups)}
 
 
 def fused_norm_add(d):
-    return norm(d, "residual")
+    return {"residual": rows(d)}
 
 
 def fused_norm_add_scalar(d):
-    return with_scalar(d)
+    residual = rows(d)
+    return {"residual": residual, "scalar": d.values(*d.one((1,), residual.shape[-1:], ()))}
 
 
-def fused_residual_norm(d):
-    arguments = {**norm(d, "residual"), "write_sum": d.flag(), "factor": d.factor()}
-    residual = arguments["residual"]
-    arguments["input"] = d.values(*residual.shape, dtype=residual.dtype)
-    return arguments
-
-
-def fused_residual_norm_scalar(d):
-    return with_scalar(d)
+fused_residual_norm, fused_residual_norm_scalar = fused_norm_add, fused_norm_add_scalar
 
 
 # Combine
-
-
-def slots(d: Draws) -> dict[str, Any]:
-    return {"slots": d.values(*d.leading(), d.one(1, 2, 3, 8, 11), d.width())}
 
 
 def silu_mul_stacked(d):
@@ -156,15 +157,10 @@ def silu_mul_stacked(d):
 
 
 def weighted_sum_stacked(d):
-    return slots(d)
+    return {"slots": d.values(*d.leading(), d.one(1, 2, 3, 8, 11), d.width())}
 
 
-def weighted_sum_residual_stacked_(d):
-    return slots(d)
-
-
-def weighted_sum_residual_norm_stacked_(d):
-    return {**slots(d), "eps": d.eps()}
+weighted_sum_residual_stacked_ = weighted_sum_residual_norm_stacked_ = weighted_sum_stacked
 
 
 def moe_weighted_reduce(d):
@@ -209,31 +205,24 @@ def moe_router(d, sizes: tuple[int, int] | None = None, tokens: int | None = Non
     return {
         "logits": logits(d, d.count() if tokens is None else tokens, experts, special=plain),
         "top_k": top_k,
-        "scoring": d.one("softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"),
         "bias": bias,
         "num_groups": num_groups,
         "top_groups": top_groups,
-        "group_score": d.one("top2_sum", "max"),
         "masked_score": masked_score,
-        "bias_on_logits": d.flag(),
-        "norm_topk_prob": d.flag(),
         "norm_eps": d.one(1e-20, 1e-6, 0.0),
         "norm_min": d.one(0.0, 1e-3),
         "scaling_factor": d.one(1.0, 2.5),
-        "per_expert_scale": d.maybe(lambda: d.values(experts)),
     }
 
 
 def moe_router_topk_softmax(d):
     experts, top_k = experts_and_top_k(d)
-    rows = logits(d, d.count(), experts, special=True)
-    return {"logits": rows, "top_k": top_k, "norm_topk_prob": d.flag()}
+    return {"logits": logits(d, d.count(), experts, special=True), "top_k": top_k}
 
 
 def fused_moe_routing(d):
     experts, top_k = experts_and_top_k(d)
-    rows = logits(d, *d.one((d.count(),), ()), experts, special=True)
-    return {"logits": rows, "top_k": top_k}
+    return {"logits": logits(d, *d.one((d.count(),), ()), experts, special=True), "top_k": top_k}
 
 
 def moe_hash_router(d):
@@ -247,24 +236,14 @@ def moe_hash_router(d):
         "weight": d.values(experts, width),
         "table": ids.to(d.one(torch.int32, torch.int64)),
         "tokens": chosen.to(d.one(torch.int32, torch.int64)),
-        "scoring": d.one("sigmoid", "sqrtsoftplus"),
-        "norm_topk_prob": d.flag(),
         "sum_eps": d.one(1e-20, 0.0, 0.5),
         "scaling_factor": d.one(1.0, 2.5),
-        **norm_of_input(d, width),
     }
 
 
 def router_logits(d):
     tokens, width, experts = d.count(), d.width(), d.one(8, 1, 5, 33, 64, 0)
-    return {
-        "x": d.values(tokens, width),
-        "weight": d.values(experts, width),
-        "bias": d.maybe(lambda: d.values(experts)),
-        **norm_of_input(d, width),
-        "dtype": d.one(None, *DTYPES),
-        "factor": d.one(1.0, 0.3),
-    }
+    return {"x": d.values(tokens, width), "weight": d.values(experts, width)}
 
 
 def moe_gate(d):
@@ -273,8 +252,6 @@ def moe_gate(d):
         "hidden": d.values(d.count(), width),
         "router_weight": d.values(experts, width, scale=max(1, width) ** -0.5),
         "top_k": top_k,
-        "eps": d.eps(),
-        "renormalize_after_scale": d.flag(),
     }
 
 
@@ -289,6 +266,11 @@ def moe_compute_ids_tpe(d):
 
 
 # Experts
+
+
+def norm_of_input(d: Draws, width: int) -> dict[str, Any]:
+    numbers = {name: d.number(name) for name in ("norm_eps", "norm_offset")}
+    return {"norm_weight": d.maybe(lambda: d.values(width)), **numbers}
 
 
 def layer_of_experts(d: Draws, sizes: tuple[int, ...]) -> tuple[tuple, dict[str, Any], dict[str, Any]]:
@@ -394,7 +376,7 @@ def moe_experts_quantized(d):
     (tokens, slots, experts, hidden, inner), around, options = layer_of_experts(d, sizes)
     rows = 2 * inner if options["gated"] else inner
     if slots <= experts and d.flag():
-        router = moe_router(d, (experts, slots), tokens)
+        router = completed("moe_router", d, moe_router(d, (experts, slots), tokens))
         names = {name: f"router_{name}" for name in ("bias", "norm_eps", "norm_min")}
         around |= {"ids": None, "weights": None}
         around |= {names.get(name, name): value for name, value in router.items()}
@@ -410,14 +392,12 @@ def linear_quantized(d):
     form = d.one(*EVERY_FORMAT)
     columns, rows, leading = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300), d.leading()
     x = d.values(*leading, columns)
-    around = {"x": x, "format": form, **norm_of_input(d, columns)}
-    around |= {**weight(d, "", None, rows, columns, form), "bias": d.maybe(lambda: d.values(rows))}
     activation = d.maybe(lambda: d.one("silu", "gelu", "gelu_tanh", "relu", "relu2"))
     factor = 1.0 if activation is None else d.one(1.0, 0.25, -2.0)
     return {
-        **{**around, "activation": activation, "factor": factor},
+        **{"x": x, "format": form, **weight(d, "", None, rows, columns, form)},
+        **{"activation": activation, "factor": factor},
         "activated": None if activation is None else d.maybe(lambda: d.one(1, rows, (rows + 1) // 2)),
-        "residual": d.maybe(lambda: d.values(*leading, rows, dtype=x.dtype)),
         "order": d.maybe(lambda: torch.randperm(rows, generator=d.generator).int()),
     }
 
@@ -431,13 +411,11 @@ def mlp_quantized(d):
     rows = 2 * inner if gated else inner
     return {
         **{"x": d.values(*leading, hidden, dtype=dtype), **passed, **options, "gated": gated},
-        **norm_of_input(d, hidden),
         **weight(d, "gate_up_", None, rows, hidden, form),
         **weight(d, "down_", None, hidden, inner, down),
         "interleaved": gated and d.flag(),
         "gate_up_bias": d.maybe(lambda: d.values(rows)),
         "down_bias": d.maybe(lambda: d.values(hidden)),
-        "residual": d.maybe(lambda: d.values(*leading, hidden, dtype=dtype)),
     }
 
 
@@ -555,7 +533,6 @@ def index_topk(d):
         "block": block,
         "tail": d.one(0, 1) if is_pooled else 0 if of_heads else min(top_k, d.one(0, 1, 2)),
         "keys": keys * block + d.one(0, -1, block - 1) if is_pooled and keys else 0,
-        "as_bits": d.one(False, True),
     }
 
 
@@ -581,7 +558,6 @@ def pool_window_(d):
         "position": position,
         "inv_freq": d.values(d.one(1, 0, width // 2), dtype=d.dtype()).abs(),
         "scaling": d.one(1.0, 0.5),
-        "eps": d.eps(),
     }
 
 
@@ -607,7 +583,7 @@ def of_streams(d: Draws) -> Tensor:
 
 
 def hyper_update(d):
-    return {"streams": of_streams(d), **({} if d.flag() else {"comb": None})}
+    return {"streams": of_streams(d)}
 
 
 def hyper_connection(d):
@@ -623,9 +599,7 @@ def hyper_connection(d):
         "streams": streams,
         "fn": d.values(rows, count * width, scale=(count * width) ** -0.5),
         "scale": d.values(parts),
-        **(update if d.flag() else {}),
-        "norm_eps": d.eps(),
-        "eps": d.eps(),
+        **(update if d.flag() else dict.fromkeys(update)),
         "iterations": d.one(20, 1, 2),
         "post_factor": d.one(2.0, 1.0),
         "post_eps": d.one(0.0, 0.25),
@@ -652,9 +626,6 @@ def causal_conv1d_update_(d):
         "x": d.values(batch, tokens, channels),
         "conv_state_": d.values(batch, channels, max(0, width - 1) + d.one(0, 1, 3)),
         "weight": d.values(channels, width),
-        "bias": d.maybe(lambda: d.values(channels)),
-        "activation": d.one("silu", "none"),
-        "add_input": d.flag(),
     }
 
 
@@ -691,21 +662,14 @@ def linear_attention_(d):
         "gate": d.values(batch, tokens, heads, value_width, dtype=dtype) if is_gated else None,
         "gate_activation": d.one("silu", "sigmoid"),
         "norm_weight": d.values(value_width) if is_gated else None,
-        "norm_eps": d.eps(),
-        "norm_offset": d.offset(),
+        **{name: d.number(name) for name in ("norm_eps", "norm_offset")},
     }
 
 
 def selective_scan_(d):
     batch, channels, tokens, states = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 33, 0), d.one(16, 1, 5)
     x = d.values(batch, tokens, channels)
-    return {
-        "x": x,
-        "B": d.values(batch, tokens, states, dtype=x.dtype),
-        "dt_bias": d.maybe(lambda: d.values(channels)),
-        "skip": d.maybe(lambda: d.values(channels)),
-        "gate": d.maybe(lambda: d.values(*x.shape, dtype=x.dtype)),
-    }
+    return {"x": x, "B": d.values(batch, tokens, states, dtype=x.dtype)}
 
 
 def rope(d):
@@ -718,13 +682,8 @@ def rope(d):
         "q": d.values(batch, tokens, d.one(1, 4), widths[0], dtype=dtype),
         "k": d.values(batch, tokens, d.one(1, 2), widths[1], dtype=dtype) if with_k else None,
         **{name: d.values(*table, dtype=number) for name in ("cos", "sin")},
-        "q_weight": d.maybe(lambda: d.values(widths[0])),
-        "k_weight": d.maybe(lambda: d.values(widths[1])) if with_k else None,
-        "eps": d.eps(),
-        "weight_offset": d.offset(),
-        "pairs": d.one("half", "interleaved", "interleaved_to_half"),
+        **({} if with_k else {"k_weight": None}),
         "rotary_dim": rotary if halved else d.one(None, rotary),
-        "rotary_last": d.flag(),
     }
 
 
@@ -739,7 +698,7 @@ def rope_cache_(d):
         name: d.values(x.shape[0], x.shape[2], before + x.shape[1], x.shape[3], dtype=q.dtype)
         for name, x in (("keys_", k), ("values_", v))
     }
-    arguments |= {"v": v, **held, "norm_v": norm}
+    arguments |= {"v": v, **held, "norm_v": norm, "k_bias": None}
     arguments["v_weight"] = d.maybe(lambda: d.values(v.shape[3])) if norm else None
     arguments |= {} if d.flag() else {"cos": None, "sin": None}
     if d.flag():
@@ -757,6 +716,7 @@ def rope_attention_(d):
     arguments = rope_cache_(d)
     while arguments["q"] is None or arguments["v"] is None:
         arguments = rope_cache_(d)
+    arguments.pop("k_bias")  # of keys alone
     (batch, tokens, _, width), dtype = arguments["q"].shape, arguments["q"].dtype
     key_heads, value_width, keys = d.one(1, 2), d.one(16, 6, 64), tokens + d.one(1, 0, 40, 300)
     heads = key_heads * d.one(1, 3, 9)
@@ -765,13 +725,10 @@ def rope_attention_(d):
     arguments |= {n: d.values(batch, tokens, *shape, dtype=dtype) for n, shape in shapes.items()}
     arguments |= {n: d.values(batch, key_heads, keys, size, dtype=dtype) for n, size in held.items()}
     return arguments | {
-        "k_weight": d.maybe(lambda: d.values(width)),
         "v_weight": d.maybe(lambda: d.values(value_width)) if arguments["norm_v"] else None,
         "scale": width**-0.5,
         "window": d.one(None, 1, 128),
         "key_range": d.maybe(lambda: key_range(d, batch, keys)),
         "softcap": d.one(None, 2.0),
-        "sinks": d.maybe(lambda: d.values(heads)),
         "gate": d.maybe(lambda: d.values(batch, tokens, heads, d.one(1, value_width), dtype=dtype)),
-        "gate_activation": d.one("sigmoid", "softplus"),
     }

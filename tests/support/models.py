@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import DynamicCache
 
 from support import tiny_models
 
@@ -16,7 +17,7 @@ from support import tiny_models
 NO_GENERATE = {"diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
 
 
-NEW_TOKENS = 32
+NEW_TOKENS = 12
 
 
 def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
@@ -44,12 +45,35 @@ def in_parts(model, ids: torch.Tensor, *sizes: int, cache=None) -> tuple[list[to
     return logits, cache
 
 
+class Conversation:
+    """Tokens after a prompt, each the likeliest after the one before."""
+
+    def __init__(self, model: nn.Module, cache=None, batch: int = 1, length: int = 9, **inputs) -> None:
+        self.model, self.inputs = model, inputs
+        self.cache = DynamicCache(config=model.config) if cache is None else cache
+        self.token = prompt(batch, length).to(model.device)
+        self.tokens(1)
+
+    def tokens(self, count: int) -> list[torch.Tensor]:
+        logits = []
+        for _ in range(count):
+            out = self.model(self.token, past_key_values=self.cache, use_cache=True, **self.inputs)
+            logits.append(out.logits.cpu())
+            self.token = out.logits[:, -1:].argmax(-1)
+        return logits
+
+
 def generate(model, ids: torch.Tensor, **options) -> torch.Tensor:
     options = {"max_new_tokens": NEW_TOKENS, "do_sample": False, "pad_token_id": 0} | options
     return model.generate(input_ids=ids, **options)
 
 
-def assert_close(result: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+def assert_close(result: Any, expected: Any, tolerance: float) -> None:
+    """Of two tensors, or of sequences of them: the largest difference beside the largest number."""
+    if not isinstance(expected, torch.Tensor):
+        for each, own in zip(result, expected, strict=True):
+            assert_close(each, own, tolerance)
+        return
     assert result.dtype == expected.dtype and result.shape == expected.shape
     assert torch.isfinite(expected).all()
     error = (result.float() - expected.float()).abs().max() / expected.float().abs().max()

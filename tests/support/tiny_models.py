@@ -4,7 +4,6 @@ import contextlib
 import functools
 import importlib
 import inspect
-import re
 from pathlib import Path
 from types import ModuleType
 
@@ -169,10 +168,6 @@ MODEL_CLASSES = {
 }
 
 
-# A class that is decorated so that its experts have an implementation to choose.
-EXPERTS_CLASS = re.compile(r"^@use_experts_implementation(?:\([^)]*\))?\n(?:@.*\n)*class (\w+)", re.MULTILINE)
-
-
 @functools.cache
 def modelling_files() -> dict[str, str]:
     """{package: text} of the modelling files that use the decorator, in order; none is imported."""
@@ -181,22 +176,13 @@ def modelling_files() -> dict[str, str]:
     return {package: text for package, text in texts.items() if "\n@use_experts_implementation" in text}
 
 
-def experts_classes() -> list[str]:
-    """PACKAGE.CLASS of all classes that the decorator stands before."""
-    return [
-        f"{package}.{name}"
-        for package, text in modelling_files().items()
-        for name in EXPERTS_CLASS.findall(text)
-    ]
-
-
-def count_decorators() -> int:
-    """How often the modelling files apply the decorator."""
+def count_experts_classes() -> int:
+    """How many classes have experts with an implementation to choose, as their decorator says."""
     return sum(text.count("\n@use_experts_implementation") for text in modelling_files().values())
 
 
 def architectures() -> list[str]:
-    """The model packages that the classes belong to."""
+    """The model packages that these classes belong to."""
     return [*modelling_files()]
 
 
@@ -293,25 +279,6 @@ def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
             weight = getattr(dense.get_submodule(name), parameter)
             weight.copy_(values.mT if getattr(module, "is_transposed", False) else values)
     return dense
-
-
-# Classes that the model of their architecture above does not contain: the config that they are built from.
-EXPERTS_CONFIGS = {"qwen3_omni_moe.Qwen3OmniMoeTalkerTextExperts": "Qwen3OmniMoeTalkerTextConfig"}
-
-
-def experts_module(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """An experts module of the class with this qualified name, in evaluation mode with random weights."""
-    architecture, _, class_name = name.partition(".")
-    cls = getattr(modelling(architecture), class_name)
-    if name in EXPERTS_CONFIGS:
-        config = build_config(getattr(transformers, EXPERTS_CONFIGS[name]))
-        config._experts_implementation = "eager"
-        module = cls(config)
-        randomise(module, 0)
-    else:
-        model = tiny_model(architecture)
-        module = next(m for m in model.modules() if type(m) is cls)
-    return module.to(dtype).eval()
 
 
 @torch.no_grad()

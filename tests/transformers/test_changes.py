@@ -1,62 +1,227 @@
-"""Attributes, hooks and classes that change after acceleration: the model still computes what its own code
-does."""
+"""Whatever changes in an accelerated model, or is put on it: it computes what its own code does, prompts and
+captured tokens alike, and hooks and adapters see and change what they do there.
+"""
 
 import copy
+import inspect
+import io
+import itertools
+import pickle
+from functools import partial
 
 import pytest
 import torch
 import transformers
 from support import tiny_models
-from support.models import assert_close, eager, operators_of, output, prompt
+from support.models import (
+    Conversation,
+    assert_close,
+    eager,
+    operators_of,
+    output,
+    prompt,
+    tiny,
+)
 from torch import nn
 from torch.nn.utils import parametrize
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.qwen3_moe import modeling_qwen3_moe as qwen3_moe
 
 import torch_moe_mps
-from torch_moe_mps.transformers import experts_of
+from torch_moe_mps.transformers import is_experts
+from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.install import rewrite
 
 transformers.logging.set_verbosity_error()
+accelerate = pytest.importorskip("accelerate")
+peft = pytest.importorskip("peft")
 
 
-def pair(architecture: str):
+def pair(architecture: str, bits: int | None = None):
     """A model accelerated, and one with the same weights that runs its own code."""
-    own, fast = (eager(tiny_models.tiny_model(architecture)) for _ in range(2))
-    fast.load_state_dict(own.state_dict())
-    torch_moe_mps.accelerate(fast)
-    return fast, own
+    own = tiny(architecture) if bits else eager(tiny_models.tiny_model(architecture))
+    fast = copy.deepcopy(own)
+    torch_moe_mps.accelerate(fast, bits, bits and 32)
+    return fast, tiny_models.dense_twin(own, fast)
 
 
 def check(fast, own) -> None:
     assert_close(output(fast, prompt()), output(own, prompt()), 1e-5)
 
 
-def block(model, name: str) -> nn.Module:
-    """The first module of a model that is called `name`."""
-    return next(module for path, module in model.named_modules() if path.rpartition(".")[2] == name)
+def norm(model) -> nn.Module:
+    return model.model.layers[0].post_attention_layernorm
 
 
-def set_in_all(model, kind: str, name: str, value) -> int:
-    """Sets an attribute of all modules whose class ends in `kind` and that have it."""
+def attention(model) -> nn.Module:
+    return model.model.layers[1].self_attn
+
+
+def double(module, args, result):
+    return 2 * result
+
+
+class Doubled(nn.Module):
+    def forward(self, weight):
+        return 2 * weight
+
+
+class OtherNorm(nn.Module):
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.weight = norm.weight
+
+    def forward(self, x):
+        return 3 * self.weight * x
+
+
+def swap_layers(model):
+    layers = model.model.layers
+    layers[0], layers[1] = layers[1], layers[0]
+
+
+def subclass(module):
+    cls = type(module)
+    module.__class__ = type("Other", (cls,), {"forward": lambda self, x: 2 * cls.forward(self, x)})
+
+
+def wrap(module):
+    wrapped = module.forward
+    module.forward = lambda *args, **kwargs: 2 * wrapped(*args, **kwargs)
+
+
+def flip_joined(model):
+    for name in ("q_proj", "k_proj"):
+        for parameter in getattr(attention(model), name).parameters():
+            parameter.data = parameter.data.flip(0)
+
+
+def parametrise(model):
+    for module in model.modules():
+        if type(module).__name__.endswith("TopKRouter"):
+            parametrize.register_parametrization(module, "weight", Doubled())
+
+
+def change_parametrised(model):
+    """An attribute beneath the class that a parametrisation puts on top."""
+    parametrise(model)
+    model.model.layers[0].mlp.gate.norm_topk_prob = True
+
+
+def set_in_all(kind: str, name: str, value, model):
+    """Sets an attribute of all modules whose class ends in `kind`."""
     found = [m for m in model.modules() if type(m).__name__.endswith(kind) and hasattr(m, name)]
+    assert found
     for module in found:
         setattr(module, name, value)
-    return len(found)
 
 
+def write_over(path: str, model):
+    """Into the instance's dictionary, where Python looks before it asks the module for its children."""
+    owner, _, name = f"model.layers.0.{path}".rpartition(".")
+    new = copy.deepcopy(getattr(model.get_submodule(owner), name))
+    for parameter in [new] if isinstance(new, nn.Parameter) else new.parameters():
+        parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
+    model.get_submodule(owner).__dict__[name] = new
+
+
+# Of Qwen3-MoE.
+CHANGES = {
+    "weight replaced": lambda m: setattr(norm(m), "weight", nn.Parameter(norm(m).weight * 2)),
+    "weight written": lambda m: norm(m).weight.mul_(2),
+    "data written": lambda m: norm(m).weight.data.mul_(2),
+    "data replaced": lambda m: setattr(norm(m).weight, "data", norm(m).weight.data * 2),
+    "data of joined layers replaced": flip_joined,
+    "hook": lambda m: norm(m).register_forward_hook(double),
+    "hook before": lambda m: norm(m).register_forward_pre_hook(lambda module, args: (2 * args[0],)),
+    "hook of the model": lambda m: m.register_forward_hook(
+        lambda module, args, out: setattr(out, "logits", 2 * out.logits)
+    ),
+    "hook of an activation": lambda m: m.model.layers[0].mlp.experts.act_fn.register_forward_hook(double),
+    "module replaced": lambda m: setattr(m.model.layers[0], "post_attention_layernorm", OtherNorm(norm(m))),
+    "layers swapped": swap_layers,
+    "layer removed": lambda m: m.model.layers.__delitem__(1),
+    "class of a module": lambda m: subclass(norm(m)),
+    "class of a block": lambda m: subclass(m.model.layers[1].mlp),
+    "forward of a module": lambda m: wrap(norm(m)),
+    "forward of a block": lambda m: wrap(m.model.layers[0].mlp),
+    "number of a module": lambda m: setattr(attention(m), "scaling", 0.5),
+    "config": lambda m: setattr(m.config, "output_router_logits", True),
+    "attention implementation": lambda m: m.set_attn_implementation("eager"),
+    "experts implementation": lambda m: m.set_experts_implementation("batched_mm"),
+    "training": lambda m: m.model.layers[0].train(),
+    "restored": torch_moe_mps.restore,
+    "buffer": lambda m: m.model.rotary_emb.register_buffer("inv_freq", m.model.rotary_emb.inv_freq * 2),
+    "parametrisation": parametrise,
+    "beneath a parametrisation": change_parametrised,
+    "offloaded": lambda m: accelerate.cpu_offload(m, torch.device("cpu")),
+    "top_k": partial(set_in_all, "Router", "top_k", 3),
+    "norm_topk_prob": partial(set_in_all, "Router", "norm_topk_prob", True),
+    "activation": partial(set_in_all, "Experts", "act_fn", nn.GELU()),
+    "unknown activation": partial(set_in_all, "Experts", "act_fn", nn.Tanh()),
+    "eps": partial(set_in_all, "RMSNorm", "variance_epsilon", 0.5),
+    "input_layernorm": partial(write_over, "input_layernorm"),
+    "input_layernorm.weight": partial(write_over, "input_layernorm.weight"),
+    "mlp.gate": partial(write_over, "mlp.gate"),
+    "self_attn.q_norm": partial(write_over, "self_attn.q_norm"),
+    "self_attn.q_proj": partial(write_over, "self_attn.q_proj"),
+}
+# May give the same logits.
+SILENT = ("config", "attention implementation", "experts implementation", "training", "restored", "offloaded")
+# Always with captured tokens; the others without, and with them in the sweep.
+TOLD_BY_TOKENS = (
+    *("data of joined layers replaced", "hook", "hook of an activation", "module replaced", "restored"),
+    *("class of a module", "number of a module", "training"),
+)
+# Of others.
 ATTRIBUTES = [
-    ("qwen3_moe", "Router", "norm_topk_prob", False),
-    ("qwen3_moe", "Router", "norm_topk_prob", True),
-    ("qwen3_moe", "Router", "top_k", 3),
-    ("qwen3_moe", "Experts", "act_fn", nn.GELU()),
-    ("qwen3_moe", "Experts", "act_fn", nn.Tanh()),
-    ("qwen3_moe", "RMSNorm", "variance_epsilon", 0.5),
-    ("gpt_oss", "Experts", "limit", 0.25),
-    ("gpt_oss", "Experts", "alpha", 3.0),
-    ("deepseek_v3", "Router", "routed_scaling_factor", 0.5),
-    ("deepseek_v3", "Router", "norm_topk_prob", False),
-    ("nemotron_h", "Experts", "act_fn", nn.SiLU()),
+    ("gpt_oss", partial(set_in_all, "Experts", "limit", 0.25)),
+    ("gpt_oss", partial(set_in_all, "Experts", "alpha", 3.0)),
+    ("deepseek_v3", partial(set_in_all, "Router", "routed_scaling_factor", 0.5)),
+    ("deepseek_v3", partial(set_in_all, "Router", "norm_topk_prob", False)),
+    ("nemotron_h", partial(set_in_all, "Experts", "act_fn", nn.SiLU())),
 ]
+
+
+def check_change(fast, own, change) -> None:
+    """Behind it, and with it when the model is restored and accelerated again."""
+    talks = Conversation(fast), Conversation(own)
+    assert_close(*(talk.tokens(5) for talk in talks), 1e-5)
+    before = output(own, prompt())
+    for model in (fast, own):
+        change(model)
+    assert_close(*(talk.tokens(5) for talk in talks), 1e-5)
+    check(fast, own)
+    assert change in map(CHANGES.get, SILENT) or not torch.equal(output(own, prompt()), before)
+    for again in (torch_moe_mps.restore, torch_moe_mps.accelerate, torch_moe_mps.accelerate):
+        again(fast)
+        check(fast, own)
+
+
+@pytest.mark.parametrize(
+    ("name", "captured"),
+    [
+        pytest.param(name, captured, marks=() if captured == (name in TOLD_BY_TOKENS) else pytest.mark.sweep)
+        for name, captured in itertools.product(CHANGES, (False, True))
+    ],
+)
+@torch.no_grad()
+def test_a_change(name, captured, monkeypatch):
+    """Of captured tokens, and of those that run module by module."""
+    monkeypatch.setenv(SWITCH, str(int(captured)))
+    fast, own = pair("qwen3_moe")
+    check_change(fast, own, CHANGES[name])
+
+
+@pytest.mark.parametrize(("architecture", "change"), ATTRIBUTES)
+@torch.no_grad()
+def test_an_attribute(architecture, change):
+    check_change(*pair(architecture), change)
+
+
+@torch.no_grad()
+def test_a_hook_on_the_activation_of_quantised_experts():
+    check_change(*pair("qwen3_moe", 4), CHANGES["hook of an activation"])
 
 
 def test_the_implementation_of_attention_changes(monkeypatch):
@@ -76,157 +241,18 @@ def test_the_implementation_of_attention_changes(monkeypatch):
     monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS._local_mapping, "sdpa", counted)
     output(fast, prompt())
     assert len(calls) == 4
-    block(fast, "self_attn").config._attn_implementation = "unknown"
+    attention(fast).config._attn_implementation = "unknown"
     with pytest.raises(KeyError, match="`unknown` is not a valid attention implementation"):
         output(fast, prompt())
 
 
-@pytest.mark.parametrize(("architecture", "cls", "name", "value"), ATTRIBUTES, ids=str)
-def test_an_attribute_that_changes(architecture, cls, name, value):
-    fast, own = pair(architecture)
-    before = output(fast, prompt())
-    for model in (fast, own):
-        if not set_in_all(model, cls, name, value):
-            pytest.fail(f"{architecture} has no {cls}")
-    check(fast, own)
-    assert name == "norm_topk_prob" or not torch.equal(output(fast, prompt()), before)
-    torch_moe_mps.accelerate(fast)
-    check(fast, own)
-
-
-CHILDREN = ["input_layernorm", "input_layernorm.weight", "mlp.gate", "self_attn.q_norm", "self_attn.q_proj"]
-
-
-@pytest.mark.parametrize("path", CHILDREN)
-def test_what_is_written_over_a_child(path):
-    """Into the instance's dictionary, where Python looks before it asks the module for its children."""
+def test_a_parametrised_router_runs_its_own_code():
+    """Its class is on top of the rewritten one."""
     fast, own = pair("qwen3_moe")
-    before = output(fast, prompt())
-    for model in (fast, own):
-        layer = model.get_decoder().layers[0]
-        owner, _, name = path.rpartition(".")
-        new = copy.deepcopy(getattr(layer.get_submodule(owner), name))
-        for parameter in [new] if isinstance(new, nn.Parameter) else new.parameters():
-            parameter.data = torch.randn(parameter.shape, generator=torch.Generator().manual_seed(5))
-        layer.get_submodule(owner).__dict__[name] = new
-    check(fast, own)
-    assert not torch.allclose(output(fast, prompt()), before, atol=1e-3)
-
-
-# Hooks
-
-
-@pytest.mark.parametrize("first", ["hook", "accelerate"])
-@pytest.mark.parametrize("bits", [None, 4])
-def test_a_hook_on_the_activation(first, bits):
-    with tiny_models.groups_of_32():
-        model = eager(tiny_models.tiny_model("qwen3_moe"))
-    experts = next(iter(experts_of(model).values()))
-
-    def accelerate():
-        torch_moe_mps.accelerate(model, bits, bits and 32)
-
-    if first == "accelerate":
-        accelerate()
-    calls = []
-    handle = experts.act_fn.register_forward_hook(lambda module, args, result: calls.append(1) or 2 * result)
-    if first == "hook":
-        accelerate()
-    hooked = output(model, prompt())
-    assert calls
-    if bits is None:
-        model.set_experts_implementation("eager")
-        torch_moe_mps.restore(model)
-        assert_close(hooked, output(model, prompt()), 1e-5)
-        torch_moe_mps.accelerate(model)
-    handle.remove()
-    calls.clear()
-    assert not torch.allclose(output(model, prompt()), hooked) and not calls
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma4"])
-def test_global_hooks_see_every_module(architecture):
-    fast, own = pair(architecture)
-    seen = {}
-    for model in (fast, own):
-        names = {module: name for name, module in model.named_modules()}
-        called = seen[model] = []
-        hook = nn.modules.module.register_module_forward_hook(
-            lambda module, args, result, called=called, names=names: called.append(names[module])
-        )
-        try:
-            output(model, prompt())
-        finally:
-            hook.remove()
-    assert set(seen[own]) <= set(seen[fast])
-    assert any("post_attention_layernorm" in name for name in seen[fast])
-    check(fast, own)
-
-
-# Classes
-
-
-class Doubled(nn.Module):
-    def forward(self, weight):
-        return 2 * weight
-
-
-def gates(model) -> list[nn.Module]:
-    return [module for module in model.modules() if type(module).__name__.endswith("TopKRouter")]
-
-
-def test_a_parametrised_router_survives():
-    """Its class is on top of the rewritten one and runs its own code; an attribute beneath may change."""
-    fast, own = pair("qwen3_moe")
-    for model in (fast, own):
-        for gate in gates(model):
-            parametrize.register_parametrization(gate, "weight", Doubled())
-    check(fast, own)
-    torch_moe_mps.accelerate(fast)
-    check(fast, own)
-    torch_moe_mps.restore(fast)
-    check(fast, own)
-    torch_moe_mps.accelerate(fast)
-    check(fast, own)
-    assert "moe_router" not in operators_of(lambda: output(fast, prompt()))
-    for gate in (*gates(fast), *gates(own)):
-        gate.norm_topk_prob = not gate.norm_topk_prob
-    check(fast, own)
-    torch_moe_mps.accelerate(fast)
-    check(fast, own)
-
-
-@pytest.mark.parametrize("again", [torch_moe_mps.accelerate, torch_moe_mps.restore])
-def test_a_subclass_that_a_user_puts_on_top_stays(again):
-    fast, own = pair("qwen3_moe")
-    layers = []
-    for model in (fast, own):
-        layer = model.model.layers[1].mlp
-
-        class Negated(type(layer)):
-            def forward(self, *args, **kwargs):
-                return -super().forward(*args, **kwargs)
-
-        layer.__class__ = Negated
-        layers.append((layer, Negated))
-    check(fast, own)
-    again(fast)
-    assert all(type(layer) is cls for layer, cls in layers)
-    check(fast, own)
-
-
-def test_a_wrapped_forward_survives_restore_and_accelerate():
-    """The wrapper still calls the forward that was there when it was put on."""
-    fast, own = pair("qwen3_moe")
-    layer = fast.model.layers[0].mlp
-    wrapped, calls = layer.forward, []
-    layer.forward = lambda *args, **kwargs: calls.append(1) or wrapped(*args, **kwargs)
-    check(fast, own)
-    for change in (torch_moe_mps.restore, torch_moe_mps.accelerate, torch_moe_mps.accelerate):
-        change(fast)
-        calls.clear()
-        check(fast, own)
-        assert calls
+    parametrise(fast), parametrise(own)
+    for again in (torch_moe_mps.accelerate, torch_moe_mps.restore, torch_moe_mps.accelerate):
+        assert "moe_router" not in operators_of(lambda: check(fast, own))
+        again(fast)
 
 
 PATCHES = ["Qwen3MoeRMSNorm", "Qwen3MoeRotaryEmbedding", "Qwen3MoeAttention", "Qwen3MoeDecoderLayer"]
@@ -257,3 +283,194 @@ def test_a_function_is_patched(monkeypatch):
     monkeypatch.setattr(qwen3_moe, "apply_rotary_pos_emb", lambda q, k, cos, sin: rotate(q, k, sin, cos))
     assert (output(own, prompt()) - before).abs().max() > 1e-3
     check(fast, own)
+
+
+# Hooks
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gemma4"])
+def test_global_hooks_see_every_module(architecture):
+    fast, own = pair(architecture)
+    seen = {}
+    for model in (fast, own):
+        names = {module: name for name, module in model.named_modules()}
+        called = seen[model] = []
+        hook = nn.modules.module.register_module_forward_hook(
+            lambda module, args, result, called=called, names=names: called.append(names[module])
+        )
+        try:
+            output(model, prompt())
+        finally:
+            hook.remove()
+    assert set(seen[own]) <= set(seen[fast])
+    assert any("post_attention_layernorm" in name for name in seen[fast])
+    check(fast, own)
+
+
+def calls_of_experts(model, replace) -> tuple[list, torch.Tensor]:
+    """What hooks on the last experts see, and the logits with results that a hook `replace`s."""
+    seen = []
+    experts = [module for module in model.modules() if is_experts(module)][-1]
+    hooks = [
+        experts.register_forward_pre_hook(
+            lambda module, args, kwargs: seen.extend([*args, *kwargs.values()]), with_kwargs=True
+        ),
+        experts.register_forward_hook(lambda module, args, result: seen.append(result.clone())),
+        experts.register_forward_hook(lambda module, args, result: replace(result)),
+    ]
+    logits = output(model, prompt())
+    for hook in hooks:
+        hook.remove()
+    return seen, logits
+
+
+@pytest.mark.parametrize("architecture", ["deepseek_v3", "gemma4", "glm4_moe", "qwen2_moe", "qwen3_moe"])
+def test_hooks_of_experts_see_and_change_what_they_do_in_eager(architecture):
+    """The hook sees the routed output only; zeroing it leaves the output of the shared expert."""
+    for dtype in (torch.float32, torch.bfloat16):
+        model = eager(tiny_models.tiny_model(architecture, dtype))
+        seen, ablated = calls_of_experts(model, torch.zeros_like)
+        torch_moe_mps.accelerate(model)
+        seen_now, ablated_now = calls_of_experts(model, torch.zeros_like)
+        assert len(seen_now) == 4 and [v.dtype for v in seen_now] == [v.dtype for v in seen]
+        if dtype == torch.float32:
+            assert_close(seen_now[-1], seen[-1], 1e-5)
+            assert_close(ablated_now, ablated, 1e-5)
+
+
+def test_a_router_computes_the_probabilities_that_a_hook_may_want():
+    fast, own = pair("gemma4")
+    seen = []
+    for model in (fast, own):
+        router = model.model.layers[0].router
+        router.register_forward_hook(lambda module, args, result: seen.append(result[0]))
+    check(fast, own)
+    assert seen[0].shape == (18, 8)
+    assert_close(*seen, 1e-5)
+
+
+def test_hooks_of_the_accelerate_library():
+    """Those that are gone leave a forward on every instance; those that are there call the module's."""
+    model = eager(tiny_models.tiny_model("qwen2_moe"))
+    torch_moe_mps.accelerate(model)
+    expected = operators_of(lambda: output(model, prompt()))
+    for again, left in ((torch_moe_mps.restore, {}), (torch_moe_mps.accelerate, expected)):
+        accelerate.cpu_offload(model, torch.device("cpu"))
+        accelerate.hooks.remove_hook_from_submodules(model)
+        again(model)
+        assert operators_of(lambda: output(model, prompt())) == left
+    fresh = eager(tiny_models.tiny_model("qwen2_moe"))
+    accelerate.cpu_offload(fresh, torch.device("cpu"))
+    for again in (torch_moe_mps.accelerate, torch_moe_mps.restore):
+        again(fresh)
+        used = operators_of(lambda: output(fresh, prompt()))
+        assert ("rms_norm" in used) == (again is torch_moe_mps.accelerate)
+
+
+# Adapters
+
+
+ON_A_ROUTER = {"target_modules": r".*router\.proj"}
+ON_EXPERTS = {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.gate_up_proj"]}
+
+
+@pytest.mark.parametrize(
+    ("architecture", "target"),
+    [
+        ("gemma4", ON_A_ROUTER),
+        ("qwen2_moe", {"target_modules": "all-linear"}),
+        ("qwen3_moe", ON_EXPERTS),
+        ("qwen3_moe", {"target_modules": ["q_proj", "v_proj"]}),
+    ],
+)
+def test_peft_adapters(architecture, target):
+    """Put in before acceleration and after: trained by the model's own code, seen in evaluation."""
+    own = eager(tiny_models.tiny_model(architecture))
+    plain = output(own, prompt())
+
+    def adapted(base):
+        torch.manual_seed(0)
+        return peft.get_peft_model(base, peft.LoraConfig(r=2, init_lora_weights=False, **target)).eval()
+
+    after = copy.deepcopy(own)
+    torch_moe_mps.accelerate(after)
+    after, before, own = map(adapted, (after, copy.deepcopy(own), own))
+    if target is not ON_EXPERTS:
+        report = torch_moe_mps.accelerate(before)
+        assert "other" in {row.kind for row in report.replaced}
+        assert operators_of(lambda: output(before, prompt()))["moe_experts"] == 2
+    expected = output(own, prompt())
+    assert not torch.allclose(expected, plain, atol=1e-2)
+    for model in (after, before):
+        assert_close(output(model, prompt()), expected, 1e-5)
+        model.train()(input_ids=prompt(), labels=prompt()).loss.backward()
+        trained = [p for name, p in model.named_parameters() if "lora_B" in name]
+        assert trained and all(p.grad.abs().sum() > 0 for p in trained)
+        assert_close(output(model.eval(), prompt()), expected, 1e-5)
+
+
+def test_peft_prompts_in_front_of_quantised_layers():
+    """PEFT looks for the embedding by a dense weight: the prompt is put in first."""
+    config = peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4)
+    adapted = peft.get_peft_model(tiny("qwen3_moe"), config).eval()
+    expected = output(adapted, prompt())
+    assert expected.shape[1] == prompt().shape[1] + 4
+    torch_moe_mps.accelerate(adapted, 8, 32)
+    assert_close(output(adapted, prompt()), expected, 0.05)
+
+
+# Copies, and what callers see of a module
+
+
+def through_pickle(model):
+    return pickle.loads(pickle.dumps(model))
+
+
+def through_torch_save(model):
+    buffer = io.BytesIO()
+    torch.save(model, buffer)
+    buffer.seek(0)
+    return torch.load(buffer, weights_only=False)
+
+
+@pytest.mark.parametrize("architecture", ["qwen2_moe", "gemma4"])
+@torch.no_grad()
+def test_copies_are_accelerated(architecture, monkeypatch):
+    """With weights of their own, and without the original's captured tokens."""
+    monkeypatch.setenv(SWITCH, "1")
+    model = tiny_models.tiny_model(architecture)
+    torch_moe_mps.accelerate(model)
+    expected, used = output(model, prompt()), operators_of(lambda: output(model, prompt()))
+    logits = Conversation(model).tokens(5)
+    assert captures_of(model).programs
+    twins = [copied(model) for copied in (copy.deepcopy, through_pickle, through_torch_save)]
+    for parameter in model.parameters():
+        parameter.zero_()
+    for twin in twins:
+        assert captures_of(twin) and not captures_of(twin).programs
+        assert operators_of(lambda: output(twin, prompt())) == used != {}  # noqa: B023
+        assert torch.equal(output(twin, prompt()), expected)
+        assert all(map(torch.equal, Conversation(twin).tokens(5), logits))
+        torch_moe_mps.restore(twin)
+        assert operators_of(lambda: output(twin, prompt())) == {}  # noqa: B023
+    assert operators_of(lambda: output(model, prompt())) == used
+
+
+def test_what_is_seen_of_modules():
+    """The model's signatures in the attention of a layer and in its norms; a state dict without ours."""
+    model = tiny_models.tiny_model("qwen3_moe")
+    modules = attention(model), norm(model)
+    before = [inspect.signature(module.forward) for module in modules]
+    classes, state = [*map(type, modules)], {n: t.clone() for n, t in model.state_dict().items()}
+    torch_moe_mps.accelerate(model)
+    assert [*map(type, modules)] != classes
+    assert [inspect.signature(module.forward) for module in modules] == before
+    after = model.state_dict()
+    assert list(after) == list(state) and all(torch.equal(after[name], state[name]) for name in state)
+    assert "moe_mps" not in str(model.config.to_dict())
+
+
+def test_instance_with_its_own_forward_is_left_alone():
+    module = norm(tiny_models.tiny_model("qwen3_moe"))
+    module.forward = lambda x: x
+    assert rewrite(module) == ([], "its forward was replaced on the instance")

@@ -13,7 +13,7 @@ import torch_moe_mps
 
 transformers.logging.set_verbosity_error()
 
-SHORT = {"max_new_tokens": 8}
+SHORT = {"max_new_tokens": 5}
 # The families that get every check; all other architectures get logits, routers and greedy generation.
 FAMILIES = (
     "deepseek_v3",

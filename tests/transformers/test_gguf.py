@@ -286,12 +286,6 @@ def test_a_layer_launches_what_it_does_with_affine_weights(tmp_path, monkeypatch
     assert operators_of_a_token(load(two)) == counts | {"linear_quantized": counts["linear_quantized"] + 2}
 
 
-def test_gate_and_up_of_two_types_are_two_matrices(tmp_path):
-    model = load(write_file(tmp_path / "model.gguf", "qwen3moe", up="q5_k"))
-    formats = {name: str(form) for name, form in formats_in(model.model.layers[1].mlp.experts).items()}
-    assert formats == {"gate_up_proj": "q4_k", "up_proj": "q5_k", "down_proj": "q6_k"}
-
-
 def test_what_cannot_stay_packed_is_named(tmp_path):
     """Here weights that stay in float32 in a model in float16."""
     stored, keys, matrices, _ = of_architecture("t5", "q8_0")

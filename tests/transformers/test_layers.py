@@ -87,16 +87,6 @@ def test_tied_layers_share_one_weight(tmp_path):
         assert_close(output(other, prompt()), output(dense, prompt()), 1e-5)
 
 
-def test_an_embedding_that_scales_its_rows():
-    model = tiny("gemma4")
-    dense = copy.deepcopy(model)
-    torch_moe_mps.accelerate(model, 4, 32)
-    embedding = model.get_input_embeddings()
-    tiny_models.dense_twin(dense, model)
-    assert embedding.scale == dense.get_input_embeddings().embed_scale
-    assert_close(embedding(prompt()), dense.get_input_embeddings()(prompt()), 1e-6)
-
-
 OF_THEIR_OWN = {
     "Shifted": lambda self, ids: nn.Embedding.forward(self, ids + 1) * self.embed_scale,
     "OfTheIds": lambda self, ids: nn.Embedding.forward(self, ids) * ids.unsqueeze(-1),

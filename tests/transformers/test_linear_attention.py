@@ -1,7 +1,6 @@
 """Linear attention by the gated delta rule, prompts and steps: the operators against the model's own code."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -34,8 +33,7 @@ def test_step_by_step(architecture):
     assert used["linear_attention_"] == used["causal_conv1d_update_"] == 5  # the prompt, too
     ((result, ours),) = results
     assert_close(result, expected, 1e-5)
-    for a, b in zip(ours, states, strict=True):
-        assert_close(a, b, 1e-5)
+    assert_close(ours, states, 1e-5)
     assert operators_of(step(model)) == STEP
     with torch.no_grad():
         layer, x = layer_of(model), torch.ones(1, 9, 32)
@@ -111,8 +109,7 @@ def test_projections_of_one_input_run_together(architecture, joined, monkeypatch
     keep = {name for name, _ in layer_of(model).named_children() if "in_proj" in name} - {*joined}
     torch_moe_mps.accelerate(model, bits=4, group_size=32, keep=[f"*.{name}" for name in keep])
     twin = tiny_models.dense_twin(dense, model)
-    for result, expected in zip(decoded(model, batch=1)[0], decoded(twin, batch=1)[0], strict=True):
-        torch.testing.assert_close(result, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(decoded(model, batch=1)[0], decoded(twin, batch=1)[0], rtol=1e-4, atol=1e-4)
     memories = {getattr(layer_of(model), name).packed.untyped_storage().data_ptr() for name in joined}
     assert captures_of(model).programs and len(memories) == 1
 
@@ -134,24 +131,14 @@ def test_as_exact_in_16_bit():
     assert error <= own_error
 
 
-@pytest.mark.parametrize("way", ["restore", "deepcopy", "pickle", "training"])
-def test_own_code_and_copies(way):
+def test_a_layer_in_training():
+    """It runs its own code, but for its norm."""
     model = model_of()
     expected, _ = decoded(model)
     torch_moe_mps.accelerate(model)
-    if way == "deepcopy":
-        model = copy.deepcopy(model)
-    elif way == "pickle":
-        model = pickle.loads(pickle.dumps(model))
-    elif way == "restore":
-        torch_moe_mps.restore(model)
-        assert type(layer_of(model)) is qwen3_next.Qwen3NextGatedDeltaNet
-    if way == "training":
-        layer_of(model).train()
-        layer_of(model).norm.eval()
-        assert operators_of(step(model)) == {"rms_norm_gated": 1}
-    else:
-        assert operators_of(step(model)) == ({} if way == "restore" else STEP)
+    layer_of(model).train()
+    layer_of(model).norm.eval()
+    assert operators_of(step(model)) == {"rms_norm_gated": 1}
     assert_close(decoded(model)[0], expected, 1e-5)
 
 
@@ -191,8 +178,7 @@ def test_a_given_state_stays_as_it_is(function):
         "linear_attention_": 1
     }
     assert torch.equal(state, before)
-    for each, own in zip(results, expected, strict=True):
-        assert_close(each, own, 1e-5)
+    assert_close(results, expected, 1e-5)
 
 
 def test_a_state_of_another_dtype():

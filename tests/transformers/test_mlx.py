@@ -14,60 +14,16 @@ from support import mlx_models
 from support.models import assert_close, output, prompt
 
 import torch_moe_mps
-from torch_moe_mps.transformers.basics.interface import formats_of, is_experts, is_quantized
+from torch_moe_mps.transformers.basics.interface import formats_of
 from torch_moe_mps.transformers.checkpoints.mlx.names import ARCHITECTURES
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
-
-FORMATS = [(bits, 32, "affine") for bits in (4, 2, 3, 5, 6, 8)]
-FORMATS += [(4, 64, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 16, "nvfp4")]
-ALWAYS = [
-    ("qwen3_moe", FORMATS[0]),
-    ("deepseek_v3", FORMATS[0]),
-    ("gpt_oss", FORMATS[7]),
-    ("qwen3_next", FORMATS[4]),
-    ("kimi_linear", FORMATS[0]),
-    ("minimax_m3_vl", FORMATS[0]),
-]
-# In the sweep two formats of each architecture, in turn; test_words_come_back has the first of all of them.
-IN_THE_SWEEP = [
-    pytest.param(name, FORMATS[1 + (2 * number + second) % 9], marks=pytest.mark.sweep)
-    for number, name in enumerate(mlx_models.ARCHITECTURES)
-    for second in (0, 1)
-]
 
 
 def assert_same_tokens(ours: torch.Tensor, theirs: torch.Tensor) -> None:
     assert_close(ours, theirs, 2e-5)
     assert torch.equal(ours.argmax(-1), theirs.argmax(-1))
-
-
-@pytest.mark.parametrize(("architecture", "form"), [*ALWAYS, *IN_THE_SWEEP], ids=str)
-def test_logits_are_those_of_mlx(architecture, form, tmp_path):
-    model = mlx_models.tiny(architecture)
-    oracle = mlx_models.write(model, tmp_path, *form)
-    loaded = mlx_models.load(tmp_path, type(model))
-    experts = [module for module in loaded.modules() if is_experts(module)]
-    assert experts and all(map(is_quantized, experts))
-    assert any(isinstance(module, QuantizedLayer) for module in loaded.modules())
-    assert_same_tokens(output(loaded, prompt()), mlx_models.logits(oracle))
-
-
-def test_words_are_not_written_anew(tmp_path):
-    model = mlx_models.tiny("qwen3_moe")
-    mlx_models.write(model, tmp_path, 4)
-    loaded = mlx_models.load(tmp_path, type(model))
-    stored = safetensors.torch.load_file(tmp_path / "mlx" / "model.safetensors")
-    layer = loaded.model.layers[1]
-    theirs = stored["model.layers.1.self_attn.q_proj.weight"].view(torch.int32)
-    assert torch.equal(layer.self_attn.q_proj.packed, theirs)
-    halves = [
-        stored[f"model.layers.1.mlp.switch_mlp.{half}_proj.weight"].view(torch.int32)
-        for half in ("gate", "up")
-    ]
-    assert torch.equal(layer.mlp.experts.gate_up_proj_packed, torch.cat(halves, 1))
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])

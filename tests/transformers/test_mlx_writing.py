@@ -12,8 +12,10 @@ from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
+from torch_moe_mps.transformers.basics.interface import is_experts, is_quantized
 from torch_moe_mps.transformers.checkpoints.mlx.older_keys import with_older_keys
 from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
+from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
@@ -24,6 +26,22 @@ ALWAYS = ["qwen3_moe", "gpt_oss", "glm4_moe"]
 # transformers 5 does not keep all that mlx-lm reads of its config.
 ONLY_OF_ORIGINALS = ("mimo_v2_flash",)
 EVERY = in_sweep(mlx_models.ARCHITECTURES, ALWAYS)
+FORMATS = [(bits, 32, "affine") for bits in (4, 2, 3, 5, 6, 8)]
+FORMATS += [(4, 64, "affine"), (4, 32, "mxfp4"), (8, 32, "mxfp8"), (4, 16, "nvfp4")]
+OFTEN = [
+    *(
+        (name, FORMATS[0])
+        for name in ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_linear", "minimax_m3_vl")
+    ),
+    *(("gpt_oss", FORMATS[7]), ("qwen3_next", FORMATS[4])),
+]
+# In the sweep each architecture in the first format, and in two others in turn.
+IN_THE_SWEEP = [
+    pytest.param(name, FORMATS[number], marks=pytest.mark.sweep)
+    for turn, name in enumerate(mlx_models.ARCHITECTURES)
+    for number in (0, 1 + 2 * turn % 9, 1 + (2 * turn + 1) % 9)
+    if (name, FORMATS[number]) not in OFTEN
+]
 
 
 def config_of(model, folder) -> dict:
@@ -63,13 +81,16 @@ def test_mlx_reads_what_is_quantised_here(architecture, tmp_path):
     assert_close(output(again, prompt()), output(model, prompt()), 2e-5)
 
 
-@pytest.mark.parametrize("architecture", EVERY)
-def test_words_come_back(architecture, tmp_path):
+@pytest.mark.parametrize(("architecture", "form"), [*OFTEN, *IN_THE_SWEEP], ids=str)
+def test_words_come_back(architecture, form, tmp_path):
     """A checkpoint of mlx-lm is read, with its logits, and written."""
     model = mlx_models.tiny(architecture)
-    oracle = mlx_models.write(model, tmp_path, 4)
+    oracle = mlx_models.write(model, tmp_path, *form)
     loaded = mlx_models.load(tmp_path, type(model))
-    assert_close(output(loaded, prompt()), mlx_models.logits(oracle), 2e-5)
+    experts = [module for module in loaded.modules() if is_experts(module)]
+    assert experts and all(map(is_quantized, experts))
+    assert any(isinstance(module, QuantizedLayer) for module in loaded.modules())
+    assert_mlx_computes_the_same(loaded, oracle)
     written = mlx_models.write_back(loaded, tmp_path)
     stored, back = (load_file(tmp_path / name / "model.safetensors") for name in ("mlx", "back"))
     rewritten = {name for name in stored if name.rpartition(".")[0].endswith(REWRITTEN)}

@@ -10,9 +10,9 @@ import numpy
 import pytest
 import torch
 from support import tiny_models
-from support.models import eager, prompt
+from support.models import Conversation, eager
 from torch import nn
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 from transformers.dynamic_module_utils import HF_MODULES_CACHE
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -205,23 +205,18 @@ def model():
     return made
 
 
-class Talk:
+class Talk(Conversation):
     """Tokens by a model; `captures` are its own for this conversation, None for none."""
 
     def __init__(self, model, captures: Captures | None) -> None:
-        self.model, self.captures = model, captures
-        self.cache, self.token = DynamicCache(config=model.config), prompt(1, 9)
+        self.captures = captures
+        super().__init__(model)
 
     def tokens(self, count: int) -> list[torch.Tensor]:
-        logits = []
         self.model.__dict__.pop(CAPTURES, None)
         if self.captures is not None:
             self.model.__dict__[CAPTURES] = self.captures
-        for _ in range(count):
-            out = self.model(self.token, past_key_values=self.cache)
-            logits.append(out.logits)
-            self.token = out.logits[:, -1:].argmax(-1)
-        return logits
+        return super().tokens(count)
 
 
 @pytest.fixture(autouse=True)

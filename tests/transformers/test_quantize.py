@@ -1,12 +1,10 @@
 """Models whose experts are quantised in place."""
 
 import copy
-import pickle
 
 import expecttest
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from support.interrupts import Interrupts, interrupted
 from support.memory import Memory
 from support.quantized_layers import bits_of
@@ -14,11 +12,8 @@ from support.tiny_models import dense_twin, tiny_model
 
 from torch_moe_mps.quantization import Format, formats
 from torch_moe_mps.transformers import QuantizationReport, experts_of, quantize_experts
-from torch_moe_mps.transformers.basics.interface import projections
 from torch_moe_mps.transformers.basics.report import QuantizedProjection
 from torch_moe_mps.transformers.checkpoints import weights
-from torch_moe_mps.transformers.checkpoints.targets import Target
-from torch_moe_mps.transformers.checkpoints.weights import quantize_target, store_empty
 
 
 def small(architecture, **overrides):
@@ -146,27 +141,6 @@ def test_distributed_weights_are_an_error(tmp_path):
     finally:
         distributed.destroy_process_group()
     assert not any("packed" in name for name in model.state_dict())
-
-
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
-def test_state_dict_round_trip(architecture, tmp_path):
-    """Through safetensors into a module prepared on the meta device, and through pickle."""
-    for format in (Format(4, 32), Format(4, 32, "mxfp4")):
-        module = next(iter(experts_of(small(architecture)).values()))
-        with torch.device("meta"):
-            empty = next(iter(experts_of(small(architecture)).values()))
-        store_empty(Target("", empty, "experts", dict.fromkeys(projections(empty), format)))
-        empty.quantization = empty.down_quantization = format
-        target = Target("", module, "experts", dict.fromkeys(projections(module), format))
-        quantize_target(module, target, [])
-        save_file(module.state_dict(), tmp_path / "module.safetensors")
-        loaded = load_file(tmp_path / "module.safetensors")
-        empty.load_state_dict(loaded, strict=True, assign=True)
-        again = pickle.loads(pickle.dumps(module))
-        for other in (empty, again):
-            assert other.quantization == format
-            for name, tensor in module.state_dict().items():
-                assert torch.equal(bits_of(other.state_dict()[name]), bits_of(tensor))
 
 
 def test_peak_memory_while_quantising(monkeypatch):
