@@ -297,7 +297,10 @@ def key_of(value: Any) -> Any:
         return value.dtype, value.device, *map(key_of, geometry(value))
     if isinstance(value, (list, tuple)):
         return tuple(map(key_of, value))
-    return value.node.expr if isinstance(value, torch.SymInt) else (type(value), value)
+    if isinstance(value, torch.SymInt):
+        expression = value.node.expr
+        value = int(expression) if expression.is_number else expression
+    return type(value), value  # sympy compares its expressions with no tuple
 
 
 def _item(results: Any, number: int) -> Any:
