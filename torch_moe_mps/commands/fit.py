@@ -114,8 +114,7 @@ def report(
     }
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
     lines += ["", "Context that fits into what macOS lets the GPU have, in tokens, with room in the cache:"]
-    lines += aligned([["Mac", "GPU's GB", *(s.name for s in sizes)], *cells], 1)
-    lines += ["", _more_for_the_gpu(mac)]
+    lines += [*aligned([["Mac", "GPU's GB", *names], *cells], 1), "", _more_for_the_gpu(mac)]
     data = {
         "weights": total,
         "kv_cache": None if cache is None else {"bytes_a_token": cache.token, "rest": rest},
@@ -138,9 +137,9 @@ def report(
     lines += [
         "",
         f"Upper bound of tokens/s at a context of {context:,} tokens. No measurement: nothing can be",
+        "faster, because each token reads these weights and the KV cache; real speed is lower.",
+        *aligned([["chip", *names], *cells], 1),
     ]
-    lines += ["faster, because each token reads these weights and the KV cache; real speed is lower."]
-    lines += aligned([["chip", *(s.name for s in sizes)], *cells], 1)
     return "\n".join(lines), data
 
 
