@@ -14,6 +14,7 @@ from torch_moe_mps.transformers.graphs import passes
 from torch_moe_mps.transformers.graphs.fusion import Fusion
 from torch_moe_mps.transformers.graphs.passes import PASSES, simplify
 from torch_moe_mps.transformers.graphs.patterns import match
+from torch_moe_mps.transformers.graphs.tracing import Recorder, key_of
 from torch_moe_mps.transformers.modules.rules.rotary import rotary_tables
 
 ops = torch.ops.moe_mps
@@ -472,6 +473,11 @@ TOKEN = random(1, 1, H), random(1, 1, H, seed=1)
 def test_what_is_left(case):
     tolerance = 1e-3 if "moe_router" in CASES[case] else 1e-6  # its weights rounded
     assert_left(CASES[case], function_of(case), *TOKEN, without=NO_CHAINS, tolerance=tolerance)
+
+
+def test_a_number_is_the_same_as_a_symbol_for_it():
+    number = Recorder().symbol(5, 2)
+    assert key_of([number - number + 7, number]) == key_of([7, number]) != key_of([number, 7])
 
 
 @pytest.mark.parametrize("case", EQUAL, ids=name_of)

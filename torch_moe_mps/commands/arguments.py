@@ -3,9 +3,10 @@
 import argparse
 import os
 import sys
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
+from ..pipeline.spread import macs_of
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -120,6 +121,97 @@ def parser() -> argparse.ArgumentParser:
     return whole
 
 
+def _setting(text: str) -> str:
+    if not text.partition("=")[0].isidentifier() or "=" not in text:
+        raise argparse.ArgumentTypeError(f"must be FLAG=VALUE, got {text!r}")
+    return text
+
+
+def _numbers(text: str) -> list[int]:
+    try:
+        return [int(number) for number in text.split(",")]
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
+
+
+def _bits(text: str) -> int | str | None:
+    if text in ("none", "same", "auto"):
+        return None if text == "none" else text
+    try:
+        return int(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be a number of bits, same, auto or none, got {text!r}"
+        ) from None
+
+
+# Options that several commands have; {} is what a command calls the model.
+_SHARED: dict[str, dict[str, Any]] = {
+    "model": {
+        "metavar": "MODEL",
+        "help": "folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf",
+    },
+    "--bits": {"type": int, "help": "quantise while loading: 2, 3, 4, 5, 6 or 8 (as in the checkpoint)"},
+    "--group-size": {"type": int, "help": "weights that share a scale, with --bits: 32, 64 or 128 (64)"},
+    "--kv-bits": {
+        "type": int,
+        "choices": (8, 16),
+        "default": 16,
+        "help": "of the keys and values in the cache; 16 leaves them as the model makes them (16)",
+    },
+    "--device": {"help": "mps where there is one, else cpu"},
+    "--dtype": {
+        "choices": DTYPES,
+        "default": "auto",
+        "help": "of weights that are not quantised (as in the checkpoint)",
+    },
+    "--revision": {"help": "branch, tag or commit of {} on the Hub (main)"},
+    "--trust-remote-code": {
+        "action": "store_true",
+        "help": "run the Python code that {} brings with it",
+    },
+    "--shares": {
+        "type": _numbers,
+        "metavar": "N,N",
+        "help": "layers of each process of torchrun (by memory)",
+    },
+    "--json": {"metavar": "FILE", "help": "write all that was found"},
+    "--set": {
+        "action": "append",
+        "default": [],
+        "type": _setting,
+        "metavar": "FLAG=VALUE",
+        "help": "an argument of generate()",
+    },
+    "--system-prompt": {"metavar": "TEXT", "help": "what the model is told first"},
+    "--prompt-memory": {
+        "type": float,
+        "metavar": "GB",
+        "help": "memory for prompts that are kept beside the last one (an eighth of the machine's)",
+    },
+    "--draft": {
+        "metavar": "MODEL",
+        "help": "a small model that guesses tokens, which MODEL verifies together",
+    },
+    "--prompt-lookup": {
+        "type": int,
+        "metavar": "N",
+        "help": "guess up to N tokens from repetitions in the text",
+    },
+}
+_FROM_THE_HUB = ("--revision", "--trust-remote-code")
+_HOW_TO_RUN = ("--bits", "--group-size", "--kv-bits", "--device", "--dtype", *_FROM_THE_HUB)
+_MODEL_TO_RUN = ("model", *_HOW_TO_RUN, "--shares")
+_SPECULATION = ("--draft", "--prompt-lookup")
+
+
+def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **own: Any) -> None:
+    """Adds options that several commands have; `own` is what they are in this one."""
+    for name in names:
+        given = _SHARED[name] | own
+        command.add_argument(name, **given | {"help": given["help"].format(of)})
+
+
 def _check(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("--dtype", metavar="NAMES", help="some of float32,float16,bfloat16 (all)")
@@ -173,9 +265,9 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add("--save-importance", metavar="FILE", help="write what --importance found in a text")
     add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
     add("--dry-run", action="store_true", help="print sizes, weight by weight, and write nothing")
-    _json(command)
-    _dtype(command, "of weights that stay dense, and of scales (as in SRC)")
-    _from_the_hub(command, "SRC")
+    _add(command, "--json")
+    _add(command, "--dtype", help="of weights that stay dense, and of scales (as in SRC)")
+    _add(command, *_FROM_THE_HUB, of="SRC")
 
 
 def _perplexity(command: argparse.ArgumentParser) -> None:
@@ -190,12 +282,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=int, default=512, help="tokens that are read at once (512)")
     add("--tokens", type=int, metavar="N", help="read the first N tokens of the text (all)")
-    _json(command)
-    _kv_bits(command)
-    _device(command)
-    _shares(command)
-    _dtype(command, "of weights that are not quantised (as in the checkpoint)")
-    _from_the_hub(command, "MODEL")
+    _add(command, "--json", "--kv-bits", "--device", "--shares", "--dtype", *_FROM_THE_HUB)
 
 
 def _fit(command: argparse.ArgumentParser) -> None:
@@ -206,26 +293,26 @@ def _fit(command: argparse.ArgumentParser) -> None:
         help="folder or name on the Hub, of which only config.json is read, or a GGUF file",
     )
     add("--mac", action="store_true", help="only this Mac")
-    add("--macs", type=_machines, metavar="NxGB", help="Macs that share the layers, such as 2x64 or 64+128")
+    add("--macs", type=macs_of, metavar="NxGB", help="Macs that share the layers, such as 2x64 or 64+128")
     add("--recipe", metavar="NAME", help="also mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
-    _json(command)
+    _add(command, "--json")
     add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")
     add("--group-size", type=int, default=64, help="weights that share a scale: 32, 64 or 128 (64)")
-    _kv_bits(command)
-    _dtype(command, "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)")
-    _from_the_hub(command, "NAME")
+    _add(command, "--kv-bits")
+    dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
+    _add(command, "--dtype", help=dense)
+    _add(command, *_FROM_THE_HUB, of="NAME")
 
 
 def _bench(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    _model_to_run(command)
+    _add(command, *_MODEL_TO_RUN)
     add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
     add("--generate", type=int, default=128, metavar="N", help="tokens that are generated (128)")
     add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
     add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
-    _speculation(command)
-    _json(command)
+    _add(command, *_SPECULATION, "--json")
     add(
         "--bandwidth",
         type=float,
@@ -236,39 +323,36 @@ def _bench(command: argparse.ArgumentParser) -> None:
 
 def _chat(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    _model_to_run(command)
-    _setting_option(command)
-    add("--system-prompt", metavar="TEXT", help="what the model is told first")
+    _add(command, *_MODEL_TO_RUN, "--set", "--system-prompt")
     add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
-    _prompt_cache(command, "FILE", "keep the computed chat there, for the next one that begins alike")
-    _prompt_memory(command)
-    _speculation(command)
+    kept = "keep the computed chat there, for the next one that begins alike"
+    add("--prompt-cache", metavar="FILE", help=kept)
+    _add(command, "--prompt-memory", *_SPECULATION)
     command.set_defaults(host="localhost", allow_host=[], only_model=False, token=None)  # of its own server
 
 
 def _generate(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    add("model", metavar="MODEL", help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf")
+    _add(command, "model")
     add("-p", "--prompt", metavar="TEXT", help="what the model is asked (read from stdin)")
     add("--prompts", metavar="FILE", help="a prompt in each line; each answer is a line of JSON")
     add("--batch", type=int, default=8, metavar="N", help="prompts of --prompts that run together (8)")
     add("--raw", action="store_true", help="the prompt as it is, without the chat template")
-    add("--system-prompt", metavar="TEXT", help="what the model is told first")
+    _add(command, "--system-prompt")
     add("--image", action="append", default=[], metavar="FILE", help="an image in front of the prompt")
     add("--max-tokens", type=int, default=512, metavar="N", help="tokens of the answer, at most (512)")
-    _setting_option(command)
-    _prompt_cache(command, "FILE", "keep the computed prompt there, for the next call that begins alike")
-    _speculation(command)
-    _how_to_run(command)
+    _add(command, "--set")
+    kept = "keep the computed prompt there, for the next call that begins alike"
+    add("--prompt-cache", metavar="FILE", help=kept)
+    _add(command, *_SPECULATION, *_HOW_TO_RUN)
     command.set_defaults(shares=None)  # it is for one process
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
-    _model_to_run(command)
-    _prompt_cache(command, "FOLDER", "keep computed prompts there when the server ends")
-    _prompt_memory(command)
-    _speculation(command)
+    _add(command, *_MODEL_TO_RUN)
+    add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
+    _add(command, "--prompt-memory", *_SPECULATION)
     add("--host", default="localhost", help="address to listen on (localhost)")
     add("--port", type=int, default=8000, help="port to listen on (8000)")
     add(
@@ -288,124 +372,3 @@ def _serve(command: argparse.ArgumentParser) -> None:
     )
     levels = ("debug", "info", "warning", "error")
     add("--log-level", choices=levels, default="warning", help="what is logged (warning)")
-
-
-def _model_to_run(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "model", metavar="MODEL", help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf"
-    )
-    _how_to_run(command)
-    _shares(command)
-
-
-def _how_to_run(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--bits", type=int, help="quantise while loading: 2, 3, 4, 5, 6 or 8 (as in the checkpoint)")
-    add("--group-size", type=int, help="weights that share a scale, with --bits: 32, 64 or 128 (64)")
-    _kv_bits(command)
-    _device(command)
-    _dtype(command, "of weights that are not quantised (as in the checkpoint)")
-    _from_the_hub(command, "MODEL")
-
-
-def _setting_option(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--set",
-        action="append",
-        default=[],
-        type=_setting,
-        metavar="FLAG=VALUE",
-        help="an argument of generate()",
-    )
-
-
-def _prompt_cache(command: argparse.ArgumentParser, where: str, what: str) -> None:
-    command.add_argument("--prompt-cache", metavar=where, help=what)
-
-
-def _prompt_memory(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--prompt-memory",
-        type=float,
-        metavar="GB",
-        help="memory for prompts that are kept beside the last one (an eighth of the machine's)",
-    )
-
-
-def _speculation(command: argparse.ArgumentParser) -> None:
-    add = command.add_argument
-    add("--draft", metavar="MODEL", help="a small model that guesses tokens, which MODEL verifies together")
-    add("--prompt-lookup", type=int, metavar="N", help="guess up to N tokens from repetitions in the text")
-
-
-def _setting(text: str) -> str:
-    if not text.partition("=")[0].isidentifier() or "=" not in text:
-        raise argparse.ArgumentTypeError(f"must be FLAG=VALUE, got {text!r}")
-    return text
-
-
-def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
-
-
-def _machines(text: str) -> list[int]:
-    machines: list[int] = []
-    for part in text.split("+"):
-        count, _, memory = part.rpartition("x")
-        if not ((count or "1").isdecimal() and memory.isdecimal() and int(memory) > 0):
-            raise argparse.ArgumentTypeError(
-                f"must be Macs as in 2x64 or 64+128, with the GB of each, got {text!r}"
-            )
-        machines += [int(memory)] * int(count or 1)
-    if len(machines) < 2:
-        raise argparse.ArgumentTypeError(f"must be 2 Macs or more, as in 2x64 or 64+128, got {text!r}")
-    return machines
-
-
-def _json(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--json", metavar="FILE", help="write all that was found")
-
-
-def _device(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--device", help="mps where there is one, else cpu")
-
-
-def _shares(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--shares", type=_numbers, metavar="N,N", help="layers of each process of torchrun (by memory)"
-    )
-
-
-def _kv_bits(command: argparse.ArgumentParser) -> None:
-    command.add_argument(
-        "--kv-bits",
-        type=int,
-        choices=(8, 16),
-        default=16,
-        help="of the keys and values in the cache; 16 leaves them as the model makes them (16)",
-    )
-
-
-def _dtype(command: argparse.ArgumentParser, what: str) -> None:
-    command.add_argument("--dtype", choices=DTYPES, default="auto", help=what)
-
-
-def _from_the_hub(command: argparse.ArgumentParser, name: str) -> None:
-    command.add_argument("--revision", help=f"branch, tag or commit of {name} on the Hub (main)")
-    command.add_argument(
-        "--trust-remote-code", action="store_true", help=f"run the Python code that {name} brings with it"
-    )
-
-
-def _bits(text: str) -> int | str | None:
-    if text in ("none", "same", "auto"):
-        return None if text == "none" else text
-    try:
-        return int(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(
-            f"must be a number of bits, same, auto or none, got {text!r}"
-        ) from None

@@ -154,8 +154,7 @@ def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
     if max(options.depth) > longest:
         expected = f"at most {longest}: the model reads {limit} tokens, and {after} follow"
         raise ValueError(f"--depth must be {expected}, got {max(options.depth)}")
-    depths: Sequence[int] = options.depth
-    return depths
+    return options.depth
 
 
 def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:

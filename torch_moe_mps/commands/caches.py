@@ -5,6 +5,7 @@ from collections import Counter
 from typing import Any
 
 import torch
+from torch.utils._pytree import tree_leaves
 
 from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.caches.cache import as_held
@@ -75,7 +76,5 @@ def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:
 
 def _nbytes(value: object) -> int:
     """The bytes of the floating-point tensors in a value, a list or a dict."""
-    if isinstance(value, torch.Tensor):
-        return value.nbytes if value.is_floating_point() else 0
-    inside = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return sum(map(_nbytes, inside))
+    tensors = (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+    return sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())

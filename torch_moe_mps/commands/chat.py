@@ -76,8 +76,7 @@ def _interface(chat: Any, interrupt: Callable[[], None]) -> type:
 
             with at_ctrl_c(stop):
                 try:
-                    answer: tuple[str, Any] = await super().stream_output(opened())
-                    return answer
+                    return await super().stream_output(opened())
                 except Exception as error:  # of the server or of the connection: the chat goes on
                     self.print_color(_reason(error), "red")
                     return "", None
@@ -85,8 +84,7 @@ def _interface(chat: Any, interrupt: Callable[[], None]) -> type:
         def input(self) -> str:
             with at_ctrl_c():
                 try:
-                    said: str = super().input()
-                    return said
+                    return super().input()
                 except EOFError:
                     return "!exit"
 
@@ -103,8 +101,7 @@ def _interface(chat: Any, interrupt: Callable[[], None]) -> type:
 def _reason(error: Exception) -> str:
     """The server's own message where there is one."""
     try:
-        message: str = error.response.json()["error"]["message"]  # type: ignore[attr-defined]
-        return message
+        return error.response.json()["error"]["message"]  # type: ignore[attr-defined]
     except (AttributeError, KeyError, TypeError, ValueError):
         return first_line(error) or type(error).__name__
 

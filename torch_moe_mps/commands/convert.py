@@ -228,8 +228,7 @@ def _config(source: str, model: Any) -> dict[str, Any]:
     """config.json, or of a GGUF file what transformers makes of its header."""
     if Path(source).is_file():
         return {**model.config.to_dict(), "architectures": [type(model).__name__]}
-    config: dict[str, Any] = json.loads((Path(source) / "config.json").read_text())
-    return config
+    return json.loads((Path(source) / "config.json").read_text())
 
 
 def _key(

@@ -61,14 +61,10 @@ class Generating(Beside):
         """What is generated now ends with its next token, or the next piece of its prompt."""
         self._interrupted.set()
 
-    def kept(self) -> list[int]:
-        """The numbers of the prompts that are kept, for the other processes of a pipeline."""
-        return [kept.number for kept in self.prompts.kept] if self.prompts else []
-
-    def keep_only(self, numbers: list[int]) -> None:
-        """Gives up the prompts that the first process of a pipeline has given up."""
-        if self.prompts:
-            self.prompts.kept = [kept for kept in self.prompts.kept if kept.number in numbers]
+    def write(self) -> None:
+        """Writes the files of the prompts that are kept."""
+        if self.prompts is not None:
+            self.prompts.write(self.model)
 
     def _ends(self) -> bool:
         return self.has_ended or self._interrupted.is_set()

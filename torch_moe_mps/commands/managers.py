@@ -256,14 +256,8 @@ class OneByOne(utils.GenerateManager):
         """A thread that is still in torch when Python ends would abort the process."""
         if self._answering is not None:
             self._answering.end()
-            self.submit(self._finish).result()
-
-    def _finish(self) -> None:
-        answering = self._answering
-        if answering is not None and answering.prompts is not None:
-            answering.prompts.write(answering.model)
-        if answering is not None:
-            print_counts(answering.speculation)
+            self.submit(self._answering.write).result()
+            print_counts(self._answering.speculation)
 
 
 class Batches(utils.CBGenerateManager):

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
 from ..transformers.basics.interface import experts_of
@@ -23,7 +24,7 @@ from ..transformers.caches.prompt_cache import (
     prefix,
     save_prompt_cache,
 )
-from ..transformers.caches.quantized_states import QuantizedStates
+from ..transformers.capture.caches import parts
 from ..transformers.checkpoints.sizes import top_k
 
 AT_ONCE = 2048  # tokens of a prompt
@@ -207,18 +208,10 @@ def _begins(kept: Kept, other: Kept) -> bool:
     return same and torch.equal(kept.ids[: len(other.ids)], other.ids)
 
 
-def _tensors(value: Any) -> Iterator[Tensor]:
-    """The tensors in a cache and in kept states, of which quantised ones have parts."""
-    if isinstance(value, QuantizedStates):
-        yield from value.parts()
-    elif isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from _tensors(item)
-    elif isinstance(value, Kept):
-        yield from _tensors({"layers": {i: vars(layer) for i, layer in enumerate(value.cache.layers)}})
-        yield from _tensors(value.states)
+def _tensors(kept: Kept) -> list[Tensor]:
+    """Those of a cache and of kept states, of which quantised ones have parts."""
+    held = tree_leaves([*map(vars, kept.cache.layers), kept.states])
+    return [part for each in held if isinstance(each, Tensor) for part in parts(each)]
 
 
 def prompt_bytes(model: Any, tokens: int) -> int:

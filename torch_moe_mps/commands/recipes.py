@@ -22,17 +22,21 @@ def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[
     """
     if options.recipe is not None and (options.bits is not None or options.mode != "affine"):
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
-    if options.recipe is not None and options.recipe not in MIXED:
-        return read_recipe(options.recipe)
-    bits = options.bits
-    if options.recipe is not None:
-        bits = int(options.recipe.split("_")[1])
-    elif bits is None and options.mode == "affine":
-        bits = 4
     asked = {name: getattr(options, name) for name in ARGUMENTS if name != "overrides"}
-    if options.recipe is not None and options.embedding_bits == AUTO:  # as mlx-lm has it
+    if options.recipe is not None:
+        return arguments_of_recipe(options.recipe, model, **asked)
+    if options.bits is None and options.mode == "affine":
+        asked["bits"] = 4
+    return asked
+
+
+def arguments_of_recipe(recipe: str, model: "PreTrainedModel", **asked: Any) -> dict[str, Any]:
+    """The arguments of a mixed recipe, with what else is asked, or those in a file."""
+    if recipe not in MIXED:
+        return read_recipe(recipe)
+    if asked.get("embedding_bits", AUTO) == AUTO:  # as mlx-lm has it
         asked["embedding_bits"] = SAME
-    return {**asked, "bits": bits, "overrides": mixed_overrides(options.recipe, model)}
+    return asked | {"bits": int(recipe.split("_")[1]), "overrides": mixed_overrides(recipe, model)}
 
 
 def read_recipe(file: str) -> dict[str, Any]:
@@ -49,12 +53,10 @@ def read_recipe(file: str) -> dict[str, Any]:
     return recipe
 
 
-def mixed_overrides(recipe: str | None, model: "PreTrainedModel") -> dict[str, int]:
+def mixed_overrides(recipe: str, model: "PreTrainedModel") -> dict[str, int]:
     """More bits where mlx-lm's recipe of that name, modelled on llama.cpp's Q4_K_M, has them: lm_head, and
     v_proj and down_proj in the first and last eighth of the layers and in every third layer between.
     """
-    if recipe is None:
-        return {}
     high = int(recipe.split("_")[2])
     weights = weights_of(model, recipe_of(Format(4, 32)))
     names = [target.path(parameter) for target in weights.targets.values() for parameter in target.formats]

@@ -57,11 +57,9 @@ def server(options: argparse.Namespace, **settings: Any) -> Iterator[tuple[Any, 
     def load_model(*names: Any, **progress: Any) -> Any:
         if stage is not None:  # the other processes would not know of an end
             return stage
-        model = load(options, folder, device)
-        model.answering = Generating(
-            model, prompts_of(options), speculation_of(options, model, folder, device)
-        )
-        return model
+        answering = _answering(options, folder, device)
+        answering.model.answering = answering
+        return answering.model
 
     with ExitStack() as stack:
         if stage is not None:
@@ -237,9 +235,14 @@ def follow(options: argparse.Namespace) -> None:
 
 
 def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
-    """The part of a model in this process; all keep the prompts that the first one keeps."""
+    """The part of a model in this process."""
+    answering = _answering(options, folder, device)
+    answering.model.pipeline.answering = answering
+    return answering.model
+
+
+def _answering(options: argparse.Namespace, folder: str, device: str) -> Generating:
+    """What answers with the model in a folder; all processes keep the prompts that the first one keeps."""
     model = load(options, folder, device)
     prompts = prompts_of(options) if is_first_process() else Prompts(sys.maxsize)
-    speculation = speculation_of(options, model, folder, device)
-    model.pipeline.answering = Generating(model, prompts, speculation)
-    return model
+    return Generating(model, prompts, speculation_of(options, model, folder, device))

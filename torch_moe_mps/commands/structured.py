@@ -45,8 +45,7 @@ def schema_of(body: dict[str, Any]) -> dict[str, Any] | None:
     inner = asked.get("json_schema", asked)
     if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
         raise wrong(f"{field}.json_schema", "an object with a name and a schema", inner)
-    schema: dict[str, Any] = inner["schema"]
-    return schema
+    return inner["schema"]
 
 
 def check_extra(field: str, got: object) -> None:

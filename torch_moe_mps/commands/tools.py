@@ -114,8 +114,7 @@ class Parser(utils.ResponseParser):
             self._buffer = self._buffer[:start]
             if self._current == "tool_calls":
                 self._reset_to_implicit()
-        made: tuple[dict[str, Any], list[dict[str, Any]]] = super().finalize()
-        return made
+        return super().finalize()
 
 
 def parsed(
@@ -147,8 +146,7 @@ def with_derived(own: Any) -> Any:
 def _derived(chat_template: str) -> dict[str, Any] | None:
     for answers in _ANSWERS.values():
         if all(mark in chat_template for mark in answers.MARKS):
-            template: dict[str, Any] = answers.TEMPLATE
-            return template
+            return answers.TEMPLATE
     chat_ml = "<|im_start|>" in chat_template and "<tool_call>" in chat_template
     if not chat_ml or "<arg_key>" in chat_template:
         return None

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from transformers.utils import cached_file
 
 from ..transformers import loading
+from ..transformers.basics.scoped import having
 from ..transformers.checkpoints.sizes import total_bytes
 from ..transformers.checkpoints.source import Source
 from .loop import CannotBeCut, find_loop
@@ -131,12 +132,8 @@ class PipelineLoading:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Inside the block, a model that is loaded keeps only the layers of this process."""
-        token = _STAGE.set(self.stage)
-        try:
-            with self._telling():
-                yield
-        finally:
-            _STAGE.reset(token)
+        with having(_STAGE, self.stage), self._telling():
+            yield
 
     def finish(self, model: Any) -> None:
         """Waits until all processes have their layers, and takes over the calls of the model."""

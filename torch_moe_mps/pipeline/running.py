@@ -321,7 +321,8 @@ class Running:
                 self._fail(name, "a tensor or a number, which other processes can be told", value)
         seed = int(torch.randint(1 << 31, ()))  # what samples in several processes samples the same
         told = {"options": options, "config": None if config is None else config.to_dict(), "seed": seed}
-        told["kept"] = None if self.answering is None else self.answering.kept()
+        prompts = getattr(self.answering, "prompts", None)
+        told["kept"] = [kept.number for kept in prompts.kept] if prompts else []
         self._request(told, tensors)
         patient = None if streamer is None else _Patient(streamer)
         self._leads = False
@@ -351,8 +352,8 @@ class Running:
                 for name, value in zip(told["tensors"], values, strict=True)
                 if value is not None
             }
-            if self.answering is not None:
-                self.answering.keep_only(told["kept"])
+            if prompts := getattr(self.answering, "prompts", None):  # the first process has given up others
+                prompts.kept = [kept for kept in prompts.kept if kept.number in told["kept"]]
             with contextlib.suppress(ValueError, TypeError):  # which the first process has, too, and tells
                 self._answer(told["seed"], generation_config=config, **tensors, **told["options"])
 

@@ -203,8 +203,7 @@ def _implementation(config: object) -> str | None:
     current = getattr(config, "_experts_implementation", None)
     if current != NAME or config not in _BEFORE:
         _BEFORE[config] = current
-    before: str | None = _BEFORE[config]
-    return before
+    return _BEFORE[config]
 
 
 def _is_of_transformers(model: nn.Module) -> bool:

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 from weakref import WeakKeyDictionary
 
 from safetensors import safe_open
@@ -51,12 +52,9 @@ def _read(own: Any, model: Any, device_map: Any, others: dict[str, Any]) -> Any:
         method = stored.get("quant_method")
         expected = f"dense layers for it in {path}"
         raise ValueError(f"moe_mps::generate: use_mtp must have {expected}, got those of {method}")
-    conversions = vars(model).get("_weight_conversions")
-    model._weight_conversions = None  # those of the model's own format: the layers are as they came
-    try:
+    # Without the conversions of the model's own format: the layers are as they came.
+    with mock.patch.object(model, "_weight_conversions", None, create=True):
         found = own(model, device_map, **others).eval()
-    finally:
-        model._weight_conversions = conversions
     formats = _formats(model.get_decoder().layers[-1])
     if formats:
         quantize_model(found.layers, Recipe(formats.get("experts"), formats.get("linears")), progress=False)

@@ -4,11 +4,11 @@ If an operator fails, the model's own code stays in its place. Quantised weights
 are refused.
 """
 
-import contextlib
 import os
 import time
 import warnings
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 
 import torch
@@ -25,6 +25,7 @@ from ..selfcheck.machine import COMMAND, SWITCH, is_available, where
 from ..selfcheck.tensor_units import decide, is_forced, why_not, without_units
 from .basics.interface import formats_of, is_experts, is_quantized
 from .basics.report import Report
+from .basics.scoped import having
 from .basics.self_check_state import REFUSED, is_on_mps
 from .checkpoints.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
@@ -39,14 +40,9 @@ _OF_KIND = {
 }
 
 
-@contextlib.contextmanager
-def allowed(check: bool) -> Iterator[None]:
+def allowed(check: bool) -> AbstractContextManager[bool]:
     """Whether models that are accelerated inside the block may be checked."""
-    token = _ALLOWED.set(check and _ALLOWED.get())
-    try:
-        yield
-    finally:
-        _ALLOWED.reset(token)
+    return having(_ALLOWED, check and _ALLOWED.get())
 
 
 def reset() -> None:

@@ -56,8 +56,7 @@ class CausalMask(Deferred):
         lookahead: int = 0,
     ) -> "CausalMask":
         order = {"seen": seen, "window": window, "lookahead": lookahead, "key_range": key_range}
-        made: CausalMask = cls.made(shape, dtype, device, **order, _elements=None)
-        return made
+        return cls.made(shape, dtype, device, **order, _elements=None)
 
     @classmethod
     def of(
@@ -219,8 +218,7 @@ def _on_device(ranges: tuple[tuple[int, int], ...], device: Any, owner: Any) -> 
         return _copied(ranges, device)
     if owner not in _copiers:
         _copiers[owner] = functools.lru_cache(maxsize=8)(_copied)
-    found: Tensor = _copiers[owner](ranges, device)
-    return found
+    return _copiers[owner](ranges, device)
 
 
 def _copied(ranges: tuple[tuple[int, int], ...], device: Any) -> Tensor:

@@ -45,10 +45,9 @@ class Choice(NamedTuple):
         options |= {"keys": seen} if self.is_pooled else {}
         if self.block > 1:
             options["block"] = self.block
-        chosen: Tensor = ops.index_topk(
+        return ops.index_topk(
             self.q[:, first:last], k, weights, self.top_k, self.scale, **self.options, **options
         )
-        return chosen
 
     def as_mask(self, mask: Tensor | None, heads: int, tokens: int, keys: int) -> Tensor:
         """The mask of attention, [B, 1 or Hk, T, S]: what `mask` shows of what is chosen.

@@ -56,8 +56,7 @@ def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwa
     # scatters the result, which takes no -1.
     runs = type(mask) is CausalMask and mask.window is None and mask.dtype is not torch.bool
     if not runs or hidden_states.dtype is torch.float64 or cos.shape[-1] != form.rotary:
-        own: Tensor = original_class(indexer).forward(indexer, hidden_states, *args, **kwargs)
-        return own
+        return original_class(indexer).forward(indexer, hidden_states, *args, **kwargs)
     return _chosen(indexer, form, hidden_states, given, mask.seen, mask.key_range)
 
 

@@ -65,8 +65,7 @@ class Promised(Deferred):
     def __new__(cls, source: "Latents", number: int, heads: int, width: int) -> "Promised":
         latents = source.latents
         shape = (latents.shape[0], heads, latents.shape[2], width)
-        made: Promised = cls.made(shape, latents.dtype, latents.device, source=source, number=number)
-        return made
+        return cls.made(shape, latents.dtype, latents.device, source=source, number=number)
 
     def elements(self) -> Tensor:
         return self.source.expanded()[self.number]

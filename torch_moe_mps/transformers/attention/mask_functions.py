@@ -74,6 +74,10 @@ class _Seen(_Unreadable):
         return self
 
 
+# {multiples of a token's and a key's position in a sum that is 0 at most: the bound of a box, and its sign}
+_BOUNDS = {(1, -1): ("most", -1), (-1, 1): ("least", 1), (0, 1): ("last", -1), (0, -1): ("first", 1)}
+
+
 class _Position(_Unreadable):
     """`token` * the position of a token + `key` * that of a key + `more`."""
 
@@ -107,14 +111,9 @@ class _Position(_Unreadable):
         less = self - other
         if (less.token, less.key) == (0, 0):
             return _Seen(Box()) if less.more <= 0 else _Seen()
-        if (less.token, less.key) == (1, -1):
-            return _Seen(Box(most=-less.more))
-        if (less.token, less.key) == (-1, 1):
-            return _Seen(Box(least=less.more))
-        if (less.token, less.key) == (0, 1):
-            return _Seen(Box(last=-less.more))
-        if (less.token, less.key) == (0, -1):
-            return _Seen(Box(first=less.more))
+        if (less.token, less.key) in _BOUNDS:
+            name, sign = _BOUNDS[less.token, less.key]
+            return _Seen(Box(**{name: sign * less.more}))
         if less.key == 0 and all(
             less.token * end + less.more <= 0 for end in (self.tokens[0], self.tokens[-1])
         ):

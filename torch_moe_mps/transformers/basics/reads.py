@@ -5,14 +5,14 @@ and a formula on what a submodule computed. `holds` compares them with the value
 """
 
 import types
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from .scoped import having
 from .state import STATE
 
 _PLAIN = (bool, int, float, str, tuple)
@@ -35,15 +35,9 @@ class Read(NamedTuple):
     kept_in: str | None
 
 
-@contextmanager
-def recording() -> Iterator[dict[tuple[int, str], Read]]:
+def recording() -> AbstractContextManager[dict[tuple[int, str], Read]]:
     """Collects what `depends_on` notes while the context is open."""
-    reads: dict[tuple[int, str], Read] = {}
-    token = _current.set(reads)
-    try:
-        yield reads
-    finally:
-        _current.reset(token)
+    return having(_current, {})
 
 
 def depends_on(owner: Any, path: str, value: object = None) -> None:

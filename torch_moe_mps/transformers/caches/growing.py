@@ -42,12 +42,6 @@ def may_grow() -> bool:
     return not torch.is_grad_enabled() and not torch.compiler.is_compiling()
 
 
-def may_write(held: Tensor, new: Tensor) -> bool:
-    """Whether something of new tokens may be written there. torch refuses some tensors of inference mode."""
-    same = held.shape[0] == new.shape[0] and held.dtype is new.dtype and held.device == new.device
-    return same and (torch.is_inference_mode_enabled() or not held.is_inference())
-
-
 def latents_together(keys: Any, values: Any) -> Tensor | None:
     """[B, 1, S, L + R], whose first and last columns the two are; None if they do not lie side by side."""
     memory = _memory_of((keys, values))

@@ -56,8 +56,7 @@ def _empty_layer(plain: type, bits: int | None) -> Any:
 @torch.compiler.disable
 def _update_uncompiled(layer: Any, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
     """`layer.update` outside the graph: a graph cannot make the tensors of a layer in 8 bits."""
-    updated: tuple[Tensor, Tensor] = layer.update(*args, **kwargs)
-    return updated
+    return layer.update(*args, **kwargs)
 
 
 _MADE_AGAIN = ("pools", "is_in_order")  # what a copy of a layer makes again
@@ -144,10 +143,7 @@ class Growing(Made, DynamicLayer):
         keys, values = self.keys, self.values
         super().crop(tokens_to_remove)
         if self.keys is not keys:  # after each token generate() removes none
-            self.keys, self.values = (
-                growing.in_memory_of(keys, self.keys),
-                growing.in_memory_of(values, self.values),
-            )
+            self.keys, self.values = map(growing.in_memory_of, (keys, values), (self.keys, self.values))
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         self._change_batch(lambda tensor: tensor.index_select(0, beam_idx.to(tensor.device)))
@@ -163,8 +159,7 @@ class Growing(Made, DynamicLayer):
             together = growing.latents_together(self.keys, self.values)
             if together is None:
                 self.keys, self.values = (
-                    growing.with_room(self.keys, change),
-                    growing.with_room(self.values, change),
+                    growing.with_room(part, change) for part in (self.keys, self.values)
                 )
             else:
                 widths = self.keys.shape[3], self.values.shape[3]
@@ -202,8 +197,7 @@ class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
             new = pool(before, count)
             (self.pools,) = growing.extended((new.new_empty(0) if held is None else held,), (new,))
             self.rate = rate
-        pools: Tensor = self.pools
-        return pools
+        return self.pools
 
     def crop(self, tokens_to_remove: int) -> None:
         indexer_keys, pools = self.indexer_keys, self.pools

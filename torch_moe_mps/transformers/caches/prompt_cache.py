@@ -248,8 +248,7 @@ def _is_ours(path: Path) -> bool:
 
 def _plain(layer: Any) -> type:
     """transformers' class of a layer."""
-    plain: type = getattr(type(layer), "plain", type(layer))
-    return plain
+    return getattr(type(layer), "plain", type(layer))
 
 
 def _copy(value: Any) -> Any:

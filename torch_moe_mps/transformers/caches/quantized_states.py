@@ -54,8 +54,7 @@ class QuantizedStates(Deferred):
     def __new__(cls, packed: Tensor, scales: Tensor, biases: Tensor) -> "QuantizedStates":
         *rows, words = packed.shape
         shape, own = (*rows, words * 32 // CACHE_BITS), {"packed": packed, "scales": scales, "biases": biases}
-        made: QuantizedStates = cls.made(shape, scales.dtype, scales.device, **own)
-        return made
+        return cls.made(shape, scales.dtype, scales.device, **own)
 
     @classmethod
     def empty(cls, like: Tensor, tokens: int, widths: Sequence[int] = ()) -> "QuantizedStates":

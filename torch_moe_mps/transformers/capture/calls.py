@@ -30,6 +30,7 @@ from ..attention.attention import MOST_TOKENS
 from ..basics.bounded import Bounded
 from ..basics.classes import subclass
 from ..basics.residency import follow_moved
+from ..basics.scoped import having
 from ..basics.self_check_state import refused
 from ..caches.cache import takes_cache
 from ..caches.held import HeldEntries
@@ -485,12 +486,8 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(original.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            token = _GENERATES.set(True)
-            try:
-                with synchronized(self.device):
-                    return original.generate(self, *args, **kwargs)
-            finally:
-                _GENERATES.reset(token)
+            with having(_GENERATES, True), synchronized(self.device):
+                return original.generate(self, *args, **kwargs)
 
         members["generate"] = generate
     generates: Any = original

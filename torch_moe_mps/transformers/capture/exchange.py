@@ -34,8 +34,7 @@ class Exchange(Protocol):
 
 
 def exchange_of(model: nn.Module) -> Exchange | None:
-    found: Exchange | None = vars(model).get(_EXCHANGE)
-    return found
+    return vars(model).get(_EXCHANGE)
 
 
 def exchange_by(model: nn.Module, exchange: Exchange) -> None:

@@ -45,8 +45,7 @@ class Integers:
             f"lambda {', '.join(map(str, self._symbols))}: "
             f"[{', '.join(map(printed, self._places))}] if {' and '.join(conditions) or True} else None"
         )
-        made: Callable[..., list[int] | None] = eval(text, {"math": __import__("math")})
-        return made
+        return eval(text, {"math": __import__("math")})
 
 
 def assemble(graph: fx.Graph, integers: Integers, plan: CallPlan, weights: list[Tensor]) -> Any:

@@ -82,5 +82,4 @@ def _tokens(source: Source, text: str) -> Tensor:
         raise ValueError(
             f"moe_mps::importance: {source.path} has no tokenizer: {first_line(error)}"
         ) from None
-    ids: Tensor = tokenizer(text, return_tensors="pt", verbose=False).input_ids[0]
-    return ids[:TOKENS]
+    return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0][:TOKENS]

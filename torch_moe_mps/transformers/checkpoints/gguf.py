@@ -5,10 +5,10 @@ itself does not keep packed there; all else it loads as without this package. Wh
 transformers (gguf_file.py). What cannot stay packed it dequantises, and the report says what and why.
 """
 
-import contextlib
 import importlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from typing import Any
 
@@ -21,27 +21,23 @@ from transformers.integrations.gguf.kernels import get_gguf_kernel
 from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
-from ..basics.report import QuantizationReport, QuantizedProjection
+from ..basics.report import QuantizationReport
+from ..basics.scoped import having
 from ..families import GGUF
 from .checking import check_scales
 from .gguf_file import File, GgufRows, read_checked
 from .gguf_header import reading_once
 from .quantize import finish_loading
-from .sizes import bytes_a_token, quantized_bytes
+from .sizes import add_stored, bytes_a_token
 from .targets import HasTargets, Reasons, Target, add_tied, quantizable, tie_quantized, tied_layers
 from .weights import quantized_names, store_empty, take_stored
 
 _asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
 
 
-@contextlib.contextmanager
-def packing() -> Iterator[None]:
+def packing() -> AbstractContextManager[bool]:
     """Files that are loaded inside the block stay packed here, wherever that is."""
-    token = _asked.set(True)
-    try:
-        yield
-    finally:
-        _asked.reset(token)
+    return having(_asked, True)
 
 
 class Part:
@@ -166,10 +162,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
             for parameter in target.formats:
                 source = self._sources.get(f"{name}.{parameter}")
                 if source is not None and self.report is not None:
-                    weight = target.dense(parameter)
-                    now = quantized_bytes(weight, source.format)
-                    entry = QuantizedProjection(parameter, 0.0, weight.nbytes, now, source.format)
-                    self.report.modules.setdefault(name, []).append(entry)
+                    add_stored(self.report, target, parameter, source.format)
             take_stored(model, target)
         check_scales(model, loaded)
 

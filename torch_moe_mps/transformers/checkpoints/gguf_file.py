@@ -5,15 +5,16 @@ what it does with blocks, that code runs on numbers in place of values, two for 
 the result is a row of the file, its blocks are taken as they are.
 """
 
-import contextlib
 import copy
 import functools
 import math
 from collections import defaultdict
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable
+from contextlib import AbstractContextManager
 from importlib.util import find_spec
 from threading import Lock
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import numpy as np
 import torch
@@ -113,34 +114,15 @@ def check_file(path: str) -> None:
         raise ValueError(f"moe_mps::gguf: {path} must be {expected}, got {architecture}")
 
 
-class _Placing(Protocol):
-    """transformers' code for an architecture."""
-
-    def names(self, tensor: GgufTensor) -> Iterable[str]:
-        """The parameters of the model that a tensor goes into."""
-
-    def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
-        """A parameter, of the values of all its tensors, or of what stands for them."""
-
-    def inputs(self, name: str) -> Tensor | None:
-        """Which elements of its input a weight takes, in its order, where its columns do not move."""
-
-
-@contextlib.contextmanager
-def one_table_of_names() -> Iterator[None]:
+def one_table_of_names() -> AbstractContextManager[Any]:
     """transformers makes gguf's table again for each module, which takes most of the time of loading."""
     import gguf
 
-    own = gguf.get_tensor_name_map
-    gguf.get_tensor_name_map = functools.cache(own)
-    try:
-        yield
-    finally:
-        gguf.get_tensor_name_map = own
+    return mock.patch.object(gguf, "get_tensor_name_map", functools.cache(gguf.get_tensor_name_map))
 
 
 class _Processed:
-    """That of transformers' first loader."""
+    """transformers' code for an architecture: that of its first loader."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from transformers import modeling_gguf_pytorch_utils as first
@@ -162,6 +144,7 @@ class _Processed:
             into[self._names[result.name]] = torch.from_numpy(np.copy(result.weights))
 
     def names(self, tensor: GgufTensor) -> Iterable[str]:
+        """The parameters of the model that a tensor goes into."""
         for shape in ((*tensor.shape[:-1], 2), tensor.shape):
             found: dict[str, Tensor] = {}
             try:
@@ -174,17 +157,19 @@ class _Processed:
         return ()
 
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
+        """A parameter, of the values of all its tensors, or of what stands for them."""
         found: dict[str, Tensor] = {}
         for tensor, each in values:
             self._place(tensor, each, found)
         return found[name]
 
     def inputs(self, name: str) -> Tensor | None:
+        """Which elements of its input a weight takes, in its order, where its columns do not move."""
         return None
 
 
 class _Converted:
-    """That of its second loader, which keeps blocks itself: conversions as of other checkpoints."""
+    """The same of its second loader, which keeps blocks itself: conversions as of other checkpoints."""
 
     def __init__(self, architecture: str, model: "PreTrainedModel"):
         from transformers.integrations.gguf import get_gguf_conversion_mapping
@@ -230,7 +215,7 @@ class _Converted:
         return moved[0] if moved else None
 
 
-def placing_of(architecture: str, model: "PreTrainedModel") -> _Placing:
+def placing_of(architecture: str, model: "PreTrainedModel") -> _Processed | _Converted:
     from transformers.integrations.gguf import is_gguf_arch_supported
 
     return (_Converted if is_gguf_arch_supported(architecture) else _Processed)(architecture, model)

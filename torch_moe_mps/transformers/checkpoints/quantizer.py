@@ -57,31 +57,25 @@ register_quantization_config(NAME)(QuantizationConfig)
 _PACKAGES = {"awq": "gptqmodel", "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel"}
 
 
-def _recognise() -> None:
+def _recognise(cls: Any, name: str) -> None:
     """MLX's quantisation and ours name no method, which transformers takes for an error."""
-    supports, from_dict = AutoHfQuantizer.supports_quant_method, AutoQuantizationConfig.from_dict
+    own = getattr(cls, name)
 
-    def supports_quant_method(quantization_config_dict: Any) -> bool:
-        return supports(_with_method(quantization_config_dict))
+    def recognised(quantization_config_dict: Any) -> Any:
+        return own(_with_method(quantization_config_dict))
 
-    def config_from_dict(quantization_config_dict: Any) -> Any:
-        return from_dict(_with_method(quantization_config_dict))
-
-    patched: Any = AutoHfQuantizer, AutoQuantizationConfig
-    patched[0].supports_quant_method = staticmethod(supports_quant_method)
-    patched[1].from_dict = staticmethod(config_from_dict)
+    setattr(cls, name, staticmethod(recognised))
 
 
 def _with_method(stored: Any) -> Any:
     """Adds the method, in place: transformers keeps the dict."""
-    if isinstance(stored, dict) and is_mlx(stored):
+    if not isinstance(stored, dict):
+        return stored
+    if is_mlx(stored) or _is_for_us(stored):
+        read: dict[str, Any] = {"mlx": True} if is_mlx(stored) else {"other": dict(stored)}
         stored.clear()
-        stored.update(quant_method=NAME, mlx=True)
-    elif isinstance(stored, dict) and _is_for_us(stored):
-        other = dict(stored)
-        stored.clear()
-        stored.update(quant_method=NAME, other=other)
-    elif isinstance(stored, dict) and is_ours(stored):
+        stored.update(quant_method=NAME, **read)
+    elif is_ours(stored):
         stored.update(quant_method=NAME)
     return stored
 
@@ -94,7 +88,8 @@ def _is_for_us(stored: dict[str, Any]) -> bool:
     return torch.backends.mps.is_available() or find_spec(package) is None
 
 
-_recognise()
+_recognise(AutoHfQuantizer, "supports_quant_method")
+_recognise(AutoQuantizationConfig, "from_dict")
 
 
 @register_quantizer(NAME)
@@ -105,7 +100,6 @@ class Quantizer(HasTargets, HfQuantizer):
         report: the QuantizationReport of what was quantised while loading; None if nothing was.
     """
 
-    requires_calibration = False
     quantization_config: QuantizationConfig
     report: QuantizationReport | None = None
     _reading: Reading | OthersReading | None = None  # of a checkpoint in names that are not ours

@@ -5,6 +5,7 @@ import functools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 from torch import Tensor, nn
 
@@ -66,16 +67,13 @@ def _described(model: Any) -> Iterator[None]:
     if right is None and not is_ours(stored):
         yield
         return
-    config = model.config
-    model.config = copy.copy(config)
+    config = copy.copy(model.config)
     if right is not None:
-        model.config.quantization_config = right
+        config.quantization_config = right
     else:
-        del model.config.quantization_config
-    try:
+        del config.quantization_config
+    with mock.patch.object(model, "config", config):
         yield
-    finally:
-        model.config = config
 
 
 def _own_configs(model: nn.Module) -> None:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ...quantization import Format, QuantizedWeight
 from ..basics.interface import experts_of
+from ..basics.report import QuantizationReport, QuantizedProjection
 from .targets import Target
 
 _TOP_K = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk", "top_k")
@@ -63,6 +64,15 @@ def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
             own[getattr(target.module, name)] += quantized_bytes(target.dense(part), format)
         sizes |= own
     return sizes
+
+
+def add_stored(
+    report: QuantizationReport, target: Target, parameter: str, format: Format, error: float = 0.0
+) -> None:
+    """Adds what a checkpoint has in a format to a report."""
+    dense = target.dense(parameter)
+    entry = QuantizedProjection(parameter, error, dense.nbytes, quantized_bytes(dense, format), format)
+    report.modules.setdefault(target.name, []).append(entry)
 
 
 def quantized_bytes(weight: Tensor, format: Format) -> int:

@@ -21,6 +21,7 @@ from ...ops._checks import Check
 from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
 from ..graphs.patterns import match
+from ..modules.functions import codes
 from ..modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
 from ..modules.traced import Input, path_of, trace
 from .absent import around_text
@@ -71,8 +72,7 @@ class Target:
     @property
     def dtype(self) -> torch.dtype:
         """Of the weights while they are dense."""
-        dtype: torch.dtype = getattr(self.module, self.parameters[0]).dtype
-        return dtype
+        return getattr(self.module, self.parameters[0]).dtype
 
     @property
     def is_split(self) -> bool:
@@ -84,8 +84,7 @@ class Target:
         if self.is_split and parameter in ("gate_up_proj", "up_proj"):
             halves = self.experts.gate_up_proj.chunk(2, -1 if self.experts.is_transposed else -2)
             return halves[parameter == "up_proj"]
-        weight: Tensor = getattr(self.module, parameter)
-        return weight
+        return getattr(self.module, parameter)
 
     def rows_first(self, weight: Tensor) -> Tensor:
         """The view [E, output, input] of a dense parameter; E is 1 for a layer."""
@@ -266,7 +265,7 @@ def _weights_read_by(cls: type) -> dict[str, str]:
                 read += _read_by_functions(function)
                 found |= dict.fromkeys(read, "the code around it reads its weight")
             except (OSError, SyntaxError):  # as of a lambda in the middle of a line
-                names = {*_names_in(inspect.unwrap(function).__code__)}
+                names = _names_in(inspect.unwrap(function).__code__)
                 reason = "the code around it, which has no source, reads a weight"
                 found |= dict.fromkeys(names if "weight" in names else (), reason)
     return found
@@ -287,12 +286,9 @@ def _read_by_functions(method: types.FunctionType) -> Iterator[str]:
                 yield from _READ_OF_ANY.findall(inspect.getsource(function))
 
 
-def _names_in(code: types.CodeType) -> Iterator[str]:
+def _names_in(code: types.CodeType) -> set[str]:
     """The names of attributes and globals in code, and in functions within."""
-    yield from code.co_names
-    for each in code.co_consts:
-        if isinstance(each, types.CodeType):
-            yield from _names_in(each)
+    return {name for each in codes(code) for name in each.co_names}
 
 
 def _towers(model: Any) -> Iterator[str]:

@@ -4,8 +4,7 @@ import ast
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import torch
-from torch import Tensor, fx
+from torch import fx
 
 from .nodes import (
     aten,
@@ -14,6 +13,7 @@ from .nodes import (
     in_shape,
     is_call,
     is_final,
+    is_node,
     is_same,
     is_unchanged,
     memory_of,
@@ -23,7 +23,7 @@ from .nodes import (
     written,
 )
 from .patterns import Bound, Shared, before_widening, called, computed, leaves, matches, parsed
-from .tracing import ITEM, VALUE, as_given, geometry
+from .tracing import ITEM, VALUE, as_given, key_of
 
 
 class _Unfit(ValueError):
@@ -119,7 +119,7 @@ class _New:
         for one, other in zip(like if several else [like], map(tensor_of, old), strict=True):
             if one.dtype != other.dtype or one.numel() != other.numel() or not other.is_contiguous():
                 raise _Unfit
-        for each in filter(_is_node, given.values()):
+        for each in filter(is_node, given.values()):
             if self._before < memory_of(each):
                 raise _Unfit
             hoist(each, self._before)
@@ -143,8 +143,8 @@ class _New:
                 raise _Unfit
             value = self._value(each)
             given[name] = float(value) if str(known[name].type) == "float" else value
-        fakes = {n: tensor_of(v) if _is_node(v) else as_given(v) for n, v in given.items()}
-        key = target, _key([*fakes.items()])
+        fakes = {n: tensor_of(v) if is_node(v) else as_given(v) for n, v in given.items()}
+        key = target, key_of([*fakes.items()])
         if key not in self._results:
             self._results[key] = target(**fakes)
         return target, given, self._results[key]
@@ -202,16 +202,3 @@ class _New:
         source = value.args[0] if is_copy else before_widening(value)
         is_same = source < self._before and is_unchanged(source, source, self._before)
         return source if is_same else value
-
-
-def _key(value: Any) -> Any:
-    """What an operator's checks see of an argument."""
-    if isinstance(value, Tensor):
-        return value.dtype, value.device, *map(_key, geometry(value))
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_key, value))
-    return value.node.expr if isinstance(value, torch.SymInt) else (type(value), value)
-
-
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)

@@ -21,6 +21,10 @@ _RESHAPING = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.a
 _UNSAFE = (aten._unsafe_view, aten.unsafe_split, aten.unsafe_split_with_sizes)
 
 
+def is_node(value: Any) -> bool:
+    return isinstance(value, fx.Node)
+
+
 def is_call(value: Any, *operators: Any) -> bool:
     return isinstance(value, fx.Node) and getattr(value.target, "overloadpacket", None) in operators
 
@@ -36,8 +40,7 @@ def arguments(call: fx.Node) -> dict[str, Any]:
 
 
 def tensor_of(node: fx.Node) -> Tensor:
-    found: Tensor = node.meta[VALUE]
-    return found
+    return node.meta[VALUE]
 
 
 def put(before: fx.Node, operator: Any, value: Any, *args: Any, **kwargs: Any) -> fx.Node:

@@ -63,8 +63,7 @@ class _Named(Source):
 
     @property
     def name(self) -> str:
-        own: str = self.__dict__["_own_name"]
-        return own
+        return self.__dict__["_own_name"]
 
 
 class _Symbols(ShapeEnv):
@@ -289,6 +288,19 @@ def _has_bits(value: Any) -> bool:
 
 def geometry(tensor: Tensor) -> tuple[Any, Any, Any]:
     return tensor.shape, tensor.stride(), tensor.storage_offset()
+
+
+def key_of(value: Any) -> Any:
+    """What operators see of an argument, given or recorded: hashable, and equal for what they see alike."""
+    value = as_given(value)
+    if isinstance(value, Tensor):
+        return value.dtype, value.device, *map(key_of, geometry(value))
+    if isinstance(value, (list, tuple)):
+        return tuple(map(key_of, value))
+    if isinstance(value, torch.SymInt):
+        expression = value.node.expr
+        value = int(expression) if expression.is_number else expression
+    return type(value), value  # sympy compares its expressions with no tuple
 
 
 def _item(results: Any, number: int) -> Any:

@@ -63,8 +63,7 @@ def _activation_traced(module: Any) -> Activation | None:
     width = _width_between(module)
 
     def between(twin: Any, x: Tensor) -> Tensor:
-        out: Tensor = twin._apply_gate(x) if twin.has_gate else twin.act_fn(x)
-        return out
+        return twin._apply_gate(x) if twin.has_gate else twin.act_fn(x)
 
     def ask(sizes: Sizes, dtype: torch.dtype) -> Activation | None:
         traced = trace(module, Input((*sizes, width), dtype), function=between)
@@ -302,8 +301,7 @@ def _biases(self: Experts) -> dict[str, Tensor]:
 def activated_rows(self: Experts, x: Tensor, ids: Tensor) -> Tensor:
     """[T, H] -> [T, K, I]: what the second matrix of each slot's expert is multiplied with."""
     rows = _multiplied(self, projections(self)[0], x, ids)
-    activated: Tensor = self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
-    return activated
+    return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
 
 
 def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:

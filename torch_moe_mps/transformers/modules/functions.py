@@ -56,18 +56,19 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """The names that code, and functions in it, read as globals and as nothing else."""
     read: set[str] = set()
     other: set[str] = set()
-    for each in _codes(code):
+    for each in codes(code):
         for instruction in dis.get_instructions(each):
             if instruction.opcode in dis.hasname:
                 (read if instruction.opname == "LOAD_GLOBAL" else other).add(instruction.argval)
     return tuple(sorted(read - other))
 
 
-def _codes(code: types.CodeType) -> Iterator[types.CodeType]:
+def codes(code: types.CodeType) -> Iterator[types.CodeType]:
+    """Code, and that of functions within."""
     yield code
     for constant in code.co_consts:
         if isinstance(constant, types.CodeType):
-            yield from _codes(constant)
+            yield from codes(constant)
 
 
 @functools.lru_cache(maxsize=4096)

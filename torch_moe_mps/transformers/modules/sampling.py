@@ -23,6 +23,7 @@ from transformers.generation import (
 
 from ...ops._checks import ACTIVATION_DTYPES
 from ...ops.sampling import MAX_VOCABULARY, sample_
+from ..basics.scoped import having
 from ..basics.self_check_state import refused
 
 OPERATOR = "sample_"
@@ -174,9 +175,6 @@ def sampling(processors: Any, config: Any, device: torch.device) -> Iterator[Any
         yield processors
         return
     stands = Sampling(processors, config)
-    token = _CURRENT.set(stands)
-    try:
+    with having(_CURRENT, stands):
         yield stands
-    finally:
-        _CURRENT.reset(token)
     stands.require_distributions()

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from ..basics.bounded import Bounded
 from ..basics.reads import depends_on
+from ..basics.scoped import having
 from ..basics.state import original_class
 from ..graphs.passes.simplify import drop_unused, make_new_tensors, share_equal, share_views
 from ..graphs.patterns import uncast
@@ -312,8 +313,7 @@ def _note(owner: Any, path: Path, value: Any) -> None:
 def path_of(value: Any) -> str | None:
     """The path of the tensor of the module that an argument is, before casts and other shapes."""
     value = uncast(value)
-    found: str | None = value.meta.get(PATH) if isinstance(value, fx.Node) else None
-    return found
+    return value.meta.get(PATH) if isinstance(value, fx.Node) else None
 
 
 def takes(module: nn.Module, inputs: int) -> bool:
@@ -357,12 +357,9 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
         for seen, found in forms:
             if _is_alike(module, seen):
                 return found
-        token = _seen.set({})
-        try:
+        with having(_seen, dict[Path, Any]()) as noted:
             found = find(module)
-            forms.append((_seen.get() or {}, found))
-        finally:
-            _seen.reset(token)
+        forms.append((noted, found))
         del forms[:-_KNOWN]
         return found
 

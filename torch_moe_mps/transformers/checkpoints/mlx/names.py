@@ -8,6 +8,7 @@ import re
 from collections.abc import Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NamedTuple
+from unittest import mock
 
 import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
@@ -120,13 +121,8 @@ class Names:
     def _original(self, name: str) -> list[str]:
         owner, _, last = name.rpartition(".")
         shape = getattr(getattr(self.model.get_submodule(owner), last, None), "shape", (1, 1))
-        own = vars(self.model)
-        before = own.get("_weight_conversions")
-        own["_weight_conversions"] = self._conversions
-        try:
+        with mock.patch.object(self.model, "_weight_conversions", self._conversions, create=True):
             reverted = revert_weight_conversion(self.model, {name: torch.empty(shape, device="meta")})
-        finally:
-            own["_weight_conversions"] = before
         return [self._renamed(theirs, name) for theirs in reverted]
 
     def _renamed(self, theirs: str, name: str) -> str:

@@ -28,12 +28,12 @@ from transformers.core_model_loading import (
 from ....ops._checks import Check
 from ....quantization import QuantizedWeight
 from ....quantization.formats import ErrorSums
-from ...basics.report import QuantizationReport, QuantizedProjection
+from ...basics.report import QuantizationReport
 from ...modules.experts import is_interleaved
 from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
 from ..operations import Operation
-from ..sizes import quantized_bytes
+from ..sizes import add_stored
 from ..targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
 from .layouts import CODES, STACKED, Files, Matrix, alike, matrix_of, stack_of
@@ -238,11 +238,7 @@ class Reading:
             made = [None if t is None else target.rows_first(t).contiguous() for t in made]
         packed, scales, biases = made
         weight = QuantizedWeight(packed, scales, biases, target.formats[parameter])
-        dense = target.dense(parameter)
-        entry = QuantizedProjection(
-            parameter, errors.relative, dense.nbytes, quantized_bytes(dense, weight.format), weight.format
-        )
-        self.report.modules.setdefault(target.name, []).append(entry)
+        add_stored(self.report, target, parameter, weight.format, errors.relative)
         return weight
 
     def _dense(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
@@ -265,8 +261,7 @@ class Reading:
         made = converter.convert(name, model=self.model, config=self.model.config)
         if {*made} != {name}:
             _CHECK.fail(name, "a parameter made of whole matrices", f"{sorted(made)} made of {parts[0].key}")
-        joined: Tensor = made[name][0] if isinstance(made[name], list) else made[name]
-        return joined
+        return made[name][0] if isinstance(made[name], list) else made[name]
 
     def forget_absent(self) -> None:
         """The model was cut: makes only the parameters that it still has."""

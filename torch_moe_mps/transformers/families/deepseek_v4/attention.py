@@ -51,8 +51,7 @@ def compressed_layer(
     if held is None or not plain or options.get("output_attentions") or is_observed(*within):
         options |= {"position_ids": position_ids, "attention_mask": attention_mask}
         options |= {"position_embeddings": position_embeddings, "past_key_values": past_key_values}
-        own: tuple[Tensor, Tensor | None] = original_class(layer).forward(layer, hidden_states, **options)
-        return own
+        return original_class(layer).forward(layer, hidden_states, **options)
     tables = position_embeddings[layer.rope_layer_type]
     return _attended(layer, held, hidden_states, tables), None
 
@@ -115,8 +114,7 @@ def _pooled(compressor: Any, held: GrowingCompressed, name: str, x: Tensor, posi
         *(getattr(rotary, f"{kind}_inv_freq"), getattr(rotary, f"{kind}_attention_scaling")),
         norm.variance_epsilon,
     )
-    entries: Tensor = held.compressed_kv[name]
-    return entries
+    return held.compressed_kv[name]
 
 
 def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: GrowingCompressed) -> Tensor:
@@ -124,8 +122,7 @@ def _chosen(indexer: Any, q: Tensor, k: Tensor, weights: Tensor, held: GrowingCo
     scorer = indexer.scorer
     scale = scorer.softmax_scale * scorer.weights_scaling
     of_blocks = {"block": indexer.compress_rate, "keys": held.cumulative_length}
-    chosen: Tensor = ops.index_topk(q, k, weights, indexer.index_topk, scale, **of_blocks)
-    return chosen
+    return ops.index_topk(q, k, weights, indexer.index_topk, scale, **of_blocks)
 
 
 def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str, Any]) -> Tensor:
@@ -134,8 +131,7 @@ def _projected(layer: Any, out: Tensor, cos: Tensor, sin: Tensor, turn: dict[str
     tables = (table.expand(batch, -1, -1).reshape(batch * tokens, 1, -1) for table in (cos, sin))
     out, _ = ops.rope(out.view(batch * tokens, 1, heads, width), None, *tables, **turn)
     out = layer.o_a_proj(out.view(batch, tokens, layer.o_a_proj.n_groups, -1))
-    result: Tensor = layer.o_b_proj(out.flatten(2))
-    return result
+    return layer.o_b_proj(out.flatten(2))
 
 
 # Recognising a layer

@@ -42,8 +42,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if not growing.may_grow():
-            updated: tuple[Tensor, Tensor] = self.plain.update(self, key_states, value_states)
-            return updated
+            return self.plain.update(self, key_states, value_states)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
             if self.bits is not None:
@@ -67,7 +66,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
             ones, which the layer holds from then on, [B, N, width].
         """
         tokens, closed = kv.shape[1], self.cumulative_length // self.compress_rate
-        if name in self.pools and not growing.may_write(self.pools[name], kv):
+        if name in self.pools and not _may_write(self.pools[name], kv):
             self._leave(name, tokens)
         state = self.pools.get(name)
         if state is None:
@@ -75,7 +74,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
             state = self._state_of_buffers(name, kv, width, self.cumulative_length - tokens)
         held = self.compressed_kv[name]
         memory: Any = getattr(held, growing.MEMORY, None)
-        if memory is None or not growing.may_write(memory, kv) or closed > memory.shape[1]:
+        if memory is None or not _may_write(memory, kv) or closed > memory.shape[1]:
             memory = kv.new_empty(kv.shape[0], closed + growing.room_behind(closed), width)
             if held is not None:
                 memory[:, : held.shape[1]] = held
@@ -87,14 +86,12 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
     @property
     def pools(self) -> dict[str, Tensor]:
         """{name: [B, rate or 2 rate, 2, W]}, the last tokens as `pool_window_` keeps them."""
-        found: dict[str, Tensor] = self.__dict__.setdefault(_POOLS, {})
-        return found
+        return self.__dict__.setdefault(_POOLS, {})
 
     @property
     def biases(self) -> dict[str, Tensor]:
         """{name: [rate, W]}, the position bias of each compressor."""
-        found: dict[str, Tensor] = self.__dict__.setdefault(_BIASES, {})
-        return found
+        return self.__dict__.setdefault(_BIASES, {})
 
     def _state_of_buffers(self, name: str, kv: Tensor, width: int, position: int) -> Tensor:
         """The state that transformers' buffers describe, before `position` tokens."""
@@ -138,8 +135,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
 
     def store_compression_weights(self, name: str, kv: Tensor, gate: Tensor) -> tuple[Tensor, Tensor, int]:
         self._leave(name, kv.shape[1])
-        found: tuple[Tensor, Tensor, int] = self.plain.store_compression_weights(self, name, kv, gate)
-        return found
+        return self.plain.store_compression_weights(self, name, kv, gate)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         for name in [*self.pools]:
@@ -169,3 +165,9 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
             for name, tensor in held.items() if type(held) is dict and place != _BIASES else ():
                 if isinstance(tensor, Tensor):
                     held[name] = growing.with_room(tensor, change)
+
+
+def _may_write(held: Tensor, new: Tensor) -> bool:
+    """Whether something of new tokens may be written there. torch refuses some tensors of inference mode."""
+    same = held.shape[0] == new.shape[0] and held.dtype is new.dtype and held.device == new.device
+    return same and (torch.is_inference_mode_enabled() or not held.is_inference())

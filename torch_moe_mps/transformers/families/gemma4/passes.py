@@ -1,4 +1,4 @@
-"""A router that norms, multiplies, selects and scales, as one operator."""
+"""A router that norms, multiplies, selects and scales, as one operator, and the factor of a layer."""
 
 from typing import Any
 
@@ -6,12 +6,21 @@ import torch
 from torch import Tensor, fx
 
 from ....ops._checks import MAX_TOP_K
+from ...graphs.fusion import Fusion
 from ...graphs.nodes import arguments, aten, calls, is_call, is_unchanged, ours, put, tensor_of
 from ...graphs.patterns import match
 from ...graphs.tracing import ITEM, VALUE
 
 _WEIGHTS = "item(T, 0) / sum(item(T, 0), [-1], True) * index(PER_EXPERT, [item(T, 1)])"
 _CHOICE = "topk(_softmax(linear(rms_norm(X, None, EPS) * SCALE * ROOT, LINEAR, None), -1, False), K)"
+
+scale_norm_sums = Fusion(
+    "scale_norm_sums",
+    (
+        "fused_norm_add(R, X, W, EPS, OFFSET) * SCALAR",
+        "fused_norm_add_scalar(R, X, W, SCALAR, EPS, OFFSET)",
+    ),
+)
 
 
 def gate_in_one(graph: fx.Graph) -> None:

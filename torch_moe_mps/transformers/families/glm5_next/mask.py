@@ -29,8 +29,7 @@ def _wrap(owner: Any) -> None:
         if isinstance(topk_indices, Choice):
             return topk_indices.as_mask(None, 1, tokens, kv_length)
         if topk_indices is not EVERYTHING:
-            made: Tensor | None = own(self, topk_indices, query_states, kv_length)
-            return made
+            return own(self, topk_indices, query_states, kv_length)
         mask = CausalMask((batch, 1, tokens, kv_length), kv_length, None, torch.bool, query_states.device)
         return None if mask.hides_nothing or mask.is_of_first_tokens else mask
 

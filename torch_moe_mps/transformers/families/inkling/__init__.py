@@ -1,8 +1,15 @@
-"""Inkling: attention with a bias of relative positions."""
+"""Inkling: attention with a bias of relative positions, convolutions with their input, routers in float32."""
 
 from ...attention.relative_bias import MAKERS
+from ...graphs.passes import INTRODUCED, PASSES
+from ...graphs.passes.fused import norm_in_linear_attention
+from ...graphs.passes.routing import hand_routing_over
 from ...modules.rules import MODULE_RULES
+from .passes import input_in_convolution, logits_in_float32
 from .relative_bias import makes_relative_bias, rewrite_relative_bias
 
 MAKERS.append(makes_relative_bias)
 MODULE_RULES.append(rewrite_relative_bias)
+PASSES.insert(PASSES.index(norm_in_linear_attention) + 1, input_in_convolution)
+PASSES.insert(PASSES.index(hand_routing_over), logits_in_float32)
+INTRODUCED[logits_in_float32] = "router_logits"

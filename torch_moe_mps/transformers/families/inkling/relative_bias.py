@@ -54,8 +54,7 @@ class BiasOfStates(RelativeBias):
         batch, tokens, heads, _ = states.shape
         shape = batch, heads, tokens, keys
         own = {"states": states, "bank": bank, "make": make, "steps": steps, "_elements": None}
-        made: BiasOfStates = cls.made(shape, dtype, states.device, **own)
-        return made
+        return cls.made(shape, dtype, states.device, **own)
 
     def elements(self) -> Tensor:
         if self._elements is None:
@@ -142,8 +141,7 @@ def relative_forward(
     own, bank = original_class(module).forward, module.get_parameter("proj")
     fits = states.dim() == 4 and states.dtype == bank.dtype in ACTIVATION_DTYPES
     if not fits or states.shape[1:2] != query_positions.shape:
-        made: Tensor = own(module, states, query_positions, key_positions)
-        return made
+        return own(module, states, query_positions, key_positions)
     return BiasOfStates(
         states,
         bank,

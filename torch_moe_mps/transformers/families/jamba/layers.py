@@ -30,5 +30,4 @@ def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> T
         lambda state: ops.selective_scan_(mixed, step, b, c, state, layer.A_log, **options),
         begins_anew=x.shape[1] > 1,  # as the model's prompts do, whatever the cache holds
     )
-    result: Tensor = layer.out_proj(out)
-    return result
+    return layer.out_proj(out)

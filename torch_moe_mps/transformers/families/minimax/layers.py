@@ -23,8 +23,7 @@ def lightning_layer(
     if is_seen(layer):
         options |= {"attention_mask": attention_mask, "past_key_values": past_key_values}
         options["position_embeddings"] = position_embeddings
-        own: tuple = original_class(layer).forward(layer, hidden_states, **options)
-        return own
+        return original_class(layer).forward(layer, hidden_states, **options)
     mixed, gate = layer.qkv_proj(hidden_states), layer.output_gate(hidden_states)
     mixed = masked(layer.act_fn(mixed), attention_mask).unflatten(-1, (heads, 3 * width))
     held = None if past_key_values is None else past_key_values.get_linear_cache(layer.layer_idx)

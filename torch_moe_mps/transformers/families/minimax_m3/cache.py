@@ -25,8 +25,7 @@ class GrowingBlocks(Growing, HeldIndex):
 
     def update_index(self, idx_k: Tensor) -> Tensor:
         if not growing.may_grow():
-            keys: Tensor = self.plain.update_index(self, idx_k)
-            return keys
+            return self.plain.update_index(self, idx_k)
         held = idx_k.new_empty(0) if self.idx_keys is None else self.idx_keys
         (self.idx_keys,) = growing.extended((held,), (idx_k,))
         return self.idx_keys

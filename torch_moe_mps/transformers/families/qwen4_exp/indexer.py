@@ -50,8 +50,7 @@ def qsa_forward(
     )
     if not runs:
         given = (hidden_states, position_embeddings, attention_mask, past_key_values)
-        own: Tensor = original_class(indexer).forward(indexer, *given)
-        return own
+        return original_class(indexer).forward(indexer, *given)
     turn: Turn = state_of(indexer).formula
     choice = _choice(indexer, turn, hidden_states, position_embeddings, layer)
     if choice is None:

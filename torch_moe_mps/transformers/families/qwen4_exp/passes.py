@@ -1,9 +1,14 @@
-"""Tables of the whole context, which the indexer makes, and of which most layers read those of new tokens."""
+"""Tables of the whole context, which the indexer makes, and of which most layers read those of new tokens;
+and the mean over streams.
+"""
 
 from torch import fx
 
+from ...graphs.fusion import Fusion
 from ...graphs.nodes import arguments, aten, calls, changed, is_call, is_final, ours, put, tensor_of
 from ...graphs.tracing import VALUE, as_recorded
+
+mean_in_elements = Fusion("mean_in_elements", ("mean(pointwise(*A[S])[S], [-2])", "pointwise(*A, mean=True)"))
 
 
 def tables_of_slices(graph: fx.Graph) -> None:

@@ -18,11 +18,8 @@ from .fused import (
     factor_in_norm,
     gate_in_attention,
     gates_in_linear_attention,
-    input_in_convolution,
-    mean_in_elements,
     norm_in_linear_attention,
     norm_sums,
-    scale_norm_sums,
     streams_in_update,
 )
 from .linear_attention import keep_state
@@ -36,7 +33,7 @@ from .rotation import (
     turn_parts,
     write_into_cache,
 )
-from .routing import choose_in_experts, hand_routing_over, logits_in_float32, shared_expert_in_experts
+from .routing import choose_in_experts, hand_routing_over, shared_expert_in_experts
 from .simplify import (
     constants_first,
     drop_neutral,
@@ -61,19 +58,16 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
-    input_in_convolution,
     heads_that_do_not_turn,
     norms_in_rotation,  # of the whole heads
     join_rotations,
     write_into_cache,
     gate_in_attention,
     turn_in_attention,
-    logits_in_float32,
     hand_routing_over,  # of the gates that the pass before has made, too
     activate_in_linears,  # before sums: what an operator adds comes behind its activation
     add_in_operators,  # before norms: a sum in an operator leaves a norm that may join what follows
     add_norms,
-    scale_norm_sums,
     streams_in_update,
     update_in_connections,
     norm_in_operators,
@@ -83,14 +77,12 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     shared_expert_in_experts,
     split_dimensions,
     join_elements,  # of what no operator has taken
-    mean_in_elements,
     share_views,  # of what the passes have made
     share_equal,  # last: what a pattern reads once, a call of another layer may read too
 ]
 
 # The passes that put in operators which modules do not call.
 INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
-    logits_in_float32: "router_logits",
     norm_in_operators: "router_logits",
     choose_in_experts: "router_logits",
     heads_that_do_not_turn: "rope",

@@ -27,13 +27,6 @@ add_in_operators = Fusion(
 add_norms = Fusion(
     "add_norms", ("R[S] + rms_norm(X, W, EPS, OFFSET)", "fused_norm_add(R, X[S], W, EPS, OFFSET)")
 )
-scale_norm_sums = Fusion(
-    "scale_norm_sums",
-    (
-        "fused_norm_add(R, X, W, EPS, OFFSET) * SCALAR",
-        "fused_norm_add_scalar(R, X, W, SCALAR, EPS, OFFSET)",
-    ),
-)
 factor_in_norm = Fusion("factor_in_norm", ("rms_norm(*A) * FACTOR", "rms_norm(*A, factor=FACTOR)"))
 
 norm_sums = Fusion(
@@ -56,8 +49,6 @@ streams_in_update = Fusion(
     ),
     (f"{_UPDATED} + STREAMS", "hyper_update(STREAMS[..., N, H], OUT[..., H], item(C, 1))"),
 )
-mean_in_elements = Fusion("mean_in_elements", ("mean(pointwise(*A[S])[S], [-2])", "pointwise(*A, mean=True)"))
-
 _GATE = 'gate=GATE[{}], gate_activation="{}"'
 _BACK = ("heads_mm", "heads_quantized")
 # One number for a head may be a factor of what the head's matrix makes of latents: a product is linear.
@@ -97,10 +88,4 @@ norm_in_linear_attention = Fusion(
         "linear_attention_(*A, gate=GATE[S], gate_activation=ACTIVATION, norm_weight=W, norm_eps=EPS,"
         " norm_offset=OFFSET)",
     ),
-)
-# What models compute in float32, and round to the dtype that X had, the operator computes likewise.
-input_in_convolution = Fusion(
-    "input_in_convolution",
-    ("causal_conv1d_update_(X, *A) + X", "causal_conv1d_update_(X, *A, add_input=True)"),
-    ("_to_copy(causal_conv1d_update_(X, *A), dtype=D)", "causal_conv1d_update_(X, *A)"),
 )

@@ -5,6 +5,7 @@ operator reads what is written into them later.
 """
 
 from collections import defaultdict
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -77,15 +78,13 @@ def activate_in_linears(graph: fx.Graph) -> None:
         call = _linear_behind(beneath(value))
         if call is None or not isinstance(divisor, (int, float)) or divisor == 0:
             continue
-        given, like, shown = arguments(call), tensor_of(silu), dict[fx.Node, Any]()
+        given, like = arguments(call), tensor_of(silu)
         alike = like.dtype == tensor_of(call).dtype and is_final(silu) and is_final(call)
         if not alike or given["residual"] is not None or given["activation"] is not None:
             continue
         first = in_shape(value, silu, silu)
-        if first is None or not _can_show(silu, tensor_of(first), shown):
+        if first is None or not _show([silu], [tensor_of(first)]):
             continue
-        for node, each in shown.items():
-            node.meta[VALUE] = each
         options = {"activated": tensor_of(beneath(value)).shape[-1], "factor": 1 / divisor}
         silu.replace_all_uses_with(first)
         call.replace_all_uses_with(changed(call, call, activation="silu", **options))
@@ -137,12 +136,8 @@ def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor) -> None:
     weight, sizes = tensor_of(arguments(call)["packed"]), [tensor_of(end).numel() for end in ends]
     order = _constant(call, sources.argsort().int().to(weight.device), [])
     parts = tensor_of(call).split_with_sizes(sizes, -1)
-    shown: dict[fx.Node, Any] = {}
-    for end, part in zip(ends, parts, strict=True):
-        if not _can_show(end, part.view(tensor_of(end).shape), shown):
-            return
-    for node, value in shown.items():
-        node.meta[VALUE] = value
+    if not _show(ends, [part.view(tensor_of(end).shape) for end, part in zip(ends, parts, strict=True)]):
+        return
     ordered = changed(call, call, order=order)
     split = put(call, aten.split_with_sizes.default, parts, ordered, sizes, -1)
     for number, end in enumerate(ends):
@@ -177,11 +172,9 @@ def _join(group: list[fx.Node]) -> None:
     if len(group) < 2:
         return
     result = tensor_of(first).new_empty((*tensor_of(first).shape[:-1], sum(rows)))
-    parts, shown = result.split_with_sizes(rows, -1), dict[fx.Node, Any]()
-    if not all(_can_show(*each, shown) for each in zip(group, parts, strict=True)):
+    parts = result.split_with_sizes(rows, -1)
+    if not _show(group, parts):
         return
-    for node, value in shown.items():
-        node.meta[VALUE] = value
     matrix = {name: _constant(first, joined_rows(each, rows), each) for name, each in weights.items()}
     if is_call(first, aten.mm):
         rows_of_all: Any = matrix["mat2"]
@@ -213,6 +206,16 @@ def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]
         node = before.graph.get_attr("joined")
     node.meta.update({TENSOR: tensor, VALUE: tensor, PARTS: [part for part in parts if part is not None]})
     return node
+
+
+def _show(nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> bool:
+    """Gives nodes, and the views of them, other values. Returns: whether what reads them can read these."""
+    shown: dict[fx.Node, Any] = {}
+    if not all(_can_show(*each, shown) for each in zip(nodes, values, strict=True)):
+        return False
+    for node, value in shown.items():
+        node.meta[VALUE] = value
+    return True
 
 
 def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:

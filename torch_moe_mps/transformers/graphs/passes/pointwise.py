@@ -8,7 +8,7 @@ import torch
 from torch import fx
 
 from ....ops.pointwise import DTYPES, INPUTS, MAX_NUMBERS, MAX_RANK, MAX_STEPS, UNARY
-from ..nodes import arguments, aten, beneath, is_call, is_unchanged, of_shape, ours, put, tensor_of
+from ..nodes import arguments, aten, beneath, is_call, is_node, is_unchanged, of_shape, ours, put, tensor_of
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 _READ = (*_NAMES, torch.int32, torch.int64)
@@ -46,7 +46,7 @@ def split_dimensions(graph: fx.Graph) -> None:
         own = tensor_of(call).shape
         behind = [user for user in call.users if is_call(user, *_VIEWS)]
         shapes = [tensor_of(user).shape for user in behind if any(map(_operation, _users(user)))]
-        sources = [beneath(each) for each in _operands(call) if _is_node(each)]
+        sources = [beneath(each) for each in _operands(call) if is_node(each)]
         shapes += [tensor_of(each).shape for each in sources if _operation(each) is not None]
         fine = max(shapes, key=_rank, default=own)
         parts = _parts(own, fine) if _rank(own) < _rank(fine) and len(fine) <= MAX_RANK else None
@@ -114,13 +114,11 @@ class _Group:
     def _fits(self, node: fx.Node) -> bool:
         if _operation(node) is None or not all(user in self.members for user in _users(node)):
             return False
-        return all(is_unchanged(each, node, self.root) for each in _operands(node) if _is_node(each))
+        return all(is_unchanged(each, node, self.root) for each in _operands(node) if is_node(each))
 
     def _sources(self, member: fx.Node) -> list[tuple[fx.Node, Dims]]:
         """What a member computes with, before views, and how its dimensions go with the result's."""
-        found = [
-            _before_views(each, self._dims(each, member)) for each in _operands(member) if _is_node(each)
-        ]
+        found = [_before_views(each, self._dims(each, member)) for each in _operands(member) if is_node(each)]
         return [each for each in found if each[0].op == "call_function"]
 
     def _dims(self, operand: fx.Node, member: fx.Node) -> Dims:
@@ -137,7 +135,7 @@ class _Group:
         for member in sorted(self.members, key=self._place.__getitem__):
             named = []
             for operand in _operands(member):
-                if not _is_node(operand):
+                if not is_node(operand):
                     named.append(repr(float(operand)))
                     numbers.add(named[-1])
                     continue
@@ -181,10 +179,6 @@ class _Group:
         return put(self.root, aten.view.default, tensor_of(value).view(shape), value, shape)
 
 
-def _is_node(value: Any) -> bool:
-    return isinstance(value, fx.Node)
-
-
 def _operands(call: fx.Node) -> list[Any]:
     """What the places of an operation stand for."""
     if is_call(call, aten.clamp):
@@ -204,7 +198,7 @@ def _operation(call: fx.Node) -> list[tuple[Any, ...]] | None:
     if any(value not in (None, 1) for value in others.values()) or given.get("threshold", 20) != 20:
         return None
     operands = _operands(call)
-    if not _is_node(operands[0]) or not all(_can_read(each, call) for each in operands):
+    if not is_node(operands[0]) or not all(_can_read(each, call) for each in operands):
         return None
     if packet is aten.clamp:
         low, high = given["min"], given["max"]
@@ -219,7 +213,7 @@ def _operation(call: fx.Node) -> list[tuple[Any, ...]] | None:
 
 def _can_read(value: Any, call: fx.Node) -> bool:
     made = tensor_of(call)
-    if not _is_node(value):
+    if not is_node(value):
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         return is_number and abs(value) <= torch.finfo(torch.float32).max
     read = tensor_of(value)

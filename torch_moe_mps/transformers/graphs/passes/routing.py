@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch import fx
 
 from ....ops._activations import Activation
@@ -21,11 +20,9 @@ from ..nodes import (
     is_read_once,
     is_unchanged,
     ours,
-    put,
     readers,
     tensor_of,
 )
-from ..patterns import before_widening, linear_of
 from ..tracing import ITEM
 
 _EXPERTS = (
@@ -37,23 +34,9 @@ _EXPERTS = (
 )
 # What an MLP and experts have to have in common.
 _ALIKE = ("format", "gate_up_bias", "down_bias", *Activation._fields, *InputNorm._fields)
-_FEW_ROWS = 32  # that a kernel of router_logits takes
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
 # Of families: each gives what `_options_of` does, of their own routers.
 OPTIONS_OF: list[Callable[[fx.Node], dict[str, Any] | None]] = []
-
-
-def logits_in_float32(graph: fx.Graph) -> None:
-    """linear(X, W) of copies in float32, of few rows -> router_logits(X, W)"""
-    for call in calls(graph, aten.mm, aten.addmm, aten.linear):
-        linear, like = linear_of(call), tensor_of(call)
-        if linear is None or like.dtype != torch.float32 or like.dim() != 2 or not like.shape[0] <= _FEW_ROWS:
-            continue
-        x, *weights = map(before_widening, linear)
-        if [x, *weights] == [*linear] or any(each is not None and each.op != "get_attr" for each in weights):
-            continue
-        if is_unchanged(x, x, call):
-            call.replace_all_uses_with(put(call, ours.router_logits.default, like, x, *weights))
 
 
 def hand_routing_over(graph: fx.Graph) -> None:

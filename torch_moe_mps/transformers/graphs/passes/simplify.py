@@ -12,7 +12,7 @@ from torch import Tensor, fx
 
 from ..nodes import arguments, aten, calls, is_call, is_final, is_view, memory_of, put, tensor_of, written
 from ..patterns import uncast
-from ..tracing import ITEM, VALUE, Number, as_given, as_recorded
+from ..tracing import ITEM, VALUE, Number, as_given, as_recorded, key_of
 
 _ONE = 1, (aten.ones, aten.ones_like, aten.new_ones)
 _ZERO = 0, (aten.zeros, aten.zeros_like, aten.new_zeros)
@@ -107,7 +107,7 @@ def drop_neutral(graph: fx.Graph) -> None:
                 continue
             if not (_is_neutral(other, call) and is_final(x) and is_final(call)):
                 continue
-            alike = _geometry(tensor_of(x)) == _geometry(tensor_of(call))
+            alike = key_of(tensor_of(x)) == key_of(tensor_of(call))
             if alike and not (_is_returned(x) and _is_returned(call)):
                 call.replace_all_uses_with(x)
                 break
@@ -128,12 +128,12 @@ def share_views(graph: fx.Graph) -> None:
     for node in list(graph.nodes):
         if not _is_tensor_view(node):
             continue
-        geometry = _geometry(node.meta[VALUE])
-        source = next((each for each in _shown(node) if _geometry(each.meta[VALUE]) == geometry), None)
+        like = key_of(tensor_of(node))
+        source = next((each for each in _shown(node) if key_of(tensor_of(each)) == like), None)
         if source is not None:
             node.replace_all_uses_with(source)
         else:
-            first = views.setdefault((node.target, _hashable(node.args), _hashable(node.kwargs)), node)
+            first = views.setdefault((node.target, key_of(node.args), key_of([*node.kwargs.items()])), node)
             if first is not node:
                 node.replace_all_uses_with(first)
 
@@ -199,20 +199,3 @@ def _is_tensor_view(node: fx.Node) -> bool:
     if node.target is ITEM or is_call(node, aten._conj, aten._neg_view):
         return False
     return is_view(node) and isinstance(node.meta[VALUE], Tensor) and isinstance(node.args[0], fx.Node)
-
-
-def _geometry(tensor: Tensor) -> tuple[Any, ...]:
-    numbers = (*tensor.shape, *tensor.stride(), tensor.storage_offset())
-    return tensor.dtype, tensor.dim(), *(_expression(number) for number in numbers)
-
-
-def _expression(number: Any) -> Any:
-    return number.node.expr if isinstance(number, torch.SymInt) else number
-
-
-def _hashable(value: Any) -> Any:
-    if isinstance(value, (list, tuple)):
-        return tuple(map(_hashable, value))
-    if isinstance(value, dict):
-        return tuple((name, _hashable(each)) for name, each in value.items())
-    return value.expression if isinstance(value, Number) else value

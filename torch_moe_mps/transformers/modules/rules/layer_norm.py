@@ -37,11 +37,9 @@ def layer_norm_forward(norm: nn.Module, x: Tensor) -> Tensor:
     weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
     same = form.keeps_dtype or weight is None or weight.dtype is x.dtype
     if not same or x.dtype not in ACTIVATION_DTYPES or x.shape[-1] != form.width:
-        own: Tensor = original_class(norm).forward(norm, x)
-        return own
+        return original_class(norm).forward(norm, x)
     eps = getattr(norm, form.eps) if form.eps else _DEFAULT_EPS
-    out: Tensor = ops.layer_norm(x, weight, bias, eps, form.offset)
-    return out
+    return ops.layer_norm(x, weight, bias, eps, form.offset)
 
 
 def rewrite_layer_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:

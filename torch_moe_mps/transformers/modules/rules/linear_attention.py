@@ -47,8 +47,7 @@ def _convolved(
     known = all(tensor.dtype in ACTIVATION_DTYPES and tensor.device == x.device for tensor in present)
     if name is None or not known or conv_state.shape[-1] < weight.shape[-1] - 1:
         return None
-    out: Tensor = ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name)
-    return out.mT
+    return ops.causal_conv1d_update_(x.mT, conv_state, weight, bias, name).mT
 
 
 def causal_conv_of_prompt(function: Callable, *args: Any, **options: Any) -> Tensor:
@@ -67,8 +66,7 @@ def delta_rule(function: Callable, *args: Any, **options: Any) -> tuple:
     """function(q, k, v, g=, beta=, **options), and the state, which is another tensor than the given one."""
     g, beta, state = (options.get(name) for name in ("g", "beta", "initial_state"))
     if len(args) != 3 or g is None or beta is None or not _known(options) or not _fits(*args, state):
-        result: tuple = function(*args, **options)
-        return result
+        return function(*args, **options)
     q, k, v = args
     eps = _L2NORM_EPS if options.get("use_qk_l2norm_in_kernel") else None
     if state is None:

@@ -128,8 +128,7 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     layers, down = [getattr(module, name) for name in formula.first], getattr(module, formula.down)
     others = [getattr(module, name) for name in formula.others]
     if not join(*layers) or type(down) is not QuantizedLinear or is_observed(down, *others):
-        out: Tensor = original_class(module).forward(module, x)
-        return out
+        return original_class(module).forward(module, x)
     first = layers[0].__dict__[STATE].joined
     (*gate_up, gate_up_bias), (*weights, bias) = first.weights, down.weights()
     options = activation_arguments(tuple(formula.activation))

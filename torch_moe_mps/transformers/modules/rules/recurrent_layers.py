@@ -95,10 +95,8 @@ def with_cache(run: Callable) -> Callable:
     ) -> Tensor:
         if not _is_plain_call(layer, cache_params, options):
             options |= {"cache_params": cache_params, "attention_mask": attention_mask}
-            own: Tensor = original_class(layer).forward(layer, hidden_states, **options)
-            return own
-        result: Tensor = run(layer, masked(hidden_states, attention_mask), cache_params, attention_mask)
-        return result
+            return original_class(layer).forward(layer, hidden_states, **options)
+        return run(layer, masked(hidden_states, attention_mask), cache_params, attention_mask)
 
     forward.__doc__ = run.__doc__
     return forward
@@ -139,8 +137,7 @@ def channel_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Ten
             norm_eps=layer.o_norm.variance_epsilon,
         ),
     )
-    result: Tensor = layer.o_proj(out.flatten(2))
-    return result
+    return layer.o_proj(out.flatten(2))
 
 
 @with_cache
@@ -179,8 +176,7 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
     )
     gated, options = layer.norm, {"activation": "silu", "gate_first": True, "group": layer.norm.group_size}
     out = ops.rms_norm_gated(out.flatten(2), gate, gated.weight, gated.variance_epsilon, **options)
-    result: Tensor = layer.out_proj(out)
-    return result
+    return layer.out_proj(out)
 
 
 # Recognising them

@@ -17,14 +17,12 @@ def rms_norm_forward(norm: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     groups: int = norm.__dict__[STATE].formula.groups
     arguments = None if x.dtype is torch.float64 else norm_arguments(norm, x, groups)
     if arguments is None:
-        own: Tensor = original_class(norm).forward(norm, x)
-        return own
+        return original_class(norm).forward(norm, x)
     if groups == 1:
         return rms_norm(x, *arguments)
     weight, *options = arguments
     weight = None if weight is None else weight.view(groups, -1)
-    out: Tensor = rms_norm(x.unflatten(-1, (groups, -1)), weight, *options)
-    return out.flatten(-2)
+    return rms_norm(x.unflatten(-1, (groups, -1)), weight, *options).flatten(-2)
 
 
 def rewrite_rms_norm(module: nn.Module) -> tuple[Callable, list[Done]] | None:

@@ -78,8 +78,7 @@ def rotary_tables(
     def table(function: str) -> Tensor:
         last = len(angle) - 1
         steps = (*angle, f"{function} %{last} f32", f"mul %{last + 1} {float(scaling)} f32")
-        found: Tensor = ops.pointwise(inputs[0], "; ".join(steps), dtype, **given)
-        return found.flatten(2)
+        return ops.pointwise(inputs[0], "; ".join(steps), dtype, **given).flatten(2)
 
     return table("cos"), table("sin")
 
