@@ -151,16 +151,9 @@ struct Turning {
 };
 
 Command& bind_turning(Command& command, const Turning& turning, const Tensor& keys, const Tensor& values) {
-  return command.bind_strided(turning.q.input)
-      .bind_strided(keys)
-      .bind_strided(values)
-      .bind_strided(turning.k.input)
-      .bind_strided(turning.v.input)
-      .bind_strided(turning.rotation.cos)
-      .bind_strided(turning.rotation.sin)
-      .bind_strided_or(turning.q.weight, keys)
-      .bind_strided_or(turning.k.weight, keys)
-      .bind_strided_or(turning.v.weight, keys);
+  return command.stand_in(keys).bind_strided(turning.q.input, keys, values, turning.k.input, turning.v.input,
+                                             turning.rotation.cos, turning.rotation.sin, turning.q.weight,
+                                             turning.k.weight, turning.v.weight);
 }
 
 // With `turning`, given.q only has the shape of the queries.
@@ -254,29 +247,20 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   Library of_block = library;
   of_block.file = file;
   Commands commands;
-  Command& command = commands.add(of_block, plan.kernel);
+  Command& command = commands.add(of_block, plan.kernel, output);
   if (turning) {
     bind_turning(command, *turning, k.values, v.values)
-        .bind_or(sinks, output)
-        .bind(output)
-        .bind_or(partials, output)
-        .bind_strided_or(key_range, output)
-        .bind_strided_or(gate, output)
+        .stand_in(output)
+        .bind(sinks, output, partials)
+        .bind_strided(key_range, gate)
         .params(TurnedParams{params, turning->params});
   } else {
-    command.bind_strided(q)
-        .bind_strided(stored > 0 ? k.values : output)
-        .bind_strided(stored > 0 ? v.values : output)
-        .bind_strided_or(mask ? mask : relative, output)
-        .bind_or(sinks, output)
-        .bind(output)
-        .bind_or(partials, output)
-        .bind_strided_or(k.beside(), output)
-        .bind_strided_or(k.biases, output)
-        .bind_strided_or(v.beside(), output)
-        .bind_strided_or(v.biases, output)
-        .bind_strided_or(selected > 0 && indices ? indices : key_range, output)
-        .bind_strided_or(gate, output)
+    command
+        .bind_strided(q, stored > 0 ? k.values : output, stored > 0 ? v.values : output,
+                      mask ? mask : relative)
+        .bind(sinks, output, partials)
+        .bind_strided(k.beside(), k.biases, v.beside(), v.biases,
+                      selected > 0 && indices ? indices : key_range, gate)
         .params(params);
   }
   command
@@ -284,15 +268,14 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
                        static_cast<double>(batch * params.key_heads) * static_cast<double>(keys) *
                            static_cast<double>(q.element_size() * (params.k.width + value_width)))
       .threadgroup_memory(plan.memory)
-      .threadgroups(plan.grid, {NSUInteger(plan.threads)});
+      .threadgroups(plan.grid, {plan.threads});
   if (partials) {
-    commands.add(library, gate ? "attention_merge_gated" : "attention_merge")
-        .bind(*partials)
-        .bind_or(sinks, output)
-        .bind_strided_or(gate, output)
+    commands.add(library, gate ? "attention_merge_gated" : "attention_merge", output)
+        .bind(*partials, sinks)
+        .bind_strided(gate)
         .bind(output)
         .params(params)
-        .threadgroups(plan.merge_grid, {NSUInteger(kMergeSimdgroups * kSimdWidth)});
+        .threadgroups(plan.merge_grid, {kMergeSimdgroups * kSimdWidth});
   }
   commands.encode();
   return output;
@@ -404,12 +387,9 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
   params.start = start;
   Commands commands;
   commands.add(quantized_attention_library(states.scalar_type()), "write_cache_quantized")
-      .bind_strided(states)
-      .bind_strided(packed)
-      .bind_strided(scales)
-      .bind_strided(biases)
+      .bind_strided(states, packed, scales, biases)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(params.threads, kCacheThreads))}, {NSUInteger(kCacheThreads)});
+      .threadgroups({ceil_div(params.threads, kCacheThreads)}, {kCacheThreads});
   commands.encode();
   for (const auto& [written, target] : {std::pair(packed, packed_), {scales, scales_}, {biases, biases_}}) {
     if (!written.is_same(target)) target.copy_(written);

@@ -121,8 +121,8 @@ Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, 
     }
     command.bind_strided(input);
   }
-  command.bind(output).params(params).threadgroups({NSUInteger(ceil_div(params.count, kPointwiseThreads))},
-                                                   {NSUInteger(kPointwiseThreads)});
+  command.bind(output).params(params).threadgroups({ceil_div(params.count, kPointwiseThreads)},
+                                                   {kPointwiseThreads});
   commands.encode();
   return output;
 }

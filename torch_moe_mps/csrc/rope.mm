@@ -31,20 +31,14 @@ void encode_rope(const char* kernel, const Rotation& rotation, const std::option
   const Heads& some = q ? *q : *k;
   const RopeParams params = rope_params(rotation, q, k, v, k_bias);
   Commands commands;
-  commands.add({"rope", some.input.scalar_type()}, kernel)
-      .bind_strided(some.input)
-      .bind_strided(k ? k->input : some.input)
-      .bind_strided(v ? v->input : some.input)
-      .bind_strided(rotation.cos)
-      .bind_strided(rotation.sin)
-      .bind_strided_or(q ? q->weight : std::nullopt, some.output)
-      .bind_strided_or(k ? k->weight : std::nullopt, some.output)
-      .bind_strided_or(v ? v->weight : k_bias, some.output)
-      .bind_strided(some.output)
-      .bind_strided(k ? k->output : some.output, k ? k->output_start : 0)
-      .bind_strided(v ? v->output : some.output, v ? v->output_start : 0)
+  commands.add({"rope", some.input.scalar_type()}, kernel, some.output)
+      .bind_strided(some.input, k ? k->input : some.input, v ? v->input : some.input, rotation.cos,
+                    rotation.sin, q ? q->weight : std::nullopt, k ? k->weight : std::nullopt,
+                    v ? v->weight : k_bias, some.output)
+      .bind_from(k ? k->output : some.output, k ? k->output_start : 0)
+      .bind_from(v ? v->output : some.output, v ? v->output_start : 0)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(params.rows, kRopeHeads))}, {NSUInteger(kRopeHeads * kSimdWidth)});
+      .threadgroups({ceil_div(params.rows, kRopeHeads)}, {kRopeHeads * kSimdWidth});
   commands.encode();
 }
 
