@@ -29,8 +29,8 @@ constexpr int64_t kWordsOfRun = 2;
 // Keys or values as the operator is given them.
 struct CacheArguments {
   Tensor values;
-  OptionalTensor scales, biases;  // of quantised ones
-  OptionalTensor tail;
+  OptionalTensor scales = {}, biases = {};  // of quantised ones
+  OptionalTensor tail = {};
 };
 
 // The operator's arguments, as ops/attention.py describes them.
@@ -38,18 +38,17 @@ struct AttentionArguments {
   Tensor q;
   CacheArguments k, v;
   double scale;
-  OptionalTensor mask;
-  std::optional<int64_t> window;
-  OptionalTensor key_range;
-  std::optional<double> softcap;
-  OptionalTensor sinks;
-  OptionalTensor indices;
-  int64_t index_block;
-  OptionalTensor gate;
-  bool gate_is_softplus;
-  int64_t lookahead;
-  int64_t tail_rate, position;
-  OptionalTensor relative;
+  OptionalTensor mask = {};
+  std::optional<int64_t> window = {};
+  OptionalTensor key_range = {};
+  std::optional<double> softcap = {};
+  OptionalTensor sinks = {}, indices = {};
+  int64_t index_block = 1;
+  OptionalTensor gate = {};
+  bool gate_is_softplus = false;
+  int64_t lookahead = 0;
+  int64_t tail_rate = 1, position = 0;
+  OptionalTensor relative = {};
   c10::ScalarType dtype;
 
   // The same for a block of tokens.
@@ -290,23 +289,10 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale
                  const OptionalTensor& gate, std::string_view gate_activation, int64_t lookahead,
                  const OptionalTensor& k_tail, const OptionalTensor& v_tail, int64_t tail_rate,
                  int64_t position, const OptionalTensor& relative, std::optional<c10::ScalarType> dtype) {
-  return attend({q,
-                 {k, k_scales, k_biases, k_tail},
-                 {v, v_scales, v_biases, v_tail},
-                 scale,
-                 mask,
-                 window,
-                 key_range,
-                 softcap,
-                 sinks,
-                 indices,
-                 index_block,
-                 gate,
-                 gate_activation == "softplus",
-                 lookahead,
-                 tail_rate,
-                 position,
-                 relative,
+  const CacheArguments keys{k, k_scales, k_biases, k_tail}, values{v, v_scales, v_biases, v_tail};
+  const bool gate_is_softplus = gate_activation == "softplus";
+  return attend({q, keys, values, scale, mask, window, key_range, softcap, sinks, indices, index_block, gate,
+                 gate_is_softplus, lookahead, tail_rate, position, relative,
                  dtype.value_or(q.scalar_type())});
 }
 
@@ -334,20 +320,18 @@ Tensor rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        const OptionalTensor& key_range, std::optional<double> softcap,
                        const OptionalTensor& sinks, const OptionalTensor& gate,
                        std::string_view gate_activation) {
-  AttentionArguments given{};
-  given.q = q.transpose(1, 2);
-  given.k.values = keys_;
-  given.v.values = values_;
-  given.scale = scale;
-  given.window = window;
-  given.key_range = key_range;
-  given.softcap = softcap;
-  given.sinks = sinks;
-  given.index_block = 1;
-  given.gate = gate;
-  given.gate_is_softplus = gate_activation == "softplus";
-  given.tail_rate = 1;
-  given.dtype = q.scalar_type();
+  const CacheArguments keys{keys_}, values{values_};
+  AttentionArguments given{.q = q.transpose(1, 2),
+                           .k = keys,
+                           .v = values,
+                           .scale = scale,
+                           .window = window,
+                           .key_range = key_range,
+                           .softcap = softcap,
+                           .sinks = sinks,
+                           .gate = gate,
+                           .gate_is_softplus = gate_activation == "softplus",
+                           .dtype = q.scalar_type()};
   if (can_turn(given)) {
     const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
     Turning turning{rotation, heads_of(q, q_weight, given.q, rotation.rotary),

@@ -64,7 +64,7 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
   const bool splits = !fills(whole * grid_rows, cores);
   const Size grid{splits ? of_rows : whole, grid_rows};
   const char* kernel = splits ? "matmul_rows_few_split" : "matmul_rows_few";
-  MatmulStep step{MatmulWork::kFirst, kernel, grid, -1, threads};
+  MatmulStep step{MatmulWork::kFirst, kernel, grid, threads};
   if (!splits) step.blocks = of_rows;
   return step;
 }
@@ -76,7 +76,6 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
   MatmulStep step{MatmulWork::kFirst,
                   "matmul_rows",
                   {ceil_div(of_rows, kSingleSimdgroups), shape.pairs() + shape.shared},
-                  -1,
                   kSingleSimdgroups * kSimdWidth};
   step.blocks = of_rows;
   // For one token memory limits the kernel, so a norm in each simdgroup costs less than a launch.
@@ -94,14 +93,12 @@ MatmulStep second_step(const MatmulShape& shape, Path path) {
     return {MatmulWork::kSecond,
             "expert_down_few",
             {ceil_div(shape.columns, kFewDownRows)},
-            -1,
             kDownThreads,
             shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float))};
   }
   return {MatmulWork::kSecond,
           "expert_down",
           {ceil_div(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), shape.tokens},
-          -1,
           (std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared) * kSimdWidth};
 }
 
@@ -132,14 +129,13 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
   plan.tiles.columns_b = shape.columns > 0 ? ceil_div(shape.columns, rows(second_on_units)) : 1;
   plan.tiles.sentinels = shape.columns == 0;
   const BucketLaunch bucket = bucket_launch(shape.pairs(), shape.experts);
-  plan.steps.push_back({MatmulWork::kBucket, "bucket_pairs", bucket.grid, -1, bucket.threads, bucket.memory});
+  plan.steps.push_back({MatmulWork::kBucket, "bucket_pairs", bucket.grid, bucket.threads, bucket.memory});
   plan.steps.push_back(product(MatmulWork::kFirst, first_on_units, 0));
   if (shape.columns == 0) return plan;
   plan.steps.push_back(product(MatmulWork::kSlots, second_on_units, 1));
   plan.steps.push_back({MatmulWork::kCombine,
                         "expert_combine",
                         {ceil_div(shape.columns, kCombineThreads * kCombineColumns), shape.tokens},
-                        -1,
                         kCombineThreads});
   return plan;
 }
@@ -198,12 +194,12 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t co
                 tiles = ceil_div(tokens, kTilePairs);
   if (tiles > 1 && fills(across * tiles, cores)) {
     const Size grid{across, tiles};
-    return {MatmulWork::kFirst, c10::str("gemm", kTilePairs), grid, -1, threads};
+    return {MatmulWork::kFirst, c10::str("gemm", kTilePairs), grid, threads};
   }
   const int64_t split_pairs = tokens <= kSplitTilePairs ? kSplitTilePairs : kTilePairs;
   const Size grid{ceil_div(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
                   ceil_div(tokens, split_pairs)};
-  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, -1, threads};
+  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, threads};
 }
 
 namespace {
