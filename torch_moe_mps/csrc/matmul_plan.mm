@@ -73,10 +73,8 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
   if (path == Path::kFew) return few_step(shape, std::min(shape.pairs(), shape.experts) + 1, cores);
   constexpr int64_t kRows = kRowGroupsOfSimdgroup * kSingleRows;  // of a simdgroup
   const int64_t of_rows = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
-  MatmulStep step{MatmulWork::kFirst,
-                  "matmul_rows",
-                  {ceil_div(of_rows, kSingleSimdgroups), shape.pairs() + shape.shared},
-                  kSingleSimdgroups * kSimdWidth};
+  const Size grid{ceil_div(of_rows, kSingleSimdgroups), shape.pairs() + shape.shared};
+  MatmulStep step{MatmulWork::kFirst, "matmul_rows", grid, kSingleSimdgroups * kSimdWidth};
   step.blocks = of_rows;
   // For one token memory limits the kernel, so a norm in each simdgroup costs less than a launch.
   step.norms_inputs = shape.normed && shape.tokens == 1;
@@ -90,16 +88,13 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
 
 MatmulStep second_step(const MatmulShape& shape, Path path) {
   if (path == Path::kFew) {
-    return {MatmulWork::kSecond,
-            "expert_down_few",
-            {ceil_div(shape.columns, kFewDownRows)},
-            kDownThreads,
-            shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float))};
+    const Size grid{ceil_div(shape.columns, kFewDownRows)};
+    const int64_t memory = shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float));
+    return {MatmulWork::kSecond, "expert_down_few", grid, kDownThreads, memory};
   }
-  return {MatmulWork::kSecond,
-          "expert_down",
-          {ceil_div(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), shape.tokens},
-          (std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared) * kSimdWidth};
+  const Size grid{ceil_div(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), shape.tokens};
+  const int64_t simdgroups = std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared;
+  return {MatmulWork::kSecond, "expert_down", grid, simdgroups * kSimdWidth};
 }
 
 // A matrix product; the caller adds the grid.
@@ -133,10 +128,8 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
   plan.steps.push_back(product(MatmulWork::kFirst, first_on_units, 0));
   if (shape.columns == 0) return plan;
   plan.steps.push_back(product(MatmulWork::kSlots, second_on_units, 1));
-  plan.steps.push_back({MatmulWork::kCombine,
-                        "expert_combine",
-                        {ceil_div(shape.columns, kCombineThreads * kCombineColumns), shape.tokens},
-                        kCombineThreads});
+  const Size grid{ceil_div(shape.columns, kCombineThreads * kCombineColumns), shape.tokens};
+  plan.steps.push_back({MatmulWork::kCombine, "expert_combine", grid, kCombineThreads});
   return plan;
 }
 
