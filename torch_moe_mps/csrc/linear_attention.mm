@@ -58,17 +58,6 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
   return output;
 }
 
-uint32_t decay_code(std::string_view decay) {
-  if (decay == "softplus") return DECAY_SOFTPLUS;
-  if (decay == "sigmoid") return DECAY_SIGMOID;
-  return decay == "times_beta" ? DECAY_TIMES_BETA : DECAY_LOG;
-}
-
-uint32_t beta_code(std::string_view activation) {
-  if (activation == "sigmoid") return BETA_SIGMOID;
-  return activation == "softplus" ? BETA_SOFTPLUS : BETA_NONE;
-}
-
 // The kernel for heads of keys that are so wide, the lanes that share a column of their state, and the
 // simdgroups that all columns take.
 struct Scan {
@@ -115,9 +104,9 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.heads = v.size(2);
   params.key_width = q.size(3);
   params.value_width = v.size(3);
-  params.decay = decay_code(decay);
+  params.decay = code_of(decay, {"log", "softplus", "sigmoid", "times_beta"});
   params.g_dtype = dtype_code(g);
-  params.beta_activation = beta_code(beta_activation);
+  params.beta_activation = code_of(beta_activation, {"none", "sigmoid", "softplus"});
   params.has_beta = has(beta, params.beta_dtype);
   params.has_a_log = has(a_log, params.a_log_dtype);
   params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);

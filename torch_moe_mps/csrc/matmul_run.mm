@@ -270,18 +270,9 @@ Tensor apply_mlp(const Tensor& x, const std::optional<InputNorm>& norm, const Fe
 
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
                          bool gated, bool interleaved) {
-  constexpr std::pair<std::string_view, uint32_t> kKinds[] = {{"silu", ACTIVATION_SILU},
-                                                              {"gelu", ACTIVATION_GELU},
-                                                              {"gelu_tanh", ACTIVATION_GELU_TANH},
-                                                              {"relu", ACTIVATION_RELU},
-                                                              {"relu2", ACTIVATION_RELU2},
-                                                              {"swiglu_oai", ACTIVATION_SWIGLU_OAI},
-                                                              {"silu_clamped", ACTIVATION_SILU_CLAMPED}};
   Activation activation;
-  for (const auto& [known, kind] : kKinds) {
-    if (known == name) activation.kind = kind;
-  }
-  TORCH_CHECK(activation.kind != ACTIVATION_NONE, "moe_mps: no kernel for activation ", name);
+  activation.kind = ACTIVATION_SILU + code_of(name, {"silu", "gelu", "gelu_tanh", "relu", "relu2",
+                                                     "swiglu_oai", "silu_clamped"});
   activation.alpha = alpha ? static_cast<float>(*alpha) : SWIGLU_OAI_ALPHA;
   activation.limit = limit ? static_cast<float>(*limit) : SWIGLU_OAI_LIMIT;
   if (gated) activation.row_layout = interleaved ? ROWS_INTERLEAVED : ROWS_HALVES;

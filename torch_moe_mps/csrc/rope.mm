@@ -19,11 +19,6 @@ Tensor heads_first(const Tensor& x) {
   return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
 }
 
-uint32_t pairs_code(std::string_view pairs) {
-  if (pairs == "half") return PAIRS_HALF;
-  return pairs == "interleaved" ? PAIRS_INTERLEAVED : PAIRS_INTERLEAVED_TO_HALF;
-}
-
 // The keys, or the queries, are there.
 void encode_rope(const char* kernel, const Rotation& rotation, const std::optional<Heads>& q,
                  const std::optional<Heads>& k, const std::optional<Heads>& v,
@@ -117,7 +112,7 @@ RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, 
   params.tokens = some.input.size(1);
   params.rows = some.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
   params.rotary_last = rotation.rotary_last;
-  params.pairs = pairs_code(rotation.pairs);
+  params.pairs = code_of(rotation.pairs, {"half", "interleaved", "interleaved_to_half"});
   params.table_of_pairs = cos.size(2) < rotation.rotary;
   params.table_dtype = dtype_code(cos);
   params.eps = static_cast<float>(rotation.eps);

@@ -33,11 +33,7 @@ Routing empty_routing(const Tensor& like, at::IntArrayRef leading, int64_t top_k
 // moe_router and its special cases
 
 uint32_t scoring_code(std::string_view scoring) {
-  if (scoring == "softmax") return SCORING_SOFTMAX;
-  if (scoring == "sigmoid") return SCORING_SIGMOID;
-  if (scoring == "sqrtsoftplus") return SCORING_SQRTSOFTPLUS;
-  TORCH_CHECK(scoring == "softmax_after_topk", "moe_mps: no kernel for scoring ", scoring);
-  return SCORING_SOFTMAX_AFTER_TOPK;
+  return code_of(scoring, {"softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"});
 }
 
 // The params that all routers start from: one group, no bias, no scale.

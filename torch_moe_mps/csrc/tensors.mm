@@ -79,6 +79,12 @@ uint32_t dtype_code(const OptionalTensor& tensor) {
   return tensor ? dtype_code(*tensor) : DTYPE_FLOAT;
 }
 
+uint32_t code_of(std::string_view name, std::initializer_list<std::string_view> names) {
+  const auto found = std::find(names.begin(), names.end(), name);
+  TORCH_CHECK(found != names.end(), "moe_mps: no kernel for ", name);
+  return found - names.begin();
+}
+
 at::Tensor vector_rows(const at::Tensor& tensor) {
   const at::Tensor rows = rows_contiguous(tensor);
   return starts_aligned(rows) ? rows : rows.clone(at::MemoryFormat::Contiguous);
