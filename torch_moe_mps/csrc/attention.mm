@@ -149,12 +149,6 @@ struct Turning {
   RopeParams params;
 };
 
-Command& bind_turning(Command& command, const Turning& turning, const Tensor& keys, const Tensor& values) {
-  return command.stand_in(keys).bind_strided(turning.q.input, keys, values, turning.k.input, turning.v.input,
-                                             turning.rotation.cos, turning.rotation.sin, turning.q.weight,
-                                             turning.k.weight, turning.v.weight);
-}
-
 // With `turning`, given.q only has the shape of the queries.
 Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr) {
   const int64_t batch = given.q.size(0), heads = given.q.size(1), tokens = given.q.size(2);
@@ -248,7 +242,10 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   Commands commands;
   Command& command = commands.add(of_block, plan.kernel, output);
   if (turning) {
-    bind_turning(command, *turning, k.values, v.values)
+    command.stand_in(k.values)
+        .bind_strided(turning->q.input, k.values, v.values, turning->k.input, turning->v.input,
+                      turning->rotation.cos, turning->rotation.sin, turning->q.weight, turning->k.weight,
+                      turning->v.weight)
         .stand_in(output)
         .bind(sinks, output, partials)
         .bind_strided(key_range, gate)
