@@ -3,7 +3,10 @@
 import os
 import re
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -76,6 +79,17 @@ def activate(library: Path) -> None:
     torch.ops.moe_mps._set_shader_directory(str(SHADERS), os.environ.get(COMPILED_VARIABLE) != "0")
     torch.ops.moe_mps._commit_every(_commit_interval())
     torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
+
+
+@contextmanager
+def setting(name: str, inside: Any, after: Any) -> Iterator[None]:
+    """A setting of the host, by the name of its function: what it is in the block, and behind it."""
+    change = getattr(torch.ops.moe_mps, name)
+    change(inside)
+    try:
+        yield
+    finally:
+        change(after)
 
 
 def host_library() -> Path | None:

@@ -29,8 +29,8 @@ constexpr int64_t kWordsOfRun = 2;
 // Keys or values as the operator is given them.
 struct CacheArguments {
   Tensor values;
-  OptionalTensor scales, biases;  // of quantised ones
-  OptionalTensor tail;
+  OptionalTensor scales = {}, biases = {};  // of quantised ones
+  OptionalTensor tail = {};
 };
 
 // The operator's arguments, as ops/attention.py describes them.
@@ -38,18 +38,17 @@ struct AttentionArguments {
   Tensor q;
   CacheArguments k, v;
   double scale;
-  OptionalTensor mask;
-  std::optional<int64_t> window;
-  OptionalTensor key_range;
-  std::optional<double> softcap;
-  OptionalTensor sinks;
-  OptionalTensor indices;
-  int64_t index_block;
-  OptionalTensor gate;
-  bool gate_is_softplus;
-  int64_t lookahead;
-  int64_t tail_rate, position;
-  OptionalTensor relative;
+  OptionalTensor mask = {};
+  std::optional<int64_t> window = {};
+  OptionalTensor key_range = {};
+  std::optional<double> softcap = {};
+  OptionalTensor sinks = {}, indices = {};
+  int64_t index_block = 1;
+  OptionalTensor gate = {};
+  bool gate_is_softplus = false;
+  int64_t lookahead = 0;
+  int64_t tail_rate = 1, position = 0;
+  OptionalTensor relative = {};
   c10::ScalarType dtype;
 
   // The same for a block of tokens.
@@ -150,19 +149,6 @@ struct Turning {
   RopeParams params;
 };
 
-Command& bind_turning(Command& command, const Turning& turning, const Tensor& keys, const Tensor& values) {
-  return command.bind_strided(turning.q.input)
-      .bind_strided(keys)
-      .bind_strided(values)
-      .bind_strided(turning.k.input)
-      .bind_strided(turning.v.input)
-      .bind_strided(turning.rotation.cos)
-      .bind_strided(turning.rotation.sin)
-      .bind_strided_or(turning.q.weight, keys)
-      .bind_strided_or(turning.k.weight, keys)
-      .bind_strided_or(turning.v.weight, keys);
-}
-
 // With `turning`, given.q only has the shape of the queries.
 Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr) {
   const int64_t batch = given.q.size(0), heads = given.q.size(1), tokens = given.q.size(2);
@@ -254,29 +240,23 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   Library of_block = library;
   of_block.file = file;
   Commands commands;
-  Command& command = commands.add(of_block, plan.kernel);
+  Command& command = commands.add(of_block, plan.kernel, output);
   if (turning) {
-    bind_turning(command, *turning, k.values, v.values)
-        .bind_or(sinks, output)
-        .bind(output)
-        .bind_or(partials, output)
-        .bind_strided_or(key_range, output)
-        .bind_strided_or(gate, output)
+    command.stand_in(k.values)
+        .bind_strided(turning->q.input, k.values, v.values, turning->k.input, turning->v.input,
+                      turning->rotation.cos, turning->rotation.sin, turning->q.weight, turning->k.weight,
+                      turning->v.weight)
+        .stand_in(output)
+        .bind(sinks, output, partials)
+        .bind_strided(key_range, gate)
         .params(TurnedParams{params, turning->params});
   } else {
-    command.bind_strided(q)
-        .bind_strided(stored > 0 ? k.values : output)
-        .bind_strided(stored > 0 ? v.values : output)
-        .bind_strided_or(mask ? mask : relative, output)
-        .bind_or(sinks, output)
-        .bind(output)
-        .bind_or(partials, output)
-        .bind_strided_or(k.beside(), output)
-        .bind_strided_or(k.biases, output)
-        .bind_strided_or(v.beside(), output)
-        .bind_strided_or(v.biases, output)
-        .bind_strided_or(selected > 0 && indices ? indices : key_range, output)
-        .bind_strided_or(gate, output)
+    command
+        .bind_strided(q, stored > 0 ? k.values : output, stored > 0 ? v.values : output,
+                      mask ? mask : relative)
+        .bind(sinks, output, partials)
+        .bind_strided(k.beside(), k.biases, v.beside(), v.biases,
+                      selected > 0 && indices ? indices : key_range, gate)
         .params(params);
   }
   command
@@ -284,15 +264,14 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
                        static_cast<double>(batch * params.key_heads) * static_cast<double>(keys) *
                            static_cast<double>(q.element_size() * (params.k.width + value_width)))
       .threadgroup_memory(plan.memory)
-      .threadgroups(plan.grid, {NSUInteger(plan.threads)});
+      .threadgroups(plan.grid, {plan.threads});
   if (partials) {
-    commands.add(library, gate ? "attention_merge_gated" : "attention_merge")
-        .bind(*partials)
-        .bind_or(sinks, output)
-        .bind_strided_or(gate, output)
+    commands.add(library, gate ? "attention_merge_gated" : "attention_merge", output)
+        .bind(*partials, sinks)
+        .bind_strided(gate)
         .bind(output)
         .params(params)
-        .threadgroups(plan.merge_grid, {NSUInteger(kMergeSimdgroups * kSimdWidth)});
+        .threadgroups(plan.merge_grid, {kMergeSimdgroups * kSimdWidth});
   }
   commands.encode();
   return output;
@@ -307,23 +286,10 @@ Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale
                  const OptionalTensor& gate, std::string_view gate_activation, int64_t lookahead,
                  const OptionalTensor& k_tail, const OptionalTensor& v_tail, int64_t tail_rate,
                  int64_t position, const OptionalTensor& relative, std::optional<c10::ScalarType> dtype) {
-  return attend({q,
-                 {k, k_scales, k_biases, k_tail},
-                 {v, v_scales, v_biases, v_tail},
-                 scale,
-                 mask,
-                 window,
-                 key_range,
-                 softcap,
-                 sinks,
-                 indices,
-                 index_block,
-                 gate,
-                 gate_activation == "softplus",
-                 lookahead,
-                 tail_rate,
-                 position,
-                 relative,
+  const CacheArguments keys{k, k_scales, k_biases, k_tail}, values{v, v_scales, v_biases, v_tail};
+  const bool gate_is_softplus = gate_activation == "softplus";
+  return attend({q, keys, values, scale, mask, window, key_range, softcap, sinks, indices, index_block, gate,
+                 gate_is_softplus, lookahead, tail_rate, position, relative,
                  dtype.value_or(q.scalar_type())});
 }
 
@@ -351,20 +317,18 @@ Tensor rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const 
                        const OptionalTensor& key_range, std::optional<double> softcap,
                        const OptionalTensor& sinks, const OptionalTensor& gate,
                        std::string_view gate_activation) {
-  AttentionArguments given{};
-  given.q = q.transpose(1, 2);
-  given.k.values = keys_;
-  given.v.values = values_;
-  given.scale = scale;
-  given.window = window;
-  given.key_range = key_range;
-  given.softcap = softcap;
-  given.sinks = sinks;
-  given.index_block = 1;
-  given.gate = gate;
-  given.gate_is_softplus = gate_activation == "softplus";
-  given.tail_rate = 1;
-  given.dtype = q.scalar_type();
+  const CacheArguments keys{keys_}, values{values_};
+  AttentionArguments given{.q = q.transpose(1, 2),
+                           .k = keys,
+                           .v = values,
+                           .scale = scale,
+                           .window = window,
+                           .key_range = key_range,
+                           .softcap = softcap,
+                           .sinks = sinks,
+                           .gate = gate,
+                           .gate_is_softplus = gate_activation == "softplus",
+                           .dtype = q.scalar_type()};
   if (can_turn(given)) {
     const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
     Turning turning{rotation, heads_of(q, q_weight, given.q, rotation.rotary),
@@ -404,12 +368,9 @@ void write_cache_quantized_(const Tensor& states_, const Tensor& packed_, const 
   params.start = start;
   Commands commands;
   commands.add(quantized_attention_library(states.scalar_type()), "write_cache_quantized")
-      .bind_strided(states)
-      .bind_strided(packed)
-      .bind_strided(scales)
-      .bind_strided(biases)
+      .bind_strided(states, packed, scales, biases)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(params.threads, kCacheThreads))}, {NSUInteger(kCacheThreads)});
+      .threadgroups({ceil_div(params.threads, kCacheThreads)}, {kCacheThreads});
   commands.encode();
   for (const auto& [written, target] : {std::pair(packed, packed_), {scales, scales_}, {biases, biases_}}) {
     if (!written.is_same(target)) target.copy_(written);

@@ -66,10 +66,10 @@ AttentionPlan plan_attention(const AttentionShape& shape, int64_t cores) {
   plan.chunk = chunks == 1 ? shape.keys : ceil_div(ceil_div(shape.keys, chunks), tile) * tile;
   plan.chunks = std::max<int64_t>(1, ceil_div(shape.keys, plan.chunk));
   plan.kernel = c10::str(shape.file, queries, "_", kernel.value_width);
-  plan.grid = {NSUInteger(plan.chunks), NSUInteger(blocks), NSUInteger(shape.batch * shape.key_heads)};
+  plan.grid = {plan.chunks, blocks, shape.batch * shape.key_heads};
   plan.threads = simdgroups * kSimdWidth;
-  plan.merge_grid = {NSUInteger(shape.batch * shape.tokens * shape.heads),
-                     NSUInteger(ceil_div(shape.value_width, kMergeColumns * kSimdWidth))};
+  plan.merge_grid = {shape.batch * shape.tokens * shape.heads,
+                     ceil_div(shape.value_width, kMergeColumns * kSimdWidth)};
   return plan;
 }
 

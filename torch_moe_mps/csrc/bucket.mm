@@ -54,14 +54,10 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> moe_compute_ids_tpe(const Tensor& ids
   const int64_t threads = std::clamp(ceil_div(pairs, kSimdWidth) * kSimdWidth, kSimdWidth, kBucketThreads);
   Commands commands;
   commands.add({"bucket", ids.scalar_type()}, "ids_by_expert")
-      .bind(pairs > 0 ? ids : tpe)
-      .bind(tpe)
-      .bind(pairs > 0 ? lists : tpe)
-      .bind(gate_up_args)
-      .bind(down_args)
+      .bind(pairs > 0 ? ids : tpe, tpe, pairs > 0 ? lists : tpe, gate_up_args, down_args)
       .params(params)
       .threadgroup_memory((num_experts + 1) * sizeof(uint32_t))
-      .threadgroups({NSUInteger(num_experts + 1)}, {NSUInteger(threads)});
+      .threadgroups({num_experts + 1}, {threads});
   commands.encode();
   return {tpe, lists, gate_up_args, down_args};
 }
@@ -93,7 +89,7 @@ BucketLaunch bucket_launch(int64_t pairs, int64_t num_experts) {
   const int64_t chunks = std::clamp<int64_t>(ceil_div(run, kPairsPerChunk), 1, std::min(kSimdgroups, most));
   // Simdgroups without a chunk still count and scan.
   const int64_t simdgroups = std::max(chunks, std::min(kSimdgroups, ceil_div(buckets, kSimdWidth)));
-  return {{NSUInteger(groups)},
+  return {{groups},
           simdgroups * kSimdWidth,
           (2 * buckets + chunks * (buckets + kLaneSets)) * static_cast<int64_t>(sizeof(uint32_t)),
           chunks,
@@ -117,14 +113,11 @@ void add_bucket(Commands& commands, const Tensor& ids, int64_t num_experts, cons
     params.columns_b = tiles->columns_b;
   }
   commands.add({"bucket", ids.scalar_type()}, "bucket_pairs")
-      .bind(pairs > 0 ? ids : out.offsets)
-      .bind(pairs > 0 ? out.pair_order : out.offsets)
-      .bind(out.offsets)
-      .bind(tiles ? out.tiles : out.offsets)
-      .bind(tiles ? out.grids : out.offsets)
+      .bind(pairs > 0 ? ids : out.offsets, pairs > 0 ? out.pair_order : out.offsets, out.offsets,
+            tiles ? out.tiles : out.offsets, tiles ? out.grids : out.offsets)
       .params(params)
       .threadgroup_memory(launch.memory)
-      .threadgroups(launch.grid, {NSUInteger(launch.threads)});
+      .threadgroups(launch.grid, {launch.threads});
 }
 
 MOE_OPERATOR(moe_bucket)

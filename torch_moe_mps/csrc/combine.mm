@@ -27,11 +27,9 @@ Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
   const int64_t per_group = kSiluThreads * (params.vectorised ? 4 : 1);
   Commands commands;
   commands.add({"combine", gate.scalar_type()}, "silu_mul_stacked")
-      .bind(gate)
-      .bind(up)
-      .bind(output)
+      .bind(gate, up, output)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(output.numel(), per_group))}, {NSUInteger(kSiluThreads)});
+      .threadgroups({ceil_div(output.numel(), per_group)}, {kSiluThreads});
   commands.encode();
   return output;
 }
@@ -58,7 +56,7 @@ void encode_weighted_sum(const Tensor& slots, const ExpertSum& sum, const Tensor
   bind_sum(command, bound, slots)
       .bind(output)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(items, threads)), NSUInteger(rows)}, {NSUInteger(threads)});
+      .threadgroups({ceil_div(items, threads), rows}, {threads});
   commands.encode();
 }
 
@@ -96,11 +94,7 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
   const RowLayout layout = row_per_threadgroup(rows, width, kSumNormThreads);
   Commands commands;
   commands.add({"combine", residual.scalar_type()}, "weighted_sum_norm")
-      .bind(residual)
-      .bind(slots)
-      .bind(weights)
-      .bind(norm)
-      .bind(output)
+      .bind(residual, slots, weights, norm, output)
       .params(params)
       .threadgroups(layout.grid, layout.threads);
   commands.encode();
@@ -132,10 +126,7 @@ ExpertSumParams sum_params(const ExpertSum& sum) {
 }
 
 Command& bind_sum(Command& command, const ExpertSum& sum, const Tensor& stand_in) {
-  return command.bind(sum.weights)
-      .bind_or(sum.shared_gate, stand_in)
-      .bind_or(sum.shared_out, stand_in)
-      .bind_or(sum.residual, stand_in);
+  return command.stand_in(stand_in).bind(sum.weights, sum.shared_gate, sum.shared_out, sum.residual);
 }
 
 MOE_OPERATOR(silu_mul_stacked)

@@ -70,19 +70,14 @@ Tensor project_heads(const Tensor& x_, const MatrixStack& matrix, int64_t rows, 
   const int64_t simdgroups = transposed ? kHeadSimdgroups : kSingleSimdgroups;
   Commands commands;
   commands.add(matrix.library, kernel)
-      .bind_strided(x)
-      .bind_strided(matrix.packed)
-      .bind_strided(matrix.scales)
-      .bind_strided(matrix.biases)
-      .bind_strided(tail)
+      .bind_strided(x, matrix.packed, matrix.scales, matrix.biases, tail)
       .bind(out)
       .params(params)
       .work(kSlotsOfHeads * static_cast<double>(params.tokens) * static_cast<double>(params.heads) *
                 static_cast<double>(rows) * static_cast<double>(matrix.inputs),
             static_cast<double>(x.nbytes() + matrix.packed.nbytes() + out.nbytes()))
-      .threadgroups({NSUInteger(across), NSUInteger(params.heads),
-                     NSUInteger(few ? ceil_div(params.tokens, kFewPairs) : 1)},
-                    {NSUInteger(simdgroups * kSimdWidth)});
+      .threadgroups({across, params.heads, few ? ceil_div(params.tokens, kFewPairs) : 1},
+                    {simdgroups * kSimdWidth});
   commands.encode();
   return out;
 }

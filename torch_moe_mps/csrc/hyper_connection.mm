@@ -13,21 +13,15 @@ namespace {
 
 using at::Tensor;
 
-// What a block adds to the streams, readable for kernels; `streams` stands in for what is absent.
+// What a block adds to the streams, readable for kernels.
 struct Update {
-  Tensor streams, out, post, comb;
-  bool has_out, has_comb;
+  Tensor streams;
+  OptionalTensor out, post, comb;
 };
 
-Update update_of(const Tensor& streams_, const OptionalTensor& out, const OptionalTensor& post,
+Update update_of(const Tensor& streams, const OptionalTensor& out, const OptionalTensor& post,
                  const OptionalTensor& comb) {
-  const Tensor streams = aligned(streams_);
-  return {streams,
-          out ? aligned(*out) : streams,
-          post ? post->contiguous() : streams,
-          comb ? comb->contiguous() : streams,
-          out.has_value(),
-          comb.has_value()};
+  return {aligned(streams), out ? OptionalTensor(aligned(*out)) : out, contiguous(post), contiguous(comb)};
 }
 
 HyperParams params_of(const Update& update) {
@@ -35,21 +29,17 @@ HyperParams params_of(const Update& update) {
   params.width = update.streams.size(-1);
   params.streams = update.streams.size(-2);
   params.tokens = update.streams.numel() / (int64_t(params.width) * params.streams);
-  params.has_out = update.has_out;
-  params.has_comb = update.has_comb;
+  params.has_out = update.out.has_value();
+  params.has_comb = update.comb.has_value();
   return params;
 }
 
 Command& add_update(Commands& commands, const char* kernel, const Update& update, const Tensor& updated) {
-  return commands.add({"hyper_connection", update.streams.scalar_type()}, kernel)
-      .bind(update.streams)
-      .bind(update.out)
-      .bind(update.post)
-      .bind(update.comb)
-      .bind(updated);
+  return commands.add({"hyper_connection", update.streams.scalar_type()}, kernel, update.streams)
+      .bind(update.streams, update.out, update.post, update.comb, updated);
 }
 
-NSUInteger mixing_groups(const HyperParams& params) {
+int64_t mixing_groups(const HyperParams& params) {
   return ceil_div(params.width, 4 * kHyperThreads);
 }
 
@@ -62,7 +52,7 @@ Tensor hyper_update(const Tensor& streams, const Tensor& out, const Tensor& post
   Commands commands;
   add_update(commands, "hyper_update", update, updated)
       .params(params)
-      .threadgroups({mixing_groups(params), params.tokens}, {NSUInteger(kHyperThreads)});
+      .threadgroups({mixing_groups(params), params.tokens}, {kHyperThreads});
   commands.encode();
   return updated;
 }
@@ -106,20 +96,14 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> hyper_connection(
   Commands commands;
   add_update(commands, few ? "hyper_products" : "hyper_products_of_tokens", update,
              out ? updated : update.streams)
-      .bind(fn)
-      .bind(partials)
+      .bind(fn, partials)
       .params(params)
-      .threadgroups({params.slices, NSUInteger(tiles)}, {NSUInteger(kHyperThreads)});
+      .threadgroups({params.slices, tiles}, {kHyperThreads});
   commands.add({"hyper_connection", streams.scalar_type()}, "hyper_mix")
-      .bind(out ? updated : update.streams)
-      .bind(partials)
-      .bind(base)
-      .bind(scale)
-      .bind(x)
-      .bind(rows > count ? next_post : partials)
-      .bind(rows > 2 * count ? next_comb : partials)
+      .bind(out ? updated : update.streams, partials, base, scale, x, rows > count ? next_post : partials,
+            rows > 2 * count ? next_comb : partials)
       .params(params)
-      .threadgroups({mixing_groups(params), params.tokens}, {NSUInteger(kHyperThreads)});
+      .threadgroups({mixing_groups(params), params.tokens}, {kHyperThreads});
   commands.encode();
   return results;
 }

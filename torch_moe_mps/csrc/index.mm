@@ -65,32 +65,22 @@ Tensor index_topk(const Tensor& q_, const Tensor& k_, const OptionalTensor& weig
     const int64_t some = std::min(int64_t(params.tokens_at_once), tokens - first);
     params.first_token = first;
     if (rows > chosen && of_heads) {
-      commands.add(library, "index_scores")
-          .bind_strided(q.numel() > 0 ? q : none)
-          .bind_strided(k)
-          .bind_strided(weights.has_value() && weights->numel() > 0 ? *weights : none)
-          .bind_or(key_range, none)
-          .bind(scores)
+      commands.add(library, "index_scores", none)
+          .bind_strided(q.numel() > 0 ? q : none, k, weights && weights->numel() > 0 ? *weights : none)
+          .bind(key_range, scores)
           .params(params)
-          .threadgroups({NSUInteger(ceil_div(rows, kIndexKeys)), NSUInteger(some), NSUInteger(batch)},
-                        {NSUInteger(kIndexThreads)});
+          .threadgroups({ceil_div(rows, kIndexKeys), some, batch}, {kIndexThreads});
     } else if (rows > chosen) {
-      commands.add(library, "index_block_scores")
-          .bind_strided(q)
-          .bind_strided(k)
-          .bind_or(key_range, none)
-          .bind(scores)
+      commands.add(library, "index_block_scores", none)
+          .bind_strided(q, k)
+          .bind(key_range, scores)
           .params(params)
-          .threadgroups({NSUInteger(ceil_div(rows, kIndexSimdgroups)), NSUInteger(some), NSUInteger(batch)},
-                        {NSUInteger(kIndexThreads)});
+          .threadgroups({ceil_div(rows, kIndexSimdgroups), some, batch}, {kIndexThreads});
     }
-    commands.add(library, "index_select")
-        .bind(rows > 0 ? scores : none)
-        .bind_or(key_range, none)
-        .bind(indices)
+    commands.add(library, "index_select", none)
+        .bind(rows > 0 ? scores : none, key_range, indices)
         .params(params)
-        .threadgroups({NSUInteger(some), NSUInteger(groups), NSUInteger(batch)},
-                      {NSUInteger(kSelectThreads)});
+        .threadgroups({some, groups, batch}, {kSelectThreads});
   }
   commands.encode();
   return indices;

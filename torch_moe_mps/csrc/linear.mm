@@ -92,14 +92,10 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
   params.out_dtype = dtype_code(out);
   Commands commands;
   commands.add(matrix.library, "embedding_rows")
-      .bind(matrix.packed)
-      .bind(matrix.scales)
-      .bind(matrix.biases)
-      .bind(ids)
-      .bind(out)
+      .bind(matrix.packed, matrix.scales, matrix.biases, ids, out)
       .work(0, static_cast<double>(out.nbytes()))
       .params(params)
-      .threadgroups({NSUInteger(ids.numel())}, {NSUInteger(kEmbeddingThreads)});
+      .threadgroups({ids.numel()}, {kEmbeddingThreads});
   commands.encode();
   return out;
 }

@@ -46,30 +46,16 @@ Tensor causal_conv1d_update_(const Tensor& x, const Tensor& conv_state_, const T
   params.has_bias = has(bias, params.bias_dtype);
 
   Commands commands;
-  commands.add({"linear_attention", x.scalar_type()}, "causal_conv1d_update")
+  commands.add({"linear_attention", x.scalar_type()}, "causal_conv1d_update", output)
       .bind_strided(x)
-      .bind(state.numel() > 0 ? state : output)
-      .bind(weight.numel() > 0 ? weight : output)
-      .bind_or(bias, output)
-      .bind(output)
+      .bind(state.numel() > 0 ? state : output, weight.numel() > 0 ? weight : output, bias, output)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(params.channels, kConvThreads)),
-                     NSUInteger(ceil_div(params.tokens, params.thread_tokens)), NSUInteger(x.size(0))},
-                    {NSUInteger(kConvThreads)});
+      .threadgroups(
+          {ceil_div(params.channels, kConvThreads), ceil_div(params.tokens, params.thread_tokens), x.size(0)},
+          {kConvThreads});
   commands.encode();
   if (!conv_state_.is_contiguous()) conv_state_.copy_(state);
   return output;
-}
-
-uint32_t decay_code(std::string_view decay) {
-  if (decay == "softplus") return DECAY_SOFTPLUS;
-  if (decay == "sigmoid") return DECAY_SIGMOID;
-  return decay == "times_beta" ? DECAY_TIMES_BETA : DECAY_LOG;
-}
-
-uint32_t beta_code(std::string_view activation) {
-  if (activation == "sigmoid") return BETA_SIGMOID;
-  return activation == "softplus" ? BETA_SOFTPLUS : BETA_NONE;
 }
 
 // The kernel for heads of keys that are so wide, the lanes that share a column of their state, and the
@@ -118,9 +104,9 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   params.heads = v.size(2);
   params.key_width = q.size(3);
   params.value_width = v.size(3);
-  params.decay = decay_code(decay);
+  params.decay = code_of(decay, {"log", "softplus", "sigmoid", "times_beta"});
   params.g_dtype = dtype_code(g);
-  params.beta_activation = beta_code(beta_activation);
+  params.beta_activation = code_of(beta_activation, {"none", "sigmoid", "softplus"});
   params.has_beta = has(beta, params.beta_dtype);
   params.has_a_log = has(a_log, params.a_log_dtype);
   params.has_dt_bias = has(dt_bias, params.dt_bias_dtype);
@@ -145,25 +131,18 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
     params.norm_offset = static_cast<float>(norm->offset);
   }
   Commands commands;
-  commands.add({"linear_attention", q.scalar_type()}, scan.kernel)
-      .bind_strided(q)
-      .bind_strided(k)
-      .bind_strided(v)
-      .bind_strided(g ? *g : output)
-      .bind_strided(beta ? *beta : output)
-      .bind_or(a_log, output)
-      .bind_or(dt_bias, output)
-      .bind_or(skip, output)
+  commands.add({"linear_attention", q.scalar_type()}, scan.kernel, output)
+      .bind_strided(q, k, v, g, beta)
+      .bind(a_log, dt_bias, skip)
       .bind_strided(state)
       .bind(output)
-      .bind_strided(gate ? *gate : output)
+      .bind_strided(gate)
       .bind(norm ? norm->weight : output)
       .params(params)
       .work(kSlotsOfScan * static_cast<double>(state.numel()) * static_cast<double>(params.tokens),
             static_cast<double>(q.nbytes() + k.nbytes() + 2 * v.nbytes() + 2 * state.nbytes()))
-      .threadgroups(
-          {NSUInteger(is_normed_here ? 1 : ceil_div(scan.simdgroups, simdgroups)), NSUInteger(heads)},
-          {NSUInteger(simdgroups * kSimdWidth)});
+      .threadgroups({is_normed_here ? 1 : ceil_div(scan.simdgroups, simdgroups), heads},
+                    {simdgroups * kSimdWidth});
   if (norm && !is_normed_here) {
     add_gated_norm(commands, output, *gate, *norm, {1, gate_activation == "sigmoid"}, output);
   }
@@ -194,20 +173,13 @@ Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, con
   params.has_gate = gate.has_value();
 
   Commands commands;
-  commands.add({"linear_attention", x.scalar_type()}, "selective_scan")
-      .bind_strided(x)
-      .bind_strided(step)
-      .bind_strided(b)
-      .bind_strided(c)
-      .bind(a_log)
-      .bind_or(dt_bias, output)
-      .bind_or(skip, output)
-      .bind_strided_or(gate, x)
-      .bind_strided(state)
+  commands.add({"linear_attention", x.scalar_type()}, "selective_scan", output)
+      .bind_strided(x, step, b, c)
+      .bind(a_log, dt_bias, skip)
+      .bind_strided(gate ? *gate : x, state)
       .bind(output)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(params.channels, kSelectiveThreads)), NSUInteger(x.size(0))},
-                    {NSUInteger(kSelectiveThreads)});
+      .threadgroups({ceil_div(params.channels, kSelectiveThreads), x.size(0)}, {kSelectiveThreads});
   commands.encode();
   return output;
 }

@@ -46,10 +46,6 @@ Path path_for(const MatmulShape& shape) {
   return shape.experts <= kMaxBuckets ? Path::kGemm : Path::kRows;
 }
 
-NSUInteger blocks(int64_t count, int64_t size) {
-  return static_cast<NSUInteger>(ceil_div(count, size));
-}
-
 // The number of outputs of `rows` rows of the first matrix.
 int64_t outputs_of_rows(const MatmulShape& shape, int64_t rows) {
   return rows * shape.outputs / shape.rows;
@@ -66,23 +62,19 @@ MatmulStep few_step(const MatmulShape& shape, int64_t grid_rows, int64_t cores) 
   const int64_t of_rows = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
   const int64_t whole = ceil_div(of_rows, kFewSimdgroups);
   const bool splits = !fills(whole * grid_rows, cores);
-  const Size grid{NSUInteger(splits ? of_rows : whole), NSUInteger(grid_rows)};
+  const Size grid{splits ? of_rows : whole, grid_rows};
   const char* kernel = splits ? "matmul_rows_few_split" : "matmul_rows_few";
-  MatmulStep step{MatmulWork::kFirst, kernel, grid, -1, threads};
+  MatmulStep step{MatmulWork::kFirst, kernel, grid, threads};
   if (!splits) step.blocks = of_rows;
   return step;
 }
 
 MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
-  const auto pairs = static_cast<NSUInteger>(shape.pairs() + shape.shared);
   if (path == Path::kFew) return few_step(shape, std::min(shape.pairs(), shape.experts) + 1, cores);
   constexpr int64_t kRows = kRowGroupsOfSimdgroup * kSingleRows;  // of a simdgroup
   const int64_t of_rows = ceil_div(shape.outputs, outputs_of_rows(shape, kRows));
-  MatmulStep step{MatmulWork::kFirst,
-                  "matmul_rows",
-                  {blocks(of_rows, kSingleSimdgroups), pairs},
-                  -1,
-                  kSingleSimdgroups * kSimdWidth};
+  const Size grid{ceil_div(of_rows, kSingleSimdgroups), shape.pairs() + shape.shared};
+  MatmulStep step{MatmulWork::kFirst, "matmul_rows", grid, kSingleSimdgroups * kSimdWidth};
   step.blocks = of_rows;
   // For one token memory limits the kernel, so a norm in each simdgroup costs less than a launch.
   step.norms_inputs = shape.normed && shape.tokens == 1;
@@ -95,20 +87,14 @@ MatmulStep first_step(const MatmulShape& shape, Path path, int64_t cores) {
 }
 
 MatmulStep second_step(const MatmulShape& shape, Path path) {
-  const auto tokens = static_cast<NSUInteger>(shape.tokens);
   if (path == Path::kFew) {
-    return {MatmulWork::kSecond,
-            "expert_down_few",
-            {blocks(shape.columns, kFewDownRows)},
-            -1,
-            kDownThreads,
-            shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float))};
+    const Size grid{ceil_div(shape.columns, kFewDownRows)};
+    const int64_t memory = shape.pairs() * kFewDownRows * static_cast<int64_t>(sizeof(float));
+    return {MatmulWork::kSecond, "expert_down_few", grid, kDownThreads, memory};
   }
-  return {MatmulWork::kSecond,
-          "expert_down",
-          {blocks(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), tokens},
-          -1,
-          (std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared) * kSimdWidth};
+  const Size grid{ceil_div(shape.columns, kRowGroupsOfSimdgroup * kSingleRows), shape.tokens};
+  const int64_t simdgroups = std::min<int64_t>(shape.slots, kDownSimdgroups) + shape.shared;
+  return {MatmulWork::kSecond, "expert_down", grid, simdgroups * kSimdWidth};
 }
 
 // A matrix product; the caller adds the grid.
@@ -138,16 +124,12 @@ MatmulPlan plan_gemm(const MatmulShape& shape) {
   plan.tiles.columns_b = shape.columns > 0 ? ceil_div(shape.columns, rows(second_on_units)) : 1;
   plan.tiles.sentinels = shape.columns == 0;
   const BucketLaunch bucket = bucket_launch(shape.pairs(), shape.experts);
-  plan.steps.push_back({MatmulWork::kBucket, "bucket_pairs", bucket.grid, -1, bucket.threads, bucket.memory});
+  plan.steps.push_back({MatmulWork::kBucket, "bucket_pairs", bucket.grid, bucket.threads, bucket.memory});
   plan.steps.push_back(product(MatmulWork::kFirst, first_on_units, 0));
   if (shape.columns == 0) return plan;
   plan.steps.push_back(product(MatmulWork::kSlots, second_on_units, 1));
-  plan.steps.push_back(
-      {MatmulWork::kCombine,
-       "expert_combine",
-       {blocks(shape.columns, kCombineThreads * kCombineColumns), static_cast<NSUInteger>(shape.tokens)},
-       -1,
-       kCombineThreads});
+  const Size grid{ceil_div(shape.columns, kCombineThreads * kCombineColumns), shape.tokens};
+  plan.steps.push_back({MatmulWork::kCombine, "expert_combine", grid, kCombineThreads});
   return plan;
 }
 
@@ -167,7 +149,7 @@ MatmulStep with_simdgroups(MatmulStep step, int64_t simdgroups) {
   const std::vector<int64_t> numbers = simdgroups_of(step);
   if (std::find(numbers.begin(), numbers.end(), simdgroups) == numbers.end()) return step;
   step.threads = simdgroups * kSimdWidth;
-  if (step.blocks > 0) step.grid.x = blocks(step.blocks, simdgroups);
+  if (step.blocks > 0) step.grid.x = ceil_div(step.blocks, simdgroups);
   return step;
 }
 
@@ -195,7 +177,7 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t co
         tokens >= kLargeTensorPairs && fills(across * ceil_div(tokens, kLargeTilePairs), cores);
     const int64_t tile_pairs = large ? kLargeTilePairs : kTilePairs;
     MatmulStep step = gemm_step(MatmulWork::kFirst, tile_pairs, true);
-    step.grid = {NSUInteger(across), blocks(tokens, tile_pairs)};
+    step.grid = {across, ceil_div(tokens, tile_pairs)};
     return step;
   }
   if (tokens == 1) return first_step(shape, Path::kRows, cores);
@@ -204,13 +186,13 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t co
   const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kGemmRows)),
                 tiles = ceil_div(tokens, kTilePairs);
   if (tiles > 1 && fills(across * tiles, cores)) {
-    const Size grid{NSUInteger(across), NSUInteger(tiles)};
-    return {MatmulWork::kFirst, c10::str("gemm", kTilePairs), grid, -1, threads};
+    const Size grid{across, tiles};
+    return {MatmulWork::kFirst, c10::str("gemm", kTilePairs), grid, threads};
   }
   const int64_t split_pairs = tokens <= kSplitTilePairs ? kSplitTilePairs : kTilePairs;
-  const Size grid{blocks(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
-                  blocks(tokens, split_pairs)};
-  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, -1, threads};
+  const Size grid{ceil_div(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
+                  ceil_div(tokens, split_pairs)};
+  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, threads};
 }
 
 namespace {

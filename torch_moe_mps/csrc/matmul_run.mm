@@ -88,14 +88,14 @@ struct Run {
   void launch(Command& command, const MatmulStep& step) const {
     if (step.memory > 0) command.threadgroup_memory(step.memory);
     if (step.indirect >= 0) {
-      command.indirect(buckets.grids, 3 * step.indirect, {NSUInteger(step.threads)});
+      command.indirect(buckets.grids, 3 * step.indirect, {step.threads});
     } else {
-      command.threadgroups(step.grid, {NSUInteger(step.threads)});
+      command.threadgroups(step.grid, {step.threads});
     }
   }
 
   Command& bind_buckets(Command& command) const {
-    return buckets.tiles.defined() ? command.bind(buckets.pair_order).bind(buckets.tiles) : command;
+    return buckets.tiles.defined() ? command.bind(buckets.pair_order, buckets.tiles) : command;
   }
 };
 
@@ -144,13 +144,8 @@ double slots_of(const MatrixStack& matrix, int64_t pairs) {
 Command& bind_matmul(Command& command, const Tensor& x, const MatrixStack& matrix, const Tensor& ids,
                      const Tensor& out, int64_t pairs) {
   const double part = std::min(1.0, static_cast<double>(pairs) / static_cast<double>(matrix.experts));
-  return command.bind(x)
-      .bind(matrix.packed)
-      .bind(matrix.scales)
-      .bind(matrix.biases)
-      .bind(ids)
-      .bind_or(matrix.bias, ids)
-      .bind(out)
+  return command.stand_in(ids)
+      .bind(x, matrix.packed, matrix.scales, matrix.biases, ids, matrix.bias, out)
       .work(slots_of(matrix, pairs), part * static_cast<double>(matrix.packed.nbytes()) +
                                          static_cast<double>(x.nbytes() + out.nbytes()));
 }
@@ -177,9 +172,7 @@ void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, cons
 
 // Binds the matrix of a shared expert; the kernel reads none of `x` in its place.
 Command& bind_shared(Command& command, const MatrixStack* shared, const Tensor& x) {
-  return command.bind(shared ? shared->packed : x)
-      .bind(shared ? shared->scales : x)
-      .bind(shared ? shared->biases : x);
+  return command.bind(shared ? shared->packed : x, shared ? shared->scales : x, shared ? shared->biases : x);
 }
 
 // Adds the first matmul of experts that it chooses itself. It writes run.ids and `weights`.
@@ -191,10 +184,8 @@ void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, cons
   if (step.norms_inputs) set_norm(params.matmul, *norm);
   Command& command = commands.add(matrix.library, step.kernel);
   bind_matmul(command, x, matrix, run.ids, out, params.matmul.slots)
-      .bind(router.logits)
-      .bind_or(router.bias, x)
-      .bind_or(router.scale, x)
-      .bind(weights)
+      .stand_in(x)
+      .bind(router.logits, router.bias, router.scale, weights)
       .params(params)
       .bind(step.norms_inputs ? norm->weight : x);
   run.launch(bind_shared(command, shared, x), tuned(step, matrix, run.ids.numel()));
@@ -220,7 +211,7 @@ void add_second(Commands& commands, const Run& run, const MatmulStep& step, cons
 void add_combine(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& slots,
                  const MatrixStack& matrix, const ExpertSum& sum, const Tensor& out) {
   Command& command = commands.add(matrix.library, step.kernel);
-  command.bind(slots).bind(run.ids);
+  command.bind(slots, run.ids);
   bind_sum(command, sum, out).bind(out).params(down_params(slots, matrix, run.ids, sum));
   run.launch(command, step);
 }
@@ -256,13 +247,13 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   params.has_order = order.has_value();
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
-  bind_matmul(command, x, matrix, order ? *order : x, out, tokens).bind_or(residual, x).params(params);
+  bind_matmul(command, x, matrix, order ? *order : x, out, tokens).stand_in(x).bind(residual).params(params);
   if (step.norms_inputs) {
     command.bind(norm->weight);
   } else if (step.kernel != "matmul_rows") {
-    command.bind(x).bind(x);  // in place of lists of pairs; not read
+    command.bind(x, x);  // in place of lists of pairs; not read
   }
-  command.threadgroups(step.grid, {NSUInteger(step.threads)});
+  command.threadgroups(step.grid, {step.threads});
 }
 
 Tensor apply_mlp(const Tensor& x, const std::optional<InputNorm>& norm, const FeedForward& matrices,
@@ -279,18 +270,9 @@ Tensor apply_mlp(const Tensor& x, const std::optional<InputNorm>& norm, const Fe
 
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
                          bool gated, bool interleaved) {
-  constexpr std::pair<std::string_view, uint32_t> kKinds[] = {{"silu", ACTIVATION_SILU},
-                                                              {"gelu", ACTIVATION_GELU},
-                                                              {"gelu_tanh", ACTIVATION_GELU_TANH},
-                                                              {"relu", ACTIVATION_RELU},
-                                                              {"relu2", ACTIVATION_RELU2},
-                                                              {"swiglu_oai", ACTIVATION_SWIGLU_OAI},
-                                                              {"silu_clamped", ACTIVATION_SILU_CLAMPED}};
   Activation activation;
-  for (const auto& [known, kind] : kKinds) {
-    if (known == name) activation.kind = kind;
-  }
-  TORCH_CHECK(activation.kind != ACTIVATION_NONE, "moe_mps: no kernel for activation ", name);
+  activation.kind = ACTIVATION_SILU + code_of(name, {"silu", "gelu", "gelu_tanh", "relu", "relu2",
+                                                     "swiglu_oai", "silu_clamped"});
   activation.alpha = alpha ? static_cast<float>(*alpha) : SWIGLU_OAI_ALPHA;
   activation.limit = limit ? static_cast<float>(*limit) : SWIGLU_OAI_LIMIT;
   if (gated) activation.row_layout = interleaved ? ROWS_INTERLEAVED : ROWS_HALVES;

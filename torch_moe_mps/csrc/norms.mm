@@ -47,13 +47,10 @@ void add_norm(Commands& commands, const char* kernel, const OptionalTensor& resi
   params.weight_offset = static_cast<float>(weight_offset);
   params.factor = static_cast<float>(factor);
 
-  commands.add({"norms", input.scalar_type()}, kernel)
-      .bind_or(residual, output)
+  commands.add({"norms", input.scalar_type()}, kernel, output)
+      .bind(residual)
       .bind_strided(input)
-      .bind_or(weight, output)
-      .bind_or(scalar, output)
-      .bind(output)
-      .bind_or(sum, output)
+      .bind(weight, scalar, output, sum)
       .params(params)
       .threadgroups(layout.grid, layout.threads);
 }

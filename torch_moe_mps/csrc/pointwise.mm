@@ -16,10 +16,9 @@ namespace {
 
 using at::Tensor;
 
-constexpr std::array<std::string_view, POINTWISE_MIN + 1> kOperations = {
+constexpr std::initializer_list<std::string_view> kOperations = {
     "to",   "neg",  "exp", "log", "log1p", "sqrt", "rsqrt", "sigmoid", "silu", "softplus",
     "tanh", "relu", "cos", "sin", "add",   "sub",  "mul",   "div",     "max",  "min"};
-constexpr std::array<std::string_view, 3> kDtypes = {"f32", "f16", "bf16"};  // DTYPE_FLOAT and so on
 
 struct Formula {
   PointwiseStep code[POINTWISE_STEPS];
@@ -27,11 +26,6 @@ struct Formula {
   float numbers[POINTWISE_NUMBERS];
   uint32_t count = 0;  // of numbers
 };
-
-template <size_t N>
-uint8_t place_in(const std::array<std::string_view, N>& names, const std::string& name) {
-  return std::find(names.begin(), names.end(), name) - names.begin();
-}
 
 uint8_t operand(Formula& formula, const std::string& text) {
   if (text[0] == '%') return POINTWISE_FIRST_STEP + std::stoi(text.substr(1));
@@ -53,10 +47,10 @@ Formula parsed(std::string text) {
     std::vector<std::string> found;
     for (std::string word; words >> word;) found.push_back(word);
     PointwiseStep& step = formula.code[formula.steps++];
-    step.operation = place_in(kOperations, found.front());
+    step.operation = code_of(found.front(), kOperations);
     step.x = operand(formula, found[1]);
     step.y = found.size() > 3 ? operand(formula, found[2]) : step.x;
-    step.dtype = place_in(kDtypes, found.back());
+    step.dtype = code_of(found.back(), {"f32", "f16", "bf16"});
   }
   return formula;
 }
@@ -121,8 +115,8 @@ Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, 
     }
     command.bind_strided(input);
   }
-  command.bind(output).params(params).threadgroups({NSUInteger(ceil_div(params.count, kPointwiseThreads))},
-                                                   {NSUInteger(kPointwiseThreads)});
+  command.bind(output).params(params).threadgroups({ceil_div(params.count, kPointwiseThreads)},
+                                                   {kPointwiseThreads});
   commands.encode();
   return output;
 }

@@ -42,15 +42,12 @@ void pool_window_(const Tensor& kv_, const Tensor& gate_, const Tensor& position
   const int64_t groups = std::max<int64_t>(1, closed - (params.columns > params.width));
   Commands commands;
   commands.add({"pooling", kv.scalar_type()}, "pool_windows")
-      .bind_strided(kv)
-      .bind_strided(gate)
-      .bind(position_bias)
-      .bind(state)
+      .bind_strided(kv, gate)
+      .bind(position_bias, state)
       .bind_strided(entries.numel() > 0 ? entries : state)
-      .bind(norm_weight)
-      .bind(params.turning > 0 ? inv_freq : norm_weight)
+      .bind(norm_weight, params.turning > 0 ? inv_freq : norm_weight)
       .params(params)
-      .threadgroups({NSUInteger(groups), NSUInteger(kv.size(0))}, {NSUInteger(params.parts * part_threads)});
+      .threadgroups({groups, kv.size(0)}, {params.parts * part_threads});
   commands.encode();
   if (!state.is_same(state_)) state_.copy_(state);
   if (!entries.is_same(entries_)) entries_.copy_(entries);

@@ -32,7 +32,7 @@ void probe(const std::string& kernel, const std::vector<at::Tensor>& buffers, in
     Command& command = commands.add(probe_library(), kernel);
     for (const at::Tensor& buffer : buffers) command.bind(buffer);
     if (steps > 0) command.params(ProbeParams{static_cast<uint32_t>(steps)});
-    command.threadgroups({NSUInteger(groups)}, {NSUInteger(threads)});
+    command.threadgroups({groups}, {threads});
     commands.encode();
     if (in_buffer > 0 && i % in_buffer == 0) commit();
   }
@@ -41,8 +41,8 @@ void probe(const std::string& kernel, const std::vector<at::Tensor>& buffers, in
 // One dispatch writes the grid of the next, which counts its threadgroups.
 void probe_indirect(const at::Tensor& grid, const at::Tensor& counter, int64_t threads) {
   Commands commands;
-  commands.add(probe_library(), "probe_grid").bind(grid).threadgroups({1}, {NSUInteger(kSimdWidth)});
-  commands.add(probe_library(), "probe_count").bind(counter).indirect(grid, 0, {NSUInteger(threads)});
+  commands.add(probe_library(), "probe_grid").bind(grid).threadgroups({1}, {kSimdWidth});
+  commands.add(probe_library(), "probe_count").bind(counter).indirect(grid, 0, {threads});
   commands.encode();
 }
 

@@ -42,13 +42,12 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> quantize_by_importance(const Tensor& 
   Commands commands;
   Command& command = commands.add({"quantize", weight.scalar_type()},
                                   is_affine ? "quantize_affine" : "quantize_" + format.name);
-  command.bind_strided(weight).bind_strided(importance).bind(packed).bind(scales);
+  command.bind_strided(weight, importance).bind(packed, scales);
   if (is_affine) command.bind(biases);
   command.bind(sums)
       .params(params)
       .work(kSlotsOfWeight * static_cast<double>(weight.numel()), static_cast<double>(weight.nbytes()))
-      .threadgroups({NSUInteger(ceil_div(rows * params.parts, kQuantizeThreads)), NSUInteger(experts)},
-                    {NSUInteger(kQuantizeThreads)});
+      .threadgroups({ceil_div(rows * params.parts, kQuantizeThreads), experts}, {kQuantizeThreads});
   commands.encode();
   return {packed, scales, biases, sums};
 }

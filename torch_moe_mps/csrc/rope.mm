@@ -19,11 +19,6 @@ Tensor heads_first(const Tensor& x) {
   return at::empty({x.size(0), x.size(2), x.size(1), x.size(3)}, x.options());
 }
 
-uint32_t pairs_code(std::string_view pairs) {
-  if (pairs == "half") return PAIRS_HALF;
-  return pairs == "interleaved" ? PAIRS_INTERLEAVED : PAIRS_INTERLEAVED_TO_HALF;
-}
-
 // The keys, or the queries, are there.
 void encode_rope(const char* kernel, const Rotation& rotation, const std::optional<Heads>& q,
                  const std::optional<Heads>& k, const std::optional<Heads>& v,
@@ -31,20 +26,14 @@ void encode_rope(const char* kernel, const Rotation& rotation, const std::option
   const Heads& some = q ? *q : *k;
   const RopeParams params = rope_params(rotation, q, k, v, k_bias);
   Commands commands;
-  commands.add({"rope", some.input.scalar_type()}, kernel)
-      .bind_strided(some.input)
-      .bind_strided(k ? k->input : some.input)
-      .bind_strided(v ? v->input : some.input)
-      .bind_strided(rotation.cos)
-      .bind_strided(rotation.sin)
-      .bind_strided_or(q ? q->weight : std::nullopt, some.output)
-      .bind_strided_or(k ? k->weight : std::nullopt, some.output)
-      .bind_strided_or(v ? v->weight : k_bias, some.output)
-      .bind_strided(some.output)
-      .bind_strided(k ? k->output : some.output, k ? k->output_start : 0)
-      .bind_strided(v ? v->output : some.output, v ? v->output_start : 0)
+  commands.add({"rope", some.input.scalar_type()}, kernel, some.output)
+      .bind_strided(some.input, k ? k->input : some.input, v ? v->input : some.input, rotation.cos,
+                    rotation.sin, q ? q->weight : std::nullopt, k ? k->weight : std::nullopt,
+                    v ? v->weight : k_bias, some.output)
+      .bind_from(k ? k->output : some.output, k ? k->output_start : 0)
+      .bind_from(v ? v->output : some.output, v ? v->output_start : 0)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(params.rows, kRopeHeads))}, {NSUInteger(kRopeHeads * kSimdWidth)});
+      .threadgroups({ceil_div(params.rows, kRopeHeads)}, {kRopeHeads * kSimdWidth});
   commands.encode();
 }
 
@@ -123,7 +112,7 @@ RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, 
   params.tokens = some.input.size(1);
   params.rows = some.input.size(0) * params.tokens * (params.q.heads + params.k.heads + params.v.heads);
   params.rotary_last = rotation.rotary_last;
-  params.pairs = pairs_code(rotation.pairs);
+  params.pairs = code_of(rotation.pairs, {"half", "interleaved", "interleaved_to_half"});
   params.table_of_pairs = cos.size(2) < rotation.rotary;
   params.table_dtype = dtype_code(cos);
   params.eps = static_cast<float>(rotation.eps);

@@ -33,11 +33,7 @@ Routing empty_routing(const Tensor& like, at::IntArrayRef leading, int64_t top_k
 // moe_router and its special cases
 
 uint32_t scoring_code(std::string_view scoring) {
-  if (scoring == "softmax") return SCORING_SOFTMAX;
-  if (scoring == "sigmoid") return SCORING_SIGMOID;
-  if (scoring == "sqrtsoftplus") return SCORING_SQRTSOFTPLUS;
-  TORCH_CHECK(scoring == "softmax_after_topk", "moe_mps: no kernel for scoring ", scoring);
-  return SCORING_SOFTMAX_AFTER_TOPK;
+  return code_of(scoring, {"softmax", "sigmoid", "sqrtsoftplus", "softmax_after_topk"});
 }
 
 // The params that all routers start from: one group, no bias, no scale.
@@ -125,7 +121,8 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
   // From this many tokens, threadgroups of several tokens fill the GPU; they read the router less often.
   // Untuned.
   constexpr int64_t kManyLogitsTokens = 9;
-  const int64_t tokens = hidden.size(0), width = hidden.size(1), experts = router.size(0);
+  const int64_t tokens = hidden.size(0), experts = router.size(0);
+  const bool is_wide = hidden.size(1) > 0;  // an empty tensor cannot be bound
   Tensor logits = at::empty({tokens, experts}, hidden.options().dtype(dtype));
   RouterLogitsParams params = logits_params(hidden, router, norm);
   params.factor = static_cast<float>(factor);
@@ -137,16 +134,12 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
   Commands commands;
   commands
       .add({"routing", router.scalar_type()},
-           std::string(norm ? "normed_logits" : "logits") + (many ? "_many" : "_few"))
-      .bind(width > 0 ? hidden : logits)  // an empty tensor cannot be bound
-      .bind(width > 0 ? router : logits)
-      .bind(width > 0 && norm ? norm->weight : logits)
-      .bind_or(bias, logits)
-      .bind(logits)
+           std::string(norm ? "normed_logits" : "logits") + (many ? "_many" : "_few"), logits)
+      .bind(is_wide ? hidden : logits, is_wide ? router : logits, is_wide && norm ? norm->weight : logits,
+            bias, logits)
       .params(params)
-      .threadgroups({NSUInteger(ceil_div(experts, experts_of_group)),
-                     NSUInteger(ceil_div(tokens, many ? kLogitsTokens : 1))},
-                    {NSUInteger(kLogitsSimdgroups * kSimdWidth)});
+      .threadgroups({ceil_div(experts, experts_of_group), ceil_div(tokens, many ? kLogitsTokens : 1)},
+                    {kLogitsSimdgroups * kSimdWidth});
   commands.encode();
   return logits;
 }
@@ -209,15 +202,10 @@ Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& tab
   const bool is_wide = hidden.size(1) > 0;  // an empty tensor cannot be bound
   Commands commands;
   commands.add({"hash_router", router.scalar_type()}, norm ? "normed_hash_route" : "hash_route")
-      .bind(is_wide ? hidden : weights)
-      .bind(is_wide ? router : weights)
-      .bind(is_wide && norm ? norm->weight : weights)
-      .bind(table)
-      .bind(tokens)
-      .bind(weights)
-      .bind(ids)
+      .bind(is_wide ? hidden : weights, is_wide ? router : weights, is_wide && norm ? norm->weight : weights,
+            table, tokens, weights, ids)
       .params(params)
-      .threadgroups({NSUInteger(hidden.size(0))}, {NSUInteger(kLogitsSimdgroups * kSimdWidth)});
+      .threadgroups({hidden.size(0)}, {kLogitsSimdgroups * kSimdWidth});
   commands.encode();
   return result;
 }
@@ -256,14 +244,12 @@ Routing route(const Router& router) {
   const Tensor& logits = router.logits;
   const int64_t rows = router.params.rows, rows_per_group = rows < kManyRows ? 1 : 4;
   Commands commands;
-  commands.add({"routing", logits.scalar_type()}, "route" + std::to_string(experts_per_lane(logits.size(-1))))
-      .bind(logits)
-      .bind_or(router.bias, logits)
-      .bind_or(router.scale, logits)
-      .bind(weights)
-      .bind(ids)
+  commands
+      .add({"routing", logits.scalar_type()}, "route" + std::to_string(experts_per_lane(logits.size(-1))),
+           logits)
+      .bind(logits, router.bias, router.scale, weights, ids)
       .params(router.params)
-      .threadgroups({NSUInteger(ceil_div(rows, rows_per_group))}, {NSUInteger(rows_per_group * kSimdWidth)});
+      .threadgroups({ceil_div(rows, rows_per_group)}, {rows_per_group * kSimdWidth});
   commands.encode();
   return result;
 }

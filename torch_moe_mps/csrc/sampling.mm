@@ -36,7 +36,7 @@ Tensor sample_(const Tensor& logits_, const Tensor& draws_, const Tensor& invali
       .bind_strided(invalid)
       .bind(tokens)
       .params(params)
-      .threadgroups({NSUInteger(rows)}, {NSUInteger(kSampleThreads)});
+      .threadgroups({rows}, {kSampleThreads});
   commands.encode();
   return tokens;
 }

@@ -4,6 +4,7 @@
 
 #include <initializer_list>
 #include <optional>
+#include <string_view>
 
 #include "../shaders/geometry.h"
 #include "../shaders/params.h"
@@ -47,6 +48,9 @@ TokenStrides head_strides(const at::Tensor& x);
 // The DTYPE_* code of shaders/params.h; without a tensor, which no kernel reads then, DTYPE_FLOAT.
 uint32_t dtype_code(const at::Tensor& tensor);
 uint32_t dtype_code(const OptionalTensor& tensor);
+
+// The place of a choice's name among all of them, which shaders/params number in this order.
+uint32_t code_of(std::string_view name, std::initializer_list<std::string_view> names);
 
 // The tensor in a dtype; itself if it has that dtype already: at::Tensor::to calls the dispatcher.
 at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype);

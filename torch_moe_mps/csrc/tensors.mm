@@ -18,7 +18,7 @@ constexpr int64_t kRowsForLatency = 256;
 RowLayout row_layout(int64_t rows, int64_t width) {
   if (width <= kShortRow && rows > 1) {
     const int64_t per_group = std::min(rows, kRowsPerThreadgroup);
-    return {1, {NSUInteger(ceil_div(rows, per_group))}, {NSUInteger(per_group * kSimdWidth)}};
+    return {1, {ceil_div(rows, per_group)}, {per_group * kSimdWidth}};
   }
   return row_per_threadgroup(rows, width);
 }
@@ -27,7 +27,7 @@ RowLayout row_per_threadgroup(int64_t rows, int64_t width, int64_t most_threads)
   const int64_t elements_per_thread = rows <= kRowsForLatency ? 4 : 16;
   const int64_t simdgroups =
       std::clamp<int64_t>(ceil_div(width, elements_per_thread * kSimdWidth), 1, most_threads / kSimdWidth);
-  return {simdgroups, {NSUInteger(rows)}, {NSUInteger(simdgroups * kSimdWidth)}};
+  return {simdgroups, {rows}, {simdgroups * kSimdWidth}};
 }
 
 bool rows_start_aligned(int64_t width, std::initializer_list<at::Tensor> tensors) {
@@ -77,6 +77,12 @@ uint32_t dtype_code(const at::Tensor& tensor) {
 
 uint32_t dtype_code(const OptionalTensor& tensor) {
   return tensor ? dtype_code(*tensor) : DTYPE_FLOAT;
+}
+
+uint32_t code_of(std::string_view name, std::initializer_list<std::string_view> names) {
+  const auto found = std::find(names.begin(), names.end(), name);
+  TORCH_CHECK(found != names.end(), "moe_mps: no kernel for ", name);
+  return found - names.begin();
 }
 
 at::Tensor vector_rows(const at::Tensor& tensor) {

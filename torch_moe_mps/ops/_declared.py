@@ -6,7 +6,7 @@ A name in brackets is a size: the first tensor that has it says how much it is, 
 `_` is any size, `T*K` a product, `...` any dimensions in front. `|` stands between shapes, of which one has
 to fit. Behind the colon is the dtype: a word of DTYPES, that of another argument, or "any"; without one it is
 one of the three of activations. After the arrow are the results, by shape and dtype, or the argument that
-they are like.
+they are like. A size of a result may also be an argument that is an integer.
 """
 
 import math
@@ -155,11 +155,11 @@ class Declared:
         return names
 
     def outputs(self, check: Check, given: dict[str, Any]) -> Any:
-        first = given[self.tensors[0][0]]
+        first, sizes = given[self.tensors[0][0]], {**given, **check.sizes}
         made = [
             given[name].new_empty(given[name].shape)
             if name
-            else first.new_empty(shapes[0].result(check.sizes), dtype=_dtypes(kind, given)[0])
+            else first.new_empty(shapes[0].result(sizes), dtype=_dtypes(kind, given)[0])
             for name, shapes, kind in self.results or ()
         ]
         return made[0] if len(made) == 1 else tuple(made) or None

@@ -38,17 +38,16 @@ def _check_activated(check, activation, activated, factor, rows, columns):
         check.fail("factor", "a finite number", factor)
 
 
-def _meta_linear_quantized(check, x, packed, scales, biases, format, activation, activated, factor, **_):
+def _check_linear_quantized(check, x, packed, scales, biases, format, activation, activated, factor, **_):
     rows, columns = check.dims("N C")
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     weight.check(check, "", (rows, columns), "N, C")
     _check_activated(check, activation, activated, factor, rows, columns)
-    return x.new_empty(*x.shape[:-1], rows)
 
 
 @operator(
-    "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C]",
-    _meta_linear_quantized,
+    "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C] -> [..., N]:x",
+    _check_linear_quantized,
     allowed={"activation": POINTWISE},
 )
 def linear_quantized(

@@ -85,10 +85,8 @@ def _check_top_k(check: Check, top_k: int, **_: Any) -> None:
     check.between("top_k", top_k, 1, min(check.sizes["E"], MAX_TOP_K), f", the smaller of E and {MAX_TOP_K}")
 
 
-def _selected(rows: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
-    """Empty weights and ids for rows [..., E or H]."""
-    shape = (*rows.shape[:-1], top_k)
-    return rows.new_empty(shape, dtype=torch.float32), rows.new_empty(shape, dtype=torch.int32)
+# Weights and ids.
+SELECTED = "[T, top_k]:float32 [T, top_k]:int32"
 
 
 def _check_router(check, top_k, num_groups, top_groups, group_score, masked_score, **_):
@@ -146,14 +144,9 @@ class Router(NamedTuple):
 OF_EXPERTS = {name.removeprefix("router_"): name for name in Router._fields}
 
 
-def _meta_router(check, logits, **arguments):
-    _check_router(check, **arguments)
-    return _selected(logits, arguments["top_k"])
-
-
 @operator(
-    f"logits[T, E<={MAX_EXPERTS}] bias[E] per_expert_scale[E]",
-    _meta_router,
+    f"logits[T, E<={MAX_EXPERTS}] bias[E] per_expert_scale[E] -> {SELECTED}",
+    _check_router,
     allowed={"scoring": SCORINGS, "group_score": GROUP_SCORES, "norm_eps": 0.0, "norm_min": 0.0},
 )
 def moe_router(
@@ -235,12 +228,7 @@ def moe_router(
 # The named routers of the sources
 
 
-def _meta_chosen(check, top_k, logits=None, hidden=None, **_):
-    _check_top_k(check, top_k)
-    return _selected(hidden if logits is None else logits, top_k)
-
-
-@operator(f"logits[T, E<={MAX_EXPERTS}]", _meta_chosen)
+@operator(f"logits[T, E<={MAX_EXPERTS}] -> {SELECTED}", _check_top_k)
 def moe_router_topk_softmax(logits: Tensor, top_k: int, norm_topk_prob: bool) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, then the top_k largest; with norm_topk_prob divided by their sum.
 
@@ -269,7 +257,13 @@ def _scaled_softmax_of_selected(
     return torch.softmax(x.gather(-1, ids), -1) * per_expert_scale.float()[ids], ids.int()
 
 
-@operator(f"logits[T, E<={MAX_EXPERTS}]|[E<={MAX_EXPERTS}] per_expert_scale[E]", _meta_chosen)
+def _meta_fused_routing(check, logits, top_k, **_):
+    _check_top_k(check, top_k)
+    shape = (*logits.shape[:-1], top_k)
+    return tuple(logits.new_empty(shape, dtype=dtype) for dtype in (torch.float32, torch.int32))
+
+
+@operator(f"logits[T, E<={MAX_EXPERTS}]|[E<={MAX_EXPERTS}] per_expert_scale[E]", _meta_fused_routing)
 def fused_moe_routing(logits: Tensor, per_expert_scale: Tensor, top_k: int) -> tuple[Tensor, Tensor]:
     """Softmax over all experts, the top_k largest divided by their sum, then times per_expert_scale[id].
 
@@ -332,7 +326,10 @@ def router_logits(
     return torch.nn.functional.linear(rows * factor, weight.float(), shift).to(dtype or torch.float32)
 
 
-@operator(f"hidden[T, H] router_weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E]", _meta_chosen)
+@operator(
+    f"hidden[T, H] router_weight[E<={MAX_EXPERTS}, H] norm_weight[H] per_expert_scale[E] -> {SELECTED}",
+    _check_top_k,
+)
 def moe_gate(
     hidden: Tensor,
     router_weight: Tensor,
@@ -372,13 +369,9 @@ def moe_gate(
 # A router whose choice a table has
 
 
-def _meta_hash_router(check, x, table, **_):
-    return _selected(x, table.shape[1])
-
-
 @operator(
-    f"x[T, H] weight[E<={MAX_EXPERTS}, H] table[V>=1, K<={MAX_TOP_K}]:id tokens[T]:id norm_weight[H]",
-    _meta_hash_router,
+    f"x[T, H] weight[E<={MAX_EXPERTS}, H] table[V>=1, K<={MAX_TOP_K}]:id tokens[T]:id norm_weight[H] "
+    "-> [T, K]:float32 [T, K]:int32",
     allowed={"scoring": OF_EACH, "sum_eps": 0.0},
 )
 def moe_hash_router(
@@ -467,15 +460,8 @@ def moe_bucket(ids: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     return order.int(), offsets.int()
 
 
-def _meta_ids_tpe(check, ids, num_experts, **_):
-    pairs = ids.shape[0] * ids.shape[1]
-    shapes = ((num_experts,), (num_experts, pairs), (3,), (3,))
-    return tuple(ids.new_empty(shape, dtype=torch.int32) for shape in shapes)
-
-
 @operator(
-    "ids[T, K]:id",
-    _meta_ids_tpe,
+    "ids[T, K]:id -> [num_experts]:int32 [num_experts, T*K]:int32 [3]:int32 [3]:int32",
     allowed={
         "num_experts": range(1, MAX_EXPERTS + 1),
         **dict.fromkeys(("gate_up_rows", "down_rows"), range(1, 2**31)),

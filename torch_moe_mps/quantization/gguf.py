@@ -32,14 +32,12 @@ def _halves(octets: Tensor) -> Tensor:
     return octets.contiguous().view(torch.int16)
 
 
-def _q4(blocks: Tensor, count: int) -> Parts:
-    """q4_0, q4_1 and iq4_nl: `count` halves, nibbles."""
-    scales, codes = blocks.split((2 * count, 16), -1)
+def _q4(scales: Tensor, codes: Tensor) -> Parts:
+    """q4_0, q4_1 and iq4_nl: one half or two, nibbles."""
     return _nibbles(codes, 16), *_one_or_two(scales)
 
 
-def _q5(blocks: Tensor, count: int) -> Parts:
-    scales, fifth, low = blocks.split((2 * count, 4, 16), -1)
+def _q5(scales: Tensor, fifth: Tensor, low: Tensor) -> Parts:
     return _nibbles(low, 16) | _runs(fifth, 1, tuple(range(8)), 1) << 4, *_one_or_two(scales)
 
 
@@ -48,19 +46,16 @@ def _one_or_two(octets: Tensor) -> tuple[Tensor, Tensor | None]:
     return halves[:, :1], halves[:, 1:] if halves.shape[1] > 1 else None
 
 
-def _q8_0(blocks: Tensor) -> Parts:
-    scales, codes = blocks.split((2, 32), -1)
+def _q8_0(scales: Tensor, codes: Tensor) -> Parts:
     return codes ^ 128, _halves(scales), None
 
 
-def _mxfp4(blocks: Tensor) -> Parts:
-    scales, codes = blocks.split((1, 16), -1)
+def _mxfp4(scales: Tensor, codes: Tensor) -> Parts:
     return _nibbles(codes, 16), scales, None
 
 
-def _nvfp4(blocks: Tensor) -> Parts:
+def _nvfp4(scales: Tensor, codes: Tensor) -> Parts:
     """The sign of a scale counts nothing, and the largest stands for 0."""
-    scales, codes = blocks.split((4, 32), -1)
     return _nibbles(codes, 8), torch.where(scales == 127, 0, scales & 127), None
 
 
@@ -72,49 +67,41 @@ def _six_bit_pairs(octets: Tensor) -> Tensor:
     return pack_octets(torch.stack((factors, minima), -1).flatten(-2), 6)
 
 
-def _q4_k(blocks: Tensor) -> Parts:
-    halves, scales, codes = blocks.split((4, 12, 128), -1)
+def _q4_k(halves: Tensor, scales: Tensor, codes: Tensor) -> Parts:
     return _nibbles(codes, 32), _six_bit_pairs(scales), _halves(halves)
 
 
-def _q5_k(blocks: Tensor) -> Parts:
-    halves, scales, fifth, low = blocks.split((4, 12, 32, 128), -1)
+def _q5_k(halves: Tensor, scales: Tensor, fifth: Tensor, low: Tensor) -> Parts:
     codes = _nibbles(low, 32) | _runs(fifth, 32, tuple(range(8)), 1) << 4
     return codes, _six_bit_pairs(scales), _halves(halves)
 
 
-def _q6_k(blocks: Tensor) -> Parts:
-    low, high, scales, halves = blocks.split((128, 64, 16, 2), -1)
+def _q6_k(low: Tensor, high: Tensor, scales: Tensor, halves: Tensor) -> Parts:
     codes = _nibbles(low, 64) | _runs(high, 32, (0, 2, 4, 6), 2) << 4
     return codes, scales ^ 128, _halves(halves)
 
 
-def _q2_k(blocks: Tensor) -> Parts:
-    scales, codes, halves = blocks.split((16, 64, 4), -1)
+def _q2_k(scales: Tensor, codes: Tensor, halves: Tensor) -> Parts:
     return _runs(codes, 32, (0, 2, 4, 6), 2), scales, _halves(halves)
 
 
-def _q3_k(blocks: Tensor) -> Parts:
-    third, low, scales, halves = blocks.split((32, 64, 12, 2), -1)
+def _q3_k(third: Tensor, low: Tensor, scales: Tensor, halves: Tensor) -> Parts:
     codes = _runs(low, 32, (0, 2, 4, 6), 2) | _runs(third, 32, tuple(range(8)), 1) << 2
     factors = _nibbles(scales[:, :8], 8) | _runs(scales[:, 8:], 4, (0, 2, 4, 6), 2) << 4
     return codes, pack_octets(factors, 6), _halves(halves)
 
 
-def _iq4_xs(blocks: Tensor) -> Parts:
-    halves, high, low, codes = blocks.split((2, 2, 4, 128), -1)
+def _iq4_xs(halves: Tensor, high: Tensor, low: Tensor, codes: Tensor) -> Parts:
     factors = _runs(low, 1, (0, 4), 4) | _runs(high, 1, (0, 2, 4, 6), 2) << 4
     return _nibbles(codes, 16), pack_octets(factors, 6), _halves(halves)
 
 
-def _tq2_0(blocks: Tensor) -> Parts:
-    codes, halves = blocks.split((64, 2), -1)
+def _tq2_0(codes: Tensor, halves: Tensor) -> Parts:
     return _runs(codes, 32, (0, 2, 4, 6), 2), _halves(halves), None
 
 
-def _tq1_0(blocks: Tensor) -> Parts:
+def _tq1_0(long: Tensor, short: Tensor, four: Tensor, halves: Tensor) -> Parts:
     """Five digits of base 3 in a byte, as a fraction: the first is the largest third that it fits in."""
-    long, short, four, halves = blocks.split((32, 16, 4, 2), -1)
     codes = []
     for octets, digits in ((long, 5), (short, 5), (four, 4)):
         left = octets.int()
@@ -136,14 +123,12 @@ def _points(numbers: Tensor, signs: Tensor) -> Tensor:
     return torch.cat((numbers, pack_octets(eights.transpose(-3, -1).flatten(-3), 1)), -1)
 
 
-def _iq2_xxs(blocks: Tensor) -> Parts:
-    halves, rest = blocks.split((2, 64), -1)
+def _iq2_xxs(halves: Tensor, rest: Tensor) -> Parts:
     units = rest.unflatten(-1, (8, 8))
     return _points(units[..., :4], _sevens(units[..., 4:])), _halves(halves), None
 
 
-def _iq3_xxs(blocks: Tensor) -> Parts:
-    halves, numbers, rest = blocks.split((2, 64, 32), -1)
+def _iq3_xxs(halves: Tensor, numbers: Tensor, rest: Tensor) -> Parts:
     return _points(numbers.unflatten(-1, (8, 8)), _sevens(rest.unflatten(-1, (8, 4)))), _halves(halves), None
 
 
@@ -153,35 +138,30 @@ def _sevens(octets: Tensor) -> Tensor:
     return torch.cat((flags[..., :28].unflatten(-1, (4, 7)), flags[..., 28:].unsqueeze(-1)), -1).flatten(1)
 
 
-def _iq2_xs(blocks: Tensor) -> Parts:
-    halves, codes, scales = blocks.split((2, 64, 8), -1)
+def _iq2_xs(halves: Tensor, codes: Tensor, scales: Tensor) -> Parts:
     low, high = codes.unflatten(-1, (8, 4, 2)).unbind(-1)  # of 16 bits: nine of a number, seven signs
     flags = _flags(high.flatten(-2)).unflatten(-1, (-1, 8)).roll(-1, -1)
     return _points(low, flags.flatten(1)), scales, _halves(halves)
 
 
-def _iq2_s(blocks: Tensor) -> Parts:
-    halves, numbers, signs, high, scales = blocks.split((2, 32, 32, 8, 8), -1)
+def _iq2_s(halves: Tensor, numbers: Tensor, signs: Tensor, high: Tensor, scales: Tensor) -> Parts:
     more = torch.stack((scales, high), -1).flatten(-2)
     return _points(numbers.unflatten(-1, (8, 4)), _flags(signs)), more, _halves(halves)
 
 
-def _iq3_s(blocks: Tensor) -> Parts:
-    halves, numbers, high, signs, scales = blocks.split((2, 64, 8, 32, 4), -1)
+def _iq3_s(halves: Tensor, numbers: Tensor, high: Tensor, signs: Tensor, scales: Tensor) -> Parts:
     scales = _flags(scales).unflatten(-1, (8, 4))
     more = torch.cat((scales, _flags(high).unflatten(-1, (8, 8))), -1).flatten(1)
     return _points(numbers.unflatten(-1, (8, 8)), _flags(signs)), pack_octets(more, 1), _halves(halves)
 
 
-def _iq1_s(blocks: Tensor) -> Parts:
-    halves, numbers, more = blocks.split((2, 32, 16), -1)
+def _iq1_s(halves: Tensor, numbers: Tensor, more: Tensor) -> Parts:
     flags = _flags(more).unflatten(-1, (8, 16))  # 4 times 3 of numbers, s, a shift
     moved = torch.cat((flags[..., 12:15], flags[..., :12], flags[..., 15:]), -1).flatten(1)
     return numbers, pack_octets(moved, 1), _halves(halves)
 
 
-def _iq1_m(blocks: Tensor) -> Parts:
-    numbers, more, scales = blocks.split((32, 16, 8), -1)
+def _iq1_m(numbers: Tensor, more: Tensor, scales: Tensor) -> Parts:
     flags = _flags(more).unflatten(-1, (8, 4, 4))  # 3 of a number, a shift
     moved = torch.cat((flags[..., :3].flatten(-2), flags[..., 3]), -1).flatten(1)
     quarters = _flags(scales).unflatten(-1, (4, 16))  # 4 times 3 of s, four bits of the half
@@ -189,31 +169,31 @@ def _iq1_m(blocks: Tensor) -> Parts:
     return numbers, torch.cat(parts, -1), _halves(pack_octets(quarters[..., 12:].flatten(1), 1))
 
 
-# Bytes of a block, and what takes it apart.
-_BLOCKS: dict[str, tuple[int, Callable[[Tensor], Parts]]] = {
-    "q4_0": (18, lambda blocks: _q4(blocks, 1)),
-    "q4_1": (20, lambda blocks: _q4(blocks, 2)),
-    "q5_0": (22, lambda blocks: _q5(blocks, 1)),
-    "q5_1": (24, lambda blocks: _q5(blocks, 2)),
-    "q8_0": (34, _q8_0),
-    "q2_k": (84, _q2_k),
-    "q3_k": (110, _q3_k),
-    "q4_k": (144, _q4_k),
-    "q5_k": (176, _q5_k),
-    "q6_k": (210, _q6_k),
-    "iq4_nl": (18, lambda blocks: _q4(blocks, 1)),
-    "iq4_xs": (136, _iq4_xs),
-    "mxfp4": (17, _mxfp4),
-    "nvfp4": (36, _nvfp4),
-    "tq1_0": (54, _tq1_0),
-    "tq2_0": (66, _tq2_0),
-    "iq1_s": (50, _iq1_s),
-    "iq1_m": (56, _iq1_m),
-    "iq2_xxs": (66, _iq2_xxs),
-    "iq2_xs": (74, _iq2_xs),
-    "iq2_s": (82, _iq2_s),
-    "iq3_xxs": (98, _iq3_xxs),
-    "iq3_s": (110, _iq3_s),
+# The bytes of the parts of a block, and what makes tensors of these parts [n, bytes].
+_BLOCKS: dict[str, tuple[tuple[int, ...], Callable[..., Parts]]] = {
+    "q4_0": ((2, 16), _q4),
+    "q4_1": ((4, 16), _q4),
+    "q5_0": ((2, 4, 16), _q5),
+    "q5_1": ((4, 4, 16), _q5),
+    "q8_0": ((2, 32), _q8_0),
+    "q2_k": ((16, 64, 4), _q2_k),
+    "q3_k": ((32, 64, 12, 2), _q3_k),
+    "q4_k": ((4, 12, 128), _q4_k),
+    "q5_k": ((4, 12, 32, 128), _q5_k),
+    "q6_k": ((128, 64, 16, 2), _q6_k),
+    "iq4_nl": ((2, 16), _q4),
+    "iq4_xs": ((2, 2, 4, 128), _iq4_xs),
+    "mxfp4": ((1, 16), _mxfp4),
+    "nvfp4": ((4, 32), _nvfp4),
+    "tq1_0": ((32, 16, 4, 2), _tq1_0),
+    "tq2_0": ((64, 2), _tq2_0),
+    "iq1_s": ((2, 32, 16), _iq1_s),
+    "iq1_m": ((32, 16, 8), _iq1_m),
+    "iq2_xxs": ((2, 64), _iq2_xxs),
+    "iq2_xs": ((2, 64, 8), _iq2_xs),
+    "iq2_s": ((2, 32, 32, 8, 8), _iq2_s),
+    "iq3_xxs": ((2, 64, 32), _iq3_xxs),
+    "iq3_s": ((2, 64, 8, 32, 4), _iq3_s),
 }
 
 
@@ -255,7 +235,7 @@ def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:
     """
     check = Check("from_blocks")
     check.dtype("blocks", blocks, (torch.uint8,))
-    size, _ = _BLOCKS[name.lower()]
+    size = sum(_BLOCKS[name.lower()][0])
     if blocks.shape[-1] % size != 0:
         check.fail("blocks", f"of rows that are a multiple of {size} bytes", tuple(blocks.shape))
     rows = blocks.reshape(-1, blocks.shape[-1])
@@ -268,11 +248,11 @@ def blocks_of(
     shape: tuple[int, ...], name: str, some: Callable[[slice], Tensor], device: Any = "cpu"
 ) -> QuantizedWeight:
     """from_blocks for a weight [..., R, C] whose rows, of all matrices, are read some at a time."""
-    (size, take_apart), format = _BLOCKS[name.lower()], _format(name)
+    (sizes, made_of), format = _BLOCKS[name.lower()], _format(name)
     bits = 8 if format.name in GRIDS else format.bits  # types of points come packed
     out = QuantizedWeight.empty(shape, torch.float16, torch.device(device), format)
     for rows, (words, *targets) in _some_rows(out, shape[-1]):
-        codes, *scales = take_apart(some(rows).reshape(-1, size))
+        codes, *scales = made_of(*some(rows).reshape(-1, sum(sizes)).split(sizes, -1))
         words.view(torch.int32).copy_(pack(codes.flatten(), bits).view(-1, words.shape[1]))
         for target, part in zip(targets, scales, strict=False):
             if part is not None:

@@ -4,16 +4,16 @@ A subject is an operator with a dtype and, where kernels depend on them, a forma
 heads. Its calls have few and many tokens, and plans for few and many cores.
 """
 
-import contextlib
 import functools
 import itertools
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._extension import use_of_tensor_units
+from .._extension import setting, use_of_tensor_units
 from ..ops import OPERATORS
 from ..ops._formats import FORMATS as NAMED_FORMATS
 from ..ops._formats import Format
@@ -222,20 +222,10 @@ def _both_ways(arguments: dict[str, Any], width: int, odd: Sample) -> Iterator[d
         yield arguments | {"x": columns[:1, :tokens], "tail": None, "transposed": False}
 
 
-@contextlib.contextmanager
-def planned_for(cores: int) -> Iterator[None]:
-    torch.ops.moe_mps._plan_for(cores)
-    try:
-        yield
-    finally:
-        torch.ops.moe_mps._plan_for(0)
+def planned_for(cores: int) -> AbstractContextManager[None]:
+    return setting("_plan_for", cores, 0)
 
 
-@contextlib.contextmanager
-def _without_tensor_units() -> Iterator[None]:
+def _without_tensor_units() -> AbstractContextManager[None]:
     """Their kernels have checks of their own: see tensor_units.py."""
-    torch.ops.moe_mps._set_tensor_units("0")
-    try:
-        yield
-    finally:
-        torch.ops.moe_mps._set_tensor_units(use_of_tensor_units())
+    return setting("_set_tensor_units", "0", use_of_tensor_units())

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._extension import setting
 from .._faults import raise_fault
 from ..ops._checks import first_line
 from ..ops._decoded import nothing_kept
@@ -146,12 +147,9 @@ def diagnose(
 
 def _recorded(call: Call) -> tuple[list[str], list[str]]:
     """The names of a call's results, and its dispatches."""
-    torch.ops.moe_mps._record_dispatches(True)
-    try:
+    with setting("_record_dispatches", True, False):
         names = [*_results(call, "mps", math.inf)]
         return names, torch.ops.moe_mps._recorded_dispatches()
-    finally:
-        torch.ops.moe_mps._record_dispatches(False)
 
 
 def _on_cpu(call: Call) -> list[Tensor]:

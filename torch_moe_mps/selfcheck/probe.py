@@ -6,15 +6,15 @@ less than about 10 ms in all is not measured well.
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .._extension import _commit_interval
+from .._extension import _commit_interval, setting
 from .._faults import raise_fault
 from ..ops._checks import first_line
 from .facts import facts
@@ -251,14 +251,9 @@ def _best(call: Callable[[], object], repeats: int) -> float:
     return min(_seconds(call) for _ in range(repeats))
 
 
-@contextmanager
-def no_commits() -> Iterator[None]:
+def no_commits() -> AbstractContextManager[None]:
     """Commits come from the probe alone."""
-    torch.ops.moe_mps._commit_every(0)
-    try:
-        yield
-    finally:
-        torch.ops.moe_mps._commit_every(_commit_interval())
+    return setting("_commit_every", 0, _commit_interval())
 
 
 def _digits(value: float) -> float:

@@ -315,13 +315,18 @@ def _quantized_columns(s: Sample, least: int) -> int:
     return -(-least // s.format.multiple) * s.format.multiple
 
 
+def _deep(s: Sample) -> list[tuple[int, int]]:
+    """Tokens and columns of quantised weights, of each path of a matmul."""
+    return [(n, _quantized_columns(s, least)) for n, least in ((1, OFFSET), (9, OFFSET), (40, 2048))]
+
+
 def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
-    changes: list[dict[str, Any]] = []
-    for tokens, least in ((1, OFFSET), (9, OFFSET), (40, 2048)):
-        columns, inner = _quantized_columns(s, least), s.format.multiple
-        given: dict[str, Any] = {"x": _rows(s, tokens, columns), "ids": _expert_ids(tokens, 2)}
-        given |= s.quantized("gate_up_", 2 * inner, columns, (2,))
-        changes.append(given | s.quantized("down_", columns, inner, (2,)))
+    inner, changes = s.format.multiple, list[dict[str, Any]]()
+    for tokens, columns in _deep(s):
+        weights = s.quantized("gate_up_", 2 * inner, columns, (2,)) | s.quantized(
+            "down_", columns, inner, (2,)
+        )
+        changes.append({"x": _rows(s, tokens, columns), "ids": _expert_ids(tokens, 2), **weights})
     nobody = torch.full((40, 2), s.E, dtype=torch.int32)
     return [
         *changes,
@@ -333,12 +338,10 @@ def _quantized_experts(s: Sample) -> list[dict[str, Any]]:
 
 
 def _expert_qmm(s: Sample) -> list[dict[str, Any]]:
-    changes = []
-    for tokens, least in ((1, OFFSET), (9, OFFSET), (40, 2048)):
-        columns = _quantized_columns(s, least)
-        weight = s.quantized("", 5, columns, (2,))
-        changes.append({"x": _rows(s, tokens, columns), **weight, "ids": _expert_ids(tokens, 2)})
-    return changes
+    return [
+        {**s.quantized("", 5, columns, (2,)), "x": _rows(s, tokens, columns), "ids": _expert_ids(tokens, 2)}
+        for tokens, columns in _deep(s)
+    ]
 
 
 def _linear(s: Sample) -> list[dict[str, Any]]:
@@ -347,11 +350,9 @@ def _linear(s: Sample) -> list[dict[str, Any]]:
     def of(tokens: int, rows: int, columns: int, **more: Any) -> dict[str, Any]:
         return {"x": _rows(s, tokens, columns), **s.quantized("", rows, columns, ()), **more}
 
-    wide, deep = _quantized_columns(s, OFFSET), _quantized_columns(s, 2048)
-    changes = [of(tokens, rows, wide if tokens < 10 else deep) for tokens in (1, 9, 40) for rows in (5, 37)]
     names = ("silu", "gelu", "gelu_tanh", "relu", "relu2")
     return [
-        *changes,
+        *(of(tokens, rows, columns) for tokens, columns in _deep(s) for rows in (5, 37)),
         of(4, 5, _quantized_columns(s, 3 * OFFSET)),  # the most tokens that matrix products do not take
         *(of(3, 37, s.H, activation=name, activated=20, factor=0.5) for name in names),
     ]
@@ -363,23 +364,22 @@ def _mlp(s: Sample) -> list[dict[str, Any]]:
     return [{"x": _rows(s, 9, wide), **weights}, *ACTIVATIONS]
 
 
-def _heads_mm(s: Sample) -> list[dict[str, Any]]:
-    weight = s.of("weight[2, 19, 300]")
-    plain = weight | {"transposed": False, "tail": None}
+def _both_ways(s: Sample, weight: dict[str, Any], columns: str, **plain: Any) -> list[dict[str, Any]]:
+    """One token and few, times transposed matrices of 19 rows, and times the matrices."""
+    plain |= weight | {"transposed": False, "tail": None}
     return [
         *(s.of(f"x[1, {tokens}, 2, 19] tail[1, {tokens}, 2, 6]", **weight) for tokens in (1, 5)),
-        *(s.of(f"x[1, {tokens}, 2, 300]", **plain) for tokens in (1, 5)),
+        *(s.of(f"x[1, {tokens}, 2, {columns}", **plain) for tokens in (1, 5)),
     ]
+
+
+def _heads_mm(s: Sample) -> list[dict[str, Any]]:
+    return _both_ways(s, s.of("weight[2, 19, 300]"), "300]")
 
 
 def _quantized_heads(s: Sample) -> list[dict[str, Any]]:
     columns = _quantized_columns(s, 300)
-    weight = s.quantized("", 19, columns, (2,))
-    plain = weight | {"transposed": False, "tail": None, "dtype": s.dtype}
-    return [
-        *(s.of(f"x[1, {tokens}, 2, 19] tail[1, {tokens}, 2, 6]", **weight) for tokens in (1, 5)),
-        *(s.of(f"x[1, {tokens}, 2, {columns}]:float32", **plain) for tokens in (1, 5)),
-    ]
+    return _both_ways(s, s.quantized("", 19, columns, (2,)), f"{columns}]:float32", dtype=s.dtype)
 
 
 SIZES: Changes = {

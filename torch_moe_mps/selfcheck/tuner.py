@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._extension import setting
 from .._faults import synchronize
 from .compare import OutOfTime
 from .journal import noted
@@ -210,12 +211,9 @@ def _copy(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _tunable(call: Callable[[], Tensor]) -> dict[str, list[int]]:
-    torch.ops.moe_mps._list_tunable(True)
-    try:
+    with setting("_list_tunable", True, False):
         call()
         return torch.ops.moe_mps._listed_tunable()
-    finally:
-        torch.ops.moe_mps._list_tunable(False)
 
 
 def _with_equal_bits(kernel: str, numbers: Sequence[int], call: Callable[[], Tensor]) -> list[int]:

@@ -3,7 +3,7 @@
 //
 //   Commands commands;
 //   commands.add({"norms", dtype}, "norm_add")
-//       .bind(residual).bind(weight).params(params).threadgroups({rows}, {threads});
+//       .bind(residual, weight).params(params).threadgroups({rows}, {threads});
 //   commands.encode();
 //
 // Arguments take the buffer indices 0, 1, 2, ... in the order of the calls.
@@ -16,6 +16,7 @@
 #include <list>
 #include <optional>
 #include <type_traits>
+#include <utility>
 
 #include "library.h"
 
@@ -24,27 +25,32 @@ namespace moe_mps {
 using OptionalTensor = std::optional<at::Tensor>;
 
 struct Size {
-  NSUInteger x;
-  NSUInteger y = 1;
-  NSUInteger z = 1;
+  int64_t x;
+  int64_t y = 1;
+  int64_t z = 1;
 };
 
 class Command {
  public:
   explicit Command(const Pipeline& pipeline) : pipeline_(&pipeline) {}
 
-  // The tensor must be contiguous and not empty, and must live until Commands::encode returns: it has a name.
-  Command& bind(const at::Tensor& tensor);
-  Command& bind(at::Tensor&& tensor) = delete;
-  // The same, starting at an element, for a tensor whose strides the kernel is told.
-  Command& bind_strided(const at::Tensor& tensor, int64_t element = 0);
-  Command& bind_strided(at::Tensor&& tensor, int64_t element = 0) = delete;
-  // `stand_in` fills the slot of an argument that is absent; the kernel is told by its params not to read it.
-  Command& bind_or(const OptionalTensor& tensor, const at::Tensor& stand_in) {
-    return bind(tensor.has_value() && tensor->defined() ? *tensor : stand_in);
+  // The tensors must be contiguous and not empty, and must live until Commands::encode returns: they have
+  // names.
+  template <class... Tensors>
+  Command& bind(Tensors&&... tensors) {
+    return (bind_from(contiguous(given(std::forward<Tensors>(tensors))), 0), ...);
   }
-  Command& bind_strided_or(const OptionalTensor& tensor, const at::Tensor& stand_in) {
-    return bind_strided(tensor.has_value() ? *tensor : stand_in);
+  // The same for tensors whose strides the kernel is told.
+  template <class... Tensors>
+  Command& bind_strided(Tensors&&... tensors) {
+    return (bind_from(given(std::forward<Tensors>(tensors)), 0), ...);
+  }
+  // The same for a tensor from an element on.
+  Command& bind_from(const at::Tensor& tensor, int64_t element);
+  // What fills the slots of arguments that are absent; the kernel is told by its params not to read it.
+  Command& stand_in(const at::Tensor& tensor) {
+    stand_in_ = &tensor;
+    return *this;
   }
 
   template <class Params>
@@ -80,6 +86,10 @@ class Command {
   friend class Commands;
   static constexpr size_t kMaxParams = 672;
 
+  const at::Tensor& given(const at::Tensor& tensor) const { return tensor; }
+  const at::Tensor& given(at::Tensor&& tensor) const = delete;
+  const at::Tensor& given(const OptionalTensor& tensor) const;
+  const at::Tensor& contiguous(const at::Tensor& tensor) const;
   // The limits of a pipeline depend on the compiler. A dispatch beyond them would neither run nor fail.
   void set_threads(Size threads);
   void encode(id<MTLComputeCommandEncoder> encoder) const;
@@ -89,6 +99,7 @@ class Command {
   void encode_buffers(id<MTLComputeCommandEncoder> encoder, size_t first, size_t last, size_t shift) const;
 
   const Pipeline* pipeline_;
+  const at::Tensor* stand_in_ = nullptr;
   c10::SmallVector<id<MTLBuffer>, 16> buffers_;
   c10::SmallVector<NSUInteger, 16> offsets_;
   std::array<char, kMaxParams> params_;
@@ -110,6 +121,10 @@ class Commands {
  public:
   // The kernel `function` of a library. The reference is good until the next add().
   Command& add(const Library& library, std::string_view function);
+  // The same with a stand-in.
+  Command& add(const Library& library, std::string_view function, const at::Tensor& stand_in) {
+    return add(library, function).stand_in(stand_in);
+  }
   // A tensor that one dispatch hands to a later one; it lives as long as the list.
   const at::Tensor& keep(at::Tensor tensor) { return kept_.emplace_back(std::move(tensor)); }
   // Encodes everything on the current stream, in order, without waiting. Torch's encoder is

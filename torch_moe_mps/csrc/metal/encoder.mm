@@ -81,13 +81,19 @@ void commit_every(int64_t interval) {
   dispatches().interval = interval;
 }
 
-Command& Command::bind(const at::Tensor& tensor) {
-  TORCH_CHECK(tensor.is_contiguous(), "moe_mps: ", pipeline_->name, " cannot bind a tensor of strides ",
-              tensor.strides());
-  return bind_strided(tensor);
+const at::Tensor& Command::given(const OptionalTensor& tensor) const {
+  if (tensor && tensor->defined()) return *tensor;
+  TORCH_CHECK(stand_in_ != nullptr, "moe_mps: ", pipeline_->name, " has nothing in place of an argument");
+  return *stand_in_;
 }
 
-Command& Command::bind_strided(const at::Tensor& tensor, int64_t element) {
+const at::Tensor& Command::contiguous(const at::Tensor& tensor) const {
+  TORCH_CHECK(tensor.is_contiguous(), "moe_mps: ", pipeline_->name, " cannot bind a tensor of strides ",
+              tensor.strides());
+  return tensor;
+}
+
+Command& Command::bind_from(const at::Tensor& tensor, int64_t element) {
   TORCH_CHECK(tensor.is_mps() && tensor.numel() > 0, "moe_mps: ", pipeline_->name,
               " cannot bind a tensor on ", tensor.device(), " of shape ", tensor.sizes());
   buffers_.push_back(buffer_of(tensor));
