@@ -93,13 +93,9 @@ def test_layouts(device, name):
 OF_ODD_VALUES = ("index_topk", "moe_router", "sample_")
 
 
-@pytest.mark.one_schedule
-@pytest.mark.of_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_calls_of_the_self_check(device, name, dtype):
-    """They launch each kernel, with every plan, and take every branch of the shaders."""
-    for made in once.checks_of(calls_to_check.subjects([name], [dtype], [FORMATS["affine4_32"]])):
+def check_calls_of_the_self_check(name: str, device: str, dtype: torch.dtype, **heads) -> None:
+    subjects = calls_to_check.subjects([name], [dtype], [FORMATS["affine4_32"]], **heads)
+    for made in once.checks_of(subjects):
         if made.label.endswith(" at size") and name in OF_ODD_VALUES:
             continue
         with once._unwatched(), contextlib.closing(made.calls()) as each_call:
@@ -109,6 +105,21 @@ def test_calls_of_the_self_check(device, name, dtype):
                 results = outcome(call, device)
                 assert results.error is None
                 check_values(call, results)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.of_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_calls_of_the_self_check(device, name, dtype):
+    """They launch each kernel, with every plan, and take every branch of the shaders."""
+    check_calls_of_the_self_check(name, device, dtype)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_references_in_calls_of_the_self_check(name):
+    """In one dtype, and heads of one width: the others are for kernels of their own."""
+    check_calls_of_the_self_check(name, "cpu", torch.float32, heads={})
 
 
 # Integers that are compared with others, and are no size, count of steps or place in memory.
