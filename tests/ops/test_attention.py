@@ -50,29 +50,6 @@ def test_8_bits(device, turn):
         assert checked("attention", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
 
 
-@pytest.mark.parametrize("turn", TURNS)
-def test_relative_positions(device, turn):
-    """Over fewer keys than there are and over more, in windows, ranges and merged chunks; sinks of tokens."""
-    for i, (heads, key_heads, tokens, keys, width, extent, window) in enumerate(
-        (
-            (6, 2, 3, 40, 80, 7, None),
-            (8, 1, 1, 1100, 64, 600, None),
-            (4, 2, 30, 33, 128, 40, 9),
-            (2, 1, 20, 20, 320, 5, None),
-            (3, 1, 9, 4, 32, 3, None),
-        )
-    ):
-        dtype = DTYPES[(i + turn) % 3]
-        q, k, v = tensors(device, dtype, 2, heads, key_heads, tokens, keys, width)
-        relative = 4 * numbers(2, tokens, heads, 2 * extent, dtype=dtype, seed=4)[..., extent:]
-        options = {"relative": relative.to(device), "window": window}
-        options["sinks"] = numbers(2, tokens, heads, dtype=dtype, seed=5).to(device) if i % 2 else None
-        options["key_range"] = ranges(device, [[2, keys - 1], [0, keys]]) if i % 3 else None
-        checked("attention", q, k, v, 0.2, **options)
-        if width % 32 == 0:
-            checked("attention", q, scale=0.2, **in_8_bits(device, (32, 32), k=k, v=v), **options)
-
-
 def test_more_tokens_than_keys(device):
     """The first tokens see no key: zeros, with and without a sink."""
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 5, 3, 16)
