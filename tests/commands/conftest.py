@@ -1,9 +1,17 @@
-"""A server of a model whose tokens are the printable characters, for all tests that ask one.
+"""Models of letters, and of the printable characters, and a server of these, for all tests that ask one.
 
 torch is asked for MPS by what these import, which must come after the simulator.
 """
 
 import pytest
+
+
+@pytest.fixture(scope="session")
+def checkpoint(tmp_path_factory):
+    """Of a model whose tokens are letters, for all tests that do not change it."""
+    from support import serving
+
+    return serving.chat_checkpoint(tmp_path_factory.mktemp("letters") / "model")
 
 
 @pytest.fixture(scope="session")

@@ -6,27 +6,15 @@ import openai
 import pytest
 import torch
 import transformers
-from support import serving, tiny_models
-from support.checkpoints import LETTERS, tokenizer_of
+from support import serving
 from transformers.cli.chat import RichInterface
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.capture.calls import SWITCH, Captures
 
-TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
 REQUESTS, TOKENS = 10, 5
 QUESTIONS = ["hello", "other", "a", "helloyou", "again", "bcd", "hello", "otherone", "zyx", "last"]
-
-
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    """With a tokenizer of letters."""
-    folder = tmp_path_factory.mktemp("captures") / "model"
-    with tiny_models.groups_of_32():
-        tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27).save_pretrained(folder)
-    tokenizer_of(LETTERS, unk_token="?", pad_token="?", chat_template=TEMPLATE).save_pretrained(folder)
-    return folder
 
 
 @pytest.fixture

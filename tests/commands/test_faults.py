@@ -13,11 +13,6 @@ from torch_moe_mps.commands import main
 SAYS = {"timeout": "GPU Timeout Error", "fault": "GPU Address Fault Error", "memory": "Insufficient Memory"}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return serving.chat_checkpoint(tmp_path_factory.mktemp("faults") / "model")
-
-
 def some_buffers(step: int):
     """Kinds of failures, and how many buffers come before them."""
     return zip(itertools.count(0, step), itertools.cycle(SAYS.items()))

@@ -28,11 +28,6 @@ from torch_moe_mps.commands.speculation import Speculation
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return serving.chat_checkpoint(tmp_path_factory.mktemp("serve") / "model")
-
-
 def options(command: str, *arguments) -> argparse.Namespace:
     return parser().parse_args([command, *map(str, arguments)])
 

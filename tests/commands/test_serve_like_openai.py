@@ -18,11 +18,6 @@ PROMPT = "hello"
 
 
 @pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory):
-    return serving.chat_checkpoint(tmp_path_factory.mktemp("serve") / "model")
-
-
-@pytest.fixture(scope="module")
 def client(checkpoint):
     arguments = [*serving.QUANTISED, "--token", "secret", "--allow-host", "mac.example"]
     with serving.client_of(checkpoint, *arguments) as client:

@@ -1,14 +1,18 @@
 """Random arguments: CPU, meta, fake tensors and mps agree in errors, shapes, dtypes; values are float64's."""
 
 import contextlib
+import itertools
 import re
 
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
+from support import quantized_layers
 from support.any_calls import Call, calls, check_values, fake_outcome, outcome
 from support.layouts import LAYOUTS
+from support.quantized_layers import EVERY_FORMAT
+from support.sweep import in_sweep
 from support.values import DTYPES
 from torch import Tensor
 
@@ -93,14 +97,12 @@ def test_layouts(device, name):
 OF_ODD_VALUES = ("index_topk", "moe_router", "sample_")
 
 
-@pytest.mark.one_schedule
-@pytest.mark.of_kernels
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", OPERATORS)
-def test_calls_of_the_self_check(device, name, dtype):
-    """They launch each kernel, with every plan, and take every branch of the shaders."""
-    for made in once.checks_of(calls_to_check.subjects([name], [dtype], [FORMATS["affine4_32"]])):
-        if made.label.endswith(" at size") and name in OF_ODD_VALUES:
+def check_calls_of_the_self_check(
+    name: str, device: str, dtype: torch.dtype, format: str = "affine4_32", at_size: bool = True, **heads
+) -> None:
+    subjects = calls_to_check.subjects([name], [dtype], [FORMATS[format]], **heads)
+    for made in once.checks_of(subjects):
+        if made.label.endswith(" at size") and (name in OF_ODD_VALUES or not at_size):
             continue
         with once._unwatched(), contextlib.closing(made.calls()) as each_call:
             for each in each_call:
@@ -109,6 +111,42 @@ def test_calls_of_the_self_check(device, name, dtype):
                 results = outcome(call, device)
                 assert results.error is None
                 check_values(call, results)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.of_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", OPERATORS)
+def test_calls_of_the_self_check(device, name, dtype):
+    """They launch each kernel, with every plan, and take every branch of the shaders."""
+    check_calls_of_the_self_check(name, device, dtype)
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_references_in_calls_of_the_self_check(name):
+    """In one dtype, and heads of one width: the others are for kernels of their own."""
+    check_calls_of_the_self_check(name, "cpu", torch.float32, heads={})
+
+
+QUANTIZED = [
+    name
+    for name in OPERATORS
+    if any(argument.name == "format" for argument in packet(name).default._schema.arguments)
+]
+# Operators share how a format is read: each of these runs in one of them, and in the others in the sweep.
+ALWAYS = sorted({*quantized_layers.ALWAYS, *quantized_layers.ALWAYS_OF_GGUF})
+TURNS = {(QUANTIZED[turn % len(QUANTIZED)], format) for turn, format in enumerate(ALWAYS)}
+OF_FORMATS = itertools.product(QUANTIZED, EVERY_FORMAT)
+
+
+@pytest.mark.one_schedule
+@pytest.mark.of_kernels
+@pytest.mark.parametrize("case", in_sweep(OF_FORMATS, TURNS), ids="-".join)
+def test_formats(device, case):
+    """In one dtype, whose libraries other tests need, too."""
+    name, format = case
+    dtype = DTYPES[EVERY_FORMAT.index(format) % 3]
+    check_calls_of_the_self_check(name, device, dtype, format, at_size=False, heads={})
 
 
 # Integers that are compared with others, and are no size, count of steps or place in memory.

@@ -19,36 +19,8 @@ def tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_w
     return [t.to(device) for t in (q, k, v)]
 
 
-# (B, Hq, Hk, T, S, D, Dv, window)
-SIZES = [
-    (1, 8, 1, 1, 70, 64, 64, None),
-    (2, 2, 2, 1, 33, 64, 64, 10),
-    (1, 6, 2, 3, 40, 80, 80, None),
-    (1, 5, 1, 2, 200, 128, 128, 128),
-    (1, 2, 1, 8, 9, 192, 128, 4),
-    (1, 2, 1, 1, 150, 256, 256, None),
-    (2, 3, 1, 4, 4, 24, 40, None),
-    (1, 2, 2, 2, 31, 7, 65, 1),
-    (1, 1, 1, 1, 1, 1, 1, None),
-    (1, 5, 1, 2, 70, 576, 512, None),
-    (1, 2, 2, 1, 9, 512, 512, 5),
-    (2, 16, 1, 1, 600, 576, 512, 300),
-    (1, 60, 2, 1, 40, 512, 300, None),
-]
-
-
 # Each case takes the next dtype; the sweep has all of them.
 TURNS = [0, *(pytest.param(turn, marks=pytest.mark.sweep) for turn in (1, 2))]
-
-
-@pytest.mark.parametrize("turn", TURNS)
-def test_sizes(device, turn):
-    for i, (batch, heads, key_heads, tokens, keys, width, value_width, window) in enumerate(SIZES):
-        dtype = DTYPES[(i + turn) % 3]
-        q, k, v = tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_width)
-        sinks = None if i % 3 == 2 else numbers(heads, dtype=dtype if i % 2 else torch.float32).to(device)
-        softcap = 3.0 if i % 4 == 1 else None
-        checked("attention", q, k, v, width**-0.5, window=window, softcap=softcap, sinks=sinks)
 
 
 def in_8_bits(device, groups, **caches):
@@ -78,63 +50,12 @@ def test_8_bits(device, turn):
         assert checked("attention", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
 
 
-@pytest.mark.parametrize("turn", TURNS)
-def test_relative_positions(device, turn):
-    """Over fewer keys than there are and over more, in windows, ranges and merged chunks; sinks of tokens."""
-    for i, (heads, key_heads, tokens, keys, width, extent, window) in enumerate(
-        (
-            (6, 2, 3, 40, 80, 7, None),
-            (8, 1, 1, 1100, 64, 600, None),
-            (4, 2, 30, 33, 128, 40, 9),
-            (2, 1, 20, 20, 320, 5, None),
-            (3, 1, 9, 4, 32, 3, None),
-        )
-    ):
-        dtype = DTYPES[(i + turn) % 3]
-        q, k, v = tensors(device, dtype, 2, heads, key_heads, tokens, keys, width)
-        relative = 4 * numbers(2, tokens, heads, 2 * extent, dtype=dtype, seed=4)[..., extent:]
-        options = {"relative": relative.to(device), "window": window}
-        options["sinks"] = numbers(2, tokens, heads, dtype=dtype, seed=5).to(device) if i % 2 else None
-        options["key_range"] = ranges(device, [[2, keys - 1], [0, keys]]) if i % 3 else None
-        checked("attention", q, k, v, 0.2, **options)
-        if width % 32 == 0:
-            checked("attention", q, scale=0.2, **in_8_bits(device, (32, 32), k=k, v=v), **options)
-
-
 def test_more_tokens_than_keys(device):
     """The first tokens see no key: zeros, with and without a sink."""
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 5, 3, 16)
     for sinks in (None, numbers(2).to(device)):
         out = checked("attention", q, k, v, 1.0, sinks=sinks)
         assert (exact(out[:, :2]) == 0.0).all()
-
-
-def test_lookaheads(device):
-    """An encoder's windows, with key ranges and beside earlier keys; all keys; over merged chunks, too."""
-    for i, (tokens, keys, width, window, lookahead) in enumerate(
-        (
-            (75, 75, 32, 12, 11),
-            (20, 75, 300, 1, 40),
-            (3, 600, 64, 550, 1),
-            (9, 4, 24, None, 2**40),
-            (70, 70, 64, 2**62, 6),
-            (1, 5, 512, 3, 2),
-        )
-    ):
-        q, k, v = tensors(device, DTYPES[i % 3], 2, 4, 2, tokens, keys, width)
-        key_range = ranges(device, [[2, keys - 1], [0, 3]]) if i % 2 else None
-        sinks = numbers(4).to(device) if i % 3 else None
-        options = {"window": window, "lookahead": lookahead, "key_range": key_range, "sinks": sinks}
-        checked("attention", q, k, v, 0.2, **options)
-
-
-@pytest.mark.one_schedule
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_chunks(device, dtype):
-    """Long caches are split, here into several chunks, the last of them shorter."""
-    for keys, heads, tokens, window in ((1100, 2, 1, None), (1500, 3, 2, 1300)):
-        q, k, v = tensors(device, dtype, 1, heads, 1, tokens, keys, 16)
-        checked("attention", q, k, v, 0.5, window=window, sinks=numbers(heads).to(device))
 
 
 def test_dispatches(simulated):
@@ -252,49 +173,6 @@ def test_keys_of_a_prompt(simulated):
     assert read == [sum(two_sided) * 64 * 2] * 2
 
 
-# B, Hq, Hk, heads of the indices, T, S, K, block, D, Dv: latents, groups of all sizes, merges, blocks at the
-# open end, more heads than a block of queries takes.
-SELECTIONS = [
-    (1, 20, 1, 1, 1, 300, 70, 1, 576, 512),
-    (2, 4, 2, 2, 3, 40, 9, 1, 64, 64),
-    (1, 16, 2, 1, 2, 300, 5, 32, 80, 128),
-    (1, 1, 1, 1, 2, 9, 300, 1, 24, 256),
-    (1, 40, 1, 1, 2, 700, 600, 1, 64, 40),
-    (1, 4, 4, 4, 1, 260, 3, 128, 128, 128),
-]
-
-
-@pytest.mark.parametrize("turn", TURNS)
-def test_indices(device, turn):
-    """Some are no key; in 8 bits, too."""
-    for i, (batch, heads, key_heads, index_heads, tokens, keys, count, block, *widths) in enumerate(
-        SELECTIONS
-    ):
-        q, k, v = tensors(device, DTYPES[(i + turn) % 3], batch, heads, key_heads, tokens, keys, *widths)
-        generator = torch.Generator().manual_seed(i)
-        shape = batch, index_heads, tokens, count
-        indices = torch.randint(-2, keys // block + 2, shape, generator=generator, dtype=torch.int32)
-        indices[..., -1:] = torch.tensor(-(2**31), dtype=torch.int32)
-        options = {"indices": indices.to(device), "index_block": block}
-        sinks = numbers(heads).to(device) if i % 2 else None
-        checked("attention", q, k, v, 0.2, sinks=sinks, **options)
-        if all(width % 32 == 0 for width in widths):
-            checked("attention", q, scale=0.2, **in_8_bits(device, (32, 32), k=k, v=v), **options)
-
-
-@pytest.mark.parametrize("heads", [16, 20, 30])
-def test_one_token_of_latents(device, heads):
-    """Blocks of 16 queries where they fill up, of 8 else; padding, windows, soft caps, and a merge."""
-    q, k, _ = tensors(device, torch.bfloat16, 2, heads, 1, 1, 400, 576)
-    key_range = torch.tensor([[3, 400], [150, 390]], dtype=torch.int32).to(device)
-    for options in (
-        {"key_range": key_range},
-        {"window": 270, "softcap": 5.0, "dtype": torch.float32},
-        {"sinks": numbers(heads).to(device)},
-    ):
-        checked("attention", q, k, k[..., :512], 0.1, **options)
-
-
 def test_indices_read_what_they_select(simulated):
     """Unselected keys may be anything, and are not read; nothing is selected in one row."""
     q, k, v = tensors("mps", torch.float32, 1, 8, 1, 2, 1000, 64)
@@ -312,41 +190,6 @@ def test_indices_read_what_they_select(simulated):
     both = torch.tensor([3, 997], dtype=torch.int32).to("mps").expand(1, 1, 2, 2)
     checked("attention", q[:, :, :1], k[:, :, [3, 997]], v[:, :, [3, 997]], 0.3)
     assert attend(q, k, v, 0.3, indices=both).isfinite().all()
-
-
-# B, Hq, Hk, heads of the indices, T, S, N, indices, D, Dv, window, rate, position: one token and prompts,
-# merges, an empty window, an empty tail, and a tail of which nothing is seen.
-TAILS = [
-    (2, 8, 1, 1, 1, 30, 40, 0, 64, 64, 20, 4, 162),
-    (1, 20, 1, 1, 1, 128, 400, 200, 512, 512, 128, 4, 1600),
-    (1, 16, 1, 1, 1, 300, 300, 0, 64, 64, None, 1, 299),
-    (2, 4, 2, 2, 9, 20, 6, 4, 40, 24, 5, 4, 11),
-    (1, 6, 2, 1, 20, 20, 5, 0, 128, 128, 8, 4, 0),
-    (1, 3, 1, 1, 4, 4, 3, 2, 33, 7, 2, 128, 380),
-    (1, 2, 1, 1, 3, 0, 4, 0, 16, 16, 4, 2, 5),
-    (1, 2, 1, 1, 3, 2, 0, 3, 16, 16, 4, 2, 0),
-    (1, 2, 1, 1, 2, 0, 3, 3, 16, 300, 4, 2, 1),
-]
-
-
-@pytest.mark.parametrize("turn", TURNS)
-def test_tails(device, turn):
-    """Of strided caches; all keys of the tail that a token sees, or some of them, and what is none."""
-    for i, (batch, heads, key_heads, index_heads, tokens, keys, tail, count, *numbers_of) in enumerate(TAILS):
-        width, value_width, window, rate, position = numbers_of
-        dtype = DTYPES[(i + turn) % 3]
-        q, k, v = tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_width)
-        _, k_tail, v_tail = tensors(device, dtype, batch, 1, key_heads, 1, tail + 3, width, value_width)
-        options = {"k_tail": k_tail[:, :, 3:], "v_tail": v_tail[:, :, 3:], "tail_rate": rate}
-        if count:
-            generator = torch.Generator().manual_seed(i)
-            shape = batch, index_heads, tokens, count
-            indices = torch.randint(-2, tail + 2, shape, generator=generator, dtype=torch.int32)
-            options["indices"] = indices.to(device)
-        sinks = numbers(heads).to(device) if i % 2 == 0 else None
-        options |= {"window": window, "position": position, "sinks": sinks}
-        options |= {"gate": numbers(batch, tokens, heads, 1, dtype=dtype).to(device)} if i % 3 == 1 else {}
-        checked("attention", q, k, v, 0.2, **options)
 
 
 def test_a_token_reads_what_it_sees_of_a_tail(simulated):
@@ -367,20 +210,6 @@ def test_a_token_reads_what_it_sees_of_a_tail(simulated):
     assert read == [20 * 64 * 4] * 2 + [2 * 64 * 4] * 2
 
 
-@pytest.mark.parametrize("heads", [1, 2])
-def test_masks_of_bits_and_of_key_heads(device, heads):
-    """The same keys as of a mask of bool, which a key head may have for itself."""
-    for keys in (9, 32, 300):
-        q, k, v = tensors(device, torch.float16, 2, 4, 2, 3, keys, 64)
-        seen = torch.rand(2, heads, 3, keys, generator=torch.Generator().manual_seed(keys)) < 0.3
-        padded = torch.nn.functional.pad(seen, (0, -keys % 32)).unflatten(3, (-1, 32))
-        words = (padded.long() << torch.arange(32)).sum(-1)
-        words = torch.where(words >= 2**31, words - 2**32, words).int()
-        checked("attention", q, k, v, 0.3, mask=seen.to(device))
-        out = checked("attention", q, k, v, 0.3, mask=words.to(device))
-        assert torch.equal(out, attend(q, k, v, 0.3, mask=seen.to(device)))
-
-
 def test_a_row_that_sees_nothing(device):
     q, k, v = tensors(device, torch.float32, 1, 2, 1, 2, 40, 16)
     mask = torch.ones(1, 1, 2, 40, dtype=torch.bool, device=device)
@@ -391,26 +220,6 @@ def test_a_row_that_sees_nothing(device):
 
 
 # Layouts and values ------------------------------------------------------------------------------------
-
-
-def test_strides(device):
-    """Slices of caches of more heads, longer caches and wider rows; queries of a projection's view."""
-    for width, start in ((16, 0), (16, 8), (16, 3), (13, 4)):
-        cache = numbers(2, 5, 60, 40, dtype=torch.float16).to(device)
-        k = cache[:, 1:3, 4:50, start : start + width]
-        v = numbers(2, 46, 2, 16, dtype=torch.float16).to(device).transpose(1, 2)
-        q = numbers(2, 2, 4 * width, dtype=torch.float16).to(device).view(2, 2, 4, width).transpose(1, 2)
-        checked("attention", q, k, v, 0.3)
-    k = numbers(2, 2, 16, 46, dtype=torch.float16).to(device).transpose(2, 3)
-    q, sinks = q[:, :, :, :1].expand(-1, -1, -1, 16), numbers(8).to(device)[::2]
-    checked("attention", q, k, v, 0.3, sinks=sinks)
-
-
-def test_empty(device):
-    for batch, tokens, keys in ((0, 1, 4), (1, 0, 4), (2, 1, 0)):
-        q, k, v = tensors(device, torch.float16, batch, 4, 2, tokens, keys, 16)
-        out = attend(q, k, v, 1.0)
-        assert tuple(out.shape) == (batch, tokens, 4, 16) and (exact(out) == 0.0).all()
 
 
 def test_large_scores(device):

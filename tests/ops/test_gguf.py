@@ -1,14 +1,13 @@
-"""GGUF's formats in every operator: experts, linear layers, embeddings, from one token to prompts."""
+"""GGUF's formats: embeddings, what has no rows, and down projections of another format."""
 
 import pytest
 import torch
 from support.oracles_experts import group_of
 from support.oracles_operators import checked
 from support.quantized_layers import (
+    ALWAYS_OF_GGUF,
     GGUF_FORMATS,
     check_layer,
-    check_linear,
-    check_mlp,
     dense,
     place,
     random_matrix,
@@ -18,33 +17,12 @@ from support.values import DTYPES
 
 from torch_moe_mps.ops.linear import embedding_quantized
 
-# Each way in which scales and points are stored; the others in the sweep.
-ALWAYS = ("q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
-# Embeddings, linear layers and experts share how a format is read: embeddings have all of these.
-OF_LINEARS, OF_EXPERTS = (in_sweep(GGUF_FORMATS, ALWAYS[turn::4]) for turn in (0, 2))
-
 
 def dtype_of(format):
     return DTYPES[GGUF_FORMATS.index(format) % 3]
 
 
-@pytest.mark.parametrize("format", OF_LINEARS)
-def test_linear_layers(device, format):
-    """Odd numbers of outputs; one row and the next ones, blocks that are not the first."""
-    dtype, columns = dtype_of(format), 2 * max(group_of(format), 64)
-    for i, tokens in enumerate((1, 3, 7, 33)):
-        check_linear(device, (tokens, columns, 37), format, dtype, i, bias=i % 2 == 1, layout="offset")
-    check_mlp(device, (1, columns, max(group_of(format), 32)), format, dtype, 5)
-
-
-@pytest.mark.parametrize("format", OF_EXPERTS)
-def test_experts(device, format):
-    dtype, columns = dtype_of(format), max(group_of(format), 32)
-    for i, tokens in enumerate((1, 5, 37)):
-        check_layer(device, (tokens, 2, 3, columns, columns), format, dtype, i)
-
-
-@pytest.mark.parametrize("format", in_sweep(GGUF_FORMATS, ALWAYS))
+@pytest.mark.parametrize("format", in_sweep(GGUF_FORMATS, ALWAYS_OF_GGUF))
 def test_embeddings_are_the_values_in_float32(device, format):
     """Bit for bit: the oracle in float64 rounds to float32 once, and so does ggml."""
     columns = 3 * max(group_of(format), 32)

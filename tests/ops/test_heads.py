@@ -1,11 +1,10 @@
 """heads_mm and heads_quantized against the float64 oracle."""
 
-import pytest
 import torch
 from support.oracles_experts import group_of
 from support.oracles_operators import checked
-from support.quantized_layers import ALL_FORMATS, each, random_quantized
-from support.values import DTYPES, numbers
+from support.quantized_layers import random_quantized
+from support.values import numbers
 
 
 def test_what_is_not_finite_stays_in_its_head(device):
@@ -13,22 +12,6 @@ def test_what_is_not_finite_stays_in_its_head(device):
     x[0, 1, 2, 3] = torch.nan
     out = torch.ops.moe_mps.heads_mm(x, weight, transposed=True)
     assert out[0, 1, 2].isnan().all() and not out[0, 0].isnan().any() and not out[0, 1, :2].isnan().any()
-
-
-@pytest.mark.parametrize("form", each(ALL_FORMATS, turn=2))
-def test_formats(device, form):
-    """Rows of each head among others of a matrix; one token and several, both ways."""
-    columns, rows, heads = 3 * group_of(form), 10, 3
-    dtype = DTYPES[ALL_FORMATS.index(form) % 3]  # whose libraries other tests need, too
-    whole = random_quantized(1, heads * (rows + 3), columns, form, dtype, 0)
-    parts = [None if t is None else t[0].to(device).view(heads, rows + 3, -1)[:, 3:] for t in whole]
-    for tokens in (1, 3):
-        x = numbers(2, tokens, heads, rows, dtype=dtype).to(device)
-        tail = numbers(2, tokens, heads, 6, dtype=dtype).to(device)
-        checked("heads_quantized", x, *parts, form, transposed=True, tail=tail)
-        x = numbers(2, tokens, heads, columns).to(device)
-        checked("heads_quantized", x, *parts, form, dtype=dtype)
-        checked("heads_quantized", x.to(dtype), *parts, form)
 
 
 def test_matrices_without_rows(device):

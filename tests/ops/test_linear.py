@@ -9,26 +9,13 @@ from support.operators import plans_for
 from support.oracles_experts import group_of, numbers_of
 from support.oracles_operators import checked
 from support.pinned import assert_pinned
-from support.quantized_layers import ALL_FORMATS, check_linear, check_mlp, dense, each, place, random_matrix
+from support.quantized_layers import check_linear, check_mlp, dense, place, random_matrix
 from support.values import DTYPES, random
 
 from torch_moe_mps.ops import _decoded, _formats
 from torch_moe_mps.ops.linear import embedding_quantized, linear_quantized, mlp_quantized
 
 IDS = (torch.int32, torch.int64)
-
-
-@pytest.mark.parametrize("format", each(ALL_FORMATS, turn=0))
-def test_every_format(device, format):
-    """Each with one dtype; the others in the sweep. Odd numbers of outputs, all kernels."""
-    dtype = DTYPES[ALL_FORMATS.index(format) % 3]
-    columns = 3 * max(group_of(format), 32)
-    for i, tokens in enumerate((1, 3, 7, 53)):
-        check_linear(device, (tokens, columns, 2 * columns - 7), format, dtype, i, bias=i % 2 == 1)
-    check_mlp(device, (1, columns, 2 * max(group_of(format), 32)), format, dtype, 5)
-    weight = random_matrix(11, columns, format, dtype, 6)
-    ids = torch.tensor([[10, 0, 3], [-1, 11, 5]])
-    check_embedding(device, weight, ids, format, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -1,47 +1,17 @@
 """expert_qmm and moe_experts_quantized against the float64 oracle, and against MLX's gather_qmm."""
 
-import itertools
-
 import numpy as np
 import pytest
 import torch
 from support.expert_layers import random_ids, to_device
 from support.oracles import exact
-from support.oracles_experts import assert_close, dequantise, group_of, numbers_of
+from support.oracles_experts import assert_close, dequantise, numbers_of
 from support.oracles_experts import expert_mm as expected_mm
 from support.oracles_operators import checked
-from support.quantized_layers import ALL_FORMATS, FORMATS, check_layer, dense, each, place, random_quantized
+from support.quantized_layers import FORMATS, check_layer, dense, each, place, random_quantized
 from support.values import DTYPES, random
 
 from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
-
-# The others in the sweep.
-ALWAYS = (("affine4_64", torch.float16), ("affine8_32", torch.bfloat16), ("mxfp4", torch.float32))
-
-
-@pytest.mark.parametrize(
-    ("format", "dtype"),
-    [
-        pytest.param(*case, id=f"{case[0]}-{case[1]}", marks=[] if case in ALWAYS else pytest.mark.sweep)
-        for case in itertools.product(FORMATS, DTYPES)
-    ],
-)
-def test_layer(device, format, dtype):
-    """Sizes are multiples of the group, not of a tile."""
-    group = group_of(format)
-    check_layer(device, (1, 8, 16, 3 * max(group, 64), max(group, 96) // group * group), format, dtype, 0)
-    check_layer(device, (3, 2, 4, group, group), format, dtype, 1, scale_dtype=torch.float32)
-    check_layer(device, (7, 3, 12, 3 * group, 5 * group), format, dtype, 3, scale_dtype=torch.float32)
-    check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
-
-
-@pytest.mark.parametrize("format", each([f for f in ALL_FORMATS if f not in FORMATS], turn=1))
-def test_other_formats(device, format):
-    """Each with one dtype; the others in the sweep."""
-    dtype, group = DTYPES[ALL_FORMATS.index(format) % 3], max(group_of(format), 32)
-    check_layer(device, (1, 4, 6, 3 * group, group), format, dtype, 0)
-    check_layer(device, (5, 2, 3, 2 * group, 3 * group), format, dtype, 1)
-    check_layer(device, (37, 2, 3, 2 * group, group), format, dtype, 2)
 
 
 @pytest.mark.parametrize("down_format", ["affine6_64", "affine4_32", "mxfp4"])

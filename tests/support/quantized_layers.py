@@ -35,6 +35,8 @@ ALWAYS = {
     "affine8_32",
     *("mxfp4", "mxfp8", "nvfp4", "q4_k"),
 }
+# Each way in which scales and points are stored; the others in the sweep.
+ALWAYS_OF_GGUF = ("q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
 
 
 def each(formats, turn=None):

@@ -470,9 +470,10 @@ def _more_attention(s: Sample) -> list[dict[str, Any]]:
         {"indices": selected, **_in_8_bits(s, s.T, 9, 36), "sinks": None},
         over_many,
         over_many | s.of("gate[2, 20, 4, V]"),
+        over_many | s.of("relative[2, 20, 4, 40] sinks[2, 20, 4]", window=290),
         s.of("q[1, 32, 1, D] k[1, 2, 9, D] v[1, 2, 9, V]", sinks=None),
         compressed,
-        compressed | {"indices": selected},
+        compressed | {"indices": selected, "position": 20},  # 8 is no key of the tail
         compressed | s.of("q[2, 36, T, D]", sinks=None),
         compressed | s.of("q[2, 36, T, D]", indices=selected, sinks=None, window=2),
         _in_8_bits(s, s.T, 9),

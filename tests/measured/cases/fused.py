@@ -1,7 +1,6 @@
 """The cases of kernels that also norm their input, add a residual, order their outputs or apply a gate."""
 
 import dataclasses
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -40,7 +39,7 @@ class FusedExperts(Experts):
 class ChosenExperts(Experts):
     """Behind a norm; the first product chooses the experts."""
 
-    how: ClassVar[str] = "chosen"
+    how = "chosen"
 
     @property
     def name(self):
@@ -75,7 +74,7 @@ class ChosenExperts(Experts):
 class RoutedExperts(ChosenExperts):
     """The same with a launch that chooses."""
 
-    how: ClassVar[str] = "behind a router"
+    how = "behind a router"
 
     def called(self, t):
         weights, ids = ops().moe_router(
@@ -88,7 +87,7 @@ class RoutedExperts(ChosenExperts):
 class SharedExperts(ChosenExperts):
     """And a shared expert."""
 
-    how: ClassVar[str] = "with a shared expert, chosen"
+    how = "with a shared expert, chosen"
 
     def weights(self, values):
         shared = Experts.weights(dataclasses.replace(self, experts=1), values)
@@ -111,7 +110,7 @@ class SharedExperts(ChosenExperts):
 class ApartExperts(SharedExperts):
     """The same with two launches for the shared expert."""
 
-    how: ClassVar[str] = "with a shared expert apart, chosen"
+    how = "with a shared expert apart, chosen"
 
     def called(self, t):
         shared = {name: each if each is None else each[0] for name, each in self.stack(t).items()}
@@ -170,21 +169,16 @@ class ActivatedLinear(Linear):
         return out
 
 
-@dataclass
-class Hyper(OperatorCase):
+class Hyper(OperatorCase, fields="group tokens width dtype"):
     """Four streams after a block."""
 
-    operator: ClassVar[str] = "hyper_connection"
-    tensors: ClassVar[str] = (
+    operator = "hyper_connection"
+    tensors = (
         "streams[tokens, 4, width] out[tokens, width] post[tokens, 4]:f32 comb[tokens, 4, 4]:f32"
         " base[24]:f32 scale[3]:f32"
     )
     # A stream that is rounded to its other neighbour changes the sums, which are float32.
-    slack: ClassVar[float] = 2e-5
-    group: str
-    tokens: int
-    width: int
-    dtype: str
+    slack = 2e-5
 
     @property
     def name(self):
@@ -195,25 +189,19 @@ class Hyper(OperatorCase):
         return {"fn": (4 * self.width) ** -0.5, "comb": 0.5}
 
 
-@dataclass
-class Logits(OperatorCase):
+class Logits(OperatorCase, fields="group rows experts width dtype"):
     """Behind a norm."""
 
-    operator: ClassVar[str] = "router_logits"
-    tensors: ClassVar[str] = "x[rows, width] weight[experts, width] norm_weight[width]"
+    operator = "router_logits"
+    tensors = "x[rows, width] weight[experts, width] norm_weight[width]"
     scales: ClassVar[dict] = {"weight": 0.05}
     options: ClassVar[dict] = {"norm_eps": EPS, "factor": 0.5}
-    group: str
-    rows: int
-    experts: int
-    width: int
-    dtype: str
 
 
 class HashLogits(Logits):
     """The same for experts that a table chooses."""
 
-    operator: ClassVar[str] = "moe_hash_router"
+    operator = "moe_hash_router"
     options: ClassVar[dict] = {"norm_eps": EPS, "scoring": "sqrtsoftplus", "norm_topk_prob": True}
 
     def others(self, values):
@@ -222,21 +210,14 @@ class HashLogits(Logits):
         return {"table": table, "tokens": tokens}
 
 
-@dataclass
-class Delta(OperatorCase):
+class Delta(OperatorCase, fields="group tokens key_heads heads width dtype"):
     """The delta rule with its norm, heads of one width."""
 
-    operator: ClassVar[str] = "linear_attention_"
-    tensors: ClassVar[str] = (
+    operator = "linear_attention_"
+    tensors = (
         "q[1, tokens, key_heads, width] v[1, tokens, heads, width] g[1, tokens, heads] beta[1, tokens, heads]"
         " A_log[heads]:f32 gate[1, tokens, heads, width] norm_weight[width]"
     )
-    group: str
-    tokens: int
-    key_heads: int
-    heads: int
-    width: int
-    dtype: str
 
     @property
     def options(self):
@@ -244,31 +225,21 @@ class Delta(OperatorCase):
         return rule | {"scale": self.width**-0.5, "norm_eps": EPS}
 
 
-@dataclass
-class SelectiveScan(OperatorCase):
+class SelectiveScan(OperatorCase, fields="group tokens channels dtype"):
     """With 16 states a channel, a skip and a gate."""
 
-    operator: ClassVar[str] = "selective_scan_"
-    tensors: ClassVar[str] = (
+    operator = "selective_scan_"
+    tensors = (
         "x[1, tokens, channels] B[1, tokens, 16] gate[1, tokens, channels]"
         " dt_bias[channels]:f32 skip[channels]:f32"
     )
-    group: str
-    tokens: int
-    channels: int
-    dtype: str
 
 
-@dataclass
-class Pointwise(OperatorCase):
+class Pointwise(OperatorCase, fields="group tokens width dtype"):
     """A gate."""
 
-    operator: ClassVar[str] = "pointwise"
-    tensors: ClassVar[str] = "a[1, tokens, width] b[width]:f32"
-    group: str
-    tokens: int
-    width: int
-    dtype: str
+    operator = "pointwise"
+    tensors = "a[1, tokens, width] b[width]:f32"
 
     @property
     def options(self):
@@ -276,17 +247,11 @@ class Pointwise(OperatorCase):
         return {"formula": formula, "dtype": DTYPES[self.dtype]}
 
 
-@dataclass
-class Quantise(OperatorCase):
-    """By importance."""
+class Quantise(OperatorCase, fields="group tokens width to dtype"):
+    """By importance; tokens are rows."""
 
-    operator: ClassVar[str] = "quantize_by_importance"
-    tensors: ClassVar[str] = "weight[1, tokens, width]"
-    group: str
-    tokens: int  # rows
-    width: int
-    to: str
-    dtype: str
+    operator = "quantize_by_importance"
+    tensors = "weight[1, tokens, width]"
 
     @property
     def name(self):
@@ -303,21 +268,14 @@ class Quantise(OperatorCase):
         return tuple(result for result in super().call(t) if result.numel() > 0)
 
 
-@dataclass
-class PoolWindow(OperatorCase):
+class PoolWindow(OperatorCase, fields="group tokens width rate overlap dtype"):
     """In front of a window's end, or of a prompt."""
 
-    operator: ClassVar[str] = "pool_window_"
-    tensors: ClassVar[str] = (
+    operator = "pool_window_"
+    tensors = (
         "kv[1, tokens, overlap*width] position_bias[rate, overlap*width]:f32"
         " state_[1, overlap*rate, 2, overlap*width] entries_[1, entries, width]"
     )
-    group: str
-    tokens: int
-    width: int
-    rate: int
-    overlap: int
-    dtype: str
 
     @property
     def position(self) -> int:
@@ -338,18 +296,10 @@ class PoolWindow(OperatorCase):
         return 2 * (t["kv"].nbytes + t["gate"].nbytes) + t["entries_"].nbytes
 
 
-@dataclass
-class Tailed(OperatorCase):
-    """To a window of 128 tokens and to keys that stand for four each."""
+class Tailed(OperatorCase, fields="group tokens heads width entries top_k dtype"):
+    """To a window of 128 tokens and to keys that stand for four each: to all, or to `top_k` of them."""
 
-    operator: ClassVar[str] = "attention"
-    group: str
-    tokens: int
-    heads: int
-    width: int
-    entries: int
-    top_k: int  # of the entries; 0: all
-    dtype: str
+    operator = "attention"
 
     @property
     def name(self):
@@ -368,24 +318,16 @@ class Tailed(OperatorCase):
         return t | both | {"tail_rate": 4, "position": 4 * self.entries - self.tokens}
 
 
-@dataclass
-class RopeCache(OperatorCase):
+class RopeCache(OperatorCase, fields="group tokens heads key_heads width keys dtype"):
     """With norms of q and k."""
 
-    operator: ClassVar[str] = "rope_cache_"
-    tensors: ClassVar[str] = (
+    operator = "rope_cache_"
+    tensors = (
         "q[1, tokens, heads, width] k[1, tokens, key_heads, width] v[1, tokens, key_heads, width]"
         " keys_[1, key_heads, keys, width] values_[1, key_heads, keys, width]"
         " cos[1, tokens, width] sin[1, tokens, width] q_weight[width] k_weight[width]"
     )
     options: ClassVar[dict] = {"eps": EPS}
-    group: str
-    tokens: int
-    heads: int
-    key_heads: int
-    width: int
-    keys: int
-    dtype: str
 
     def bytes_moved(self, t, part=""):
         return 2 * sum(t[name].nbytes for name in "qkv")
@@ -394,8 +336,8 @@ class RopeCache(OperatorCase):
 class RopeAttention(RopeCache):
     """And attention to the cache, in one launch."""
 
-    operator: ClassVar[str] = "rope_attention_"
-    slack: ClassVar[float] = 2e-5  # of turned queries, whose errors scores multiply
+    operator = "rope_attention_"
+    slack = 2e-5  # of turned queries, whose errors scores multiply
 
     @property
     def options(self):
@@ -425,23 +367,16 @@ TURNED = (
 )
 
 
-@dataclass
-class IndexKeys(OperatorCase):
+class IndexKeys(OperatorCase, fields="group tokens heads width keys dtype"):
     """With queries, and no values."""
 
-    operator: ClassVar[str] = "rope_cache_"
-    mutated: ClassVar[tuple[str, ...]] = ("keys_",)
-    tensors: ClassVar[str] = (
+    operator = "rope_cache_"
+    mutated = ("keys_",)
+    tensors = (
         "q[1, tokens, heads, width] keys_[1, 1, keys, width]"
         " cos[1, tokens, half] sin[1, tokens, half] k_weight[width] k_bias[width]"
     )
     options: ClassVar[dict] = {"v": None, "values_": None, "eps": EPS}
-    group: str
-    tokens: int
-    heads: int
-    width: int
-    keys: int
-    dtype: str
 
     @property
     def sizes(self):
@@ -454,21 +389,10 @@ class IndexKeys(OperatorCase):
         return 2 * (t["k"].nbytes + t["q"].nbytes)
 
 
-@dataclass
-class IndexTopk(OperatorCase):
-    """Scores are whole numbers, so that what is chosen is known."""
+class IndexTopk(OperatorCase, fields="group reduce tokens heads width keys block top_k as_bits dtype"):
+    """Scores are whole numbers, so that what is chosen is known. `keys`: rows of k."""
 
-    operator: ClassVar[str] = "index_topk"
-    group: str
-    reduce: str
-    tokens: int
-    heads: int
-    width: int
-    keys: int  # rows of k
-    block: int
-    top_k: int
-    as_bits: bool
-    dtype: str
+    operator = "index_topk"
 
     @property
     def name(self):
@@ -492,19 +416,12 @@ class IndexTopk(OperatorCase):
         return t["k"].nbytes
 
 
-@dataclass
-class Sample(OperatorCase):
+class Sample(OperatorCase, fields="group tokens vocabulary top_k top_p dtype"):
     """A token of each row."""
 
-    operator: ClassVar[str] = "sample_"
-    tensors: ClassVar[str] = "logits[tokens, vocabulary]"
+    operator = "sample_"
+    tensors = "logits[tokens, vocabulary]"
     scales: ClassVar[dict] = {"logits": 3.0}
-    group: str
-    tokens: int
-    vocabulary: int
-    top_k: int
-    top_p: float
-    dtype: str
 
     @property
     def name(self):

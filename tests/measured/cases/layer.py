@@ -1,6 +1,5 @@
 """The cases of norms, combine and routing."""
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
@@ -9,84 +8,54 @@ from .experts import Case
 from .operators import EPS, OperatorCase
 
 
-@dataclass
-class Norm(OperatorCase):
-    group: ClassVar[str] = "norms"
-    tensors: ClassVar[str] = "residual[rows, width]"
+class Norm(OperatorCase, fields="operator rows width dtype"):
+    group = "norms"
+    tensors = "residual[rows, width]"
     options: ClassVar[dict] = {"eps": EPS}
-    operator: str
-    rows: int
-    width: int
-    dtype: str
 
 
-@dataclass
-class LayerNorm(OperatorCase):
-    group: ClassVar[str] = "norms"
-    operator: ClassVar[str] = "layer_norm"
-    tensors: ClassVar[str] = "input[rows, width] weight[width]:f32 bias[width]:f32"
+class LayerNorm(OperatorCase, fields="rows width dtype"):
+    group = "norms"
+    operator = "layer_norm"
+    tensors = "input[rows, width] weight[width]:f32 bias[width]:f32"
     options: ClassVar[dict] = {"eps": EPS}
-    rows: int
-    width: int
-    dtype: str
 
 
-@dataclass
-class SiluMul(OperatorCase):
-    group: ClassVar[str] = "combine"
-    operator: ClassVar[str] = "silu_mul_stacked"
-    tensors: ClassVar[str] = "gate[slots, width]"
-    slots: int
-    width: int
-    dtype: str
+class SiluMul(OperatorCase, fields="slots width dtype"):
+    group = "combine"
+    operator = "silu_mul_stacked"
+    tensors = "gate[slots, width]"
 
 
-@dataclass
-class WeightedSum(OperatorCase):
+class WeightedSum(OperatorCase, fields="operator rows slots width dtype"):
     """weighted_sum_stacked, weighted_sum_residual_stacked_, weighted_sum_residual_norm_stacked_."""
 
-    group: ClassVar[str] = "combine"
-    tensors: ClassVar[str] = "slots[rows, slots, width]"
-    operator: str
-    rows: int
-    slots: int
-    width: int
-    dtype: str
+    group = "combine"
+    tensors = "slots[rows, slots, width]"
 
     @property
     def options(self):
         return {"eps": EPS} if "norm" in self.operator else {}
 
 
-@dataclass
-class WeightedReduce(OperatorCase):
+class WeightedReduce(OperatorCase, fields="rows slots width dtype"):
     """moe_weighted_reduce with a shared expert and a residual."""
 
-    group: ClassVar[str] = "combine"
-    operator: ClassVar[str] = "moe_weighted_reduce"
-    tensors: ClassVar[str] = (
+    group = "combine"
+    operator = "moe_weighted_reduce"
+    tensors = (
         "expert_out[rows, slots, width] shared_gate[rows]:f32 shared_out[rows, width] residual[rows, width]"
     )
     options: ClassVar[dict] = {"gate_is_logit": True}
-    rows: int
-    slots: int
-    width: int
-    dtype: str
 
 
-@dataclass
-class Router(OperatorCase):
+class Router(OperatorCase, fields="operator rows experts top_k dtype"):
     """moe_router_topk_softmax, fused_moe_routing, and moe_router with sigmoid, bias and groups."""
 
-    group: ClassVar[str] = "routing"
+    group = "routing"
     scales: ClassVar[dict] = {"logits": 2.0, "bias": 0.1}
-    operator: str
-    rows: int
-    experts: int
-    top_k: int
-    dtype: str
 
-    OPTIONS: ClassVar[dict[str, dict]] = {
+    OPTIONS: ClassVar[dict] = {
         "moe_router_topk_softmax": {"norm_topk_prob": True},
         "fused_moe_routing": {},
         "moe_router": {
@@ -104,36 +73,26 @@ class Router(OperatorCase):
         return {"top_k": self.top_k, **self.OPTIONS[self.operator]}
 
 
-@dataclass
-class Gate(OperatorCase):
-    group: ClassVar[str] = "routing"
-    operator: ClassVar[str] = "moe_gate"
-    tensors: ClassVar[str] = "hidden[tokens, width]:bf16 router_weight[experts, width]"
+class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
+    """`dtype` is of the router's weight."""
+
+    group = "routing"
+    operator = "moe_gate"
+    tensors = "hidden[tokens, width]:bf16 router_weight[experts, width]"
     scales: ClassVar[dict] = {"router_weight": 0.05}
-    slack: ClassVar[float] = 2e-5
-    tokens: int
-    experts: int
-    width: int
-    top_k: int
-    dtype: str  # of the router's weight
+    slack = 2e-5
 
     @property
     def options(self):
         return {"top_k": self.top_k, "eps": EPS}
 
 
-@dataclass
-class Bucket(OperatorCase):
+class Bucket(OperatorCase, fields="operator tokens experts top_k dtype"):
     """moe_bucket and moe_compute_ids_tpe."""
 
-    group: ClassVar[str] = "routing"
-    operator: str
-    tokens: int
-    experts: int
-    top_k: int
-    dtype: str
+    group = "routing"
 
-    ROWS: ClassVar[tuple[int, int]] = (768, 2048)  # of the matrices whose grids moe_compute_ids_tpe gives
+    ROWS = (768, 2048)  # of the matrices whose grids moe_compute_ids_tpe gives
 
     def others(self, values):
         dtype = {"i32": torch.int32, "i64": torch.int64}[self.dtype]

@@ -1,5 +1,6 @@
 """Cases of one operator, which the tests' oracle of it checks."""
 
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
@@ -32,7 +33,7 @@ def differs(actual: Tensor, right: Expected, slack: float = 0.0) -> str:
 
 
 class OperatorCase(Case):
-    """Inputs have the names of the operator's arguments.
+    """Inputs have the names of the operator's arguments. The fields of a family are in its head, in order.
 
     Attributes:
         tensors: random ones, in a line as operators declare theirs: sizes are numbers and attributes, dtypes
@@ -46,6 +47,12 @@ class OperatorCase(Case):
     scales: ClassVar[dict] = {}
     options: ClassVar[dict] = {}
     slack: ClassVar[float] = 0.0
+
+    def __init_subclass__(cls, fields: str = ""):
+        super().__init_subclass__()
+        if fields:
+            cls.__annotations__ = dict.fromkeys(fields.split(), Any)
+            dataclass(cls)
 
     def inputs(self, values):
         def make(name: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
