@@ -123,7 +123,7 @@ LEFT = {
 }
 
 
-@pytest.mark.parametrize("case", LEFT, ids=str)
+@pytest.mark.parametrize("case", LEFT)
 def test_what_is_left(case):
     function = eval(f"lambda x: {case}") if isinstance(case, str) else case
     assert_left(LEFT[case], function, random(1, H), without=NO_CHAINS)

@@ -364,22 +364,23 @@ def _mlp(s: Sample) -> list[dict[str, Any]]:
     return [{"x": _rows(s, 9, wide), **weights}, *ACTIVATIONS]
 
 
-def _both_ways(s: Sample, weight: dict[str, Any], columns: str, **plain: Any) -> list[dict[str, Any]]:
-    """One token and few, times transposed matrices of 19 rows, and times the matrices."""
+def _both_ways(s: Sample, weight: dict[str, Any], x: str, **plain: Any) -> list[dict[str, Any]]:
+    """One token and few, times transposed matrices of 19 rows, and times the matrices: by rows of `x`."""
     plain |= weight | {"transposed": False, "tail": None}
     return [
         *(s.of(f"x[1, {tokens}, 2, 19] tail[1, {tokens}, 2, 6]", **weight) for tokens in (1, 5)),
-        *(s.of(f"x[1, {tokens}, 2, {columns}", **plain) for tokens in (1, 5)),
+        *(s.of(x.format(tokens), **plain) for tokens in (1, 5)),
     ]
 
 
 def _heads_mm(s: Sample) -> list[dict[str, Any]]:
-    return _both_ways(s, s.of("weight[2, 19, 300]"), "300]")
+    return _both_ways(s, s.of("weight[2, 19, 300]"), "x[1, {}, 2, 300]")
 
 
 def _quantized_heads(s: Sample) -> list[dict[str, Any]]:
     columns = _quantized_columns(s, 300)
-    return _both_ways(s, s.quantized("", 19, columns, (2,)), f"{columns}]:float32", dtype=s.dtype)
+    x = f"x[1, {{}}, 2, {columns}]:float32"
+    return _both_ways(s, s.quantized("", 19, columns, (2,)), x, dtype=s.dtype)
 
 
 SIZES: Changes = {
