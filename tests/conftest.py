@@ -45,11 +45,6 @@ def pytest_configure(config):
         install_error(config)
 
 
-def pytest_xdist_auto_num_workers(config) -> int:
-    """Half as many again as cores: some tests wait for other processes, files and clocks."""
-    return 3 * (os.cpu_count() or 1) // 2 or 1
-
-
 def mps_variants(one_schedule: bool) -> list:
     """The parameters of `device` beside "cpu"."""
     if not SIMULATED or one_schedule:

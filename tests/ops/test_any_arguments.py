@@ -133,9 +133,12 @@ QUANTIZED = [
     for name in OPERATORS
     if any(argument.name == "format" for argument in packet(name).default._schema.arguments)
 ]
-# Operators share how a format is read: each of these runs in one of them, and in the others in the sweep.
-ALWAYS = sorted({*quantized_layers.ALWAYS, *quantized_layers.ALWAYS_OF_GGUF})
-TURNS = {(QUANTIZED[turn % len(QUANTIZED)], format) for turn, format in enumerate(ALWAYS)}
+# Operators share how a format is read: each runs in one of them, and in the others in the sweep. Formats of
+# GGUF, which are compiled longest, run in operators of few kernels.
+TURNS = {
+    *zip(itertools.cycle(QUANTIZED), sorted(quantized_layers.ALWAYS), strict=False),
+    *zip(itertools.cycle(("linear_quantized", "expert_qmm")), quantized_layers.ALWAYS_OF_GGUF, strict=False),
+}
 OF_FORMATS = itertools.product(QUANTIZED, EVERY_FORMAT)
 
 
