@@ -6,7 +6,6 @@ import sys
 from typing import Any, NoReturn
 
 from .. import __version__
-from ..pipeline.spread import macs_of
 
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
@@ -132,6 +131,21 @@ def _numbers(text: str) -> list[int]:
         return [int(number) for number in text.split(",")]
     except ValueError:
         raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
+
+
+def _macs(text: str) -> list[int]:
+    """The GB of each Mac, of an option such as 2x64 or 64+128."""
+    macs: list[int] = []
+    for part in text.split("+"):
+        count, _, memory = part.rpartition("x")
+        if not ((count or "1").isdecimal() and memory.isdecimal() and int(memory) > 0):
+            raise argparse.ArgumentTypeError(
+                f"must be Macs as in 2x64 or 64+128, with the GB of each, got {text!r}"
+            )
+        macs += [int(memory)] * int(count or 1)
+    if len(macs) < 2:
+        raise argparse.ArgumentTypeError(f"must be 2 Macs or more, as in 2x64 or 64+128, got {text!r}")
+    return macs
 
 
 def _bits(text: str) -> int | str | None:
@@ -293,7 +307,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
         help="folder or name on the Hub, of which only config.json is read, or a GGUF file",
     )
     add("--mac", action="store_true", help="only this Mac")
-    add("--macs", type=macs_of, metavar="NxGB", help="Macs that share the layers, such as 2x64 or 64+128")
+    add("--macs", type=_macs, metavar="NxGB", help="Macs that share the layers, such as 2x64 or 64+128")
     add("--recipe", metavar="NAME", help="also mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
     _add(command, "--json")
     add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")

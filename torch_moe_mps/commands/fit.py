@@ -7,7 +7,6 @@ import argparse
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,8 @@ from torch import nn
 from ..macs import BANDWIDTHS, GIB, MEMORIES, Mac, this_mac, wired_limit
 from ..ops._checks import Check
 from ..ops.attention import CACHE_BITS
-from ..pipeline.spread import spread
+from ..pipeline.loop import find_loop
+from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.config import QuantizationConfig
@@ -69,26 +69,19 @@ def run(options: argparse.Namespace) -> None:
         sizes.insert(0, stored)
     if options.recipe is not None:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
-    cache, prompt = kv_cache(model, options.kv_bits), prompt_bytes(model, AT_ONCE)
     if options.macs is not None:
-        fits = partial(_context, cache, context_of(model.config))
-        text, data = spread(model, sizes, options.macs, prompt, fits, _in_words)
+        text, data = spread(model, sizes, options.macs, options.kv_bits)
     else:
-        text, data = report(model, sizes, options.context, mac, cache, prompt, options.kv_bits)
+        text, data = report(model, sizes, options.context, mac, options.kv_bits)
     print(text)
     write_json(options.json, {"model": options.model, "kv_bits": options.kv_bits, **data})
 
 
 def report(
-    model: Any,
-    sizes: Sequence[Size],
-    context: int,
-    mac: Mac | None,
-    cache: KVCache | None,
-    prompt: int,
-    kv_bits: int,
+    model: Any, sizes: Sequence[Size], context: int, mac: Mac | None, kv_bits: int = 16
 ) -> tuple[str, dict[str, Any]]:
     """The tables, for all Macs or for one, and the numbers in them."""
+    cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
     total = sum(p.numel() for p in model.parameters())
     lines = [f"{type(model).__name__}, {total / 1e9:.2f} billion weights"]
     if cache is None:
@@ -109,7 +102,7 @@ def report(
     if mac is not None:
         limits = [(f"this Mac, {mac.memory // GIB} GB", mac.limit)]
     contexts = {
-        name: [_context(cache, longest, limit - prompt - size.weights) for size in sizes]
+        name: [_context(cache, limit - prompt - size.weights, longest) for size in sizes]
         for name, limit in limits
     }
     cells = [[name, f"{limit / 1e9:.1f}", *map(_in_words, contexts[name])] for name, limit in limits]
@@ -149,6 +142,42 @@ def _more_for_the_gpu(mac: Mac | None) -> str:
     if mac is not None and mac.memory - 8 * GIB <= mac.limit:
         return "macOS lets the GPU have all but 8 GiB, which other programs need."
     return f"`sudo sysctl iogpu.wired_limit_mb={most}` lets the GPU have more until the next start."
+
+
+def spread(
+    model: Any, sizes: Sequence[Size], macs: Sequence[int], kv_bits: int = 16
+) -> tuple[str, dict[str, Any]]:
+    """The table for several Macs that share the layers, and its numbers; `macs` has the GB of each.
+
+    Raises: ValueError for a model whose layers cannot be spread.
+    """
+    cache, prompt = kv_cache(model, kv_bits), prompt_bytes(model, AT_ONCE)
+    limits, longest = [wired_limit(gib) - prompt for gib in macs], context_of(model.config)
+    layers = model.get_submodule(find_loop(model).layers)
+    rows: list[dict[str, Any]] = []
+    for size in sizes:
+        shares, parts, room = shares_that_fit(model, layers, size.of, size.weights, limits)
+        context = _context(cache, room, longest)
+        rows.append({"name": size.name, "layers": shares, "bytes": parts, "context": context})
+    cells = [
+        [row["name"], _sum(row["layers"]), _in_gb(row["bytes"]), _in_words(row["context"])] for row in rows
+    ]
+    gpu = _in_gb(map(wired_limit, macs))
+    lines = [
+        f"{type(model).__name__} on Macs of {_sum(macs)} GB, {gpu} GB for the GPU (docs/distributed.md)",
+        f"a prompt takes at most {prompt / 1e9:.3f} GB of it on each",
+        "",
+    ]
+    table = aligned([["weights", "layers", "GB", "context that fits"], *cells], 1)
+    return "\n".join([*lines, *table]), {"macs": [*macs], "spread": rows}
+
+
+def _sum(parts: Iterable[object]) -> str:
+    return " + ".join(map(str, parts))
+
+
+def _in_gb(sizes: Iterable[int]) -> str:
+    return _sum(f"{size / 1e9:.1f}" for size in sizes)
 
 
 def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> float:
@@ -218,7 +247,7 @@ def _size(name: str, model: Any, targets: Iterable[Target]) -> Size:
     return Size(name, total_bytes(model, after), bytes_a_token(model, after), after)
 
 
-def _context(cache: KVCache | None, longest: int, room: int) -> int | bool:
+def _context(cache: KVCache | None, room: int, longest: int) -> int | bool:
     """How many tokens fit, at most what the model reads; of an unknown cache whether the weights fit."""
     if room < 0 or cache is None:
         return room >= 0

@@ -5,7 +5,6 @@
     loop      finds how a model runs its layers: whether it can be cut, and what has to be handed on
     stages    stand-ins for what other processes have, while the model is loaded and when it is called
     shares    how many layers each process has
-    spread    the same of Macs that nobody has yet, for the command `fit`
     peers     the processes: messages, time limits, and what is said when one of them fails
     running   calls of the model: equal inputs in all processes, results and tokens for all
     torchrun  what commands ask of the processes that torchrun starts
