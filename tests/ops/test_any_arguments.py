@@ -128,11 +128,7 @@ def test_references_in_calls_of_the_self_check(name):
     check_calls_of_the_self_check(name, "cpu", torch.float32, heads={})
 
 
-QUANTIZED = [
-    name
-    for name in OPERATORS
-    if any(argument.name == "format" for argument in packet(name).default._schema.arguments)
-]
+QUANTIZED = [name for name in OPERATORS if "format" in calls_to_check.names_of(name)]
 # Operators share how a format is read: each runs in one of them, and in the others in the sweep. Formats of
 # GGUF, which are compiled longest, run in operators of few kernels.
 TURNS = {
