@@ -28,21 +28,20 @@ def vocabulary() -> dict[str, object]:
 
 @pytest.fixture
 def counts(monkeypatch):
-    """How often a header is taken apart, lists of texts are decoded, and the package gguf reads."""
+    """How often a header is taken apart, with lists of texts or without, and the package gguf reads."""
     found = {"headers": 0, "lists": 0, "readers": 0}
+    own, reads = reader._read_metadata, gguf.GGUFReader.__init__
 
-    def count(owner, name: str, what: str) -> None:
-        own = getattr(owner, name)
+    def metadata(file, path: str, texts):
+        found["lists" if texts else "headers"] += 1
+        return own(file, path, texts)
 
-        def counted(self, *others, **named):
-            found[what] += 1
-            return own(self, *others, **named)
+    def read(self, *others, **named):
+        found["readers"] += 1
+        reads(self, *others, **named)
 
-        monkeypatch.setattr(owner, name, counted)
-
-    count(gguf_header.Header, "__init__", "headers")
-    count(gguf_header.Header, "texts", "lists")
-    count(gguf.GGUFReader, "__init__", "readers")
+    monkeypatch.setattr(reader, "_read_metadata", metadata)
+    monkeypatch.setattr(gguf.GGUFReader, "__init__", read)
     return found
 
 
