@@ -29,7 +29,6 @@ from .chosen_keys import Choice, ChosenMask
 from .indexer import IN_ORDER
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 from .latents import Promised
-from .relative_bias import MAKERS, RelativeBias
 
 NAME = "moe_mps"  # the implementation in place of "eager"
 _IMPLEMENTATION = "_attn_implementation"  # the attribute of a config that names it
@@ -39,8 +38,12 @@ SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where 
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
 _AT_ONCE = 1024  # tokens whose indices become bits
 _CHOICE = frozenset(("indices", "block_indices"))  # of keys, which `attention` takes
-OF_FAMILIES: list[Callable[[nn.Module], None]] = []  # each is called with a layer that the operator runs
+# Of families: each is called with a layer that the operator runs.
+OF_FAMILIES: list[Callable[[nn.Module], None]] = []
+# Of families: whether a layer runs NAME in place of "eager".
+NEEDS: list[Callable[[nn.Module], bool]] = []
 _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
+_ADDED = ("position_bias", "sinks")  # what `attention` may be, which the operator is not
 
 
 def require_kv_bits(function: str, bits: int | None) -> None:
@@ -88,9 +91,9 @@ def use_attention(layers: Iterable[nn.Module]) -> None:
     for module in layers:
         if module.config._attn_implementation == "sdpa":  # type: ignore[union-attr]  # a layer's config
             _wrap_sdpa()
-            for prepare in OF_FAMILIES:
-                prepare(module)
             state_of(module).is_attention = True
+        for prepare in OF_FAMILIES:
+            prepare(module)
 
 
 def _code(module: nn.Module) -> Any:
@@ -112,7 +115,7 @@ def _implementation_for(module: nn.Module) -> str | None:
     if current == "sdpa":
         return current
     capped = getattr(module, "attn_logit_softcapping", None) is not None
-    if not asks and any(makes(child) for makes in MAKERS for child in module.children()):
+    if not asks and any(needs(module) for needs in NEEDS):
         return NAME
     if not isinstance(getattr(module, "sinks", None), Tensor) and not (capped and "softcap" in keywords):
         return None
@@ -192,33 +195,26 @@ def _sdpa(
     On a CPU torch's attention is faster than the operator's reference, but knows no sinks.
     """
     options = {"scaling": scaling, "dropout": dropout, **kwargs}
-    plain, bias = is_causal is not False and dropout == 0.0, None
+    plain = is_causal is not False and dropout == 0.0
     if not _SPECIAL.isdisjoint(kwargs):
         if kwargs.get("s_aux") is not None:
             return attention(module, query, key, value, attention_mask, **options)
-        plain = plain and kwargs.get("cache") is None and kwargs.get("softcap") is None
-        bias = kwargs.get("position_bias")
+        plain = plain and all(kwargs.get(name) is None for name in _SPECIAL)
     options["is_causal"] = is_causal
     if isinstance(key, Promised) and isinstance(value, Promised):
-        if plain and bias is None:
+        if plain:
             call = functools.partial(_sdpa, sdpa, module)
             out = _attend_to_promised(call, query, key, attention_mask, options)
             if out is not None:
                 return out, None
         key, value = key.elements(), value.elements()
-    if bias is None:
-        plain = plain and getattr(module, STATE, NOTHING).is_attention and query.is_mps
-        runs = plain and (
-            isinstance(attention_mask, CausalMask)
-            or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, key, value)))
-        )
-    else:
-        runs = plain and isinstance(bias, RelativeBias) and query.is_mps
-    if runs and _takes(query, key, value, attention_mask, None):
-        given = (query, key, value, attention_mask, scaling)
-        out = attend(*given) if bias is None else bias.attend(*given)
-        if out is not None:
-            return out, None
+    plain = plain and getattr(module, STATE, NOTHING).is_attention and query.is_mps
+    runs = plain and (
+        isinstance(attention_mask, CausalMask)
+        or (_is_causal(module) and (_is_few(query.shape[2]) or _beats_sdpa(query, key, value)))
+    )
+    if runs and takes(query, key, value, attention_mask, None):
+        return attend(query, key, value, attention_mask, scaling), None
     return sdpa(module, query, _elements(key), _elements(value), _elements(attention_mask), **options)
 
 
@@ -271,6 +267,7 @@ def attention(
     _, before = getattr(module, STATE, NOTHING).previous.get(_IMPLEMENTATION, (None, None))
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and kwargs.get("output_attentions"))
+    plain = plain and all(kwargs.get(name) is None for name in _ADDED)
     if isinstance(block_indices, Choice):
         attention_mask = block_indices.as_mask(attention_mask, key.shape[1], query.shape[2], key.shape[2])
     elif block_indices is not None:
@@ -278,7 +275,7 @@ def attention(
         of_keys = key.shape[2], query.dtype, query.device, kwargs["position_ids"]
         attention_mask = indexer.build_block_mask(block_indices, attention_mask, *of_keys)
     elif indices is not None and attention_mask is not None:
-        by_operator = plain and _takes(query, key, value, None, s_aux)
+        by_operator = plain and takes(query, key, value, None, s_aux)
         attention_mask, indices = _selection(attention_mask, indices, query, by_operator)
     if isinstance(key, Promised) and isinstance(value, Promised):
         given = {"window": window, "sinks": s_aux, "softcap": softcap, "indices": indices}
@@ -287,14 +284,7 @@ def attention(
         if out is not None:
             return out, None
         key, value = key.elements(), value.elements()
-    if kwargs.get("position_bias") is not None or kwargs.get("sinks") is not None:
-        bias, sinks = kwargs.get("position_bias"), kwargs.get("sinks")
-        if plain and isinstance(bias, RelativeBias) and _takes(query, key, value, attention_mask, sinks):
-            out = bias.attend(query, key, value, attention_mask, scaling, window, sinks, softcap)
-            if out is not None:
-                return out, None
-        plain = False
-    if plain and _takes(query, key, value, attention_mask, s_aux):
+    if plain and takes(query, key, value, attention_mask, s_aux):
         order = (window, s_aux, softcap, indices, lookahead)
         return attend(query, key, value, attention_mask, scaling, *order), None
     if attention_mask is None and query.shape[2] > 1 and not sees_all:
@@ -451,7 +441,7 @@ def _attend_to_promised(
     brought = source.brought(query)
     if brought is not None:
         keys, values = source.keys_and_values()
-        if _takes(brought, keys, values, mask, given.get("sinks")):
+        if takes(brought, keys, values, mask, given.get("sinks")):
             scaling = query.shape[3] ** -0.5 if scaling is None else scaling
             given["dtype"] = None if query.dtype == torch.float32 else torch.float32
             return source.taken_back(attend(brought, keys, values, mask, scaling, **given))
@@ -499,7 +489,7 @@ def _is_long(query: Tensor, key: Tensor) -> bool:
     return torch.ops.moe_mps._is_long(2.0 * batch * heads * width * tokens * (keys - tokens / 2))
 
 
-def _takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:
+def takes(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, sinks: Tensor | None) -> bool:
     """Whether the operator computes what a call asks for."""
     tensors = (query, key, value, mask, sinks)
     return (

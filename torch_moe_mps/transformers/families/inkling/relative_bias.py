@@ -4,6 +4,7 @@ Each token has a bias for each distance of a key: a product of its states with a
 package takes the biases by distance, and of a prompt those of some tokens at a time.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -11,9 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ...attention.attention import attend
+from ...attention.attention import NAME, attend, takes
 from ...attention.causal_mask import CausalMask
-from ...attention.relative_bias import RelativeBias
+from ...basics.deferred import Deferred
 from ...basics.reads import depends_on
 from ...basics.report import Done
 from ...basics.state import original_class
@@ -25,7 +26,7 @@ _OF_ELEMENTS = (_ATEN._to_copy.default, _ATEN.mul.Tensor)
 MOST_BYTES = 128 * 2**20  # of biases that a prompt has at a time
 
 
-class BiasOfStates(RelativeBias):
+class BiasOfStates(Deferred):
     """[B, Hq, T, S]: what is added to scores.
 
     Attributes:
@@ -75,7 +76,10 @@ class BiasOfStates(RelativeBias):
         sinks: Tensor | None = None,
         softcap: float | None = None,
     ) -> Tensor | None:
-        """Some tokens at a time. Masks that are more than an order do not tell which key is a token's own."""
+        """The operator's attention with this bias, for some tokens at a time; None where it needs elements.
+
+        Masks that are more than an order do not tell which key is a token's own. `sinks`: [B, Hq, T, 1].
+        """
         tokens, keys = query.shape[2], key.shape[2]
         if mask is None:
             seen = keys if tokens == 1 else tokens
@@ -129,6 +133,51 @@ def _of_tokens(argument: Any, start: int, stop: int) -> Any:
     if isinstance(argument, Tensor) and argument.dim() > 1 and argument.shape[-2] != 1:
         return argument[..., start:stop, :]
     return argument
+
+
+def needs_ours(layer: nn.Module) -> bool:
+    """Whether an attention layer has a module that makes such a bias."""
+    return any(map(makes_relative_bias, layer.children()))
+
+
+def take_biases(layer: nn.Module) -> None:
+    """Lets the implementations of such a layer take the bias by distance."""
+    if needs_ours(layer):
+        _wrap_implementations()
+
+
+@functools.cache
+def _wrap_implementations() -> None:
+    from transformers import AttentionInterface
+
+    for name in ("sdpa", NAME):
+        own = AttentionInterface._global_mapping[name]
+        AttentionInterface.register(name, functools.wraps(own)(functools.partial(_attention, name, own)))
+
+
+def _attention(
+    name: str,
+    own: Callable[..., Any],
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    **options: Any,
+) -> Any:
+    """`own`, an implementation of attention, or the operator where it is given such a bias."""
+    bias, sinks = options.get("position_bias"), options.get("sinks")
+    plain = dropout == 0.0 and not options.get("output_attentions") and options.get("is_causal") is not False
+    plain = plain and options.get("cache") is None and (name == NAME or query.is_mps)
+    if plain and type(bias) is BiasOfStates and takes(query, key, value, attention_mask, sinks):
+        window = options.get("sliding_window") if attention_mask is None else None
+        given = window, sinks, options.get("softcap")
+        out = bias.attend(query, key, value, attention_mask, scaling, *given)
+        if out is not None:
+            return out, None
+    return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
 
 
 # Recognising a module that makes such a bias
