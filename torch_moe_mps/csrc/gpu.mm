@@ -11,11 +11,7 @@ namespace {
 
 constexpr int64_t kUnknownCores = 16;
 
-// 0: not asked yet.
-std::atomic<int64_t>& cores() {
-  static std::atomic<int64_t> instance = 0;
-  return instance;
-}
+std::atomic<int64_t> cores = 0;  // not asked yet
 
 int64_t cores_of_this_gpu() {
   const unsigned counted = at::mps::MPSDevice::getInstance()->getCoreCount();
@@ -23,14 +19,14 @@ int64_t cores_of_this_gpu() {
 }
 
 void plan_for(int64_t count) {
-  cores() = count;
+  cores = count;
 }
 
 }  // namespace
 
 int64_t gpu_cores() {
-  int64_t known = cores();
-  if (known == 0) cores() = known = cores_of_this_gpu();
+  int64_t known = cores;
+  if (known == 0) cores = known = cores_of_this_gpu();
   return known;
 }
 

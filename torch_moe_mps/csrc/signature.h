@@ -10,6 +10,7 @@
 #include <optional>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 namespace moe_mps {
@@ -48,10 +49,11 @@ class Signature {
 // but for sizes that grow with the context, for all of which the recording has checked them.
 class WithoutChecks {
  public:
-  explicit WithoutChecks(bool wanted);
-  ~WithoutChecks();
+  explicit WithoutChecks(bool wanted) : before_(std::exchange(active, wanted)) {}
+  ~WithoutChecks() { active = before_; }
   WithoutChecks(const WithoutChecks&) = delete;
-  static bool active();
+
+  static inline thread_local bool active = false;
 
  private:
   bool before_;
@@ -75,7 +77,7 @@ c10::IValue to_ivalue(const T& value) {
 // `arguments` are the operator's, all of them, in the order of its schema.
 template <class... Arguments>
 void check_call(const char* operator_name, const Arguments&... arguments) {
-  if (WithoutChecks::active()) return;
+  if (WithoutChecks::active) return;
   Signature signature(operator_name);
   (signature.append(arguments), ...);
   if (signature_is_known(signature)) return;

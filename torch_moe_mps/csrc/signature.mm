@@ -23,10 +23,7 @@ struct KnownSignatures {
   std::atomic<int64_t> begun = 1;
 };
 
-KnownSignatures& known() {
-  static KnownSignatures* const instance = new KnownSignatures;
-  return *instance;
-}
+KnownSignatures& known = *new KnownSignatures;
 
 uint64_t hash_of(c10::ArrayRef<int64_t> words) {
   uint64_t hash = words.size();
@@ -59,30 +56,14 @@ void Signature::append(std::string_view text) {
   }
 }
 
-namespace {
-
-thread_local bool without_checks = false;
-
-}  // namespace
-
-WithoutChecks::WithoutChecks(bool wanted) : before_(without_checks) {
-  without_checks = wanted;
-}
-WithoutChecks::~WithoutChecks() {
-  without_checks = before_;
-}
-bool WithoutChecks::active() {
-  return without_checks;
-}
-
 int64_t checks_begun() {
-  return known().begun;
+  return known.begun;
 }
 
 bool signature_is_known(const Signature& signature) {
   const uint64_t hash = hash_of(signature.words());
-  const std::lock_guard<std::mutex> lock(known().mutex);
-  const auto [first, last] = known().words.equal_range(hash);
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  const auto [first, last] = known.words.equal_range(hash);
   return std::any_of(first, last, [&](const auto& entry) { return signature.words() == entry.second; });
 }
 
@@ -93,17 +74,17 @@ void check_with_meta_kernel(const char* operator_name, std::vector<c10::IValue> 
 }
 
 void remember_signature(const Signature& signature) {
-  const std::lock_guard<std::mutex> lock(known().mutex);
-  if (known().words.size() >= kMaxSignatures) known().words.clear();
-  known().words.emplace(hash_of(signature.words()), signature.words().vec());
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  if (known.words.size() >= kMaxSignatures) known.words.clear();
+  known.words.emplace(hash_of(signature.words()), signature.words().vec());
 }
 
 namespace {
 
 void forget_signatures() {
-  const std::lock_guard<std::mutex> lock(known().mutex);
-  known().words.clear();
-  ++known().begun;
+  const std::lock_guard<std::mutex> lock(known.mutex);
+  known.words.clear();
+  ++known.begun;
 }
 
 }  // namespace

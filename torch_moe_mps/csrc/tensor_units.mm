@@ -23,10 +23,7 @@ struct State {
   std::set<std::string> allowed;  // names of libraries
 };
 
-State& state() {
-  static auto* const instance = new State;
-  return *instance;
-}
+State& state = *new State;
 
 // Why kernels of tensor_units.metal cannot run here, or would not be faster; empty if they can.
 std::string why_no_tensor_units() {
@@ -43,18 +40,17 @@ std::string why_no_tensor_units() {
 void set_tensor_units(std::string_view use) {
   TORCH_CHECK_VALUE(use == "0" || use == "1" || use == "auto",
                     "moe_mps::_set_tensor_units: use must be 0, 1 or auto, got ", use);
-  state().use = use == "0" ? Use::kNone : use == "1" ? Use::kAll : Use::kAllowed;
+  state.use = use == "0" ? Use::kNone : use == "1" ? Use::kAll : Use::kAllowed;
 }
 
 void allow_tensor_units(const std::string& library, bool allowed) {
-  State& own = state();
-  const std::lock_guard<std::mutex> lock(own.mutex);
+  const std::lock_guard<std::mutex> lock(state.mutex);
   if (allowed) {
-    own.allowed.insert(library);
+    state.allowed.insert(library);
   } else {
-    own.allowed.erase(library);
+    state.allowed.erase(library);
   }
-  own.allows_any = !own.allowed.empty();
+  state.allows_any = !state.allowed.empty();
 }
 
 }  // namespace
@@ -65,13 +61,12 @@ bool has_tensors(id<MTLDevice> device) {
 }
 
 bool uses_tensor_units(const Library& library) {
-  State& own = state();
-  const Use use = own.use;
+  const Use use = state.use;
   if (library.dtype == at::kFloat || use == Use::kNone) return false;
   if (use == Use::kAll) return true;
-  if (!own.allows_any) return false;
-  const std::lock_guard<std::mutex> lock(own.mutex);
-  return own.allowed.count(library.name()) > 0;
+  if (!state.allows_any) return false;
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  return state.allowed.count(library.name()) > 0;
 }
 
 }  // namespace moe_mps

@@ -24,10 +24,7 @@ struct Table {
   std::unordered_map<size_t, int64_t> found;            // the same by hash; 0: there is none
 };
 
-Table& table() {
-  static Table* const instance = new Table;
-  return *instance;
-}
+Table& table = *new Table;
 
 using Listed = c10::Dict<std::string, std::vector<int64_t>>;
 
@@ -36,10 +33,7 @@ struct Listing {
   Listed steps;
 };
 
-Listing& listing() {
-  static thread_local Listing instance;
-  return instance;
-}
+thread_local Listing listing;
 
 // "<kernel> <experts>x<rows>x<inputs> by <pairs, up to a power of two>"
 std::string name_of(const MatmulStep& step, const MatrixStack& matrix, int64_t pairs) {
@@ -64,39 +58,38 @@ std::vector<int64_t> offered(const MatmulStep& step, const Library& library) {
 }
 
 void tune(const std::string& name, int64_t simdgroups) {
-  const std::lock_guard<std::mutex> lock(table().mutex);
+  const std::lock_guard<std::mutex> lock(table.mutex);
   if (simdgroups == 0) {
-    table().simdgroups.erase(name);
+    table.simdgroups.erase(name);
   } else {
-    table().simdgroups[name] = simdgroups;
+    table.simdgroups[name] = simdgroups;
   }
-  table().empty = table().simdgroups.empty();
-  table().found.clear();
+  table.empty = table.simdgroups.empty();
+  table.found.clear();
 }
 
 void list_tunable(bool wanted) {
-  listing().wanted = wanted;
-  listing().steps = Listed();
+  listing.wanted = wanted;
+  listing.steps = Listed();
 }
 
 Listed listed_tunable() {
-  return listing().steps;
+  return listing.steps;
 }
 
 }  // namespace
 
 MatmulStep tuned(MatmulStep step, const MatrixStack& matrix, int64_t pairs) {
-  Listing& list = listing();
   // On tensor units no other number gives the same bits.
-  if (step.tensor_units || (table().empty && !list.wanted)) return step;
-  if (list.wanted) {
-    list.steps.insert_or_assign(name_of(step, matrix, pairs), offered(step, matrix.library));
+  if (step.tensor_units || (table.empty && !listing.wanted)) return step;
+  if (listing.wanted) {
+    listing.steps.insert_or_assign(name_of(step, matrix, pairs), offered(step, matrix.library));
   }
-  const std::lock_guard<std::mutex> lock(table().mutex);
-  const auto [known, is_new] = table().found.try_emplace(hash_of(step, matrix, pairs), 0);
+  const std::lock_guard<std::mutex> lock(table.mutex);
+  const auto [known, is_new] = table.found.try_emplace(hash_of(step, matrix, pairs), 0);
   if (is_new) {
-    const auto named = table().simdgroups.find(name_of(step, matrix, pairs));
-    if (named != table().simdgroups.end()) known->second = named->second;
+    const auto named = table.simdgroups.find(name_of(step, matrix, pairs));
+    if (named != table.simdgroups.end()) known->second = named->second;
   }
   if (known->second == 0) return step;
   return with_simdgroups(std::move(step), known->second);

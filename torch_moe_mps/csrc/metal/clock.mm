@@ -18,21 +18,18 @@ struct Times {
   std::vector<double> seconds;
 };
 
-std::shared_ptr<Times>& times() {
-  static auto* const instance = new std::shared_ptr<Times>(std::make_shared<Times>());
-  return *instance;
-}
+std::shared_ptr<Times>& times = *new std::shared_ptr<Times>(std::make_shared<Times>());
 
-size_t added(Times& times) {
-  const std::lock_guard<std::mutex> lock(times.mutex);
-  times.seconds.push_back(0);
-  return times.seconds.size() - 1;
+size_t added(Times& to) {
+  const std::lock_guard<std::mutex> lock(to.mutex);
+  to.seconds.push_back(0);
+  return to.seconds.size() - 1;
 }
 
 // What is encoded from here on, up to the next commit, is timed.
 void time_buffer() {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  const std::shared_ptr<Times> kept = times();
+  const std::shared_ptr<Times> kept = times;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       stream->synchronize(at::mps::SyncType::COMMIT);
@@ -46,7 +43,7 @@ void time_buffer() {
 }
 
 std::vector<double> buffer_seconds() {
-  const std::shared_ptr<Times> read = std::exchange(times(), std::make_shared<Times>());
+  const std::shared_ptr<Times> read = std::exchange(times, std::make_shared<Times>());
   const std::lock_guard<std::mutex> lock(read->mutex);
   return read->seconds;
 }

@@ -7,10 +7,10 @@
 #include <algorithm>
 #include <atomic>
 #include <utility>
+#include <vector>
 
 #include "faults.h"
 #include "function.h"
-#include "recorded.h"
 #include "work.h"
 
 namespace moe_mps {
@@ -39,28 +39,31 @@ struct Dispatches {
   std::atomic<int64_t> interval = -1;
 };
 
-Dispatches& dispatches() {
-  static Dispatches instance;
-  return instance;
-}
+Dispatches dispatches;
+
+// Which dispatches this thread encodes, for the report of a wrong result.
+struct Recorded {
+  bool wanted = false;
+  std::vector<std::string> lines;
+};
+
+thread_local Recorded recorded;
 
 // Whether to commit the stream, now that one more dispatch is encoded.
 bool commit_is_due(double seconds) {
-  Dispatches& state = dispatches();
-  ++state.encoded;
-  ++state.since;
-  state.seconds += seconds;
-  state.longest = std::max(state.longest, state.seconds);
-  const int64_t interval = state.interval;
-  const bool due = interval >= 0 ? interval > 0 && state.since >= interval
-                                 : state.seconds >= kBufferSeconds ||
-                                       (state.since >= kFirstDispatches && !has_work_in_flight());
-  return due;
+  ++dispatches.encoded;
+  ++dispatches.since;
+  dispatches.seconds += seconds;
+  dispatches.longest = std::max(dispatches.longest, dispatches.seconds);
+  const int64_t interval = dispatches.interval;
+  if (interval >= 0) return interval > 0 && dispatches.since >= interval;
+  return dispatches.seconds >= kBufferSeconds ||
+         (dispatches.since >= kFirstDispatches && !has_work_in_flight());
 }
 
 void begin_buffer() {
-  dispatches().since = 0;
-  dispatches().seconds = 0;
+  dispatches.since = 0;
+  dispatches.seconds = 0;
 }
 
 void limit_dispatches(double seconds) {
@@ -68,17 +71,25 @@ void limit_dispatches(double seconds) {
 }
 
 double longest_buffer() {
-  return std::exchange(dispatches().longest, 0);
+  return std::exchange(dispatches.longest, 0);
 }
 
 int64_t encoded_dispatches() {
-  return dispatches().encoded;
+  return dispatches.encoded;
+}
+
+void record_dispatches(bool wanted) {
+  recorded = {wanted, {}};
+}
+
+std::vector<std::string> recorded_dispatches() {
+  return recorded.lines;
 }
 
 }  // namespace
 
 void commit_every(int64_t interval) {
-  dispatches().interval = interval;
+  dispatches.interval = interval;
 }
 
 const at::Tensor& Command::given(const OptionalTensor& tensor) const {
@@ -165,8 +176,8 @@ void Commands::encode() {
   raise_fault();
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   const Commands* commands = this;
-  if (is_recording()) {
-    for (const Command& command : commands_) record(command.text());
+  if (recorded.wanted) {
+    for (const Command& command : commands_) recorded.lines.push_back(command.text());
   }
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
@@ -192,3 +203,6 @@ MOE_FUNCTION("_commit_every(int dispatches) -> ()", commit_every)
 MOE_FUNCTION("_longest_buffer() -> float", longest_buffer)
 MOE_FUNCTION("_limit_dispatches(float seconds) -> ()", limit_dispatches)
 MOE_FUNCTION("_encoded_dispatches() -> int", encoded_dispatches)
+// From here on, whether the dispatches of this thread are listed; none is yet.
+MOE_FUNCTION("_record_dispatches(bool wanted) -> ()", record_dispatches)
+MOE_FUNCTION("_recorded_dispatches() -> str[]", recorded_dispatches)

@@ -34,10 +34,7 @@ struct State {
   std::string fault;  // the first
 };
 
-State& state() {
-  static State* instance = new State;  // handlers may come while the process ends
-  return *instance;
-}
+State& state = *new State;  // handlers may come while the process ends
 
 thread_local const char* current_operator = "";
 
@@ -66,35 +63,33 @@ const char* advice(NSError* error) {
 
 // Called by Metal, on a thread of its own.
 void complete(id<MTLCommandBuffer> buffer, std::unique_ptr<CommandBuffer> watched) {
-  State& s = state();
   void* own = (__bridge void*)buffer;
-  s.buffer.compare_exchange_strong(own, nullptr);  // another one may get its address
-  --s.incomplete;
+  state.buffer.compare_exchange_strong(own, nullptr);  // another one may get its address
+  --state.incomplete;
   if ([buffer status] != MTLCommandBufferStatusError) return;
-  const std::lock_guard<std::mutex> lock(s.mutex);
-  if (watched->number <= s.raised || s.failed) return;
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  if (watched->number <= state.raised || state.failed) return;
   NSError* error = [buffer error];
-  s.fault = c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched->operators), ": ",
-                     error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
-                     "; what was computed before this message is lost: ", advice(error));
-  s.failed = true;
+  state.fault = c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched->operators),
+                         ": ", error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
+                         "; what was computed before this message is lost: ", advice(error));
+  state.failed = true;
 }
 
 // In a block of the stream's queue. Returns: what is known of the stream's buffer.
 CommandBuffer& watched(at::mps::MPSStream* stream) {
-  State& s = state();
   id<MTLCommandBuffer> buffer = [stream->commandBuffer() rootCommandBuffer];
-  if (s.buffer != (__bridge void*)buffer) {
-    CommandBuffer* made = s.watched = new CommandBuffer{++s.last, {}};
+  if (state.buffer != (__bridge void*)buffer) {
+    CommandBuffer* made = state.watched = new CommandBuffer{++state.last, {}};
     [buffer addCompletedHandler:^(id<MTLCommandBuffer> completed) {
       @autoreleasepool {
         complete(completed, std::unique_ptr<CommandBuffer>(made));
       }
     }];
-    ++s.incomplete;
-    s.buffer = (__bridge void*)buffer;
+    ++state.incomplete;
+    state.buffer = (__bridge void*)buffer;
   }
-  return *s.watched;
+  return *state.watched;
 }
 
 // For what only torch has encoded.
@@ -120,22 +115,21 @@ bool watch_work(at::mps::MPSStream* stream) {
 }
 
 bool has_work_in_flight() {
-  return state().incomplete > 1;
+  return state.incomplete > 1;
 }
 
 void raise_fault() {
-  State& s = state();
-  if (!s.failed) return;
+  if (!state.failed) return;
   __block std::string fault;
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       // What is encoded from here on goes into a buffer of its own, of which nobody has been told.
       stream->synchronize(at::mps::SyncType::COMMIT);
-      const std::lock_guard<std::mutex> lock(s.mutex);
-      s.raised = s.last;
-      s.failed = false;
-      fault.swap(s.fault);
+      const std::lock_guard<std::mutex> lock(state.mutex);
+      state.raised = state.last;
+      state.failed = false;
+      fault.swap(state.fault);
     }
   });
   if (fault.empty()) return;  // another thread has raised it

@@ -59,14 +59,8 @@ class Once {
 };
 
 // Never destroyed: Metal objects may outlive static destructors.
-Once<id<MTLLibrary>>& libraries() {
-  static auto* const instance = new Once<id<MTLLibrary>>;
-  return *instance;
-}
-Once<Pipeline>& pipelines() {
-  static auto* const instance = new Once<Pipeline>;
-  return *instance;
-}
+Once<id<MTLLibrary>>& libraries = *new Once<id<MTLLibrary>>;
+Once<Pipeline>& pipelines = *new Once<Pipeline>;
 
 // What a dtype is called in the names of kernels, and in Metal.
 struct DtypeNames {
@@ -158,7 +152,7 @@ id<MTLLibrary> build_library(id<MTLDevice> device, const Library& library) {
 }
 
 id<MTLLibrary> library_of(id<MTLDevice> device, const Library& library) {
-  return libraries().get(library.name(), [&](const auto&) { return build_library(device, library); });
+  return libraries.get(library.name(), [&](const auto&) { return build_library(device, library); });
 }
 
 Pipeline build_pipeline(const Library& library, const std::string& name) {
@@ -191,8 +185,8 @@ std::string Library::suffix() const {
 const Pipeline& pipeline(const Library& library, std::string_view function) {
   c10::SmallVector<char, 96> name(function.begin(), function.end());  // found without an allocation
   append_suffix(name, library);
-  return pipelines().get({name.data(), name.size()},
-                         [&](const std::string& kept) { return build_pipeline(library, kept); });
+  return pipelines.get({name.data(), name.size()},
+                       [&](const std::string& kept) { return build_pipeline(library, kept); });
 }
 
 const Library& probe_library() {
@@ -255,7 +249,7 @@ std::string library_file(const std::string& name) {
 }
 
 bool is_built(const std::string& name) {
-  return libraries().has(named_library(name).name());
+  return libraries.has(named_library(name).name());
 }
 
 // "<function> <most threads of a threadgroup> <the most that a plan asked for so far> <bytes of threadgroup

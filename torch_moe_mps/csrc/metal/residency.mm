@@ -50,20 +50,17 @@ struct Sets {
   bool has_thread = false;
 };
 
-Sets& sets() {
-  static auto* const instance = new Sets;
-  return *instance;
-}
+Sets& sets = *new Sets;
 
 // Asks for the memory of all sets as long as there are any. It encodes nothing.
 void keep_asking() {
-  std::unique_lock<std::mutex> lock(sets().mutex);
-  while (!sets().changed.wait_for(lock, kAskedEvery, [] { return sets().held.empty(); })) {
+  std::unique_lock<std::mutex> lock(sets.mutex);
+  while (!sets.changed.wait_for(lock, kAskedEvery, [] { return sets.held.empty(); })) {
     @autoreleasepool {
-      for (const auto& [number, set] : sets().held) [set.set requestResidency];
+      for (const auto& [number, set] : sets.held) [set.set requestResidency];
     }
   }
-  sets().has_thread = false;
+  sets.has_thread = false;
 }
 
 // What becomes resident with a tensor: its buffer, or the heap that the buffer lies in.
@@ -93,19 +90,19 @@ int64_t keep_resident(at::TensorList tensors) {
     }
     [made.set commit];
     [made.set requestResidency];
-    const std::lock_guard<std::mutex> lock(sets().mutex);
-    sets().held.emplace(++sets().last, std::move(made));
-    if (!sets().has_thread) std::thread(keep_asking).detach();
-    sets().has_thread = true;
-    return sets().last;
+    const std::lock_guard<std::mutex> lock(sets.mutex);
+    sets.held.emplace(++sets.last, std::move(made));
+    if (!sets.has_thread) std::thread(keep_asking).detach();
+    sets.has_thread = true;
+    return sets.last;
   }
 }
 
 // Lets one tensor's memory go, which may be freed already: the set has kept its allocation.
 void let_go(int64_t number, int64_t tensor) {
-  const std::lock_guard<std::mutex> lock(sets().mutex);
-  const auto found = sets().held.find(number);
-  if (found == sets().held.end()) return;
+  const std::lock_guard<std::mutex> lock(sets.mutex);
+  const auto found = sets.held.find(number);
+  if (found == sets.held.end()) return;
   Set& set = found->second;
   const id allocation = set.allocations.at(tensor);
   if (allocation == nil) return;
@@ -118,17 +115,17 @@ void let_go(int64_t number, int64_t tensor) {
 }
 
 void end_residency(int64_t number) {
-  const std::lock_guard<std::mutex> lock(sets().mutex);
-  const auto found = sets().held.find(number);
-  if (found == sets().held.end()) return;
+  const std::lock_guard<std::mutex> lock(sets.mutex);
+  const auto found = sets.held.find(number);
+  if (found == sets.held.end()) return;
   @autoreleasepool {
     [found->second.set endResidency];
     [found->second.set removeAllAllocations];
     [found->second.set commit];
     [found->second.set release];
   }
-  sets().held.erase(found);
-  sets().changed.notify_all();
+  sets.held.erase(found);
+  sets.changed.notify_all();
 }
 
 }  // namespace

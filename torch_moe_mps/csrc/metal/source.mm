@@ -20,10 +20,7 @@ struct Directory {
   bool compiled = false;
 };
 
-Directory& directory() {
-  static auto* const instance = new Directory;
-  return *instance;
-}
+Directory& directory = *new Directory;
 
 std::string read_file(const std::string& path) {
   std::ifstream file(path);
@@ -64,23 +61,23 @@ void flatten(const std::string& root, const std::string& name, std::set<std::str
 }
 
 std::string shader_directory() {
-  const std::lock_guard<std::mutex> lock(directory().mutex);
-  TORCH_CHECK(!directory().path.empty(), "moe_mps: the shader directory is not set");
-  return directory().path;
+  const std::lock_guard<std::mutex> lock(directory.mutex);
+  TORCH_CHECK(!directory.path.empty(), "moe_mps: the shader directory is not set");
+  return directory.path;
 }
 
 }  // namespace
 
 void set_shader_directory(std::string path, bool compiled) {
-  const std::lock_guard<std::mutex> lock(directory().mutex);
-  directory().path = std::move(path);
-  directory().compiled = compiled;
+  const std::lock_guard<std::mutex> lock(directory.mutex);
+  directory.path = std::move(path);
+  directory.compiled = compiled;
 }
 
 std::string compiled_file(const std::string& name) {
-  const std::lock_guard<std::mutex> lock(directory().mutex);
-  if (!directory().compiled) return "";
-  const std::string path = directory().path + "/compiled/" + name + ".metallib";
+  const std::lock_guard<std::mutex> lock(directory.mutex);
+  if (!directory.compiled) return "";
+  const std::string path = directory.path + "/compiled/" + name + ".metallib";
   return std::ifstream(path) ? path : "";
 }
 
