@@ -1,6 +1,7 @@
 """The options of the commands. Importing this costs nothing: --help must not wait for torch."""
 
 import argparse
+import inspect
 import os
 import sys
 from typing import Any, NoReturn
@@ -15,71 +16,6 @@ EPILOG = (
     "MOE_MPS_TRACEBACK=1 in the environment, with a traceback; the exit code is then not 0."
 )
 
-CHECK = """examples:
-  torch-moe-mps check                                             # everything; writes moe_mps_report.json
-  torch-moe-mps check --dtype bfloat16 --format affine4_64,mxfp4  # what some models need
-  torch-moe-mps check --large                                     # the sizes of three real models
-  torch-moe-mps check --probe > gpu.json                          # what is assumed of this GPU, measured"""
-
-CONVERT = """examples:
-  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit                 # everything in 4 bit
-  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3 --dry-run            # only the sizes; downloads no weights
-  torch-moe-mps convert qwen3-8bit qwen3-4bit --bits 4                # what is quantised, too, in fewer bits
-  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
-  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm
-  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance auto  # the same bytes, less error
-  torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance qwen3.imatrix.gguf
-  torch-moe-mps convert qwen3-Q4_K_M.gguf qwen3-q4                    # as it is, packed
-  torch-moe-mps convert qwen3-Q8_0.gguf qwen3-mlx --bits 4 --to mlx   # quantised again"""
-
-PERPLEXITY = """examples:
-  torch-moe-mps perplexity qwen3-4bit
-  torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B    # one model in memory at a time
-  torch-moe-mps perplexity qwen3-3bit qwen3-4bit qwen3-8bit --against Qwen/Qwen3-30B-A3B
-  torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048
-  torch-moe-mps perplexity qwen3-4bit --kv-bits 8 --against qwen3-4bit  # what a cache in 8 bits changes"""
-
-FIT = """examples:
-  torch-moe-mps fit Qwen/Qwen3-30B-A3B            # downloads config.json, no weights
-  torch-moe-mps fit Qwen/Qwen3-30B-A3B --mac      # for this Mac, with the memory that it lets the GPU have
-  torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
-  torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 512+256  # each has some of the layers
-  torch-moe-mps fit Qwen/Qwen3-30B-A3B --recipe mixed_4_6 --json sizes.json"""
-
-BENCH = """examples:
-  torch-moe-mps bench qwen3-4bit
-  torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json"""
-
-CHAT = """!help in the chat lists what else it understands. Ctrl-C ends an answer, Ctrl-D the chat.
-
-examples:
-  torch-moe-mps chat qwen3-4bit
-  torch-moe-mps chat unsloth/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf
-  torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --set max_new_tokens=1000 --set temperature=0.6
-  torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
-  torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
-  torch-moe-mps chat qwen3-32b-4bit --draft qwen3-0.6b                # guesses are verified together"""
-
-GENERATE = """Answers go to stdout, all else to stderr. Ctrl-C ends an answer, and --prompt-cache
-keeps its prompt then, too.
-
-examples:
-  torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
-  torch-moe-mps generate qwen3-4bit --system-prompt "Summarise:" < report.txt > summary.txt
-  torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --set temperature=0.2 --prompt-lookup 8
-  torch-moe-mps generate qwen3-4bit --prompts questions.txt --batch 16 > answers.jsonl
-  torch-moe-mps generate qwen3-vl-4bit --image cat.png -p "What is this?"
-"""
-
-SERVE = """Clients use the URL http://localhost:8000/v1 and MODEL as the model's name. A request computes what
-is new in it: earlier turns of a chat and shared beginnings are kept. Requests run one by one, or side by side
-with --continuous-batching, which keeps prefixes in pages of transformers.
-
-examples:
-  torch-moe-mps serve qwen3-4bit --prompt-cache prompts               # kept over restarts, too
-  torch-moe-mps serve qwen3-4bit --continuous-batching
-  torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080"""
-
 
 class _Parser(argparse.ArgumentParser):
     """Its errors are one line."""
@@ -93,21 +29,13 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_options, does, examples in (
-        (_check, "check that every kernel builds and is right here (exit code 2: no Apple GPU)", CHECK),
-        (_convert, "quantise a checkpoint while it is read", CONVERT),
-        (_perplexity, "measure how well models predict a text", PERPLEXITY),
-        (_fit, "say which Macs hold a model, and how fast it can be at most", FIT),
-        (_bench, "measure the speed of a model", BENCH),
-        (_chat, "chat with a model, as `transformers chat` does", CHAT),
-        (_generate, "answer a prompt once, for scripts", GENERATE),
-        (_serve, "serve a model to OpenAI clients, as `transformers serve` does", SERVE),
-    ):
+    for add_options in (_check, _convert, _perplexity, _fit, _bench, _chat, _generate, _serve):
+        does, _, more = (inspect.getdoc(add_options) or "").partition("\n\n")
         command = commands.add_parser(
             add_options.__name__.removeprefix("_"),
-            help=does,
-            description=does[0].upper() + does[1:] + ".",
-            epilog=examples,
+            help=does[:1].lower() + does[1:].removesuffix("."),
+            description=does,
+            epilog=more,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_options(command)
@@ -227,6 +155,14 @@ def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **own
 
 
 def _check(command: argparse.ArgumentParser) -> None:
+    """Check that every kernel builds and is right here (exit code 2: no Apple GPU).
+
+    examples:
+      torch-moe-mps check                                             # everything; writes moe_mps_report.json
+      torch-moe-mps check --dtype bfloat16 --format affine4_64,mxfp4  # what some models need
+      torch-moe-mps check --large                                     # the sizes of three real models
+      torch-moe-mps check --probe > gpu.json                          # what is assumed of this GPU, measured
+    """
     add = command.add_argument
     add("--dtype", metavar="NAMES", help="some of float32,float16,bfloat16 (all)")
     add("--format", metavar="NAMES", help="formats of weights, such as affine4_64,mxfp4 (all)")
@@ -249,6 +185,19 @@ def _check(command: argparse.ArgumentParser) -> None:
 
 
 def _convert(command: argparse.ArgumentParser) -> None:
+    """Quantise a checkpoint while it is read.
+
+    examples:
+      torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit                 # everything in 4 bit
+      torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3 --dry-run            # only sizes; downloads no weights
+      torch-moe-mps convert qwen3-8bit qwen3-4bit --bits 4                # also what is quantised already
+      torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mixed --recipe mixed_4_6
+      torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-mlx --to mlx         # for mlx-lm
+      torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance auto  # the same bytes, less error
+      torch-moe-mps convert Qwen/Qwen3-30B-A3B qwen3-4bit --importance qwen3.imatrix.gguf
+      torch-moe-mps convert qwen3-Q4_K_M.gguf qwen3-q4                    # as it is, packed
+      torch-moe-mps convert qwen3-Q8_0.gguf qwen3-mlx --bits 4 --to mlx   # quantised again
+    """
     add = command.add_argument
     add(
         "source",
@@ -285,6 +234,15 @@ def _convert(command: argparse.ArgumentParser) -> None:
 
 
 def _perplexity(command: argparse.ArgumentParser) -> None:
+    """Measure how well models predict a text.
+
+    examples:
+      torch-moe-mps perplexity qwen3-4bit
+      torch-moe-mps perplexity qwen3-4bit --against Qwen/Qwen3-30B-A3B    # one model in memory at a time
+      torch-moe-mps perplexity qwen3-3bit qwen3-4bit qwen3-8bit --against Qwen/Qwen3-30B-A3B
+      torch-moe-mps perplexity qwen3-4bit --text chats.txt --window 2048
+      torch-moe-mps perplexity qwen3-4bit --kv-bits 8 --against qwen3-4bit  # what a cache in 8 bits changes
+    """
     add = command.add_argument
     add(
         "model",
@@ -300,6 +258,15 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
 
 
 def _fit(command: argparse.ArgumentParser) -> None:
+    """Say which Macs hold a model, and how fast it can be at most.
+
+    examples:
+      torch-moe-mps fit Qwen/Qwen3-30B-A3B            # downloads config.json, no weights
+      torch-moe-mps fit Qwen/Qwen3-30B-A3B --mac      # for this Mac, as it lets the GPU have memory
+      torch-moe-mps fit qwen3-4bit --context 32768 --kv-bits 8
+      torch-moe-mps fit deepseek-ai/DeepSeek-V3 --macs 512+256  # each has some of the layers
+      torch-moe-mps fit Qwen/Qwen3-30B-A3B --recipe mixed_4_6 --json sizes.json
+    """
     add = command.add_argument
     add(
         "model",
@@ -319,6 +286,12 @@ def _fit(command: argparse.ArgumentParser) -> None:
 
 
 def _bench(command: argparse.ArgumentParser) -> None:
+    """Measure the speed of a model.
+
+    examples:
+      torch-moe-mps bench qwen3-4bit
+      torch-moe-mps bench qwen3-4bit --depth 0,32768 --repeats 3 --json speed.json
+    """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN)
     add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
@@ -336,6 +309,18 @@ def _bench(command: argparse.ArgumentParser) -> None:
 
 
 def _chat(command: argparse.ArgumentParser) -> None:
+    """Chat with a model, as `transformers chat` does.
+
+    !help in the chat lists what else it understands. Ctrl-C ends an answer, Ctrl-D the chat.
+
+    examples:
+      torch-moe-mps chat qwen3-4bit
+      torch-moe-mps chat unsloth/Qwen3-30B-A3B-GGUF:Qwen3-30B-A3B-Q4_K_M.gguf
+      torch-moe-mps chat Qwen/Qwen3-30B-A3B --bits 4 --set max_new_tokens=1000 --set temperature=0.6
+      torch-moe-mps chat qwen3-4bit --kv-bits 8                           # long chats in half of the memory
+      torch-moe-mps chat qwen3-4bit --system-prompt "$(cat manual.txt)" --prompt-cache manual.safetensors
+      torch-moe-mps chat qwen3-32b-4bit --draft qwen3-0.6b                # guesses are verified together
+    """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN, "--set", "--system-prompt")
     add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
@@ -346,6 +331,18 @@ def _chat(command: argparse.ArgumentParser) -> None:
 
 
 def _generate(command: argparse.ArgumentParser) -> None:
+    """Answer a prompt once, for scripts.
+
+    Answers go to stdout, all else to stderr. Ctrl-C ends an answer, and --prompt-cache keeps its prompt then,
+    too.
+
+    examples:
+      torch-moe-mps generate qwen3-4bit -p "Why is the sky blue?"
+      torch-moe-mps generate qwen3-4bit --system-prompt "Summarise:" < report.txt > summary.txt
+      torch-moe-mps generate qwen3-4bit --raw -p "def quicksort(" --set temperature=0.2 --prompt-lookup 8
+      torch-moe-mps generate qwen3-4bit --prompts questions.txt --batch 16 > answers.jsonl
+      torch-moe-mps generate qwen3-vl-4bit --image cat.png -p "What is this?"
+    """
     add = command.add_argument
     _add(command, "model")
     add("-p", "--prompt", metavar="TEXT", help="what the model is asked (read from stdin)")
@@ -363,6 +360,17 @@ def _generate(command: argparse.ArgumentParser) -> None:
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
+    """Serve a model to OpenAI clients, as `transformers serve` does.
+
+    Clients use the URL http://localhost:8000/v1 and MODEL as the model's name. A request computes what is
+    new in it: earlier turns of a chat and shared beginnings are kept. Requests run one by one, or side by
+    side with --continuous-batching, which keeps prefixes in pages of transformers.
+
+    examples:
+      torch-moe-mps serve qwen3-4bit --prompt-cache prompts               # kept over restarts, too
+      torch-moe-mps serve qwen3-4bit --continuous-batching
+      torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080
+    """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN)
     add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
