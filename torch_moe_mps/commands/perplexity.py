@@ -15,12 +15,12 @@ from .._faults import synchronize
 from ..ops.attention import CACHE_BITS
 from ..pipeline.torchrun import is_first_process
 from ..transformers.basics.report import aligned, with_progress
+from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.weights import free
 from .card import keep_figures
 from .results import check_writable, write_json
 from .sources import folder_of, load_stored, tokenizer_of, usable_device
 
-SAMPLE = Path(__file__).with_name("sample.txt")
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
 LIKELIEST = 1024
 

@@ -16,7 +16,7 @@ from ..ops._checks import first_line
 from ..pipeline import torchrun
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.gguf_file import check_file
-from ..transformers.checkpoints.source import Source, split_gguf
+from ..transformers.checkpoints.source import Source, read_tokenizer, split_gguf
 
 # Files other than weights: config, tokenizer, processor, chat templates, Python code of the model.
 SMALL_FILES = (
@@ -26,10 +26,6 @@ SMALL_FILES = (
 # Weights in layouts that transformers does not read, which some repositories have, too.
 _DUPLICATES = ("*/*", "consolidated*")
 LONGEST = 1 << 24  # tokens; longer than any window or context that models have
-# Files of a tokenizer, of all kinds that transformers reads.
-_TOKENIZERS = (
-    "tokenizer*", "tokenization*", "vocab*", "merges*", "tekken*", "*.model", "*.tiktoken", "*.spm", "*.bpe"
-)  # fmt: skip
 
 
 def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:
@@ -144,22 +140,8 @@ def context_of(config: Any) -> int:
 
 
 def tokenizer_of(folder: str, trust_remote_code: bool = False) -> Any:
-    """The tokenizer of a checkpoint.
-
-    Raises: ValueError for a folder without one: transformers would make an empty one for some models.
-    """
-    from transformers import AutoTokenizer
-
-    path, gguf = split_gguf(folder)
-    if gguf is not None:
-        try:
-            return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
-        except Exception as error:  # what transformers does with what it misses
-            reason = f"{type(error).__name__}: {first_line(error)}"
-            raise ValueError(f"{folder} has no tokenizer that transformers reads ({reason})") from None
-    if not any(any(Path(folder).glob(pattern)) for pattern in _TOKENIZERS):
-        raise ValueError(f"{folder} has no tokenizer")
-    return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    """The tokenizer of a checkpoint; see `read_tokenizer`."""
+    return read_tokenizer(*split_gguf(folder), trust_remote_code)
 
 
 def usable_device(name: str | None) -> str:

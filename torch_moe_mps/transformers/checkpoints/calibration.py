@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from ...macs import machine_memory
-from ...ops._checks import Check, first_line
+from ...ops._checks import Check
 from .importance import Importance, collect_importance, given_importance, is_file_of_importance
 from .sizes import total_bytes
-from .source import Source
+from .source import Source, read_tokenizer
 from .weights import free
 
 AUTO = "auto"
@@ -74,12 +73,5 @@ def _text(file: Path) -> str:
 
 
 def _tokens(source: Source, text: str) -> Tensor:
-    trust = source.others.get("trust_remote_code") or False
-    where = {} if source.gguf is None else {"gguf_file": source.gguf}
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(source.path, trust_remote_code=trust, **where)
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(
-            f"moe_mps::importance: {source.path} has no tokenizer: {first_line(error)}"
-        ) from None
+    tokenizer = read_tokenizer(source.path, source.gguf, bool(source.others.get("trust_remote_code")))
     return tokenizer(text, return_tensors="pt", verbose=False).input_ids[0][:TOKENS]

@@ -14,6 +14,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
 )
@@ -34,6 +35,10 @@ _FOR_BOTH = (
     "cache_dir", "code_revision", "force_download", "local_files_only", "proxies", "revision", "subfolder",
     "token", "trust_remote_code",
 )  # fmt: skip
+# Files of a tokenizer, of all kinds that transformers reads.
+_TOKENIZERS = (
+    "tokenizer*", "tokenization*", "vocab*", "merges*", "tekken*", "*.model", "*.tiktoken", "*.spm", "*.bpe"
+)  # fmt: skip
 _WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 # What code of models raises for a config in which a value is missing, or is one that it cannot compute with.
 NO_MODEL = (ArithmeticError, AttributeError, LookupError, TypeError)
@@ -52,6 +57,24 @@ def split_gguf(name: str) -> tuple[str, str | None]:
     if folder and file:
         return folder, file
     return str(Path(name).parent), Path(name).name
+
+
+def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
+    """The tokenizer of a checkpoint, by what `split_gguf` gives.
+
+    Raises: ValueError for a folder without one: transformers would make an empty one for some models.
+    """
+    folder = Path(path)
+    if gguf is None:
+        if folder.is_dir() and not any(any(folder.glob(pattern)) for pattern in _TOKENIZERS):
+            raise ValueError(f"{path} has no tokenizer")
+        return AutoTokenizer.from_pretrained(path, trust_remote_code=trust_remote_code)
+    try:
+        return AutoTokenizer.from_pretrained(path, gguf_file=gguf)
+    except Exception as error:  # what transformers does with what it misses
+        name = folder / gguf if folder.is_dir() else f"{path}:{gguf}"
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise ValueError(f"{name} has no tokenizer that transformers reads ({reason})") from None
 
 
 class Source:
