@@ -2,10 +2,12 @@
 captured tokens alike, and hooks and adapters see and change what they do there.
 """
 
+import contextlib
 import copy
 import inspect
 import io
 import itertools
+import json
 import pickle
 from functools import partial
 
@@ -474,3 +476,66 @@ def test_instance_with_its_own_forward_is_left_alone():
     module = norm(tiny_models.tiny_model("qwen3_moe"))
     module.forward = lambda x: x
     assert rewrite(module) == ([], "its forward was replaced on the instance")
+
+
+# Two models with one config object: what is done to one does not show in the other
+
+
+def two_of_one_config():
+    first = tiny("qwen3_moe")
+    second = type(first)(first.config).eval()
+    second.set_experts_implementation("eager")
+    assert first.config is second.config
+    return first, second
+
+
+@pytest.mark.parametrize("order", [(0, 1), (1, 0)])
+def test_the_last_of_them_that_is_restored_restores_the_config(order):
+    """With what the user chose, if that is ours."""
+    models = two_of_one_config()
+    for chosen in ("eager", "moe_mps"):
+        models[1].set_experts_implementation(chosen)
+        for model in models:
+            torch_moe_mps.accelerate(model)
+        assert models[0].config._experts_implementation == "moe_mps"
+        for index in order:
+            torch_moe_mps.restore(models[index])
+        assert models[0].config._experts_implementation == chosen
+
+
+def test_a_quantised_one_has_a_config_of_its_own(tmp_path):
+    """All its modules have it; it loads a checkpoint of the model, but no dense one."""
+    first, second = two_of_one_config()
+    first.save_pretrained(tmp_path / "dense")
+    stored = json.loads((tmp_path / "dense/config.json").read_text())
+    torch_moe_mps.quantize_experts(first, 4, 32)
+    assert first.config is first.model.config is first.model.layers[0].self_attn.config is not second.config
+    first.save_pretrained(tmp_path / "quantised")
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    loaded = load(tmp_path / "quantised", config=first.config).eval()
+    assert_close(output(loaded, prompt()), output(first, prompt()), 1e-5)
+    stored["quantization_config"] = first.config.quantization_config.to_dict()
+    (tmp_path / "dense/config.json").write_text(json.dumps(stored))
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj_packed must be in the checkpoint, got no"):
+        load(tmp_path / "dense")
+
+
+@pytest.mark.parametrize("layers", [0, 1, 2])
+def test_dense_experts_in_a_quantised_model(layers, monkeypatch, tmp_path):
+    """Put there by the user, or left there by an interrupt: what is saved is what the model is."""
+    first, second = two_of_one_config()
+    with monkeypatch.context() as patch:
+        if layers == 0:
+            patch.setattr("torch_moe_mps.transformers.checkpoints.quantize.keep_when_saving", interrupt)
+        with pytest.raises(KeyboardInterrupt) if layers == 0 else contextlib.nullcontext():
+            torch_moe_mps.quantize_experts(first, 4, 32)
+    for layer in range(layers):
+        first.model.layers[layer].mlp.experts = second.model.layers[layer].mlp.experts
+    first.save_pretrained(tmp_path)
+    assert (layers < 2) == ("quantization_config" in json.loads((tmp_path / "config.json").read_text()))
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    assert_close(output(loaded, prompt()), output(first, prompt()), 1e-5)
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
