@@ -18,13 +18,13 @@ from torch_moe_mps.commands.bench import Bench
 from torch_moe_mps.commands.generating import Generating
 from torch_moe_mps.commands.prompts import Prompts
 
-# {architecture: its sizes}: recurrent states, states of a convolution alone, and compressed keys.
+# {architecture: its sizes}: compressed keys, recurrent states, and states of a convolution alone.
 HYBRIDS = {
+    "deepseek_v4": {},
     "qwen3_next": {},
     "kimi_linear": {},
     "nemotron_h": {"layers_block_type": ["mamba", "attention", "moe"], "num_hidden_layers": 3},
     "lfm2_moe": {},
-    "deepseek_v4": {},
 }
 SLOW = [pytest.param(name, marks=pytest.mark.sweep) for name in [*HYBRIDS][1:]]
 
@@ -44,7 +44,7 @@ def answers(monkeypatch) -> list[tuple[int, int]]:
     return seen
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", *SLOW])
+@pytest.mark.parametrize("architecture", ["deepseek_v4", *SLOW])
 def test_no_token_waits(architecture, simulated, answers):
     """Tokens are those of `generate` alone, also of a second turn, behind an answer that has ended early."""
     model = tiny_models.tiny_model(architecture, **HYBRIDS[architecture])

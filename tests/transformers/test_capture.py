@@ -352,7 +352,7 @@ def test_own_code_for_padded_batches(architecture, same_bits, caplog):
     for each in (model, without_capture(copy.deepcopy(model))):
         cache = DynamicCache(config=model.config)
         parts = [slice(0, 9), *(slice(n, n + 1) for n in range(9, 24))]
-        given = [(ids[:, part], shown[:, : part.stop]) for part in parts]
+        given = [(ids[:, part], shown[:, : part.stop].contiguous()) for part in parts]
         results.append([output(each, i, attention_mask=m, past_key_values=cache) for i, m in given])
     assert_equal(*results)
     assert captures_of(model).reason == PADDED[architecture]

@@ -3,6 +3,7 @@
 import inspect
 import warnings
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any, NoReturn
 
 import torch
@@ -22,6 +23,9 @@ from ..basics.state import NOTHING, STATE, state_of
 from .held import HeldEntries
 from .layers import growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
+
+# Whether `generate` makes the calls, and their positions from those of the prompt.
+FOLLOWS = ContextVar("moe_mps_follows", default=False)
 
 
 def grow_caches_in_place(model: nn.Module, bits: int | None = None) -> None:
@@ -94,10 +98,12 @@ def _grow(cache: Any, bits: int | None) -> None:
 def _note_positions(cache: Any, positions: Tensor) -> None:
     """Compares a call's positions with the cache's, where its layers count tokens by the latter.
 
-    Those of a token that is being captured are not known; those of several are asked for, which ends it.
+    The GPU has them, so that this takes as long as a token. Those of a token of `generate` follow from its
+    cache; those of one that is being captured are not known. Those of several end the capture.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, HeldEntries) and layer.is_in_order]
-    if not layers or (type(positions) is FakeTensor and positions.shape[-1] == 1):
+    is_token = positions.shape[-1] == 1
+    if not layers or (is_token and (FOLLOWS.get() or type(positions) is FakeTensor)):
         return
     first, tokens = layers[0].cumulative_length, positions.shape[-1]
     in_order = torch.arange(first, first + tokens, device=positions.device)

@@ -9,7 +9,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
-from contextvars import ContextVar
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,7 @@ from ..basics.classes import subclass
 from ..basics.residency import follow_moved
 from ..basics.scoped import having
 from ..basics.self_check_state import refused
-from ..caches.cache import takes_cache
+from ..caches.cache import FOLLOWS, takes_cache
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator
@@ -59,8 +58,6 @@ _OF_OTHERS = (AttributeError, LookupError, TypeError, RuntimeError)
 _TOO_FEW = "no kind of call for a few tokens was repeated three times"
 # What a recording raises where Python asks for a value that only the GPU knows.
 _OF_VALUES = (DataDependentOutputException, DynamicOutputShapeException, GuardOnDataDependentSymNode)
-
-_GENERATES = ContextVar("moe_mps_generates", default=False)  # whether `generate` makes the calls
 
 Make = Callable[[list[Tensor], Any], Any]
 
@@ -343,7 +340,7 @@ def _positions_by_hand(arguments: dict[str, Any]) -> str | None:
 
     The GPU has them, so to compare them takes as long as a token. Those of `generate` follow from its cache.
     """
-    if _GENERATES.get() or arguments.get("position_ids") is None:
+    if FOLLOWS.get() or arguments.get("position_ids") is None:
         return None
     layers = getattr(arguments.get("past_key_values"), "layers", ())
     counts = any(isinstance(layer, HeldEntries) for layer in layers)
@@ -486,7 +483,8 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
 
         @functools.wraps(original.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
-            with having(_GENERATES, True), synchronized(self.device):
+            follows = kwargs.get("position_ids") is None
+            with having(FOLLOWS, follows), synchronized(self.device):
                 return original.generate(self, *args, **kwargs)
 
         members["generate"] = generate
