@@ -82,6 +82,10 @@ class Gate(OperatorCase, fields="tokens experts width top_k dtype"):
     scales: ClassVar[dict] = {"router_weight": 0.05}
     slack = 2e-5
 
+    def others(self, values):
+        """Scales of one sign: the weights of a token are divided by their sum."""
+        return {"per_expert_scale": values.uniform(self.experts, low=0.5, high=1.5)}
+
     @property
     def options(self):
         return {"top_k": self.top_k, "eps": EPS}
