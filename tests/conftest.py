@@ -53,7 +53,8 @@ def mps_variants(one_schedule: bool) -> list:
 
 
 def pytest_generate_tests(metafunc):
-    if "device" in metafunc.fixturenames:
+    named = [mark for mark in metafunc.definition.iter_markers("parametrize") if mark.args[0] == "device"]
+    if "device" in metafunc.fixturenames and not named:
         marks = {mark.name for mark in metafunc.definition.iter_markers()}
         cpu = pytest.param("cpu", marks=pytest.mark.sweep) if "of_kernels" in marks else "cpu"
         mps = mps_variants("one_schedule" in marks)

@@ -106,6 +106,7 @@ def answer(model: nn.Module, device: str, padding: int = 0) -> list[torch.Tensor
 
 @pytest.mark.sweep
 @pytest.mark.parametrize("architecture", [*filter("inkling2".__ne__, ARCHITECTURES)])
+@pytest.mark.parametrize("device", ["mps"], indirect=True)
 @torch.no_grad()
 def test_every_architecture(architecture, device, same_bits):
     """Without Inkling 2, which needs a router in float32 beside layers in bfloat16."""
