@@ -209,3 +209,16 @@ def test_positions_by_hand_behind_captured_tokens(simulated, monkeypatch):
         logits, _ = logits_of(model, IDS[:1], cuts, positions=positions)
         assert (logits - right).abs().max() < 1e-3
         assert "position_ids" in captures_of(model).reason
+    answers = []
+    for each in (own, model):
+        _, cache = logits_of(each, IDS[:1], (8,))
+        positions = torch.tensor([[*range(8), 2]], device=each.device)
+        asked = {
+            "past_key_values": cache,
+            "position_ids": positions,
+            "attention_mask": torch.ones_like(positions),
+        }
+        result = {"output_logits": True, "return_dict_in_generate": True}
+        answer = each.generate(IDS[:1, :9].to(each.device), **asked, **result, **generation)
+        answers.append(torch.cat(answer.logits).cpu())
+    assert (answers[0] - answers[1]).abs().max() < 1e-3
