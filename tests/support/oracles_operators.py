@@ -14,7 +14,7 @@ from torch import Tensor
 
 from support import oracles, oracles_experts, oracles_sequence
 from support.oracles import FLOAT32_EPS, exact
-from support.oracles_experts import DEVIATIONS, Estimate, activate, dequantise, multiply, roundoff
+from support.oracles_experts import DEVIATIONS, Estimate, activate, dequantise, multiply, numbers_of, roundoff
 from torch_moe_mps.ops._samples import packet
 from torch_moe_mps.quantization import Format
 from torch_moe_mps.quantization.formats import quantize_stack
@@ -676,8 +676,9 @@ def embedding_quantized(a):
     inside = (ids >= 0) & (ids < len(matrix))
     padded = np.concatenate((matrix, np.zeros((1, matrix.shape[1]))))
     value = padded[np.where(inside, ids, len(matrix))]
-    largest = abs(matrix).max(initial=0.0)  # as large as what cancels in the sum of a code and a bias
-    return [Expected(value, 4 * FLOAT32_EPS * (abs(value) + 2 * largest))]
+    # A bias takes back up to 1024 steps, which a code of some bits has more as a half.
+    cancels = (8 + 1024 / (2 ** numbers_of(a.format)[0] - 1)) * abs(matrix).max(initial=0.0)
+    return [Expected(value, FLOAT32_EPS * (4 * abs(value) + cancels))]
 
 
 # Sequences
