@@ -165,19 +165,24 @@ def _attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    position_bias: Any = None,
     **options: Any,
 ) -> Any:
     """`own`, an implementation of attention, or the operator where it is given such a bias."""
-    bias, sinks = options.get("position_bias"), options.get("sinks")
+    if position_bias is None:  # other models come here, too
+        return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    sinks = options.get("sinks")
     plain = dropout == 0.0 and not options.get("output_attentions") and options.get("is_causal") is not False
     plain = plain and options.get("cache") is None and (name == NAME or query.is_mps)
-    if plain and type(bias) is BiasOfStates and takes(query, key, value, attention_mask, sinks):
+    plain = plain and type(position_bias) is BiasOfStates
+    if plain and takes(query, key, value, attention_mask, sinks):
         window = options.get("sliding_window") if attention_mask is None else None
         given = window, sinks, options.get("softcap")
-        out = bias.attend(query, key, value, attention_mask, scaling, *given)
+        out = position_bias.attend(query, key, value, attention_mask, scaling, *given)
         if out is not None:
             return out, None
-    return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    options |= {"scaling": scaling, "dropout": dropout, "position_bias": position_bias}
+    return own(module, query, key, value, attention_mask, **options)
 
 
 # Recognising a module that makes such a bias
