@@ -38,8 +38,7 @@ NAME = "moe_mps_test"
 @pytest.fixture
 def registered(monkeypatch):
     for interface, function in ((AttentionInterface, attention), (AttentionMaskInterface, attention_mask)):
-        mapping = dict(interface._global_mapping)
-        monkeypatch.setattr(interface, "_global_mapping", {**mapping, NAME: function})
+        monkeypatch.setitem(interface._global_mapping, NAME, function)
 
 
 def config(**changes):
