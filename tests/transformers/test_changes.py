@@ -501,6 +501,7 @@ def test_the_last_of_them_that_is_restored_restores_the_config(order):
         for index in order:
             torch_moe_mps.restore(models[index])
         assert models[0].config._experts_implementation == chosen
+    assert torch.isfinite(output(models[1], prompt())).all()
 
 
 def test_a_quantised_one_has_a_config_of_its_own(tmp_path):
@@ -510,6 +511,10 @@ def test_a_quantised_one_has_a_config_of_its_own(tmp_path):
     stored = json.loads((tmp_path / "dense/config.json").read_text())
     torch_moe_mps.quantize_experts(first, 4, 32)
     assert first.config is first.model.config is first.model.layers[0].self_attn.config is not second.config
+    own = second.config._attn_implementation
+    first.set_attn_implementation("eager")
+    assert first.model.layers[1].self_attn.config._attn_implementation == "eager" != own
+    assert second.config._attn_implementation == own
     first.save_pretrained(tmp_path / "quantised")
     load = transformers.AutoModelForCausalLM.from_pretrained
     loaded = load(tmp_path / "quantised", config=first.config).eval()

@@ -1,9 +1,9 @@
 """The options of the commands. Importing this costs nothing: --help must not wait for torch."""
 
 import argparse
-import inspect
 import os
 import sys
+import textwrap
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -30,12 +30,12 @@ def parser() -> argparse.ArgumentParser:
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for add_options in (_check, _convert, _perplexity, _fit, _bench, _chat, _generate, _serve):
-        does, _, more = (inspect.getdoc(add_options) or "").partition("\n\n")
+        does, _, more = (add_options.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
             add_options.__name__.removeprefix("_"),
             help=does[:1].lower() + does[1:].removesuffix("."),
             description=does,
-            epilog=more,
+            epilog=textwrap.dedent(more).rstrip(),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_options(command)

@@ -102,10 +102,10 @@ def _note_positions(cache: Any, positions: Tensor) -> None:
     cache; those of one that is being captured are not known. Those of several end the capture.
     """
     layers = [layer for layer in cache.layers if isinstance(layer, HeldEntries) and layer.is_in_order]
-    is_token = positions.shape[-1] == 1
-    if not layers or (is_token and (FOLLOWS.get() or type(positions) is FakeTensor)):
+    tokens = positions.shape[-1]
+    if not layers or (tokens == 1 and (FOLLOWS.get() or type(positions) is FakeTensor)):
         return
-    first, tokens = layers[0].cumulative_length, positions.shape[-1]
+    first = layers[0].cumulative_length
     in_order = torch.arange(first, first + tokens, device=positions.device)
     if not bool((positions == in_order).all()):
         for layer in layers:

@@ -169,20 +169,18 @@ def _attention(
     **options: Any,
 ) -> Any:
     """`own`, an implementation of attention, or the operator where it is given such a bias."""
-    if position_bias is None:  # other models come here, too
-        return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
-    sinks = options.get("sinks")
-    plain = dropout == 0.0 and not options.get("output_attentions") and options.get("is_causal") is not False
-    plain = plain and options.get("cache") is None and (name == NAME or query.is_mps)
-    plain = plain and type(position_bias) is BiasOfStates
-    if plain and takes(query, key, value, attention_mask, sinks):
-        window = options.get("sliding_window") if attention_mask is None else None
-        given = window, sinks, options.get("softcap")
-        out = position_bias.attend(query, key, value, attention_mask, scaling, *given)
-        if out is not None:
-            return out, None
-    options |= {"scaling": scaling, "dropout": dropout, "position_bias": position_bias}
-    return own(module, query, key, value, attention_mask, **options)
+    if position_bias is not None:  # of other models, which come here too, nothing else is asked
+        options["position_bias"], sinks = position_bias, options.get("sinks")
+        plain = dropout == 0.0 and not options.get("output_attentions")
+        plain = plain and options.get("is_causal") is not False and options.get("cache") is None
+        plain = plain and (name == NAME or query.is_mps) and type(position_bias) is BiasOfStates
+        if plain and takes(query, key, value, attention_mask, sinks):
+            window = options.get("sliding_window") if attention_mask is None else None
+            given = window, sinks, options.get("softcap")
+            out = position_bias.attend(query, key, value, attention_mask, scaling, *given)
+            if out is not None:
+                return out, None
+    return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
 
 
 # Recognising a module that makes such a bias
