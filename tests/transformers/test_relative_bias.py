@@ -4,6 +4,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import in_parts
+from support.processes import python
 from torch import nn
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 
@@ -89,3 +90,18 @@ def test_inkling(simulated, at_once, monkeypatch):
         torch_moe_mps.restore(model)
         torch.testing.assert_close(ours, model(ids, attention_mask=shown).logits, rtol=1e-4, atol=1e-4)
     assert made
+
+
+def test_sdpa_of_a_model_behind_one_with_eager():
+    """Around `sdpa`, which makes elements of masks, stands the function that needs none."""
+    program = """
+        import torch_moe_mps
+        from support.tiny_models import tiny_model
+        from transformers import AttentionInterface
+        for name in ("eager", "sdpa"):
+            model = tiny_model("inkling")
+            model.set_attn_implementation(name)
+            torch_moe_mps.accelerate(model)
+        print(AttentionInterface._global_mapping["sdpa"].func.__module__)
+    """
+    assert python(program) == relative_bias.__name__

@@ -90,7 +90,7 @@ def use_attention(layers: Iterable[nn.Module]) -> None:
     """Lets these layers run on the operator; called after their forwards are rewritten."""
     for module in layers:
         if module.config._attn_implementation == "sdpa":  # type: ignore[union-attr]  # a layer's config
-            _wrap_sdpa()
+            wrap_sdpa()
             state_of(module).is_attention = True
         for prepare in OF_FAMILIES:
             prepare(module)
@@ -154,7 +154,8 @@ def batch_with_own_code(manager: Any) -> None:
 
 
 @functools.cache
-def _wrap_sdpa() -> None:
+def wrap_sdpa() -> None:
+    """Puts our functions around transformers' attention `sdpa` and its mask, once."""
     from transformers import AttentionInterface, AttentionMaskInterface
 
     for interface, wrapper in ((AttentionInterface, _sdpa), (AttentionMaskInterface, _sdpa_mask)):

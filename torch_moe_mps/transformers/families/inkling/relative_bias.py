@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ...attention.attention import NAME, attend, takes
+from ...attention.attention import NAME, attend, takes, wrap_sdpa
 from ...attention.causal_mask import CausalMask
 from ...basics.deferred import Deferred
 from ...basics.reads import depends_on
@@ -150,6 +150,7 @@ def take_biases(layer: nn.Module) -> None:
 def _wrap_implementations() -> None:
     from transformers import AttentionInterface
 
+    wrap_sdpa()  # which makes elements of masks, so that it has to be inside
     for name in ("sdpa", NAME):
         own = AttentionInterface._global_mapping[name]
         AttentionInterface.register(name, functools.wraps(own)(functools.partial(_attention, name, own)))
