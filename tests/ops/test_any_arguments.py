@@ -119,6 +119,15 @@ def check_calls_of_the_self_check(
 @pytest.mark.parametrize("name", OPERATORS)
 def test_calls_of_the_self_check(device, name, dtype):
     """They launch each kernel, with every plan, and take every branch of the shaders."""
+    check_calls_of_the_self_check(name, device, dtype, heads={})
+
+
+@pytest.mark.sweep
+@pytest.mark.one_schedule
+@pytest.mark.of_kernels
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", calls_to_check.HEADS)
+def test_heads_of_every_width(device, name, dtype):
     check_calls_of_the_self_check(name, device, dtype)
 
 

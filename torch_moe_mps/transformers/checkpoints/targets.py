@@ -259,31 +259,40 @@ def _weights_read_by(cls: type) -> dict[str, str]:
     found: dict[str, str] = {}
     own = [base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch.")]
     for name, function in chain.from_iterable(vars(base).items() for base in own):
-        if inspect.isfunction(function) and "cuda" not in name:
-            try:
-                read = _READ.findall(_FOR_TRAINING.sub("", inspect.getsource(function)))
-                read += _read_by_functions(function)
-                found |= dict.fromkeys(read, "the code around it reads its weight")
-            except (OSError, SyntaxError):  # as of a lambda in the middle of a line
-                names = _names_in(inspect.unwrap(function).__code__)
-                reason = "the code around it, which has no source, reads a weight"
-                found |= dict.fromkeys(names if "weight" in names else (), reason)
+        method = inspect.unwrap(function) if inspect.isfunction(function) and "cuda" not in name else None
+        if not isinstance(method, types.FunctionType):
+            continue
+        names = _names_in(method.__code__)
+        called = {name: method.__globals__.get(name) for name in names}
+        readers = {name: value for name, value in called.items() if _reads_weight(value)}
+        if "weight" not in names and not readers:  # as of most: to find the source takes long
+            continue
+        try:
+            source = inspect.getsource(method)
+            read = _READ.findall(_FOR_TRAINING.sub("", source))
+            read += _read_by_functions(source, readers)
+            found |= dict.fromkeys(read, "the code around it reads its weight")
+        except (OSError, SyntaxError):  # as of a lambda in the middle of a line
+            reason = "the code around it, which has no source, reads a weight"
+            found |= dict.fromkeys(names if "weight" in names else (), reason)
     return found
 
 
-def _read_by_functions(method: types.FunctionType) -> Iterator[str]:
+def _read_by_functions(source: str, readers: Mapping[str, Any]) -> Iterator[str]:
     """The children that a method hands to functions which read a weight, alone or with the whole module."""
-    source = inspect.getsource(method)
     for call in ast.walk(ast.parse(f"if True:\n{source}" if source[0].isspace() else source)):
         name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
-        function = method.__globals__.get(name)
-        if not isinstance(function, types.FunctionType) or "weight" not in _names_in(function.__code__):
+        if name not in readers:
             continue
         for given in (*call.args, *(each.value for each in call.keywords)):  # type: ignore[attr-defined]  # a call
             if isinstance(given, ast.Attribute) and ast.unparse(given.value) == "self":
                 yield given.attr
             elif ast.unparse(given) == "self":
-                yield from _READ_OF_ANY.findall(inspect.getsource(function))
+                yield from _READ_OF_ANY.findall(inspect.getsource(readers[name]))
+
+
+def _reads_weight(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and "weight" in _names_in(value.__code__)
 
 
 def _names_in(code: types.CodeType) -> set[str]:
