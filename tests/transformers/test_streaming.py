@@ -287,6 +287,7 @@ def test_peak_of_private_memory(tmp_path):
     assert_small(measure("cpu", tmp_path, "sharded", 5, 768, 512, 16, "40MB"))
 
 
+@pytest.mark.sweep
 def test_peak_of_quantising_by_importance(tmp_path):
     """Of what only runs quantised: a text runs through 4 bits, and then each layer is quantised again."""
     options = {"to": "moe_mps", "importance": True}
@@ -295,7 +296,8 @@ def test_peak_of_quantising_by_importance(tmp_path):
     assert result["peak"] <= new + 1.5 * result["layer"] < 0.8 * result["dense"]
 
 
-@pytest.mark.parametrize("to", [None, pytest.param("moe_mps", marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("to", [None, "moe_mps"])
 def test_peak_of_quantising_a_gguf_file_again(to, tmp_path, monkeypatch):
     """Of 190 MiB in 5 layers, which are dequantised in pieces; a conversion keeps no layer."""
     warm = gguf_files.write_file(tmp_path / "warm.gguf", "qwen3moe", tokenizer=True)
