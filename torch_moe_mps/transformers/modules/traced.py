@@ -30,7 +30,7 @@ from ..graphs.tracing import Recorder
 from .linears import LazyWeight, QuantizedLinear
 
 Found = TypeVar("Found")
-Sizes = tuple[int | str, ...]
+Sizes = tuple[int, ...]
 Path = tuple[str, ...]  # of an attribute: the names that lead there from the module
 PATH = "path"  # in the meta of a node: that of the tensor which it stands for, joined by dots
 
@@ -60,14 +60,14 @@ class Traced(NamedTuple):
 
 
 class Input(NamedTuple):
-    """A tensor to trace with. A size with a name is any number from 2 on, the same for each such name."""
+    """A tensor to trace with."""
 
     sizes: Sizes
     dtype: torch.dtype = torch.float32
 
 
 # What modules are traced with: sizes in front of the last one, which a module decides. A condition on the
-# number of rows is met by some of them and not by others. Names would find any, in ten times the time.
+# number of rows is met by some of them and not by others. Symbols would find any, in ten times the time.
 SIZES: tuple[Sizes, ...] = ((7,), (1, 1), (2, 3, 5), (1, 70_001), (70_001, 1))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -85,18 +85,13 @@ def trace(
 ) -> Traced | None:
     """Traces a module's forward, or another function of it, with its parameters in another dtype if given.
 
-    None where it raises (unless `raises`: then this does, too), depends on a size with a name, changes an
-    input, or uses more of the module than attributes, parameters and children.
+    None where it raises (unless `raises`: then this does, too), changes an input, or uses more of the module
+    than attributes, parameters and children.
     """
     recorder = Recorder()
     watch = _Watch(recorder, weights)
     like = torch.empty(0, device=_device_of(module))
-    symbols: dict[int | str, Any] = {}
-    for name in (size for each in inputs for size in each.sizes):
-        if isinstance(name, str) and name not in symbols:
-            symbols[name] = recorder.symbol(5 + 2 * len(symbols), 2)
-    shapes = (tuple(symbols.get(size, size) for size in each.sizes) for each in inputs)
-    fakes = [recorder.input(like, shape, each.dtype) for shape, each in zip(shapes, inputs, strict=True)]
+    fakes = [recorder.input(like, each.sizes, each.dtype) for each in inputs]
     try:
         with _plainly():
             function = function or original_class(module).forward
@@ -118,7 +113,7 @@ def trace(
     is_written = any(
         each.target._schema.is_mutable for each in graph.nodes if hasattr(each.target, "_schema")
     )
-    if watch.is_refused or recorder.env.guards or is_written:
+    if watch.is_refused or is_written:
         return None
     returned: Any = graph.output_node().args[0]
     for place, node in zip(places, returned, strict=True):

@@ -14,9 +14,9 @@ from ...basics.report import Done
 from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import tensor_of
 from ...graphs.patterns import Bound, linear_of, match, uncast
-from ...modules.rules.router import is_routing
+from ...modules.rules.router import SEQUENCES, is_routing
 from ...modules.rules.selection import SCORES, UNKNOWN, before_scaling, rows_of
-from ...modules.traced import Input, path_of, remembered, trace
+from ...modules.traced import Input, Sizes, path_of, remembered, trace
 
 ops = torch.ops.moe_mps
 
@@ -83,7 +83,12 @@ def hash_router_of(module: nn.Module) -> HashRouter | None:
     (matrix,) = (each for each in module._parameters.values() if each is not None and each.dim() == 2)
     if len(names) != 2:
         return None
-    hidden, tokens = Input((2, "tokens", matrix.shape[1]), _HALF), Input((2, "tokens"), torch.int64)
+    found = [_of_sizes(module, names, sizes, matrix.shape[1]) for sizes in SEQUENCES]
+    return found[0] if all(each == found[0] for each in found) else None
+
+
+def _of_sizes(module: nn.Module, names: list[str], sizes: Sizes, width: int) -> HashRouter | None:
+    hidden, tokens = Input((*sizes, width), _HALF), Input(sizes, torch.int64)
     traced = trace(module, hidden, tokens, weights=_HALF)
     if traced is None or not is_routing(traced.result):
         return None

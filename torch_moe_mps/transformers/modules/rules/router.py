@@ -20,12 +20,15 @@ from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import before_widening, linear_of, match, uncast
 from ..experts import is_observed
-from ..traced import PATH, Input, Traced, remembered, trace
+from ..traced import PATH, Input, Sizes, Traced, remembered, trace
 from .selection import UNKNOWN, selection_of
 
 ops = torch.ops.moe_mps
 
 _DTYPES = frozenset(ACTIVATION_DTYPES)
+# What routers are traced with, where they take sequences of tokens and where they take tokens.
+SEQUENCES: tuple[Sizes, ...] = ((2, 3), (1, 1), (1, 70_001))
+ROWS: tuple[Sizes, ...] = ((7,), (1,), (70_001,))
 _HALF = torch.bfloat16  # of hidden states in a trace, so that float32 in a result is the router's
 
 
@@ -137,16 +140,23 @@ def router_of(module: nn.Module) -> Router | str | None:
     _, *parameters = inspect.signature(original_class(module).forward).parameters.values()
     names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
     others = [Input((experts,), _HALF)] * (len(names) - 1)
+
+    def ask(sizes: Sizes, weights: torch.dtype | None) -> Router | str | None:
+        traced = trace(module, Input((*sizes, width), _HALF), *others, weights=weights)
+        if traced is None or not is_routing(traced.result):
+            return None
+        try:
+            return _router(traced, names)
+        except Unsupported as unsupported:
+            return str(unsupported)
+
     reason = None
     for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
-        for tokens in ((2, "tokens"), ("tokens",)):
-            traced = trace(module, Input((*tokens, width), _HALF), *others, weights=weights)
-            if traced is None or not is_routing(traced.result):
-                continue
-            try:
-                return _router(traced, names)
-            except Unsupported as unsupported:
-                reason = str(unsupported)
+        for first, *more in (SEQUENCES, ROWS):
+            found = ask(first, weights)
+            if isinstance(found, Router) and all(ask(sizes, weights) == found for sizes in more):
+                return found
+            reason = UNKNOWN if isinstance(found, Router) else found or reason
     return reason
 
 
