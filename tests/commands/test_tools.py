@@ -8,6 +8,7 @@ import pytest
 import xgrammar
 from support import serving
 from support.serving import said
+from support.sweep import in_sweep
 from transformers.cli.serving import utils
 
 from torch_moe_mps.commands import tools
@@ -67,7 +68,7 @@ def calls_of(client, stream: bool = False, **asked) -> list[tuple[str, dict]]:
     return [(call.name, json.loads(call.arguments)) for call in calls]
 
 
-@pytest.mark.parametrize("name", ["look", "swim", "rest"])
+@pytest.mark.parametrize("name", in_sweep(FITS, ["look"]))
 def test_a_tool_by_its_name(client, name):
     """Greedy and sampled, streamed and not: one call, and arguments that fit."""
     asked = {"temperature": 2, "seed": 1} if name == "look" else {"temperature": 0}

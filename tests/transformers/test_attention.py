@@ -6,6 +6,7 @@ from support import tiny_models
 from support.launches import launches, prompted
 from support.memory import Memory
 from support.models import in_parts
+from support.sweep import in_sweep
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from transformers import (
@@ -418,6 +419,7 @@ OF_A_PROMPT = {
     "gemma3n": TWO_KINDS | {"num_kv_shared_layers": 0},
     "gemma4": TWO_KINDS | ONE_HEAD | {"global_head_dim": 288},  # wider than torch's attention takes
 }
+PROMPTED = ("qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2", "gemma4", "gemma3n")
 
 
 def is_padded(monkeypatch) -> None:
@@ -432,7 +434,7 @@ def is_padded(monkeypatch) -> None:
     monkeypatch.setattr(CausalMask, "of", padded)
 
 
-@pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "gpt_oss", "gemma2", "gemma3n", "gemma4"])
+@pytest.mark.parametrize("name", in_sweep(PROMPTED, PROMPTED[:-1]))
 def test_memory_of_a_prompt(simulated, name, monkeypatch):
     """It grows as the prompt does: no tensor has an element for each pair of tokens, scores or mask.
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import Conversation, assert_close, eager, output, prompt, tiny
+from support.sweep import in_sweep
 from support.threads import in_threads
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -143,7 +144,7 @@ KINDS_OF_TOKENS = {"deepseek_v4": (1, 2), "minimax_m3_vl": (1, 2), "glm5_next": 
 
 @pytest.mark.parametrize(
     "architecture",
-    [pytest.param(n, marks=pytest.mark.sweep) if n == "qwen4_exp" else n for n in KINDS_OF_TOKENS],
+    in_sweep(KINDS_OF_TOKENS, ("deepseek_v4", "minimax_m3_vl")),
 )
 @torch.no_grad()
 @pytest.mark.of_models
@@ -233,13 +234,14 @@ def tokens_behind_passes(architecture, device, batch):
 
 
 @torch.no_grad()
+@pytest.mark.of_kernels
 @pytest.mark.parametrize("architecture", ON_BOTH)
 def test_tokens_behind_passes(architecture, device):
     tokens_behind_passes(architecture, device, 1)
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("architecture", ON_THE_CPU)
+@pytest.mark.parametrize("architecture", in_sweep(ON_THE_CPU, ("gpt_oss", "deepseek_v3")))
 def test_tokens_behind_passes_of_more(architecture):
     for batch in (2, 1):
         tokens_behind_passes(architecture, "cpu", batch)
@@ -336,15 +338,11 @@ PADDED = {
     "glm5_next": "it asks for values that only the GPU knows (aten.nonzero.default)",
     "qwen4_exp": "it asks for values that only the GPU knows (aten.nonzero.default)",
 }
-OFTEN_PADDED = ("deepseek_v4", "minimax_m3_vl")
 
 
 @torch.no_grad()
 @pytest.mark.filterwarnings("error:torch_moe_mps")
-@pytest.mark.parametrize(
-    "architecture",
-    [*OFTEN_PADDED, *(pytest.param(n, marks=pytest.mark.sweep) for n in PADDED if n not in OFTEN_PADDED)],
-)
+@pytest.mark.parametrize("architecture", in_sweep(PADDED, ["minimax_m3_vl"]))
 def test_own_code_for_padded_batches(architecture, same_bits, caplog):
     model = accelerated(architecture, "cpu")
     ids, shown = prompt(2, 24), torch.ones(2, 24, dtype=torch.int64)

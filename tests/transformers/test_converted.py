@@ -11,6 +11,7 @@ from safetensors.torch import load_file, save_file
 from support import mlx_models, tiny_models
 from support.checkpoints import fp8_blocks, mxfp4_blocks
 from support.models import output, prompt, tiny
+from support.sweep import in_sweep
 from transformers.quantizers.auto import AutoQuantizationConfig
 
 import torch_moe_mps
@@ -105,9 +106,10 @@ SOURCES = (
     *(dense, sharded, both_layouts, fp8, mxfp4, partly_ours, mlx),
     *(ours_in_8_bits, mlx_in_8_bits, multimodal, other_multimodal, classifier, base),
 )
+OFTEN = (dense, both_layouts, fp8, partly_ours, mlx, multimodal, base)
 
 
-@pytest.mark.parametrize("write", SOURCES, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("write", in_sweep(SOURCES, OFTEN), ids=lambda f: f.__name__)
 def test_convert_is_loading_plus_a_file(write, tmp_path):
     source = tmp_path / "source"
     source.mkdir()

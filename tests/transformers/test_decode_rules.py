@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import assert_close, eager, in_parts, operators_of, output, prompt
+from support.sweep import in_sweep
 from torch import nn
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 
@@ -92,7 +93,10 @@ def test_weights_that_lie_in_other_memory_stay_there(captured):
     assert v.packed.data_ptr() == whole.data_ptr() and captures_of(model).programs
 
 
-@pytest.mark.parametrize("way", ["deepcopy", "pickle", "torch.save", "save_pretrained", "float16 and back"])
+WAYS = ("deepcopy", "save_pretrained", "pickle", "torch.save", "float16 and back")
+
+
+@pytest.mark.parametrize("way", in_sweep(WAYS, WAYS[:2]))
 def test_copies_of_joined_layers_stand_alone(way, captured, tmp_path):
     model = quantised()
     tokens(model)

@@ -33,13 +33,18 @@ CASES = [
     ("qwen2", ("q4_0", "q5_0", "iq4_nl"), {"tied": True}),
     ("qwen3moe", ("nvfp4", "q2_k", "q5_1"), {}),
     ("qwen35", ("q4_k", "q6_k", "q5_k"), {}),  # an input is taken in another order
-    ("qwen35moe", ("iq4_xs", "q4_1", "q8_0"), {"tied": True}),  # blocks move instead
-    ("lfm2", ("iq4_nl", "q3_k", "q2_k"), {}),
     ("qwen3moe", ("q4_k", "q6_k", "q5_k"), {"up": "q5_k"}),  # gate and up are two matrices
     ("qwen3moe", ("iq2_xxs", "iq3_s", "iq1_m"), {}),  # types of points
-    ("qwen3moe", ("iq1_s", "tq2_0", "iq2_xs"), {}),
-    pytest.param("qwen3moe", ("q4_k", "q6_k", "iq4_xs"), {}, marks=pytest.mark.sweep),
-    pytest.param("qwen2", ("q4_1", "q8_0", "mxfp4"), {}, marks=pytest.mark.sweep),
+    *(
+        pytest.param(*case, marks=pytest.mark.sweep)
+        for case in (
+            ("qwen35moe", ("iq4_xs", "q4_1", "q8_0"), {"tied": True}),  # blocks move instead
+            ("lfm2", ("iq4_nl", "q3_k", "q2_k"), {}),
+            ("qwen3moe", ("iq1_s", "tq2_0", "iq2_xs"), {}),
+            ("qwen3moe", ("q4_k", "q6_k", "iq4_xs"), {}),
+            ("qwen2", ("q4_1", "q8_0", "mxfp4"), {}),
+        )
+    ),
 ]
 
 

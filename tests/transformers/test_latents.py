@@ -7,6 +7,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import eager, in_parts
+from support.sweep import in_sweep
 from support.tiny_models import tiny_model
 from torch import nn
 from transformers import DynamicCache, StaticCache
@@ -152,7 +153,7 @@ def test_the_models_own_code_where_it_is_needed(simulated, model, monkeypatch):
     assert_as_before(simulated, ours, model, logits_of, absorbs=False)
 
 
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", in_sweep([None, 4], [4]))
 def test_a_long_prompt_expands_some_heads_at_a_time(simulated, bits, monkeypatch):
     """The same results, in the memory of these heads' keys and values; in 8 bits, too."""
     with tiny_models.groups_of_32(), tiny_models.sizes(q_lora_rank=32, kv_lora_rank=32, qk_rope_head_dim=32):

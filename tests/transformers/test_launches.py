@@ -104,7 +104,7 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("architecture", LINEAR)
+@pytest.mark.parametrize("architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba")))
 def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, architecture):
     extra, most = LINEAR[architecture]
     own = tiny_models.EXTRA.get(architecture, {})

@@ -22,6 +22,7 @@ from support.other_libraries import (
     weights,
     write,
 )
+from support.sweep import in_sweep
 from transformers import AutoModelForCausalLM
 
 import torch_moe_mps
@@ -61,7 +62,7 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", in_sweep(CASES, [*CASES][::2]))
 def test_values_are_those_of_the_library(name, tmp_path):
     writer, format, exact = CASES[name]
     expected = write(tmp_path, writer)
@@ -123,10 +124,13 @@ def test_an_order_of_columns_is_one_of_the_inputs(tmp_path):
         torch_moe_mps.from_pretrained(tmp_path / "experts")
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    ["deepseek_v3", "glm4_moe", "mixtral", "qwen3_next", "kimi_linear", "qwen3", "gpt_oss", "llama4"],
+PEOPLE_HAVE = (
+    *("deepseek_v3", "qwen3_next", "gpt_oss", "llama4"),
+    *("glm4_moe", "mixtral", "kimi_linear", "qwen3"),
 )
+
+
+@pytest.mark.parametrize("architecture", in_sweep(PEOPLE_HAVE, PEOPLE_HAVE[:4]))
 def test_models_that_people_have(architecture, tmp_path):
     """What cannot be quantised here, such as a weight that code reads, is dequantised."""
     expected = write(tmp_path, CASES["int4"][0], architecture)
@@ -371,7 +375,7 @@ def test_layouts_that_would_pass_for_others_are_one_line(name, config, message, 
         torch_moe_mps.from_pretrained(tmp_path)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
+@pytest.mark.parametrize("scheme", in_sweep(SCHEMES, ("W4A16", "W8A8", "FP8_BLOCK", "NVFP4A16")))
 def test_checkpoints_that_compressed_tensors_writes(scheme, tmp_path):
     """With targets and what it ignores as regular expressions."""
     group, format, bound = SCHEMES[scheme]

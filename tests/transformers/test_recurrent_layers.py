@@ -7,6 +7,7 @@ import torch
 from support import tiny_models
 from support.launches import launches
 from support.models import assert_close, eager, operators_of
+from support.sweep import in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -54,6 +55,9 @@ def logits_of(model, mask: bool = False, pieces=(9, 1, 1, 3, 1)):
     return torch.cat(found, 1)
 
 
+OF_EACH_KIND = ["kimi_linear", "granitemoehybrid", "minimax", "jamba"]
+
+
 @pytest.mark.parametrize("architecture", FORMS)
 def test_prompts_and_steps(architecture):
     """A prompt, steps and a few tokens at once, of padded rows too; what runs in a step."""
@@ -70,7 +74,7 @@ def test_prompts_and_steps(architecture):
     assert not {*SCANS} & operators_of(lambda: logits_of(model)).keys()
 
 
-@pytest.mark.parametrize("architecture", FORMS)
+@pytest.mark.parametrize("architecture", in_sweep(FORMS, OF_EACH_KIND))
 def test_no_further_from_the_exact_result_than_the_own_code(architecture):
     """Layers in bfloat16: the median distance from a wide result, of the operators and of the own code."""
     model = model_of(architecture, torch.bfloat16)
@@ -110,13 +114,7 @@ def test_packed_sequences_are_refused_as_ever():
         layer_of(model)(torch.ones(1, 4, 32), cu_seqlens=torch.tensor([0, 2, 4]))
 
 
-_OF_EACH_KIND = ["kimi_linear", "granitemoehybrid", "minimax", "jamba"]
-
-
-@pytest.mark.parametrize(
-    "architecture",
-    [*_OF_EACH_KIND, *(pytest.param(n, marks=pytest.mark.sweep) for n in FORMS if n not in _OF_EACH_KIND)],
-)
+@pytest.mark.parametrize("architecture", in_sweep(FORMS, OF_EACH_KIND))
 def test_launches_and_memory_of_prompts(simulated, architecture):
     """The launches of a layer do not grow with a prompt, and the tensors it makes grow as its length does."""
     model = model_of(architecture, torch.bfloat16).to("mps")

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.models import in_parts
-from support.processes import python
+from support.processes import forked
 from torch import nn
 from transformers.models.inkling.modeling_inkling import InklingRelativeLogits
 
@@ -104,4 +104,4 @@ def test_sdpa_of_a_model_behind_one_with_eager():
             torch_moe_mps.accelerate(model)
         print(AttentionInterface._global_mapping["sdpa"].func.__module__)
     """
-    assert python(program) == relative_bias.__name__
+    assert forked(program) == relative_bias.__name__
