@@ -179,15 +179,15 @@ def test_the_form_for_issues_asks_for_the_report():
 
 
 @pytest.mark.sweep
-@pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-def test_every_call_of_every_operator(simulated, tmp_path, monkeypatch, dtype):
-    """With one format of weights."""
+def test_every_call_of_every_operator(simulated, tmp_path, monkeypatch):
+    """With one format of weights, in one dtype: in the others test_any_arguments has oracles for them."""
     monkeypatch.chdir(tmp_path)
-    assert main(["check", "--dtype", dtype, "--format", "affine4_64"]) == 0
+    assert main(["check", "--dtype", "float16", "--format", "affine4_64"]) == 0
 
 
-# Each dtype has every number of bits and every group size.
-TURNS = [(format, list(calls.DTYPES)[(i + i // 3) % 3]) for i, format in enumerate(calls.FORMATS)]
+# Of each number of bits one group size, for large calls, too; test_any_arguments has oracles for small ones.
+EACH = [format for format in calls.FORMATS if not format.is_affine or format.group_size == 64]
+TURNS = [(format, list(calls.DTYPES)[i % 3]) for i, format in enumerate(EACH)]
 
 
 @pytest.mark.sweep

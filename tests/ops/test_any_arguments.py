@@ -123,10 +123,9 @@ def test_calls_of_the_self_check(device, name, dtype):
 
 
 @pytest.mark.sweep
-@pytest.mark.one_schedule
-@pytest.mark.of_kernels
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", calls_to_check.HEADS)
+@pytest.mark.parametrize("device", ["mps"], indirect=True)
 def test_heads_of_every_width(device, name, dtype):
     check_calls_of_the_self_check(name, device, dtype)
 
@@ -216,4 +215,4 @@ def test_a_tensor_on_another_device(device, name):
 @pytest.mark.sweep
 @pytest.mark.parametrize("name", OPERATORS)
 def test_many(device, name, request):
-    run(name, device, request, 150 if device == "cpu" else 60)
+    run(name, device, request, 100 if device == "cpu" else 40)
