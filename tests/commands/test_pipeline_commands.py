@@ -32,6 +32,7 @@ CHAT = ["chat", "--set", "max_new_tokens=6", "--set", "do_sample=False", "--bits
 SAID = ["hello", "goodbye", "!exit"]
 
 
+@pytest.mark.sweep
 def test_commands(checkpoint, capsys):
     def line(command: list[str], *further: str) -> list[str]:
         return [*command, checkpoint, *further, "--device", "cpu"]

@@ -11,6 +11,7 @@ from support.gguf_blocks import random_blocks
 from support.on_mps import INT4, matrix, tensor, warnings_of_operators
 from support.oracles_experts import numbers_of
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
+from support.sweep import in_sweep
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -267,13 +268,7 @@ def test_weights_are_read_once(simulated, tokens):
     assert packed.bytes_read == packed.distinct_bytes_read == parts[0].nbytes
 
 
-# Each way in which ggml's scales are stored; the others in the sweep.
-GGML = [
-    pytest.param(f, marks=[] if f in ("q4_1", "q2_k", "q6_k") else pytest.mark.sweep) for f in GGUF_FORMATS
-]
-
-
-@pytest.mark.parametrize("form", GGML)
+@pytest.mark.parametrize("form", in_sweep(GGUF_FORMATS, ["q2_k"]))
 def test_ggml_types_are_read_once(simulated, form):
     """As many bytes of memory as the file has, by the kernels of the plan, which asks for no format."""
     parts = matrix(128, 512, form)

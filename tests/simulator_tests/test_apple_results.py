@@ -185,6 +185,7 @@ class TestMlx:
         np.testing.assert_allclose(found.numpy(), expected, rtol=1e-6, atol=1e-9)
 
 
+@pytest.mark.sweep
 class TestCommand:
     def run(self, capsys, *arguments) -> list[str]:
         assert command.main(list(arguments)) == 0

@@ -234,6 +234,7 @@ def traced(dispatch) -> str:
     return f"{dispatch.kernel} grid {grid} of {size(dispatch.threads)}:{memory}"
 
 
+@pytest.mark.sweep
 @every
 def test_recorded_is_what_is_encoded(plan, simulated, every):
     """Kernels, grids, threads, threadgroup memory and setBytes lengths equal those of a trace."""
@@ -263,6 +264,7 @@ def test_every_fused_kernel_is_run_on_a_gpu(simulated):
         assert every - beside <= found
 
 
+@pytest.mark.sweep
 @every
 def test_replayed_results(plan, every):
     """A plan that went through its files gives results that are right against float64."""
@@ -282,6 +284,7 @@ def test_parts(plan):
     assert gate_up == 2 * 2 * 128 * 512 * bits / 8 and down == gate_up / 2 and whole == gate_up + down
 
 
+@pytest.mark.sweep
 @every
 def test_wrong_results_show(plan, every):
     """Where kernels write nothing, every case says so."""
@@ -356,7 +359,8 @@ def test_mlx_peers(mlx_plan, format_, tokens, expected):
     assert all((row.peer_wrong, row.ratio) == ("", 1.0) for row in rows), rows
 
 
-@pytest.mark.parametrize("tokens", [1, pytest.param(3, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("tokens", [1, 3])
+@pytest.mark.sweep
 def test_mlx_attention_peer(mlx_plan, tokens):
     """Ours and MLX's attention are right against float64."""
     plan = loaded(mlx_plan, [Attention(4, 2, tokens, 130, 64, 64, "f16")])

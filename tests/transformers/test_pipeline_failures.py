@@ -78,16 +78,16 @@ def test_a_process_that_dies_is_named_by_all_others(folder):
         assert f"moe_mps: rank 1 ({HOST}) closed its connection" in output
 
 
+@pytest.mark.sweep
 @pytest.mark.parametrize(
     ("failure", "line"),
     [
-        pytest.param("stops", f"moe_mps: rank 0 ({HOST}) ", marks=pytest.mark.sweep),
+        ("stops", f"moe_mps: rank 0 ({HOST}) "),
         ("stops while loading", f"moe_mps: rank 0 ({HOST}) "),
-        pytest.param("dies", f"moe_mps: rank 0 ({HOST}) ", marks=pytest.mark.sweep),
-        pytest.param(
+        ("dies", f"moe_mps: rank 0 ({HOST}) "),
+        (
             "stops before they meet",
             "moe_mps: the processes of the pipeline did not meet within 0:00:03",
-            marks=pytest.mark.sweep,
         ),
     ],
 )

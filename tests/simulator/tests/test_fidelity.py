@@ -48,7 +48,8 @@ def test_logsumexp(mx, seed):
 BARRIER = "threadgroup_barrier(mem_flags::mem_threadgroup);"
 
 
-@pytest.mark.parametrize("seed", [SEEDS[0], pytest.param(SEEDS[1], marks=pytest.mark.sweep)])
+@pytest.mark.sweep
+@pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize(("kernel", "header"), [SOFTMAX, LOGSUMEXP])
 def test_every_barrier_of_theirs_is_missed(tmp_path, kernel, header, seed):
     """If any one of its barriers is removed, a correct kernel is found to race."""
