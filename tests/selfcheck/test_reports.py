@@ -21,6 +21,21 @@ WORD = "const uint low = words.v[max(word - 1, 0)], high = words.v[min(word, kWo
 INPUTS, OUTPUTS = 1024, 300
 
 
+def test_beside_the_largest_number_a_rounding_may_be_infinite():
+    """Elsewhere an infinite result is wrong, as are one of the other sign and what is no number."""
+    expected = torch.tensor([[-65504.0, 3.0, 65504.0, 1.0]], dtype=torch.half)
+    inf, nan = float("inf"), float("nan")
+    for actual, wrong in (
+        ([-inf, 3.0, inf, 1.0], []),
+        ([-inf, inf, 65504.0, 1.0], [1]),
+        ([inf, 3.0, -inf, 1.0], [0, 2]),
+        ([-65504.0, nan, 65504.0, -inf], [1, 3]),
+    ):
+        found = torch.tensor([actual], dtype=torch.half)
+        for one, other in ((found, expected), (expected, found)):
+            assert (differences.errors(one, other) > 5e-3)[0].nonzero().flatten().tolist() == wrong
+
+
 def linear(tokens: int) -> Call:
     """x[tokens, 1024] by a matrix of 300 rows in 4 bits."""
     sample = Sample("cpu", torch.float32, FORMATS["affine4_32"], tokens)

@@ -182,7 +182,7 @@ def _placed(tensor: Tensor, device: str) -> Tensor:
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest difference, relative to the largest value; infinite where only one is NaN or infinite."""
+    """The largest difference, relative to the largest value; infinite where only one is NaN."""
     if actual.shape != expected.shape or actual.dtype != expected.dtype:
         return math.inf
     if not actual.dtype.is_floating_point:

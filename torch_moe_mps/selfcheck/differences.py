@@ -12,11 +12,16 @@ FIRST = 8  # wrong elements that are listed
 
 
 def errors(actual: Tensor, expected: Tensor) -> Tensor:
-    """The difference of each element, relative to the largest value; of integers 0 or infinite."""
+    """The difference of each element, relative to the largest value; of integers 0 or infinite.
+
+    What is infinite counts as the largest number of the dtype, beside which a rounding may go either way.
+    """
     if not actual.dtype.is_floating_point:
         return torch.where(actual == expected, 0.0, math.inf)
     largest = expected.double()[expected.isfinite()].abs().max().item() if expected.isfinite().any() else 1.0
-    apart = (actual.double() - expected.double()).abs() / max(largest, 1e-30)
+    limit = torch.finfo(actual.dtype).max
+    a, e = (tensor.double().clamp(-limit, limit) for tensor in (actual, expected))
+    apart = (a - e).abs() / max(largest, 1e-30)
     same = (actual == expected) | (actual.isnan() & expected.isnan())
     return torch.where(same, 0.0, apart.nan_to_num(math.inf, math.inf))
 
