@@ -9,8 +9,9 @@ from simulator.testing import linux_only
 
 pytestmark = linux_only
 
-# A format of each way of storing in all dtypes, three of them in bfloat16 always. Of the others, in which words
-# and numbers differ, bfloat16 in the sweep; of those in groups of 32 or 128, in which a number differs, nothing.
+# A format of each way of storing in all dtypes, three of them in bfloat16 always. Of the others, in which
+# words and numbers differ, bfloat16 in the sweep; of those in groups of 32 or 128, in which a number differs,
+# nothing.
 IN_EACH_DTYPE = ("affine3_64", "affine4_64", "mxfp4", "nvfp4", "q3_k", "q4_k", "iq4_xs")
 ALWAYS = ("affine3_64", "mxfp4", "q4_k")
 
