@@ -325,13 +325,14 @@ def takes(module: nn.Module, inputs: int) -> bool:
 def everywhere(
     ask: Callable[[Sizes, torch.dtype], Found | None],
     shapes: tuple[Sizes, ...] = SIZES,
+    dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Found | None:
     """What is found for inputs of all these shapes and dtypes; None if they differ in it."""
-    found = ask(shapes[0], DTYPES[0])
+    found = ask(shapes[0], dtypes[0])
     if found is None:  # as for most modules
         return None
-    others = [ask(shape, DTYPES[0]) for shape in shapes[1:]]
-    others += [ask(shapes[0], dtype) for dtype in DTYPES[1:]]
+    others = [ask(shape, dtypes[0]) for shape in shapes[1:]]
+    others += [ask(shapes[0], dtype) for dtype in dtypes[1:]]
     return found if all(each == found for each in others) else None
 
 

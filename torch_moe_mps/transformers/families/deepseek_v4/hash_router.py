@@ -1,5 +1,6 @@
 """Routers whose choice a table has for each token, recognised by what they run."""
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,7 +17,7 @@ from ...graphs.nodes import tensor_of
 from ...graphs.patterns import Bound, linear_of, match, uncast
 from ...modules.rules.router import SEQUENCES, is_routing
 from ...modules.rules.selection import SCORES, UNKNOWN, before_scaling, rows_of
-from ...modules.traced import Input, Sizes, path_of, remembered, trace
+from ...modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
 
 ops = torch.ops.moe_mps
 
@@ -83,12 +84,13 @@ def hash_router_of(module: nn.Module) -> HashRouter | None:
     (matrix,) = (each for each in module._parameters.values() if each is not None and each.dim() == 2)
     if len(names) != 2:
         return None
-    found = [_of_sizes(module, names, sizes, matrix.shape[1]) for sizes in SEQUENCES]
-    return found[0] if all(each == found[0] for each in found) else None
+    return everywhere(functools.partial(_traced, module, names, matrix.shape[1]), SEQUENCES, (_HALF,))
 
 
-def _of_sizes(module: nn.Module, names: list[str], sizes: Sizes, width: int) -> HashRouter | None:
-    hidden, tokens = Input((*sizes, width), _HALF), Input(sizes, torch.int64)
+def _traced(
+    module: nn.Module, names: list[str], width: int, sizes: Sizes, dtype: torch.dtype
+) -> HashRouter | None:
+    hidden, tokens = Input((*sizes, width), dtype), Input(sizes, torch.int64)
     traced = trace(module, hidden, tokens, weights=_HALF)
     if traced is None or not is_routing(traced.result):
         return None

@@ -6,6 +6,7 @@
 A router keeps its interface: its results have the dtypes that the model's code would give them.
 """
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -20,7 +21,7 @@ from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import before_widening, linear_of, match, uncast
 from ..experts import is_observed
-from ..traced import PATH, Input, Sizes, Traced, remembered, trace
+from ..traced import PATH, Input, Sizes, Traced, everywhere, remembered, trace
 from .selection import UNKNOWN, selection_of
 
 ops = torch.ops.moe_mps
@@ -141,8 +142,8 @@ def router_of(module: nn.Module) -> Router | str | None:
     names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
     others = [Input((experts,), _HALF)] * (len(names) - 1)
 
-    def ask(sizes: Sizes, weights: torch.dtype | None) -> Router | str | None:
-        traced = trace(module, Input((*sizes, width), _HALF), *others, weights=weights)
+    def ask(weights: torch.dtype | None, sizes: Sizes, dtype: torch.dtype) -> Router | str | None:
+        traced = trace(module, Input((*sizes, width), dtype), *others, weights=weights)
         if traced is None or not is_routing(traced.result):
             return None
         try:
@@ -152,11 +153,11 @@ def router_of(module: nn.Module) -> Router | str | None:
 
     reason = None
     for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
-        for first, *more in (SEQUENCES, ROWS):
-            found = ask(first, weights)
-            if isinstance(found, Router) and all(ask(sizes, weights) == found for sizes in more):
+        for shapes in (SEQUENCES, ROWS):
+            found: Any = everywhere(functools.partial(ask, weights), shapes, (_HALF,))
+            if isinstance(found, Router):
                 return found
-            reason = UNKNOWN if isinstance(found, Router) else found or reason
+            reason = found or reason
     return reason
 
 
