@@ -65,7 +65,7 @@ def whole_qwen3(tmp_path):
     return tmp_path
 
 
-def test_several_macs(whole_qwen3, capsys):
+def test_several_macs(whole_qwen3, tmp_path, capsys):
     """Against arithmetic: 24 of the 48 layers on each, the embedding on the first, the head on the last."""
     hidden, vocabulary, shares = 2048, 151936, 24
     attention, experts = 2 * hidden * 32 * 128 + 2 * hidden * 4 * 128, 128 * 3 * hidden * 768
@@ -73,7 +73,7 @@ def test_several_macs(whole_qwen3, capsys):
     layer, end = (attention + experts) * 9 // 16 + dense, vocabulary * hidden * 9 // 16
     cache = shares * 2 * 4 * 128 * 2
     first, last = shares * layer + end + 2 * hidden, shares * layer + end
-    assert main(["fit", str(whole_qwen3), "--macs", "2x16"]) == 0
+    assert main(["fit", str(whole_qwen3), "--macs", "2x16", "--json", str(tmp_path / "x.json")]) == 0
     output = capsys.readouterr().out
     assert "Qwen3MoeForCausalLM on Macs of 16 + 16 GB, 11.5 + 11.5 GB for the GPU" in output
     rows = table(output, "weights")
@@ -81,6 +81,8 @@ def test_several_macs(whole_qwen3, capsys):
     fits = min(context(space, cache), 40960)
     assert rows["4 bit"] == ["24 + 24", f"{first / 1e9:.1f} + {last / 1e9:.1f}", f"{fits:,}"]
     assert rows["16 bit"][-1] == "-"
+    dense, *_ = json.loads((tmp_path / "x.json").read_text())["spread"]
+    assert dense["name"] == "16 bit" and dense["context"] is False
 
 
 def test_unequal_macs(qwen3, tmp_path, capsys):

@@ -142,10 +142,7 @@ def test_passes_on_every_architecture(architecture, padding, bits):
 KINDS_OF_TOKENS = {"deepseek_v4": (1, 2), "minimax_m3_vl": (1, 2), "glm5_next": (2, 15), "qwen4_exp": (2, 7)}
 
 
-@pytest.mark.parametrize(
-    "architecture",
-    in_sweep(KINDS_OF_TOKENS, ("deepseek_v4", "minimax_m3_vl")),
-)
+@pytest.mark.parametrize("architecture", in_sweep(KINDS_OF_TOKENS, ("deepseek_v4", "minimax_m3_vl")))
 @torch.no_grad()
 @pytest.mark.of_models
 def test_tokens_that_choose_from_rows_for_several(device, architecture, same_bits):
@@ -234,7 +231,6 @@ def tokens_behind_passes(architecture, device, batch):
 
 
 @torch.no_grad()
-@pytest.mark.of_kernels
 @pytest.mark.parametrize("architecture", ON_BOTH)
 def test_tokens_behind_passes(architecture, device):
     tokens_behind_passes(architecture, device, 1)

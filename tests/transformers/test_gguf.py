@@ -13,6 +13,7 @@ from support.gguf_blocks import type_of
 from support.gguf_files import FIRST_LOADER, class_of, of_architecture, write, write_file
 from support.launches import operators_of_token
 from support.memory import Memory
+from support.sweep import rows_in_sweep
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
 from transformers.integrations.gguf import kernels
@@ -35,16 +36,12 @@ CASES = [
     ("qwen35", ("q4_k", "q6_k", "q5_k"), {}),  # an input is taken in another order
     ("qwen3moe", ("q4_k", "q6_k", "q5_k"), {"up": "q5_k"}),  # gate and up are two matrices
     ("qwen3moe", ("iq2_xxs", "iq3_s", "iq1_m"), {}),  # types of points
-    *(
-        pytest.param(*case, marks=pytest.mark.sweep)
-        for case in (
-            ("qwen35moe", ("iq4_xs", "q4_1", "q8_0"), {"tied": True}),  # blocks move instead
-            ("lfm2", ("iq4_nl", "q3_k", "q2_k"), {}),
-            ("qwen3moe", ("iq1_s", "tq2_0", "iq2_xs"), {}),
-            ("qwen3moe", ("q4_k", "q6_k", "iq4_xs"), {}),
-            ("qwen2", ("q4_1", "q8_0", "mxfp4"), {}),
-        )
-    ),
+    # In the sweep:
+    ("qwen35moe", ("iq4_xs", "q4_1", "q8_0"), {"tied": True}),  # blocks move instead
+    ("lfm2", ("iq4_nl", "q3_k", "q2_k"), {}),
+    ("qwen3moe", ("iq1_s", "tq2_0", "iq2_xs"), {}),
+    ("qwen3moe", ("q4_k", "q6_k", "iq4_xs"), {}),
+    ("qwen2", ("q4_1", "q8_0", "mxfp4"), {}),
 ]
 
 
@@ -66,7 +63,7 @@ def dense(path, **options):
     return load(path, quantization_config=GgufConfig(dequantize=True), **options)
 
 
-@pytest.mark.parametrize(("architecture", "kinds", "options"), CASES)
+@pytest.mark.parametrize(("architecture", "kinds", "options"), rows_in_sweep(CASES, CASES[:6]))
 def test_packed_and_exact(tmp_path, recwarn, architecture, kinds, options):
     """The file's bytes and a little more; the dense model's logits; the same after saving and reading."""
     path = write_file(tmp_path / "model.gguf", architecture, kinds, **options)

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 from support.models import assert_close, edit_forward, in_parts, tiny
+from support.sweep import rows_in_sweep
 
 import torch_moe_mps
 
@@ -48,16 +49,11 @@ CASES = [
     ("jamba", "JambaMambaMixer", "dt_softplus=True", "dt_softplus=False"),
     ("minimax", "MiniMaxLightningAttention", "F.sigmoid(self.output_gate(", "F.silu(self.output_gate("),
 ]
+FIRST = {case[1]: case for case in reversed(CASES)}  # of each class
 IDS = torch.randint(3, 90, (2, 13), generator=torch.Generator().manual_seed(1))
 
 
-FIRST = [*{name: case for case in reversed(CASES) for name in case[1:2]}.values()]  # of each class
-
-
-@pytest.mark.parametrize(
-    ("architecture", "name", "old", "new"),
-    [case if case in FIRST else pytest.param(*case, marks=pytest.mark.sweep) for case in CASES],
-)
+@pytest.mark.parametrize(("architecture", "name", "old", "new"), rows_in_sweep(CASES, FIRST.values()))
 def test_another_formula_keeps_its_own_code(architecture, name, old, new):
     model, options = tiny(architecture, **CONFIGS.get(architecture, {})), {}
     if CLASSES[name] == "mlp_quantized":

@@ -5,21 +5,28 @@ import functools
 import pytest
 from support import tiny_models
 from support.pipeline import cases_of, launch
+from support.sweep import rows_in_sweep
 from transformers.distributed import DistributedConfig
 
 from torch_moe_mps.transformers.checkpoints.config import QuantizationConfig
 from torch_moe_mps.transformers.checkpoints.quantizer import Quantizer
 
-# Experts that lie beside each other; layers that read the ids; sinks and windows.
+# Layers that read the ids; sinks and windows.
 ALWAYS = (
     ("qwen3_moe", "quantised while it is read"),
     ("deepseek_v4", "quantised"),
     ("gpt_oss", "quantised, captured"),
 )
-# Layers that hand on indices beside hidden states, captured. Below all architectures.
-OTHERS = (("qwen3_moe", "mlx"), ("glm_moe_dsa", "quantised, captured"))
-WANTED = [*ALWAYS, *(pytest.param(*pair, marks=pytest.mark.sweep) for pair in OTHERS)]
-CAPTURED = [ALWAYS[-1], pytest.param(*OTHERS[-1], marks=pytest.mark.sweep)]
+# A stage without attention; a vision tower; layers that hand on indices beside hidden states. Below all
+# architectures.
+OTHERS = (
+    ("qwen3_moe", "mlx"),
+    ("qwen3_next", "quantised"),
+    ("qwen3_vl_moe", "quantised"),
+    ("glm_moe_dsa", "quantised, captured"),
+)
+WANTED = rows_in_sweep(ALWAYS + OTHERS, ALWAYS)
+CAPTURED = rows_in_sweep((ALWAYS[-1], OTHERS[-1]), ALWAYS)
 CANNOT = {"inkling2", "diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_omni_moe"}
 
 

@@ -85,10 +85,7 @@ def test_a_process_that_dies_is_named_by_all_others(folder):
         ("stops", f"moe_mps: rank 0 ({HOST}) "),
         ("stops while loading", f"moe_mps: rank 0 ({HOST}) "),
         ("dies", f"moe_mps: rank 0 ({HOST}) "),
-        (
-            "stops before they meet",
-            "moe_mps: the processes of the pipeline did not meet within 0:00:03",
-        ),
+        ("stops before they meet", "moe_mps: the processes of the pipeline did not meet within 0:00:03"),
     ],
 )
 def test_the_first_process_may_fail_like_others(folder, failure, line):
