@@ -28,7 +28,7 @@ class Token:
         return least, most
 
 
-# Launches of a layer, and 5 outside of layers (tests/transformers/test_launches.py).
+# Launches of a layer, and 5 outside of layers (tests/transformers/models/test_launches.py).
 TOKENS = (
     Token("Qwen3-30B-A3B", 1.73e9, 48 * 6 + 5, 48 * 8 + 5),
     Token("Llama 3.2 1B", 0.70e9, 16 * 5 + 5, 16 * 6 + 5),

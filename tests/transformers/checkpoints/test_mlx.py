@@ -185,7 +185,7 @@ def test_a_missing_tensor_is_one_line(tmp_path):
 
 
 def test_the_table_names_what_is_tested():
-    text = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "mlx.md").read_text()
     text = text.partition("scripts/make_mlx_table.py writes")[2]
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [row[0].strip("`") for row in rows[1:]] == sorted(mlx_models.ARCHITECTURES)
@@ -206,7 +206,7 @@ def test_the_table_names_what_is_tested():
 
 def test_every_architecture_of_mlx_lm_with_experts_is_named():
     """Those that are read are in the table; the others have a reason."""
-    text = (Path(__file__).parents[2] / "docs" / "mlx.md").read_text()
+    text = (Path(__file__).parents[3] / "docs" / "mlx.md").read_text()
     named = set(re.findall(r"`(\w+)`", text))
     models = Path(importlib.import_module("mlx_lm.models").__path__[0])
     importing = re.compile(r"^(?:from|import) .*\b(?:switch_layers)\b", re.MULTILINE)
