@@ -31,6 +31,7 @@ FLOORS = (
     "transformers.checkpoints",
     "transformers",
     "pipeline",
+    "serving",
     "commands",
     "_registration",
     "__main__",

@@ -1,0 +1,102 @@
+"""What the server asks of whatever generates: jobs, which a `Generator` takes from any thread."""
+
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol, TypeVar
+
+from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor
+
+Reason = Literal["stop", "length", "cancelled"]
+T = TypeVar("T")
+
+
+def _no_progress(read: int, of: int) -> None:
+    """Takes no notice of a prompt's progress."""
+
+
+@dataclass(eq=False)
+class Job:
+    """One answer to generate. Its functions are called on the thread of the device, and may not wait.
+
+    Args:
+        inputs: of the model's `generate`, as its processor makes them, on the CPU: `input_ids` [1, T], and
+            what images or sound have become.
+        config: `max_new_tokens`, the tokens that end an answer, and how tokens are chosen; no stop strings,
+            which `on_token` looks for.
+        on_token: takes the tokens of the answer one by one, the token that ends it included. Returns:
+            whether the answer is complete; no token follows then. What it raises ends the job.
+        on_end: called once, behind the last token, with the reason: "stop" for a token that ends answers and
+            for a complete answer, "length" where `max_new_tokens` were generated, "cancelled", or the error.
+        on_progress: takes how many tokens of the prompt are read, kept ones included, and how many it has.
+        seed: of the drawn tokens; None leaves them to chance.
+        processors: of this job's logits, such as the mask of a grammar. Their `input_ids` are the prompt with
+            the answer so far, [1, T]. Those with `is_first` get the logits before the settings of `config`
+            change them.
+
+    Attributes:
+        cached_tokens: of the prompt, which were kept and are not computed again; known before the first token.
+    """
+
+    inputs: dict[str, Tensor]
+    config: GenerationConfig
+    on_token: Callable[[int], bool]
+    on_end: Callable[[Reason | Exception], None]
+    on_progress: Callable[[int, int], None] = _no_progress
+    seed: int | None = None
+    processors: list[LogitsProcessor] = field(default_factory=list)
+    cached_tokens: int = 0
+    _cancelled: threading.Event = field(default_factory=threading.Event, repr=False)
+
+    def cancel(self) -> None:
+        """Ends the job before its next step, or before the next piece of its prompt; from any thread."""
+        self._cancelled.set()
+
+    @property
+    def is_cancelled(self) -> bool:
+        return self._cancelled.is_set()
+
+
+class Generator(Protocol):
+    """Generates jobs on one thread, the only one that uses the device: torch's mps does not bear two.
+
+    Attributes:
+        most: jobs that are generated together, at most.
+        active: jobs that are generated now, those whose prompt is being read included.
+        waiting: jobs that were submitted and have not begun.
+        read_tokens: of all prompts so far that were computed.
+        cached_tokens: of all prompts so far that were kept and not computed again.
+    """
+
+    most: int
+
+    @property
+    def active(self) -> int: ...
+
+    @property
+    def waiting(self) -> int: ...
+
+    @property
+    def read_tokens(self) -> int: ...
+
+    @property
+    def cached_tokens(self) -> int: ...
+
+    def submit(self, job: Job) -> None:
+        """Takes a job and returns at once. A job that comes behind `close` ends as cancelled."""
+
+    def run(self, function: Callable[[], T]) -> "Future[T]":
+        """Calls a function on the thread of the device, between two steps."""
+
+    def prompts_held(self) -> tuple[int, int]:
+        """How many prompts are kept, and their bytes."""
+
+    def close(self) -> None:
+        """Ends all jobs within a step as cancelled, writes the files of kept prompts, and ends the thread."""
+
+
+def prompt_length(inputs: dict[str, Any]) -> int:
+    """How many tokens a job's prompt has."""
+    return int(inputs["input_ids"].shape[-1])
