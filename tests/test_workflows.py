@@ -12,6 +12,11 @@ from torch_moe_mps._versions import TORCH, refused
 
 FOLDER = REPOSITORY / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.yml"))
+# GitHub's labels of standard runners in November 2026, with the macOS that they run. There is no macos-27:
+# xcode-27 runs it (runner-images#14404, #14519).
+RUNNERS = {"ubuntu-24.04": None, "macos-15": (15, 0), "macos-26": (26, 0), "xcode-27": (27, 0)}
+# When labels ended: jobs that ask for one are never scheduled (runner-images#13518 is the last of these).
+ENDED = {"macos-12": "2024-12-03", "macos-13": "2025-12-04", "macos-14": "2026-11-02"}
 
 
 def jobs(path) -> dict[str, dict]:
@@ -20,6 +25,26 @@ def jobs(path) -> dict[str, dict]:
 
 def commands(job: dict) -> str:
     return "\n".join(step["run"] for step in job["steps"] if "run" in step)
+
+
+def of_matrix(job: dict) -> list[dict]:
+    """The values of a job's matrix, one dictionary a run."""
+    matrix = dict(job.get("strategy", {}).get("matrix", {}))
+    rows = matrix.pop("include", [])
+    return rows + [{name: value} for name, values in matrix.items() for value in values] or [{}]
+
+
+def runners(job: dict) -> list[str]:
+    """The labels on which a job runs; none for a Mac of ours."""
+    label = job["runs-on"]
+    if isinstance(label, list):
+        assert "self-hosted" in label
+        return []
+    return [row["runner"] if label == "${{ matrix.runner }}" else label for row in of_matrix(job)]
+
+
+EVERY = [(path.stem, name, job) for path in WORKFLOWS for name, job in jobs(path).items()]
+IDS = [f"{workflow}-{name}" for workflow, name, _ in EVERY]
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
@@ -32,10 +57,7 @@ def test_what_jobs_name_exists(path):
         assert {*([job["needs"]] if "needs" in job else [])} <= jobs(path).keys(), name
         assert job["timeout-minutes"] <= 120 and job["runs-on"], name
         used = set(re.findall(r"matrix\.(\w+)", str(job)))
-        matrix = job.get("strategy", {}).get("matrix", {})
-        assert used == {*matrix, *(key for row in matrix.get("include", ()) for key in row)} - {"include"}, (
-            name
-        )
+        assert used == {key for row in of_matrix(job) for key in row}, name
         for step in job["steps"]:
             assert ("run" in step) != ("uses" in step), (name, step)
             assert re.fullmatch(r"[\w-]+/[\w-]+@\S+", step.get("uses", "some/action@v1")), (name, step)
@@ -50,6 +72,60 @@ def test_permissions_are_the_least():
     assert commands(jobs(FOLDER / "release.yml")["publish"]) == ""
 
 
+@pytest.mark.parametrize(("workflow", "name", "job"), EVERY, ids=IDS)
+def test_runners_exist(workflow, name, job):
+    """A job whose label no runner has is never scheduled, and neither is one that needs it."""
+    for label in runners(job):
+        assert label in RUNNERS, f"{label} ended on {ENDED.get(label)}"
+
+
+@pytest.mark.parametrize(("workflow", "name", "job"), EVERY, ids=IDS)
+def test_what_is_written_is_uploaded(workflow, name, job):
+    """Each file of results goes into an artifact, whatever fails; scripts/test comes behind all of them."""
+    written = re.findall(r"--(?:json|output) (\S+)", commands(job))
+    kept = [step for step in job["steps"] if "upload-artifact" in step.get("uses", "")]
+    patterns = [
+        pattern
+        for step in kept
+        if "always()" in step.get("if", "")
+        for pattern in step["with"]["path"].split()
+    ]
+    for file in written:
+        assert any(re.fullmatch(pattern.replace("*", ".*"), file) for pattern in patterns), file
+    if written:
+        position = {step.get("run", "").split(" ")[0]: i for i, step in enumerate(job["steps"])}
+        last = max(
+            i for i, step in enumerate(job["steps"]) if re.search("--(json|output) ", step.get("run", ""))
+        )
+        assert position.get("scripts/test", len(job["steps"])) > last
+
+
+@pytest.mark.parametrize(("workflow", "name", "job"), EVERY, ids=IDS)
+def test_a_check_that_fails_ends_no_other(workflow, name, job):
+    """Steps that may find a fault run behind one that did, too, each in a time of its own."""
+    checks = [
+        step for step in job["steps"] if re.search("torch-moe-mps|scripts/(test|demo)$", step.get("run", ""))
+    ]
+    for step in checks if len(checks) > 1 else ():
+        assert "always()" in step["if"], step
+    if name == "gpu":
+        assert all("timeout-minutes" in step for step in checks)
+        assert sum(step["timeout-minutes"] for step in checks) < job["timeout-minutes"]
+
+
+@pytest.mark.parametrize(("workflow", "name", "job"), EVERY, ids=IDS)
+def test_shaders_need_neither_the_host_code_nor_a_toolchain_that_may_be_missing(workflow, name, job):
+    """Apple's Metal toolchain is a download that images sometimes lack (runner-images#13014, #14013)."""
+    text = commands(job)
+    if not re.search("scripts/(compile_shaders|apple_registers)", text):
+        return
+    assert "check_load" not in text and job["needs"] == "sources"
+    lines = text.splitlines()
+    assert lines[0] == "xcrun metal --version || xcodebuild -downloadComponent MetalToolchain"
+    (taken,) = (step for step in job["steps"] if "download-artifact" in step.get("uses", ""))
+    assert taken["with"]["name"] == "shaders" and taken["with"]["path"] in lines[1]
+
+
 def test_a_release_is_installed_with_every_torch():
     release = jobs(FOLDER / "release.yml")
     rows = release["install"]["strategy"]["matrix"]["include"]
@@ -62,23 +138,29 @@ def test_runners_have_a_macos_that_their_torch_takes():
     rows += jobs(FOLDER / "test.yml")["macos"]["strategy"]["matrix"]["include"]
     for row in rows:
         torch = ".".join(row.get("torch", TORCH[0]).split(".")[:2])
-        assert refused(torch, (int(row["runner"].removeprefix("macos-")), 0)) is None, row
+        assert refused(torch, RUNNERS[row["runner"]]) is None, row
 
 
 def test_a_release_brings_compiled_shaders():
     """Of the folder that the compiler wrote, and each job that installs the wheel compares their keys."""
     release = jobs(FOLDER / "release.yml")
-    compiled, built = re.findall(r"build/\w+", commands(release["build"]))
-    assert compiled == built and f"compile_shaders --release {compiled}" in commands(release["build"])
+    text = commands(release["build"])
+    assert "compile_shaders build/shaders --release build/metallibs" in text
+    assert "--metallibs build/metallibs" in text
     assert "check_load.py" in commands(release["install"])
+
+
+def test_no_hosted_gpu_is_asked_for_tensor_units():
+    """Pipelines with Metal 4's tensors do not build on virtual GPUs (pytorch#196582)."""
+    assert "TENSOR_UNITS" not in (FOLDER / "test.yml").read_text()
 
 
 def test_apples_compiler_and_gpu_are_asked():
     """Every shader is compiled; what a hosted GPU answers is kept, and fails nothing."""
     test = jobs(FOLDER / "test.yml")
-    assert "scripts/compile_shaders" in commands(test["macos"])
+    assert {*runners(test["shaders"])} == {label for label in RUNNERS if label != "ubuntu-24.04"}
+    assert "scripts/apple_registers" in commands(test["registers"])
     gpu = test["gpu"]
     assert gpu["continue-on-error"] is True
-    assert "torch-moe-mps check" in commands(gpu)
-    (kept,) = (step for step in gpu["steps"] if "upload-artifact" in step.get("uses", ""))
-    assert kept["with"]["path"] == "moe_mps_report.json" and "always()" in kept["if"]
+    first, *_ = re.findall(r"torch-moe-mps \w+ --\w+", commands(gpu))
+    assert first == "torch-moe-mps check --quick"

@@ -37,7 +37,8 @@ def report() -> dict:
 def test_everything_is_built_and_compared(few, capsys):
     assert main(ONE) == 0
     out = capsys.readouterr().out.splitlines()
-    assert out[0].startswith("Simulated Apple GPU, macOS none, torch 2.") and len(out) < 6
+    assert out[0].startswith("Simulated Apple GPU, macOS none, torch 2.") and len(out) < 7
+    assert out[1] == "Control: 27 of 27 calls of torch's own operators agree with the CPU"
     assert out[-1] == "All built, all equal. Report: moe_mps_report.json"
     written = report()
     subjects = calls.subjects(check.OPERATORS, [torch.float32], [Format.named("affine4_32")])
@@ -55,6 +56,49 @@ def test_a_type_of_gguf_alone(few, capsys):
     assert main([*ONE[:-1], "q2_k"]) == 0
     kernels = {kernel["kernel"] for kernel in report()["kernels"]}
     assert "matmul_rows_q2_k_f32" in kernels and "matmul_rows_normed_q2_k_f32" not in kernels
+
+
+def test_torchs_own_faults_are_not_ours(few, capsys, monkeypatch):
+    """An operator of torch that is wrong on the GPU is told apart, and fails nothing by itself."""
+    monkeypatch.setattr(check, "OPERATORS", [])
+    monkeypatch.setattr(check, "libraries", lambda *arguments: [])
+    monkeypatch.setattr(check, "check_model", lambda dtype, formats: [])
+    library = torch.library.Library("aten", "IMPL")
+    try:
+        library.impl("silu", lambda x: x.clone(), "MPS")
+        assert main(ONE) == 0
+    finally:
+        library._destroy()
+    out = capsys.readouterr().out
+    assert "CONTROL: torch's own silu (float32) differs (largest error " in out
+    assert "Control: 26 of 27 calls of torch's own operators agree with the CPU" in out
+    (failure,) = report()["control"]["failures"]
+    assert failure["subject"] == "torch's own silu" and report()["failures"] == []
+
+
+def test_the_report_is_written_behind_each_phase(few, monkeypatch):
+    """A process that aborts while it compares leaves the machine, the control and the libraries."""
+    monkeypatch.setattr(check, "libraries", lambda *arguments: ["missing"])
+
+    def abort(work):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(check, "compare_all", abort)
+    assert main(ONE) == 130
+    written = report()
+    assert written["phases"] == ["control", "libraries"] and written["machine"]["torch"]
+    assert [failure["kind"] for failure in written["failures"]] == ["does not compile"]
+
+
+def test_quick(few, capsys, monkeypatch, refused):
+    asked = []
+    monkeypatch.setattr(check, "check_all", lambda *arguments: asked.append(arguments[:2]) or [])
+    assert main(["check", "--quick"]) == 0
+    ((dtypes, formats),) = asked
+    assert dtypes == [torch.bfloat16] and list(map(str, formats)) == ["affine4_64", "mxfp4"]
+    assert "--dtype must be left out with --quick, got 'float16'" in refused(
+        "check", "--quick", "--dtype", "float16"
+    )
 
 
 def test_a_broken_state_makes_it_fail(few, capsys, monkeypatch):

@@ -29,7 +29,7 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_options in (_check, _convert, _perplexity, _fit, _bench, _chat, _generate, _serve):
+    for add_options in (_check, _report, _convert, _perplexity, _fit, _bench, _chat, _generate, _serve):
         does, _, more = (add_options.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
             add_options.__name__.removeprefix("_"),
@@ -159,6 +159,7 @@ def _check(command: argparse.ArgumentParser) -> None:
 
     examples:
       torch-moe-mps check                                             # everything; writes moe_mps_report.json
+      torch-moe-mps check --quick                                     # bfloat16, affine4_64 and mxfp4 alone
       torch-moe-mps check --dtype bfloat16 --format affine4_64,mxfp4  # what some models need
       torch-moe-mps check --large                                     # the sizes of three real models
       torch-moe-mps check --probe > gpu.json                          # what is assumed of this GPU, measured
@@ -173,6 +174,11 @@ def _check(command: argparse.ArgumentParser) -> None:
     )
     instead = command.add_mutually_exclusive_group()
     instead.add_argument(
+        "--quick",
+        action="store_true",
+        help="only bfloat16, with weights in affine4_64 and mxfp4: what most models on Macs run",
+    )
+    instead.add_argument(
         "--large",
         action="store_true",
         help="instead: calls of the sizes of real models, in bfloat16 and affine4_64; takes 3 GB of memory",
@@ -181,6 +187,27 @@ def _check(command: argparse.ArgumentParser) -> None:
         "--probe",
         action="store_true",
         help="instead: measure what this GPU does and how fast, and print it as JSON",
+    )
+
+
+def _report(command: argparse.ArgumentParser) -> None:
+    """Find out in an hour all that this Mac can tell about the package, for its developers.
+
+    Runs check --quick, check --probe, check and check --large, and with a MODEL an answer and its speed,
+    beside mlx-lm's where that is installed. All goes into one file as it comes; Ctrl-C leaves what is known.
+
+    examples:
+      torch-moe-mps report
+      torch-moe-mps report qwen3-4bit --without check,large
+    """
+    add = command.add_argument
+    add("model", nargs="?", metavar="MODEL", help="a checkpoint that fits, best one of mlx-lm's layout")
+    add("--output", default="moe_mps_report.zip", metavar="FILE", help="file to write (moe_mps_report.zip)")
+    add("--minutes", type=float, default=60, help="after which no phase goes on (60)")
+    add(
+        "--without",
+        metavar="PHASES",
+        help="phases to leave out: quick, probe, answer, bench, mlx, check, large, registers",
     )
 
 

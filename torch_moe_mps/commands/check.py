@@ -1,6 +1,10 @@
-"""`torch-moe-mps check`: every kernel compiled on this Mac, every operator compared with the CPU."""
+"""`torch-moe-mps check`: every kernel compiled on this Mac, every operator compared with the CPU.
+
+The report is written behind each phase: a process that is ended or aborted leaves what it knew.
+"""
 
 import argparse
+import contextlib
 import json
 import math
 import time
@@ -18,6 +22,7 @@ from ..ops._formats import MODES, Format
 from ..selfcheck import large, probe, tensor_units, tuner
 from ..selfcheck.calls import DTYPES, FORMATS, Subject, subjects
 from ..selfcheck.compare import TOLERANCE, Finding, compare, difference, in_words
+from ..selfcheck.control import control
 from ..selfcheck.facts import anonymous, facts
 from ..selfcheck.journal import noted, stopped
 from ..selfcheck.libraries import compile_side_by_side, libraries, pipelines
@@ -27,7 +32,9 @@ from .results import check_writable, written_whole
 
 REPORT = "moe_mps_report.json"
 NO_GPU = 2  # the exit code where nothing can be checked
+QUICK = {"--dtype": "bfloat16", "--format": "affine4_64,mxfp4"}  # what most models on Macs run
 Item = TypeVar("Item")
+Save = Callable[[str, list[Finding]], None]  # takes a phase that has ended, and what is wrong so far
 
 
 def run(options: argparse.Namespace) -> int:
@@ -36,60 +43,87 @@ def run(options: argparse.Namespace) -> int:
     Returns: the exit code: 1 where anything fails, 2 without a GPU.
     """
     if not is_available():
-        print(_why_not())
+        print(why_not())
         return NO_GPU
     check_writable("--json", options.json)
-    dtypes = _chosen("--dtype", options.dtype, {str(d).removeprefix("torch."): d for d in DTYPES})
-    formats = _chosen("--format", options.format, {str(format): format for format in FORMATS})
-    for option, given, chosen in (
-        ("--dtype", options.dtype, dtypes),
-        ("--format", options.format, formats),
-    ):
-        if given is not None and (options.probe or (options.large and len(chosen) > 1)):
-            most = "left out with --probe" if options.probe else "one name with --large"
-            raise ValueError(f"{option} must be {most}, got {given!r}")
+    names = {"--dtype": options.dtype, "--format": options.format}
+    for option, value in names.items():
+        if value is not None and (options.probe or options.quick):
+            instead = "--probe" if options.probe else "--quick"
+            raise ValueError(f"{option} must be left out with {instead}, got {value!r}")
+    names = QUICK if options.quick else names
+    dtypes = _chosen("--dtype", names["--dtype"], {str(d).removeprefix("torch."): d for d in DTYPES})
+    formats = _chosen("--format", names["--format"], {str(format): format for format in FORMATS})
+    for option, chosen in (("--dtype", dtypes), ("--format", formats)):
+        if options.large and names[option] is not None and len(chosen) > 1:
+            raise ValueError(f"{option} must be one name with --large, got {names[option]!r}")
     if options.probe:
         return _probe(options.json)
     path = options.json or REPORT
     check_writable("--json", path)
-    report: dict[str, Any] = {"machine": facts(), "stopped_in": stopped()}
+    report: dict[str, Any] = {"machine": facts(), "stopped_in": stopped(), "phases": []}
     for step in report["stopped_in"]:
         print(f"The process before stopped in: {step}")
     about = report["machine"]
     print(f"{about['gpu']}, macOS {about['macos'] or 'none'}, torch {about['torch']}")
+
+    def save(phase: str, findings: list[Finding]) -> None:
+        report["phases"].append(phase)
+        report["failures"] = [_entry(finding) for finding in findings]
+        with written_whole(path):
+            Path(path).write_text(anonymous(json.dumps(report, indent=1, allow_nan=False)))
+
+    def save_so_far(phase: str, findings: list[Finding]) -> None:
+        with contextlib.suppress(OSError):  # a full disk is told at the end, behind what was found
+            save(phase, findings)
+
+    report["control"] = check_control({str(dtype).removeprefix("torch."): dtype for dtype in dtypes})
+    save_so_far("control", [])
     if options.large:
         dtype = dtypes[0] if options.dtype else torch.bfloat16
         format = formats[0] if options.format else Format.named("affine4_64")
         findings = check_large(dtype, format, report)
     else:
-        findings = check_all(dtypes, formats, report)
-    report["failures"] = [_entry(finding) for finding in findings]
+        findings = check_all(dtypes, formats, report, save_so_far)
     for finding in findings:
         print(f"FAILED: {finding}")
         for line in finding.lines():
             print(f"  {line}")
+    if findings and report["control"]["failures"]:
+        print("Torch's own operators are wrong here, too: the failures above may be theirs.")
     verdict = "Please attach it to an issue." if findings else "All built, all equal."
     print(f"{verdict} Report: {path}")
-    with written_whole(path):
-        Path(path).write_text(anonymous(json.dumps(report, indent=1, allow_nan=False)))
+    save("all", findings)
     return 1 if findings else 0
 
 
+def check_control(dtypes: dict[str, torch.dtype]) -> dict[str, Any]:
+    """Compares torch's own operators with the CPU, and prints which differ: these are not ours to mend."""
+    count, findings = control(dtypes)
+    for finding in findings:
+        print(f"CONTROL: {finding}")
+    print(f"Control: {count - len(findings)} of {count} calls of torch's own operators agree with the CPU")
+    return {"calls": count, "failures": [_entry(finding) for finding in findings]}
+
+
 def check_all(
-    dtypes: Sequence[torch.dtype], formats: Sequence[Format], report: dict[str, Any]
+    dtypes: Sequence[torch.dtype], formats: Sequence[Format], report: dict[str, Any], save: Save
 ) -> list[Finding]:
-    """Every library, every operator, a tiny model, and the tensor units."""
+    """Compiles every library, compares every operator, a tiny model, and the tensor units."""
     started = time.perf_counter()
     names = libraries(dtypes, formats)
     with _bar("Compiling", len(names), "library") as bar:
         findings = compile_side_by_side(names, lambda name: bar.update())
     report["seconds_compiling"] = round(time.perf_counter() - started, 1)
+    save("libraries", findings)
     work = subjects(OPERATORS, dtypes, formats)
     findings += compare_all(work)
     failed = {finding.subject for finding in findings}
     report["kernels"] = pipelines(name for name in names if name not in failed)
     findings += [Finding(kernel, "was not compared") for kernel in never_launched(report["kernels"])]
+    save("operators", findings)
     findings += check_model(dtypes[-1], formats)
+    save("model", findings)
     units = check_tensor_units(dtypes, formats)
     findings += units.faults.values()
     count = (
@@ -226,7 +260,8 @@ def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
     return findings
 
 
-def _why_not() -> str:
+def why_not() -> str:
+    """The reason for which no GPU can be checked here."""
     cannot = "nothing was compiled and nothing was compared"
     if not torch.backends.mps.is_available():
         return (

@@ -34,7 +34,7 @@ def machine() -> dict[str, str]:
         "torch": str(torch.__version__),
         "python": platform.python_version(),
         "system": platform.platform(),
-        "macos": platform.mac_ver()[0],
+        "macos": _said("sw_vers", "-productVersion"),
         "processor": _said("sysctl", "-n", "machdep.cpu.brand_string") or platform.machine(),
         "gpu": torch.ops.moe_mps._gpu_name() if is_available() else "",
         "code": _code(host_library()),

@@ -1,0 +1,64 @@
+"""Writes the source of every Metal library, headers pasted in as at run time, and libraries.json about them.
+
+A Mac compiles these files with Xcode alone: neither torch nor this package is installed there, so that a
+fault of the host code hides nothing about a shader. libraries.json has for each library the file under which
+the package looks for it compiled, whether it is for tensor units, and {kernel: the most threads that it
+declares, or 0}.
+"""
+
+import argparse
+import json
+import os
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import torch
+from simulator.build import compile_shader
+from simulator.shaderlib import kernels_of
+from support import simulated
+
+LIST = "libraries.json"
+
+
+def names() -> list[str]:
+    """All libraries of the package, and the one that measures a GPU."""
+    ours = torch.ops.moe_mps
+    return [*ours._libraries(), *ours._libraries(tensor_units=True), "probe_f32"]
+
+
+def described(library: str) -> dict[str, Any]:
+    """The entry of a library in libraries.json."""
+    ours = torch.ops.moe_mps
+    kernels = kernels_of(compile_shader(ours._library_source(library)))
+    return {
+        "file": ours._library_file(library),
+        "tensor_units": library.startswith("tensor_units"),
+        "kernels": {name: kernel.max_threads for name, kernel in sorted(kernels.items())},
+    }
+
+
+def write(folder: Path, libraries: list[str]) -> None:
+    """<library>.metal for each library, and the list."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for library in libraries:
+        (folder / f"{library}.metal").write_text(torch.ops.moe_mps._library_source(library))
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        entries = dict(zip(libraries, pool.map(described, libraries), strict=True))
+    (folder / LIST).write_text(json.dumps(entries, indent=1) + "\n")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="shader_sources", description=__doc__.partition("\n")[0])
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("build/shaders"))
+    folder = parser.parse_args().folder
+    simulated.install()
+    libraries = names()
+    write(folder, libraries)
+    print(f"{len(libraries)} libraries in {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
