@@ -3,6 +3,11 @@
 `import torch` calls `autoload` through the entry point "torch.backends" of pyproject.toml. It only puts a
 finder in front of Python's import system: torch_moe_mps is imported after the first of the modules in
 _LIBRARIES. This module is no part of the package because importing a part of a package imports the package.
+
+One rule keeps what registers from meeting modules that are half made: nothing is registered, with torch or
+with transformers, while a module of torch_moe_mps is in the middle of its import. A module of the package may
+so import torch or transformers in any place, and what registers may import any module of the package. Modules
+of the package that use an operator while they are imported import torch_moe_mps.ops themselves.
 """
 
 import contextlib
@@ -28,6 +33,7 @@ _LIBRARIES = {
     "transformers.quantizers.auto": "register_quantizer",
 }
 _TORCH = {"torch": "register_operators"}
+_PACKAGE = "torch_moe_mps"
 
 
 def autoload() -> None:
@@ -48,8 +54,8 @@ def register_when_imported() -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Calls functions after the import of modules.
 
-    The functions import more of transformers. So they are called when none of the modules is in the middle of
-    its import, one after the other.
+    They are called one after the other, and when no module of the package is in the middle of its import. As
+    they import more of transformers, those of its modules wait for the other modules of `functions`, too.
 
     Attributes:
         functions: the name of the function for each module.
@@ -87,6 +93,8 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     def _next(self) -> str | None:
         """The module whose function can be called now. That of torch needs nothing of transformers."""
+        if any(map(_is_own, self._importing)):
+            return None
         incomplete = self._importing or any(name in sys.modules for name in self.missed)
         ready = [name for name in self._due if name in _TORCH or not incomplete]
         return ready[0] if ready and not self._calling else None
@@ -97,7 +105,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         return [name for name, spec in specs.items() if not getattr(spec, "_initializing", False)]
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname in self._searching or not (fullname in self.functions or self._complete()):
+        awaited = fullname in self.functions or _is_own(fullname)
+        if fullname in self._searching or not (awaited or self._complete()):
             return None
         self._searching.add(fullname)  # another finder may ask all finders, as this one does
         try:
@@ -113,16 +122,16 @@ class _Finder(importlib.abc.MetaPathFinder):
 
     @contextlib.contextmanager
     def _around(self, fullname: str) -> Iterator[None]:
-        """The import of a module."""
+        """The import of a module. Behind one that fails, too, the calls that waited for its end are made."""
         self._importing.append(fullname)
         try:
             yield
+            if fullname in self.functions:
+                self.missed = [name for name in self.missed if name != fullname]  # its first import failed
+                self._due.append(fullname)
         finally:
             self._importing.remove(fullname)
-        if fullname in self.functions:
-            self.missed = [name for name in self.missed if name != fullname]  # where its first import failed
-            self._due.append(fullname)
-        self.catch_up()
+            self.catch_up()
 
 
 class _Loader(importlib.abc.Loader):
@@ -131,6 +140,9 @@ class _Loader(importlib.abc.Loader):
     def __init__(self, loader: Any, around: Callable[[str], AbstractContextManager[None]]):
         self.loader = loader
         self.around = around
+
+    def __getattr__(self, name: str) -> Any:  # `python -m` asks for the code of a module, and makes none
+        return getattr(self.loader, name)
 
     def create_module(self, spec: ModuleSpec) -> ModuleType | None:
         return self.loader.create_module(spec)
@@ -141,6 +153,10 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self.loader
         with self.around(module.__name__):
             self.loader.exec_module(module)
+
+
+def _is_own(module: str) -> bool:
+    return module.partition(".")[0] == _PACKAGE
 
 
 def _register(module: str, function: str) -> None:

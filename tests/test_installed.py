@@ -5,6 +5,7 @@ import copy
 import importlib
 import importlib.util
 import json
+import runpy
 import socket
 import subprocess
 import sys
@@ -233,6 +234,37 @@ def test_module_whose_import_fails(finder, tmp_path, monkeypatch):
     importlib.invalidate_caches()
     importlib.import_module("extended.one")
     assert waiting.noted == ["extended.one"]
+
+
+@pytest.mark.parametrize("ending", ["", "raise ImportError('no such chip')\n"], ids=["", "failing"])
+def test_nothing_is_called_inside_of_an_import_of_the_package(finder, tmp_path, monkeypatch, ending):
+    """A module that imports a library is complete, or has failed, when the library is extended."""
+    monkeypatch.setattr(torch_moe_mps_autoload, "_PACKAGE", "extending")
+    monkeypatch.setattr(torch_moe_mps_autoload, "_TORCH", {"extended.one": "register_one"})
+    waiting = finder()
+    waiting.wait_for(EXTENDED)
+    (tmp_path / "extending").mkdir()
+    (tmp_path / "extending" / "__init__.py").touch()
+    inner = "import extended.one, extended.two\nSEEN = list(sys.noted)\n"
+    (tmp_path / "extending" / "inner.py").write_text(f"import sys\n{inner}")
+    (tmp_path / "extending" / "outer.py").write_text(f"import sys\nimport extending.inner\n{inner}{ending}")
+    monkeypatch.setattr(sys, "noted", waiting.noted, raising=False)
+    try:
+        with pytest.raises(ImportError, match="no such chip") if ending else contextlib.nullcontext():
+            assert importlib.import_module("extending.outer").SEEN == []
+        assert sys.modules["extending.inner"].SEEN == []
+        assert waiting.noted == ["extended.one", "extended.two"]
+    finally:
+        for name in [name for name in sys.modules if name.partition(".")[0] == "extending"]:
+            del sys.modules[name]
+
+
+def test_module_run_as_a_program(finder, tmp_path):
+    """`python -m` asks the loader of a module for its code."""
+    waiting = finder()
+    waiting.wait_for(EXTENDED)
+    (tmp_path / "extended" / "one.py").write_text("VALUE = __name__\n")
+    assert runpy.run_module("extended.one", run_name="as a program")["VALUE"] == "as a program"
 
 
 def answers(address: str) -> bool:

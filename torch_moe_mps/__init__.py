@@ -42,8 +42,6 @@ if TYPE_CHECKING:
     from .transformers.checkpoints.importance import Importance, collect_importance, read_importance
     from .transformers.loading import from_pretrained
 
-register_when_imported()
-
 
 def __getattr__(name: str) -> Any:
     if name == "ops":
@@ -51,3 +49,6 @@ def __getattr__(name: str) -> Any:
     if name in _LAZY:
         return getattr(importlib.import_module(_LAZY[name], __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+register_when_imported()  # at the end: what registers imports this package
