@@ -47,8 +47,13 @@ def test_report_prints_a_table():
 def test_model_without_experts():
     report = torch_moe_mps.accelerate(nn.Sequential(nn.Linear(4, 4)))
     assert report.rows == []
-    expected = "No experts with transformers' experts interface found; the model is left as it is."
-    assert str(report) == expected
+    assert str(report) == "Nothing in this model is replaced; it is left as it is."
+
+
+def test_the_report_of_a_model_with_quantised_layers_alone():
+    report = torch_moe_mps.accelerate(nn.Sequential(nn.Linear(64, 64)).eval(), bits=4)
+    assert report.rows == [] and str(report).startswith(str(report.quantization))
+    assert "1 matrices quantised" in str(report) and "left as it is" not in str(report)
 
 
 def test_quantisation_of_nothing_is_a_warning():

@@ -189,8 +189,8 @@ class Report:
         return [row for row in self.rows if not row.done]
 
     def __str__(self) -> str:
-        if not self.rows:
-            return "No experts with transformers' experts interface found; the model is left as it is."
+        if not self.rows and self.quantization is None:
+            return "Nothing in this model is replaced; it is left as it is."
         groups: dict[tuple, list[str]] = {}
         for row in self.rows:
             result = row.replaced_by or f"left alone: {row.reason}"
@@ -200,17 +200,17 @@ class Report:
         lines += [(name, cls, str(len(names)), result) for (name, cls, result), names in groups.items()]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         lines.insert(1, tuple("-" * width for width in (*widths[:3], 8)))
-        table = aligned(lines, 4)
+        table = [*aligned(lines, 4), ""] if self.rows else []
         if self.quantization is not None:
-            table += ["", str(self.quantization)]
+            table += [str(self.quantization), ""]
         lines_about = [self.compiled, self.checked, self.tensor_units, self.kept_on_cpu]
         lines_about += [asked() for asked in (self.tuned, self.capture) if asked is not None]
         about = [line for line in lines_about if line is not None]
-        if about:
-            table += ["", *about]
+        table += [*about, ""] if about else []
         replaced, alone = len(self.replaced), len(self.left_alone)
-        table += ["", f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
-        return "\n".join(table)
+        if self.rows:
+            table += [f"{replaced} modules run on torch_moe_mps, {alone} keep their own code."]
+        return "\n".join(table).rstrip()
 
 
 def with_progress(items: Sequence[Item], what: str, unit: str, wanted: bool = True) -> Iterable[Item]:

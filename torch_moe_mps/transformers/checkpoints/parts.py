@@ -88,6 +88,11 @@ class Parts:
         self.device, self.dtype = device, self.model.dtype
         self._give_buffers()
         self._tied = tied_layers(self.model)
+        self._tied_biases = {
+            name: source
+            for name, source in (getattr(self.model, "all_tied_weights_keys", None) or {}).items()
+            if name.endswith(".bias")
+        }
         self._prepare(
             checkpoint, quantizer_for(checkpoint, self.model, files, recipe, requantize, importance)
         )
@@ -174,8 +179,9 @@ class Parts:
                     self.model.get_submodule(owner)._parameters[last] = empty
 
     def _tensors(self, part: str) -> dict[str, Tensor]:
-        """The tensors of a loaded part, without those that a tied layer shares."""
+        """The tensors of a loaded part, without those that are tied to others, or that no checkpoint has."""
         model = self.model
+        left_out = {*(model._keys_to_ignore_on_save or ()), *self._tied_biases}
         shared = {
             id(tensor)
             for source in self._tied.values()
@@ -185,6 +191,7 @@ class Parts:
             name: tensor
             for name, tensor in model.state_dict(keep_vars=True).items()
             if self.part_of(name) == part
+            and name not in left_out
             and not (name.rpartition(".")[0] in self._tied and id(tensor) in shared)
         }
 
@@ -230,6 +237,11 @@ class Parts:
                 if f"{name}.{last}" in missing and f"{other}.{last}" not in missing:
                     module._parameters[last] = tensor
                     missing.remove(f"{name}.{last}")
+        for name, source in self._tied_biases.items():
+            bias = self.model.get_parameter(source)
+            if not bias.is_meta:  # it is outside of layers, where all is kept
+                self.model.get_submodule(name.rpartition(".")[0])._parameters["bias"] = bias
+                missing.discard(name)
         return missing
 
     def _give_buffers(self) -> None:

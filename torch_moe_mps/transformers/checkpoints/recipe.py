@@ -34,10 +34,10 @@ class Recipe:
     overrides: Mapping[str, Format | None] = field(default_factory=dict)
     large_embeddings: Format | None = None
 
-    def format_of(self, name: str, kind: str) -> Format | None:
-        """The format of the weight called `name`, which is one of "experts", "linears" or "embeddings"."""
+    def format_of(self, names: Collection[str], kind: str) -> Format | None:
+        """The format of the weight with these names, which is one of "experts", "linears" or "embeddings"."""
         for pattern, format in reversed(list(self.overrides.items())):
-            if fits(pattern, name):
+            if any(fits(pattern, name) for name in names):
                 return format
         return getattr(self, kind)
 

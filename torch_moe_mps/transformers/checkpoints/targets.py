@@ -4,6 +4,7 @@ A weight stays dense, with a reason, if something uses an attribute that a quant
 """
 
 import ast
+import contextlib
 import functools
 import inspect
 import re
@@ -20,10 +21,12 @@ from torch import Tensor, nn
 from ...ops._checks import Check
 from ...quantization import TENSORS, Format
 from ..basics.interface import Experts, experts_of, is_quantized, projections
-from ..graphs.patterns import match
+from ..basics.state import original_class
+from ..graphs.nodes import tensor_of
+from ..graphs.patterns import match, uncast
 from ..modules.functions import codes
 from ..modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
-from ..modules.traced import Input, path_of, trace
+from ..modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
 from .absent import around_text
 from .recipe import Recipe
 
@@ -32,6 +35,9 @@ SMALLEST = 16
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
 # What reads the weight of a child, unless only its type, an attribute or an element of it.
 _READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b|\[)")
+# The last names of what has a weight that a method ending in _ changes: "attention.output" of
+# `block.attention.output.weight.div_(2)`.
+_WRITTEN = re.compile(r"\b\w+\.([\w.]+)\.weight\.(?:data\.)?[a-z]\w*_\(")
 _READ_OF_ANY = re.compile(r"\b\w+\.(\w+)\.weight\b")
 _FOR_TRAINING = re.compile(r"^( *)if [^\n]*self\.training[^\n]*:\n(?:\1 [^\n]*\n|\n)*", re.MULTILINE)
 
@@ -109,14 +115,23 @@ class Weights(NamedTuple):
 
 
 def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
-    """Raises: ValueError for a pattern of the recipe that fits nothing."""
+    """The one decision what is quantised, and to what: in place, while a checkpoint is read, for its plan.
+
+    Modules that share a weight, or will once transformers has tied it, are one: a pattern that fits the name
+    of one of them is for all, and the weight counts once.
+
+    Raises: ValueError for a pattern of the recipe that fits nothing.
+    """
     found = Weights({}, {})
     every = quantizable(model)
     recipe.check_patterns(paths_of(every))
-    recipe = recipe.of_sizes(*_sizes(every))
+    together = _together(model, every)
+    recipe = recipe.of_sizes(*_sizes(every, together))
     reasons = Reasons(model)
     for name, target in every.items():
-        wanted = {p: recipe.format_of(target.path(p), target.kind) for p in target.parameters}
+        alike = [every[other] for other in together.get(name, [name]) if other in every]
+        kind = "embeddings" if any(other.kind == "embeddings" for other in alike) else target.kind
+        wanted = {p: recipe.format_of([other.path(p) for other in alike], kind) for p in target.parameters}
         target.formats = {parameter: format for parameter, format in wanted.items() if format is not None}
         reason = None if target.kind == "experts" else reasons.of(name, target.module)
         if reason is None and len(target.formats) < len(wanted):
@@ -128,14 +143,20 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
             found.targets[name] = target
         else:
             found.dense[name] = reason
-    _drop_half_shared(model, found)
+    _drop_half_shared(together, found)
     return found
 
 
-def _sizes(every: Mapping[str, Target]) -> tuple[int, int]:
+def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> tuple[int, int]:
     """The weights of embeddings and head, and all that can be quantised; shared ones once."""
-    weights = {id(w): (w.numel(), t.kind) for t in every.values() for w in t.module.parameters(recurse=False)}
-    return sum(n for n, kind in weights.values() if kind == "embeddings"), sum(n for n, _ in weights.values())
+    embeddings = total = 0
+    counted: set[str] = set()
+    for name, target in every.items():
+        if name not in counted:
+            counted.update(together.get(name, ()))
+            size = sum(weight.numel() for weight in target.module.parameters(recurse=False))
+            embeddings, total = embeddings + size * (target.kind == "embeddings"), total + size
+    return embeddings, total
 
 
 def quantizable(model: nn.Module) -> dict[str, Target]:
@@ -176,6 +197,7 @@ class Reasons:
         self.routers = routers_of(model)
         self.adapted = tuple(f"{n}." for n, m in model.named_modules() if hasattr(m, "get_base_layer"))
         self.towers = tuple(f"{name}." for name in _towers(model))
+        self.written = set().union(*(_weights_written_by(cls) for cls in {*map(type, model.modules())}))
 
     def of(self, name: str, module: nn.Module) -> str | None:
         if module in self.routers:
@@ -207,10 +229,11 @@ class Reasons:
             return "a hook is on it"
         if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
             return "its weight is computed by a parametrisation"
-        if isinstance(module, nn.Linear) and type(module) is not nn.Linear and groups_of(module) is None:
-            return f"{type(module).__name__} has code of its own"
-        if isinstance(module, nn.Embedding) and not _is_plain(module):
-            return f"{type(module).__name__} has code of its own"
+        is_plain = _is_plain if isinstance(module, nn.Embedding) else _is_plain_linear
+        if not is_plain(module):
+            return f"{original_class(module).__name__} has code of its own"
+        if any(f".{name}".endswith(f".{written}") for written in self.written):
+            return "the code around it writes to its weight"
         parent, _, child = name.rpartition(".")
         around: type = type(self.model.get_submodule(parent))
         if (reason := _weights_read_by(around).get(child)) is not None:
@@ -237,6 +260,37 @@ def groups_of(module: nn.Module) -> int | None:
         twin.in_features, twin.out_features = 5, 3 * groups
         expected = torch.einsum("btgc,grc->btgr", x, weight)
         return groups if agrees(tried(twin, x), expected) else None
+
+
+def _is_plain_linear(module: nn.Module) -> bool:
+    """Whether the forward is nn.Linear's, or that of groups of inputs."""
+    cls = original_class(module)
+    if cls is nn.Linear:
+        return True
+    if cls.__module__.startswith("torch."):  # as of nn.MultiheadAttention, which reads the weight
+        return False
+    return cls.forward is nn.Linear.forward or _computes_linear(module) or groups_of(module) is not None
+
+
+@remembered
+def _computes_linear(module: nn.Module) -> bool:
+    """Whether the forward of a subclass gives x @ weight.T + bias, and reads nothing else."""
+
+    def ask(sizes: Sizes, dtype: torch.dtype) -> bool | None:
+        traced = trace(module, Input((*sizes, module.in_features), dtype), weights=dtype)
+        bound = None if traced is None else match("linear(X, WEIGHT, BIAS)", traced.result)
+        if traced is None or bound is None or uncast(bound["X"]) is not traced.inputs[0]:
+            return None
+        weight, bias = bound["WEIGHT"], bound["BIAS"]
+        names = path_of(weight), None if bias is None else path_of(bias)
+        if names != ("weight", None if module.bias is None else "bias"):
+            return None
+        out, own = tensor_of(traced.result), tensor_of(weight)
+        same = (own.shape, own.stride()) == (module.weight.shape, module.weight.stride())
+        dtypes = {own.dtype, out.dtype}  # a formula looks through casts
+        return (same and dtypes == {dtype} and out.shape == (*sizes, module.out_features)) or None
+
+    return everywhere(ask) or False
 
 
 def _is_plain(embedding: nn.Embedding) -> bool:
@@ -291,6 +345,19 @@ def _read_by_functions(source: str, readers: Mapping[str, Any]) -> Iterator[str]
                 yield from _READ_OF_ANY.findall(inspect.getsource(readers[name]))
 
 
+@functools.cache
+def _weights_written_by(cls: type) -> frozenset[str]:
+    """Ends of the names of layers whose weights methods of a class change in place: "attention.output"."""
+    found: set[str] = set()
+    for name, function in vars(cls).items():
+        method = inspect.unwrap(function) if inspect.isfunction(function) else None
+        if name == "_init_weights" or method is None or "weight" not in _names_in(method.__code__):
+            continue
+        with contextlib.suppress(OSError):  # without source
+            found.update(_WRITTEN.findall(_FOR_TRAINING.sub("", inspect.getsource(method))))
+    return frozenset(found)
+
+
 def _reads_weight(value: Any) -> bool:
     return isinstance(value, types.FunctionType) and "weight" in _names_in(value.__code__)
 
@@ -306,17 +373,31 @@ def _towers(model: Any) -> Iterator[str]:
         around, text = around_text(model)
     except (NotImplementedError, AttributeError):
         return
+    readers = {id(m) for part in _encoder_and_decoder(model) if _reads_tokens(part) for m in part.modules()}
     models = {name for name, module in model.named_modules() if hasattr(module, "base_model_prefix")}
     for name in models - around:
-        if not name.startswith(f"{text}.") or not text:
+        inside = text != "" and name.startswith(f"{text}.")
+        if not inside and id(model.get_submodule(name)) not in readers:
             yield name
 
 
-def _drop_half_shared(model: nn.Module, found: Weights) -> None:
+def _encoder_and_decoder(model: Any) -> list[Any]:
+    if not getattr(model.config, "is_encoder_decoder", False):
+        return []
+    return [part for part in (model.get_encoder(), model.get_decoder()) if part is not model]
+
+
+def _reads_tokens(model: Any) -> bool:
+    """Whether the input of an encoder or a decoder are ids of tokens, not pictures or sounds."""
+    try:
+        return isinstance(model.get_input_embeddings(), nn.Embedding)
+    except (NotImplementedError, AttributeError):
+        return False
+
+
+def _drop_half_shared(together: Mapping[str, list[str]], found: Weights) -> None:
     """A weight that several modules share is quantised only if all of them are targets in the same format."""
-    groups = _sharing(model)
-    groups += [list({target, source}) for target, source in tied_layers(model).items()]
-    for names in groups:
+    for names in together.values():
         formats = [found.targets[n].formats if n in found.targets else None for n in names]
         if any(f != formats[0] for f in formats):
             for name in names:
@@ -325,19 +406,35 @@ def _drop_half_shared(model: nn.Module, found: Weights) -> None:
                     found.dense[name] = f"it shares its weight with {other}, which is not quantised alike"
 
 
-def _sharing(model: nn.Module) -> list[list[str]]:
-    """The names of modules that have a parameter in common."""
-    owners: dict[int, dict[int, str]] = defaultdict(dict)
+def _sharing(model: nn.Module, targets: Mapping[str, Target]) -> list[list[str]]:
+    """The names of modules that have the weight of a target in common."""
+    parts = [target.module._parameters.get(p) for target in targets.values() for p in target.parameters]
+    weights = {id(weight) for weight in parts if weight is not None}
+    owners: dict[int, dict[str, None]] = defaultdict(dict)
     for name, module in model.named_modules():
         for parameter in module._parameters.values():
-            if parameter is not None:
-                owners[id(parameter)][id(module)] = name
-    return [list(names.values()) for names in owners.values() if len(names) > 1]
+            if id(parameter) in weights:
+                owners[id(parameter)][name] = None
+    return [list(names) for names in owners.values() if len(names) > 1]
+
+
+def _together(model: nn.Module, every: Mapping[str, Target]) -> dict[str, list[str]]:
+    """{name: all names, in the model's order} of modules that share a weight, or that transformers ties."""
+    names = {id(module): name for name, module in model.named_modules()}
+    aliases = {alias: names[id(m)] for alias, m in model.named_modules(remove_duplicate=False)}
+    groups: list[set[str]] = []
+    pairs = [{aliases.get(n, n) for n in pair} for pair in tied_layers(model).items()]
+    for new in [*map(set, _sharing(model, every)), *pairs]:
+        new = new.union(*(group for group in groups if group & new))
+        groups = [group for group in groups if not group & new] + [new]
+    order = {name: place for place, name in enumerate(names.values())}
+    ordered = [sorted(group, key=lambda name: order.get(name, -1)) for group in groups if len(group) > 1]
+    return {name: group for group in ordered for name in group}
 
 
 def shared_weights(model: nn.Module, targets: Mapping[str, Target]) -> dict[str, list[str]]:
     """{name: names of other targets} that have the same tensor as their weight."""
-    groups = [[n for n in names if n in targets] for names in _sharing(model)]
+    groups = [[n for n in names if n in targets] for names in _sharing(model, targets)]
     return {name: [n for n in names if n != name] for names in groups for name in names}
 
 
