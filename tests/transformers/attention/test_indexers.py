@@ -6,8 +6,9 @@ import pytest
 import torch
 from support import tiny_models
 from support.launches import launches
-from support.models import assert_close, eager, in_parts, operators_of, output
-from support.tiny_models import tiny_model
+from support.models import assert_close, eager, edit_forward, in_parts, operators_of, output
+from support.tiny_models import modelling, tiny_config, tiny_model
+from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from transformers import DynamicCache
 from transformers.models.deepseek_v32.modeling_deepseek_v32 import DeepseekV32Indexer
@@ -151,6 +152,31 @@ def test_a_token_reads_the_blocks_that_are_chosen(simulated):
     assert "selected" in sparse.kernel and "selected" not in full.kernel
     keys, blocks = (sum(d.buffers[number].distinct_bytes_read for number in (1, 2)) for d in (full, sparse))
     assert 0 < blocks <= keys * (32 + 201 % 32) // 201
+
+
+def indexer_of(architecture: str, heads: int) -> nn.Module:
+    """An indexer as wide as those of large models, without its weights."""
+    config = tiny_config(architecture, index_n_heads=heads, index_head_dim=128, hidden_size=2048)
+    file = modelling(architecture)
+    (cls,) = (cls for name, cls in vars(file).items() if name.endswith("Indexer"))
+    with torch.device("meta"):
+        return cls(config.get_text_config(), 0)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_few_heads_are_recognised(architecture):
+    """relu leaves no score for many of their keys, of which a trial knows no order."""
+    for heads in (2, 4, 16):
+        forward, _ = rewrite_indexer(indexer_of(architecture, heads))
+        assert forward is indexer_forward, heads
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_an_indexer_without_relu_is_another_one(heads):
+    """A head by itself gives keys the same order with relu and without."""
+    indexer = indexer_of("deepseek_v32", heads)
+    edit_forward(indexer, "F.relu(scores)", "scores")
+    assert rewrite_indexer(indexer) is None
 
 
 def test_one_that_is_rewritten_is_recognised_without_a_change():

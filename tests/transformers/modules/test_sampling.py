@@ -8,7 +8,7 @@ import torch
 from support import tiny_models
 from support.launches import launches
 from support.waits import Waits
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import LogitsProcessor, LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture import calls
@@ -92,6 +92,44 @@ def test_launches(model, simulated):
     (samples, names), (chooses, _) = count(**how), count(**greedy)
     assert (before, samples, chooses) == ((70, 50), 50, 49)
     assert names["exponential_"] == names["sample_rows_bf16"] == 1 and not names["multinomial"]
+
+
+class Cools(LogitsProcessor):
+    """Changes the warper behind it with each token."""
+
+    def __init__(self, warper, name, values):
+        self.warper, self.name, self.values = warper, name, iter(values)
+
+    def __call__(self, input_ids, scores):
+        setattr(self.warper, self.name, next(self.values))
+        return scores
+
+
+def test_processors_that_change_from_token_to_token(model):
+    """Their values count as they are when a token is drawn."""
+
+    def cooling(warper, name, values):
+        processors = LogitsProcessorList([Cools(warper, name, values), warper])
+        return {"top_k": 0, "max_new_tokens": 2, "logits_processor": processors}
+
+    for make in (
+        lambda: cooling(TemperatureLogitsWarper(1.0), "temperature", (30.0, 0.01)),
+        lambda: cooling(TopKLogitsWarper(2), "filter_value", (-torch.inf, -1.0)),
+    ):
+        with own_code():
+            expected = generated(model, **make())
+        assert torch.equal(generated(model, **make()), expected)
+
+
+@pytest.mark.parametrize("do_sample", [True, False])
+def test_ends_in_a_tensor(model, do_sample):
+    """As a list of them."""
+    options = {"do_sample": do_sample, "max_new_tokens": 3}
+    tokens = generated(model, IDS[:1], **options)[0, IDS.shape[1] :].tolist()
+    for device in ("cpu", "mps"):
+        for ends in ([tokens[1], 96], [], tokens[1]):
+            ending = generated(model, IDS[:1], **options, eos_token_id=torch.tensor(ends, device=device))
+            assert ending[0, IDS.shape[1] :].tolist() == (tokens[:2] if ends else tokens)
 
 
 class Broken(LogitsProcessor):

@@ -20,15 +20,26 @@ from ..caches.held import HeldIndex
 from ..modules.experts import is_observed
 from ..modules.rules.constants import constant
 from ..modules.rules.rope import TURNS, Turn, tables_and_options
-from ..modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from ..modules.rules.trial import (
+    LEAST_HEADS,
+    HeldKeys,
+    agrees,
+    has_parts,
+    numbers,
+    tried,
+    twin_of,
+    untied,
+    verdict,
+)
 from .causal_mask import CausalMask
+from .chosen_keys import Choice
 
 ops = torch.ops.moe_mps
 
 _LAYERS = ("wq_b", "wk", "k_norm", "weights_proj")
 _NUMBERS = ("n_heads", "head_dim", "index_topk", "softmax_scale", "layer_idx")
 _TAKEN = {"q_resid", "position_embeddings", "attention_mask", "position_ids", "past_key_values"}
-_BATCH, _TOKENS, _BEFORE = 2, 3, 4  # of a trial
+_BATCH, _TOKENS, _BEFORE = 16, 3, 4  # of a trial, of whose rows those with equal scores do not count
 # The attribute of indices none of which its token does not see.
 IN_ORDER = "_moe_mps_in_order"
 
@@ -57,33 +68,33 @@ def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwa
     runs = type(mask) is CausalMask and mask.window is None and mask.dtype is not torch.bool
     if not runs or hidden_states.dtype is torch.float64 or cos.shape[-1] != form.rotary:
         return original_class(indexer).forward(indexer, hidden_states, *args, **kwargs)
-    return _chosen(indexer, form, hidden_states, given, mask.seen, mask.key_range)
+    seen, device = mask.seen, hidden_states.device
+    choice = _choice(indexer, form, hidden_states, given, seen)
+    if choice is None:
+        # Programs hold these numbers, so they are as many as an indexer can choose.
+        count = indexer.index_topk
+        every = constant(
+            ("keys", device), lambda: torch.arange(count, dtype=torch.int32, device=device), count
+        )
+        return every[:seen].expand(*hidden_states.shape[:2], seen)
+    q, k, weights, top_k, scale, *_ = choice
+    chosen: Tensor = ops.index_topk(q, k, weights, top_k, scale, key_range=mask.key_range)
+    setattr(chosen, IN_ORDER, True)
+    return chosen
 
 
-def _chosen(
-    indexer: Any,
-    form: IndexerForm,
-    hidden: Tensor,
-    given: dict[str, Any],
-    seen: int,
-    key_range: Tensor | None,
-) -> Tensor:
-    batch, tokens, _ = hidden.shape
+def _choice(
+    indexer: Any, form: IndexerForm, hidden: Tensor, given: dict[str, Any], seen: int
+) -> Choice | None:
+    """Adds the new keys to the cache. Returns: None where tokens may choose all keys."""
     chooses = seen > indexer.index_topk
     q = _queries(indexer, hidden, given) if chooses else None
     q, k = _into_cache(indexer, form, q, indexer.wk(hidden), given)
     if q is None:
-        # Programs hold these numbers, so they are as many as an indexer can choose.
-        count, device = indexer.index_topk, k.device
-        every = constant(
-            ("keys", device), lambda: torch.arange(count, dtype=torch.int32, device=device), count
-        )
-        return every[:seen].expand(batch, tokens, seen)
+        return None
     weights = indexer.weights_proj(hidden.to(indexer.weights_proj.weight.dtype))
     scale = indexer.softmax_scale * indexer.n_heads**-0.5
-    chosen: Tensor = ops.index_topk(q, k[:, :seen], weights, indexer.index_topk, scale, key_range=key_range)
-    setattr(chosen, IN_ORDER, True)
-    return chosen
+    return Choice(q, k[:, :seen], weights, indexer.index_topk, scale, 1, {})
 
 
 def _into_cache(
@@ -133,7 +144,13 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     names = tuple(inspect.signature(original_class(module).forward).parameters)[2:]
     rotary, width = getattr(module, "qk_rope_head_dim", None), getattr(module, "head_dim", 0)
     fits = {*names} <= _TAKEN and {*names} >= _TAKEN - {"q_resid", "position_ids"}
-    if not fits or not isinstance(rotary, int) or not 0 < rotary <= width <= MAX_INDEX_WIDTH:
+    heads: Any = module.n_heads
+    if (
+        not fits
+        or heads < LEAST_HEADS
+        or not isinstance(rotary, int)
+        or not 0 < rotary <= width <= MAX_INDEX_WIDTH
+    ):
         return None
     depends_on(module, "qk_rope_head_dim")
     depends_on(module, "use_rope")
@@ -157,8 +174,8 @@ def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int)
     }
     given = {name: value for name, value in every.items() if name in names}
 
-    def ours(twin: nn.Module, hidden: Tensor, **given: Any) -> Tensor:
-        return _chosen(twin, form, hidden, given, keys, None)
+    def ours(twin: nn.Module, hidden: Tensor, **given: Any) -> Choice | None:
+        return _choice(twin, form, hidden, given, keys)
 
     cache = HeldKeys(before, twin.layer_idx)
     own = tried(original_class(module).forward, twin, hidden, **given, past_key_values=cache)
@@ -168,7 +185,12 @@ def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int)
             continue
         form, held = IndexerForm(names, turn, rotary), HeldKeys(before, twin.layer_idx)
         found = tried(ours, twin, hidden, **given, past_key_values=held)
-        same = isinstance(found, Tensor) and torch.equal(own.sort(-1).values, found)
-        if same and agrees(cache.keys, held.keys):
+        if isinstance(found, Choice) and agrees(cache.keys, held.keys) and _is_same(own, found):
             return form
     return None
+
+
+def _is_same(own: Tensor, found: Choice) -> bool:
+    known = untied(found.q, found.k)
+    chosen = found.chosen(0, _TOKENS, _BEFORE + _TOKENS)
+    return bool(known.any()) and torch.equal(own.sort(-1).values[known], chosen[known])

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from ...ops.attention import MAX_INDEX_BLOCK
 from ...ops.index import MAX_INDEX_WIDTH
+from ..modules.rules.trial import LEAST_HEADS, untied
 from .chosen_keys import Choice
 
-BATCH, TOKENS, BEFORE, RATE, POOLS = 2, 3, 8, 2, 2  # of a trial
+BATCH, TOKENS, BEFORE, RATE, POOLS = 8, 3, 8, 2, 2  # of a trial
 
 
 def layer_of(indexer: Any, cache: Any) -> Any:
@@ -28,14 +29,18 @@ def pools_of(layer: Any, keys: Tensor, rate: int, pool: Callable[[int, int], Ten
     return pool(0, count) if layer is None else layer.pools_of(count, rate, pool)
 
 
-def fits(width: int, rate: int) -> bool:
-    return width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and 1 < rate <= MAX_INDEX_BLOCK
+def fits(heads: int, width: int, rate: int) -> bool:
+    return (
+        heads >= LEAST_HEADS
+        and width % 4 == 0
+        and 0 < width <= MAX_INDEX_WIDTH
+        and 1 < rate <= MAX_INDEX_BLOCK
+    )
 
 
 def is_same(own: Tensor, found: Choice) -> bool:
-    """Whether a mask shows what is chosen, of tokens of which no two pools have a score of zero."""
-    scores = torch.einsum("bthd,bsd->bhts", found.q, found.k).relu()
-    known = (scores.sum(1) == 0).sum(-1) < 2
+    """Whether a mask shows what is chosen, of tokens whose pools have no equal scores."""
+    known = untied(found.q, found.k)
     keys = BEFORE + TOKENS
     order = torch.ones(TOKENS, keys, dtype=torch.bool).tril(BEFORE)
     mask = found.as_mask(None, 1, TOKENS, keys)

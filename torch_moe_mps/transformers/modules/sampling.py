@@ -49,10 +49,10 @@ class Sampling:
         self._others, self.known = (
             LogitsProcessorList(part) for part in (processors[:first], processors[first:])
         )
-        self._arguments = {_KNOWN[type(p)]: getattr(p, _KNOWN[type(p)]) for p in self.known}
         self.draws = bool(config.do_sample)
         end = config.eos_token_id
-        self._end = next(iter(end), 0) if isinstance(end, (list, tuple)) else end or 0
+        ends = end.flatten().tolist() if isinstance(end, Tensor) else end
+        self._end = next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
         self._invalid: Tensor | None = None
 
     def take(self, outputs: Any) -> None:
@@ -66,13 +66,20 @@ class Sampling:
             scores = self._others(input_ids, scores.elements() if isinstance(scores, _Steps) else scores)
         return _Steps(self, scores.logits if isinstance(scores, _Steps) else scores, _SCORES)
 
-    def draw(self, logits: Tensor) -> Tensor:
-        """A token of each row, with the numbers that `torch.multinomial` would draw."""
+    def draw(self, logits: Tensor) -> Tensor | None:
+        """A token of each row, with the numbers that `torch.multinomial` would draw.
+
+        None where the operator does not draw it. Processors may change from token to token, so each token
+        asks them for their arguments.
+        """
+        if logits.shape[1] > MAX_VOCABULARY or not all(map(_is_plain, self.known)):
+            return None
         draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
         if self._invalid is None:
             self._invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
         end = self._end if 0 <= self._end < logits.shape[1] else 0
-        return sample_(logits, draws, self._invalid, **self._arguments, otherwise=end)
+        arguments = {_KNOWN[type(each)]: getattr(each, _KNOWN[type(each)]) for each in self.known}
+        return sample_(logits, draws, self._invalid, **arguments, otherwise=end)
 
     def require_distributions(self) -> None:
         """Raises: RuntimeError if a token had no distribution to be drawn from."""
@@ -140,7 +147,8 @@ class _Steps:
             and stage == _PROBABILITIES
             and (args, given) == ((), {"num_samples": 1})
         ):
-            return sampling.draw(logits)[:, None] if logits.shape[1] <= MAX_VOCABULARY else None
+            token = sampling.draw(logits)
+            return None if token is None else token[:, None]
         if func is torch.argmax and stage == _SCORES and not sampling.known:  # the same as of float32
             return logits.argmax(*args, **kwargs)
         return None
@@ -148,13 +156,17 @@ class _Steps:
 
 def _is_known(processor: Any, following: list[Any]) -> bool:
     """Whether a processor is one that the operator knows, in front of `following`: at most one more."""
-    cls = type(processor)
     return (
-        cls in _KNOWN
-        and getattr(processor, "filter_value", -torch.inf) == -torch.inf
-        and getattr(processor, "min_tokens_to_keep", 1) == 1
-        and all(_ORDER.index(cls) < _ORDER.index(type(each)) for each in following)
+        type(processor) in _KNOWN
+        and _is_plain(processor)
+        and all(_ORDER.index(type(processor)) < _ORDER.index(type(each)) for each in following)
     )
+
+
+def _is_plain(processor: Any) -> bool:
+    """Whether a processor has nothing set but what the operator takes."""
+    hides = getattr(processor, "filter_value", -torch.inf) == -torch.inf
+    return hides and getattr(processor, "min_tokens_to_keep", 1) == 1
 
 
 def current() -> Sampling | None:

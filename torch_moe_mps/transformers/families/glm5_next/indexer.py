@@ -106,7 +106,7 @@ def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
     if (
         not has
         or not isinstance(module.k_norm, nn.LayerNorm)
-        or not fits(module.head_dim, module.index_kpool)
+        or not fits(module.n_heads, module.head_dim, module.index_kpool)
     ):
         return None
     return (kpool_forward, [Done("index_topk")]) if verdict(module, _agrees) else None

@@ -94,7 +94,7 @@ def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for an indexer of pools by their means, else None."""
     if not has_parts(module, _PARTS, _NUMBERS) or module.index_kv_heads != 1:
         return None
-    if not fits(module.index_head_dim, module.compress_ratio):
+    if not fits(module.index_n_heads, module.index_head_dim, module.compress_ratio):
         return None
     turn = verdict(module, _turn_of) if all(hasattr(norm, "eps") for norm in _norms(module)) else None
     if turn is None:

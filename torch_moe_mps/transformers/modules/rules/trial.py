@@ -39,6 +39,7 @@ def tried(function: Callable, *arguments: Any, **options: Any) -> Any:
 _verdicts = Bounded(256)  # {what modules have in common: what a trial gave, in a tuple}
 _PLAIN = (type(None), bool, int, float, str, torch.dtype, torch.device)
 _DIRECTIONS = 4  # so that queries and keys differ in more than their length
+LEAST_HEADS = 2  # that tell an indexer's relu from nothing: one head's keys come in the same order
 _OF_MODULES = {*vars(nn.Module()), STATE}
 _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the same may differ in these
 
@@ -193,6 +194,19 @@ def has_parts(module: nn.Module, layers: Iterable[str], numbers: Iterable[str]) 
 def numbers(*shape: int) -> Tensor:
     """Random ones about 0, the same for each shape."""
     return torch.rand(shape, generator=torch.Generator().manual_seed(sum(shape))) - 0.5
+
+
+def untied(q: Tensor, k: Tensor) -> Tensor:
+    """[B, T]: for which tokens at most one key has no head with a score above zero.
+
+    relu leaves of others the score 0, and which of equal scores comes first is open.
+
+    Args:
+        q: [B, T, H, D].
+        k: [B, S, D].
+    """
+    scores = torch.einsum("bthd,bsd->bths", q, k).relu().sum(2)
+    return (scores == 0).sum(-1) < 2
 
 
 class HeldKeys(HeldPools):
