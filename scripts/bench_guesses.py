@@ -16,7 +16,7 @@ from support.trained import MISSING, smollm2
 from support.trained_models import asked, tokenizer_of
 
 import torch_moe_mps
-from torch_moe_mps.commands.speculation import Speculation
+from torch_moe_mps.serving.speculation import Speculation
 
 CODE = """
 def area(width, height):

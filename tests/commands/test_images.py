@@ -8,8 +8,8 @@ from support.images import as_url, picture, write_llava
 from support.serving import client_of
 
 from torch_moe_mps.commands import main
-from torch_moe_mps.commands.generating import Generating, images_of
-from torch_moe_mps.commands.prompts import Prompts
+from torch_moe_mps.serving.generating import Generating, images_of
+from torch_moe_mps.serving.prompts import Prompts
 
 
 @pytest.fixture(scope="module")

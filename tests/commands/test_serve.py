@@ -21,10 +21,10 @@ from transformers.cli.chat import RichInterface
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.chat import _free_port
-from torch_moe_mps.commands.generating import Generating
-from torch_moe_mps.commands.prompts import Prompts
 from torch_moe_mps.commands.sources import load
-from torch_moe_mps.commands.speculation import Speculation
+from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.serving.speculation import Speculation
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
 
@@ -193,7 +193,7 @@ def test_the_memory_of_kept_prompts_is_bounded(checkpoint, computed):
 @pytest.mark.parametrize("way", ["interrupt", "end"])
 def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, computed):
     """What was computed of it is kept."""
-    monkeypatch.setattr("torch_moe_mps.commands.prompts.AT_ONCE", 16)
+    monkeypatch.setattr("torch_moe_mps.serving.prompts.AT_ONCE", 16)
     generating = Generating(load(options("chat", checkpoint), str(checkpoint), "cpu"), Prompts(1 << 30))
     ids = torch.arange(100)[None] % 26
     given = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 3}

@@ -159,7 +159,7 @@ def test_temperature_samples_and_a_seed_repeats(client, checkpoint):
 
 def test_a_client_that_leaves_frees_its_place(client, checkpoint):
     """Streaming or not, in a prompt, in an answer and in the queue; what it asked for is not computed."""
-    from torch_moe_mps.commands.generating import Generating
+    from torch_moe_mps.serving.generating import Generating
 
     ended, started, own = queue.SimpleQueue(), threading.Event(), Generating.generate
 

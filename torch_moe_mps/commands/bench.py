@@ -26,15 +26,16 @@ from .._faults import synchronize
 from ..macs import this_mac
 from ..pipeline.torchrun import is_first_process, processes, sum_of_processes
 from ..selfcheck import tensor_units
+from ..serving.generating import Generating, prepare_steps
+from ..serving.speculation import Speculation
 from ..transformers.capture.calls import tokens_of
 from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
-from .generating import Generating, prepare_steps
 from .perplexity import text_ids
 from .results import check_writable, write_json
 from .sources import context_of, folder_of, load, loading_options, skeleton_of, usable_device
-from .speculation import Speculation, check_speculation, speculation_of
+from .speculation import check_speculation, speculation_of
 
 _CHUNK = 2048  # tokens of a context that are read at once
 _DEPTHS = (0, 4096, 16384)

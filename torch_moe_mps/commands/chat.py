@@ -14,7 +14,7 @@ from unittest import mock
 
 from ..ops._checks import first_line
 from ..pipeline.torchrun import is_first_process
-from .generating import at_ctrl_c
+from .interrupts import at_ctrl_c
 from .results import check_writable
 from .serving import follow, server
 from .settings import settings_of

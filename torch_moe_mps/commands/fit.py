@@ -19,6 +19,7 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
+from ..serving.prompts import AT_ONCE, prompt_bytes
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.config import QuantizationConfig
 from ..transformers.checkpoints.files import checkpoint_files
@@ -30,7 +31,6 @@ from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, tot
 from ..transformers.checkpoints.source import Source
 from ..transformers.checkpoints.targets import Target, weights_of
 from .caches import KVCache, kv_cache
-from .prompts import AT_ONCE, prompt_bytes
 from .recipes import arguments_of_recipe
 from .results import check_writable, write_json
 from .sources import LONGEST, context_of, folder_of, skeleton_of

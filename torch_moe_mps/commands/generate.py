@@ -14,9 +14,10 @@ import torch
 
 from ..macs import machine_memory
 from ..pipeline.torchrun import processes
+from ..serving.generating import Generating
+from ..serving.prompts import Prompts
 from ..transformers.caches.cache import pools_padding
-from .generating import Generating, at_ctrl_c
-from .prompts import Prompts
+from .interrupts import at_ctrl_c
 from .results import check_writable
 from .settings import settings_of
 from .sources import context_of, folder_of, load, tokenizer_of, usable_device

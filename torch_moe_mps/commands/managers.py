@@ -9,11 +9,11 @@ import torch
 from transformers.cli.serving import utils
 
 from ..ops._checks import first_line
-from .generating import Generating
+from ..serving.generating import Generating
+from ..serving.speculation import print_counts
 from .logprobs import Logprobs, Shown
 from .requests import Cut, Refused, cut, wrong
 from .sources import context_of
-from .speculation import print_counts
 from .structured import Grammars
 
 # With continuous batching: {setting: its field}, of settings that no request can have for itself.

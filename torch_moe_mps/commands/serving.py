@@ -15,13 +15,14 @@ from unittest import mock
 
 from ..macs import machine_memory
 from ..pipeline.torchrun import is_first_process, processes
+from ..serving.generating import Generating
+from ..serving.prompts import Prompts
+from ..serving.speculation import print_counts
 from . import logprobs, tools
-from .generating import Generating
 from .guard import Guard, error_response
-from .prompts import Prompts
 from .requests import Refused, check, cut, refuse_unless_empty
 from .sources import folder_of, load, name_of, usable_device
-from .speculation import check_speculation, print_counts, speculation_of
+from .speculation import check_speculation, speculation_of
 from .structured import schema_of
 
 # {handler of transformers' server: the field with the prompt}.

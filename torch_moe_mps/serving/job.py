@@ -37,7 +37,7 @@ class Job:
             change them.
 
     Attributes:
-        cached_tokens: of the prompt, which were kept and are not computed again; known before the first token.
+        cached_tokens: of the prompt, kept and not computed again; known before the first token.
     """
 
     inputs: dict[str, Tensor]

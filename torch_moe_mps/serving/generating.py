@@ -4,11 +4,10 @@ import copy
 import functools
 import hashlib
 import re
-import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -197,26 +196,6 @@ class _Steps(StoppingCriteria):
         synchronize(self.device)
         if self.error is None and self.streamer is not None:
             self.streamer.end()
-
-
-@contextmanager
-def at_ctrl_c(first: Callable[[], None] | None = None) -> Iterator[None]:
-    """Ctrl-C calls `first`, and raises KeyboardInterrupt from the second time on, or without `first` at once.
-
-    In an event loop, Python would cancel the whole chat at the next step that waits.
-    """
-    left = [] if first is None else [first]
-
-    def handle(number: int, frame: object) -> None:
-        if not left:
-            raise KeyboardInterrupt
-        left.pop()()
-
-    before = signal.signal(signal.SIGINT, handle)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def prepare_steps(model: Any) -> None:

@@ -1,0 +1,88 @@
+"""Tokens that are guessed and verified together, in ways that transformers has."""
+
+import functools
+import sys
+from typing import Any
+
+from transformers import DynamicCache
+from transformers.generation.candidate_generator import AssistedCandidateGenerator
+
+from ..transformers.basics.state import Beside
+from ..transformers.caches.prompt_cache import new_cache
+from .prompts import Kept, Prompts
+
+
+class Speculation(Beside):
+    """Counts what `generate` guesses and accepts.
+
+    Args:
+        arguments: of `generate`.
+
+    Attributes:
+        prompts: of the draft, which are kept as the model's are; None keeps none.
+    """
+
+    def __init__(self, arguments: dict[str, Any]):
+        self.arguments, self.guessed, self.accepted = arguments, 0, 0
+        self.prompts: Prompts | None = None
+        self._drafted: tuple[Any, Any] | None = None  # tokens and cache of the last `generate`
+
+    @property
+    def acceptance(self) -> float | None:
+        """The share of the guessed tokens that were accepted."""
+        return self.accepted / self.guessed if self.guessed else None
+
+    def __str__(self) -> str:
+        share = "" if self.acceptance is None else f" ({100 * self.acceptance:.0f} %)"
+        return f"{self.accepted} of {self.guessed} guessed tokens accepted{share}"
+
+    def count(self, model: Any) -> None:
+        """Counts from now on what the model's `generate` does."""
+        own = functools.partial(type(model)._get_candidate_generator, model)
+
+        def counted(*given: Any, **named: Any) -> Any:
+            self._drafted = None
+            generator = own(*given, **named)
+            guess, update = generator.get_candidates, generator.update_candidate_strategy
+            # One for another tokenizer has other tokens.
+            keeps = self.prompts is not None and type(generator) is AssistedCandidateGenerator
+
+            def get_candidates(ids: Any, *others: Any, **more: Any) -> Any:
+                if keeps and self._drafted is None:
+                    self._begin(generator, ids[0].cpu())
+                found = guess(ids, *others, **more)
+                self.guessed += found[0].shape[1] - ids.shape[1]
+                if keeps and found[0].shape[1] > ids.shape[1]:
+                    self._drafted = found[0][0].cpu(), generator.assistant_kwargs["past_key_values"]
+                return found
+
+            def update_candidate_strategy(ids: Any, scores: Any, matches: Any) -> Any:
+                self.accepted += int(matches)
+                return update(ids, scores, matches)
+
+            generator.get_candidates = get_candidates
+            generator.update_candidate_strategy = update_candidate_strategy
+            return generator
+
+        model._get_candidate_generator = counted
+
+    def keep(self) -> None:
+        """Keeps what the draft has computed for the last `generate`."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None and self.prompts is not None and type(drafted[1]) is DynamicCache:
+            ids, cache = drafted
+            self.prompts.put(Kept(ids[: cache.get_seq_length()], cache))
+
+    def _begin(self, generator: Any, ids: Any) -> None:
+        """Gives the draft what there is for a prompt."""
+        assert self.prompts is not None
+        draft = generator.assistant_model
+        kept = self.prompts.take(ids, new_cache(draft))
+        if len(kept.ids):
+            generator.assistant_kwargs["past_key_values"] = kept.cache
+
+
+def print_counts(speculation: Speculation | None) -> None:
+    """Says on stderr how many guessed tokens were accepted, if any were guessed."""
+    if speculation is not None:
+        print(speculation, file=sys.stderr)
