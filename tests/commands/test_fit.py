@@ -16,7 +16,7 @@ from torch_moe_mps import macs
 from torch_moe_mps.commands import fit, main
 from torch_moe_mps.commands.caches import kv_cache
 from torch_moe_mps.serving.prompts import prompt_bytes
-from torch_moe_mps.transformers.capture.caches import parts
+from torch_moe_mps.transformers.caches.state import parts
 
 # Qwen3-30B-A3B with a quarter of its layers, where their number says nothing.
 QWEN3 = {

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import LinearAttentionCacheLayerMixin
+from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerMixin
 
 from ..transformers.checkpoints.absent import beside_text, leave_out
 from .loop import Loop
@@ -24,9 +24,9 @@ class Elsewhere(nn.Module):
         results: set to what the layer returned in the other process, just before the model is called.
     """
 
-    def __init__(self, layer: nn.Module, index: int, loop: Loop):
+    def __init__(self, module: nn.Module, index: int, loop: Loop):
         super().__init__()
-        plain = {k: v for k, v in vars(layer).items() if isinstance(v, str | int | float | bool | None)}
+        plain = {k: v for k, v in vars(module).items() if isinstance(v, str | int | float | bool | None)}
         vars(self).update({k: v for k, v in plain.items() if not k.startswith("_")})
         self.index, self.results = index, loop.results
         self.convolves = index in loop.convolving
@@ -73,7 +73,7 @@ def count_tokens(cache: Any, index: int, hidden: Tensor, convolves: bool) -> Non
     if isinstance(layer, LinearAttentionCacheLayerMixin):
         for state in range(layer.number_of_states if convolves else 0):
             layer.update_conv_state(hidden.new_zeros(batch, 1, tokens), state, conv_kernel_size=1)
-    if layer is None or (hasattr(layer, "get_seq_length") and hasattr(layer, "keys")):
+    if layer is None or isinstance(layer, CacheLayerMixin):
         number = hidden.new_zeros(batch, 1, tokens, 1)
         cache.update(number, number, index)
 

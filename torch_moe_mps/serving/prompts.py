@@ -24,7 +24,7 @@ from ..transformers.caches.prompt_cache import (
     prefix,
     save_prompt_cache,
 )
-from ..transformers.capture.caches import parts
+from ..transformers.caches.state import LayerState, bytes_of_storages
 from ..transformers.checkpoints.sizes import top_k
 
 AT_ONCE = 2048  # tokens of a prompt
@@ -77,8 +77,9 @@ class Kept:
         return shared if images is None or (images == self.images and shared >= images.end) else 0
 
     def nbytes(self) -> int:
-        storages = {s.data_ptr(): s.nbytes() for s in map(Tensor.untyped_storage, _tensors(self))}
-        return sum(storages.values())
+        held = [tensor for layer in self.cache.layers for tensor in LayerState(layer).tensors().values()]
+        kept = [state for state in tree_leaves(self.states) if isinstance(state, Tensor)]
+        return bytes_of_storages(held + kept)
 
 
 class Prompts:
@@ -206,12 +207,6 @@ def _begins(kept: Kept, other: Kept) -> bool:
     """Whether a prompt begins with another, images included."""
     same = other.images in (None, kept.images) and len(other.ids) <= len(kept.ids)
     return same and torch.equal(kept.ids[: len(other.ids)], other.ids)
-
-
-def _tensors(kept: Kept) -> list[Tensor]:
-    """Those of a cache and of kept states, of which quantised ones have parts."""
-    held = tree_leaves([*map(vars, kept.cache.layers), kept.states])
-    return [part for each in held if isinstance(each, Tensor) for part in parts(each)]
 
 
 def prompt_bytes(model: Any, tokens: int) -> int:

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
+from torch_moe_mps.transformers.caches.state import parts
 from torch_moe_mps.transformers.capture import calls
-from torch_moe_mps.transformers.capture.caches import parts
 from torch_moe_mps.transformers.capture.calls import captures_of
 
 # Qwen3-30B-A3B: of its experts those that a token is routed to, one of its layers, fewer rows of the head.

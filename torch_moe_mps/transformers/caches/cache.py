@@ -23,6 +23,7 @@ from ..basics.state import NOTHING, STATE, state_of
 from .held import HeldEntries
 from .layers import growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
+from .state import LayerState
 
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
@@ -130,7 +131,7 @@ def as_held(layer: Any, bits: int) -> dict[str, Any]:
     """The attributes of a layer of a plain cache; keys and values as a model with these kv_bits has them."""
     plain: Any = type(layer)
     cls = growing_class(plain, bits if bits == CACHE_BITS else None)
-    held = dict(vars(layer))
+    held = LayerState(layer).values()
     if getattr(cls, "bits", None) is not None and can_be_quantized(layer.keys, layer.values):
         held |= {name: QuantizedStates.empty(held[name], held[name].shape[2]) for name in ("keys", "values")}
     return held

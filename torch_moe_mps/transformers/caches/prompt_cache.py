@@ -29,6 +29,7 @@ from ...ops._checks import first_line
 from ..basics.state import kv_bits_of
 from .layers import growing_class
 from .quantized_states import QuantizedStates
+from .state import LayerState, copy_of_cache, copy_of_layer
 
 _PACKAGE = __package__.partition(".")[0]
 _FORM = "torch_moe_mps prompt cache"
@@ -70,7 +71,7 @@ def runs_on(cache: DynamicCache) -> bool:
 def kept_states(cache: DynamicCache) -> dict[int, dict[str, Any]]:
     """Copies of the layers that cannot be cut back to the tokens that the cache has now."""
     return {
-        index: tree_map(_copy, dict(vars(layer)))
+        index: tree_map(_copy, LayerState(layer).values())
         for index, layer in enumerate(cache.layers)
         if isinstance(layer, LinearAttentionCacheLayerMixin) or getattr(layer, "is_sliding", False)
     }
@@ -85,18 +86,16 @@ def prefix(cache: DynamicCache, tokens: int, states: States) -> DynamicCache:
         states: of the prefixes that layers which cannot be cut are kept for; `tokens` is among them if there
             are such layers.
     """
-    found = DynamicCache()
-    found.__dict__.update(vars(cache))
-    found.layers = []
+    layers = []
     for index, layer in enumerate(cache.layers):
-        part = object.__new__(type(layer))
-        part.__dict__.update(vars(layer))
-        if not can_be_cut(layer):
-            part.__dict__.update(tree_map(_copy, dict(states[tokens][index])))
-        elif layer.is_initialized and layer.keys is not None:
-            part.crop(tokens - layer.get_seq_length())
-        found.layers.append(part)
-    return found
+        if can_be_cut(layer):
+            part = copy_of_layer(layer)
+            if layer.is_initialized and layer.keys is not None:
+                part.crop(tokens - layer.get_seq_length())
+        else:
+            part = copy_of_layer(layer, **tree_map(_copy, states[tokens][index]))
+        layers.append(part)
+    return copy_of_cache(cache, layers)
 
 
 def save_prompt_cache(
@@ -131,7 +130,7 @@ def save_prompt_cache(
         {
             "class": _plain(layer).__name__,
             "bits": getattr(layer, "bits", None),
-            "state": _stored(vars(layer), tensors),
+            "state": _stored(LayerState(layer).values(), tensors),
         }
         for layer in cache.layers
     ]
@@ -193,7 +192,7 @@ def load_with_states(
             if found["bits"] is not None:
                 plain: Any = type(layer)
                 layer.__class__ = growing_class(plain, found["bits"])
-            layer.__dict__ = read(found["state"])
+            LayerState(layer).replace(read(found["state"]))
         states = {position: {i: read(s) for i, s in of} for position, of in json.loads(about["states"])}
         return tensors["ids"][None].to(model.device), cache, states
     except (Unusable, OSError):

@@ -1,6 +1,5 @@
 """Where a cache has its states, and what of it stays from call to call."""
 
-import copy
 from collections.abc import Iterable
 from itertools import chain, repeat
 from operator import is_
@@ -11,14 +10,9 @@ from transformers import Cache, DynamicCache, StaticCache
 
 from ..attention.causal_mask import CausalMask
 from ..caches.cache import QuantizedCache
-from ..caches.quantized_states import QuantizedStates
+from ..caches.state import attributes_of, copy_of_cache, copy_of_layer, dictionaries_of, parts
 
 _CACHES = (DynamicCache, StaticCache, QuantizedCache)
-
-
-def parts(states: Tensor) -> tuple[Tensor, ...]:
-    """The tensors that states consist of."""
-    return states.parts() if isinstance(states, QuantizedStates) else (states,)
 
 
 def all_parts(states: tuple[Tensor, ...]) -> list[Tensor]:
@@ -40,7 +34,7 @@ def column_of(view: Tensor, memory: Tensor) -> int:
 
 def static_of(cache: Any) -> dict[str, Any]:
     """The class and the attributes of a cache; of its layers and of lists how many there are."""
-    own = {name: len(value) if type(value) is list else value for name, value in vars(cache).items()}
+    own = {name: len(value) if type(value) is list else value for name, value in attributes_of(cache).items()}
     return own | {"__class__": type(cache)}
 
 
@@ -53,7 +47,9 @@ def is_known(cache: Cache) -> bool:
 
 def lists_of(cache: Cache) -> list[list[Any]]:
     """States that a model's own cache holds beside its layers."""
-    return [value for value in vars(cache).values() if type(value) is list and value is not cache.layers]
+    return [
+        value for value in attributes_of(cache).values() if type(value) is list and value is not cache.layers
+    ]
 
 
 def items_of(held: Any) -> Iterable[tuple[Any, Any]]:
@@ -68,19 +64,10 @@ def places_of(cache: Any, known: list[tuple[type, list[str]]]) -> list[Any]:
     """The dictionaries that the layers of a cache hold what they hold in, and the cache's lists."""
     places = []
     for layer, (_, names) in zip(cache.layers, known, strict=True):
-        places.append(layer.__dict__)
-        for name in names:
-            places.append(layer.__dict__[name])
+        places += dictionaries_of(layer, names)
     return places + lists_of(cache)
 
 
 def empty_copy(cache: Any) -> Any:
     """A cache with layers like those of another one, which share nothing that changes."""
-    copied = copy.copy(cache)
-    vars(copied).update({name: [*value] for name, value in vars(cache).items() if type(value) is list})
-    copied.layers = []
-    for layer in cache.layers:
-        like = object.__new__(type(layer))
-        like.__dict__ |= {n: dict(v) if type(v) is dict else v for n, v in vars(layer).items()}
-        copied.layers.append(like)
-    return copied
+    return copy_of_cache(cache, [copy_of_layer(layer) for layer in cache.layers])

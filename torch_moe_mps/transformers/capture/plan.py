@@ -12,9 +12,10 @@ from transformers import Cache
 from ..attention.causal_mask import RANGE, CausalMask
 from ..caches.growing import END, MEMORY
 from ..caches.quantized_states import QuantizedStates
+from ..caches.state import LayerState, parts
 from ..graphs.tracing import NotCapturable, Recorder
 from .arguments import MASK, flat
-from .caches import all_parts, column_of, empty_copy, items_of, kind_of, parts, places_of, start_of, static_of
+from .caches import all_parts, column_of, empty_copy, items_of, kind_of, places_of, start_of, static_of
 from .fingerprint import default_device
 from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
 
@@ -91,7 +92,7 @@ class CallPlan:
             if entry.place == ARGUMENTS:
                 self._add_argument(entry)
         self._layers = [
-            (type(layer), [name for name, value in vars(layer).items() if type(value) is dict])
+            (type(layer), LayerState(layer).dictionaries)
             for layer in getattr(self.stand_ins.get(self._cache), "layers", ())
         ]
         self._add_places(reading)
@@ -226,7 +227,7 @@ class CallPlan:
         if static_of(cache) != self._attributes:
             raise NotCapturable("the call changes its cache's attributes")
         for layer, (_, names) in zip(cache.layers, self._layers, strict=True):
-            if not vars(layer).keys() >= set(names):
+            if not {*LayerState(layer).dictionaries} >= set(names):
                 raise NotCapturable("the call takes attributes from a layer of its cache")
         places = places_of(cache, self._layers)
         for before, held in zip(self._before, map(dict, map(items_of, places)), strict=False):  # not of masks

@@ -10,9 +10,10 @@ from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
 from ..attention.causal_mask import ELEMENTS, CausalMask
 from ..caches.growing import MEMORY
 from ..caches.quantized_states import QuantizedStates
+from ..caches.state import LayerState, dictionaries_of, parts
 from ..graphs.tracing import NotCapturable
 from .arguments import flat
-from .caches import column_of, is_known, kind_of, lists_of, parts, start_of, static_of
+from .caches import column_of, is_known, kind_of, lists_of, start_of, static_of
 from .fingerprint import default_device
 
 STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
@@ -81,11 +82,11 @@ class Reading:
         yield from (name, *static_of(cache).items())
         for layer in cache.layers:
             yield type(layer)
-            inner = [value for value in vars(layer).values() if type(value) is dict]
-            for held in (vars(layer), *inner):
+            own, *inner = dictionaries_of(layer, LayerState(layer).dictionaries)
+            for held in (own, *inner):
                 yield len(held)
                 for name, value in held.items():
-                    if type(value) is int and held is not vars(layer):
+                    if type(value) is int and held is not own:
                         self.growing.add(len(self.numbers))
                     yield from self._value(self._place, name, value)
                 self._place += 1

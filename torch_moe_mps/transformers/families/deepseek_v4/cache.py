@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -15,9 +15,16 @@ from ...caches.layers import GrowingWindow, Made
 _POOLS, _BIASES = "_moe_mps_pools", "_moe_mps_biases"
 
 
+@runtime_checkable
+class _Compresses(Protocol):
+    def store_compression_weights(
+        self, name: str, kv: Tensor, gate: Tensor
+    ) -> tuple[Tensor, Tensor, int]: ...
+
+
 def growing_layer(plain: Any) -> type | None:
     """What grows in place for a class of layers that compresses keys."""
-    compresses = hasattr(plain, "store_compression_weights") and not issubclass(plain, Made)
+    compresses = issubclass(plain, _Compresses) and not issubclass(plain, Made)
     return GrowingCompressed if compresses else None
 
 

@@ -1,7 +1,7 @@
 """Layers of a cache that also hold the keys by which an indexer chooses blocks."""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor
 from transformers.cache_utils import DynamicLayer
@@ -11,9 +11,14 @@ from ...caches.held import HeldIndex
 from ...caches.layers import Growing, Made
 
 
+@runtime_checkable
+class _Indexes(Protocol):
+    def update_index(self, idx_k: Tensor) -> Tensor: ...
+
+
 def growing_layer(plain: Any) -> type | None:
     """What grows in place for a class of layers that has keys of an indexer."""
-    is_own = hasattr(plain, "update_index") and not issubclass(plain, Made)
+    is_own = issubclass(plain, _Indexes) and not issubclass(plain, Made)
     return GrowingBlocks if is_own and plain.update is DynamicLayer.update else None
 
 

@@ -1,0 +1,98 @@
+"""What the layers of a cache hold from call to call, by name.
+
+transformers' layers, and ours that stand in for them, keep their state in their attributes: tensors, numbers,
+and dictionaries of such for layers of several states. Only this file knows that; whoever copies, saves,
+counts or captures a cache asks here. `growing` has the memories that the tensors of a layer are views of.
+"""
+
+import copy
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import Cache
+
+from .quantized_states import QuantizedStates
+
+OWN = ""  # the dictionary of a layer's own attributes
+
+
+class Name(NamedTuple):
+    """Where a layer holds a value: an attribute (`OWN`, its name), or a key of one that is a dictionary."""
+
+    dictionary: str
+    key: Any
+
+
+class LayerState:
+    """The state of one layer, which stays the layer's own: what changes it changes the layer.
+
+    Attributes:
+        dictionaries: the names of the attributes that are dictionaries, in their order.
+    """
+
+    def __init__(self, layer: Any):
+        (self._held,) = dictionaries_of(layer, ())
+        self.dictionaries = [name for name, value in self._held.items() if type(value) is dict]
+
+    def values(self) -> dict[str, Any]:
+        """All attributes, in dictionaries that are copies."""
+        return {name: dict(value) if type(value) is dict else value for name, value in self._held.items()}
+
+    def items(self) -> Iterator[tuple[Name, Any]]:
+        """Names and values, but for the dictionaries themselves."""
+        for name, value in self._held.items():
+            if type(value) is dict:
+                yield from ((Name(name, key), inner) for key, inner in value.items())
+            else:
+                yield Name(OWN, name), value
+
+    def tensors(self) -> dict[Name, Tensor]:
+        return {name: value for name, value in self.items() if isinstance(value, Tensor)}
+
+    def replace(self, values: Mapping[str, Any]) -> None:
+        """Gives the layer these attributes, as `values` returns them, and leaves it no others."""
+        self._held.clear()
+        self._held.update(values)
+
+
+def parts(states: Tensor) -> tuple[Tensor, ...]:
+    """The tensors that states consist of."""
+    return states.parts() if isinstance(states, QuantizedStates) else (states,)
+
+
+def dictionaries_of(layer: Any, names: Iterable[str]) -> list[dict[Any, Any]]:
+    """The dictionaries that hold the state of a layer: its attributes, and those of them with these names."""
+    own = layer.__dict__
+    return [own, *[own[name] for name in names]]
+
+
+def copy_of_layer(layer: Any, **changed: Any) -> Any:
+    """A layer of the same class and state but for some attributes, which shares only tensors with it."""
+    copied = object.__new__(type(layer))
+    LayerState(copied).replace(LayerState(layer).values() | changed)
+    return copied
+
+
+def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
+    """A cache like another one, with layers and lists of its own."""
+    copied = copy.copy(cache)
+    for name, value in attributes_of(cache).items():
+        if type(value) is list:
+            setattr(copied, name, [*value])
+    copied.layers = layers
+    return copied
+
+
+def attributes_of(cache: Cache) -> dict[str, Any]:
+    """What a cache itself holds: its layers and lists of states beside them, and settings."""
+    return cache.__dict__
+
+
+def bytes_of_storages(tensors: Sequence[Tensor]) -> int:
+    """Bytes of all memory that some tensors lie in, with the room behind them; shared memory counts once."""
+    plain = chain.from_iterable(map(parts, tensors))
+    storages = {s.data_ptr(): s.nbytes() for s in map(torch.Tensor.untyped_storage, plain)}
+    return sum(storages.values())
