@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from simulator.build import locked, tool
-from simulator.build_device import compile_once, precompiled, run
+from simulator.build_device import compile_once, precompiled, run, together
 from simulator.errors import BuildError
 
 DEFAULT = "2.13.0"
@@ -159,7 +159,7 @@ def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
     command = [zig() / "zig", "c++", "-target", TARGET, f"-std=c++{standard}", "-g0"]
     command += ["-O0", "-fno-sanitize=undefined"]  # the code is not run; zig would sanitise it
     command += ["-fblocks", "-fobjc-exceptions", "-fno-objc-arc", "-Wall", "-Werror=objc-method-access"]
-    command += ["-Imetal/include"]
+    command += ["-Imetal/include", "-I."]
     command += ["-isystem", wheel / "include", "-isystem", wheel / "include/torch/csrc/api/include"]
     objects = cache_directory() / "objects"
     objects.mkdir(exist_ok=True)
@@ -168,9 +168,8 @@ def compile_all(sources: Sequence[Path], wheel: Path) -> list[Path]:
     # One process compiles, the others wait and find the objects.
     with locked(objects / "build"), ThreadPoolExecutor(os.cpu_count()) as pool:
         command += precompiled(command, wheel.parent.name, objects)
-        return list(
-            pool.map(lambda source: compile_once(source, command, wheel.parent.name, objects), sources)
-        )
+        units = together(sources, 2, objects)
+        return list(pool.map(lambda unit: compile_once(unit, command, wheel.parent.name, objects), units))
 
 
 def link(objects: Sequence[Path], wheel: Path, target: Path) -> None:

@@ -54,7 +54,7 @@ def host_flags() -> list[str]:
     flags = ["-std=c++20", "-fPIC", os.environ.get("METAL_SIMULATOR_OPTIMISE", "-O0")]
     flags += ["-Wall", "-Wno-unused-function", "-Werror=objc-method-access"]
     flags += ["-isystem", str(TORCH / "include"), "-isystem", str(TORCH / "include/torch/csrc/api/include")]
-    flags += ["-isystem", str(python_include()), "-Imetal/linux", "-Imetal/include"]
+    flags += ["-isystem", str(python_include()), "-Imetal/linux", "-Imetal/include", "-I."]
     flags += ["-fobjc-runtime=gcc", "-fblocks", "-fexceptions", "-fobjc-exceptions"]
     flags += ["-fconstant-string-class=NSConstantString", "-Wno-incomplete-implementation"]
     # GCC's directory holds headers that must not shadow clang's own.
@@ -99,6 +99,19 @@ def compile_once(source: Path, command: Sequence[str], identity: str, cache: Pat
     return cached
 
 
+def together(sources: Sequence[Path], units: int, cache: Path) -> list[Path]:
+    """At most `units` files in `cache` that include all sources: most of a compilation is that of headers.
+
+    Names in anonymous namespaces must then differ among the sources. Compile with `-I.`.
+    """
+    made = []
+    for number in range(min(units, len(sources))):
+        text = "".join(f'#include "{local(source)}"\n' for source in sources[number::units])
+        unit = cache / f"unit-{digest(text)}.mm"
+        made.append(build.build_once(unit, lambda target, text=text: target.write_text(text)))
+    return made
+
+
 def precompiled(command: Sequence[str], identity: str, cache: Path, header: Path = PRECOMPILED) -> list[str]:
     """The options that make `command` compile with `header`, built once for every checkout."""
     path = cache / f"precompiled-{digest(header.read_bytes(), command, identity)}.pch"
@@ -114,9 +127,13 @@ def precompiled(command: Sequence[str], identity: str, cache: Path, header: Path
 
 
 def build_library(
-    name: str, sources: Sequence[Path], link_with: Sequence[Path] = (), flags: Sequence[str] = ()
+    name: str,
+    sources: Sequence[Path],
+    link_with: Sequence[Path] = (),
+    flags: Sequence[str] = (),
+    units: int | None = None,
 ) -> Path:
-    """Compile `sources` on the cores there are and link them to one shared library."""
+    """Compile `sources` on the cores there are, in `units` or one by one, and link one shared library."""
     cache, version = build.cache_directory("device"), torch.__version__
     command = [tool("clang++"), *host_flags()]
 
@@ -126,6 +143,8 @@ def build_library(
 
     with build.locked(cache / "build"):  # one process builds, the others wait and find the result
         headers = precompiled(command, version, cache)
+        if units:
+            sources = together(sources, units, cache)
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             objects = list(pool.map(compile_object, [*sources, PERSONALITY]))
     link = [tool("clang++"), "-shared", *objects, *link_with]
@@ -143,7 +162,7 @@ def device_library() -> Path:
         *(HERE / "device").glob("*.mm"),
     ]
     sources += (HERE / "device").glob("*.cpp")
-    return build_library("device", sorted(sources))
+    return build_library("device", sorted(sources), units=2)
 
 
 def extension(
@@ -151,14 +170,18 @@ def extension(
     sources: Sequence[str | Path],
     include: Sequence[str | Path] = (),
     flags: Sequence[str] = (),
+    units: int | None = None,
 ) -> Path:
     """The library of an extension's .mm and .cpp files, built against the simulated device.
 
     As torch.utils.cpp_extension.load: `include` is its extra_include_paths, `flags` its extra_cflags.
+    `units`: sources are included in as many files, which are compiled in a fraction of the time; names in
+    anonymous namespaces must then differ among them.
     torch.ops.load_library loads the result. Raises BuildError with the compiler's message.
     """
     options = [*flags, *(f"-I{local(Path(folder).absolute())}" for folder in include)]
-    return build_library(name, [Path(source).absolute() for source in sources], [device_library()], options)
+    absolute = [Path(source).absolute() for source in sources]
+    return build_library(name, absolute, [device_library()], options, units)
 
 
 def load(

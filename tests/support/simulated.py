@@ -19,4 +19,5 @@ def install() -> None:
     simulator.install(strict=True)
     from torch_moe_mps._extension import activate  # which asks torch for MPS
 
-    activate(simulator.extension("host", sorted((REPOSITORY / "torch_moe_mps" / "csrc").rglob("*.mm"))))
+    sources = sorted((REPOSITORY / "torch_moe_mps" / "csrc").rglob("*.mm"))
+    activate(simulator.extension("host", sources, units=3))

@@ -16,14 +16,14 @@ namespace {
 
 enum class Use { kNone, kAll, kAllowed };
 
-struct State {
+struct Permission {
   std::atomic<Use> use = Use::kNone;
   std::atomic<bool> allows_any = false;
   std::mutex mutex;
   std::set<std::string> allowed;  // names of libraries
 };
 
-State& state = *new State;
+Permission& permission = *new Permission;
 
 // Why kernels of tensor_units.metal cannot run here, or would not be faster; empty if they can.
 std::string why_no_tensor_units() {
@@ -40,17 +40,17 @@ std::string why_no_tensor_units() {
 void set_tensor_units(std::string_view use) {
   TORCH_CHECK_VALUE(use == "0" || use == "1" || use == "auto",
                     "moe_mps::_set_tensor_units: use must be 0, 1 or auto, got ", use);
-  state.use = use == "0" ? Use::kNone : use == "1" ? Use::kAll : Use::kAllowed;
+  permission.use = use == "0" ? Use::kNone : use == "1" ? Use::kAll : Use::kAllowed;
 }
 
 void allow_tensor_units(const std::string& library, bool allowed) {
-  const std::lock_guard<std::mutex> lock(state.mutex);
+  const std::lock_guard<std::mutex> lock(permission.mutex);
   if (allowed) {
-    state.allowed.insert(library);
+    permission.allowed.insert(library);
   } else {
-    state.allowed.erase(library);
+    permission.allowed.erase(library);
   }
-  state.allows_any = !state.allowed.empty();
+  permission.allows_any = !permission.allowed.empty();
 }
 
 }  // namespace
@@ -61,12 +61,12 @@ bool has_tensors(id<MTLDevice> device) {
 }
 
 bool uses_tensor_units(const Library& library) {
-  const Use use = state.use;
+  const Use use = permission.use;
   if (library.dtype == at::kFloat || use == Use::kNone) return false;
   if (use == Use::kAll) return true;
-  if (!state.allows_any) return false;
-  const std::lock_guard<std::mutex> lock(state.mutex);
-  return state.allowed.count(library.name()) > 0;
+  if (!permission.allows_any) return false;
+  const std::lock_guard<std::mutex> lock(permission.mutex);
+  return permission.allowed.count(library.name()) > 0;
 }
 
 }  // namespace moe_mps
