@@ -125,13 +125,13 @@ def costs(monkeypatch):
 
 def test_the_model_takes_a_page(simulated, tmp_path, capsys, costs):
     file = tmp_path / "gpu.json"
-    file.write_text(json.dumps(PAGE | {"contraction": {"contracted": True}}))
+    file.write_text(json.dumps(PAGE | {"in_place": {"right": False}, "contraction": {"contracted": True}}))
     assert model.main(["--facts", str(file), "--linear", "512,512", "--tokens", "1", "--no-mlx"]) == 0
     out = capsys.readouterr().out
     reach = GPUS["M1 Max"].dram_bytes_per_us / 1e3
     assert f"  GHz: 1.2 (1.296)\n  GB/s of reads of 2048 MB: 320 ({reach:.4g})\n" in out
     assert "  issue slots of mma16: 16 (17)\n  issue slots of mma32: 20 (18)\n" in out
-    assert "  NOT as assumed: contraction has contracted True\n" in out
+    assert "  NOT as assumed: in_place has right False\n" in out and "contraction" not in out
     assert "M1 Max, measured: bound (next), predicted us" in out
     assert costs["mma16"] == Cost(16.0)
     assert model.main(["--facts", str(file), "--token"]) == 0

@@ -63,11 +63,12 @@ LANGUAGE = [
     "-fno-strict-aliasing",
     *LITERALS,
 ]
-# Halves and bfloats are rounded after every operation and nothing is contracted: results are reproducible.
+# Halves and bfloats are rounded after every operation. With METAL_SIMULATOR_CONTRACTION=1 products and sums
+# of an expression are contracted, as Apple's compiler does under safe math: results may depend on neither.
 # The compiler folds constants as the executor runs kernels: float32 subnormals are zero.
 ARITHMETIC = [
     "-march=x86-64-v3",
-    "-ffp-contract=off",
+    f"-ffp-contract={'on' if os.environ.get('METAL_SIMULATOR_CONTRACTION') == '1' else 'off'}",
     *("-Xclang", "-fdenormal-fp-math-f32=preserve-sign,preserve-sign"),
     *("-Xclang", "-ffloat16-excess-precision=none", "-Xclang", "-fbfloat16-excess-precision=none"),
 ]

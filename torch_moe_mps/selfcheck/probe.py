@@ -86,7 +86,7 @@ def matrix_layout(sizes: Sizes) -> dict[str, Any]:
 
 
 def contraction(sizes: Sizes) -> dict[str, bool]:
-    """Whether a * b + c is rounded once; the kernels are compiled so that it is not."""
+    """Whether a * b + c is rounded once, as Apple's compiler has it under safe math, too (Sarek#315)."""
     a = torch.tensor([1 + 2.0**-12]).to("mps")
     out = torch.empty(1, device="mps")
     _run("probe_contraction", [a, a, torch.tensor([-1 - 2.0**-11]).to("mps"), out], groups=1, threads=1)

@@ -25,7 +25,6 @@ FAMILIES = {"1": M1, "2": M2, "3": M3, "4": M3, "5": M5}
 MACS = 512  # of a product of 8 x 8 matrices
 HOLDS = {  # what the kernels rely on, and what the page says then
     "matrix_layout": {"as_assumed": True},
-    "contraction": {"contracted": False},
     "bfloat_rounding": {"to_nearest_even": True, "nan_stays": True},
     "in_place": {"right": True},
     "indirect_grid": {"right": True},

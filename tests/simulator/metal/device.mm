@@ -37,6 +37,11 @@ extern "C" void simulator_set_strict(int on) {
   std::atomic<bool> maximize_concurrent_compilation;
 }
 @end
+int simulator::macos() {
+  const char* version = std::getenv("SIMULATED_MACOS");
+  return version == nullptr ? 26 : std::atoi(version);
+}
+
 @implementation SimulatorDevice
 - (NSString*)name {
   const char* name = std::getenv("SIMULATED_GPU");
@@ -56,11 +61,8 @@ extern "C" void simulator_set_strict(int on) {
   return family <= (has_tensor_units ? MTLGPUFamilyApple10 : MTLGPUFamilyApple9);
 }
 - (BOOL)respondsToSelector:(SEL)selector {
-  const char* macos = std::getenv("SIMULATED_MACOS");
-  if (sel_isEqual(selector, @selector(newTensorWithDescriptor:error:)))
-    return macos == nullptr || std::atoi(macos) >= 26;
-  if (sel_isEqual(selector, @selector(newResidencySetWithDescriptor:error:)))
-    return macos == nullptr || std::atoi(macos) >= 15;
+  if (sel_isEqual(selector, @selector(newTensorWithDescriptor:error:))) return simulator::macos() >= 26;
+  if (sel_isEqual(selector, @selector(newResidencySetWithDescriptor:error:))) return simulator::macos() >= 15;
   return [super respondsToSelector:selector];
 }
 - (id)newTensorWithDescriptor:(id)descriptor error:(NSError**)error {

@@ -45,7 +45,19 @@ const msl_kernel* find(const Kernels& kernels, const std::string& name) {
 - (instancetype)init {
   _version = MTLLanguageVersion3_2;
   _mathMode = MTLMathModeFast;
+  _functions = MTLMathFloatingPointFunctionsFast;
   return self;
+}
+- (BOOL)respondsToSelector:(SEL)selector {
+  const bool is_new = sel_isEqual(selector, @selector(setMathMode:)) ||
+                      sel_isEqual(selector, @selector(setMathFloatingPointFunctions:));
+  return is_new && simulator::macos() < 15 ? NO : [super respondsToSelector:selector];
+}
+- (MTLMathFloatingPointFunctions)mathFloatingPointFunctions {
+  return _functions;
+}
+- (void)setMathFloatingPointFunctions:(MTLMathFloatingPointFunctions)functions {
+  _functions = functions;
 }
 - (MTLLanguageVersion)languageVersion {
   return _version;
@@ -64,6 +76,8 @@ const msl_kernel* find(const Kernels& kernels, const std::string& name) {
 }
 - (void)setFastMathEnabled:(BOOL)enabled {
   _mathMode = enabled ? MTLMathModeFast : MTLMathModeSafe;
+  if (simulator::macos() >= 15) return;  // the functions are a choice of their own there
+  _functions = enabled ? MTLMathFloatingPointFunctionsFast : MTLMathFloatingPointFunctionsPrecise;
 }
 @end
 
@@ -124,11 +138,13 @@ static id<MTLLibrary> compiled(const std::string& source, NSError** error) {
 }
 
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error) {
-  if (simulator::is_strict() && (!options || options.mathMode != MTLMathModeSafe)) {
+  if (simulator::is_strict() && (!options || options.mathMode != MTLMathModeSafe ||
+                                 options.mathFloatingPointFunctions == MTLMathFloatingPointFunctionsFast)) {
     set_error(
         error,
-        "the library is compiled with fast math, which is Metal's default: NaN and infinity are part of the "
-        "operators' contract, set mathMode = MTLMathModeSafe or fastMathEnabled = NO");
+        "the library is compiled with fast math, which is Metal's default: NaN and infinity are part of "
+        "the operators' contract, set mathMode = MTLMathModeSafe and mathFloatingPointFunctions = "
+        "MTLMathFloatingPointFunctionsPrecise, before macOS 15 fastMathEnabled = NO");
     return nil;
   }
   const std::string text = [source UTF8String];

@@ -19,6 +19,8 @@ namespace simulator {
 [[noreturn]] void fail(const std::string& message);
 // Whether host code has to keep to PyTorch's own stream, safe math and language 3.1 (runtime.py: install).
 bool is_strict();
+// The macOS that is simulated: SIMULATED_MACOS in the environment, or 26.
+int macos();
 // Keeps a finding for the next synchronisation, where raising now is not possible.
 void report(const std::string& message);
 // The reported findings, one a line; forgets them.

@@ -124,6 +124,27 @@ def test_memory_is_asked_for_as_long_as_the_model_lives(simulated):
         assert simulated.residency_requests() == asked
 
 
+def test_a_server_that_waits_leaves_the_memory_to_others(simulated):
+    """Without work it is not asked for; with the next work it is again."""
+    gc.collect()
+    model = model_on_mps()
+    run(model)
+    torch.ops.moe_mps._ask_until_idle(0.0)
+    try:
+        time.sleep(0.6)  # an interval that has begun
+        asked = simulated.residency_requests()
+        time.sleep(0.7)
+        assert simulated.residency_requests() == asked
+        torch.ops.moe_mps._ask_until_idle(5.0)
+        run(model)
+        end = time.monotonic() + 20
+        while simulated.residency_requests() == asked:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+    finally:
+        torch.ops.moe_mps._ask_until_idle(180.0)
+
+
 def test_macos_14_has_no_sets(simulated, monkeypatch):
     monkeypatch.setenv("SIMULATED_MACOS", "14")
     gc.collect()

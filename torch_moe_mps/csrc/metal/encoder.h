@@ -117,6 +117,9 @@ class Command {
 // when somebody waits, so the GPU would not start until the host has encoded a whole step.
 void commit_every(int64_t interval);
 
+// Dispatches that this process has encoded.
+int64_t encoded_dispatches();
+
 class Commands {
  public:
   // The kernel `function` of a library. The reference is good until the next add().

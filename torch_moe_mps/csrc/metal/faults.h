@@ -16,9 +16,9 @@ void name_work(const char* operator_name);
 // Returns: whether it had none before.
 bool watch_work(at::mps::MPSStream* stream);
 
-// Whether the GPU has work in a command buffer behind which another one is encoded already. In a block of the
-// stream's queue, behind watch_work.
-bool has_work_in_flight();
+// Whether a command buffer waits behind the one that the GPU runs. In a block of the stream's queue, behind
+// watch_work.
+bool has_queued_work();
 
 // Raises torch.AcceleratorError if a command buffer has failed since the last one that was raised.
 void raise_fault();

@@ -16,6 +16,12 @@
 #include "function.h"
 #include "source.h"
 
+// Declared here: SDKs before macOS 15, one of which may have built this, have no such setters.
+@protocol MoeMathOptions <NSObject>
+- (void)setMathMode:(NSInteger)mode;
+- (void)setMathFloatingPointFunctions:(NSInteger)functions;
+@end
+
 namespace moe_mps {
 namespace {
 
@@ -98,14 +104,22 @@ const char* message(NSError* error) {
   return error == nil ? "no message" : [[error localizedDescription] UTF8String];
 }
 
+constexpr NSInteger kMathModeSafe = 0, kFunctionsPrecise = 1;
+
 MTLCompileOptions* compile_options(bool has_tensors) {
   // 4.0 by number: it is the running macOS that has to know it, not the SDK of the build.
   constexpr auto kVersion4_0 = static_cast<MTLLanguageVersion>(4 << 16);
   MTLCompileOptions* options = [[MTLCompileOptions alloc] init];
   // Not a later one: from 4.1 on the implicit `this` of a member function is in no address space of its own.
   [options setLanguageVersion:has_tensors ? kVersion4_0 : MTLLanguageVersion3_1];
-  // NaN and infinity are part of the operators' contract. This setter selects safe math on every macOS; its
-  // successor, mathMode, exists from macOS 15 only.
+  // NaN and infinity are part of the operators' contract. From macOS 15 on, functions such as exp are a
+  // choice of their own, and fast by default; before, one setter chooses both.
+  if ([options respondsToSelector:@selector(setMathFloatingPointFunctions:)]) {
+    const id<MoeMathOptions> math = static_cast<id>(options);
+    [math setMathMode:kMathModeSafe];
+    [math setMathFloatingPointFunctions:kFunctionsPrecise];
+    return options;
+  }
 #pragma clang diagnostic push
 #pragma clang diagnostic ignored "-Wdeprecated-declarations"
   [options setFastMathEnabled:NO];
@@ -160,7 +174,9 @@ Pipeline build_pipeline(const Library& library, const std::string& name) {
   id<MTLLibrary> source = library_of(device, library);
   @autoreleasepool {
     id<MTLFunction> function = [source newFunctionWithName:[NSString stringWithUTF8String:name.c_str()]];
-    TORCH_CHECK(function != nil, "moe_mps: no Metal function ", name);
+    // An empty library is a fault of the compiler, which said nothing (ice_halo_sim#139).
+    TORCH_CHECK(function != nil, "moe_mps: no Metal function ", name, ": its library ", library.name(),
+                " has ", [[source functionNames] count], " functions");
     NSError* error = nil;
     id<MTLComputePipelineState> state = [device newComputePipelineStateWithFunction:function error:&error];
     [function release];

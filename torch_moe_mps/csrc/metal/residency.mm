@@ -1,6 +1,7 @@
 // Residency sets, which keep memory ready for the GPU where macOS would take it back after about a second
 // without work. They come with macOS 15; before, nothing happens. macOS 26 takes back that of a set, too,
-// unless it is asked for again and again (llama.cpp#17766).
+// unless it is asked for again and again (llama.cpp#17766). Who computes nothing for some minutes is not
+// asked for: a server that waits leaves the memory to other programs, and gets it back with its next work.
 #include <ATen/core/Tensor.h>
 #include <ATen/mps/MPSStream.h>
 #import <Metal/Metal.h>
@@ -13,6 +14,7 @@
 #include <thread>
 #include <vector>
 
+#include "encoder.h"
 #include "function.h"
 
 // Declared here: SDKs before macOS 15, one of which may have built this, have no such types.
@@ -41,6 +43,7 @@ struct Set {
 };
 
 constexpr std::chrono::milliseconds kAskedEvery(500);
+constexpr double kIdleSeconds = 180;
 
 struct Sets {
   std::mutex mutex;
@@ -48,14 +51,23 @@ struct Sets {
   std::map<int64_t, Set> held;
   int64_t last = 0;
   bool has_thread = false;
+  double idle = kIdleSeconds;  // without work, after which nothing is asked for
 };
 
 Sets& sets = *new Sets;
 
-// Asks for the memory of all sets as long as there are any. It encodes nothing.
+// Asks for the memory of all sets as long as there are any and the process computes. It encodes nothing.
 void keep_asking() {
   std::unique_lock<std::mutex> lock(sets.mutex);
+  int64_t encoded = encoded_dispatches();
+  auto worked = std::chrono::steady_clock::now();
   while (!sets.changed.wait_for(lock, kAskedEvery, [] { return sets.held.empty(); })) {
+    const auto now = std::chrono::steady_clock::now();
+    if (const int64_t count = encoded_dispatches(); count != encoded) {
+      encoded = count;
+      worked = now;
+    }
+    if (std::chrono::duration<double>(now - worked).count() >= sets.idle) continue;
     @autoreleasepool {
       for (const auto& [number, set] : sets.held) [set.set requestResidency];
     }
@@ -128,9 +140,16 @@ void end_residency(int64_t number) {
   sets.changed.notify_all();
 }
 
+void ask_until_idle(double seconds) {
+  const std::lock_guard<std::mutex> lock(sets.mutex);
+  sets.idle = seconds;
+}
+
 }  // namespace
 }  // namespace moe_mps
 
 MOE_FUNCTION("_keep_resident(Tensor[] tensors) -> int", keep_resident)
 MOE_FUNCTION("_let_go(int set, int tensor) -> ()", let_go)
 MOE_FUNCTION("_end_residency(int set) -> ()", end_residency)
+// After how many seconds without work the memory is no longer asked for; 180 unless somebody says so.
+MOE_FUNCTION("_ask_until_idle(float seconds) -> ()", ask_until_idle)

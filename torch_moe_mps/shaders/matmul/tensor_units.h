@@ -131,10 +131,11 @@ struct TensorGemm {
         mpp::tensor_ops::matmul2d_descriptor(kPairs, kTensorRows, kDepth, false, true, false,
                                              mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
     mpp::tensor_ops::matmul2d<product, execution_simdgroups<kTensorSimdgroups>> multiply;
-    ThreadgroupTensor<T> left(reinterpret_cast<threadgroup T*>(inputs), TensorSize(kDepth, kPairs));
-    ThreadgroupTensor<T> right(reinterpret_cast<threadgroup T*>(weights), TensorSize(kDepth, kTensorRows));
-    auto sums =
-        multiply.template get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+    // Named, not decltype(left): from MSL 4.1 on that has the address space of the variable (mlx#4533).
+    typedef ThreadgroupTensor<T> Operand;
+    Operand left(reinterpret_cast<threadgroup T*>(inputs), TensorSize(kDepth, kPairs));
+    Operand right(reinterpret_cast<threadgroup T*>(weights), TensorSize(kDepth, kTensorRows));
+    auto sums = multiply.template get_destination_cooperative_tensor<Operand, Operand, float>();
     for (ushort i = 0; i < sums.get_capacity(); ++i) sums[i] = 0.0f;
 
     for (uint depth = 0; depth < params.inputs; depth += kDepth) {

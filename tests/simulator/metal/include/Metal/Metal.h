@@ -29,6 +29,10 @@ typedef enum MTLLanguageVersion : NSUInteger {
   MTLLanguageVersion4_0 = (4 << 16) + 0,
 } MTLLanguageVersion;
 typedef enum MTLMathMode : NSInteger { MTLMathModeSafe, MTLMathModeRelaxed, MTLMathModeFast } MTLMathMode;
+typedef enum MTLMathFloatingPointFunctions : NSInteger {
+  MTLMathFloatingPointFunctionsFast,
+  MTLMathFloatingPointFunctionsPrecise
+} MTLMathFloatingPointFunctions;
 
 @protocol MTLDevice
 , MTLBuffer, MTLLibrary, MTLFunction, MTLComputePipelineState, MTLCommandQueue, MTLCommandBuffer,
@@ -38,9 +42,11 @@ typedef void (^MTLCommandBufferHandler)(id<MTLCommandBuffer>);
 @interface MTLCompileOptions : NSObject {
   MTLLanguageVersion _version;
   MTLMathMode _mathMode;
+  MTLMathFloatingPointFunctions _functions;
 }
 @property(nonatomic) MTLLanguageVersion languageVersion;
-@property(nonatomic) MTLMathMode mathMode;  // macOS 15
+@property(nonatomic) MTLMathMode mathMode;                                      // macOS 15
+@property(nonatomic) MTLMathFloatingPointFunctions mathFloatingPointFunctions;  // macOS 15
 @property(nonatomic) BOOL fastMathEnabled;  // the older name: YES is MTLMathModeFast, NO is MTLMathModeSafe
 @end
 

@@ -1,0 +1,36 @@
+"""Apple's compiler may round a * b + c once: nothing of ours depends on whether it does."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from simulator.testing import linux_only
+from support.processes import REPOSITORY, python
+
+pytestmark = linux_only
+CONTRACTED = {"METAL_SIMULATOR_CONTRACTION": "1"}
+PROBED = """
+    from support import simulated
+    simulated.install()
+    from torch_moe_mps.selfcheck import probe
+    print(probe.contraction(probe.Sizes()))
+"""
+
+
+def test_contraction_is_a_choice_of_the_simulator():
+    assert python(PROBED).strip() == "{'contracted': False}"
+    assert python(PROBED, **CONTRACTED).strip() == "{'contracted': True}"
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize(
+    "room", ["norms", "routing", "combine", "experts", "attention", "linear_attention", "rope"]
+)
+def test_operators_are_right_with_contraction(room):
+    """All tests of an operator family, with oracles in float64."""
+    command = [sys.executable, "-m", "pytest", "-q", "-m", "not sweep", f"tests/ops/test_{room}.py"]
+    result = subprocess.run(
+        command, cwd=REPOSITORY, env={**os.environ, **CONTRACTED}, capture_output=True, text=True
+    )
+    assert result.returncode == 0, result.stdout[-3000:]
