@@ -29,9 +29,9 @@ kernel void product(device const half* x [[buffer(0)]], device const half* w [[b
                                          matmul2d_descriptor::mode::multiply_accumulate);
   matmul2d<d, execution_simdgroups<4>> op;
   typedef dextents<int32_t, 2> Size;
-  auto left = tensor<threadgroup half, Size, tensor_inline>(rows, Size(32, 16));
-  auto right = tensor<threadgroup half, Size, tensor_inline>(weights, Size(32, 64));
-  auto sums = op.get_destination_cooperative_tensor<decltype(left), decltype(right), float>();
+  typedef tensor<threadgroup half, Size, tensor_inline> Operand;
+  Operand left(rows, Size(32, 16)), right(weights, Size(32, 64));
+  auto sums = op.get_destination_cooperative_tensor<Operand, Operand, float>();
   for (ushort e = 0; e < sums.get_capacity(); e++)
     if (fault != no_fill && sums.is_valid_element(e)) sums[e] = 0.0f;
   if (fault == different_operands) left.msl_data += i % 2;
@@ -159,9 +159,11 @@ kernel void in_registers(ARGUMENTS) {
   constexpr auto d = matmul2d_descriptor(16, 32, 16, false, true, false,
                                          matmul2d_descriptor::mode::multiply_accumulate);
   matmul2d<d, execution_simdgroup> op;
-  auto a = op.get_left_input_cooperative_tensor<half, half, float>();
-  auto b = op.get_right_input_cooperative_tensor<half, half, float>();
-  auto c = op.get_destination_cooperative_tensor<decltype(a), decltype(b), float>();
+  typedef decltype(op.get_left_input_cooperative_tensor<half, half, float>()) Left;
+  typedef decltype(op.get_right_input_cooperative_tensor<half, half, float>()) Right;
+  Left a = op.get_left_input_cooperative_tensor<half, half, float>();
+  Right b = op.get_right_input_cooperative_tensor<half, half, float>();
+  auto c = op.get_destination_cooperative_tensor<Left, Right, float>();
   for (ushort e = 0; e < c.get_capacity(); e++) c[e] = 0.0f;
   for (int k = 0; k < 48; k += 16) {
     for (ushort e = 0; e < a.get_capacity(); e++) {
@@ -251,6 +253,8 @@ def test_the_strict_check():
     assert [message for message in MESSAGES if message not in found] == []
     missing = HEAD.replace("#include <Metal", "//") + "void f(dextents<int, 2> e) { (void)e; }\n"
     assert "dextents" in "\n".join(strict.check(missing))
+    unnamed = PRODUCT.replace("<Operand, Operand, float>", "<decltype(left), decltype(right), float>")
+    assert "operands must be named types" in "\n".join(strict.check(HEAD + unnamed))
     wrong_space = (
         "void f(threadgroup half* m) { tensor<device half, dextents<int, 2>, tensor_inline> t(m, {}); }\n"
     )

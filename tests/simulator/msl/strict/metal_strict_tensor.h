@@ -38,6 +38,16 @@ struct made_for<Left, Right, metal::cooperative_tensor<T, L, R>> {
   };
 };
 
+// A type in no address space of its own: decltype of a variable is in one from MSL 4.1 on, and refused.
+template <class T>
+struct unqualified {
+  enum : bool { holds = true };
+};
+template <class T>
+struct unqualified<__private T> {
+  enum : bool { holds = false };
+};
+
 template <unsigned long D, class Scope>
 class matmul2d {
   typedef matmul2d_shape<D, Scope> Shape;
@@ -46,7 +56,11 @@ class matmul2d {
  public:
   template <class Left, class Right, class T>
   metal::cooperative_tensor<T, typename Left::value_type, typename Right::value_type>
-  get_destination_cooperative_tensor() const;
+  get_destination_cooperative_tensor() const {
+    static_assert(unqualified<Left>::holds && unqualified<Right>::holds,
+                  "operands must be named types: decltype of a variable has its address space");
+    return {};
+  }
   template <class Left, class Right, class T>
   metal::cooperative_tensor<Left> get_left_input_cooperative_tensor() const {
     static_assert(Scope::simdgroups == 1, "input cooperative tensors require a single simdgroup");
