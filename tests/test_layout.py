@@ -15,6 +15,7 @@ PACKAGE = REPOSITORY / "torch_moe_mps"
 # Parts of the package from the lowest floor to the highest: a part imports those below it.
 FLOORS = (
     "_versions",
+    "_text",
     "_extension",
     "_faults",
     "macs",

@@ -40,6 +40,17 @@ def test_the_command_line_imports_nothing_heavy(arguments):
     assert not {"torch", "transformers", "numpy", "huggingface_hub", "safetensors"} & imported
 
 
+def test_a_wrong_name_is_said_before_torch_is_imported(tmp_path):
+    result = module("perplexity", str(tmp_path), "--against", str(tmp_path / "nothing"))
+    said = result.stderr.strip().splitlines()[-1]
+    assert (
+        result.returncode == 1 and said.startswith("torch-moe-mps: error: ") and "nothing is neither" in said
+    )
+    assert not {"torch", "transformers", "numpy"} & {
+        line.rpartition("|")[2].strip() for line in result.stderr.splitlines()
+    }
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])
@@ -82,7 +93,7 @@ def test_a_broken_import_is_said_with_its_cause(broken, message, refused, monkey
             raise ModuleNotFoundError("Could not import module 'AutoModel'.") from error
 
     monkeypatch.setattr("importlib.import_module", lambda *name: types.SimpleNamespace(run=run))
-    error = refused("fit", "nothing")
+    error = refused("check")
     assert message in error and ("pip install" in error) == ("accelerate" in broken)
 
 

@@ -118,11 +118,11 @@ def test_the_server_reads_the_tokenizer_of_the_file(file):
 
 
 def test_names_on_the_hub(file, monkeypatch, capsys):
-    """The one file is downloaded; `fit` does not download gigabytes."""
+    """It is looked for, then the one file is downloaded; `fit` does not download gigabytes."""
     asked = []
 
-    def download(name, name_in, revision, local_files_only):
-        asked.append((name, name_in, revision, local_files_only))
+    def download(name, name_in, revision, **how):
+        asked.append((name, name_in, revision, how))
         return str(file)
 
     monkeypatch.setattr("huggingface_hub.hf_hub_download", download)
@@ -130,8 +130,10 @@ def test_names_on_the_hub(file, monkeypatch, capsys):
     assert run("fit", name, "--revision", "v2") == 0
     assert run("generate", name, "-p", "a", "--max-tokens", 1, "--device", "cpu") == 0
     assert asked == [
-        ("org/name-GGUF", "model.gguf", "v2", True),
-        ("org/name-GGUF", "model.gguf", None, False),
+        ("org/name-GGUF", "model.gguf", "v2", {"dry_run": True}),
+        ("org/name-GGUF", "model.gguf", "v2", {"local_files_only": True}),
+        ("org/name-GGUF", "model.gguf", None, {"dry_run": True}),
+        ("org/name-GGUF", "model.gguf", None, {"local_files_only": False}),
     ]
 
 

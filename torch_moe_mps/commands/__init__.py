@@ -12,8 +12,10 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from .._text import first_line
 from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parser
+from .places import look_for_models
 
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -23,6 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, said = parser().parse_args(arguments), None
     try:
         with _signals_raise(), first_process_talks():
+            look_for_models(options)  # before the seconds in which torch is imported
             code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # what reads the output has seen enough
@@ -52,8 +55,6 @@ def _line(error: Exception) -> str | None:
     from huggingface_hub.errors import StrictDataclassError
     from jinja2 import TemplateError
     from safetensors import SafetensorError
-
-    from ..ops._checks import first_line
 
     if isinstance(error, StrictDataclassError):  # its second line says what is wrong
         return "the model's config.json: " + " ".join(str(error).split())

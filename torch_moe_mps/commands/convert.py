@@ -18,6 +18,7 @@ from transformers import GenerationConfig
 from transformers.utils import GENERATION_CONFIG_NAME
 
 from .. import __version__
+from .._text import split_gguf
 from ..macs import machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
@@ -28,7 +29,7 @@ from ..transformers.checkpoints.mlx.writing import save_mlx
 from ..transformers.checkpoints.parts import Parts
 from ..transformers.checkpoints.plan import LoadPlan, planned
 from ..transformers.checkpoints.saving import save_parts
-from ..transformers.checkpoints.source import Source, split_gguf
+from ..transformers.checkpoints.source import Source
 from ..transformers.loading import from_pretrained
 from ..transformers.mtp import mtp_tensors
 from .card import CARD, model_card

@@ -1,30 +1,22 @@
-"""Where a model comes from: a folder, or a name on the Hub, whose files are downloaded into its cache."""
+"""What commands ask of a model's files, and the model in them; places.py has where they are."""
 
 import argparse
 import os
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from .._text import split_gguf
 from ..macs import refusal
 from ..ops._checks import first_line
 from ..pipeline import torchrun
 from ..transformers.checkpoints.files import check_files
 from ..transformers.checkpoints.gguf_file import check_file
-from ..transformers.checkpoints.source import Source, read_tokenizer, split_gguf
+from ..transformers.checkpoints.source import Source, read_tokenizer
+from .places import SMALL_FILES, place_of
 
-# Files other than weights: config, tokenizer, processor, chat templates, Python code of the model.
-SMALL_FILES = (
-    "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.py", "LICENSE*", "NOTICE*",
-    "additional_chat_templates/*",
-)  # fmt: skip
-# Weights in layouts that transformers does not read, which some repositories have, too.
-_DUPLICATES = ("*/*", "consolidated*")
 LONGEST = 1 << 24  # tokens; longer than any window or context that models have
 
 
@@ -36,79 +28,11 @@ def folder_of(source: str, revision: str | None = None, weights: bool = True) ->
     Raises: ValueError, OSError for what is neither a folder nor a name on the Hub, for a folder whose weights
         are not complete, and for a damaged GGUF file.
     """
-    if source.endswith(".gguf"):
-        return _gguf_of(source, revision, weights)
-    if Path(source).is_dir():
-        if revision is not None:
-            raise ValueError(f"--revision needs a name on the Hub, got the folder {source}")
-        folder = source
-    else:
-        folder = _downloaded(source, revision, weights)
-    if weights:
+    folder = place_of(source, revision, weights)
+    if Path(folder).is_file():
+        check_file(folder)
+    elif weights:
         check_files(folder)
-    return folder
-
-
-def _gguf_of(source: str, revision: str | None, weights: bool) -> str:
-    if find_spec("gguf") is None:
-        raise ValueError(f"{source} needs the package gguf, which knows the types: pip install gguf")
-    folder, file = split_gguf(source)
-    path = Path(folder) / str(file)
-    if Path(folder).is_dir():
-        if revision is not None:
-            raise ValueError(f"--revision needs a name on the Hub, got the file {source}")
-        if not path.is_file():
-            raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'none'}")
-    else:
-        path = Path(_gguf_from_the_hub(folder, str(file), revision, weights))
-    check_file(str(path))
-    return str(path)
-
-
-def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool) -> str:
-    from huggingface_hub import hf_hub_download
-    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
-
-    try:  # without weights, gigabytes are not worth a header
-        with _named_on_the_hub(name):
-            return hf_hub_download(name, file, revision=revision, local_files_only=not weights)
-    except LocalEntryNotFoundError:
-        reached = ", and the Hub cannot be reached" if weights else f"; `hf download {name} {file}` gets it"
-        raise ValueError(f"{name}:{file} is not in the Hub's cache{reached}") from None
-    except EntryNotFoundError:
-        raise ValueError(f"{name} on the Hub has no file {file}") from None
-
-
-@contextmanager
-def _named_on_the_hub(name: str) -> Iterator[None]:
-    """Raises: ValueError for what is no name there."""
-    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
-
-    try:
-        yield
-    except (HFValidationError, RepositoryNotFoundError):
-        raise ValueError(f"{name} is neither a folder nor the name of a model on the Hub") from None
-
-
-def _downloaded(source: str, revision: str | None, weights: bool) -> str:
-    from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import LocalEntryNotFoundError
-
-    try:
-        with _named_on_the_hub(source):
-            folder = snapshot_download(source, revision=revision, allow_patterns=[*SMALL_FILES])
-            if weights:
-                snapshot_download(
-                    source,
-                    revision=revision,
-                    allow_patterns=["*.safetensors"],
-                    ignore_patterns=[*_DUPLICATES],
-                )
-    except LocalEntryNotFoundError:
-        raise ValueError(
-            f"{source} is no folder here; as a name, it is not in the Hub's cache, and the Hub cannot be "
-            "reached"
-        ) from None
     return folder
 
 

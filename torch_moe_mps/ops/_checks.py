@@ -7,6 +7,8 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
+from .._text import first_line as first_line  # for all rooms above
+
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
 PACKED_DTYPES = (torch.uint32, torch.int32)
@@ -20,11 +22,6 @@ def picked(group: type[Group], arguments: dict[str, Any]) -> Group:
     """The named tuple `group`, made of the arguments that are its fields."""
     fields: Any = group
     return group(**{name: arguments[name] for name in fields._fields})
-
-
-def first_line(error: object) -> str:
-    """The first line of an error or a text that is not empty; "" where there is none."""
-    return next((line.strip() for line in str(error).splitlines() if line.strip()), "")
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -20,6 +20,7 @@ from transformers import (
 )
 from transformers.utils import cached_file
 
+from ..._text import split_gguf
 from ...ops._checks import first_line
 from ...quantization import Format
 from ..modules.experts import NAME
@@ -47,16 +48,6 @@ NO_MODEL = (ArithmeticError, AttributeError, LookupError, TypeError)
 def _wrong_config(expected: str, error: Exception) -> ValueError:
     got = f"one that raises {type(error).__name__}: {first_line(error)}"
     return ValueError(f"moe_mps::from_pretrained: the config must be {expected}, got {got}")
-
-
-def split_gguf(name: str) -> tuple[str, str | None]:
-    """The folder, or name on the Hub, and the GGUF file in it, of FILE.gguf or NAME:FILE.gguf; else None."""
-    if not name.endswith(".gguf"):
-        return name, None
-    folder, _, file = ("", "", name) if Path(name).exists() else name.partition(":")
-    if folder and file:
-        return folder, file
-    return str(Path(name).parent), Path(name).name
 
 
 def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:

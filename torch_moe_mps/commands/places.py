@@ -1,0 +1,113 @@
+"""Where a model's files are: in a folder, or under a name on the Hub, in its cache.
+
+Nothing here waits for torch, so that a wrong name is said at once.
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from .._text import split_gguf
+
+# Files other than weights: config, tokenizer, processor, chat templates, Python code of the model.
+SMALL_FILES = (
+    "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.py", "LICENSE*", "NOTICE*",
+    "additional_chat_templates/*",
+)  # fmt: skip
+# Weights in layouts that transformers does not read, which some repositories have, too.
+_DUPLICATES = ("*/*", "consolidated*")
+_NAMES = {
+    "model": True,
+    "source": True,
+    "draft": False,
+    "against": False,
+}  # options: whether --revision is theirs
+
+
+def look_for_models(options: argparse.Namespace) -> None:
+    """Look for all models that a command names. Of those on the Hub, only small files are downloaded.
+
+    Raises: ValueError, OSError for a name that is of no folder and not on the Hub, and for no such GGUF file.
+    """
+    for option, has_revision in _NAMES.items():
+        names = getattr(options, option, None) or []
+        for name in [names] if isinstance(names, str) else names:
+            place_of(name, options.revision if has_revision else None, weights=False, only_look=True)
+
+
+def place_of(source: str, revision: str | None, weights: bool, only_look: bool = False) -> str:
+    """The folder, or the GGUF file, of a model; see `sources.folder_of`.
+
+    Args:
+        weights: download them, too, from the Hub.
+        only_look: at a GGUF file on the Hub: nothing of it is downloaded.
+    """
+    folder, file = split_gguf(source)
+    if file is not None and find_spec("gguf") is None:
+        raise ValueError(f"{source} needs the package gguf, which knows the types: pip install gguf")
+    if not Path(folder).is_dir():
+        if file is None:
+            return _downloaded(source, revision, weights)
+        return _gguf_from_the_hub(folder, file, revision, weights, only_look)
+    if revision is not None:
+        raise ValueError(
+            f"--revision needs a name on the Hub, got the {'file' if file else 'folder'} {source}"
+        )
+    if file is None:
+        return source
+    path = Path(folder) / file
+    if not path.is_file():
+        raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'none'}")
+    return str(path)
+
+
+def _gguf_from_the_hub(name: str, file: str, revision: str | None, weights: bool, only_look: bool) -> str:
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
+
+    asked: dict[str, Any] = {"dry_run": True} if only_look else {"local_files_only": not weights}
+    try:  # without weights, gigabytes are not worth a header
+        with _named_on_the_hub(name):
+            return str(hf_hub_download(name, file, revision=revision, **asked))
+    except LocalEntryNotFoundError:
+        tried = weights or only_look
+        reached = ", and the Hub cannot be reached" if tried else f"; `hf download {name} {file}` gets it"
+        raise ValueError(f"{name}:{file} is not in the Hub's cache{reached}") from None
+    except EntryNotFoundError:
+        raise ValueError(f"{name} on the Hub has no file {file}") from None
+
+
+@contextmanager
+def _named_on_the_hub(name: str) -> Iterator[None]:
+    """Raises: ValueError for what is no name there."""
+    from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
+
+    try:
+        yield
+    except (HFValidationError, RepositoryNotFoundError):
+        raise ValueError(f"{name} is neither a folder nor the name of a model on the Hub") from None
+
+
+def _downloaded(source: str, revision: str | None, weights: bool) -> str:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        with _named_on_the_hub(source):
+            folder = snapshot_download(source, revision=revision, allow_patterns=[*SMALL_FILES])
+            if weights:
+                snapshot_download(
+                    source,
+                    revision=revision,
+                    allow_patterns=["*.safetensors"],
+                    ignore_patterns=[*_DUPLICATES],
+                )
+    except LocalEntryNotFoundError:
+        raise ValueError(
+            f"{source} is no folder here; as a name, it is not in the Hub's cache, and the Hub cannot be "
+            "reached"
+        ) from None
+    return folder
