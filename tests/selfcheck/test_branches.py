@@ -90,6 +90,8 @@ SINK = "load_one(sinks, params.sinks_dtype, params.sinks == SINKS_OF_HEADS ? hea
 LOW_WORD = "words.v[max(word - 1, 0)]"
 ROUTER_ROW = "const ulong row = ulong(group) * simdgroups + simdgroup;\n  if (row >= params.rows)"
 ADDED = "narrow<T>(widen(load<N>(residual + column)) + sum)"
+KEY = "const uint key = tile + own + 8 * n;"
+SLICES = "for (uint i = lane; i < params.slices; i += kSimdWidth) sum"
 CAPPED = "params.softcap * precise::tanh(x / params.softcap)"
 FAULTS = {
     "rows of sums over 6,144": Fault(
@@ -110,6 +112,14 @@ FAULTS = {
     "windows over 65,536 keys": Fault("attention", "int(params.window)", "int(ushort(params.window))"),
     "keys behind 65,536": Fault(
         "attention", "start + ulong(tile) * stride", "start + ulong(ushort(tile)) * stride"
+    ),
+    "masks behind key 65,536": Fault(
+        "attention", KEY, KEY.replace("tile + own + 8 * n", "ushort(tile + own + 8 * n)")
+    ),
+    "streams over 4,096 columns": Fault(
+        "hyper_connection",
+        SLICES,
+        "for (uint i = lane; i < min(params.slices, kSimdWidth); i += kSimdWidth) sum",
     ),
     "an offset of x in 16 bits": Fault("linear_quantized", INPUTS, f"uint(ushort({INPUTS}))"),
     "an offset of x in 16 bits, in tiles": Fault(

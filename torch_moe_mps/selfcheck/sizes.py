@@ -56,6 +56,13 @@ def _far_keys(s: Sample) -> dict[str, Any]:
     return {"q": s.values(1, 1, 1, s.D), "k": k, "v": v, "sinks": None, "scale": s.D**-0.5}
 
 
+def _far_mask() -> dict[str, Any]:
+    """Shows some of the keys behind those that 16 bits count, and nothing else."""
+    mask = torch.zeros(1, 1, 1, FAR, dtype=torch.bool)
+    mask[..., 1 << 16 :: 2] = True
+    return {"mask": mask}
+
+
 def _masks(s: Sample) -> list[dict[str, Any]]:
     """Of each dtype, with numbers that hide; the last token sees nothing."""
     changes = []
@@ -84,7 +91,8 @@ def _attention(s: Sample) -> list[dict[str, Any]]:
         *_masks(s),
     ]
     if max(s.D, s.V) <= WIDEST_FAR:
-        changes += [_far_keys(s), _far_keys(s) | {"window": FAR - 100}]
+        far = _far_keys(s)
+        changes += [far, far | {"window": FAR - 100}, far | _far_mask()]
     return changes
 
 
@@ -181,14 +189,14 @@ def _cached(s: Sample) -> list[dict[str, Any]]:
 
 
 def _streams(s: Sample) -> list[dict[str, Any]]:
-    """Two streams, and four that are wider than a threadgroup."""
+    """Two streams, four that are wider than a threadgroup, and two of more slices than lanes."""
 
     def streams(tokens: int, count: int, width: int) -> dict[str, Any]:
         fn = s.values((2 + count) * count, count * width, dtype=torch.float32) / width**0.5
         comb = s.values(tokens, count, count, dtype=torch.float32).softmax(-1)
         return {"streams": s.values(tokens, count, width), "fn": fn, "comb": comb}
 
-    return [streams(s.T, 2, s.H), streams(1, 4, 2052)]
+    return [streams(s.T, 2, s.H), streams(1, 4, 2052), streams(1, 2, 8204)]
 
 
 def _formulas(s: Sample) -> list[dict[str, Any]]:

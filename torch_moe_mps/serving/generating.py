@@ -18,7 +18,7 @@ from transformers.generation import utils as generation
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
-from ..transformers.caches.prompt_cache import new_cache, runs_on
+from ..transformers.caches.prompt_cache import new_cache, reads_whole, runs_on
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
 
@@ -32,11 +32,19 @@ class Generating(Beside):
     """Stands for a model in calls of `generate`; all else is the model's.
 
     Args:
-        prompts: that are kept; None keeps none.
+        prompts: that are kept; None keeps none, and reads each in one piece, as of models that must be.
         speculation: None guesses no tokens.
     """
 
     def __init__(self, model: Any, prompts: Prompts | None = None, speculation: Speculation | None = None):
+        if prompts is not None and reads_whole(model):
+            kind = model.config.get_text_config(decoder=True).model_type
+            print(
+                f"torch-moe-mps: prompts are read whole, and none is kept: the own code of {kind} in "
+                "transformers goes on wrongly behind a cache",
+                file=sys.stderr,
+            )
+            prompts = None
         self.model, self.prompts, self.speculation = model, prompts, speculation
         if speculation is not None and prompts is not None:
             speculation.prompts = Prompts(prompts.memory)

@@ -36,7 +36,7 @@ from torch_moe_mps.transformers.capture import fingerprint as fingerprints
 from torch_moe_mps.transformers.capture.calls import CAPTURES, Captures, captures_of
 from torch_moe_mps.transformers.capture.fingerprint import Fingerprint
 from torch_moe_mps.transformers.capture.plan import CallPlan
-from torch_moe_mps.transformers.graphs import passes
+from torch_moe_mps.transformers.graphs import passes, tracing
 from torch_moe_mps.transformers.graphs.tracing import Recorder
 from torch_moe_mps.transformers.modules.rules import constants
 
@@ -256,6 +256,28 @@ def test_batches_and_several_tokens(batch, tokens, device, same_bits):
         ]
         assert torch.equal(*results)
     assert captures_of(model).programs
+
+
+def test_symbols_end_with_their_recording(monkeypatch):
+    """Of what is traced and captured, no ShapeEnv stays: a server would add one with each kind of call."""
+    alive = weakref.WeakSet()
+
+    class Symbols(tracing._Symbols):
+        def __init__(self, **options):
+            super().__init__(**options)
+            made.append(None)
+            alive.add(self)
+
+    made = []
+    monkeypatch.setattr(tracing, "_Symbols", Symbols)
+    model = accelerated("llama", "cpu")
+    with torch.no_grad():
+        answer(model, "cpu")
+    programs = len(captures_of(model).programs)
+    gc.collect()
+    assert programs and len(made) > programs and not alive
+    torch_moe_mps.restore(model)
+    assert not alive
 
 
 @torch.no_grad()

@@ -34,6 +34,9 @@ from .state import LayerState, copy_of_cache, copy_of_layer
 _PACKAGE = __package__.partition(".")[0]
 _FORM = "torch_moe_mps prompt cache"
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
+# Types of models whose own code in transformers 5.23 forgets a cache where several tokens follow it,
+# or gives no cache back: a prompt in pieces would be another one.
+READ_WHOLE = ("bamba", "falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba")
 _SAMPLES = 64  # octets of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
 States = Mapping[int, dict[int, dict[str, Any]]]
@@ -46,6 +49,11 @@ class Unusable(ValueError):
 def new_cache(model: PreTrainedModel) -> DynamicCache:
     """The cache that `generate` would make."""
     return DynamicCache(config=model.config.get_text_config(decoder=True))
+
+
+def reads_whole(model: PreTrainedModel) -> bool:
+    """Whether a model must read a prompt in one call, behind an empty cache."""
+    return model.config.get_text_config(decoder=True).model_type in READ_WHOLE
 
 
 def can_be_cut(layer: Any) -> bool:
@@ -115,9 +123,14 @@ def save_prompt_cache(
         ids: [1, T] or [T], the tokens of the prompt.
         cache: that the model returned as `past_key_values`, with T tokens; dense or with kv_bits=8.
 
-    Raises: ValueError for a cache of another length or class, and for a file that is something else; OSError;
-        torch.AcceleratorError as `synchronize`.
+    Raises: ValueError for a cache of another length or class, for a file that is something else, and for a
+        model whose own code goes on wrongly behind a cache (`READ_WHOLE`); OSError; torch.AcceleratorError as
+        `synchronize`.
     """
+    if reads_whole(model):
+        kind = model.config.get_text_config(decoder=True).model_type
+        expected = "one that reads several tokens behind a cache rightly"
+        raise ValueError(f"moe_mps::save_prompt_cache: model must be {expected}, got a {kind}")
     ids, path = ids.reshape(-1).cpu(), Path(file)
     if type(cache) is not DynamicCache or cache.get_seq_length() != len(ids):
         got = f"a {type(cache).__name__} of {cache.get_seq_length()} tokens"

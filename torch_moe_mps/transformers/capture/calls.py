@@ -34,7 +34,7 @@ from ..basics.self_check_state import refused
 from ..caches.cache import FOLLOWS, takes_cache
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
-from ..graphs.tracing import NotCapturable, Recorder, is_operator
+from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
 from ..modules.sampling import OPERATOR, current, sampling
 from .arguments import padding_of, whole
 from .exchange import ExchangeError, exchange_of
@@ -229,7 +229,8 @@ class Captures:
             kind = self._kind_to_capture(reading)
             if kind is None:
                 return False
-            program = self._captured(model, own, reading, kind)
+            with symbols_end():
+                program = self._captured(model, own, reading, kind)
         except ExchangeError:
             raise
         except NotCapturable as unsupported:

@@ -5,8 +5,9 @@ of a symbol is a guard. make_fx does the same; here symbols stay in the argument
 are made, which takes a third of its time.
 """
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -93,6 +94,17 @@ class _Like:
 
 _MOST_KNOWN = 10_000
 _known = Bounded(_MOST_KNOWN)  # {call without symbols: what it gave}, of all recorders
+
+
+@contextlib.contextmanager
+def symbols_end() -> Iterator[None]:
+    """Lets the symbols of recorders go at the end of the block: caches of torch hold all that they saw."""
+    try:
+        yield
+    finally:
+        for method in vars(ShapeEnv).values():
+            if hasattr(method, "cache_clear"):
+                method.cache_clear()
 
 
 class Recorder(TorchDispatchMode):
