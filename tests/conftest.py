@@ -20,11 +20,16 @@ from pathlib import Path
 import pytest
 import torch
 from support import trained
+from support.slow import pytest_runtest_call  # noqa: F401  # a hook
 from support.values import DTYPES
 
 SCHEDULES = 4
 OTHER_ORDER = "mps-other-order"
 SIMULATED = sys.platform != "darwin"
+
+
+def pytest_addoption(parser):
+    parser.addoption("--kept", action="store_true", help="do not run what passed before (support/kept.py)")
 
 
 def pytest_configure(config):
@@ -35,6 +40,7 @@ def pytest_configure(config):
         "markers", "one_schedule: run the simulated mps variant under one schedule in the sweep, too"
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    config.addinivalue_line("markers", "slow(why): over 1.5 CPU seconds, not with `scripts/test --changed`")
     config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
         signal.signal(signal.SIGINT, signal.default_int_handler)  # tests press Ctrl-C in their processes
@@ -43,6 +49,10 @@ def pytest_configure(config):
     # asked.
     if SIMULATED:
         install_error(config)
+    if SIMULATED and config.getoption("kept"):
+        from support.kept import Kept
+
+        config.pluginmanager.register(Kept())
 
 
 def mps_variants(one_schedule: bool) -> list:

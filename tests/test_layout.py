@@ -1,17 +1,14 @@
 """How the repository is laid out: what may import what."""
 
-import ast
 import functools
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-from support.processes import REPOSITORY
+from support import dependents
+from support.dependents import PACKAGE, REPOSITORY, imports, name_of
 
 from torch_moe_mps.ops import _activations, _checks, routing
 
-PACKAGE = REPOSITORY / "torch_moe_mps"
 # Parts of the package from the lowest floor to the highest: a part imports those below it.
 FLOORS = (
     "_versions",
@@ -39,34 +36,20 @@ FLOORS = (
 )
 
 
-def name_of(path: Path, root: Path) -> str:
-    parts = path.relative_to(root).with_suffix("").parts
-    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
-
-
-def imports(path: Path, root: Path) -> Iterator[str]:
-    """What a file imports, in its functions too: absolute names of modules, or of names in modules."""
-    name = name_of(path, root).split(".")
-    package = name if path.name == "__init__.py" else name[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            module = [*above, *([node.module] if node.module else [])]
-            yield from (".".join([*module, alias.name]) for alias in node.names)
-
-
 @functools.cache
 def graph() -> dict[str, set[str]]:
     """{module: the modules of the package that it imports}."""
-    files = {name_of(path, REPOSITORY): path for path in PACKAGE.rglob("*.py")}
-    edges: dict[str, set[str]] = {name: set() for name in files}
-    for name, path in files.items():
-        for imported in imports(path, REPOSITORY):
-            module = imported if imported in files else imported.rpartition(".")[0]
-            edges[name] |= {module} & files.keys()
-    return edges
+    return {
+        name_of(path, REPOSITORY): {name_of(o, REPOSITORY) for o in others if o.is_relative_to(PACKAGE)}
+        for path, others in dependents.graph().items()
+        if path.is_relative_to(PACKAGE)
+    }
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed():
+    """Every file is parsed once, and not within the time of a test."""
+    return dependents.graph()
 
 
 def circle(edges: dict[str, set[str]]) -> list[str] | None:
@@ -126,11 +109,8 @@ def test_rooms_that_know_no_model(room):
 
 
 def test_no_test_imports_another():
-    tests = REPOSITORY / "tests"
-    modules = {path.stem for path in tests.rglob("test_*.py")}
-    for path in tests.rglob("*.py"):
-        used = {part for name in imports(path, tests) for part in name.split(".")}
-        assert not used & modules, path
+    for path, others in dependents.graph().items():
+        assert not others & dependents.all_tests(), path
 
 
 @pytest.mark.parametrize(

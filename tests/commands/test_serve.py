@@ -42,6 +42,7 @@ def no_cache_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "nowhere"))
 
 
+@pytest.mark.slow("a server and its clients")
 def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub):
     """It names the model, and refuses what it would not do."""
     name = str(checkpoint)

@@ -13,6 +13,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -146,6 +147,15 @@ def run(command: Sequence, what: str, **options) -> str:
     return result.stdout
 
 
+class Spent:
+    """CPU seconds of this process that making pieces took: a later run finds them."""
+
+    seconds = 0.0
+
+
+spent = Spent()
+
+
 def build_once(path: Path, make) -> Path:
     """`path`, made by `make(temporary path)` unless it is there."""
     if path.exists():
@@ -153,7 +163,9 @@ def build_once(path: Path, make) -> Path:
     with locked(path):
         if not path.exists():
             temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-            make(temporary)
+            before, started = spent.seconds, time.process_time()
+            make(temporary)  # which may make others
+            spent.seconds = before + time.process_time() - started
             temporary.rename(path)
     return path
 

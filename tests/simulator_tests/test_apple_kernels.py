@@ -531,6 +531,7 @@ ALWAYS = ("norms", "rope", "sampling", "pointwise", "int4")
 FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": ("iq", "tq")}
 
 
+@pytest.mark.slow("counts each instruction of a kernel at real sizes")
 @pytest.mark.parametrize("group", in_sweep(GROUPS, ALWAYS))
 def test_costs(simulated, group):
     """Issue slots of a lane on the M1 and M2, and from the M3 on, where bfloat16 is native; 32-bit registers;

@@ -180,6 +180,7 @@ def test_a_program_runs_as_long_as_an_indexer_may_choose_all_keys(monkeypatch, a
     assert len(captures.programs) == 1 and captures.reason is None
 
 
+@pytest.mark.slow("a conversation on the simulated GPU, twice")
 @torch.no_grad()
 def test_a_captured_token_has_the_same_bits(device, same_bits):
     model, own = pair("qwen3_moe", device)
@@ -974,6 +975,7 @@ GENERATIONS = {
 }
 
 
+@pytest.mark.slow("six ways to generate, by two models")
 @torch.no_grad()
 @pytest.mark.of_models
 def test_generate(device, same_bits):
@@ -997,6 +999,7 @@ def test_generate(device, same_bits):
         assert captures.programs and captures._failure is None, (options, str(captures))
 
 
+@pytest.mark.slow("a conversation on the simulated GPU, twice")
 @torch.no_grad()
 @pytest.mark.of_kernels
 @pytest.mark.parametrize(

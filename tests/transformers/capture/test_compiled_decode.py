@@ -40,6 +40,7 @@ def check_decode_step(architecture: str, device: str, backend: str) -> None:
     torch.testing.assert_close(result.cpu(), expected.cpu(), rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow("torch.compile of a whole model")
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_decode_step_compiles(architecture):
     check_decode_step(architecture, "cpu", "aot_eager")
@@ -81,6 +82,7 @@ def test_decode_step_compiles_on_mps(simulated, architecture):
     check_decode_step(architecture, "mps", "aot_eager")
 
 
+@pytest.mark.slow("torch.compile of a whole model")
 def test_generate_compiles_its_decode_step():
     """As docs/compile.md calls it: the tokens of an uncompiled run, from one graph."""
     with tiny_models.groups_of_32():

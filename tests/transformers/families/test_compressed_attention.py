@@ -177,6 +177,7 @@ def captured_model(dtype):
     return model
 
 
+@pytest.mark.slow("the model with most operators, on the simulated GPU")
 def test_captured_tokens(simulated, monkeypatch):
     """They have the bits of tokens that run module by module, over ends of windows of all kinds."""
     monkeypatch.setattr(passes, "PASSES", ())  # which join roundings
@@ -193,6 +194,7 @@ def test_captured_tokens(simulated, monkeypatch):
     assert_same_states(of_captured, cache, 0.0)
 
 
+@pytest.mark.slow("the model with most operators, on the simulated GPU")
 def test_positions_by_hand_behind_captured_tokens(simulated, monkeypatch):
     """generate() gives positions that follow from the cache; any others are looked at, token by token."""
     monkeypatch.setenv("MOE_MPS_CAPTURE", "1")

@@ -19,6 +19,7 @@ from torch_moe_mps.commands.perplexity import SAMPLE
 from torch_moe_mps.quantization import quantize
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
+pytestmark = pytest.mark.slow("30 layers of trained weights")
 TOKENS = 12
 
 

@@ -1,0 +1,239 @@
+"""Which tests depend on which files: `scripts/test --changed` runs those of the files that differ from main.
+
+| file | tests |
+| --- | --- |
+| a test | itself |
+| `conftest.py` | its folder |
+| Python in `tests/` or `scripts/` | tests that import it, and tests that name its file |
+| Python of the package | the folder of its room, and tests that import it other than through a door |
+| an operator's family in `ops/` | tests that name one of its operators, and those of all operators |
+| `.mm`, `.metal` and their headers | the same, for the families whose sources include the file |
+| a text, a table, pinned values | tests that name it, itself or in a module of `tests/` that they import |
+| the simulator, requirements and settings | all |
+
+A door is a module that gathers what others declare (a package's `__init__`, `accelerate`, `install`): nearly
+every test of models goes through one, so that all would depend on all. `scripts/test` runs every test.
+"""
+
+import ast
+import functools
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PACKAGE = REPOSITORY / "torch_moe_mps"
+TESTS = REPOSITORY / "tests"
+ROOTS = {PACKAGE: REPOSITORY, TESTS: TESTS, REPOSITORY / "scripts": REPOSITORY / "scripts"}
+SOURCES = (".mm", ".metal", ".h")
+# What every test runs in: the simulator, the pinned packages, settings.
+EVERYTHING = re.compile(
+    r"tests/(simulator/(?!tests/|example/|README|(apple|cuda|coverage)\b.*\.py)|conftest\.py|\w+\.txt)"
+    r"|pyproject\.toml|scripts/environment\.sh"
+)
+# Tests of all operators, and of how they work together: for a change of one shader or of its host code.
+OF_ALL_OPERATORS = {
+    TESTS / "ops" / "test_any_arguments.py",
+    TESTS / "transformers" / "models" / "test_mps.py",
+}
+
+
+def name_of(path: Path, root: Path) -> str:
+    parts = path.relative_to(root).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def imports(path: Path, root: Path) -> Iterator[str]:
+    """What a file imports, in its functions too: absolute names of modules, or of names in modules."""
+    name = name_of(path, root).split(".")
+    package = name if path.name == "__init__.py" else name[:-1]
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            above = package[: len(package) - node.level + 1] if node.level else []
+            module = [*above, *([node.module] if node.module else [])]
+            yield from (".".join([*module, alias.name]) for alias in node.names)
+
+
+@functools.cache
+def graph() -> dict[Path, set[Path]]:
+    """{Python file: the files of the repository that it imports}."""
+    files = {path: name_of(path, root) for folder, root in ROOTS.items() for path in folder.rglob("*.py")}
+    by_name = {name: path for path, name in files.items()}
+    edges: dict[Path, set[Path]] = {}
+    for path in files:
+        (root,) = (root for folder, root in ROOTS.items() if path.is_relative_to(folder))
+        names = set(imports(path, root))
+        modules = {name if name in by_name else name.rpartition(".")[0] for name in names}
+        edges[path] = {by_name[module] for module in modules & by_name.keys()}
+    return edges
+
+
+def is_door(path: Path) -> bool:
+    return path.is_relative_to(PACKAGE) and (
+        path.name == "__init__.py" or path.parent == PACKAGE / "transformers"
+    )
+
+
+@functools.cache
+def reached(path: Path) -> frozenset[Path]:
+    """The files that a file imports, and these in turn, but for those behind doors."""
+    seen: set[Path] = set()
+    ahead = [path]
+    while ahead:
+        for other in graph()[ahead.pop()] - seen:
+            seen.add(other)
+            if not is_door(other):
+                ahead.append(other)
+    return frozenset(seen)
+
+
+@functools.cache
+def all_tests() -> frozenset[Path]:
+    """The tests of the repository, without the simulator's own."""
+    return frozenset(path for path in graph() if path.name.startswith("test_"))
+
+
+def tests_in(folder: Path) -> set[Path]:
+    return {test for test in all_tests() if test.is_relative_to(folder)}
+
+
+@functools.cache
+def read(path: Path) -> str:
+    return path.read_text()
+
+
+@functools.cache
+def texts(test: Path) -> str:
+    """The text of a test and of the modules of `tests/` and `scripts/` that it imports."""
+    own = [path for path in reached(test) if not path.is_relative_to(PACKAGE)]
+    return "\n".join(map(read, [test, *own]))
+
+
+def naming(word: str) -> set[Path]:
+    """Tests that name a file or a folder, or import what does."""
+    pattern = re.compile(rf"(?<![\w.]){re.escape(word)}(?!\w|\.\w)")
+    return {test for test in all_tests() if pattern.search(texts(test))}
+
+
+@functools.cache
+def operators() -> dict[str, set[str]]:
+    """{family: its operators}: a family has the same file name on every layer."""
+    families: dict[str, set[str]] = {}
+    for path in (PACKAGE / "ops").glob("[!_]*.py"):
+        functions = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.FunctionDef)]
+        families[path.stem] = {
+            function.name
+            for function in functions
+            if any("operator" in ast.unparse(decorator) for decorator in function.decorator_list)
+        }
+    return families
+
+
+@functools.cache
+def includes() -> dict[Path, set[Path]]:
+    """{file of the host code or of the shaders: the files of the package that it includes}."""
+    files = [path for path in PACKAGE.rglob("*") if path.suffix in SOURCES]
+    return {
+        path: {
+            (folder / name).resolve()
+            for name in re.findall(r'^#(?:include|import) "(\S+)"', path.read_text(), re.MULTILINE)
+            for folder in (path.parent, PACKAGE / "shaders")
+        }
+        for path in files
+    }
+
+
+def including(path: Path) -> set[Path]:
+    """A source, or those that include a header, themselves or by other headers."""
+    found, ahead = set(), {path}
+    while ahead:
+        found |= ahead
+        ahead = {other for other, names in includes().items() if names & ahead} - found
+    return {source for source in found if source.suffix != ".h"}
+
+
+@functools.cache
+def of_family(family: str) -> frozenset[Path]:
+    """Tests that name an operator of a family, or have the family's name."""
+    names = re.compile("|".join(rf"\b{name}\b" for name in operators().get(family, ())) or "(?!)")
+    tests = {test for test in tests_in(TESTS / "ops") if names.search(read(test))}
+    for folder in ("ops", "host", "selfcheck"):
+        tests |= {test for test in tests_in(TESTS / folder) if f"{test.stem}_".startswith(f"test_{family}_")}
+    return frozenset(tests)
+
+
+def of_source(path: Path) -> set[Path]:
+    """Tests of the operators whose host code or shaders have a file."""
+    tests = {TESTS / "simulator_tests" / "test_strict.py"}
+    if path.is_relative_to(PACKAGE / "csrc"):
+        tests = {TESTS / "host" / name for name in ("test_traces.py", "test_macos.py")}
+    sources = including(path)
+    # All host code includes the parameters of all shaders.
+    shaders = {source for source in sources if source.suffix == ".metal"}
+    for stem in {source.stem for source in shaders or sources}:
+        families = [family for family in operators() if f"{stem}_".startswith(f"{family}_")]
+        named = set().union(*map(of_family, families or [stem]))
+        tests |= named or tests_in(TESTS / "ops") | tests_in(TESTS / "host")  # what all operators share
+    return tests
+
+
+def room(path: Path) -> set[Path]:
+    """The tests in the folder of a module's room."""
+    parts = path.relative_to(PACKAGE).parts
+    if parts[0] == "transformers":
+        folder = TESTS / "transformers" / (parts[1] if len(parts) > 2 else "door")
+    else:
+        folder = TESTS / parts[0] if len(parts) > 1 else TESTS / "host"
+    return tests_in(folder)
+
+
+def dependents(path: Path) -> set[Path]:
+    """The tests that depend on one file of the repository, by the table above."""
+    relative = path.relative_to(REPOSITORY)
+    in_package = path.is_relative_to(PACKAGE)
+    if EVERYTHING.match(str(relative)):
+        return set(all_tests())
+    if path.name == "conftest.py":
+        return tests_in(path.parent)
+    if path.name.startswith("test_"):
+        return {path} & all_tests()
+    if in_package and path.suffix in SOURCES:
+        return of_source(path) | OF_ALL_OPERATORS
+    if path.parent == PACKAGE / "ops" and path.stem in operators():
+        return of_family(path.stem) | OF_ALL_OPERATORS
+    if path.suffix == ".py":
+        importing = {test for test in all_tests() if path in reached(test)}
+        return importing | (room(path) if in_package else naming(path.name))
+    if path.parent.name == "pinned":
+        return tests_in(path.parents[1])
+    folders = () if in_package else relative.parts[:-1]  # a test may read all that is in one
+    quoted = {f'"{name}"' for name in folders} - {'"docs"', '"tests"', '"scripts"'}
+    tests = set().union(*map(naming, quoted | {path.name if path.suffix else f'"{path.name}"'}))
+    return tests | ({TESTS / "test_documents.py"} if path.suffix == ".md" else set())
+
+
+def changed() -> list[Path]:
+    """The files that differ from what this branch and main have in common, those of no commit included."""
+
+    def git(*arguments: str) -> list[str]:
+        told = subprocess.run(["git", *arguments], cwd=REPOSITORY, capture_output=True, text=True)
+        return told.stdout.split("\n")[:-1] if told.returncode == 0 else []
+
+    common = git("merge-base", "HEAD", "origin/main") or git("merge-base", "HEAD", "main") or ["HEAD"]
+    names = git("diff", "--name-only", common[0]) + git("ls-files", "--others", "--exclude-standard")
+    return [REPOSITORY / name for name in sorted(set(names))]
+
+
+def main() -> None:
+    """Prints the tests, a line each."""
+    tests = {test for path in changed() for test in dependents(path) if test.exists()}
+    for test in sorted(tests | ({TESTS / "test_layout.py"} if tests else set())):
+        print(test.relative_to(REPOSITORY))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

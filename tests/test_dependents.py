@@ -1,0 +1,116 @@
+"""Which tests `scripts/test --changed` runs."""
+
+import subprocess
+
+import pytest
+from support import dependents
+from support.dependents import REPOSITORY, TESTS
+
+ROOMS = ("attention", "basics", "caches", "capture", "checkpoints", "door", "families", "graphs", "modules")
+OPERATORS = {"ops/test_any_arguments.py", "transformers/models/test_mps.py"}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parsed():
+    """Every file is parsed once, and not within the time of a test."""
+    return dependents.graph()
+
+
+def names(file: str) -> set[str]:
+    """The tests of a file, but for this one, which names many."""
+    tests = dependents.dependents(REPOSITORY / file) - {TESTS / "test_dependents.py"}
+    return {str(test.relative_to(TESTS)) for test in tests}
+
+
+def folder(name: str) -> set[str]:
+    return {str(test.relative_to(TESTS)) for test in (TESTS / name).rglob("test_*.py")}
+
+
+def test_a_rule_has_the_tests_of_its_room():
+    tests = names("torch_moe_mps/transformers/modules/rules/rms_norm.py")
+    assert folder("transformers/modules") <= tests
+    assert not tests & (folder("commands") | folder("ops") | folder("transformers/checkpoints"))
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_each_room_has_tests(room):
+    for file in (dependents.PACKAGE / "transformers").glob("*.py" if room == "door" else f"{room}/*.py"):
+        assert folder(f"transformers/{room}") <= names(str(file.relative_to(REPOSITORY))), file
+
+
+@pytest.mark.parametrize(
+    ("file", "among", "beside"),
+    [
+        ("shaders/norms.metal", "ops/test_norms.py", "ops/test_rope.py"),
+        ("shaders/params/norms.h", "ops/test_norms.py", "ops/test_sampling.py"),
+        ("csrc/norms.mm", "host/test_traces.py", "ops/test_rope.py"),
+        ("csrc/rope.mm", "ops/test_rope_attention.py", "ops/test_norms.py"),
+        ("shaders/matmul/dots.h", "ops/test_quantized.py", "ops/test_rope.py"),  # an include of an include
+        ("shaders/hash_router.metal", "ops/test_hash_router.py", "ops/test_rope.py"),
+        ("ops/index.py", "ops/test_index.py", "ops/test_rope.py"),
+    ],
+)
+def test_a_shader_has_the_tests_of_its_operators(file, among, beside):
+    tests = names(f"torch_moe_mps/{file}")
+    assert {among, *OPERATORS} <= tests and beside not in tests
+
+
+@pytest.mark.parametrize("file", ["csrc/metal/encoder.mm", "csrc/tensors.h", "shaders/common.h"])
+def test_what_all_operators_share_has_the_tests_of_all(file):
+    assert len(names(f"torch_moe_mps/{file}") & folder("ops")) > 15
+
+
+@pytest.mark.parametrize(
+    ("file", "tests"),
+    [
+        ("docs/mlx.md", {"test_documents.py", "transformers/checkpoints/test_mlx.py"}),
+        ("CHANGELOG.md", {"test_documents.py", "host/test_wheel.py"}),
+        ("scripts/demo", {"commands/test_demo.py"}),
+        ("scripts/make_api.py", {"test_documents.py"}),
+        ("tests/test_package.py", {"test_package.py"}),
+        ("tests/commands/conftest.py", folder("commands")),
+        ("tests/support/pipeline.py", None),
+        ("torch_moe_mps/pipeline/shares.py", None),
+    ],
+)
+def test_other_files(file, tests):
+    if tests is None:  # by imports
+        assert "pipeline/test_pipeline.py" in names(file) and "ops/test_norms.py" not in names(file)
+    else:
+        assert names(file) == tests
+
+
+@pytest.mark.parametrize(
+    "file", ["tests/conftest.py", "tests/requirements.txt", "tests/simulator/build.py", "pyproject.toml"]
+)
+def test_what_every_test_runs_in(file):
+    assert names(file) == folder(".") - {"test_dependents.py"}
+
+
+def test_every_source_has_tests():
+    for file in dependents.PACKAGE.rglob("*"):
+        if file.suffix in dependents.SOURCES:
+            assert dependents.dependents(file), file
+
+
+def test_what_has_changed(tmp_path, monkeypatch):
+    """In a branch: committed, not committed, new and removed files; not what main has."""
+    monkeypatch.setattr(dependents, "REPOSITORY", tmp_path)
+
+    def git(*arguments: str) -> None:
+        settings = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *settings, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "-b", "main")
+    for name in ("same", "edited", "removed", "committed"):
+        (tmp_path / name).write_text("before")
+    git("add", ".")
+    git("commit", "-m", "first")
+    assert dependents.changed() == []
+    git("checkout", "-b", "branch")
+    (tmp_path / "committed").write_text("after")
+    git("commit", "-am", "second")
+    (tmp_path / "edited").write_text("after")
+    (tmp_path / "removed").unlink()
+    (tmp_path / "new").write_text("")
+    assert [path.name for path in dependents.changed()] == ["committed", "edited", "new", "removed"]

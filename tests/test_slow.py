@@ -1,0 +1,66 @@
+"""What the limit on a test's time counts, and that a test over it fails."""
+
+import importlib.machinery
+import subprocess
+import sys
+import time
+
+import pytest
+from simulator import build
+from support import slow
+
+BUSY = "import time\nstarted = time.process_time()\nwhile time.process_time() - started < 0.1: pass\n"
+
+
+def test_work_counts_and_sleep_and_other_processes_do_not():
+    with slow.own_seconds() as working:
+        exec(BUSY)
+    with slow.own_seconds() as waiting:
+        time.sleep(0.1)
+        subprocess.run([sys.executable, "-S", "-c", BUSY], check=True)
+    assert working[0] >= 0.1 and waiting[0] < 0.05
+
+
+def test_first_imports_do_not_count(tmp_path):
+    (tmp_path / "busy.py").write_text(BUSY)
+    loader = importlib.machinery.SourceFileLoader("busy", str(tmp_path / "busy.py"))
+    with slow.own_seconds() as seconds:
+        importlib.util.module_from_spec(importlib.machinery.ModuleSpec("busy", loader))
+        loader.exec_module(type(sys)("busy"))
+    assert seconds[0] < 0.05
+
+
+def test_pieces_that_are_kept_do_not_count(tmp_path):
+    """Neither the outer one nor one that it makes, which counts once."""
+
+    def outer(target):
+        build.build_once(tmp_path / "inner", lambda inner: (exec(BUSY), inner.touch()))
+        target.touch()
+
+    before = build.spent.seconds
+    with slow.own_seconds() as seconds:
+        build.build_once(tmp_path / "outer", outer)
+    assert 0.1 <= build.spent.seconds - before < 0.2 and abs(seconds[0]) < 0.05
+
+
+@pytest.mark.parametrize("mark", [None, "slow", "sweep"])
+def test_a_test_over_the_limit_fails(request, monkeypatch, mark):
+    """Over the limit and what is forgiven; one that is marked may."""
+    monkeypatch.setattr(slow, "LIMIT", 0.04)
+
+    def call(item) -> object:
+        hook = slow.pytest_runtest_call(item)
+        next(hook)
+        exec(BUSY)
+        with pytest.raises(StopIteration) as returned:
+            hook.send("result")
+        return returned.value.value
+
+    if mark:
+        request.node.add_marker(getattr(pytest.mark, mark))
+        assert call(request.node) == "result"
+    else:
+        with pytest.raises(pytest.fail.Exception, match=r"took 0\.1 CPU seconds, 0.04 are allowed"):
+            call(request.node)
+        monkeypatch.setattr(slow, "MARGIN", 10)
+        assert call(request.node) == "result"
