@@ -28,6 +28,7 @@ _LIBRARIES = {
     "transformers.quantizers.auto": "register_quantizer",
 }
 _TORCH = {"torch": "register_operators"}
+_OURS = "torch_moe_mps."  # what begins the names of modules that the functions need complete
 
 
 def autoload() -> None:
@@ -48,8 +49,8 @@ def register_when_imported() -> None:
 class _Finder(importlib.abc.MetaPathFinder):
     """Calls functions after the import of modules.
 
-    The functions import more of transformers. So they are called when none of the modules is in the middle of
-    its import, one after the other.
+    The functions import more of transformers, and of this package. So they are called when none of the
+    modules and none of ours is in the middle of its import, one after the other.
 
     Attributes:
         functions: the name of the function for each module.
@@ -97,7 +98,8 @@ class _Finder(importlib.abc.MetaPathFinder):
         return [name for name, spec in specs.items() if not getattr(spec, "_initializing", False)]
 
     def find_spec(self, fullname: str, path: Any, target: ModuleType | None = None) -> ModuleSpec | None:
-        if fullname in self._searching or not (fullname in self.functions or self._complete()):
+        waited_for = fullname in self.functions or (fullname.startswith(_OURS) and not self._calling)
+        if fullname in self._searching or not (waited_for or self._complete()):
             return None
         self._searching.add(fullname)  # another finder may ask all finders, as this one does
         try:
@@ -126,7 +128,10 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Another loader, whose work is done inside of the context that `around` makes."""
+    """Another loader, whose work is done inside of the context that `around` makes.
+
+    runpy and others ask it for what `loader` has besides.
+    """
 
     def __init__(self, loader: Any, around: Callable[[str], AbstractContextManager[None]]):
         self.loader = loader
@@ -141,6 +146,9 @@ class _Loader(importlib.abc.Loader):
             module.__spec__.loader = self.loader
         with self.around(module.__name__):
             self.loader.exec_module(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.loader, name)
 
 
 def _register(module: str, function: str) -> None:
