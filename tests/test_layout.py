@@ -8,6 +8,7 @@ from support import dependents
 from support.dependents import PACKAGE, REPOSITORY, imports, name_of
 
 from torch_moe_mps.ops import _activations, _checks, routing
+from torch_moe_mps.transformers import wiring
 
 # Parts of the package from the lowest floor to the highest: a part imports those below it.
 FLOORS = (
@@ -100,6 +101,62 @@ def test_families_are_known_by_themselves_alone():
             family = f"torch_moe_mps.transformers.families.{room}"
             known = [each for each in others if f"{each}.".startswith(f"{family}.")]
             assert f"{name}.".startswith(f"{family}.") or not known, (name, room)
+
+
+WIRING = "transformers/wiring.py"  # the one module whose import fills tables of others
+
+
+def changes_of_others(tree: ast.Module) -> Iterator[ast.stmt]:
+    """Statements outside of functions that change what a module imports: a table, or an attribute."""
+    imported = {
+        alias.asname or alias.name.partition(".")[0]
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        for alias in node.names
+    }
+
+    def is_theirs(node: ast.expr) -> bool:
+        while isinstance(node, ast.Attribute | ast.Subscript | ast.Starred):
+            node = node.value
+        return isinstance(node, ast.Name) and node.id in imported
+
+    def inside(node: ast.AST) -> Iterator[ast.stmt]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            targets = getattr(child, "targets", [getattr(child, "target", None)])
+            if isinstance(child, ast.Assign | ast.AugAssign | ast.AnnAssign | ast.Delete):
+                in_place = isinstance(child, ast.AugAssign)
+                if any(is_theirs(each) and (in_place or not isinstance(each, ast.Name)) for each in targets):
+                    yield child
+            elif isinstance(child, ast.Expr) and isinstance(child.value, ast.Call):
+                function = child.value.func
+                is_method = isinstance(function, ast.Attribute) and is_theirs(function)
+                if is_method or any(map(is_theirs, child.value.args)):
+                    yield child
+            yield from inside(child)
+
+    return inside(tree)
+
+
+def test_an_import_changes_no_other_module():
+    """Calls that are statements count, since they are there for what they change."""
+    changing = ("rules.append(f)", "a.b = 1", "b['x'] = f", "for x in y:\n b.c[x] = 1", "patch(b)", "b |= c")
+    for each in changing:
+        assert [*changes_of_others(ast.parse(f"import a, b\nfrom c import rules\n{each}"))], each
+    for each in ("def f():\n b.c = 1", "c = {}\nc['x'] = b.c", "d = b.e()"):
+        assert not [*changes_of_others(ast.parse(f"import b\n{each}"))], each
+    changes = {
+        path.relative_to(PACKAGE).as_posix(): [ast.unparse(each) for each in changes_of_others(tree)]
+        for path, tree in ((path, ast.parse(path.read_text())) for path in PACKAGE.rglob("*.py"))
+    }
+    assert len(changes.pop(WIRING)) > 8
+    assert {path: found for path, found in changes.items() if found} == {"__main__.py": ["sys.exit(main())"]}
+
+
+def test_every_family_is_wired():
+    folders = {path.parent.name for path in (PACKAGE / "transformers/families").glob("*/__init__.py")}
+    assert sorted(folders) == [*wiring.FAMILIES]
 
 
 @pytest.mark.parametrize("room", ["ops", "quantization"])

@@ -27,7 +27,8 @@ def test_unknown_transformers_can_be_imported(tmp_path):
 
 
 def test_import_waits_for_torch_and_transformers():
-    """It imports neither. Operators are there once torch is, experts and quantiser once transformers is."""
+    """It imports neither. Operators are there once torch is, experts and quantiser once transformers is, even
+    where a module of ours is in the middle of its import then."""
     code = """
         import sys, warnings
         warnings.filterwarnings("error", message="torch_moe_mps")
@@ -37,12 +38,15 @@ def test_import_waits_for_torch_and_transformers():
         print(torch.ops.moe_mps.rms_norm, "rms_norm" in torch_moe_mps.ops.OPERATORS)
         print("transformers" in sys.modules)
         from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+        print("transformers.quantizers.auto" in sys.modules)
+        import torch_moe_mps.transformers.checkpoints.gguf
         from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
         print("moe_mps" in ALL_EXPERTS_FUNCTIONS, AUTO_QUANTIZER_MAPPING["moe_mps"].__module__)
     """
     assert python(code).split("\n") == [
         "False torch_moe_mps_autoload torch_moe_mps",
         "moe_mps.rms_norm True",
+        "False",
         "False",
         "True torch_moe_mps.transformers.checkpoints.quantizer",
     ]

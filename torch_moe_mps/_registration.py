@@ -36,7 +36,10 @@ def register_gguf(module: Any) -> None:
 
 
 def register_quantizer(module: object) -> None:
-    from .transformers.checkpoints import gguf, quantizer  # noqa: F401
+    from .transformers.checkpoints import gguf, quantizer
+
+    quantizer.register()
+    gguf.register_readers()
 
 
 def register_models(module: Any) -> None:

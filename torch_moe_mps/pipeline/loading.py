@@ -132,6 +132,7 @@ class PipelineLoading:
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
         """Inside the block, a model that is loaded keeps only the layers of this process."""
+        _cut_before_reading()
         with having(_STAGE, self.stage), self._telling():
             yield
 
@@ -215,9 +216,10 @@ def _apart(machines: list[Machine], hosts: list[str]) -> list[Machine]:
     ]
 
 
-def _cut_before_reading(cls: Any) -> None:
+@functools.cache
+def _cut_before_reading() -> None:
     """Patches transformers where it has built a model, and reads the weights that the model has."""
-    load = cls._load_pretrained_model
+    load: Any = PreTrainedModel._load_pretrained_model
 
     @functools.wraps(load)
     def _load_pretrained_model(
@@ -230,7 +232,4 @@ def _cut_before_reading(cls: Any) -> None:
                 load_config.hf_quantizer.forget_absent(model)
         return load(model, state_dict, files, load_config, *rest, **named)
 
-    cls._load_pretrained_model = staticmethod(_load_pretrained_model)
-
-
-_cut_before_reading(PreTrainedModel)
+    PreTrainedModel._load_pretrained_model = staticmethod(_load_pretrained_model)

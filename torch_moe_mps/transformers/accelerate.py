@@ -17,7 +17,7 @@ from .basics.residency import end_residency, keep_resident
 from .basics.self_check_state import refusal
 from .basics.state import NOTHING, STATE, kv_bits_of, state_of
 from .checkpoints.importance import Importance, given_importance
-from .checkpoints.quantize import LOADED, keep_when_saving, quantize_model
+from .checkpoints.quantize import keep_when_saving, quantize_model
 from .checkpoints.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, restore_module, rewrite
@@ -120,9 +120,6 @@ def accelerate(
     if wanted is not None and not any(map(has_quantized_weights, model.modules())):
         warnings.warn("torch_moe_mps: nothing was found that can be quantised", stacklevel=2)
     return report
-
-
-LOADED.append(accelerate)
 
 
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:

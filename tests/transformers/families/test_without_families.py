@@ -11,8 +11,7 @@ import pytest
 from support.processes import REPOSITORY
 
 FOLDERS = REPOSITORY / "torch_moe_mps/transformers/families"
-# {folder: (an architecture, what its report has from the family alone)}; a family of which no module runs
-# names one that another family names, too.
+# {folder: (an architecture, what its report has from the family alone)}
 FAMILIES = {
     "deepseek_v4": ("deepseek_v4", "pool_window_"),
     "gemma4": ("gemma4", "moe_gate"),
@@ -23,16 +22,6 @@ FAMILIES = {
     "minimax": ("minimax", "linear_attention_"),
     "minimax_m3": ("minimax_m3_vl", "index_topk"),
     "qwen4_exp": ("qwen4_exp", "index_topk"),
-    "bailing_hybrid": ("gpt_oss", "bailing_hybrid in MLX"),
-    "exaone_moe": ("gpt_oss", "exaone_moe in MLX"),
-    "glm_moe_dsa": ("gpt_oss", "glm_moe_dsa in MLX"),
-    "granitemoehybrid": ("gpt_oss", "granitemoehybrid in MLX"),
-    "kimi_linear": ("gpt_oss", "kimi_linear in MLX"),
-    "laguna": ("gpt_oss", "laguna in MLX"),
-    "lfm2_moe": ("gpt_oss", "lfm2_moe in MLX"),
-    "mimo_v2_flash": ("gpt_oss", "mimo_v2_flash in MLX"),
-    "minimax_m2": ("gpt_oss", "minimax_m2 in MLX"),
-    "solar_open": ("gpt_oss", "solar_open in MLX"),
 }
 # Imports everything, and runs each architecture by its own code and accelerated: what its report has, and the
 # largest difference of logits of a prompt and of two tokens behind it.
@@ -44,7 +33,6 @@ for each in pkgutil.walk_packages(torch_moe_mps.__path__, "torch_moe_mps."):
     if not each.name.rpartition(".")[2].startswith(("_C", "__main__")):
         importlib.import_module(each.name)
 assert torch_moe_mps.__file__.startswith(sys.argv[1]), torch_moe_mps.__file__
-from torch_moe_mps.transformers.families import MLX_KEYS, MLX_NAMES
 from torch_moe_mps.transformers.graphs.passes import INTRODUCED
 from transformers.integrations.gguf.gguf_config_mapping import GGUF_CONFIG_ARCHS
 ids = torch.randint(1, 90, (1, 14), generator=torch.Generator().manual_seed(0))
@@ -59,7 +47,6 @@ for name in sys.argv[2:]:
     parts = report.operators() | {str(done) for row in report.rows for done in row.done}
     parts |= {"moe_gate"} & set(INTRODUCED.values())
     parts |= {"gpt-oss in GGUF files"} if "gpt-oss" in GGUF_CONFIG_ARCHS else set()
-    parts |= {f"{kind} in MLX" for kind in {*MLX_KEYS, *MLX_NAMES}}
     found[name] = sorted(parts), (logits(model) - own).abs().max().item()
 print(json.dumps(found))
 """
@@ -84,13 +71,9 @@ def without(folders, names, tmp_path) -> dict:
     return json.loads(run.stdout.splitlines()[-1])
 
 
-OF_NAMES = [folder for folder, (_, part) in FAMILIES.items() if part.endswith("in MLX")]  # these say no more
-ALONE = [OF_NAMES, *([folder] for folder in FAMILIES if folder not in OF_NAMES)]
-
-
 @pytest.mark.parametrize(
     "folders",
-    [[*FAMILIES], *(pytest.param(each, marks=pytest.mark.sweep) for each in ALONE)],
+    [[*FAMILIES], *(pytest.param([each], marks=pytest.mark.sweep) for each in FAMILIES)],
     ids="+".join,
 )
 def test_without(folders, tmp_path):

@@ -38,10 +38,8 @@ SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where 
 KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
 _AT_ONCE = 1024  # tokens whose indices become bits
 _CHOICE = frozenset(("indices", "block_indices"))  # of keys, which `attention` takes
-# Of families: each is called with a layer that the operator runs.
-OF_FAMILIES: list[Callable[[nn.Module], None]] = []
-# Of families: whether a layer runs NAME in place of "eager".
-NEEDS: list[Callable[[nn.Module], bool]] = []
+LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
+NEEDS_OUR_KERNEL: list[Callable[[nn.Module], bool]] = []  # whether a layer runs NAME in place of "eager"
 _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
 _ADDED = ("position_bias", "sinks")  # what `attention` may be, which the operator is not
 
@@ -92,7 +90,7 @@ def use_attention(layers: Iterable[nn.Module]) -> None:
         if module.config._attn_implementation == "sdpa":  # type: ignore[union-attr]  # a layer's config
             wrap_sdpa()
             state_of(module).is_attention = True
-        for prepare in OF_FAMILIES:
+        for prepare in LAYER_HOOKS:
             prepare(module)
 
 
@@ -115,7 +113,7 @@ def _implementation_for(module: nn.Module) -> str | None:
     if current == "sdpa":
         return current
     capped = getattr(module, "attn_logit_softcapping", None) is not None
-    if not asks and any(needs(module) for needs in NEEDS):
+    if not asks and any(needs(module) for needs in NEEDS_OUR_KERNEL):
         return NAME
     if not isinstance(getattr(module, "sinks", None), Tensor) and not (capped and "softcap" in keywords):
         return None

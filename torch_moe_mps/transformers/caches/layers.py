@@ -22,8 +22,8 @@ from . import growing
 from .held import HeldPools
 from .quantized_states import can_be_quantized
 
-# Each gives the class that grows in place for a model's own class of layers, or None if that is another's.
-OF_FAMILIES: list[Callable[[Any], Any]] = []
+# Functions of a model's own class of layers: the class that grows in place, or None if that is another's.
+GROWING_CLASSES: list[Callable[[Any], Any]] = []
 
 
 @functools.cache
@@ -38,7 +38,7 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
 
 
 def _base_of(plain: Any) -> Any:
-    found = next(filter(None, (of_family(plain) for of_family in OF_FAMILIES)), None)
+    found = next(filter(None, (class_of(plain) for class_of in GROWING_CLASSES)), None)
     update = getattr(plain, "update", None)
     if found is not None or issubclass(plain, Made):
         return found

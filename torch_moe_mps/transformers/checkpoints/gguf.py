@@ -199,10 +199,12 @@ def _transformers_packs(gguf_file: str) -> bool:
     return knows and get_gguf_kernel() is not False
 
 
-reading.read_gguf_metadata = read_checked
-reader.read_gguf_metadata = read_checked  # for tokenizers
-modeling_gguf_pytorch_utils.load_gguf_checkpoint = reading_once(
-    modeling_gguf_pytorch_utils.load_gguf_checkpoint
-)
-for name, reads in GGUF.items():
-    reading.GGUF_ARCHS[name] = importlib.import_module(reads).conversions
+def register_readers() -> None:
+    """Lets transformers read headers with our checks, a header once, and the architectures of families."""
+    reading.read_gguf_metadata = read_checked
+    reader.read_gguf_metadata = read_checked  # for tokenizers
+    modeling_gguf_pytorch_utils.load_gguf_checkpoint = reading_once(
+        modeling_gguf_pytorch_utils.load_gguf_checkpoint
+    )
+    for name, reads in GGUF.items():
+        reading.GGUF_ARCHS[name] = importlib.import_module(reads).conversions

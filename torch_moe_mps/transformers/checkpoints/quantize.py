@@ -113,7 +113,7 @@ def _reason(target: Target) -> str | None:
     return unsupported(target.module)
 
 
-# What is done with a model that a quantizer has loaded; `accelerate` is above this room, and adds itself.
+# Called with each model that a quantizer has loaded.
 LOADED: list[Callable[[Any], object]] = []
 
 

@@ -1,6 +1,6 @@
 """The quantizer "moe_mps" of transformers: loads quantised checkpoints, quantises dense ones while loading.
 
-The package's import hook imports it with transformers' quantizers.
+`register` puts it into transformers' mappings, once these are imported.
 """
 
 from collections.abc import Callable, Mapping
@@ -51,8 +51,6 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 
     from .source import Source
 
-register_quantization_config(NAME)(QuantizationConfig)
-
 # {method: the package that transformers reads it with}; of other methods it has code of its own.
 _PACKAGES = {"awq": "gptqmodel", "compressed-tensors": "compressed_tensors", "gptq": "gptqmodel"}
 
@@ -88,11 +86,6 @@ def _is_for_us(stored: dict[str, Any]) -> bool:
     return torch.backends.mps.is_available() or find_spec(package) is None
 
 
-_recognise(AutoHfQuantizer, "supports_quant_method")
-_recognise(AutoQuantizationConfig, "from_dict")
-
-
-@register_quantizer(NAME)
 class Quantizer(HasTargets, HfQuantizer):
     """Loads quantised weights, or quantises the weights of a dense checkpoint one by one, and accelerates.
 
@@ -329,7 +322,13 @@ def _of_gguf(config: Any, **kwargs: Any) -> HfQuantizer:
     return (Quantizer if isinstance(config, QuantizationConfig) else GgufQuantizer)(config, **kwargs)
 
 
-AUTO_QUANTIZER_MAPPING[FROM_GGUF["quant_method"]] = _of_gguf
+def register() -> None:
+    """Puts our quantizers into transformers' mappings, and what recognises a config in front of its own."""
+    register_quantization_config(NAME)(QuantizationConfig)
+    register_quantizer(NAME)(Quantizer)
+    AUTO_QUANTIZER_MAPPING[FROM_GGUF["quant_method"]] = _of_gguf
+    _recognise(AutoHfQuantizer, "supports_quant_method")
+    _recognise(AutoQuantizationConfig, "from_dict")
 
 
 def _check_no_offloading(device_map: Any) -> None:

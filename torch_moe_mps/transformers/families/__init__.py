@@ -1,22 +1,50 @@
-"""What one architecture alone needs, in a folder of its own, which nothing else knows.
+"""Families: a folder for each architecture that needs what no other does, and that nothing else knows.
 
-A folder adds its parts to the tables of the rooms below when it is imported. Without it, models of its
-architecture run their own code, and the operators that others have, too.
+A folder declares its parts in a FAMILY, and `wiring.py` at the door puts them in. Without the folder, models
+of its architecture run their own code, and the operators that others have, too.
 """
 
-import importlib
-import pkgutil
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
-GGUF: dict[str, str] = {}  # {architecture of a GGUF file: the module with its `config` and `conversions`}
-# {form of answers in xgrammar: the module with the MARKS of its chat template, a TEMPLATE and a `grammar`}
-ANSWERS: dict[str, str] = {}
-# {model type: the keys that transformers 5 writes into its config, and what makes of them those that mlx-lm
-# reads in their place}
-MLX_KEYS: dict[str, tuple[tuple[str, ...], Callable[[dict[str, Any]], dict[str, Any]]]] = {}
-# {model type: how mlx-lm's names of its parameters differ, as checkpoints.mlx.names.Architecture has it}
-MLX_NAMES: dict[str, dict[str, Any]] = {}
+from torch import fx, nn
 
-for _folder in pkgutil.iter_modules(__path__):
-    importlib.import_module(f"{__name__}.{_folder.name}")
+from ..graphs.passes import Place
+from ..modules.rules import ModuleRule
+from ..modules.rules.recurrent_layers import Form
+
+
+class Family(NamedTuple):
+    """Parts of one architecture, by the table that takes them.
+
+    Attributes:
+        rules: module -> (the forward that it runs, what that is), or None, for MODULE_RULES.
+        recurrent_layers: kinds of layers of linear attention.
+        growing_class: class of a cache's layer -> the class that grows in place, or None if it is another's.
+        layer_hook: is called with each layer of attention that the operator runs.
+        needs_our_kernel: whether a layer that came with "eager" needs our implementation.
+        passes: where passes of a captured token stand.
+        introduced: {pass: the operator that it puts in, if modules do not call that}.
+        options_of: call of a router of its own -> its logits and options, as experts take them, or None.
+        gguf: {architecture of a GGUF file: the module with its `config` and `conversions`}.
+        answers: {form of answers in xgrammar: the module with the MARKS of its chat template, a TEMPLATE and
+            a `grammar`}.
+
+    Modules are named, not imported, where they need a transformers that is complete.
+    """
+
+    rules: tuple[ModuleRule, ...] = ()
+    recurrent_layers: tuple[Form, ...] = ()
+    growing_class: Callable[[Any], Any] | None = None
+    layer_hook: Callable[[nn.Module], None] | None = None
+    needs_our_kernel: Callable[[nn.Module], bool] | None = None
+    passes: tuple[Place, ...] = ()
+    introduced: Mapping[Callable[[fx.Graph], None], str] = MappingProxyType({})
+    options_of: Callable[[fx.Node], dict[str, Any] | None] | None = None
+    gguf: Mapping[str, str] = MappingProxyType({})
+    answers: Mapping[str, str] = MappingProxyType({})
+
+
+GGUF: dict[str, str] = {}  # `gguf` of all families
+ANSWERS: dict[str, str] = {}  # `answers` of all families

@@ -5,9 +5,7 @@ have names of mlx-lm, with one tensor for each of gate, up and down.
 """
 
 import re
-from collections.abc import Mapping
-from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -15,53 +13,11 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
 from ...basics.interface import Experts, projections
-from ...families import MLX_NAMES
+from .architectures import ARCHITECTURES, Architecture
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
 
-
-class Architecture(NamedTuple):
-    """How mlx-lm's names and values differ from those of a model type's original checkpoints.
-
-    Args:
-        experts: where mlx-lm has the experts of a layer; None for a model without.
-        renamed: {part of an original name: what mlx-lm writes instead}.
-        renamed_linear: the same, only in layers of linear attention.
-        halves: whether kv_b_proj is split into embed_q and unembed_out.
-        one_more: whether transformers adds 1 to the weights of norms; mlx-lm stores the sum.
-        drops_bias: whether mlx-lm drops the correction of the router's scores.
-        part_of: the multimodal type as whose language part mlx-lm loads this text-only type.
-    """
-
-    experts: str | None = "mlp.switch_mlp"
-    renamed: Mapping[str, str] = MappingProxyType({})
-    renamed_linear: Mapping[str, str] = MappingProxyType({})
-    halves: bool = False
-    one_more: bool = False
-    drops_bias: bool = False
-    part_of: str | None = None
-
-
-# Model types of which one thing at most differs.
-_TYPES: dict[str, dict[str, Any]] = {
-    "deepseek_v2 glm4_moe mellum mimo_v2_flash olmoe qwen2_moe qwen3_moe qwen3_vl_moe_text solar_open": {},
-    "deepseek_v3 deepseek_v32 glm4_moe_lite glm_moe_dsa mistral4": {"halves": True},
-    "granitemoe granitemoehybrid minimax_m2 minimax_m3_vl_text mixtral phimoe": {
-        "experts": "block_sparse_moe.switch_mlp"
-    },
-    "afmoe dots1 gpt_oss": {"experts": "mlp.experts"},
-    "ernie4_5_moe": {"drops_bias": True},
-    "nemotron_h": {"experts": "mixer.switch_mlp"},
-    "qwen3_next": {"one_more": True},
-}
-# The architectures with experts that mlx-lm has, and others that differ from their original checkpoints.
-ARCHITECTURES = {
-    **{kind: Architecture(**given) for kinds, given in _TYPES.items() for kind in kinds.split()},
-    "qwen3_5_moe_text": Architecture(one_more=True, part_of="qwen3_5_moe"),
-    "qwen3_5_text": Architecture(None, one_more=True),
-    **{kind: Architecture(**given) for kind, given in MLX_NAMES.items()},
-}
 # Models without experts that mlx-lm computes as transformers does; the parameters keep their names.
 DENSE = frozenset(
     {

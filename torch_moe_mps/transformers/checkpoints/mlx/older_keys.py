@@ -1,11 +1,9 @@
 """Keys that mlx-lm reads in a config.json, and transformers 5 writes under other names or in another form."""
 
 from collections.abc import Mapping
-from typing import Any
 
-from ...families import MLX_KEYS
+from .architectures import ARCHITECTURES, Architecture, Config
 
-Config = dict[str, Any]
 _EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts", "moe_num_experts")
 # What takes the place of a key of the same name.
 _REPLACED = ("architectures", "layer_types", "q_lora_rank")
@@ -22,9 +20,9 @@ def with_older_keys(config: Config) -> Config:
         return whole | config | {"text_config": text}
     older = _of_all(config)
     older |= {key: value for key, value in config.items() if value is not None or key not in older}
-    needed, own_keys = MLX_KEYS.get(config.get("model_type", ""), ((), lambda config: {}))
-    if all(key in older for key in needed):  # else the config is an original one
-        own = own_keys(older)
+    architecture = ARCHITECTURES.get(config.get("model_type", ""), Architecture())
+    if all(key in older for key in architecture.needed):  # else the config is an original one
+        own = architecture.older_keys(older)
         older |= {key: value for key, value in own.items() if key not in config or key in _REPLACED}
     return older
 

@@ -1,6 +1,5 @@
 """gpt-oss: its GGUF files, and the form of its answers."""
 
-from .. import ANSWERS, GGUF
+from .. import Family
 
-GGUF["gpt-oss"] = f"{__name__}.gguf"  # not imported before transformers is complete
-ANSWERS["harmony"] = f"{__name__}.answers"
+FAMILY = Family(gguf={"gpt-oss": f"{__name__}.gguf"}, answers={"harmony": f"{__name__}.answers"})

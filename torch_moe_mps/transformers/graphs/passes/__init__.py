@@ -7,6 +7,7 @@ before.
 """
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from torch import fx
 
@@ -45,7 +46,22 @@ from .simplify import (
 )
 from .streams import update_in_connections
 
-# In the order in which they run; families put theirs in.
+
+class Place(NamedTuple):
+    """The place of a pass: directly before or after another one, which the room's own list has."""
+
+    run: Callable[[fx.Graph], None]
+    before: Callable[[fx.Graph], None] | None = None
+    after: Callable[[fx.Graph], None] | None = None
+
+    def put_into(self, passes: list[Callable[[fx.Graph], None]]) -> None:
+        if self.before is not None:
+            passes.insert(passes.index(self.before), self.run)
+        if self.after is not None:
+            passes.insert(passes.index(self.after) + 1, self.run)
+
+
+# Passes in the order in which they run.
 PASSES: list[Callable[[fx.Graph], None]] = [
     constants_first,
     make_new_tensors,

@@ -35,7 +35,7 @@ _EXPERTS = (
 # What an MLP and experts have to have in common.
 _ALIKE = ("format", "gate_up_bias", "down_bias", *Activation._fields, *InputNorm._fields)
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
-# Of families: each gives what `_options_of` does, of their own routers.
+# Functions of a router's call that give what `_options_of` does, for other routers than ours.
 OPTIONS_OF: list[Callable[[fx.Node], dict[str, Any] | None]] = []
 
 

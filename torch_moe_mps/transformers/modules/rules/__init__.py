@@ -16,9 +16,10 @@ from .rope import rotation_in_place
 from .rotary import rewrite_rotary
 from .router import rewrite_router
 
+ModuleRule = Callable[[Any], tuple[Callable, list[Done]] | None]
 # Modules that become one call of an operator, whatever their forward looks like. At most one rule
-# applies. Attention and families add theirs.
-MODULE_RULES: list[Callable[[Any], tuple[Callable, list[Done]] | None]] = [
+# applies.
+MODULE_RULES: list[ModuleRule] = [
     rewrite_rotary,
     rewrite_rms_norm,
     rewrite_gated_norm,

@@ -201,7 +201,7 @@ class Form(NamedTuple):
 
 SCAN = "linear_attention_"
 CONVOLUTION = "causal_conv1d_update_"
-FORMS = [  # to which families add theirs
+FORMS = [
     Form(("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, (CONVOLUTION, SCAN)),
     Form(("in_proj", "conv1d", "norm", "out_proj"), mamba_layer, (CONVOLUTION, SCAN, "rms_norm_gated")),
 ]

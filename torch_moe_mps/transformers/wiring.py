@@ -1,0 +1,56 @@
+"""Parts that rooms add to tables of rooms below them: all of them, in the order in which they count.
+
+Tables belong to the room that reads them, which does not know who adds. The import of this module fills them;
+no other module of the package changes another one when it is imported, so the order of imports decides
+nothing. `torch_moe_mps.transformers` imports this module before anything else of it is used.
+"""
+
+import importlib
+import pkgutil
+
+from . import families
+from .accelerate import accelerate
+from .attention.attention import LAYER_HOOKS, NEEDS_OUR_KERNEL
+from .attention.indexer import rewrite_indexer
+from .caches.layers import GROWING_CLASSES
+from .checkpoints.quantize import LOADED
+from .families import Family
+from .graphs.passes import INTRODUCED, PASSES
+from .graphs.passes.routing import OPTIONS_OF
+from .modules.rules import MODULE_RULES
+from .modules.rules.recurrent_layers import FORMS
+
+FAMILIES = (
+    "deepseek_v4",
+    "gemma4",
+    "glm5_next",
+    "gpt_oss",
+    "inkling",
+    "jamba",
+    "minimax",
+    "minimax_m3",
+    "qwen4_exp",
+)
+
+
+def _declared() -> list[Family]:
+    """Families whose folders are there: one that was removed drops out."""
+    folders = {folder.name for folder in pkgutil.iter_modules(families.__path__)}
+    names = (f"{families.__name__}.{name}" for name in FAMILIES if name in folders)
+    return [importlib.import_module(name).FAMILY for name in names]
+
+
+MODULE_RULES.append(rewrite_indexer)
+LOADED.append(accelerate)
+for family in _declared():
+    MODULE_RULES.extend(family.rules)
+    FORMS.extend(family.recurrent_layers)
+    GROWING_CLASSES.extend(filter(None, [family.growing_class]))
+    LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
+    NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))
+    OPTIONS_OF.extend(filter(None, [family.options_of]))
+    INTRODUCED.update(family.introduced)
+    families.GGUF.update(family.gguf)
+    families.ANSWERS.update(family.answers)
+    for place in family.passes:
+        place.put_into(PASSES)
