@@ -1,7 +1,9 @@
 """How the repository is laid out: what may import what."""
 
+import ast
 import functools
 import re
+from collections.abc import Iterator
 
 import pytest
 from support import dependents

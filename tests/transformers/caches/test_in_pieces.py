@@ -9,8 +9,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import torch_moe_mps
-from torch_moe_mps.commands import prompts
-from torch_moe_mps.commands.generating import Generating
+from torch_moe_mps.serving import prompts
+from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.transformers.caches.prompt_cache import READ_WHOLE, new_cache, reads_whole
 
 IDS = torch.randint(2, 90, (1, 30), generator=torch.Generator().manual_seed(0))
