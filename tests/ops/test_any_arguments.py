@@ -64,7 +64,7 @@ def run(name: str, device: str, request, examples: int, drawn=None, **options) -
 @pytest.mark.usefixtures("few_formats")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_few(device, name, request):
-    run(name, device, request, 5, calls(name, faults=(0, 0, 0, 1)), derandomize=True)
+    run(name, device, request, 8, calls(name, faults=(0, 0, 0, 1)), derandomize=True)
 
 
 @pytest.mark.one_schedule

@@ -6,7 +6,6 @@ from support.expert_layers import ids_of_counts
 from support.oracles_experts import group_of
 from support.oracles_operators import checked
 from support.quantized_layers import FORMATS, check_layer, each, place, random_quantized
-from support.sweep import in_sweep
 from support.values import DTYPES, random
 
 pytestmark = pytest.mark.of_kernels
@@ -91,11 +90,11 @@ FEW_COUNTS = (
     (1, 0, 1, 1, 1, 1, 1, 9),
     (40,),
     (33, 65),
-    (226, 2, 1, 2, 1, 2, 1, 2),
+    pytest.param((226, 2, 1, 2, 1, 2, 1, 2), marks=pytest.mark.slow("as many pairs as one expert must have")),
 )
 
 
-@pytest.mark.parametrize("counts", in_sweep(FEW_COUNTS, FEW_COUNTS[1::2]), ids=str)
+@pytest.mark.parametrize("counts", FEW_COUNTS, ids=str)
 @pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.sweep)])
 def test_simdgroups_share_few_experts(device, bits, counts):
     """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
