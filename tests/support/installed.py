@@ -5,7 +5,9 @@ import importlib.util
 import os
 import subprocess
 import sys
+import sysconfig
 import textwrap
+import venv
 from collections.abc import Callable
 from pathlib import Path
 
@@ -49,6 +51,25 @@ def package(tmp_path_factory: pytest.TempPathFactory) -> Path:
         build_wheel.run(sys.executable, "-m", "pip", "install", *options, wheel(tmp_path_factory))
 
     return once(tmp_path_factory, "installed", make)
+
+
+def new_environment(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A virtual environment with that wheel, and the packages of this one behind it."""
+
+    def make(folder: Path) -> None:
+        venv.create(folder, symlinks=True)
+        interpreter = folder / "bin" / "python"
+        (own,) = (folder / "lib").glob("python*/site-packages")
+        paths = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
+        (own / "others.pth").write_text(
+            "".join(f"{path}\n" for path in sorted(paths))
+        )  # reads none of their .pth
+        options = ("--quiet", "--disable-pip-version-check", "--no-deps", "--no-index", "--ignore-installed")
+        build_wheel.run(
+            sys.executable, "-m", "pip", "--python", interpreter, "install", *options, wheel(tmp_path_factory)
+        )
+
+    return once(tmp_path_factory, "environment", make)
 
 
 def environment(package: Path, **variables: str) -> dict[str, str]:

@@ -81,7 +81,7 @@ def run(options: argparse.Namespace) -> None:
         _check_space(destination, plan.after)
         importance = _importance(options, source, recipe["recipe"])
         errors = _convert(source, copied, options, recipe, importance, tokenizer)
-        print(f"wrote {destination}")
+        print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
 
 
@@ -135,12 +135,18 @@ def _sizes(plan: LoadPlan) -> str:
     fit = "fits" if plan.after < 0.75 * memory else "does not fit"
     size, token = in_unit(plan.before), in_unit(plan.token_before)
     return (
-        f"{size(plan.before)} -> {size(plan.after)} ({plan.quantized} modules quantised, "
+        f"weights: {size(plan.before)} -> {size(plan.after)} ({plan.quantized} modules quantised, "
         f"{plan.dense} left dense)\n"
         f"a token reads {token(plan.token_before)} of the model in SRC, "
         f"{token(plan.token_after)} of the new one\n"
         f"the new model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
+
+
+def _size_of_files(folder: Path) -> str:
+    """The size on the disk, tokenizer and configs included."""
+    size = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+    return f"{in_unit(size)(size)} of files"
 
 
 def _check_space(destination: Path, size: int) -> None:

@@ -340,3 +340,42 @@ def test_imatrix_files_that_do_not_fit(tmp_path):
         ValueError, match=r"must be of the model, got that of another, which has enc.0.attn_q"
     ):
         torch_moe_mps.read_importance(write_dat(tmp_path / "o.dat", other), model)
+
+
+def test_lengths_that_lead_back(tmp_path):
+    """The second entry ends where it begins: it was read as often as the file says."""
+    entry, again = struct.pack("<iii", 0, 1, 0), struct.pack("<i", -12)
+    (tmp_path / "i.dat").write_bytes(struct.pack("<i", 1 << 20) + entry + again + bytes(64))
+    with pytest.raises(ValueError, match=r"i.dat is damaged, or no imatrix \(a length of -12 at 16\)"):
+        torch_moe_mps.read_importance(tmp_path / "i.dat", moe())
+
+
+def test_damaged_dat_files(tmp_path):
+    """Each number changed, and each end cut off: one line, or finite means of the model's matrices."""
+    model, path = moe(), tmp_path / "i.dat"
+    entries = {name: entry for name, entry in sums_of(model).items() if name.startswith("blk.0.attn_q")}
+    whole = write_dat(path, entries).read_bytes()
+    read = torch_moe_mps.read_importance
+    right = read(path, model).means
+    words = [0, 4, *range(len(whole) - 60, len(whole) - 3, 4)]
+    name = 8 + len(next(iter(entries)))
+    words += [name, name + 4, name + 8]
+    numbers = [-(1 << 31), -12, -1, 0, 1, (1 << 31) - 1, 0x7F800000, 0x7FC00000, -0x800000]
+    octets = [whole[:end] for end in range(0, len(whole), 7)]
+    octets += [
+        whole[:place] + struct.pack("<i", number) + whole[place + 4 :]
+        for place in words
+        for number in numbers
+    ]
+    refused = 0
+    for damaged in octets:
+        path.write_bytes(damaged)
+        try:
+            means = read(path, model).means
+        except ValueError as error:
+            assert "\n" not in str(error) and "moe_mps::im" in str(error)
+            refused += 1
+            continue
+        assert means.keys() == right.keys()
+        assert all(bool((mean.isfinite() & (mean >= 0)).all()) for mean in means.values())
+    assert len(octets) // 2 < refused < len(octets)

@@ -68,7 +68,11 @@ def read_imatrix(path: Path, model: nn.Module) -> tuple[dict[str, Tensor], int]:
 def _read(path: Path) -> tuple[dict[str, Entry], int]:
     try:
         data = path.read_bytes()
-        return _read_gguf(path) if data[:4] == b"GGUF" else _read_dat(data)
+        entries, tokens = _read_gguf(path) if data[:4] == b"GGUF" else _read_dat(data)
+        for name, entry in entries.items():
+            if not all(bool((part.isfinite() & (part >= 0)).all()) for part in entry):
+                raise ValueError(f"{name} must have finite numbers of at least 0")
+        return entries, tokens
     except Exception as error:  # of struct, of numpy, and of gguf_file
         raise ValueError(
             f"moe_mps::imatrix: {path.name} is damaged, or no imatrix ({first_line(error)})"
@@ -98,13 +102,15 @@ def _read_dat(data: bytes) -> tuple[dict[str, Entry], int]:
     place, entries = 4, {}
     for _ in range(count):
         (length,) = struct.unpack_from("<i", data, place)
+        if length < 0:  # it would lead back, and the file would never end
+            raise ValueError(f"a length of {length} at {place}")
         name = data[place + 4 : place + 4 + length].decode()
         calls, values = struct.unpack_from("<ii", data, place + 4 + length)
         place += 12 + length
+        if calls < 1 or values < 0:
+            raise ValueError(f"{name} has {values} values and was called {calls} times")
         sums = torch.from_numpy(np.frombuffer(data, "<f4", values, place).copy())
         place += 4 * values
-        if calls < 1:
-            raise ValueError(f"{name} was called {calls} times")
         entries[name] = Entry(_CALL * sums[None], torch.tensor([float(_CALL * calls)]))
     return entries, 0
 

@@ -1,0 +1,271 @@
+"""It starts: the wheel in an environment of its own, in fresh processes, from another folder.
+
+Importing transformers takes most of the seconds of a command. For every change each command runs in a fork of
+a process that has imported it, and `serve` and `check` as users start them; the sweep starts all as users do.
+"""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from collections.abc import Sequence
+from pathlib import Path
+
+import openai
+import pytest
+import transformers
+from support import installed, tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
+
+TEMPLATE = "{% for message in messages %}{{ message.content }}{% endfor %}"
+ON_MAC = sys.platform == "darwin"
+DEVICE = ("--device", "cpu")
+# Of each command: what is behind the model, and what it prints.
+RUNS = {
+    "fit": ((), "billion weights"),
+    "generate": (("-p", "abc", "--max-tokens", "3", *DEVICE), ""),
+    "perplexity": (("--tokens", "40", "--window", "32", *DEVICE), "perplexity"),
+    "bench": (
+        ("--prompt", "4", "--generate", "2", "--turn", "2", "--depth", "0", "--repeats", "1", *DEVICE),
+        "| tg2 |",
+    ),
+    "convert": (("converted", "--bits", "4", "--group-size", "32"), "wrote converted"),
+    "chat": (("--set", "max_new_tokens=3", *DEVICE), "tok/s"),
+}
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory) -> Path:
+    """The environment."""
+    return installed.new_environment(tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("letters") / "model"
+    with tiny_models.groups_of_32():
+        tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27).save_pretrained(folder)
+    tokenizer_of(LETTERS, unk_token="?", chat_template=TEMPLATE).save_pretrained(folder)
+    return folder
+
+
+def variables(**own: str) -> dict[str, str]:
+    """Those of this process without what tests add."""
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(("PYTHON", "MOE_MPS_"))}
+    return kept | {"MOE_MPS_CHECK": "0", "MOE_MPS_TUNE": "0", "TQDM_DISABLE": "1"} | own
+
+
+def ended(command: Sequence[object], folder: Path, said: str = "", **own: str) -> tuple[int, str, str]:
+    """Exit code, output and errors of a process in a folder, which reads `said`."""
+    words = [*map(str, command)]
+    result = subprocess.run(
+        words, capture_output=True, text=True, timeout=500, env=variables(**own), cwd=folder, input=said
+    )
+    return result.returncode, result.stdout, result.stderr
+
+
+@pytest.mark.parametrize("command", ["convert", "perplexity", "fit", "bench", "chat", "generate", "serve"])
+def test_a_wrong_name(home, tmp_path, command):
+    more = ["new"] if command == "convert" else []
+    code, output, errors = ended([home / "bin/torch-moe-mps", command, tmp_path / "none", *more], tmp_path)
+    expected = f"{tmp_path}/none is neither a folder nor the name of a model on the Hub"
+    assert (code, output, errors) == (1, "", f"torch-moe-mps: error: {expected}\n")
+
+
+@pytest.mark.skipif(ON_MAC, reason="there, it takes minutes: tests/commands/test_check.py")
+def test_check(home, tmp_path):
+    code, output, _ = ended([home / "bin/torch-moe-mps", "check"], tmp_path)
+    assert code == 2 and output.startswith("torch finds no Apple GPU here")
+
+
+# Forks for each run: its folder, what it reads, and its arguments; prints the exit codes.
+FORKS = """
+import json, os, sys
+import torch, transformers.modeling_utils, transformers.generation
+import transformers.cli.chat, transformers.cli.serve
+codes = []
+for arguments in json.loads(sys.argv[1]):
+    if (process := os.fork()) == 0:
+        for number, name in enumerate(("said", "output", "errors")):
+            mode = os.O_RDONLY if number == 0 else os.O_WRONLY | os.O_CREAT
+            os.dup2(os.open(f"{arguments[0]}.{name}", mode), number)
+        code = 99
+        try:
+            from torch_moe_mps.commands import main
+            code = main(arguments)
+            sys.stdout.flush()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    codes.append(os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]))
+print(json.dumps(codes))
+"""
+
+
+def check_run(command: str, folder: Path, code: int, output: str, errors: str) -> None:
+    assert code == 0 and RUNS[command][1] in output, (command, output, errors)
+    if command == "generate":
+        assert output.strip() and "3 generated" in errors
+    if command == "convert":
+        assert (folder / "converted" / "model.safetensors").stat().st_size > 1000
+
+
+def arguments_of(command: str, checkpoint: Path) -> list[str]:
+    return [command, str(checkpoint), *RUNS[command][0]]
+
+
+@pytest.mark.skipif(ON_MAC, reason="Metal does not survive a fork")
+def test_commands_run(home, checkpoint, tmp_path):
+    for command in RUNS:
+        (tmp_path / f"{command}.said").write_text("abc\n" if command == "chat" else "")
+    asked = json.dumps([arguments_of(command, checkpoint) for command in RUNS])
+    code, output, errors = ended([home / "bin/python", "-c", FORKS, asked], tmp_path)
+    assert code == 0, errors
+    for command, own in zip(RUNS, json.loads(output), strict=True):
+        texts = ((tmp_path / f"{command}.{name}").read_text() for name in ("output", "errors"))
+        check_run(command, tmp_path, own, *texts)
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("command", RUNS)
+def test_command_as_a_user_starts_it(home, checkpoint, tmp_path, command):
+    line = [home / "bin/torch-moe-mps", *arguments_of(command, checkpoint)]
+    ends = ended(line, tmp_path, "abc\n" if command == "chat" else "")
+    check_run(command, tmp_path, *ends)
+
+
+def test_serve_answers_a_client(home, checkpoint, tmp_path):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    line = [home / "bin/torch-moe-mps", "serve", checkpoint, "--port", port, *DEVICE]
+    log = tmp_path / "log"
+    with log.open("w") as file:
+        process = subprocess.Popen([*map(str, line)], stdout=file, stderr=file, env=variables(), cwd=tmp_path)
+    try:
+        deadline = time.monotonic() + 400
+        while not is_up(f"http://127.0.0.1:{port}/health"):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.3)
+        with openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0) as client:
+            (name,) = (model.id for model in client.models.list())
+            answer = client.chat.completions.create(
+                model=name, messages=[{"role": "user", "content": "abc"}], max_tokens=3, temperature=0
+            )
+        assert answer.choices[0].message.content == written_by_transformers(checkpoint, "abc", 3)
+        assert answer.usage.completion_tokens == 3
+    finally:
+        process.terminate()
+        process.wait(60)
+
+
+def written_by_transformers(checkpoint: Path, prompt: str, tokens: int) -> str:
+    model = transformers.AutoModelForCausalLM.from_pretrained(checkpoint)
+    tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
+    inputs = tokenizer(
+        prompt, return_tensors="pt", return_token_type_ids=False
+    )  # with a mask: "a" is the padding
+    output = model.generate(**inputs, max_new_tokens=tokens, do_sample=False)
+    return tokenizer.decode(output[0, inputs.input_ids.shape[1] :])
+
+
+def is_up(address: str) -> bool:
+    try:
+        return urllib.request.urlopen(address).status == 200
+    except OSError:
+        return False
+
+
+# Imports each module, up to torch, in a fork of an interpreter that has imported nothing. Prints the modules
+# of the package that are in the middle of their import then.
+BEFORE_TORCH = """
+import importlib, json, os, sys
+
+class Torch(BaseException):
+    pass
+
+class Finder:
+    def find_spec(self, name, path=None, target=None):
+        if name in ("torch", "transformers"):
+            own = [each for each in sys.modules if each.startswith("torch_moe_mps.")]
+            raise Torch([each for each in own if sys.modules[each].__spec__._initializing])
+
+sys.meta_path.insert(0, Finder())
+for name in json.loads(sys.argv[1]):
+    if os.fork() == 0:
+        half = []
+        try:
+            importlib.import_module(name)
+        except Torch as asked:
+            half = asked.args[0]
+        print(json.dumps([name, sorted(half)]), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+REGISTERED = """
+import json, sys, torch, torch_moe_mps
+print(json.dumps([name for name in sys.modules if name.startswith("torch_moe_mps.")]))
+"""
+ALONE = """
+import importlib, sys
+importlib.import_module(sys.argv[1])
+import torch
+print(torch.ops.moe_mps.rms_norm.default)
+"""
+# Imports each module as a fresh interpreter does: those of a package in forks of what has imported that.
+ALL_ALONE = """
+import importlib, os, pkgutil, sys, traceback
+
+def alone(name):
+    importlib.import_module(name)
+    print(name, flush=True)
+    for child in pkgutil.iter_modules(getattr(sys.modules[name], "__path__", ())):
+        if child.name != "__main__" and os.fork() == 0:
+            try:
+                alone(f"{name}.{child.name}")
+            except BaseException:
+                traceback.print_exc()
+            os._exit(0)
+        elif child.name != "__main__":
+            os.wait()
+
+alone("torch_moe_mps")
+"""
+
+
+def modules() -> list[str]:
+    """Those of the package but its `__main__`."""
+    root = installed.REPOSITORY
+    files = [path.relative_to(root).with_suffix("") for path in (root / "torch_moe_mps").rglob("*.py")]
+    names = {".".join(file.parts).removesuffix(".__init__") for file in files}
+    return sorted(name for name in names if not name.endswith("__main__"))
+
+
+def printed(home: Path, source: str, *arguments: str, **own: str) -> list[str]:
+    """The lines that a fresh interpreter prints."""
+    code, output, errors = ended([home / "bin/python", "-c", source, *arguments], home, **own)
+    assert code == 0 and not errors, errors
+    return output.splitlines()
+
+
+def test_modules_that_start_the_import_of_torch(home):
+    """Operators are registered behind it: what that imports can be half made where one of these begins."""
+    (registered,) = printed(home, REGISTERED)
+    lines = map(json.loads, printed(home, BEFORE_TORCH, json.dumps(modules())))
+    half = {name: {*names} & {*json.loads(registered)} for name, names in lines}
+    assert half["torch_moe_mps.commands.arguments"] == set() and len(half) > 150
+    assert half["torch_moe_mps.macs"] == {"torch_moe_mps.macs"}
+    firsts = {frozenset(names): name for name, names in reversed(half.items()) if names}
+    for names, name in firsts.items():
+        if name in names:
+            for own in ({}, {"MOE_MPS_AUTOLOAD": "0"}):
+                assert printed(home, ALONE, name, **own) == ["moe_mps.rms_norm.default"], name
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("own", [{}, {"MOE_MPS_AUTOLOAD": "0"}], ids=["autoload", "no-autoload"])
+def test_each_module_alone(home, own):
+    assert sorted(printed(home, ALL_ALONE, **own)) == modules()
