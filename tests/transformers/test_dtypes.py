@@ -1,8 +1,11 @@
 """The dtype of a quantised model: code of others asks its parameters for it, and casts them."""
 
+import peft
 import pytest
 import torch
-from support.models import assert_close, output, prompt, tiny
+from support.checkpoints import LETTERS, tokenizer_of
+from support.models import assert_close, output, prompt, stored, tiny
+from support.processes import python
 
 import torch_moe_mps
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
@@ -47,3 +50,43 @@ def test_casts(mode):
         now = dict(model.named_buffers())
         assert len(codes) > 10 and all(torch.equal(now[name], tensor) for name, tensor in codes.items())
         assert_close(result.float(), expected, 0.05)
+
+
+SENTENCES = """
+    import sys
+    import torch
+    from sentence_transformers import SentenceTransformer
+    model = SentenceTransformer(sys.argv[1], device="cpu")
+    inner = model[0].auto_model
+    sentences = ["a first sentence", "of two"]
+    result = torch.from_numpy(model.encode(sentences))
+    expected = torch.stack([
+        inner(torch.tensor([model.tokenizer(text)["input_ids"]])).last_hidden_state[0].mean(0).detach()
+        for text in sentences
+    ])
+    print(model.dtype, inner.dtype, type(inner.layers[0].mlp.up_proj).__name__)
+    print(bool(result.std() > 0) and bool((result - expected).abs().max() <= 1e-4 * expected.abs().max()))
+"""
+
+
+@pytest.mark.sweep  # sentence-transformers, and what it imports, take ten seconds
+def test_sentence_transformers(tmp_path):
+    """A saved model in a program that does not import this package: embeddings are means of tokens."""
+    model = tiny("qwen3").model
+    torch_moe_mps.accelerate(model, 4, 32)
+    model.save_pretrained(tmp_path)
+    tokenizer_of([*LETTERS, " "], pad_token=" ").save_pretrained(tmp_path)
+    said = python(SENTENCES, str(tmp_path)).splitlines()[-2:]
+    assert said == ["torch.float32 torch.float32 QuantizedLinear", "True"]
+
+
+def test_adapters():
+    """PEFT makes its weights in the model's dtype, and trains them alone."""
+    model = tiny("qwen3").to(torch.bfloat16)
+    torch_moe_mps.accelerate(model, 4, 32, keep=["*.q_proj"])
+    config = peft.LoraConfig(r=2, target_modules=["q_proj"])
+    adapted = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    trained = {name: p for name, p in adapted.named_parameters() if p.requires_grad}
+    assert len(trained) == 4 and all("lora_" in name for name in trained)
+    assert {p.dtype for p in adapted.parameters()} == {torch.bfloat16}
+    assert adapted.get_memory_footprint() >= sum(t.nbytes for t in stored(model))
