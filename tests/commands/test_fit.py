@@ -10,6 +10,7 @@ import torch
 import transformers
 from support import tiny_models
 from support.memory import Memory
+from support.models import stored
 
 import torch_moe_mps
 from torch_moe_mps import macs
@@ -224,7 +225,7 @@ def test_a_quantised_checkpoint_as_it_is(tmp_path, capsys):
     for folder, layout in ((ours, "moe_mps"), (mlx, "mlx")):
         command = ["convert", tmp_path / "dense", folder, "--group-size", 32, "--to", layout]
         assert main([*map(str, command)]) == 0
-    expected = sum(p.nbytes for p in torch_moe_mps.from_pretrained(ours).parameters())
+    expected = sum(tensor.nbytes for tensor in stored(torch_moe_mps.from_pretrained(ours)))
     (tmp_path / "config").mkdir()
     (tmp_path / "config" / "config.json").write_text((mlx / "config.json").read_text())
     with tiny_models.groups_of_32():
@@ -337,7 +338,7 @@ def test_sizes_are_those_of_a_loaded_model(bits, tmp_path):
     model.save_pretrained(tmp_path)
     size = next(s for s in fit.sizes_of(model, 32) if s.name == f"{bits} bit")
     loaded = torch_moe_mps.from_pretrained(tmp_path, bits=bits, group_size=32)
-    assert size.weights == sum(p.nbytes for p in loaded.parameters())
+    assert size.weights == sum(tensor.nbytes for tensor in stored(loaded))
     assert size.token == loaded.hf_quantizer.report.bytes_after
 
 

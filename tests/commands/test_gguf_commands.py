@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from support.gguf_files import write_file
+from support.models import stored as tensors_of
 from support.serving import client_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
@@ -52,10 +53,7 @@ def test_convert_and_fit(file, tmp_path, capsys):
         tokenizer.apply_chat_template(said, tokenize=False) == "ab c"
         and len(tokenizer("ab")["input_ids"]) == 1
     )
-    halves = (
-        parameter.nbytes // (1 + (parameter.dtype == torch.float32)) for parameter in model.parameters()
-    )
-    size = sum(halves)
+    size = sum(tensor.nbytes // (1 + (tensor.dtype == torch.float32)) for tensor in tensors_of(model))
     assert run("fit", file, "--json", tmp_path / "fit.json") == 0
     stored = json.loads((tmp_path / "fit.json").read_text())["sizes"][0]
     assert stored["bytes"] == size and "as it is" in capsys.readouterr().out

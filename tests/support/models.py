@@ -20,6 +20,12 @@ NO_GENERATE = {"diffusion_gemma", "muse_spark", "openai_privacy_filter", "qwen3_
 NEW_TOKENS = 12
 
 
+def stored(*modules: nn.Module) -> list[torch.Tensor]:
+    """What modules save: parameters and codes, shared ones once."""
+    tensors = (tensor for module in modules for tensor in module.state_dict(keep_vars=True).values())
+    return [*{id(tensor): tensor for tensor in tensors}.values()]
+
+
 def prompt(batch: int = 2, length: int = 9) -> torch.Tensor:
     return torch.randint(2, 90, (batch, length), generator=torch.Generator().manual_seed(7))
 

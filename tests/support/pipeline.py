@@ -169,7 +169,7 @@ def in_one_process(load: Any, cases: dict[str, Any]) -> tuple[dict[str, Any], di
     if rank() == 0:
         whole = load()
         results = {name: result_of(case, whole) for name, case in cases.items()}
-        shared = [(results, {name: p.nbytes for name, p in whole.named_parameters()})]
+        shared = [(results, {name: p.nbytes for name, p in whole.state_dict().items()})]
     dist.broadcast_object_list(shared)
     return shared[0]
 
@@ -238,7 +238,7 @@ def equal(root: str, wanted: list[list[str]]) -> dict[str, Any]:
         outcome: dict[str, Any] = {"cases": {}, "all": sizes}
         try:
             outcome["cases"] = compared(expected, load, cases)
-            outcome["parameters"] = {n: p.nbytes for n, p in stages[0].named_parameters()}
+            outcome["parameters"] = {n: p.nbytes for n, p in stages[0].state_dict().items()}
             outcome["tokens"] = str(captures_of(stages[0]))
         except ValueError as error:
             outcome["refused"] = str(error)

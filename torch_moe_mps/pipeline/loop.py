@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache
 
 from ..ops._checks import first_line
+from ..transformers.basics.interface import weights_in
 from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.checkpoints.absent import around_text
 from ..transformers.checkpoints.sizes import total_bytes
@@ -113,7 +114,7 @@ class _Calls(TorchDispatchMode):
         self._begun = 0  # how many layers
         self._sources: dict[int, set[_Source]] = {}  # of storages
         self._alive: list[Tensor] = []
-        for weight in model.get_input_embeddings().parameters():
+        for weight in weights_in(model.get_input_embeddings()):
             self._add(weight, {_EMBEDDED})
         for number, layer in enumerate(layers):
             for tensor in (*layer.parameters(), *layer.buffers()):

@@ -111,7 +111,7 @@ class Stage:
             removed += towers
         self.vocabulary: int = model.get_output_embeddings().out_features
         removed += self._ends(model)
-        present = dict(model.named_parameters(remove_duplicate=False))
+        present = model.state_dict()
         tied = getattr(model, "all_tied_weights_keys", None) or {}
         model.all_tied_weights_keys = {t: s for t, s in tied.items() if t in present and s in present}
         ignored = {rf"^{re.escape(module)}\." for module in removed}

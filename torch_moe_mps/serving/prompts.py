@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from transformers import DynamicCache
 
-from ..transformers.basics.interface import experts_of
+from ..transformers.basics.interface import experts_of, weights_in
 from ..transformers.caches.prompt_cache import (
     can_be_cut,
     fingerprint,
@@ -235,6 +235,6 @@ def _row(layer: nn.Module) -> int:
         if isinstance(module, nn.Linear) and id(module) not in inside
     )
     for module in experts.values():
-        matrices = [parameter for parameter in module.parameters() if parameter.dim() == 3]
+        matrices = [weight for weight in weights_in(module) if weight.dim() == 3]
         row += top_k(module) * sum(sum(parameter.shape[1:]) for parameter in matrices)
     return row

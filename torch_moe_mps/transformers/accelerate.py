@@ -11,7 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from .._faults import synchronize
 from .attention.attention import attention_layers, choose_implementations, require_kv_bits, use_attention
 from .attention.latents import use_latents
-from .basics.interface import experts_of, is_experts, is_quantized
+from .basics.interface import experts_of, is_experts, is_quantized, weights_in
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.self_check_state import refusal
@@ -112,7 +112,7 @@ def accelerate(
     report.tensor_units = use_tensor_units(model, check)
     report.kept_on_cpu = kept_on_cpu(model)
     keep_resident(model)
-    for device in {parameter.device for parameter in model.parameters()}:
+    for device in {weight.device for weight in weights_in(model)}:
         synchronize(device)
     reasons = {(row.cls, row.reason) for row in report.left_alone if row.kind == "experts"}
     for cls, reason in sorted(reasons):

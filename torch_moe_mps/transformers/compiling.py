@@ -15,16 +15,16 @@ from ..ops._samples import FAMILY_OF
 from ..ops.attention import CACHE_BITS
 from ..selfcheck.calls import DTYPES
 from ..selfcheck.libraries import compile_side_by_side
-from .basics.interface import is_experts, is_quantized, projections
+from .basics.interface import codes_of, is_experts, is_quantized, projections, weights_in
 from .basics.state import kv_bits_of
-from .modules.linears import formats_in, has_quantized_weights
+from .modules.linears import formats_in
 
 OLDEST_TORCH = tuple(map(int, TORCH[0].split(".")))
 
 
 def require_torch(function: str, model: nn.Module) -> None:
     """Raise the one-line error for a model on mps where torch's own operators are wrong, or abort."""
-    if not any(parameter.device.type == "mps" for parameter in model.parameters()):
+    if not any(weight.device.type == "mps" for weight in weights_in(model)):
         return
     if torch_version() < OLDEST_TORCH:
         raise RuntimeError(
@@ -44,10 +44,10 @@ def align_weights(model: nn.Module) -> None:
             for parameter in (getattr(module, name) for name in projections(module)):
                 if parameter.device.type == "mps" and parameter.is_contiguous():
                     parameter.data = parameter.data.mT.contiguous().mT
-        for parameter in module.parameters(recurse=False) if has_quantized_weights(module) else ():
-            offset = parameter.storage_offset() * parameter.element_size()
-            if parameter.device.type == "mps" and parameter.dtype == torch.int32 and offset % 16:
-                parameter.data = parameter.data.clone()
+        for codes in codes_of(module).values():
+            offset = codes.storage_offset() * codes.element_size()
+            if codes.device.type == "mps" and codes.dtype == torch.int32 and offset % 16:
+                codes.data = codes.data.clone()
 
 
 def compile_kernels(model: nn.Module, operators: Collection[str] = (), strict: bool = True) -> str | None:
@@ -111,7 +111,7 @@ def _on_mps(model: nn.Module) -> Iterator[tuple[nn.Module, str]]:
     The dtype is that of the module's weights or scales, or else of the model.
     """
     for module in model.modules():
-        own = [*module.parameters(recurse=False)]
+        own = [*weights_in(module, recurse=False)]
         if own and own[0].device.type == "mps":
             every = itertools.chain(own, model.parameters())
             dtype = next((DTYPES[p.dtype] for p in every if p.dtype in DTYPES), None)

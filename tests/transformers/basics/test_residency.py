@@ -75,7 +75,7 @@ def test_weights_that_move_follow(simulated, sets, monkeypatch):
     with torch.no_grad():
         for piece in (ids, *[ids[:, :1]] * 4):  # the third token is captured, and joins what it reads
             model(input_ids=piece, past_key_values=cache, use_cache=True)
-    packed = {n: w.untyped_storage().data_ptr() for n, w in model.named_parameters() if "packed" in n}
+    packed = {n: w.untyped_storage().data_ptr() for n, w in model.named_buffers() if "packed" in n}
     projections = [packed[f"model.layers.0.self_attn.{name}_proj.packed"] for name in "qkv"]
     assert len({*projections}) == 1 and captures_of(model).programs
     assert resident(simulated, model) == {True} and not MOVED

@@ -13,6 +13,7 @@ from support.gguf_blocks import type_of
 from support.gguf_files import FIRST_LOADER, class_of, of_architecture, write, write_file
 from support.launches import operators_of_token
 from support.memory import Memory
+from support.models import stored
 from support.sweep import rows_in_sweep
 from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AutoModelForCausalLM, DynamicCache, GgufConfig
@@ -76,8 +77,7 @@ def test_packed_and_exact(tmp_path, recwarn, architecture, kinds, options):
     assert any(isinstance(m, OrderedLinear) for m in model.modules()) == (architecture == "qwen35")
     expected, found = logits(dense(path)), logits(model)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    parameters = {id(p): p.nbytes for p in model.parameters()}
-    assert sum(parameters.values()) <= 1.05 * os.path.getsize(path)
+    assert sum(tensor.nbytes for tensor in stored(model)) <= 1.05 * os.path.getsize(path)
     model.save_pretrained(tmp_path / "saved")
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert torch.equal(logits(again), found) and again.dtype == model.dtype == torch.float32
@@ -234,7 +234,7 @@ def test_gpt_oss(tmp_path, recwarn, kinds):
     assert experts == {"gate_up_proj": kinds[0], "down_proj": kinds[1]}
     expected, found = logits(of_gpt_oss(path, model.config)), logits(model)
     assert (found - expected).abs().max() <= 2e-5 * expected.abs().max()
-    assert sum(p.nbytes for p in model.parameters()) <= 1.05 * os.path.getsize(path)
+    assert sum(tensor.nbytes for tensor in stored(model)) <= 1.05 * os.path.getsize(path)
 
 
 def test_names_are_looked_up_in_one_table(tmp_path, monkeypatch):
@@ -259,7 +259,7 @@ def test_loading_takes_the_file_and_a_layer(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_DEACTIVATE_ASYNC_LOAD", "1")
     with OfTheCpu() as memory:
         model = load(path)
-    layer = sum(parameter.nbytes for parameter in model.model.layers[0].parameters())
+    layer = sum(tensor.nbytes for tensor in stored(model.model.layers[0]))
     file = os.path.getsize(path)
     assert 0.98 * file < memory.peak <= file + 1.5 * layer
 

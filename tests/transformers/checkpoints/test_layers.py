@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from support import tiny_models
-from support.models import assert_close, eager, generate, output, prompt, tiny
+from support.models import assert_close, eager, generate, output, prompt, stored, tiny
 from torch import nn
 
 import torch_moe_mps
@@ -25,7 +25,7 @@ def layers(model) -> dict[str, QuantizedLayer]:
 
 
 def bytes_of(*modules: nn.Module) -> int:
-    return sum(p.nbytes for module in modules for p in module.parameters())
+    return sum(tensor.nbytes for tensor in stored(*modules))
 
 
 def test_everything_but_the_router_is_quantised():

@@ -211,7 +211,7 @@ model = load(source)
 seconds, cpu = time.perf_counter() - started[0], time.process_time() - started[1]
 stop.set()
 thread.join(timeout=60)
-model = sum(p.nbytes for p in model.parameters()) if model is not None else 0
+model = sum(p.nbytes for p in (*model.parameters(), *model.buffers())) if model is not None else 0
 print(json.dumps({"peak": peak - base, "seconds": seconds, "cpu": cpu, "model": model}))
 """
 

@@ -1,13 +1,14 @@
 """The experts interface of transformers: what a module of experts has, and what its parameters are called."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeGuard
 
 from torch import Tensor, nn
 
-from ...quantization import Format
+from ...quantization import TENSORS, Format
 
 INTERFACE = ("has_gate", "has_bias", "is_transposed", "is_concatenated")  # of transformers' experts
+_CODES = (*TENSORS, "order")
 
 
 class Experts(nn.Module):
@@ -57,6 +58,28 @@ def formats_of(experts: Experts) -> dict[str, Format]:
     up = vars(experts).get("up_quantization")
     between = {} if up is None else {"up_proj": up}
     return {first: experts.quantization, **between, second: experts.down_quantization}
+
+
+def codes_of(module: nn.Module) -> dict[str, Tensor]:
+    """{name: tensor} of the codes of quantised weights that a module itself has.
+
+    They are buffers: the dtype of a parameter is taken for that of the model.
+    """
+    return {
+        name: buffer
+        for name, buffer in module._buffers.items()
+        if buffer is not None and not buffer.is_floating_point() and name.rpartition("_")[2] in _CODES
+    }
+
+
+def weights_in(module: nn.Module, recurse: bool = True) -> Iterator[Tensor]:
+    """The parameters of a module and the codes of its quantised weights, shared ones once."""
+    seen: set[int] = set()
+    for part in module.modules() if recurse else (module,):
+        for tensor in (*part._parameters.values(), *codes_of(part).values()):
+            if tensor is not None and id(tensor) not in seen:
+                seen.add(id(tensor))
+                yield tensor
 
 
 def experts_of(model: nn.Module) -> dict[str, Experts]:

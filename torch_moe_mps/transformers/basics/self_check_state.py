@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from torch import nn
 
 from ...selfcheck.compare import Finding
+from .interface import weights_in
 from .report import Done
 
 # {operator: what is wrong with it on this machine's GPU}, as the last check of this process found
@@ -23,4 +24,4 @@ def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
 
 
 def is_on_mps(module: nn.Module) -> bool:
-    return any(parameter.device.type == "mps" for parameter in module.parameters())
+    return any(weight.device.type == "mps" for weight in weights_in(module))

@@ -67,7 +67,7 @@ def check_scales(model: nn.Module, loaded: Callable[[str], bool]) -> None:
     for path, module in model.named_modules():
         for parameter, format in formats_in(module).items() if loaded(path) else ():
             for part in quantized_names(parameter)[1:]:
-                tensor = module._parameters.get(part)
+                tensor = getattr(module, part, None)
                 finite = None if tensor is None or tensor.is_meta else format.all_finite(tensor)
                 if finite is not None:
                     found.setdefault(finite.device, {})[f"{path}.{part}"] = finite

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ...ops._checks import Check
 from ...quantization.formats import check_importance
-from ..basics.interface import Experts, projections
+from ..basics.interface import Experts, projections, weights_in
 from ..basics.report import any_layer, with_progress
 from ..modules.experts import activated_rows
 from ..modules.linears import GroupedLinear, QuantizedLinear
@@ -279,7 +279,7 @@ def _count_experts(target: Target, args: tuple, kwargs: Mapping[str, Any], into:
 
 
 def _count_of(experts: Experts) -> int:
-    return next(len(p) for p in experts.parameters() if p.dim() >= 2)
+    return next(len(p) for p in weights_in(experts) if p.dim() >= 2)
 
 
 def _blended(found: Mapping[str, _Sums]) -> dict[str, Tensor]:

@@ -28,6 +28,7 @@ from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
 from ...ops._checks import Check
+from ..basics.interface import codes_of, weights_in
 from ..basics.report import QuantizationReport
 from .checking import may_lack
 from .files import Shards, checkpoint_files
@@ -174,9 +175,13 @@ class Parts:
         finally:
             for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
                 if self.part_of(name) == part:
-                    owner, _, last = name.rpartition(".")
+                    place, _, last = name.rpartition(".")
                     empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
-                    self.model.get_submodule(owner)._parameters[last] = empty
+                    self.model.get_submodule(place)._parameters[last] = empty
+            for name, owner in self.model.named_modules():
+                if self.part_of(f"{name}.weight") == part:
+                    for key, codes in codes_of(owner).items():
+                        owner._buffers[key] = torch.empty_like(codes, device="meta")
 
     def _tensors(self, part: str) -> dict[str, Tensor]:
         """The tensors of a loaded part, without those that are tied to others, or that no checkpoint has."""
@@ -185,7 +190,7 @@ class Parts:
         shared = {
             id(tensor)
             for source in self._tied.values()
-            for tensor in model.get_submodule(source)._parameters.values()
+            for tensor in weights_in(model.get_submodule(source), recurse=False)
         }
         return {
             name: tensor

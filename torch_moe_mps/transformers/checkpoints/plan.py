@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedModel
 
 from ...quantization import Format
+from ..basics.interface import codes_of
 from ..basics.report import aligned, any_layer, in_unit
 from ..modules.linears import formats_in
 from .quantizer import quantizer_for
@@ -95,8 +96,12 @@ def _weights(
         owner, _, parameter = name.rpartition(".")
         parts |= {f"{owner}.{part}": name for part in quantized_names(parameter)}
     found: dict[str, tuple[str, int]] = {}
-    for part, tensor in model.named_parameters():
-        if part.rpartition(".")[0] not in tied:
+    held = [(owner, module._parameters | codes_of(module)) for owner, module in model.named_modules()]
+    seen: set[int] = set()
+    for owner, part, tensor in ((owner, part, tensor) for owner, own in held for part, tensor in own.items()):
+        if owner not in tied and tensor is not None and id(tensor) not in seen:
+            seen.add(id(tensor))
+            part = f"{owner}.{part}".lstrip(".")
             name = parts.get(part, part)
             format = str(formats.get(name, str(tensor.dtype).removeprefix("torch.")))
             found[name] = format, found.get(name, (format, 0))[1] + tensor.nbytes

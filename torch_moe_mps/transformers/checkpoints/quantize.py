@@ -7,7 +7,7 @@ from typing import Any, NoReturn
 from torch import nn
 
 from ...quantization import Format
-from ..basics.interface import experts_of, formats_of, is_quantized, projections
+from ..basics.interface import experts_of, formats_of, is_quantized, projections, weights_in
 from ..basics.report import QuantizationReport, with_progress
 from ..modules.experts import unsupported
 from ..modules.linears import has_quantized_weights
@@ -93,7 +93,7 @@ def quantize_targets(
                 continue
             report.modules[name] = quantize_target(model, dense[name], others)
             report.shared.update({other.name: name for other in others})
-            release_cache(next(dense[name].module.parameters()).device)
+            release_cache(next(weights_in(dense[name].module)).device)
     finally:  # after an interruption the model works, and can be saved
         tie_quantized(model)
         if report.modules:

@@ -260,7 +260,7 @@ class Quantizer(HasTargets, HfQuantizer):
     def _quantize_again(self, stored: Mapping[str, Target]) -> None:
         """Quantises what is stored in too many bits, tied layers once."""
         again = [name for name in stored if name in self._again]
-        words = {name: id(stored[name].module._parameters.get("packed", name)) for name in again}
+        words = {name: id(stored[name].module._buffers.get("packed", name)) for name in again}
         sources = {words[name]: name for name in reversed(again)}
         for name, source in [(name, sources[words[name]]) for name in again]:
             formats, dtype = self._again.pop(name)

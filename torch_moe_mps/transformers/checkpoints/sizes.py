@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from ...quantization import Format, QuantizedWeight
-from ..basics.interface import experts_of
+from ..basics.interface import experts_of, weights_in
 from ..basics.report import QuantizationReport, QuantizedProjection
 from .targets import Target
 
@@ -28,9 +28,9 @@ def bytes_a_token(model: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyTy
     text = nn.ModuleList(_language_model(model))
     experts = experts_of(text)
     total = sum(_routed(module, sizes) for module in experts.values())
-    seen = {id(p) for module in experts.values() for p in module.parameters()}
+    seen = {id(p) for module in experts.values() for p in weights_in(module)}
     for module in text.modules():
-        for parameter in module.parameters(recurse=False):
+        for parameter in weights_in(module, recurse=False):
             nbytes = sizes.get(parameter, parameter.nbytes)
             if hasattr(module, "num_embeddings"):
                 total += nbytes // max(1, parameter.shape[0])
@@ -49,8 +49,8 @@ def _language_model(model: Any) -> list[nn.Module]:
 
 
 def total_bytes(module: nn.Module, sizes: Mapping[Tensor, int] = MappingProxyType({})) -> int:
-    """Bytes of all parameters; `sizes` as for `bytes_a_token`."""
-    return sum(sizes.get(parameter, parameter.nbytes) for parameter in module.parameters())
+    """Bytes of all weights; `sizes` as for `bytes_a_token`."""
+    return sum(sizes.get(weight, weight.nbytes) for weight in weights_in(module))
 
 
 def quantized_sizes(targets: Iterable[Target]) -> dict[Tensor, int]:
@@ -81,13 +81,13 @@ def quantized_bytes(weight: Tensor, format: Format) -> int:
 
 
 def _routed(experts: nn.Module, sizes: Mapping[Tensor, int]) -> int:
-    parameters = list(experts.parameters())
+    parameters = list(weights_in(experts))
     count = next(p.shape[0] for p in parameters if p.dim() == 3)
     return sum(sizes.get(p, p.nbytes) for p in parameters) * top_k(experts) // count
 
 
 def top_k(experts: nn.Module) -> int:
     """How many experts a token is routed to."""
-    count = next(p.shape[0] for p in experts.parameters() if p.dim() == 3)
+    count = next(p.shape[0] for p in weights_in(experts) if p.dim() == 3)
     configured = (getattr(experts.config, name, None) for name in _TOP_K)
     return min(next((k for k in configured if isinstance(k, int)), count), count)

@@ -229,8 +229,8 @@ class Reasons:
             return "a hook is on it"
         if hasattr(module, "parametrizations") or not isinstance(module.weight, nn.Parameter):
             return "its weight is computed by a parametrisation"
-        is_plain = _is_plain if isinstance(module, nn.Embedding) else _is_plain_linear
-        if not is_plain(module):
+        is_plain = _is_plain(module) if isinstance(module, nn.Embedding) else _is_plain_linear(module)
+        if not is_plain:
             return f"{original_class(module).__name__} has code of its own"
         if any(f".{name}".endswith(f".{written}") for written in self.written):
             return "the code around it writes to its weight"
@@ -262,7 +262,7 @@ def groups_of(module: nn.Module) -> int | None:
         return groups if agrees(tried(twin, x), expected) else None
 
 
-def _is_plain_linear(module: nn.Module) -> bool:
+def _is_plain_linear(module: Any) -> bool:
     """Whether the forward is nn.Linear's, or that of groups of inputs."""
     cls = original_class(module)
     if cls is nn.Linear:
@@ -273,7 +273,7 @@ def _is_plain_linear(module: nn.Module) -> bool:
 
 
 @remembered
-def _computes_linear(module: nn.Module) -> bool:
+def _computes_linear(module: Any) -> bool:
     """Whether the forward of a subclass gives x @ weight.T + bias, and reads nothing else."""
 
     def ask(sizes: Sizes, dtype: torch.dtype) -> bool | None:

@@ -1,4 +1,7 @@
-"""Replaces dense parameters of modules by quantised ones.
+"""Replaces dense parameters of modules by quantised weights.
+
+While a checkpoint is loaded, all that is read is parameters of the dense modules, as transformers expects;
+quantised modules have codes as buffers.
 
 A parameter `gate_up_proj` becomes `gate_up_proj_packed` (int32), `_scales` and, in mode affine, `_biases`;
 the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of linears.py.
@@ -8,7 +11,8 @@ import copy
 import gc
 import math
 from collections.abc import Mapping
-from typing import Any
+from itertools import chain
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +29,8 @@ from ..modules.linears import (
     QuantizedEmbedding,
     QuantizedLayer,
     QuantizedLinear,
+    as_codes,
+    hold,
 )
 from .targets import Target, groups_of
 
@@ -128,8 +134,8 @@ def requantize(
         stack = dense if target.kind == "experts" else dense.unsqueeze(0)
         weight, entry = quantize_parameter(target, parameter, stack)
         for name, tensor in zip(quantized_names(parameter), weight, strict=True):
-            module.register_parameter(name, tensor)
-        release_cache(module._parameters[quantized_names(parameter)[0]].device)
+            hold(module, name, tensor)
+        release_cache(getattr(module, quantized_names(parameter)[0]).device)
         changed.append(entry._replace(stored=stored.format, dense_bytes=stored.nbytes))
     if target.kind == "experts":
         module.quantization, module.down_quantization = (target.formats[n] for n in projections(module))
@@ -142,7 +148,7 @@ def share(source: Target, target: Target) -> None:
     """Gives a quantised layer the weight of another, in its format."""
     weight: Any = source.module
     for name in TENSORS:
-        target.module.register_parameter(name, weight._parameters[name])
+        hold(target.module, name, getattr(weight, name))
     target.formats = source.formats
     target.module.__dict__["format"] = weight.format
 
@@ -195,15 +201,21 @@ def replace(model: nn.Module, target: Target, weights: Mapping[str, QuantizedWei
 
 def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
     module = target.experts
-    parameters: dict[str, Tensor | None] = {
-        name: value for name, value in module._parameters.items() if name not in weights
-    }
+    replaced = {*weights, *chain.from_iterable(map(quantized_names, weights))}
+    parameters, buffers = (
+        {name: value for name, value in own.items() if name not in replaced}
+        for own in (module._parameters, module._buffers)
+    )
     for parameter, quantized in weights.items():
-        named = zip(quantized_names(parameter), quantized, strict=True)
-        parameters |= {name: tensor for name, tensor in named if tensor is not None}
+        for name, tensor in zip(quantized_names(parameter), quantized, strict=True):
+            if tensor is not None and tensor.is_floating_point():
+                parameters[name] = cast(nn.Parameter, tensor)
+            elif tensor is not None:
+                buffers[name] = as_codes(tensor)
     formats = [target.formats[name] for name in projections(module)]
     module.__dict__.update(
         _parameters=parameters,
+        _buffers=buffers,
         quantization=formats[0],
         down_quantization=formats[1],
         up_quantization=target.formats["up_proj"] if target.is_split else None,

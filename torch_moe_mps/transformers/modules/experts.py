@@ -327,7 +327,7 @@ def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tenso
 
 
 def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:
-    names, own = _PACKED[projection], self._parameters
+    names, own = _PACKED[projection], self._parameters | self._buffers
     packed, scales, biases = own.get(names[0]), own.get(names[1]), own.get(names[2])
     if packed is None or scales is None:  # not where `quantize` put them
         return getattr(self, names[0]), getattr(self, names[1]), getattr(self, names[2], None)

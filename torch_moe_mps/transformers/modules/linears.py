@@ -1,6 +1,7 @@
 """Linear layers and embeddings with quantised weights, in place of nn.Linear and nn.Embedding."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 from ...ops._decoded import VARIABLE, memory
 from ...ops.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
-from ..basics.interface import formats_of, is_experts, is_quantized
+from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.report import in_unit
 
 ops = torch.ops.moe_mps
@@ -59,8 +60,9 @@ class QuantizedLayer(nn.Module):
     """A quantised matrix [rows, columns].
 
     Attributes:
-        packed: [rows, columns * bits / 32], int32: the words of the format.
-        scales, biases: [rows, columns / group_size]; biases are None where the format has none.
+        packed: [rows, columns * bits / 32], int32: the words of the format, a buffer.
+        scales, biases: [rows, columns / group_size], parameters where they are numbers, in the dtype of the
+            model, and buffers where they are codes; biases are None where the format has none.
         format: how they are read.
     """
 
@@ -73,11 +75,27 @@ class QuantizedLayer(nn.Module):
         super().__init__()
         self.format = weight.format
         for name, tensor in zip(TENSORS, weight, strict=True):
-            self.register_parameter(name, None if tensor is None else _parameter(tensor))
+            hold(self, name, tensor)
         # An empty tensor that keeps the dtype of the dense weight and is moved and cast with the module.
         self.register_buffer(
             "_like", torch.empty(0, dtype=dtype, device=weight.packed.device), persistent=False
         )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> "QuantizedLayer":
+        """Moves codes as parameters are moved, in place: layers that share them go on doing so."""
+        own = codes_of(self)
+        for name, codes in own.items():
+            moved = fn(codes)
+            if torch._has_compatible_shallow_copy_type(codes, moved):
+                codes.data = moved
+            else:
+                own[name] = moved
+            del self._buffers[name]
+        try:
+            super()._apply(fn, recurse)
+        finally:
+            self._buffers.update(own)
+        return self
 
     @property
     def rows(self) -> int:
@@ -125,6 +143,27 @@ def kept_on_cpu(model: nn.Module) -> str | None:
     return f"on the CPU weights are decoded once and kept in float32: {kept} ({VARIABLE} sets the limit)"
 
 
+def hold(module: nn.Module, name: str, tensor: Tensor | None) -> None:
+    """Registers a tensor of a quantised weight: numbers as a parameter, codes as a buffer."""
+    module._parameters.pop(name, None)
+    module._buffers.pop(name, None)
+    if tensor is None or tensor.is_floating_point():
+        module.register_parameter(name, None if tensor is None else _parameter(tensor))
+    else:
+        module.register_buffer(name, as_codes(tensor))
+
+
+def as_codes(tensor: Tensor) -> Tensor:
+    """Codes without the Parameter that loading needs: one object for all layers that share them."""
+    if not isinstance(tensor, nn.Parameter):
+        return tensor
+    made: Any = tensor
+    if not hasattr(made, "_moe_mps_codes"):
+        made._moe_mps_codes = tensor.detach()
+        made._moe_mps_codes._is_hf_initialized = getattr(tensor, "_is_hf_initialized", False)
+    return made._moe_mps_codes
+
+
 def _parameter(tensor: Tensor) -> nn.Parameter:
     """A parameter; one that is given stays the same object, because tied layers share it."""
     return tensor if isinstance(tensor, nn.Parameter) else nn.Parameter(tensor, requires_grad=False)
@@ -165,11 +204,11 @@ class QuantizedLinear(QuantizedLayer):
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         """packed, scales, biases and bias, faster than by attributes of the module."""
-        own = self._parameters
+        own = self._parameters | self._buffers
         packed, scales = own.get("packed"), own.get("scales")
         if packed is None or scales is None:  # not registered, as FSDP leaves them
             return self.packed, self.scales, self.biases, self.bias
-        return packed, scales, own["biases"], own["bias"]
+        return packed, scales, own["biases"], self._parameters["bias"]
 
     def extra_repr(self) -> str:
         bias = self.bias is not None
@@ -187,7 +226,7 @@ class OrderedLinear(QuantizedLinear):
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, bias: Tensor | None, order: Tensor):
         super().__init__(weight, dtype, bias)
-        self.register_parameter("order", _parameter(order))
+        hold(self, "order", order)
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.index_select(-1, self.order))

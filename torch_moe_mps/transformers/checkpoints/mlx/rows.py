@@ -84,7 +84,7 @@ class Rows:
     def _layer(self, name: str, tensor: Tensor) -> Iterator[NamedConverter]:
         owner, _, part = name.rpartition(".")
         module = self.model.get_submodule(owner)
-        packed = module._parameters.get("packed") is not None and part in TENSORS
+        packed = getattr(module, "packed", None) is not None and part in TENSORS
         dense = f"{owner}.weight".lstrip(".") if packed else name
         theirs = self.names.of(dense)
         if self.halved(dense):
@@ -123,9 +123,9 @@ class Rows:
             join = _concatenated(modules, 1)
             join += [Interleave(1, inverse=True)] if interleaved and join else []
             quantized = [*zip(quantized_names(projection), PARTS, strict=True)]
-            if quantized[0][0] in module._parameters:
+            if hasattr(module, quantized[0][0]):
                 for ours, part in quantized:
-                    if module._parameters.get(ours) is not None:
+                    if getattr(module, ours, None) is not None:
                         yield NamedConverter(_ends(modules, part), [f"{name}.{ours}"], [as_words(), *join])
             else:
                 turned = [*join, *([Transpose(1, 2)] if module.is_transposed else []), Cast()]

@@ -187,7 +187,8 @@ def _join(group: list[fx.Node]) -> None:
 
 def _is_parameter(value: Any) -> bool:
     tensor = value.meta.get(TENSOR)
-    return type(tensor) is nn.Parameter and tensor.is_contiguous() and not tensor.is_inference()
+    is_weight = type(tensor) is nn.Parameter or (type(tensor) is Tensor and not tensor.is_floating_point())
+    return is_weight and tensor.is_contiguous() and not tensor.is_inference()
 
 
 def _tensor(weight: fx.Node | None) -> Tensor | None:

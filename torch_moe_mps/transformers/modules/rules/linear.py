@@ -51,7 +51,8 @@ class Joined:
 
 
 def _parameters(layers: Sequence[nn.Module]) -> list[list[Tensor | None]]:
-    return [[layer._parameters.get(name) for layer in layers] for name in WEIGHTS]
+    own: list[dict[str, Any]] = [{**layer._parameters, **layer._buffers} for layer in layers]
+    return [[tensors.get(name) for tensors in own] for name in WEIGHTS]
 
 
 def _can_join(layers: Sequence[Any]) -> TypeGuard[Sequence[QuantizedLinear]]:
