@@ -43,7 +43,9 @@ class Writer:
 
     def integers(self, weight: torch.Tensor, dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, scales and zero points of groups, and the values."""
-        size = self.group or weight.shape[1]
+        columns = weight.shape[1]
+        size = self.group or columns
+        weight = torch.nn.functional.pad(weight, (0, -columns % size))  # the last group may be smaller
         low, high = ranges(weight, size)
         most = 2**self.bits - 1
         if self.symmetric:
@@ -55,7 +57,8 @@ class Writer:
         each = weight.float().unflatten(1, (-1, size)) / scales.float().unsqueeze(-1)
         codes = (each.round() + zeros.unsqueeze(-1)).clamp(0, most).int()
         values = (codes - zeros.unsqueeze(-1)) * scales.float().unsqueeze(-1)
-        return codes.flatten(1), scales, zeros, values.flatten(1)
+        codes, values = (tensor.flatten(1)[:, :columns].contiguous() for tensor in (codes, values))
+        return codes, scales, zeros, values
 
 
 def compressed(form: str, **weights):
@@ -173,35 +176,35 @@ class Fp4(Writer):
 class Fp8(Writer):
     """A scale for everything (None, or this one), for rows or for blocks; by powers of two if `whole`."""
 
-    def __init__(self, method: str, part: str, block: str | float | None, whole: bool):
-        strategy = {"row": "channel", None: "tensor"}.get(block, "tensor")
+    def __init__(self, method: str, part: str, block: str | float | tuple[int, int] | None, whole: bool):
+        strategy = "channel" if block == "row" else "tensor"
         how = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
         algorithm = "FP8_PER_CHANNEL_PER_TOKEN" if block == "row" else "FP8"
         config = {
             "compressed-tensors": compressed("float-quantized", **how),
             "modelopt": {"method": method, "quant_algo": algorithm},
-            "fp8": {"method": method, "weight_block_size": [block, block] if block else None},
+            "fp8": {"method": method, "weight_block_size": [*block] if isinstance(block, tuple) else None},
         }
         super().__init__(**config[method])
         self.part, self.block, self.whole = part, block, whole
 
     def __call__(self, weight):
         weight, (rows, columns) = weight.float(), weight.shape
+        blocks = isinstance(self.block, tuple)
         if self.block == "row":
             scales = weight.abs().amax(1, keepdim=True) / 448
         elif self.block is None:
             scales = weight.abs().amax().reshape(1) / 448
-        elif isinstance(self.block, float):
-            scales = torch.tensor([self.block])
+        elif blocks:
+            high, wide = self.block
+            scales = torch.rand(-(-rows // high), -(-columns // wide)) * 0.001 + 0.0005
         else:
-            scales = torch.rand(-(-rows // self.block), -(-columns // self.block)) * 0.001 + 0.0005
+            scales = torch.tensor([self.block])
         if self.whole:
             scales = scales.log2().ceil().exp2()
         full = scales
-        if isinstance(self.block, int):
-            full = scales.repeat_interleave(self.block, 0)[:rows].repeat_interleave(self.block, 1)[
-                :, :columns
-            ]
+        if blocks:
+            full = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
         codes = (weight / full).clamp(-448, 448).to(E4M3)
         return {"weight": codes, self.part: scales}, codes.float() * full
 

@@ -76,8 +76,8 @@ LAYOUTS = {
     "nvfp4 of modelopt": of(Fp4("modelopt", 16, 0.0003)),
     "fp8 of rows": of(Fp8("compressed-tensors", "weight_scale", "row", False)),
     "fp8 of modelopt": of(Fp8("modelopt", "weight_scale", None, True)),
-    "fp8 of blocks": of(Fp8("fp8", "weight_scale_inv", 32, False)),
-    "fp8 of blocks, stacked": of(Fp8("fp8", "weight_scale_inv", 32, False), stacked=True),
+    "fp8 of blocks": of(Fp8("fp8", "weight_scale_inv", (32, 32), False)),
+    "fp8 of blocks, stacked": of(Fp8("fp8", "weight_scale_inv", (32, 32), False), stacked=True),
     "W4A16_ASYM": of(Library("W4A16_ASYM", 32)),
     "W8A8": of(Library("W8A8")),
     "FP8_BLOCK": of(Library("FP8_BLOCK")),
@@ -222,7 +222,7 @@ def faults(make: Callable[[Path], None], folder: Path, every: bool) -> tuple[dic
 
 
 # One of each way of storing a matrix; the others differ in what the config calls it.
-ALWAYS = ("int4 asymmetric", "awq", "gptq", "nvfp4", "fp8 of blocks, stacked", "mlx mxfp4")
+ALWAYS = ("int4 asymmetric", "gptq v2, asymmetric", "nvfp4", "fp8 of blocks, stacked", "mlx mxfp4")
 
 
 @pytest.mark.parametrize("layout", in_sweep(LAYOUTS, ALWAYS))

@@ -57,8 +57,9 @@ CASES = {
     "nvfp4 of modelopt": (Fp4("modelopt", 16, 0.0003), "affine6_32", False),
     "fp8 of rows": (Fp8("compressed-tensors", "weight_scale", "row", False), "affine8_32", False),
     "fp8 of all": (Fp8("compressed-tensors", "weight_scale", None, True), "mxfp8", True),
-    "fp8 of blocks": (Fp8("fp8", "weight_scale_inv", 128, False), "affine8_32", False),
-    "fp8 of blocks by powers": (Fp8("fp8", "weight_scale_inv", 32, True), "mxfp8", True),
+    "fp8 of modelopt": (Fp8("modelopt", "weight_scale", "row", True), "mxfp8", True),
+    "fp8 of blocks": (Fp8("fp8", "weight_scale_inv", (128, 128), False), "affine8_32", False),
+    "fp8 of blocks by powers": (Fp8("fp8", "weight_scale_inv", (32, 32), True), "mxfp8", True),
 }
 
 
@@ -239,6 +240,25 @@ def test_scales_of_one_expert_may_be_powers_of_two(tmp_path):
         assert_close(weight, values, 0.02)
 
 
+@pytest.mark.parametrize("block", [(96, 96), (64, 96), (24, 32)])
+def test_blocks_have_the_size_in_the_config(block, tmp_path):
+    """Which no shape tells: the last ones may be smaller."""
+    expected = write(
+        tmp_path, Fp8("fp8", "weight_scale_inv", block, False), num_hidden_layers=1, hidden_size=192
+    )
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    for weight, values in weights(model, expected):
+        assert_close(weight, values, 0.02)
+
+
+def test_the_last_group_may_be_smaller(tmp_path):
+    """Groups of 128 columns of 192: the second has 64, and not both 96."""
+    expected = write(tmp_path, CompressedTensors(group=128), num_hidden_layers=1, hidden_size=192)
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    assert "affine4_64" in {str(f) for module in model.modules() for f in formats_in(module).values()}
+    assert all(torch.equal(*pair) for pair in weights(model, expected))
+
+
 def test_recipes_may_be_mixed(tmp_path):
     """What is dense in the checkpoint stays so, unless bits are asked for."""
     attention, others = CompressedTensors(bits=8), CompressedTensors(group=64)
@@ -265,7 +285,7 @@ def test_recipes_may_be_mixed(tmp_path):
     assert {str(f) for f in formats_in(model.model.layers[0].self_attn.o_proj).values()} == {"affine6_32"}
 
 
-@pytest.mark.parametrize("name", ["int4 asymmetric", "awq", "gptq", "nvfp4 exact"])
+@pytest.mark.parametrize("name", ["int4 asymmetric", "awq", "gptq", "fp8 of modelopt"])
 def test_transformers_loads_them_where_it_could_not(name, tmp_path, monkeypatch):
     """With no other package, by its own from_pretrained; what is saved is in our layout."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)

@@ -84,17 +84,19 @@ class TensorsOfFiles:
         rows = [tuple(self.tensors[name].shape[:-1]) for name in parts]
         if len({*rows}) > 1:
             _CHECK.fail(" and ".join(parts), "of as many rows", " and ".join(map(str, rows)))
-        groups = (*rows[0], columns // format.group_size)
-        kinds = [(_WORDS, (*rows[0], columns * format.bits // 32))]
-        kinds += [(_FLOATS if format.has_biases else _OCTETS, groups)] * 2
-        for name, (dtypes, shape) in zip(parts, kinds, strict=False):
-            check_tensor(name, (self.dtypes[name], tuple(self.tensors[name].shape)), dtypes, [shape])
+        scales = _FLOATS if format.has_biases else _OCTETS
+        self._check(parts[0], _WORDS, (*rows[0], columns * format.bits // 32))
+        for name in parts[1:]:
+            self._check(name, scales, (*rows[0], columns // format.group_size))
         if format.has_biases and self.dtypes[parts[1]] != self.dtypes[parts[2]]:
             _CHECK.fail(parts[2], f"of {self.dtypes[parts[1]]}, as {parts[1]}", self.dtypes[parts[2]])
         if not format.has_biases and f"{module}.biases" in self.tensors:
             _CHECK.fail(f"{module}.biases", f"absent in {format}", "a tensor")
         self.quantized.update(parts)
         return format
+
+    def _check(self, name: str, dtypes: Sequence[str], shape: tuple[int, ...]) -> None:
+        check_tensor(name, (self.dtypes[name], tuple(self.tensors[name].shape)), dtypes, [shape])
 
     def _declared(self, module: str) -> Format | None:
         own = self._quantization.get(module, bool(self._quantization))
