@@ -37,9 +37,15 @@ class Writer:
         self.group, self.bits, self.symmetric = group, bits, symmetric
         self.config = {"quant_method": method, **config}
 
+    def of(self, name: str) -> "Writer":
+        """The writer of a matrix."""
+        return self
+
     def integers(self, weight: torch.Tensor, dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Codes, scales and zero points of groups, and the values."""
-        size = self.group or weight.shape[1]
+        columns = weight.shape[1]
+        size = self.group or columns
+        weight = torch.nn.functional.pad(weight, (0, -columns % size))  # the last group may be smaller
         low, high = ranges(weight, size)
         most = 2**self.bits - 1
         if self.symmetric:
@@ -51,12 +57,26 @@ class Writer:
         each = weight.float().unflatten(1, (-1, size)) / scales.float().unsqueeze(-1)
         codes = (each.round() + zeros.unsqueeze(-1)).clamp(0, most).int()
         values = (codes - zeros.unsqueeze(-1)) * scales.float().unsqueeze(-1)
-        return codes.flatten(1), scales, zeros, values.flatten(1)
+        codes, values = (tensor.flatten(1)[:, :columns].contiguous() for tensor in (codes, values))
+        return codes, scales, zeros, values
+
+
+def compressed(form: str, **weights):
+    """The quantization_config of compressed-tensors."""
+    group = {"targets": ["Linear"], "weights": weights}
+    config = {"format": form, "config_groups": {"group_0": group}, "ignore": ["lm_head"]}
+    return {"method": "compressed-tensors", **config}
+
+
+def grouped(size: int) -> dict:
+    return {"strategy": "group", "group_size": size} if size else {"strategy": "channel"}
 
 
 class CompressedTensors(Writer):
-    def __init__(self, **how):
-        super().__init__("compressed-tensors", **how)
+    def __init__(self, group: int = 32, bits: int = 4, symmetric: bool = True):
+        how = {"num_bits": bits, "type": "int", "symmetric": symmetric, **grouped(group)}
+        config = compressed("pack-quantized", **how)
+        super().__init__(group=group, bits=bits, symmetric=symmetric, **config)
 
     def __call__(self, weight):
         codes, scales, zeros, values = self.integers(weight, torch.bfloat16)
@@ -69,7 +89,8 @@ class CompressedTensors(Writer):
 
 class Int8(Writer):
     def __init__(self):
-        super().__init__("compressed-tensors", group=0, bits=8)
+        how = {"num_bits": 8, "type": "int", "symmetric": True, "strategy": "channel"}
+        super().__init__(group=0, bits=8, **compressed("int-quantized", **how))
 
     def __call__(self, weight):
         codes, scales, _, values = self.integers(weight, torch.bfloat16)
@@ -77,8 +98,9 @@ class Int8(Writer):
 
 
 class Awq(Writer):
-    def __init__(self, **how):
-        super().__init__("awq", symmetric=False, version="gemm", **how)
+    def __init__(self, group: int = 32):
+        super().__init__("awq", group, symmetric=False, version="gemm")
+        self.config |= {"bits": 4, "group_size": group, "zero_point": True}
 
     def words(self, codes):
         """[n, rows] -> int32 [n, rows / 8]."""
@@ -98,7 +120,8 @@ class Awq(Writer):
 class Gptq(Writer):
     def __init__(self, version: int = 1, order: bool = False, **how):
         form = "gptq" if version == 1 else "gptq_v2"
-        super().__init__("gptq", checkpoint_format=form, desc_act=order, **how)
+        super().__init__("gptq", checkpoint_format=form, format=form, desc_act=order, **how)
+        self.config |= {"bits": self.bits, "group_size": self.group, "sym": self.symmetric}
         self.less, self.order = 2 - version, order
 
     def __call__(self, weight):
@@ -120,7 +143,11 @@ class Fp4(Writer):
     """MXFP4 or NVFP4; `factor` multiplies the scales of a matrix."""
 
     def __init__(self, method: str, group: int, factor: float | None = None):
-        super().__init__(method, group=group)
+        kind, strategy = ("mxfp4", "group") if group == 32 else ("nvfp4", "tensor_group")
+        how = {"num_bits": 4, "type": "float", "symmetric": True, "group_size": group, "strategy": strategy}
+        theirs = compressed(f"{kind}-pack-quantized", **how)
+        modelopt = {"method": method, "quant_algo": kind.upper(), "group_size": group}
+        super().__init__(group=group, **(modelopt if method == "modelopt" else theirs))
         self.factor = factor
 
     def __call__(self, weight):
@@ -149,27 +176,35 @@ class Fp4(Writer):
 class Fp8(Writer):
     """A scale for everything (None, or this one), for rows or for blocks; by powers of two if `whole`."""
 
-    def __init__(self, method: str, part: str, block: str | float | None, whole: bool):
-        super().__init__(method)
+    def __init__(self, method: str, part: str, block: str | float | tuple[int, int] | None, whole: bool):
+        strategy = "channel" if block == "row" else "tensor"
+        how = {"num_bits": 8, "type": "float", "symmetric": True, "strategy": strategy}
+        algorithm = "FP8_PER_CHANNEL_PER_TOKEN" if block == "row" else "FP8"
+        config = {
+            "compressed-tensors": compressed("float-quantized", **how),
+            "modelopt": {"method": method, "quant_algo": algorithm},
+            "fp8": {"method": method, "weight_block_size": [*block] if isinstance(block, tuple) else None},
+        }
+        super().__init__(**config[method])
         self.part, self.block, self.whole = part, block, whole
 
     def __call__(self, weight):
         weight, (rows, columns) = weight.float(), weight.shape
+        blocks = isinstance(self.block, tuple)
         if self.block == "row":
             scales = weight.abs().amax(1, keepdim=True) / 448
         elif self.block is None:
             scales = weight.abs().amax().reshape(1) / 448
-        elif isinstance(self.block, float):
-            scales = torch.tensor([self.block])
+        elif blocks:
+            high, wide = self.block
+            scales = torch.rand(-(-rows // high), -(-columns // wide)) * 0.001 + 0.0005
         else:
-            scales = torch.rand(-(-rows // self.block), -(-columns // self.block)) * 0.001 + 0.0005
+            scales = torch.tensor([self.block])
         if self.whole:
             scales = scales.log2().ceil().exp2()
         full = scales
-        if isinstance(self.block, int):
-            full = scales.repeat_interleave(self.block, 0)[:rows].repeat_interleave(self.block, 1)[
-                :, :columns
-            ]
+        if blocks:
+            full = scales.repeat_interleave(high, 0)[:rows].repeat_interleave(wide, 1)[:, :columns]
         codes = (weight / full).clamp(-448, 448).to(E4M3)
         return {"weight": codes, self.part: scales}, codes.float() * full
 
@@ -220,7 +255,8 @@ def together(tensors, architecture):
     for (owner, part), each in found.items():
         end = "" if part == "weight" else f"_{part}" if turned else part.removeprefix("weight")
         experts = range(1 + max(e for e, _ in each))
-        both = [torch.cat((each[e, "gate_proj"], each[e, "up_proj"])) for e in experts]
+        halves = [(each[e, "gate_proj"], each[e, "up_proj"]) for e in experts]
+        both = [gate if gate.numel() == 1 else torch.cat((gate, up)) for gate, up in halves]
         rows = torch.arange(len(both[0]))
         gate = TURNED.get(architecture, torch.arange)(len(rows) // 2)
         order = torch.cat((gate, rows[~torch.isin(rows, gate)])).argsort()
@@ -253,7 +289,7 @@ def write(folder, writer, architecture: str = "qwen3_moe", only=lambda name: Tru
     tensors = apart(load_file(file), architecture)
     written, values = dict(tensors), dict(tensors)
     for name in filter(only, matrices(tensors)):
-        made, values[name] = writer(written.pop(name))
+        made, values[name] = writer.of(name)(written.pop(name))
         written |= {name.removesuffix("weight") + part: tensor for part, tensor in made.items()}
     values = together(values, architecture) if architecture in TURNED else values
     save_file({n: t.to(torch.float32) for n, t in values.items()}, file, {"format": "pt"})
@@ -286,7 +322,7 @@ class Library(Writer):
             self.args.group_size = group
         ignore = ["lm_head", "re:.*gate$"]
         config = QuantizationConfig(config_groups={"group_0": self.scheme}, ignore=ignore)
-        self.config = config.model_dump(mode="json", exclude_none=True)
+        self.config = config.model_dump(mode="json", exclude_none=True) | {"format": FORMATS[scheme]}
         self.compressor = BaseCompressor.get_value_from_registry(FORMATS[scheme])
 
     def __call__(self, weight):

@@ -61,7 +61,7 @@ def run(options: argparse.Namespace) -> None:
     if options.to == "mlx":
         check_architecture(model.config)
     copied = [file for file in small_files(source) if file.name not in _WRITTEN]
-    if not local and (not options.dry_run or about.stored.get("mlx")):
+    if not local and (not options.dry_run or "mlx" in about.stored):
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)
     tokenizer = tokenizer_of(source) if gguf else None

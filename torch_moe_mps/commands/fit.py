@@ -4,7 +4,6 @@ config.json is enough: a model on the meta device has the shapes of the weights 
 """
 
 import argparse
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -207,7 +206,7 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
         return _size(_STORED, model, QuantizationConfig(modules=modules).targets(model).values())
     if stored is None:
         return None
-    if not stored.get("mlx") and "other" not in stored:
+    if "mlx" not in stored and "other" not in stored:
         return _size(_STORED, model, QuantizationConfig(**stored).targets(model).values())
     files = _files(folder)
     if "other" in stored:
@@ -215,9 +214,10 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
             return None
         return _size(_STORED, model, OthersReading(model, files, stored["other"]).targets.values())
     if files:
-        return _size(_STORED, model, Reading(model, files).targets.values())
-    config = json.loads((Path(folder) / "config.json").read_text())
-    usual: dict[str, Any] = {key: config["quantization"].get(key) for key in ("bits", "group_size", "mode")}
+        return _size(_STORED, model, Reading(model, files, stored["mlx"]).targets.values())
+    if not stored["mlx"]:
+        return None
+    usual: dict[str, Any] = {key: stored["mlx"].get(key) for key in ("bits", "group_size", "mode")}
     return _size(_STORED, model, _targets(model, requested_recipe(**usual, embedding_bits=SAME)))
 
 

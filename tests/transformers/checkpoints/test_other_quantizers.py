@@ -57,8 +57,9 @@ CASES = {
     "nvfp4 of modelopt": (Fp4("modelopt", 16, 0.0003), "affine6_32", False),
     "fp8 of rows": (Fp8("compressed-tensors", "weight_scale", "row", False), "affine8_32", False),
     "fp8 of all": (Fp8("compressed-tensors", "weight_scale", None, True), "mxfp8", True),
-    "fp8 of blocks": (Fp8("fp8", "weight_scale_inv", 128, False), "affine8_32", False),
-    "fp8 of blocks by powers": (Fp8("fp8", "weight_scale_inv", 32, True), "mxfp8", True),
+    "fp8 of modelopt": (Fp8("modelopt", "weight_scale", "row", True), "mxfp8", True),
+    "fp8 of blocks": (Fp8("fp8", "weight_scale_inv", (128, 128), False), "affine8_32", False),
+    "fp8 of blocks by powers": (Fp8("fp8", "weight_scale_inv", (32, 32), True), "mxfp8", True),
 }
 
 
@@ -229,8 +230,8 @@ def test_scales_of_one_expert_may_be_powers_of_two(tmp_path):
     class Either:
         config = one.config
 
-        def __call__(self, weight):
-            return next(writers)(weight)
+        def of(self, name):
+            return next(writers)
 
     expected = write(tmp_path, Either())
     model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
@@ -239,18 +240,40 @@ def test_scales_of_one_expert_may_be_powers_of_two(tmp_path):
         assert_close(weight, values, 0.02)
 
 
+@pytest.mark.parametrize("block", [(96, 96), (64, 96), (24, 32)])
+def test_blocks_have_the_size_in_the_config(block, tmp_path):
+    """Which no shape tells: the last ones may be smaller."""
+    expected = write(
+        tmp_path, Fp8("fp8", "weight_scale_inv", block, False), num_hidden_layers=1, hidden_size=192
+    )
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    for weight, values in weights(model, expected):
+        assert_close(weight, values, 0.02)
+
+
+def test_the_last_group_may_be_smaller(tmp_path):
+    """Groups of 128 columns of 192: the second has 64, and not both 96."""
+    expected = write(tmp_path, CompressedTensors(group=128), num_hidden_layers=1, hidden_size=192)
+    model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
+    assert "affine4_64" in {str(f) for module in model.modules() for f in formats_in(module).values()}
+    assert all(torch.equal(*pair) for pair in weights(model, expected))
+
+
 def test_recipes_may_be_mixed(tmp_path):
     """What is dense in the checkpoint stays so, unless bits are asked for."""
     attention, others = CompressedTensors(bits=8), CompressedTensors(group=64)
 
     class Mixed:
         config = others.config | {
-            "config_groups": {"a": {"targets": ["re:.*self_attn.*"]}, "b": {"targets": ["re:.*mlp.*"]}},
+            "config_groups": {
+                "a": attention.config["config_groups"]["group_0"] | {"targets": ["re:.*self_attn.*"]},
+                "b": others.config["config_groups"]["group_0"] | {"targets": ["re:.*mlp.*"]},
+            },
             "ignore": ["re:.*o_proj", "lm_head"],
         }
 
-        def __call__(self, weight):
-            return (attention if len(weight) == 64 else others)(weight)
+        def of(self, name):
+            return attention if "self_attn" in name else others
 
     expected = write(tmp_path, Mixed(), only=lambda name: "o_proj" not in name, intermediate_size=128)
     model = torch_moe_mps.from_pretrained(tmp_path, dtype=torch.float32)
@@ -262,7 +285,7 @@ def test_recipes_may_be_mixed(tmp_path):
     assert {str(f) for f in formats_in(model.model.layers[0].self_attn.o_proj).values()} == {"affine6_32"}
 
 
-@pytest.mark.parametrize("name", ["int4 asymmetric", "awq", "gptq", "nvfp4 exact"])
+@pytest.mark.parametrize("name", ["int4 asymmetric", "awq", "gptq", "fp8 of modelopt"])
 def test_transformers_loads_them_where_it_could_not(name, tmp_path, monkeypatch):
     """With no other package, by its own from_pretrained; what is saved is in our layout."""
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
@@ -298,17 +321,17 @@ def change(folder, part: str, function) -> None:
         ("int4", "weight_scale", lambda t: None, "weight_scale must be in the checkpoint, got no such"),
         (
             "int4", "weight_scale", lambda t: t.repeat(1, 2),
-            "weight_scale must be of groups of a multiple of 32 columns, got 4 for 64 columns",
+            r"weight_scale must be of shape \((\d+), 2\), got \(\1, 4\)$",
         ),
         (
             "int4", "weight_packed", lambda t: t[:, :7].contiguous(),
-            "weight_packed must be of 2, 3, 4, 5, 6 or 8 bits, got 3.5 bits in 64 columns",
+            r"weight_packed must be of shape \((\d+), 8\), got \(\1, 7\)$",
         ),
-        ("gptq", "g_idx", lambda t: t * 0, "g_idx must be 32 columns of each of 2 groups, got others"),
+        ("gptq", "g_idx", lambda t: t * 0, "g_idx must be 32 columns of each group, got others"),
         ("awq", "qweight", lambda t: t.T.contiguous(), r"qweight must be of shape \(64, \d+\), got"),
         (
             "mxfp4", "weight_scale", lambda t: t[:, :1].contiguous(),
-            "weight_scale must be of MXFP4 or NVFP4, got 1 of U8",
+            r"weight_scale must be of shape \((\d+), 2\), got \(\1, 1\)$",
         ),
         ("fp8 of all", "weight_scale", lambda t: None, "weight_scale must be in the checkpoint"),
         (
@@ -358,7 +381,11 @@ SCHEMES = {
             {"transform_config": {"config_groups": {"R4": {"apply": [{"location": "input"}]}}}},
             "transform_config must be of weights alone in the quantization_config, got input",
         ),
-        ("int8 of channels", None, r"\S+.pre_quant_scale must be of a layout that is known, got one beside"),
+        (
+            "int8 of channels",
+            None,
+            r"\S+.pre_quant_scale must be absent beside weight and weight_scale, got one of shape \(64,\)$",
+        ),
     ],
 )
 def test_layouts_that_would_pass_for_others_are_one_line(name, config, message, tmp_path):

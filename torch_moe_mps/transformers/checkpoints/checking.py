@@ -16,12 +16,38 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 
-def check_shapes(model: nn.Module, files: Sequence[str] | None) -> None:
-    """Raises: ValueError for a tensor in the files whose shape differs from the model's."""
+DENSE = ("F16", "BF16", "F32", "F64")  # as safetensors calls them
+
+
+def check_files(model: nn.Module, files: Sequence[str] | None) -> None:
+    """Raises: ValueError for a tensor in the files whose shape or dtype differs from the model's."""
     state = model.state_dict()
-    for file, name, _, found in tensors_in(file for file in files or () if file.endswith(".safetensors")):
-        if name in state and (shape := tuple(state[name].shape)) != found:
-            Check("from_pretrained").fail(name, f"of shape {shape}", f"{found} in {file}")
+    for file, name, dtype, shape in tensors_in(file for file in files or () if file.endswith(".safetensors")):
+        stored, place = (dtype, shape), f" in {file}"
+        if (packed := state.get(f"{name.removesuffix('_blocks')}_packed")) is not None:  # as gpt-oss has them
+            *rows, words = packed.shape
+            check_tensor(name, stored, ["U8"], [(*rows, words // 4, 16)], place)
+        elif name in state:
+            dtypes = DENSE if state[name].is_floating_point() else [dtype]
+            check_tensor(name, stored, dtypes, [tuple(state[name].shape)], place)
+
+
+def check_tensor(
+    name: str,
+    stored: tuple[str, tuple[int, ...]],
+    dtypes: Sequence[str],
+    shapes: Sequence[tuple[int, ...]],
+    place: str = "",
+) -> None:
+    """Compares the dtype and shape in a file with those that are declared.
+
+    Raises: ValueError if they are none of these.
+    """
+    dtype, shape = stored
+    if dtype not in dtypes:
+        Check("load").fail(name, f"of {' or '.join(dtypes)}", f"{dtype}{place}")
+    if shape not in shapes:
+        Check("load").fail(name, f"of shape {shapes[0]}", f"{shape}{place}")
 
 
 def check_loaded(model: "PreTrainedModel", loaded: Callable[[str], bool]) -> None:

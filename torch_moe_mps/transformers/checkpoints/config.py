@@ -43,8 +43,8 @@ class QuantizationConfig(QuantizationConfigMixin):
         requantize: False leaves what is quantised as it is.
         ordered: names of the linear layers, quantised in a checkpoint, that take their inputs in an order.
         absent: names of parts of the model, beside its language model, that a checkpoint does not have.
-        mlx: whether MLX wrote the checkpoint: what is quantised in it is read from its tensors.
-        other: the quantisation of a checkpoint that another library wrote, read from its tensors, too.
+        mlx: the quantisation of a checkpoint that MLX wrote; {} if that is dense.
+        other: the quantisation of a checkpoint that another library wrote.
         measured: {what was measured of a quantised checkpoint: figures}, which the report of it has.
         importance: an Importance, for what is quantised while it is loaded.
         others: linear_bits, embedding_bits, keep and overrides for dense checkpoints, as in `accelerate`. All
@@ -64,7 +64,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         requantize: bool = True,
         ordered: Collection[str] = (),
         absent: Collection[str] = (),
-        mlx: bool = False,
+        mlx: Mapping[str, Any] | None = None,
         other: Mapping[str, Any] | None = None,
         measured: Mapping[str, str] | None = None,
         importance: Any = None,

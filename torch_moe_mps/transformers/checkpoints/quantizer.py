@@ -26,7 +26,7 @@ from ..basics.report import QuantizationReport
 from ..modules.experts import NAME
 from ..modules.linears import formats_in
 from .absent import leave_out
-from .checking import check_loaded, check_scales, check_shapes
+from .checking import check_files, check_loaded, check_scales
 from .config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
 from .gguf import Dense, GgufQuantizer, dense_state
 from .importance import Importance
@@ -70,7 +70,7 @@ def _with_method(stored: Any) -> Any:
     if not isinstance(stored, dict):
         return stored
     if is_mlx(stored) or _is_for_us(stored):
-        read: dict[str, Any] = {"mlx": True} if is_mlx(stored) else {"other": dict(stored)}
+        read: dict[str, Any] = {"mlx" if is_mlx(stored) else "other": dict(stored)}
         stored.clear()
         stored.update(quant_method=NAME, **read)
     elif is_ours(stored):
@@ -80,10 +80,10 @@ def _with_method(stored: Any) -> Any:
 
 def _is_for_us(stored: dict[str, Any]) -> bool:
     """Whether transformers cannot read the checkpoint of another library here, or only for other GPUs."""
-    package = _PACKAGES.get(stored.get("quant_method", ""))
-    if package is None:
-        return False
-    return torch.backends.mps.is_available() or find_spec(package) is None
+    method = stored.get("quant_method")
+    if method not in _PACKAGES:
+        return method == "modelopt"  # which transformers would take for a dense checkpoint
+    return torch.backends.mps.is_available() or find_spec(_PACKAGES[method]) is None
 
 
 class Quantizer(HasTargets, HfQuantizer):
@@ -162,13 +162,13 @@ class Quantizer(HasTargets, HfQuantizer):
         if self.report is not None:
             self.report.bytes_before = bytes_a_token(model)
         if self._reading is None:
-            check_shapes(model, kwargs["checkpoint_files"])
+            check_files(model, kwargs["checkpoint_files"])
 
     def _find_stored(self, model: Any, files: list[str]) -> None:
         """Finds what the checkpoint has quantised, and takes from the model what it has nothing of."""
         vars(model)["_get_dtype_plan"] = lambda dtype: {}  # its patterns ("scale") fit our names ("scales")
-        if self.quantization_config.mlx:
-            self._reading = Reading(model, files)
+        if self.quantization_config.mlx is not None:
+            self._reading = Reading(model, files, self.quantization_config.mlx)
         elif self.quantization_config.other is not None:
             self._reading = OthersReading(model, files, self.quantization_config.other)
         absent = self.quantization_config.absent if self._reading is None else self._reading.absent
@@ -280,7 +280,7 @@ class Quantizer(HasTargets, HfQuantizer):
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
         if self._reading is not None:
-            others = [] if self.quantization_config.mlx else weight_conversions
+            others = [] if isinstance(self._reading, Reading) else weight_conversions
             return [*self._reading.rows(), *others]
         source = self.quantization_config.source
         if source is None:

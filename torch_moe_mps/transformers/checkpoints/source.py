@@ -18,6 +18,7 @@ from transformers import (
     PreTrainedConfig,
     PreTrainedModel,
 )
+from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
 from ..._text import split_gguf
@@ -26,7 +27,7 @@ from ...quantization import Format
 from ..modules.experts import NAME
 from .config import FROM_GGUF, is_mlx, is_ours
 from .mlx.reading import written_by_mlx
-from .others.layouts import METHODS
+from .others.schemes import METHODS, modelopt_beside
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}
@@ -197,18 +198,23 @@ def _stored(name: str, config: Any, arguments: Mapping[str, Any]) -> dict[str, A
     stored = getattr(config, "quantization_config", None) or getattr(config, "quantization", None) or {}
     stored = dict(stored) if isinstance(stored, Mapping) else stored.to_dict()
     if is_mlx(stored) or (not stored and written_by_mlx(name)):
-        return {"quant_method": NAME, "mlx": True}
+        return {"quant_method": NAME, "mlx": stored}
     if is_ours(stored):
         return {**stored, "quant_method": NAME}
-    if not stored and _has(name, "hf_quant_config.json", arguments):
-        return {"quant_method": "modelopt"}
-    method = stored.get("quant_method")
-    return {**stored, "quant_method": getattr(method, "value", method)} if stored else {}
+    if not stored and (file := _file(name, "hf_quant_config.json", arguments)) is not None:
+        return modelopt_beside(file)
+    if not stored:
+        return {}
+    method = getattr(stored.get("quant_method"), "value", stored.get("quant_method"))
+    if method not in METHODS and not AutoHfQuantizer.supports_quant_method(dict(stored)):
+        expected = "a method that transformers or this package reads"
+        raise ValueError(f"moe_mps::from_pretrained: quant_method must be {expected}, got {method!r}")
+    return {**stored, "quant_method": method}
 
 
-def _has(name: str, file: str, arguments: Mapping[str, Any]) -> bool:
-    """Whether a checkpoint has a file in its folder, or on the Hub where that can be asked."""
+def _file(name: str, file: str, arguments: Mapping[str, Any]) -> str | None:
+    """The path of a file in the folder of a checkpoint, or on the Hub where that can be asked; or None."""
     where = {key: arguments[key] for key in _WHERE if arguments.get(key) is not None}
     quiet = ("missing_entries", "connection_errors", "gated_repo")
     given = where | {f"_raise_exceptions_for_{kind}": False for kind in quiet}
-    return cached_file(name, file, **given) is not None
+    return cached_file(name, file, **given)

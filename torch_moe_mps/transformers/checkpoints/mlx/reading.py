@@ -1,25 +1,24 @@
 """Reads checkpoints that MLX wrote; packed words and scales have the same layout as ours.
 
-What is quantised follows from the names and shapes in the files; the config only says that MLX wrote them.
+What is quantised follows from the names in the files, and how from the config.
 """
 
 import copy
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ....ops._checks import Check
+from ....ops._checks import Check, first_line
 from ....quantization import Format
 from ..absent import beside_text
-from ..checking import may_lack
+from ..checking import DENSE, check_tensor, may_lack
 from ..files import checkpoint_files, tensors_in
 from ..targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
-from ..weights import quantized_names
 from .names import Names, canonical
 from .rows import PARTS, NamedConverter, Rows
 
@@ -27,18 +26,32 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
     from transformers import PreTrainedModel
 
 _CHECK = Check("load")
-_CODES = {"U32": torch.uint32, "U8": torch.uint8}  # all that is not floating-point in files of MLX
-_MODES = {(32, 4): "mxfp4", (32, 8): "mxfp8", (16, 4): "nvfp4"}
+# The tensors of a quantised matrix have these dtypes; the scales of formats without biases are octets.
+_WORDS, _FLOATS, _OCTETS = ("U32",), ("F16", "BF16", "F32"), ("U8",)
+_CODES = {"U32": torch.uint32, "U8": torch.uint8}
 
 
 class TensorsOfFiles:
-    """The names and shapes of the tensors in the files; names as `canonical` has them are found, too."""
+    """The names and shapes of the tensors in the files; names as `canonical` has them are found, too.
 
-    def __init__(self, files: Sequence[str]):
+    Args:
+        quantization: the quantisation in the config: a format, and {module: format, or whether it has one};
+            {} for a dense checkpoint.
+
+    Attributes:
+        tensors, dtypes: on the meta device, and what safetensors calls their dtypes.
+        quantized: the names of those that `format` has read a format of.
+    """
+
+    def __init__(self, files: Sequence[str], quantization: Mapping[str, Any]):
         self.tensors: dict[str, Tensor] = {}
+        self.dtypes: dict[str, str] = {}
+        self.quantized: set[str] = set()
+        self._quantization = quantization
         for _, name, dtype, shape in tensors_in(files):
             codes = _CODES.get(dtype, torch.float32)
             self.tensors[name] = torch.empty(shape, dtype=codes, device="meta")
+            self.dtypes[name] = dtype
         self._keys = {canonical(name): name for name in self.tensors}
 
     def key(self, name: str) -> str | None:
@@ -50,26 +63,57 @@ class TensorsOfFiles:
         return None if key is None else self.tensors[key].shape
 
     def format(self, module: str, columns: int) -> Format | None:
-        """The format of a module by its shapes: 32 * words = bits * columns, and a scale for each group."""
-        shape, scales = (self.shape(f"{module}.{part}") for part in PARTS[:2])
-        if shape is None or scales is None:
+        """The format of a module in the config, where it has scales; None is dense.
+
+        Raises: ValueError for tensors that are not as the format has them.
+        """
+        key = self.key(f"{module}.scales")
+        weight = self.key(f"{module}.weight")
+        if key is None and self.dtypes.get(weight or "", "F32") in _FLOATS:
             return None
-        row, groups = shape[-1], scales[-1]
-        group_size = columns // max(1, groups)
-        mode = _MODES.get((group_size, row * 32 // columns))
-        if self.key(f"{module}.biases") is not None:
-            mode = "affine"
-        if mode is None or self.key(f"{module}.global_scale"):
-            _CHECK.fail(module, "in a format of MLX without a global scale", f"{row} words, {groups} scales")
+        module = (key or weight or "").rpartition(".")[0]
+        if self.key(f"{module}.global_scale") is not None:
+            _CHECK.fail(module, "in a format of MLX without a global scale", "one with it")
+        format = self._declared(module)
+        if format is None:
+            _CHECK.fail(module, "dense, as in the config", "one with scales")
+        parts = [f"{module}.{part}" for part in (PARTS if format.has_biases else PARTS[:2])]
+        for name in parts:
+            if name not in self.tensors:
+                _CHECK.fail(name, "in the checkpoint", "no such tensor")
+        rows = [tuple(self.tensors[name].shape[:-1]) for name in parts]
+        if len({*rows}) > 1:
+            _CHECK.fail(" and ".join(parts), "of as many rows", " and ".join(map(str, rows)))
+        scales = _FLOATS if format.has_biases else _OCTETS
+        self._check(parts[0], _WORDS, (*rows[0], columns * format.bits // 32))
+        for name in parts[1:]:
+            self._check(name, scales, (*rows[0], columns // format.group_size))
+        if format.has_biases and self.dtypes[parts[1]] != self.dtypes[parts[2]]:
+            _CHECK.fail(parts[2], f"of {self.dtypes[parts[1]]}, as {parts[1]}", self.dtypes[parts[2]])
+        if not format.has_biases and f"{module}.biases" in self.tensors:
+            _CHECK.fail(f"{module}.biases", f"absent in {format}", "a tensor")
+        self.quantized.update(parts)
+        return format
+
+    def _check(self, name: str, dtypes: Sequence[str], shape: tuple[int, ...]) -> None:
+        check_tensor(name, (self.dtypes[name], tuple(self.tensors[name].shape)), dtypes, [shape])
+
+    def _declared(self, module: str) -> Format | None:
+        own = self._quantization.get(module, bool(self._quantization))
+        if not own:
+            return None
+        how = self._quantization if own is True else own
         try:
-            return Format(row * 32 // columns, group_size, mode)
-        except ValueError:
-            got = f"{row} words and {groups} scales"
-            return _CHECK.fail(module, f"in a format of MLX, {columns} columns wide", got)
+            return Format(how.get("bits"), how.get("group_size"), how.get("mode") or "affine")
+        except (AttributeError, TypeError, ValueError) as error:
+            return _CHECK.fail(f"the quantization of {module}", "a format of MLX", first_line(error))
 
 
 class Reading:
     """What a checkpoint of MLX contains of a model.
+
+    Args:
+        quantization: as for TensorsOfFiles.
 
     Attributes:
         targets: {name: target} of what is quantised.
@@ -79,8 +123,9 @@ class Reading:
     Raises: ValueError for tensors that do not fit the model.
     """
 
-    def __init__(self, model: "PreTrainedModel", files: Sequence[str]):
-        self.model, self.stored, self.names = model, TensorsOfFiles(files), Names(model)
+    def __init__(self, model: "PreTrainedModel", files: Sequence[str], quantization: Mapping[str, Any]):
+        self.model, self.names = model, Names(model)
+        self.stored = TensorsOfFiles(files, quantization)
         self.every = quantizable(model)
         self.targets: dict[str, Target] = {}
         self._dense: dict[str, list[Format | None]] = {}  # of what is quantised in MLX and dense here
@@ -110,13 +155,12 @@ class Reading:
         name, module = target.name, target.experts
         for projection, modules in self.names.of_experts(name, module).items():
             columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
-            format = self.stored.format(modules[0], columns)
-            if format is None:
+            formats = [self.stored.format(other, columns) for other in modules]
+            if len({*formats}) > 1:
+                got = " and ".join("none" if each is None else str(each) for each in formats)
+                _CHECK.fail(" and ".join(modules), "in one format", got)
+            if (format := formats[0]) is None:
                 continue
-            shapes = [self.stored.shape(f"{other}.weight") for other in modules]
-            if len({*shapes} - {None}) > 1:
-                ours = f"{name}.{quantized_names(projection)[0]}"
-                _CHECK.fail(ours, "of gate and up rows in one format", [*map(list, filter(None, shapes))])
             target.formats[projection] = format
             self.targets[name] = target
 
@@ -173,6 +217,9 @@ class Reading:
     def _check_shapes(self, row: NamedConverter) -> None:
         """Runs the row on tensors without memory."""
         sources = row.source_patterns
+        for source in {*sources} - self.stored.quantized:
+            if self.stored.dtypes[source] not in DENSE:
+                _CHECK.fail(source, f"of {' or '.join(DENSE)}", self.stored.dtypes[source])
         try:
             made = copy.deepcopy(row).of(self.stored.tensors, self.model)
         except RuntimeError:

@@ -8,8 +8,9 @@ again.
 """
 
 import functools
+import re
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple, NoReturn
+from typing import NamedTuple
 
 import torch
 from safetensors import safe_open
@@ -19,15 +20,14 @@ from ....ops._checks import Check
 from ....ops._formats import e4m3, pack, unpack
 from ....quantization import Format, QuantizedWeight
 from ....quantization.formats import ErrorSums, quantize_stack
+from ..checking import check_tensor
 from ..files import tensors_in
 from ..weights import words
+from .schemes import Scheme
 
 _CHECK = Check("load")
-METHODS = ("awq", "compressed-tensors", "fp8", "gptq", "modelopt")
-# The tensors of a matrix, by what follows the module's name; those that no reader takes are of activations.
-CODES = ("weight_packed", "qweight", "weight")
-# What follows the name of a parameter of stacked experts; the longer first.
-STACKED = ("_weight_scale", "_scale_inv", "_scale")
+# Scales of activations, keys and values, which are not read.
+UNREAD = r"((^|[._])(input|output|[kqv])_(global_)?|(^|[._])activation_)(scale|zero_point)$"
 _GROUPS = (128, 64, 32)
 _AWQ_COLUMNS = (0, 2, 4, 6, 1, 3, 5, 7)  # of the codes in a word, the lowest first
 _LEAST, _MOST = 2.0**-127, 2.0**127  # of e8m0
@@ -41,8 +41,19 @@ class Files:
         self._files: dict[str, str] = {}
         self.shapes: dict[str, tuple[int, ...]] = {}
         self.dtypes: dict[str, str] = {}
+        self.beside: dict[str, list[str]] = {}  # {module: what follows its name}
         for file, name, dtype, shape in tensors_in(files):
             self._files[name], self.dtypes[name], self.shapes[name] = file, dtype, shape
+            module, _, part = name.rpartition(".")
+            self.beside.setdefault(module, []).append(part)
+
+    def label(self, name: str) -> str:
+        """What a tensor is called in the files."""
+        return name
+
+    def stored(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """The dtype and shape of a tensor."""
+        return self.dtypes[name], self.shapes[name]
 
     def read(self, name: str, expert: int | None = None) -> Tensor:
         """The whole tensor, or one expert's part of it."""
@@ -89,73 +100,305 @@ def alike(name: str, matrices: Sequence[Matrix]) -> list[Matrix]:
     return [*matrices]
 
 
-def matrix_of(
-    files: Files, module: str, shape: tuple[int, int], stored: Mapping[str, object]
-) -> Matrix | None:
-    """How the matrix of a module is stored; None for a dense one.
+class Stored:
+    """A matrix of a module in some files, which has exactly the tensors that its scheme declares.
 
     Args:
         shape: [rows, columns] of the dense matrix.
-        stored: the quantisation in the config.
 
-    Raises: ValueError for a layout that no format holds.
+    Raises: ValueError, before anything is read, for a tensor that is missing, of another dtype or shape, or
+        one too many.
     """
-    reader = _Reader(files, module, shape, stored)
-    if "qweight" in reader:
-        return reader.awq() if stored.get("quant_method") == "awq" else reader.gptq()
-    if "weight_packed" in reader and reader.dtype("weight_packed") == "I32":
-        return reader.packed_integers()
-    if "weight_packed" in reader:
-        return reader.fp4("weight_packed", "weight_global_scale", divides=True)
-    match reader.dtype("weight"):
-        case "U8":
-            return reader.fp4("weight", "weight_scale_2", divides=False)
-        case "I8" | "F8_E4M3" as dtype:
-            reader.check_shape("weight", shape)
-            return reader.integers() if dtype == "I8" else reader.fp8()
-    return None
+
+    def __init__(self, files: Files, module: str, shape: tuple[int, int], scheme: Scheme):
+        self.files, self.module, self.scheme = files, module, scheme
+        self.rows, self.columns = self.shape = shape
+        if self.columns % 32:
+            _CHECK.fail(module, "of a multiple of 32 columns", self.columns)
+        declared = scheme.tensors(*shape)
+        for part, (dtypes, shapes, needed) in declared.items():
+            name = files.label(self.name(part))
+            if part not in self:
+                if needed:
+                    _CHECK.fail(name, "in the checkpoint", "no such tensor")
+                continue
+            check_tensor(name, files.stored(self.name(part)), dtypes, shapes)
+        for part in files.beside[module]:
+            if part not in declared and part not in ("bias", "weight_bias") and not re.search(UNREAD, part):
+                beside = " and ".join(name for name in declared if name in self)
+                name = files.label(self.name(part))
+                _CHECK.fail(name, f"absent beside {beside}", f"one of shape {files.shapes[self.name(part)]}")
+
+    @property
+    def names(self) -> set[str]:
+        """What the files have of the matrix."""
+        return {self.name(part) for part in self.scheme.tensors(*self.shape) if part in self}
+
+    def __contains__(self, part: str) -> bool:
+        return self.name(part) in self.files.shapes
+
+    def name(self, part: str) -> str:
+        return f"{self.module}.{part}"
+
+    def read(self, part: str) -> Tensor:
+        return self.files.read(self.name(part))
+
+    def matrix(self) -> Matrix:
+        """The matrix as a format of ours; of scales and orders, this reads what the format rests on.
+
+        Raises: ValueError for zero points that the config says are none, and what no format holds.
+        """
+        layouts: dict[str, Callable[[], Matrix]] = {
+            "words": self._words,
+            "octets": self._octets,
+            "gptq": self._gptq,
+            "awq": self._awq,
+            "mxfp4": self._mxfp4,
+            "nvfp4": self._nvfp4,
+            "fp8": self._fp8,
+        }
+        no_zeros = self.scheme.symmetric and "weight_zero_point" in self
+        if no_zeros and bool(self.read("weight_zero_point").float().any()):
+            name = self.files.label(self.name("weight_zero_point"))
+            _CHECK.fail(name, "0 where symmetric is true", "others")
+        return layouts[self.scheme.layout]()
+
+    def _made(
+        self,
+        parts: tuple[str, ...],
+        read: Callable[..., QuantizedWeight],
+        format: Format,
+        order: Tensor | None = None,
+    ) -> Matrix:
+        """`read` takes the sums and the tensors of `parts`."""
+
+        def made(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
+            return read(errors, *tensors).map(lambda tensor: words(tensor).contiguous())
+
+        return Matrix(tuple(map(self.name, parts)), made, format, order)
+
+    def _affine(self) -> Format:
+        """Integers in groups that lie in those of the scales."""
+        size = min(self.scheme.block[1] or self.columns, self.columns)
+        fits = [each for each in _GROUPS if size % each == 0 and self.columns % each == 0]
+        if not fits:
+            _CHECK.fail(self.module, "in groups of a multiple of 32 columns", size)
+        return Format(self.scheme.bits, fits[0])
+
+    def _spread(self, scales: Tensor, group_size: int) -> Tensor:
+        """[rows, columns / group_size]: for each group of columns the scale of the block that has it."""
+        high, wide = self.scheme.block
+        scales = scales.reshape(self.scheme.blocks(*self.shape))
+        device = scales.device
+        if high != 1:
+            scales = scales[torch.arange(self.rows, device=device) // (high or self.rows)]
+        if wide != group_size:
+            columns = torch.arange(0, self.columns, group_size, device=device)
+            scales = scales[:, columns // (wide or self.columns)]
+        return scales
+
+    def _words(self) -> Matrix:
+        """compressed-tensors: words with an offset of half the range; zero points lie in words of rows."""
+        format, along = self._affine(), self.scheme.blocks(*self.shape)[0]
+
+        def read(errors: ErrorSums, packed: Tensor, scales: Tensor, *zeros: Tensor) -> QuantizedWeight:
+            zero: Tensor | float = 2.0 ** (format.bits - 1)
+            if zeros:
+                zero = unpack(zeros[0].T.contiguous(), format)[:, :along].T
+            return self._with_zeros(errors, packed, scales, zero, format)
+
+        return self._made(("weight_packed", "weight_scale", *self._zeros()), read, format)
+
+    def _zeros(self) -> list[str]:
+        return [] if self.scheme.symmetric else ["weight_zero_point"]
+
+    def _octets(self) -> Matrix:
+        """compressed-tensors, and ModelOpt: int8."""
+        format = self._affine()
+
+        def read(errors: ErrorSums, codes: Tensor, scales: Tensor, *zeros: Tensor) -> QuantizedWeight:
+            packed = (codes.contiguous().view(torch.uint8) ^ 0x80).view(torch.int32)
+            zero = 128.0 + zeros[0].float() if zeros else 128.0
+            return self._with_zeros(errors, packed, scales, zero, format)
+
+        return self._made(("weight", "weight_scale", *self._zeros()), read, format)
+
+    def _gptq(self) -> Matrix:
+        """Words of columns, and zero points less one; an order of columns becomes one of the inputs."""
+        format, half = self._affine(), 2 ** (self.scheme.bits - 1)
+        order = self._order() if "g_idx" in self else None
+
+        def zeros_of(packed: Tensor) -> Tensor:
+            zeros = (unpack(packed.contiguous(), format).T + self.scheme.less) % 2**format.bits
+            if self.scheme.symmetric and bool((zeros != half).any()):
+                name = self.files.label(self.name("qzeros"))
+                _CHECK.fail(name, f"of zero points {half} where sym is true", "others")
+            return zeros
+
+        def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
+            packed = packed.T.contiguous()
+            if order is not None:
+                codes = unpack(packed, format).to(torch.uint8)
+                packed = pack(codes[:, order.to(packed.device)], format.bits)
+            return self._with_zeros(errors, packed, scales.T, zeros_of(zeros), format)
+
+        return self._made(("qweight", "qzeros", "scales"), read, format, order)
+
+    def _order(self) -> Tensor | None:
+        """The columns by their groups, if they are not so already."""
+        group_of = self.read("g_idx").long()
+        order, columns = group_of.argsort(stable=True), torch.arange(self.columns)
+        size = self.scheme.block[1] or self.columns
+        if not torch.equal(group_of[order], columns // size):
+            _CHECK.fail(self.files.label(self.name("g_idx")), f"{size} columns of each group", "others")
+        return None if torch.equal(order, columns) else order.int()
+
+    def _awq(self) -> Matrix:
+        """AutoAWQ's gemm: words of rows, eight of which lie in an order of their own."""
+        format = self._affine()
+
+        def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
+            codes = pack(_awq_codes(packed).T.contiguous(), 4)
+            return self._with_zeros(errors, codes, scales.T, _awq_codes(zeros).T, format)
+
+        return self._made(("qweight", "qzeros", "scales"), read, format)
+
+    def _with_zeros(
+        self, errors: ErrorSums, packed: Tensor, scales: Tensor, zero: Tensor | float, format: Format
+    ) -> QuantizedWeight:
+        """The weight of (q - zero) * scale; scales and zeros are one for each block."""
+        scales = self._spread(scales, format.group_size)
+        zero = self._spread(zero, format.group_size).float() if isinstance(zero, Tensor) else zero
+        exact = -zero * scales.float()
+        biases = exact.to(scales.dtype)
+        weight = QuantizedWeight(packed, scales, biases, format)
+        if not bool((lost := (biases.float() - exact).abs()).any()):
+            return weight
+        errors.difference += float(lost.sum()) * format.group_size
+        for rows in torch.arange(self.rows).split(max(1, _AT_ONCE // self.columns)):
+            errors.magnitude += float(weight.values(rows.to(packed.device)).abs().sum())
+        return weight
+
+    def _mxfp4(self) -> Matrix:
+        format = Format(mode="mxfp4")
+
+        def read(errors: ErrorSums, packed: Tensor, scales: Tensor) -> QuantizedWeight:
+            packed = packed.contiguous().view(torch.int32)
+            return QuantizedWeight(packed, scales.view(torch.uint8), None, format)
+
+        return self._made((self.scheme.codes, "weight_scale"), read, format)
+
+    def _nvfp4(self, may_keep: bool = True) -> Matrix:
+        """Codes whose scales a factor of the matrix multiplies, or divides; they may stay scales of nvfp4."""
+        divides = self.scheme.codes == "weight_packed"
+        factor = "weight_global_scale" if divides else "weight_scale_2"
+
+        def wanted(scales: Tensor, factor: Tensor) -> Tensor:
+            scales, factor = scales.float(), factor.float()
+            return scales / factor if divides else scales * factor
+
+        found = wanted(self.read("weight_scale"), self.read(factor))
+        exact = may_keep and bool((found.to(torch.float8_e4m3fn).float() == found).all())
+        nvfp4 = Format(mode="nvfp4")
+        format = nvfp4 if exact else Format(6, 32)
+
+        def values(tensors: list[Tensor]) -> Tensor:
+            codes = unpack(tensors[0].contiguous().view(torch.int32), nvfp4)
+            return (codes.unflatten(-1, (-1, 16)) * wanted(*tensors[1:]).unsqueeze(-1)).flatten(-2)
+
+        def read(errors: ErrorSums, packed: Tensor, scales: Tensor, factor: Tensor) -> QuantizedWeight:
+            if not exact:
+                return _again(values([packed, scales, factor]), format, errors)
+            own = wanted(scales, factor).to(torch.float8_e4m3fn).view(torch.uint8)
+            return QuantizedWeight(packed.contiguous().view(torch.int32), own, None, nvfp4)
+
+        made = self._made((self.scheme.codes, "weight_scale", factor), read, format)
+        return made._replace(again=functools.partial(self._nvfp4, may_keep=False), values=values)
+
+    def _fp8(self, may_keep: bool = True) -> Matrix:
+        """Codes with a scale for each block; by powers of two they are mxfp8."""
+        part = self.scheme.scale
+        if (wide := self.scheme.block[1] or self.columns) % 32 and wide < self.columns:
+            _CHECK.fail(self.files.label(self.name(part)), "for blocks of a multiple of 32 columns", wide)
+        found = self._for_groups(self.read(part))
+        exact = may_keep and bool((found.frexp().mantissa == 0.5).all())
+        exact = exact and bool(((found >= _LEAST) & (found <= _MOST)).all())
+        format = Format(mode="mxfp8") if exact else Format(8, 32)
+
+        def octets(codes: Tensor) -> Tensor:
+            codes = codes.contiguous().view(torch.uint8)
+            if bool(((codes & 0x7F) == 0x7F).any()):
+                _CHECK.fail(self.files.label(self.name("weight")), "finite", "NaN")
+            return codes
+
+        def values(tensors: list[Tensor]) -> Tensor:
+            groups = e4m3(octets(tensors[0])).unflatten(-1, (-1, 32))
+            return (groups * self._for_groups(tensors[1]).unsqueeze(-1)).flatten(-2)
+
+        def read(errors: ErrorSums, codes: Tensor, scales: Tensor) -> QuantizedWeight:
+            if not exact:
+                return _again(values([codes, scales]), format, errors)
+            exponents = (self._for_groups(scales).log2() + 127).to(torch.uint8)
+            return QuantizedWeight(octets(codes).view(torch.int32), exponents, None, format)
+
+        made = self._made(("weight", part), read, format)
+        return made._replace(again=functools.partial(self._fp8, may_keep=False), values=values)
+
+    def _for_groups(self, scales: Tensor) -> Tensor:
+        """One for each 32 columns, in float32; octets are exponents."""
+        scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
+        return self._spread(scales, 32)
 
 
-def stack_of(
-    files: Files, parameter: str, shape: tuple[int, int, int], stored: Mapping[str, object], turned: bool
-) -> Matrix | None:
-    """As `matrix_of`, of experts whose matrices are stacked in one parameter; None for dense ones.
+class StoredExperts:
+    """Experts whose matrices are stacked in one parameter.
 
     Args:
         parameter: "experts.gate_up_proj" of "experts.gate_up_proj_scale".
         shape: [experts, rows, columns] of the dense parameter.
         turned: whether the tensors are [experts, columns, rows], as ModelOpt writes gpt-oss and Llama 4.
+
+    Raises: ValueError as `Stored`.
     """
-    own = {
-        f"{parameter}.weight{name.removeprefix(parameter).removeprefix('_weight')}": name
-        for name in files.shapes
-        if name == parameter or name.startswith(f"{parameter}_")
-    }
-    if turned and f"{parameter}_packed" in files.shapes:
-        expected = "of [experts, rows, columns], with scales along columns"
-        _CHECK.fail(f"{parameter}_packed", expected, "experts that are turned")
-    each = [_Expert(files, own, (shape[0], e, turned)) for e in range(shape[0])]
-    matrices = [matrix_of(expert, parameter, shape[1:], stored) for expert in each]
-    found = [matrix for matrix in matrices if matrix is not None]
-    if not found:
-        return None
-    found = alike(parameter, found)
-    names = tuple(own[name] for name in found[0].names)
 
-    def read(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
-        weights = [
-            matrix.read([expert.part(tensor) for tensor in tensors], errors)
-            for expert, matrix in zip(each, found, strict=True)
-        ]
-        packed, scales, biases = ([*parts] for parts in zip(*weights, strict=True))
-        added = None if biases[0] is None else torch.stack(biases)
-        return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, found[0].format)
+    def __init__(
+        self, files: Files, parameter: str, shape: tuple[int, int, int], scheme: Scheme, turned: bool
+    ):
+        self.parameter = parameter
+        self.own = {
+            f"{parameter}.weight{name.removeprefix(parameter).removeprefix('_weight')}": name
+            for name in files.shapes
+            if name == parameter or name.startswith(f"{parameter}_")
+        }
+        if turned and f"{parameter}_packed" in files.shapes:
+            expected = "of [experts, rows, columns], with scales along columns"
+            _CHECK.fail(f"{parameter}_packed", expected, "experts that are turned")
+        self.experts = [_Expert(files, self.own, (shape[0], e, turned)) for e in range(shape[0])]
+        self.each = [Stored(expert, parameter, shape[1:], scheme) for expert in self.experts]
+        self.shape = shape
 
-    def values(tensors: list[Tensor]) -> Tensor:
-        pairs = zip(each, found, strict=True)
-        return torch.stack([matrix.dense([*map(expert.part, tensors)]) for expert, matrix in pairs])
+    @property
+    def names(self) -> set[str]:
+        return {self.own[name] for name in self.each[0].names}
 
-    return Matrix(names, read, found[0].format, values=values)
+    def matrix(self) -> Matrix:
+        found = alike(self.parameter, [stored.matrix() for stored in self.each])
+        names = tuple(self.own[name] for name in found[0].names)
+
+        def read(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
+            weights = [
+                matrix.read([expert.part(tensor) for tensor in tensors], errors)
+                for expert, matrix in zip(self.experts, found, strict=True)
+            ]
+            packed, scales, biases = ([*parts] for parts in zip(*weights, strict=True))
+            added = None if biases[0] is None else torch.stack(biases)
+            return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, found[0].format)
+
+        def values(tensors: list[Tensor]) -> Tensor:
+            pairs = zip(self.experts, found, strict=True)
+            return torch.stack([matrix.dense([*map(expert.part, tensors)]) for expert, matrix in pairs])
+
+        return Matrix(names, read, found[0].format, values=values)
 
 
 class _Expert(Files):
@@ -172,6 +415,12 @@ class _Expert(Files):
         empty = {name: torch.empty(files.shapes[stacked], device="meta") for name, stacked in own.items()}
         self.shapes = {name: tuple(self.part(tensor).shape) for name, tensor in empty.items()}
         self.dtypes = {name: files.dtypes[stacked] for name, stacked in own.items()}
+        self.beside = {}
+        for module, _, part in (name.rpartition(".") for name in own):
+            self.beside.setdefault(module, []).append(part)
+
+    def label(self, name: str) -> str:
+        return self._own.get(name, name)
 
     def part(self, stacked: Tensor) -> Tensor:
         is_own = stacked.shape[:1] == (self._experts,)
@@ -184,249 +433,6 @@ class _Expert(Files):
 
     def _as_rows(self, tensor: Tensor) -> Tensor:
         return tensor.mT.contiguous() if self._turned and tensor.dim() == 2 else tensor
-
-
-class _Reader:
-    def __init__(self, files: Files, module: str, shape: tuple[int, int], stored: Mapping[str, object]):
-        self.files, self.module, self.stored = files, module, stored
-        self.rows, self.columns = shape
-
-    def __contains__(self, part: str) -> bool:
-        return self.name(part) in self.files.shapes
-
-    def name(self, part: str) -> str:
-        return f"{self.module}.{part}"
-
-    def dtype(self, part: str) -> str | None:
-        return self.files.dtypes.get(self.name(part))
-
-    def shape(self, part: str) -> tuple[int, ...]:
-        if part not in self:
-            _CHECK.fail(self.name(part), "in the checkpoint", "no such tensor")
-        return self.files.shapes[self.name(part)]
-
-    def layout(self, key: str, *known: str) -> str:
-        """What the config calls the order of codes, the first where it says nothing."""
-        found = str(self.stored.get(key) or self.stored.get("checkpoint_format") or known[0]).lower()
-        if found not in known:
-            _CHECK.fail(f"{key} of the quantization_config", " or ".join(known), found)
-        return found
-
-    def check_shape(self, part: str, expected: tuple[int, int]) -> None:
-        if self.shape(part) != expected:
-            self.fail(part, f"of shape {expected}", self.shape(part))
-
-    def fail(self, part: str, expected: str, got: object) -> NoReturn:
-        _CHECK.fail(self.name(part), expected, got)
-
-    def matrix(
-        self,
-        parts: tuple[str, ...],
-        read: Callable[..., QuantizedWeight],
-        format: Format,
-        order: Tensor | None = None,
-    ) -> Matrix:
-        """`read` takes the sums and the tensors of `parts`."""
-
-        def made(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
-            return read(errors, *tensors).map(lambda tensor: words(tensor).contiguous())
-
-        return Matrix(tuple(map(self.name, parts)), made, format, order)
-
-    def group(self, part: str, groups: int) -> int:
-        """The group size: that of the scales, or where they are for more the largest that divides it."""
-        size = self.columns // max(1, groups)
-        fits = [each for each in _GROUPS if size % each == 0]
-        if size * groups != self.columns or not fits:
-            self.fail(part, "of groups of a multiple of 32 columns", f"{groups} for {self.columns} columns")
-        return fits[0]
-
-    def affine(self, part: str, bits: float, scales: str, groups: int) -> Format:
-        if bits not in (2, 3, 4, 5, 6, 8):
-            self.fail(part, "of 2, 3, 4, 5, 6 or 8 bits", f"{bits:g} bits in {self.columns} columns")
-        return Format(int(bits), self.group(scales, groups))
-
-    def packed_integers(self) -> Matrix:
-        """compressed-tensors: words with an offset of half the range; zero points lie in words of rows."""
-        bits = self.shape("weight_packed")[-1] * 32 / self.columns
-        groups = self.shape("weight_scale")[-1]
-        format = self.affine("weight_packed", bits, "weight_scale", groups)
-        if "weight_g_idx" in self:
-            self.fail("weight_g_idx", "absent: groups of columns lie side by side", "an order of columns")
-        has_zeros = "weight_zero_point" in self
-
-        def read(errors: ErrorSums, packed: Tensor, scales: Tensor, *zeros: Tensor) -> QuantizedWeight:
-            zero: Tensor | float = 2.0 ** (format.bits - 1)
-            if zeros:
-                zero = unpack(zeros[0].T.contiguous(), format)[:, : self.rows].T
-            return self.with_zeros(errors, packed, scales, zero, format)
-
-        parts = ("weight_packed", "weight_scale", *(["weight_zero_point"] if has_zeros else []))
-        return self.matrix(parts, read, format)
-
-    def integers(self) -> Matrix:
-        """compressed-tensors: int8, with a scale for each row or for all."""
-        scales = self.shape("weight_scale")
-        groups = scales[-1] if len(scales) == 2 else 1
-        format = self.affine("weight", 8, "weight_scale", groups)
-        has_zeros = "weight_zero_point" in self
-
-        def read(errors: ErrorSums, codes: Tensor, scales: Tensor, *zeros: Tensor) -> QuantizedWeight:
-            packed = (codes.contiguous().view(torch.uint8) ^ 0x80).view(torch.int32)
-            zero = 128.0 + self.per_row(zeros[0]).float() if zeros else 128.0
-            return self.with_zeros(errors, packed, self.per_row(scales), zero, format)
-
-        parts = ("weight", "weight_scale", *(["weight_zero_point"] if has_zeros else []))
-        return self.matrix(parts, read, format)
-
-    def per_row(self, scales: Tensor) -> Tensor:
-        """[rows, groups], of what is for groups, for rows or for all."""
-        return scales.reshape(-1, max(1, scales.shape[-1] if scales.dim() == 2 else 1)).expand(self.rows, -1)
-
-    def gptq(self) -> Matrix:
-        """Words of columns, and zero points less one; an order of columns becomes one of the inputs."""
-        layout = self.layout("checkpoint_format", "gptq", "gptq_v2")
-        bits = self.shape("qweight")[0] * 32 / self.columns
-        groups = self.shape("scales")[0]
-        format = self.affine("qweight", bits, "scales", groups)
-        self.check_shape("qweight", (self.columns * format.bits // 32, self.rows))
-        added = 0 if layout == "gptq_v2" else 1
-        order = self.order(groups) if "g_idx" in self else None
-
-        def zeros_of(packed: Tensor) -> Tensor:
-            return (unpack(packed.contiguous(), format)[:, : self.rows].T + added) % 2**format.bits
-
-        def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
-            packed = packed.T.contiguous()
-            if order is not None:
-                codes = unpack(packed, format).to(torch.uint8)
-                packed = pack(codes[:, order.to(packed.device)], format.bits)
-            return self.with_zeros(errors, packed, scales.T, zeros_of(zeros), format)
-
-        return self.matrix(("qweight", "qzeros", "scales"), read, format, order)
-
-    def order(self, groups: int) -> Tensor | None:
-        """The columns by their groups, if they are not so already."""
-        group_of = self.files.read(self.name("g_idx")).long()
-        order = group_of.argsort(stable=True)
-        size = self.columns // groups
-        if not torch.equal(group_of[order], torch.arange(self.columns) // size):
-            self.fail("g_idx", f"{size} columns of each of {groups} groups", "others")
-        return None if bool((order == torch.arange(self.columns)).all()) else order.int()
-
-    def awq(self) -> Matrix:
-        """AutoAWQ's gemm: words of rows, eight of which lie in an order of their own."""
-        self.layout("version", "gemm", "exllama", "ipex")  # which run the same codes
-        self.check_shape("qweight", (self.columns, self.rows // 8))
-        format = self.affine("qweight", 4, "scales", self.shape("scales")[0])
-
-        def read(errors: ErrorSums, packed: Tensor, zeros: Tensor, scales: Tensor) -> QuantizedWeight:
-            codes = pack(_awq_codes(packed).T.contiguous(), 4)
-            return self.with_zeros(errors, codes, scales.T, _awq_codes(zeros).T.float(), format)
-
-        return self.matrix(("qweight", "qzeros", "scales"), read, format)
-
-    def with_zeros(
-        self, errors: ErrorSums, packed: Tensor, scales: Tensor, zero: Tensor | float, format: Format
-    ) -> QuantizedWeight:
-        """Of (q - zero) * scale; scales and zeros [rows, groups], which may be fewer than the format's."""
-        exact = -zero * scales.float()
-        times = format.groups(self.columns) // scales.shape[-1]
-        biases = exact.to(scales.dtype)
-        many, offsets = (tensor.repeat_interleave(times, -1) for tensor in (scales, biases))
-        weight = QuantizedWeight(packed, many, offsets, format)
-        if not bool((lost := (biases.float() - exact).abs()).any()):
-            return weight
-        errors.difference += float(lost.sum()) * times * format.group_size
-        for rows in torch.arange(self.rows).split(max(1, _AT_ONCE // self.columns)):
-            errors.magnitude += float(weight.values(rows.to(packed.device)).abs().sum())
-        return weight
-
-    def fp4(self, codes: str, factor: str, divides: bool, may_keep: bool = True) -> Matrix:
-        """MXFP4, or NVFP4 whose scales a factor of the matrix multiplies or divides."""
-        scales = self.shape("weight_scale")[-1]
-        self.check_shape(codes, (self.rows, self.columns // 2))
-        if self.dtype("weight_scale") == "U8" and scales * 32 == self.columns:
-            format = Format(mode="mxfp4")
-            return self.matrix(
-                (codes, "weight_scale"),
-                lambda _, packed, scales: QuantizedWeight(packed.view(torch.int32), scales, None, format),
-                format,
-            )
-        if self.dtype("weight_scale") != "F8_E4M3" or scales * 16 != self.columns:
-            self.fail("weight_scale", "of MXFP4 or NVFP4", f"{scales} of {self.dtype('weight_scale')}")
-
-        def wanted(scales: Tensor, *factors: Tensor) -> Tensor:
-            multiplied = scales.float()
-            for each in factors:
-                multiplied = multiplied / each.float() if divides else multiplied * each.float()
-            return multiplied
-
-        parts = ("weight_scale", *([factor] if factor in self else []))
-        found = wanted(*(self.files.read(self.name(part)) for part in parts))
-        exact = may_keep and bool((found.to(torch.float8_e4m3fn).float() == found).all())
-        nvfp4 = Format(mode="nvfp4")
-        format = nvfp4 if exact else Format(6, self.group("weight_scale", self.columns // 32))
-
-        def values(tensors: list[Tensor]) -> Tensor:
-            codes = unpack(tensors[0].contiguous().view(torch.int32), nvfp4)
-            return (codes.unflatten(-1, (-1, 16)) * wanted(*tensors[1:]).unsqueeze(-1)).flatten(-2)
-
-        def read(errors: ErrorSums, packed: Tensor, *others: Tensor) -> QuantizedWeight:
-            if not exact:
-                return _again(values([packed, *others]), format, errors)
-            scales = wanted(*others).to(torch.float8_e4m3fn).view(torch.uint8)
-            return QuantizedWeight(packed.contiguous().view(torch.int32), scales, None, nvfp4)
-
-        made = self.matrix((codes, *parts), read, format)
-        again = functools.partial(self.fp4, codes, factor, divides, may_keep=False)
-        return made._replace(again=again, values=values)
-
-    def fp8(self, may_keep: bool = True) -> Matrix:
-        """Codes with a scale for all, for each row or for each block; by powers of two they are mxfp8."""
-        part = next((each for each in ("weight_scale", "weight_scale_inv") if each in self), None)
-        if part is None:
-            self.fail("weight_scale", "in the checkpoint", "no such tensor")
-        found = self.for_groups(self.files.read(self.name(part)), part)
-        exact = may_keep and bool((found.frexp().mantissa == 0.5).all())
-        exact = exact and bool(((found >= _LEAST) & (found <= _MOST)).all())
-        format = Format(mode="mxfp8") if exact else self.affine("weight", 8, part, self.columns // 32)
-
-        def octets(codes: Tensor) -> Tensor:
-            codes = codes.contiguous().view(torch.uint8)
-            if bool(((codes & 0x7F) == 0x7F).any()):
-                self.fail("weight", "finite", "NaN")
-            return codes
-
-        def values(tensors: list[Tensor]) -> Tensor:
-            groups = e4m3(octets(tensors[0])).unflatten(-1, (-1, 32))
-            return (groups * self.for_groups(tensors[1], part).unsqueeze(-1)).flatten(-2)
-
-        def read(errors: ErrorSums, codes: Tensor, scale: Tensor) -> QuantizedWeight:
-            if not exact:
-                return _again(values([codes, scale]), format, errors)
-            exponents = (self.for_groups(scale, part).log2() + 127).to(torch.uint8)
-            return QuantizedWeight(octets(codes).view(torch.int32), exponents, None, format)
-
-        made = self.matrix(("weight", part), read, format)
-        return made._replace(again=lambda: self.fp8(may_keep=False), values=values)
-
-    def for_groups(self, scales: Tensor, part: str) -> Tensor:
-        """One for each 32 columns, in float32, whatever block they are for; octets are exponents (MXFP8)."""
-        scales = (scales.float() - 127).exp2() if scales.dtype == torch.uint8 else scales.float()
-        if scales.numel() == 1:
-            return scales.reshape(1, 1).expand(self.rows, self.columns // 32)
-        if scales.dim() == 1:
-            scales = scales.unsqueeze(1)
-        high, wide = -(-self.rows // scales.shape[0]), -(-self.columns // scales.shape[1])
-        if scales.shape[1] > 1:  # blocks at the edge may be smaller: their size is a power of two
-            wide = 1 << (wide - 1).bit_length()
-        if scales.shape[0] not in (1, self.rows):
-            high = 1 << (high - 1).bit_length()
-        if wide % 32 and scales.shape[1] > 1:
-            self.fail(part, "for blocks of a multiple of 32 columns", f"{wide} columns")
-        rows = scales.repeat_interleave(high, 0)[: self.rows]
-        return rows.repeat_interleave(max(1, wide // 32), 1)[:, : self.columns // 32]
 
 
 def _again(values: Tensor, format: Format, errors: ErrorSums) -> QuantizedWeight:

@@ -7,7 +7,7 @@ of. What they do to rows, such as joining those of experts, they do to codes, sc
 import copy
 import re
 from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -25,29 +25,34 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ....ops._checks import Check
+from ....ops._checks import Check, first_line
 from ....quantization import QuantizedWeight
 from ....quantization.formats import ErrorSums
 from ...basics.report import QuantizationReport
 from ...modules.experts import is_interleaved
+from ..checking import DENSE, check_tensor
 from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
-from ..operations import Operation
+from ..operations import Operation, only
 from ..sizes import add_stored
 from ..targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from ..weights import quantized_names
-from .layouts import CODES, STACKED, Files, Matrix, alike, matrix_of, stack_of
+from .layouts import UNREAD, Files, Matrix, Stored, StoredExperts, alike
+from .schemes import Schemes
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
 
 _CHECK = Check("load")
-# Shapes, orders that are read before, and what is for activations, keys and values, which stay as they are.
-_UNREAD = r"(\.(g_idx|weight_shape)|[._](input|output|[kqv])_(global_)?(scale|zero_point))$"
+# What no converter takes: shapes, orders and zeros, which are read before, and what is for activations.
+_UNREAD = rf"[._](g_idx|weight_shape|weight_zero_point)$|{UNREAD}"
+# Tensors of a matrix that is not dense, by what follows the name of the module, or that of a stack.
+_QUANTISED = {"weight_packed", "weight_scale", "weight_scale_inv", "qweight", "qzeros", "scales"}
+_STACKED = ("_weight_scale", "_scale_inv", "_scale", "_packed")
 
 
-class _Part(NamedTuple):
-    """A matrix that a parameter is made of.
+class _Place(NamedTuple):
+    """Where a matrix goes.
 
     Attributes:
         key: the name that its dense weight would have.
@@ -56,7 +61,16 @@ class _Part(NamedTuple):
 
     key: str
     pattern: str | None
+
+
+class _Part(NamedTuple):
+    """A matrix that a parameter is made of."""
+
+    place: _Place
     matrix: Matrix
+
+
+_Found = tuple[str, _Place, Stored | StoredExperts]  # for the parameter of this name
 
 
 class Reading:
@@ -89,7 +103,7 @@ class Reading:
         self._of = {pattern: each for each in self._converters for pattern in each.source_patterns}
         self._parts: dict[str, list[_Part]] = defaultdict(list)
         with torch.device("cpu"):  # the model is made on the meta device
-            self._find(stored)
+            self._find(Schemes(stored))
         every, reasons = quantizable(model), Reasons(model)
         for name, parts in self._parts.items():
             owner, _, parameter = name.rpartition(".")
@@ -139,55 +153,82 @@ class Reading:
     def _must_be_dense(self, reasons: Reasons, target: Target) -> bool:
         return target.kind != "experts" and reasons.needs(target.name, target.module) is not None
 
-    def _find(self, stored: Mapping[str, Any]) -> None:
-        """Fills `_parts`, in the order of the experts."""
+    def _find(self, schemes: Schemes) -> None:
+        """Fills `_parts`, in the order of the experts; nothing is read before all tensors are as declared."""
         state = self.model.state_dict()
-        modules: dict[str, list[str]] = defaultdict(list)
-        for name in self.files.shapes:
-            modules[name.rpartition(".")[0]].append(name)
-        modules = {
-            module: names
-            for module, names in modules.items()
-            if any(f"{module}.{codes}" in names for codes in CODES)
-        }
-        for module in sorted(modules, key=dot_natural_key):
-            key = f"{module}.weight"
-            name, pattern = rename_source_key(
-                key, self._renamings, self._converters, self.model.base_model_prefix, state
-            )
-            weight = state.get(name)
-            if weight is None or weight.dim() < 2:
+        found = [*self._modules(state, schemes), *self._stacks(state, schemes)]
+        self._check_whole(state, found)
+        for name, place, stored in found:
+            self._parts[name].append(_Part(place, stored.matrix()))
+
+    def _check_whole(self, state: Mapping[str, Tensor], found: list[_Found]) -> None:
+        """Checks what is dense, and that each parameter is made of tensors for all of it.
+
+        Raises: ValueError if it is not.
+        """
+        taken = {name for _, _, stored in found for name in stored.names}
+        empty: dict[str, list[tuple[_Place, Tensor]]] = defaultdict(list)
+        for name, place, stored in found:
+            empty[name].append((place, torch.empty(stored.shape, device="meta")))
+        quantised = {*empty}
+        for key, shape in self.files.shapes.items():
+            if key in taken or re.search(_UNREAD, key):
                 continue
-            matrix = matrix_of(self.files, module, self._shape(name, pattern, weight), stored)
-            if matrix is not None:
-                self._check_known(modules[module], matrix)
-                self._parts[name].append(_Part(apply_renamings(key, self._renamings), pattern, matrix))
-        for parameter in sorted(
-            {
-                key.removesuffix(next(end for end in STACKED if key.endswith(end)))
-                for key in self.files.shapes
-                if key.endswith(STACKED)
-            }
-        ):
-            self._find_stack(parameter, state, stored)
+            name, pattern = self._renamed(key, state)
+            if name in state:
+                dtype = self.files.dtypes[key]
+                shapes = [tuple(state[name].shape)] if pattern is None else [shape]
+                dtypes = DENSE if state[name].is_floating_point() else [dtype]
+                check_tensor(key, (dtype, shape), dtypes, shapes)
+            if pattern is not None:
+                place = _Place(apply_renamings(key, self._renamings), pattern)
+                empty[name].append((place, torch.empty(shape, device="meta")))
+        for name, parts in empty.items():
+            places, tensors = zip(*parts, strict=True)
+            try:
+                made = self._made(name, places, tensors)
+            except RuntimeError as error:
+                if name in quantised:
+                    _CHECK.fail(name, f"made of matrices that fit, as {places[0].key}", first_line(error))
+                continue  # it may be code that reads values
+            for each, tensor in made.items():
+                if each in state and tensor.shape != (shape := state[each].shape):
+                    got = f"{tuple(tensor.shape)}, made of {len(parts)} such as {places[0].key}"
+                    _CHECK.fail(each, f"of shape {tuple(shape)}", got)
 
-    def _check_known(self, names: list[str], matrix: Matrix) -> None:
-        """Raises: ValueError for what a matrix is not made of beside it, such as factors of its inputs."""
-        for name in {*names} - {*matrix.names}:
-            if name.rpartition(".")[2] not in ("bias", "weight_zero_point") and not re.search(_UNREAD, name):
-                _CHECK.fail(name, "of a layout that is known", f"one beside {' and '.join(matrix.names)}")
+    def _renamed(self, key: str, state: Mapping[str, Tensor]) -> tuple[str, str | None]:
+        """The name of the parameter, and the pattern of the converter that makes it, if there is one."""
+        prefix = self.model.base_model_prefix
+        return rename_source_key(key, self._renamings, self._converters, prefix, state)
 
-    def _find_stack(self, key: str, state: Mapping[str, Tensor], stored: Mapping[str, Any]) -> None:
+    def _modules(self, state: Mapping[str, Tensor], schemes: Schemes) -> Iterator[_Found]:
+        for module in sorted(self.files.beside, key=dot_natural_key):
+            key = f"{module}.weight"
+            is_dense = self.files.dtypes.get(key, "F32") in DENSE
+            if is_dense and not _QUANTISED & {*self.files.beside[module]}:
+                continue
+            name, pattern = self._renamed(key, state)
+            if (weight := state.get(name)) is None:
+                continue
+            if weight.dim() < 2:
+                _CHECK.fail(key, "dense in the checkpoint", f"one of {self.files.dtypes.get(key, 'codes')}")
+            scheme = schemes.of((module, name.removesuffix(".weight")))
+            stored = Stored(self.files, module, self._shape(name, pattern, weight), scheme)
+            yield name, _Place(apply_renamings(key, self._renamings), pattern), stored
+
+    def _stacks(self, state: Mapping[str, Tensor], schemes: Schemes) -> Iterator[_Found]:
         """Experts that are one parameter in the checkpoint, as in the model."""
-        name = apply_renamings(key, self._renamings)
-        weight = state.get(name)
-        if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # which is a module's own
-            return
-        turned = self._is_turned(name)
-        experts, rows, columns = (weight.mT if turned else weight).shape
-        matrix = stack_of(self.files, key, (experts, rows, columns), stored, turned)
-        if matrix is not None:
-            self._parts[name].append(_Part(name, None, matrix))
+        ends = ((key, end) for key in self.files.shapes for end in _STACKED if key.endswith(end))
+        codes = (key for key, dtype in self.files.dtypes.items() if dtype not in DENSE)
+        for key in sorted({*(key.removesuffix(end) for key, end in ends), *codes}):
+            name = apply_renamings(key, self._renamings)
+            weight = state.get(name)
+            if weight is None or weight.dim() != 3 or name.endswith(".weight"):  # which is a module's own
+                continue
+            turned = self._is_turned(name)
+            experts, rows, columns = (weight.mT if turned else weight).shape
+            shape, scheme = (experts, rows, columns), schemes.of((key, name))
+            yield name, _Place(name, None), StoredExperts(self.files, key, shape, scheme, turned)
 
     def _is_turned(self, name: str) -> bool:
         """Of a parameter of stacked experts."""
@@ -244,24 +285,29 @@ class Reading:
     def _dense(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
         """Of what a quantised layer has no room for."""
         rest, values = iter(tensors), []
-        for _, _, matrix in parts:
+        for _, matrix in parts:
             dense = matrix.dense([next(rest) for _ in matrix.names])
             values.append(dense if matrix.order is None else dense[:, matrix.order.argsort()])
         return self._joined(name, parts, values)
 
     def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
         """What transformers makes of the matrices, or of something else that has their rows."""
-        if parts[0].pattern is None:
-            stacked = tensors[0].dim() == 3 and self._is_turned(name)
-            return tensors[0].mT if stacked else tensors[0]
-        converter = copy.deepcopy(self._of[parts[0].pattern])
-        for part, tensor in zip(parts, tensors, strict=True):
-            assert part.pattern is not None
-            converter.add_tensor(name, part.key, part.pattern, tensor)
-        made = converter.convert(name, model=self.model, config=self.model.config)
+        places = [part.place for part in parts]
+        made = self._made(name, places, tensors)
         if {*made} != {name}:
-            _CHECK.fail(name, "a parameter made of whole matrices", f"{sorted(made)} made of {parts[0].key}")
-        return made[name][0] if isinstance(made[name], list) else made[name]
+            _CHECK.fail(name, "a parameter made of whole matrices", f"{sorted(made)} made of {places[0].key}")
+        return made[name]
+
+    def _made(self, name: str, places: Sequence[_Place], tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+        if places[0].pattern is None:
+            stacked = tensors[0].dim() == 3 and self._is_turned(name)
+            return {name: tensors[0].mT if stacked else tensors[0]}
+        converter = copy.deepcopy(self._of[places[0].pattern])
+        for place, tensor in zip(places, tensors, strict=True):
+            assert place.pattern is not None
+            converter.add_tensor(name, place.key, place.pattern, tensor)
+        made = converter.convert(name, model=self.model, config=self.model.config)
+        return {each: only(tensor) for each, tensor in made.items()}
 
     def forget_absent(self) -> None:
         """The model was cut: makes only the parameters that it still has."""
