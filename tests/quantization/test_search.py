@@ -86,6 +86,21 @@ def test_on_the_device(device, format):
         assert (ours <= 1.00001 * plain).all() and ours.sum() < 0.95 * plain.sum()
 
 
+@pytest.mark.parametrize("format", ["affine3_64", "affine4_32", "affine8_64", "nvfp4"])
+def test_weights_that_multiply_nothing_stay_near(device, format):
+    """Where one or two of a group's inputs have all of the importance; those are as near as by MLX's rule."""
+    weight = torch.randn(16, 256, generator=torch.Generator().manual_seed(0)).to(device)
+    importance, everything = torch.zeros(256), torch.ones(256)
+    importance[[5, 70, 71, 130, 131, 200]] = torch.tensor([1.0, 1, 1e-3, 1, 1, 1])
+    plain = quantize(weight, *numbers_of(format))
+    found = quantize(weight, *numbers_of(format), importance=importance.to(device))
+    weight, plain, found = weight.cpu(), plain.map(torch.Tensor.cpu), found.map(torch.Tensor.cpu)
+    theirs, ours = (weighted_errors(weight, each, everything, format).sum() for each in (plain, found))
+    assert ours < 2 * theirs
+    theirs, ours = (weighted_errors(weight, each, importance, format).sum() for each in (plain, found))
+    assert ours < theirs
+
+
 def test_only_ratios_matter():
     weight, importance = torch.randn(8, 64), importance_of(64)
     first, second = (quantize(weight, 4, importance=factor * importance) for factor in (1.0, 2.0**-80))

@@ -45,10 +45,11 @@ def quantize_by_importance(
 
         sum k (w - decoded)^2
 
-    which is the mean square of what it adds to an output, of inputs without correlation. Of several scales
-    (and biases) the best is taken; codes are chosen again behind the rounding to the stored dtype. MLX's own
-    are among them, so the error is never larger than by MLX's rule. Arithmetic is in float32; where two
-    scales are equally good but for rounding, devices may choose differently.
+    which is the mean square of what it adds to an output, of inputs without correlation; k counts as a
+    10,000th of the group's mean at least, so that weights that multiply nothing stay near, too. Of several
+    scales (and biases) the best is taken; codes are chosen again behind the rounding to the stored dtype.
+    MLX's own are among them, so the error is never larger than by MLX's rule. Arithmetic is in float32; where
+    two scales are equally good but for rounding, devices may choose differently.
 
     Args:
         weight: [E, R, C], float32, float16 or bfloat16, finite; any strides. C is a multiple of the format's
@@ -66,6 +67,8 @@ def quantize_by_importance(
     if weight.numel() == 0:
         return _empty(weight, format)
     importance = importance.unflatten(-1, (1, -1, format.group_size))
+    least = importance.sum(-1, keepdim=True) * (_numbers("kLeastShare")[0] / format.group_size)
+    importance = torch.maximum(importance, least)
     outputs, room = _empty(weight, format), weight.new_empty(0)
     for index in pieces(weight, CHUNK):
         piece = weight[index].unflatten(-1, (-1, format.group_size))

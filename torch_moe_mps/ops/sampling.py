@@ -49,6 +49,9 @@ def sample_(
     It is how `torch.multinomial` draws one token: `torch.empty(R, V).exponential_()` of the same generator
     gives its token.
 
+    A GPU takes numbers below the normal ones of float32 (2^-126) as zero: scores that differ in such numbers
+    alone are equal there.
+
     A row with NaN, with +inf, or with -inf alone has no distribution: its token is `otherwise`, and its
     element of `invalid_` becomes 1, where `torch.multinomial` waits for the device to raise an error.
 

@@ -92,7 +92,7 @@ def _attention(s: Sample) -> list[dict[str, Any]]:
     ]
     if max(s.D, s.V) <= WIDEST_FAR:
         far = _far_keys(s)
-        changes += [far, far | {"window": FAR - 100}, far | _far_mask()]
+        changes += [far | {"window": FAR - 100}, far | _far_mask()]
     return changes
 
 

@@ -26,7 +26,7 @@ inline float max_of_lanes(float x, uint lanes) {
 // behind the last row have its numbers.
 struct GroupPart {
   float w[kQuantized];
-  float k[kQuantized];  // importance
+  float k[kQuantized];  // importance, of which each has a least share
   uint lanes;           // of the group
   bool exists;
   ulong part;  // of all
@@ -41,13 +41,17 @@ struct GroupPart {
     part = ulong(position.y) * threads + index;
     weight += position.y * params.expert_stride + row * params.row_stride + column;
     importance += position.y * params.importance_stride + column;
+    float total = 0.0f;
     UNROLL for (uint i = 0; i < kQuantized; i += 4) {
       const float4 four = widen(load<4>(weight + i)), weighed = load<4>(importance + i);
       UNROLL for (uint j = 0; j < 4; ++j) {
         w[i + j] = four[j];
         k[i + j] = weighed[j];
+        total += weighed[j];
       }
     }
+    const float least = sum_of_lanes(total, lanes) * (kLeastShare[0] / float(lanes * kQuantized));
+    UNROLL for (uint i = 0; i < kQuantized; ++i) k[i] = max(k[i], least);
   }
 
   // Of the group, sum k (w - decoded)^2.

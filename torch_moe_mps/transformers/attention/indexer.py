@@ -58,7 +58,7 @@ class IndexerForm(NamedTuple):
     rotary: int
 
 
-def indexer_forward(indexer: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def indexer_forward(indexer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a rewritten indexer: [B, T, K] int32, -1 where a token may choose from fewer keys."""
     form: IndexerForm = indexer.__dict__[STATE].formula
     given = dict(zip(form.names, args, strict=False)) | kwargs
