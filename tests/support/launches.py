@@ -82,10 +82,10 @@ def model_on_mps(architecture: str) -> nn.Module:
         return tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
 
 
-def prompted(model: nn.Module, tokens: list[int]) -> DynamicCache:
-    """The cache after a prompt, made before it, as generate() does."""
+def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> DynamicCache:
+    """The cache after a prompt, made before it, as generate() does; of equal rows."""
     cache = DynamicCache(config=model.config)
-    ids = torch.tensor([tokens], device="mps")
+    ids = torch.tensor([tokens] * rows, device="mps")
     with torch.no_grad():
         try:
             model(ids, past_key_values=cache, use_cache=True)
@@ -106,12 +106,12 @@ class NotCaptured(Exception):
     """No token of a model is captured, and why."""
 
 
-def captured_call(model: nn.Module) -> Callable[[], None]:
-    """A model's call for a token, which runs as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
+def captured_call(model: nn.Module, rows: int = 1) -> Callable[[], None]:
+    """A model's call for a token of each row, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
 
     Raises: NotCaptured, from the call, too.
     """
-    cache, token = prompted(model, [1, 2, 3, 4]), torch.tensor([[5]], device="mps")
+    cache, token = prompted(model, [1, 2, 3, 4], rows), torch.tensor([[5]] * rows, device="mps")
     captures = captures_of(model)
     assert captures is not None
     captures.clear()
@@ -133,10 +133,10 @@ def captured_call(model: nn.Module) -> Callable[[], None]:
     raise NotCaptured(captures.reason)
 
 
-def captured_token(simulated, model: nn.Module) -> Counter[str]:
-    """What a captured token launches: operators of aten that are no views, and the package's dispatches."""
+def captured_token(simulated, model: nn.Module, rows: int = 1) -> Counter[str]:
+    """What captured tokens launch: operators of aten that are no views, and the package's dispatches."""
     with simulated.dropped():
-        call = captured_call(model)
+        call = captured_call(model, rows)
         with simulated.trace() as commands:
             call()
     ours = set(dir(torch.ops.moe_mps))
@@ -199,8 +199,8 @@ def launches_by_type(simulated, model: nn.Module, prompt: int = 0) -> dict[str, 
     return found
 
 
-def captured_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
-    """{type of layer: what a captured token launches more with the last layer of this type than without}.
+def captured_by_type(simulated, model: nn.Module, rows: int = 1) -> dict[str, Counter[str]]:
+    """{type of layer: what captured tokens launch more with the last layer of this type than without}.
 
     "outside" is what it launches without layers; the first layer has what all share. Raises: NotCaptured.
     """
@@ -211,7 +211,7 @@ def captured_by_type(simulated, model: nn.Module) -> dict[str, Counter[str]]:
     try:
         for count in range(len(layers), -1, -1):
             decoder.layers = layers[:count]
-            counts = captured_token(simulated, model)
+            counts = captured_token(simulated, model, rows)
             if count < len(layers):
                 found.setdefault(kinds[count], above - counts)
             above = counts

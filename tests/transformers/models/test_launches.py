@@ -85,6 +85,22 @@ def test_launches_of_a_layer(simulated, architecture):
     assert found["outside"]["embedding_rows_affine4_32_bf16"] == 1
 
 
+# Launches of each type of layer for a token of each of eight rows, whose number is a symbol. With the first
+# layer count the tables of angles, as above.
+EIGHT_ROWS = {
+    "qwen3_moe": {"": 9},
+    "llama": {"": 7},
+    "qwen3_next": {"linear": 10, "full": 12},
+    "gpt_oss": {"sliding": 11, "full": 8},
+}
+
+
+@pytest.mark.parametrize("architecture", in_sweep(EIGHT_ROWS, ("qwen3_moe", "qwen3_next")))
+def test_launches_of_a_layer_for_eight_rows(simulated, architecture):
+    found = captured_by_type(simulated, accelerated(architecture), rows=8)
+    check_types(of_layers(found), EIGHT_ROWS[architecture])
+
+
 @pytest.mark.parametrize("architecture", in_sweep(SPECIAL, OFTEN))
 def test_launches_of_a_layer_with_special_attention(simulated, architecture):
     check_types(of_layers(captured_by_type(simulated, accelerated(architecture))), SPECIAL[architecture])

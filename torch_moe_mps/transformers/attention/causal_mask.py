@@ -9,6 +9,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...ops.attention import seen_in_order
 from ..basics.deferred import Deferred
+from ..basics.key_range import NO_END, RANGE, known_range
 from .mask_functions import order_of
 
 _ATEN = torch.ops.aten
@@ -16,10 +17,7 @@ _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
 AND = (_ATEN.bitwise_and.Tensor, _ATEN.__and__.Tensor)
 _TOKENS = -2  # the dimension
 _INTEGERS = (int, torch.SymInt)  # a symbol while a token is captured
-# The attribute of a captured call's mask that `range_of_padding` gives: its values are not there to be read.
-RANGE = "_moe_mps_range"
 ELEMENTS = "_elements"  # the attribute of what the others tell
-_NO_END = torch.iinfo(torch.int32).max  # of a key range that ends with the keys
 
 
 class CausalMask(Deferred):
@@ -177,13 +175,33 @@ def _has_window(config: Any, size: int) -> bool:
 
 def _range_of(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:
     """What `range_of_padding` gives for some keys of a mask, from the first one on."""
-    known: tuple[Tensor | None] | None = getattr(mask, RANGE, None)
+    known = known_range(mask)
     if known is None:
         return range_of_padding(mask[:, first : first + keys], keys, device, config)
     if mask.shape[1] != first + keys:
         return None
     (every,) = known
     return known if every is None or first == 0 else ((every - first).clamp(min=0),)
+
+
+def follow_mask(before: Any, longer: Any, owner: Any) -> None:
+    """Notes the range of a mask that shows the tokens of the one before and new ones, which it shows all.
+
+    So the CPU waits once for a mask on the GPU, not for each token of `generate`.
+
+    Args:
+        before, longer: masks of padding, or what else a call has in their place.
+        owner: as in `range_of_padding`.
+    """
+    if not (type(before) is type(longer) is Tensor and before.dim() == longer.dim() == 2):
+        return
+    known = known_range(before)
+    if known is None:
+        ranges = key_ranges(before.bool().cpu(), before.shape[1])
+        if ranges is None or any(end != NO_END for _, end in ranges):
+            return
+        known = (_padding(ranges, before.device, owner),)
+    setattr(longer, RANGE, known)
 
 
 def range_of_padding(mask: Tensor, keys: int, device: Any, owner: Any = None) -> tuple[Tensor | None] | None:
@@ -194,7 +212,11 @@ def range_of_padding(mask: Tensor, keys: int, device: Any, owner: Any = None) ->
     ranges = key_ranges(mask.bool().cpu(), keys)
     if ranges is None:
         return None
-    return (None if not ranges or set(ranges) == {(0, _NO_END)} else _on_device(ranges, device, owner),)
+    return (_padding(ranges, device, owner),)
+
+
+def _padding(ranges: tuple[tuple[int, int], ...], device: Any, owner: Any) -> Tensor | None:
+    return None if not ranges or set(ranges) == {(0, NO_END)} else _on_device(ranges, device, owner)
 
 
 def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
@@ -207,9 +229,7 @@ def key_ranges(shown: Tensor, keys: int) -> tuple[tuple[int, int], ...] | None:
     if not torch.equal(shown, (key >= first) & (key < first + count)):
         return None
     ends = (first + count).flatten().tolist()
-    return tuple(
-        (a, _NO_END if b == keys else b) for a, b in zip(first.flatten().tolist(), ends, strict=True)
-    )
+    return tuple((a, NO_END if b == keys else b) for a, b in zip(first.flatten().tolist(), ends, strict=True))
 
 
 def _on_device(ranges: tuple[tuple[int, int], ...], device: Any, owner: Any) -> Tensor:

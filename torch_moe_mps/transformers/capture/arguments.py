@@ -5,6 +5,7 @@ from typing import Any
 from torch import Tensor
 
 from ..attention.causal_mask import range_of_padding
+from ..basics.key_range import known_range
 
 MASK = "attention_mask"
 
@@ -14,7 +15,13 @@ def padding_of(model: Any, arguments: dict[str, Any]) -> tuple[Tensor | None] | 
     mask = arguments.get(MASK)
     if type(mask) is not Tensor or mask.dim() != 2:
         return None
-    return range_of_padding(mask, mask.shape[1], mask.device, model)
+    return known_range(mask) or range_of_padding(mask, mask.shape[1], mask.device, model)
+
+
+def rows_of(arguments: dict[str, Any]) -> int:
+    """How many rows the batch of a model's call has."""
+    ids = arguments.get("input_ids")
+    return len(arguments["inputs_embeds"] if ids is None else ids)
 
 
 def flat(arguments: dict[str, Any]) -> dict[Any, Any]:

@@ -26,6 +26,7 @@ from ..._extension import host_library
 from ..._faults import synchronized
 from ...ops._checks import first_line
 from ..attention.attention import MOST_TOKENS
+from ..attention.causal_mask import follow_mask
 from ..basics.bounded import Bounded
 from ..basics.classes import subclass
 from ..basics.residency import follow_moved
@@ -36,7 +37,7 @@ from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
 from ..modules.sampling import OPERATOR, current, sampling
-from .arguments import padding_of, whole
+from .arguments import MASK, padding_of, whole
 from .exchange import ExchangeError, exchange_of
 from .fingerprint import Fingerprint, forbidden, note_change
 from .own_code import OwnCode
@@ -86,6 +87,7 @@ class _Kind:
         self.calls = 0  # since the last capture
         self.captures = 0
         self.pinned = 0  # captures that hold for one value of a number
+        self.fixes_rows = False  # the model runs other operators for each number of rows
         self.numbers: list[int] = []
         self.varied: dict[int, int] = {}  # {position of a number that changes: its value before}
 
@@ -322,11 +324,12 @@ class Captures:
         make = _maker((output, sent), tensors, plan.stand_in_of_cache)
         tensors = [*tensors, *plan.finish(integers.place_of, len(tensors))]
         recorder.finish(tensors)
-        with self._entering:
+        with self._entering, recorder.env.comparing_symbols():
             simplify(recorder.graph, refused(), alone=self._inside == 1)
         weights = [*model.parameters(), *model.buffers()]
         program = assemble(recorder.graph, integers, plan, weights)
         evaluate = integers.function(least)
+        kind.fixes_rows |= any(integers.is_fixed(symbol[p]) for p in reading.rows & symbol.keys())
         kind.pinned += integers.is_pinned  # once a window is full, it is so for all tokens
         if kind.pinned > _MOST_PINNED:
             raise NotCapturable("it rests on one length of the context")
@@ -352,19 +355,22 @@ def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], 
     """{position of a number: its symbol}, what the symbols are now, and what they are at least.
 
     Numbers that were equal in both of two calls share a symbol, if both are sizes, places in memories or
-    neither. A size below 2 is never one: calls of one kind have the same sizes of 0 and 1.
+    neither. A size below 2 is never one: calls of one kind have the same sizes of 0 and 1. The rows of a
+    batch may be others in the next call, before they ever were.
     """
-    changing = {position: reading.numbers[position] for position in reading.growing} | kind.varied
-    groups: dict[tuple[int, int, bool, bool], int] = {}
+    rows = set() if kind.fixes_rows else reading.rows
+    assumed = rows if rows.isdisjoint(kind.varied) else set()
+    changing = {position: reading.numbers[position] for position in reading.growing | assumed} | kind.varied
+    groups: dict[tuple[int, int, bool, bool, bool], int] = {}
     symbol: dict[int, int] = {}
     for position, before in sorted(changing.items()):
         now = reading.numbers[position]
-        is_size = position in reading.sizes
-        if is_size and now < 2:
+        is_size, is_row = position in reading.sizes, position in reading.rows
+        if (is_size and now < 2) or (is_row and kind.fixes_rows):
             continue
-        group = before, now, is_size, position in reading.starts
+        group = before, now, is_row, position in reading.starts, is_size
         symbol[position] = groups.setdefault(group, len(groups))
-    return symbol, [now for _, now, *_ in groups], [2 if is_size else 0 for *_, is_size, _ in groups]
+    return symbol, [now for _, now, *_ in groups], [2 if is_size else 0 for *_, is_size in groups]
 
 
 def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
@@ -493,7 +499,9 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
     if getattr(generates, "_sample", None) is GenerationMixin._sample:
 
         def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
+            before = (args[0] if args else kwargs["model_kwargs"]).get(MASK)
             given = generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+            follow_mask(before, given.get(MASK), self)
             if (steps := current()) is not None:
                 steps.take(outputs)
             return given

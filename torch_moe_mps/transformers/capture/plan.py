@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..attention.causal_mask import RANGE, CausalMask
+from ..attention.causal_mask import CausalMask
+from ..basics.key_range import RANGE
 from ..caches.growing import END, MEMORY
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts
@@ -125,7 +126,7 @@ class CallPlan:
         # Whoever asks for bool gets it as it is, with its range.
         self._mask = self.stand_ins[name] = self._input(value, first, torch.bool)
         (keys,) = self._padding
-        setattr(self._mask, RANGE, (None if keys is None else self.fixed_input(keys),))
+        setattr(self._mask, RANGE, (None if keys is None else self._of_rows(keys, first),))
 
     def _places_in(self, arguments: dict[Any, Any]) -> list[Any]:
         """The dictionaries and lists of a call's cache, and the dictionaries of its masks."""
@@ -188,6 +189,14 @@ class CallPlan:
         """The next input, like a tensor whose sizes are those of every call."""
         self.inputs.append((tensor, {}))
         return self._recorder.input(tensor, tensor.shape)
+
+    def _of_rows(self, tensor: Tensor, first: int) -> Tensor:
+        """The next input, with as many rows as the one whose numbers begin at `first`."""
+        symbol = self._symbol.get(first)
+        if symbol is None:
+            return self.fixed_input(tensor)
+        self.inputs.append((tensor, {0: symbol}))
+        return self._recorder.input(tensor, (self._symints[symbol], *tensor.shape[1:]))
 
     def _input(self, tensor: Tensor, first: int, dtype: torch.dtype | None = None) -> Tensor:
         number, dims = len(self.inputs), range(tensor.dim())

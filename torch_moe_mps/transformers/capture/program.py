@@ -34,7 +34,11 @@ class Integers:
     @property
     def is_pinned(self) -> bool:
         """Whether the recording holds for one value of a symbol alone."""
-        return any(self._env.simplify(symbol).is_number for symbol in self._symbols)
+        return any(map(self.is_fixed, range(len(self._symbols))))
+
+    def is_fixed(self, symbol: int) -> bool:
+        """Whether the recording holds for one value of the symbol of this number alone."""
+        return bool(self._env.simplify(self._symbols[symbol]).is_number)
 
     def function(self, least: list[int]) -> Callable[..., list[int] | None]:
         """A function of the symbols that returns the integers, or None where the recording does not hold."""

@@ -12,7 +12,7 @@ from ..caches.growing import MEMORY
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, dictionaries_of, parts
 from ..graphs.tracing import NotCapturable
-from .arguments import flat
+from .arguments import flat, rows_of
 from .caches import column_of, is_known, kind_of, lists_of, start_of, static_of
 from .fingerprint import default_device
 
@@ -39,6 +39,7 @@ class Reading:
         key: hashable.
         numbers: sizes of tensors, places in memories, and numbers of the cache.
         sizes: the positions of numbers that are sizes of tensors.
+        rows: the positions of sizes that are the number of rows of the batch, if there are several.
         starts: the positions of numbers that are places in memories.
         growing: the positions of sizes that grow with a memory, and of what counts entries for several tokens
             each: it stays for many calls, then changes.
@@ -50,11 +51,13 @@ class Reading:
         """Raises: NotCapturable for what cannot be captured."""
         self.numbers: list[int] = []
         self.sizes: set[int] = set()
+        self.rows: set[int] = set()
         self.starts: set[int] = set()
         self.growing: set[int] = set()
         self.entries: list[Entry] = []
         self._memories: dict[int, int] = {}  # by id, in their order
         self._place = 0
+        self._rows = rows_of(arguments)
         self.padding = padding
         key: list[Any] = [default_device(), None if padding is None else padding[0] is None]
         masks: list[tuple[Any, CausalMask]] = []
@@ -142,6 +145,8 @@ class Reading:
 
     def _sizes_of(self, tensor: Tensor) -> tuple[int, ...]:
         self.sizes.update(range(len(self.numbers), len(self.numbers) + tensor.dim()))
+        if tensor.dim() > 1 and len(tensor) == self._rows > 1:
+            self.rows.add(len(self.numbers))
         self.numbers += tensor.shape
         return _up_to_two(tensor.shape)
 

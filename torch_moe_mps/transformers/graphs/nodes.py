@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from .tracing import ITEM, VALUE, as_recorded, geometry
+from .tracing import ITEM, VALUE, as_recorded, geometry, sampled
 
 aten, ours = torch.ops.aten, torch.ops.moe_mps
 
@@ -89,10 +89,13 @@ def in_shape(value: fx.Node, like: Any, before: fx.Node) -> fx.Node | None:
 
 
 def can_view(tensor: Tensor, shape: Any) -> bool:
-    """Whether a tensor has a view of this shape. A fake tensor gives one even where a real one cannot."""
-    size, stride, _ = geometry(tensor)
+    """Whether a tensor has a view of this shape, whatever the numbers are that differ from call to call.
+
+    A fake tensor gives one even where a real one cannot.
+    """
+    size, stride, _ = (sampled(numbers) for numbers in geometry(tensor))
     try:
-        torch.empty_strided(size, stride, device="meta").view(shape)
+        torch.empty_strided(size, stride, device="meta").view(sampled(shape))
     except RuntimeError:
         return False
     return True

@@ -7,10 +7,12 @@ are made, which takes a third of its time.
 
 import contextlib
 import sys
+import zlib
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+import sympy  # type: ignore[import-untyped]  # it has no types
 import torch
 from torch import Tensor, _refs, fx, nn
 from torch._guards import Source
@@ -25,6 +27,7 @@ _PLAIN = frozenset((Tensor, nn.Parameter, FakeTensor))
 TENSOR = "tensor"  # in the meta of a node: the constant that it stands for
 PARTS = "parts"  # likewise: the parameters that are views of this constant
 VALUE = "val"  # in the meta of a node: its fake result
+_LEAST = 10_007  # beyond the sizes of weights, for numbers in place of symbols
 
 
 class NotCapturable(Exception):
@@ -56,6 +59,18 @@ def as_given(value: Any) -> Any:
     return value.value if isinstance(value, Number) else value
 
 
+def sampled(value: Any) -> Any:
+    """Numbers, given or recorded, with some large one in place of each symbol: views that fit it fit all."""
+    if isinstance(value, (list, tuple)):
+        return [*map(sampled, value)]
+    value = as_given(value)
+    if not isinstance(value, torch.SymInt):
+        return value
+    expression = value.node.expr
+    some = {symbol: _LEAST + zlib.crc32(symbol.name.encode()) % _LEAST for symbol in expression.free_symbols}
+    return int(expression.subs(some))
+
+
 class _Named(Source):
     """Where a symbol comes from, for the ShapeEnv."""
 
@@ -70,8 +85,28 @@ class _Named(Source):
 class _Symbols(ShapeEnv):
     """Does not look for the line of code that a guard comes from: torch imports its compiler for that."""
 
+    _compares_symbols = False
+
     def _get_user_frame(self) -> None:
         return None
+
+    @contextlib.contextmanager
+    def comparing_symbols(self) -> Iterator[None]:
+        """Inside, two sizes are equal only if they are in every call, so that comparing them is no guard.
+
+        Eight rows are then something else than eight experts.
+        """
+        self._compares_symbols = True
+        try:
+            yield
+        finally:
+            self._compares_symbols = False
+
+    def evaluate_expr(self, orig_expr: Any, *args: Any, **kwargs: Any) -> Any:
+        if self._compares_symbols and isinstance(orig_expr, (sympy.Eq, sympy.Ne)):
+            known = self._maybe_evaluate_static(orig_expr)
+            return sympy.S(isinstance(orig_expr, sympy.Ne)) if known is None else known
+        return super().evaluate_expr(orig_expr, *args, **kwargs)
 
 
 class _Like:

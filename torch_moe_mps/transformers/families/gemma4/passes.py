@@ -49,7 +49,9 @@ def options_of_gate(router: fx.Node) -> dict[str, Any] | None:
     factor = 1.0
     if is_call(norm, aten.mul) and not isinstance(norm.args[1], fx.Node):
         norm, factor = norm.args
-    like = tensor_of(hidden).new_empty(len(tensor_of(hidden)), len(tensor_of(weight)), dtype=torch.float32)
+    like = tensor_of(hidden).new_empty(
+        tensor_of(hidden).shape[0], len(tensor_of(weight)), dtype=torch.float32
+    )
     logits = put(router, ours.router_logits.default, like, hidden, weight, None, norm, eps, factor=factor)
     chosen = {"scoring": "softmax_after_topk", "per_expert_scale": scale}
     return {"logits": logits, "top_k": top_k, **chosen}

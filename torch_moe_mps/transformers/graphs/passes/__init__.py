@@ -74,6 +74,7 @@ PASSES: list[Callable[[fx.Graph], None]] = [
     keep_state,
     gates_in_linear_attention,
     norm_in_linear_attention,  # once no copy of its state stands between
+    order_outputs,  # of several rows, whose heads no norm folds into them any more
     heads_that_do_not_turn,
     norms_in_rotation,  # of the whole heads
     join_rotations,

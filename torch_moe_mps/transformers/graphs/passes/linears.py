@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils._pytree import tree_leaves
 
 from ...basics.joined import WEIGHTS, joined_rows, may_join
 from ..nodes import (
@@ -29,10 +30,11 @@ from ..nodes import (
     tensor_of,
 )
 from ..patterns import linear_of, match
-from ..tracing import ITEM, PARTS, TENSOR, VALUE, as_given, is_operator
+from ..tracing import ITEM, PARTS, TENSOR, VALUE, Number, as_given, as_recorded, is_operator, key_of
 from .norms import MOST_ROWS
 
 _COPIES = (aten.clone, aten.cat)
+_SOME_ROWS = 2  # that show what happens to each row
 
 
 def join_linears(graph: fx.Graph) -> None:
@@ -57,18 +59,25 @@ def join_linears(graph: fx.Graph) -> None:
 
 
 def order_outputs(graph: fx.Graph) -> None:
-    """Copies that only bring one token's outputs into another order -> linear_quantized(..., order=...)"""
+    """Copies that only bring each token's outputs into another order -> linear_quantized(..., order=...)"""
     for call in calls(graph, ours.linear_quantized):
-        given, width = arguments(call), tensor_of(call).shape[-1]
-        if tensor_of(call).numel() == width and given["residual"] is None and given["order"] is None:
-            moved, ends = _moved(call, torch.arange(width).view(tensor_of(call).shape))
-            copies = [node for node in moved if is_call(node, *_COPIES)]
-            if not copies:
-                continue
-            sources = torch.cat([moved[end].flatten() for end in ends])
-            is_order = torch.equal(sources.sort().values, torch.arange(width))
-            if is_order and all(map(is_final, [*copies, *ends])):
-                _order(call, ends, sources)
+        given, like = arguments(call), tensor_of(call)
+        if like.dim() < 2 or given["residual"] is not None or given["order"] is not None:
+            continue
+        if any(size != 1 for size in like.shape[1:-1]):
+            continue
+        rows, width = like.shape[0] if type(like.shape[0]) is int else _SOME_ROWS, like.shape[-1]
+        moved, ends = _moved(call, torch.arange(rows * width).view(rows, *like.shape[1:]))
+        copies = [node for node in moved if is_call(node, *_COPIES)]
+        if not copies or not all(map(is_final, [*copies, *ends])):
+            continue
+        if any(moved[end].numel() % rows for end in ends):
+            continue
+        sources = torch.cat([moved[end].reshape(rows, -1) for end in ends], 1)
+        first, *others = sources
+        is_order = torch.equal(first.sort().values, torch.arange(width))
+        if is_order and all(torch.equal(each, first + n * width) for n, each in enumerate(others, 1)):
+            _order(call, ends, first, [moved[end].numel() // rows for end in ends])
 
 
 def activate_in_linears(graph: fx.Graph) -> None:
@@ -111,7 +120,17 @@ def _linear_behind(value: fx.Node) -> fx.Node | None:
 
 
 def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
-    """What is made of a call's values by moving them alone; and those of these nodes that are read."""
+    """What is made of a call's values by moving them alone; and those of these nodes that are read.
+
+    Where the rows of the call are a symbol, it stands for those of the values in what moves them.
+    """
+    rows = key_of(tensor_of(call).shape[0])
+
+    def as_moved(value: Any) -> Any:
+        if isinstance(value, Number):
+            return len(values) if key_of(value) == rows else value
+        return moved[value] if isinstance(value, fx.Node) else value
+
     moved: dict[fx.Node, Any] = {call: values}
     ends: dict[fx.Node, None] = {}
     node, waiting = call, set(call.users)
@@ -123,7 +142,10 @@ def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.N
         inside = [each for each in node.all_input_nodes if each in moved]
         if inside and inside == node.all_input_nodes and (node.target is ITEM or _moves(node)):
             target: Any = node.target
-            args: Any = fx.node.map_arg(node.args, moved.__getitem__)
+            args: Any = fx.node.map_aggregate(node.args, as_moved)
+            if _has_numbers((args, node.kwargs)):
+                ends.update(dict.fromkeys(inside))
+                continue
             moved[node] = target(*args, **node.kwargs)
             waiting.update(node.users)
         else:
@@ -131,18 +153,23 @@ def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.N
     return moved, list(ends)
 
 
-def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor) -> None:
-    """Lets a call give the values of all ends, one behind the other."""
-    weight, sizes = tensor_of(arguments(call)["packed"]), [tensor_of(end).numel() for end in ends]
+def _has_numbers(arguments: Any) -> bool:
+    return any(isinstance(each, Number) for each in tree_leaves(arguments))
+
+
+def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor, sizes: list[int]) -> None:
+    """Lets a call give the values of all ends, one behind the other; `sizes` of each row."""
+    weight, parts = tensor_of(arguments(call)["packed"]), tensor_of(call).split_with_sizes(sizes, -1)
     order = _constant(call, sources.argsort().int().to(weight.device), [])
-    parts = tensor_of(call).split_with_sizes(sizes, -1)
-    if not _show(ends, [part.view(tensor_of(end).shape) for end, part in zip(ends, parts, strict=True)]):
+    both = [(part, tensor_of(end).shape) for end, part in zip(ends, parts, strict=True)]
+    if not all(can_view(*each) for each in both) or not _show(ends, [part.view(of) for part, of in both]):
         return
     ordered = changed(call, call, order=order)
     split = put(call, aten.split_with_sizes.default, parts, ordered, sizes, -1)
     for number, end in enumerate(ends):
         item, like = put(call, ITEM, parts[number], split, number), tensor_of(end)
-        end.replace_all_uses_with(put(call, aten.view.default, like, item, list(like.shape)))
+        shape = [as_recorded(size) for size in like.shape]
+        end.replace_all_uses_with(put(call, aten.view.default, like, item, shape))
 
 
 def _moves(node: fx.Node) -> bool:

@@ -81,7 +81,7 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
         matrices = {name: (own[name], given[name]) for name in MATRICES}
         if (
             given["logits"] is not None
-            and len(tensor_of(x)) == 1
+            and tensor_of(x).shape[0] == 1
             and beneath(own["x"]) is beneath(x)
             and is_unchanged(x, mlp, call)
             and all(own[name] == given[name] for name in _ALIKE)

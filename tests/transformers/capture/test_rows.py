@@ -1,0 +1,104 @@
+"""The number of rows of a captured batch is a symbol: rows may come and go, padded or not."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import assert_close, eager, generate, prompt
+from transformers import DynamicCache
+
+import torch_moe_mps
+from torch_moe_mps.transformers.attention import causal_mask
+from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture.calls import CAPTURES, captures_of
+
+
+@pytest.fixture(autouse=True)
+def captured_anywhere(monkeypatch):
+    monkeypatch.setenv(calls.SWITCH, "1")
+
+
+@pytest.fixture
+def count_captures(monkeypatch):
+    """The calls that were captured."""
+    captured, own = [], calls.Captures._captured
+
+    def counted(self, model, forward, reading, kind):
+        program = own(self, model, forward, reading, kind)
+        captured.append(len(reading.entries[0].value))
+        return program
+
+    monkeypatch.setattr(calls.Captures, "_captured", counted)
+    return captured
+
+
+def model_of(architecture: str, device: str, **options):
+    with tiny_models.groups_of_32():
+        model = eager(tiny_models.tiny_model(architecture)).to(device)
+    torch_moe_mps.accelerate(model, **options)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+def not_captured(model):
+    other = copy.deepcopy(model)
+    for module in other.modules():
+        module.__dict__.pop(CAPTURES, None)
+    return other
+
+
+def tokens(model, rows: int, padding: int, count: int = 4) -> list[torch.Tensor]:
+    """Logits of some tokens behind a prompt of several rows, the first of which is padded."""
+    ids = prompt(rows, 5 + count).to(model.device)
+    shown = torch.ones_like(ids)
+    shown[0, :padding] = 0
+    cache, logits = DynamicCache(config=model.config), []
+    for part in (slice(0, 5), *(slice(n, n + 1) for n in range(5, 5 + count))):
+        mask = {"attention_mask": shown[:, : part.stop]} if padding else {}
+        out = model(ids[:, part], past_key_values=cache, use_cache=True, **mask)
+        logits.append(out.logits.cpu())
+    return logits[1:]
+
+
+@pytest.mark.parametrize("padding", [0, 2])
+@torch.no_grad()
+def test_two_programs_for_two_to_sixteen_rows(device, padding, count_captures):
+    """Eight rows of a model with eight experts are not taken for experts."""
+    model = model_of("qwen3_moe", device)
+    own = not_captured(model)
+    for rows in (8, 2, 3, 16, 5):
+        assert_close(tokens(model, rows, padding), tokens(own, rows, padding), 2e-5)
+    assert len(count_captures) <= 2, count_captures
+    assert captures_of(model).reason is None
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_next", "gemma4"])
+@torch.no_grad()
+def test_passes_take_rows(architecture, count_captures):
+    """The parts of joined matrices, and outputs in another order, of any number of rows."""
+    model = model_of(architecture, "cpu", bits=4, group_size=32)
+    own = not_captured(model)
+    for rows in (4, 2, 7):
+        assert_close(tokens(model, rows, 0), tokens(own, rows, 0), 2e-5)
+    assert len(count_captures) <= 2, count_captures
+
+
+def test_the_masks_of_generate_are_read_once(monkeypatch):
+    """Each token has a mask of its own, which shows it: on mps, to read it takes as long as the token."""
+    model = model_of("qwen3_moe", "cpu")
+    ids = prompt(3, 6)
+    shown = torch.ones_like(ids)
+    shown[1, :3] = 0
+    expected = generate(not_captured(model), ids, attention_mask=shown, max_new_tokens=12)
+    read, own = [], causal_mask.key_ranges
+    monkeypatch.setattr(causal_mask, "key_ranges", lambda *given: read.append(given) or own(*given))
+    counts = []
+    for new in (6, 6, 12):
+        read.clear()
+        result = generate(model, ids, attention_mask=shown, max_new_tokens=new, min_new_tokens=new)
+        counts.append(len(read))
+    assert counts[1] == counts[2]
+    assert torch.equal(result, expected)
+    assert captures_of(model).reason is None
