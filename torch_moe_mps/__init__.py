@@ -37,9 +37,10 @@ _LAZY = {
 if TYPE_CHECKING:
     from . import ops
     from ._faults import synchronize
-    from .transformers import accelerate, quantize_experts, restore
+    from .transformers.accelerate import accelerate, restore
     from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
     from .transformers.checkpoints.importance import Importance, collect_importance, read_importance
+    from .transformers.checkpoints.quantize import quantize_experts
     from .transformers.loading import from_pretrained
 
 

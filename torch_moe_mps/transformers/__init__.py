@@ -8,7 +8,7 @@ Modules are recognised by their attributes and formulas, never by the name of a 
 stays as it is. In training, under autocast, and when gradients are needed, the model's own code runs.
 """
 
-from .. import ops  # noqa: F401  # registers the operators, which patterns name while they are imported
+from .. import ops as _operators  # noqa: F401  # registers them: patterns name operators while they are imported
 from . import wiring  # noqa: F401  # fills the tables
 from .accelerate import accelerate, restore
 from .basics.interface import experts_of, is_experts, is_quantized
