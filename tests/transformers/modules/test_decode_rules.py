@@ -18,7 +18,7 @@ import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
-from torch_moe_mps.transformers.modules.rules.norms import is_norm, norm_formula
+from torch_moe_mps.transformers.modules.rules.formulas import is_norm, rms_norm
 from torch_moe_mps.transformers.modules.rules.rope import RopeCall, rope_form, rotated, rotation_in_place
 
 
@@ -224,9 +224,9 @@ class Doubled(WithoutWeight):
 
 
 def test_a_norm_without_weight():
-    formula = norm_formula(WithoutWeight())
-    assert formula is not None and formula.weight == ""
-    assert norm_formula(Doubled()) is None
+    call = rms_norm.call_of(WithoutWeight())
+    assert call is not None and call.weights == () and call.constants == (None, 1e-3, 0.0)
+    assert rms_norm.call_of(Doubled()) is None
 
 
 class OfEveryFourth(Qwen4ExpTextRMSNorm):
