@@ -45,6 +45,7 @@ class Call(NamedTuple):
         inputs: names of the forward's arguments, in their order.
         weights: names of parameters.
         mixes: the result has the dtype of the first input, whatever the weights have.
+        width: columns of the inputs where no parameter has as many; None for any.
         groups: so many groups of neighbouring columns are computed apart.
     """
 
@@ -53,6 +54,7 @@ class Call(NamedTuple):
     weights: tuple[str, ...]
     constants: tuple[Any, ...]
     mixes: bool
+    width: int | None = None
     groups: int = 1
 
     def by_place(self, args: tuple, named: dict[str, Any]) -> tuple:
@@ -94,7 +96,9 @@ class Rows:
         names = names_of_inputs(module)
         if module._modules or not are_rows or names is None or len(names) != len(self.inputs):
             return None
-        width = weights[0].shape[0] if weights else _WITHOUT_WEIGHT
+        # A forward that depends on this attribute reads it in the trace, so that it is remembered with it.
+        stated = next(iter(getattr(module, "normalized_shape", ())), None)
+        width = weights[0].shape[0] if weights else stated or _WITHOUT_WEIGHT
         if self.widest is not None and width > self.widest:
             return None
 
@@ -106,7 +110,9 @@ class Rows:
         call = everywhere(ask)
         if call is None or not call.mixes:
             return None
-        mixed = [ask(SIZES[0], *dtypes) for dtypes in _MIXED if weights]
+        if not call.weights:
+            return call._replace(width=stated)
+        mixed = [ask(SIZES[0], *dtypes) for dtypes in _MIXED]
         other = call._replace(mixes=False)
         if not {call, other}.issuperset(mixed):
             return None
@@ -138,11 +144,11 @@ class Rows:
             bound[each.id] if isinstance(each, ast.Name) else ast.literal_eval(each) for each in arguments
         ]
         weights = {path: value for value in values if (path := path_of(value)) is not None}
-        constants = tuple(value for value in values if path_of(value) is None)
+        constants = tuple(values[len(weights) :])
         if any(isinstance(value, fx.Node) for value in constants):
             return None
         mixes = tensor_of(traced.result).dtype == tensor_of(traced.inputs[0]).dtype
-        call = Call(called(form), names, tuple(weights), constants, mixes, _groups(traced))
+        call = Call(called(form), names, tuple(weights), constants, mixes, groups=_groups(traced))
         tensors = [[tensor_of(uncast(each)) for each in some] for some in (traced.inputs, weights.values())]
         try:
             out = applied(operator_of(call.operator), call, *tensors)
@@ -162,11 +168,14 @@ def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
     if node.op == "output":
         return True
     value, *rows, width = node.meta[VALUE], *tensor_of(x).shape
-    if not isinstance(value, Tensor) or value.dtype not in DTYPES:
-        return False
-    *leading, last = value.shape or (0,)
-    of_groups = leading[:-1] == rows and last in (1, width // max(1, leading[-1]))
-    return [*value.shape] in ([*rows, width], [*rows, 1], [width]) or of_groups
+    for each in value if isinstance(value, (tuple, list)) else [value]:
+        if not isinstance(each, Tensor) or each.dtype not in DTYPES:
+            return False
+        *leading, last = each.shape or (0,)
+        of_groups = leading[:-1] == rows and last in (1, width // max(1, leading[-1]))
+        if [*each.shape] not in ([*rows, width], [*rows, 1], [width]) and not of_groups:
+            return False
+    return True
 
 
 # What runs
@@ -206,7 +215,7 @@ def applied(operator: Callable, call: Call, inputs: Sequence[Tensor], weights: S
 
 def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[Tensor] | None:
     """Parameters that the operator takes beside the inputs; None where the module's own code must run."""
-    _, names, wanted, _, mixes, _ = call  # at once, as this runs in each call of a module
+    _, names, wanted, _, mixes, width, _ = call  # at once, as this runs in each call of a module
     if len(inputs) != len(names):
         return None
     x = inputs[0]
@@ -214,13 +223,13 @@ def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[
         if not isinstance(each, Tensor) or each.dtype is not x.dtype or each.shape != x.shape:
             return None
     dtype, own, weights = x.dtype, module.__dict__, []
-    if not dtype.is_floating_point:
+    if not dtype.is_floating_point or (width is not None and x.size(-1) != width):
         return None
     for name in wanted:
         weight = own["_parameters"].get(name)
         if weight is None or name in own:  # something written over the parameter
             weight = getattr(module, name)
-        if weight.numel() != x.size(-1) or not (mixes or weight.dtype is dtype):
+        if weight is None or weight.numel() != x.size(-1) or not (mixes or weight.dtype is dtype):
             return None
         weights.append(weight)
     return weights

@@ -5,9 +5,8 @@ from typing import Any
 
 from ...basics.report import Done
 from ..functions import Rule
-from .formulas import gated_norm, rms_norm
+from .formulas import gated_norm, layer_norm, rms_norm
 from .hyper_connection import rewrite_hyper_connection
-from .layer_norm import rewrite_layer_norm
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
 from .recurrent_layers import rewrite_recurrent_layer
@@ -22,7 +21,7 @@ MODULE_RULES: list[ModuleRule] = [
     rewrite_rotary,
     rms_norm,
     gated_norm,
-    rewrite_layer_norm,
+    layer_norm,
     rewrite_mlp,
     rewrite_recurrent_layer,
     rewrite_hyper_connection,

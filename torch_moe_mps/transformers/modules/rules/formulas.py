@@ -37,6 +37,28 @@ gated_norm = Rows(
     widest=_WIDEST_OF_HEADS,
 )
 
+_CENTRED = "(Y - mean(Y, [-1], True))"
+_NORMALISED = [root.replace("Y", _CENTRED).format(f"mean(pow({_CENTRED}, 2), [-1], True)") for root in _ROOTS]
+_LAYER_NORMS = {
+    "item(native_layer_norm(Y, SHAPE, W + 1.0, B, EPS), 0)": "W, B, EPS, 1.0",
+    "item(native_layer_norm(Y, SHAPE, W, B, EPS), 0)": "W, B, EPS, 0.0",
+    **{
+        form.format(normalised): arguments
+        for form, arguments in (
+            ("(W + 1.0) * ({}) + B", "W, B, EPS, 1.0"),
+            ("W * ({}) + B", "W, B, EPS, 0.0"),
+            ("(W + 1.0) * ({})", "W, None, EPS, 1.0"),
+            ("W * ({})", "W, None, EPS, 0.0"),
+            ("{}", "None, None, EPS, 0.0"),
+        )
+        for normalised in _NORMALISED
+    },
+}
+# LayerNorms that a model computes step by step or with casts.
+layer_norm = Rows(
+    "layer_norm", ("X Y",), [(norm, f"layer_norm(X, {own})") for norm, own in _LAYER_NORMS.items()]
+)
+
 
 def is_norm(module: nn.Module, weighted: bool | None = None) -> bool:
     """Whether a module is an RMSNorm of whole rows, with a weight, without (False) or either (None).
