@@ -119,8 +119,8 @@ class Answer:
         self.reason: Reason | Exception | None = None
         self.read = self.prompt_tokens = 0
         self.submitted = self.first = self.ended = time.monotonic()
-        if parser is not None:  # what the prompt begins of the answer
-            self._take(parser.initial_events)
+        begun = [] if parser is None else parser.initial_events
+        self._goes_on = any(event["type"] == "region_chunk" for event in begun)  # with a text of the prompt
 
     @property
     def text(self) -> str:
@@ -173,6 +173,8 @@ class Answer:
         self._add(self._cut.rest())
         if self._parser is not None:
             self._take(self._parser.finalize()[1])
+        if self._blanks and (self.stop is not None or reason == "length"):
+            self._hand_out(Piece("text", self._blanks, self._taken()))
         if self._entries:
             self._hand_out(Piece("text", "", self._taken()))
         self.reason = reason
@@ -202,6 +204,7 @@ class Answer:
     def _add_part(self, kind: Literal["text", "reasoning"], text: str) -> None:
         last = self.items[-1] if self.items else None
         is_first = not (isinstance(last, Piece) and last.kind == kind)
+        is_first &= not (self._goes_on and last is None)
         whole = text.lstrip() if is_first else self._blanks + text
         shown = whole.rstrip()
         self._blanks = whole[len(shown) :]
