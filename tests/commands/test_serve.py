@@ -13,11 +13,13 @@ import time
 
 import openai
 import pytest
+import safetensors
 import torch
 import transformers
 from support import serving, tiny_models
 from support.processes import COMMAND, Forked
 from support.serving import expected_text, quantised, said
+from support.sweep import in_sweep
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
@@ -360,6 +362,26 @@ def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
     assert code == 128 + signal.SIGINT and "Traceback" not in shown
     assert f"torch-moe-mps: the prompt is not kept in {folder}" in shown and "File too large" in shown
     assert not [*folder.iterdir()]
+
+
+@pytest.mark.parametrize("times", in_sweep([1, 2], [2]))
+def test_ctrl_c_ends_an_answer_within_a_step(times, checkpoint, tmp_path):
+    """The client is told; a second one loses no prompts."""
+    port, folder = serving.free_port(), tmp_path / "kept"
+    server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", "--prompt-cache", folder)
+    server.wait_for(f"answers at http://localhost:{port}/v1")
+    asked = {"model": "m", "messages": said("hello"), "temperature": 0, "stream": True}
+    with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
+        chunks, shown = client.chat.completions.create(**asked), 0
+        with pytest.raises(openai.APIError, match="The server ends"):
+            for shown, _ in enumerate(chunks):
+                if shown == 3:
+                    server.type(CTRL_C * times)
+    code, text = server.rest()
+    assert code == 128 + signal.SIGINT and "Traceback" not in text and shown < 200
+    (file,) = folder.iterdir()
+    with safetensors.safe_open(file, "pt") as kept:
+        assert any(tensor.shape[-1] >= 5 for tensor in map(kept.get_tensor, kept.keys()))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
