@@ -165,6 +165,11 @@ class Rows:
             self._shown = shown
 
 
+def capacity(rows: int, tokens: int) -> int:
+    """For how many tokens there is memory where so many rows have so many tokens at most."""
+    return _more(rows) * (tokens + growing.room_behind(tokens))
+
+
 def _check(cache: Any) -> None:
     """Raises: NotJoinable for a cache that cannot be a row: the reason is for a person."""
     if type(cache) is not DynamicCache or cache.offloading:
