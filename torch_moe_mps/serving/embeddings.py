@@ -64,7 +64,7 @@ class Texts:
 
     def answer(self, result: Tensor) -> dict[str, Any]:
         count = sum(map(len, self.ids))
-        whole = {"object": "list", "model": self.served.name}
+        whole: dict[str, Any] = {"object": "list", "model": self.served.name}
         whole["usage"] = {"prompt_tokens": count, "total_tokens": count}
         return whole | (self._ranked(result) if self.path == RERANK else self._embedded(result))
 
@@ -118,8 +118,9 @@ def _are_tokens(value: Any) -> bool:
 
 
 def _documents(value: Any) -> list[str]:
-    texts = [d.get("text") if isinstance(d, dict) else d for d in value] if isinstance(value, list) else []
-    if not 0 < len(texts) <= _MOST_TEXTS or not all(isinstance(text, str) for text in texts):
+    listed = [d.get("text") if isinstance(d, dict) else d for d in value] if isinstance(value, list) else []
+    texts = [text for text in listed if isinstance(text, str)]
+    if not 0 < len(texts) <= _MOST_TEXTS or len(texts) < len(listed):
         raise wrong("documents", f"a list of at most {_MOST_TEXTS} texts", value)
     return texts
 
