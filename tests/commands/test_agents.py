@@ -535,3 +535,9 @@ def test_lines_of_the_log(here, of_openai, caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"/v1/chat/completions: prompt {len(prompt_ids(here, 0))} tokens (4 kept) in ")
     assert ", answer 6 tokens in " in line and "tokens/s), stop" in line
+
+
+def test_a_model_that_only_generates_encodes_nothing(here):
+    for path, body in (("embeddings", {"input": "a"}), ("rerank", {"query": "a", "documents": ["a"]})):
+        status, text = post(here, f"/v1/{path}", body)
+        assert status == 400 and "This model " in json.loads(text)["error"]["message"]

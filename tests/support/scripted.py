@@ -125,6 +125,7 @@ def server(context: int = 4096, folder: Path | None = None, **access: Any) -> It
     config.get_text_config = lambda: config
     settings = transformers.GenerationConfig(eos_token_id=words.eos_token_id)
     model = types.SimpleNamespace(config=config, generation_config=settings, parameters=lambda: [])
+    model.can_generate = lambda: True
     served = Served("scripted", model, words, context, generator, Media(folder))
     application = Server(served, Access(**access)).application()
     listener = socket.create_server(("127.0.0.1", 0))

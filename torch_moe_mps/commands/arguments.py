@@ -403,7 +403,6 @@ def _serve(command: argparse.ArgumentParser) -> None:
       torch-moe-mps serve qwen3-4bit --prompt-cache prompts               # kept over restarts, too
       torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080
       torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
-      ANTHROPIC_BASE_URL=http://localhost:8000 ANTHROPIC_AUTH_TOKEN=none claude --model qwen3-4bit
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN)

@@ -1,6 +1,7 @@
 """What serve and chat have in common: a model is loaded, and answers until the command ends."""
 
 import argparse
+import contextlib
 import math
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from typing import Any
 
 from ..macs import machine_memory
 from ..pipeline.torchrun import is_first_process, processes
+from ..serving.encoder import Encoder, encoder_of
 from ..serving.generating import Generating
 from ..serving.media import Media
 from ..serving.one_by_one import OneByOne
@@ -37,12 +39,14 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
             answering = model.pipeline.answering
             stack.enter_context(model.pipeline.leading())
         else:
-            answering = _answering(options, folder, device)
-            model = answering.model
+            model = load(options, folder, device)
+            answering = _answering(options, model, folder, device) if model.can_generate() else None
+        name, is_spread = name_of(options), processes() > 1
+        encoder = None if is_spread else _encoder(options, model, processor, folder)
         generator = OneByOne(model, answering)
         stack.callback(_closed, generator)
-        context, is_spread = context_of(model.config), processes() > 1
-        yield Served(name_of(options), model, processor, context, generator, media or Media(), is_spread)
+        context = context_of(model.config)
+        yield Served(name, model, processor, context, generator, media or Media(), is_spread, encoder)
 
 
 def _closed(generator: OneByOne) -> None:
@@ -58,6 +62,18 @@ def _processor(options: argparse.Namespace, folder: str) -> Any:
     from transformers import AutoProcessor
 
     return AutoProcessor.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+
+
+def _encoder(options: argparse.Namespace, model: Any, processor: Any, folder: str) -> Encoder | None:
+    """What makes vectors or scores; the folder of a name on the Hub lacks files in folders of their own."""
+    source = Path(folder)
+    if source.is_dir() and not Path(options.model).is_dir() and (source / "modules.json").is_file():
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import EntryNotFoundError
+
+        with contextlib.suppress(EntryNotFoundError):
+            hf_hub_download(options.model, "1_Pooling/config.json", revision=options.revision)
+    return encoder_of(model, getattr(processor, "tokenizer", processor), source, options.model)
 
 
 def prompts_of(options: argparse.Namespace) -> Prompts:
@@ -91,13 +107,12 @@ def follow(options: argparse.Namespace) -> None:
 
 def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
     """The part of a model in this process."""
-    answering = _answering(options, folder, device)
-    answering.model.pipeline.answering = answering
-    return answering.model
-
-
-def _answering(options: argparse.Namespace, folder: str, device: str) -> Generating:
-    """What answers with the model in a folder; all processes keep the prompts that the first one keeps."""
     model = load(options, folder, device)
+    model.pipeline.answering = _answering(options, model, folder, device)
+    return model
+
+
+def _answering(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generating:
+    """What answers with a model; all processes keep the prompts that the first one keeps."""
     prompts = prompts_of(options) if is_first_process() else Prompts(sys.maxsize)
     return Generating(model, prompts, speculation_of(options, model, folder, device))

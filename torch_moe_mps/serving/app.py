@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import logging
+import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -25,6 +26,7 @@ from ..ops._checks import first_line
 from .answer import Item
 from .chat import ChatCompletions
 from .completions import Completions
+from .embeddings import EMBEDDINGS, RERANK, Texts
 from .guard import Guard
 from .messages import Messages, anthropic_error
 from .protocol import Protocol, event, openai_error
@@ -74,6 +76,8 @@ class Server:
             Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
             Route("/load_model", self._load, methods=["POST"]),
         ]
+        for path in (EMBEDDINGS, RERANK):
+            routes.append(Route(path, functools.partial(self._encode, path), methods=["POST"]))
         for protocol in (ChatCompletions(), Completions(), Responses(), Messages()):
             answer = functools.partial(self._answer, protocol)
             routes.append(Route(protocol.path, answer, methods=["POST"]))
@@ -161,6 +165,25 @@ class Server:
     async def _count(self, asked: Asked) -> Response:
         request = Messages().read_prompt(await _body(asked), self.served)
         return JSONResponse({"input_tokens": await self._on_reader(self.served.count, request)})
+
+    async def _encode(self, path: str, asked: Asked) -> Response:
+        status = 500
+        try:
+            body = await _body(asked)
+            self._check_model(body)
+            texts = await self._on_reader(Texts, path, body, self.served)
+            begun = time.monotonic()
+            result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
+            count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
+            log.info("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
+            status = 200
+            return JSONResponse(texts.answer(result))
+        except Exception as error:
+            refused = refused_by(error)
+            status = refused.status
+            return refusal(path, refused)
+        finally:
+            self.requests[path, status] += 1
 
     # What the server is
 

@@ -21,12 +21,12 @@ class OneByOne:
 
     Args:
         model: generates, and has a `generate` of its own where its layers are spread over processes.
-        answering: keeps prompts; in a pipeline the model asks it.
+        answering: keeps prompts; in a pipeline the model asks it. None for a model that generates nothing.
     """
 
     most = 1
 
-    def __init__(self, model: Any, answering: Generating):
+    def __init__(self, model: Any, answering: Generating | None):
         self._model, self._answering = model, answering
         self._leads = hasattr(model, "pipeline")
         self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
@@ -64,21 +64,24 @@ class OneByOne:
         return future
 
     def prompts_held(self) -> tuple[int, int]:
-        kept = [] if self._answering.prompts is None else [*self._answering.prompts.kept]
+        prompts = None if self._answering is None else self._answering.prompts
+        kept = [] if prompts is None else [*prompts.kept]
         return len(kept), sum(prompt.nbytes() for prompt in kept)
 
     def close(self) -> None:
         with self._lock:
             self._closed = True
             self._work.put(None)
-        self._answering.end()
+        if self._answering is not None:
+            self._answering.end()
         self._thread.join()
 
     def _run(self) -> None:
         while (work := self._work.get()) is not None:
             work()
-        self._answering.write()
-        print_counts(self._answering.speculation)
+        if self._answering is not None:
+            self._answering.write()
+            print_counts(self._answering.speculation)
 
     def _begin(self, job: Job) -> None:
         with self._lock:
@@ -94,6 +97,7 @@ class OneByOne:
         job.on_end(reason)
 
     def _generate(self, job: Job) -> Reason:
+        assert self._answering is not None
         config, length = job.config, prompt_length(job.inputs)
         tokens, told = _Tokens(job), False
 

@@ -15,6 +15,7 @@ from jinja2 import TemplateError
 
 from ..ops._checks import first_line
 from .answer import Answer, Decoder, Item
+from .encoder import Encoder
 from .forms import form_of
 from .job import Generator, Job, prompt_length
 from .logprobs import Logprobs
@@ -57,6 +58,7 @@ class Served:
         generator: generates for all requests.
         media: may be opened for messages.
         in_pipeline: whether the layers are spread over processes, which know of no processors of logits.
+        encoder: makes vectors and scores; None for a model that only generates.
     """
 
     def __init__(
@@ -68,19 +70,19 @@ class Served:
         generator: Generator,
         media: Media,
         in_pipeline: bool = False,
+        encoder: Encoder | None = None,
     ):
         self.name, self.model, self.processor, self.context = name, model, processor, context
         self.generator, self.media, self.in_pipeline = generator, media, in_pipeline
+        self.encoder, self.generates = encoder, bool(model.can_generate())
         self.created = int(time.time())
         self.tokenizer = getattr(processor, "tokenizer", processor)
         self._grammars, self._reading = Grammars(), threading.Lock()  # tokenizers are for one thread
         self._said: set[str] = set()
-        if getattr(processor, "chat_template", None) is None:
+        if self.generates and getattr(processor, "chat_template", None) is None:
             print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
             processor.chat_template = _CONTINUED
         self.form = form_of(processor)
-        ends = model.generation_config.eos_token_id
-        self._ends: list[int] = ends if isinstance(ends, list) else [] if ends is None else [ends]
 
     @functools.cached_property
     def _family(self) -> str | None:
@@ -102,6 +104,7 @@ class Served:
 
         Raises: Refused.
         """
+        self._check_generates()
         answers = Answers()
         with self._reading:
             for prompt in request.prompts:
@@ -118,8 +121,13 @@ class Served:
 
     def count(self, request: Request) -> int:
         """The tokens of the first prompt."""
+        self._check_generates()
         with self._reading:
             return prompt_length(self._inputs(request.prompts[0], request.prompt_field))
+
+    def _check_generates(self) -> None:
+        if not self.generates:
+            raise Refused("This model generates no text: ask /v1/embeddings or /v1/rerank.", "model")
 
     def _prepared(self, prompt: Chat | str | list[int], request: Request) -> Prepared:
         inputs = self._inputs(prompt, request.prompt_field)
