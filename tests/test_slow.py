@@ -47,6 +47,8 @@ def test_pieces_that_are_kept_do_not_count(tmp_path):
 def test_a_test_over_the_limit_fails(request, monkeypatch, mark):
     """Over the limit and what is forgiven; one that is marked may."""
 
+    monkeypatch.setattr(request.config.option, "slow_fails", True)
+
     def call(margin: float) -> object:
         with monkeypatch.context() as patch:  # the hook around this test has its own limit again
             patch.setattr(slow, "LIMIT", 0.02)
@@ -65,3 +67,6 @@ def test_a_test_over_the_limit_fails(request, monkeypatch, mark):
         assert call(100) == "result"
         with pytest.raises(pytest.fail.Exception, match=r"took 0\.\d CPU seconds, 0.02 are allowed and 0.06"):
             call(3)
+        monkeypatch.setattr(request.config.option, "slow_fails", False)
+        with pytest.warns(pytest.PytestWarning, match=r"took 0\.\d CPU seconds"):
+            assert call(3) == "result"
