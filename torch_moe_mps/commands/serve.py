@@ -49,10 +49,6 @@ def _check(options: argparse.Namespace) -> None:
     """Raises: ValueError, ImportError."""
     if not 0 <= options.port < 1 << 16:
         raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
-    if options.parallel is not None and options.parallel < 1:
-        raise ValueError(f"--parallel must be at least 1, got {options.parallel}")
-    if options.parallel is not None and options.parallel > 1:
-        raise ValueError(f"--parallel must be 1: this version answers one by one, got {options.parallel}")
     if options.media_folder is not None and not Path(options.media_folder).is_dir():
         raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
     try:

@@ -169,7 +169,6 @@ class Growing(Made, DynamicLayer):
 class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
     """A layer that holds all tokens, and the keys of an indexer."""
 
-    pools: Any = None  # rows that stand for several keys, which their indexer makes
     rate = 0  # of pools
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:

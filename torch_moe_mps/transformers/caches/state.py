@@ -52,6 +52,20 @@ class LayerState:
     def tensors(self) -> dict[Name, Tensor]:
         return {name: value for name, value in self.items() if isinstance(value, Tensor)}
 
+    def numbers(self) -> dict[Name, int]:
+        """Counts: of tokens, of entries, of a window."""
+        return {name: value for name, value in self.items() if type(value) is int}
+
+    def memory(self) -> int:
+        """Bytes of what is held, without the room behind it."""
+        held = chain.from_iterable(map(parts, self.tensors().values()))
+        return sum(part.nbytes for part in held)
+
+    def put(self, values: Mapping[Name, Any]) -> None:
+        """Gives the layer other values in place of those of these names."""
+        for (dictionary, key), value in values.items():
+            (self._held if dictionary == OWN else self._held[dictionary])[key] = value
+
     def replace(self, values: Mapping[str, Any]) -> None:
         """Gives the layer these attributes, as `values` returns them, and leaves it no others."""
         self._held.clear()

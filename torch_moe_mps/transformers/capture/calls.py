@@ -360,6 +360,7 @@ def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], 
     """
     rows = set() if kind.fixes_rows else reading.rows
     assumed = rows if rows.isdisjoint(kind.varied) else set()
+    assumed |= reading.starts if rows else set()  # which move on when a row leaves that was the longest
     changing = {position: reading.numbers[position] for position in reading.growing | assumed} | kind.varied
     groups: dict[tuple[int, int, bool, bool, bool], int] = {}
     symbol: dict[int, int] = {}

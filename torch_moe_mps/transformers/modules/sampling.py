@@ -40,19 +40,26 @@ _LAST = (slice(None), -1)
 
 
 class Sampling:
-    """Stands for the processors of a call of `generate`, and draws its tokens."""
+    """Stands for the processors of a call of `generate`, and draws its tokens.
+
+    Attributes:
+        others: the processors that `sample_` does not know, which come first.
+        known: those that it knows.
+        draws: whether tokens are drawn; otherwise each is the likeliest.
+        end: a token, for logits without a distribution.
+    """
 
     def __init__(self, processors: LogitsProcessorList, config: Any):
         first = len(processors)
         while first and _is_known(processors[first - 1], processors[first : first + 1]):
             first -= 1
-        self._others, self.known = (
+        self.others, self.known = (
             LogitsProcessorList(part) for part in (processors[:first], processors[first:])
         )
         self.draws = bool(config.do_sample)
         end = config.eos_token_id
         ends = end.flatten().tolist() if isinstance(end, Tensor) else end
-        self._end = next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
+        self.end = next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
         self._invalid: Tensor | None = None
 
     def take(self, outputs: Any) -> None:
@@ -62,8 +69,8 @@ class Sampling:
             outputs["logits"] = _Steps(self, logits)
 
     def __call__(self, input_ids: Tensor, scores: Any) -> Any:
-        if self._others:
-            scores = self._others(input_ids, scores.elements() if isinstance(scores, _Steps) else scores)
+        if self.others:
+            scores = self.others(input_ids, scores.elements() if isinstance(scores, _Steps) else scores)
         return _Steps(self, scores.logits if isinstance(scores, _Steps) else scores, _SCORES)
 
     def draw(self, logits: Tensor) -> Tensor | None:
@@ -72,14 +79,20 @@ class Sampling:
         None where the operator does not draw it. Processors may change from token to token, so each token
         asks them for their arguments.
         """
-        if logits.shape[1] > MAX_VOCABULARY or not all(map(_is_plain, self.known)):
+        arguments = self.arguments()
+        if logits.shape[1] > MAX_VOCABULARY or arguments is None:
             return None
         draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
         if self._invalid is None:
             self._invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-        end = self._end if 0 <= self._end < logits.shape[1] else 0
-        arguments = {_KNOWN[type(each)]: getattr(each, _KNOWN[type(each)]) for each in self.known}
-        return sample_(logits, draws, self._invalid, **arguments, otherwise=end)
+        end = self.end if 0 <= self.end < logits.shape[1] else 0
+        return sample_(logits, draws, self._invalid, **dict(arguments), otherwise=end)
+
+    def arguments(self) -> tuple[tuple[str, Any], ...] | None:
+        """What the known processors are as arguments of `sample_`; None where it does not take them."""
+        if not all(map(_is_plain, self.known)):
+            return None
+        return tuple((_KNOWN[type(each)], getattr(each, _KNOWN[type(each)])) for each in self.known)
 
     def require_distributions(self) -> None:
         """Raises: RuntimeError if a token had no distribution to be drawn from."""
