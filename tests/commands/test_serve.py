@@ -394,11 +394,13 @@ def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
     assert not [*folder.iterdir()]
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize("times", in_sweep([1, 2], [2]))
-def test_ctrl_c_ends_an_answer_within_a_step(times, checkpoint, tmp_path):
+def test_ctrl_c_ends_an_answer_within_a_step(times, parallel, checkpoint, tmp_path):
     """The client is told; a second one loses no prompts."""
     port, folder = serving.free_port(), tmp_path / "kept"
-    server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", "--prompt-cache", folder)
+    kept = ["--prompt-cache", folder, "--parallel", parallel]
+    server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", *kept)
     server.wait_for(f"answers at http://localhost:{port}/v1")
     asked = {"model": "m", "messages": said("hello"), "temperature": 0, "stream": True}
     with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
@@ -410,8 +412,8 @@ def test_ctrl_c_ends_an_answer_within_a_step(times, checkpoint, tmp_path):
     code, text = server.rest()
     assert code == 128 + signal.SIGINT and "Traceback" not in text and shown < 200
     (file,) = folder.iterdir()
-    with safetensors.safe_open(file, "pt") as kept:
-        assert any(tensor.shape[-1] >= 5 for tensor in map(kept.get_tensor, kept.keys()))
+    with safetensors.safe_open(file, "pt") as held:
+        assert any(tensor.shape[-1] >= 5 for tensor in map(held.get_tensor, held.keys()))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
