@@ -311,11 +311,12 @@ def path_of(value: Any) -> str | None:
     return value.meta.get(PATH) if isinstance(value, fx.Node) else None
 
 
-def takes(module: nn.Module, inputs: int) -> bool:
-    """Whether a forward has this number of arguments, which may be given by their places."""
+def names_of_inputs(module: nn.Module) -> tuple[str, ...] | None:
+    """Names of a forward's arguments; None where one cannot be given by its place."""
     arguments = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
-    return len(arguments) == inputs and all(
-        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in arguments
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return (
+        tuple(each.name for each in arguments) if all(each.kind in by_place for each in arguments) else None
     )
 
 
