@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def media_of(options: argparse.Namespace) -> Media:
-    """What requests may have opened."""
+    """The files and URLs that requests may have opened."""
     return Media(options.media_folder and Path(options.media_folder), options.media_urls)
 
 
@@ -88,7 +88,7 @@ def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
 
 
 def sockets_of(host: str, port: int) -> list[socket.socket]:
-    """What listens: for localhost both of its addresses.
+    """The sockets that listen: for localhost at both of its addresses.
 
     Raises: OSError in one line for an address that is in use, or none of this machine.
     """

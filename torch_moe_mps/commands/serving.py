@@ -1,4 +1,4 @@
-"""What serve and chat have in common: a model is loaded, and answers until the command ends."""
+"""The part that serve and chat share: a model is loaded, and answers until the command ends."""
 
 import argparse
 import contextlib
@@ -63,7 +63,7 @@ def _check_parallel(options: argparse.Namespace) -> None:
 
 
 def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generator:
-    """What answers one conversation after the other, or several together as far as the memory goes."""
+    """A generator of one conversation after the other, or of several as far as the memory goes."""
     if not model.can_generate():
         return OneByOne(model, None)
     if options.parallel == 1:
@@ -89,7 +89,7 @@ def _processor(options: argparse.Namespace, folder: str) -> Any:
 
 
 def _encoder(options: argparse.Namespace, model: Any, processor: Any, folder: str) -> Encoder | None:
-    """What makes vectors or scores; the folder of a name on the Hub lacks files in folders of their own."""
+    """The encoder; the folder of a name on the Hub lacks files in folders of their own."""
     source = Path(folder)
     if source.is_dir() and not Path(options.model).is_dir() and (source / "modules.json").is_file():
         from huggingface_hub import hf_hub_download
@@ -123,7 +123,7 @@ def prompts_of(options: argparse.Namespace) -> Prompts:
 
 
 def follow(options: argparse.Namespace) -> None:
-    """What every process of torchrun but the first does: it generates what the first is asked for."""
+    """Generate what the first process of torchrun is asked for, in every other one."""
     check_speculation(options)
     device = usable_device(options.device)
     _stage(options, folder_of(options.model, options.revision), device).pipeline.follow()
@@ -137,6 +137,6 @@ def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
 
 
 def _answering(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generating:
-    """What answers with a model; all processes keep the prompts that the first one keeps."""
+    """`generate` with kept prompts; all processes keep those that the first one keeps."""
     prompts = prompts_of(options) if is_first_process() else Prompts(sys.maxsize)
     return Generating(model, prompts, speculation_of(options, model, folder, device))
