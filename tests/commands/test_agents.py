@@ -1,4 +1,4 @@
-"""What agents and other clients send, and what they get, of a model that says what a test tells it to.
+"""Requests of agents and other clients, and their answers, of a model that says what a test tells it to.
 
 `agents/` has bodies of requests that Codex CLI 0.169.0 and Claude Code 2.1.197 sent to this server, with
 short texts in place of their own, and fewer tools and arguments.
@@ -58,7 +58,7 @@ def recorded(name: str) -> list[dict]:
 
 
 def events_of(text: str) -> list[dict]:
-    """Of server-sent events, whose names are their types."""
+    """The data of server-sent events, whose names are their types."""
     made = []
     for event in text.strip().split("\n\n"):
         if not event.startswith(":"):
@@ -282,7 +282,7 @@ def test_custom_tools_and_namespaces_are_called_as_such(here, of_openai):
 
 
 def test_items_of_agents_are_read_or_left_out(here, caplog):
-    """What is known becomes messages; the rest is one line in the log for each type."""
+    """Known ones become messages; the rest is one line in the log for each type."""
     here.says("ok")
     here.served._said.clear()
     items = [

@@ -59,7 +59,7 @@ def states_of(folder, cls: type, text: str) -> torch.Tensor:
     ids=["cls", "mean", "last"],
 )
 def test_embeddings(cls, pooling, pooled, tmp_path):
-    """As numbers and in base64; shorter ones; of texts and of tokens."""
+    """Numbers and base64; shorter ones; of texts and of tokens."""
     more = {"num_key_value_heads": 1, "head_dim": 16} if cls is transformers.Qwen3ForCausalLM else {}
     folder = write(tmp_path / "model", cls, pooling, **more)
     base = transformers.Qwen3Model if more else cls

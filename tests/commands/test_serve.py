@@ -10,6 +10,7 @@ import signal
 import socket
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
@@ -195,6 +196,35 @@ def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, compute
         assert generating.generate(**given).shape[1] == 103 and sum(computed) == 102
 
 
+def test_conversations_side_by_side(checkpoint, tmp_path):
+    """Each answer is the one that it has alone; kept prompts, probabilities and stops are those of each."""
+    texts = ["hello", "abcabcabc", "thequick" * 9, "hello"]
+    with client_of(checkpoint, "--parallel", 3, "--prompt-cache", tmp_path / "kept") as client:
+        create = client.chat.completions.create
+        asked = {"model": "m", "temperature": 0, "max_tokens": 20}
+
+        def ask(number: int) -> str:
+            text, stream = texts[number], number % 2 == 1
+            answer = create(messages=said(text), stream=stream, **asked)
+            if not stream:
+                return answer.choices[0].message.content
+            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+
+        with ThreadPoolExecutor(4) as threads:
+            answers = [*threads.map(ask, range(4))]
+        assert answers == [expected_text(checkpoint, text, 20) for text in texts]
+        again = create(messages=said(texts[2]), n=2, logprobs=True, stop=answers[2][7:12], **asked)
+        assert again.usage.prompt_tokens_details.cached_tokens == 71
+        for choice in again.choices:
+            assert choice.message.content == answers[2][: answers[2].find(answers[2][7:12])]
+            assert choice.finish_reason == "stop" and choice.logprobs.content
+        drawn = create(messages=said("a"), n=3, seed=1, **asked | {"temperature": 2})
+        assert len({choice.message.content for choice in drawn.choices}) == 3
+        with pytest.raises(openai.BadRequestError, match="of num_beams 1 with --parallel"):
+            create(messages=said("a"), extra_body={"generation_config": '{"num_beams": 2}'}, **asked)
+    assert [*(tmp_path / "kept").iterdir()]
+
+
 @pytest.mark.parametrize("way", ["draft", "lookup"])
 def test_guessed_tokens_change_nothing(way, checkpoint):
     """Streamed and not; the second request begins in what was kept."""
@@ -364,11 +394,13 @@ def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
     assert not [*folder.iterdir()]
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
 @pytest.mark.parametrize("times", in_sweep([1, 2], [2]))
-def test_ctrl_c_ends_an_answer_within_a_step(times, checkpoint, tmp_path):
+def test_ctrl_c_ends_an_answer_within_a_step(times, parallel, checkpoint, tmp_path):
     """The client is told; a second one loses no prompts."""
     port, folder = serving.free_port(), tmp_path / "kept"
-    server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", "--prompt-cache", folder)
+    kept = ["--prompt-cache", folder, "--parallel", parallel]
+    server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", *kept)
     server.wait_for(f"answers at http://localhost:{port}/v1")
     asked = {"model": "m", "messages": said("hello"), "temperature": 0, "stream": True}
     with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
@@ -380,8 +412,8 @@ def test_ctrl_c_ends_an_answer_within_a_step(times, checkpoint, tmp_path):
     code, text = server.rest()
     assert code == 128 + signal.SIGINT and "Traceback" not in text and shown < 200
     (file,) = folder.iterdir()
-    with safetensors.safe_open(file, "pt") as kept:
-        assert any(tensor.shape[-1] >= 5 for tensor in map(kept.get_tensor, kept.keys()))
+    with safetensors.safe_open(file, "pt") as held:
+        assert any(tensor.shape[-1] >= 5 for tensor in map(held.get_tensor, held.keys()))
 
 
 @pytest.mark.parametrize("bits", [8, 16])
@@ -399,6 +431,8 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
     error = capsys.readouterr().err
     assert "--continuous-batching has gone: --parallel N answers" in error and error.count("\n") == 1
     assert refused("serve", checkpoint, "--parallel", "0") == "--parallel must be at least 1, got 0"
+    error = refused("serve", checkpoint, "--parallel", "2", "--prompt-lookup", "2")
+    assert error == "--draft and --prompt-lookup need --parallel 1, got 2"
     assert "--media-folder must be a folder" in refused("serve", checkpoint, "--media-folder", "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -154,7 +154,7 @@ def test_forms_are_known_by_marks_of_the_chat_template(name):
 
 
 def read(template: dict, text: str) -> object:
-    """What transformers reads by a form."""
+    """The message that transformers reads by a form."""
     try:
         return parse_response(text, template, prefix="")
     except ValueError as error:

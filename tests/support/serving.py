@@ -26,7 +26,7 @@ QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
 
 @contextlib.contextmanager
 def client_of(*arguments: object, key: str = "none") -> Iterator[openai.OpenAI]:
-    """Of `serve` with these arguments, on the CPU unless they say where."""
+    """OpenAI's client of `serve` with these arguments, on the CPU unless they say where."""
     with (
         server_at(*arguments) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60) as client,

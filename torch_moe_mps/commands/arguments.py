@@ -361,6 +361,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--prompt-memory", *_SPECULATION)
+    command.set_defaults(parallel=1)
 
 
 def _generate(command: argparse.ArgumentParser) -> None:
@@ -397,10 +398,11 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
     Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000, people
     the page there. A request computes what is new in it: earlier turns of a chat and shared beginnings are
-    kept.
+    kept. Requests are answered one by one, or side by side with --parallel.
 
     examples:
       torch-moe-mps serve qwen3-4bit --prompt-cache prompts               # kept over restarts, too
+      torch-moe-mps serve qwen3-4bit --parallel 4                         # for agents, which ask side by side
       torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080
       torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
     """
@@ -408,7 +410,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
     _add(command, *_MODEL_TO_RUN)
     add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
     _add(command, "--prompt-memory", *_SPECULATION)
-    add("--parallel", type=int, metavar="N", help="conversations that are answered together, at most (1)")
+    add("--parallel", type=int, default=1, metavar="N", help="conversations answered together, at most (1)")
     add("--host", default="localhost", help="address to listen on (localhost)")
     add("--port", type=int, default=8000, help="port to listen on (8000)")
     add("--continuous-batching", action=_Gone, nargs=0, help=argparse.SUPPRESS)

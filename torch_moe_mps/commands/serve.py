@@ -41,7 +41,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def media_of(options: argparse.Namespace) -> Media:
-    """What requests may have opened."""
+    """The files and URLs that requests may have opened."""
     return Media(options.media_folder and Path(options.media_folder), options.media_urls)
 
 
@@ -49,10 +49,6 @@ def _check(options: argparse.Namespace) -> None:
     """Raises: ValueError, ImportError."""
     if not 0 <= options.port < 1 << 16:
         raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
-    if options.parallel is not None and options.parallel < 1:
-        raise ValueError(f"--parallel must be at least 1, got {options.parallel}")
-    if options.parallel is not None and options.parallel > 1:
-        raise ValueError(f"--parallel must be 1: this version answers one by one, got {options.parallel}")
     if options.media_folder is not None and not Path(options.media_folder).is_dir():
         raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
     try:
@@ -92,7 +88,7 @@ def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
 
 
 def sockets_of(host: str, port: int) -> list[socket.socket]:
-    """What listens: for localhost both of its addresses.
+    """The sockets that listen: for localhost at both of its addresses.
 
     Raises: OSError in one line for an address that is in use, or none of this machine.
     """

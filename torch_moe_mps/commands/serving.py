@@ -1,4 +1,4 @@
-"""What serve and chat have in common: a model is loaded, and answers until the command ends."""
+"""The part that serve and chat share: a model is loaded, and answers until the command ends."""
 
 import argparse
 import contextlib
@@ -12,7 +12,9 @@ from typing import Any
 from ..macs import machine_memory
 from ..pipeline.torchrun import is_first_process, processes
 from ..serving.encoder import Encoder, encoder_of
+from ..serving.engine import Engine
 from ..serving.generating import Generating
+from ..serving.job import Generator
 from ..serving.media import Media
 from ..serving.one_by_one import OneByOne
 from ..serving.prompts import Prompts
@@ -20,6 +22,8 @@ from ..serving.served import Served
 from .interrupts import at_ctrl_c
 from .sources import context_of, folder_of, load, name_of, tokenizer_of, usable_device
 from .speculation import check_speculation, speculation_of
+
+_OF_THE_MACHINE = 0.75  # of its memory, which weights, answers and kept prompts may take
 
 
 @contextmanager
@@ -29,27 +33,47 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
     Raises: ValueError, OSError, ImportError with one line that says what is wrong.
     """
     check_speculation(options)
+    _check_parallel(options)
     prompts_of(options)  # its errors come before the model is loaded
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
     processor = _processor(options, folder)
     with ExitStack() as stack:
         if processes() > 1:  # all load at the same time
-            model = _stage(options, folder, device)
-            answering = model.pipeline.answering
+            model, encoder = _stage(options, folder, device), None
             stack.enter_context(model.pipeline.leading())
+            generator: Generator = OneByOne(model, model.pipeline.answering)
         else:
             model = load(options, folder, device)
-            answering = _answering(options, model, folder, device) if model.can_generate() else None
-        name, is_spread = name_of(options), processes() > 1
-        encoder = None if is_spread else _encoder(options, model, processor, folder)
-        generator = OneByOne(model, answering)
+            encoder = _encoder(options, model, processor, folder)
+            generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)
-        context = context_of(model.config)
+        name, context, is_spread = name_of(options), context_of(model.config), processes() > 1
         yield Served(name, model, processor, context, generator, media or Media(), is_spread, encoder)
 
 
-def _closed(generator: OneByOne) -> None:
+def _check_parallel(options: argparse.Namespace) -> None:
+    """Raises: ValueError."""
+    if options.parallel < 1:
+        raise ValueError(f"--parallel must be at least 1, got {options.parallel}")
+    if options.parallel > 1 and (options.draft or options.prompt_lookup):
+        raise ValueError(f"--draft and --prompt-lookup need --parallel 1, got {options.parallel}")
+    if options.parallel > 1 and processes() > 1:
+        raise ValueError(f"--parallel must be 1 in a pipeline of processes, got {options.parallel}")
+
+
+def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generator:
+    """A generator of one conversation after the other, or of several as far as the memory goes."""
+    if not model.can_generate():
+        return OneByOne(model, None)
+    if options.parallel == 1:
+        return OneByOne(model, _answering(options, model, folder, device))
+    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    free = int(_OF_THE_MACHINE * machine_memory()) - weights
+    return Engine(model, prompts_of(options), options.parallel, max(free, 0))
+
+
+def _closed(generator: Generator) -> None:
     """Ends what generates; a Ctrl-C meanwhile loses no prompts, a second one does."""
     line = "torch-moe-mps: prompts are being written; Ctrl-C once more leaves them"
     with at_ctrl_c(lambda: print(line, file=sys.stderr)):
@@ -65,7 +89,7 @@ def _processor(options: argparse.Namespace, folder: str) -> Any:
 
 
 def _encoder(options: argparse.Namespace, model: Any, processor: Any, folder: str) -> Encoder | None:
-    """What makes vectors or scores; the folder of a name on the Hub lacks files in folders of their own."""
+    """The encoder; the folder of a name on the Hub lacks files in folders of their own."""
     source = Path(folder)
     if source.is_dir() and not Path(options.model).is_dir() and (source / "modules.json").is_file():
         from huggingface_hub import hf_hub_download
@@ -99,7 +123,7 @@ def prompts_of(options: argparse.Namespace) -> Prompts:
 
 
 def follow(options: argparse.Namespace) -> None:
-    """What every process of torchrun but the first does: it generates what the first is asked for."""
+    """Generate what the first process of torchrun is asked for, in every other one."""
     check_speculation(options)
     device = usable_device(options.device)
     _stage(options, folder_of(options.model, options.revision), device).pipeline.follow()
@@ -113,6 +137,6 @@ def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
 
 
 def _answering(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generating:
-    """What answers with a model; all processes keep the prompts that the first one keeps."""
+    """`generate` with kept prompts; all processes keep those that the first one keeps."""
     prompts = prompts_of(options) if is_first_process() else Prompts(sys.maxsize)
     return Generating(model, prompts, speculation_of(options, model, folder, device))

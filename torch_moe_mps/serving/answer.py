@@ -79,7 +79,7 @@ class Cut:
         return text
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """Returns: the text that was held back, at the end."""
         rest, self._back = self._back, ""
         return rest
 
@@ -139,7 +139,7 @@ class Answer:
 
     @property
     def entries(self) -> list[Entry] | None:
-        """Of all tokens but the last, if that ends the answer; None where nobody asks."""
+        """The entries of all tokens but one that ends the answer; None where nobody asks."""
         if self._logprobs is None:
             return None
         return [entry for item in self.items if isinstance(item, Piece) for entry in item.entries]

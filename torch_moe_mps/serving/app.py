@@ -185,7 +185,7 @@ class Server:
         finally:
             self.requests[path, status] += 1
 
-    # What the server is
+    # The server itself
 
     async def _page(self, asked: Asked) -> Response:
         own = "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
@@ -317,7 +317,7 @@ async def _body(asked: Asked) -> dict[str, Any]:
 
 
 def refused_by(error: Exception) -> Refused:
-    """What a client is told of an error."""
+    """The error as a client is told it."""
     if isinstance(error, Refused):
         return error
     if isinstance(error, HTTPException):

@@ -98,7 +98,7 @@ class Encoder:
 
 
 def encoder_of(model: Any, tokenizer: Any, folder: Path, name: str) -> Encoder | None:
-    """What a model encodes with, by the files of sentence-transformers in its folder; None for one that only
+    """The encoder of a model, by the files of sentence-transformers in its folder; None for a model that only
     generates.
 
     Args:

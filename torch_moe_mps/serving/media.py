@@ -18,7 +18,7 @@ _SECONDS = 20
 
 @dataclass(frozen=True)
 class Media:
-    """What may be opened beside data: URLs.
+    """The files and URLs that may be opened beside data: URLs.
 
     Args:
         folder: files below it; None for none.

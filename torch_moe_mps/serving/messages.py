@@ -74,7 +74,7 @@ class Messages(Protocol):
         return request
 
     def read_prompt(self, body: dict[str, Any], served: Served) -> Request:
-        """What counting needs of a body, too. Raises: Refused."""
+        """The parts of a request that counting needs, too. Raises: Refused."""
         check(body, _CHECKS)
         ignore_unknown(body, _KNOWN, served, self.path)
         if body.get("messages") is None:

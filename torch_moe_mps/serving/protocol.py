@@ -1,4 +1,4 @@
-"""What a protocol of the server is: how its requests are read, its answers written, and its errors."""
+"""Protocols: how requests are read, answers written, and errors told."""
 
 import json
 import uuid
@@ -26,12 +26,12 @@ class Writer(ABC):
         """A part of the answer of that number."""
 
     def ended(self, number: int) -> str:
-        """What follows the last part of the answer of that number."""
+        """The events behind the last part of the answer of that number."""
         return ""
 
     @abstractmethod
     def end(self) -> str:
-        """What follows the last answer."""
+        """The events behind the last answer."""
 
     @abstractmethod
     def failed(self, refused: Refused) -> str:
@@ -51,7 +51,7 @@ class Protocol(ABC):
 
     @abstractmethod
     def read(self, body: dict[str, Any], served: Served) -> Request:
-        """What a body asks for. Raises: Refused."""
+        """The request of a body. Raises: Refused."""
 
     @abstractmethod
     def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a request asks for, in whatever protocol it came, and the checks of its fields."""
+"""Requests, in whatever protocol they come, and the checks of their fields."""
 
 import json
 import math
@@ -11,7 +11,7 @@ MOST_ANSWERS = 32  # to one request
 
 
 class Refused(Exception):
-    """What a client asks for and does not get: a line, the field that it is about, and an HTTP status."""
+    """A request that is refused: a line, the field that it is about, and an HTTP status."""
 
     def __init__(
         self, message: str, field: str | None, code: str | None = "unsupported_value", status: int = 400
@@ -91,7 +91,7 @@ class Forced:
 
 @dataclass
 class Request:
-    """What a client asks for.
+    """The wishes of a client.
 
     Args:
         prompts: conversations, texts or tokens; each has `count` answers.

@@ -321,7 +321,7 @@ def _response(name: str, request: Request, served: Served) -> dict[str, Any]:
 
 
 def _ending(answers: Answers, items: list[dict[str, Any]]) -> dict[str, Any]:
-    """What a response has at its end."""
+    """The fields that a response gets at its end."""
     answer: Answer = answers.answers[0]
     is_cut = answer.reason == "length"
     if is_cut and items and not answer.calls:

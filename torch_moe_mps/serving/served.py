@@ -228,6 +228,8 @@ class Served:
             config.update(**request.settings)
         except (TypeError, ValueError, AttributeError) as error:
             raise wrong("generation_config", "of settings that exist", first_line(error)) from None
+        if self.generator.most > 1 and (config.num_beams or 1) > 1:
+            raise wrong("generation_config", "of num_beams 1 with --parallel", config.num_beams)
         if config.eos_token_id is None:
             config.eos_token_id = own.eos_token_id
         rest, most = self.context - length, request.most
@@ -242,7 +244,7 @@ class Served:
         return config
 
     def _processors(self, request: Request, prepared: Prepared) -> tuple[list[Any], Logprobs | None]:
-        """What changes or reads the logits of one answer, and the probabilities among it.
+        """The processors of one answer's logits, and the one among them that keeps probabilities.
 
         Raises: Refused.
         """
@@ -320,14 +322,14 @@ class Answers:
 
     @property
     def prompt_tokens(self) -> int:
-        """Those of each prompt once, however many answers it has."""
+        """Tokens of each prompt, once however many answers it has."""
         return sum(
             {id(j.inputs): a.prompt_tokens for a, j in zip(self.answers, self.jobs, strict=True)}.values()
         )
 
     @property
     def cached_tokens(self) -> int:
-        """Those of the prompts that were kept, of each prompt's first answer."""
+        """Tokens of the prompts that were kept, of each prompt's first answer."""
         first: dict[int, int] = {}
         for job in self.jobs:
             first.setdefault(id(job.inputs), job.cached_tokens)

@@ -18,7 +18,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the field
 _NAMES = (
     "qwen_3", "qwen_3_5", "glm_4_7", "kimi", "deepseek_v3_1", "deepseek_v3_2", "llama", "minimax", *FAMILIES,
 )  # fmt: skip
-# What xgrammar calls a style: an argument "a" that is "b".
+# {style of xgrammar: an argument "a" that is "b"}.
 _ARGUMENTS = {
     "json": '{"a": "b"}',
     "qwen_xml": "<parameter=a>\nb\n</parameter>",
