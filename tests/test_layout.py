@@ -1,52 +1,16 @@
 """How the repository is laid out: what may import what."""
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 
 import pytest
 from support import dependents
-from support.dependents import PACKAGE, REPOSITORY, imports, name_of
+from support.dependents import PACKAGE, REPOSITORY, imports
+from support.rooms import floor, graph
 
 from torch_moe_mps.ops import _activations, _checks, routing
 from torch_moe_mps.transformers import wiring
-
-# Parts of the package from the lowest floor to the highest: a part imports those below it.
-FLOORS = (
-    "_versions",
-    "_text",
-    "_extension",
-    "_faults",
-    "macs",
-    "ops",
-    "selfcheck",
-    "quantization",
-    "transformers.basics",
-    "transformers.graphs",
-    "transformers.caches",
-    "transformers.modules",
-    "transformers.attention",
-    "transformers.families",
-    "transformers.capture",
-    "transformers.checkpoints",
-    "transformers",
-    "pipeline",
-    "serving",
-    "commands",
-    "_registration",
-    "__main__",
-)
-
-
-@functools.cache
-def graph() -> dict[str, set[str]]:
-    """{module: the modules of the package that it imports}."""
-    return {
-        name_of(path, REPOSITORY): {name_of(o, REPOSITORY) for o in others if o.is_relative_to(PACKAGE)}
-        for path, others in dependents.graph().items()
-        if path.is_relative_to(PACKAGE)
-    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,14 +40,6 @@ def test_no_circle_of_imports():
     assert len(edges) > 20 and edges["torch_moe_mps.transformers.accelerate"]
     assert circle(edges) is None
     assert circle(edges | {"torch_moe_mps.ops._checks": {"torch_moe_mps.ops.norms"}}) is not None
-
-
-def floor(name: str) -> int:
-    """The floor of a module: that of the longest name in FLOORS that it belongs to."""
-    inner = name.removeprefix("torch_moe_mps.")
-    matching = [floor for floor in FLOORS if inner == floor or inner.startswith(f"{floor}.")]
-    assert matching, f"{name} is on no floor"
-    return FLOORS.index(max(matching, key=len))
 
 
 def test_imports_go_down():
