@@ -106,7 +106,7 @@ def _loaded(model: nn.Module, keys: Any) -> None:
 
 
 def _left(resident: "weakref.ref[Resident]", place: int | None) -> None:
-    """What a weight leaves behind: its place in the set, if it was in it."""
+    """Free the place that a deleted weight had in the set, if it was in it."""
     if (own := resident()) is None:
         return
     if place is not None and own.set:
