@@ -1,4 +1,4 @@
-"""What RMSNorm a module is, as its forward is traced."""
+"""Form of a module that is an RMSNorm, read from the trace of its forward."""
 
 import functools
 import warnings

@@ -27,7 +27,7 @@ _PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequ
 
 
 def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    """What those of these layers that a module has make of x, one behind the other."""
+    """Pass x through those of these layers that a module has, one behind the other."""
     for layer in (owner._modules[name] for name in names if name in owner._modules):
         x = layer(x)  # type: ignore[misc]  # none of them is None
     return x
