@@ -132,7 +132,7 @@ def _octets() -> dict[str, int]:
 
 
 def in_completion(own: Callable[..., Any]) -> Callable[..., Any]:
-    """Of the handler's method that builds a whole answer."""
+    """Wrapper of the handler's method that builds a whole answer."""
 
     @functools.wraps(own)
     def build(handler: Any, request_id: str, content: Any, *others: Any, **named: Any) -> Any:
@@ -145,7 +145,7 @@ def in_completion(own: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def in_chunk(own: Callable[..., str]) -> Callable[..., str]:
-    """Of the handler's method that builds a piece of a streamed answer."""
+    """Wrapper of the handler's method that builds a piece of a streamed answer."""
 
     @functools.wraps(own)
     def build(handler: Any, *others: Any, **named: Any) -> str:
@@ -162,7 +162,7 @@ def in_chunk(own: Callable[..., str]) -> Callable[..., str]:
 
 
 def completion_form(entries: list[Entry]) -> dict[str, Any]:
-    """Of a completion, whose most probable tokens include the one that was chosen."""
+    """Form for a completion, whose most probable tokens include the one that was chosen."""
     top = [[*entry["top_logprobs"], entry] for entry in entries]
     return {
         "tokens": [entry["token"] for entry in entries],
@@ -173,7 +173,7 @@ def completion_form(entries: list[Entry]) -> dict[str, Any]:
 
 
 def response_form(entries: list[Entry]) -> list[dict[str, Any]]:
-    """Of a response, which has octets of every token."""
+    """Form for a response, which has octets of every token."""
     return [
         _with_octets(entry) | {"top_logprobs": [*map(_with_octets, entry["top_logprobs"])]}
         for entry in entries
@@ -185,7 +185,7 @@ def _with_octets(entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def filled(own: Callable[..., Any], form: Callable[[list[Entry]], Any]) -> Callable[..., Any]:
-    """What makes a part of an answer of its text, with the `logprobs` of a text that has them."""
+    """Function that makes a part of an answer from its text, with the `logprobs` of a text that has them."""
 
     def make(*others: Any, **named: Any) -> Any:
         entries = getattr(named.get("text", named.get("delta")), "logprobs", None)

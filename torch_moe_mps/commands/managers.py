@@ -1,4 +1,4 @@
-"""What transformers' server generates with, in place of its own: on one thread, and as OpenAI's does."""
+"""Managers of generation for transformers' server, in place of its own: one thread, answers as OpenAI's."""
 
 import asyncio
 import json

@@ -1,4 +1,4 @@
-"""What a request to the server must be, checked before anything is done for it: OpenAI's rules."""
+"""Rules of OpenAI for a request to the server, checked before anything is done for it."""
 
 import json
 import math
@@ -18,7 +18,7 @@ _MOST_STOPS = 4
 
 
 class Refused(Exception):
-    """What a client asks for and does not get, for OpenAI's form of an error."""
+    """Refusal of a client's request, in OpenAI's form of an error."""
 
     def __init__(
         self, message: str, field: str | None, code: str | None = "unsupported_value", status: int = 400
@@ -182,7 +182,7 @@ def _is_call(call: Any) -> bool:
 
 
 def _check_items(items: Any) -> None:
-    """What a response goes on with: messages, calls of functions, their results, or parts of a message."""
+    """Check the items of a response's input: messages, calls, their results, parts of a message."""
     if not isinstance(items, list) or not items or not all(isinstance(item, dict) for item in items):
         raise wrong("input", "a text or a list of at least one item", items)
     if "role" not in items[0] and items[0].get("type") in ("input_text", "input_image"):
@@ -243,7 +243,7 @@ class Cut:
         return text
 
     def rest(self) -> str:
-        """What was held back, at the end."""
+        """Text that was held back, at the end."""
         rest, self._back = self._back, ""
         return rest
 

@@ -229,7 +229,7 @@ def prompts_of(options: argparse.Namespace) -> Prompts:
 
 
 def follow(options: argparse.Namespace) -> None:
-    """What every process of torchrun but the first does: it generates what the first is asked for."""
+    """Work of every process of torchrun but the first: it generates what the first is asked for."""
     check_speculation(options)
     device = usable_device(options.device)
     _stage(options, folder_of(options.model, options.revision), device).pipeline.follow()
@@ -243,7 +243,7 @@ def _stage(options: argparse.Namespace, folder: str, device: str) -> Any:
 
 
 def _answering(options: argparse.Namespace, folder: str, device: str) -> Generating:
-    """What answers with the model in a folder; all processes keep the prompts that the first one keeps."""
+    """Generator with the model in a folder; all processes keep the prompts that the first one keeps."""
     model = load(options, folder, device)
     prompts = prompts_of(options) if is_first_process() else Prompts(sys.maxsize)
     return Generating(model, prompts, speculation_of(options, model, folder, device))

@@ -30,7 +30,7 @@ _NOTHING = {"type": "object", "properties": {}}
 
 
 class Forced(NamedTuple):
-    """What must be called: a tool of these if `choice` is "required", or the one that it names."""
+    """Tools of which one must be called: any if `choice` is "required", else the one that it names."""
 
     tools: list[dict[str, Any]]
     choice: str | dict[str, Any]
@@ -120,7 +120,7 @@ class Parser(utils.ResponseParser):
 def parsed(
     processor: Any, model: Any, text: Any, input_ids: Any, cleaned_content: str = "", tools: Any = None
 ) -> tuple[Any, Any, Any]:
-    """As transformers' `parse_assistant_message`, by the parser of streams."""
+    """Results of transformers' `parse_assistant_message`, by the parser of streams."""
     parser = utils.build_response_parser(processor, model, input_ids, tools)
     if parser is None:
         return cleaned_content, None, None

@@ -57,7 +57,7 @@ class Generating(Beside):
         return getattr(self.model, name)
 
     def end(self) -> None:
-        """What is generated ends with its next token, and all that is asked for later with its first."""
+        """End what is generated with its next token, and all later requests with their first."""
         self._ended.set()
 
     @property
@@ -65,7 +65,7 @@ class Generating(Beside):
         return self._ended.is_set()
 
     def interrupt(self) -> None:
-        """What is generated now ends with its next token, or the next piece of its prompt."""
+        """End what is generated now with its next token, or the next piece of its prompt."""
         self._interrupted.set()
 
     def write(self) -> None:
@@ -77,7 +77,7 @@ class Generating(Beside):
         return self.has_ended or self._interrupted.is_set()
 
     def generate(self, streamer: Any = None, **given: Any) -> Any:
-        """As the model's own `generate`, whose arguments it takes by name."""
+        """Generate as the model's own `generate`, whose arguments it takes by name."""
         self._interrupted.clear()
         steps = _Steps(self._ends, streamer, self.model.device)
         given |= {"stopping_criteria": [steps], "streamer": streamer and steps}
