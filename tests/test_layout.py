@@ -142,3 +142,22 @@ def test_limits_are_the_same_on_every_floor(file, name, value):
     """The limits that Python checks or assumes are those of the host and the shaders."""
     (written,) = re.findall(rf"\b{name}(?: =)? ([0-9.]+)f?\b", (PACKAGE / file).read_text())
     assert float(written) == value
+
+
+# Words with which a docstring begins in the middle of a sentence: the thing that it describes is missing.
+MIDDLE = re.compile(r"(Of|That|Those|As|What|Which|Whose)\b")
+
+
+def documented(tree: ast.Module) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+    return filter(None, map(ast.get_docstring, nodes))
+
+
+def test_docstrings_begin_with_the_thing():
+    """A noun or a verb comes first, in the package and in the scripts."""
+    assert MIDDLE.match(*documented(ast.parse('def f():\n    """Of each row."""')))
+    assert not MIDDLE.match(*documented(ast.parse('class A:\n    """Offsets of rows."""')))
+    paths = [*PACKAGE.rglob("*.py"), *(dependents.REPOSITORY / "scripts").glob("*.py")]
+    texts = [(path, text) for path in paths for text in documented(ast.parse(path.read_text()))]
+    assert not [(path, text) for path, text in texts if MIDDLE.match(text)]

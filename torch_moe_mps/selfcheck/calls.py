@@ -56,7 +56,7 @@ HEADS = {
 class Subject(NamedTuple):
     """Subject of a verdict: an operator in a dtype.
 
-    `format` and `head` are None where no kernel depends on them; `given` are the arguments of WITH that there are.
+    `format` and `head` are None where no kernel depends on them; `given` are its arguments of WITH.
     """
 
     operator: str
