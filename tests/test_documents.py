@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tokenizers import decoders
 
 import torch_moe_mps
 from torch_moe_mps._versions import FAILS, MACOS, MACOS_OF_TORCH, TENSOR_UNITS, TORCH, dotted
+from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.transformers.basics.interface import formats_of
 
 DOCUMENTS = [
@@ -32,6 +34,20 @@ def test_links_and_paths_exist(document):
     for path in PATH.findall(text):
         roots = (REPOSITORY, REPOSITORY / "torch_moe_mps")
         assert any((root / path).exists() for root in roots), path
+
+
+def anchors_of(text: str) -> set[str]:
+    """Names under which GitHub has the headings of a page."""
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    headings = (heading.lower() for heading in re.findall(r"^#+ (.*)$", outside, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_links_lead_to_headings(document):
+    for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+        page = document.parent / path if path else document
+        assert anchor in anchors_of(page.read_text()), f"{path}#{anchor}"
 
 
 def test_changelog_begins_with_the_version():
@@ -177,3 +193,26 @@ def test_the_figures_in_the_readme_are_those_of_the_table():
         rows[name] for name in ("5 bits, embedding 6: importance", "llama.cpp Q4_K_S, importance")
     )
     assert f"{own} in {size} MB; llama.cpp Q4_K_S {theirs} in {their_size} MB" in text
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Arguments of each torch-moe-mps in indented lines and in backticks."""
+    lines = re.findall(r"^ {4}(?:\$ )?(?:\w+=\S+ )*torch-moe-mps (.+)$", text, re.MULTILINE)
+    lines += re.findall(r"`(?:\w+=\S+ )*torch-moe-mps ([^`]+)`", text)
+    return [shlex.split(re.split(r"(?:^|\s)[#<>]", line)[0]) for line in lines]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_commands_have_the_options_that_documents_show(document):
+    for arguments in commands_in(document.read_text()):
+        if len(arguments) > 1 or arguments in (["check"], ["report"]):
+            parser().parse_args(arguments)  # exits where an option or its value is wrong
+
+
+def test_commands_are_read_from_documents():
+    text = (REPOSITORY / "docs" / "faq.md").read_text()
+    assert len(commands_in(text)) > 20
+    assert commands_in('a `torch-moe-mps bench X --bits 4` b\n\n    A=1 torch-moe-mps chat "a b"  # c') == [
+        ["chat", "a b"],
+        ["bench", "X", "--bits", "4"],
+    ]
