@@ -100,7 +100,7 @@ class Sample:
         more = 4 if self.format.name in GRIDS else 1  # elements of points are larger than codes
         return self._held(2.0 ** (-more - self.format.bits), *groups)
 
-    # What several families take.
+    # Arguments that several families take.
 
     @property
     def ids(self) -> Tensor:

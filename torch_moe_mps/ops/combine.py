@@ -108,7 +108,7 @@ def weighted_sum_residual_norm_stacked_(
 
 # The combine of a whole MoE layer
 
-# What is added to the sum of the experts, beside a tensor of its dtype.
+# Summands of the experts' sum, beside a tensor of its dtype.
 ADDED = "shared_gate[T]|[T, 1] shared_out[T, H]:{0} residual:{0}"
 
 

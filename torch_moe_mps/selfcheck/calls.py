@@ -183,7 +183,7 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
                 yield {**sample(), **changes}
         if subject.given:
             return
-        # Of the operators with heads, only attention has other kernels for many tokens.
+        # Among operators with heads, only attention has other kernels for many tokens.
         for tokens in TOKENS if name == "attention" or name not in OF_HEADS else TOKENS[:2]:
             arguments = sample(tokens=tokens)
             if "ids" in arguments and tokens == TOKENS[-1]:

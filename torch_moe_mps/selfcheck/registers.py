@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .._versions import MACOS
 
-# As compile_options() in csrc/metal/library.mm has it: safe math, and the languages.
+# The options of compile_options() in csrc/metal/library.mm: safe math, and the languages.
 COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-Wmetal-addr-spaces", "-c")
 LINKER = ("xcrun", "-sdk", "macosx", "metallib")
 LANGUAGE = ("-std=metal3.1", "-mmacosx-version-min={}.{}".format(*MACOS))

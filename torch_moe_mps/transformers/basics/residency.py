@@ -66,7 +66,7 @@ class Resident:
 
 
 _residents: "weakref.WeakKeyDictionary[nn.Module, Resident]" = weakref.WeakKeyDictionary()
-# Those with a weight that has left its memory: `follow_moved` is due.
+# Models with a weight that has left its memory: `follow_moved` is due.
 MOVED: set[Resident] = set()
 
 

@@ -38,7 +38,7 @@ from ..graphs.tracing import NotCapturable
 from .own_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# What every module has besides them, and no forward without gradients reads.
+# Attributes that every module has, and no forward without gradients reads.
 _UNREAD = (
     "_backward_hooks",
     "_backward_pre_hooks",
@@ -95,7 +95,7 @@ class Fingerprint:
         _note_first(classes, files)
         self._copies = [(each, each.copy()) for each in reached.containers if isinstance(each, (dict, list))]
         held = [*hooks, *_members(classes), *files, *reached.containers]
-        # An empty one alone of other kinds: the order of those is no part of their entries.
+        # Subclasses of dict only while empty: the order of an OrderedDict is no part of its entries.
         entries = [each for each in held if type(each) is dict or (isinstance(each, dict) and not each)]
         known = set(map(id, entries))
         self._entries = _Entries(sorted(entries, key=id))  # as they lie in memory

@@ -14,7 +14,7 @@ from .tracing import ITEM, VALUE, as_recorded, geometry, sampled
 
 aten, ours = torch.ops.aten, torch.ops.moe_mps
 
-# What gives a tensor another shape, with the same elements in the same order.
+# Operators that give a tensor another shape, with the same elements in the same order.
 _RESHAPING = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.alias, aten.detach)
 
 # Views whose schemas promise new tensors.

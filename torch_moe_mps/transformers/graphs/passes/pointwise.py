@@ -16,9 +16,9 @@ _UNARY = {getattr(aten, name): name for name in UNARY if name != "to"}
 _UNARY |= {aten._to_copy: "to", aten.clone: "to"}
 _BINARY = {aten.add: "add", aten.sub: "sub", aten.mul: "mul", aten.div: "div"}
 _BINARY |= {aten.maximum: "max", aten.minimum: "min"}
-# What changes neither the order of elements nor more than dimensions of one of them.
+# Views that only add, drop or repeat dimensions of size 1.
 _VIEWS = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.expand, aten.alias, aten.detach)
-# {dimension of a value: that of the result by which it goes, None where it has one element}
+# For each dimension of a value, that of the result; None where the value has size 1 and is repeated.
 Dims = tuple[int | None, ...]
 
 

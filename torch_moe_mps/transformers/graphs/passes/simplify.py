@@ -16,7 +16,7 @@ from ..tracing import ITEM, VALUE, Number, as_given, as_recorded, key_of
 
 _ONE = 1, (aten.ones, aten.ones_like, aten.new_ones)
 _ZERO = 0, (aten.zeros, aten.zeros_like, aten.new_zeros)
-# What changes nothing as an operand: a number, and the calls that make tensors of it.
+# {operator: (the number that changes nothing as an operand, the calls that make tensors of it)}
 _NEUTRAL: dict[Any, tuple[int, tuple[Any, ...]]] = {
     aten.mul: _ONE,
     aten.bitwise_and: _ONE,
