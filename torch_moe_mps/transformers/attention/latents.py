@@ -28,9 +28,9 @@ from ..modules.rules.trial import tried
 
 ops = torch.ops.moe_mps
 
-# The most tokens of a call that attends to latents without expanding them. A query and key take 2 L + R products
-# instead of N + R + V, but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more, for real
-# widths.
+# The most tokens of a call that attends to latents without expanding them. A query and key take 2 L + R
+# products instead of N + R + V, but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more,
+# for real widths.
 MOST_TOKENS = 128
 # The most bytes of keys and values that a prompt's latents are expanded into at a time.
 MOST_BYTES = 128 * 2**20

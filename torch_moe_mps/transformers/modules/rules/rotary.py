@@ -20,7 +20,7 @@ from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
-# An angle is position x frequency, a x b. In M-RoPE the position is one of time (a), height (c) and width (e):
+# An angle is position x frequency, a x b. In M-RoPE the position is one of time (a), height (c), width (e):
 # d and f are masks of 0 and 1 that pick height and width, (a + d (c - a) + f (e - a)) x b.
 _ANGLE: tuple[str, ...] = ("mul a b f32",)
 _ANGLE_OF_AXES: tuple[str, ...] = (
