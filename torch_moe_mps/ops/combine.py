@@ -1,4 +1,4 @@
-"""What follows the experts' matmuls: the gated activation and the weighted sum over the slots of a token.
+"""Operators behind the experts' matmuls: the gated activation and the weighted sum over the slots of a token.
 
 Sums run over the slots in ascending order in float32 and are rounded once, so that a token's sum does not
 depend on how many tokens there are.
@@ -108,12 +108,12 @@ def weighted_sum_residual_norm_stacked_(
 
 # The combine of a whole MoE layer
 
-# What is added to the sum of the experts, beside a tensor of its dtype.
+# Summands of the experts' sum, beside a tensor of its dtype.
 ADDED = "shared_gate[T]|[T, 1] shared_out[T, H]:{0} residual:{0}"
 
 
 class ExpertSum(NamedTuple):
-    """What a layer adds up around its experts, by the operators' arguments of these names."""
+    """Summands of a layer beside its experts' results, by the names of the operators' arguments."""
 
     weights: Tensor
     shared_gate: Tensor | None = None
@@ -122,7 +122,7 @@ class ExpertSum(NamedTuple):
     gate_is_logit: bool = False
 
     def check(self, check: Check) -> None:
-        """What the declaration of the tensors, `ADDED`, cannot say. Sizes T and H are those of the sum."""
+        """Checks beyond the declaration of the tensors, `ADDED`. Sizes T and H are those of the sum."""
         if self.gate_is_logit and self.shared_gate is None:
             check.fail("gate_is_logit", "False without shared_gate", True)
         if self.shared_gate is not None and self.shared_out is None:

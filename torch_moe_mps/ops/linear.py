@@ -142,7 +142,7 @@ def mlp_outputs(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """What `mlp_quantized` makes of `x` without a residual, in float32."""
+    """Result of `mlp_quantized` for `x` without a residual, in float32."""
     hidden = activation.apply(_product(norm.applied_to(x), gate_up, gate_up_bias)).to(x.dtype)
     return _product(hidden, down, down_bias)
 

@@ -98,7 +98,7 @@ def extended(
 
 
 def slots_behind(held: Any, new: Tensor) -> Tensor | None:
-    """What is held, and the room for new tokens behind it; None where there is none."""
+    """View of the held tokens and of the room for new ones behind them; None where there is none."""
     memory: Any = getattr(held, MEMORY, None)
     if memory is None or not may_grow() or not _alike(held, new):
         return None
@@ -246,5 +246,5 @@ def changed(states: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def compact(value: Any) -> Any:
-    """What is saved of a value: a view is saved without the rest of its memory."""
+    """Value to save: a view is saved without the rest of its memory."""
     return value.clone(memory_format=torch.contiguous_format) if hasattr(value, MEMORY) else value

@@ -1,4 +1,4 @@
-"""What a rule may ask of a layer of a cache that grows in place.
+"""Questions that a rule may ask of a layer of a cache that grows in place.
 
 `cache` has such layers; of any other a rule asks what transformers' own code does. Shapes: B sequences, S
 tokens that are held, T new ones. A method that writes nothing itself gives slots: what is held with room for

@@ -1,4 +1,4 @@
-"""What the layers of a cache hold from call to call, by name.
+"""State that the layers of a cache hold from call to call, by name.
 
 transformers' layers, and ours that stand in for them, keep their state in their attributes: tensors, numbers,
 and dictionaries of such for layers of several states. Only this file knows that; whoever copies, saves,
@@ -101,7 +101,7 @@ def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
 
 
 def attributes_of(cache: Cache) -> dict[str, Any]:
-    """What a cache itself holds: its layers and lists of states beside them, and settings."""
+    """Attributes of a cache itself: its layers and lists of states beside them, and settings."""
     return cache.__dict__
 
 

@@ -93,7 +93,7 @@ class _Kind:
 
 
 class Captures:
-    """What a model knows of its calls: counts, and programs of those that repeat.
+    """Counts of a model's calls, and programs of those that repeat.
 
     Attributes:
         programs: the one that ran last is the first.
@@ -132,7 +132,7 @@ class Captures:
         self.programs, self._kinds, self.reason = [], Bounded(_MOST_KINDS), reason
 
     def call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """What `own`, the model's forward, returns for these arguments."""
+        """Result of `own`, the model's forward, for these arguments."""
         with self._entering:
             self._inside += 1
         try:
@@ -428,7 +428,7 @@ def restore_calls(model: nn.Module) -> None:
 
 
 def captures_of(model: nn.Module) -> Captures | None:
-    """Of the first model in a module that captures its calls."""
+    """Captures of the first model in a module that captures its calls."""
     return next((m.__dict__[CAPTURES] for m in model.modules() if CAPTURES in m.__dict__), None)
 
 
@@ -445,7 +445,7 @@ def tokens_of(model: nn.Module) -> Callable[[], str | None]:
 
 
 def operators_of_calls(model: nn.Module) -> set[str]:
-    """What `generate` of a model runs beside the model."""
+    """Operators that `generate` of a model runs beside the model."""
     classes = [vars(type(module)) for module in model.modules()]
     return {OPERATOR} if any(_MARK in members and "_sample" in members for members in classes) else set()
 

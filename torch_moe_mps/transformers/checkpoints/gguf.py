@@ -41,7 +41,7 @@ def packing() -> AbstractContextManager[bool]:
 
 
 class Part:
-    """What transformers' loader reads as one tensor of a packed parameter."""
+    """One tensor of a packed parameter, as transformers' loader reads it."""
 
     def __init__(self, source: GgufRows, number: int):
         self.source, self.number = source, number
@@ -51,7 +51,7 @@ class Part:
 
 
 class Dense:
-    """What it reads as a parameter that is dequantised; `wanted` is it as a parameter of a target."""
+    """A dequantised parameter, as transformers' loader reads it; `wanted`: a target and its parameter."""
 
     def __init__(self, file: File, name: str, wanted: tuple[Target, str] | None = None):
         self.file, self.name, self.wanted = file, name, wanted

@@ -49,7 +49,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def format(self) -> Format | None:
-        """That of its blocks."""
+        """Format of its blocks."""
         return format_of_blocks(self.kind)
 
     @property
@@ -164,7 +164,7 @@ class _Processed:
         return found[name]
 
     def inputs(self, name: str) -> Tensor | None:
-        """Which elements of its input a weight takes, in its order, where its columns do not move."""
+        """Elements of its input that a weight takes, in its order, where its columns do not move."""
         return None
 
 
@@ -300,7 +300,7 @@ class File:
         return self._placing.value(name, [(tensor, tensor.values()) for tensor in self.parts[name]])
 
     def value_of(self, target: Target, parameter: str) -> Tensor:
-        """That of a target, in its dtype: rows of the file are dequantised some at a time."""
+        """Value of a target's parameter, in its dtype: rows of the file are dequantised some at a time."""
         name, weight = f"{target.name}.{parameter}", target.dense(parameter)
         tensors, order = self.parts[name], self._order(target, parameter)
         if order is None or self._placing.inputs(name) is not None:
@@ -352,7 +352,7 @@ class File:
         return None
 
     def _rows_of(self, target: Target, name: str, tensors: list[GgufTensor], columns: int) -> Tensor | None:
-        """Which rows of the tensors those of a parameter are, by numbers in place of some columns.
+        """Rows of the tensors that a parameter's rows are, read from numbers in place of some columns.
 
         Returns: None if they are no whole rows, or cannot be found so.
         """

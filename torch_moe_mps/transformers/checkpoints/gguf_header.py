@@ -23,7 +23,7 @@ _reading = Lock()
 
 
 class Header:
-    """What a file says in front of its tensors.
+    """Contents of a file in front of its tensors.
 
     Attributes:
         metadata: {key: value}; of an array of texts the count, unless it is one of `texts`.

@@ -127,7 +127,7 @@ class Quantizer(HasTargets, HfQuantizer):
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Dense]:
-        """Of a GGUF file, whose names become the model's."""
+        """State of a GGUF file, whose names become the model's."""
         return dense_state(checkpoint_file, model, self._stream.wanted)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -179,7 +179,7 @@ class Quantizer(HasTargets, HfQuantizer):
             self._targets = self._reading.targets
 
     def _keep_what_would_not_shrink(self) -> None:
-        """Of what is stored, leaves in `_wanted` only what is to be quantised again.
+        """Leaves in `_wanted`, of the stored weights, only those that are to be quantised again.
 
         Raises: ValueError if that is nothing although another format was asked for, and nothing is dense.
         """
@@ -318,7 +318,7 @@ class Quantizer(HasTargets, HfQuantizer):
 
 
 def _of_gguf(config: Any, **kwargs: Any) -> HfQuantizer:
-    """What reads a GGUF file: packed, or quantised again as the config asks."""
+    """Quantizer that reads a GGUF file: packed, or quantised again as the config asks."""
     return (Quantizer if isinstance(config, QuantizationConfig) else GgufQuantizer)(config, **kwargs)
 
 
@@ -356,7 +356,7 @@ def quantizer_for(
     requantize: bool,
     importance: Importance | None = None,
 ) -> Quantizer | GgufQuantizer | None:
-    """What quantises a checkpoint, or reads it as quantised; None for neither: FP8 without a recipe is dense.
+    """Quantizer that a checkpoint, dense or quantised, needs; None for none: FP8 without a recipe is dense.
 
     `model` is on the meta device.
 

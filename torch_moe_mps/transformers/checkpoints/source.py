@@ -1,4 +1,4 @@
-"""What is known of a checkpoint before its weights are read."""
+"""Knowledge of a checkpoint before its weights are read."""
 
 import copy
 from collections.abc import Mapping
@@ -70,7 +70,7 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
 
 
 class Source:
-    """What the config of a checkpoint says.
+    """Source of a model: a checkpoint, by its config.
 
     Args:
         name: a folder, a name on the Hub, or a GGUF file.

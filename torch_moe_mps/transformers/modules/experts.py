@@ -204,7 +204,7 @@ def _activation(module: nn.Module) -> tuple | None:
 
 
 def activation_arguments(activation: tuple) -> dict[str, Any]:
-    """As arguments of the operators, without their defaults: the dispatcher takes time for each."""
+    """Arguments of the operators for an activation, without defaults: the dispatcher takes time for each."""
     name, alpha, limit, gated, interleaved = activation
     arguments: dict[str, Any] = {}
     if name != "silu":

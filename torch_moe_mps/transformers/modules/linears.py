@@ -127,7 +127,7 @@ def has_quantized_weights(module: nn.Module) -> bool:
 
 
 def kept_on_cpu(model: nn.Module) -> str | None:
-    """What the report says of quantised weights on a CPU; None without any."""
+    """Line of the report about quantised weights on a CPU; None without any."""
     values: dict[int, int] = {}  # {id of the words: how many values}
     for module in model.modules():
         for name, format in formats_in(module).items():

@@ -107,8 +107,9 @@ _CURRENT: ContextVar[Sampling | None] = ContextVar("moe_mps_sampling", default=N
 
 
 class _Steps:
-    """What `generate` makes of a model's logits, step by step, of which nothing is made if all that is asked
-    is a token of each row. Whatever else is asked of it gets elements.
+    """Logits of a model and the values that `generate` makes of them, step by step.
+
+    None of these is computed if all that is asked for is a token of each row; anything else gets elements.
 
     No subclass of Tensor: each operator of one costs the host 20 us.
 
@@ -150,7 +151,7 @@ class _Steps:
         return func(*args, **kwargs)
 
     def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives that needs no elements; None if it needs them."""
+        """Result of an operator that needs no elements; None if it needs them."""
         stage, logits, sampling = self.stage, self.logits, self.sampling
         given = {name: value for name, value in kwargs.items() if name != "_stacklevel" and value is not None}
         if func is softmax and stage == _SCORES and (args, given) == ((), {"dim": -1}) and sampling.draws:
@@ -183,14 +184,16 @@ def _is_plain(processor: Any) -> bool:
 
 
 def current() -> Sampling | None:
-    """Of the call of `generate` that this thread is in."""
+    """The sampling of the call of `generate` that this thread is in."""
     return _CURRENT.get()
 
 
 @contextlib.contextmanager
 def sampling(processors: Any, config: Any, device: torch.device) -> Iterator[Any]:
-    """What stands for the processors of logits inside the block: they themselves where transformers' own code
-    draws the tokens, because their scores are wanted or the operator has failed the self-check.
+    """Stand-in for the processors of logits inside the block.
+
+    They are left as they are where transformers' own code draws the tokens: where scores are wanted, or the
+    operator has failed the self-check.
 
     Raises: RuntimeError at the end if a token had no distribution.
     """

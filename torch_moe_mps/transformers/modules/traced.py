@@ -1,4 +1,4 @@
-"""What a module computes, as operators: its own forward, recorded on fake tensors.
+"""Operators that a module computes: its own forward, recorded on fake tensors.
 
 No source is read, so it does not matter how a forward is written, decorated or inherited. The forward runs on
 a twin of the module: without hooks, in evaluation mode, with fake tensors for parameters and buffers. The
@@ -48,7 +48,7 @@ _seen: ContextVar[dict[Path, Any] | None] = ContextVar("moe_mps_seen", default=N
 
 
 class Traced(NamedTuple):
-    """What a forward gave for its inputs: nodes in place of tensors. Nothing in the graph is written.
+    """Results of a forward for its inputs: nodes in place of tensors. Nothing in the graph is written.
 
     `called`: the paths of the children that ran, without quantised layers.
     """
@@ -166,7 +166,7 @@ class _Watch:
         return self.stand_in(value, path)
 
     def stand_in(self, value: Any, path: Path) -> Any:
-        """What a forward sees in place of a value."""
+        """Value that a forward sees in place of a real one."""
         if _is_constant(value):
             return value
         if path not in self._stand_ins:
@@ -286,7 +286,7 @@ def _parts(value: functools.partial) -> tuple:
 
 
 def _described(value: Any) -> Any:
-    """What traces of two modules are the same for, if they have it in common."""
+    """Key of a value: two modules with equal keys have the same trace."""
     if isinstance(value, (Tensor, LazyWeight)):
         return tuple(value.shape), value.dtype, value.device.type
     if isinstance(value, nn.Module):
@@ -328,7 +328,7 @@ def everywhere(
     shapes: tuple[Sizes, ...] = SIZES,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Found | None:
-    """What is found for inputs of all these shapes and dtypes; None if they differ in it."""
+    """Result that inputs of all these shapes and dtypes share; None if they differ in it."""
     found = ask(shapes[0], dtypes[0])
     if found is None:  # as for most modules
         return None

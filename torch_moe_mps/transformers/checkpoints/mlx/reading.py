@@ -110,7 +110,7 @@ class TensorsOfFiles:
 
 
 class Reading:
-    """What a checkpoint of MLX contains of a model.
+    """Contents of a checkpoint of MLX, as parts of a model.
 
     Args:
         quantization: as for TensorsOfFiles.

@@ -93,7 +93,7 @@ def _read_mlp(traced: Traced) -> MlpFormula | None:
 
 
 def _of_one_layer(bound: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """What a formula of G and U has bound, with the layer whose halves they are and how they lie."""
+    """Names bound by a formula of G and U, with the layer whose halves these are, and how the halves lie."""
     half = uncast(bound["G"])
     source = half.args[0] if half.target is ITEM else half
     whole: Any = source.args[0] if source.args else source
