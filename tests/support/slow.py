@@ -62,7 +62,7 @@ def own_seconds() -> Iterator[list[float]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fail a test of the inner loop that takes long and does not say why; the run for every change warns of it.
+    """Fail a test of the inner loop that takes long and does not say why; scripts/test only warns of it.
 
     Tests of the sweep take what they take.
     """

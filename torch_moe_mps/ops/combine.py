@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Check
-from ._registry import operator
+from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .norms import normed
 
@@ -145,6 +145,18 @@ class ExpertSum(NamedTuple):
         return total
 
 
+def _reduce_backward(grad, asked, given):
+    weights, slots, gradients = given["weights"], given["expert_out"], {}
+    rows = grad.float().unsqueeze(1)
+    if "weights" in asked:
+        products = slots.float().view(*weights.shape, -1) * rows
+        gradients["weights"] = products.sum(-1).to(weights.dtype)
+    if "expert_out" in asked:
+        products = weights.float().unsqueeze(-1) * rows
+        gradients["expert_out"] = products.view(slots.shape).to(slots.dtype)
+    return gradients
+
+
 def _check_weighted_reduce(check, weights, expert_out, **added):
     ExpertSum(weights, **added).check(check)
 
@@ -152,6 +164,11 @@ def _check_weighted_reduce(check, weights, expert_out, **added):
 @operator(
     f"weights[T, K>=1] expert_out[T, K, H]|[T*K, H] {ADDED.format('expert_out')} -> [T, H]:expert_out",
     _check_weighted_reduce,
+    backward=Backward(
+        _reduce_backward,
+        {"weights": ("expert_out",), "expert_out": ("weights",)},
+        unless=("shared_gate", "shared_out", "residual"),
+    ),
 )
 def moe_weighted_reduce(
     weights: Tensor,
@@ -171,7 +188,8 @@ def moe_weighted_reduce(
         residual: [T, H], or T rows of any leading shape, in the dtype of `expert_out`.
         gate_is_logit: g = sigmoid(shared_gate) instead of shared_gate.
 
-    Returns: [T, H] in the dtype of `expert_out`.
+    Returns: [T, H] in the dtype of `expert_out`. Gradients reach `weights` and `expert_out` where it
+        adds nothing else.
 
     Raises: ValueError for a dtype, shape or device that does not fit, or a shared_gate without shared_out.
 

@@ -252,7 +252,7 @@ class Batch:
         self._take(answer, *choose([answer.chooser], logits))
 
     def _copied(self, answer: _Answer) -> Kept:
-        """What an answer that is generated alone goes on with, where its prompt is kept beside it."""
+        """Copy of a kept prompt, with which an answer that is generated alone goes on."""
         kept = answer.kept
         if self.prompts is None or kept not in self.prompts.kept:
             return kept

@@ -57,7 +57,7 @@ class Generating(Beside):
         return getattr(self.model, name)
 
     def end(self) -> None:
-        """What is generated ends with its next token, and all that is asked for later with its first."""
+        """End the answer that is generated with its next token, and all later ones with their first."""
         self._ended.set()
 
     @property
@@ -65,7 +65,7 @@ class Generating(Beside):
         return self._ended.is_set()
 
     def interrupt(self) -> None:
-        """What is generated now ends with its next token, or the next piece of its prompt."""
+        """End the answer that is generated now with its next token, or the next piece of its prompt."""
         self._interrupted.set()
 
     def write(self) -> None:
@@ -83,7 +83,7 @@ class Generating(Beside):
         progress: Callable[[int, int], None] | None = None,
         **given: Any,
     ) -> Any:
-        """As the model's own `generate`, whose arguments it takes by name.
+        """Generate as the model's own `generate`, whose arguments it takes by name.
 
         Args:
             ends: asked before each token, and each piece of a prompt: whether it ends there.

@@ -86,7 +86,7 @@ def generate_batch(
 
 
 class _Answer:
-    """What becomes of one prompt."""
+    """Answer to one prompt, as it grows."""
 
     def __init__(self, config: GenerationConfig, tokenizer: Any, streamer: Any, count: Callable[[], object]):
         stop = config.stop_strings or []

@@ -35,7 +35,7 @@ class NotJoinable(ValueError):
 
 
 class _Memory(NamedTuple):
-    """What several tensors of a layer lie in, side by side.
+    """Memory in which several tensors of a layer lie side by side.
 
     `columns`: name, first column and width of each.
     """
@@ -127,7 +127,7 @@ class Rows:
         return copy_of_cache(self.cache, layers)
 
     def arguments(self) -> dict[str, Any]:
-        """What a call of the model for the next token of each row needs beside the tokens."""
+        """Arguments of the call for the next token of each row, beside the tokens."""
         assert self.cache is not None
         if self._left == 0:
             for layer in self.cache.layers:
@@ -222,7 +222,7 @@ def _memories(layer: Any) -> list[_Memory]:
 
 
 def _states(layer: Any) -> dict[Name, Tensor]:
-    """What a layer holds for each row beside tokens, [B, ...]."""
+    """State of a layer beside tokens, one for each row: [B, ...]."""
     tensors = LayerState(layer).tensors().items()
     return {
         name: tensor

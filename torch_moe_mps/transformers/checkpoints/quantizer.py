@@ -310,7 +310,8 @@ class Quantizer(HasTargets, HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters on its layers can be trained."""
+        return True
 
     @property
     def is_compileable(self) -> bool:

@@ -205,7 +205,7 @@ def forward_of(name: str) -> Callable:
 
 
 def applied(operator: Callable, call: Call, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> Tensor:
-    """What an operator gives for groups of columns."""
+    """Result of an operator for groups of columns."""
     if call.groups == 1:
         return operator(*inputs, *weights, *call.constants)
     apart = [each.unflatten(-1, (call.groups, -1)) for each in inputs]

@@ -89,7 +89,7 @@ class Sampling:
         return sample_(logits, draws, self._invalid, **dict(arguments), otherwise=end)
 
     def arguments(self) -> tuple[tuple[str, Any], ...] | None:
-        """What the known processors are as arguments of `sample_`; None where it does not take them."""
+        """Arguments of `sample_` for the known processors; None where it does not take them."""
         if not all(map(_is_plain, self.known)):
             return None
         return tuple((_KNOWN[type(each)], getattr(each, _KNOWN[type(each)])) for each in self.known)
