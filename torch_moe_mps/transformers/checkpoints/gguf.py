@@ -25,6 +25,7 @@ from ..basics.report import QuantizationReport
 from ..basics.scoped import having
 from ..families import GGUF
 from .checking import check_scales
+from .gguf_checking import check_declared
 from .gguf_file import File, GgufRows, read_checked
 from .gguf_header import reading_once
 from .quantize import finish_loading
@@ -62,9 +63,16 @@ class Dense:
 
 def dense_state(file: str, model: Any, wanted: Mapping[str, tuple[Target, str]]) -> dict[str, Dense]:
     """{parameter of a model on the meta device: what it is in a GGUF file, dequantised when it is read}"""
-    with torch.device("cpu"):
-        whole = File(file, model)
+    whole = _checked(file, model)
     return {name: Dense(whole, name, wanted.get(name)) for name in whole.parts}
+
+
+def _checked(path: str, model: Any) -> File:
+    """Raises: ValueError for a file that has not what its metadata declares."""
+    with torch.device("cpu"):  # the model is made on the meta device
+        file = File(path, model)
+        check_declared(file, model, path)
+    return file
 
 
 class GgufQuantizer(HasTargets, GgufHfQuantizer):
@@ -99,7 +107,7 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
         super()._process_model_before_weight_loading(model, **kwargs)
         if not self._packs:
             return
-        self._file = File(kwargs["checkpoint_files"][0], model)
+        self._file = _checked(kwargs["checkpoint_files"][0], model)
         self._sources: dict[str, GgufRows] = {}
         self.report = QuantizationReport(bytes_before=bytes_a_token(model))
         reasons, every = Reasons(model), quantizable(model)
@@ -107,7 +115,14 @@ class GgufQuantizer(HasTargets, GgufHfQuantizer):
             if target.kind == "experts" or reasons.needs(target.name, target.module) is None:
                 self._pack(target)
         self._targets = {name: target for name, target in every.items() if target.formats}
-        tied, own = tied_layers(model), {*self._targets}
+        tied = tied_layers(model)
+        for name, source in tied.items():
+            if name in self._targets and source not in self._targets:  # which stays dense for both
+                target = self._targets.pop(name)
+                for parameter in target.formats:
+                    del self._sources[f"{name}.{parameter}"]
+                target.formats.clear()
+        own = {*self._targets}
         add_tied(tied.items(), every, self._targets)
         self.report.shared |= {name: tied[name] for name in self._targets if name not in own}
         whole = {f"{target.name}.{p}" for target in self._targets.values() for p in target.formats}

@@ -25,6 +25,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from ...ops._checks import first_line
 from ...quantization import Format, QuantizedWeight
 from ...quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks
+from .gguf_checking import check_offsets, check_sizes
 from .gguf_header import header_of, read_metadata
 from .targets import Target
 from .weights import words
@@ -77,7 +78,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    found = []
+    found, places = [], []
     try:
         header, blob = header_of(path), np.memmap(path, mode="r", dtype=np.uint8)
         alignment = int(header.metadata.get("general.alignment", 32))
@@ -92,10 +93,13 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
             first, end = start + offset, start + offset + math.prod(shape[:-1]) * row
             if end > len(blob):
                 raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
+            places.append((name, offset, end - first))
             data = blob[first:end].reshape(*shape[:-1], row)
             found.append(GgufTensor(name, GGMLQuantizationType(kind).name, shape, data))
         if len({tensor.name for tensor in found}) < len(found):
             raise ValueError("two tensors have one name")
+        check_offsets(places, alignment, len(blob) - start)
+        check_sizes(header.metadata)
         return str(header.metadata["general.architecture"]), found
     except Exception as error:  # also of struct and numpy
         raise ValueError(f"moe_mps::gguf: {path} is damaged or not in GGUF ({first_line(error)})") from error
@@ -145,16 +149,12 @@ class _Processed:
 
     def names(self, tensor: GgufTensor) -> Iterable[str]:
         """The parameters of the model that a tensor goes into."""
-        for shape in ((*tensor.shape[:-1], 2), tensor.shape):
-            found: dict[str, Tensor] = {}
-            try:
-                self._place(tensor, np.broadcast_to(np.float32(-1), shape), found)
-            except (ValueError, IndexError, RuntimeError):  # what it does is not done to rows
-                continue
-            except KeyError:  # of a layer that the model does not have
-                break
-            return found
-        return ()
+        keys = (tensor.name, tensor.name.removesuffix(".weight"))  # the latter of stacked experts
+        return [self._names[key] for key in keys if key in self._names][:1]
+
+    def name_of(self, parameter: str) -> str:
+        """A tensor that would go into a parameter, as a file calls it."""
+        return next((name for name, placed in self._names.items() if placed == parameter), parameter)
 
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
         """A parameter, of the values of all its tensors, or of what stands for them."""
@@ -207,6 +207,10 @@ class _Converted:
             ((_, own),) = values
             return torch.from_numpy(np.array(own))
         return converter.convert(name)[name]
+
+    def name_of(self, parameter: str) -> str:
+        """The parameter: transformers has no names in files of what is not there."""
+        return parameter
 
     def inputs(self, name: str) -> Tensor | None:
         pattern = self._patterns[name]
@@ -294,6 +298,24 @@ class File:
         for tensor in self.tensors:
             for name in self._placing.names(tensor):
                 self.parts[name].append(tensor)
+
+    def name_of(self, parameter: str) -> str:
+        """A tensor that would go into a parameter, by its name in files where that is known."""
+        return self._placing.name_of(parameter)
+
+    def shape(self, name: str, columns: int | None = None) -> tuple[int, ...] | None:
+        """That of a parameter as transformers makes it; None where it fails.
+
+        Args:
+            name: of the parameter.
+            columns: of the numbers that stand for the tensors; the default is their own.
+        """
+        shapes = [(t, t.shape if columns is None else (*t.shape[:-1], columns)) for t in self.parts[name]]
+        stands = [(tensor, np.broadcast_to(np.float32(-1), shape)) for tensor, shape in shapes]
+        try:
+            return tuple(self._placing.value(name, stands).shape)
+        except (ValueError, IndexError, KeyError, RuntimeError):
+            return None
 
     def value(self, name: str) -> Tensor:
         """A parameter, dequantised."""
