@@ -12,6 +12,7 @@ import os
 import statistics
 import time
 import warnings
+from typing import TYPE_CHECKING
 
 os.environ.setdefault("OMP_NUM_THREADS", "2")
 os.environ.setdefault("METAL_SIMULATOR_OPTIMISE", "-O2")
@@ -21,12 +22,16 @@ import torch
 from transformers import AutoModelForCausalLM, GenerationConfig, LlamaConfig
 
 import torch_moe_mps
-from torch_moe_mps.serving.batch import Batch
-from torch_moe_mps.serving.job import Job
+
+if TYPE_CHECKING:
+    from torch_moe_mps.serving.batch import Batch
 
 
-def answers(model, count: int) -> Batch:
+def answers(model, count: int) -> "Batch":
     """A batch of answers that do not end, behind their prompts."""
+    from torch_moe_mps.serving.batch import Batch  # they ask torch for MPS, which the simulator comes before
+    from torch_moe_mps.serving.job import Job
+
     batch = Batch(model, None, count)
     config = GenerationConfig(max_new_tokens=10**6, eos_token_id=None, pad_token_id=0)
     for number in range(count):
