@@ -119,7 +119,9 @@ def _shape_in_model(file: "File", name: str) -> tuple[int, ...] | None:
     columns = tensors[0].shape[-1]
     two, three = (file.shape(name, count) for count in (2, 3))
     if len(tensors[0].shape) > 1 and two and three and all(t.shape[-1] == columns for t in tensors):
-        shape = tuple(a + (b - a) * (columns - 2) for a, b in zip(two, three, strict=True))
+        shape: tuple[int, ...] | None = tuple(
+            a + (b - a) * (columns - 2) for a, b in zip(two, three, strict=True)
+        )
     else:
         shape = file.shape(name)
     values = sum(math.prod(tensor.shape) for tensor in tensors)
