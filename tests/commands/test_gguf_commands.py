@@ -12,7 +12,8 @@ from support.serving import client_of
 from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 
 import torch_moe_mps
-from torch_moe_mps.commands import main
+from torch_moe_mps.commands import main, sources
+from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.quantization import dequantize, quantize
 
 KINDS = ("q4_0", "q8_0", "q5_0")
@@ -156,3 +157,18 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
         assert run(*arguments) == 1, arguments
         lines = capsys.readouterr().err.strip().splitlines()
         assert message in lines[-1] and not any("Traceback" in line for line in lines), (arguments, lines)
+
+
+def test_a_file_is_served_under_its_own_name(tmp_path, monkeypatch):
+    """Wherever it lies; names on the Hub stay as they are given, as do folders."""
+    (tmp_path / "model.gguf").touch()
+    monkeypatch.chdir(tmp_path)
+    for given, name in (
+        ("model.gguf", "model.gguf"),
+        ("./model.gguf", "model.gguf"),
+        (str(tmp_path / "model.gguf"), "model.gguf"),
+        (f"{tmp_path}:model.gguf", "model.gguf"),
+        ("org/name-GGUF:model.gguf", "org/name-GGUF:model.gguf"),
+        ("org/name", "org/name"),
+    ):
+        assert sources.name_of(parser().parse_args(["serve", given])) == name

@@ -87,8 +87,10 @@ def usable_device(name: str | None) -> str:
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Name under which a server has the model."""
+    """Name under which a server has the model: of a GGUF file in a folder here, the file's own."""
     name, gguf = split_gguf(options.model)
+    if gguf is not None and os.path.isdir(name):
+        return gguf
     named = name if options.revision is None else f"{name}@{options.revision}"
     return named if gguf is None else f"{named}:{gguf}"
 
