@@ -163,11 +163,13 @@ def test_the_machine_of_a_report(simulated, monkeypatch):
     monkeypatch.setattr(facts, "said", said)
     monkeypatch.setattr(facts.sys, "platform", "darwin")
     monkeypatch.setenv("MOE_MPS_COMMIT_EVERY", "64")
+    monkeypatch.setenv("MOE_MPS_API_KEY", "a secret of the user")
     about = facts.facts()
     wanted = {"cores": 38, "memory": 34359738368, "memory_free_percent": 71, "displays": 2}
     wanted |= {"low_power_mode": 1, "power_source": "Battery Power", "wired_limit_mb": 0}
     assert wanted.items() <= about.items()
     assert about["switches"]["MOE_MPS_COMMIT_EVERY"] == "64" and "transformers" in about["versions"]
+    assert "a secret of the user" not in str(about)
     monkeypatch.setattr(facts, "said", lambda *command: "")  # of a system without these programs
     assert "cores" not in facts.facts()
 

@@ -17,6 +17,7 @@ from .machine import late_before, machine
 
 PACKAGES = ("transformers", "mlx", "mlx-lm", "accelerate", "safetensors")
 SWITCHES = ("MOE_MPS_", "PYTORCH_MPS_", "PYTORCH_ENABLE_MPS", "MTL_", "METAL_")
+SECRETS = ("_KEY", "_TOKEN")  # ends of names whose values no report may have
 
 
 def facts() -> dict[str, Any]:
@@ -26,7 +27,9 @@ def facts() -> dict[str, Any]:
     found["memory_recommended"] = torch.mps.recommended_max_memory()
     found["versions"] = dict(filter(None, map(_version, PACKAGES)))
     found["switches"] = {
-        name: value for name, value in sorted(os.environ.items()) if name.startswith(SWITCHES)
+        name: value
+        for name, value in sorted(os.environ.items())
+        if name.startswith(SWITCHES) and not name.endswith(SECRETS)
     }
     found["late"] = sorted(late_before())  # calls that accelerate() had no time for
     return found | (_of_macos() if sys.platform == "darwin" else {})

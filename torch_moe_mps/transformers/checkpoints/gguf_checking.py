@@ -111,7 +111,7 @@ def _needed(model: "PreTrainedModel") -> Iterator[str]:
 
 
 def _shape_in_model(file: "File", name: str) -> tuple[int, ...] | None:
-    """That of a parameter as transformers makes it of the file; None if it cannot, or would repeat values.
+    """Shape of a parameter as transformers makes it of the file; None if it cannot, or would repeat values.
 
     Its code runs on numbers: where it can, in matrices of 2 and 3 columns, which tell where columns go.
     """

@@ -304,7 +304,7 @@ class File:
         return self._placing.name_of(parameter)
 
     def shape(self, name: str, columns: int | None = None) -> tuple[int, ...] | None:
-        """That of a parameter as transformers makes it; None where it fails.
+        """Shape of a parameter as transformers makes it; None where that fails.
 
         Args:
             name: of the parameter.

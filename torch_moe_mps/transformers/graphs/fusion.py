@@ -82,10 +82,10 @@ def _ends(root: fx.Node) -> Iterator[fx.Node]:
     yield root
 
 
-def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: ast.expr, results: dict[Any, Any]) -> bool:
+def _fuse(root: fx.Node, end: fx.Node, bound: Bound, new: ast.expr, results: dict[Any, Any]) -> bool:
     """Puts an operator in the place of a formula. Returns: whether it can."""
-    inside = computed(root, leaves(found))
-    shared = [each.node for each in found.values() if isinstance(each, Shared)]
+    inside = computed(root, leaves(bound))
+    shared = [each.node for each in bound.values() if isinstance(each, Shared)]
     place = shared[0] if shared else end
     for node in inside:
         own = memory_of(node)
@@ -98,7 +98,7 @@ def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: ast.expr, results: dic
         ):
             return False
     try:
-        _New(found, place, tensor_of(end).dtype, results).replace(new, [end, *shared])
+        _New(bound, place, tensor_of(end).dtype, results).replace(new, [end, *shared])
     except (ValueError, RuntimeError, TypeError):
         return False
     for node in sorted({*inside, end}, reverse=True):
@@ -110,8 +110,8 @@ def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: ast.expr, results: dic
 class _New:
     """Calls that take the place of a formula, in front of a node."""
 
-    def __init__(self, found: Bound, before: fx.Node, dtype: Any, results: dict[Any, Any]):
-        self._found, self._before, self._dtype, self._results = found, before, dtype, results
+    def __init__(self, bound: Bound, before: fx.Node, dtype: Any, results: dict[Any, Any]):
+        self._found, self._before, self._dtype, self._results = bound, before, dtype, results
 
     def replace(self, form: ast.expr, old: list[fx.Node]) -> None:
         target, given, like = self._call(form)

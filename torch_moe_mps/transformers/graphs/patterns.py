@@ -54,10 +54,10 @@ def matches(formula: str, value: Any, bound: Bound | None = None) -> Iterator[Bo
             yield found
 
 
-def leaves(found: Bound) -> set[fx.Node]:
+def leaves(bound: Bound) -> set[fx.Node]:
     """The values that names of a formula stand for."""
-    rests = [value for each in found.values() if isinstance(each, Rest) for value in each.arguments.values()]
-    return {value for value in (*found.values(), *rests) if isinstance(value, fx.Node)}
+    rests = [value for each in bound.values() if isinstance(each, Rest) for value in each.arguments.values()]
+    return {value for value in (*bound.values(), *rests) if isinstance(value, fx.Node)}
 
 
 def computed(value: Any, of: Collection[fx.Node]) -> dict[fx.Node, None]:

@@ -120,11 +120,11 @@ def _lookup_of(weights: fx.Node, ids: fx.Node) -> tuple[Bound, dict[str, Any]]:
     """
     table = match("index(TABLE, [TOKENS])", ids)
     chosen, options = before_scaling(weights)
-    found = match("gather(FROM, -1, IDS)", rows_of(chosen))
+    bound = match("gather(FROM, -1, IDS)", rows_of(chosen))
     options["sum_eps"] = options.pop("norm_eps", 0.0)
-    if table and found and uncast(found["IDS"]) is uncast(ids) and not options.pop("norm_min", 0.0):
+    if table and bound and uncast(bound["IDS"]) is uncast(ids) and not options.pop("norm_min", 0.0):
         for name in OF_EACH:
-            scored = match(SCORES[name], found["FROM"])
+            scored = match(SCORES[name], bound["FROM"])
             if scored is not None:
                 return table | {"LOGITS": scored["L"]}, {"scoring": name, **options}
     raise Unsupported(UNKNOWN)

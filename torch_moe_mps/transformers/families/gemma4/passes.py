@@ -26,15 +26,15 @@ scale_norm_sums = Fusion(
 def gate_in_one(graph: fx.Graph) -> None:
     """Join the choice of _CHOICE and the weights of _WEIGHTS into moe_gate."""
     for weights in calls(graph, aten.mul):
-        found = match(_WEIGHTS, weights)
-        found = found and match(_CHOICE, found["T"], found)
-        if not found or not _fits(found) or not is_unchanged(found["X"], found["X"], weights):
+        bound = match(_WEIGHTS, weights)
+        bound = bound and match(_CHOICE, bound["T"], bound)
+        if not bound or not _fits(bound) or not is_unchanged(bound["X"], bound["X"], weights):
             continue
-        choice = found["T"]
-        scale = put(choice, aten.mul.Tensor, tensor_of(found["SCALE"]), found["SCALE"], found["ROOT"])
-        of_experts = (found["LINEAR"], scale, found["PER_EXPERT"], found["K"], found["EPS"], False)
+        choice = bound["T"]
+        scale = put(choice, aten.mul.Tensor, tensor_of(bound["SCALE"]), bound["SCALE"], bound["ROOT"])
+        of_experts = (bound["LINEAR"], scale, bound["PER_EXPERT"], bound["K"], bound["EPS"], False)
         results = tensor_of(weights).float(), choice.meta[VALUE][1].int()
-        gate = put(choice, ours.moe_gate.default, results, found["X"], *of_experts)
+        gate = put(choice, ours.moe_gate.default, results, bound["X"], *of_experts)
         ids = [user for user in choice.users if user.args[1] == 1]
         for number, old in enumerate((weights, *ids)):
             item = put(choice, ITEM, results[number], gate, number)

@@ -102,9 +102,9 @@ def activate_in_linears(graph: fx.Graph) -> None:
 def _quotient(value: Any, reader: fx.Node) -> tuple[Any, Any]:
     """Y and N of Y / N that only the reader reads; N is 1 without a quotient, None where others read it."""
     quotient = beneath(value)
-    found = match("Y / N", quotient) if is_call(quotient, aten.div) else None
-    if found is not None and is_read_once(value, reader):
-        value, divisor, reader = found["Y"], found["N"], quotient
+    bound = match("Y / N", quotient) if is_call(quotient, aten.div) else None
+    if bound is not None and is_read_once(value, reader):
+        value, divisor, reader = bound["Y"], bound["N"], quotient
     else:
         divisor = 1
     return value, divisor if is_read_once(value, reader) else None

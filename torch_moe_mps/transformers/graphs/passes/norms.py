@@ -40,13 +40,13 @@ def norm_in_operators(graph: fx.Graph) -> None:
             continue
         if tensor_of(weight).dtype != tensor_of(x).dtype:  # it would be a launch of its own for each
             continue
-        found, size = list(readers(norm)), tensor_of(weight).shape
-        if any(tensor_of(value).shape[-1:] != size for _, value in found):
+        reads, size = list(readers(norm)), tensor_of(weight).shape
+        if any(tensor_of(value).shape[-1:] != size for _, value in reads):
             continue
-        if not all(_can_norm(*each) and is_unchanged(x, norm, each[0]) for each in found):
+        if not all(_can_norm(*read) and is_unchanged(x, norm, read[0]) for read in reads):
             continue
         options = {"norm_weight": weight, "norm_eps": eps, "norm_offset": offset}
-        for reader, value in found:
+        for reader, value in reads:
             source = in_shape(x, value, reader)
             if source is None:
                 break

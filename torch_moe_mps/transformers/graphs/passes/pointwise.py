@@ -118,8 +118,9 @@ class _Group:
 
     def _sources(self, member: fx.Node) -> list[tuple[fx.Node, Dims]]:
         """Inputs of a member, before views, and how their dimensions go with the result's."""
-        found = [_before_views(each, self._dims(each, member)) for each in _operands(member) if is_node(each)]
-        return [each for each in found if each[0].op == "call_function"]
+        nodes = filter(is_node, _operands(member))
+        sources = [_before_views(node, self._dims(node, member)) for node in nodes]
+        return [source for source in sources if source[0].op == "call_function"]
 
     def _dims(self, operand: fx.Node, member: fx.Node) -> Dims:
         shape, of_member = tensor_of(operand).shape, self.members[member]
@@ -160,14 +161,13 @@ class _Group:
         return (made, inputs) if fits else None
 
     def call(self) -> fx.Node:
-        found = self._formula()
-        assert found is not None  # it was when its last member came
-        steps, inputs = found
+        formula = self._formula()
+        assert formula is not None  # it was when its last member came
+        steps, inputs = formula
         like = tensor_of(self.root)
-        given = {name: self._aligned(*key) for key, name in inputs.items()}
-        first = given.pop(INPUTS[0])
-        formula = "; ".join(steps)
-        return put(self.root, ours.pointwise.default, like, first, formula, like.dtype, **given)
+        values = {name: self._aligned(*key) for key, name in inputs.items()}
+        first = values.pop(INPUTS[0])
+        return put(self.root, ours.pointwise.default, like, first, "; ".join(steps), like.dtype, **values)
 
     def _aligned(self, value: fx.Node, dims: Dims) -> fx.Node:
         """An input whose dimensions are the last of the result's."""
@@ -225,10 +225,10 @@ def _can_read(value: Any, call: fx.Node) -> bool:
 
 def _users(node: fx.Node) -> list[fx.Node]:
     """Nodes that read a value, through views."""
-    found = []
+    users = []
     for user in node.users:
-        found += _users(user) if is_call(user, *_VIEWS) else [user]
-    return found
+        users += _users(user) if is_call(user, *_VIEWS) else [user]
+    return users
 
 
 def _before_views(value: fx.Node, dims: Dims) -> tuple[fx.Node, Dims]:

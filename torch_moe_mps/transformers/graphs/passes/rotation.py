@@ -44,9 +44,9 @@ def turn_parts(graph: fx.Graph) -> None:
             if tensor_of(given[name]).shape[-1] != width:
                 sides.add(given["rotary_last"])
             elif name in results and given[f"{name}_weight"] is None:
-                found = _whole(call, given[name], results[name])
-                if found is not None:
-                    new[name], results[name], is_last = found
+                whole = _whole(call, given[name], results[name])
+                if whole is not None:
+                    new[name], results[name], is_last = whole
                     sides.add(is_last)
         if new and len(sides) == 1:
             made = changed(call, call, **new, rotary_last=sides.pop())
@@ -82,10 +82,10 @@ def norms_in_rotation(graph: fx.Graph) -> None:
     for call in calls(graph, ours.rope):
         given = arguments(call)
         for name in _given(call):
-            found = None if given[f"{name}_weight"] is not None else _norm_of(given[name], call)
-            options = None if found is None or found.weight is None else _options_of_both(given, found)
-            if found is not None and options is not None:
-                given |= {name: found.x, f"{name}_weight": found.weight, **options}
+            norm = None if given[f"{name}_weight"] is not None else _norm_of(given[name], call)
+            options = None if norm is None or norm.weight is None else _options_of_both(given, norm)
+            if norm is not None and options is not None:
+                given |= {name: norm.x, f"{name}_weight": norm.weight, **options}
         if given != arguments(call):
             call.replace_all_uses_with(changed(call, call, **given))
 

@@ -105,8 +105,8 @@ def _options_of(router: fx.Node) -> dict[str, Any] | None:
     """The logits of a router and its options, by their names beside experts; None if these have no such."""
     if is_call(router, ours.moe_router):
         return {OF_EXPERTS[name]: value for name, value in arguments(router).items()}
-    found = (read(router) for read in OPTIONS_OF)
-    return next((options for options in found if options is not None), None)
+    known = (read(router) for read in OPTIONS_OF)
+    return next((options for options in known if options is not None), None)
 
 
 def _of_router(value: Any) -> fx.Node | None:
