@@ -3,8 +3,8 @@
 
 The host's time is that of a model of tiny layers in the simulator, on a device that computes nothing: a step
 of a batch of --rows answers, whose tokens are captured, beside one of a batch with a single answer, in turns.
-Times are the processor's. --cpu takes a model of the size of SmolLM2-135M with random weights, or --model,
-and generates --rows answers one after the other and together; each must be the same.
+Times are the processor's. --cpu takes ten layers as wide as those of SmolLM2-135M with random weights, or
+--model, and generates --rows answers one after the other and together; each must be the same.
 """
 
 import argparse
@@ -14,7 +14,7 @@ import time
 import warnings
 from typing import TYPE_CHECKING
 
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("METAL_SIMULATOR_OPTIMISE", "-O2")
 
 import paths  # noqa: F401  (for simulator and support)
@@ -72,8 +72,8 @@ def cpu(path: str | None, rows: int, tokens: int) -> None:
     torch.manual_seed(0)
     if path is None:
         config = LlamaConfig(
-            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
-            num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
+            hidden_size=576, intermediate_size=1536, num_hidden_layers=10, num_attention_heads=9,
+            num_key_value_heads=3, vocab_size=8192,
         )  # fmt: skip
         model = AutoModelForCausalLM.from_config(config).eval()
     else:
