@@ -57,7 +57,7 @@ def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
         attention, which transformers would guess: queries, keys and values in one matrix do not tell it.
     """
     heads = f"{metadata['general.architecture']}.attention.head_count"
-    if heads not in metadata and any(".attn_" in name for name in names):
+    if heads not in metadata and any(".attn_q" in name for name in names):
         raise ValueError(f"{heads} must be in the metadata, got no such key")
     for key, value in metadata.items():
         if key.startswith(f"{metadata['general.architecture']}.") and _SIZE.search(key):
