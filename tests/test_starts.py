@@ -107,6 +107,8 @@ print(json.dumps(codes))
 
 def check_run(command: str, folder: Path, code: int, output: str, errors: str) -> None:
     assert code == 0 and RUNS[command][1] in output, (command, output, errors)
+    if command in ("chat", "generate"):
+        assert "Reading: " in errors and "The model is ready after" in errors
     if command == "generate":
         assert output.strip() and "3 generated" in errors
     if command == "convert":

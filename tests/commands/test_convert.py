@@ -3,7 +3,9 @@
 import io
 import json
 import os
+import re
 import sys
+import time
 from collections import namedtuple
 
 import pytest
@@ -17,6 +19,7 @@ from support.processes import interrupted
 import torch_moe_mps
 from torch_moe_mps.commands import convert, main
 from torch_moe_mps.quantization import dequantize, quantize
+from torch_moe_mps.transformers.basics.report import now_and_then
 from torch_moe_mps.transformers.checkpoints import files
 from torch_moe_mps.transformers.checkpoints.parts import Parts
 
@@ -129,10 +132,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_terminal_sees_progress(dense, tmp_path, capsys, monkeypatch):
-    """A file with the messages has none."""
+def test_progress(dense, tmp_path, capsys, monkeypatch):
+    """A bar on a terminal; elsewhere a line at first, and then every ten seconds."""
     assert run(dense, tmp_path / "first", "--group-size", 32) == 0
-    assert "Converting" not in capsys.readouterr().err
+    said = capsys.readouterr()
+    assert re.search(r"^Converting: 0 of \d+ parts$", said.err, re.M) and "\r" not in said.err
+    assert "Converting" not in said.out
+    times = iter((0.0, 0.0, 4.0, 9.0, 10.5, 10.5))
+    with monkeypatch.context() as patch:
+        patch.setattr(time, "monotonic", lambda: next(times))
+        assert [*now_and_then("abcd", "Converting", "part", begun=2)] == [*"abcd"]
+    assert capsys.readouterr().err == "Converting: 2 of 6 parts\nConverting: 5 of 6 parts\n"
     monkeypatch.setattr(sys, "stderr", terminal := Terminal())
     assert run(dense, tmp_path / "second", "--group-size", 32) == 0
     assert "Converting: 100%" in terminal.getvalue()

@@ -4,6 +4,7 @@ import argparse
 import json
 import os
 import pty
+import re
 import select
 import shutil
 import signal
@@ -422,6 +423,16 @@ def test_the_bits_of_keys_and_values(checkpoint, bits):
     ids = torch.ones(1, 5, dtype=torch.long)
     cache = model.generate(ids, max_new_tokens=2, return_dict_in_generate=True).past_key_values
     assert [isinstance(layer.keys, QuantizedStates) for layer in cache.layers] == [bits == 8] * 2
+
+
+def test_loading_is_said(checkpoint, capsys):
+    """On stderr, and not with --log-level error."""
+    load(options("serve", checkpoint, "--bits", 4, "--group-size", 32), str(checkpoint), "cpu")
+    said = capsys.readouterr()
+    assert f"Reading in 4 bits: {checkpoint}, for cpu\n" in said.err and not said.out
+    assert re.search(r"^The model is ready after \d+\.\d s$", said.err, re.M)
+    load(options("serve", checkpoint, "--log-level", "error"), str(checkpoint), "cpu")
+    assert "eading" not in capsys.readouterr().err
 
 
 def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch, refused):

@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -102,9 +103,20 @@ def loading_options(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def load(options: argparse.Namespace, folder: str, device: str) -> Any:
-    """The model in a folder, quantised as --bits, --group-size and --kv-bits say."""
+    """The model in a folder, quantised as --bits, --group-size and --kv-bits say.
+
+    stderr has when it begins and ends, unless --log-level asks for errors alone.
+    """
     bits = {} if options.bits is None else {"bits": options.bits, "group_size": options.group_size}
-    return load_stored(options, folder, device, kv_bits=options.kv_bits, **bits)
+    doing = "Reading" if options.bits is None else f"Reading in {options.bits} bits"
+    quiet = getattr(options, "log_level", None) == "error" or not torchrun.is_first_process()
+    if not quiet:
+        print(f"{doing}: {options.model}, for {device}", file=sys.stderr, flush=True)
+    started = time.perf_counter()
+    model = load_stored(options, folder, device, kv_bits=options.kv_bits, **bits)
+    if not quiet:
+        print(f"The model is ready after {time.perf_counter() - started:.1f} s", file=sys.stderr, flush=True)
+    return model
 
 
 def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:

@@ -64,6 +64,7 @@ def compile_libraries(names: Iterable[str], strict: bool) -> str | None:
     if not new:
         return None
     started = time.perf_counter()
+    print(f"torch_moe_mps: compiling {len(new)} Metal libraries", file=sys.stderr, flush=True)
     findings = compile_side_by_side(new)
     if strict and findings:
         raise RuntimeError(findings[0].message)

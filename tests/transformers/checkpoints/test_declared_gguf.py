@@ -25,6 +25,8 @@ SHAPES = (
     "block_count", "embedding_length", "feed_forward_length", "head_count", "head_count_kv", "key_length",
     "vocab_size", "expert_count", "ssm.inner_size", "ssm.conv_kernel", "shortconv.l_cache",
 )  # fmt: skip
+# Queries, keys and values of as many heads are one matrix: any number of heads fits it.
+JOINED = ("bloom", "gpt2", "falcon", "phi3")
 Tensors = dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]  # bytes [..., bytes of a row], or numbers
 
 
@@ -104,7 +106,8 @@ def changes(tensors: Tensors, keys: dict[str, Any], every: bool) -> Iterator[Cha
         seen.add(part)
     for name, value in keys.items():
         if name.endswith(SHAPES):
-            yield from of_key(name, value)
+            joined = name.startswith(JOINED) and name.endswith("head_count")
+            yield from [*of_key(name, value)][: 1 if joined else None]
 
 
 def logits(path: Path, cls: Any) -> torch.Tensor:
@@ -156,7 +159,7 @@ def faults(architecture: str, folder: Path, every: bool) -> tuple[dict[str, str]
 def test_one_thing_changed(architecture, tmp_path):
     found, tried = faults(architecture, tmp_path, every=False)
     assert not found, "\n".join(f"{label}: {what}" for label, what in found.items())
-    assert tried > 60
+    assert tried > 40
 
 
 @pytest.mark.sweep

@@ -5,6 +5,7 @@ import torch
 from support import tiny_models
 from support.launches import FREE, prompted
 from support.memory import Memory
+from support.sweep import rows_in_sweep
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -190,12 +191,16 @@ def test_a_longer_context_costs_a_token_its_bytes(simulated, name):
 INDEXED = ["deepseek_v32", "glm_moe_dsa", "hy_v4", "mistral_large4", "dots3_note", "axk2"]
 
 
+# With the fewest heads of their indexers, too, which give many entries equal scores.
+FEW_HEADS = [(name, 4) for name in ("deepseek_v32", "axk2", "hy_v4")]
+
+
 @pytest.mark.parametrize(
-    "name", [INDEXED[0], *(pytest.param(name, marks=pytest.mark.sweep) for name in INDEXED[1:])]
+    ("name", "heads"), rows_in_sweep([*((name, 16) for name in INDEXED), *FEW_HEADS], FEW_HEADS[:1])
 )
-def test_a_longer_context_costs_a_token_its_indexers_keys(simulated, name):
+def test_a_longer_context_costs_a_token_its_indexers_keys(simulated, name, heads):
     """Of everything else it reads what they select."""
-    with tiny_models.sizes(index_head_dim=128):
+    with tiny_models.sizes(index_head_dim=128, index_n_heads=heads):
         model = tiny_models.tiny_model(name, torch.bfloat16).to("mps")
     for module in model.modules():
         if isinstance(getattr(module, "index_topk", None), int):

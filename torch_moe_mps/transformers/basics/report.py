@@ -1,8 +1,11 @@
 """Reports of what quantising and accelerating did, module by module."""
 
+import math
 import re
+import sys
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -222,3 +225,29 @@ def with_progress(items: Sequence[Item], what: str, unit: str, wanted: bool = Tr
     except ImportError:
         return items
     return tqdm(items, desc=what, unit=unit)
+
+
+def now_and_then(
+    items: Sequence[Item], what: str, unit: str, begun: int = 0, seconds: float = 10.0
+) -> Iterator[Item]:
+    """The items, with a bar on a terminal, and elsewhere a line on stderr at first and now and then.
+
+    Args:
+        items: those that are left.
+        what: is done with them.
+        unit: of one.
+        begun: how many were done before.
+        seconds: between two lines.
+    """
+    total = begun + len(items)
+    if sys.stderr.isatty():
+        from tqdm.auto import tqdm
+
+        yield from tqdm(items, what, total, initial=begun, unit=unit)
+        return
+    said = -math.inf
+    for number, item in enumerate(items, begun):
+        if time.monotonic() - said >= seconds:
+            print(f"{what}: {number} of {total} {unit}s", file=sys.stderr, flush=True)
+            said = time.monotonic()
+        yield item

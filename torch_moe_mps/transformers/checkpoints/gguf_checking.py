@@ -6,7 +6,7 @@ joined matrices broadcast.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from ...ops._checks import Check
@@ -23,7 +23,7 @@ _INTEGERS = ("I8", "I16", "I32", "I64")
 # What files have beside weights: factors of rotary embeddings, which are in the config, and of activations.
 _BESIDE = re.compile(r"(^|\.)(rope_freqs|rope_factors_(long|short)|attn_rot_embd)\.|\.input_scale$")
 _BLOCK = re.compile(r"(?:^|.*\.)blk\.(\d+)\.")
-_SIZE = re.compile(r"(_count|_count_kv|_length|vocab_size)$")
+_SIZE = re.compile(r"_(count|count_kv|length|size|kernel|cache|rank)$")
 _OUTSIDE = re.compile(r"output\.|cls\.")  # heads, which a model of another class does not have
 
 
@@ -50,8 +50,15 @@ def check_declared(file: "File", model: "PreTrainedModel", path: str) -> None:
             _CHECK.fail(names, f"{whole} that makes {name} {expected}", shapes)
 
 
-def check_sizes(metadata: dict[str, Any]) -> None:
-    """Raises: ValueError for a size or count of the architecture that is no number, or is negative."""
+def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
+    """Checks the sizes and counts of the architecture in a file with tensors of these names.
+
+    Raises: ValueError for one that is no number, or is negative, and without the number of heads of
+        attention, which transformers would guess: queries, keys and values in one matrix do not tell it.
+    """
+    heads = f"{metadata['general.architecture']}.attention.head_count"
+    if heads not in metadata and any(".attn_q" in name for name in names):
+        raise ValueError(f"{heads} must be in the metadata, got no such key")
     for key, value in metadata.items():
         if key.startswith(f"{metadata['general.architecture']}.") and _SIZE.search(key):
             for number in value if isinstance(value, list) else [value]:
@@ -117,6 +124,7 @@ def _shape_in_model(file: "File", name: str) -> tuple[int, ...] | None:
     """
     tensors = file.parts[name]
     columns = tensors[0].shape[-1]
+    shape: tuple[int, ...] | None
     two, three = (file.shape(name, count) for count in (2, 3))
     if len(tensors[0].shape) > 1 and two and three and all(t.shape[-1] == columns for t in tensors):
         shape: tuple[int, ...] | None = tuple(

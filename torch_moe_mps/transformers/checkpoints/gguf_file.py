@@ -99,7 +99,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
         if len({tensor.name for tensor in found}) < len(found):
             raise ValueError("two tensors have one name")
         check_offsets(places, alignment, len(blob) - start)
-        check_sizes(header.metadata)
+        check_sizes(header.metadata, [tensor.name for tensor in found])
         return str(header.metadata["general.architecture"]), found
     except Exception as error:  # also of struct and numpy
         raise ValueError(f"moe_mps::gguf: {path} is damaged or not in GGUF ({first_line(error)})") from error

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from tqdm.auto import tqdm
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
@@ -29,7 +28,7 @@ from transformers.utils import logging
 
 from ...ops._checks import Check
 from ..basics.interface import codes_of, weights_in
-from ..basics.report import QuantizationReport
+from ..basics.report import QuantizationReport, now_and_then
 from .checking import may_lack
 from .files import Shards, checkpoint_files
 from .gguf import GgufQuantizer
@@ -142,7 +141,7 @@ class Parts:
             for part in done:
                 self.report.add_rows(shards.done[part])
         left = [part for part in parts if part not in done]
-        for part in tqdm(left, "Converting", len(parts), initial=len(done), unit="part", disable=None):
+        for part in now_and_then(left, "Converting", "part", len(parts) - len(left)):
             with self.loaded(part) if part != REST else nullcontext():
                 yield self._tensors(part)
             rows = [] if self.report is None else self.report.rows()
