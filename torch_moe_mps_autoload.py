@@ -24,6 +24,7 @@ from typing import Any
 
 # Modules, and the functions of torch_moe_mps._registration that are called after their import.
 _LIBRARIES = {
+    "peft": "register_adapters",
     "transformers.core_model_loading": "load_in_one_thread",
     "transformers.masking_utils": "register_mask",
     "transformers.modeling_layers": "register_mtp",

@@ -5,7 +5,8 @@ each function may import what it needs.
 
 Torch gets the operators; waiting for its import keeps `torch-moe-mps --help` fast. In transformers, the
 implementation "moe_mps" goes with the experts interface, and with the attention interface for layers with
-sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`.
+sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`. PEFT gets LoRA layers for
+quantised weights.
 """
 
 import importlib
@@ -72,3 +73,9 @@ def load_in_one_thread(module: object) -> None:
 
     if sys.platform == "darwin" and torch_version() < (2, 15):
         os.environ.setdefault(ONE_THREAD, "1")
+
+
+def register_adapters(module: object) -> None:
+    from .transformers.adapters.peft import register
+
+    register()

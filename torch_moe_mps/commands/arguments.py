@@ -108,6 +108,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "default": 16,
         "help": "of the keys and values in the cache; 16 leaves them as the model makes them (16)",
     },
+    "--adapter": {"metavar": "DIR", "help": "a LoRA adapter of PEFT for {}: a folder, or a name on the Hub"},
     "--device": {"help": "mps where there is one, else cpu"},
     "--dtype": {
         "choices": DTYPES,
@@ -288,7 +289,7 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
     add("--window", type=int, default=512, help="tokens that are read at once (512)")
     add("--tokens", type=int, metavar="N", help="read the first N tokens of the text (all)")
-    _add(command, "--json", "--kv-bits", "--device", "--shares", "--dtype", *_FROM_THE_HUB)
+    _add(command, "--adapter", "--json", "--kv-bits", "--device", "--shares", "--dtype", *_FROM_THE_HUB)
 
 
 def _fit(command: argparse.ArgumentParser) -> None:
@@ -389,7 +390,7 @@ def _generate(command: argparse.ArgumentParser) -> None:
     _add(command, "--set")
     kept = "keep the computed prompt there, for the next call that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
-    _add(command, *_SPECULATION, *_HOW_TO_RUN)
+    _add(command, "--adapter", *_SPECULATION, *_HOW_TO_RUN)
     command.set_defaults(shares=None)  # it is for one process
 
 

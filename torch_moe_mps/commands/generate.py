@@ -20,7 +20,7 @@ from ..transformers.caches.cache import pools_padding
 from .interrupts import at_ctrl_c
 from .results import check_writable
 from .settings import settings_of
-from .sources import context_of, folder_of, load, tokenizer_of, usable_device
+from .sources import context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
 from .speculation import check_speculation, speculation_of
 
 
@@ -29,6 +29,8 @@ def run(options: argparse.Namespace) -> None:
     if processes() > 1:
         raise ValueError("generate is for one process, got a pipeline of several")
     check_speculation(options)
+    if options.adapter is not None and options.prompt_cache is not None:  # whose names do not tell adapters
+        raise ValueError("--prompt-cache must be without --adapter, got both")
     if options.batch < 1:
         raise ValueError(f"--batch must be at least 1 prompt, got {options.batch}")
     settings = {"max_new_tokens": options.max_tokens, **settings_of(options.set)}
@@ -44,7 +46,7 @@ def run(options: argparse.Namespace) -> None:
     lengths = [batch["input_ids"].shape[1] for batch in inputs]
     if min(lengths) == 0:
         raise ValueError("the prompt must have at least 1 token, got none")
-    model = load(options, folder, device)
+    model = with_adapter(options, load(options, folder, device))
     limit = context_of(model.config)
     if max(lengths) >= limit:
         raise ValueError(f"the prompt must have fewer than the model's {limit} tokens, got {max(lengths)}")

@@ -19,7 +19,7 @@ from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.weights import free
 from .card import keep_figures
 from .results import check_writable, write_json
-from .sources import folder_of, load_stored, tokenizer_of, usable_device
+from .sources import folder_of, load_stored, tokenizer_of, usable_device, with_adapter
 
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
 LIKELIEST = 1024
@@ -52,7 +52,7 @@ def run(options: argparse.Namespace) -> None:
         for source in sources:
             free(device)
             found.append(_measured(options, source, device, pieces, Path(folder) if other else None))
-            if is_first_process():
+            if is_first_process() and options.adapter is None:  # a card is of the model alone
                 keep_figures(source, *_kept(options, len(ids), found[-1]))
     print("\n".join(aligned(_table(options, found), 1)))
     if other is not None and found[0].rest >= 1e-6:
@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
 def _measured(
     options: argparse.Namespace, source: str, device: str, pieces: list[Tensor], folder: Path | None
 ) -> "Means":
-    model = load_stored(options, source, device)
+    model = with_adapter(options, load_stored(options, source, device))
     return measure(WithQuantizedCache(model) if options.kv_bits == CACHE_BITS else model, pieces, folder)
 
 

@@ -119,6 +119,22 @@ def load(options: argparse.Namespace, folder: str, device: str) -> Any:
     return model
 
 
+def with_adapter(options: argparse.Namespace, model: Any) -> Any:
+    """The model with the layers of --adapter in it; itself without one.
+
+    Raises: ValueError, OSError with one line that says what is wrong.
+    """
+    if options.adapter is None:
+        return model
+    if torchrun.processes() > 1:
+        raise ValueError("--adapter is for one process, got a pipeline of several")
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'") from None
+    return PeftModel.from_pretrained(model, options.adapter).eval().get_base_model()
+
+
 def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:
     """The model in a folder; `asked` are more arguments of from_pretrained.
 

@@ -1,0 +1,87 @@
+"""--adapter of the commands: the answers of PEFT on the model, and what is refused."""
+
+import re
+
+import peft
+import pytest
+import torch
+import transformers
+from support import tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
+
+import torch_moe_mps
+from torch_moe_mps.commands import main
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """A quantised checkpoint, and an adapter for it."""
+    folder = tmp_path_factory.mktemp("adapter")
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27)
+    torch_moe_mps.accelerate(model, 4, 32, linear_bits=4)
+    model.save_pretrained(folder / "model")
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?").save_pretrained(folder / "model")
+    targets = {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj"]}
+    torch.manual_seed(0)
+    adapted = peft.get_peft_model(model, peft.LoraConfig(r=4, init_lora_weights=False, **targets))
+    adapted.save_pretrained(folder / "adapter")
+    return folder / "model", folder / "adapter"
+
+
+def run(command: str, model, *options) -> int:
+    return main([command, *map(str, (model, *options)), "--device", "cpu"])
+
+
+def test_generate(folders, capsys):
+    model, adapter = folders
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    prompt = ("--raw", "-p", "hello", "--max-tokens", 12)
+    answers = []
+    for options in ((), ("--adapter", adapter)):
+        capsys.readouterr()
+        assert run("generate", model, *prompt, *options) == 0
+        answers.append(capsys.readouterr().out)
+    loaded = torch_moe_mps.from_pretrained(model, device_map="cpu")
+    adapted = peft.PeftModel.from_pretrained(loaded, adapter).eval()
+    ids = tokenizer("hello", return_tensors="pt").input_ids
+    tokens = adapted.generate(input_ids=ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :]
+    assert answers[1] == tokenizer.decode(tokens, skip_special_tokens=True) + "\n"
+    assert answers[0] != answers[1]
+
+
+def test_perplexity(folders, capsys, tmp_path):
+    """The figure of the model with its adapter; the model's card stays that of the model alone."""
+    model, adapter = folders
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog " * 3)
+    before = {file.name: file.read_bytes() for file in model.iterdir()}
+    assert run("perplexity", model, "--text", text, "--window", 64, "--tokens", 64, "--adapter", adapter) == 0
+    shown = capsys.readouterr().out
+    loaded = torch_moe_mps.from_pretrained(model, device_map="cpu")
+    adapted = peft.PeftModel.from_pretrained(loaded, adapter).eval()
+    ids = transformers.AutoTokenizer.from_pretrained(model)(text.read_text(), return_tensors="pt").input_ids[
+        :, :64
+    ]
+    with torch.no_grad():
+        loss = adapted(input_ids=ids, labels=ids).loss
+    figure = float(re.search(r"(\S+) ± ", shown)[1])
+    assert figure == pytest.approx(loss.exp().item(), rel=1e-4)
+    assert {file.name: file.read_bytes() for file in model.iterdir()} == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (
+            ("--adapter", "nowhere", "--prompt-cache", "file"),
+            "--prompt-cache must be without --adapter, got both",
+        ),
+        (("--adapter", "/nowhere/at-all"), "adapter"),
+    ],
+)
+def test_refused(folders, capsys, options, message):
+    capsys.readouterr()
+    assert run("generate", folders[0], "--raw", "-p", "hello", "--max-tokens", 1, *options) == 1
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err

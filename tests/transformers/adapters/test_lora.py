@@ -1,0 +1,218 @@
+"""LoRA of PEFT over packed linears and experts, against PEFT's own on dense models with the same values."""
+
+import copy
+import functools
+import subprocess
+import sys
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft.tuners.lora.model import LoraModel
+from safetensors.torch import load_file
+from support import mlx_models, tiny_models
+from support.gguf_files import write_file
+from support.models import eager, generate, output, prompt, tiny
+from torch import nn
+
+import torch_moe_mps
+from torch_moe_mps.transformers.adapters import peft as of_peft
+
+transformers.logging.set_verbosity_error()
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
+BOTH = {"target_modules": ["q_proj", "o_proj"], "target_parameters": EXPERTS}
+
+
+@functools.cache
+def made(architecture: str) -> tuple[nn.Module, nn.Module]:
+    dense = tiny(architecture)
+    packed = copy.deepcopy(dense)
+    torch_moe_mps.accelerate(packed, 4, 32, linear_bits=4)
+    return packed, tiny_models.dense_twin(dense, packed)
+
+
+def both(architecture: str = "qwen3_moe") -> tuple[nn.Module, nn.Module]:
+    """A packed model, and the dense one with its values."""
+    packed, dense = made(architecture)
+    return copy.deepcopy(packed), copy.deepcopy(dense)
+
+
+def adapted(model: nn.Module, seed: int = 0, **options: Any) -> peft.PeftModel:
+    torch.manual_seed(seed)
+    config = {"r": 4, "init_lora_weights": False, "task_type": "CAUSAL_LM"} | (options or BOTH)
+    return peft.get_peft_model(model, peft.LoraConfig(**config)).eval()
+
+
+def close(result: torch.Tensor, right: torch.Tensor, tolerance: float = 5e-6) -> None:
+    assert (result.double() - right.double()).norm() <= tolerance * right.double().norm()
+
+
+def gradients(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    logits = model(input_ids=ids).logits.double()
+    nn.functional.cross_entropy(logits.flatten(0, 1), ids.flatten()).backward()
+    return {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+
+
+def assert_same_gradients(packed: nn.Module, dense: nn.Module, ids: torch.Tensor) -> None:
+    """At most 5e-6 from float64, or what the dense model in float32 is off where that is more."""
+    found, dense32 = gradients(packed, ids), gradients(dense, ids)
+    right = gradients(copy.deepcopy(dense).double(), ids)
+    assert found.keys() == right.keys() and len(right) >= 8
+    for name, gradient in found.items():
+        if right[name].norm() > 1e-12:
+            off = (dense32[name] - right[name]).norm() / right[name].norm()
+            close(gradient, right[name], max(5e-6, 1.2 * off.item()))
+        else:  # of queries with one key
+            assert gradient.norm() < 1e-6
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "mixtral"])
+def test_gradients(architecture):
+    packed, dense = (adapted(model) for model in both(architecture))
+    close(output(packed, prompt()), output(dense, prompt()))
+    assert_same_gradients(packed, dense, prompt())
+    assert_same_gradients(packed, dense, prompt()[:1, :1])  # one token, most experts without one
+
+
+def test_over_mlx(tmp_path):
+    model = mlx_models.tiny("qwen3_moe")
+
+    mlx_models.write(model, tmp_path, 4)
+    packed = mlx_models.load(tmp_path, type(model))
+    dense = eager(tiny_models.dense_twin(model, packed))
+    dense.load_state_dict(packed.state_dict(), strict=False)  # what MLX rounded, and stays dense here
+    assert_same_gradients(adapted(packed), adapted(dense), prompt())
+
+
+def test_over_gguf(tmp_path):
+    kinds = ("q4_k", "q6_k", "q5_k")
+    path = write_file(tmp_path / "model.gguf", "qwen3moe", kinds, up="q5_k")  # gate and up are two matrices
+    options = {"gguf_file": path.name, "device_map": "cpu"}
+    packed = torch_moe_mps.from_pretrained(str(path.parent), **options)
+    config = transformers.GgufConfig(dequantize=True)
+    own = transformers.AutoModelForCausalLM.from_pretrained(
+        path.parent, quantization_config=config, **options
+    )
+    packed, dense = adapted(packed), adapted(eager(own))
+    assert_same_gradients(packed, dense, torch.arange(1, 9)[None])
+
+
+def test_saved_as_peft_saves_and_back(tmp_path):
+    packed, dense = (adapted(model) for model in both())
+    for name, model in (("packed", packed), ("dense", dense)):
+        model.save_pretrained(tmp_path / name)
+    ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("packed", "dense"))
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    again, other = both()
+    on_dense = peft.PeftModel.from_pretrained(other, tmp_path / "packed").eval()
+    on_packed = peft.PeftModel.from_pretrained(again, tmp_path / "dense").eval()
+    assert torch.equal(output(on_dense, prompt()), output(dense, prompt()))
+    assert torch.equal(output(on_packed, prompt()), output(packed, prompt()))
+
+
+def test_several_are_switched_and_disabled():
+    models = [adapted(model) for model in both()]
+    tokens: list[list[torch.Tensor]] = []
+    for model in models:
+        torch.manual_seed(1)
+        model.add_adapter("second", peft.LoraConfig(r=2, init_lora_weights=False, **BOTH))
+        written = []
+        for name in ("default", "second", "default"):
+            model.set_adapter(name)
+            written.append(generate(model, prompt()))
+        with model.disable_adapter():
+            written.append(generate(model, prompt()))
+        model.base_model.set_adapter(["default", "second"])
+        written.append(output(model, prompt()))
+        tokens.append(written)
+    packed, dense = tokens
+    close(packed.pop(), dense.pop())
+    for result, right in zip(packed, dense, strict=True):
+        assert torch.equal(result, right)
+    assert torch.equal(packed[0], packed[2])
+    assert len({tuple(each.flatten().tolist()) for each in packed}) == 3
+
+
+def test_all_linear():
+    names = []
+    for model in both():
+        first = adapted(model, target_modules="all-linear")
+        assert first.peft_config["default"].target_modules
+        first.add_adapter("second", peft.LoraConfig(target_modules="all-linear", r=2))
+        names.append([name for name, module in first.named_modules() if hasattr(module, "lora_A")])
+        assert all("second" in first.get_submodule(name).lora_A for name in names[-1])
+    assert names[0] == names[1]
+    assert not any("lm_head" in name for name in names[0])
+
+
+class Losses(transformers.TrainerCallback):
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_log(self, args, state, control, logs=None, **kwargs):
+        self.losses += [logs["loss"]] if "loss" in logs else []
+
+
+@pytest.mark.parametrize("reentrant", [None, True, False], ids=["whole", "reentrant", "checkpointed"])
+def test_trainer(tmp_path, reentrant):
+    """20 steps of transformers' Trainer follow those of the dense model."""
+    rows = torch.randint(1, 90, (8, 6), generator=torch.Generator().manual_seed(0)).tolist()
+    data = [{"input_ids": row, "labels": row} for row in rows]
+    checkpointing = {"gradient_checkpointing": reentrant is not None}
+    if reentrant is not None:
+        checkpointing["gradient_checkpointing_kwargs"] = {"use_reentrant": reentrant}
+    curves = []
+    for model in both():
+        losses = Losses()
+        arguments = transformers.TrainingArguments(
+            output_dir=tmp_path, max_steps=20, per_device_train_batch_size=4, learning_rate=2e-3,
+            report_to=[], logging_steps=1, save_strategy="no", use_cpu=True, disable_tqdm=True,
+            **checkpointing,
+        )  # fmt: skip
+        transformers.Trainer(adapted(model), arguments, train_dataset=data, callbacks=[losses]).train()
+        curves.append(losses.losses)
+    packed, dense = curves
+    assert len(dense) == 20 and dense[-1] < dense[0] - 0.3
+    assert max(abs(a - b) for a, b in zip(packed, dense, strict=True)) <= 1e-4
+
+
+@pytest.mark.parametrize(
+    ("option", "message"),
+    [
+        ({"use_dora": True}, "use_dora( over a quantised weight must be False|=True)"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights over a quantised weight must be True, False or"),
+        ({"lora_dropout": 0.1}, "lora_dropout != 0"),
+    ],
+)
+def test_refused_options(option, message):
+    for target in ({"target_modules": ["q_proj"]}, {"target_parameters": EXPERTS}):
+        if "lora_dropout" in option and "target_modules" in target:
+            continue  # linear layers have it
+        with pytest.raises(ValueError, match=message):
+            adapted(both()[0], **target, **option)
+
+
+@pytest.mark.parametrize("target", [{"target_modules": ["q_proj"]}, {"target_parameters": EXPERTS}])
+def test_merging_is_refused(target):
+    model = adapted(both()[0], **target)
+    with pytest.raises(ValueError, match="an adapter must be over a dense weight to be merged"):
+        model.merge_adapter()
+
+
+def test_other_versions_of_peft_stay_as_they_are(monkeypatch):
+    monkeypatch.setattr(peft, "__version__", "0.99.0")
+    before = LoraModel._create_new_module
+    of_peft.register()
+    assert LoraModel._create_new_module is before
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("order", ["peft, torch_moe_mps", "torch_moe_mps, peft"])
+def test_after_import_in_a_new_process(order):
+    code = f"import {order}\nprint(hasattr(peft.LoraModel._create_new_module, '__wrapped__'))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout == "True\n" and not result.stderr

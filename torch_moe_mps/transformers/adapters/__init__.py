@@ -1,0 +1,1 @@
+"""Adapters of PEFT on quantised layers and experts."""

@@ -1,0 +1,140 @@
+"""LoRA beside quantised weights: the layers that PEFT puts around linears and experts.
+
+PEFT keeps the factors of a stack of E experts as two matrices, with which its files are written: A [r E, in],
+row e r + i is row i of expert e, and B [out, r E], column i E + e is column i of expert e.
+"""
+
+import functools
+from typing import Any, NoReturn
+
+import torch
+from peft import LoraConfig
+from peft.tuners.lora import layer
+from torch import Tensor, nn
+
+from ..modules.experts import ADDED, shape_of
+from ..modules.linears import GroupedLinear, QuantizedLinear
+
+ops = torch.ops.moe_mps
+
+_INITIAL = (True, False, "gaussian")  # others decompose the dense weight
+
+
+def refuse(what: str, expected: str, came: object) -> NoReturn:
+    raise ValueError(f"moe_mps: {what} must be {expected}, got {came}")
+
+
+def check_config(config: LoraConfig) -> None:
+    """Refuses what PEFT computes of a dense weight.
+
+    Raises: ValueError that names the option of LoraConfig.
+    """
+    if config.init_lora_weights not in _INITIAL:
+        refuse(
+            "init_lora_weights over a quantised weight", "True, False or 'gaussian'", config.init_lora_weights
+        )
+    if config.use_dora:
+        refuse("use_dora over a quantised weight", "False", True)
+
+
+class QuantizedLoraLinear(layer.Linear):
+    """PEFT's LoRA over a QuantizedLinear. PEFT looks for "Linear" in the name of the class."""
+
+    def _get_in_out_features(self, module: Any) -> tuple[int, int]:
+        return module.in_features, module.out_features
+
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
+    ) -> None:
+        check_config(config)
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        _refuse_merging(self.get_base_layer())
+
+
+class _Stack:
+    """The shape, dtype and device of a quantised stack, which PEFT asks the parameter in its place for."""
+
+    requires_grad = False
+    ndim = 3
+
+    def __init__(self, experts: Any, projection: str):
+        count, rows, columns = shape_of(experts, projection)
+        matrix = (columns, rows) if experts.is_transposed else (rows, columns)
+        self.shape = torch.Size((count, *matrix))
+        self.device = getattr(experts, f"{projection}_packed").device
+        self.dtype = _dtype_of(experts)
+
+
+def _dtype_of(experts: nn.Module) -> torch.dtype:
+    """The dtype of the dense weights, where quantised experts have a tensor in it; else float32."""
+    tensors = (tensor for tensor in experts._parameters.values() if tensor is not None)
+    return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
+
+
+class ParamWrapper(layer.ParamWrapper):
+    """PEFT's LoRA of a stack of experts over quantised experts: by its factors, never by their product.
+
+    PEFT asks wrappers for the name of their class, which is its own.
+    """
+
+    def get_param(self) -> Any:
+        return _Stack(self.get_base_layer(), self.parameter_name)
+
+    def update_layer(
+        self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
+    ) -> None:
+        check_config(config)
+        super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
+        """A [E, r, in] and B [E, out, r]."""
+        a: Any = self.lora_A[adapter].weight
+        b: Any = self.lora_B[adapter].weight
+        return a.unflatten(0, (self.num_experts, -1)), b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
+
+    def _added(self, adapter: str, x: Tensor, ids: Tensor) -> Tensor:
+        a, b = self.factors(adapter)
+        inner = ops.expert_mm(x.to(a.dtype), a, ids)
+        outer: Tensor = ops.expert_mm(inner, b.contiguous(), ids)
+        return (outer * self.scaling[adapter]).to(x.dtype)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        self._check_forward_args(x, *args, **kwargs)
+        active = (
+            [] if self.disable_adapters else [each for each in self.active_adapters if each in self.lora_A]
+        )
+        if not active:
+            return self.base_layer(x, *args, **kwargs)
+        held = self.get_base_layer().__dict__
+        before = held.get(ADDED, {})
+        held[ADDED] = before | {
+            self.parameter_name: [functools.partial(self._added, each) for each in active]
+        }
+        try:
+            return self.base_layer(x, *args, **kwargs)
+        finally:
+            held[ADDED] = before
+
+    def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
+        _refuse_merging(self.get_base_layer())
+
+
+def _refuse_merging(base: nn.Module) -> NoReturn:
+    expected = (
+        "over a dense weight to be merged (load the adapter on the dense model, merge, and quantise then)"
+    )
+    refuse("an adapter", expected, f"one over {type(base).__name__}")
+
+
+def wrapped_linear(
+    target: nn.Module, base: QuantizedLinear, adapter: str, config: Any, **kwargs: Any
+) -> nn.Module:
+    """The LoRA layer over a quantised linear layer.
+
+    Raises: ValueError for a layer whose matrix is several.
+    """
+    if isinstance(base, GroupedLinear):
+        refuse("target_modules", "layers with one matrix", f"a {type(base).__name__} of {base.n_groups}")
+    return QuantizedLoraLinear(target, adapter, config=config, **kwargs)
