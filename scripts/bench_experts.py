@@ -1,12 +1,12 @@
 #!/usr/bin/env python
-"""Measures what recipes cost a trained Mixture of Experts: docs/quality-moe.md, with a plot.
+"""Measures what recipes cost a trained Mixture of Experts: docs/quality_moe.md, with a plot.
 
     python scripts/train_moe.py texts build/moe
     python scripts/train_moe.py train build/moe
     python scripts/bench_experts.py measure build/moe --device cuda
     python scripts/bench_experts.py write
 
-`measure` writes docs/quality-moe.json, and `write` makes page and plot of that. The texts are files of the
+`measure` writes docs/quality_moe.json, and `write` makes page and plot of that. The texts are files of the
 kind that the model was trained on, Python's manual and Newton's Opticks; it read none of them.
 """
 
@@ -35,7 +35,7 @@ from torch_moe_mps.transformers.checkpoints.importance import Importance
 from torch_moe_mps.transformers.checkpoints.sizes import bytes_a_token, total_bytes
 
 WINDOW = 512
-KEPT = paths.REPOSITORY / "docs" / "quality-moe.json"
+KEPT = paths.REPOSITORY / "docs" / "quality_moe.json"
 PAGE, PLOT = KEPT.with_suffix(".md"), KEPT.with_suffix(".svg")
 HEAD = """# Quality of recipes: a Mixture of Experts
 
@@ -44,7 +44,7 @@ token. All widths are multiples of 256; the embedding, which is the head, too, i
 `scripts/train_moe.py` trained it for {seconds:.0f} seconds on an {device}: {steps} steps,
 {tokens:.0f} million tokens of {distinct:.0f} million different ones, mostly Python. The largest sources are
 {sources};
-docs/quality-moe.json names all. The loss fell from {first} to {last}, and is {held} on held-out files. It is
+docs/quality_moe.json names all. The loss fell from {first} to {last}, and is {held} on held-out files. It is
 one small model from one seed; no Mac has measured anything here.
 
 KL divergence from the dense model in nats a token, and how often the likeliest token is the same, over
@@ -52,10 +52,12 @@ KL divergence from the dense model in nats a token, and how often the likeliest 
 (loss {losses[0]:.2f}), Python's manual ({losses[1]:.2f}), and Newton's Opticks ({losses[2]:.2f}: it knows no
 such text). Importance is of {calibration} tokens of other held-out files, which takes
 {importance_seconds} s there. MB are those of all weights, and of those that one token reads. The embedding
-has 6 bits, as `bits=4` gives it at its share of the weights, unless the name says otherwise. "mixed" rows have the formats of mlx-lm's recipes:
-by MLX's rule they are bit for bit what mlx-lm writes. llama.cpp was not measured on this model.
+has 6 bits, as `bits=4` gives it at its share of the weights, unless the name says otherwise. The recipes here
+have no bits for attention but those that they name (`linear_bits="same"`). "mixed" rows have the formats of
+mlx-lm's recipes: by MLX's rule they are bit for bit what mlx-lm writes.
+llama.cpp was not measured on this model.
 
-![KL divergence against megabytes, and against megabytes a token](quality-moe.svg)
+![KL divergence against megabytes, and against megabytes a token](quality_moe.svg)
 
 What it says, of the manual:
 
@@ -199,7 +201,11 @@ def measure(folder: Path, device: str, count: int, calibration: int) -> dict[str
         if measured.has(name, way):
             continue
         own = torch_moe_mps.from_pretrained(
-            str(model), **arguments, dtype=torch.float16, device_map=device, check=False
+            str(model),
+            **{"linear_bits": "same"} | arguments,
+            dtype=torch.float16,
+            device_map=device,
+            check=False,
         )
         sizes = total_bytes(own), bytes_a_token(own)
         torch.nn.Module.float(own)  # transformers refuses to cast what is quantised
