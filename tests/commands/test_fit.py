@@ -115,26 +115,26 @@ def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
     attention = 2 * hidden * 32 * 128 + 2 * hidden * 4 * 128
     expert = 3 * hidden * 768
     dense = layers * (128 * hidden + 2 * hidden + 2 * 128) + hidden  # routers and norms
-    quantised = 2 * vocabulary * hidden + layers * (attention + 128 * expert)
-    read = (vocabulary + 1) * hidden + layers * (
-        attention + 8 * expert
-    )  # the head, and a row of the embedding
+    quantised = 2 * vocabulary * hidden + layers * 128 * expert
+    read = (vocabulary + 1) * hidden + layers * 8 * expert  # the head, and a row of the embedding
     cache = layers * 2 * 4 * 128 * 2  # K and V of a token
 
     def nbytes(bits: int, weights: int) -> int:
-        return weights * (2 * bits + 1) // 16 + 2 * dense  # groups of 64 have 32 bits of scale and bias
+        """Groups of 64 have 32 bits of scale and bias; attention has 6 bits where the rest has fewer."""
+        more = layers * attention * (2 * max(bits, 6) + 1)
+        return (weights * (2 * bits + 1) + more) // 16 + 2 * dense
 
     assert main(["fit", str(whole_qwen3)]) == 0
     output = capsys.readouterr().out
     shown = (REPOSITORY / "README.md").read_text().partition("$ torch-moe-mps fit")[2].partition("\n\n")[0]
     shown = [line.strip() for line in shown.splitlines()[1:]]
     assert len(shown) == 5 and {*shown} <= {line.rstrip() for line in output.splitlines()}
-    assert f"{(quantised + dense) / 1e9:.2f} billion weights" in output
+    assert f"{(quantised + layers * attention + dense) / 1e9:.2f} billion weights" in output
     assert f"{cache / 1e6:.3f} GB for each 1,000 tokens" in output
     sizes = {f"{bits} bit": [nbytes(bits, quantised), nbytes(bits, read)] for bits in (8, 6, 5, 4, 3, 2)}
-    sizes = {"16 bit": [2 * (quantised + dense), 2 * (read + dense)]} | sizes
+    sizes = {"16 bit": [2 * (w + layers * attention + dense) for w in (quantised, read)]} | sizes
     expected = {name: [f"{a / 1e9:.1f}", f"{b / 1e9:.2f}"] for name, (a, b) in sizes.items()}
-    assert table(output, "weights") == expected and expected["4 bit"] == ["17.2", "1.73"]
+    assert table(output, "weights") == expected and expected["4 bit"] == ["17.4", "1.96"]
     contexts = table(output, "Mac")
     assert f"a prompt takes at most {PROMPT / 1e9:.3f} GB for 2,048 tokens" in output
     assert "`sudo sysctl iogpu.wired_limit_mb=N, in MiB: the memory less 8 GiB`" in output

@@ -1,8 +1,11 @@
 """Importing this gives weights of tiny models the one format that a test asks for.
 
-Embeddings and head are a tenth of such a model, and more, so that `bits=4` gives them 6 bits by default.
+Embeddings and head are a tenth of such a model, and more, so that `bits=4` gives them 6 bits by default, and
+linear layers beside experts may have 6, too.
 Tests of that default have the fixture `shipped_defaults`.
 """
+
+from collections.abc import Mapping
 
 from torch_moe_mps.transformers.checkpoints.recipe import Recipe
 
@@ -10,8 +13,8 @@ SHIPPED = Recipe.of_sizes
 LARGEST = 10_000_000  # weights of a tiny model
 
 
-def of_sizes(recipe: Recipe, embeddings: int, total: int) -> Recipe:
-    return recipe if total < LARGEST else SHIPPED(recipe, embeddings, total)
+def of_sizes(recipe: Recipe, sizes: Mapping[str, int]) -> Recipe:
+    return recipe if sum(sizes.values()) < LARGEST else SHIPPED(recipe, sizes)
 
 
 Recipe.of_sizes = of_sizes

@@ -243,7 +243,14 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
     add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
     add("--mode", default="affine", help="affine, mxfp4, mxfp8 or nvfp4 (affine)")
-    add("--linear-bits", type=_bits, default="same", metavar="BITS", help="of linear layers; none is dense")
+    add(
+        "--linear-bits",
+        type=_bits,
+        default="auto",
+        metavar="BITS",
+        help="of linear layers; none is dense, same as the experts (auto: 6 beside experts where they are at "
+        "most a tenth of the weights)",
+    )
     add(
         "--embedding-bits",
         type=_bits,

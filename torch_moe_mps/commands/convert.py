@@ -119,7 +119,7 @@ def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any]
 def _says_a_format(options: argparse.Namespace) -> bool:
     """Whether the format is asked for, so that it holds for what is quantised in SRC, too."""
     usual = options.bits is None and options.recipe is None and options.mode == "affine"
-    return not (usual and (options.linear_bits, options.embedding_bits) == ("same", "auto"))
+    return not (usual and (options.linear_bits, options.embedding_bits) == ("auto", "auto"))
 
 
 def _weights(source: str) -> list[Path]:

@@ -218,7 +218,8 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
     if not stored["mlx"]:
         return None
     usual: dict[str, Any] = {key: stored["mlx"].get(key) for key in ("bits", "group_size", "mode")}
-    return _size(_STORED, model, _targets(model, requested_recipe(**usual, embedding_bits=SAME)))
+    recipe = requested_recipe(**usual, linear_bits=SAME, embedding_bits=SAME)
+    return _size(_STORED, model, _targets(model, recipe))
 
 
 def _files(folder: str) -> list[str]:

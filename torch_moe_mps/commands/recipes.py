@@ -34,8 +34,9 @@ def arguments_of_recipe(recipe: str, model: "PreTrainedModel", **asked: Any) -> 
     """The arguments of a mixed recipe, with what else is asked, or those in a file."""
     if recipe not in MIXED:
         return read_recipe(recipe)
-    if asked.get("embedding_bits", AUTO) == AUTO:  # as mlx-lm has it
-        asked["embedding_bits"] = SAME
+    for name in ("linear_bits", "embedding_bits"):  # as mlx-lm has it
+        if asked.get(name, AUTO) == AUTO:
+            asked[name] = SAME
     return asked | {"bits": int(recipe.split("_")[1]), "overrides": mixed_overrides(recipe, model)}
 
 

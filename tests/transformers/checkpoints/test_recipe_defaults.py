@@ -26,6 +26,14 @@ QWEN3_30B = "Qwen3Moe", {
     "num_experts_per_tok": 8,
 }  # fmt: skip
 
+# That of docs/quality_moe.md, whose embedding is the head, too, and one whose attention is large.
+SMALL_MOE = "Qwen3Moe", {
+    "hidden_size": 512, "moe_intermediate_size": 256, "num_hidden_layers": 8, "vocab_size": 49152,
+    "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 32,
+    "num_experts_per_tok": 4, "tie_word_embeddings": True,
+}  # fmt: skip
+WIDE_MOE = "Qwen3Moe", SMALL_MOE[1] | {"num_attention_heads": 64, "num_experts": 8}
+
 
 def formats(model, **asked) -> tuple[str, str]:
     """Of the embedding, and of a matrix of attention."""
@@ -41,20 +49,28 @@ def of_shape(kind: str, shape: dict) -> torch.nn.Module:
 
 
 @pytest.mark.parametrize(
-    "shape, bits, embedding",
+    "shape, bits, embedding, attention",
     [
-        (SMOLLM2, 4, 6),
-        (SMOLLM2, 3, 6),
-        (SMOLLM2, 6, 6),
-        (SMOLLM2, 8, 8),
-        (GEMMA_270M, 4, 6),
-        (QWEN3_30B, 4, 4),
+        (SMOLLM2, 4, 6, 4),
+        (SMOLLM2, 3, 6, 3),
+        (SMOLLM2, 6, 6, 6),
+        (SMOLLM2, 8, 8, 8),
+        (GEMMA_270M, 4, 6, 4),
+        (QWEN3_30B, 4, 4, 6),
+        (QWEN3_30B, 5, 5, 6),
+        (QWEN3_30B, 8, 8, 8),
+        (SMALL_MOE, 3, 6, 6),
+        (WIDE_MOE, 4, 6, 4),
     ],
 )
-def test_what_users_of_models_get(shape, bits, embedding):
+def test_what_users_of_models_get(shape, bits, embedding, attention):
     model = of_shape(*shape)
-    assert formats(model, bits=bits) == (f"affine{embedding}_64", f"affine{bits}_64")
-    assert formats(model, bits=bits, embedding_bits="same") == (f"affine{bits}_64",) * 2
+    assert formats(model, bits=bits) == (f"affine{embedding}_64", f"affine{attention}_64")
+    same = {"linear_bits": "same", "embedding_bits": "same"}
+    assert formats(model, bits=bits, **same) == (f"affine{bits}_64",) * 2
+    found = weights_of(model, requested_recipe(bits)).targets
+    experts = [target for target in found.values() if target.kind == "experts"]
+    assert all(str(f) == f"affine{bits}_64" for target in experts for f in target.formats.values())
     head = weights_of(model, requested_recipe(bits)).targets["lm_head"]
     assert str(head.formats["weight"]) == f"affine{embedding}_64"
 
@@ -65,8 +81,8 @@ def test_what_is_asked_for_is_done():
     assert formats(model, bits=4, embedding_bits=8)[0] == "affine8_64"
     assert formats(model, bits=4, overrides={"embed_tokens": 3, "lm_head": 3})[0] == "affine3_64"
     assert formats(model, mode="nvfp4")[0] == "nvfp4"
-    with pytest.raises(ValueError, match="linear_bits must be bits, a format or None, got 'auto'"):
-        requested_recipe(4, linear_bits="auto")
+    with pytest.raises(ValueError, match="linear_bits must be bits, a format or None, got 'most'"):
+        requested_recipe(4, linear_bits="most")
 
 
 @pytest.mark.usefixtures("shipped_defaults")

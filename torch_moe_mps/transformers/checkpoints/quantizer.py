@@ -184,6 +184,8 @@ class Quantizer(HasTargets, HfQuantizer):
         Raises: ValueError if that is nothing although another format was asked for, and nothing is dense.
         """
         asked: set[Format] = set()
+        kinds = {target.kind for target in self._targets.values()}
+        most = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
         for name in [name for name in self._targets if name in self._wanted]:
             target, wanted = self._targets[name], self._wanted.pop(name)
             weights = {p: getattr(wanted.module, p) for p in wanted.formats}
@@ -200,7 +202,7 @@ class Quantizer(HasTargets, HfQuantizer):
             elif self.report is not None:
                 stored = " and ".join(dict.fromkeys(map(str, target.formats.values())))
                 self.report.skipped[name] = f"already {stored}"
-                if target.kind != "embeddings":  # which a recipe may give more than the rest
+                if target.kind == most:
                     asked.update({*wanted.formats.values()} - {*target.formats.values()})
         if asked and self.quantization_config.requantize and not self._wanted and not self._again:
             formats = {str(f) for target in self._targets.values() for f in target.formats.values()}

@@ -13,7 +13,10 @@ SAME = "same"
 # weights and the rest is in fewer. Of SmolLM2-135M in 4 bits, of which they are a fifth, KL falls
 # from 0.11 to 0.06 for 7 MB; of 30 billion weights they are 2 %.
 AUTO = "auto"
-EMBEDDING_BITS, LARGE_SHARE = 6, 0.1
+# Linear layers beside experts, which every token reads, have 6 bits, too, where they are at most a tenth:
+# they make half of the loss of a trained Mixture of Experts in 4 bits, in 4 % of its weights
+# (docs/quality_moe.md).
+AUTO_BITS, SHARE = 6, 0.1
 
 
 @dataclass(frozen=True)
@@ -26,6 +29,8 @@ class Recipe:
         overrides: {pattern: format or None}; the last pattern that fits a name decides. A pattern is a name
             or its end, with * and ?: "lm_head", "*.v_proj", "layers.0.*", "experts.down_proj".
         large_embeddings: the format of embeddings that are a tenth of the weights; None is no other.
+        small_linears: the format of linear layers that are at most a tenth of the weights, beside experts;
+            None is no other.
     """
 
     experts: Format | None
@@ -33,6 +38,7 @@ class Recipe:
     embeddings: Format | None = None
     overrides: Mapping[str, Format | None] = field(default_factory=dict)
     large_embeddings: Format | None = None
+    small_linears: Format | None = None
 
     def format_of(self, names: Collection[str], kind: str) -> Format | None:
         """The format of the weight with these names, which is one of "experts", "linears" or "embeddings"."""
@@ -41,10 +47,14 @@ class Recipe:
                 return format
         return getattr(self, kind)
 
-    def of_sizes(self, embeddings: int, total: int) -> "Recipe":
-        """The recipe for a model with so many weights."""
-        large = embeddings >= LARGE_SHARE * total
-        return replace(self, embeddings=self.large_embeddings) if large and self.large_embeddings else self
+    def of_sizes(self, sizes: Mapping[str, int]) -> "Recipe":
+        """The recipe for a model with so many weights of each kind."""
+        share, changed = SHARE * sum(sizes.values()), {}
+        if self.large_embeddings and sizes["embeddings"] >= share:
+            changed["embeddings"] = self.large_embeddings
+        if self.small_linears and sizes["experts"] and sizes["linears"] <= share:
+            changed["linears"] = self.small_linears
+        return replace(self, **changed)
 
     def check_patterns(self, names: Collection[str]) -> None:
         """Raises: ValueError for a pattern that fits none of the names."""
@@ -64,7 +74,7 @@ def requested_recipe(
     group_size: int | None = None,
     mode: str | None = None,
     *,
-    linear_bits: int | str | None = SAME,
+    linear_bits: int | str | None = AUTO,
     embedding_bits: int | str | None = AUTO,
     keep: Collection[str] = (),
     overrides: Mapping[str, Any] | None = None,
@@ -73,7 +83,9 @@ def requested_recipe(
 
     Args:
         bits, group_size, mode: the format of the experts, and of everything without a format of its own.
-        linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None is dense.
+        linear_bits: bits of the linear layers in mode "affine"; "same" as the experts; None is dense. "auto"
+            is 6 in mode "affine" with fewer bits where they are at most a tenth of the weights, beside
+            experts, and "same" elsewhere.
         embedding_bits: the same for embeddings and the output head. "auto" is 6 in mode "affine" with fewer
             bits where they are a tenth of the weights, as in small models, and "same" elsewhere.
         keep: names of weights that stay dense, with * and ?, or their ends: "lm_head", "*.v_proj".
@@ -87,7 +99,7 @@ def requested_recipe(
     usual = requested_format(bits, group_size, mode)
     if usual is None:
         given = {"keep": bool(keep), "overrides": bool(overrides)}
-        given |= {"linear_bits": linear_bits != SAME, "embedding_bits": embedding_bits != AUTO}
+        given |= {"linear_bits": linear_bits != AUTO, "embedding_bits": embedding_bits != AUTO}
         for argument, is_given in given.items():
             if is_given:
                 raise ValueError(f"moe_mps::quantize: {argument} needs bits or a mode, got neither")
@@ -97,13 +109,12 @@ def requested_recipe(
         for pattern, value in (overrides or {}).items()
     }
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
-    linears = _format("linear_bits", linear_bits, usual)
-    large = None
-    if embedding_bits == AUTO:
-        embedding_bits = SAME
-        if usual.mode == "affine" and usual.bits < EMBEDDING_BITS:
-            large = usual.replaced(EMBEDDING_BITS, None, None)
-    return Recipe(usual, linears, _format("embedding_bits", embedding_bits, usual), exceptions, large)
+    more = usual.mode == "affine" and usual.bits < AUTO_BITS
+    auto = usual.replaced(AUTO_BITS, None, None) if more else None
+    own = {"linear_bits": linear_bits, "embedding_bits": embedding_bits}
+    linears, embeddings = (_format(name, SAME if b == AUTO else b, usual) for name, b in own.items())
+    large, small = (auto if bits == AUTO else None for bits in (embedding_bits, linear_bits))
+    return Recipe(usual, linears, embeddings, exceptions, large, small)
 
 
 # The arguments of `from_pretrained`, of QuantizationConfig and of a file with a recipe, too.

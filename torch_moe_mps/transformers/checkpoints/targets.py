@@ -9,7 +9,7 @@ import functools
 import inspect
 import re
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from itertools import chain
@@ -126,7 +126,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     every = quantizable(model)
     recipe.check_patterns(paths_of(every))
     together = _together(model, every)
-    recipe = recipe.of_sizes(*_sizes(every, together))
+    recipe = recipe.of_sizes(_sizes(every, together))
     reasons = Reasons(model)
     for name, target in every.items():
         alike = [every[other] for other in together.get(name, [name]) if other in every]
@@ -147,16 +147,15 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
     return found
 
 
-def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> tuple[int, int]:
-    """The weights of embeddings and head, and all that can be quantised; shared ones once."""
-    embeddings = total = 0
+def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Counter[str]:
+    """How many weights of each kind can be quantised; shared ones once."""
+    sizes: Counter[str] = Counter()
     counted: set[str] = set()
     for name, target in every.items():
         if name not in counted:
             counted.update(together.get(name, ()))
-            size = sum(weight.numel() for weight in target.module.parameters(recurse=False))
-            embeddings, total = embeddings + size * (target.kind == "embeddings"), total + size
-    return embeddings, total
+            sizes[target.kind] += sum(weight.numel() for weight in target.module.parameters(recurse=False))
+    return sizes
 
 
 def quantizable(model: nn.Module) -> dict[str, Target]:

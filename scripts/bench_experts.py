@@ -1,0 +1,334 @@
+#!/usr/bin/env python
+"""Measures what recipes cost a trained Mixture of Experts: docs/quality_moe.md, with a plot.
+
+    python scripts/train_moe.py texts build/moe
+    python scripts/train_moe.py train build/moe
+    python scripts/bench_experts.py measure build/moe --device cuda
+    python scripts/bench_experts.py write
+
+`measure` writes docs/quality_moe.json, and `write` makes page and plot of that. The texts are files of the
+kind that the model was trained on, Python's manual and Newton's Opticks; it read none of them.
+"""
+
+import argparse
+import json
+import math
+import sys
+import time
+from collections.abc import Iterator
+from importlib.resources import files
+from pathlib import Path
+from pydoc_data import topics
+from typing import Any
+
+import numpy as np
+import paths
+import torch
+import transformers
+from bench_quality import log_probabilities
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import torch_moe_mps
+from torch_moe_mps.commands.recipes import MIXED, arguments_of_recipe
+from torch_moe_mps.transformers.checkpoints.importance import Importance
+from torch_moe_mps.transformers.checkpoints.sizes import bytes_a_token, total_bytes
+
+WINDOW = 512
+KEPT = paths.REPOSITORY / "docs" / "quality_moe.json"
+PAGE, PLOT = KEPT.with_suffix(".md"), KEPT.with_suffix(".svg")
+HEAD = """# Quality of recipes: a Mixture of Experts
+
+A model of Qwen3-MoE's classes, {weights:.0f} million weights in 8 layers of 32 experts, 4 of which read a
+token. All widths are multiples of 256; the embedding, which is the head, too, is a fifth of the weights.
+`scripts/train_moe.py` trained it for {seconds:.0f} seconds on an {device}: {steps} steps,
+{tokens:.0f} million tokens of {distinct:.0f} million different ones, mostly Python. The largest sources are
+{sources};
+docs/quality_moe.json names all. The loss fell from {first} to {last}, and is {held} on held-out files. It is
+one small model from one seed; no Mac has measured anything here.
+
+KL divergence from the dense model in nats a token, and how often the likeliest token is the same, over
+{count} tokens of each of three texts that it never read: a held-out file, whose near copies it did read
+(loss {losses[0]:.2f}), Python's manual ({losses[1]:.2f}), and Newton's Opticks ({losses[2]:.2f}: it knows no
+such text). Importance is of {calibration} tokens of other held-out files, which takes
+{importance_seconds} s there. MB are those of all weights, and of those that one token reads. The embedding
+has 6 bits, as `bits=4` gives it at its share of the weights, unless the name says otherwise. The recipes here
+have no bits for attention but those that they name (`linear_bits="same"`). "mixed" rows have the formats of
+mlx-lm's recipes: by MLX's rule they are bit for bit what mlx-lm writes.
+llama.cpp was not measured on this model.
+
+![KL divergence against megabytes, and against megabytes a token](quality_moe.svg)
+
+What it says, of the manual:
+
+- Attention, 4 % of the weights, makes more than half of the loss of 4 bits. Two bits more for it cost 1.6 %
+  of the bytes, and 4 % of those of a token. Values and outputs gain most; 8 bits win little over 6.
+- Importance takes a sixth of the loss of 4 bits, where it took three quarters of the dense SmolLM2's
+  ([quality.md](quality.md)). One importance for all experts of a layer is as good as one for each.
+- 3 bits with 4 for `down` and 6 for attention lose as much as 4 bits everywhere, in 9 % fewer bytes; 4 bits
+  with 5 for `down` and 6 for attention lose as much as 5 bits everywhere, in 8 % fewer.
+- One bit more for `down` alone wins a tenth for 5 % of the bytes: attention comes first.
+
+Written by
+
+    python scripts/train_moe.py texts build/moe
+    python scripts/train_moe.py train build/moe
+    python scripts/bench_experts.py measure build/moe --device cuda
+    python scripts/bench_experts.py write
+
+| recipe | MB | MB a token | held-out: KL | equal top | manual: KL | equal top | Opticks: KL | equal top |
+|---|---:|---:|---:|---:|---:|---:|---:|---:|
+"""
+
+
+def attention(bits: int, **more: int) -> dict[str, Any]:
+    return {"overrides": {"self_attn.*": bits, **more}}
+
+
+DOWN = "experts.down_proj"
+# {name: arguments of from_pretrained}; the embedding has 6 bits, unless the name says otherwise.
+RECIPES: dict[str, dict[str, Any]] = {
+    "3 bits": {"bits": 3},
+    "3 bits, attention 6": {"bits": 3, **attention(6)},
+    "3 bits, attention 8": {"bits": 3, **attention(8)},
+    "3 bits, attention 6, down 4": {"bits": 3, **attention(6, **{DOWN: 4})},
+    "4 bits, embedding 4": {"bits": 4, "embedding_bits": 4},
+    "4 bits, embedding 4, attention 6": {"bits": 4, "embedding_bits": 4, **attention(6)},
+    "4 bits": {"bits": 4},
+    "4 bits, attention 5": {"bits": 4, **attention(5)},
+    "4 bits, attention 6": {"bits": 4, **attention(6)},
+    "4 bits, attention 8": {"bits": 4, **attention(8)},
+    "4 bits, query and key 6": {"bits": 4, "overrides": {"q_proj": 6, "k_proj": 6}},
+    "4 bits, value and output 6": {"bits": 4, "overrides": {"v_proj": 6, "o_proj": 6}},
+    "4 bits, attention 8, embedding 8": {"bits": 4, "embedding_bits": 8, **attention(8)},
+    "4 bits, down 5": {"bits": 4, "overrides": {DOWN: 5}},
+    "4 bits, attention 6, down 3": {"bits": 4, **attention(6, **{DOWN: 3})},
+    "4 bits, attention 6, down 5": {"bits": 4, **attention(6, **{DOWN: 5})},
+    "4 bits, attention 8, down 5": {"bits": 4, **attention(8, **{DOWN: 5})},
+    "4 bits, attention 6, down 6": {"bits": 4, **attention(6, **{DOWN: 6})},
+    "5 bits": {"bits": 5},
+    "5 bits, attention 6": {"bits": 5, **attention(6)},
+    "5 bits, attention 8": {"bits": 5, **attention(8)},
+    "6 bits": {"bits": 6},
+    "6 bits, attention 8": {"bits": 6, **attention(8)},
+    "8 bits": {"bits": 8},
+    "4 bits, groups of 32": {"bits": 4, "group_size": 32},
+    "nvfp4, embedding 6": {"mode": "nvfp4", "embedding_bits": 6},
+    "mxfp4, embedding 6": {"mode": "mxfp4", "embedding_bits": 6},
+}
+MLX, EACH, ALL = "MLX's rule", "importance", "importance, one for all experts"
+# Recipes that are measured in the third way, too.
+ONE_FOR_ALL = ("4 bits", "4 bits, attention 6", "3 bits, attention 6")
+
+
+def read(folder: Path, count: int, calibration: int) -> tuple[Tensor, list[Tensor]]:
+    """The tokens of importance, and those of each text."""
+    held = torch.from_numpy(np.fromfile(folder / "held.bin", dtype=np.uint16).astype(np.int64))
+    tokenizer = AutoTokenizer.from_pretrained(folder / "tokenizer")
+    manual = "\n".join(topics.topics[name] for name in sorted(topics.topics))
+    prose = files("tvm_ffi").joinpath("3rdparty/libbacktrace/Isaac.Newton-Opticks.txt").read_text()
+    others = [
+        tokenizer(text[len(text) // 2 :][: 8 * count], return_tensors="pt").input_ids[0][:count]
+        for text in (manual, prose)
+    ]
+    return held[count : count + calibration], [held[:count], *others]
+
+
+@torch.no_grad()
+def references(model: Any, texts: list[Tensor]) -> list[list[Tensor]]:
+    return [log_probabilities(model, ids.to(model.device)) for ids in texts]
+
+
+@torch.no_grad()
+def divergence(model: Any, ids: Tensor, dense: list[Tensor]) -> tuple[float, float]:
+    """The whole KL divergence from the dense model, in nats a token, and how often the likeliest is alike."""
+    loss = alike = 0.0
+    own = log_probabilities(model, ids.to(model.device))
+    for reference, other in zip(dense, own, strict=True):
+        loss += float((reference.exp() * (reference - other)).sum())
+        alike += float((reference.argmax(1) == other.argmax(1)).sum())
+    return loss / sum(map(len, dense)), alike / sum(map(len, dense))
+
+
+def for_all_experts(importance: Importance) -> Importance:
+    """The same where all experts of a layer have the mean of theirs."""
+    means = {
+        name: mean.mean(0, keepdim=True).expand_as(mean).contiguous() if mean.dim() > 1 else mean
+        for name, mean in importance.means.items()
+    }
+    return Importance(means, importance.tokens, importance.model, importance.text)
+
+
+def ways(dense: Any, importance: Importance) -> Iterator[tuple[str, str, dict[str, Any]]]:
+    """Name, way and arguments of from_pretrained of every row."""
+    alike = for_all_experts(importance)
+    mixed = {f"{name} of mlx-lm": arguments_of_recipe(name, dense) for name in MIXED}
+    for name, recipe in (RECIPES | mixed).items():
+        yield name, MLX, recipe
+        yield name, EACH, recipe | {"importance": importance}
+        if name in ONE_FOR_ALL:
+            yield name, ALL, recipe | {"importance": alike}
+
+
+class Measured:
+    """Rows that a folder keeps, so that a second run goes on."""
+
+    def __init__(self, file: Path):
+        self.file = file
+        lines = file.read_text().splitlines() if file.exists() else []
+        self.rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
+
+    def has(self, name: str, way: str) -> bool:
+        return any((row["recipe"], row["way"]) == (name, way) for row in self.rows)
+
+    def add(self, row: dict[str, Any]) -> None:
+        self.rows.append(row)
+        with self.file.open("a") as file:
+            file.write(json.dumps(row) + "\n")
+        print(json.dumps(row), file=sys.stderr, flush=True)
+
+
+def measure(folder: Path, device: str, count: int, calibration: int) -> dict[str, Any]:
+    model = folder / "model"
+    importance_ids, texts = read(folder, count, calibration)
+    dense = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).to(device).eval()
+    expected = references(dense, texts)
+    started = time.monotonic()
+    importance = torch_moe_mps.collect_importance(dense, importance_ids, progress=False)
+    seconds = time.monotonic() - started
+    measured = Measured(folder / "rows.jsonl")
+    for name, way, arguments in ways(dense, importance):
+        if measured.has(name, way):
+            continue
+        own = torch_moe_mps.from_pretrained(
+            str(model),
+            **{"linear_bits": "same"} | arguments,
+            dtype=torch.float16,
+            device_map=device,
+            check=False,
+        )
+        sizes = total_bytes(own), bytes_a_token(own)
+        torch.nn.Module.float(own)  # transformers refuses to cast what is quantised
+        found = [divergence(own, ids, logs) for ids, logs in zip(texts, expected, strict=True)]
+        measured.add({"recipe": name, "way": way, "bytes": sizes[0], "token": sizes[1], "texts": found})
+    return {
+        "tokens": count,
+        "calibration": calibration,
+        "losses": [loss(ids, logs) for ids, logs in zip(texts, expected, strict=True)],
+        "importance_seconds": round(seconds, 1),
+        "device": torch.cuda.get_device_name() if device == "cuda" else "a processor",
+        "dense": {"bytes": total_bytes(dense) // 2, "token": bytes_a_token(dense) // 2},
+        "training": json.loads((model / "training.json").read_text()),
+        "text": json.loads((folder / "texts.json").read_text()),
+        "rows": measured.rows,
+    }
+
+
+def loss(ids: Tensor, logs: list[Tensor]) -> float:
+    """The dense model's own, in nats a token."""
+    windows = zip(ids.split(WINDOW), logs, strict=True)
+    own = torch.cat([log.gather(1, part[1:, None].to(log.device)) for part, log in windows])
+    return round(-own.mean().item(), 4)
+
+
+def page(kept: dict[str, Any]) -> str:
+    training, text = kept["training"], kept["text"]
+    curve = training["curve"]
+    head = HEAD.format(
+        weights=training["weights"] / 1e6,
+        seconds=training["seconds"],
+        device=training["device"],
+        steps=training["steps"],
+        tokens=training["tokens"] / 1e6,
+        distinct=text["tokens"]["train"] / 1e6,
+        sources=", ".join(list(text["sources"])[:5]),
+        first=curve[0][1],
+        last=curve[-1][1],
+        held=training["held_loss"],
+        count=kept["tokens"],
+        losses=kept["losses"],
+        calibration=kept["calibration"],
+        importance_seconds=kept["importance_seconds"],
+    )
+    dense = kept["dense"]
+    lines = [f"| dense, bfloat16 | {dense['bytes'] / 1e6:.1f} | {dense['token'] / 1e6:.1f} |" + " |" * 6]
+    for row in kept["rows"]:
+        sizes = f"{row['bytes'] / 1e6:.1f} | {row['token'] / 1e6:.1f}"
+        cells = [f"{kl:.4f} | {100 * alike:.1f} %" for kl, alike in row["texts"]]
+        lines.append(" | ".join([f"| {row['recipe']}: {row['way']}", sizes, *cells]) + " |")
+    return head + "\n".join(lines) + "\n"
+
+
+WIDTH, HEIGHT, EDGE = 520, 420, 50
+# Recipes with a name in the plot; the others are points.
+NAMED = ("3 bits", "4 bits", "5 bits", "6 bits", "4 bits, attention 6", "3 bits, attention 6, down 4")
+NAMED += ("4 bits, attention 6, down 5", "mixed_3_6 of mlx-lm", "mixed_4_6 of mlx-lm", "nvfp4, embedding 6")
+
+
+def plot(kept: dict[str, Any]) -> str:
+    """Two diagrams beside each other: the divergence on the manual, by bytes and by bytes of a token."""
+    rows = [row for row in kept["rows"] if row["recipe"] != "8 bits" and row["way"] in (MLX, EACH)]
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{2 * WIDTH}" height="{HEIGHT}" font-size="10" '
+        'font-family="sans-serif"><rect width="100%" height="100%" fill="white"/>'
+    ]
+    for place, (key, label) in enumerate((("bytes", "MB"), ("token", "MB a token"))):
+        parts += _diagram(rows, key, label, place * WIDTH)
+    parts.append("</svg>\n")
+    return "\n".join(parts)
+
+
+def _diagram(rows: list[dict[str, Any]], key: str, label: str, left: int) -> Iterator[str]:
+    values = [row[key] / 1e6 for row in rows]
+    low, high = min(values), max(values)
+    logs = [math.log10(row["texts"][1][0]) for row in rows]
+    bottom, top = min(logs), max(logs)
+
+    def at(value: float, log: float) -> tuple[float, float]:
+        x = left + EDGE + (value - low) / (high - low) * (WIDTH - 3 * EDGE)
+        return x, EDGE + (top - log) / (top - bottom) * (HEIGHT - 2 * EDGE)
+
+    for number in (0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2):
+        _, y = at(low, math.log10(number))
+        yield f'<path d="M{left + EDGE} {y:.1f}H{left + WIDTH - EDGE}" stroke="#ddd"/>'
+        yield f'<text x="{left + EDGE - 5}" y="{y + 3:.1f}" text-anchor="end">{number}</text>'
+    for part in range(5):
+        x, _ = at(low + part * (high - low) / 4, bottom)
+        number = f"{low + part * (high - low) / 4:.0f}"
+        yield f'<text x="{x:.1f}" y="{HEIGHT - 25}" text-anchor="middle">{number}</text>'
+    title = f"KL on Python's manual, by {label} (hollow: MLX's rule; filled: importance)"
+    yield f'<text x="{left + EDGE}" y="20" font-size="12">{title}</text>'
+    for row, value, log in zip(rows, values, logs, strict=True):
+        x, y = at(value, log)
+        colour = "#c60" if "mlx-lm" in row["recipe"] else "#06c"
+        fill = colour if row["way"] == EACH else "none"
+        yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3.5" stroke="{colour}" fill="{fill}"/>'
+        if row["way"] == EACH and row["recipe"] in NAMED:
+            yield f'<text x="{x + 6:.1f}" y="{y + 3:.1f}">{row["recipe"]}</text>'
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parts = parser.add_subparsers(dest="part", required=True)
+    own = parts.add_parser("measure", help="measures all recipes")
+    own.add_argument("folder", type=Path, help="of scripts/train_moe.py; rows are kept in it")
+    own.add_argument("--device", default="cpu", help="cpu or cuda (cpu)")
+    own.add_argument("--tokens", type=int, default=1024, help="of each text (1024)")
+    own.add_argument("--calibration", type=int, default=16384, help="tokens of importance (16384)")
+    own.add_argument("--out", type=Path, default=KEPT, help=f"file to write ({KEPT.name} in docs)")
+    parts.add_parser("write", help="writes page and plot of what was measured")
+    options = parser.parse_args()
+    if options.part == "write":
+        kept = json.loads(KEPT.read_text())
+        PAGE.write_text(page(kept))
+        PLOT.write_text(plot(kept))
+        return
+    transformers.utils.logging.disable_progress_bar()
+    found = measure(options.folder, options.device, options.tokens, options.calibration)
+    options.out.write_text(json.dumps(found, indent=1))
+
+
+if __name__ == "__main__":
+    main()

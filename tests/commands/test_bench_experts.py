@@ -1,0 +1,61 @@
+"""scripts/train_moe.py and scripts/bench_experts.py, and what they found."""
+
+import json
+import math
+
+import bench_experts
+import numpy as np
+import pytest
+import train_moe
+from bench_experts import EACH, MLX
+
+from torch_moe_mps.commands.perplexity import SAMPLE
+
+
+@pytest.fixture(scope="module")
+def kept() -> dict:
+    return json.loads(bench_experts.KEPT.read_text())
+
+
+@pytest.fixture(scope="module")
+def measured(kept) -> dict:
+    """{(recipe, way): (bytes, bytes a token, divergence on the manual, on the Opticks)}"""
+    rows = kept["rows"]
+    return {(r["recipe"], r["way"]): (r["bytes"], r["token"], *(t[0] for t in r["texts"][1:])) for r in rows}
+
+
+def test_page_and_plot_are_those_of_what_was_measured(kept):
+    assert bench_experts.PAGE.read_text() == bench_experts.page(kept)
+    assert bench_experts.PLOT.read_text() == bench_experts.plot(kept)
+
+
+@pytest.mark.parametrize("way", [MLX, EACH])
+def test_bits_for_attention_come_first(measured, way):
+    """Half of the loss for less than 2 % of the bytes and 5 % of those of a token; `down` is no rival."""
+    plain, better, rival = (measured[f"4 bits{end}", way] for end in ("", ", attention 6", ", down 5"))
+    assert better[0] < 1.02 * plain[0] and better[1] < 1.05 * plain[1] and better[0] < rival[0]
+    assert better[2] < 0.5 * plain[2] and better[3] < 0.5 * plain[3]
+    assert better[2] < 0.6 * rival[2] and better[3] < 0.6 * rival[3]
+
+
+def test_better_than_mixed_recipes_of_mlx_lm_in_as_many_bytes(measured):
+    for (name, way), row in measured.items():
+        if "mlx-lm" in name and way == MLX and "mixed_2_6" not in name and "mixed_3_4" not in name:
+            ours = [r for (other, _), r in measured.items() if "mlx-lm" not in other and r[0] <= row[0]]
+            assert min(r[2] for r in ours) < 0.5 * row[2], name
+
+
+@pytest.mark.sweep
+def test_a_small_training_goes_on_where_it_was(smollm2, tmp_path):
+    """In two pieces as in one, bit for bit; and it learns: far below the loss of a guess."""
+    tokenizer = train_moe.tokenizer_in(tmp_path / "one" / "tokenizer")
+    ids = np.array(tokenizer(SAMPLE.read_text()).input_ids, dtype=np.uint16)
+    for folder in ("one", "two"):
+        train_moe.tokenizer_in(tmp_path / folder / "tokenizer")
+        ids[4096:].tofile(tmp_path / folder / "train.bin")
+        ids[:4096].tofile(tmp_path / folder / "held.bin")
+    whole = train_moe.train(tmp_path / "one", "small", math.inf)
+    assert train_moe.train(tmp_path / "two", "small", whole["seconds"] / 3) is None
+    last = train_moe.train(tmp_path / "two", "small", math.inf)
+    assert last["curve"] == whole["curve"] and last["held_loss"] == whole["held_loss"]
+    assert last["held_loss"] < 0.85 * math.log(49152)
