@@ -4,7 +4,7 @@ Embeddings and head are a tenth of such a model, and more, so that `bits=4` give
 Tests of that default have the fixture `shipped_defaults`.
 """
 
-from torch_moe_mps.transformers.checkpoints.recipe import Recipe
+from torch_moe_mps.transformers.checkpoints.quantize.recipe import Recipe
 
 SHIPPED = Recipe.of_sizes
 LARGEST = 10_000_000  # weights of a tiny model

@@ -20,15 +20,15 @@ from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..serving.prompts import AT_ONCE, prompt_bytes
 from ..transformers.basics.report import aligned
-from ..transformers.checkpoints.config import QuantizationConfig
-from ..transformers.checkpoints.files import checkpoint_files
-from ..transformers.checkpoints.mlx.reading import Reading
-from ..transformers.checkpoints.others.reading import Reading as OthersReading
+from ..transformers.checkpoints.layouts.files import checkpoint_files
+from ..transformers.checkpoints.layouts.mlx.reading import Reading
+from ..transformers.checkpoints.layouts.others.reading import Reading as OthersReading
+from ..transformers.checkpoints.layouts.own.config import QuantizationConfig
+from ..transformers.checkpoints.quantize.recipe import SAME, recipe_of, requested_recipe
+from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_sizes, total_bytes
+from ..transformers.checkpoints.quantize.targets import Target, weights_of
 from ..transformers.checkpoints.quantizer import quantizer_for
-from ..transformers.checkpoints.recipe import SAME, recipe_of, requested_recipe
-from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
 from ..transformers.checkpoints.source import Source
-from ..transformers.checkpoints.targets import Target, weights_of
 from .caches import KVCache, kv_cache
 from .recipes import arguments_of_recipe
 from .results import check_writable, write_json

@@ -26,18 +26,18 @@ from ..basics.report import QuantizationReport
 from ..modules.experts import NAME
 from ..modules.linears import formats_in
 from .absent import leave_out
-from .checking import check_files, check_loaded, check_scales
-from .config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
-from .gguf import Dense, GgufQuantizer, dense_state
-from .importance import Importance
-from .mlx.reading import Reading
-from .operations import packed_blocks
-from .others.reading import Reading as OthersReading
-from .quantize import finish_loading, quantize_targets, refuse_second_method
-from .sizes import bytes_a_token, quantized_bytes
-from .streaming import QuantizeParameters, Stream
-from .targets import HasTargets, Target, present, tie_quantized, weights_of
-from .weights import (
+from .layouts.checking import check_files, check_loaded, check_scales
+from .layouts.gguf.quantizer import Dense, GgufQuantizer, dense_state
+from .layouts.mlx.reading import Reading
+from .layouts.operations import packed_blocks
+from .layouts.others.reading import Reading as OthersReading
+from .layouts.own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
+from .quantize.importance import Importance
+from .quantize.in_place import finish_loading, quantize_targets, refuse_second_method
+from .quantize.sizes import bytes_a_token, quantized_bytes
+from .quantize.streaming import QuantizeParameters, Stream
+from .quantize.targets import HasTargets, Target, present, tie_quantized, weights_of
+from .quantize.weights import (
     empty_weight,
     replace,
     requantize,

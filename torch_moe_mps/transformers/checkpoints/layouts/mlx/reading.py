@@ -13,12 +13,12 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from ....ops._checks import Check, first_line
-from ....quantization import Format
-from ..absent import beside_text
+from .....ops._checks import Check, first_line
+from .....quantization import Format
+from ...absent import beside_text
+from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from ..checking import DENSE, check_tensor, may_lack
 from ..files import checkpoint_files, tensors_in
-from ..targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from .names import Names, canonical
 from .rows import PARTS, NamedConverter, Rows
 

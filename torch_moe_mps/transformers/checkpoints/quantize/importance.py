@@ -22,12 +22,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import Check
-from ...quantization.formats import check_importance
-from ..basics.interface import Experts, projections, weights_in
-from ..basics.report import any_layer, with_progress
-from ..modules.experts import activated_rows
-from ..modules.linears import GroupedLinear, QuantizedLinear
+from ....ops._checks import Check
+from ....quantization.formats import check_importance
+from ...basics.interface import Experts, projections, weights_in
+from ...basics.report import any_layer, with_progress
+from ...modules.experts import activated_rows
+from ...modules.linears import GroupedLinear, QuantizedLinear
 from .blending import blended
 from .targets import Target, groups_of, layer_of, quantizable, tied_layers
 
@@ -122,7 +122,7 @@ def read_importance(file: str | Path, model: nn.Module) -> Importance:
 
     Raises: ValueError for a file that is neither, is damaged, or has numbers that are no mean squares.
     """
-    from .imatrix import is_imatrix, read_imatrix
+    from ..layouts.gguf.imatrix import is_imatrix, read_imatrix
 
     path = Path(file)
     if not path.is_file():

@@ -6,15 +6,15 @@ from typing import Any, NamedTuple
 
 from transformers import PreTrainedModel
 
-from ...quantization import Format
-from ..basics.interface import codes_of
-from ..basics.report import aligned, any_layer, in_unit
-from ..modules.linears import formats_in
-from .quantizer import quantizer_for
-from .sizes import bytes_a_token
-from .source import Source
-from .targets import quantizable, tied_layers
-from .weights import quantized_names
+from ....quantization import Format
+from ...basics.interface import codes_of
+from ...basics.report import aligned, any_layer, in_unit
+from ...modules.linears import formats_in
+from ..quantize.sizes import bytes_a_token
+from ..quantize.targets import quantizable, tied_layers
+from ..quantize.weights import quantized_names
+from ..quantizer import quantizer_for
+from ..source import Source
 
 
 class Weight(NamedTuple):

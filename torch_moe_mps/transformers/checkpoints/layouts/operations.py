@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 
-from ...quantization import repack_mxfp4_blocks
+from ....quantization import repack_mxfp4_blocks
 
 Function = Callable[[list[Tensor]], Sequence[Tensor]]
 

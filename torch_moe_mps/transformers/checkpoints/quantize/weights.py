@@ -17,13 +17,13 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import Check
-from ...quantization import TENSORS, Format, QuantizedWeight, dequantize
-from ...quantization.formats import ErrorSums, check_finite, quantize_stack
-from ..basics.interface import projections
-from ..basics.report import QuantizedProjection
-from ..modules.experts import pinned_config
-from ..modules.linears import (
+from ....ops._checks import Check
+from ....quantization import TENSORS, Format, QuantizedWeight, dequantize
+from ....quantization.formats import ErrorSums, check_finite, quantize_stack
+from ...basics.interface import projections
+from ...basics.report import QuantizedProjection
+from ...modules.experts import pinned_config
+from ...modules.linears import (
     GroupedLinear,
     OrderedLinear,
     QuantizedEmbedding,

@@ -6,11 +6,11 @@ from typing import Any, NoReturn
 
 from torch import nn
 
-from ...quantization import Format
-from ..basics.interface import experts_of, formats_of, is_quantized, projections, weights_in
-from ..basics.report import QuantizationReport, with_progress
-from ..modules.experts import unsupported
-from ..modules.linears import has_quantized_weights
+from ....quantization import Format
+from ...basics.interface import experts_of, formats_of, is_quantized, projections, weights_in
+from ...basics.report import QuantizationReport, with_progress
+from ...modules.experts import unsupported
+from ...modules.linears import has_quantized_weights
 from .importance import Importance
 from .recipe import Recipe
 from .sizes import bytes_a_token
@@ -119,7 +119,7 @@ LOADED: list[Callable[[Any], object]] = []
 
 def finish_loading(model: Any) -> None:
     """Of a model that has its quantised weights, which have no backward."""
-    from .saving import mark_quantized
+    from ..write.saving import mark_quantized
 
     model.requires_grad_(False)
     mark_quantized(model)
@@ -132,7 +132,9 @@ def keep_when_saving(model: nn.Module) -> None:
     modules = list(model.modules())
     savable = any(hasattr(module, "save_pretrained") for module in modules)
     if savable and any(map(has_quantized_weights, modules)):
-        from .saving import mark_quantized  # which needs transformers; quantising a plain module does not
+        from ..write.saving import (
+            mark_quantized,  # which needs transformers; quantising a plain module does not
+        )
 
         mark_quantized(model)
 

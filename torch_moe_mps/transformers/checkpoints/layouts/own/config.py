@@ -16,12 +16,12 @@ from typing import Any
 from torch import nn
 from transformers.utils.quantization_config import QuantizationConfigMixin
 
-from ...ops._checks import Check
-from ...quantization import Format
-from ..basics.report import any_layer
-from ..modules.experts import NAME
-from .recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
-from .targets import Target, paths_of, quantizable
+from .....ops._checks import Check
+from .....quantization import Format
+from ....basics.report import any_layer
+from ....modules.experts import NAME
+from ...quantize.recipe import ARGUMENTS, Recipe, recipe_of, requested_recipe
+from ...quantize.targets import Target, paths_of, quantizable
 
 LIBRARY = "torch_moe_mps"
 FROM_GGUF = {"quant_method": "gguf"}

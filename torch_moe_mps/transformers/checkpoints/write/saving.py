@@ -9,15 +9,15 @@ from unittest import mock
 
 from torch import Tensor, nn
 
-from ...quantization import Format
-from ..basics.interface import experts_of, projections
-from ..basics.state import NOTHING, STATE
-from ..modules.experts import NAME
-from ..modules.linears import OrderedLinear, formats_in
-from .absent import absent_in
-from .config import QuantizationConfig, is_ours, together
-from .files import Shards
-from .targets import quantizable
+from ....quantization import Format
+from ...basics.interface import experts_of, projections
+from ...basics.state import NOTHING, STATE
+from ...modules.experts import NAME
+from ...modules.linears import OrderedLinear, formats_in
+from ..absent import absent_in
+from ..layouts.files import Shards
+from ..layouts.own.config import QuantizationConfig, is_ours, together
+from ..quantize.targets import quantizable
 
 
 def mark_quantized(model: nn.Module) -> None:

@@ -25,18 +25,18 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from ....ops._checks import Check, first_line
-from ....quantization import QuantizedWeight
-from ....quantization.formats import ErrorSums
-from ...basics.report import QuantizationReport
-from ...modules.experts import is_interleaved
+from .....ops._checks import Check, first_line
+from .....quantization import QuantizedWeight
+from .....quantization.formats import ErrorSums
+from ....basics.report import QuantizationReport
+from ....modules.experts import is_interleaved
+from ...quantize.sizes import add_stored
+from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
+from ...quantize.weights import quantized_names
 from ..checking import DENSE, check_tensor
 from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
 from ..operations import Operation, only
-from ..sizes import add_stored
-from ..targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
-from ..weights import quantized_names
 from .layouts import UNREAD, Files, Matrix, Stored, StoredExperts, alike
 from .schemes import Schemes
 

@@ -27,18 +27,18 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import logging
 
-from ...ops._checks import Check
-from ..basics.interface import codes_of, weights_in
-from ..basics.report import QuantizationReport
-from .checking import may_lack
-from .files import Shards, checkpoint_files
-from .gguf import GgufQuantizer
-from .importance import Importance
-from .quantizer import Quantizer, quantizer_for
-from .sizes import bytes_a_token
-from .source import Source
-from .streaming import one_by_one
-from .targets import layer_of, quantizable, tied_layers, tied_pairs
+from ....ops._checks import Check
+from ...basics.interface import codes_of, weights_in
+from ...basics.report import QuantizationReport
+from ..layouts.checking import may_lack
+from ..layouts.files import Shards, checkpoint_files
+from ..layouts.gguf.quantizer import GgufQuantizer
+from ..quantize.importance import Importance
+from ..quantize.sizes import bytes_a_token
+from ..quantize.streaming import one_by_one
+from ..quantize.targets import layer_of, quantizable, tied_layers, tied_pairs
+from ..quantizer import Quantizer, quantizer_for
+from ..source import Source
 
 _CHECK = Check("load")
 REST = ""  # the part with everything outside of layers and embeddings

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
-from ...quantization import Format, requested_format
+from ....quantization import Format, requested_format
 
 SAME = "same"
 # What embeddings and the output head are in unless asked otherwise: 6 bits where they are a tenth of the

@@ -22,12 +22,12 @@ from torch import Tensor
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from ...ops._checks import first_line
-from ...quantization import Format, QuantizedWeight
-from ...quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks
-from .gguf_header import header_of, read_metadata
-from .targets import Target
-from .weights import words
+from .....ops._checks import first_line
+from .....quantization import Format, QuantizedWeight
+from .....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks
+from ...quantize.targets import Target
+from ...quantize.weights import words
+from .header import header_of, read_metadata
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel

@@ -12,7 +12,7 @@ import torch
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import PrefixChange, revert_weight_conversion
 
-from ...basics.interface import Experts, projections
+from ....basics.interface import Experts, projections
 from .architectures import ARCHITECTURES, Architecture
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours

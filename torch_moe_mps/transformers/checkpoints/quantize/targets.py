@@ -18,16 +18,16 @@ from typing import Any, NamedTuple, cast
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import Check
-from ...quantization import TENSORS, Format
-from ..basics.interface import Experts, experts_of, is_quantized, projections
-from ..basics.state import original_class
-from ..graphs.nodes import tensor_of
-from ..graphs.patterns import match, uncast
-from ..modules.functions import codes
-from ..modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
-from ..modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
-from .absent import around_text
+from ....ops._checks import Check
+from ....quantization import TENSORS, Format
+from ...basics.interface import Experts, experts_of, is_quantized, projections
+from ...basics.state import original_class
+from ...graphs.nodes import tensor_of
+from ...graphs.patterns import match, uncast
+from ...modules.functions import codes
+from ...modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
+from ...modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
+from ..absent import around_text
 from .recipe import Recipe
 
 # Layers with fewer outputs than this save no bytes: the gate of a shared expert has one.

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from transformers.core_model_loading import ConversionOps
 
-from ....quantization import Format, dequantize
+from .....quantization import Format, dequantize
+from ...quantize.weights import words
 from ..operations import Operation, each, only
-from ..weights import words
 
 
 def mlx_words(tensor: Tensor) -> Tensor:

@@ -19,10 +19,10 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import Check, first_line
-from .blending import blended
-from .gguf_file import GgufTensor, placing_of
-from .targets import quantizable
+from .....ops._checks import Check, first_line
+from ...quantize.blending import blended
+from ...quantize.targets import quantizable
+from .file import GgufTensor, placing_of
 
 _CHECK = Check("imatrix")
 # What GGUF calls architectures whose model_type is another word.

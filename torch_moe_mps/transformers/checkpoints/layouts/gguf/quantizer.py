@@ -2,7 +2,7 @@
 
 That is so where our own from_pretrained or a command loads, and in any program on a Mac for what transformers
 itself does not keep packed there; all else it loads as without this package. Where tensors go is knowledge of
-transformers (gguf_file.py). What cannot stay packed it dequantises, and the report says what and why.
+transformers (file.py). What cannot stay packed it dequantises, and the report says what and why.
 """
 
 import importlib
@@ -21,16 +21,16 @@ from transformers.integrations.gguf.kernels import get_gguf_kernel
 from transformers.integrations.gguf.utils import is_gguf_arch_supported
 from transformers.quantizers.quantizer_gguf import GgufHfQuantizer
 
-from ..basics.report import QuantizationReport
-from ..basics.scoped import having
-from ..families import GGUF
-from .checking import check_scales
-from .gguf_file import File, GgufRows, read_checked
-from .gguf_header import reading_once
-from .quantize import finish_loading
-from .sizes import add_stored, bytes_a_token
-from .targets import HasTargets, Reasons, Target, add_tied, quantizable, tie_quantized, tied_layers
-from .weights import quantized_names, store_empty, take_stored
+from ....basics.report import QuantizationReport
+from ....basics.scoped import having
+from ....families import GGUF
+from ...quantize.in_place import finish_loading
+from ...quantize.sizes import add_stored, bytes_a_token
+from ...quantize.targets import HasTargets, Reasons, Target, add_tied, quantizable, tie_quantized, tied_layers
+from ...quantize.weights import quantized_names, store_empty, take_stored
+from ..checking import check_scales
+from .file import File, GgufRows, read_checked
+from .header import reading_once
 
 _asked: ContextVar[bool] = ContextVar("moe_mps_packs_gguf", default=False)
 

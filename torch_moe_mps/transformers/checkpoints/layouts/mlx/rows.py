@@ -15,10 +15,10 @@ from transformers.core_model_loading import (
     WeightTransform,
 )
 
-from ....quantization import TENSORS, Format
-from ...basics.interface import Experts, experts_of
-from ...modules.experts import is_interleaved
-from ..weights import quantized_names
+from .....quantization import TENSORS, Format
+from ....basics.interface import Experts, experts_of
+from ....modules.experts import is_interleaved
+from ...quantize.weights import quantized_names
 from .names import Names
 from .operations import Cast, as_words, dequantized, halves, one_less
 

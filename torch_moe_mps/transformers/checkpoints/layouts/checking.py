@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from ...ops._checks import Check
-from ..modules.linears import OrderedLinear, formats_in
+from ....ops._checks import Check
+from ...modules.linears import OrderedLinear, formats_in
+from ..quantize.weights import quantized_names
 from .files import tensors_in
-from .weights import quantized_names
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel

@@ -1,0 +1,1 @@
+"""Which weights are quantised, in which formats, and how."""
