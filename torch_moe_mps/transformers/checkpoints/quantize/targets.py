@@ -494,18 +494,6 @@ def layer_of(module: str) -> str:
     return layer[1] if layer else module
 
 
-class HasTargets:
-    """A quantizer, with what is stored in a format and was not placed yet."""
-
-    _targets: dict[str, Target]
-
-    def stored_formats(self) -> dict[str, Format]:
-        """{parameter: format}"""
-        return {
-            f"{t.name}.{name}": format for t in self._targets.values() for name, format in t.formats.items()
-        }
-
-
 def present(model: nn.Module, targets: Mapping[str, Target]) -> dict[str, Target]:
     """The targets that a model still has after parts of it were replaced."""
     modules = dict(model.named_modules(remove_duplicate=False))

@@ -74,7 +74,7 @@ def planned(
     """
     count, tied = len(quantizable(model)), tied_layers(model)
     quantizer = quantizer_for(source, model, files, recipe, requantize)
-    stored = {} if quantizer is None else quantizer.stored_formats()
+    stored = {} if quantizer is None else quantizer.layout.stored_formats()
     before, token_before = _weights(model, stored, tied), bytes_a_token(model)
     if quantizer is not None:
         quantizer.place_empty(model, lambda name: True)

@@ -19,6 +19,7 @@ from ...absent import beside_text
 from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from ..checking import DENSE, check_tensor, may_lack
 from ..files import checkpoint_files, tensors_in
+from ..layout import Layout
 from .names import Names, canonical
 from .rows import PARTS, NamedConverter, Rows
 
@@ -109,25 +110,25 @@ class TensorsOfFiles:
             return _CHECK.fail(f"the quantization of {module}", "a format of MLX", first_line(error))
 
 
-class Reading:
+class MlxLayout(Layout):
     """What a checkpoint of MLX contains of a model.
 
     Args:
         quantization: as for TensorsOfFiles.
 
     Attributes:
-        targets: {name: target} of what is quantised.
         dropped: parameters that mlx-lm drops; they are zero.
-        absent: parts of a multimodal model that the checkpoint lacks.
 
     Raises: ValueError for tensors that do not fit the model.
     """
 
+    has_other_names = True
+
     def __init__(self, model: "PreTrainedModel", files: Sequence[str], quantization: Mapping[str, Any]):
+        super().__init__()
         self.model, self.names = model, Names(model)
         self.stored = TensorsOfFiles(files, quantization)
         self.every = quantizable(model)
-        self.targets: dict[str, Target] = {}
         self._dense: dict[str, list[Format | None]] = {}  # of what is quantised in MLX and dense here
         self._halved: set[str] = set()
         state = model.state_dict()
@@ -184,8 +185,8 @@ class Reading:
         else:
             self._dense[name] = formats
 
-    def rows(self) -> list[NamedConverter]:
-        """The converters, once the targets have quantised weights and what is absent is left out.
+    def conversions(self, others: list) -> list[NamedConverter]:
+        """Those of this layout alone, once the targets have quantised weights and what is absent is left out.
 
         Raises: ValueError for a parameter without a tensor, or with tensors of another shape.
         """
@@ -202,11 +203,11 @@ class Reading:
         self._check_complete(found)
         return found
 
-    def forget_absent(self) -> None:
-        """The model was cut: makes only the parameters that it still has."""
-        self.dropped = [name for name in self.dropped if name in self.model.state_dict()]
+    def forget_absent(self, model: nn.Module) -> None:
+        super().forget_absent(model)
+        self.dropped = [name for name in self.dropped if name in model.state_dict()]
 
-    def fill_dropped(self, loaded: Callable[[str], bool]) -> None:
+    def finish(self, loaded: Callable[[str], bool]) -> None:
         """Fills the parameters that mlx-lm drops, in modules whose names are `loaded`."""
         for name in self.dropped:
             owner, _, last = name.rpartition(".")

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
     Concatenate,
@@ -34,6 +34,7 @@ from ...quantize.sizes import add_stored
 from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs
 from ...quantize.weights import quantized_names
 from ..checking import DENSE, check_tensor
+from ..layout import Layout
 from ..mlx.operations import Cast
 from ..mlx.rows import NamedConverter
 from ..operations import Operation, only
@@ -73,24 +74,24 @@ class _Part(NamedTuple):
 _Found = tuple[str, _Place, Stored | StoredExperts]  # for the parameter of this name
 
 
-class Reading:
+class OthersLayout(Layout):
     """What a checkpoint of another library contains of a model.
 
     Args:
         stored: the quantisation in the config.
 
     Attributes:
-        targets: {name: target} of what stays quantised.
         report: their sizes, and the errors of what is not exact.
 
     Raises: ValueError for matrices that do not fit the model, or that no format holds.
     """
 
-    absent: tuple[str, ...] = ()
+    has_other_names = True
 
     def __init__(self, model: "PreTrainedModel", files: list[str], stored: Mapping[str, Any]):
         _check_transforms(stored)
-        self.model, self.files, self.targets = model, Files(files), dict[str, Target]()
+        super().__init__()
+        self.model, self.files = model, Files(files)
         self.report = QuantizationReport()
         self._errors: list[ValueError] = []
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _UNREAD}
@@ -241,9 +242,13 @@ class Reading:
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
         return rows // joined, columns
 
-    def rows(self) -> list[WeightConverter]:
-        """The converters, once the targets have quantised weights."""
-        return [*(self._row(name, parts) for name, parts in self._parts.items()), *self._apart]
+    def start(self, wanted: Mapping[str, Target], report: QuantizationReport | None) -> QuantizationReport:
+        self.report = report or self.report
+        return self.report
+
+    def conversions(self, others: list) -> list:
+        """Those of what is quantised, once the targets have quantised weights, in front of the others."""
+        return [*(self._row(name, parts) for name, parts in self._parts.items()), *self._apart, *others]
 
     def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
         owner, _, parameter = name.rpartition(".")
@@ -309,19 +314,15 @@ class Reading:
         made = converter.convert(name, model=self.model, config=self.model.config)
         return {each: only(tensor) for each, tensor in made.items()}
 
-    def forget_absent(self) -> None:
-        """The model was cut: makes only the parameters that it still has."""
-        present = self.model.state_dict()
+    def forget_absent(self, model: nn.Module) -> None:
+        super().forget_absent(model)
+        present = model.state_dict()
         self._parts = defaultdict(list, {
             name: parts for name, parts in self._parts.items()
             if name in present or name.rpartition(".")[0] in self.targets
         })  # fmt: skip
 
-    def fill_dropped(self, loaded: Callable[[str], bool]) -> None:
-        """Other libraries drop no parameters.
-
-        Raises: ValueError for what could not be read.
-        """
+    def finish(self, loaded: Callable[[str], bool]) -> None:
         if self._errors:
             raise self._errors[0]
 
