@@ -70,7 +70,9 @@ def description() -> str:
     version = re.findall(
         r'^__version__ = "(.*)"$', Path("torch_moe_mps/__init__.py").read_text(), re.MULTILINE
     )
-    return re.sub(r"\]\((?!https://|#)", f"]({source}/blob/v{version[0]}/", Path("README.md").read_text())
+    text = Path("README.md").read_text()
+    text = re.sub(r"(!\[[^\]]*\]\()(?!https://)", rf"\1{source}/raw/v{version[0]}/", text)
+    return re.sub(r"\]\((?!https://|#)", f"]({source}/blob/v{version[0]}/", text)
 
 
 wheels = {"bdist_wheel": EveryPython}

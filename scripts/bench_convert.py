@@ -39,7 +39,7 @@ def model_of(layers: int, hidden: int, intermediate: int, experts: int) -> PreTr
 
 
 def save_importance(model: PreTrainedModel, file: Path) -> None:
-    """Of random numbers."""
+    """Write importance of random numbers."""
     means = {}
     for target in quantizable(model).values():
         for parameter in target.parameters:

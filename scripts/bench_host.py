@@ -6,6 +6,7 @@ accelerated, in turns. Times are the processor's, so that a busy machine counts 
 encode an operator of aten is missing, which favours the model's own code. The accelerated step is captured
 after two of its kind; --no-capture leaves that out. --generate measures a token of a greedy `generate`.
 --tuned compares with the accelerated step where all that can be tuned is.
+--modules measures, in place of a step, a call of each kind of module that runs something else, on a token.
 --profile prints where the accelerated step spends its time, by layer of code.
 """
 
@@ -28,6 +29,7 @@ from support.simulated import install
 from transformers import AutoModelForCausalLM, DynamicCache, Qwen3MoeConfig
 
 import torch_moe_mps
+from torch_moe_mps.transformers.install import is_rewritten
 
 # Parts of a file's path -> the layer of code that it belongs to; the first that fits.
 LAYERS = {
@@ -111,6 +113,44 @@ class Tuned:
         return seconds
 
 
+def inputs_of(model, modules: dict[str, torch.nn.Module]) -> dict[str, tuple]:
+    """{name: the inputs of a module in a step, where all are tensors}"""
+    inputs: dict[str, tuple] = {}
+
+    def note(name: str, args: tuple, named: dict) -> None:
+        if args and not named and all(isinstance(each, torch.Tensor) for each in args):
+            inputs[name] = args
+
+    hooks = [
+        module.register_forward_pre_hook(lambda _, *given, name=name: note(name, *given), with_kwargs=True)
+        for name, module in modules.items()
+    ]
+    Step(model)()
+    for hook in hooks:
+        hook.remove()
+    return inputs
+
+
+def seconds_of(module, args: tuple, calls: int) -> float:
+    started = time.process_time()
+    for _ in range(calls):
+        module(*args)
+    return (time.process_time() - started) / calls
+
+
+def bench_modules(model, accelerated, rounds: int, calls: int = 200) -> None:
+    """Prints microseconds of a call, the best of some rounds in turns: of the first module of each class."""
+    names = {type(module): name for name, module in reversed([*accelerated.named_modules()])}
+    modules = {name: accelerated.get_submodule(name) for name in names.values()}
+    modules = {name: module for name, module in modules.items() if is_rewritten(module)}
+    for name, args in inputs_of(accelerated, modules).items():
+        pair = model.get_submodule(name), modules[name]
+        own, ours = (1e6 * min(times) for times in zip(
+            *[[seconds_of(module, args, calls) for module in pair] for _ in range(rounds)], strict=True
+        ))  # fmt: skip
+        print(f"{ours:8.2f} us, own code {own:8.2f} us  {name} ({type(pair[0]).__name__})")
+
+
 def profile(step: "Step | Generation", steps: int) -> None:
     profiler = cProfile.Profile()
     profiler.enable()
@@ -138,6 +178,7 @@ def main() -> None:
     parser.add_argument("--no-capture", action="store_true")
     parser.add_argument("--tuned", action="store_true")
     parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--modules", action="store_true")
     options = parser.parse_args()
     os.environ["MOE_MPS_CAPTURE"] = "0" if options.no_capture else "auto"
     install()
@@ -149,6 +190,8 @@ def main() -> None:
     with torch.no_grad(), simulator.dropped(validate=False):
         measure = Generation if options.generate else Step
         pairs = (("own code", model), ("accelerated", accelerated))
+        if options.modules:
+            return bench_modules(*(each.to("mps") for _, each in pairs), options.steps)
         steps: dict[str, Step | Generation | Tuned] = {name: measure(m.to("mps")) for name, m in pairs}
         if options.tuned:
             steps = {"accelerated": steps["accelerated"], "tuned": Tuned(Step(accelerated))}

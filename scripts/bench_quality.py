@@ -116,7 +116,7 @@ class Means(NamedTuple):
 
 
 class Texts:
-    """What is read, and what the dense model says of it; rows that were measured are kept in a folder."""
+    """Texts that are read, and the dense model's predictions; measured rows are kept in a folder."""
 
     def __init__(self, work: Path, count: int, calibration: int):
         self.folder = work / "dense"
@@ -137,7 +137,7 @@ class Texts:
         self.importance: Any = None
 
     def prepare(self) -> None:
-        """What rows that are not kept need."""
+        """Compute the inputs of rows that are not kept."""
         if not self.references:
             model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.float32).eval()
             self.references = [log_probabilities(model, ids) for ids in self.read]
@@ -199,7 +199,7 @@ def _without_quantization(config: Any) -> dict[str, Any]:
 
 
 def _processor_seconds() -> float:
-    """Of this process and of those that it waited for."""
+    """Processor time of this process and of those that it waited for."""
     return sum(os.times()[:4])
 
 

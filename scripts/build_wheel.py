@@ -43,7 +43,7 @@ MOST_BYTES = 100_000_000  # of a file on PyPI
 
 
 class WheelError(RuntimeError):
-    """What is wrong with a wheel, a library or a release; the text is what the user has to read."""
+    """Fault of a wheel, a library or a release; the text is for the user."""
 
 
 def run(*command: object, cwd: Path = REPOSITORY, **variables: str) -> str:
@@ -154,7 +154,7 @@ def check_wheel(wheel: Path, versions: Sequence[str]) -> None:
 
 
 def library_faults(library: Path) -> list[str]:
-    """What keeps a library from loading on every Mac with its version of torch, whatever the Python."""
+    """Faults that keep a library from loading on a Mac with its version of torch, whatever the Python."""
     headers = MachO(str(library)).headers
     if [header.header.cputype for header in headers] != [CPU_ARM64]:
         return ["is not for arm64 alone"]
@@ -202,7 +202,7 @@ def signature_faults(library: Path, header: object) -> list[str]:
 
 
 def release_faults(tag: str) -> list[str]:
-    """What is forgotten before the release with this tag."""
+    """Steps that were forgotten before the release with this tag."""
     version = re.search(r'^__version__ = "(.*)"$', _read("torch_moe_mps/__init__.py"), re.MULTILINE)[1]
     faults = []
     if tag != f"v{version}":

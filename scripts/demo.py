@@ -162,7 +162,7 @@ def trained_experts(file: Path, question: str, dtype: str, device: str):
 
 
 def run_eager(model, ids: torch.Tensor, tokens: int):
-    """What `run` gives for transformers' own code; None for quantised weights, which it cannot run."""
+    """Result of `run` for transformers' own code; None for quantised weights, which it cannot run."""
     if getattr(model, "hf_quantizer", None) is not None:
         return None
     if experts_of(model):

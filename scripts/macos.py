@@ -52,7 +52,7 @@ STANDARD_SYMBOL = re.compile(r"__Z(N[KVRO]*St|St|T[CISTV]N?(St|10__cxxabiv1)|T[I
 
 @dataclass
 class Result:
-    """What was checked for one version of torch; `faults` is empty if all is well."""
+    """Checks for one version of torch; `faults` is empty if all is well."""
 
     version: str
     files: int

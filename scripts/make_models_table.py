@@ -102,7 +102,7 @@ def of_kind(report, kind: str) -> list:
 
 
 def texts(report, operator: str) -> list[str]:
-    """What the report says of an operator."""
+    """Words of the report for an operator."""
     return [str(done) for row in report.replaced for done in row.done if done.operator == operator]
 
 

@@ -30,6 +30,7 @@ SIMULATED = sys.platform != "darwin"
 
 def pytest_addoption(parser):
     parser.addoption("--kept", action="store_true", help="do not run what passed before (support/kept.py)")
+    parser.addoption("--slow-fails", action="store_true", help="a slow test fails unless it says why")
 
 
 def pytest_configure(config):

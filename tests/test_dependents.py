@@ -7,7 +7,7 @@ from support import dependents
 from support.dependents import REPOSITORY, TESTS
 
 ROOMS = ("attention", "basics", "caches", "capture", "checkpoints", "door", "families", "graphs", "modules")
-OPERATORS = {"ops/test_any_arguments.py", "transformers/models/test_mps.py"}
+MODELS, LONG = "transformers/models/test_mps.py", "ops/test_any_arguments.py"
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -27,7 +27,7 @@ def folder(name: str) -> set[str]:
 
 
 def test_a_rule_has_the_tests_of_its_room():
-    tests = names("torch_moe_mps/transformers/modules/rules/rms_norm.py")
+    tests = names("torch_moe_mps/transformers/modules/rules/formulas.py")
     assert folder("transformers/modules") <= tests
     assert not tests & (folder("commands") | folder("ops") | folder("transformers/checkpoints"))
 
@@ -52,7 +52,7 @@ def test_each_room_has_tests(room):
 )
 def test_a_shader_has_the_tests_of_its_operators(file, among, beside):
     tests = names(f"torch_moe_mps/{file}")
-    assert {among, *OPERATORS} <= tests and beside not in tests
+    assert {among, MODELS} <= tests and not tests & {beside, LONG}
 
 
 @pytest.mark.parametrize("file", ["csrc/metal/encoder.mm", "csrc/tensors.h", "shaders/common.h"])

@@ -3,6 +3,7 @@
 import json
 import re
 import runpy
+import shlex
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from tokenizers import decoders
 
 import torch_moe_mps
 from torch_moe_mps._versions import FAILS, MACOS, MACOS_OF_TORCH, TENSOR_UNITS, TORCH, dotted
+from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.transformers.basics.interface import formats_of
 
 DOCUMENTS = [
@@ -34,14 +36,28 @@ def test_links_and_paths_exist(document):
         assert any((root / path).exists() for root in roots), path
 
 
+def anchors_of(text: str) -> set[str]:
+    """Names under which GitHub has the headings of a page."""
+    outside = re.sub(r"```.*?```", "", text, flags=re.DOTALL)
+    headings = (heading.lower() for heading in re.findall(r"^#+ (.*)$", outside, re.MULTILINE))
+    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_links_lead_to_headings(document):
+    for path, anchor in re.findall(r"\]\(([^)#:]*)#([^)]+)\)", document.read_text()):
+        page = document.parent / path if path else document
+        assert anchor in anchors_of(page.read_text()), f"{path}#{anchor}"
+
+
 def test_changelog_begins_with_the_version():
     latest = re.search(r"^## (\S+)", (REPOSITORY / "CHANGELOG.md").read_text(), re.MULTILINE).group(1)
     assert latest == torch_moe_mps.__version__
 
 
-def test_the_recipe_of_the_readme():
-    """linear_bits, embedding_bits, keep and overrides as README writes them."""
-    text = (REPOSITORY / "README.md").read_text()
+def test_the_recipe_of_the_page_of_weights():
+    """linear_bits, embedding_bits, keep and overrides as docs/weights.md writes them."""
+    text = (REPOSITORY / "docs" / "weights.md").read_text()
     written = re.findall(r"`((?:linear_bits|embedding_bits|keep|overrides)=[^`]*)`", text)
     assert len(written) == 4
     recipe = eval(f"dict({', '.join(written)})")
@@ -55,7 +71,7 @@ def test_the_recipe_of_the_readme():
 
 
 def test_the_launches_in_the_readme():
-    """Those of the generated table: own code and ours, of a layer for one token."""
+    """Launches of a layer for one token, own code and ours, as the generated table has them."""
     table = (REPOSITORY / "docs" / "models.md").read_text()
     rows = re.findall(r"^\| (?:mixtral|qwen3_moe|gpt_oss) \|(.*)", table, re.MULTILINE)
     pairs = [tuple(map(int, pair)) for row in rows for pair in re.findall(r"\b(\d+) / (\d+)\b", row)]
@@ -115,3 +131,88 @@ def test_structured_output_as_the_faq_shows_it(tmp_path, capsys):
     snippet = re.search(r"```python\n(.*?)```", text, re.DOTALL)[1]
     exec(snippet.replace("qwen3-30b-4bit", str(tmp_path)).replace('"mps"', '"cpu"'), {})
     assert json.loads(capsys.readouterr().out)["sky"] in ("blue", "grey")
+
+
+def test_the_variables_of_the_environment():
+    """docs/environment.md has a row for each variable that the code names, and for no other."""
+    sources = [*REPOSITORY.glob("*.py"), *(REPOSITORY / "torch_moe_mps").rglob("*.*")]
+    text = "".join(path.read_text() for path in sources if path.suffix in (".py", ".mm", ".h", ".metal"))
+    rows = re.findall(
+        r"^\| `(MOE_MPS_\w+)` \|", (REPOSITORY / "docs" / "environment.md").read_text(), re.MULTILINE
+    )
+    assert rows == sorted({*re.findall(r"\bMOE_MPS_[A-Z_]*[A-Z]", text)})
+
+
+@pytest.mark.parametrize(("name", "page"), [("draw_rooms", "rooms.svg"), ("plot_quality", "quality.svg")])
+def test_pictures_are_what_the_scripts_draw(name, page):
+    script = runpy.run_path(str(REPOSITORY / "scripts" / f"{name}.py"))
+    document = [(REPOSITORY / "docs" / "quality.md").read_text()] if name == "plot_quality" else []
+    assert (REPOSITORY / "docs" / page).read_text() == script["drawing"](*document), f"run scripts/{name}.py"
+
+
+def test_the_picture_of_quality():
+    """Each point lies where its numbers say, by the lines and labels of the axes."""
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "plot_quality.py"))
+    rows = [
+        "| recipe | MB | perplexity | KL |",
+        "|---|---:|---:|---:|",
+        "| dense, float16 | 300.0 | 8 | 0.0000 |",
+    ]
+    rows += ["| a: importance | 100.0 | 9 | 0.0100 |", "| llama.cpp b, importance | 200.0 | 9 | 0.1000 |"]
+    picture = script["drawing"]("\n".join(["# Title", "", *rows, "", "| x | y |", "|---|---|", "| 1 | 2 |"]))
+    texts = {
+        words: (float(x), float(y))
+        for x, y, words in re.findall(r'<text x="([\d.]+)" y="([\d.]+)"[^>]*>([^<]*)<', picture)
+    }
+    points = {
+        title: (float(x), float(y))
+        for x, y, title in re.findall(r'<circle cx="([\d.]+)" cy="([\d.]+)"[^>]*><title>([^<]*)<', picture)
+    }
+    assert points["a: importance: 100 MB, 0.01"] == (texts["100"][0], texts["0.01"][1] - 4)
+    assert points["llama.cpp b, importance: 200 MB, 0.1"] == (texts["200"][0], texts["0.1"][1] - 4)
+    assert len(points) == 4 and "Title" in texts  # two of them in the legend
+
+
+def test_the_readme_is_short():
+    assert len((REPOSITORY / "README.md").read_text().split()) <= 1100
+
+
+def test_the_figures_in_the_readme_are_those_of_the_table():
+    """Sizes and divergences of recipes in README stand in docs/quality.md."""
+    pattern = r"^\| (.*?) \| ([\d.]+) \| [\d.]+ \| ([\d.]+) \|"
+    table = (REPOSITORY / "docs" / "quality.md").read_text()
+    rows = {name: numbers for name, *numbers in re.findall(pattern, table, re.MULTILINE)}
+    size, own = rows["4 bits, embedding 6: importance"]
+    rule = rows["4 bits, embedding 6: MLX's rule"][1]
+    awq = rows["mlx-lm awq, 4 bits, embedding 6"][1]
+    own, rule, awq = (f"{float(number):.3f}" for number in (own, rule, awq))
+    text = (REPOSITORY / "README.md").read_text()
+    assert f"in 4 bits, {size} MB," in text
+    assert f"{own} with `--importance`; {rule} by MLX's rule, {awq} by mlx-lm's awq" in text
+    (size, own), (their_size, theirs) = (
+        rows[name] for name in ("5 bits, embedding 6: importance", "llama.cpp Q4_K_S, importance")
+    )
+    assert f"{own} in {size} MB; llama.cpp Q4_K_S {theirs} in {their_size} MB" in text
+
+
+def commands_in(text: str) -> list[list[str]]:
+    """Arguments of each torch-moe-mps in indented lines and in backticks."""
+    lines = re.findall(r"^ {4}(?:\$ )?(?:\w+=\S+ )*torch-moe-mps (.+)$", text, re.MULTILINE)
+    lines += re.findall(r"`(?:\w+=\S+ )*torch-moe-mps ([^`]+)`", text)
+    return [shlex.split(re.split(r"(?:^|\s)[#<>]", line)[0]) for line in lines]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_commands_have_the_options_that_documents_show(document):
+    for arguments in commands_in(document.read_text()):
+        if len(arguments) > 1 or arguments in (["check"], ["report"]):
+            parser().parse_args(arguments)  # exits where an option or its value is wrong
+
+
+def test_commands_are_read_from_documents():
+    text = (REPOSITORY / "docs" / "faq.md").read_text()
+    assert len(commands_in(text)) > 20
+    assert commands_in('a `torch-moe-mps bench X --bits 4` b\n\n    A=1 torch-moe-mps chat "a b"  # c') == [
+        ["chat", "a b"],
+        ["bench", "X", "--bits", "4"],
+    ]

@@ -1,52 +1,16 @@
 """How the repository is laid out: what may import what."""
 
 import ast
-import functools
 import re
 from collections.abc import Iterator
 
 import pytest
 from support import dependents
-from support.dependents import PACKAGE, REPOSITORY, imports, name_of
+from support.dependents import PACKAGE, REPOSITORY, imports
+from support.rooms import floor, graph
 
 from torch_moe_mps.ops import _activations, _checks, routing
 from torch_moe_mps.transformers import wiring
-
-# Parts of the package from the lowest floor to the highest: a part imports those below it.
-FLOORS = (
-    "_versions",
-    "_text",
-    "_extension",
-    "_faults",
-    "macs",
-    "ops",
-    "selfcheck",
-    "quantization",
-    "transformers.basics",
-    "transformers.graphs",
-    "transformers.caches",
-    "transformers.modules",
-    "transformers.attention",
-    "transformers.families",
-    "transformers.capture",
-    "transformers.checkpoints",
-    "transformers",
-    "pipeline",
-    "serving",
-    "commands",
-    "_registration",
-    "__main__",
-)
-
-
-@functools.cache
-def graph() -> dict[str, set[str]]:
-    """{module: the modules of the package that it imports}."""
-    return {
-        name_of(path, REPOSITORY): {name_of(o, REPOSITORY) for o in others if o.is_relative_to(PACKAGE)}
-        for path, others in dependents.graph().items()
-        if path.is_relative_to(PACKAGE)
-    }
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -76,14 +40,6 @@ def test_no_circle_of_imports():
     assert len(edges) > 20 and edges["torch_moe_mps.transformers.accelerate"]
     assert circle(edges) is None
     assert circle(edges | {"torch_moe_mps.ops._checks": {"torch_moe_mps.ops.norms"}}) is not None
-
-
-def floor(name: str) -> int:
-    """The floor of a module: that of the longest name in FLOORS that it belongs to."""
-    inner = name.removeprefix("torch_moe_mps.")
-    matching = [floor for floor in FLOORS if inner == floor or inner.startswith(f"{floor}.")]
-    assert matching, f"{name} is on no floor"
-    return FLOORS.index(max(matching, key=len))
 
 
 def test_imports_go_down():
@@ -186,3 +142,22 @@ def test_limits_are_the_same_on_every_floor(file, name, value):
     """The limits that Python checks or assumes are those of the host and the shaders."""
     (written,) = re.findall(rf"\b{name}(?: =)? ([0-9.]+)f?\b", (PACKAGE / file).read_text())
     assert float(written) == value
+
+
+# Words with which a docstring begins in the middle of a sentence: the thing that it describes is missing.
+MIDDLE = re.compile(r"(Of|That|Those|As|What|Which|Whose)\b")
+
+
+def documented(tree: ast.Module) -> Iterator[str]:
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    nodes = (node for node in ast.walk(tree) if isinstance(node, kinds))
+    return filter(None, map(ast.get_docstring, nodes))
+
+
+def test_docstrings_begin_with_the_thing():
+    """A noun or a verb comes first, in the package and in the scripts."""
+    assert MIDDLE.match(*documented(ast.parse('def f():\n    """Of each row."""')))
+    assert not MIDDLE.match(*documented(ast.parse('class A:\n    """Offsets of rows."""')))
+    paths = [*PACKAGE.rglob("*.py"), *(dependents.REPOSITORY / "scripts").glob("*.py")]
+    texts = [(path, text) for path in paths for text in documented(ast.parse(path.read_text()))]
+    assert not [(path, text) for path, text in texts if MIDDLE.match(text)]

@@ -11,6 +11,7 @@ __all__ = [
     "accelerate",
     "collect_importance",
     "from_pretrained",
+    "generate_batch",
     "load_prompt_cache",
     "ops",
     "quantize_experts",
@@ -28,6 +29,7 @@ _LAZY = {
     "read_importance": ".transformers.checkpoints.quantize.importance",
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
+    "generate_batch": ".serving.many",
     "load_prompt_cache": ".transformers.caches.prompt_cache",
     "quantize_experts": ".transformers",
     "save_prompt_cache": ".transformers.caches.prompt_cache",
@@ -37,6 +39,7 @@ _LAZY = {
 if TYPE_CHECKING:
     from . import ops
     from ._faults import synchronize
+    from .serving.many import generate_batch
     from .transformers.accelerate import accelerate, restore
     from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
     from .transformers.checkpoints.quantize.importance import Importance, collect_importance, read_importance

@@ -98,7 +98,7 @@ def host_library() -> Path | None:
 
 
 def use_of_tensor_units() -> str:
-    """What the environment says: "0", "1" or "auto"."""
+    """Setting of the environment: "0", "1" or "auto"."""
     text = os.environ.get(TENSOR_VARIABLE, "auto")
     if text not in ("0", "1", "auto"):
         raise ValueError(f"torch_moe_mps: {TENSOR_VARIABLE} must be 0, 1 or auto, got {text!r}")
@@ -106,7 +106,7 @@ def use_of_tensor_units() -> str:
 
 
 def _commit_interval() -> int:
-    """What the environment says, or COMMIT_BY_WORK."""
+    """Interval that the environment sets, or COMMIT_BY_WORK."""
     text = os.environ.get(COMMIT_VARIABLE)
     if text is None:
         return COMMIT_BY_WORK

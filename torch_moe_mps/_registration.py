@@ -1,4 +1,4 @@
-"""What this package registers with torch and transformers; torch_moe_mps_autoload says when.
+"""Registrations of this package with torch and transformers; torch_moe_mps_autoload says when.
 
 Nothing here is called while a module of this package is half made (the rule is torch_moe_mps_autoload's), so
 each function may import what it needs.

@@ -1,4 +1,4 @@
-"""Which macOS and torch the package is for: the one place for these limits, which setup.py reads, too."""
+"""Limits of macOS and torch for this package: the one place for them, which setup.py reads, too."""
 
 MACOS = (14, 0)  # of the wheel, its extensions and its compiled shaders
 TORCH = ("2.13", "2.14", "2.15")  # a wheel has an extension for each

@@ -100,7 +100,7 @@ def refusal() -> str | None:
 
 
 def said(*command: str) -> str:
-    """What a program of the system prints; empty where there is none, or it fails."""
+    """The output of a program of the system; empty where there is none, or it fails."""
     try:
         return subprocess.run(command, capture_output=True, text=True, timeout=10).stdout.strip()
     except (OSError, subprocess.SubprocessError):

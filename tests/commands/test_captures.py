@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from support import serving
-from transformers.cli.chat import RichInterface
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -66,10 +65,8 @@ def test_serve(checkpoint, captured, stream):
 
 
 def test_chat(checkpoint, captured, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
     lines = iter([*QUESTIONS, "!exit"])
-    monkeypatch.setattr(RichInterface, "input", lambda self: next(lines))
-    monkeypatch.setattr(RichInterface, "confirm", lambda self, *arguments, **kwargs: False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     flags = ["--set", f"max_new_tokens={TOKENS}", "--set", "do_sample=False", "--device", "cpu"]
     assert main(["chat", str(checkpoint), *flags]) == 0
     assert_once(captured)

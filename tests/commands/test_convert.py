@@ -113,7 +113,7 @@ def test_the_dry_run_of_a_quantised_source_has_its_formats(eight_bits, tmp_path,
     assert ["model.layers.*.self_attn.k_proj", "bfloat16", "affine4_64", "2"] in [line[:4] for line in lines]
     size = sum(tensor.nbytes for tensor in tensors_in(eight_bits).values())
     total = next(line for line in lines if "->" in line)
-    assert total[:2] == [f"{size / 1e6:.1f}", "MB"] or abs(float(total[0]) * 1e6 - size) < 0.06e6
+    assert total[0] == "weights:" and abs(float(total[1]) * 1e6 - size) < 0.06e6
 
 
 def test_a_disk_without_space_is_one_line_before_anything_is_written(dense, tmp_path, refused, monkeypatch):

@@ -6,9 +6,9 @@ import openai
 import pytest
 from support import serving, tiny_models
 from support.serving import expected_text, said
-from transformers.cli.serving import utils
 
 from torch_moe_mps.commands import main
+from torch_moe_mps.serving.one_by_one import OneByOne
 
 SAYS = {"timeout": "GPU Timeout Error", "fault": "GPU Address Fault Error", "memory": "Insufficient Memory"}
 
@@ -21,14 +21,13 @@ def some_buffers(step: int):
 @pytest.mark.parametrize("streams", [False, True])
 def test_the_server_answers_the_next_request(checkpoint, simulated, streams, monkeypatch):
     """Chat is a client that streams."""
-    threads = []
+    generators = []
 
-    def thread():
-        threads.append(utils_thread())
-        return threads[-1]
+    def generator(*arguments):
+        generators.append(OneByOne(*arguments))
+        return generators[-1]
 
-    utils_thread = utils.InferenceThread
-    monkeypatch.setattr(utils, "InferenceThread", thread)
+    monkeypatch.setattr("torch_moe_mps.commands.serving.OneByOne", generator)
     text = expected_text(checkpoint, "hello", 3)
     with serving.client_of(checkpoint, "--bits", 4, "--group-size", 32, "--device", "mps") as client:
 
@@ -36,7 +35,7 @@ def test_the_server_answers_the_next_request(checkpoint, simulated, streams, mon
             create, asked = client.chat.completions.create, {"temperature": 0, "max_tokens": 3}
             got = create(model=str(checkpoint), messages=said("hello"), stream=streams, **asked)
             text = "".join(c.choices[0].delta.content or "" for c in got) if streams else None
-            threads[0].submit(lambda: None).result()  # nothing is left of the request
+            generators[0].run(lambda: None).result()  # nothing is left of the request
             return got.choices[0].message.content if text is None else text
 
         def happens(number: int) -> bool:

@@ -11,6 +11,7 @@ import transformers
 from support import tiny_models
 from support.memory import Memory
 from support.models import stored
+from support.processes import REPOSITORY
 
 import torch_moe_mps
 from torch_moe_mps import macs
@@ -125,6 +126,9 @@ def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
 
     assert main(["fit", str(whole_qwen3)]) == 0
     output = capsys.readouterr().out
+    shown = (REPOSITORY / "README.md").read_text().partition("$ torch-moe-mps fit")[2].partition("\n\n")[0]
+    shown = [line.strip() for line in shown.splitlines()[1:]]
+    assert len(shown) == 5 and {*shown} <= {line.rstrip() for line in output.splitlines()}
     assert f"{(quantised + dense) / 1e9:.2f} billion weights" in output
     assert f"{cache / 1e6:.3f} GB for each 1,000 tokens" in output
     sizes = {f"{bits} bit": [nbytes(bits, quantised), nbytes(bits, read)] for bits in (8, 6, 5, 4, 3, 2)}
@@ -261,7 +265,7 @@ def test_a_config_with_a_wrong_type_is_one_line(tmp_path, refused):
     ):
         (tmp_path / "config.json").write_text(json.dumps(QWEN3 | wrong))
         error = refused("fit", tmp_path)
-        assert error.startswith("the model's config.json: ") and message in error
+        assert "the config must be one that transformers reads, got" in error and message in error
 
 
 def test_a_config_that_makes_no_model_is_one_line(tmp_path, refused):

@@ -18,7 +18,7 @@ from tokenizers import decoders
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
-from torch_moe_mps.commands import prompts as kept_prompts
+from torch_moe_mps.serving import prompts as kept_prompts
 
 TEMPLATE = "{% for message in messages %}{{ message.role[0] }}{{ message.content }}{% endfor %}"
 
@@ -234,7 +234,10 @@ def test_bad_input_is_one_line(checkpoint, tmp_path, refused, monkeypatch):
             [*hello, "--raw", "--system-prompt", "a"],
             "--system-prompt is for a chat template, and none is used",
         ),
-        ([*hello, "--draft", "a", "--prompt-lookup", 3], "--draft and --prompt-lookup are two ways to guess"),
+        (
+            [*hello, "--draft", checkpoint, "--prompt-lookup", 3],
+            "--draft and --prompt-lookup are two ways to guess",
+        ),
         ([*hello, "--prompt-lookup", 0], "--prompt-lookup must be at least 1 token, got 0"),
         ([*hello, "--prompt-cache", tmp_path], "--prompt-cache must be a file that can be written"),
         ([*hello, "--set", "max_tokens=3"], "--set must name arguments of generate(), got max_tokens"),

@@ -10,7 +10,7 @@ from support import serving
 from support.serving import said
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from torch_moe_mps.commands.logprobs import text_of
+from torch_moe_mps.serving.logprobs import text_of
 
 MOST = "'top_logprobs' must be an integer from 0 to 20"
 SKY = {"type": "json_schema", "json_schema": {"name": "sky", "schema": {"enum": ["blue", "grey"]}}}
@@ -150,15 +150,6 @@ def test_bad_values_are_400(client, asked, message):
     assert error.value.body["message"] == message
 
 
-def test_batches_have_none(printable):
-    match = "'logprobs' is not supported with --continuous-batching"
-    with (
-        serving.client_of(printable, "--continuous-batching", continuous_batching=True) as client,
-        pytest.raises(openai.BadRequestError, match=match),
-    ):
-        answer_of(client, logprobs=True)
-
-
 def test_tokens_that_are_parts_of_characters():
     """Octets of byte-level vocabularies and of byte fallback; None where nothing says which they are."""
     euro = "€".encode()
@@ -171,16 +162,16 @@ def test_tokens_that_are_parts_of_characters():
     for tokenizer in (level, fallback):
         fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer)
         found = [text_of(fast, token) for token in range(4)]
-        assert [entry["bytes"] for entry in found] == [*([octet] for octet in euro), [*b" a"]]
-        assert found[3]["token"] == " a" and all("\ufffd" in entry["token"] for entry in found[:3])
-    assert text_of(fast, 4) == {"token": "\ufffd", "bytes": None}
+        assert [octets for _, octets in found] == [*([octet] for octet in euro), [*b" a"]]
+        assert found[3][0] == " a" and all("\ufffd" in text for text, _ in found[:3])
+    assert text_of(fast, 4) == ("\ufffd", None)
 
 
 def test_what_cannot_be_is_a_number(printable):
-    from torch_moe_mps.commands.logprobs import Logprobs
+    from torch_moe_mps.serving.logprobs import Logprobs
 
     kept = Logprobs(transformers.AutoTokenizer.from_pretrained(printable), 2)
     scores = torch.tensor([[0.0, -math.inf, -math.inf]])
     assert kept(torch.zeros(1, 1, dtype=torch.long), scores) is scores
     entry = kept.take(1)
-    assert entry["logprob"] == -9999.0 and [top["logprob"] for top in entry["top_logprobs"]] == [0.0, -9999.0]
+    assert entry.logprob == -9999.0 and [top.logprob for top in entry.top] == [0.0, -9999.0]

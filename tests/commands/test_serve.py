@@ -1,4 +1,4 @@
-"""The commands serve and chat: transformers' own, with a model that this package quantised."""
+"""The commands serve and chat, with a model that this package quantised."""
 
 import argparse
 import json
@@ -7,20 +7,23 @@ import pty
 import select
 import shutil
 import signal
+import socket
+import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import openai
 import pytest
+import safetensors
 import torch
 import transformers
 from support import serving, tiny_models
 from support.processes import COMMAND, Forked
 from support.serving import expected_text, quantised, said
-from transformers.cli.chat import RichInterface
+from support.sweep import in_sweep
 
 from torch_moe_mps.commands import main
 from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.commands.chat import _free_port
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.serving.generating import Generating
 from torch_moe_mps.serving.prompts import Prompts
@@ -56,12 +59,13 @@ def test_serve_answers_with_the_quantised_model(checkpoint, no_cache_of_the_hub)
         assert raw.create(model=name, prompt="hello", temperature=0, max_tokens=6).choices[0].text == text
         assert responses.create(model=name, input="a", text={"format": {"type": "text"}}).output_text
         for create, field, value in (
-            (chat.create, "n", 2),
-            (chat.create, "presence_penalty", 0.5),
-            (raw.create, "n", 2),
-            (responses.create, "include", ["file_search_call.results"]),
+            (chat.create, "modalities", ["text", "audio"]),
+            (raw.create, "best_of", 2),
             (raw.create, "echo", True),
             (responses.create, "previous_response_id", "a"),
+            (responses.create, "conversation", "a"),
+            (responses.create, "truncation", "auto"),
+            (responses.create, "background", True),
         ):
             body = {"model": name, field: value}
             body |= {chat.create: {"messages": said("a")}, raw.create: {"prompt": "a"}}.get(
@@ -90,11 +94,15 @@ def test_prompts_that_the_model_does_not_read_are_refused(checkpoint):
 def test_errors_say_what_is_wrong(checkpoint):
     """What is asked wrongly is of the client's class, which does not ask again; and it stops no server."""
     text, picture = [{"type": "text", "text": "a"}], {"type": "image_url", "image_url": {"url": "a.png"}}
-    with client_of(checkpoint, continuous_batching=True, cb_num_blocks=16) as client:
+    with client_of(checkpoint) as client:
         for messages, kind, reason in (
             (said(""), openai.BadRequestError, "The prompt must have at least 1 token, got none"),
             ([], openai.BadRequestError, r"'messages' must be a list of at least one message, got \[\]"),
-            ([{"role": "tool", "content": "a"}], openai.BadRequestError, "TemplateError: no tools"),
+            (
+                [{"role": "tool", "content": "a"}],
+                openai.BadRequestError,
+                "refuses the messages: TemplateError: no tools",
+            ),
             (said("a" * 256), openai.BadRequestError, "This model's maximum context length is 256"),
             (said([*text, picture]), openai.BadRequestError, "This model does not read 'image_url'"),
         ):
@@ -104,26 +112,6 @@ def test_errors_say_what_is_wrong(checkpoint):
                     create(model=str(checkpoint), messages=messages, stream=stream)
         asked = {"model": str(checkpoint), "messages": said(text), "max_tokens": 6}
         assert client.chat.completions.create(**asked).choices[0].message.content
-
-
-def test_batches_refuse_what_requests_cannot_have_for_themselves(checkpoint):
-    asked = {"model": str(checkpoint), "messages": said("hello"), "max_tokens": 6}
-    pages = {"cb_block_size": 32, "cb_num_blocks": 16, "cb_max_batch_tokens": 256}
-    with client_of(checkpoint, continuous_batching=True, **pages) as client:
-        create = client.chat.completions.create
-        with pytest.raises(openai.BadRequestError, match="'stop' is not supported with --continuous"):
-            create(**asked, stop=["a"])
-        with pytest.raises(openai.BadRequestError, match="'frequency_penalty' is not supported with"):
-            create(**asked, frequency_penalty=0.5)
-        assert create(**asked, temperature=0).choices[0].message.content
-        assert create(**asked, temperature=0).choices[0].message.content
-        samples = {"generation_config": '{"do_sample": true, "temperature": 0.5}'}
-        with pytest.raises(
-            openai.BadRequestError, match="share the sampling of the first: it must be greedy"
-        ):
-            create(**asked, extra_body=samples)
-        with pytest.raises(openai.BadRequestError, match="maximum context length"):
-            create(**asked | {"messages": said("a" * 256)})
 
 
 @pytest.fixture
@@ -208,6 +196,35 @@ def test_a_long_prompt_ends_with_its_piece(way, checkpoint, monkeypatch, compute
         assert generating.generate(**given).shape[1] == 103 and sum(computed) == 102
 
 
+def test_conversations_side_by_side(checkpoint, tmp_path):
+    """Each answer is the one that it has alone; kept prompts, probabilities and stops are those of each."""
+    texts = ["hello", "abcabcabc", "thequick" * 9, "hello"]
+    with client_of(checkpoint, "--parallel", 3, "--prompt-cache", tmp_path / "kept") as client:
+        create = client.chat.completions.create
+        asked = {"model": "m", "temperature": 0, "max_tokens": 20}
+
+        def ask(number: int) -> str:
+            text, stream = texts[number], number % 2 == 1
+            answer = create(messages=said(text), stream=stream, **asked)
+            if not stream:
+                return answer.choices[0].message.content
+            return "".join(chunk.choices[0].delta.content or "" for chunk in answer)
+
+        with ThreadPoolExecutor(4) as threads:
+            answers = [*threads.map(ask, range(4))]
+        assert answers == [expected_text(checkpoint, text, 20) for text in texts]
+        again = create(messages=said(texts[2]), n=2, logprobs=True, stop=answers[2][7:12], **asked)
+        assert again.usage.prompt_tokens_details.cached_tokens == 71
+        for choice in again.choices:
+            assert choice.message.content == answers[2][: answers[2].find(answers[2][7:12])]
+            assert choice.finish_reason == "stop" and choice.logprobs.content
+        drawn = create(messages=said("a"), n=3, seed=1, **asked | {"temperature": 2})
+        assert len({choice.message.content for choice in drawn.choices}) == 3
+        with pytest.raises(openai.BadRequestError, match="of num_beams 1 with --parallel"):
+            create(messages=said("a"), extra_body={"generation_config": '{"num_beams": 2}'}, **asked)
+    assert [*(tmp_path / "kept").iterdir()]
+
+
 @pytest.mark.parametrize("way", ["draft", "lookup"])
 def test_guessed_tokens_change_nothing(way, checkpoint):
     """Streamed and not; the second request begins in what was kept."""
@@ -250,28 +267,24 @@ def test_the_draft_keeps_its_prompts(checkpoint):
 
 def test_a_chat_is_kept_in_a_file(checkpoint, tmp_path, monkeypatch, capsys, computed):
     """The next chat computes its system prompt no more; a file that is something else is left alone."""
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(RichInterface, "confirm", lambda self, *arguments, **kwargs: False)
     arguments = ["--system-prompt", "thequickbrownfox" * 4, "--set", "max_new_tokens=4", "--device", "cpu"]
     file = tmp_path / "chat.safetensors"
     for question, first in (("hello", 69), ("other", 5)):
         del computed[:]
         lines = iter([question, "!exit"])
-        monkeypatch.setattr(RichInterface, "input", lambda self, lines=lines: next(lines))
+        monkeypatch.setattr("builtins.input", lambda prompt, lines=lines: next(lines))
         assert main(["chat", str(checkpoint), *arguments, "--prompt-cache", str(file)]) == 0
         assert computed[0] == first and file.exists()
     file.write_text("notes")
     lines = iter(["hello", "!exit"])
-    monkeypatch.setattr(RichInterface, "input", lambda self: next(lines))
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     assert main(["chat", str(checkpoint), *arguments, "--prompt-cache", str(file)]) == 0
     assert file.read_text() == "notes" and "it was not changed" in capsys.readouterr().err
 
 
 def test_chat(checkpoint, monkeypatch, capsys):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)  # restored, if the chat changes it
     lines = iter(["hello", "a" * 256, "!clear", "hello", "!exit"])
-    monkeypatch.setattr(RichInterface, "input", lambda self: next(lines))
-    monkeypatch.setattr(RichInterface, "confirm", lambda self, *arguments, **kwargs: False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
     flags = ["--set", "max_new_tokens=6", "--set", "do_sample=False"]
     assert (
         main(["chat", str(checkpoint), *flags, "--bits", "4", "--group-size", "32", "--device", "cpu"]) == 0
@@ -346,7 +359,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint, tmp_path):
     flags = ["--set", "max_new_tokens=200", "--set", "do_sample=False", "--device", "cpu"]
     kept = ["--prompt-lookup", "3", "--prompt-cache", tmp_path / "chat.safetensors"]
     chat = Terminal("chat", checkpoint, *flags, *kept)
-    chat.wait_for("was already loaded")
+    chat.wait_for("is loaded")
     for shown in (f"<{checkpoint}>:", "\n"):  # before the server is asked, and in the middle of the answer
         chat.type("hello\n")
         chat.wait_for(f"<{checkpoint}>:")
@@ -361,7 +374,7 @@ def test_ctrl_c_ends_the_answer_and_ctrl_d_the_chat(checkpoint, tmp_path):
 
 def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
     """It says what it cannot keep."""
-    port, folder = _free_port(), tmp_path / "kept"
+    port, folder = serving.free_port(), tmp_path / "kept"
     arguments = ["--port", port, "--device", "cpu", "--prompt-cache", folder, "--log-level", "error"]
     server = Terminal("serve", checkpoint, *arguments, longest_file=2000)
     with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
@@ -381,6 +394,28 @@ def test_ctrl_c_ends_a_server_whose_disk_is_full(checkpoint, tmp_path):
     assert not [*folder.iterdir()]
 
 
+@pytest.mark.parametrize("parallel", [1, 2])
+@pytest.mark.parametrize("times", in_sweep([1, 2], [2]))
+def test_ctrl_c_ends_an_answer_within_a_step(times, parallel, checkpoint, tmp_path):
+    """The client is told; a second one loses no prompts."""
+    port, folder = serving.free_port(), tmp_path / "kept"
+    kept = ["--prompt-cache", folder, "--parallel", parallel]
+    server = Terminal("serve", checkpoint, "--port", port, "--device", "cpu", *kept)
+    server.wait_for(f"answers at http://localhost:{port}/v1")
+    asked = {"model": "m", "messages": said("hello"), "temperature": 0, "stream": True}
+    with openai.OpenAI(base_url=f"http://localhost:{port}/v1", api_key="none", timeout=60) as client:
+        chunks, shown = client.chat.completions.create(**asked), 0
+        with pytest.raises(openai.APIError, match="The server ends"):
+            for shown, _ in enumerate(chunks):
+                if shown == 3:
+                    server.type(CTRL_C * times)
+    code, text = server.rest()
+    assert code == 128 + signal.SIGINT and "Traceback" not in text and shown < 200
+    (file,) = folder.iterdir()
+    with safetensors.safe_open(file, "pt") as held:
+        assert any(tensor.shape[-1] >= 5 for tensor in map(held.get_tensor, held.keys()))
+
+
 @pytest.mark.parametrize("bits", [8, 16])
 def test_the_bits_of_keys_and_values(checkpoint, bits):
     model = load(options("chat", checkpoint, "--kv-bits", bits), str(checkpoint), "cpu")
@@ -391,20 +426,25 @@ def test_the_bits_of_keys_and_values(checkpoint, bits):
 
 def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch, refused):
     assert "is neither a folder nor the name of a model on the Hub" in refused("serve", tmp_path / "nothing")
-    assert main(["serve", str(checkpoint), "--continuous-batching", "--kv-bits", "8"]) == 1
-    assert capsys.readouterr().err == (
-        "torch-moe-mps: error: --kv-bits must be 16 with --continuous-batching, whose cache of pages is "
-        "transformers' own, got 8\n"
-    )
+    with pytest.raises(SystemExit, match="2"):
+        main(["serve", str(checkpoint), "--continuous-batching"])
+    error = capsys.readouterr().err
+    assert "--continuous-batching has gone: --parallel N answers" in error and error.count("\n") == 1
+    assert refused("serve", checkpoint, "--parallel", "0") == "--parallel must be at least 1, got 0"
+    error = refused("serve", checkpoint, "--parallel", "2", "--prompt-lookup", "2")
+    assert error == "--draft and --prompt-lookup need --parallel 1, got 2"
+    assert "--media-folder must be a folder" in refused("serve", checkpoint, "--media-folder", "nowhere")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        error = refused("serve", checkpoint, "--port", port)
+        assert error == f"--host and --port must be free, got localhost:{port}: Address already in use"
     assert refused("serve", checkpoint, "--port", "70000") == "--port must be from 0 to 65535, got 70000"
     with pytest.raises(SystemExit, match="2"):
         main(["serve", str(checkpoint), "--log-level", "loud"])
     error = capsys.readouterr().err
     assert "error: argument --log-level: invalid choice: 'loud'" in error and error.count("\n") == 1
-    for module in ("cli.serve", "utils.import_utils"):
-        monkeypatch.setattr(f"transformers.{module}.is_serve_available", lambda: False)
-    assert main(["serve", str(checkpoint), "--device", "cpu"]) == 1
-    assert capsys.readouterr().err.splitlines()[-1].endswith("pip install transformers[serving]`")
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert "serve needs `pip install 'torch-moe-mps[serve]'`" in refused("serve", checkpoint)
 
 
 def test_a_base_model_continues_the_text(checkpoint, tmp_path, capsys):

@@ -19,7 +19,7 @@ PROMPT = "hello"
 
 @pytest.fixture(scope="module")
 def client(checkpoint):
-    arguments = [*serving.QUANTISED, "--token", "secret", "--allow-host", "mac.example"]
+    arguments = [*serving.QUANTISED, "--allow-host", "mac.example"]
     with serving.client_of(checkpoint, *arguments) as client:
         yield client
 
@@ -31,6 +31,15 @@ def post(client, path: str, body: object, **headers: str) -> tuple[int, str]:
     request = urllib.request.Request(url, content, {"content-type": "application/json"} | headers)
     try:
         with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def get(client, path: str, **headers: str) -> tuple[int, str]:
+    url = str(client.base_url).removesuffix("/v1/") + path
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=60) as answer:
             return answer.status, answer.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
@@ -55,8 +64,13 @@ WRONG = [
             "top_p": (2, 0, -1, float("nan"), "a"),
             "max_tokens": (0, -3, 1.5, "many"),
             "max_completion_tokens": (0, "many"),
-            "frequency_penalty": (-1, 3, "a"),
-            "stop": (5, [5], [""], ["a"] * 5),
+            "frequency_penalty": (-3, 3, "a"),
+            "presence_penalty": (-3, True),
+            "top_k": (-2, 1.5),
+            "min_p": (2, "a"),
+            "repetition_penalty": (0, float("inf")),
+            "n": (0, 1000, "a"),
+            "stop": (5, [5], [""], ["a"] * 17),
             "seed": ("a", 1.5, 1 << 70),
             "stream": ("yes", 1),
             "logit_bias": ([1], {"a": 1}, {"1": 1000}, {"1": "a"}, {"27": 1}),
@@ -76,7 +90,7 @@ WRONG = [
     (RESPONSES, {}, "input"),
     (RESPONSES, {"input": 5}, "input"),
     (RESPONSES, {"input": [5]}, "input"),
-    (RESPONSES, {"input": [{"type": "nothing"}]}, "input[0].type"),
+    (RESPONSES, {"input": [{"type": 5}]}, "input[0].type"),
     (RESPONSES, {"input": [{"role": "user", "content": 5}]}, "input[0].content"),
     (RESPONSES, {"input": "a", "max_output_tokens": 0}, "max_output_tokens"),
     (RESPONSES, {"input": "a", "instructions": 5}, "instructions"),
@@ -140,7 +154,8 @@ def test_a_response_is_json_unless_it_is_streamed(client, checkpoint):
     text = expected_text(checkpoint, PROMPT, 6)
     asked = {"model": "any", "input": "llo", "instructions": "he", "temperature": 0, "max_output_tokens": 6}
     answer = client.responses.create(**asked)
-    assert answer.output_text == text and answer.status == "completed" and answer.usage.output_tokens == 6
+    assert answer.output_text == text and answer.usage.output_tokens == 6
+    assert answer.status == "incomplete" and answer.incomplete_details.reason == "max_output_tokens"
     events = [*client.responses.create(**asked, stream=True)]
     assert "".join(e.delta for e in events if e.type == "response.output_text.delta") == text
 
@@ -175,7 +190,7 @@ def test_a_client_that_leaves_frees_its_place(client, checkpoint):
         try:
             return own(self, streamer, **given)
         finally:
-            ended.put(streamer.total_tokens)
+            ended.put(streamer.count)
 
     asked = {"model": "any", "messages": said("a"), "temperature": 0, "max_tokens": 10**18}
     with pytest.MonkeyPatch.context() as patch:
@@ -202,15 +217,24 @@ def _request(client, asked: dict) -> HTTPConnection:
     return connection
 
 
-def test_reset_needs_the_token(client):
-    """Without --token nobody has one; what names another model loads none."""
-    for headers in ({}, {"authorization": "Bearer wrong"}, {"authorization": "secret2"}):
-        status, text = post(client, "/reset", "", **headers)
-        assert status == 401 and json.loads(text)["error"]["code"] == "invalid_api_key"
-    status, events = post(client, "/load_model", {"model": "somebody/else"})
-    assert status == 200 and '"status": "ready"' in events and '"cached": true' in events
-    assert post(client, "/reset", "", authorization="Bearer secret")[0] == 200
-    assert client.chat.completions.create(model="any", messages=said("a"), max_tokens=1).choices
+def test_a_key_lets_in(checkpoint):
+    """As a bearer or as x-api-key, of every path but the page and what says that the server lives."""
+    with serving.client_of(checkpoint, "--api-key", "secret", key="secret") as client:
+        asked = {"messages": said("a"), "max_tokens": 1}
+        for headers in (
+            {},
+            {"authorization": "Bearer wrong"},
+            {"authorization": "secret"},
+            {"x-api-key": "s"},
+        ):
+            status, text = post(client, CHAT, asked, **headers)
+            assert status == 401 and json.loads(text)["error"]["code"] == "invalid_api_key"
+        status, text = post(client, "/v1/messages", asked)
+        assert status == 401 and json.loads(text)["error"]["type"] == "authentication_error"
+        assert post(client, CHAT, asked, **{"x-api-key": "secret"})[0] == 200
+        assert [model.id for model in client.models.list()] == [str(checkpoint)]
+        for path, status in (("/health", 200), ("/", 200), ("/metrics", 401), ("/v1/models", 401)):
+            assert get(client, path)[0] == status, path
 
 
 def test_the_host_header_names_this_machine(client):

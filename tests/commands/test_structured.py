@@ -10,7 +10,7 @@ from support import serving
 from support.serving import said
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from torch_moe_mps.commands import structured
+from torch_moe_mps.serving import structured
 
 SCHEMA = {
     "type": "object",

@@ -10,9 +10,11 @@ from support import serving
 from support.serving import said
 from support.sweep import in_sweep
 from transformers.cli.serving import utils
+from transformers.utils.chat_parsing import parse_response
 
-from torch_moe_mps.commands import tools
-from torch_moe_mps.commands.requests import Refused
+from torch_moe_mps.serving import forms, tools
+from torch_moe_mps.serving.answer import Answer, Decoder
+from torch_moe_mps.serving.request import Forced, Refused, Tool
 from torch_moe_mps.transformers.families.gpt_oss import answers
 
 SKY = {"type": "object", "properties": {"sky": {"enum": ["blue", "grey"]}}, "required": ["sky"]}
@@ -139,12 +141,24 @@ def test_without_xgrammar_it_is_refused(client, monkeypatch):
 
 @pytest.mark.parametrize("name", MARKS)
 def test_forms_are_known_by_marks_of_the_chat_template(name):
-    """Where transformers knows the model, its own template stays."""
+    """They read what transformers' own read; a tokenizer's own form stays."""
     words = types.SimpleNamespace(chat_template=marked(name))
-    found = tools.with_derived(lambda processor, model: None)(words, None)
-    form = MARKS[name][1]
-    assert found == (answers.TEMPLATE if name == "gpt-oss" else TEMPLATES.get(form))
-    assert tools.with_derived(lambda processor, model: {"own": 1})(words, None) == {"own": 1}
+    found, form = forms.form_of(words), MARKS[name][1]
+    assert (found is None) == (form is None and name != "gpt-oss")
+    if form is not None:
+        for text in (CALL, TAGS, f"<think>hm</think>\n\nHi{CALL}", f"Hi\n{TAGS}\n{TAGS}<|im_end|>\n", "a"):
+            own, theirs = (read(template, text) for template in (found, TEMPLATES[form]))
+            assert own == theirs, text
+    words.response_template = {"own": 1}
+    assert forms.form_of(words) == {"own": 1}
+
+
+def read(template: dict, text: str) -> object:
+    """The message that transformers reads by a form."""
+    try:
+        return parse_response(text, template, prefix="")
+    except ValueError as error:
+        return type(error)
 
 
 HARMONY_CALL = 'to=functions.look<|channel|>commentary json<|message|>{"sky": "blue"}<|call|>'
@@ -166,13 +180,39 @@ THOUGHT = "<|channel|>analysis<|message|>hm<|end|>"
     ],
 )
 def test_answers_of_gpt_oss(text, content, thought, called):
-    words = types.SimpleNamespace(chat_template=marked("gpt-oss"), decode=lambda ids: ids)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(utils, "get_response_template", tools.with_derived(lambda *_: None))
-        patched.setattr(utils, "ResponseParser", tools.Parser)
-        found = tools.parsed(words, None, text, "<|start|>assistant")
-    call = [utils.ToolCall("look", '{"sky": "blue"}')] if called else None
-    assert found == (content, thought, call)
+    answer = answer_of(answers.TEMPLATE, text, "<|start|>assistant")
+    assert (answer.text, answer.reasoning or None) == (content, thought)
+    assert answer.calls == ([tools.Call("look", '{"sky": "blue"}')] if called else [])
+
+
+def answer_of(form: dict, text: str, prefix: str = "") -> Answer:
+    """The answer whose tokens are the characters of a text."""
+    words = types.SimpleNamespace(decode=lambda ids, skip_special_tokens: "".join(map(chr, ids)))
+    shown = []
+    parser = tools.Parser(form, prefix=prefix)
+    answer = Answer(Decoder(words, False), (), parser, set(), None, shown.append)
+    for character in text:
+        assert not answer.take(ord(character))
+    answer.end("stop")
+    assert shown == [*answer.items, None]
+    return answer
+
+
+@pytest.mark.parametrize(
+    "broken", ["<tool_call>\n{bad}\n</tool_call>", '<tool_call>\n{"arguments": {}}\n</tool_call>']
+)
+def test_what_is_no_call_is_text(broken):
+    """Where a model writes no JSON, or no name, the answer goes on."""
+    answer = answer_of(TEMPLATES["qwen2"], f"Hi\n\n{broken}{CALL}<|im_end|>")
+    assert answer.calls == [tools.Call("look", '{"sky": "blue"}')]
+    assert answer.text.startswith("Hi") and broken[12:-13] in answer.text
+
+
+def forced(parallel: bool, name: str | None = "look", template: dict | None = None, prompt: str = ""):
+    """The grammar of a call."""
+    own = [Tool(function["name"], "", function.get("parameters", {})) for function in FUNCTIONS]
+    asked = Forced(own, name, parallel)
+    return tools.grammar(asked, template, tools.family_of(template), prompt)
 
 
 @pytest.mark.parametrize("parallel", [False, True])
@@ -187,7 +227,7 @@ def test_answers_of_gpt_oss(text, content, thought, called):
     ],
 )
 def test_gpt_oss_must_call(text, fits, parallel):
-    matcher = matcher_of(tools.Forced(TOOLS, named("look"), parallel).grammar(answers.TEMPLATE, ""))
+    matcher = matcher_of(forced(parallel, template=answers.TEMPLATE))
     expected = parallel if fits is None else fits
     assert (matcher.accept_string(text) and matcher.accept_token(128)) == expected
 
@@ -196,7 +236,7 @@ def test_gpt_oss_must_call(text, fits, parallel):
 def test_calls_of_another_form_are_refused(template):
     """No template of answers, and one whose calls xgrammar does not have."""
     with pytest.raises(Refused, match="'tool_choice' needs a model whose calls this server reads"):
-        tools.Forced(TOOLS, "required", True).grammar(template, "")
+        forced(True, None, template)
 
 
 CALL = '<tool_call>\n{"name": "look", "arguments": {"sky": "blue"}}\n</tool_call>'
@@ -229,5 +269,5 @@ def test_a_call_is_whole_or_none(form, call):
     ],
 )
 def test_a_call_comes_behind_what_the_model_thinks(prompt, text, fits):
-    matcher = matcher_of(tools.Forced(TOOLS, named("look"), True).grammar(TEMPLATES["qwen2"], prompt))
+    matcher = matcher_of(forced(True, template=TEMPLATES["qwen2"], prompt=prompt))
     assert (matcher.accept_string(text) and matcher.accept_token(128)) == fits

@@ -8,7 +8,6 @@ import transformers
 from support import serving, tiny_models
 from support.serving import said
 from support.waits import Waits
-from transformers.cli.chat import RichInterface
 from transformers.generation import utils as generation
 
 import torch_moe_mps
@@ -91,19 +90,17 @@ def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, answers, monkeypa
     assert [tokens for tokens, _ in answers] == [3, 9] and texts[1].startswith(texts[0])
     served = [waits for _, waits in answers]
     del answers[:]
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", False)
-    monkeypatch.setattr(RichInterface, "confirm", lambda self, *arguments, **kwargs: False)
     for tokens in (3, 9):
         with contextlib.ExitStack() as chat:
             lines = iter(["hello", "!exit"])
 
-            def asked_for(self, chat=chat, lines=lines) -> str:
+            def asked_for(prompt, chat=chat, lines=lines) -> str:
                 line = next(lines)
                 if line == "hello":  # the model is loaded
                     chat.enter_context(simulated.one_thread())
                 return line
 
-            monkeypatch.setattr(RichInterface, "input", asked_for)
+            monkeypatch.setattr("builtins.input", asked_for)
             flags = ["--set", f"max_new_tokens={tokens}", "--set", "do_sample=False", "--device", "mps"]
             assert main(["chat", str(checkpoint), *flags]) == 0
         assert texts[tokens == 9] in capsys.readouterr().out

@@ -322,6 +322,18 @@ def expert_mm(d):
     }
 
 
+def expert_outer(d):
+    (tokens, slots, experts, left, right), around, _ = layer_of_experts(d, (32, 7, 1, 100, 65))
+    dtype = around["x"].dtype
+    shape = (tokens, slots, right) if d.flag() else (tokens, right)
+    return {
+        "a": d.values(tokens, slots, left, dtype=dtype),
+        "b": d.values(*shape, dtype=dtype),
+        "ids": around["ids"],
+        "experts": experts,
+    }
+
+
 def moe_experts(d):
     (_, _, experts, hidden, inner), around, options = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()
@@ -386,6 +398,24 @@ def moe_experts_quantized(d):
         options |= dict.fromkeys(("shared_out", "gate_up_bias", "down_bias"))
         matrices |= {f"shared_{n}": None if m is None else m[0].clone() for n, m in matrices.items()}
     return {**around, **passed, **options, **norm_of_input(d, hidden), **matrices}
+
+
+def expert_qmm_transposed(d):
+    form = d.one(*EVERY_FORMAT)
+    (tokens, slots, experts, hidden, _), around, _ = layer_of_experts(d, columns_of(form))
+    rows = d.one(8, 1, 33, 64)
+    return {
+        "dy": d.values(tokens, slots, rows, dtype=around["x"].dtype),
+        **{"ids": around["ids"], "format": form, "sums": d.flag()},
+        **weight(d, "", experts, rows, hidden, form),
+    }
+
+
+def linear_quantized_transposed(d):
+    form = d.one(*EVERY_FORMAT)
+    columns, rows = d.one(*columns_of(form)), d.one(8, 1, 33, 64, 300)
+    dy = d.values(*d.leading(), rows)
+    return {"dy": dy, "format": form, **weight(d, "", None, rows, columns, form)}
 
 
 def linear_quantized(d):

@@ -6,7 +6,7 @@
 | `conftest.py` | its folder |
 | Python in `tests/` or `scripts/` | tests that import it, and tests that name its file |
 | Python of the package | the folder of its room, and tests that import it other than through a door |
-| an operator's family in `ops/` | tests that name one of its operators, and those of all operators |
+| an operator's family in `ops/` | tests that name one of its operators, and a model of each router |
 | `.mm`, `.metal` and their headers | the same, for the families whose sources include the file |
 | a text, a table, pinned values | tests that name it, itself or in a module of `tests/` that they import |
 | the simulator, requirements and settings | all |
@@ -33,11 +33,10 @@ EVERYTHING = re.compile(
     r"tests/(simulator/(?!tests/|example/|README|(apple|cuda|coverage)\b.*\.py)|conftest\.py|\w+\.txt)"
     r"|pyproject\.toml|scripts/environment\.sh"
 )
-# Tests of all operators, and of how they work together: for a change of one shader or of its host code.
-OF_ALL_OPERATORS = {
-    TESTS / "ops" / "test_any_arguments.py",
-    TESTS / "transformers" / "models" / "test_mps.py",
-}
+# Calls of every operator in every format, for minutes: only `scripts/test` runs them.
+ANY_ARGUMENTS = TESTS / "ops" / "test_any_arguments.py"
+# Models on the simulated GPU: how operators work together.
+MODELS = TESTS / "transformers" / "models" / "test_mps.py"
 
 
 def name_of(path: Path, root: Path) -> str:
@@ -202,9 +201,9 @@ def dependents(path: Path) -> set[Path]:
     if path.name.startswith("test_"):
         return {path} & all_tests()
     if in_package and path.suffix in SOURCES:
-        return of_source(path) | OF_ALL_OPERATORS
+        return of_source(path) - {ANY_ARGUMENTS} | {MODELS}
     if path.parent == PACKAGE / "ops" and path.stem in operators():
-        return of_family(path.stem) | OF_ALL_OPERATORS
+        return of_family(path.stem) - {ANY_ARGUMENTS} | {MODELS}
     if path.suffix == ".py":
         importing = {test for test in all_tests() if path in reached(test)}
         return importing | (room(path) if in_package else naming(path.name))

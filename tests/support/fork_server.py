@@ -16,14 +16,13 @@ import sys
 
 IMPORTED = (
     "transformers.generation",
-    "transformers.cli.chat",
-    "transformers.cli.serve",
     "transformers.models.mixtral.modeling_mixtral",
     "transformers.models.qwen3_moe.modeling_qwen3_moe",
     "torch_moe_mps.commands.chat",
     "torch_moe_mps.commands.convert",
     "torch_moe_mps.commands.perplexity",
-    "torch_moe_mps.commands.serving",
+    "torch_moe_mps.commands.serve",
+    "torch_moe_mps.serving.app",
     "torch_moe_mps.transformers",
     "support.pipeline",
     "support.recipes",

@@ -591,6 +591,17 @@ def expert_mm(a):
     return [estimated(oracles_experts.expert_mm(a.x, weight, a.ids, a.bias))]
 
 
+def expert_outer(a):
+    left, right = exact(a.a), exact(a.b)
+    value = np.zeros((a.experts, left.shape[2], right.shape[-1]))
+    size = np.zeros_like(value)
+    for e, t, k in oracles_experts.pairs_by_expert(a.ids, a.experts):
+        of_right = right[t, k] if right.ndim == 3 else right[t]
+        value[e] = left[t, k].T @ of_right
+        size[e] = abs(left[t, k]).T @ abs(of_right)
+    return [Expected(value, (8 + a.ids.numel()) * FLOAT32_EPS * size)]
+
+
 def moe_experts(a):
     gate_up, down = exact(a.gate_up), exact(a.down)
     if a.transposed:
@@ -621,6 +632,15 @@ def flat_rows(a) -> Estimate:
 
 def expert_qmm(a):
     return [estimated(oracles_experts.expert_mm(a.x, dense(a), a.ids, a.bias, rounded_weight=True))]
+
+
+def expert_qmm_transposed(a):
+    matrices = dense(a).swapaxes(1, 2)
+    slots = oracles_experts.expert_mm(a.dy, matrices, a.ids, dtype=torch.float32 if a.sums else a.dy.dtype)
+    if not a.sums:
+        return [estimated(slots)]
+    deviation = np.sqrt((slots.deviation**2).sum(1))
+    return [estimated(oracles_experts.rounded(slots.value.sum(1), deviation, a.dy.dtype))]
 
 
 def moe_experts_quantized(a):
@@ -655,6 +675,14 @@ def linear_quantized(a):
     if a.order is not None:
         value, deviation = (part[..., a.order.numpy().argsort()] for part in (value, deviation))
     return [estimated(Estimate(value if a.residual is None else value + exact(a.residual), deviation))]
+
+
+def linear_quantized_transposed(a):
+    rows, matrix = exact(a.dy), dense(a)
+    rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
+    out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype, False)
+    shape = (*a.dy.shape[:-1], matrix.shape[1])
+    return [estimated(Estimate(*(part.reshape(shape) for part in out)))]
 
 
 def mlp(a, prefix="") -> Estimate:

@@ -265,14 +265,12 @@ def counts(folder: str, prompt_tokens: int, chunk: int) -> dict[str, Any]:
 
 def commands(lines: list[list[str]], said: list[str]) -> list[str]:
     """What this process prints of each command; `said` is what a chat is told."""
-    from transformers.cli.chat import RichInterface
+    import builtins
 
     from torch_moe_mps.commands import main as run
 
     told = iter(said)
-    interface: Any = RichInterface
-    interface.input = lambda self: next(told)
-    interface.confirm = lambda self, *arguments, **kwargs: False
+    builtins.input = lambda prompt: next(told)
     printed = []
     for arguments in lines:
         with contextlib.redirect_stdout(io.StringIO()) as output:
@@ -286,8 +284,9 @@ def conversations(folder: str) -> dict[str, Any]:
 
     Returns: the answers that the first process gives; what each call computes; what is kept in the end.
     """
-    from torch_moe_mps.commands import prompts, serving
+    from torch_moe_mps.commands import serving
     from torch_moe_mps.commands.arguments import parser
+    from torch_moe_mps.serving import prompts
 
     prompts.AT_ONCE = 16
     given = ["serve", folder, "--device", "cpu", "--prompt-lookup", "2", "--prompt-memory", "0"]

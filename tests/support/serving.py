@@ -2,6 +2,8 @@
 
 import contextlib
 import functools
+import socket
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,29 +16,47 @@ from tokenizers import decoders
 import torch_moe_mps
 from support import tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
-from torch_moe_mps.commands import structured
 from torch_moe_mps.commands.arguments import parser
-from torch_moe_mps.commands.chat import _free_port
-from torch_moe_mps.commands.serving import server
+from torch_moe_mps.commands.serve import media_of, server_of, sockets_of
+from torch_moe_mps.commands.serving import served_by
+from torch_moe_mps.serving import structured
 
 QUANTISED = ["--bits", 4, "--group-size", 32]  # as `quantised`
 
 
 @contextlib.contextmanager
-def client_of(*arguments: object, **settings: object) -> Iterator[openai.OpenAI]:
-    """Of `serve` with these arguments, on the CPU unless they say where."""
-    port = _free_port()
-    given = parser().parse_args(["serve", "--device", "cpu", *map(str, arguments)])
-    with server(given, port=port, non_blocking=True, log_level="error", **settings) as (serve, _):
+def client_of(*arguments: object, key: str = "none") -> Iterator[openai.OpenAI]:
+    """OpenAI's client of `serve` with these arguments, on the CPU unless they say where."""
+    with (
+        server_at(*arguments) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key=key, max_retries=0, timeout=60) as client,
+    ):
+        yield client
+
+
+@contextlib.contextmanager
+def server_at(*arguments: object) -> Iterator[str]:
+    """The URL of `serve` with these arguments, in this process."""
+    options = parser().parse_args(["serve", "--device", "cpu", "--log-level", "error", *map(str, arguments)])
+    sockets = sockets_of("localhost", 0)
+    with served_by(options, media_of(options)) as served:
+        server = server_of(served, options)
+        thread = threading.Thread(target=server.run, args=(sockets,))
+        thread.start()
         try:
-            while not serve.server.started:
-                assert serve._thread.is_alive()
+            while not server.started:
+                assert thread.is_alive()
                 time.sleep(0.01)
-            url = f"http://localhost:{port}/v1"
-            with openai.OpenAI(base_url=url, api_key="none", max_retries=0, timeout=60) as client:
-                yield client
+            yield f"http://localhost:{sockets[0].getsockname()[1]}"
         finally:
-            serve.kill_server()
+            server.should_exit = True
+            thread.join()
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        return listener.getsockname()[1]
 
 
 TEMPLATE = (

@@ -14,7 +14,7 @@ import pytest
 from simulator import build
 
 LIMIT = 1.5  # CPU seconds, where nothing else runs
-MARGIN = 4  # how much longer the same takes on a busy machine
+MARGIN = 2  # how much longer the same takes on a busy machine
 
 
 class FirstTimes:
@@ -62,14 +62,19 @@ def own_seconds() -> Iterator[list[float]]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item):
-    """Fail a test that takes long and does not say why. Those of the sweep take what they take."""
+    """Fail a test of the inner loop that takes long and does not say why; scripts/test only warns of it.
+
+    Tests of the sweep take what they take.
+    """
     with own_seconds() as seconds:
         result = yield
     marks = {mark.name for mark in item.iter_markers()}
     if seconds[0] > LIMIT * MARGIN and not marks & {"slow", "sweep"}:
-        pytest.fail(
+        message = (
             f"took {seconds[0]:.1f} CPU seconds, {LIMIT} are allowed and {LIMIT * MARGIN:g} forgiven: make "
-            f'it smaller, or mark it @pytest.mark.slow("why")',
-            pytrace=False,
+            f'it smaller, or mark it @pytest.mark.slow("why")'
         )
+        if item.config.getoption("slow_fails"):
+            pytest.fail(message, pytrace=False)
+        item.warn(pytest.PytestWarning(f"{item.nodeid} {message}"))
     return result

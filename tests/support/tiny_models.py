@@ -274,8 +274,14 @@ def quantized_parameters(module: nn.Module) -> dict[str, tuple[list, Format]]:
 def dense_twin(dense: nn.Module, quantized: nn.Module) -> nn.Module:
     """The dense model with the values that the quantised one's weights stand for: the oracle."""
     for name, module in quantized.named_modules():
-        for parameter, (tensors, form) in quantized_parameters(module).items():
-            values = dequantize(*tensors, **form.to_dict(), dtype=torch.float32)
+        values_of = {
+            parameter: dequantize(*tensors, **form.to_dict(), dtype=torch.float32)
+            for parameter, (tensors, form) in quantized_parameters(module).items()
+        }
+        if "gate_up_proj" in values_of and "up_proj" in values_of:  # its gate is apart from its up projection
+            gate = values_of["gate_up_proj"]
+            values_of["gate_up_proj"] = torch.cat((gate, values_of.pop("up_proj")), 1)
+        for parameter, values in values_of.items():
             weight = getattr(dense.get_submodule(name), parameter)
             weight.copy_(values.mT if getattr(module, "is_transposed", False) else values)
     return dense

@@ -49,7 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _line(error: Exception) -> str | None:
-    """What to print for an error that a user can cause; None for any other."""
+    """Line to print for an error that a user can cause; None for any other."""
     if isinstance(error, ImportError):
         return _of_import(error)
     from huggingface_hub.errors import StrictDataclassError

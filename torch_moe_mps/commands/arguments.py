@@ -25,6 +25,13 @@ class _Parser(argparse.ArgumentParser):
         sys.exit(2)
 
 
+class _Gone(argparse.Action):
+    """An option of earlier versions, whose name says what is there now."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *parts: Any) -> NoReturn:
+        parser.error("--continuous-batching has gone: --parallel N answers N conversations together")
+
+
 def parser() -> argparse.ArgumentParser:
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
@@ -336,7 +343,7 @@ def _bench(command: argparse.ArgumentParser) -> None:
 
 
 def _chat(command: argparse.ArgumentParser) -> None:
-    """Chat with a model, as `transformers chat` does.
+    """Chat with a model.
 
     !help in the chat lists what else it understands. Ctrl-C ends an answer, Ctrl-D the chat.
 
@@ -354,7 +361,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
     _add(command, "--prompt-memory", *_SPECULATION)
-    command.set_defaults(host="localhost", allow_host=[], only_model=False, token=None)  # of its own server
+    command.set_defaults(parallel=1)
 
 
 def _generate(command: argparse.ArgumentParser) -> None:
@@ -387,31 +394,31 @@ def _generate(command: argparse.ArgumentParser) -> None:
 
 
 def _serve(command: argparse.ArgumentParser) -> None:
-    """Serve a model to OpenAI clients, as `transformers serve` does.
+    """Serve a model to clients of OpenAI and Anthropic, and a page to chat with it.
 
-    Clients use the URL http://localhost:8000/v1 and MODEL as the model's name. A request computes what is
-    new in it: earlier turns of a chat and shared beginnings are kept. Requests run one by one, or side by
-    side with --continuous-batching, which keeps prefixes in pages of transformers.
+    Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000, people
+    the page there. A request computes what is new in it: earlier turns of a chat and shared beginnings are
+    kept. Requests are answered one by one, or side by side with --parallel.
 
     examples:
       torch-moe-mps serve qwen3-4bit --prompt-cache prompts               # kept over restarts, too
-      torch-moe-mps serve qwen3-4bit --continuous-batching
+      torch-moe-mps serve qwen3-4bit --parallel 4                         # for agents, which ask side by side
       torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080
+      torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN)
     add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
     _add(command, "--prompt-memory", *_SPECULATION)
+    add("--parallel", type=int, default=1, metavar="N", help="conversations answered together, at most (1)")
     add("--host", default="localhost", help="address to listen on (localhost)")
     add("--port", type=int, default=8000, help="port to listen on (8000)")
-    add(
-        "--continuous-batching",
-        action="store_true",
-        help="serve requests side by side, and share their prefixes",
-    )
+    add("--continuous-batching", action=_Gone, nargs=0, help=argparse.SUPPRESS)
+    add("--api-key", metavar="KEY", help="what requests need as a bearer (MOE_MPS_API_KEY, or none)")
     add("--enable-cors", action="store_true", help="answer scripts of any web page")
     add("--only-model", action="store_true", help="refuse requests for a model of another name")
-    add("--token", help="what POST /reset needs as a bearer (it is refused)")
+    add("--media-folder", metavar="FOLDER", help="requests may name pictures below it (only data: URLs)")
+    add("--media-urls", action="store_true", help="requests may name pictures by http: and https: URLs")
     add(
         "--allow-host",
         action="append",
@@ -420,4 +427,6 @@ def _serve(command: argparse.ArgumentParser) -> None:
         help="a name in the Host header of requests, beside addresses and this machine's names",
     )
     levels = ("debug", "info", "warning", "error")
-    add("--log-level", choices=levels, default="warning", help="what is logged (warning)")
+    add(
+        "--log-level", choices=levels, default="info", help="what is logged; info: a line each request (info)"
+    )

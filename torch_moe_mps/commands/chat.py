@@ -1,122 +1,171 @@
-"""`chat MODEL`: `transformers chat` with a server of its own, which ends with it.
+"""`chat MODEL`: a conversation in the terminal, with what generates for the server.
 
-Ctrl-C ends the answer; at the prompt, or before the answer has ended, it ends the chat, as Ctrl-D does.
+Ctrl-C ends the answer; at the prompt it ends the chat, as Ctrl-D does.
 """
 
 import argparse
-import logging
-import socket
+import contextlib
+import getpass
+import json
+import queue
+import sys
+import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
-from unittest import mock
 
 from ..ops._checks import first_line
 from ..pipeline.torchrun import is_first_process
+from ..serving.answer import Item, Piece
+from ..serving.request import Chat, Refused, Request
+from ..serving.served import Answers, Served
 from .interrupts import at_ctrl_c
 from .results import check_writable
-from .serving import follow, server
+from .serving import follow, served_by
 from .settings import settings_of
-from .sources import name_of
+
+_HELP = """\
+!clear              begins a new conversation
+!continue           goes on with an answer that was cut off
+!save [FILE]        writes the conversation, by default into the folder of --save-folder
+!set FLAG=VALUE ... changes arguments of generate(), such as max_new_tokens=1000 or temperature=0.6
+!status             shows the model and what was set
+!exit               ends the chat, as Ctrl-D does; Ctrl-C ends an answer"""
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
     if not is_first_process():
         return follow(options)
-    settings_of(options.set)  # its errors come before the model is loaded
+    settings = settings_of(options.set)  # its errors come before the model is loaded
     check_writable("--prompt-cache", options.prompt_cache)
-    port = _free_port()
-    with _quiet(), server(options, port=port, non_blocking=True, log_level="error") as (serve, interrupt):
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  (edits what is typed)
+    with served_by(options) as served:
+        print(f"{served.name} is loaded. !help lists what can be typed beside messages.\n")
+        _Conversation(served, settings, options).run()
+
+
+class _Conversation:
+    def __init__(self, served: Served, settings: dict[str, Any], options: argparse.Namespace):
+        self.served, self.folder, self.system = served, options.save_folder, options.system_prompt
+        self.settings: dict[str, Any] = {"do_sample": True} | settings
+        self.messages: list[dict[str, Any]] = []
+        self._clear()
+
+    def run(self) -> None:
+        while (line := self._read()) is not None:
+            command, _, rest = line.strip().partition(" ")
+            match command:
+                case "":
+                    continue
+                case "!exit":
+                    return
+                case "!clear":
+                    self._clear()
+                case "!set":
+                    self._set(rest.split())
+                case "!save":
+                    self._save(rest.strip())
+                case "!status":
+                    print(f"{self.served.name}: {self.settings}\n")
+                case "!continue" if self.messages and self.messages[-1]["role"] == "assistant":
+                    self._answer()
+                case _ if command.startswith("!"):
+                    print(f"{_HELP}\n")
+                case _:
+                    self.messages.append(_message("user", line))
+                    self._answer()
+
+    def _read(self) -> str | None:
+        """The next line; None at the end."""
+        with at_ctrl_c():
+            try:
+                return input(f"<{getpass.getuser()}>:\n")
+            except (EOFError, KeyboardInterrupt):
+                print()
+                return None
+
+    def _clear(self) -> None:
+        self.messages = [_message("system", self.system)] if self.system else []
+
+    def _set(self, texts: list[str]) -> None:
         try:
-            while not serve.server.started:
-                if not serve._thread.is_alive():
-                    raise RuntimeError("the server of the chat did not start")
-                time.sleep(0.05)
-            from huggingface_hub import constants
-            from transformers.cli import chat
+            self.settings |= settings_of(texts)
+        except ValueError as error:
+            print(f"{error}\n")
 
-            constants.HF_HUB_OFFLINE = False  # else the client does not talk to this machine either
-            with mock.patch.object(chat, "RichInterface", _interface(chat, interrupt)):
-                chat.Chat(
-                    model_id=name_of(options),
-                    base_url=f"http://localhost:{port}",
-                    generate_flags=options.set,
-                    system_prompt=options.system_prompt,
-                    save_folder=options.save_folder,
-                )
-        finally:
-            serve.kill_server()
+    def _save(self, name: str) -> None:
+        at = time.strftime("%Y-%m-%d_%H-%M-%S")
+        file = Path(name or Path(self.folder, Path(self.served.name).name, f"chat_{at}.json"))
+        said = [{"role": m["role"], "content": m["content"][0]["text"]} for m in self.messages]
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(json.dumps({"settings": self.settings, "chat_history": said}, indent=2))
+            print(f"written to {file}\n")
+        except OSError as error:
+            print(f"{file} cannot be written: {error.strerror}\n")
 
+    def _answer(self) -> None:
+        """Shows the answer to the messages, and adds it to them."""
+        goes_on = self.messages[-1]["role"] == "assistant"
+        settings = dict(self.settings)
+        most, seed = settings.pop("max_new_tokens", None), settings.pop("seed", None)
+        prompt = Chat([*self.messages], goes_on=goes_on)
+        request = Request([prompt], "messages", settings, most=most, seed=seed)
+        shown: queue.SimpleQueue[Item | None] = queue.SimpleQueue()
+        made: list[Answers] = []
+        is_stopped = threading.Event()
 
-def _interface(chat: Any, interrupt: Callable[[], None]) -> type:
-    """transformers' interface, which takes Ctrl-C and Ctrl-D.
+        def stop() -> None:
+            is_stopped.set()
+            for answers in made:
+                answers.cancel()
 
-    Args:
-        interrupt: ends the answer that the server generates.
-    """
+        with at_ctrl_c(stop):
+            print(f"<{self.served.name}>:", flush=True)
+            try:
+                made.append(self.served.prepare(request, lambda number, item: shown.put(item)))
+            except Refused as refused:
+                print(f"{refused.message}\n")
+                if not goes_on:
+                    self.messages.pop()
+                return
+            if is_stopped.is_set():
+                made[0].cancel()
+            self.served.submit(made[0])
+            _show(shown)
+        self._ended(made[0], goes_on)
 
-    class Interface(chat.RichInterface):
-        async def stream_output(self, stream: Any) -> tuple[str, Any]:
-            stopped: list[bool] = []
-
-            def stop() -> None:
-                stopped.append(True)
-                interrupt()
-
-            async def tokens() -> Any:
-                async for token in await stream:
-                    if stopped:  # before the server knew of the request
-                        interrupt()
-                    yield token
-
-            async def opened() -> Any:
-                return tokens()
-
-            with at_ctrl_c(stop):
-                try:
-                    return await super().stream_output(opened())
-                except Exception as error:  # of the server or of the connection: the chat goes on
-                    self.print_color(_reason(error), "red")
-                    return "", None
-
-        def input(self) -> str:
-            with at_ctrl_c():
-                try:
-                    return super().input()
-                except EOFError:
-                    return "!exit"
-
-        def confirm(self, message: str, default: bool = False) -> bool:
-            with at_ctrl_c():
-                try:
-                    return bool(super().confirm(message, default))
-                except EOFError:
-                    return False
-
-    return Interface
+    def _ended(self, answers: Answers, goes_on: bool) -> None:
+        (answer,) = answers.answers
+        if isinstance(answer.reason, Exception):
+            print(f"\n{first_line(answer.reason) or type(answer.reason).__name__}\n")
+            return
+        count, seconds = len(answer.tokens), answer.ended - answer.first
+        speed = f", {(count - 1) / seconds:.1f} tokens/s" if count > 1 and seconds > 0 else ""
+        cut = "; !continue goes on" if answer.reason == "length" else ""
+        print(f"\n({count} tokens{speed}{cut})\n")
+        if goes_on:
+            self.messages[-1]["content"][0]["text"] += answer.text
+        else:
+            self.messages.append(_message("assistant", answer.text))
 
 
-def _reason(error: Exception) -> str:
-    """The server's own message where there is one."""
-    try:
-        return error.response.json()["error"]["message"]  # type: ignore[attr-defined]
-    except (AttributeError, KeyError, TypeError, ValueError):
-        return first_line(error) or type(error).__name__
+def _show(shown: "queue.SimpleQueue[Item | None]") -> None:
+    """Writes an answer as it comes: what the model thinks is grey on a terminal."""
+    is_grey, is_terminal = False, sys.stdout.isatty()
+    while (item := shown.get()) is not None:
+        text = item.text if isinstance(item, Piece) else f"\n{item.name}({item.arguments})"
+        thinks = isinstance(item, Piece) and item.kind == "reasoning"
+        if thinks != is_grey:
+            is_grey = thinks
+            mark = ("\033[2m" if thinks else "\033[0m") if is_terminal else ""
+            text = f"{mark}{text}" if thinks else f"{mark}\n\n{text}"
+        print(text, end="", flush=True)
+    if is_grey and is_terminal:
+        print("\033[0m", end="")
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Keep what the server logs of each request out of the chat."""
-    logging.disable(logging.INFO)
-    try:
-        yield
-    finally:
-        logging.disable(logging.NOTSET)
-
-
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        return listener.getsockname()[1]
+def _message(role: str, text: str) -> dict[str, Any]:
+    return {"role": role, "content": [{"type": "text", "text": text}]}

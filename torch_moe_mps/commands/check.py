@@ -161,7 +161,7 @@ def check_large(dtype: torch.dtype, format: Format, report: dict[str, Any]) -> l
 
 
 def _entry(finding: Finding) -> dict[str, Any]:
-    """Of a report, where infinite is a word: JSON has no number for it."""
+    """Entry of a report, where infinite is a word: JSON has no number for it."""
     entry = asdict(finding)
     if finding.error is not None and not math.isfinite(finding.error):
         entry["error"] = str(finding.error)
@@ -198,7 +198,7 @@ def compare_all(work: Sequence[Subject]) -> list[Finding]:
 
 
 def _or_fault(subject: str, compared: Callable[[], Finding | None]) -> Finding | None:
-    """What is wrong, or what Metal says where the GPU itself has failed."""
+    """Result of a comparison, or Metal's message where the GPU itself has failed."""
     try:
         return compared()
     except torch.AcceleratorError as error:

@@ -99,7 +99,7 @@ def _check_packed(options: argparse.Namespace) -> None:
 
 
 def _importance(options: argparse.Namespace, source: str, recipe: dict[str, Any] | None) -> Importance | None:
-    """What --importance says, of which a text runs through the model now."""
+    """Importance that --importance asks for; a text runs through the model now."""
     if options.importance is None:
         return None
     device = usable_device(None)
@@ -241,7 +241,7 @@ def _config(source: str, model: Any) -> dict[str, Any]:
 def _key(
     source: str, options: argparse.Namespace, recipe: dict[str, Any], importance: Importance | None
 ) -> str:
-    """What the files of a conversion depend on."""
+    """Digest of everything that the files of a conversion depend on."""
     files = [(file.name, (about := file.stat()).st_size, about.st_mtime_ns) for file in _weights(source)]
     config = "" if Path(source).is_file() else (Path(source) / "config.json").read_text()
     parts = [__version__, os.path.realpath(source), files, config, recipe, options.dtype, options.to]

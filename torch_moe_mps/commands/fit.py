@@ -193,7 +193,7 @@ def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
 
 
 def as_stored(source: Source, model: Any, folder: str) -> Size | None:
-    """What loading a quantised checkpoint as it is gives.
+    """Sizes that loading a quantised checkpoint as it is gives.
 
     None for one that is loaded in 16 bits, and for another library's without its files, which alone tell.
     """
@@ -213,7 +213,7 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
 
 
 def _files(folder: str) -> list[str]:
-    """Of the weights; none where not all of them are there."""
+    """Files of the weights; none where not all of them are there."""
     try:
         return [str(file) for file in checkpoint_files(folder)]
     except ValueError:

@@ -82,7 +82,7 @@ def _table(options: argparse.Namespace, found: list["Means"]) -> list[tuple[str,
 
 
 def _kept(options: argparse.Namespace, tokens: int, means: "Means") -> tuple[str, str]:
-    """What is kept with a model: what was measured, and the figures. No folder of this machine is named."""
+    """Record kept with a model: the measurement and its figures. No folder of this machine is named."""
     text = "the built-in text" if options.text is None else Path(options.text).name
     cache = ", keys and values in 8 bits" if options.kv_bits == CACHE_BITS else ""
     perplexity, divergence, top = means.figures()
@@ -182,7 +182,7 @@ def measure(model: Callable, pieces: list[Tensor], folder: Path | None = None) -
 
 
 def _standard_error(squares: float, mean: float, count: int) -> float:
-    """Of a mean, from the mean of squares."""
+    """Standard error of a mean, from the mean of squares."""
     return (max(0.0, squares - mean * mean) / max(1, count - 1)) ** 0.5
 
 

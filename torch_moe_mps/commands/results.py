@@ -13,7 +13,7 @@ from .. import __version__
 
 
 def check_writable(option: str, file: str | None) -> None:
-    """What takes long is not begun if its result cannot be written.
+    """Refuse a file that cannot be written, before the work for it begins.
 
     Raises: ValueError for a file that cannot be written.
     """

@@ -1,29 +1,119 @@
-"""`serve MODEL`: `transformers serve` with a model that this package loads."""
+"""`serve MODEL`: a server of a model for clients of OpenAI and Anthropic, and a page for people."""
 
 import argparse
+import logging
+import os
+import socket
+import sys
+import threading
+from pathlib import Path
+from types import FrameType
+from typing import TYPE_CHECKING, Any
 
-from ..pipeline.torchrun import is_first_process, processes
-from .serving import follow, server
+from ..pipeline.torchrun import is_first_process
+from ..serving.media import Media
+from .serving import follow, served_by
+
+if TYPE_CHECKING:
+    import uvicorn
+
+KEY = "MOE_MPS_API_KEY"  # in the environment, where --api-key is not
 
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, ImportError with one line that says what is wrong."""
-    if not 0 <= options.port < 1 << 16:
-        raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
-    if options.continuous_batching and processes() > 1:
-        raise ValueError("--continuous-batching is for one process, got a pipeline of several")
-    if options.continuous_batching and options.kv_bits != 16:
-        raise ValueError(
-            "--kv-bits must be 16 with --continuous-batching, whose cache of pages is transformers' own, "
-            f"got {options.kv_bits}"
-        )
-    if options.continuous_batching and (options.prompt_cache or options.draft or options.prompt_lookup):
-        raise ValueError(
-            "--prompt-cache, --draft and --prompt-lookup are for requests one by one; --continuous-batching "
-            "has ways of its own"
-        )
+    _check(options)
     if not is_first_process():
         return follow(options)
-    settings = {"continuous_batching": options.continuous_batching, "enable_cors": options.enable_cors}
-    with server(options, host=options.host, port=options.port, log_level=options.log_level, **settings):
-        pass
+    sockets = sockets_of(
+        options.host, options.port
+    )  # a port that is in use is known before the model is loaded
+    try:
+        _log(options.log_level)
+        with served_by(options, media_of(options)) as served:
+            server = server_of(served, options)
+            port = sockets[0].getsockname()[1]
+            print(f"{served.name} answers at http://{_in_url(options.host)}:{port}/v1", file=sys.stderr)
+            server.run(sockets)
+    finally:
+        for listener in sockets:
+            listener.close()
+
+
+def media_of(options: argparse.Namespace) -> Media:
+    """The files and URLs that requests may have opened."""
+    return Media(options.media_folder and Path(options.media_folder), options.media_urls)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises: ValueError, ImportError."""
+    if not 0 <= options.port < 1 << 16:
+        raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
+    if options.media_folder is not None and not Path(options.media_folder).is_dir():
+        raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
+    try:
+        import starlette
+        import uvicorn
+    except ImportError as error:
+        raise ImportError(
+            f"serve needs `pip install 'torch-moe-mps[serve]'`, which brings {error.name}"
+        ) from None
+    assert starlette and uvicorn
+
+
+def server_of(served: Any, options: argparse.Namespace) -> "uvicorn.Server":
+    """The server, which ends all answers when it is told to end."""
+    import uvicorn
+
+    from ..serving.app import Access, Server
+
+    class Ending(uvicorn.Server):
+        def handle_exit(self, number: int, frame: FrameType | None) -> None:
+            if not self.should_exit:  # answers end within a step, before uvicorn waits for them
+                threading.Thread(target=served.generator.close, daemon=True).start()
+            super().handle_exit(number, frame)
+
+    key = options.api_key or os.environ.get(KEY) or None
+    access = Access(tuple(options.allow_host), key, options.only_model, options.enable_cors)
+    level = "warning" if options.log_level == "info" else options.log_level  # its lines are not of requests
+    return Ending(
+        uvicorn.Config(
+            Server(served, access).application(),
+            log_level=level,
+            access_log=False,
+            lifespan="off",
+            timeout_graceful_shutdown=5,
+        )
+    )
+
+
+def sockets_of(host: str, port: int) -> list[socket.socket]:
+    """The sockets that listen: for localhost at both of its addresses.
+
+    Raises: OSError in one line for an address that is in use, or none of this machine.
+    """
+    listeners: list[socket.socket] = []
+    for address in ("127.0.0.1", "::1") if host == "localhost" else (host,):
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        own = listeners[0].getsockname()[1] if listeners else port
+        try:
+            listeners.append(socket.create_server((address, own), family=family, backlog=128))
+        except OSError as error:
+            if listeners:  # a machine without IPv6
+                continue
+            reason = os.strerror(error.errno) if error.errno else error
+            raise OSError(f"--host and --port must be free, got {host}:{port}: {reason}") from None
+    return listeners
+
+
+def _in_url(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def _log(level: str) -> None:
+    """Lines of the server go to stderr."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%H:%M:%S"))
+    logger = logging.getLogger("torch_moe_mps.serving")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(level.upper())

@@ -1,5 +1,6 @@
 """--set FLAG=VALUE: arguments of generate()."""
 
+import json
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -9,19 +10,19 @@ _OF_TEXT = {
     "speculation_type", "stop_strings",
 }  # fmt: skip
 # Without sampling, transformers ignores these, whatever they are.
+_WORDS = {"true": True, "false": False, "none": None}
 _AT_MOST = {"temperature": math.inf, "top_k": math.inf, "top_p": 1, "min_p": 1, "typical_p": 1}
 
 
 def settings_of(texts: Sequence[str]) -> dict[str, Any]:
-    """The arguments, with values as transformers' chat reads them.
+    """The arguments; a value is true, false, None, a number, a list of numbers, or else a text.
 
-    Raises: ValueError for what is no argument of generate(), which transformers' chat would ignore, and for
-        text where generate() takes numbers, and for numbers that no sampling has.
+    Raises: ValueError for what is no argument of generate(), for text where generate() takes numbers, and for
+        numbers that no sampling has.
     """
     from transformers import GenerationConfig
-    from transformers.cli.chat import parse_generate_flags
 
-    settings: dict[str, Any] = parse_generate_flags([*texts])
+    settings = {name: _value(value) for name, _, value in (text.partition("=") for text in texts)}
     config = GenerationConfig()
     for name, value in settings.items():
         if isinstance(value, str) and name in vars(config).keys() - _OF_TEXT:
@@ -33,3 +34,13 @@ def settings_of(texts: Sequence[str]) -> dict[str, Any]:
     if unknown:
         raise ValueError(f"--set must name arguments of generate(), got {', '.join(unknown)}")
     return settings
+
+
+def _value(text: str) -> Any:
+    if text.lower() in _WORDS:
+        return _WORDS[text.lower()]
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return text
+    return value if isinstance(value, int | float | list) else text

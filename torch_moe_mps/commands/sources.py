@@ -1,4 +1,4 @@
-"""What commands ask of a model's files, and the model in them; places.py has where they are."""
+"""Questions of commands about a model's files, and the model in them; places.py says where they are."""
 
 import argparse
 import os
@@ -53,7 +53,7 @@ def small_files(folder: str) -> list[Path]:
 
 
 def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:
-    """What config.json says, and the dense model on the meta device."""
+    """Config of a model, and the dense model on the meta device."""
     source = Source(folder, loading_options(options))
     return source, source.skeleton()
 
@@ -87,7 +87,7 @@ def usable_device(name: str | None) -> str:
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """What a server calls the model."""
+    """Name under which a server has the model."""
     name, gguf = split_gguf(options.model)
     named = name if options.revision is None else f"{name}@{options.revision}"
     return named if gguf is None else f"{named}:{gguf}"

@@ -22,7 +22,7 @@ def check_speculation(options: argparse.Namespace) -> None:
 
 
 def speculation_of(options: argparse.Namespace, model: Any, folder: str, device: str) -> Speculation | None:
-    """What the options ask for; None for nothing.
+    """The guesses that the options ask for; None for none.
 
     Raises: ValueError for a model whose states cannot be cut back to the tokens that were accepted.
     """

@@ -1,5 +1,8 @@
 #include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/zeros.h>
 
+#include "bucket.h"
 #include "matmul_run.h"
 #include "register.h"
 #include "tensors.h"
@@ -28,6 +31,30 @@ Tensor expert_mm(const Tensor& x, const Tensor& weight, const Tensor& ids, const
   return project_slots(x, dense_matrix(x, weight, bias, transposed), ids);
 }
 
+Tensor expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int64_t experts) {
+  const int64_t left = a_.size(-1), right = b_.size(-1);
+  const auto options = a_.options().dtype(at::kFloat);
+  if (a_.numel() == 0 || b_.numel() == 0) return at::zeros({experts, left, right}, options);
+  const Tensor a = a_.contiguous(), b = b_.contiguous(), ids = ids_.contiguous();
+  const Tensor out = at::empty({experts, left, right}, options);
+  const Buckets buckets = empty_buckets(ids.numel(), experts, ids.options());
+  OuterParams params{};
+  params.left = left;
+  params.right = right;
+  params.slots = ids.size(1);
+  params.right_per_pair = b.dim() == 3;
+  Commands commands;
+  add_bucket(commands, ids, experts, buckets);
+  commands.add({"experts", a.scalar_type()}, "expert_outer")
+      .bind(a, b, buckets.pair_order, buckets.offsets, out)
+      .work(4.0 * static_cast<double>(ids.numel()) * static_cast<double>(left * right),
+            static_cast<double>(out.nbytes()))
+      .params(params)
+      .threadgroups({ceil_div(left * right, kOuterThreads), experts}, {kOuterThreads});
+  commands.encode();
+  return out;
+}
+
 Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_, const Tensor& ids,
                    const Tensor& weights, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
                    std::string_view activation, std::optional<double> alpha, std::optional<double> limit,
@@ -45,6 +72,7 @@ Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_,
 }  // namespace
 
 MOE_OPERATOR(expert_mm)
+MOE_OPERATOR(expert_outer)
 MOE_OPERATOR(moe_experts)
 
 }  // namespace moe_mps

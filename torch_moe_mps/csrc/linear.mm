@@ -7,6 +7,7 @@
 #include "packed_matrix.h"
 #include "register.h"
 #include "tensors.h"
+#include "transposed.h"
 
 namespace moe_mps {
 namespace {
@@ -46,6 +47,14 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   add_linear(commands, rows, norm, matrix, of_outputs, added, columns, out);
   commands.encode();
   return in_dtype(out, x.scalar_type());
+}
+
+Tensor linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
+                                   const OptionalTensor& biases, std::string_view format) {
+  const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
+  const MatrixStack matrix =
+      packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);
+  return transposed_product(in_dtype(dy, dtype), matrix, std::nullopt, dy.scalar_type());
 }
 
 Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor& gate_up_scales,
@@ -103,6 +112,7 @@ Tensor embedding_quantized(const Tensor& ids_, const Tensor& packed, const Tenso
 }  // namespace
 
 MOE_OPERATOR(linear_quantized)
+MOE_OPERATOR(linear_quantized_transposed)
 MOE_OPERATOR(mlp_quantized)
 MOE_OPERATOR(embedding_quantized)
 

@@ -3,6 +3,7 @@
 #include "packed_matrix.h"
 #include "register.h"
 #include "tensors.h"
+#include "transposed.h"
 
 namespace moe_mps {
 namespace {
@@ -14,6 +15,17 @@ Tensor expert_qmm(const Tensor& x, const Tensor& packed, const Tensor& scales, c
   const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   return in_dtype(project_slots(in_dtype(x, dtype), matrix, ids), x.scalar_type());
+}
+
+Tensor expert_qmm_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
+                             const OptionalTensor& biases, const Tensor& ids, std::string_view format,
+                             bool sums) {
+  const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
+  const MatrixStack matrix =
+      packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);
+  const Tensor rows = in_dtype(dy, dtype);
+  if (!sums) return transposed_product(rows, matrix, ids, dy.scalar_type());
+  return in_dtype(transposed_product(rows, matrix, ids, at::kFloat).sum(1), dy.scalar_type());
 }
 
 Tensor moe_experts_quantized(
@@ -62,6 +74,7 @@ Tensor moe_experts_quantized(
 }  // namespace
 
 MOE_OPERATOR(expert_qmm)
+MOE_OPERATOR(expert_qmm_transposed)
 MOE_OPERATOR(moe_experts_quantized)
 
 }  // namespace moe_mps

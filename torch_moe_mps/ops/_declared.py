@@ -1,4 +1,4 @@
-"""What an operator declares of its tensors, in one line:
+"""The declaration of an operator's tensors, in one line:
 
     x[T, H] ids[T, K<=64]:id bias[E, N] gate[T]|[T, 1] residual[..., H]:x -> [T, K, N]:x
 

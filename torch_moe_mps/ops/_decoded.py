@@ -131,7 +131,7 @@ def _place(weight: QuantizedWeight) -> tuple:
 
 
 def changes(tensors: Iterable[Tensor | None]) -> list[Any]:
-    """What is another once one of the tensors has been written in place."""
+    """Numbers that differ once one of the tensors has been written in place."""
     present = [tensor for tensor in tensors if tensor is not None]
     try:
         return [tensor._version for tensor in present]
@@ -140,7 +140,7 @@ def changes(tensors: Iterable[Tensor | None]) -> list[Any]:
 
 
 def _sums(tensor: Tensor) -> bytes:
-    """Of each row."""
+    """The sums of rows, taken as integers: they differ where an element of a row changes."""
     return tensor.view(_BITS[tensor.itemsize]).sum(-1, dtype=torch.int32).numpy().tobytes()
 
 
@@ -217,7 +217,7 @@ def free_memory() -> int:
 
 
 def _free_of_group(group: Path) -> int:
-    """What a container leaves, by its limit."""
+    """Bytes that a container has left of its limit."""
     try:
         limit, used = (int((group / f"memory.{name}").read_text()) for name in ("max", "current"))
         return max(0, limit - used + _numbers(group / "memory.stat")["file"])

@@ -150,7 +150,7 @@ class Format:
         return format
 
     def to_dict(self) -> dict[str, Any]:
-        """What a user says for it."""
+        """The arguments by which a user asks for this format."""
         return {"bits": self.bits, "group_size": self.group_size, "mode": self.mode}
 
     def __str__(self) -> str:
@@ -173,7 +173,7 @@ class Format:
 
     @property
     def stream_bits(self) -> int:
-        """Of 32 values in `scales` where these are a stream of bits, else 0."""
+        """Bits that 32 values take in `scales` where these are a stream of bits, else 0."""
         if self.name in GRIDS:
             return GRIDS[self.name].bits
         integers = INTEGERS.get(self.name)
@@ -193,7 +193,7 @@ class Format:
 
     @property
     def multiple(self) -> int:
-        """What the input dimension is a multiple of."""
+        """The number that the input dimension must be a multiple of."""
         return LARGE_BLOCK if self.name in INTEGERS or self.name in GRIDS else self.group_size
 
     def scales_of(self, columns: int) -> tuple[int, int]:

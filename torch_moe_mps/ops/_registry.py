@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ Result = TypeVar("Result", bound=Outputs)
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
 OPERATORS: list[str] = []
 DECLARED: dict[str, Declared] = {}
+WITH_BACKWARD: dict[str, "Backward"] = {}
 # Called with an operator and its arguments by name, which are good: the host has not seen such a call yet.
 before_first_call: Callable[[str, dict[str, Any]], None] | None = None
 _PLAIN = (Tensor, torch.nn.Parameter)  # other types may stand for tensors
@@ -30,6 +31,41 @@ _NO_BACKWARD = (
     "moe_mps::{}: backward is not implemented, the operators are for inference; run it under torch.no_grad() "
     "or use the model's own code for training"
 )
+_NO_GRADIENT_OF = "moe_mps::{}: backward is not implemented for {}, only for {}"
+
+
+class Like(NamedTuple):
+    """The shape and dtype of a tensor whose elements a backward does not need."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
+class Backward(NamedTuple):
+    """The backward of an operator with one output.
+
+    Attributes:
+        run: called with the contiguous gradient of the output, the names of the arguments whose gradients are
+            asked for, and all arguments by name; gives {name: gradient}. Of a tensor that `reads` does not
+            name it has a `Like`. It calls operators, so that torch.compile sees them.
+        reads: {argument with a gradient: the tensors whose elements that takes}.
+        frozen: tensors without gradients, such as codes, which stay on the context: hooks of saved tensors,
+            which copy or offload them, do not see them.
+        unless: arguments beside which nothing has a gradient, if they are not None.
+    """
+
+    run: Callable[[Tensor, list[str], dict[str, Any]], dict[str, Tensor]]
+    reads: dict[str, tuple[str, ...]]
+    frozen: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
+
+    def lacks(self, name: str, asked: list[str], given: dict[str, Any]) -> str | None:
+        """The error for gradients that cannot be had; None for those that can."""
+        unknown = [argument for argument in asked if argument not in self.reads]
+        if unknown:
+            return _NO_GRADIENT_OF.format(name, ", ".join(unknown), ", ".join(self.reads))
+        beside = [argument for argument in self.unless if given[argument] is not None]
+        return f"moe_mps::{name}: backward is not implemented with {', '.join(beside)}" if beside else None
 
 
 def operator(
@@ -38,6 +74,7 @@ def operator(
     *,
     allowed: dict[str, Any] | None = None,
     symbols: tuple[str, ...] = (),
+    backward: Backward | None = None,
 ) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
@@ -54,6 +91,8 @@ def operator(
 
     `symbols`: integers that grow with the context, which a captured token has as symbols.
 
+    `backward`: how gradients reach arguments; without it a backward pass raises an error by name.
+
     The decorated name becomes a function that calls the operator, on whatever device its arguments are.
     """
 
@@ -63,6 +102,8 @@ def operator(
         LIBRARY.define(name + _schema_of(reference, written, symbols), tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
         declared = DECLARED[name] = Declared(tensors, allowed or {})
+        if backward is not None:
+            WITH_BACKWARD[name] = backward
         packet = getattr(torch.ops.moe_mps, name)
         arguments = packet.default._schema.arguments
         types = {argument.name: str(argument.type) for argument in arguments}
@@ -122,7 +163,7 @@ def operator(
         torch.library.register_fake(f"{NAMESPACE}::{name}", checked_meta, lib=LIBRARY)
         LIBRARY.impl(
             name,
-            _autograd_kernel(name, checked_reference if written else on_cpu),
+            _autograd_kernel(name, checked_reference if written else on_cpu, backward, named),
             "Autograd",
             with_keyset=True,
         )
@@ -202,10 +243,11 @@ def _warn_mps_reference() -> None:
     )
 
 
-def _autograd_kernel(name: str, reference: Callable) -> Callable:
-    """A kernel for the Autograd keys that lets inference through and makes a backward pass fail by name.
+def _autograd_kernel(name: str, reference: Callable, backward: Backward | None, named: Callable) -> Callable:
+    """A kernel for the Autograd keys that lets inference through.
 
-    Where nothing lies between it and the CPU's kernel it calls that by itself, which takes less time.
+    Where nothing lies between it and the CPU's kernel it calls that by itself, which takes less time. Where
+    gradients are needed it runs the declared backward, or makes the backward pass fail by name.
     """
     overload = getattr(torch.ops.moe_mps, name).default
     mutated = [i for i, a in enumerate(overload._schema.arguments) if a.alias_info and a.alias_info.is_write]
@@ -235,8 +277,16 @@ def _autograd_kernel(name: str, reference: Callable) -> Callable:
             return call()
         if torch._C._are_functorch_transforms_active():
             raise NotImplementedError(_NO_BACKWARD.format(name))
+        error = _NO_BACKWARD.format(name)
+        if backward is not None:
+            given = named(args, kwargs)
+            asked = [n for n, value in given.items() if isinstance(value, Tensor) and value.requires_grad]
+            lacking = backward.lacks(name, asked, given)
+            if lacking is None:
+                return _WithBackward.apply(call, backward, given, asked, *(given[n] for n in asked))
+            error = lacking
         dirty = [args[i] for i in mutated if args[i] is not None]
-        outputs = _NoBackward.apply(name, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
+        outputs = _NoBackward.apply(error, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
         return outputs if len(overload._schema.returns) > 1 else (outputs[0] if outputs else None)
 
     return kernel
@@ -246,8 +296,8 @@ class _NoBackward(torch.autograd.Function):
     """Runs an operator in the autograd graph; its backward raises instead of dropping gradients silently."""
 
     @staticmethod
-    def forward(ctx, name, call, num_dirty, *tensors):
-        ctx.name = name
+    def forward(ctx, error, call, num_dirty, *tensors):
+        ctx.error = error
         outputs = call()
         outputs = () if outputs is None else outputs if isinstance(outputs, tuple) else (outputs,)
         dirty = tensors[:num_dirty]
@@ -257,4 +307,28 @@ class _NoBackward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, *grads):
-        raise RuntimeError(_NO_BACKWARD.format(ctx.name))  # as PyTorch raises on mps
+        raise RuntimeError(ctx.error)  # as PyTorch raises on mps
+
+
+class _WithBackward(torch.autograd.Function):
+    """Runs an operator in the autograd graph, with the backward that it declares."""
+
+    @staticmethod
+    def forward(ctx, call, backward, given, asked, *tensors):
+        read = {name for argument in asked for name in backward.reads[argument]}
+        ctx.saved = [name for name in read if given[name] is not None and name not in backward.frozen]
+        ctx.save_for_backward(*(given[name] for name in ctx.saved))
+        ctx.asked, ctx.run = asked, backward.run
+        ctx.arguments = {
+            name: Like(value.shape, value.dtype) if isinstance(value, Tensor) and name not in read else value
+            for name, value in given.items()
+            if name not in ctx.saved
+        }
+        return call()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        given = ctx.arguments | dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
+        gradients = ctx.run(grad.contiguous(), ctx.asked, given)
+        return (None,) * 4 + tuple(gradients[name] for name in ctx.asked)

@@ -1,4 +1,4 @@
-"""What good calls of the operators are made of; each family of operators ends with tables of them."""
+"""Random tensors and numbers for good calls of the operators, which end each family's file as tables."""
 
 from collections.abc import Callable
 from typing import Any
@@ -64,7 +64,7 @@ class Sample:
         return whole.to(dtype).to(self.device)
 
     def words(self, *shape: int) -> Tensor:
-        """Of 32 bits, all of them random."""
+        """Integers of 32 random bits."""
         return self.integers(2**31, *shape, dtype=torch.int32, low=-(2**31))
 
     def quantized(
@@ -100,7 +100,7 @@ class Sample:
         more = 4 if self.format.name in GRIDS else 1  # elements of points are larger than codes
         return self._held(2.0 ** (-more - self.format.bits), *groups)
 
-    # What several families take.
+    # Arguments that several families take.
 
     @property
     def ids(self) -> Tensor:
@@ -126,7 +126,7 @@ class Sample:
 
     @property
     def shared(self) -> dict[str, Tensor]:
-        """Of an expert that all tokens share, and of the residual."""
+        """Arguments for an expert that all tokens share, and for the residual."""
         return self.of("shared_gate[T, 1] shared_out[T, H] residual[T, H]")
 
     @property
@@ -136,7 +136,7 @@ class Sample:
 
     @property
     def norm(self) -> dict[str, Any]:
-        """Of the input of an operator."""
+        """Arguments for the norm of an operator's input."""
         return {"norm_weight": self.values(self.H), "norm_offset": 1.0}
 
     @property

@@ -18,8 +18,8 @@ from .quantize import judged_by_importance
 FAMILY_OF = {name: family for family, module in FAMILIES.items() for name in module.CALLS}
 CALLS: Calls = {name: call for family in FAMILIES.values() for name, call in family.CALLS.items()}
 _CHANGES: Changes = {name: make for family in FAMILIES.values() for name, make in family.CHANGES.items()}
-# The arguments whose last dimensions are those of a head, the first one's where there is no second; of keys
-# and values in 8 bits: words of four.
+# {operator: (argument giving the width of a head's keys, argument giving that of its values)}; `states` in 8
+# bits have words of four elements.
 OF_HEADS = {
     "attention": ("q", "v"),
     "rope": ("q", "q"),

@@ -141,7 +141,7 @@ def _times_selected(indices: Tensor, block: int, keys: int) -> Tensor:
 def _seen_of_tail(
     indices: Tensor | None, tokens: int, keys: int, rate: int, position: int, device: torch.device
 ) -> Tensor:
-    """What is added to the scores of a tail's keys, [B or 1, Hk or 1, T, N] in float32."""
+    """Summand of the scores of a tail's keys, [B or 1, Hk or 1, T, N] in float32."""
     limits = (torch.arange(position + 1, position + tokens + 1, device=device) // rate)[:, None]
     seen = _added((torch.arange(keys, device=device) < limits)[None, None])
     return seen if indices is None else _times_selected(indices, 1, keys).log_() + seen
@@ -165,7 +165,7 @@ def bits_as_bool(mask: Tensor, keys: int) -> Tensor:
 
 
 def _added(mask: Tensor) -> Tensor:
-    """What is added to the scores, [B or 1, Hk or 1, T, S] in float32: -inf where a token sees no key."""
+    """Summand of the scores, [B or 1, Hk or 1, T, S] in float32: -inf where a token sees no key."""
     if mask.dtype == torch.bool:
         return torch.zeros_like(mask, dtype=torch.float32).masked_fill_(~mask, -torch.inf)
     return mask.float().masked_fill(mask <= torch.finfo(mask.dtype).min, -torch.inf)

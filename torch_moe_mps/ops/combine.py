@@ -1,4 +1,4 @@
-"""What follows the experts' matmuls: the gated activation and the weighted sum over the slots of a token.
+"""Operators behind the experts' matmuls: the gated activation and the weighted sum over the slots of a token.
 
 Sums run over the slots in ascending order in float32 and are rounded once, so that a token's sum does not
 depend on how many tokens there are.
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._checks import Check
-from ._registry import operator
+from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .norms import normed
 
@@ -108,12 +108,12 @@ def weighted_sum_residual_norm_stacked_(
 
 # The combine of a whole MoE layer
 
-# What is added to the sum of the experts, beside a tensor of its dtype.
+# Summands of the experts' sum, beside a tensor of its dtype.
 ADDED = "shared_gate[T]|[T, 1] shared_out[T, H]:{0} residual:{0}"
 
 
 class ExpertSum(NamedTuple):
-    """What a layer adds up around its experts, by the operators' arguments of these names."""
+    """Summands of a layer beside its experts' results, by the names of the operators' arguments."""
 
     weights: Tensor
     shared_gate: Tensor | None = None
@@ -122,7 +122,7 @@ class ExpertSum(NamedTuple):
     gate_is_logit: bool = False
 
     def check(self, check: Check) -> None:
-        """What the declaration of the tensors, `ADDED`, cannot say. Sizes T and H are those of the sum."""
+        """Checks beyond the declaration of the tensors, `ADDED`. Sizes T and H are those of the sum."""
         if self.gate_is_logit and self.shared_gate is None:
             check.fail("gate_is_logit", "False without shared_gate", True)
         if self.shared_gate is not None and self.shared_out is None:
@@ -145,6 +145,18 @@ class ExpertSum(NamedTuple):
         return total
 
 
+def _reduce_backward(grad, asked, given):
+    weights, slots, gradients = given["weights"], given["expert_out"], {}
+    rows = grad.float().unsqueeze(1)
+    if "weights" in asked:
+        products = slots.float().view(*weights.shape, -1) * rows
+        gradients["weights"] = products.sum(-1).to(weights.dtype)
+    if "expert_out" in asked:
+        products = weights.float().unsqueeze(-1) * rows
+        gradients["expert_out"] = products.view(slots.shape).to(slots.dtype)
+    return gradients
+
+
 def _check_weighted_reduce(check, weights, expert_out, **added):
     ExpertSum(weights, **added).check(check)
 
@@ -152,6 +164,11 @@ def _check_weighted_reduce(check, weights, expert_out, **added):
 @operator(
     f"weights[T, K>=1] expert_out[T, K, H]|[T*K, H] {ADDED.format('expert_out')} -> [T, H]:expert_out",
     _check_weighted_reduce,
+    backward=Backward(
+        _reduce_backward,
+        {"weights": ("expert_out",), "expert_out": ("weights",)},
+        unless=("shared_gate", "shared_out", "residual"),
+    ),
 )
 def moe_weighted_reduce(
     weights: Tensor,
@@ -171,7 +188,8 @@ def moe_weighted_reduce(
         residual: [T, H], or T rows of any leading shape, in the dtype of `expert_out`.
         gate_is_logit: g = sigmoid(shared_gate) instead of shared_gate.
 
-    Returns: [T, H] in the dtype of `expert_out`.
+    Returns: [T, H] in the dtype of `expert_out`. Gradients reach `weights` and `expert_out` where it
+        adds nothing else.
 
     Raises: ValueError for a dtype, shape or device that does not fit, or a shared_gate without shared_out.
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import MAX_TOP_K, picked
-from ._registry import operator
+from ._checks import MAX_EXPERTS, MAX_TOP_K, picked
+from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .combine import ADDED, ExpertSum
 from .norms import InputNorm
@@ -162,7 +162,25 @@ def _meta_expert_mm(check, x, weight, ids, bias, transposed):
     return x.new_empty(*ids.shape, rows)
 
 
-@operator(f"{IDS} x[T, H]|[T, K, H] weight[E, _, _]:x bias[E, _]", _meta_expert_mm)
+def _mm_backward(grad, asked, given):
+    x, weight, ids, transposed = (given[name] for name in ("x", "weight", "ids", "transposed"))
+    ops, gradients = torch.ops.moe_mps, {}
+    if "x" in asked:  # a copy, which the operator would make and warn of
+        back = (weight if transposed else weight.mT).contiguous()
+        gradients["x"] = ops.expert_mm(grad, back, ids)
+        if len(x.shape) == 2:
+            gradients["x"] = gradients["x"].sum(1, dtype=torch.float32).to(x.dtype)
+    if "weight" in asked:
+        outer = ops.expert_outer(grad, x, ids, weight.shape[0]).to(weight.dtype)
+        gradients["weight"] = outer.mT if transposed else outer
+    return gradients
+
+
+@operator(
+    f"{IDS} x[T, H]|[T, K, H] weight[E, _, _]:x bias[E, _]",
+    _meta_expert_mm,
+    backward=Backward(_mm_backward, {"x": ("weight", "ids"), "weight": ("x", "ids")}),
+)
 def expert_mm(
     x: Tensor, weight: Tensor, ids: Tensor, bias: Tensor | None = None, transposed: bool = False
 ) -> Tensor:
@@ -176,12 +194,45 @@ def expert_mm(
         bias: [E, N], float32, float16 or bfloat16.
         transposed: the input dimension of `weight` comes before the output dimension.
 
-    Returns: [T, K, N] in the dtype of `x`; accumulated in float32.
+    Returns: [T, K, N] in the dtype of `x`; accumulated in float32. Gradients reach `x` and `weight`.
 
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
     shape = weight.mT.shape if transposed else weight.shape
     return project_slots(x, ids, shape, _dense_product(weight, transposed), bias)
+
+
+def _meta_expert_outer(check, a, b, ids, experts):
+    return a.new_empty(experts, a.shape[2], b.shape[-1], dtype=torch.float32)
+
+
+@operator(
+    f"{IDS} a[T, K, M] b[T, N]|[T, K, N]:a",
+    _meta_expert_outer,
+    allowed={"experts": range(1, MAX_EXPERTS + 1)},
+)
+def expert_outer(a: Tensor, b: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """The gradient of the weight of expert_mm: out[e] = sum over the pairs of e a[t, k] b[t, k]^T, or b[t]^T.
+
+    Args:
+        a: [T, K, M], float32, float16 or bfloat16: the gradient of the output.
+        b: [T, N] or [T, K, N] in the dtype of `a`: the input.
+        ids: [T, K] with K <= 64, int32 or int64. A pair of an id outside [0, experts) counts for nothing.
+        experts: E, between 1 and 1024.
+
+    Returns: [E, M, N], float32; zeros for an expert without pairs. On Metal a sum goes over the pairs in
+        ascending order.
+
+    Raises: ValueError for a dtype, shape, device or number that does not fit.
+    """
+    left, right = a.float().flatten(end_dim=1), b.float().flatten(end_dim=-2)
+    out = left.new_zeros(experts, a.shape[2], b.shape[-1])
+    groups = group_by_expert(ids, experts)
+    rows = groups.pairs if b.dim() == 3 else groups.pairs // ids.shape[1]
+    pieces = zip(left[groups.pairs].split(groups.counts), right[rows].split(groups.counts), strict=True)
+    for expert, (of_a, of_b) in zip(groups.experts, pieces, strict=True):
+        torch.mm(of_a.t(), of_b, out=out[expert])
+    return out
 
 
 def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **arguments):
@@ -277,12 +328,14 @@ def moe_experts(
 
 CALLS: Calls = {
     "expert_mm": lambda s: {"weight": s.values(s.E, s.I, s.H), "ids": s.ids},
+    "expert_outer": lambda s: s.of("a[T, K, I] b[T, H]", ids=s.ids, experts=s.E),
     "moe_experts": lambda s: {
         **{"gate_up": s.values(s.E, 2 * s.I, s.H), "down": s.values(s.E, s.H, s.I)},
         **{"ids": s.ids, "weights": s.weights},
     },
 }
 CHANGES: Changes = {
+    "expert_outer": lambda s: [s.of("b[T, K, H]")],
     "moe_experts": lambda s: [
         {**s.shared, "gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},
         s.norm,

@@ -81,7 +81,7 @@ def hyper_connection(
     post_factor: float = 2.0,
     post_eps: float = 0.0,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What a block reads of the streams of a hyper-connection, and how they go on (mHC of DeepSeek-V4).
+    """Mix the streams of a hyper-connection into a block's input, and update them (mHC of DeepSeek-V4).
 
         streams = hyper_update(streams, out, post, comb)                where `out` is given
         m = fn flat(streams) * rsqrt(mean(flat(streams)^2) + norm_eps)  in parts of N, N and N * N rows

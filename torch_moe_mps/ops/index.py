@@ -1,4 +1,4 @@
-"""Which keys sparse attention reads: the best scores of an indexer."""
+"""Choice of the keys that sparse attention reads: the best scores of an indexer."""
 
 import torch
 import torch.nn.functional as F

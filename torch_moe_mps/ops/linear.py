@@ -11,7 +11,7 @@ from ._activations import POINTWISE, Activation
 from ._checks import Check, picked
 from ._decoded import in_blocks
 from ._formats import TENSORS, Format, QuantizedWeight
-from ._registry import operator
+from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .norms import InputNorm
 
@@ -38,6 +38,49 @@ def _check_activated(check, activation, activated, factor, rows, columns):
         check.fail("factor", "a finite number", factor)
 
 
+def _check_linear_quantized_transposed(check, dy, packed, scales, biases, format):
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
+    columns = weight.format.columns(packed.shape[1])
+    weight.check(check, "", (packed.shape[0], columns), "N, C")
+    return dy.new_empty(*dy.shape[:-1], columns)
+
+
+@operator("dy[..., N] packed[N, _]:packed", _check_linear_quantized_transposed)
+def linear_quantized_transposed(
+    dy: Tensor, packed: Tensor, scales: Tensor, biases: Tensor | None, format: str
+) -> Tensor:
+    """The gradient of the input of linear_quantized: dx = dy @ dequantised.
+
+    Args:
+        dy: [..., N], float32, float16 or bfloat16: the gradient of the output.
+        packed: [N, C * bits / 32], uint32 or the same bits as int32.
+        scales, biases: of the rows [N, C], as expert_qmm's of [E, N, H].
+        format: its name, as for expert_qmm; so is the multiple that C must be.
+
+    Returns: [..., C] in the dtype of `dy`; dequantised and accumulated in float32.
+
+    Raises: ValueError for a dtype, shape, device or format that does not fit.
+    """
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
+    rows, first = dy.float(), 0
+    out = rows.new_zeros(*dy.shape[:-1], weight.format.columns(packed.shape[1]))
+    for values in in_blocks(weight):
+        out += rows[..., first : first + len(values)] @ values
+        first += len(values)
+    return out.to(dy.dtype)
+
+
+def _linear_backward(grad, asked, given):
+    gradients = {"residual": grad}
+    if "x" in asked:
+        weight = [given[name] for name in TENSORS]
+        gradients["x"] = torch.ops.moe_mps.linear_quantized_transposed(grad, *weight, given["format"])
+    if "bias" in asked:
+        total = grad.reshape(-1, grad.shape[-1]).sum(0, dtype=torch.float32)
+        gradients["bias"] = total.to(given["bias"].dtype)
+    return gradients
+
+
 def _check_linear_quantized(check, x, packed, scales, biases, format, activation, activated, factor, **_):
     rows, columns = check.dims("N C")
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
@@ -49,6 +92,12 @@ def _check_linear_quantized(check, x, packed, scales, biases, format, activation
     "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C] -> [..., N]:x",
     _check_linear_quantized,
     allowed={"activation": POINTWISE},
+    backward=Backward(
+        _linear_backward,
+        {"x": TENSORS, "bias": (), "residual": ()},
+        frozen=TENSORS,
+        unless=("order", "norm_weight", "activation"),
+    ),
 )
 def linear_quantized(
     x: Tensor,
@@ -89,7 +138,8 @@ def linear_quantized(
         factor: 1.0 without an activation.
 
     Returns: [..., N] in the dtype of `x`; dequantised and accumulated in float32. For more than a few rows of
-        `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`.
+        `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`. Gradients
+        reach `x`, `bias` and `residual` where there is no order, norm_weight and activation.
 
     Raises: ValueError for a dtype, shape, option, device or format that does not fit.
     """
@@ -142,7 +192,7 @@ def mlp_outputs(
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
 ) -> Tensor:
-    """What `mlp_quantized` makes of `x` without a residual, in float32."""
+    """Result of `mlp_quantized` for `x` without a residual, in float32."""
     hidden = activation.apply(_product(norm.applied_to(x), gate_up, gate_up_bias)).to(x.dtype)
     return _product(hidden, down, down_bias)
 
@@ -250,6 +300,9 @@ def embedding_quantized(
 CALLS: Calls = {
     "linear_quantized": lambda s: s.of(
         "x[T, H] bias[I]", **s.quantized("", s.I, s.H, ()), format=s.format.name
+    ),
+    "linear_quantized_transposed": lambda s: s.of(
+        "dy[T, I]", **s.quantized("", s.I, s.H, ()), format=s.format.name
     ),
     "mlp_quantized": lambda s: {
         **s.of("x[T, H]", format=s.format.name),

@@ -111,7 +111,7 @@ def _numbers(name: str) -> tuple[float, ...]:
 def search(
     groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """What `encode` returns, by importance.
+    """Results of `encode`, with errors weighed by importance.
 
     Args:
         groups: float32 [M, R, G, group_size].
@@ -129,12 +129,12 @@ def search(
 
 
 def _sums(values: Tensor, importance: Tensor) -> Tensor:
-    """Of each group; the values are overwritten."""
+    """Sums of values times importance, one for each group; the values are overwritten."""
     return values.mul_(importance).sum(-1)
 
 
 def _best(errors: list[Tensor], tried: list[Tensor]) -> Tensor:
-    """Of each group what has the smallest error, the first of equal ones."""
+    """The tried values with the smallest error, group by group; the first of equal ones."""
     best, found = errors[0], tried[0]
     for error, each in zip(errors[1:], tried[1:], strict=True):
         better = error < best  # never of NaN
@@ -252,7 +252,7 @@ def _of_e4m3(groups: Tensor, importance: Tensor, scales: Tensor) -> list[Tensor]
 
 
 def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:
-    """Of each matrix how much of the weights is decoded, by importance; and what is said of the error."""
+    """Decoded share of a matrix's weights, by importance; the error as stated; and how wrong that is."""
     packed, scales, biases, sums = results
     weight, importance = arguments["weight"].float(), arguments["importance"][:, None]
     format = FORMATS[arguments["to"]]
@@ -263,7 +263,7 @@ def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> li
 
 
 def _weights(s: Sample, format: Format = FORMATS["affine4_32"], columns: int = 128) -> dict[str, Any]:
-    """Of rows, some of zeros, of a constant and of numbers near zero, and a group that multiplies nothing."""
+    """Rows to quantise: random, zeros, a constant, numbers near zero, and a group that multiplies nothing."""
     weight = s.values(2, 5, columns)
     weight[0, 0], weight[1, 2] = 0.0, 0.5
     weight[0, 1] *= 1e-6

@@ -2,18 +2,20 @@
 
 from operator import itemgetter
 
+import torch
 from torch import Tensor
 
 from ._activations import Activation
 from ._checks import picked
 from ._decoded import decoded
 from ._formats import TENSORS, Format, QuantizedWeight
-from ._registry import operator
+from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .combine import ExpertSum
 from .experts import (
     AROUND,
     IDS,
+    Groups,
     Mlp,
     Product,
     combine_experts,
@@ -34,12 +36,62 @@ def _quantized_product(weight: QuantizedWeight) -> Product:
     return lambda rows, groups: grouped_product(rows.float(), groups, matrix, weight.packed.shape[1])
 
 
+def _check_expert_qmm_transposed(check, dy, packed, scales, biases, ids, format, sums):
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
+    columns = weight.format.columns(packed.shape[2])
+    weight.check(check, "", (*packed.shape[:2], columns), "E, N, H")
+    return dy.new_empty(*(ids.shape[:1] if sums else ids.shape), columns)
+
+
+@operator(f"{IDS} dy[T, K, N] packed[E, N, _]:packed", _check_expert_qmm_transposed)
+def expert_qmm_transposed(
+    dy: Tensor,
+    packed: Tensor,
+    scales: Tensor,
+    biases: Tensor | None,
+    ids: Tensor,
+    format: str,
+    sums: bool = False,
+) -> Tensor:
+    """The gradient of the input of expert_qmm: dx[t, k] = dy[t, k] @ dequantised(ids[t, k]).
+
+    Args:
+        dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
+        packed: [E, N, H * bits / 32], uint32 or the same bits as int32.
+        scales, biases, ids, format: as for expert_qmm.
+        sums: the slots of a token are added: the gradient of an input that has one row for each token.
+
+    Returns: [T, K, H], or with `sums` [T, H], in the dtype of `dy`; dequantised and accumulated in float32,
+        rounded once.
+
+    Raises: ValueError for a dtype, shape, device or format that does not fit.
+    """
+    weight = QuantizedWeight(packed, scales, biases, Format.named(format))
+    shape = packed.shape[0], weight.format.columns(packed.shape[2])
+
+    def product(rows: Tensor, groups: Groups) -> Tensor:
+        return grouped_product(rows, groups, lambda e: decoded(weight.map(itemgetter(e))), shape[1])
+
+    out = project_slots(dy.float(), ids, shape, product, None)
+    return (out.sum(1) if sums else out).to(dy.dtype)
+
+
+def _qmm_backward(grad, asked, given):
+    weight, sums = [given[name] for name in TENSORS], len(given["x"].shape) == 2
+    backward = torch.ops.moe_mps.expert_qmm_transposed
+    return {"x": backward(grad, *weight, given["ids"], given["format"], sums)}
+
+
 def _check_expert_qmm(check, packed, scales, biases, format, **_):
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     weight.check(check, "", check.dims("E N H"), "E, N, H")
 
 
-@operator(f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x", _check_expert_qmm)
+@operator(
+    f"{IDS} x[T, H]|[T, K, H] packed[E, N, _]:packed bias[E, N] -> [T, K, N]:x",
+    _check_expert_qmm,
+    backward=Backward(_qmm_backward, {"x": (*TENSORS, "ids")}, frozen=TENSORS),
+)
 def expert_qmm(
     x: Tensor,
     packed: Tensor,
@@ -71,7 +123,7 @@ def expert_qmm(
         bias: [E, N], float32, float16 or bfloat16: of the layer, not of the format.
 
     Returns: [T, K, N] in the dtype of `x`; dequantised and accumulated in float32. For more than 32 tokens
-        the Metal kernels round what they dequantise to the dtype of `x`.
+        the Metal kernels round what they dequantise to the dtype of `x`. Gradients reach `x`.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """
@@ -220,6 +272,9 @@ def moe_experts_quantized(
 
 CALLS: Calls = {
     "expert_qmm": lambda s: s.of("x[T, H]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name),
+    "expert_qmm_transposed": lambda s: s.of(
+        "dy[T, K, I]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name
+    ),
     "moe_experts_quantized": lambda s: {
         **s.of("x[T, H]", ids=s.ids, format=s.format.name),
         **s.quantized("gate_up_", 2 * s.I, s.H),
@@ -228,6 +283,7 @@ CALLS: Calls = {
     },
 }
 CHANGES: Changes = {
+    "expert_qmm_transposed": lambda s: [{"sums": True}],
     "moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},

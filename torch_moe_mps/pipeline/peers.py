@@ -236,7 +236,7 @@ class Peers:
         return self._ask(lambda store: store.get(key).decode() if store.check([key]) else None)
 
     def _ask(self, question: Callable[[Any], Any]) -> Any:
-        """What the store answers; None from the moment on when its process is stopped or has ended."""
+        """The store's answer; None from the moment on when its process is stopped or has ended."""
         store, answers = self._store, None
         if store is not None:
             with contextlib.suppress(RuntimeError):

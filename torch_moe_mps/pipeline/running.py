@@ -37,7 +37,7 @@ _FOR_TOWERS = ("pixel_values", "pixel_values_videos", "input_features", "image_e
 
 
 class Handover(NamedTuple):
-    """What calls of a stage that are alike have in common, besides their tensors."""
+    """Common values of a stage's calls that are alike, besides their tensors."""
 
     given: list[str]
     device: torch.device | None  # None: nothing arrives
@@ -104,7 +104,7 @@ class Running:
         self._given = sorted(given - {"input_ids", "inputs_embeds"})
 
     def _call(self) -> str:
-        """What this call was made with, computed while waiting for the device."""
+        """Digest of this call's arguments, computed while waiting for the device."""
         if not self._digest:
             state = hashlib.blake2b(" ".join(self._given).encode(), digest_size=8)
             for tensor in self._inputs:

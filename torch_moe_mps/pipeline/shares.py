@@ -8,7 +8,7 @@ from ..macs import machine_memory, this_mac
 
 
 class Machine(NamedTuple):
-    """What a process may use: bytes of memory, and GB/s; None if unknown."""
+    """Resources of a process: bytes of memory, and GB/s; None if unknown."""
 
     memory: int | None
     bandwidth: float | None

@@ -1,4 +1,4 @@
-"""What a process holds of a model: its own layers, and stand-ins for the others."""
+"""The part of a model that a process holds: its own layers, and stand-ins for the others."""
 
 import re
 from collections.abc import Iterator, Sequence

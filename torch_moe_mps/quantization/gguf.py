@@ -60,7 +60,7 @@ def _nvfp4(scales: Tensor, codes: Tensor) -> Parts:
 
 
 def _six_bit_pairs(octets: Tensor) -> Tensor:
-    """Of q4_k and q5_k: the factors of eight scales and minima, alternating, in 6 bits each."""
+    """The factors of eight scales and minima of q4_k and q5_k, alternating, in 6 bits each."""
     low, minima, rest = octets.split((4, 4, 4), -1)
     factors = torch.cat((low & 63, rest & 15 | low >> 2 & 48), -1)
     minima = torch.cat((minima & 63, rest >> 4 | minima >> 2 & 48), -1)

@@ -54,8 +54,10 @@ HEADS = {
 
 
 class Subject(NamedTuple):
-    """What has a verdict of its own. `format` and `head` are None where no kernel depends on them; `given`
-    are the arguments of WITH that there are."""
+    """Subject of a verdict: an operator in a dtype.
+
+    `format` and `head` are None where no kernel depends on them; `given` are its arguments of WITH.
+    """
 
     operator: str
     dtype: torch.dtype
@@ -88,8 +90,10 @@ def subjects(
     heads: Mapping[str, Collection[tuple[int, int]]] = HEADS,
     given: Collection[tuple[str, ...]] | None = None,
 ) -> list[Subject]:
-    """What has to be compared. `heads` are by operator; an operator that it lacks has sample heads. `given`
-    None means every combination."""
+    """Subjects that have to be compared.
+
+    `heads` are by operator; an operator that it lacks has sample heads. `given` None means every combination.
+    """
     listed = [
         Subject(name, torch.float32 if name in ON_IDS else dtype, format, head, beside)
         for name in OPERATORS
@@ -117,7 +121,7 @@ def _given(name: str, arguments: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
-    """What must have been compared before this call."""
+    """Subjects that must have been compared before this call."""
     typed = arguments[TYPED_BY.get(name) or names_of(name)[0]]
     dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
     for scales in names_of(name) if "format" in names_of(name) else ():
@@ -157,7 +161,7 @@ def has_calls_at_size(subject: Subject) -> bool:
 
 
 def calls_at_size(subject: Subject) -> Iterator[Call]:
-    """As `calls`: those that only real sizes, and odd values, send to some branches of the kernels."""
+    """Calls for branches of the kernels that only real sizes, and odd values, reach."""
     sizes: dict[str, Any] = {"format": subject.format or FORMAT, "head": subject.head or HEAD}
     name, dtype = subject.operator, subject.dtype
     with torch.device("cpu"), _without_tensor_units():
@@ -179,7 +183,7 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
                 yield {**sample(), **changes}
         if subject.given:
             return
-        # Of the operators with heads, only attention has other kernels for many tokens.
+        # Among operators with heads, only attention has other kernels for many tokens.
         for tokens in TOKENS if name == "attention" or name not in OF_HEADS else TOKENS[:2]:
             arguments = sample(tokens=tokens)
             if "ids" in arguments and tokens == TOKENS[-1]:

@@ -27,7 +27,7 @@ class OutOfTime(Exception):
 
 @dataclass
 class Finding:
-    """What is wrong with an operator, a kernel, or a Metal library.
+    """Fault of an operator, a kernel, or a Metal library.
 
     Attributes:
         subject: the operator, the kernel or the library.
@@ -55,7 +55,7 @@ class Finding:
         return f"{self.subject}{f' ({where})' if where else ''} {what}{f': {line}' if line else ''}"
 
     def lines(self) -> list[str]:
-        """Of a wrong result, for people."""
+        """Lines that describe a wrong result to people."""
         found = self.details
         if "results" not in found:
             return []
@@ -117,7 +117,7 @@ def _compare(call: Call, end: float) -> Finding | None:
 def diagnose(
     call: Call, actual: list[Tensor], expected: list[Tensor], tolerance: float | None = None
 ) -> dict[str, Any]:
-    """What is wrong with the results of a call, and whether it is with the plan for one core, too.
+    """Describe how the results of a call are wrong, and whether the plan for one core is wrong, too.
 
     Returns: `cores`, for which the call was planned; `plan`, its dispatches; `results`, by name what
     differences.described() finds; `one_core`, its plan and how many elements are wrong with it.
@@ -157,7 +157,7 @@ def _on_cpu(call: Call) -> list[Tensor]:
 
 
 def _results(call: Call, device: str, end: float) -> dict[str, Tensor]:
-    """What an operator returns, and what it writes in place, by the argument's name."""
+    """Results of an operator, and tensors that it writes in place, by the argument's name."""
     if time.monotonic() > end:
         raise OutOfTime
     own = {

@@ -27,7 +27,7 @@ def errors(actual: Tensor, expected: Tensor) -> Tensor:
 
 
 def described(actual: Tensor, expected: Tensor, tolerance: float, untouched: Tensor | None) -> dict[str, Any]:
-    """What is wrong with a result; an element is wrong if its error is over `tolerance`.
+    """Describe how a result is wrong; an element is wrong if its error is over `tolerance`.
 
     `untouched` are the elements that no kernel wrote, if that is known. Returns:
         wrong, of: counts of elements.
@@ -72,7 +72,7 @@ def described(actual: Tensor, expected: Tensor, tolerance: float, untouched: Ten
 
 
 def _along(indices: Tensor, size: int) -> dict[str, int]:
-    """Of one dimension."""
+    """Places of wrong elements along one dimension."""
     distinct = indices.unique()
     if not len(distinct):
         return {}
@@ -126,7 +126,7 @@ def _words_along(found: dict[str, int]) -> str:
 def untouched(
     make: Callable[[], list[Tensor]], before: list[Tensor | None], actual: list[Tensor]
 ) -> list[Tensor | None]:
-    """Which elements of results nobody wrote; None where this torch does not show it.
+    """Masks of the elements of results that nobody wrote; None where this torch does not show it.
 
     `make` makes the call again, now into memory that torch fills before; `before` is what arguments were
     that are written in place, None for memory of the call's own.
@@ -164,7 +164,7 @@ def _filled() -> Iterator[None]:
 
 
 def _fill(dtype: torch.dtype) -> Tensor:
-    """As fill_empty_deterministic_ of torch has it."""
+    """The value with which torch's fill_empty_deterministic_ fills memory."""
     value = math.nan if dtype.is_floating_point else dtype == torch.bool or torch.iinfo(dtype).max
     return torch.tensor(value, dtype=dtype)
 

@@ -40,7 +40,7 @@ def _version(package: str) -> tuple[str, str] | None:
 
 
 def _of_macos() -> dict[str, Any]:
-    """As the programs of macOS print it: whole numbers of bytes, and their own words."""
+    """Facts that programs of macOS print: whole numbers of bytes, and their own words."""
     power = said("pmset", "-g")
     found: dict[str, Any] = {
         "cores": _number(r'"gpu-core-count" = (\d+)', said("ioreg", "-rc", "AGXAccelerator", "-d1")),

@@ -1,4 +1,4 @@
-"""What runs right now, in a file: after a hard abort the next process tells where the last one stopped.
+"""File of the step that runs right now: after a hard abort the next process tells where the last one stopped.
 
 A line is written before each library is compiled and each call is made, and given to the system at once: an
 abort, of Apple's compiler or driver too, leaves it there. Each process that writes has a file of its own,
@@ -47,7 +47,7 @@ def noted(step: str) -> Iterator[None]:
 
 
 def stopped() -> list[str]:
-    """What other processes were in when they ended without a word, each told once."""
+    """Steps in which other processes ended without a word; each is told once."""
     if fcntl is None:
         return []
     with contextlib.suppress(OSError, RuntimeError):  # RuntimeError: no home directory
@@ -74,7 +74,7 @@ def _left_in(path: Path) -> list[str]:
 
 
 def _write(line: str) -> None:
-    """What cannot be written is not: nothing depends on it."""
+    """Write a line, or nothing where that fails: nothing depends on it."""
     with contextlib.suppress(OSError, RuntimeError), _lock:
         os.write(_file(), f"{line}\n".encode())
 

@@ -80,12 +80,12 @@ def cache_file() -> Path:
 
 
 def passed_before() -> set[str]:
-    """What has passed; nothing if the file is missing or damaged."""
+    """Labels of subjects that have passed; none if the file is missing or damaged."""
     return _remembered("passed")
 
 
 def late_before() -> set[str]:
-    """What accelerate() or a first call had no time for."""
+    """Labels of subjects for which accelerate() or a first call had no time."""
     return _remembered("late")
 
 
@@ -97,12 +97,12 @@ def _remembered(what: str) -> set[str]:
 
 
 def tuned_before() -> Any:
-    """What selfcheck/tuner.py has remembered, as JSON has it."""
+    """Results that selfcheck/tuner.py has remembered, as JSON has them."""
     return _kept().get("tuned", {})
 
 
 def _kept() -> dict[str, Any]:
-    """What the file has; nothing if it is missing, damaged, or of another machine."""
+    """Contents of the file; nothing if it is missing, damaged, or of another machine."""
     try:
         kept, about = json.loads(cache_file().read_text()), machine()
         return kept if all(kept["machine"][part] == about[part] for part in _KEY) else {}

@@ -1,4 +1,4 @@
-"""What has not passed on this machine yet is compared before it is used."""
+"""Comparison, before its first use, of whatever has not passed on this machine yet."""
 
 import contextlib
 import functools

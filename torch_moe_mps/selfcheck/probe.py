@@ -215,7 +215,7 @@ def _is_held(size: int) -> bool:
 
 
 def _reader(size: int, groups: int) -> tuple[Callable[[int], None], int]:
-    """What reads memory, so many times; and the bytes of one time, which are whole steps of all threads."""
+    """Function that reads memory so many times, and the bytes of one time: whole steps of all threads."""
     of_group = THREADS * 4 * 16
     groups = min(groups, size // of_group)
     steps = size // (groups * of_group)

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from .._versions import MACOS
 
-# As compile_options() in csrc/metal/library.mm has it: safe math, and the languages.
+# The options of compile_options() in csrc/metal/library.mm: safe math, and the languages.
 COMPILER = ("xcrun", "-sdk", "macosx", "metal", "-fno-fast-math", "-Wmetal-addr-spaces", "-c")
 LINKER = ("xcrun", "-sdk", "macosx", "metallib")
 LANGUAGE = ("-std=metal3.1", "-mmacosx-version-min={}.{}".format(*MACOS))
@@ -39,7 +39,7 @@ _SEGMENT = 0x19  # LC_SEGMENT_64
 
 
 class Use(NamedTuple):
-    """What a thread of a kernel takes: 32-bit registers, and bytes of memory for what did not fit."""
+    """Resources of a kernel's thread: 32-bit registers, and bytes of memory for values that did not fit."""
 
     registers: int
     spilled: int
@@ -134,18 +134,18 @@ def sdk_version() -> int:
 
 
 def compile_source(source: Path, has_tensors: bool) -> str:
-    """What the compiler says of a source that it refuses; empty if it takes it."""
+    """The compiler's message about a source that it refuses; empty if it takes it."""
     language = LANGUAGE_WITH_TENSORS if has_tensors else LANGUAGE
     return said(*COMPILER, source, "-o", source.with_suffix(".air"), *language)
 
 
 def link(source: Path, target: Path) -> str:
-    """What the linker says of a compiled source that it refuses; empty if the library is written."""
+    """The linker's message about a compiled source that it refuses; empty if the library is written."""
     return said(*LINKER, source.with_suffix(".air"), "-o", target)
 
 
 def said(*command: object) -> str:
-    """What a program that fails says; empty if it succeeds."""
+    """The message of a program that fails; empty if it succeeds."""
     try:
         result = subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=600)
     except subprocess.TimeoutExpired:

@@ -64,7 +64,7 @@ def _far_mask() -> dict[str, Any]:
 
 
 def _masks(s: Sample) -> list[dict[str, Any]]:
-    """Of each dtype, with numbers that hide; the last token sees nothing."""
+    """Masks in each dtype, with numbers that hide keys; the last token sees nothing."""
     changes = []
     for dtype in (torch.float16, torch.bfloat16, torch.float32):
         mask = s.values(2, 1, s.T, 9, dtype=dtype)
@@ -161,7 +161,7 @@ def _index_topk(s: Sample) -> list[dict[str, Any]]:
 
 
 def _many_tokens(s: Sample) -> list[dict[str, Any]]:
-    """Of one sequence and few heads."""
+    """Arguments for many tokens, of one sequence and few heads."""
     channels = {"g": -s.values(2, s.T, 4, s.D).abs(), "A_log": None, "dt_bias": None, "decay": "log"}
     return [s.of("q[1, 150, 1, D] v[1, 150, 2, V]"), channels]
 

@@ -1,4 +1,4 @@
-"""Which matmuls run on the tensor units of the M5 and later GPUs.
+"""Decision which matmuls run on the tensor units of the M5 and later GPUs.
 
 By default those of accelerated models, each dtype and weight format once its results on this machine agree
 with the CPU. `MOE_MPS_TENSOR_UNITS=0` switches them off; `=1` uses them everywhere, unchecked, even on GPUs
@@ -28,7 +28,7 @@ TOKENS = (64, 256)
 
 @dataclass
 class Use:
-    """What was decided for some Metal libraries.
+    """Decision about some Metal libraries.
 
     Attributes:
         libraries: those that are used.
@@ -58,7 +58,7 @@ _decided = Use(reason="no model was accelerated on mps")
 
 
 def decided() -> str:
-    """What the last call of accelerate() decided."""
+    """Words for the decision of the last call of accelerate()."""
     return str(_decided)
 
 
@@ -99,7 +99,7 @@ def is_forced() -> bool:
 
 
 def without_units(fault: Finding) -> str:
-    """What a user is told about a library that is not used, in one line."""
+    """Line that tells a user why a library is not used."""
     return (
         f"torch_moe_mps: on this machine ({where()}) {fault}; matmuls of this kind do without tensor units, "
         f"slower. `{COMMAND}` writes a report for an issue; {TENSOR_VARIABLE}=0 tries no more"

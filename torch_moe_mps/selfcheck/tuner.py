@@ -55,7 +55,7 @@ _seconds_left = 0.0
 
 
 def begin() -> None:
-    """What this machine remembers holds from here on, and first calls may take SECONDS to time."""
+    """Apply what this machine remembers, and let first calls take SECONDS for timing."""
     global _seconds_left
     _seconds_left = SECONDS if os.environ.get(SWITCH) != "0" else 0.0
     if _seconds_left:
@@ -65,7 +65,7 @@ def begin() -> None:
 
 
 def remembered() -> dict[str, Tuned]:
-    """What was timed on this machine before; nothing, with a warning, where the file has something else."""
+    """Results timed on this machine before; none, with a warning, where the file has something else."""
     kept = tuned_before()
     try:
         found = {name: Tuned(*entry) for name, entry in kept.items()}
@@ -92,7 +92,7 @@ def told(found: Mapping[str, Tuned]) -> str | None:
 
 
 def known() -> dict[str, Tuned]:
-    """What holds in this process."""
+    """Results that hold in this process."""
     return dict(_known)
 
 
@@ -155,7 +155,7 @@ def _ratio(seconds: float, planned: float) -> float:
 def _rounds(
     kernel: str, calls: Iterator[Callable[[], Tensor]], end: float
 ) -> Callable[[Sequence[int]], dict[int, float]]:
-    """What times a round, with so many calls in a command buffer that it takes BUFFER_SECONDS.
+    """Function that times a round, with so many calls in a command buffer that it takes BUFFER_SECONDS.
 
     Raises: OutOfTime where another round may last beyond `end`.
     """
@@ -217,7 +217,7 @@ def _tunable(call: Callable[[], Tensor]) -> dict[str, list[int]]:
 
 
 def _with_equal_bits(kernel: str, numbers: Sequence[int], call: Callable[[], Tensor]) -> list[int]:
-    """Those that give on this very GPU what the planned one gives."""
+    """Numbers of simdgroups that give, on this very GPU, the bits of the planned one."""
     results = []
     for number in numbers:
         torch.ops.moe_mps._tune(kernel, number)
@@ -227,6 +227,6 @@ def _with_equal_bits(kernel: str, numbers: Sequence[int], call: Callable[[], Ten
 
 
 def _apply(kernel: str) -> None:
-    """What is known of it; as planned, where that is nothing."""
+    """Run a kernel with the number of simdgroups that is known to be faster; as planned, where none is."""
     found = _known.get(kernel)
     torch.ops.moe_mps._tune(kernel, found.simdgroups if found and found.gain else 0)

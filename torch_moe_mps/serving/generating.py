@@ -57,7 +57,7 @@ class Generating(Beside):
         return getattr(self.model, name)
 
     def end(self) -> None:
-        """What is generated ends with its next token, and all that is asked for later with its first."""
+        """End the answer that is generated with its next token, and all later ones with their first."""
         self._ended.set()
 
     @property
@@ -65,7 +65,7 @@ class Generating(Beside):
         return self._ended.is_set()
 
     def interrupt(self) -> None:
-        """What is generated now ends with its next token, or the next piece of its prompt."""
+        """End the answer that is generated now with its next token, or the next piece of its prompt."""
         self._interrupted.set()
 
     def write(self) -> None:
@@ -76,29 +76,46 @@ class Generating(Beside):
     def _ends(self) -> bool:
         return self.has_ended or self._interrupted.is_set()
 
-    def generate(self, streamer: Any = None, **given: Any) -> Any:
-        """As the model's own `generate`, whose arguments it takes by name."""
+    def generate(
+        self,
+        streamer: Any = None,
+        ends: Callable[[], bool] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+        **given: Any,
+    ) -> Any:
+        """Generate as the model's own `generate`, whose arguments it takes by name.
+
+        Args:
+            ends: asked before each token, and each piece of a prompt: whether it ends there.
+            progress: takes how many tokens of the prompt are in the cache, and how many it has: first those
+                that were kept.
+        """
         self._interrupted.clear()
-        steps = _Steps(self._ends, streamer, self.model.device)
+        steps = _Steps(lambda: self._ends() or (ends is not None and ends()), streamer, self.model.device)
+        tell = progress or (lambda read, of: None)
         given |= {"stopping_criteria": [steps], "streamer": streamer and steps}
         speculation = None if "logits_processor" in given else self.speculation  # which reads its own guesses
         if speculation is not None:
             given |= speculation.arguments
         if self.prompts is None or not can_be_kept(self.model, given):
+            tell(0, given["input_ids"].shape[1])
             result = self.model.generate(**given)
         else:
-            result = self._keeping(self.prompts, given, steps)
+            result = self._keeping(self.prompts, given, steps, tell)
         if speculation is not None:
             speculation.keep()
         if steps.error is not None:
             raise steps.error
         return result
 
-    def _keeping(self, prompts: Prompts, given: dict[str, Any], steps: "_Steps") -> Any:
+    def _keeping(
+        self, prompts: Prompts, given: dict[str, Any], steps: "_Steps", tell: Callable[[int, int], None]
+    ) -> Any:
         ids, images = given["input_ids"], images_of(self.model, given)
         prompts.read(self.model)
         kept = prompts.take(ids[0].cpu(), new_cache(self.model), images)
         moved = {} if kept.images is None else kept.images.moved
+        tell(len(kept.ids), ids.shape[1])
         modules = {name: m for name, m in self.model.named_modules() if hasattr(m, "rope_deltas")}
         for name, module in modules.items():
             module.rope_deltas = moved.get(name)
@@ -106,7 +123,7 @@ class Generating(Beside):
             given = {name: given[name] for name in {*given} - {*_beside_tokens(given)}}
         if images is not None and kept.images is None:
             kept.images = images
-        elif not self._compute(kept, ids):
+        elif not self._compute(kept, ids, steps, tell):
             steps.end()
             prompts.put(kept)
             return ids
@@ -120,18 +137,19 @@ class Generating(Beside):
         return result
 
     @torch.no_grad()
-    def _compute(self, kept: Kept, ids: Tensor) -> bool:
+    def _compute(self, kept: Kept, ids: Tensor, steps: "_Steps", tell: Callable[[int, int], None]) -> bool:
         """Computes a prompt but for its last piece. Returns: whether it was not ended."""
         start, prompt = len(kept.ids), ids.shape[1]
         pipeline = getattr(self.model, "pipeline", None)
         for end in pauses(kept, prompt):
-            if self._ends():
+            if steps.is_ended():
                 return False
             with nullcontext() if pipeline is None else pipeline.reading():
                 self.model(
                     input_ids=ids[:, start:end], past_key_values=kept.cache, use_cache=True, logits_to_keep=1
                 )
             start, kept.ids = end, ids[0, :end].cpu()
+            tell(end, prompt)
             if is_marked(end, prompt):
                 mark(kept)
         return True

@@ -1,4 +1,4 @@
-"""What the server asks of whatever generates: jobs, which a `Generator` takes from any thread."""
+"""Jobs: the server's side of whatever generates. A `Generator` takes them from any thread."""
 
 import threading
 from collections.abc import Callable

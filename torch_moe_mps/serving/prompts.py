@@ -98,7 +98,7 @@ class Prompts:
         self._is_read = self._is_in_file = False
 
     def take(self, ids: Tensor, new: DynamicCache, images: Images | None = None) -> Kept:
-        """What there is for a prompt [T], for its caller to add the rest to, and to put back.
+        """Cache with the longest kept part of a prompt [T]: its caller adds the rest, and puts it back.
 
         Args:
             new: an empty cache.

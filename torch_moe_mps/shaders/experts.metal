@@ -2,6 +2,8 @@
 #include "matmul/formats/dense.h"
 #include "matmul/heads.h"
 #include "matmul/kernels.h"
+#include "matmul/outer.h"
 
 INSTANTIATE_MATMULS(Dense<MOE_DTYPE>)
 INSTANTIATE_HEADS()
+INSTANTIATE("expert_outer", expert_outer<MOE_DTYPE>)

@@ -23,7 +23,7 @@ from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, restore_module, rewrite
 from .modules.experts import NAME, described, unsupported
 from .modules.linears import QuantizedLayer, has_quantized_weights, kept_on_cpu
-from .modules.rules.norms import check_traces
+from .modules.rules.formulas import check_traces
 from .modules.rules.trial import on_the_cpu
 from .self_check import begin, check_replacements, use_tensor_units
 

@@ -163,7 +163,7 @@ def _failing(
     seconds: float | None = None,
     given: Collection[tuple[str, ...]] = ((),),
 ) -> tuple[dict[str, Finding], set[str]]:
-    """What is wrong with operators in the dtypes and head widths of a model: see once.first_failures."""
+    """Faults of operators in the dtypes and head widths of a model: see once.first_failures."""
     wanted = subjects(operators, _dtypes(model), sorted(formats, key=str), _heads(model), given)
     return once.first_failures(once.checks_of(wanted), seconds)
 
@@ -184,7 +184,7 @@ def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
 
 
 def _warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:
-    """What a user is told about an operator that is not used, in one line."""
+    """Line that tells a user why an operator is not used."""
     return (
         f"torch_moe_mps: on this machine ({where()}) {finding}; {instead}. "
         f"`{COMMAND}` writes a report for an issue"

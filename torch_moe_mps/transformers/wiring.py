@@ -18,7 +18,7 @@ from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF
 from .modules.rules import MODULE_RULES
-from .modules.rules.recurrent_layers import FORMS
+from .modules.rules.recurrent_layers import LAYER_KINDS
 
 FAMILIES = (
     "deepseek_v4",
@@ -44,7 +44,7 @@ MODULE_RULES.append(rewrite_indexer)
 LOADED.append(accelerate)
 for family in _declared():
     MODULE_RULES.extend(family.rules)
-    FORMS.extend(family.recurrent_layers)
+    LAYER_KINDS.extend(family.recurrent_layers)
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))
     NEEDS_OUR_KERNEL.extend(filter(None, [family.needs_our_kernel]))

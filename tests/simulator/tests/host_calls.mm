@@ -26,7 +26,8 @@ id<MTLDevice> device() {
 MTLCompileOptions* language(MTLLanguageVersion version) {
   MTLCompileOptions* options = [[MTLCompileOptions new] autorelease];
   options.languageVersion = version;
-  options.fastMathEnabled = NO;
+  options.mathMode = MTLMathModeSafe;
+  options.mathFloatingPointFunctions = MTLMathFloatingPointFunctionsPrecise;
   return options;
 }
 

@@ -117,7 +117,8 @@ def of_tensor(name: str, tensor: torch.Tensor) -> Iterator[Change]:
     yield Change(f"{name} flat", part, to(tensor.flatten()))
     for dtype in DTYPES:
         if dtype != tensor.dtype:
-            yield Change(f"{name} as {dtype}", part, to(tensor.float().to(dtype)))
+            # Integers in place of a dense weight are codes: its scales may be what is missing.
+            yield Change(f"{name} as {dtype}", module.rpartition(".")[2], to(tensor.float().to(dtype)))
 
 
 def of_value(value: Any) -> Iterator[tuple[str, Any]]:

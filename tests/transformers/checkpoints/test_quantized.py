@@ -281,15 +281,33 @@ def test_mxfp4_blocks_are_never_dequantised(tmp_path):
     assert torch.equal(output(again, prompt()), output(loaded, prompt()))
 
 
-@pytest.mark.parametrize("trained", ["", "layers.1.mlp.gate.weight"])
-def test_gradients_through_quantised_experts_are_an_error(trained):
-    """Of everything, or of the last routing weights alone."""
+def test_gradients_of_scales_are_an_error():
     model = tiny("qwen3_moe")
     torch_moe_mps.accelerate(model, 4, 32)
-    for name, parameter in model.named_parameters():
-        parameter.requires_grad_(parameter.is_floating_point() and name.endswith(trained))
-    with pytest.raises(NotImplementedError, match=r"quantised .*gradients; use torch\.no_grad"):
-        model(input_ids=prompt())
+    for parameter in model.parameters():
+        parameter.requires_grad_()
+    logits = model(input_ids=prompt()).logits
+    with pytest.raises(RuntimeError, match="backward is not implemented for scales, biases, only for x"):
+        logits.sum().backward()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_gradients_through_quantised_experts(architecture):
+    """Norms, routers and embeddings of a packed model have the gradients of a dense one in float64."""
+    dense = tiny(architecture)
+    model = copy.deepcopy(dense)
+    torch_moe_mps.accelerate(model, 4, 32, linear_bits=4)
+    twin = tiny_models.dense_twin(dense, model).double()
+    for each in (model, twin):
+        for name, parameter in each.named_parameters():
+            parameter.requires_grad_("norm" in name or ".gate." in name or ".router." in name)
+        logits = each(input_ids=prompt()).logits.double()
+        torch.nn.functional.cross_entropy(logits.flatten(0, 1), prompt().flatten()).backward()
+    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
+    assert len(grads) >= 6
+    for name, parameter in twin.named_parameters():
+        if name in grads:
+            assert (grads[name] - parameter.grad).norm() <= 5e-6 * parameter.grad.norm(), name
 
 
 def test_restore_keeps_quantised_experts_running():

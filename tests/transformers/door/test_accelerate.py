@@ -149,6 +149,7 @@ def test_router_that_chooses_more_than_its_groups_hold():
 # Compilation
 
 
+@pytest.mark.slow("torch.compile of whole models")
 @pytest.mark.parametrize(("architecture", "rewritten"), [("qwen2_moe", True), ("gpt_oss", False)])
 def test_torch_compile(architecture, rewritten):
     """One graph with the operators in it; without accelerate the experts' plan is found while compiling."""

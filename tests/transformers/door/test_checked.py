@@ -128,6 +128,7 @@ def logits_of(model):
     return logits.cpu(), cache
 
 
+@pytest.mark.slow("the self-check of a model, with a fault")
 @pytest.mark.parametrize(
     ("kernel", "operator", "loads"),
     [

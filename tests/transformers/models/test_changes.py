@@ -521,7 +521,7 @@ def test_a_quantised_one_has_a_config_of_its_own(tmp_path):
     assert_close(output(loaded, prompt()), output(first, prompt()), 1e-5)
     stored["quantization_config"] = first.config.quantization_config.to_dict()
     (tmp_path / "dense/config.json").write_text(json.dumps(stored))
-    with pytest.raises(ValueError, match=r"experts\.gate_up_proj_packed must be in the checkpoint, got no"):
+    with pytest.raises(ValueError, match=r"experts\.gate_up_proj_\w+ must be in the checkpoint, got no"):
         load(tmp_path / "dense")
 
 

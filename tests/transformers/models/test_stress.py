@@ -93,6 +93,7 @@ def check(device: str, count: int, rounds: int, quantised: bool = False) -> None
     assert resident_bytes() - memory < GROWTH
 
 
+@pytest.mark.slow("eight threads generate")
 @pytest.mark.one_schedule
 @pytest.mark.of_kernels  # which threads share, beside all that they share on the CPU
 @pytest.mark.parametrize("count", [3, pytest.param(1, marks=pytest.mark.sweep)])

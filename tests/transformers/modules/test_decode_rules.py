@@ -12,13 +12,16 @@ from support import tiny_models
 from support.models import assert_close, eager, in_parts, operators_of, output, prompt
 from support.sweep import in_sweep
 from torch import nn
+from transformers.models.cohere.modeling_cohere import CohereLayerNorm
+from transformers.models.nemotron.modeling_nemotron import NemotronLayerNorm1P
+from transformers.models.olmo.modeling_olmo import OlmoLayerNorm
 from transformers.models.qwen4_exp.modeling_qwen4_exp import Qwen4ExpTextRMSNorm
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.install import rewrite
 from torch_moe_mps.transformers.modules.linears import QuantizedLinear
-from torch_moe_mps.transformers.modules.rules.norms import is_norm, norm_formula
+from torch_moe_mps.transformers.modules.rules.formulas import is_norm, rms_norm
 from torch_moe_mps.transformers.modules.rules.rope import RopeCall, rope_form, rotated, rotation_in_place
 
 
@@ -224,9 +227,9 @@ class Doubled(WithoutWeight):
 
 
 def test_a_norm_without_weight():
-    formula = norm_formula(WithoutWeight())
-    assert formula is not None and formula.weight == ""
-    assert norm_formula(Doubled()) is None
+    call = rms_norm.call_of(WithoutWeight())
+    assert call is not None and call.weights == () and call.constants == (None, 1e-3, 0.0)
+    assert rms_norm.call_of(Doubled()) is None
 
 
 class OfEveryFourth(Qwen4ExpTextRMSNorm):
@@ -257,6 +260,50 @@ def test_norms_of_other_dtypes_run_their_own_code():
     norm = model.model.norm
     x = torch.randn(2, 3, norm.weight.shape[0], dtype=torch.float64)
     assert norm(x).dtype == torch_moe_mps.restore(copy.deepcopy(norm))(x).dtype
+
+
+class BySteps(nn.Module):
+    """A LayerNorm with a bias, zero-centred."""
+
+    def __init__(self, width: int, power: float = 2.0):
+        super().__init__()
+        self.weight, self.bias = nn.Parameter(torch.randn(width)), nn.Parameter(torch.randn(width))
+        self.power = power
+
+    def forward(self, x):
+        centred = x.float() - x.float().mean(-1, keepdim=True)
+        normed = centred / torch.sqrt(centred.pow(self.power).mean(-1, keepdim=True) + 1e-4)
+        return ((1.0 + self.weight) * normed + self.bias).to(x.dtype)
+
+
+@pytest.mark.parametrize(
+    ("norm", "eps", "offset"),
+    [
+        (CohereLayerNorm(32), 1e-5, 0.0),
+        (NemotronLayerNorm1P(32), 1e-5, 1.0),
+        (OlmoLayerNorm(32), 1e-5, 0.0),
+        (BySteps(32), 1e-4, 1.0),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_layer_norms(norm, eps, offset):
+    norm = norm.eval().requires_grad_(False)
+    weight, bias = (norm._parameters.get(name) for name in ("weight", "bias"))
+    x = torch.randn(3, 32, generator=torch.Generator().manual_seed(0)) * torch.tensor([[9.0], [1.0], [1e-2]])
+    wide = x.double() - x.double().mean(-1, keepdim=True)
+    expected = wide / (wide.square().mean(-1, keepdim=True) + eps).sqrt()
+    expected = expected if weight is None else expected * (weight.double() + offset)
+    expected = expected if bias is None else expected + bias.double()
+    assert rewrite(norm)[0]
+    assert operators_of(lambda: norm(x)) == {"layer_norm": 1}
+    torch.testing.assert_close(norm(x).double(), expected, rtol=1e-5, atol=1e-5)
+    with pytest.raises(RuntimeError, match=r"32|64"):  # its own error
+        norm(torch.randn(3, 64))
+
+
+def test_a_layer_norm_of_another_power_keeps_its_own_code():
+    norm = BySteps(32, 4.0).eval()
+    assert not rewrite(norm)[0]
 
 
 def test_layer_norms_of_wider_weights():

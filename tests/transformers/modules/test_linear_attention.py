@@ -14,9 +14,10 @@ from transformers.models.qwen3_next import modeling_qwen3_next as qwen3_next
 import torch_moe_mps
 from torch_moe_mps.transformers.basics.state import NOTHING, STATE
 from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
+from torch_moe_mps.transformers.install import rewrite
+from torch_moe_mps.transformers.modules.recognise import Call
 from torch_moe_mps.transformers.modules.rules import linear_attention as rules
-from torch_moe_mps.transformers.modules.rules.gated_norm import rewrite_gated_norm
-from torch_moe_mps.transformers.modules.rules.norms import NormFormula
+from torch_moe_mps.transformers.modules.rules.formulas import gated_norm
 
 ARCHITECTURES = ("qwen3_next", "qwen3_5_moe")
 STEP = {"causal_conv1d_update_": 1, "linear_attention_": 1, "rms_norm_gated": 1}
@@ -275,8 +276,27 @@ class SigmoidGate(qwen3_next.Qwen3NextRMSNormGated):
 )
 def test_norms_are_told_apart_by_what_they_compute(norm, offset):
     module = norm(16)
-    found = rewrite_gated_norm(module)
+    found = gated_norm(module)
     assert (found is None) == (offset is None)
-    expected = None if offset is None else NormFormula("weight", 1e-6, offset, True)
+    names = ("hidden_states", "gate") if norm is qwen3_next.Qwen3NextRMSNormGated else ("x", "gate")
+    expected = None if offset is None else Call("rms_norm_gated", names, ("weight",), (1e-6, offset), True)
     assert module.__dict__.get(STATE, NOTHING).formula == expected
     assert torch.equal(module.weight, torch.ones(16))
+
+
+def test_a_gated_norm_is_called_as_its_own_forward():
+    """By names in any order; without what it needs, and with shapes that spread, its own code runs."""
+    norm = qwen3_next.Qwen3NextRMSNormGated(16).eval().requires_grad_(False)
+    x, gate = torch.randn(2, 2, 3, 16, generator=torch.Generator().manual_seed(0)).unbind()
+    assert rewrite(norm)[0]
+    wide, factor = x.double(), gate.double()
+    normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    expected = (normed * factor * torch.sigmoid(factor)).float()
+    calls = {"names": lambda: norm(gate=gate, hidden_states=x), "both": lambda: norm(x, gate=gate)}
+    for name, call in calls.items():
+        assert operators_of(call) == {"rms_norm_gated": 1}, name
+        torch.testing.assert_close(call(), expected)
+    torch.testing.assert_close(norm(x, gate[:1, :1]), norm(x, gate[:1, :1].expand_as(x)))
+    assert operators_of(lambda: norm(x, gate[:1, :1])) == {}
+    with pytest.raises(TypeError, match="unexpected keyword argument 'other'"):
+        norm(x, other=gate)

@@ -34,6 +34,7 @@ from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mi
 
 import torch_moe_mps
 from torch_moe_mps.transformers.install import is_rewritten, rewrite
+from torch_moe_mps.transformers.modules.recognise import Rows
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES, trial
 
 IDS = torch.randint(1, 90, (2, 22), generator=torch.Generator().manual_seed(0))
@@ -140,7 +141,8 @@ def forget() -> None:
     """What is remembered of modules: verdicts of trials, and what was found by traces."""
     trial._verdicts.clear()
     for name, file in [*sys.modules.items()]:
-        for function in vars(file).values() if name.startswith(trial.__package__) else ():
+        own = [*vars(file).values()] if name.startswith(trial.__package__) else []
+        for function in (each.call_of if isinstance(each, Rows) else each for each in own):
             if inspect.isfunction(function) and "known" in function.__code__.co_freevars:
                 inspect.getclosurevars(function).nonlocals["known"].clear()
 

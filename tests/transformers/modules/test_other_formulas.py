@@ -29,10 +29,10 @@ CLASSES = {
 # Architecture, class, a part of its forward, and what stands there instead.
 CASES = [
     ("cohere", "CohereLayerNorm", ".pow(2).mean(", ".pow(2).sum("),
-    ("cohere", "CohereLayerNorm", "variance + self.variance_epsilon", "variance + 2 * self.variance_epsilon"),
+    ("cohere", "CohereLayerNorm", "variance + self.variance_epsilon", "variance - 2 * self.variance_epsilon"),
     ("cohere2_moe", "Cohere2MoeLayerNorm", ".pow(2).mean(", ".pow(2).sum("),
     ("nemotron", "NemotronLayerNorm1P", "self.weight + 1.0", "self.weight + 2.0"),
-    ("olmo", "OlmoLayerNorm", "eps=1e-5", "eps=1e-3"),
+    ("olmo", "OlmoLayerNorm", "F.layer_norm(", "2 * F.layer_norm("),
     ("deepseek_v4", "DeepseekV4HyperConnection", "2 * torch.sigmoid(", "3 * torch.sigmoid("),
     ("deepseek_v4", "DeepseekV4HyperConnection", "comb.sum(dim=-1, keepdim", "comb.sum(dim=-2, keepdim"),
     ("hy_v4", "HYV4HyperConnection", "post_b) + self.hc_eps", "post_b) - self.hc_eps * 1000"),

@@ -38,7 +38,7 @@ def model_of(architecture: str, dtype: torch.dtype = torch.float32):
 
 
 def layer_of(model) -> torch.nn.Module:
-    children = [form.children for form in recurrent_layers.FORMS]
+    children = [kind.children for kind in recurrent_layers.LAYER_KINDS]
     return next(m for m in model.modules() if any(m._modules.keys() >= set(names) for names in children))
 
 

@@ -25,6 +25,10 @@ GEOMETRY kMaxFewPairs = 512;       // their terms take 16 KiB of threadgroup mem
 // A matrix for each head, transposed: columns of a threadgroup, and simdgroups that share its rows
 GEOMETRY kHeadColumns = 128;
 GEOMETRY kHeadSimdgroups = 8;
+// Pairs of an expert that share a reading of its transposed matrix; not tuned
+GEOMETRY kTransposedPairs = 4;
+
+GEOMETRY kOuterThreads = 256;  // of a slice of an expert's outer products; not tuned
 
 GEOMETRY kEmbeddingThreads = 128;
 

@@ -1,5 +1,6 @@
 // A matrix for each head times what each head has of some tokens.
 #pragma once
+#include "matmul/columns.h"
 #include "matmul/rows.h"
 
 // Where the inputs of a head of a token begin.
@@ -42,58 +43,28 @@ template <typename W, int R, int M>
   store_outputs<W, R, M>(block, dots, pairs, min(uint(M), params.tokens - token), outputs, matrix);
 }
 
-// The same with the matrices transposed: a lane has the next values of a row, as many as a tile's chunk, and
-// the rows are shared out among the lanes of the threadgroup that have the same columns. Grid: (slices of
-// kHeadColumns columns, heads, tokens / M).
+// The same with the matrices transposed. Grid: (slices of kHeadColumns columns, heads, tokens / M).
 template <typename W, int M>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void heads_columns(
     HEADS_BUFFERS(typename W::Element, typename W::Element)) {
   typedef typename W::Element T;
-  constexpr int N = W::kTileValues;
-  constexpr uint kLanes = kHeadColumns / N;  // of a row
   constexpr uint kThreads = kHeadSimdgroups * kSimdWidth;
-  threadgroup float shared[M][kHeadSimdgroups][kHeadColumns];
+  threadgroup float shared[M * kHeadSimdgroups * kHeadColumns];
   constant MatmulParams& matrix = params.matrix;
   const uint thread_index = simdgroup * kSimdWidth + lane;
   const uint head = group.y, token = group.z * M, tokens = min(uint(M), params.tokens - token);
-  const uint first = group.x * kHeadColumns, column = first + lane % kLanes * N;
-  const W weights(packed, scales, biases, head, matrix);
-  device const T* inputs[M];
+  const uint first = group.x * kHeadColumns;
+  RowNumbers<T, M> numbers;
   UNROLL for (int m = 0; m < M; ++m) {
-    inputs[m] = head_of_token(x, params.x, min(token + m, params.tokens - 1), head, params);
+    numbers.v[m] = head_of_token(x, params.x, min(token + m, params.tokens - 1), head, params);
   }
-
-  float2 sums[M][N / 2];  // in the order in which a chunk has its values
-  UNROLL for (int m = 0; m < M; ++m) {
-    UNROLL for (int i = 0; i < N / 2; ++i) sums[m][i] = float2(0.0f);
-  }
-  if (column < matrix.inputs) {
-    for (uint row = thread_index / kLanes; row < matrix.outputs; row += kThreads / kLanes) {
-      const auto chunk = weights.template load<N>(weights.row(row), column, matrix.inputs - column);
-      UNROLL for (int i = 0; i < N / 2; ++i) {
-        const float2 two = W::values(chunk, i);
-        UNROLL for (int m = 0; m < M; ++m) sums[m][i] = fma(two, float2(float(inputs[m][row])), sums[m][i]);
-      }
-    }
-  }
-  UNROLL for (int m = 0; m < M; ++m) {
-    UNROLL for (int i = 0; i < N; ++i) {
-      const FragmentElement place = W::place_of(i);
-      float sum = sums[m][place.number][place.element];
-      UNROLL for (ushort distance = kLanes; distance < kSimdWidth; distance *= 2) {
-        sum += simd_shuffle_xor(sum, distance);
-      }
-      if (lane < kLanes) shared[m][simdgroup][lane * N + i] = sum;
-    }
-  }
-  threadgroup_barrier(mem_flags::mem_threadgroup);
+  add_columns<W, M>(W(packed, scales, biases, head, matrix), numbers, first, shared, lane, simdgroup, matrix);
 
   const uint width = matrix.inputs + params.tail_width;  // of a result
   for (uint i = thread_index; i < tokens * kHeadColumns; i += kThreads) {
     const uint m = i / kHeadColumns, local = i % kHeadColumns;
     if (first + local >= matrix.inputs) continue;
-    float sum = 0.0f;
-    UNROLL for (uint s = 0; s < kHeadSimdgroups; ++s) sum += shared[m][s][local];
+    const float sum = column_sum(shared, m, local);
     out[(ulong(token + m) * params.heads + head) * width + first + local] = T(sum);
   }
   if (group.x != 0) return;

@@ -71,3 +71,18 @@ struct EmbeddingParams {
   MatmulParams matrix;
   uint32_t out_dtype;
 };
+
+// transposed_tiles: `matrix.outputs` numbers of a pair times the rows of a matrix, of `matrix.inputs`
+// columns.
+struct TransposedParams {
+  MatmulParams matrix;
+  uint32_t out_dtype;
+};
+
+// expert_outer: the numbers of a pair on the left and on the right.
+struct OuterParams {
+  uint32_t left;
+  uint32_t right;
+  uint32_t slots;
+  uint32_t right_per_pair;  // else for each token
+};

@@ -121,7 +121,7 @@ def _implementation_for(module: nn.Module) -> str | None:
 
 
 def _asks(module: nn.Module) -> tuple[list[Any], set[Any]]:
-    """What a forward compares the name of its implementation with, and the names of what it passes to others.
+    """Names that a forward compares its implementation's with, and names of arguments that it passes on.
 
     Its bytecode has both. Where it only gets the implementation, the function of eager attention follows.
     """
@@ -162,7 +162,7 @@ def wrap_sdpa() -> None:
 
 
 def _sdpa_mask(sdpa_mask: Callable[..., Tensor | None], *args: Any, **kwargs: Any) -> Tensor | None:
-    """What `sdpa_mask`, the function of transformers, returns; on mps a CausalMask in its place.
+    """Result of transformers' function `sdpa_mask`; on mps a CausalMask in its place.
 
     On a CPU only where it may not be None as an indexer reads it. A static cache's may not be None either;
     its offset is a tensor, and a step would be compiled anew for each token's mask.
@@ -232,7 +232,7 @@ def attention(
     block_indices: Choice | Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """What `eager_attention_forward` of the module's file returns, its weights only where that runs.
+    """Results of `eager_attention_forward` of the module's file; its weights only where that one runs.
 
     A model that came with "sdpa" gets no weights, as from torch's attention.
 
@@ -462,7 +462,7 @@ def _elements(tensor: Any) -> Any:
 
 
 def _seen(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """What several tokens without a mask see of a static cache whose first tokens they are."""
+    """Keys and values of a static cache that its several first tokens see without a mask."""
     return _first(key, query.shape[2]), _first(value, query.shape[2])
 
 

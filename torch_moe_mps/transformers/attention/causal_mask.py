@@ -174,7 +174,7 @@ def _has_window(config: Any, size: int) -> bool:
 
 
 def _range_of(mask: Tensor, first: int, keys: int, device: Any, config: Any) -> tuple[Tensor | None] | None:
-    """What `range_of_padding` gives for some keys of a mask, from the first one on."""
+    """Result of `range_of_padding` for some keys of a mask, from the first one on."""
     known = known_range(mask)
     if known is None:
         return range_of_padding(mask[:, first : first + keys], keys, device, config)

@@ -19,7 +19,7 @@ _AT_ONCE = 1024  # tokens of a prompt whose masks of bits exist at a time
 
 
 class Choice(NamedTuple):
-    """What `index_topk` takes to choose for T new tokens.
+    """Arguments of `index_topk` to choose keys for T new tokens.
 
     Attributes:
         q: [B, T, Hi, D].
@@ -39,7 +39,7 @@ class Choice(NamedTuple):
     is_pooled: bool = False
 
     def chosen(self, first: int, last: int, seen: int, **options: Any) -> Tensor:
-        """Of the tokens from `first` on in front of `last`, which is the token of key `seen`."""
+        """Keys chosen for tokens [first, last); token last - 1 sees the first `seen` keys."""
         weights = None if self.weights is None else self.weights[:, first:last]
         k = self.k if self.is_pooled else self.k[:, :seen]
         options |= {"keys": seen} if self.is_pooled else {}
@@ -83,7 +83,7 @@ class ChosenMask(CausalMask):
         return made
 
     def read_by_one(self) -> Tensor | None:
-        """What a single token reads, [B, Hk or 1, 1, K], in blocks; None where it needs a mask."""
+        """Keys that a single token reads, [B, Hk or 1, 1, K], in blocks; None where it needs a mask."""
         tokens, keys = self.shape[2:]
         if tokens != 1 or self.key_range is not None or self.seen != keys:
             return None

@@ -162,7 +162,7 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
 
 
 def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerForm | None:
-    """What an indexer with layers of few inputs computes; None if that is not what is computed here."""
+    """Form of an indexer whose layers have few inputs; None if the operator computes something else."""
     twin = twin_of(module, index_topk=3)
     keys = _BEFORE + _TOKENS
     hidden, before = numbers(_BATCH, _TOKENS, twin.wk.in_features), numbers(_BATCH, _BEFORE, width)

@@ -28,8 +28,9 @@ from ..modules.rules.trial import tried
 
 ops = torch.ops.moe_mps
 
-# Of a call in which the latents are not expanded. A query and key take 2 L + R products instead of N + R + V,
-# but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more, for real widths.
+# The most tokens of a call that attends to latents without expanding them. A query and key take 2 L + R
+# products instead of N + R + V, but the expansion, L (N + V) a key, is saved: less up to 154 tokens and more,
+# for real widths.
 MOST_TOKENS = 128
 # The most bytes of keys and values that a prompt's latents are expanded into at a time.
 MOST_BYTES = 128 * 2**20
@@ -72,7 +73,7 @@ class Promised(Deferred):
 
 
 class Latents:
-    """What keys and values of a layer are expanded from.
+    """Latents from which keys and values of a layer are expanded.
 
     Attributes:
         latents: [B, 1, S, L].
@@ -151,7 +152,7 @@ class Latents:
 
 
 def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any) -> Tensor:
-    """What each head has in `x` times some of its rows of a layer."""
+    """Product of each head's part of `x` with some of the head's rows of a layer."""
 
     def of_heads(matrix: Tensor) -> Tensor:
         return matrix.view(form.heads, form.key_rows + form.value_rows, matrix.shape[1])[:, rows]
@@ -164,7 +165,7 @@ def _product(layer: Any, form: Expansion, rows: slice, x: Tensor, **options: Any
 
 
 def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
-    """What some rows of a linear layer make of `x`."""
+    """Product of `x` with some rows of a linear layer."""
     if type(layer) is nn.Linear:
         return F.linear(x, layer.weight[rows])
     packed, scales, biases, _ = layer.weights()
@@ -173,7 +174,7 @@ def _rows_product(layer: Any, rows: slice, x: Tensor) -> Tensor:
 
 
 def _operator_for(layer: Any) -> str | None:
-    """What multiplies the heads' matrices of a layer; None where its own code has to run."""
+    """Operator that multiplies by the heads' matrices of a layer; None where its own code has to run."""
     operator = {nn.Linear: "heads_mm", QuantizedLinear: "heads_quantized"}.get(type(layer))
     is_plain = operator is not None and layer.bias is None and not is_observed(layer)
     return operator if is_plain else None

@@ -1,4 +1,4 @@
-"""What transformers' functions of masks say, read without an element for each pair of a token and a key."""
+"""Meaning of transformers' functions of masks, read without an element for each pair of a token and a key."""
 
 import math
 from collections.abc import Callable

@@ -1,1 +1,1 @@
-"""What all parts know of a model: its interfaces, what this package keeps in its modules, and the report."""
+"""Common knowledge of models: their interfaces, the state that this package keeps in modules, the report."""

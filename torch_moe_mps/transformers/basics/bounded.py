@@ -1,4 +1,4 @@
-"""What is remembered for the whole process has a bound."""
+"""Bounds for what is remembered for the whole process."""
 
 from typing import Any
 

@@ -21,7 +21,7 @@ class Deferred(Tensor):
 
     @classmethod
     def without_elements(cls, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives that needs no elements; NotImplemented if it needs them."""
+        """Result of an operator that needs no elements; NotImplemented if it needs them."""
         return NotImplemented
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]

@@ -63,7 +63,7 @@ def _value(owner: Any, path: str) -> object:
 
 
 def kept(reads: dict[tuple[int, str], Read]) -> tuple[tuple, ...]:
-    """What `holds` compares, as plain tuples: Python takes them apart faster than named ones."""
+    """Values for `holds` to compare, as plain tuples: Python takes them apart faster than named ones."""
     return tuple(map(tuple, reads.values()))
 
 

@@ -55,7 +55,7 @@ class QuantizationReport:
         return sum(entry.quantized_bytes for entries in self.modules.values() for entry in entries)
 
     def rows(self) -> list[list[Any]]:
-        """What `add_rows` takes, as JSON has it."""
+        """Rows for `add_rows`, as JSON has them."""
         return [
             [name, *entry[:4], str(entry.format), None if entry.stored is None else str(entry.stored)]
             for name, entries in self.modules.items()
@@ -128,7 +128,7 @@ def in_unit(largest: int) -> Callable[[int], str]:
 
 
 class Done(NamedTuple):
-    """What runs in place of some of a module's code.
+    """Replacement of some of a module's code.
 
     Attributes:
         operator: of this package, whose kernels the model needs for it.
@@ -177,7 +177,7 @@ class Report:
         self.rows.append(Row(name, type(module).__name__, kind, tuple(done), reason))
 
     def operators(self) -> set[str]:
-        """Those that run in place of modules, and beside them."""
+        """Names of the operators that run in place of modules, and beside them."""
         return {done.operator for row in self.rows for done in row.done} | self.beside
 
     @property

@@ -66,7 +66,7 @@ class Resident:
 
 
 _residents: "weakref.WeakKeyDictionary[nn.Module, Resident]" = weakref.WeakKeyDictionary()
-# Those with a weight that has left its memory: `follow_moved` is due.
+# Models with a weight that has left its memory: `follow_moved` is due.
 MOVED: set[Resident] = set()
 
 
@@ -106,7 +106,7 @@ def _loaded(model: nn.Module, keys: Any) -> None:
 
 
 def _left(resident: "weakref.ref[Resident]", place: int | None) -> None:
-    """What a weight leaves behind: its place in the set, if it was in it."""
+    """Free the place that a deleted weight had in the set, if it was in it."""
     if (own := resident()) is None:
         return
     if place is not None and own.set:

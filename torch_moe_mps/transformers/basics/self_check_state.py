@@ -1,4 +1,4 @@
-"""Which operators have failed the self-check on this machine: nothing runs on them."""
+"""Operators that have failed the self-check on this machine: nothing runs on them."""
 
 from collections.abc import Iterable
 

@@ -9,7 +9,7 @@ from transformers.utils import logging
 
 @torch.no_grad()
 def call_on_shapes(model: Any, **inputs: Any) -> Any:
-    """What a model of transformers on the meta device gives; errors are those of its code.
+    """Call a model of transformers on the meta device; errors are those of its code.
 
     Which experts or tokens are chosen changes no shape. The advice to install kernels for other machines,
     which transformers gives for hybrids, is not shown.

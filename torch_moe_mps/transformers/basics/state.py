@@ -15,11 +15,11 @@ class Unsupported(Exception):
 
 
 class Beside:
-    """What lies in a model's attributes for its callers: no call of the model reads it."""
+    """Values in a model's attributes for its callers: no call of the model reads them."""
 
 
 class State:
-    """What is known of a module.
+    """Knowledge of a module, kept in its attributes.
 
     Attributes:
         formula: what the module computes, in the words of the rule that recognised it.

@@ -1,1 +1,1 @@
-"""What models keep of the tokens so far: the layers of their caches, the memory of these, kept prompts."""
+"""Caches of the tokens so far: their layers, the memory of these, kept prompts."""

@@ -98,7 +98,7 @@ def extended(
 
 
 def slots_behind(held: Any, new: Tensor) -> Tensor | None:
-    """What is held, and the room for new tokens behind it; None where there is none."""
+    """View of the held tokens and of the room for new ones behind them; None where there is none."""
     memory: Any = getattr(held, MEMORY, None)
     if memory is None or not may_grow() or not _alike(held, new):
         return None
@@ -190,7 +190,7 @@ COUNTS_HOLDERS = counts_holders()
 def copied(states: Tensor, room: int) -> Tensor:
     """A copy with room for `room` more tokens."""
     tokens = states.shape[-2]
-    memory = _changed(states, lambda part: part.new_empty((*part.shape[:-2], tokens + room, part.shape[-1])))
+    memory = changed(states, lambda part: part.new_empty((*part.shape[:-2], tokens + room, part.shape[-1])))
     _write(memory, 0, (states,), (states.shape[-1],))
     return view_of(memory, 0, tokens)
 
@@ -237,14 +237,14 @@ def with_room(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     """Applies `change` to a tensor and to the room behind it."""
     memory: Tensor | None = getattr(tensor, MEMORY, None)
     if memory is None:
-        return _changed(tensor, change)
-    return view_of(_changed(memory, change), start_of(tensor), tensor.shape[-2])
+        return changed(tensor, change)
+    return view_of(changed(memory, change), start_of(tensor), tensor.shape[-2])
 
 
-def _changed(states: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
+def changed(states: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
     return states.map(change) if isinstance(states, QuantizedStates) else change(states)
 
 
 def compact(value: Any) -> Any:
-    """What is saved of a value: a view is saved without the rest of its memory."""
+    """Value to save: a view is saved without the rest of its memory."""
     return value.clone(memory_format=torch.contiguous_format) if hasattr(value, MEMORY) else value

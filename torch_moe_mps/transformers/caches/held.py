@@ -1,4 +1,4 @@
-"""What a rule may ask of a layer of a cache that grows in place.
+"""Questions that a rule may ask of a layer of a cache that grows in place.
 
 `cache` has such layers; of any other a rule asks what transformers' own code does. Shapes: B sequences, S
 tokens that are held, T new ones. A method that writes nothing itself gives slots: what is held with room for
@@ -32,10 +32,12 @@ class HeldPools(HeldIndex):
 
     Attributes:
         indexer_keys: [B, S, D], or what transformers starts with.
+        pools: the rows that are held, or None: they are made again of the keys.
         is_padded: whether any sequence has had padding, as the indexer notes; None where nothing is noted.
     """
 
     indexer_keys: Any
+    pools: Any = None
     is_padded: bool | None = None
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:

@@ -63,7 +63,7 @@ _MADE_AGAIN = ("pools", "is_in_order")  # what a copy of a layer makes again
 
 
 class Made(CacheLayerMixin):
-    """What our layers of a cache share: copies and pickles are without the spare room.
+    """Base of our layers of a cache: copies and pickles are without the spare room.
 
     Attributes:
         plain: the class of transformers that it does the same as.
@@ -169,7 +169,6 @@ class Growing(Made, DynamicLayer):
 class GrowingIndexed(DynamicIndexedLayer, Growing, HeldPools):
     """A layer that holds all tokens, and the keys of an indexer."""
 
-    pools: Any = None  # rows that stand for several keys, which their indexer makes
     rate = 0  # of pools
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:

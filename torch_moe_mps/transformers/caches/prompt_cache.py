@@ -228,7 +228,7 @@ def fingerprint(model: PreTrainedModel) -> str:
 
 
 def _key(model: PreTrainedModel) -> dict[str, Any]:
-    """What a cache is computed by."""
+    """Everything that decides the values of a cache: weights, dtype, device, versions."""
     return {
         "model": fingerprint(model),
         "dtype": str(model.dtype),
@@ -287,7 +287,7 @@ def _stored(value: Any, tensors: dict[str, Tensor]) -> Any:
 
 
 def _reader(tensors: Mapping[str, Tensor], device: torch.device) -> Callable[[Any], Any]:
-    """What turns JSON of `_stored` into the value."""
+    """Function that turns JSON of `_stored` into the value."""
 
     def read(stored: Any) -> Any:
         if not isinstance(stored, dict):

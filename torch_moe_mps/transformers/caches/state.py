@@ -1,4 +1,4 @@
-"""What the layers of a cache hold from call to call, by name.
+"""State that the layers of a cache hold from call to call, by name.
 
 transformers' layers, and ours that stand in for them, keep their state in their attributes: tensors, numbers,
 and dictionaries of such for layers of several states. Only this file knows that; whoever copies, saves,
@@ -52,6 +52,20 @@ class LayerState:
     def tensors(self) -> dict[Name, Tensor]:
         return {name: value for name, value in self.items() if isinstance(value, Tensor)}
 
+    def numbers(self) -> dict[Name, int]:
+        """Counts: of tokens, of entries, of a window."""
+        return {name: value for name, value in self.items() if type(value) is int}
+
+    def memory(self) -> int:
+        """Bytes of what is held, without the room behind it."""
+        held = chain.from_iterable(map(parts, self.tensors().values()))
+        return sum(part.nbytes for part in held)
+
+    def put(self, values: Mapping[Name, Any]) -> None:
+        """Gives the layer other values in place of those of these names."""
+        for (dictionary, key), value in values.items():
+            (self._held if dictionary == OWN else self._held[dictionary])[key] = value
+
     def replace(self, values: Mapping[str, Any]) -> None:
         """Gives the layer these attributes, as `values` returns them, and leaves it no others."""
         self._held.clear()
@@ -87,7 +101,7 @@ def copy_of_cache(cache: Any, layers: list[Any]) -> Any:
 
 
 def attributes_of(cache: Cache) -> dict[str, Any]:
-    """What a cache itself holds: its layers and lists of states beside them, and settings."""
+    """Attributes of a cache itself: its layers and lists of states beside them, and settings."""
     return cache.__dict__
 
 

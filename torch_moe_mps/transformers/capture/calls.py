@@ -93,7 +93,7 @@ class _Kind:
 
 
 class Captures:
-    """What a model knows of its calls: counts, and programs of those that repeat.
+    """Counts of a model's calls, and programs of those that repeat.
 
     Attributes:
         programs: the one that ran last is the first.
@@ -132,7 +132,7 @@ class Captures:
         self.programs, self._kinds, self.reason = [], Bounded(_MOST_KINDS), reason
 
     def call(self, model: nn.Module, own: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-        """What `own`, the model's forward, returns for these arguments."""
+        """Result of `own`, the model's forward, for these arguments."""
         with self._entering:
             self._inside += 1
         try:
@@ -360,6 +360,7 @@ def _symbols(reading: Reading, kind: _Kind) -> tuple[dict[int, int], list[int], 
     """
     rows = set() if kind.fixes_rows else reading.rows
     assumed = rows if rows.isdisjoint(kind.varied) else set()
+    assumed |= reading.starts if rows else set()  # which move on when a row leaves that was the longest
     changing = {position: reading.numbers[position] for position in reading.growing | assumed} | kind.varied
     groups: dict[tuple[int, int, bool, bool, bool], int] = {}
     symbol: dict[int, int] = {}
@@ -427,7 +428,7 @@ def restore_calls(model: nn.Module) -> None:
 
 
 def captures_of(model: nn.Module) -> Captures | None:
-    """Of the first model in a module that captures its calls."""
+    """Captures of the first model in a module that captures its calls."""
     return next((m.__dict__[CAPTURES] for m in model.modules() if CAPTURES in m.__dict__), None)
 
 
@@ -444,7 +445,7 @@ def tokens_of(model: nn.Module) -> Callable[[], str | None]:
 
 
 def operators_of_calls(model: nn.Module) -> set[str]:
-    """What `generate` of a model runs beside the model."""
+    """Operators that `generate` of a model runs beside the model."""
     classes = [vars(type(module)) for module in model.modules()]
     return {OPERATOR} if any(_MARK in members and "_sample" in members for members in classes) else set()
 

@@ -1,4 +1,4 @@
-"""What a call of a model exchanges with other processes, which a captured call does around its program."""
+"""Exchange of a model's call with other processes, which a captured call does around its program."""
 
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -21,7 +21,7 @@ class Exchange(Protocol):
     def record(
         self, run: Callable[[], Any], as_input: Callable[[Tensor], Tensor]
     ) -> tuple[Any, list[Tensor | None], Any]:
-        """What a call that is being captured returns, what it would have sent, and what calls like it share.
+        """Result of a call that is captured, the tensors it would have sent, and what calls like it share.
 
         `as_input` gives an input of the captured call that is like a tensor.
         """

@@ -1,4 +1,4 @@
-"""What a recorded call of a model rests on, compared in one go before each token.
+"""Everything that a recorded call of a model rests on, compared in one go before each token.
 
 A recording holds what a library's code did with the model's modules, their attributes, configs, classes and
 files; own_code.py keeps others out. All of them are objects of Python, nearly all dictionaries:
@@ -38,7 +38,7 @@ from ..graphs.tracing import NotCapturable
 from .own_code import is_of_library
 
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks")
-# What every module has besides them, and no forward without gradients reads.
+# Attributes that every module has, and no forward without gradients reads.
 _UNREAD = (
     "_backward_hooks",
     "_backward_pre_hooks",
@@ -95,7 +95,7 @@ class Fingerprint:
         _note_first(classes, files)
         self._copies = [(each, each.copy()) for each in reached.containers if isinstance(each, (dict, list))]
         held = [*hooks, *_members(classes), *files, *reached.containers]
-        # An empty one alone of other kinds: the order of those is no part of their entries.
+        # Subclasses of dict only while empty: the order of an OrderedDict is no part of its entries.
         entries = [each for each in held if type(each) is dict or (isinstance(each, dict) and not each)]
         known = set(map(id, entries))
         self._entries = _Entries(sorted(entries, key=id))  # as they lie in memory
@@ -122,7 +122,7 @@ class Fingerprint:
 
 
 class _Contents:
-    """What containers held."""
+    """Contents that containers had."""
 
     def __init__(self, containers: list[Any]) -> None:
         self._containers = containers
@@ -138,7 +138,7 @@ class _Contents:
 
 
 class _Entries(_Contents):
-    """What dictionaries held: the same objects for C++, or equal ones."""
+    """Contents that dictionaries had: the same objects for C++, or equal ones."""
 
     def __init__(self, dictionaries: list[dict[Any, Any]]) -> None:
         super().__init__(dictionaries)
@@ -180,7 +180,7 @@ def note_change() -> None:
 
 
 def forbidden() -> str | None:
-    """What around a call keeps it from running as a program; None if nothing does."""
+    """Reason around a call that keeps it from running as a program; None if there is none."""
     if torch.is_grad_enabled():
         return "gradients are on: torch.no_grad() lets a token be one call"
     if torch._C._is_any_autocast_enabled():
@@ -231,7 +231,7 @@ def _values(container: Any) -> Iterable[Any]:
 
 
 class _Reached:
-    """What a model leads to, except through tensors, classes and what functions find by name.
+    """Objects that a model leads to, except through tensors, classes and names that functions look up.
 
     Attributes:
         containers: objects that may change.
@@ -302,7 +302,7 @@ def _note_first(classes: Iterable[type], files: Iterable[Any]) -> None:
 
 
 def _files(classes: Iterable[type]) -> Iterator[Any]:
-    """What the files of libraries' classes have by name, and those of the functions that they import."""
+    """Names in the files of libraries' classes, and in those of the functions that they import."""
     names = {cls.__module__ for cls in classes if not _is_of(cls.__module__, _UNWATCHED)}
     packages = tuple({name.partition(".")[0] for name in names})
     of_names = (vars(sys.modules.get(name, types)) for name in names)

@@ -1,4 +1,4 @@
-"""Whose code a call of a model runs: a library's, or a user's own.
+"""Distinction whether a call of a model runs a library's code alone, or a user's own.
 
 What a library's code has read changes when somebody gives the model, its classes or the library's files other
 values, which the fingerprint sees. A user's own code reads whatever his program changes from token to token,

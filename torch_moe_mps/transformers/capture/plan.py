@@ -36,7 +36,7 @@ class Taken(NamedTuple):
 
 
 class _Places:
-    """What the dictionaries of a cache and of masks hold in every call, read in one go."""
+    """Entries that the dictionaries of a cache and of masks have in every call, read in one go."""
 
     def __init__(self, entries: list[list[Entry]], sizes: list[int], symbol: dict[int, int]) -> None:
         self._sizes = sizes

@@ -29,7 +29,7 @@ def importance_for(
     source: Source,
     load: Callable[[bool], Any],
 ) -> Importance:
-    """What an argument gives: importance, a file of it, a text, or "auto" for the built-in text.
+    """Importance that an argument asks for: itself, a file of it, a text, or "auto" for the built-in text.
 
     Args:
         function: for errors.

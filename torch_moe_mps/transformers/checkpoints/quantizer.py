@@ -121,7 +121,7 @@ class Quantizer(HfQuantizer):
         return torch.get_default_dtype() if dtype is None else dtype
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Dense]:
-        """Of a GGUF file, whose names become the model's."""
+        """State of a GGUF file, whose names become the model's."""
         return dense_state(checkpoint_file, model, self._stream().wanted)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
@@ -220,7 +220,8 @@ class Quantizer(HfQuantizer):
 
     @property
     def is_trainable(self) -> bool:
-        return False
+        """Whether adapters on its layers can be trained."""
+        return True
 
     @property
     def is_compileable(self) -> bool:
@@ -228,7 +229,7 @@ class Quantizer(HfQuantizer):
 
 
 def _of_gguf(config: Any, **kwargs: Any) -> HfQuantizer:
-    """What reads a GGUF file: packed, or quantised again as the config asks."""
+    """Quantizer that reads a GGUF file: packed, or quantised again as the config asks."""
     return (Quantizer if isinstance(config, QuantizationConfig) else GgufQuantizer)(config, **kwargs)
 
 
@@ -259,7 +260,7 @@ def _keep_float32(model: Any) -> None:
 
 
 def layout_of(config: QuantizationConfig, model: Any, files: list[str]) -> Layout:
-    """What a quantised checkpoint has of a model.
+    """Layout of a quantised checkpoint, by its config.
 
     Raises: ValueError for tensors, or names in the config, that do not fit the model.
     """
@@ -278,7 +279,7 @@ def quantizer_for(
     requantize: bool,
     importance: Importance | None = None,
 ) -> Quantizer | GgufQuantizer | None:
-    """What quantises a checkpoint, or reads it as quantised; None for neither: FP8 without a recipe is dense.
+    """Quantizer that a checkpoint, dense or quantised, needs; None for none: FP8 without a recipe is dense.
 
     `model` is on the meta device.
 

@@ -1,4 +1,4 @@
-"""What is known of a checkpoint before its weights are read."""
+"""Knowledge of a checkpoint before its weights are read."""
 
 import copy
 from collections.abc import Mapping
@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     CONFIG_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -43,11 +44,13 @@ _TOKENIZERS = (
 )  # fmt: skip
 _WHERE = ("cache_dir", "local_files_only", "revision", "subfolder", "token")
 # What code of models raises for a config in which a value is missing, or is one that it cannot compute with.
-NO_MODEL = (ArithmeticError, AttributeError, LookupError, TypeError)
+NO_MODEL = (ArithmeticError, AssertionError, AttributeError, LookupError, TypeError)
 
 
 def _wrong_config(expected: str, error: Exception) -> ValueError:
-    got = f"one that raises {type(error).__name__}: {first_line(error)}"
+    strict = isinstance(error, StrictDataclassError)  # its second line says what is wrong
+    reason = " ".join(str(error).split()) if strict else first_line(error)
+    got = f"one that raises {type(error).__name__}: {reason}"
     return ValueError(f"moe_mps::from_pretrained: the config must be {expected}, got {got}")
 
 
@@ -70,7 +73,7 @@ def read_tokenizer(path: str, gguf: str | None, trust_remote_code: bool) -> Any:
 
 
 class Source:
-    """What the config of a checkpoint says.
+    """Source of a model: a checkpoint, by its config.
 
     Args:
         name: a folder, a name on the Hub, or a GGUF file.
@@ -105,7 +108,7 @@ class Source:
                 config_class = getattr(model_class, "config_class", None) or _config_class(str(path), given)
             try:
                 self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **given)
-            except (AttributeError, KeyError, TypeError) as error:  # of a field that it lacks, or got wrong
+            except (*NO_MODEL, StrictDataclassError) as error:  # of a field that it lacks, or got wrong
                 raise _wrong_config("one that transformers reads", error) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
             self.others = {key: value for key, value in self.others.items() if key in kept}

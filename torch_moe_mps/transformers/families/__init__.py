@@ -12,7 +12,7 @@ from torch import fx, nn
 
 from ..graphs.passes import Place
 from ..modules.rules import ModuleRule
-from ..modules.rules.recurrent_layers import Form
+from ..modules.rules.recurrent_layers import LayerKind
 
 
 class Family(NamedTuple):
@@ -35,7 +35,7 @@ class Family(NamedTuple):
     """
 
     rules: tuple[ModuleRule, ...] = ()
-    recurrent_layers: tuple[Form, ...] = ()
+    recurrent_layers: tuple[LayerKind, ...] = ()
     growing_class: Callable[[Any], Any] | None = None
     layer_hook: Callable[[nn.Module], None] | None = None
     needs_our_kernel: Callable[[nn.Module], bool] | None = None

@@ -108,7 +108,7 @@ def _fuse(root: fx.Node, end: fx.Node, found: Bound, new: ast.expr, results: dic
 
 
 class _New:
-    """What takes the place of a formula, in front of a node."""
+    """Calls that take the place of a formula, in front of a node."""
 
     def __init__(self, found: Bound, before: fx.Node, dtype: Any, results: dict[Any, Any]):
         self._found, self._before, self._dtype, self._results = found, before, dtype, results

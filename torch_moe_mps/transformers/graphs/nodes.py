@@ -14,7 +14,7 @@ from .tracing import ITEM, VALUE, as_recorded, geometry, sampled
 
 aten, ours = torch.ops.aten, torch.ops.moe_mps
 
-# What gives a tensor another shape, with the same elements in the same order.
+# Operators that give a tensor another shape, with the same elements in the same order.
 _RESHAPING = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.alias, aten.detach)
 
 # Views whose schemas promise new tensors.
@@ -102,7 +102,7 @@ def can_view(tensor: Tensor, shape: Any) -> bool:
 
 
 def readers(value: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """What reads a value in any shape: (reader, the value in the shape that it reads)."""
+    """Readers of a value in any shape: (reader, the value in the shape that it reads)."""
     for user in value.users:
         if is_call(user, *_RESHAPING):
             yield from readers(user)
@@ -158,7 +158,7 @@ def memory_of(value: fx.Node) -> fx.Node:
 
 
 def shown(value: fx.Node) -> Iterator[fx.Node]:
-    """What a value is a view of, one after the other."""
+    """Values that a value is a view of, from the nearest to the first."""
     while True:
         call: Any = value.args[0] if value.target is ITEM else value
         name = _signature(call.target).viewed if call.op == "call_function" else None

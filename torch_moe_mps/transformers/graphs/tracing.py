@@ -42,7 +42,7 @@ class Number:
 
     @property
     def expression(self) -> Any:
-        """Of sympy."""
+        """The number as sympy has it."""
         return self.value.node.expr
 
     def __repr__(self) -> str:
@@ -110,7 +110,7 @@ class _Symbols(ShapeEnv):
 
 
 class _Like:
-    """What a fake tensor is like, for others without its mode.
+    """Likeness of a fake tensor, from which others are made without its mode.
 
     Attributes:
         plain: a meta tensor like it, made for the second one.
@@ -249,7 +249,7 @@ class Recorder(TorchDispatchMode):
         return as_recorded(value)
 
     def _result(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
-        """What an operator gives: as of an equal call before, of which layers and modules have many."""
+        """Result of an operator, taken from an equal call before: layers and modules make many of these."""
         if func._schema.is_mutable and func.namespace != "moe_mps":  # it may change a tensor's shape
             self._keys = {}
             return func(*args, **kwargs)
@@ -338,7 +338,7 @@ def geometry(tensor: Tensor) -> tuple[Any, Any, Any]:
 
 
 def key_of(value: Any) -> Any:
-    """What operators see of an argument, given or recorded: hashable, and equal for what they see alike."""
+    """Key of an argument, given or recorded: hashable, and equal where operators see no difference."""
     value = as_given(value)
     if isinstance(value, Tensor):
         return value.dtype, value.device, *map(key_of, geometry(value))

@@ -24,6 +24,9 @@ from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
+# The attribute of quantised experts with what adapters add to the product of a projection during a call:
+# {projection: [function of the product's input and the ids]}.
+ADDED = "_moe_mps_added"
 _NOT_REWRITTEN = (None, None)
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
@@ -71,6 +74,13 @@ def _activation_traced(module: Any) -> Activation | None:
         return None if found is None or found.gated != module.has_gate else found
 
     return everywhere(ask, ((7,), (1,), (70_001,)))
+
+
+def shape_of(module: Experts, projection: str) -> tuple[int, int, int]:
+    """[experts, rows, columns] of a stack of quantised experts; gate and up projections are one stack."""
+    packed = getattr(module, _PACKED[projection][0])
+    rows = packed.shape[1] if projection == "down_proj" else _width_between(module)
+    return packed.shape[0], rows, formats_of(module)[projection].columns(packed.shape[2])
 
 
 def _width_between(module: Any) -> int:
@@ -204,7 +214,7 @@ def _activation(module: nn.Module) -> tuple | None:
 
 
 def activation_arguments(activation: tuple) -> dict[str, Any]:
-    """As arguments of the operators, without their defaults: the dispatcher takes time for each."""
+    """Arguments of the operators for an activation, without defaults: the dispatcher takes time for each."""
     name, alpha, limit, gated, interleaved = activation
     arguments: dict[str, Any] = {}
     if name != "silu":
@@ -257,11 +267,6 @@ def experts_forward(
     """The forward that transformers calls for experts_implementation="moe_mps"."""
     inputs = (hidden_states, top_k_weights)
     if self.__dict__.get("quantization") is not None:  # getattr of a missing attribute is slow on modules
-        if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-            raise NotImplementedError(
-                f"moe_mps: {type(self).__name__} has quantised experts, without gradients; "
-                "use torch.no_grad()"
-            )
         return _quantized_forward(self, hidden_states, top_k_index, top_k_weights)
     first = self.gate_up_proj if self.has_gate else self.up_proj
     own = runs_own_code(self, *inputs) or _activation_is_observed(self)
@@ -278,7 +283,10 @@ def experts_forward(
 
 
 def _quantized_forward(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    in_steps = self.__dict__.get("up_quantization") is not None or _activation_is_observed(self)
+    own = self.__dict__
+    in_steps = own.get("up_quantization") is not None or own.get(ADDED) or _activation_is_observed(self)
+    if torch.is_grad_enabled() and (x.requires_grad or weights.requires_grad):
+        in_steps = True  # gradients reach the inputs of each of the steps
     activation = None if in_steps else _activation(self)
     if activation is None:
         return _in_steps(self, x, ids, weights)
@@ -323,7 +331,8 @@ def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tenso
         ops.expert_qmm(x, *_packed(self, name), ids, formats[name].name, own)
         for name, own in zip(names, biases, strict=True)
     ]
-    return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+    out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+    return sum((add(x, ids) for add in self.__dict__.get(ADDED, {}).get(projection, ())), out)
 
 
 def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:

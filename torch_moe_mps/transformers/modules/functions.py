@@ -16,7 +16,7 @@ from ..basics.report import Done
 
 
 class InPlace(NamedTuple):
-    """What runs in the place of a function: called like that, and what a report says of it."""
+    """Replacement of a function, called as that one is, and the words of a report for it."""
 
     run: Callable
     done: Done

@@ -127,7 +127,7 @@ def has_quantized_weights(module: nn.Module) -> bool:
 
 
 def kept_on_cpu(model: nn.Module) -> str | None:
-    """What the report says of quantised weights on a CPU; None without any."""
+    """Line of the report about quantised weights on a CPU; None without any."""
     values: dict[int, int] = {}  # {id of the words: how many values}
     for module in model.modules():
         for name, format in formats_in(module).items():
@@ -170,7 +170,7 @@ def _parameter(tensor: Tensor) -> nn.Parameter:
 
 
 class QuantizedLinear(QuantizedLayer):
-    """nn.Linear on `torch.ops.moe_mps.linear_quantized`, for inference.
+    """nn.Linear on `torch.ops.moe_mps.linear_quantized`; gradients reach its input and its bias.
 
     Attributes: those of QuantizedLayer with out_features rows and in_features columns, and `bias`
         [out_features] or None.
@@ -191,10 +191,6 @@ class QuantizedLinear(QuantizedLayer):
         return self.rows
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() and x.requires_grad:
-            raise NotImplementedError(
-                "moe_mps: a quantised linear layer is without gradients; use torch.no_grad()"
-            )
         if torch._C._is_any_autocast_enabled() and torch.is_autocast_enabled(x.device.type):
             x = x.to(torch.get_autocast_dtype(x.device.type))
         return self.product(x)

@@ -40,19 +40,26 @@ _LAST = (slice(None), -1)
 
 
 class Sampling:
-    """Stands for the processors of a call of `generate`, and draws its tokens."""
+    """Stands for the processors of a call of `generate`, and draws its tokens.
+
+    Attributes:
+        others: the processors that `sample_` does not know, which come first.
+        known: those that it knows.
+        draws: whether tokens are drawn; otherwise each is the likeliest.
+        end: a token, for logits without a distribution.
+    """
 
     def __init__(self, processors: LogitsProcessorList, config: Any):
         first = len(processors)
         while first and _is_known(processors[first - 1], processors[first : first + 1]):
             first -= 1
-        self._others, self.known = (
+        self.others, self.known = (
             LogitsProcessorList(part) for part in (processors[:first], processors[first:])
         )
         self.draws = bool(config.do_sample)
         end = config.eos_token_id
         ends = end.flatten().tolist() if isinstance(end, Tensor) else end
-        self._end = next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
+        self.end = next(iter(ends), 0) if isinstance(ends, (list, tuple)) else ends or 0
         self._invalid: Tensor | None = None
 
     def take(self, outputs: Any) -> None:
@@ -62,8 +69,8 @@ class Sampling:
             outputs["logits"] = _Steps(self, logits)
 
     def __call__(self, input_ids: Tensor, scores: Any) -> Any:
-        if self._others:
-            scores = self._others(input_ids, scores.elements() if isinstance(scores, _Steps) else scores)
+        if self.others:
+            scores = self.others(input_ids, scores.elements() if isinstance(scores, _Steps) else scores)
         return _Steps(self, scores.logits if isinstance(scores, _Steps) else scores, _SCORES)
 
     def draw(self, logits: Tensor) -> Tensor | None:
@@ -72,14 +79,20 @@ class Sampling:
         None where the operator does not draw it. Processors may change from token to token, so each token
         asks them for their arguments.
         """
-        if logits.shape[1] > MAX_VOCABULARY or not all(map(_is_plain, self.known)):
+        arguments = self.arguments()
+        if logits.shape[1] > MAX_VOCABULARY or arguments is None:
             return None
         draws = torch.empty(logits.shape, dtype=torch.float32, device=logits.device).exponential_()
         if self._invalid is None:
             self._invalid = torch.zeros(len(logits), dtype=torch.int32, device=logits.device)
-        end = self._end if 0 <= self._end < logits.shape[1] else 0
-        arguments = {_KNOWN[type(each)]: getattr(each, _KNOWN[type(each)]) for each in self.known}
-        return sample_(logits, draws, self._invalid, **arguments, otherwise=end)
+        end = self.end if 0 <= self.end < logits.shape[1] else 0
+        return sample_(logits, draws, self._invalid, **dict(arguments), otherwise=end)
+
+    def arguments(self) -> tuple[tuple[str, Any], ...] | None:
+        """Arguments of `sample_` for the known processors; None where it does not take them."""
+        if not all(map(_is_plain, self.known)):
+            return None
+        return tuple((_KNOWN[type(each)], getattr(each, _KNOWN[type(each)])) for each in self.known)
 
     def require_distributions(self) -> None:
         """Raises: RuntimeError if a token had no distribution to be drawn from."""
@@ -94,8 +107,9 @@ _CURRENT: ContextVar[Sampling | None] = ContextVar("moe_mps_sampling", default=N
 
 
 class _Steps:
-    """What `generate` makes of a model's logits, step by step, of which nothing is made if all that is asked
-    is a token of each row. Whatever else is asked of it gets elements.
+    """Logits of a model and the values that `generate` makes of them, step by step.
+
+    None of these is computed if all that is asked for is a token of each row; anything else gets elements.
 
     No subclass of Tensor: each operator of one costs the host 20 us.
 
@@ -137,7 +151,7 @@ class _Steps:
         return func(*args, **kwargs)
 
     def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operator gives that needs no elements; None if it needs them."""
+        """Result of an operator that needs no elements; None if it needs them."""
         stage, logits, sampling = self.stage, self.logits, self.sampling
         given = {name: value for name, value in kwargs.items() if name != "_stacklevel" and value is not None}
         if func is softmax and stage == _SCORES and (args, given) == ((), {"dim": -1}) and sampling.draws:
@@ -170,14 +184,16 @@ def _is_plain(processor: Any) -> bool:
 
 
 def current() -> Sampling | None:
-    """Of the call of `generate` that this thread is in."""
+    """The sampling of the call of `generate` that this thread is in."""
     return _CURRENT.get()
 
 
 @contextlib.contextmanager
 def sampling(processors: Any, config: Any, device: torch.device) -> Iterator[Any]:
-    """What stands for the processors of logits inside the block: they themselves where transformers' own code
-    draws the tokens, because their scores are wanted or the operator has failed the self-check.
+    """Stand-in for the processors of logits inside the block.
+
+    They are left as they are where transformers' own code draws the tokens: where scores are wanted, or the
+    operator has failed the self-check.
 
     Raises: RuntimeError at the end if a token had no distribution.
     """

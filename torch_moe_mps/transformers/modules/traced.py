@@ -1,4 +1,4 @@
-"""What a module computes, as operators: its own forward, recorded on fake tensors.
+"""Operators that a module computes: its own forward, recorded on fake tensors.
 
 No source is read, so it does not matter how a forward is written, decorated or inherited. The forward runs on
 a twin of the module: without hooks, in evaluation mode, with fake tensors for parameters and buffers. The
@@ -48,7 +48,7 @@ _seen: ContextVar[dict[Path, Any] | None] = ContextVar("moe_mps_seen", default=N
 
 
 class Traced(NamedTuple):
-    """What a forward gave for its inputs: nodes in place of tensors. Nothing in the graph is written.
+    """Results of a forward for its inputs: nodes in place of tensors. Nothing in the graph is written.
 
     `called`: the paths of the children that ran, without quantised layers.
     """
@@ -166,7 +166,7 @@ class _Watch:
         return self.stand_in(value, path)
 
     def stand_in(self, value: Any, path: Path) -> Any:
-        """What a forward sees in place of a value."""
+        """Value that a forward sees in place of a real one."""
         if _is_constant(value):
             return value
         if path not in self._stand_ins:
@@ -286,7 +286,7 @@ def _parts(value: functools.partial) -> tuple:
 
 
 def _described(value: Any) -> Any:
-    """What traces of two modules are the same for, if they have it in common."""
+    """Key of a value: two modules with equal keys have the same trace."""
     if isinstance(value, (Tensor, LazyWeight)):
         return tuple(value.shape), value.dtype, value.device.type
     if isinstance(value, nn.Module):
@@ -311,11 +311,12 @@ def path_of(value: Any) -> str | None:
     return value.meta.get(PATH) if isinstance(value, fx.Node) else None
 
 
-def takes(module: nn.Module, inputs: int) -> bool:
-    """Whether a forward has this number of arguments, which may be given by their places."""
+def names_of_inputs(module: nn.Module) -> tuple[str, ...] | None:
+    """Names of a forward's arguments; None where one cannot be given by its place."""
     arguments = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
-    return len(arguments) == inputs and all(
-        each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD) for each in arguments
+    by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return (
+        tuple(each.name for each in arguments) if all(each.kind in by_place for each in arguments) else None
     )
 
 
@@ -327,7 +328,7 @@ def everywhere(
     shapes: tuple[Sizes, ...] = SIZES,
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Found | None:
-    """What is found for inputs of all these shapes and dtypes; None if they differ in it."""
+    """Result that inputs of all these shapes and dtypes share; None if they differ in it."""
     found = ask(shapes[0], dtypes[0])
     if found is None:  # as for most modules
         return None

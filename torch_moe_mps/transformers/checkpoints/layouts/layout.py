@@ -17,7 +17,7 @@ from ..quantize.weights import take_stored
 
 
 class Layout:
-    """What a checkpoint has of a model; this one has nothing.
+    """Contents of a checkpoint, as parts of a model; this one has nothing.
 
     Attributes:
         targets: {name: target} of what stays quantised, and was not taken yet.

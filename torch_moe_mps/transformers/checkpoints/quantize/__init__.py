@@ -1,1 +1,1 @@
-"""Which weights are quantised, in which formats, and how."""
+"""Quantises weights: the recipe that names them, their formats, their importance, and their sizes."""

@@ -65,7 +65,7 @@ class Importance:
         save_file({name: mean.contiguous() for name, mean in self.means.items()}, file, metadata)
 
     def digest(self) -> str:
-        """Of the means."""
+        """Digest of the means."""
         found = hashlib.sha256()
         for name in sorted(self.means):
             found.update(name.encode())
@@ -232,7 +232,7 @@ class _Sums:
 
 
 def _hook(target: Target, into: dict[str, _Sums]) -> Callable[..., None]:
-    """What counts the inputs of a layer, or of experts."""
+    """Hook that counts the inputs of a layer, or of experts."""
     if target.kind == "experts":
         for parameter in target.parameters:
             into[target.path(parameter)] = _Sums()

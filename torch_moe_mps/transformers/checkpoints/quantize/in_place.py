@@ -118,7 +118,7 @@ LOADED: list[Callable[[Any], object]] = []
 
 
 def finish_loading(model: Any) -> None:
-    """Of a model that has its quantised weights, which have no backward."""
+    """Finish a loaded quantised model: no gradients, marked for saving, accelerated."""
     from ..write.saving import mark_quantized
 
     model.requires_grad_(False)

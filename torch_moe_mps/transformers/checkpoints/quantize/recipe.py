@@ -1,4 +1,4 @@
-"""Which weights of a model are quantised, and in which format."""
+"""Recipes: the weights of a model that are quantised, and their formats."""
 
 import inspect
 from collections.abc import Collection, Mapping

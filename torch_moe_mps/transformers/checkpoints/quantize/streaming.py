@@ -121,7 +121,7 @@ class QuantizeParameters(ConversionOps):
         return input_dict
 
     def after(self, converters: list) -> list:
-        """Those converters, of which each hands on what it makes."""
+        """Copies of the converters, which hand what they make to this operation."""
         return [
             each.copy(
                 [*each._original_source_patterns],

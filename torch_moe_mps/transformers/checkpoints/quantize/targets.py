@@ -72,12 +72,12 @@ class Target:
         return projections(self.module) if self.kind == "experts" else ("weight",)
 
     def path(self, parameter: str) -> str:
-        """What recipes call a parameter: the matrices of experts have names of their own."""
+        """Name that recipes have for a parameter: the matrices of experts have names of their own."""
         return f"{self.name}.{parameter}" if self.kind == "experts" else self.name
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights while they are dense."""
+        """Dtype of the weights while they are dense."""
         return getattr(self.module, self.parameters[0]).dtype
 
     @property
@@ -177,7 +177,7 @@ def quantizable(model: nn.Module) -> dict[str, Target]:
 
 
 def paths_of(targets: Mapping[str, Target]) -> list[str]:
-    """What recipes call all parameters that can be quantised."""
+    """Names that recipes have for all parameters that can be quantised."""
     return [target.path(parameter) for target in targets.values() for parameter in target.parameters]
 
 

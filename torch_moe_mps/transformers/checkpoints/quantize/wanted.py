@@ -1,4 +1,4 @@
-"""What a recipe asks of a checkpoint beyond what is stored there."""
+"""Wishes of a recipe beyond the formats that a checkpoint has."""
 
 from collections.abc import Callable, Mapping
 

@@ -150,7 +150,7 @@ class Parts:
 
     @property
     def report(self) -> QuantizationReport | None:
-        """What was quantised of a dense checkpoint."""
+        """Report of what was quantised of a dense checkpoint."""
         report = None if self._quantizer is None else self._quantizer.report
         if report is not None:
             report.bytes_after = bytes_a_token(self.model)

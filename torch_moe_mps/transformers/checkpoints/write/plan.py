@@ -1,4 +1,4 @@
-"""What a conversion will write: the format of each weight, and sizes, from shapes alone."""
+"""Plan of a conversion: the format of each weight, and sizes, from shapes alone."""
 
 from collections import defaultdict
 from collections.abc import Collection, Mapping

@@ -19,7 +19,7 @@ from ...caches.layers import growing_class
 from ...modules.experts import is_observed
 from ...modules.linears import GroupedLinear
 from ...modules.rules.constants import beside, constant
-from ...modules.rules.norms import is_norm
+from ...modules.rules.formulas import is_norm
 from ...modules.rules.rotary import is_fixed
 from ...modules.rules.trial import agrees, made_alike, verdict
 from .cache import GrowingCompressed

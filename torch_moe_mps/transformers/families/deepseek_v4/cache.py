@@ -23,7 +23,7 @@ class _Compresses(Protocol):
 
 
 def growing_layer(plain: Any) -> type | None:
-    """What grows in place for a class of layers that compresses keys."""
+    """Class that grows in place for a class of layers that compresses keys."""
     compresses = issubclass(plain, _Compresses) and not issubclass(plain, Made)
     return GrowingCompressed if compresses else None
 

@@ -25,7 +25,7 @@ _HALF = torch.bfloat16  # of hidden states in a trace, so that float32 in a resu
 
 
 class HashRouter(NamedTuple):
-    """What a router computes of hidden states and tokens.
+    """Formula of a router of hidden states and tokens.
 
     Attributes:
         inputs: the names of the two.

@@ -24,7 +24,7 @@ scale_norm_sums = Fusion(
 
 
 def gate_in_one(graph: fx.Graph) -> None:
-    """What _CHOICE chooses, with _WEIGHTS -> moe_gate"""
+    """Join the choice of _CHOICE and the weights of _WEIGHTS into moe_gate."""
     for weights in calls(graph, aten.mul):
         found = match(_WEIGHTS, weights)
         found = found and match(_CHOICE, found["T"], found)
@@ -42,7 +42,7 @@ def gate_in_one(graph: fx.Graph) -> None:
 
 
 def options_of_gate(router: fx.Node) -> dict[str, Any] | None:
-    """What experts take of a moe_gate in its place: its logits, of a call in front of it, and its options."""
+    """Logits, by a call in front of it, and options of a moe_gate, which experts take in its place."""
     if not is_call(router, ours.moe_gate) or arguments(router)["renormalize_after_scale"]:
         return None
     hidden, weight, norm, scale, top_k, eps, _ = arguments(router).values()

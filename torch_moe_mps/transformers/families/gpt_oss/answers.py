@@ -28,7 +28,7 @@ TEMPLATE = {
 
 
 def grammar(tools: list[Any], choice: Any, parallel: bool) -> Any:
-    """Of calls, of which xgrammar asks for none, behind what the model may think."""
+    """Grammar: optional reasoning, then at least one tool call; xgrammar's own form asks for none."""
     from xgrammar import get_model_structural_tag
     from xgrammar import structural_tag as forms
 

@@ -24,7 +24,7 @@ _SCALING = {"factor": "factor", "original_context_length": "original_max_positio
 def config(metadata: dict[str, Any], tensor_names: tuple[str, ...]) -> dict[str, Any]:
     named = GGUF_CONFIG_MAPPING["gpt_oss"].items()
     found = {name: metadata.get(f"{NAME}.{key}") for key, name in named if name not in (None, "rope_theta")}
-    # What files do not state is as in all models of the family.
+    # Values that files do not state are those of all models of the family.
     rope = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "factor": 32.0}
     rope |= {"original_max_position_embeddings": 4096, "rope_theta": metadata[f"{NAME}.rope.freq_base"]}
     stated = {name: metadata.get(f"{NAME}.rope.scaling.{key}") for key, name in _SCALING.items()}

@@ -21,7 +21,7 @@ from ...basics.state import original_class
 from ...modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
 
 _ATEN = torch.ops.aten
-# What a model does to its bias: each of these gives an element for each element.
+# Operators that a model applies to its bias: they give an element for each element.
 _OF_ELEMENTS = (_ATEN._to_copy.default, _ATEN.mul.Tensor)
 MOST_BYTES = 128 * 2**20  # of biases that a prompt has at a time
 

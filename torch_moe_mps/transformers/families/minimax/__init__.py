@@ -1,10 +1,10 @@
 """MiniMax-01: layers of lightning attention."""
 
-from ...modules.rules.recurrent_layers import SCAN, Form
+from ...modules.rules.recurrent_layers import SCAN, LayerKind
 from .. import Family
 from .layers import lightning_layer
 
 _CHILDREN = "qkv_proj", "output_gate", "norm", "out_proj"
 _OPERATORS = SCAN, "rms_norm_gated"
 _ARGUMENTS = "past_key_values", ("position_embeddings",)
-FAMILY = Family(recurrent_layers=(Form(_CHILDREN, lightning_layer, _OPERATORS, *_ARGUMENTS),))
+FAMILY = Family(recurrent_layers=(LayerKind(_CHILDREN, lightning_layer, _OPERATORS, *_ARGUMENTS),))

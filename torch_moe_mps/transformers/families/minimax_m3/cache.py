@@ -17,7 +17,7 @@ class _Indexes(Protocol):
 
 
 def growing_layer(plain: Any) -> type | None:
-    """What grows in place for a class of layers that has keys of an indexer."""
+    """Class that grows in place for a class of layers that has keys of an indexer."""
     is_own = issubclass(plain, _Indexes) and not issubclass(plain, Made)
     return GrowingBlocks if is_own and plain.update is DynamicLayer.update else None
 

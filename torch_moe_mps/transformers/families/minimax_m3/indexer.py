@@ -17,7 +17,7 @@ from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...caches.held import HeldIndex
 from ...modules.experts import NAME, is_observed
-from ...modules.rules.norms import is_norm, norm_arguments
+from ...modules.rules.formulas import is_norm, norm_arguments
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
 from ...modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
 

@@ -1,4 +1,4 @@
-"""What is done to a recorded graph before it becomes a program: patterns of operators that are one operator.
+"""Passes over a recorded graph before it becomes a program: they join patterns of operators into one.
 
 A pass is a function of the graph that finds a pattern and puts calls in its place. What it replaces is left
 without readers, and dropped. A pass may not change the order in which memory is read and written: it puts

@@ -120,7 +120,7 @@ def _linear_behind(value: fx.Node) -> fx.Node | None:
 
 
 def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.Node]]:
-    """What is made of a call's values by moving them alone; and those of these nodes that are read.
+    """Nodes that only move a call's values, with their values, and those of these nodes that are read.
 
     Where the rows of the call are a symbol, it stands for those of the values in what moves them.
     """

@@ -16,9 +16,9 @@ _UNARY = {getattr(aten, name): name for name in UNARY if name != "to"}
 _UNARY |= {aten._to_copy: "to", aten.clone: "to"}
 _BINARY = {aten.add: "add", aten.sub: "sub", aten.mul: "mul", aten.div: "div"}
 _BINARY |= {aten.maximum: "max", aten.minimum: "min"}
-# What changes neither the order of elements nor more than dimensions of one of them.
+# Views that only add, drop or repeat dimensions of size 1.
 _VIEWS = (aten.view, aten._unsafe_view, aten.unsqueeze, aten.squeeze, aten.expand, aten.alias, aten.detach)
-# {dimension of a value: that of the result by which it goes, None where it has one element}
+# For each dimension of a value, that of the result; None where the value has size 1 and is repeated.
 Dims = tuple[int | None, ...]
 
 
@@ -117,7 +117,7 @@ class _Group:
         return all(is_unchanged(each, node, self.root) for each in _operands(node) if is_node(each))
 
     def _sources(self, member: fx.Node) -> list[tuple[fx.Node, Dims]]:
-        """What a member computes with, before views, and how its dimensions go with the result's."""
+        """Inputs of a member, before views, and how their dimensions go with the result's."""
         found = [_before_views(each, self._dims(each, member)) for each in _operands(member) if is_node(each)]
         return [each for each in found if each[0].op == "call_function"]
 
@@ -180,7 +180,7 @@ class _Group:
 
 
 def _operands(call: fx.Node) -> list[Any]:
-    """What the places of an operation stand for."""
+    """Operands of an operation, in its order."""
     if is_call(call, aten.clamp):
         given = list(arguments(call).values())
         return [each for each in given if each is not None]
@@ -224,7 +224,7 @@ def _can_read(value: Any, call: fx.Node) -> bool:
 
 
 def _users(node: fx.Node) -> list[fx.Node]:
-    """What reads a value, through views."""
+    """Nodes that read a value, through views."""
     found = []
     for user in node.users:
         found += _users(user) if is_call(user, *_VIEWS) else [user]

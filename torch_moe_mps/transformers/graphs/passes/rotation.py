@@ -178,7 +178,7 @@ def _give(call: fx.Node, places: dict[str, fx.Node]) -> None:
 
 
 def _whole(call: fx.Node, part: fx.Node, result: fx.Node) -> tuple[fx.Node, fx.Node, bool] | None:
-    """Of a part of heads that turns: the whole [B, T, H, D], where it is joined, whether the part is its end.
+    """Whole [B, T, H, D] of a part of heads that turns, the node that joins it, whether the part is its end.
 
     None if the result is read elsewhere, or joined with something else than the columns beside it.
     """
@@ -231,7 +231,7 @@ def _norm_of(value: fx.Node, reader: fx.Node) -> _Norm | None:
 
 
 def _seen(x: fx.Node, view: fx.Node, before: fx.Node) -> fx.Node | None:
-    """What a view shows, of another value; None if that takes a copy, or the last dimension does not stay."""
+    """The same view of another value; None if that takes a copy, or the last dimension does not stay."""
     if not is_call(view, aten.transpose):
         return in_shape(x, view, before)
     _, *dims = arguments(view).values()

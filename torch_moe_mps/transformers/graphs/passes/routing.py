@@ -32,7 +32,7 @@ _EXPERTS = (
     ours.expert_mm,
     ours.expert_qmm,
 )
-# What an MLP and experts have to have in common.
+# Arguments that have to be equal for an MLP and experts.
 _ALIKE = ("format", "gate_up_bias", "down_bias", *Activation._fields, *InputNorm._fields)
 _ROUTERS = (ours.moe_router, ours.moe_gate, ours.moe_hash_router)
 # Functions of a router's call that give what `_options_of` does, for other routers than ours.

@@ -1,4 +1,4 @@
-"""What a recorded graph does not need: results that nobody reads, and views that change nothing.
+"""Removal from a recorded graph of results that nobody reads, and of views that change nothing.
 
 An operator that writes is never touched unless nothing reads its memory, nor one that draws random numbers.
 """
@@ -16,7 +16,7 @@ from ..tracing import ITEM, VALUE, Number, as_given, as_recorded, key_of
 
 _ONE = 1, (aten.ones, aten.ones_like, aten.new_ones)
 _ZERO = 0, (aten.zeros, aten.zeros_like, aten.new_zeros)
-# What changes nothing as an operand: a number, and the calls that make tensors of it.
+# {operator: (the number that changes nothing as an operand, the calls that make tensors of it)}
 _NEUTRAL: dict[Any, tuple[int, tuple[Any, ...]]] = {
     aten.mul: _ONE,
     aten.bitwise_and: _ONE,
@@ -80,7 +80,7 @@ def positions_in_one(graph: fx.Graph) -> None:
 
 
 def _sum(first: Any, second: Any) -> Any:
-    """Of two integers, which may differ from call to call; None for anything else."""
+    """Sum of two integers, which may differ from call to call; None for anything else."""
     if not isinstance(first, (int, Number)) or not isinstance(second, (int, Number)):
         return None
     return as_recorded(as_given(first) + as_given(second))
@@ -165,7 +165,7 @@ def _is_returned(value: fx.Node) -> bool:
 
 
 def _shown(view: Any) -> Iterator[fx.Node]:
-    """What a view is one of, one after the other."""
+    """Values that a view shows, from the nearest to the first."""
     while _is_tensor_view(view):
         view = view.args[0]
         yield view
@@ -187,7 +187,7 @@ def _is_never_read(memory: fx.Node) -> bool:
 
 
 def _showing(value: fx.Node) -> Iterator[fx.Node]:
-    """What takes a value, and what takes results that lie in its memory."""
+    """Users of a value, and users of results that lie in its memory."""
     for user in value.users:
         yield user
         if memory_of(user) is memory_of(value):

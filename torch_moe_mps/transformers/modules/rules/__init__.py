@@ -5,13 +5,11 @@ from typing import Any
 
 from ...basics.report import Done
 from ..functions import Rule
-from .gated_norm import rewrite_gated_norm
+from .formulas import gated_norm, layer_norm, rms_norm
 from .hyper_connection import rewrite_hyper_connection
-from .layer_norm import rewrite_layer_norm
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
 from .recurrent_layers import rewrite_recurrent_layer
-from .rms_norm import rewrite_rms_norm
 from .rope import rotation_in_place
 from .rotary import rewrite_rotary
 from .router import rewrite_router
@@ -21,9 +19,9 @@ ModuleRule = Callable[[Any], tuple[Callable, list[Done]] | None]
 # applies.
 MODULE_RULES: list[ModuleRule] = [
     rewrite_rotary,
-    rewrite_rms_norm,
-    rewrite_gated_norm,
-    rewrite_layer_norm,
+    rms_norm,
+    gated_norm,
+    layer_norm,
     rewrite_mlp,
     rewrite_recurrent_layer,
     rewrite_hyper_connection,

@@ -1,4 +1,4 @@
-"""What is made once: fixed numbers on each device, and what follows from tensors that all layers get."""
+"""Values that are made once: fixed numbers on each device, and results from tensors that all layers get."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ _held = Bounded(64)
 
 
 def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
-    """What `make` gives, held by its key as long as it has `count` rows or more.
+    """Result of `make`, held by its key as long as it has `count` rows or more.
 
     A fake tensor, as it is made while a token is captured, is not held.
     """
@@ -25,7 +25,7 @@ def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
 
 
 def beside(tensor: Tensor, name: str, make: Callable[[], Any]) -> Any:
-    """What `make` gives, which a tensor that all layers get keeps as an attribute of this name."""
+    """Result of `make`, kept as an attribute of this name of a tensor that all layers get."""
     found = getattr(tensor, name, None)
     if found is None:
         found = make()

@@ -20,7 +20,7 @@ _TENSORS = (("fn", "base", "scale"), ("hc_fn", "hc_base", "hc_scale"))
 
 
 class Mixing(NamedTuple):
-    """What a module that mixes streams computes.
+    """Formula of a module that mixes streams.
 
     Attributes:
         tensors: the names of its parameters.
@@ -34,7 +34,7 @@ class Mixing(NamedTuple):
 
 
 def connection_forward(module: nn.Module, hidden_streams: Tensor) -> Any:
-    """What a block reads; behind the weights post and comb, as far as the module has them."""
+    """Input of a block, behind the weights post and comb as far as the module has them."""
     mixing: Mixing = module.__dict__[STATE].formula
     tensors = map(module._parameters.get, mixing.tensors)
     x, post, comb, _ = ops.hyper_connection(hidden_streams, *tensors, **mixing.numbers)
@@ -60,7 +60,7 @@ def rewrite_hyper_connection(module: nn.Module) -> tuple[Callable, list[Done]] |
 
 
 def _mixing_of(module: Any, tensors: tuple[str, str, str], parts: int) -> Mixing | None:
-    """What a module computes, if it gives that for random numbers."""
+    """Formula of a module, if it gives the results of that for random numbers."""
     eps = getattr(module, "hc_eps", getattr(module, "eps", None))
     numbers = {
         "norm_eps": module.input_norm.eps,

@@ -146,7 +146,7 @@ def is_delta_rule(function: Callable) -> bool:
 
 
 def convolution_in_place(function: types.FunctionType) -> InPlace | None:
-    """What runs in the place of a causal convolution, of a step or of a prompt."""
+    """Replacement of a causal convolution, of a step or of a prompt."""
     if "conv" not in function.__name__:
         return None
     for is_one, run in ((is_causal_conv, causal_conv), (is_conv_of_prompt, causal_conv_of_prompt)):
@@ -156,7 +156,7 @@ def convolution_in_place(function: types.FunctionType) -> InPlace | None:
 
 
 def delta_rule_in_place(function: types.FunctionType) -> InPlace | None:
-    """What runs in the place of the recurrence, of one of steps or of one of chunks."""
+    """Replacement of the recurrence, of one of steps or of one of chunks."""
     takes = inspect.signature(function).parameters.keys() >= {"g", "beta", "initial_state"}
     if not takes or not is_delta_rule(function):
         return None

@@ -18,7 +18,7 @@ from ...graphs.patterns import linear_of, match, uncast
 from ...graphs.tracing import ITEM
 from ..experts import ACTIVATION_FORMS, activation_arguments, halves_of, is_observed, numbers_of
 from ..linears import QuantizedLinear
-from ..traced import Input, Sizes, Traced, everywhere, path_of, remembered, takes, trace
+from ..traced import Input, Sizes, Traced, everywhere, names_of_inputs, path_of, remembered, trace
 from .linear import join
 
 # The gate and the other half: of two layers, and of one.
@@ -49,7 +49,7 @@ class MlpFormula(NamedTuple):
 def mlp_formula(module: nn.Module) -> MlpFormula | None:
     """How a module of quantised layers computes an MLP, None if it is something else."""
     layers = [each for each in module._modules.values() if isinstance(each, QuantizedLinear)]
-    if len(layers) < 2 or not takes(module, 1):
+    if len(layers) < 2 or len(names_of_inputs(module) or ()) != 1:
         return None
     for width in dict.fromkeys(layer.columns for layer in layers):
 
@@ -93,7 +93,7 @@ def _read_mlp(traced: Traced) -> MlpFormula | None:
 
 
 def _of_one_layer(bound: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
-    """What a formula of G and U has bound, with the layer whose halves they are and how they lie."""
+    """Names bound by a formula of G and U, with the layer whose halves these are, and how the halves lie."""
     half = uncast(bound["G"])
     source = half.args[0] if half.target is ITEM else half
     whole: Any = source.args[0] if source.args else source

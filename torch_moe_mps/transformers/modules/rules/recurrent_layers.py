@@ -27,7 +27,7 @@ _PACKED = ("cu_seqlens", "cu_seq_lens_q", "seq_idx")  # arguments that keep sequ
 
 
 def _in_a_row(owner: nn.Module, names: Sequence[str], x: Tensor) -> Tensor:
-    """What those of these layers that a module has make of x, one behind the other."""
+    """Pass x through those of these layers that a module has, one behind the other."""
     for layer in (owner._modules[name] for name in names if name in owner._modules):
         x = layer(x)  # type: ignore[misc]  # none of them is None
     return x
@@ -182,38 +182,38 @@ def mamba_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> Tenso
 # Recognising them
 
 
-class Form(NamedTuple):
-    """A kind of layer.
+class LayerKind(NamedTuple):
+    """A kind of layer of linear attention.
 
     Attributes:
-        children: those by which a layer may be one of these.
-        forward: of such a layer, and `operators` what it runs.
+        children: names of child modules; a layer with all of them is a candidate.
+        forward: runs in place of such a layer's own, and runs `operators`.
         cache: the name of its argument for the cache.
-        besides: arguments that it needs and does not read.
+        unused_arguments: names of arguments that its own forward requires and does not read.
     """
 
     children: tuple[str, ...]
     forward: Callable
     operators: tuple[str, ...]
     cache: str = "cache_params"
-    besides: tuple[str, ...] = ()
+    unused_arguments: tuple[str, ...] = ()
 
 
 SCAN = "linear_attention_"
 CONVOLUTION = "causal_conv1d_update_"
-FORMS = [
-    Form(("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, (CONVOLUTION, SCAN)),
-    Form(("in_proj", "conv1d", "norm", "out_proj"), mamba_layer, (CONVOLUTION, SCAN, "rms_norm_gated")),
+LAYER_KINDS = [
+    LayerKind(("conv1d", "forget_gate", "b_proj", "o_norm"), channel_layer, (CONVOLUTION, SCAN)),
+    LayerKind(("in_proj", "conv1d", "norm", "out_proj"), mamba_layer, (CONVOLUTION, SCAN, "rms_norm_gated")),
 ]
 
 
 def rewrite_recurrent_layer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     """(forward, what it runs) for a whole layer of linear attention, else None."""
-    for form in FORMS:
+    for kind in LAYER_KINDS:
         has_numbers = not any(buffer.is_meta for buffer in module.buffers())
-        if has_numbers and all(name in module._modules for name in form.children):
-            is_same = verdict(module, _is_same, form.forward, form.cache, *form.besides)
-            return (form.forward, [*map(Done, form.operators)]) if is_same else None
+        if has_numbers and all(name in module._modules for name in kind.children):
+            matches = verdict(module, _matches_module, kind.forward, kind.cache, *kind.unused_arguments)
+            return (kind.forward, [*map(Done, kind.operators)]) if matches else None
     return None
 
 
@@ -237,7 +237,7 @@ class _Linear(DynamicCache):
         return [state for state in found if state is not None]
 
 
-def _is_same(module: nn.Module, forward: Callable, of_cache: str, *besides: str) -> bool:
+def _matches_module(module: nn.Module, forward: Callable, of_cache: str, *unused_arguments: str) -> bool:
     """Whether a forward does what the module's own does: results and states."""
     twin = twin_of(module, layer_idx=0)
     linear = next(part for part in twin.modules() if isinstance(part, FewDirections))
@@ -248,7 +248,7 @@ def _is_same(module: nn.Module, forward: Callable, of_cache: str, *besides: str)
     for run in (own, forward):
         copied, cache, results = copy.deepcopy(twin), _Linear(), []
         arguments: dict[str, Any] = {"hidden_states": x[:, :5], "attention_mask": mask}
-        arguments |= dict.fromkeys(besides)
+        arguments |= dict.fromkeys(unused_arguments)
         results.append(run(copied, **arguments, **{of_cache: None}))
         for piece, own_mask in ((x[:, :5], mask), (x[:, 5:6], None), (x[:, 6:], None)):
             arguments |= {"hidden_states": piece, "attention_mask": own_mask}

@@ -82,7 +82,7 @@ class RopeCall(NamedTuple):
 
 
 def rope_form(function: Callable, call: RopeCall) -> RopeForm | None:
-    """What a function called like that does; None if the operator cannot do it."""
+    """Form of rotation of a function called like that; None if the operator cannot do it."""
     for heads_dim in (1, 2):
         wide, narrow = (_turn_of(function, call, heads_dim, width) for width in (_WIDTH, _WIDTH // 2))
         if wide or narrow:
@@ -129,7 +129,7 @@ def _turn(form: RopeForm, width: int, cos: Tensor) -> Turn | None:
 
 
 def rotation_in_place(function: types.FunctionType) -> InPlace | None:
-    """What runs in the place of a function of (q, k, cos, sin), (x, cos, sin) or (q, k, cos + i sin)."""
+    """Replacement of a function of (q, k, cos, sin), (x, cos, sin) or (q, k, cos + i sin)."""
     if "rotary" not in function.__name__:
         return None
     kinds = itertools.product(((2, False), (1, False), (2, True)), (4, 3), _options_of(function))

@@ -20,8 +20,8 @@ from .trial import agrees, tried
 
 ops = torch.ops.moe_mps
 
-# The formula of an angle. Of positions in time, height and width, a, c and e, a pair turns by that of time
-# plus what the one that it turns by is away from it: where d is 1 that of height, where f is 1 that of width.
+# An angle is position x frequency, a x b. In M-RoPE the position is one of time (a), height (c), width (e):
+# d and f are masks of 0 and 1 that pick height and width, (a + d (c - a) + f (e - a)) x b.
 _ANGLE: tuple[str, ...] = ("mul a b f32",)
 _ANGLE_OF_AXES: tuple[str, ...] = (
     *("sub c a f32", "mul %0 d f32", "sub e a f32", "mul %2 f f32"),

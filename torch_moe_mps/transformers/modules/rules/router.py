@@ -34,7 +34,7 @@ _HALF = torch.bfloat16  # of hidden states in a trace, so that float32 in a resu
 
 
 class Router(NamedTuple):
-    """What a router computes. Results in the dtype of the hidden states have None in place of it.
+    """Formula of a router. Results in the dtype of the hidden states have None in place of it.
 
     Attributes:
         inputs: the names of the arguments, the hidden states first.
@@ -134,7 +134,7 @@ def _matrix(module: nn.Module) -> Tensor | None:
 
 @remembered
 def router_of(module: nn.Module) -> Router | str | None:
-    """What a router computes, or why that is not what this file says; None for a module that is no router."""
+    """Formula of a router, or why this file does not know it; None for a module that is no router."""
     matrix = _matrix(module)
     assert matrix is not None
     experts, width = matrix.shape
@@ -169,7 +169,7 @@ def is_routing(result: Any) -> bool:
 
 
 def _router(traced: Traced, names: list[str]) -> Router:
-    """What a recorded router computes. Raises Unsupported if that is not what this file says."""
+    """Formula of a recorded router. Raises Unsupported if this file does not know it."""
     inputs = dict(zip(traced.inputs, names, strict=True))
     first, weights, ids = traced.result
     selection = selection_of(weights, ids)

@@ -70,7 +70,7 @@ def before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
 
 
 def _with_numbers(forms: tuple[str, ...], value: fx.Node) -> Bound | None:
-    """What a form of W binds, if everything else is a number."""
+    """Names bound by the first form that fits, if all but W are numbers."""
     for form in forms:
         found = match(form, value) or {}
         numbers = [each for name, each in found.items() if name != "W"]
@@ -80,7 +80,7 @@ def _with_numbers(forms: tuple[str, ...], value: fx.Node) -> Bound | None:
 
 
 def _before_groups(choice: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
-    """What is chosen by, before experts outside of the best groups are masked, and the options for that."""
+    """Scores that choose, before experts outside of the best groups are masked, and the options for that."""
     masked = match(_MASKED, choice)
     if masked is None:
         return choice, {}

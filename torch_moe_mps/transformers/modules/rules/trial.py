@@ -45,7 +45,7 @@ _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the
 
 
 def verdict(module: nn.Module, function: Callable, *arguments: Any) -> Any:
-    """What `tried` gives for function(module, *arguments), once for all modules that are alike.
+    """Result of `tried` for function(module, *arguments), once for all modules that are alike.
 
     The module's forward then rests on what they have in common.
     """
@@ -79,7 +79,7 @@ def made_alike(module: nn.Module, usual: nn.Module) -> bool:
 
 
 def _common(module: nn.Module) -> tuple:
-    """What modules have in common whose forwards compute the same: classes, shapes and attributes of all."""
+    """Key of modules whose forwards compute the same: classes, shapes and attributes of all parts."""
     return tuple(
         (
             path,

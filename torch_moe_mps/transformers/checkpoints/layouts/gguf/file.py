@@ -27,7 +27,7 @@ from .....quantization import Format, QuantizedWeight
 from .....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks
 from ...quantize.targets import Target
 from ...quantize.weights import words
-from .header import header_of, read_metadata
+from .header import check_offsets, check_sizes, header_of, read_metadata
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ class GgufTensor(NamedTuple):
 
     @property
     def format(self) -> Format | None:
-        """That of its blocks."""
+        """Format of its blocks."""
         return format_of_blocks(self.kind)
 
     @property
@@ -77,7 +77,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
     """
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
-    found = []
+    found, places = [], []
     try:
         header, blob = header_of(path), np.memmap(path, mode="r", dtype=np.uint8)
         alignment = int(header.metadata.get("general.alignment", 32))
@@ -92,10 +92,13 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
             first, end = start + offset, start + offset + math.prod(shape[:-1]) * row
             if end > len(blob):
                 raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
+            places.append((name, offset, end - first))
             data = blob[first:end].reshape(*shape[:-1], row)
             found.append(GgufTensor(name, GGMLQuantizationType(kind).name, shape, data))
         if len({tensor.name for tensor in found}) < len(found):
             raise ValueError("two tensors have one name")
+        check_offsets(places, alignment, len(blob) - start)
+        check_sizes(header.metadata)
         return str(header.metadata["general.architecture"]), found
     except Exception as error:  # also of struct and numpy
         raise ValueError(f"moe_mps::gguf: {path} is damaged or not in GGUF ({first_line(error)})") from error
@@ -145,16 +148,12 @@ class _Processed:
 
     def names(self, tensor: GgufTensor) -> Iterable[str]:
         """The parameters of the model that a tensor goes into."""
-        for shape in ((*tensor.shape[:-1], 2), tensor.shape):
-            found: dict[str, Tensor] = {}
-            try:
-                self._place(tensor, np.broadcast_to(np.float32(-1), shape), found)
-            except (ValueError, IndexError, RuntimeError):  # what it does is not done to rows
-                continue
-            except KeyError:  # of a layer that the model does not have
-                break
-            return found
-        return ()
+        keys = (tensor.name, tensor.name.removesuffix(".weight"))  # the latter of stacked experts
+        return [self._names[key] for key in keys if key in self._names][:1]
+
+    def name_of(self, parameter: str) -> str:
+        """A tensor that would go into a parameter, as a file calls it."""
+        return next((name for name, placed in self._names.items() if placed == parameter), parameter)
 
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
         """A parameter, of the values of all its tensors, or of what stands for them."""
@@ -164,7 +163,7 @@ class _Processed:
         return found[name]
 
     def inputs(self, name: str) -> Tensor | None:
-        """Which elements of its input a weight takes, in its order, where its columns do not move."""
+        """Elements of its input that a weight takes, in its order, where its columns do not move."""
         return None
 
 
@@ -207,6 +206,10 @@ class _Converted:
             ((_, own),) = values
             return torch.from_numpy(np.array(own))
         return converter.convert(name)[name]
+
+    def name_of(self, parameter: str) -> str:
+        """The parameter: transformers has no names in files of what is not there."""
+        return parameter
 
     def inputs(self, name: str) -> Tensor | None:
         pattern = self._patterns[name]
@@ -295,12 +298,30 @@ class File:
             for name in self._placing.names(tensor):
                 self.parts[name].append(tensor)
 
+    def name_of(self, parameter: str) -> str:
+        """A tensor that would go into a parameter, by its name in files where that is known."""
+        return self._placing.name_of(parameter)
+
+    def shape(self, name: str, columns: int | None = None) -> tuple[int, ...] | None:
+        """Shape of a parameter as transformers makes it; None where it fails.
+
+        Args:
+            name: of the parameter.
+            columns: of the numbers that stand for the tensors; the default is their own.
+        """
+        shapes = [(t, t.shape if columns is None else (*t.shape[:-1], columns)) for t in self.parts[name]]
+        stands = [(tensor, np.broadcast_to(np.float32(-1), shape)) for tensor, shape in shapes]
+        try:
+            return tuple(self._placing.value(name, stands).shape)
+        except (ValueError, IndexError, KeyError, RuntimeError):
+            return None
+
     def value(self, name: str) -> Tensor:
         """A parameter, dequantised."""
         return self._placing.value(name, [(tensor, tensor.values()) for tensor in self.parts[name]])
 
     def value_of(self, target: Target, parameter: str) -> Tensor:
-        """That of a target, in its dtype: rows of the file are dequantised some at a time."""
+        """Value of a target's parameter, in its dtype: rows of the file are dequantised some at a time."""
         name, weight = f"{target.name}.{parameter}", target.dense(parameter)
         tensors, order = self.parts[name], self._order(target, parameter)
         if order is None or self._placing.inputs(name) is not None:
@@ -352,7 +373,7 @@ class File:
         return None
 
     def _rows_of(self, target: Target, name: str, tensors: list[GgufTensor], columns: int) -> Tensor | None:
-        """Which rows of the tensors those of a parameter are, by numbers in place of some columns.
+        """Rows of the tensors that a parameter's rows are, read from numbers in place of some columns.
 
         Returns: None if they are no whole rows, or cannot be found so.
         """

@@ -7,6 +7,7 @@ texts, such as a vocabulary, are decoded where somebody asks.
 import copy
 import functools
 import os
+import re
 from collections.abc import Callable, Container, Iterator
 from threading import Lock
 from types import SimpleNamespace
@@ -19,11 +20,12 @@ from transformers.integrations.gguf import reader
 _TYPES = {bool: 7, int: 11, float: 12, str: 8}
 _ARRAY = 9
 _TOKENS = "tokenizer.ggml.tokens"
+_SIZE = re.compile(r"(_count|_count_kv|_length|vocab_size)$")
 _reading = Lock()
 
 
 class Header:
-    """What a file says in front of its tensors.
+    """Contents of a file in front of its tensors.
 
     Attributes:
         metadata: {key: value}; of an array of texts the count, unless it is one of `texts`.
@@ -59,6 +61,34 @@ def read_metadata(gguf_path: str, string_arrays: Container[str] = ()) -> tuple[d
     has_texts = any(key in string_arrays for key in header.metadata)
     metadata = Header(gguf_path, string_arrays).metadata if has_texts else copy.deepcopy(header.metadata)
     return metadata, tuple(name for name, *_ in header.tensors)
+
+
+def check_sizes(metadata: dict[str, Any]) -> None:
+    """Raises: ValueError for a size or count of the architecture that is no number, or is negative."""
+    for key, value in metadata.items():
+        if key.startswith(f"{metadata['general.architecture']}.") and _SIZE.search(key):
+            for number in value if isinstance(value, list) else [value]:
+                if type(number) is not int or number < 0:
+                    raise ValueError(f"{key} must be a number from 0, got {number!r}")
+
+
+def check_offsets(tensors: list[tuple[str, int, int]], alignment: int, size: int) -> None:
+    """Checks that tensors lie one behind the other, and fill a file.
+
+    Args:
+        tensors: name, first byte and number of bytes of each.
+        alignment: of the first bytes.
+        size: of all, in bytes.
+
+    Raises: ValueError for one that lies elsewhere, as where a type or a shape in the header is wrong.
+    """
+    last = end = 0
+    for name, first, count in tensors:
+        if first != end:
+            raise ValueError(f"{name} must begin at byte {end} of the tensors, got {first}")
+        last, end = first + count, -(-(first + count) // alignment) * alignment
+    if tensors and size > end:
+        raise ValueError(f"{tensors[-1][0]} must end at byte {size} of the tensors, got {last}")
 
 
 def reading_once(load: Callable) -> Callable:

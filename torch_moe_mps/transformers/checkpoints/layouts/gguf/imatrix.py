@@ -156,7 +156,7 @@ def _of_each(entry: Entry, matrices: int) -> Entry:
 
 
 def _architecture(model: Any) -> str:
-    """What GGUF calls the type of a model."""
+    """GGUF's name for the type of a model."""
     from gguf import MODEL_ARCH_NAMES
 
     kind = _letters(model.config.get_text_config().model_type.removesuffix("_text"))

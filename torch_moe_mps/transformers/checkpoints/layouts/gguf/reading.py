@@ -1,4 +1,4 @@
-"""What a GGUF file has of a model: blocks that stay packed, and values that are dequantised."""
+"""Contents of a GGUF file, as parts of a model: blocks that stay packed, and values that are dequantised."""
 
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -11,11 +11,12 @@ from ...quantize.sizes import add_stored, bytes_a_token
 from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers
 from ...quantize.weights import quantized_names
 from ..layout import Layout
+from .checking import check_declared
 from .file import File, GgufRows
 
 
 class Part:
-    """What transformers' loader reads as one tensor of a packed parameter."""
+    """One tensor of a packed parameter, as transformers' loader reads it."""
 
     def __init__(self, source: GgufRows, number: int):
         self.source, self.number = source, number
@@ -25,7 +26,7 @@ class Part:
 
 
 class Dense:
-    """What it reads as a parameter that is dequantised; `wanted` is it as a parameter of a target."""
+    """A dequantised parameter, as transformers' loader reads it; `wanted`: a target and its parameter."""
 
     def __init__(self, file: File, name: str, wanted: tuple[Target, str] | None = None):
         self.file, self.name, self.wanted = file, name, wanted
@@ -36,9 +37,16 @@ class Dense:
 
 def dense_state(file: str, model: Any, wanted: Mapping[str, tuple[Target, str]]) -> dict[str, Dense]:
     """{parameter of a model on the meta device: what it is in a GGUF file, dequantised when it is read}"""
-    with torch.device("cpu"):
-        whole = File(file, model)
+    whole = _checked(file, model)
     return {name: Dense(whole, name, wanted.get(name)) for name in whole.parts}
+
+
+def _checked(path: str, model: Any) -> File:
+    """Raises: ValueError for a file that has not what its metadata declares."""
+    with torch.device("cpu"):  # the model is made on the meta device
+        file = File(path, model)
+        check_declared(file, model, path)
+    return file
 
 
 class GgufLayout(Layout):
@@ -47,12 +55,12 @@ class GgufLayout(Layout):
     Attributes:
         report: what is packed; `skipped` says what is not, and why.
 
-    Raises: ValueError for tensors that do not fit the model, or that cannot be read.
+    Raises: ValueError for a file that has not what its metadata declares, or that cannot be read.
     """
 
     def __init__(self, model: Any, file: str):
         super().__init__()
-        self.model, self.file = model, File(file, model)
+        self.model, self.file = model, _checked(file, model)
         self.report = QuantizationReport(bytes_before=bytes_a_token(model))
         self._sources: dict[str, GgufRows] = {}
         reasons, every = Reasons(model), quantizable(model)
@@ -60,7 +68,14 @@ class GgufLayout(Layout):
             if target.kind == "experts" or reasons.needs(target.name, target.module) is None:
                 self._pack(target)
         self.targets = {name: target for name, target in every.items() if target.formats}
-        tied, own = tied_layers(model), {*self.targets}
+        tied = tied_layers(model)
+        for name, other in tied.items():
+            if name in self.targets and other not in self.targets:  # which stays dense for both
+                target = self.targets.pop(name)
+                for parameter in target.formats:
+                    del self._sources[f"{name}.{parameter}"]
+                target.formats.clear()
+        own = {*self.targets}
         add_tied(tied.items(), every, self.targets)
         self.report.shared |= {name: tied[name] for name in self.targets if name not in own}
         whole = {f"{target.name}.{p}" for target in self.targets.values() for p in target.formats}

@@ -1,4 +1,4 @@
-"""What mlx-lm calls the parameters of a model.
+"""Names that mlx-lm has for the parameters of a model.
 
 Its names are those of an architecture's original checkpoints, as transformers writes them. Only the experts
 have names of mlx-lm, with one tensor for each of gate, up and down.

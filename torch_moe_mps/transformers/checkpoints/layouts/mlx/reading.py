@@ -111,7 +111,7 @@ class TensorsOfFiles:
 
 
 class MlxLayout(Layout):
-    """What a checkpoint of MLX contains of a model.
+    """Contents of a checkpoint of MLX, as parts of a model.
 
     Args:
         quantization: as for TensorsOfFiles.
@@ -186,7 +186,7 @@ class MlxLayout(Layout):
             self._dense[name] = formats
 
     def conversions(self, others: list) -> list[NamedConverter]:
-        """Those of this layout alone, once the targets have quantised weights and what is absent is left out.
+        """Converters of this layout alone, once targets have quantised weights and absent parts are left out.
 
         Raises: ValueError for a parameter without a tensor, or with tensors of another shape.
         """

@@ -46,7 +46,7 @@ class NamedConverter(WeightConverter):
         return source_key, None
 
     def of(self, tensors: dict[str, Tensor], model: Any) -> dict[str, Tensor]:
-        """What the tensors of these names become; the row can be used once."""
+        """Parameters made of the tensors of these names; the row can be used once."""
         target = self.target_patterns[0]
         for name in self.source_patterns:
             self.add_tensor(target, name, name, tensors[name])
@@ -71,7 +71,7 @@ class Rows:
         self.names, self.model, self.halved, self.stored = names, names.model, halved, stored
 
     def of(self, state: Mapping[str, Tensor]) -> Iterator[NamedConverter]:
-        """Those of some parameters and buffers; experts and layers are there as a whole."""
+        """Converters for some parameters and buffers; experts and layers are there as a whole."""
         experts = experts_of(self.model)
         for owner, module in experts.items():
             if any(name.startswith(f"{owner}.") for name in state):

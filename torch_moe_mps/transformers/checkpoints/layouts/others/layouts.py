@@ -48,7 +48,7 @@ class Files:
             self.beside.setdefault(module, []).append(part)
 
     def label(self, name: str) -> str:
-        """What a tensor is called in the files."""
+        """Name of a tensor in the files."""
         return name
 
     def stored(self, name: str) -> tuple[str, tuple[int, ...]]:
@@ -131,7 +131,7 @@ class Stored:
 
     @property
     def names(self) -> set[str]:
-        """What the files have of the matrix."""
+        """Names of the matrix's tensors in the files."""
         return {self.name(part) for part in self.scheme.tensors(*self.shape) if part in self}
 
     def __contains__(self, part: str) -> bool:

@@ -1,4 +1,4 @@
-"""Which parameters of a model a checkpoint of another library has quantised, and the converters for them.
+"""Parameters of a model that a checkpoint of another library has quantised, and the converters for them.
 
 Modules are named as in a dense checkpoint, so transformers' converters say which matrices a parameter is made
 of. What they do to rows, such as joining those of experts, they do to codes, scales and biases alike.
@@ -75,7 +75,7 @@ _Found = tuple[str, _Place, Stored | StoredExperts]  # for the parameter of this
 
 
 class OthersLayout(Layout):
-    """What a checkpoint of another library contains of a model.
+    """Contents of a checkpoint of another library, as parts of a model.
 
     Args:
         stored: the quantisation in the config.
@@ -232,11 +232,11 @@ class OthersLayout(Layout):
             yield name, _Place(name, None), StoredExperts(self.files, key, shape, scheme, turned)
 
     def _is_turned(self, name: str) -> bool:
-        """Of a parameter of stacked experts."""
+        """Whether a parameter of stacked experts is transposed."""
         return _is_turned(self.model.get_submodule(name.rpartition(".")[0]))
 
     def _shape(self, name: str, pattern: str | None, weight: Tensor) -> tuple[int, int]:
-        """Of the matrix of a module: of experts, gate and up are halves of a parameter."""
+        """Shape of a module's matrix: gate and up of experts are halves of a parameter."""
         turned = weight.dim() == 3 and self._is_turned(name)
         rows, columns = (weight.mT if turned else weight).shape[-2:]
         joined = 1 if pattern is None else len(self._of[pattern].source_patterns)
@@ -247,7 +247,7 @@ class OthersLayout(Layout):
         return self.report
 
     def conversions(self, others: list) -> list:
-        """Those of what is quantised, once the targets have quantised weights, in front of the others."""
+        """Converters of what is quantised, once targets have quantised weights, in front of the others."""
         return [*(self._row(name, parts) for name, parts in self._parts.items()), *self._apart, *others]
 
     def _row(self, name: str, parts: list[_Part]) -> NamedConverter:
@@ -288,7 +288,7 @@ class OthersLayout(Layout):
         return weight
 
     def _dense(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
-        """Of what a quantised layer has no room for."""
+        """Dense value of a parameter that a quantised layer cannot hold."""
         rest, values = iter(tensors), []
         for _, matrix in parts:
             dense = matrix.dense([next(rest) for _ in matrix.names])
@@ -296,7 +296,7 @@ class OthersLayout(Layout):
         return self._joined(name, parts, values)
 
     def _joined(self, name: str, parts: list[_Part], tensors: list[Tensor]) -> Tensor:
-        """What transformers makes of the matrices, or of something else that has their rows."""
+        """Parameter that transformers makes of the matrices, or of other tensors with their rows."""
         places = [part.place for part in parts]
         made = self._made(name, places, tensors)
         if {*made} != {name}:

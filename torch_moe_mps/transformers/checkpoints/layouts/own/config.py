@@ -86,7 +86,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         return getattr(self, key, default)
 
     def recipe(self) -> Recipe:
-        """What to do with what is dense."""
+        """Recipe for the weights that are dense."""
         asked = None if self.wanted is None else requested_recipe(**self.wanted)
         return asked or recipe_of(self.usual, **self.exceptions)
 
@@ -95,7 +95,7 @@ class QuantizationConfig(QuantizationConfigMixin):
         return {self.usual} if self.modules is None else {*self.modules.values()}
 
     def to_dict(self) -> dict[str, Any]:
-        """What config.json says of a model that is quantised."""
+        """Entry of config.json for a model that is quantised."""
         modules = {name: str(format) for name, format in (self.modules or {}).items()}
         lists = {"ordered": self.ordered, "absent": self.absent}
         return {"library": LIBRARY, "modules": modules} | {

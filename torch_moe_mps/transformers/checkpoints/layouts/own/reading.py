@@ -15,7 +15,7 @@ from .config import QuantizationConfig
 
 
 class OwnLayout(Layout):
-    """What the config of a checkpoint says of a model.
+    """Quantised parts of a model, by the config of a checkpoint.
 
     Raises: ValueError for a name that the model does not have.
     """

@@ -1,51 +1,69 @@
-"""Who may ask the server, and errors in OpenAI's form; a client that leaves frees its place."""
+"""Who may ask the server; a client that leaves frees its place."""
 
 import asyncio
 import ipaddress
 import secrets
 import socket
-from collections.abc import Sequence
+import uuid
+from collections.abc import Callable, Sequence
 from typing import Any
 from urllib.parse import urlsplit
 
-from ..ops._checks import first_line
-from .requests import Refused
+from .request import Refused
+
+_OPEN = ("/", "/health")  # need no key
 
 
 class Guard:
-    """In front of a server: checks the Host header and the token, and ends what nobody waits for.
+    """In front of a server: checks where a request comes from and its key, and ends what nobody waits for.
 
     A page of the web can let its own name mean this machine, and a browser then takes the server's answers
-    for the page's. The Host header has that name: only addresses and names of this machine are answered.
+    for the page's. The Host header has that name: only addresses and names of this machine are answered. And
+    a browser says when a page of another site asks.
 
     Args:
         hosts: names that are answered beside those.
-        token: that `POST /reset` needs as a bearer; without one it is refused.
+        key: that requests need as a bearer, or as `x-api-key`; None lets in all.
+        from_any_page: whether scripts of any page of the web are answered.
+        refuse: makes the response of an error, of a path.
     """
 
-    def __init__(self, app: Any, hosts: Sequence[str], token: str | None):
-        self.app, self.token = app, token
+    def __init__(
+        self, app: Any, hosts: Sequence[str], key: str | None, from_any_page: bool, refuse: Callable[..., Any]
+    ):
+        self.app, self.key, self.from_any_page, self.refuse = app, key, from_any_page, refuse
         own = socket.gethostname().lower()
         self.hosts = {"localhost", own, f"{own.partition('.')[0]}.local", *map(str.lower, hosts)}
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return await self.app(scope, receive, send)
-        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
-        if (refused := self._refusal(scope["path"], headers)) is not None:
-            response = await error_response(None, refused)
-            return await response(scope, receive, send)
-        await _until_left(self.app, scope, receive, send)
+        name = f"req_{uuid.uuid4().hex}".encode()
+        scope["state"] = {**scope.get("state", {}), "request_id": name.decode()}
 
-    def _refusal(self, path: str, headers: dict[bytes, str]) -> Refused | None:
+        async def named(message: Any) -> None:
+            if message["type"] == "http.response.start":
+                message = message | {"headers": [*message["headers"], (b"x-request-id", name)]}
+            await send(message)
+
+        headers = {name.lower(): value.decode("latin-1") for name, value in scope["headers"]}
+        if (refused := self._refusal(scope["method"], scope["path"], headers)) is not None:
+            return await self.refuse(scope["path"], refused)(scope, receive, named)
+        await _until_left(self.app, scope, receive, named)
+
+    def _refusal(self, method: str, path: str, headers: dict[bytes, str]) -> Refused | None:
         host = headers.get(b"host", "")
         if not self._is_own(host):
             message = f"The Host header must name this machine, got {host!r}; --allow-host adds a name."
             return Refused(message, None, "host_not_allowed", 403)
-        if path.rstrip("/") == "/reset":
-            bearer = headers.get(b"authorization", "").removeprefix("Bearer ").encode()
-            if self.token is None or not secrets.compare_digest(bearer, self.token.encode()):
-                message = "/reset needs the token of --token as a bearer."
+        if headers.get(b"sec-fetch-site") == "cross-site" and path != "/" and not self.from_any_page:
+            message = "A page of another site must not ask this server; --enable-cors lets it."
+            return Refused(message, None, "site_not_allowed", 403)
+        if self.key is not None and path not in _OPEN and method != "OPTIONS":
+            bearer = headers.get(b"authorization", "")
+            shown = bearer[7:] if bearer[:7].lower() == "bearer " else headers.get(b"x-api-key", "")
+            if not secrets.compare_digest(shown.encode(), self.key.encode()):
+                message = "The key must be that of --api-key, as a bearer or as x-api-key."
                 return Refused(message, None, "invalid_api_key", 401)
         return None
 
@@ -90,20 +108,3 @@ async def _until_left(app: Any, scope: Any, receive: Any, send: Any) -> None:
             raise
     finally:
         watching.cancel()
-
-
-async def error_response(request: Any, error: Any) -> Any:
-    """Errors in OpenAI's form, those of transformers and of a chat template, too."""
-    from fastapi.exceptions import RequestValidationError
-    from fastapi.responses import JSONResponse
-    from jinja2 import TemplateError
-
-    is_asked_wrongly = isinstance(error, (Refused, RequestValidationError, TemplateError, ValueError))
-    status = getattr(error, "status_code", 400 if is_asked_wrongly else 500)
-    status = 400 if status == 422 else status
-    message = getattr(error, "detail", f"{type(error).__name__}: {first_line(error)}")
-    if isinstance(error, RequestValidationError):
-        message = f"The body must be an object in JSON: {error.errors()[0]['msg']}."
-    kind = "server_error" if status >= 500 else "invalid_request_error"
-    body = {"message": str(message), "type": kind, "param": None, "code": None}
-    return JSONResponse({"error": error.body if isinstance(error, Refused) else body}, status_code=status)

@@ -14,38 +14,34 @@ from torch import Tensor
 from transformers import LogitsProcessor
 
 from ..ops._checks import first_line
-from .requests import Refused, wrong
+from .request import Refused, wrong
 
 EXTRA = "structured"
 _ANY_OBJECT = {"type": "object"}
 _KINDS = "text, json_object or json_schema"
 
 
-def schema_of(body: dict[str, Any]) -> dict[str, Any] | None:
-    """Takes the format of the answer out of a request. Returns: its schema in JSON; None for any text.
+def schema_of(asked: Any, field: str) -> dict[str, Any] | None:
+    """The schema in JSON of a format of answers; None for any text.
+
+    Args:
+        asked: what a request has in `field`: `response_format` of chats, `format` in the `text` of responses.
 
     Raises: Refused for what is no format, and where xgrammar is missing.
     """
-    field = "response_format" if body.get("response_format") is not None else "text"
-    asked = body.get(field)
-    if field == "text" and isinstance(asked, dict):  # of the Responses API
-        asked = asked.get("format")
-    if asked is None or field not in body:
+    if asked is None:
         return None
     if not isinstance(asked, dict) or asked.get("type") not in ("text", "json_object", "json_schema"):
-        raise wrong("response_format", f"an object whose type is {_KINDS}", asked)
-    if asked["type"] != "text":
-        check_extra(field, asked["type"])
-    body.pop(field)
-    match asked["type"]:
-        case "text":
-            return None
-        case "json_object":
-            return _ANY_OBJECT
+        raise wrong(field, f"an object whose type is {_KINDS}", asked)
+    if asked["type"] == "text":
+        return None
+    check_extra(field, asked["type"])
     inner = asked.get("json_schema", asked)
+    if asked["type"] == "json_object" and (not isinstance(inner, dict) or inner.get("schema") is None):
+        return _ANY_OBJECT
     if not isinstance(inner, dict) or not isinstance(inner.get("schema"), dict):
         raise wrong(f"{field}.json_schema", "an object with a name and a schema", inner)
-    return inner["schema"]
+    return dict(inner["schema"])
 
 
 def check_extra(field: str, got: object) -> None:

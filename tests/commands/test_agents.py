@@ -1,0 +1,543 @@
+"""Requests of agents and other clients, and their answers, of a model that says what a test tells it to.
+
+`agents/` has bodies of requests that Codex CLI 0.169.0 and Claude Code 2.1.197 sent to this server, with
+short texts in place of their own, and fewer tools and arguments.
+"""
+
+import json
+import logging
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import anthropic
+import openai
+import pytest
+from support import scripted
+from support.serving import said
+
+from torch_moe_mps.serving import app, conversation
+from torch_moe_mps.serving.responses import Responses
+
+SKY = {"type": "object", "properties": {"of": {"type": "string"}}, "required": ["of"]}
+CALL = '<tool_call>\n{"name": "look", "arguments": {"of": "sky"}}\n</tool_call>'
+THOUGHT = "<think>\nhm\n</think>\n\n"
+
+
+@pytest.fixture(scope="module")
+def here():
+    with scripted.server() as running:
+        yield running
+
+
+@pytest.fixture
+def of_openai(here):
+    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+@pytest.fixture
+def of_anthropic(here):
+    with anthropic.Anthropic(base_url=here.url, api_key="none", max_retries=0, timeout=20) as client:
+        yield client
+
+
+def post(here, path: str, body: object) -> tuple[int, str]:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    request = urllib.request.Request(here.url + path, content, {"content-type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def recorded(name: str) -> list[dict]:
+    return json.loads((Path(__file__).parent / "agents" / f"{name}.json").read_text())
+
+
+def events_of(text: str) -> list[dict]:
+    """The data of server-sent events, whose names are their types."""
+    made = []
+    for event in text.strip().split("\n\n"):
+        if not event.startswith(":"):
+            name, data = event.split("\n")
+            made.append(json.loads(data.removeprefix("data: ")))
+            assert name == f"event: {made[-1]['type']}"
+    return made
+
+
+def test_codex(here):
+    """A call of its shell, and in the second turn the model reads the call and its output."""
+    first, second = recorded("codex")
+    call = '<tool_call>\n{"name": "exec_command", "arguments": {"cmd": "echo hello"}}\n</tool_call>'
+    here.says(call, "Done.", cached=9)
+    status, text = post(here, first["path"], first["body"])
+    events = events_of(text)
+    assert status == 200 and [event["sequence_number"] for event in events] == [*range(len(events))]
+    assert [event["type"].removeprefix("response.") for event in events] == [
+        "created", "in_progress", "output_item.added", "function_call_arguments.delta",
+        "function_call_arguments.done", "output_item.done", "completed",
+    ]  # fmt: skip
+    (item,) = events[-1]["response"]["output"]
+    assert (item["name"], json.loads(item["arguments"])) == ("exec_command", {"cmd": "echo hello"})
+    assert events[-1]["response"]["usage"]["input_tokens_details"] == {"cached_tokens": 9}
+    prompt = here.generator.prompts[0]
+    assert '"multi_agent_v1__spawn_agent"' in prompt and "web_search" not in prompt
+    assert here.generator.jobs[0].config.max_new_tokens == 4096 - len(prompt_ids(here, 0))
+    events = events_of(post(here, second["path"], second["body"])[1])
+    assert events[-1]["response"]["output"][0]["content"][0]["text"] == "Done."
+    assert "<tool_call>exec_command cmd=echo hello;</tool_call>" in here.generator.prompts[1]
+    assert "<|im_start|>tool\na text<|im_end|>" in here.generator.prompts[1]
+
+
+def prompt_ids(here, number: int) -> list[int]:
+    return here.generator.jobs[number].inputs["input_ids"][0].tolist()
+
+
+def test_claude_code(here):
+    """It sends a system message behind the user's, which some templates refuse."""
+    first, second = recorded("claude_code")
+    call = '<tool_call>\n{"name": "Bash", "arguments": {"command": "echo hello"}}\n</tool_call>'
+    here.says(THOUGHT + call, "Done.", cached=9)
+    status, text = post(here, f"{first['path']}?beta=true", first["body"])
+    events = events_of(text)
+    assert status == 200 and [event["type"] for event in events] == [
+        "message_start", "ping",
+        "content_block_start", "content_block_delta", "content_block_delta", "content_block_delta",
+        "content_block_stop", "content_block_start", "content_block_delta", "content_block_stop",
+        "message_delta", "message_stop",
+    ]  # fmt: skip
+    deltas = [event["delta"] for event in events if event["type"] == "content_block_delta"]
+    assert "".join(delta.get("thinking", "") for delta in deltas) == "hm"
+    assert json.loads(deltas[-1]["partial_json"]) == {"command": "echo hello"}
+    usage = events[-2]["usage"]
+    assert events[-2]["delta"]["stop_reason"] == "tool_use" and usage["cache_read_input_tokens"] == 9
+    assert usage["input_tokens"] + 9 == len(prompt_ids(here, 0))
+    events = events_of(post(here, second["path"], second["body"])[1])
+    assert [e["delta"]["text"] for e in events if e.get("delta", {}).get("type") == "text_delta"] == [
+        *"Done."
+    ]
+    prompt = here.generator.prompts[1]
+    assert "<tool_call>Bash command=echo hello;" in prompt and "<|im_start|>tool\nhello<|im_end|>" in prompt
+    assert prompt.startswith("<|im_start|>tools") and "<|im_start|>system\na text\n\na text" not in prompt
+    assert prompt.count("<|im_start|>user") == 2  # the system message behind is one of them
+
+
+def test_messages_of_anthropics_client(here, of_anthropic):
+    tools = [{"name": "look", "description": "", "input_schema": SKY}]
+    asked = {"model": "m", "max_tokens": 99, "messages": said("hi"), "tools": tools}
+    here.says(f"{THOUGHT}I look.\n{CALL}", cached=5)
+    with of_anthropic.messages.stream(**asked) as stream:
+        kinds = [event.type for event in stream]
+        streamed = stream.get_final_message()
+    assert kinds[0] == "message_start" and kinds[-1] == "message_stop" and "thinking" in kinds
+    here.says(f"{THOUGHT}I look.\n{CALL}", cached=5)
+    whole = of_anthropic.messages.create(**asked)
+    for message in (streamed, whole):
+        thought, text, call = message.content
+        assert (thought.thinking, text.text, call.name, call.input) == (
+            "hm",
+            "I look.",
+            "look",
+            {"of": "sky"},
+        )
+        assert message.stop_reason == "tool_use" and message.model == "scripted"
+        assert message.usage.cache_read_input_tokens == 5
+        assert message.usage.input_tokens == len(prompt_ids(here, 0)) - 5
+        assert message.usage.output_tokens > 40
+    counted = of_anthropic.messages.count_tokens(model="m", messages=said("hi"), tools=tools)
+    assert counted.input_tokens == len(prompt_ids(here, 0))
+
+
+def test_a_conversation_with_tools(here, of_anthropic):
+    """Results are messages of the tool; pictures, which this model does not read, are left out."""
+    here.says("a stop here")
+    picture = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "aaaa"}}
+    result = {
+        "type": "tool_result",
+        "tool_use_id": "t",
+        "content": [{"type": "text", "text": "blue"}, picture],
+    }
+    message = of_anthropic.messages.create(
+        model="m",
+        max_tokens=99,
+        system=[
+            {"type": "text", "text": "be", "cache_control": {"type": "ephemeral"}},
+            {"type": "text", "text": "so"},
+        ],
+        messages=[
+            {"role": "user", "content": "look"},
+            {
+                "role": "assistant",
+                "content": [
+                    {"type": "thinking", "thinking": "hm", "signature": ""},
+                    {"type": "redacted_thinking", "data": "x"},
+                    {"type": "text", "text": "so"},
+                    {"type": "tool_use", "id": "t", "name": "look", "input": {"of": "sky"}},
+                ],
+            },
+            {
+                "role": "user",
+                "content": [result, {"type": "text", "text": "and?"}, {"type": "search_result"}],
+            },
+        ],
+        stop_sequences=["stop"],
+        thinking={"type": "disabled"},
+        metadata={"user_id": "x"},
+    )  # fmt: skip
+    assert (message.content[0].text, message.stop_reason, message.stop_sequence) == (
+        "a ",
+        "stop_sequence",
+        "stop",
+    )
+    assert here.generator.prompts[0] == (
+        "<|im_start|>system\nbe\nso<|im_end|>\n<|im_start|>user\nlook<|im_end|>\n"
+        "<|im_start|>assistant\n<think>hm</think>so<tool_call>look of=sky;</tool_call><|im_end|>\n"
+        "<|im_start|>tool\nblue<|im_end|>\n<|im_start|>user\nand?<|im_end|>\n"
+        "<|im_start|>assistant\n<think></think>"
+    )
+
+
+@pytest.mark.parametrize(
+    ("body", "field"),
+    [
+        ({"messages": said("a")}, "max_tokens"),
+        ({"max_tokens": 5}, "messages"),
+        ({"max_tokens": 5, "messages": []}, "messages"),
+        ({"max_tokens": 5, "messages": [{"role": "tool", "content": "a"}]}, "messages[0].role"),
+        ({"max_tokens": 5, "messages": [{"role": "user", "content": [{"type": "text"}]}]}, "content[0].text"),
+        ({"max_tokens": 5, "messages": said("a"), "tools": [{"name": "a"}]}, "tools[0].input_schema"),
+        ({"max_tokens": 5, "messages": said("a"), "tool_choice": {"type": "some"}}, "tool_choice.type"),
+        ({"max_tokens": 5, "messages": said("a"), "temperature": "warm"}, "temperature"),
+        ({"max_tokens": 5, "messages": said("a" * 5000)}, "maximum context length is 4096"),
+    ],
+)
+def test_errors_have_anthropics_form(here, body, field):
+    status, text = post(here, "/v1/messages", body)
+    error = json.loads(text)
+    assert status == 400 and error["type"] == "error" and error["error"]["type"] == "invalid_request_error"
+    assert field in error["error"]["message"]
+
+
+def test_a_cut_response_is_incomplete(here, of_openai):
+    """Streamed and not; without a limit it has the rest of the context."""
+    here.says("hello there")
+    asked = {"model": "m", "input": "hi", "max_output_tokens": 5}
+    whole = of_openai.responses.create(**asked)
+    last = [*of_openai.responses.create(**asked, stream=True)][-1]
+    assert last.type == "response.incomplete"
+    for response in (whole, last.response):
+        assert response.status == "incomplete" and response.incomplete_details.reason == "max_output_tokens"
+        assert response.output_text == "hello" and response.output[0].status == "incomplete"
+    response = of_openai.responses.create(model="m", input="hi")
+    assert response.status == "completed" and response.output_text == "hello there"
+    assert here.generator.jobs[-1].config.max_new_tokens == 4096 - len(prompt_ids(here, -1))
+
+
+def test_a_response_thinks_says_and_calls(here, of_openai):
+    tools = [{"type": "function", "name": "look", "parameters": SKY}]
+    here.says(f"{THOUGHT}I look.\n{CALL}", cached=3)
+    whole = of_openai.responses.create(model="m", input="hi", tools=tools)
+    with of_openai.responses.stream(model="m", input="hi", tools=tools) as stream:
+        texts = "".join(event.delta for event in stream if event.type == "response.output_text.delta")
+        streamed = stream.get_final_response()
+    assert texts == "I look."
+    for response in (whole, streamed):
+        thought, message, call = response.output
+        assert thought.content[0].text == "hm" and message.content[0].text == "I look."
+        assert (call.name, json.loads(call.arguments)) == ("look", {"of": "sky"})
+        assert response.usage.input_tokens_details.cached_tokens == 3
+        assert response.usage.output_tokens_details.reasoning_tokens > 0
+
+
+def test_custom_tools_and_namespaces_are_called_as_such(here, of_openai):
+    """A custom tool is a function with one text for the model."""
+    patch = {
+        "type": "custom",
+        "name": "apply_patch",
+        "description": "d",
+        "format": {"type": "grammar", "syntax": "lark", "definition": "start: x"},
+    }
+    look = {"type": "function", "name": "look", "parameters": SKY}
+    space = {"type": "namespace", "name": "sky", "description": "", "tools": [look]}
+    calls = '<tool_call>\n{"name": "apply_patch", "arguments": {"input": "+a"}}\n</tool_call>'
+    calls += '<tool_call>\n{"name": "sky__look", "arguments": {"of": "x"}}\n</tool_call>'
+    here.says(calls)
+    custom, call = of_openai.responses.create(model="m", input="hi", tools=[patch, space]).output
+    assert (custom.type, custom.name, custom.input) == ("custom_tool_call", "apply_patch", "+a")
+    assert (call.type, call.name, call.namespace) == ("function_call", "look", "sky")
+    prompt = here.generator.prompts[0]
+    assert '"input": {"type": "string"}' in prompt and "start: x" in prompt
+    events = [*of_openai.responses.create(model="m", input="hi", tools=[patch, space], stream=True)]
+    (done,) = [event for event in events if event.type == "response.custom_tool_call_input.done"]
+    assert done.input == "+a"
+    here.says(calls)
+    chat = {"type": "custom", "custom": {"name": "apply_patch", "description": "d"}}
+    message = (
+        of_openai.chat.completions.create(model="m", messages=said("hi"), tools=[chat]).choices[0].message
+    )
+    assert message.tool_calls[0].custom.input == "+a" and message.content is None
+
+
+def test_items_of_agents_are_read_or_left_out(here, caplog):
+    """Known ones become messages; the rest is one line in the log for each type."""
+    here.says("ok")
+    here.served._said.clear()
+    items = [
+        {"role": "user", "content": "go"},
+        {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": "hm"}]},
+        {"type": "function_call", "call_id": "a", "name": "look", "arguments": '{"of": "s'},
+        {"type": "custom_tool_call", "call_id": "b", "name": "patch", "input": "+a"},
+        {"type": "local_shell_call", "call_id": "c", "status": "completed", "action": {"command": "ls"}},
+        {"type": "function_call_output", "call_id": "a", "output": "one"},
+        {
+            "type": "custom_tool_call_output",
+            "call_id": "b",
+            "output": [{"type": "input_text", "text": "two"}],
+        },
+        {"type": "local_shell_call_output", "id": "c", "output": "three"},
+        {"type": "web_search_call", "id": "w"},
+        {"type": "item_reference", "id": "r"},
+        {"type": "compaction", "encrypted_content": "x"},
+        {"type": "additional_tools", "tools": []},
+    ]
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+        for _ in range(2):
+            assert (
+                post(here, "/v1/responses", {"input": items, "tools": [{"type": "image_generation"}]})[0]
+                == 200
+            )
+    lines = [record.getMessage() for record in caplog.records]
+    for kind in ("web_search_call", "item_reference", "compaction", "additional_tools", "image_generation"):
+        assert sum(repr(kind) in line for line in lines) == 1
+    assert here.generator.prompts[0] == (
+        "<|im_start|>user\ngo<|im_end|>\n<|im_start|>assistant\n<think>hm</think>"
+        '<tool_call>look arguments={"of": "s;</tool_call><tool_call>patch input=+a;</tool_call>'
+        "<tool_call>local_shell command=ls;</tool_call><|im_end|>\n"
+        "<|im_start|>tool\none<|im_end|>\n<|im_start|>tool\ntwo<|im_end|>\n<|im_start|>tool\nthree<|im_end|>\n"
+        "<|im_start|>assistant\n"
+    )
+
+
+def test_arguments_that_are_cut_off_stay_a_text():
+    """A template that takes texts reads what the model wrote."""
+    said_so: list[str] = []
+    assert conversation.arguments('{"of": "s', said_so.append) == '{"of": "s' and len(said_so) == 1
+    assert conversation.arguments('{"of": "s"}', said_so.append) == {"of": "s"} and len(said_so) == 1
+    assert conversation.arguments("", said_so.append) == {} and len(said_so) == 1
+
+
+def test_unknown_fields_are_one_line(here, of_openai, caplog):
+    here.says("ok")
+    here.served._said.clear()
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
+        for _ in range(2):
+            more = {"new_field": 1, "max_tool_calls": 3}
+            answer = of_openai.chat.completions.create(model="m", messages=said("a"), extra_body=more)
+            assert answer.choices[0].message.content == "ok"
+    assert [r.getMessage() for r in caplog.records] == [
+        "/v1/chat/completions: the field 'new_field' is not known and ignored"
+    ]
+
+
+def test_several_answers(here, of_openai):
+    """`n` of a chat, streamed and not; with a seed each has one of its own."""
+    here.says("one", "two", "one", "two", cached=2)
+    asked = {"model": "m", "messages": said("a"), "n": 2, "seed": 5}
+    answer = of_openai.chat.completions.create(**asked)
+    assert [choice.message.content for choice in answer.choices] == ["one", "two"]
+    assert [job.seed for job in here.generator.jobs] == [5, 6]
+    usage = answer.usage
+    assert (usage.prompt_tokens, usage.completion_tokens) == (len(prompt_ids(here, 0)), 8)
+    assert usage.prompt_tokens_details.cached_tokens == 2
+    chunks = [
+        *of_openai.chat.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    ]
+    texts = ["", ""]
+    for chunk in chunks:
+        for choice in chunk.choices:
+            texts[choice.index] += choice.delta.content or ""
+    assert texts == ["one", "two"] and chunks[-1].usage == usage and not chunks[-1].choices
+    assert chunks[0].choices[0].delta.role == "assistant"
+
+
+def test_lists_of_prompts(here, of_openai):
+    """Texts and tokens, with `n` answers to each."""
+    here.says(*"abcd")
+    ids = here.served.tokenizer("why").input_ids
+    answer = of_openai.completions.create(model="m", prompt=["who", "what"], n=2)
+    assert [(choice.index, choice.text) for choice in answer.choices] == [*enumerate("abcd")]
+    assert answer.usage.prompt_tokens == 7
+    here.says("e")
+    assert of_openai.completions.create(model="m", prompt=ids).choices[0].text == "e"
+    assert of_openai.completions.create(model="m", prompt=[ids, ids]).choices[1].text == "e"
+    assert here.generator.prompts == ["why"] * 3
+    for prompt in ([], [""], [[]], [1 << 40], [-1], ["a", 5], [True]):
+        assert post(here, "/v1/completions", {"prompt": prompt})[0] == 400
+
+
+def test_settings_that_other_servers_take(here, of_openai):
+    here.says("a")
+    more = {"top_k": 7, "min_p": 0.1, "repetition_penalty": 1.5}
+    of_openai.chat.completions.create(model="m", messages=said("a"), top_p=0.5, extra_body=more)
+    config = here.generator.jobs[0].config
+    got = (config.do_sample, config.top_k, config.top_p, config.min_p, config.repetition_penalty)
+    assert got == (True, 7, 0.5, 0.1, 1.5)
+    of_openai.chat.completions.create(
+        model="m", messages=said("a"), extra_body={"top_k": -1, "temperature": 0}
+    )
+    assert here.generator.jobs[1].config.do_sample is False
+
+
+def named(name: str) -> dict:
+    return {"type": "function", "function": {"name": name}}
+
+
+@pytest.mark.parametrize("tool_choice", [
+    {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "function", "name": "look"}]},
+    {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [named("look")]}},
+])  # fmt: skip
+def test_allowed_tools(here, tool_choice):
+    here.says("a")
+    tools = [{"type": "function", "name": name, "parameters": SKY} for name in ("look", "swim")]
+    assert post(here, "/v1/responses", {"input": "a", "tools": tools, "tool_choice": tool_choice})[0] == 200
+    assert '"look"' in here.generator.prompts[0] and '"swim"' not in here.generator.prompts[0]
+
+
+def test_the_beginning_of_an_answer(here, of_openai):
+    """A last message of the assistant is gone on with; two of them are refused."""
+    here.says(" lo ")
+    begun = [*said("a"), {"role": "assistant", "content": "hel"}]
+    assert of_openai.chat.completions.create(model="m", messages=begun).choices[0].message.content == " lo"
+    assert here.generator.prompts[0].endswith("<|im_start|>assistant\nhel")
+    with pytest.raises(openai.BadRequestError, match="at most one message of the assistant at the end"):
+        of_openai.chat.completions.create(model="m", messages=[*begun, begun[1]])
+
+
+def test_the_format_keeps_its_schema(here):
+    """`json_object` with a schema, as llama.cpp's server takes it, and of responses."""
+    for path, body in (
+        ("chat", {"response_format": {"type": "json_object", "schema": SKY}, "messages": said("a")}),
+        ("responses", {"text": {"format": {"type": "json_object", "schema": SKY}}, "input": "a"}),
+    ):
+        protocol = app.ChatCompletions() if path == "chat" else Responses()
+        assert protocol.read(body, here.served).schema == SKY
+
+
+@pytest.mark.parametrize(
+    ("path", "asked"),
+    [
+        ("/v1/chat/completions", {"messages": said("a")}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/messages", {"messages": said("a"), "max_tokens": 9}),
+    ],
+)
+def test_pings_while_a_prompt_is_read(here, path, asked, monkeypatch):
+    monkeypatch.setattr(app, "PING", 0.05)
+    generator = here.says("ok")
+
+    def wait(job):
+        for read in (10, 20):
+            job.on_progress(read, 30)
+            time.sleep(0.12)
+
+    generator.wait = wait
+    status, text = post(here, path, asked | {"stream": True})
+    assert status == 200
+    if path == "/v1/messages":
+        assert text.count("event: ping") > 2
+    else:
+        assert text.count(": 10 of ") >= 1 and text.count(": 20 of ") >= 1
+
+
+def test_half_of_a_surrogate_pair_is_400(here):
+    for path in ("/v1/chat/completions", "/v1/messages"):
+        body = b'{"max_tokens": 5, "messages": [{"role": "user", "content": "a\\ud83d"}]}'
+        status, text = post(here, path, body)
+        assert status == 400 and "'messages' must be text in Unicode" in json.loads(text)["error"]["message"]
+    assert post(here, "/v1/completions", b"[" * 100000)[0] == 400
+
+
+def test_large_bodies_are_refused(here, monkeypatch):
+    monkeypatch.setattr(app, "MOST_BYTES", 1 << 20)
+    status, text = post(here, "/v1/chat/completions", {"messages": said("a" * (1 << 21))})
+    assert status == 413 and json.loads(text)["error"]["code"] == "too_large"
+
+
+def test_models_health_and_metrics(here, of_openai, of_anthropic):
+    """For both clients; the counters say what was asked."""
+    here.says("ok")
+    assert of_openai.models.retrieve("scripted").id == "scripted"
+    with pytest.raises(openai.NotFoundError, match="The model must be scripted"):
+        of_openai.models.retrieve("another/model")
+    assert of_anthropic.models.list().data[0].display_name == "scripted"
+    of_openai.chat.completions.create(model="m", messages=said("a"))
+    with urllib.request.urlopen(f"{here.url}/health") as answer:
+        assert json.load(answer) == {"status": "ok", "load": "ready", "active": 0, "waiting": 0, "most": 1}
+    with urllib.request.urlopen(f"{here.url}/metrics") as answer:
+        lines = answer.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    assert int(values["moe_mps_generated_tokens_total"]) >= 3
+    assert int(values['moe_mps_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
+    described = {line.split()[2] for line in lines if line.startswith("# TYPE")}
+    assert described == {name.partition("{")[0] for name in values}
+
+
+def test_pages_of_other_sites_are_refused(here):
+    asked = urllib.request.Request(f"{here.url}/v1/models", headers={"sec-fetch-site": "cross-site"})
+    with pytest.raises(urllib.error.HTTPError, match="403"):
+        urllib.request.urlopen(asked)
+    with scripted.server(from_any_page=True) as open_to_all:
+        request = urllib.request.Request(
+            f"{open_to_all.url}/v1/models",
+            headers={"sec-fetch-site": "cross-site", "origin": "http://a.example"},
+        )
+        with urllib.request.urlopen(request) as answer:
+            assert answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_errors_of_the_model_are_told(here, of_openai, of_anthropic):
+    """Streamed and not, in the protocol's form; the server answers the next request."""
+    generator = here.says("ok")
+    generator.submit = lambda job: job.on_end(RuntimeError("the GPU has stopped"))
+    try:
+        for stream in (False, True):
+            with pytest.raises(openai.APIError, match="the GPU has stopped"):
+                [*of_openai.chat.completions.create(model="m", messages=said("a"), stream=stream)]
+            with pytest.raises(anthropic.APIError, match="the GPU has stopped"):
+                [*of_anthropic.messages.create(model="m", max_tokens=5, messages=said("a"), stream=stream)]
+        events = events_of(post(here, "/v1/responses", {"input": "a", "stream": True})[1])
+        assert events[-1]["type"] == "response.failed"
+        assert "the GPU has stopped" in events[-1]["response"]["error"]["message"]
+    finally:
+        del generator.submit
+    assert of_openai.chat.completions.create(model="m", messages=said("a")).choices[0].message.content == "ok"
+
+
+def test_effort_switches_thinking_off(here, of_openai):
+    here.says("a")
+    of_openai.chat.completions.create(model="m", messages=said("a"), reasoning_effort="none")
+    assert here.generator.prompts[0].endswith("<think></think>")
+    with pytest.raises(openai.BadRequestError, match="'reasoning_effort' must be one of"):
+        of_openai.chat.completions.create(model="m", messages=said("a"), reasoning_effort="much")
+
+
+def test_lines_of_the_log(here, of_openai, caplog):
+    here.says("hello", cached=4)
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.app"):
+        of_openai.chat.completions.create(model="m", messages=said("a"))
+        deadline = time.monotonic() + 10
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+    (line,) = [record.getMessage() for record in caplog.records]
+    assert line.startswith(f"/v1/chat/completions: prompt {len(prompt_ids(here, 0))} tokens (4 kept) in ")
+    assert ", answer 6 tokens in " in line and "tokens/s), stop" in line
+
+
+def test_a_model_that_only_generates_encodes_nothing(here):
+    for path, body in (("embeddings", {"input": "a"}), ("rerank", {"query": "a", "documents": ["a"]})):
+        status, text = post(here, f"/v1/{path}", body)
+        assert status == 400 and "This model " in json.loads(text)["error"]["message"]

@@ -1,0 +1,215 @@
+"""Gradients of the operators that declare a backward, against float64 and against MLX's own."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+import torch
+from support.oracles_experts import dequantise
+from torch import Tensor
+
+from torch_moe_mps.ops._formats import Format
+from torch_moe_mps.ops._registry import WITH_BACKWARD
+from torch_moe_mps.ops._sample import Sample
+from torch_moe_mps.ops._samples import packet
+
+# What is tested here does not depend on the order of threads.
+pytestmark = pytest.mark.one_schedule
+
+FORMS = ("affine4_64", "affine3_32", "mxfp4", "nvfp4", "q4_k", "q6_k", "iq2_xs", "q8_0")
+# 8 and -1 are no experts; 1, 2, 4 and 6 have no pair.
+IDS = torch.tensor([[0, 7], [3, 8], [5, 3], [-1, 3], [0, 3]])
+
+
+def sample(form: str, dtype: torch.dtype = torch.float32) -> Sample:
+    return Sample("cpu", dtype, format=Format.named(form), tokens=5)
+
+
+def dense(weight: dict, form: str) -> Tensor:
+    """The values in float64 by numpy's own decoding."""
+    return torch.from_numpy(dequantise(weight["packed"], weight["scales"], weight["biases"], form))
+
+
+def near(result: Tensor, right: Tensor, tolerance: float = 5e-6) -> None:
+    assert result.shape == right.shape
+    assert (result.cpu().double() - right).norm() <= tolerance * right.norm(), (result, right)
+
+
+def of_pairs(experts: int) -> Tensor:
+    """The experts of all pairs, where `experts` is none."""
+    return IDS.where((IDS >= 0) & (experts > IDS), experts)
+
+
+def placed(weight: dict, device: str) -> list[Tensor | None]:
+    return [None if tensor is None else tensor.to(device) for tensor in weight.values()]
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_of_a_linear_layer(device, form):
+    s = sample(form)
+    weight = s.quantized("", s.I, s.H, ())
+    matrix = dense(weight, form)
+    x, bias, residual, dy = s.values(2, 5, s.H), s.values(s.I), s.values(2, 5, s.I), s.values(2, 5, s.I)
+    leaves = [tensor.to(device).requires_grad_() for tensor in (x, bias, residual)]
+    out = packet("linear_quantized")(leaves[0], *placed(weight, device), leaves[1], form, leaves[2])
+    out.backward(dy.to(device))
+    dy = dy.double()
+    for leaf, right in zip(leaves, (dy @ matrix, dy.sum((0, 1)), dy), strict=True):
+        near(leaf.grad, right)
+
+
+@pytest.mark.parametrize("per_pair", [False, True], ids=["of tokens", "of pairs"])
+@pytest.mark.parametrize("form", FORMS)
+def test_of_experts(device, form, per_pair):
+    s = sample(form)
+    weight = s.quantized("", s.I, s.H)
+    matrices = torch.cat((dense(weight, form), torch.zeros(1, s.I, s.H)))  # of no expert: zeros
+    x, dy = s.values(5, *(2,) * per_pair, s.H), s.values(5, 2, s.I)
+    leaf = x.to(device).requires_grad_()
+    packet("expert_qmm")(leaf, *placed(weight, device), IDS.to(device), form).backward(dy.to(device))
+    right = torch.einsum("tkn,tknh->tkh", dy.double(), matrices[of_pairs(s.E)])
+    near(leaf.grad, right if per_pair else right.sum(1))
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("per_pair", [False, True])
+def test_of_dense_experts(device, per_pair, transposed):
+    s = sample("affine4_64")
+    weight, dy = s.values(s.E, s.I, s.H), s.values(5, 2, s.I)
+    x = s.values(5, *(2,) * per_pair, s.H)
+    stored = weight.mT.contiguous() if transposed else weight
+    leaves = [tensor.clone().to(device).requires_grad_() for tensor in (x, stored)]
+    packet("expert_mm")(*leaves, IDS.to(device), None, transposed).backward(dy.to(device))
+    doubles = [tensor.detach().double().requires_grad_() for tensor in (x, weight)]
+    chosen = torch.cat((doubles[1], torch.zeros(1, s.I, s.H)))[of_pairs(s.E)]
+    torch.einsum("tkh,tknh->tkn" if per_pair else "th,tknh->tkn", doubles[0], chosen).backward(dy.double())
+    near(leaves[0].grad, doubles[0].grad)
+    right = doubles[1].grad
+    near(leaves[1].grad, right.mT if transposed else right)
+
+
+def test_of_a_weighted_sum(device):
+    s = sample("affine4_64")
+    weights, slots, dy = s.values(5, 2), s.values(5, 2, s.H), s.values(5, s.H)
+    leaves = [tensor.to(device).requires_grad_() for tensor in (weights, slots)]
+    packet("moe_weighted_reduce")(*leaves).backward(dy.to(device))
+    near(leaves[0].grad, (slots.double() * dy.double().unsqueeze(1)).sum(-1))
+    near(leaves[1].grad, weights.double().unsqueeze(-1) * dy.double().unsqueeze(1))
+
+
+def as_mlx(tensor: Tensor) -> mx.array:
+    return mx.array(tensor.numpy().view(np.uint32) if tensor.dtype == torch.int32 else tensor.numpy())
+
+
+@pytest.mark.parametrize("ids", [None, IDS.clamp(0, 7)], ids=["quantized_matmul", "gather_qmm"])
+def test_as_mlx_has_them(ids):
+    s, form = sample("affine4_64"), "affine4_64"
+    weight = s.quantized("", s.I, s.H, () if ids is None else (s.E,))
+    x, options = s.values(5, s.H), {"transpose": True, "group_size": 64, "bits": 4}
+    arrays = [as_mlx(tensor) for tensor in weight.values()]
+
+    def theirs(rows: mx.array) -> mx.array:
+        if ids is None:
+            return mx.quantized_matmul(rows, *arrays, **options)
+        slots = mx.gather_qmm(rows[:, None, None], *arrays, rhs_indices=mx.array(ids.numpy()), **options)
+        return slots.squeeze(-2)
+
+    leaf = x.clone().requires_grad_()
+    if ids is None:
+        out = packet("linear_quantized")(leaf, *weight.values(), None, form)
+    else:
+        out = packet("expert_qmm")(leaf, *weight.values(), ids, form)
+    dy = s.values(*out.shape)
+    out.backward(dy)
+    _, (right,) = mx.vjp(theirs, [as_mlx(x)], [as_mlx(dy)])
+    near(leaf.grad, torch.from_numpy(np.array(right)).double())
+
+
+@pytest.mark.parametrize("operator", ["linear_quantized", "expert_qmm"])
+def test_in_bfloat16(operator):
+    """The error is at most 1.2 of that of a dense product with the values rounded to bfloat16."""
+    s, form = (
+        Sample("cpu", torch.bfloat16, format=Format.named("affine4_64"), tokens=64, wider=4),
+        "affine4_64",
+    )
+    experts = () if operator == "linear_quantized" else (s.E,)
+    weight = s.quantized("", s.I, s.H, experts)
+    matrices = dense(weight, form)
+    ids = torch.arange(128).view(64, 2) % s.E
+    dy = s.values(64, *(2,) * len(experts), s.I)
+    leaf = s.values(64, s.H).requires_grad_()
+    more = (ids, form) if experts else (None, form)
+    packet(operator)(leaf, *weight.values(), *more).backward(dy)
+    chosen = matrices[ids] if experts else matrices
+
+    def product(of: torch.dtype) -> Tensor:
+        if experts:
+            return torch.einsum("tkn,tknh->tkh", dy.to(of), chosen.to(of)).sum(1)
+        return dy.to(of) @ chosen.to(of)
+
+    right = product(torch.float64)
+    assert (leaf.grad.double() - right).norm() <= 1.2 * (product(torch.bfloat16).double() - right).norm()
+
+
+def test_a_frozen_layer_saves_no_input():
+    s, saved = sample("affine4_64"), []
+    weight = s.quantized("", s.I, s.H, ())
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        packet("linear_quantized")(s.values(5, s.H).requires_grad_(), *weight.values(), None, "affine4_64")
+    assert not saved
+
+
+@pytest.mark.parametrize("operator", sorted(WITH_BACKWARD))
+def test_no_second_derivative(operator):
+    s = sample("affine4_64")
+    calls = {
+        "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), None, "affine4_64"),
+        "expert_qmm": lambda x: (x, *s.quantized("", s.I, s.H).values(), IDS, "affine4_64"),
+        "expert_mm": lambda x: (x, s.values(s.E, s.I, s.H), IDS),
+        "moe_weighted_reduce": lambda x: (x, s.values(5, s.H, 3)),
+    }
+    x = s.values(5, s.H).requires_grad_()
+    (gradient,) = torch.autograd.grad(
+        packet(operator)(*calls[operator](x)).square().sum(), x, create_graph=True
+    )
+    with pytest.raises(RuntimeError, match="differentiate twice"):
+        gradient.sum().backward()
+
+
+def test_compiled():
+    """Forward and backward of a frozen layer and of experts are one graph each, with equal results."""
+    s, form = sample("affine4_64"), "affine4_64"
+    linear, experts = s.quantized("", s.H, s.H, ()), s.quantized("", s.I, s.H)
+
+    def run(x: Tensor, factors: Tensor) -> Tensor:
+        y = packet("linear_quantized")(x, *linear.values(), None, form)
+        slots = packet("expert_qmm")(y.tanh(), *experts.values(), IDS, form)
+        return slots + packet("expert_mm")(y, factors, IDS)
+
+    x, factors = s.values(5, s.H), s.values(s.E, s.I, s.H)
+    results = []
+    for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
+        leaves = [tensor.clone().requires_grad_() for tensor in (x, factors)]
+        function(*leaves).square().sum().backward()
+        results.append([leaf.grad for leaf in leaves])
+    assert all(torch.equal(*pair) for pair in zip(*results, strict=True))
+
+
+@pytest.mark.parametrize("argument", ["scales", "biases", "bias"])
+def test_other_gradients_fail_by_name(argument):
+    s = sample("affine4_64")
+    arguments = {"x": s.values(5, s.H), **s.quantized("", s.I, s.H), "ids": IDS, "format": "affine4_64"}
+    arguments["bias"] = s.values(s.E, s.I)
+    arguments[argument].requires_grad_()
+    out = packet("expert_qmm")(**arguments)
+    with pytest.raises(
+        RuntimeError, match=f"expert_qmm: backward is not implemented for {argument}, only for x"
+    ):
+        out.sum().backward()
+
+
+def test_beside_other_arguments_they_fail_by_name():
+    s = sample("affine4_64")
+    x, weight = s.values(5, s.H).requires_grad_(), s.quantized("", s.I, s.H, ())
+    out = packet("linear_quantized")(x, *weight.values(), None, "affine4_64", norm_weight=s.values(s.H))
+    with pytest.raises(RuntimeError, match="backward is not implemented with norm_weight"):
+        out.sum().backward()

@@ -1,0 +1,208 @@
+"""The engine: jobs join, end and are cancelled while others go on."""
+
+import functools
+import threading
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager
+from transformers import GenerationConfig, LogitsProcessor
+
+import torch_moe_mps
+from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.engine import Engine
+from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.caches.rows import capacity
+
+MEMORY = 1 << 30
+
+
+@functools.cache
+def model_of(architecture: str = "qwen3_moe"):
+    model = eager(tiny_models.tiny_model(architecture))
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+def ids_of(number: int, length: int) -> torch.Tensor:
+    return torch.randint(2, 90, (1, length), generator=torch.Generator().manual_seed(number))
+
+
+class Asked:
+    """A job, and what came of it."""
+
+    def __init__(self, ids: torch.Tensor, new: int, until=lambda token: False, **settings):
+        self.tokens, self.reasons, self.read = [], [], []
+        self.done, self.until = threading.Event(), until
+        config = GenerationConfig(max_new_tokens=new, eos_token_id=None, pad_token_id=0)
+        self.config = config
+        self.job = Job({"input_ids": ids}, config, self.take, self.end, self.progress, **settings)
+
+    def take(self, token):
+        self.tokens.append(token)
+        return self.until(token)
+
+    def end(self, reason):
+        self.reasons.append(reason)
+        self.done.set()
+
+    def progress(self, read, of):
+        self.read.append((read, of))
+
+    def expected(self, model) -> list[int]:
+        ids = self.job.inputs["input_ids"]
+        return model.generate(ids, generation_config=self.config)[0, ids.shape[1] :].tolist()
+
+
+def run(batch: Batch, *asked: Asked) -> None:
+    batch.waiting.extend(each.job for each in asked)
+    while batch.has_work:
+        batch.step()
+
+
+def test_an_error_ends_one_job():
+    class Fails(LogitsProcessor):
+        def __call__(self, ids, scores):
+            if ids.shape[1] > 8:
+                raise KeyError("mine")
+            return scores
+
+    model = model_of()
+    good, bad = Asked(ids_of(1, 5), 6), Asked(ids_of(2, 6), 6, processors=[Fails()])
+    run(Batch(model, None, 4), good, bad)
+    assert good.reasons == ["length"] and good.tokens == good.expected(model)
+    assert isinstance(bad.reasons[0], KeyError) and len(bad.tokens) == 3
+
+
+def test_an_error_of_the_model_ends_all_and_the_next_jobs_run(monkeypatch):
+    model = model_of()
+    jobs, batch = [Asked(ids_of(n, 5), 6) for n in range(3)], Batch(model, None, 2)
+    batch.waiting.extend(each.job for each in jobs)
+    for _ in range(3):
+        batch.step()
+    with monkeypatch.context() as broken:
+        broken.setattr(batch._rows, "arguments", lambda: {"input_ids": None})
+        batch.step()
+    assert [type(each.reasons[0]) for each in jobs[:2]] == [TypeError] * 2
+    while batch.has_work:
+        batch.step()
+    assert jobs[2].reasons == ["length"] and jobs[2].tokens == jobs[2].expected(model)
+
+
+def test_a_complete_answer_and_a_cancelled_one_leave():
+    model = model_of()
+    whole = Asked(ids_of(3, 5), 9)
+    run(Batch(model, None, 4), whole)
+    stops = Asked(ids_of(3, 5), 9, until=lambda token: token == whole.tokens[2])
+    gone, late = Asked(ids_of(4, 9), 50), Asked(ids_of(5, 4), 5)
+    gone.until = lambda token: len(gone.tokens) == 4 and gone.job.cancel()
+    never = Asked(ids_of(6, 4), 5)
+    never.job.cancel()
+    run(Batch(model, None, 4), stops, gone, never, late)
+    assert stops.reasons == ["stop"] and stops.tokens == whole.tokens[:3]
+    assert gone.reasons == ["cancelled"] and len(gone.tokens) == 4
+    assert never.reasons == ["cancelled"] and not never.tokens
+    assert late.tokens == late.expected(model)
+
+
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_moe", pytest.param("qwen3_next", marks=pytest.mark.slow("recurrent"))]
+)
+def test_kept_prompts_go_on(architecture):
+    """The second turn of a conversation computes what is new in it; so does who shares its begin."""
+    model = model_of(architecture)
+    prompts = Prompts(MEMORY)
+    batch = Batch(model, prompts, 4)
+    first, beside = Asked(ids_of(1, 70), 5), Asked(ids_of(2, 6), 9)
+    run(batch, first, beside)
+    turn = torch.cat((first.job.inputs["input_ids"], torch.tensor([first.tokens]), ids_of(3, 4)), 1)
+    second = Asked(turn, 4)
+    run(batch, second)
+    assert second.tokens == second.expected(model)
+    assert second.job.cached_tokens == 74
+    assert second.read[0] == (74, 79) and second.read[-1] == (79, 79)
+    assert batch.cached_tokens == 74 and batch.read_tokens == 70 + 6 + 5
+
+
+def test_memory_is_for_answers_first():
+    """Of kept prompts the one that was used longest ago goes; who does not fit waits."""
+    model, prompts = model_of(), Prompts(MEMORY)
+    batch = Batch(model, prompts, 8, MEMORY)
+    run(batch, Asked(ids_of(1, 60), 2))
+    (kept,) = prompts.kept
+    batch.memory = int(batch._bytes * (capacity(2, 72) + 72))
+    jobs = [Asked(ids_of(n, 60), 12) for n in range(2, 6)]
+    most = 0
+    batch.waiting.extend(each.job for each in jobs)
+    while batch.has_work:
+        batch.step()
+        most = max(most, len(batch.answers))
+    assert most == 2
+    for each in jobs:
+        assert each.tokens == each.expected(model)
+    assert kept not in prompts.kept
+
+
+def test_a_long_prompt_is_read_between_tokens(monkeypatch):
+    """Between two tokens of the others, one piece at most is read."""
+    model = model_of()
+    monkeypatch.setattr(Batch, "_piece", lambda self: 100)
+    events: list[str] = []
+    talks = Asked(ids_of(1, 4), 12, until=lambda token: events.append("token"))
+    reads = Asked(ids_of(2, 350), 1)
+    reads.job.on_progress = lambda read, of: events.append(f"{read}")
+    batch = Batch(model, None, 2)
+    batch.waiting.append(talks.job)
+    batch.step()
+    run(batch, reads)
+    assert events[1:10] == ["token", "0", "100", "token", "200", "token", "300", "token", "350"]
+
+
+def test_a_piece_takes_as_long_as_some_steps():
+    batch = Batch(model_of(), None, 2)
+    assert batch._piece() == 2048  # nobody waits
+    batch.answers = [None]
+    assert batch._piece() == 256  # nothing is known yet
+    batch._step_seconds, batch._token_seconds = 0.025, 0.001
+    assert batch._piece() == 200
+    batch._step_seconds = 1e-6
+    assert batch._piece() == 64
+
+
+def test_the_engine_on_its_thread(tmp_path):
+    model = model_of()
+    prompts = Prompts(MEMORY, file=str(tmp_path / "prompt.safetensors"))
+    engine = Engine(model, prompts, 4)
+    jobs = [Asked(ids_of(n, 3 + n), 4 + n) for n in range(6)]
+    for each in jobs:
+        engine.submit(each.job)
+    assert all(each.done.wait(60) for each in jobs)
+    assert engine.run(threading.current_thread).result(60).name == "device"
+    assert [each.reasons for each in jobs] == [["length"]] * 6
+    for each in jobs:
+        assert each.tokens == each.expected(model)
+    assert engine.active == engine.waiting == 0
+    assert engine.read_tokens == sum(3 + n for n in range(6))
+    count, octets = engine.prompts_held()
+    assert count == 6 and octets > 0
+    endless = Asked(ids_of(9, 4), 10**6)
+    began = threading.Event()
+    endless.until = lambda token: began.set()
+    engine.submit(endless.job)
+    assert began.wait(60)
+    engine.close()
+    assert endless.reasons == ["cancelled"]
+    assert (tmp_path / "prompt.safetensors").exists()
+    late = Asked(ids_of(9, 4), 3)
+    engine.submit(late.job)
+    assert late.reasons == ["cancelled"]
+    assert engine.run(lambda: 1).cancelled()
+
+
+def test_a_pipeline_is_refused():
+    model = eager(tiny_models.tiny_model("llama"))
+    model.pipeline = object()
+    with pytest.raises(ValueError, match="need a model in one process, got a pipeline"):
+        Batch(model, None, 2)

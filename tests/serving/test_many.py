@@ -1,0 +1,179 @@
+"""generate_batch: answers to many prompts are those of generate() for one."""
+
+import functools
+import logging
+
+import pytest
+import torch
+from support import tiny_models
+from support.checkpoints import tokenizer_of
+from support.models import eager
+from support.sweep import in_sweep
+from transformers import GenerationConfig, LogitsProcessor
+
+import torch_moe_mps
+
+LENGTHS = (3, 20, 9, 5, 14, 7, 4, 11, 6, 8, 12, 10)
+
+
+@functools.cache
+def model_of(architecture: str = "qwen3_moe"):
+    model = eager(tiny_models.tiny_model(architecture))
+    torch_moe_mps.accelerate(model)
+    return model
+
+
+def prompts(count: int = 6) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    return [torch.randint(2, 90, (length,), generator=generator) for length in LENGTHS[:count]]
+
+
+def config(new: int = 6, **settings) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=new, eos_token_id=None, pad_token_id=0, **settings)
+
+
+def alone(model, ids: torch.Tensor, seed: int = 0, **options) -> torch.Tensor:
+    torch.manual_seed(seed)
+    return model.generate(ids[None], **options)[0, len(ids) :]
+
+
+class Answers:
+    """A streamer for each prompt, which notes in which order answers end."""
+
+    def __init__(self, count: int):
+        self.ended, self.tokens = [], {}
+        self.streamers = [Answers.One(self, number) for number in range(count)]
+
+    class One:
+        def __init__(self, answers, number):
+            self.answers, self.number = answers, number
+
+        def put(self, value):
+            self.answers.tokens.setdefault(self.number, []).extend(value.tolist())
+
+        def end(self):
+            self.answers.ended.append(self.number)
+
+
+def of_prompt(number: int) -> GenerationConfig:
+    """Settings that differ from prompt to prompt: drawn or not, penalties, the token that ends it."""
+    kinds = (
+        {},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"do_sample": True, "temperature": 0.8, "top_k": 20},
+        {"repetition_penalty": 1.3},
+        {"do_sample": True, "top_p": 0.7, "no_repeat_ngram_size": 2},
+    )
+    return config(3 + 2 * number, **kinds[number % len(kinds)])
+
+
+@pytest.mark.slow("ten answers of generate(), and of a batch")
+def test_each_answer_is_that_of_generate():
+    """More prompts than rows, each with its own settings and seed."""
+    model, many = model_of(), prompts(10)
+    configs = [of_prompt(number) for number in range(10)]
+    configs[4].eos_token_id = 5
+    answers = Answers(10)
+    found = torch_moe_mps.generate_batch(
+        model, many, configs, seed=7, streamer=answers.streamers, progress=False
+    )
+    for number, (ids, own) in enumerate(zip(many, configs, strict=True)):
+        expected = alone(model, ids, 7 + number, generation_config=own)
+        assert torch.equal(found[number], expected), number
+        assert answers.tokens[number] == expected.tolist()
+    assert {*answers.ended} == {*range(10)}
+
+
+def test_no_short_answer_waits_for_a_long_one():
+    many, lengths = prompts(10), [30, *[2] * 9]
+    answers = Answers(10)
+    torch_moe_mps.generate_batch(
+        model_of(), many, [config(new) for new in lengths], streamer=answers.streamers, progress=False
+    )
+    assert answers.ended[-1] == 0
+
+
+def test_texts_and_stop_strings():
+    model = model_of()
+    tokenizer = tokenizer_of([chr(33 + number) for number in range(97)], unk_token="!")
+    texts = ["*+,-.", "789", "PQRST"]
+    whole = torch_moe_mps.generate_batch(model, texts, config(8), tokenizer=tokenizer, progress=False)
+    for text, answer in zip(texts, whole, strict=True):
+        assert torch.equal(
+            answer, alone(model, torch.tensor(tokenizer(text)["input_ids"]), generation_config=config(8))
+        )
+    stop = tokenizer.decode(whole[1][2:4])
+    found = torch_moe_mps.generate_batch(
+        model, texts, config(8, stop_strings=[stop]), tokenizer=tokenizer, progress=False
+    )
+    assert torch.equal(found[1], whole[1][:4])
+
+
+class Only(LogitsProcessor):
+    def __init__(self, token):
+        self.token = token
+
+    def __call__(self, ids, scores):
+        return torch.full_like(scores, -torch.inf).index_fill(1, torch.tensor([self.token]), 0.0)
+
+
+def test_processors_are_of_one_prompt():
+    model, many = model_of(), prompts(3)
+    found = torch_moe_mps.generate_batch(
+        model, many, config(4), logits_processor=[[], [Only(9)], []], progress=False
+    )
+    assert found[1].tolist() == [9] * 4
+    assert torch.equal(found[2], alone(model, many[2], generation_config=config(4)))
+
+
+WITHOUT_ROWS = {
+    "deepseek_v4": "DeepseekV4HCACache has no rows",
+    "minimax": "its cache is a MiniMaxCache",
+    "glm5_next": "its index_kpool is",
+    "unlimited_ocr": "has no rows",
+}
+
+
+@pytest.mark.slow("an architecture with a cache of its own")
+@pytest.mark.parametrize("architecture", in_sweep(WITHOUT_ROWS, ("deepseek_v4",)))
+def test_a_model_without_rows_answers_in_turn(architecture, caplog):
+    model, many = model_of(architecture), prompts(3)
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        found = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
+    for ids, answer in zip(many, found, strict=True):
+        assert torch.equal(answer, alone(model, ids, generation_config=config(4)))
+    (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
+    assert WITHOUT_ROWS[architecture] in line
+
+
+BAD = [
+    ({"prompts": "a text"}, "prompts must be a list, got a str"),
+    ({"prompts": ["a text"]}, r"tokenizer must be there for texts, got None for prompts\[0\]"),
+    ({"prompts": [torch.ones(3)]}, r"prompts\[0\] must be a text or tokens .*, got torch.float32 \[3\]"),
+    ({"prompts": [torch.ones(2, 2).long()]}, r"got torch.int64 \[2, 2\]"),
+    ({"prompts": [torch.ones(0).long()]}, r"got torch.int64 \[0\]"),
+    ({"prompts": [[1, 2]]}, "got a list"),
+    ({"seed": [1]}, "seed must be a list of 2, one for each prompt, got 1"),
+    ({"generation_config": [config()]}, "generation_config must be a list of 2"),
+    ({"generation_config": {}}, "generation_config must be a list of 2, .* got a dict"),
+    ({"generation_config": config(num_beams=2)}, "take num_beams=1"),
+    ({"generation_config": config(stop_strings="a")}, "tokenizer must be there for stop_strings"),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD)
+def test_wrong_arguments_are_one_line(changes, message):
+    given = {"prompts": prompts(2), "progress": False} | changes
+    with pytest.raises(ValueError, match=message):
+        torch_moe_mps.generate_batch(model_of(), **given)
+
+
+def test_what_a_processor_raises_is_raised():
+    class Fails(LogitsProcessor):
+        def __call__(self, ids, scores):
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        torch_moe_mps.generate_batch(
+            model_of(), prompts(2), config(3), logits_processor=[[], [Fails()]], progress=False
+        )

@@ -1,0 +1,222 @@
+"""Conversations that join and leave a batch: each has the logits that it has alone."""
+
+import random
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import assert_close, eager
+from support.sweep import in_sweep
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import torch_moe_mps
+from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.caches.prompt_cache import new_cache
+from torch_moe_mps.transformers.caches.rows import NotJoinable, Rows
+from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture.calls import captures_of
+
+# They give no logits of text.
+OTHERS = {"diffusion_gemma", "muse_spark", "qwen3_omni_moe", "openai_privacy_filter"}
+# Caches without rows that could come and go, and indexers that choose several tokens together.
+REFUSED = {
+    "deepseek_v4": "a DeepseekV4HCACache has no rows",
+    "unlimited_ocr": "a UnlimitedOcrDynamicReferenceSlidingWindowLayer has no rows",
+    "minimax": "its cache is a MiniMaxCache",
+    "glm5_next": "its index_kpool is",
+    "qwen4_exp": "its indexer_compress_ratio is",
+    "minimax_m3_vl": "its index_block_size is",
+}
+ARCHITECTURES = sorted(
+    {*tiny_models.architectures(), *tiny_models.DENSE_ARCHITECTURES} - OTHERS - REFUSED.keys()
+)
+# Windows, latents with an indexer, recurrent states.
+OFTEN = ("gpt_oss", "deepseek_v32", "qwen3_next")
+
+
+def model_of(architecture: str, device: str = "cpu", **options):
+    with tiny_models.groups_of_32():
+        model = eager(tiny_models.tiny_model(architecture)).to(device)
+    torch_moe_mps.accelerate(model, **options)
+    model.set_attn_implementation(NAME)
+    return model
+
+
+class Talk:
+    """A conversation alone, and how far it has come among others: what is generated is the likeliest."""
+
+    def __init__(self, model, number: int, tokens: int):
+        generator = torch.Generator().manual_seed(number)
+        length = (3, 20, 9, 40, 5, 14)[number % 6]
+        self.ids = torch.randint(2, 90, (1, length), generator=generator).to(model.device)
+        self.logits, self.done = [], 1
+        cache, token = new_cache(model), self.ids
+        for _ in range(tokens):
+            out = model(input_ids=token, past_key_values=cache, use_cache=True)
+            self.logits.append(out.logits[:, -1].cpu())
+            token = out.logits[:, -1:].argmax(-1)
+
+    def cache(self, model):
+        """That of the prompt."""
+        cache = new_cache(model)
+        model(input_ids=self.ids, past_key_values=cache, use_cache=True)
+        return cache
+
+    @property
+    def token(self) -> int:
+        return int(self.logits[self.done - 1].argmax())
+
+
+class Batch:
+    """Talks in rows; each token is compared."""
+
+    def __init__(self, model, tolerance: float = 1e-5):
+        self.model, self.tolerance = model, tolerance
+        self.rows, self.talks = Rows(model), []
+
+    def join(self, talk: Talk) -> None:
+        self.rows.join(talk.cache(self.model))
+        self.talks.append(talk)
+
+    def leave(self, row: int) -> None:
+        self.rows.leave(row)
+        self.talks[row] = self.talks[-1]
+        self.talks.pop()
+
+    def step(self) -> None:
+        tokens = torch.tensor([[talk.token] for talk in self.talks]).to(self.model.device)
+        out = self.model(input_ids=tokens, **self.rows.arguments())
+        self.rows.advance()
+        for talk, logits in zip(self.talks, out.logits[:, -1].cpu(), strict=True):
+            assert_close(logits[None], talk.logits[talk.done], self.tolerance)
+            talk.done += 1
+            assert int(logits.argmax()) == talk.token
+
+    def run(self, talks: list[Talk], most: int, seed: int = 0) -> None:
+        """All talks to their ends, in an order by chance."""
+        chance, waiting = random.Random(seed), [*talks]
+        while waiting or self.talks:
+            if waiting and len(self.talks) < most and (not self.talks or chance.random() < 0.5):
+                self.join(waiting.pop(0))
+                continue
+            self.step()
+            for row in reversed(range(len(self.talks))):
+                talk = self.talks[row]
+                if talk.done == len(talk.logits) or chance.random() < 0.05:
+                    self.leave(row)
+
+
+@pytest.mark.slow("eight conversations, alone and together")
+@pytest.mark.parametrize("architecture", in_sweep(ARCHITECTURES, OFTEN))
+@torch.no_grad()
+def test_each_row_is_as_alone(architecture):
+    model = model_of(architecture)
+    talks = [Talk(model, number, 2 + number % 5 * 3) for number in range(8)]
+    # Recurrent states amplify roundings.
+    Batch(model, 3e-5 if "linear" in str(getattr(model.config, "layer_types", "")) else 1e-5).run(talks, 4)
+
+
+@torch.no_grad()
+def test_rows_of_8_bits():
+    model = model_of("qwen3_moe", kv_bits=8)
+    Batch(model).run([Talk(model, number, 4 + number) for number in range(4)], 3)
+
+
+@torch.no_grad()
+def test_a_row_goes_on_alone():
+    """What leaves is a conversation that others may begin with."""
+    model = model_of("gpt_oss")
+    talks, batch = [Talk(model, number, 8) for number in (1, 2, 3)], Batch(model)
+    for talk in talks:
+        batch.join(talk)
+    for _ in range(3):
+        batch.step()
+    for row, talk in enumerate(talks):
+        cache = batch.rows.alone(row)
+        assert cache.get_seq_length() == talk.ids.shape[1] + 3
+        out = model(torch.tensor([[talk.token]]), past_key_values=cache, use_cache=True)
+        assert_close(out.logits[:, -1], talk.logits[talk.done], 1e-5)
+    batch.step()  # nothing of the batch was changed
+
+
+class Moved(TorchDispatchMode):
+    """Counts the bytes that are copied."""
+
+    def __init__(self):
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        name = function.overloadpacket.__name__
+        result = function(*args, **(kwargs or {}))
+        if name in ("copy_", "clone", "cat", "index_put_", "index", "index_select", "zero_", "new_zeros"):
+            made = args[0] if name.endswith("_") else result
+            self.bytes += made.numel() * made.element_size()
+        return result
+
+
+@torch.no_grad()
+def test_a_join_moves_one_row():
+    """Where there is a spare row, and the others are as long."""
+    model = model_of("qwen3_moe")
+    first, second, third = (Talk(model, number, 1) for number in (3, 1, 2))
+    batch = Batch(model)
+    batch.join(first)
+    batch.join(second)
+    batch.join(third)  # makes room for four
+    cache = Talk(model, 1, 1).cache(model)
+    row = sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
+    with Moved() as moved:
+        for layer, one in zip(batch.rows.cache.layers, cache.layers, strict=True):
+            assert len(layer.keys) == 3 and len(one.keys) == 1
+        batch.rows.join(cache)
+    marks = 4 * (batch.rows._context + 64)  # which tokens are hidden, and the positions
+    assert row <= moved.bytes <= 1.1 * row + marks
+    with Moved() as moved:
+        batch.rows.leave(3)
+    assert moved.bytes <= marks
+
+
+@pytest.mark.slow("captures three programs, and runs 130 tokens")
+@torch.no_grad()
+def test_no_recapture_while_rows_come_and_go(monkeypatch):
+    monkeypatch.setenv(calls.SWITCH, "1")
+    captured, own = [], calls.Captures._captured
+
+    def counted(self, model, forward, reading, kind):
+        captured.extend(reading.numbers[1:2] if reading.numbers[1] == 1 else [])  # short prompts are others
+        return own(self, model, forward, reading, kind)
+
+    monkeypatch.setattr(calls.Captures, "_captured", counted)
+    model = model_of("qwen3_moe")
+    talks = [Talk(model, number, 6) for number in range(6)]
+    batch, chance, events = Batch(model, 2e-5), random.Random(1), 0
+    for warm in (0, 1):
+        batch.join(talks[warm])
+    while events < 100:
+        if batch.talks and (len(batch.talks) == 6 or chance.random() < 0.5):
+            batch.leave(chance.randrange(len(batch.talks)))
+        else:
+            talk = chance.choice([each for each in talks if each not in batch.talks])
+            talk.done = 1
+            batch.join(talk)
+        events += 1
+        if batch.talks and all(talk.done < len(talk.logits) for talk in batch.talks):
+            batch.step()
+        if events == 40:
+            before = len(captured)
+    assert len(captured) == before <= 3  # of a row alone, and of several
+    assert captures_of(model).reason is None
+
+
+@pytest.mark.parametrize("architecture", in_sweep(REFUSED, ("deepseek_v4",)))
+@torch.no_grad()
+def test_caches_without_rows_say_so(architecture):
+    with tiny_models.groups_of_32():
+        model = eager(tiny_models.tiny_model(architecture))
+    torch_moe_mps.accelerate(model)
+    rows, ids = Rows(model), torch.arange(1, 7)[None]
+    cache = model(ids, use_cache=True).past_key_values
+    with pytest.raises(NotJoinable, match=REFUSED[architecture]):
+        rows.join(cache)
+    assert len(rows) == 0 and rows.cache is None

@@ -1,0 +1,180 @@
+"""What a GGUF file declares is what is loaded: with one change it is refused, or its logits are the same.
+
+Each tensor is dropped, renamed, cut, repeated and said to be of another type, others are put beside it, and
+each key that tells a shape gets other values, one at a time.
+"""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from support.gguf_blocks import type_of
+from support.gguf_files import FIRST_LOADER, class_of, of_architecture, write, write_file
+from support.models import output, prompt
+from support.sweep import in_sweep
+
+import torch_moe_mps
+
+SECOND_LOADER = ("qwen35", "qwen35moe", "lfm2", "gpt-oss")
+# Keys that tensors have the shapes of; with another value of any other, the file is that of another model.
+SHAPES = (
+    "block_count", "embedding_length", "feed_forward_length", "head_count", "head_count_kv", "key_length",
+    "vocab_size", "expert_count", "ssm.inner_size", "ssm.conv_kernel", "shortconv.l_cache",
+)  # fmt: skip
+Tensors = dict[str, tuple[np.ndarray, gguf.GGMLQuantizationType]]  # bytes [..., bytes of a row], or numbers
+
+
+class Change(NamedTuple):
+    """`apply` changes tensors and keys; an error contains `name`."""
+
+    label: str
+    name: str
+    apply: Callable[[Tensors, dict[str, Any]], Any]
+
+
+def read(path: Path) -> tuple[Tensors, dict[str, Any]]:
+    reader = gguf.GGUFReader(path)
+    keys = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    return {t.name: (np.array(t.data), t.tensor_type) for t in reader.tensors}, keys
+
+
+def rewrite(path: Path, tensors: Tensors, keys: dict[str, Any]) -> None:
+    writer = gguf.GGUFWriter(path, keys["general.architecture"])
+    kinds = {int: writer.add_int32, float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+    for name, value in keys.items():
+        if name != "general.architecture":
+            kinds[type(value)](name, value)
+    for name, (data, kind) in tensors.items():
+        writer.add_tensor(name, np.ascontiguousarray(data), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def of_tensor(name: str, data: np.ndarray, kind: gguf.GGMLQuantizationType) -> Iterator[Change]:
+    def to(made: np.ndarray, other: gguf.GGMLQuantizationType = kind):
+        return lambda tensors, keys: tensors.update({name: (made, other)})
+
+    if name != "output.weight":  # without it, the format says, the head is the embedding
+        yield Change(f"{name} dropped", "", lambda tensors, keys: tensors.pop(name))
+        yield Change(
+            f"{name} renamed", name, lambda tensors, keys: tensors.update({f"{name}_": tensors.pop(name)})
+        )
+    yield Change(
+        f"{name} added", f"{name}_2", lambda tensors, keys: tensors.update({f"{name}_2": (data, kind)})
+    )
+    block = gguf.GGML_QUANT_SIZES[kind][1] if data.dtype == np.uint8 else 1
+    for dim in range(data.ndim):
+        step = block if dim == data.ndim - 1 else 1
+        sizes = {data.shape[dim] - step, data.shape[dim] // step // 2 * step, step} - {data.shape[dim], 0}
+        for size in sorted(sizes):
+            yield Change(f"{name} {size} of {dim}", name, to(data.take(range(size), dim)))
+        yield Change(f"{name} twice along {dim}", name, to(np.concatenate((data, data), dim)))
+    if data.ndim > 1:
+        yield Change(f"{name} flat", name, to(data.reshape(-1)))
+    values = gguf.dequantize(data, kind)
+    yield Change(f"{name} in float32", name, to(values, gguf.GGMLQuantizationType.F32))
+    yield Change(
+        f"{name} of integers", name, to(np.rint(values).astype(np.int32), gguf.GGMLQuantizationType.I32)
+    )
+
+
+def of_key(name: str, value: Any) -> Iterator[Change]:
+    def to(made: Any):
+        return lambda tensors, keys: keys.update({name: made})
+
+    yield Change(f"{name} dropped", "", lambda tensors, keys: keys.pop(name))
+    if isinstance(value, int):
+        for other in (2 * value, value // 2, value - 1, value + 1, -1, 0, "4", 0.5):
+            yield Change(f"{name} = {other!r}", "", to(other))
+
+
+def changes(tensors: Tensors, keys: dict[str, Any], every: bool) -> Iterator[Change]:
+    """Those of each kind of tensor, or of all, and of the keys of shapes."""
+    seen = set()
+    for name, (data, kind) in tensors.items():
+        part = ("exps" in name, data.ndim, kind)
+        if every or part not in seen:
+            yield from of_tensor(name, data, kind)
+        seen.add(part)
+    for name, value in keys.items():
+        if name.endswith(SHAPES):
+            yield from of_key(name, value)
+
+
+def logits(path: Path, cls: Any) -> torch.Tensor:
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = torch_moe_mps.from_pretrained(path, cls, device_map="cpu", dtype=torch.float32, check=False)
+    ids = prompt(1, 5)
+    if model.config.is_encoder_decoder:
+        with torch.no_grad():
+            return model(ids, decoder_input_ids=ids).logits
+    return output(model, ids)
+
+
+def fault(path: Path, cls: Any, expected: torch.Tensor, change: Change) -> str | None:
+    """What is wrong with what comes of a change; None for nothing."""
+    try:
+        found = logits(path, cls)
+    except ValueError as error:
+        if "\n" in str(error):
+            return f"several lines: {str(error)[:100]!r}"
+        return None if change.name in str(error) else f"{change.name} is not named: {error}"
+    except Exception as error:
+        return f"{type(error).__name__}: {str(error)[:100]!r}"
+    error = float((found - expected).abs().max() / expected.abs().max())
+    return None if error < 1e-3 else f"silently wrong, by {error:.2g}"
+
+
+def faults(architecture: str, folder: Path, every: bool) -> tuple[dict[str, str], int]:
+    path = folder / "model.gguf"
+    if architecture in FIRST_LOADER:
+        stored, keys, matrices, _ = of_architecture(architecture, "q8_0")
+        write(path, stored, keys, matrices)
+    else:
+        write_file(path, architecture, ("q8_0",) * 3)
+    cls = class_of(architecture)
+    expected, (tensors, keys) = logits(path, cls), read(path)
+    found = {}
+    for number, change in enumerate(changes(tensors, keys, every)):
+        own, own_keys = dict(tensors), dict(keys)
+        change.apply(own, own_keys)
+        made = folder / f"{number}.gguf"
+        rewrite(made, own, own_keys)
+        found[change.label] = fault(made, cls, expected, change)
+        made.unlink()
+    return {label: what for label, what in found.items() if what is not None}, len(found)
+
+
+@pytest.mark.parametrize("architecture", in_sweep((*FIRST_LOADER, *SECOND_LOADER), ("qwen3_moe",)))
+def test_one_thing_changed(architecture, tmp_path):
+    found, tried = faults(architecture, tmp_path, every=False)
+    assert not found, "\n".join(f"{label}: {what}" for label, what in found.items())
+    assert tried > 60
+
+
+@pytest.mark.sweep
+@pytest.mark.parametrize("architecture", (*FIRST_LOADER, *SECOND_LOADER))
+def test_one_thing_changed_in_every_tensor(architecture, tmp_path):
+    found, tried = faults(architecture, tmp_path, every=True)
+    assert not found, "\n".join(f"{label}: {what}" for label, what in found.items())
+    assert tried > 100
+
+
+@pytest.mark.parametrize("kind", ["q5_1", "q6_k", "f16"])
+def test_another_type_in_the_header(tmp_path, kind):
+    """Its bytes would be read as other values; tensors lie one behind the other."""
+    path = write_file(tmp_path / "model.gguf", "llama", ("q8_0",) * 3)
+    data = path.read_bytes()
+    for name in (b"blk.0.attn_k.weight", sorted(t.name for t in gguf.GGUFReader(path).tensors)[-1].encode()):
+        place = data.index(name) + len(name) + 4 + 2 * 8
+        number = type_of(kind) if kind != "f16" else gguf.GGMLQuantizationType.F16
+        path.write_bytes(data[:place] + int(number).to_bytes(4, "little") + data[place + 4 :])
+        with pytest.raises(ValueError, match=r"^moe_mps::gguf: [^\n]*model\.gguf[^\n]*$"):
+            torch_moe_mps.from_pretrained(path, check=False)

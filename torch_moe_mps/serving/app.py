@@ -1,0 +1,347 @@
+"""The application: paths, errors, metrics and logs."""
+
+import asyncio
+import functools
+import json
+import logging
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect
+from starlette.requests import Request as Asked
+from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ..ops._checks import first_line
+from .answer import Item
+from .chat import ChatCompletions
+from .completions import Completions
+from .embeddings import EMBEDDINGS, RERANK, Texts
+from .guard import Guard
+from .messages import Messages, anthropic_error
+from .protocol import Protocol, event, openai_error
+from .request import Refused, Request
+from .responses import Responses
+from .served import Answers, Served
+
+log = logging.getLogger(__name__)
+PING = 5.0  # seconds without a part of an answer, behind which its client is told that it comes
+MOST_BYTES = 64 << 20  # of a body
+_PAGE = Path(__file__).with_name("page.html")
+
+
+@dataclass(frozen=True)
+class Access:
+    """Who may ask.
+
+    Args:
+        hosts: names in the Host header beside this machine's.
+        key: that requests need; None lets in all.
+        only_model: whether requests for a model of another name are refused.
+        from_any_page: whether scripts of any page of the web are answered.
+    """
+
+    hosts: tuple[str, ...] = ()
+    key: str | None = None
+    only_model: bool = False
+    from_any_page: bool = False
+
+
+class Server:
+    """The paths of one served model."""
+
+    def __init__(self, served: Served, access: Access):
+        self.served, self.access = served, access
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.generated_tokens = 0
+        self._reader = ThreadPoolExecutor(1, thread_name_prefix="reader")
+
+    def application(self) -> Any:
+        routes = [
+            Route("/", self._page),
+            Route("/health", self._health),
+            Route("/metrics", self._metrics),
+            Route("/v1/models", self._models),
+            Route("/v1/models/{name:path}", self._model),
+            Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
+            Route("/load_model", self._load, methods=["POST"]),
+        ]
+        for path in (EMBEDDINGS, RERANK):
+            routes.append(Route(path, functools.partial(self._encode, path), methods=["POST"]))
+        for protocol in (ChatCompletions(), Completions(), Responses(), Messages()):
+            answer = functools.partial(self._answer, protocol)
+            routes.append(Route(protocol.path, answer, methods=["POST"]))
+        access = self.access
+        guard = Middleware(
+            Guard, hosts=access.hosts, key=access.key, from_any_page=access.from_any_page, refuse=refusal
+        )
+        cors = Middleware(CORSMiddleware, allow_origins=["*"], allow_methods=["*"], allow_headers=["*"])
+        handlers = {Refused: _handled, HTTPException: _handled, Exception: _handled}
+        return Starlette(
+            routes=routes,
+            middleware=[cors, guard] if access.from_any_page else [guard],
+            exception_handlers=handlers,
+        )
+
+    # Answers
+
+    async def _answer(self, protocol: Protocol, asked: Asked) -> Response:
+        status = 500
+        try:
+            body = await _body(asked)
+            self._check_model(body)
+            request = protocol.read(body, self.served)
+            coming = _Coming()
+            coming.answers = await self._on_reader(self.served.prepare, request, coming.show)
+            if not request.stream:
+                result = await self._whole(protocol, request, coming)
+            status = 200
+            return self._streamed(protocol, request, coming) if request.stream else JSONResponse(result)
+        except Exception as error:
+            refused = refused_by(error)
+            status = refused.status
+            return refusal(protocol.path, refused)
+        finally:
+            self.requests[protocol.path, status] += 1
+
+    async def _whole(self, protocol: Protocol, request: Request, coming: "_Coming") -> dict[str, Any]:
+        try:
+            self.served.submit(coming.answers)
+            while await coming.next(None) is not None:
+                pass
+            self._check_ended(coming.answers)
+            return protocol.whole(request, coming.answers, self.served)
+        finally:
+            self._ended(protocol, coming.answers)
+
+    def _streamed(self, protocol: Protocol, request: Request, coming: "_Coming") -> Response:
+        async def events() -> AsyncIterator[str]:
+            writer = protocol.writer(request, coming.answers, self.served)
+            try:
+                self.served.submit(coming.answers)
+                yield writer.begin()
+                while (part := await coming.next(PING)) is not None:
+                    yield writer.ping() if part == () else _written(writer, *part)
+                self._check_ended(coming.answers)
+                yield writer.end()
+            except Exception as error:
+                yield writer.failed(refused_by(error))
+            finally:
+                self._ended(protocol, coming.answers)
+
+        headers = {"cache-control": "no-cache", "x-accel-buffering": "no"}
+        return StreamingResponse(events(), media_type="text/event-stream", headers=headers)
+
+    def _check_ended(self, answers: Answers) -> None:
+        if (error := answers.error) is not None:
+            raise error
+        if any(answer.reason == "cancelled" for answer in answers.answers):
+            raise Refused("The server ends.", None, "server_ends", 503)
+
+    def _ended(self, protocol: Protocol, answers: Answers) -> None:
+        answers.cancel()
+        self.generated_tokens += answers.tokens
+        log.info("%s: %s", protocol.path, answers)
+
+    def _check_model(self, body: dict[str, Any]) -> None:
+        name = body.get("model", self.served.name)
+        if self.access.only_model and name != self.served.name:
+            message = f"The model must be {self.served.name}, got {name}."
+            raise Refused(message, "model", "model_not_found", 404)
+
+    async def _on_reader(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
+
+    async def _count(self, asked: Asked) -> Response:
+        request = Messages().read_prompt(await _body(asked), self.served)
+        return JSONResponse({"input_tokens": await self._on_reader(self.served.count, request)})
+
+    async def _encode(self, path: str, asked: Asked) -> Response:
+        status = 500
+        try:
+            body = await _body(asked)
+            self._check_model(body)
+            texts = await self._on_reader(Texts, path, body, self.served)
+            begun = time.monotonic()
+            result = await asyncio.wrap_future(self.served.generator.run(texts.compute))
+            count, seconds = sum(map(len, texts.ids)), time.monotonic() - begun
+            log.info("%s: %d texts of %d tokens in %.2f s", path, len(texts.ids), count, seconds)
+            status = 200
+            return JSONResponse(texts.answer(result))
+        except Exception as error:
+            refused = refused_by(error)
+            status = refused.status
+            return refusal(path, refused)
+        finally:
+            self.requests[path, status] += 1
+
+    # The server itself
+
+    async def _page(self, asked: Asked) -> Response:
+        own = "default-src 'none'; connect-src 'self'; img-src data:; script-src 'unsafe-inline'; "
+        policy = {"content-security-policy": own + "style-src 'unsafe-inline'; base-uri 'none'"}
+        return HTMLResponse(_PAGE.read_text(encoding="utf-8"), headers=policy)
+
+    async def _health(self, asked: Asked) -> Response:
+        generator = self.served.generator
+        load = "full" if generator.waiting else "busy" if generator.active else "ready"
+        rows = {"active": generator.active, "waiting": generator.waiting, "most": generator.most}
+        return JSONResponse({"status": "ok", "load": load, **rows})
+
+    async def _models(self, asked: Asked) -> Response:
+        entry = self._entry()
+        ends = {"first_id": entry["id"], "last_id": entry["id"], "has_more": False}
+        return JSONResponse({"object": "list", "data": [entry], **ends})
+
+    async def _model(self, asked: Asked) -> Response:
+        name = asked.path_params["name"]
+        if name != self.served.name:
+            message = f"The model must be {self.served.name}, got {name}."
+            raise Refused(message, "model", "model_not_found", 404)
+        return JSONResponse(self._entry())
+
+    def _entry(self) -> dict[str, Any]:
+        """The model, for OpenAI's clients and Anthropic's."""
+        name, created = self.served.name, self.served.created
+        openai = {"id": name, "object": "model", "created": created, "owned_by": "torch-moe-mps"}
+        at = datetime.fromtimestamp(created, UTC).isoformat().replace("+00:00", "Z")
+        return openai | {
+            "type": "model",
+            "display_name": name,
+            "created_at": at,
+            "context_length": self.served.context,
+        }
+
+    async def _load(self, asked: Asked) -> Response:
+        """`transformers chat` waits for the model: it is there."""
+        return Response(
+            event({"status": "ready", "model": self.served.name, "cached": True}),
+            media_type="text/event-stream",
+        )
+
+    async def _metrics(self, asked: Asked) -> Response:
+        """Prometheus' text."""
+        generator = self.served.generator
+        prompts, octets = generator.prompts_held()
+        values = [
+            ("prompt_tokens_total", "counter", "tokens of prompts that were computed", generator.read_tokens),
+            ("cached_tokens_total", "counter", "tokens of prompts that were kept", generator.cached_tokens),
+            ("generated_tokens_total", "counter", "tokens of answers", self.generated_tokens),
+            ("rows_active", "gauge", "answers that are generated now", generator.active),
+            ("rows_most", "gauge", "answers that are generated together, at most", generator.most),
+            ("requests_waiting", "gauge", "answers that wait", generator.waiting),
+            ("kept_prompts", "gauge", "prompts that are kept", prompts),
+            ("kept_prompts_bytes", "gauge", "memory of the prompts that are kept", octets),
+            ("memory_bytes", "gauge", "memory of the device in use", _memory(self.served.model)),
+        ]
+        lines = []
+        for name, kind, text, value in values:
+            lines += [
+                f"# HELP moe_mps_{name} {text}",
+                f"# TYPE moe_mps_{name} {kind}",
+                f"moe_mps_{name} {value}",
+            ]
+        lines += ["# HELP moe_mps_requests_total requests by path and status"]
+        lines += ["# TYPE moe_mps_requests_total counter"]
+        for (path, status), count in sorted(self.requests.items()):
+            lines.append(f'moe_mps_requests_total{{path="{path}",status="{status}"}} {count}')
+        return PlainTextResponse("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+class _Coming:
+    """The parts of answers as they come from the thread of the device."""
+
+    answers: Answers
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[int, Item | None]] = asyncio.Queue()
+        self._loop, self._ended = asyncio.get_running_loop(), 0
+
+    def show(self, number: int, item: Item | None) -> None:
+        """Takes a part, on any thread."""
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(self._queue.put_nowait, (number, item))
+
+    async def next(self, seconds: float | None) -> Any:
+        """The number of an answer and its next part, None behind its last; () where none has come for so many
+        seconds; None where all answers have ended.
+        """
+        if self._ended == len(self.answers.jobs):
+            return None
+        try:
+            number, item = await asyncio.wait_for(self._queue.get(), seconds)
+        except TimeoutError:
+            return ()
+        self._ended += item is None
+        return number, item
+
+
+def _written(writer: Any, number: int, item: Item | None) -> str:
+    return str(writer.ended(number) if item is None else writer.item(number, item))
+
+
+async def _body(asked: Asked) -> dict[str, Any]:
+    """The object in JSON of a request. Raises: Refused."""
+    octets = bytearray()
+    async for chunk in asked.stream():
+        octets += chunk
+        if len(octets) > MOST_BYTES:
+            raise Refused(f"The body must have at most {MOST_BYTES >> 20} MiB.", None, "too_large", 413)
+    try:
+        body = json.loads(octets)
+    except (ValueError, RecursionError) as error:
+        line = f"The body must be an object in JSON: {first_line(error)}."
+        raise Refused(line, None, "invalid_value") from None
+    if not isinstance(body, dict):
+        raise Refused(
+            f"The body must be an object in JSON, got {type(body).__name__}.", None, "invalid_value"
+        )
+    for name, value in body.items():
+        try:
+            json.dumps([name, value], ensure_ascii=False).encode()
+        except UnicodeEncodeError:
+            field = name.encode(errors="replace").decode()
+            message = f"'{field}' must be text in Unicode, got half of a surrogate pair."
+            raise Refused(message, field, "invalid_value") from None
+    return body
+
+
+def refused_by(error: Exception) -> Refused:
+    """The error as a client is told it."""
+    if isinstance(error, Refused):
+        return error
+    if isinstance(error, HTTPException):
+        return Refused(str(error.detail), None, None, error.status_code)
+    if isinstance(error, ClientDisconnect):
+        return Refused("The client has left.", None, None, 499)
+    log.error("%s: %s", type(error).__name__, first_line(error), exc_info=error)
+    return Refused(f"{type(error).__name__}: {first_line(error)}", None, None, 500)
+
+
+def refusal(path: str, refused: Refused) -> Response:
+    """The response of an error, as the protocol of the path has it."""
+    form = anthropic_error if path.startswith("/v1/messages") else openai_error
+    return JSONResponse(form(refused), status_code=refused.status)
+
+
+async def _handled(asked: Asked, error: Exception) -> Response:
+    return refusal(asked.url.path, refused_by(error))
+
+
+def _memory(model: Any) -> int:
+    import torch
+
+    device = getattr(model, "device", None)
+    if device is not None and device.type == "mps":
+        return int(torch.mps.driver_allocated_memory())
+    return sum(parameter.nbytes for parameter in model.parameters())

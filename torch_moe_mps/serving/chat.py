@@ -1,0 +1,189 @@
+"""OpenAI's chats: `/v1/chat/completions`."""
+
+import time
+from typing import Any
+
+from . import conversation
+from .answer import Answer, Item, Piece
+from .protocol import Protocol, Writer, event, ignore_unknown, input_of, new_id, openai_error
+from .request import (
+    HINTS,
+    MOST_ANSWERS,
+    OBJECT,
+    SHARED,
+    YES_OR_NO,
+    Chat,
+    Check,
+    Refused,
+    Request,
+    Tool,
+    check,
+    check_nothing,
+    integer,
+    sampling,
+    wrong,
+)
+from .served import Answers, Served
+from .structured import schema_of
+from .tools import Call
+
+MOST_LOGPROBS = 20
+_CHECKS: dict[str, Check] = SHARED | {
+    "chat_template_kwargs": OBJECT,
+    "logprobs": YES_OR_NO,
+    "max_completion_tokens": integer(1),
+    "max_tokens": integer(1),
+    "n": integer(1, MOST_ANSWERS),
+    "stream_options": OBJECT,
+    "top_logprobs": integer(0, MOST_LOGPROBS),
+}
+_NOTHING: dict[str, list[Any]] = {
+    "audio": [], "function_call": ["auto", "none"], "functions": [[]], "modalities": [["text"]],
+    "truncation": ["disabled"],
+}  # fmt: skip
+_KNOWN = {
+    *_CHECKS, *_NOTHING, *HINTS, "messages", "reasoning_effort", "response_format", "tool_choice", "tools",
+    "web_search_options",
+}  # fmt: skip
+
+
+class ChatCompletions(Protocol):
+    path = "/v1/chat/completions"
+
+    def read(self, body: dict[str, Any], served: Served) -> Request:
+        check(body, _CHECKS)
+        check_nothing(body, _NOTHING)
+        ignore_unknown(body, _KNOWN, served, self.path)
+        if body.get("web_search_options") is not None:
+            served.say_once("web_search_options are left out: this server searches nothing")
+        if body.get("messages") is None:
+            raise Refused("'messages' must be there, got none.", "messages", "missing_required_parameter")
+        messages = conversation.messages(body["messages"], "messages", served.say_once)
+        own = conversation.tools(body.get("tools"), "tools", served.say_once)
+        tools, forced = conversation.chosen(body, own)
+        schema = schema_of(body.get("response_format"), "response_format")
+        if schema is not None and forced is not None:
+            raise Refused("'response_format' must be text where a tool must be called.", "response_format")
+        variables = conversation.effort(body.get("reasoning_effort"))
+        variables |= body.get("chat_template_kwargs") or {}
+        goes_on = conversation.goes_on(messages, "messages")
+        return Request(
+            prompts=[Chat(messages, tools, variables, goes_on)],
+            prompt_field="messages",
+            most=body.get("max_completion_tokens") or body.get("max_tokens"),
+            schema=schema,
+            forced=forced,
+            form_field="tool_choice" if forced else "response_format",
+            logprobs=logprobs_of(body, bool(body.get("logprobs")), "'logprobs' true"),
+            count=body.get("n") or 1,
+            **sampling(body),
+        )
+
+    def whole(self, request: Request, answers: Answers, served: Served) -> dict[str, Any]:
+        choices = [
+            {
+                "index": number,
+                "message": _message(answer, request.tools),
+                "logprobs": _logprobs(answer.entries),
+                "finish_reason": finish_reason(answer),
+            }
+            for number, answer in enumerate(answers.answers)
+        ]
+        return _envelope(new_id("chatcmpl-"), "chat.completion", served) | {
+            "choices": choices,
+            "usage": usage(answers),
+        }
+
+    def writer(self, request: Request, answers: Answers, served: Served) -> Writer:
+        return _Chunks(request, answers, served)
+
+
+class _Chunks(Writer):
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
+        self._envelope = _envelope(new_id("chatcmpl-"), "chat.completion.chunk", self.served)
+        self._calls = [0] * len(self.answers.answers)
+        self._wants_usage = bool((self.request.body.get("stream_options") or {}).get("include_usage"))
+
+    def begin(self) -> str:
+        first = {"role": "assistant", "content": ""}
+        return "".join(self._chunk(number, first) for number in range(len(self.answers.answers)))
+
+    def item(self, number: int, item: Item) -> str:
+        if isinstance(item, Piece):
+            name = "content" if item.kind == "text" else "reasoning_content"
+            return self._chunk(number, {name: item.text}, logprobs=_logprobs(item.entries or None))
+        call = {"index": self._calls[number]} | _call(item, self.request.tools)
+        self._calls[number] += 1
+        return self._chunk(number, {"tool_calls": [call]})
+
+    def ended(self, number: int) -> str:
+        return self._chunk(number, {}, finish_reason(self.answers.answers[number]))
+
+    def end(self) -> str:
+        last = ""
+        if self._wants_usage:
+            last = event(self._envelope | {"choices": [], "usage": usage(self.answers)})
+        return f"{last}data: [DONE]\n\n"
+
+    def failed(self, refused: Refused) -> str:
+        return event(openai_error(refused))
+
+    def _chunk(
+        self, number: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
+    ) -> str:
+        choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
+        return event(self._envelope | {"choices": [choice]})
+
+
+def logprobs_of(body: dict[str, Any], asked: bool, needed: str) -> int | None:
+    """How many alternatives each token of an answer shall have. Raises: Refused if nothing asks."""
+    count = body.get("top_logprobs")
+    if count and not asked:
+        raise wrong("top_logprobs", f"with {needed}", count)
+    return count or 0 if asked else None
+
+
+def finish_reason(answer: Answer) -> str:
+    if answer.calls:
+        return "tool_calls"
+    return "length" if answer.reason == "length" else "stop"
+
+
+def usage(answers: Answers) -> dict[str, Any]:
+    return {
+        "prompt_tokens": answers.prompt_tokens,
+        "completion_tokens": answers.tokens,
+        "total_tokens": answers.prompt_tokens + answers.tokens,
+        "prompt_tokens_details": {"cached_tokens": answers.cached_tokens},
+        "completion_tokens_details": {"reasoning_tokens": answers.reasoning_tokens},
+    }
+
+
+def _envelope(name: str, kind: str, served: Served) -> dict[str, Any]:
+    return {"id": name, "object": kind, "created": int(time.time()), "model": served.name}
+
+
+def _message(answer: Answer, tools: dict[str, Tool]) -> dict[str, Any]:
+    message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
+    if answer.reasoning:
+        message["reasoning_content"] = answer.reasoning
+    if answer.calls:
+        message["content"] = answer.text or None
+        message["tool_calls"] = [_call(call, tools) for call in answer.calls]
+    return message
+
+
+def _call(call: Call, tools: dict[str, Tool]) -> dict[str, Any]:
+    tool = tools.get(call.name)
+    if tool is not None and tool.kind == "custom":
+        own = {"name": tool.own_name, "input": input_of(call)}
+        return {"id": new_id("call_"), "type": "custom", "custom": own}
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": new_id("call_"), "type": "function", "function": function}
+
+
+def _logprobs(entries: list[Any] | None) -> dict[str, Any] | None:
+    if entries is None:
+        return None
+    return {"content": [entry.chat_form() for entry in entries], "refusal": None}

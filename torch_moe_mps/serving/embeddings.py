@@ -1,0 +1,130 @@
+"""OpenAI's `/v1/embeddings`, and `/v1/rerank` as Jina's and Cohere's servers have it."""
+
+import base64
+from typing import Any
+
+from torch import Tensor
+
+from .encoder import Encoder
+from .protocol import ignore_unknown
+from .request import TEXT, YES_OR_NO, Check, Refused, check, integer, wrong
+from .served import Served
+
+EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
+_MOST_TEXTS = 2048
+_CHECKS: dict[str, dict[str, Check]] = {
+    EMBEDDINGS: {"dimensions": integer(1), "model": TEXT, "user": TEXT},
+    RERANK: {"model": TEXT, "query": TEXT, "return_documents": YES_OR_NO, "top_n": integer(1)},
+}
+_KNOWN = {EMBEDDINGS: {"encoding_format", "input"}, RERANK: {"documents"}}
+
+
+class Texts:
+    """The texts of a request, as tokens, and what its answer is.
+
+    Args:
+        path: EMBEDDINGS or RERANK.
+
+    Raises: Refused.
+    """
+
+    def __init__(self, path: str, body: dict[str, Any], served: Served):
+        self.path, self.body, self.served = path, body, served
+        check(body, _CHECKS[path])
+        ignore_unknown(body, _CHECKS[path].keys() | _KNOWN[path], served, path)
+        self.encoder = _encoder(path, served)
+        self.documents: list[str] = []
+        field = "input"
+        if path == RERANK:
+            field = "documents"
+            if body.get("query") is None:
+                raise Refused("'query' must be there, got none.", "query", "missing_required_parameter")
+            self.documents = _documents(body.get("documents"))
+            self.ids = self.encoder.pairs(body["query"], self.documents)
+        else:
+            if body.get("encoding_format") not in (None, "float", "base64"):
+                raise wrong("encoding_format", "float or base64", body["encoding_format"])
+            self.ids = [self._tokens(value) for value in _inputs(body.get("input"))]
+        for ids in self.ids:
+            if not 0 < len(ids) <= served.context:
+                message = f"A text must have from 1 to {served.context} tokens, got {len(ids)}."
+                raise Refused(message, field, "context_length_exceeded")
+
+    def _tokens(self, value: str | list[int]) -> list[int]:
+        if isinstance(value, str):
+            return [*self.encoder.tokenizer(value)["input_ids"]]
+        vocabulary = self.served.model.config.get_text_config().vocab_size
+        if not all(0 <= token < vocabulary for token in value):
+            raise wrong("input", f"of tokens below {vocabulary}", value)
+        return value
+
+    def compute(self) -> Tensor:
+        """On the thread of the device."""
+        return self.encoder.scores(self.ids) if self.path == RERANK else self.encoder.vectors(self.ids)
+
+    def answer(self, result: Tensor) -> dict[str, Any]:
+        count = sum(map(len, self.ids))
+        whole: dict[str, Any] = {"object": "list", "model": self.served.name}
+        whole["usage"] = {"prompt_tokens": count, "total_tokens": count}
+        return whole | (self._ranked(result) if self.path == RERANK else self._embedded(result))
+
+    def _embedded(self, vectors: Tensor) -> dict[str, Any]:
+        if (size := self.body.get("dimensions")) is not None:
+            if size > vectors.shape[1]:
+                raise wrong("dimensions", f"at most {vectors.shape[1]}", size)
+            vectors = vectors[:, :size]
+            vectors = vectors / vectors.norm(dim=1, keepdim=True)
+        is_text = self.body.get("encoding_format") == "base64"
+        data = [
+            {"object": "embedding", "index": number, "embedding": _base64(row) if is_text else row.tolist()}
+            for number, row in enumerate(vectors)
+        ]
+        return {"data": data}
+
+    def _ranked(self, scores: Tensor) -> dict[str, Any]:
+        order = scores.argsort(descending=True, stable=True)[: self.body.get("top_n")].tolist()
+        results: list[dict[str, Any]] = [{"index": n, "relevance_score": scores[n].item()} for n in order]
+        if self.body.get("return_documents"):
+            for result in results:
+                result["document"] = {"text": self.documents[result["index"]]}
+        return {"results": results}
+
+
+def _encoder(path: str, served: Served) -> Encoder:
+    encoder = served.encoder
+    if path == RERANK and (encoder is None or not encoder.makes_scores):
+        raise Refused(
+            "This model ranks no documents: /v1/rerank is for models such as BGE's rerankers.", "model"
+        )
+    if encoder is None or (path == EMBEDDINGS and encoder.pooling is None):
+        raise Refused(
+            "This model makes no embeddings: /v1/embeddings is for models that are made for them.", "model"
+        )
+    return encoder
+
+
+def _inputs(value: Any) -> list[str | list[int]]:
+    """A text, tokens, or a list of these. Raises: Refused."""
+    if isinstance(value, str) or _are_tokens(value):
+        return [value]
+    is_list = isinstance(value, list) and 0 < len(value) <= _MOST_TEXTS
+    if is_list and all(isinstance(text, str) or _are_tokens(text) for text in value):
+        return [*value]
+    raise wrong("input", f"a text, a list of tokens, or a list of at most {_MOST_TEXTS} of these", value)
+
+
+def _are_tokens(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+
+
+def _documents(value: Any) -> list[str]:
+    listed = [d.get("text") if isinstance(d, dict) else d for d in value] if isinstance(value, list) else []
+    texts = [text for text in listed if isinstance(text, str)]
+    if not 0 < len(texts) <= _MOST_TEXTS or len(texts) < len(listed):
+        raise wrong("documents", f"a list of at most {_MOST_TEXTS} texts", value)
+    return texts
+
+
+def _base64(vector: Tensor) -> str:
+    """The octets of float32, as OpenAI's clients read them."""
+    return base64.b64encode(vector.contiguous().numpy().astype("<f4").tobytes()).decode()

@@ -1,0 +1,115 @@
+"""A `Generator` of several jobs at a time: a `Batch` on a thread of its own, the only one on the device."""
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from .batch import Batch
+from .job import Job
+from .prompts import Prompts
+
+T = TypeVar("T")
+
+
+class Engine:
+    """Generates jobs together.
+
+    Args:
+        model: of transformers; in a pipeline, jobs are generated one by one instead (`OneByOne`).
+        prompts: keeps what was computed; None keeps nothing.
+        most: jobs at once.
+        memory: bytes for their caches and the kept prompts; None is no limit.
+
+    Raises: ValueError for a model in a pipeline.
+    """
+
+    def __init__(self, model: Any, prompts: Prompts | None, most: int, memory: int | None = None):
+        self.most = most
+        self._batch = Batch(model, prompts, most, memory)
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._lock, self._closed, self._submitted = threading.Lock(), False, 0
+        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._thread.start()
+
+    @property
+    def active(self) -> int:
+        return self._batch.active
+
+    @property
+    def waiting(self) -> int:
+        return len(self._batch.waiting) + self._submitted
+
+    @property
+    def read_tokens(self) -> int:
+        return self._batch.read_tokens
+
+    @property
+    def cached_tokens(self) -> int:
+        return self._batch.cached_tokens
+
+    def submit(self, job: Job) -> None:
+        def take() -> None:
+            self._submitted -= 1
+            self._batch.waiting.append(job)
+
+        with self._lock:
+            is_late = self._closed
+            if not is_late:
+                self._submitted += 1
+                self._work.put(take)
+        if is_late:
+            job.on_end("cancelled")
+
+    def run(self, function: Callable[[], T]) -> "Future[T]":
+        future: Future[T] = Future()
+
+        def call() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                future.set_result(function())
+            except BaseException as error:
+                future.set_exception(error)
+
+        with self._lock:
+            if self._closed:
+                future.cancel()
+            else:
+                self._work.put(call)
+        return future
+
+    def prompts_held(self) -> tuple[int, int]:
+        kept = [] if self._batch.prompts is None else [*self._batch.prompts.kept]
+        return len(kept), sum(prompt.nbytes() for prompt in kept)
+
+    def close(self) -> None:
+        with self._lock:
+            self._closed = True
+            self._work.put(None)
+        self._thread.join()
+
+    def _run(self) -> None:
+        while self._take_work():
+            self._batch.step()
+        self._batch.end_all()
+        if self._batch.prompts is not None:
+            self._batch.prompts.write(self._batch.model)
+
+    def _take_work(self) -> bool:
+        """Does what was asked for; waits where there is nothing to generate. Returns: whether to go on."""
+        while not self._closed:
+            try:
+                work = self._work.get(block=not self._batch.has_work)
+            except queue.Empty:
+                return True
+            if work is not None:
+                work()
+        while True:  # what came before the end
+            try:
+                work = self._work.get_nowait()
+            except queue.Empty:
+                return False
+            if work is not None:
+                work()

@@ -1,0 +1,148 @@
+"""Answers to a list of prompts, generated together."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from tqdm.auto import tqdm
+from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
+
+from .batch import Batch
+from .job import Job, Reason
+from .prompts import Prompts
+
+_NAME = "moe_mps::generate_batch"
+MOST_ROWS = 8  # answers at once: each further one of 16 takes nearly as long as one more step
+_SHARE_OF_PROMPTS = 4  # the part of free memory that keeps prompts, so that others may begin with them
+
+
+def generate_batch(
+    model: PreTrainedModel,
+    prompts: Sequence[Tensor | str],
+    generation_config: GenerationConfig | Sequence[GenerationConfig] | None = None,
+    *,
+    tokenizer: Any = None,
+    seed: int | Sequence[int | None] | None = None,
+    logits_processor: Sequence[Sequence[LogitsProcessor]] | None = None,
+    streamer: Sequence[Any] | None = None,
+    progress: bool = True,
+) -> list[Tensor]:
+    """Answer any number of prompts, several at once: no short answer waits for a long one.
+
+    A prompt joins the others as soon as there is room for it, and leaves when its answer is complete. Each
+    answer is the one that `model.generate` gives alone, up to rounding: kernels for several rows add in
+    another order. Prompts that begin alike are computed once.
+
+    Args:
+        model: accelerated; its `generate` is not called. One whose cache has no rows that come and go
+            (DeepSeek-V4, MiniMax) generates them in turn, and a line of the log says why.
+        prompts: N of them, tokens [T] of integers or [1, T], or texts, for which there must be a tokenizer.
+        generation_config: one for all or N: `max_new_tokens`, the tokens that end an answer, `stop_strings`
+            and how tokens are chosen; None is the model's own. No beams, and one answer for each prompt.
+        tokenizer: of texts and stop strings.
+        seed: of drawn tokens, one for each prompt, or one number, to which prompt n adds n. The numbers drawn
+            for an answer with a seed do not depend on what is generated beside it.
+        logits_processor: N lists of processors of the logits of one prompt each.
+        streamer: N objects with `put`, which gets the tokens of the answer one by one, and `end`; or None.
+        progress: show a bar of the answers, where tqdm is installed.
+
+    Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that
+        ended the answer.
+
+    Raises: ValueError for arguments that do not fit, a model in a pipeline, and beams; what a prompt's
+        processor or streamer raises, and torch.AcceleratorError where the GPU fails.
+    """
+    many = len(prompts)
+    if isinstance(prompts, (str, Tensor)):
+        raise ValueError(f"{_NAME}: prompts must be a list, got a {type(prompts).__name__}")
+    configs = _each("generation_config", generation_config, many, GenerationConfig)
+    seeds = _each("seed", seed, many, int)
+    if isinstance(seed, int):
+        seeds = [seed + number for number in range(many)]
+    processors = _each("logits_processor", logits_processor, many, type(None))
+    streamers = _each("streamer", streamer, many, type(None))
+    memory = _free_memory(model)
+    kept = Prompts((1 << 34 if memory is None else memory) // _SHARE_OF_PROMPTS)
+    batch = Batch(model, kept, MOST_ROWS, memory)
+    answers: list[_Answer] = []
+    with tqdm(total=many, desc="Generating", unit="answer", disable=not progress) as bar:
+        for number, prompt in enumerate(prompts):
+            config = configs[number] or model.generation_config
+            ids = _ids(prompt, number, tokenizer)
+            answer = _Answer(config, tokenizer, streamers[number], bar.update)
+            own = [*(processors[number] or ())]
+            batch.waiting.append(
+                Job({"input_ids": ids}, config, answer.take, answer.end, seed=seeds[number], processors=own)
+            )
+            answers.append(answer)
+        while batch.has_work:
+            batch.step()
+            error = next((answer.error for answer in answers if answer.error is not None), None)
+            if error is not None:
+                batch.end_all()
+                raise error
+    return [torch.tensor(answer.tokens, dtype=torch.int64) for answer in answers]
+
+
+class _Answer:
+    """Answer to one prompt, as it grows."""
+
+    def __init__(self, config: GenerationConfig, tokenizer: Any, streamer: Any, count: Callable[[], object]):
+        stop = config.stop_strings or []
+        if stop and tokenizer is None:
+            raise ValueError(f"{_NAME}: tokenizer must be there for stop_strings, got None")
+        self.tokens: list[int] = []
+        self.error: Exception | None = None
+        self._tokenizer, self._streamer, self._count = tokenizer, streamer, count
+        self._stops = [stop] if isinstance(stop, str) else [*stop]
+        # A token has an octet at least, so that a stop string lies in so many tokens.
+        self._longest = max((len(each.encode()) for each in self._stops), default=0)
+
+    def take(self, token: int) -> bool:
+        self.tokens.append(token)
+        if self._streamer is not None:
+            self._streamer.put(torch.tensor([token]))
+        if not self._stops:
+            return False
+        end = self._tokenizer.decode(self.tokens[-self._longest - 1 :])
+        return any(stop in end for stop in self._stops)
+
+    def end(self, reason: Reason | Exception) -> None:
+        if isinstance(reason, Exception):
+            self.error = reason
+        elif self._streamer is not None:
+            self._streamer.end()
+        self._count()
+
+
+def _ids(prompt: Any, number: int, tokenizer: Any) -> Tensor:
+    """The tokens [1, T] of a prompt, on the CPU."""
+    ids = prompt
+    if isinstance(prompt, str):
+        if tokenizer is None:
+            raise ValueError(f"{_NAME}: tokenizer must be there for texts, got None for prompts[{number}]")
+        ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    is_fitting = isinstance(ids, Tensor) and ids.dtype in (torch.int32, torch.int64)
+    if not is_fitting or ids.numel() == 0 or ids.numel() != ids.shape[-1]:
+        got = f"{ids.dtype} {[*ids.shape]}" if isinstance(ids, Tensor) else f"a {type(ids).__name__}"
+        expected = "a text or tokens [T] of int64, one at least"
+        raise ValueError(f"{_NAME}: prompts[{number}] must be {expected}, got {got}")
+    return ids.reshape(1, -1).long().cpu()
+
+
+def _each(name: str, value: Any, many: int, kind: type) -> list[Any]:
+    """One value for each prompt, of one for all, which is of a kind or None, or of as many."""
+    if value is None or isinstance(value, kind):
+        return [value] * many
+    if not isinstance(value, (list, tuple)) or len(value) != many:
+        got = f"{len(value)}" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
+        raise ValueError(f"{_NAME}: {name} must be a list of {many}, one for each prompt, got {got}")
+    return [*value]
+
+
+def _free_memory(model: PreTrainedModel) -> int | None:
+    """Bytes of the GPU that nothing takes; None where there is no GPU."""
+    if model.device.type != "mps":
+        return None
+    return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())

@@ -1,0 +1,247 @@
+"""Requests, in whatever protocol they come, and the checks of their fields."""
+
+import json
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+_MOST_STOPS = 16
+MOST_ANSWERS = 32  # to one request
+
+
+class Refused(Exception):
+    """A request that is refused: a line, the field that it is about, and an HTTP status."""
+
+    def __init__(
+        self, message: str, field: str | None, code: str | None = "unsupported_value", status: int = 400
+    ):
+        super().__init__(message)
+        self.message, self.field, self.code, self.status = message, field, code, status
+
+
+def wrong(field: str, expected: str, got: object) -> Refused:
+    """The error of a field whose value is none that it can have."""
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return Refused(f"'{field}' must be {expected}, got {shown}.", field, "invalid_value")
+
+
+def unsupported(field: str, got: object) -> Refused:
+    """The error of a field that this server knows and does not serve."""
+    shown = repr(got)
+    shown = shown if len(shown) <= 80 else f"{shown[:77]}..."
+    return Refused(f"'{field}' is not supported by this server, got {shown}.", field)
+
+
+@dataclass(frozen=True)
+class Tool:
+    """A tool of a client, which the model sees as a function.
+
+    Args:
+        name: as the model sees it.
+        kind: "function", or "custom" for a tool whose input is a text: a function with one argument, `input`.
+        own_name: as the client calls it, in its `namespace` if it has one.
+        schema: of the arguments.
+    """
+
+    name: str
+    description: str
+    schema: dict[str, Any]
+    kind: str = "function"
+    own_name: str = ""
+    namespace: str | None = None
+
+    @property
+    def function(self) -> dict[str, Any]:
+        """The form that chat templates read."""
+        function = {"name": self.name, "description": self.description, "parameters": self.schema}
+        return {"type": "function", "function": function}
+
+
+@dataclass
+class Chat:
+    """A conversation that a model goes on with.
+
+    Args:
+        messages: in the form that chat templates read; contents are lists of parts of the type text, image,
+            audio or video.
+        variables: of the chat template.
+        goes_on: whether the last message is the beginning of the answer.
+    """
+
+    messages: list[dict[str, Any]]
+    tools: list[Tool] = field(default_factory=list)
+    variables: dict[str, Any] = field(default_factory=dict)
+    goes_on: bool = False
+
+
+@dataclass(frozen=True)
+class Forced:
+    """Tools one of which must be called: the one that is named, or any.
+
+    Args:
+        parallel: whether there may be several calls.
+    """
+
+    tools: list[Tool]
+    name: str | None
+    parallel: bool
+
+
+@dataclass
+class Request:
+    """The wishes of a client.
+
+    Args:
+        prompts: conversations, texts or tokens; each has `count` answers.
+        settings: of a GenerationConfig, beside the model's own.
+        config: all settings, in place of the model's own.
+        most: tokens of an answer; None for the rest of the context.
+        frequency, presence: penalties, as OpenAI defines them.
+        schema: in JSON, of the answer.
+        form_field: names the field that `schema` or `forced` came from.
+        logprobs: how many alternatives each token of the answer shall have with its probability; None for no
+            probabilities at all.
+    """
+
+    prompts: list[Chat | str | list[int]]
+    prompt_field: str
+    settings: dict[str, Any] = field(default_factory=dict)
+    config: dict[str, Any] | None = None
+    most: int | None = None
+    stops: tuple[str, ...] = ()
+    seed: int | None = None
+    frequency: float = 0.0
+    presence: float = 0.0
+    schema: dict[str, Any] | None = None
+    forced: Forced | None = None
+    form_field: str = ""
+    logprobs: int | None = None
+    count: int = 1
+    stream: bool = False
+    body: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def tools(self) -> dict[str, Tool]:
+        """{name for the model: tool}"""
+        return {
+            tool.name: tool for prompt in self.prompts if isinstance(prompt, Chat) for tool in prompt.tools
+        }
+
+
+_SAMPLING = {"temperature": float, "top_p": float, "top_k": int, "min_p": float, "repetition_penalty": float}
+Check = tuple[Callable[[Any], bool], str]  # whether a value can be so, and what it must be
+
+
+def number(low: float, high: float, open_at_low: bool = False) -> Check:
+    def fits(value: Any) -> bool:
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        return is_number and low <= value <= high and not (open_at_low and value == low)
+
+    if high == math.inf:
+        return (
+            lambda value: fits(value) and math.isfinite(value),
+            f"a number {'above' if open_at_low else 'of at least'} {low:g}",
+        )
+    between = "above {:g} and at most {:g}" if open_at_low else "from {:g} to {:g}"
+    return fits, f"a number {between.format(low, high)}"
+
+
+def integer(low: int, high: float = math.inf) -> Check:
+    expected = f"an integer of at least {low}" if high == math.inf else f"an integer from {low} to {high}"
+    return lambda value: type(value) is int and low <= value <= high, expected
+
+
+def instance(kind: type, expected: str) -> Check:
+    return lambda value: isinstance(value, kind), expected
+
+
+def _are_stops(value: Any) -> bool:
+    stops = [value] if isinstance(value, str) else value
+    are_texts = isinstance(stops, list) and all(isinstance(stop, str) and stop for stop in stops)
+    return are_texts and len(stops) <= _MOST_STOPS
+
+
+def _are_biases(value: Any) -> bool:
+    fits, _ = number(-100, 100)
+    return isinstance(value, dict) and all(key.isdecimal() and fits(bias) for key, bias in value.items())
+
+
+def is_object_in_json(value: Any) -> bool:
+    try:
+        return isinstance(json.loads(value), dict)
+    except (TypeError, ValueError, RecursionError):
+        return False
+
+
+TEXT = instance(str, "a text")
+OBJECT = instance(dict, "an object")
+YES_OR_NO = instance(bool, "true or false")
+STOPS: Check = (_are_stops, f"a text, or a list of at most {_MOST_STOPS}, none of them empty")
+# {field: check} of what all of OpenAI's protocols have, where it is not null.
+SHARED: dict[str, Check] = {
+    "frequency_penalty": number(-2, 2),
+    "generation_config": (is_object_in_json, "the text of an object in JSON"),
+    "logit_bias": (_are_biases, "an object of token ids and numbers from -100 to 100"),
+    "min_p": number(0, 1),
+    "model": TEXT,
+    "presence_penalty": number(-2, 2),
+    "repetition_penalty": number(0, math.inf, open_at_low=True),
+    "seed": integer(-(1 << 63), (1 << 63) - 1),
+    "stop": STOPS,
+    "stream": YES_OR_NO,
+    "temperature": number(0, 2),
+    "top_k": integer(-1),
+    "top_p": number(0, 1, open_at_low=True),
+}
+# Hints and names that change no answer.
+HINTS = frozenset({
+    "client_metadata", "max_tool_calls", "metadata", "parallel_tool_calls", "prediction",
+    "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "service_tier", "store",
+    "stream_options", "user", "verbosity",
+})  # fmt: skip
+
+
+def check(body: dict[str, Any], checks: dict[str, Check]) -> None:
+    """Raises: Refused for the first field that is not null and not as its check says."""
+    for name, (fits, expected) in checks.items():
+        if body.get(name) is not None and not fits(body[name]):
+            raise wrong(name, expected, body[name])
+
+
+def check_nothing(body: dict[str, Any], nothing: dict[str, list[Any]]) -> None:
+    """Raises: Refused for a field of `nothing` whose value is not one of those that ask for nothing."""
+    for name, values in nothing.items():
+        value = body.get(name)
+        if value is not None and not any(value == v and type(value) is type(v) for v in values):
+            raise unsupported(name, value)
+
+
+def sampling(body: dict[str, Any]) -> dict[str, Any]:
+    """The parts of a Request that say how tokens are chosen, of a body that was checked."""
+    settings: dict[str, Any] = {
+        name: kind(body[name])  # transformers takes no integers where numbers are
+        for name, kind in _SAMPLING.items()
+        if body.get(name) is not None
+    }
+    if settings.get("temperature") == 0:
+        settings = {name: settings[name] for name in ("repetition_penalty",) if name in settings}
+        settings["do_sample"] = False
+    elif settings.keys() - {"repetition_penalty"}:
+        settings["do_sample"] = True
+    if settings.get("top_k") == -1:  # vLLM's name of all
+        settings["top_k"] = 0
+    if body.get("logit_bias"):
+        settings["sequence_bias"] = {(int(token),): float(bias) for token, bias in body["logit_bias"].items()}
+    config, stop = body.get("generation_config"), body.get("stop")
+    return {
+        "settings": settings,
+        "config": None if config is None else json.loads(config),
+        "stops": (stop,) if isinstance(stop, str) else tuple(stop or ()),
+        "seed": body.get("seed"),
+        "frequency": float(body.get("frequency_penalty") or 0),
+        "presence": float(body.get("presence_penalty") or 0),
+        "stream": bool(body.get("stream")),
+        "body": body,
+    }

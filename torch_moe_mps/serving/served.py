@@ -1,0 +1,386 @@
+"""The model that is served: what a request becomes before it is generated, and its answers."""
+
+import copy
+import functools
+import logging
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from jinja2 import TemplateError
+
+from ..ops._checks import first_line
+from .answer import Answer, Decoder, Item
+from .encoder import Encoder
+from .forms import form_of
+from .job import Generator, Job, prompt_length
+from .logprobs import Logprobs
+from .media import Media, decoded
+from .penalties import Penalties
+from .request import Chat, Refused, Request, unsupported, wrong
+from .structured import Grammars
+from .tools import Parser, family_of, grammar
+
+log = logging.getLogger(__name__)
+Show = Callable[[int, Item | None], None]
+# For a model that knows no roles: an answer continues what is above it, and a message begins a line.
+_CONTINUED = (
+    "{% for message in messages %}{{ message.content }}"
+    "{% if message.role != 'user' and not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"
+)
+_FRAMES = 32  # of a video
+
+
+@dataclass
+class Prepared:
+    """A prompt with all that its answers have in common.
+
+    Args:
+        text: of the prompt, by which the parser knows what it begins of the answer; None where all is text.
+    """
+
+    inputs: dict[str, Any]
+    config: Any
+    text: str | None
+
+
+class Served:
+    """A model with its processor and what generates.
+
+    Args:
+        name: by which clients know it.
+        processor: a tokenizer, or one with a tokenizer in it.
+        context: the tokens that the model reads.
+        generator: generates for all requests.
+        media: may be opened for messages.
+        in_pipeline: whether the layers are spread over processes, which know of no processors of logits.
+        encoder: makes vectors and scores; None for a model that only generates.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        model: Any,
+        processor: Any,
+        context: int,
+        generator: Generator,
+        media: Media,
+        in_pipeline: bool = False,
+        encoder: Encoder | None = None,
+    ):
+        self.name, self.model, self.processor, self.context = name, model, processor, context
+        self.generator, self.media, self.in_pipeline = generator, media, in_pipeline
+        self.encoder, self.generates = encoder, bool(model.can_generate())
+        self.created = int(time.time())
+        self.tokenizer = getattr(processor, "tokenizer", processor)
+        self._grammars, self._reading = Grammars(), threading.Lock()  # tokenizers are for one thread
+        self._said: set[str] = set()
+        if self.generates and getattr(processor, "chat_template", None) is None:
+            print(f"{name} has no chat template: it continues the text of the messages", file=sys.stderr)
+            processor.chat_template = _CONTINUED
+        self.form = form_of(processor)
+
+    @functools.cached_property
+    def _family(self) -> str | None:
+        return family_of(self.form)
+
+    def say_once(self, line: str) -> None:
+        """Logs a line the first time that there is reason to."""
+        if line not in self._said:
+            self._said.add(line)
+            log.info(line)
+
+    # Prompts
+
+    def prepare(self, request: Request, show: Show) -> "Answers":
+        """Reads the prompts of a request, and makes a job of each answer; long prompts take a while.
+
+        Args:
+            show: takes the number of an answer and a part of it, None behind the last; on any thread.
+
+        Raises: Refused.
+        """
+        self._check_generates()
+        answers = Answers()
+        with self._reading:
+            for prompt in request.prompts:
+                prepared = self._prepared(prompt, request)
+                for _ in range(request.count):
+                    answers.add(*self._job(request, prepared, len(answers.jobs), show))
+        return answers
+
+    def submit(self, answers: "Answers") -> None:
+        """Lets the answers be generated."""
+        for answer, job in zip(answers.answers, answers.jobs, strict=True):
+            answer.submitted = answer.first = answer.ended = time.monotonic()
+            self.generator.submit(job)
+
+    def count(self, request: Request) -> int:
+        """The tokens of the first prompt."""
+        self._check_generates()
+        with self._reading:
+            return prompt_length(self._inputs(request.prompts[0], request.prompt_field))
+
+    def _check_generates(self) -> None:
+        if not self.generates:
+            raise Refused("This model generates no text: ask /v1/embeddings or /v1/rerank.", "model")
+
+    def _prepared(self, prompt: Chat | str | list[int], request: Request) -> Prepared:
+        inputs = self._inputs(prompt, request.prompt_field)
+        config = self._config(request, prompt_length(inputs))
+        is_parsed = isinstance(prompt, Chat) and self.form is not None
+        text = self.tokenizer.decode(inputs["input_ids"][0]) if is_parsed or request.forced else None
+        return Prepared(inputs, config, text)
+
+    def _inputs(self, prompt: Chat | str | list[int], field: str) -> dict[str, Any]:
+        if isinstance(prompt, list):
+            return self._of_ids(torch.tensor([prompt], dtype=torch.long).view(1, -1), field)
+        if isinstance(prompt, str):
+            return self._of_ids(self.tokenizer(prompt, return_tensors="pt")["input_ids"].long(), field)
+        messages = self._with_media(prompt.messages)
+        try:
+            return self._templated(prompt, messages)
+        except Exception as error:
+            if not isinstance(error, TemplateError | TypeError | ValueError):
+                raise
+            try:
+                return self._templated(prompt, _plainer(messages))
+            except Exception:
+                line = f"The chat template refuses the messages: {type(error).__name__}: {first_line(error)}"
+                raise Refused(line, field, "invalid_value") from None
+
+    def _of_ids(self, ids: Any, field: str) -> dict[str, Any]:
+        vocabulary = self.model.config.get_text_config().vocab_size
+        if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < vocabulary:
+            raise wrong(field, f"of tokens below {vocabulary}", int(ids.max()))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+    def _templated(self, prompt: Chat, messages: list[dict[str, Any]]) -> dict[str, Any]:
+        template = str(self.processor.chat_template)
+        more = {name: value for name, value in prompt.variables.items() if name in template}
+        if any(part["type"] == "video" for message in messages for part in _parts(message)):
+            more["num_frames"] = _FRAMES
+        if self.processor is self.tokenizer:
+            messages = [message | {"content": _text_of(message)} for message in messages]
+        inputs = self.processor.apply_chat_template(
+            messages,
+            tools=[tool.function for tool in prompt.tools] or None,
+            add_generation_prompt=not prompt.goes_on,
+            continue_final_message=prompt.goes_on,
+            tokenize=True,
+            return_dict=True,
+            return_tensors="pt",
+            **more,
+        )
+        return {name: value for name, value in inputs.items() if isinstance(value, torch.Tensor)}
+
+    def _with_media(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Messages with pictures in place of their URLs. Raises: Refused for what the model does not read."""
+        return [
+            message | {"content": [self._opened(part) for part in message["content"]]} for message in messages
+        ]
+
+    def _opened(self, part: dict[str, Any]) -> dict[str, Any]:
+        if part["type"] == "text":
+            return part
+        reader = {"image": "image_processor", "audio": "feature_extractor", "video": "video_processor"}
+        if not hasattr(self.processor, reader[part["type"]]):
+            raise Refused(f"This model does not read '{part['as']}'.", part["field"])
+        if part["type"] == "image":
+            return {"type": "image", "image": self.media.picture(part["url"], part["field"])}
+        if part["type"] == "audio":
+            return {"type": "audio", "audio": self._sound(part)}
+        raise unsupported(part["field"], part["as"])
+
+    def _sound(self, part: dict[str, Any]) -> Any:
+        import io
+
+        import soundfile  # type: ignore[import-not-found, unused-ignore]
+
+        url, field = part["url"], part["field"]
+        octets = self.media.octets(url, field) if ":" in url[:8] else decoded(url, field)
+        return soundfile.read(io.BytesIO(octets))[0]
+
+    # Settings
+
+    def _config(self, request: Request, length: int) -> Any:
+        """The settings of a request, which generates at most as many tokens as the model still reads.
+
+        Raises: Refused for a prompt without tokens, for one that leaves no room for a token, and for settings
+            that do not exist.
+        """
+        from transformers import GenerationConfig
+
+        if length == 0:
+            raise Refused("The prompt must have at least 1 token, got none.", request.prompt_field)
+        if length >= self.context:
+            message = (
+                f"This model's maximum context length is {self.context} tokens, and the prompt has {length}."
+            )
+            raise Refused(message, request.prompt_field, "context_length_exceeded")
+        own = self.model.generation_config
+        try:
+            config = copy.deepcopy(own) if request.config is None else GenerationConfig(**request.config)
+            config.update(**request.settings)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise wrong("generation_config", "of settings that exist", first_line(error)) from None
+        if self.generator.most > 1 and (config.num_beams or 1) > 1:
+            raise wrong("generation_config", "of num_beams 1 with --parallel", config.num_beams)
+        if config.eos_token_id is None:
+            config.eos_token_id = own.eos_token_id
+        rest, most = self.context - length, request.most
+        if most is None and request.config is not None:
+            most = config.max_new_tokens
+        config.max_new_tokens = rest if most is None else max(1, min(most, rest))
+        config.max_length = config.stop_strings = None
+        vocabulary = self.model.config.get_text_config().vocab_size
+        for tokens in config.sequence_bias or ():
+            if tokens[0] >= vocabulary:
+                raise wrong("logit_bias", f"of tokens below {vocabulary}", tokens[0])
+        return config
+
+    def _processors(self, request: Request, prepared: Prepared) -> tuple[list[Any], Logprobs | None]:
+        """The processors of one answer's logits, and the one among them that keeps probabilities.
+
+        Raises: Refused.
+        """
+        made: list[Any] = []
+        if request.frequency or request.presence:
+            field = "frequency_penalty" if request.frequency else "presence_penalty"
+            self._check_alone(field)
+            made.append(Penalties(prompt_length(prepared.inputs), request.frequency, request.presence))
+        form: Any = request.schema
+        if request.forced is not None:
+            form = grammar(request.forced, self.form, self._family, prepared.text or "")
+        if form is not None:
+            field = request.form_field
+            self._check_alone(field)
+            if (prepared.config.num_beams or 1) > 1:
+                raise wrong("generation_config", f"of num_beams 1 with '{field}'", prepared.config.num_beams)
+            vocabulary = self.model.config.get_text_config().vocab_size
+            made.append(self._grammars.mask(self.tokenizer, prepared.config, vocabulary, form, field))
+        logprobs = None
+        if request.logprobs is not None:
+            self._check_alone("logprobs")
+            if (prepared.config.num_beams or 1) > 1:
+                raise wrong("generation_config", "of num_beams 1 with 'logprobs'", prepared.config.num_beams)
+            logprobs = Logprobs(self.tokenizer, request.logprobs)
+            made.append(logprobs)
+        return made, logprobs
+
+    def _check_alone(self, field: str) -> None:
+        if self.in_pipeline:
+            raise Refused(f"'{field}' is not supported by a pipeline.", field)
+
+    # Answers
+
+    def _job(self, request: Request, prepared: Prepared, number: int, show: Show) -> tuple[Answer, Job]:
+        processors, logprobs = self._processors(request, prepared)
+        last = prepared.config.eos_token_id
+        ends = set(last) if isinstance(last, list) else {last}
+        parser = None
+        if prepared.text is not None and self.form is not None and isinstance(request.prompts[0], Chat):
+            tools = [tool.function for tool in request.tools.values()] or None
+            parser = Parser(self.form, prefix=prepared.text, tools=tools)
+        decoder = Decoder(self.tokenizer, skips_special=parser is None)
+        answer = Answer(decoder, request.stops, parser, ends, logprobs, lambda item: show(number, item))
+        answer.prompt_tokens = prompt_length(prepared.inputs)
+        job = Job(
+            prepared.inputs,
+            copy.deepcopy(prepared.config),
+            answer.take,
+            answer.end,
+            answer.progress,
+            seed=None if request.seed is None else request.seed + number % request.count,
+            processors=processors,
+        )
+        return answer, job
+
+
+class Answers:
+    """The answers to one request, which may still be coming."""
+
+    def __init__(self) -> None:
+        self.answers: list[Answer] = []
+        self.jobs: list[Job] = []
+
+    def add(self, answer: Answer, job: Job) -> None:
+        self.answers.append(answer)
+        self.jobs.append(job)
+
+    def cancel(self) -> None:
+        for job in self.jobs:
+            job.cancel()
+
+    @property
+    def error(self) -> Exception | None:
+        return next((a.reason for a in self.answers if isinstance(a.reason, Exception)), None)
+
+    @property
+    def prompt_tokens(self) -> int:
+        """Tokens of each prompt, once however many answers it has."""
+        return sum(
+            {id(j.inputs): a.prompt_tokens for a, j in zip(self.answers, self.jobs, strict=True)}.values()
+        )
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompts that were kept, of each prompt's first answer."""
+        first: dict[int, int] = {}
+        for job in self.jobs:
+            first.setdefault(id(job.inputs), job.cached_tokens)
+        return sum(first.values())
+
+    @property
+    def tokens(self) -> int:
+        return sum(len(answer.tokens) for answer in self.answers)
+
+    @property
+    def reasoning_tokens(self) -> int:
+        return sum(answer.reasoning_tokens for answer in self.answers)
+
+    def __str__(self) -> str:
+        """The line of a log."""
+        begun = min(answer.submitted for answer in self.answers)
+        first = min(answer.first for answer in self.answers)
+        ended = max(answer.ended for answer in self.answers)
+        tokens, seconds = self.tokens, ended - first
+        speed = f" ({(tokens - 1) / seconds:.1f} tokens/s)" if tokens > 1 and seconds > 0 else ""
+        reasons = {a.reason if isinstance(a.reason, str) else "error" for a in self.answers}
+        return (
+            f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept) in {first - begun:.2f} s, "
+            f"answer {tokens} tokens in {seconds:.2f} s{speed}, {', '.join(sorted(reasons))}"
+        )
+
+
+def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:
+    content = message["content"]
+    return content if isinstance(content, list) else []
+
+
+def _text_of(message: dict[str, Any]) -> str:
+    return "\n".join(part["text"] for part in _parts(message))
+
+
+def _plainer(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages for templates that refuse a system message behind others, or arguments that are no object."""
+    made = []
+    for number, message in enumerate(messages):
+        message = dict(message)
+        if message["role"] == "system" and number > 0:
+            message["role"] = "user"
+        if "tool_calls" in message:
+            message["tool_calls"] = [_with_object(call) for call in message["tool_calls"]]
+        made.append(message)
+    return made
+
+
+def _with_object(call: dict[str, Any]) -> dict[str, Any]:
+    function = call["function"]
+    if not isinstance(function["arguments"], dict):
+        function = function | {"arguments": {"arguments": function["arguments"]}}
+    return call | {"function": function}

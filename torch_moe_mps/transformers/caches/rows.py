@@ -1,0 +1,368 @@
+"""Rows of a batch that come and go: a cache of several conversations that end together.
+
+Row b has the last `lengths[b]` tokens in front of a common end, and a range of keys hides the rest from it. A
+conversation is read alone, in a cache of its own, and then copied in: recurrent states are exact, and nothing
+is padded. Memory has spare rows, so that a join copies one row; who leaves gives its place to the last row.
+
+The layers stay what they are: a tensor with a memory (`growing`) has tokens, which end at the common end; any
+other one is a state of each row. Shapes: B rows, S tokens.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DummyLayer, LinearAttentionCacheLayerMixin
+
+from ..basics.key_range import NO_END, RANGE
+from . import growing
+from .held import HeldEntries, HeldPools
+from .layers import GrowingWindow, Made
+from .quantized_states import QuantizedStates
+from .state import OWN, LayerState, Name, copy_of_cache, copy_of_layer, parts
+
+# The attribute of a memory, or of a state, that names the tensor with spare rows of which it is the first.
+BASE = "_moe_mps_base"
+_COUNT = Name(OWN, "cumulative_length")  # of a window: all tokens so far
+# What configs call how many tokens an indexer chooses together: it counts them from the first of all rows.
+_TOGETHER = ("index_kpool", "indexer_compress_ratio", "index_block_size")
+_LEAST_CONTEXT = 4096  # tokens for which masks have room, where a model does not say how many it takes
+
+
+class NotJoinable(ValueError):
+    """A conversation cannot be a row of a batch, and why."""
+
+
+class _Memory(NamedTuple):
+    """Memory in which several tensors of a layer lie side by side.
+
+    `columns`: name, first column and width of each.
+    """
+
+    memory: Any
+    start: int
+    tokens: int
+    columns: list[tuple[Name, int, int]]
+
+
+class Rows:
+    """The cache of several conversations with a model, and the arguments of their next tokens.
+
+    Attributes:
+        cache: of all rows; None without any.
+        lengths: how many tokens each row has.
+    """
+
+    def __init__(self, model: PreTrainedModel):
+        self.cache: DynamicCache | None = None
+        self.lengths: list[int] = []
+        self._device, self._moved = model.device, list[int]()
+        config = model.config.get_text_config(decoder=True)
+        together = {name: getattr(config, name, None) or 1 for name in _TOGETHER}
+        self._refused = next(
+            (f"its {name} is {count}" for name, count in together.items() if count > 1), None
+        )
+        self._context = max(getattr(config, "max_position_embeddings", None) or 0, _LEAST_CONTEXT)
+        self._shown = self._range = self._positions = torch.empty(0, device=self._device)
+        self._left = 0  # steps until a layer has no room for a token
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @property
+    def end(self) -> int:
+        """The common end: how many tokens the longest row has."""
+        return max(self.lengths, default=0)
+
+    def memory(self) -> int:
+        """Bytes of all rows, without room."""
+        layers = [] if self.cache is None else self.cache.layers
+        return sum(LayerState(layer).memory() for layer in layers)
+
+    def join(self, cache: DynamicCache, moved: int = 0) -> None:
+        """Copies a conversation in, as the last row; its cache stays as it is.
+
+        Args:
+            cache: of the conversation alone, one row without padding.
+            moved: how far positions are from the number of tokens, where images take fewer or more.
+
+        Raises: NotJoinable; the rows are as they were then.
+        """
+        if self._refused is not None:
+            raise NotJoinable(self._refused)
+        _check(cache)
+        length = cache.get_seq_length()
+        if self.cache is None:
+            self.cache = copy_of_cache(cache, [_copied(layer) for layer in cache.layers])
+        else:
+            pairs = [*zip(self.cache.layers, cache.layers, strict=True)]
+            for layer, one in pairs:
+                _check_alike(layer, one)
+            end = max(self.end, length)
+            for layer, one in pairs:
+                _join(layer, one, end)
+        self.lengths.append(length)
+        self._moved.append(moved)
+        self._changed()
+
+    def leave(self, row: int) -> None:
+        """Gives a row up: the last one takes its number and its place."""
+        assert self.cache is not None
+        last = len(self) - 1
+        for of_rows in (self.lengths, self._moved):
+            of_rows[row] = of_rows[last]
+            del of_rows[last]
+        if last == 0:
+            self.cache = None
+            return
+        for layer in self.cache.layers:
+            _leave(layer, row, last, self.end)
+        self._changed()
+
+    def alone(self, row: int) -> DynamicCache:
+        """A copy of one row: the cache of a conversation."""
+        assert self.cache is not None
+        layers = [_alone(layer, row, self.lengths[row]) for layer in self.cache.layers]
+        return copy_of_cache(self.cache, layers)
+
+    def arguments(self) -> dict[str, Any]:
+        """Arguments of the call for the next token of each row, beside the tokens."""
+        assert self.cache is not None
+        if self._left == 0:
+            for layer in self.cache.layers:
+                _make_room(layer, len(self))
+            self._changed()
+        end = self.end + 1
+        mask = {}
+        if len(self) > 1:
+            shown = self._shown[: len(self), :end]
+            setattr(shown, RANGE, (self._range,))
+            mask = {"attention_mask": shown}
+        return {"past_key_values": self.cache, "position_ids": self._positions, "use_cache": True, **mask}
+
+    def advance(self) -> None:
+        """Counts the token of each row that a call has added to the cache."""
+        self.lengths = [length + 1 for length in self.lengths]
+        self._positions = self._positions + 1
+        self._left -= 1
+
+    def _changed(self) -> None:
+        """Makes the masks and positions of other rows, on the device: between such changes none is copied."""
+        assert self.cache is not None
+        first = torch.tensor([self.end - length for length in self.lengths], dtype=torch.int32)
+        ranges = torch.stack((first, torch.full_like(first, NO_END)), 1)
+        positions = [[n + moved] for n, moved in zip(self.lengths, self._moved, strict=True)]
+        self._range = ranges.to(self._device)
+        self._positions = torch.tensor(positions).to(self._device)
+        self._left = min((_room(layer) for layer in self.cache.layers), default=1)
+        if len(self) > 1:  # of one size for all, so that their strides stay
+            while self._context < self.end + self._left:
+                self._context *= 2
+            shown = torch.arange(self._context, device=self._device) >= self._range[:, :1]
+            if shown.stride() != (self._context, 1):
+                shown = shown.contiguous()
+            self._shown = shown
+
+
+def capacity(rows: int, tokens: int) -> int:
+    """For how many tokens there is memory where so many rows have so many tokens at most."""
+    return _more(rows) * (tokens + growing.room_behind(tokens))
+
+
+def _check(cache: Any) -> None:
+    """Raises: NotJoinable for a cache that cannot be a row: the reason is for a person."""
+    if type(cache) is not DynamicCache or cache.offloading:
+        kind = "is offloaded" if type(cache) is DynamicCache else f"is a {type(cache).__name__}"
+        raise NotJoinable(f"its cache {kind}")
+    for layer in cache.layers:
+        kind = type(layer).__name__.removeprefix("Growing")
+        is_known = isinstance(layer, (Made, LinearAttentionCacheLayerMixin, DummyLayer))
+        if not is_known or isinstance(layer, HeldEntries):
+            raise NotJoinable(f"a {kind} has no rows that could come and go")
+        if getattr(layer, "record_past", False):
+            raise NotJoinable("its cache holds guessed tokens")
+        for name, tensor in LayerState(layer).tensors().items():
+            memory = getattr(tensor, growing.MEMORY, None)
+            if memory is None and tensor.dim() > 0 and tensor.shape[0] != 1 and tensor.numel() > 0:
+                raise NotJoinable(f"{name.key} of a {kind} is of {tensor.shape[0]} rows")
+            if memory is None and name.key in ("keys", "values") and tensor.dim() > 1:
+                raise NotJoinable(f"a {kind} does not grow in place")
+
+
+def _check_alike(layer: Any, one: Any) -> None:
+    own, other = (
+        [([c[1:] for c in held.columns], *_kind(held.memory)) for held in _memories(each)]
+        for each in (layer, one)
+    )
+    if type(layer) is not type(one) or own != other:
+        raise NotJoinable("its cache holds another kind of states than those of the others")
+
+
+def _kind(memory: Any) -> tuple[Any, ...]:
+    return type(memory), memory.dtype, memory.shape[1:-2], memory.shape[-1]
+
+
+def _memories(layer: Any) -> list[_Memory]:
+    """The memories of a layer, with what lies in them; without what it makes again of them."""
+    by_id: dict[int, _Memory] = {}
+    for name, tensor in LayerState(layer).tensors().items():
+        memory: Any = getattr(tensor, growing.MEMORY, None)
+        if memory is None or (isinstance(layer, HeldPools) and name.key == "pools"):
+            continue
+        view = tensor.packed if isinstance(tensor, QuantizedStates) else tensor
+        whole = memory.packed if isinstance(memory, QuantizedStates) else memory
+        within = view.storage_offset() - whole.storage_offset()
+        column = (
+            within % whole.stride(-2) * tensor.shape[-1] // view.shape[-1] if within and view.shape[-1] else 0
+        )
+        held = by_id.setdefault(id(memory), _Memory(memory, growing.start_of(tensor), tensor.shape[-2], []))
+        held.columns.append((name, column, tensor.shape[-1]))
+    return [*by_id.values()]
+
+
+def _states(layer: Any) -> dict[Name, Tensor]:
+    """State of a layer beside tokens, one for each row: [B, ...]."""
+    tensors = LayerState(layer).tensors().items()
+    return {
+        name: tensor
+        for name, tensor in tensors
+        if tensor.dim() > 1 and getattr(tensor, growing.MEMORY, None) is None
+    }
+
+
+def _put(layer: Any, held: _Memory, base: Any, rows: int, start: int, tokens: int) -> None:
+    """Gives a layer the first rows of a base as the memory of some of its tensors."""
+    memory = growing.changed(base, lambda part: part[:rows])
+    setattr(memory, BASE, base)
+    whole = growing.view_of(memory, start, tokens)
+    for name, column, width in held.columns:
+        part = whole
+        if width != whole.shape[-1]:
+            _, part, _ = growing.columns_of(whole, (column, width, whole.shape[-1] - column - width))
+        LayerState(layer).put({name: part})
+
+
+def _more(rows: int) -> int:
+    """The rows that new memory has for so many: a power of two."""
+    return 1 << (rows - 1).bit_length()
+
+
+def _larger(memory: Any, rows: int, tokens: int) -> Any:
+    """Memory like another one, of so many rows and tokens.
+
+    It is zero at first: where a model's own code attends, what is hidden counts nothing, but is read.
+    """
+
+    def larger(part: Tensor) -> Tensor:
+        return part.new_zeros((rows, *part.shape[1:-2], tokens, part.shape[-1]))
+
+    return growing.changed(memory, larger)
+
+
+def _write(base: Any, row: int, end: int, held: _Memory, source: int = 0) -> None:
+    """Writes a row's tokens to where they end with token `end` of another row."""
+    for place, own in zip(parts(base), parts(held.memory), strict=True):
+        tokens = own[source, ..., held.start : held.start + held.tokens, :]
+        place[row, ..., end - held.tokens : end, :] = tokens
+
+
+def _join(layer: Any, one: Any, end: int) -> None:
+    for held, other in zip(_memories(layer), _memories(one), strict=True):
+        rows, tokens = len(parts(held.memory)[0]), max(held.tokens, other.tokens)
+        base, last = getattr(held.memory, BASE, held.memory), held.start + held.tokens
+        if len(parts(base)[0]) == rows or last < tokens:
+            room = _room_for(layer, tokens)
+            base, last = _larger(held.memory, _more(rows + 1), tokens + room), tokens
+            for row in range(rows):
+                _write(base, row, last, held, row)
+        _write(base, rows, last, other)
+        _put(layer, held, base, rows + 1, last - tokens, tokens)
+    others = _states(one)
+    for name, state in _states(layer).items():
+        rows, base = len(state), getattr(state, BASE, state)
+        if len(base) == rows:
+            base = state.new_empty((_more(rows + 1), *state.shape[1:]))
+            base[:rows] = state
+        base[rows] = others[name][0]
+        _put_state(layer, name, base, rows + 1)
+    _count(layer, end)
+
+
+def _leave(layer: Any, row: int, last: int, end: int) -> None:
+    for held in _memories(layer):
+        base = getattr(held.memory, BASE, held.memory)
+        behind = held.start + held.tokens
+        if row != last:
+            _write(base, row, behind, held, last)
+        tokens = min(held.tokens, end)
+        _put(layer, held, base, last, behind - tokens, tokens)
+    for name, state in _states(layer).items():
+        base = getattr(state, BASE, state)
+        if row != last:
+            base[row] = state[last]
+        _put_state(layer, name, base, last)
+    _count(layer, end)
+
+
+def _alone(layer: Any, row: int, length: int) -> Any:
+    one = copy_of_layer(layer)
+    for held in _memories(layer):
+        tokens = min(held.tokens, length)
+        end, room = held.start + held.tokens, _room_for(layer, tokens)
+        base = _larger(held.memory, 1, tokens + room)
+        _write(base, 0, tokens, held._replace(start=end - tokens, tokens=tokens), row)
+        _put(one, held, base, 1, 0, tokens)
+    for name, state in _states(layer).items():
+        LayerState(one).put({name: state[row : row + 1].clone()})
+    _count(one, length)
+    return one
+
+
+def _copied(layer: Any) -> Any:
+    """A layer that shares tokens with another one, which neither writes, and no states."""
+    copied = copy_of_layer(layer)
+    LayerState(copied).put({name: state.clone() for name, state in _states(layer).items()})
+    _count(copied, None)
+    return copied
+
+
+def _make_room(layer: Any, rows: int) -> None:
+    """Moves what has no room for a token to memory that has some, and spare rows."""
+    for held in _memories(layer):
+        if _room_of(held) > 0:
+            continue
+        room, spare = _room_for(layer, held.tokens), len(parts(getattr(held.memory, BASE, held.memory))[0])
+        base = _larger(held.memory, max(rows, spare), held.tokens + room)
+        for row in range(rows):
+            _write(base, row, held.tokens, held, row)
+        _put(layer, held, base, rows, 0, held.tokens)
+
+
+def _room_for(layer: Any, tokens: int) -> int:
+    if isinstance(layer, GrowingWindow):
+        return growing.room_behind_window(layer.sliding_window)
+    return growing.room_behind(tokens)
+
+
+def _room_of(held: _Memory) -> int:
+    return int(held.memory.shape[-2]) - held.start - held.tokens
+
+
+def _room(layer: Any) -> int:
+    """How many tokens fit in behind those that a layer holds."""
+    return min(map(_room_of, _memories(layer)), default=growing.LEAST_ROOM)
+
+
+def _put_state(layer: Any, name: Name, base: Tensor, rows: int) -> None:
+    state = base[:rows]
+    setattr(state, BASE, base)
+    LayerState(layer).put({name: state})
+
+
+def _count(layer: Any, tokens: int | None) -> None:
+    """Notes how many tokens a window has seen, and that pools have to be made again."""
+    if isinstance(layer, HeldPools):
+        layer.pools, layer.is_padded = None, True
+    if tokens is not None and _COUNT in LayerState(layer).numbers():
+        LayerState(layer).put({_COUNT: tokens})
