@@ -31,8 +31,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import torch_moe_mps
 from torch_moe_mps.commands.recipes import MIXED, arguments_of_recipe
-from torch_moe_mps.transformers.checkpoints.importance import Importance
-from torch_moe_mps.transformers.checkpoints.sizes import bytes_a_token, total_bytes
+from torch_moe_mps.transformers.checkpoints.quantize.importance import Importance
+from torch_moe_mps.transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 
 WINDOW = 512
 KEPT = paths.REPOSITORY / "docs" / "quality_moe.json"

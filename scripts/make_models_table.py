@@ -32,7 +32,7 @@ from torch_moe_mps.ops._checks import first_line
 from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.capture.calls import SWITCH
-from torch_moe_mps.transformers.checkpoints.mlx.names import DENSE
+from torch_moe_mps.transformers.checkpoints.layouts.mlx.names import DENSE
 
 HEADER = """# Models
 

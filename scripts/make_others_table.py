@@ -18,7 +18,7 @@ from support import other_libraries
 from support.models import output, prompt
 
 import torch_moe_mps
-from torch_moe_mps.transformers.checkpoints.weights import quantized_names
+from torch_moe_mps.transformers.checkpoints.quantize.weights import quantized_names
 from torch_moe_mps.transformers.modules.linears import formats_in
 
 sys.path.append(str(paths.REPOSITORY / "tests" / "transformers"))

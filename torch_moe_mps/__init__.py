@@ -23,10 +23,10 @@ __all__ = [
 
 # Imported when first used: most of it needs transformers, and all of it torch.
 _LAZY = {
-    "Importance": ".transformers.checkpoints.importance",
+    "Importance": ".transformers.checkpoints.quantize.importance",
     "accelerate": ".transformers",
-    "collect_importance": ".transformers.checkpoints.importance",
-    "read_importance": ".transformers.checkpoints.importance",
+    "collect_importance": ".transformers.checkpoints.quantize.importance",
+    "read_importance": ".transformers.checkpoints.quantize.importance",
     "restore": ".transformers",
     "from_pretrained": ".transformers.loading",
     "generate_batch": ".serving.many",
@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from .serving.many import generate_batch
     from .transformers.accelerate import accelerate, restore
     from .transformers.caches.prompt_cache import load_prompt_cache, save_prompt_cache
-    from .transformers.checkpoints.importance import Importance, collect_importance, read_importance
-    from .transformers.checkpoints.quantize import quantize_experts
+    from .transformers.checkpoints.quantize.importance import Importance, collect_importance, read_importance
+    from .transformers.checkpoints.quantize.in_place import quantize_experts
     from .transformers.loading import from_pretrained
 
 

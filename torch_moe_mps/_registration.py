@@ -37,17 +37,18 @@ def register_gguf(module: Any) -> None:
 
 
 def register_quantizer(module: object) -> None:
-    from .transformers.checkpoints import gguf, quantizer
+    from .transformers.checkpoints import quantizer
+    from .transformers.checkpoints.layouts.gguf.quantizer import register_readers
 
     quantizer.register()
-    gguf.register_readers()
+    register_readers()
 
 
 def register_models(module: Any) -> None:
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
     from .transformers.attention.attention import NAME, attention, batch_with_own_code
-    from .transformers.checkpoints.saving import describe_when_saving
+    from .transformers.checkpoints.write.saving import describe_when_saving
 
     module.AttentionInterface.register(NAME, attention)
     batch_with_own_code(ContinuousBatchingManager)

@@ -20,8 +20,8 @@ import torch_moe_mps
 from torch_moe_mps.commands import convert, main
 from torch_moe_mps.quantization import dequantize, quantize
 from torch_moe_mps.transformers.basics.report import now_and_then
-from torch_moe_mps.transformers.checkpoints import files
-from torch_moe_mps.transformers.checkpoints.parts import Parts
+from torch_moe_mps.transformers.checkpoints.layouts import files
+from torch_moe_mps.transformers.checkpoints.write.parts import Parts
 
 transformers.logging.set_verbosity_error()
 
@@ -233,7 +233,8 @@ def test_ctrl_c_as_it_is_typed(dense, tmp_path, capsys, monkeypatch):
     source = """
         import sys, time
         from torch_moe_mps.commands import main
-        from torch_moe_mps.transformers.checkpoints import files, parts
+        from torch_moe_mps.transformers.checkpoints.layouts import files
+        from torch_moe_mps.transformers.checkpoints.write import parts
         load, count = parts.Parts._load, iter(range(100))
         def slow(self, part):
             if next(count) == 4:

@@ -14,7 +14,7 @@ from transformers import (
     PreTrainedModel,
 )
 
-from torch_moe_mps.transformers.checkpoints.gguf_file import one_table_of_names
+from torch_moe_mps.transformers.checkpoints.layouts.gguf.file import one_table_of_names
 
 QUESTION = "What is the capital of France?"
 

@@ -29,7 +29,7 @@ from ..selfcheck import tensor_units
 from ..serving.generating import Generating, prepare_steps
 from ..serving.speculation import Speculation
 from ..transformers.capture.calls import tokens_of
-from ..transformers.checkpoints.sizes import bytes_a_token, total_bytes
+from ..transformers.checkpoints.quantize.sizes import bytes_a_token, total_bytes
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
 from .perplexity import text_ids

@@ -9,7 +9,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
-from ..transformers.checkpoints.config import is_ours
+from ..transformers.checkpoints.layouts.own.config import is_ours
 
 CARD = "README.md"
 _TAG = "torch-moe-mps"

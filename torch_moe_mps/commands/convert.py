@@ -22,14 +22,14 @@ from .._text import split_gguf
 from ..macs import machine_memory
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
-from ..transformers.checkpoints.files import LARGEST, UNFINISHED, Shards, checkpoint_files
-from ..transformers.checkpoints.importance import Importance
-from ..transformers.checkpoints.mlx.names import check_architecture
-from ..transformers.checkpoints.mlx.writing import save_mlx
-from ..transformers.checkpoints.parts import Parts
-from ..transformers.checkpoints.plan import LoadPlan, planned
-from ..transformers.checkpoints.saving import save_parts
+from ..transformers.checkpoints.layouts.files import LARGEST, UNFINISHED, Shards, checkpoint_files
+from ..transformers.checkpoints.layouts.mlx.names import check_architecture
+from ..transformers.checkpoints.layouts.mlx.writing import save_mlx
+from ..transformers.checkpoints.quantize.importance import Importance
 from ..transformers.checkpoints.source import Source
+from ..transformers.checkpoints.write.parts import Parts
+from ..transformers.checkpoints.write.plan import LoadPlan, planned
+from ..transformers.checkpoints.write.saving import save_parts
 from ..transformers.loading import from_pretrained
 from ..transformers.mtp import mtp_tensors
 from .card import CARD, model_card

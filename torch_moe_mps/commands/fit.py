@@ -20,15 +20,14 @@ from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..serving.prompts import AT_ONCE, prompt_bytes
 from ..transformers.basics.report import aligned
-from ..transformers.checkpoints.config import QuantizationConfig
-from ..transformers.checkpoints.files import checkpoint_files
-from ..transformers.checkpoints.mlx.reading import Reading
-from ..transformers.checkpoints.others.reading import Reading as OthersReading
-from ..transformers.checkpoints.quantizer import quantizer_for
-from ..transformers.checkpoints.recipe import SAME, recipe_of, requested_recipe
-from ..transformers.checkpoints.sizes import bytes_a_token, quantized_sizes, total_bytes
+from ..transformers.checkpoints.layouts.files import checkpoint_files
+from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
+from ..transformers.checkpoints.layouts.own.config import QuantizationConfig
+from ..transformers.checkpoints.quantize.recipe import SAME, recipe_of, requested_recipe
+from ..transformers.checkpoints.quantize.sizes import bytes_a_token, quantized_sizes, total_bytes
+from ..transformers.checkpoints.quantize.targets import Target, weights_of
+from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
-from ..transformers.checkpoints.targets import Target, weights_of
 from .caches import KVCache, kv_cache
 from .recipes import arguments_of_recipe
 from .results import check_writable, write_json
@@ -200,22 +199,14 @@ def as_stored(source: Source, model: Any, folder: str) -> Size | None:
     """
     stored = source.quantization(None)
     if source.gguf is not None:
-        reader = quantizer_for(source, source.skeleton(), [folder], None, False)
-        assert reader is not None
-        modules = {name.removesuffix(".weight"): format for name, format in reader.stored_formats().items()}
-        return _size(_STORED, model, QuantizationConfig(modules=modules).targets(model).values())
+        return _size(_STORED, model, GgufLayout(model, folder).targets.values())
     if stored is None:
         return None
-    if "mlx" not in stored and "other" not in stored:
-        return _size(_STORED, model, QuantizationConfig(**stored).targets(model).values())
-    files = _files(folder)
-    if "other" in stored:
-        if not files:
-            return None
-        return _size(_STORED, model, OthersReading(model, files, stored["other"]).targets.values())
-    if files:
-        return _size(_STORED, model, Reading(model, files, stored["mlx"]).targets.values())
-    if not stored["mlx"]:
+    told_by_files = bool({"mlx", "other"} & stored.keys())
+    files = _files(folder) if told_by_files else []
+    if files or not told_by_files:
+        return _size(_STORED, model, layout_of(QuantizationConfig(**stored), model, files).targets.values())
+    if not stored.get("mlx"):
         return None
     usual: dict[str, Any] = {key: stored["mlx"].get(key) for key in ("bits", "group_size", "mode")}
     recipe = requested_recipe(**usual, linear_bits=SAME, embedding_bits=SAME)

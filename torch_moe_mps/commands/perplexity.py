@@ -16,7 +16,7 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.torchrun import is_first_process
 from ..transformers.basics.report import aligned, with_progress
 from ..transformers.checkpoints.calibration import SAMPLE
-from ..transformers.checkpoints.weights import free
+from ..transformers.checkpoints.quantize.weights import free
 from .card import keep_figures
 from .results import check_writable, write_json
 from .sources import folder_of, load_stored, tokenizer_of, usable_device, with_adapter

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..quantization import Format
-from ..transformers.checkpoints.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
-from ..transformers.checkpoints.targets import weights_of
+from ..transformers.checkpoints.quantize.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
+from ..transformers.checkpoints.quantize.targets import weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -13,8 +13,8 @@ from .._text import split_gguf
 from ..macs import refusal
 from ..ops._checks import first_line
 from ..pipeline import torchrun
-from ..transformers.checkpoints.files import check_files
-from ..transformers.checkpoints.gguf_file import check_file
+from ..transformers.checkpoints.layouts.files import check_files
+from ..transformers.checkpoints.layouts.gguf.file import check_file
 from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of
 

@@ -17,7 +17,7 @@ from transformers.utils import cached_file
 
 from ..transformers import loading
 from ..transformers.basics.scoped import having
-from ..transformers.checkpoints.sizes import total_bytes
+from ..transformers.checkpoints.quantize.sizes import total_bytes
 from ..transformers.checkpoints.source import Source
 from .loop import CannotBeCut, find_loop
 from .peers import PeerError, Peers, Timeouts

@@ -20,7 +20,7 @@ from ..ops._checks import first_line
 from ..transformers.basics.interface import weights_in
 from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.checkpoints.absent import around_text
-from ..transformers.checkpoints.sizes import total_bytes
+from ..transformers.checkpoints.quantize.sizes import total_bytes
 
 _Source = tuple[int, bool]  # the number of a layer, and whether it returned a tensor or kept it
 _EMBEDDED = -1, True

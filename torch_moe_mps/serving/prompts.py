@@ -25,7 +25,7 @@ from ..transformers.caches.prompt_cache import (
     save_prompt_cache,
 )
 from ..transformers.caches.state import LayerState, bytes_of_storages
-from ..transformers.checkpoints.sizes import top_k
+from ..transformers.checkpoints.quantize.sizes import top_k
 
 AT_ONCE = 2048  # tokens of a prompt
 # Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,

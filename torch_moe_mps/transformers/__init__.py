@@ -13,7 +13,7 @@ from . import wiring  # noqa: F401  # fills the tables
 from .accelerate import accelerate, restore
 from .basics.interface import experts_of, is_experts, is_quantized
 from .basics.report import QuantizationReport, Report, Row
-from .checkpoints.quantize import quantize_experts
+from .checkpoints.quantize.in_place import quantize_experts
 from .modules.experts import unsupported
 
 __all__ = [

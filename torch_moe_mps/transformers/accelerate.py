@@ -16,9 +16,9 @@ from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.self_check_state import refusal
 from .basics.state import NOTHING, STATE, kv_bits_of, state_of
-from .checkpoints.importance import Importance, given_importance
-from .checkpoints.quantize import keep_when_saving, quantize_model
-from .checkpoints.recipe import requested_recipe
+from .checkpoints.quantize.importance import Importance, given_importance
+from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
+from .checkpoints.quantize.recipe import requested_recipe
 from .compiling import align_weights, compile_kernels, require_torch
 from .install import drop_forward_of_class, restore_module, rewrite
 from .modules.experts import NAME, described, unsupported

@@ -13,13 +13,13 @@ from .accelerate import accelerate
 from .attention.attention import require_kv_bits
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
-from .checkpoints.config import QuantizationConfig
-from .checkpoints.gguf import packing
-from .checkpoints.importance import Importance, is_file_of_importance
+from .checkpoints.layouts.gguf.quantizer import packing
+from .checkpoints.layouts.own.config import QuantizationConfig
+from .checkpoints.quantize.importance import Importance, is_file_of_importance
+from .checkpoints.quantize.recipe import ARGUMENTS, requested_recipe
+from .checkpoints.quantize.streaming import one_by_one
 from .checkpoints.quantizer import Quantizer
-from .checkpoints.recipe import ARGUMENTS, requested_recipe
 from .checkpoints.source import NO_MODEL, Source
-from .checkpoints.streaming import one_by_one
 from .compiling import compile_kernels
 from .modules.experts import NAME
 from .self_check import allowed, working_kv_bits

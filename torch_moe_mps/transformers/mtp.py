@@ -19,10 +19,10 @@ from transformers import PreTrainedConfig
 from .accelerate import accelerate
 from .basics.interface import experts_of
 from .basics.state import STATE
-from .checkpoints.config import is_ours
-from .checkpoints.files import checkpoint_files
-from .checkpoints.quantize import quantize_model
-from .checkpoints.recipe import Recipe
+from .checkpoints.layouts.files import checkpoint_files
+from .checkpoints.layouts.own.config import is_ours
+from .checkpoints.quantize.in_place import quantize_model
+from .checkpoints.quantize.recipe import Recipe
 from .modules.linears import formats_in
 
 _READ: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()  # {model: what transformers made of its layers}

@@ -27,7 +27,7 @@ from .basics.interface import formats_of, is_experts, is_quantized
 from .basics.report import Report
 from .basics.scoped import having
 from .basics.self_check_state import REFUSED, is_on_mps
-from .checkpoints.recipe import Recipe
+from .checkpoints.quantize.recipe import Recipe
 from .compiling import compile_libraries, tensor_libraries_of
 from .graphs.passes import INTRODUCED
 from .modules.linears import QuantizedEmbedding, QuantizedLinear, formats_in

@@ -13,7 +13,7 @@ from .accelerate import accelerate
 from .attention.attention import LAYER_HOOKS, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.layers import GROWING_CLASSES
-from .checkpoints.quantize import LOADED
+from .checkpoints.quantize.in_place import LOADED
 from .families import Family
 from .graphs.passes import INTRODUCED, PASSES
 from .graphs.passes.routing import OPTIONS_OF

@@ -10,8 +10,8 @@ from torch import nn
 
 import torch_moe_mps
 from torch_moe_mps.quantization import Format
-from torch_moe_mps.transformers.checkpoints.targets import Target, groups_of
-from torch_moe_mps.transformers.checkpoints.weights import quantize_target
+from torch_moe_mps.transformers.checkpoints.quantize.targets import Target, groups_of
+from torch_moe_mps.transformers.checkpoints.quantize.weights import quantize_target
 from torch_moe_mps.transformers.modules.linears import (
     GroupedLinear,
     QuantizedEmbedding,

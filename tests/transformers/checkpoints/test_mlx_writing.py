@@ -13,8 +13,8 @@ from support.sweep import in_sweep
 import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.basics.interface import is_experts, is_quantized
-from torch_moe_mps.transformers.checkpoints.mlx.older_keys import with_older_keys
-from torch_moe_mps.transformers.checkpoints.mlx.writing import save_mlx
+from torch_moe_mps.transformers.checkpoints.layouts.mlx.older_keys import with_older_keys
+from torch_moe_mps.transformers.checkpoints.layouts.mlx.writing import save_mlx
 from torch_moe_mps.transformers.modules.linears import QuantizedLayer
 
 pytest.importorskip("mlx_lm")
@@ -133,7 +133,7 @@ def test_a_folder_of_the_users_stays_as_it_is(tmp_path):
 
 
 def test_several_files(tmp_path, monkeypatch):
-    monkeypatch.setattr("torch_moe_mps.transformers.checkpoints.files.LARGEST", 30000)
+    monkeypatch.setattr("torch_moe_mps.transformers.checkpoints.layouts.files.LARGEST", 30000)
     model = mlx_models.tiny("qwen3_moe").eval()
     config_of(model, tmp_path / "dense")
     convert(tmp_path, "dense", "mlx", "--bits", 4, "--group-size", 32)

@@ -13,7 +13,7 @@ from support.tiny_models import dense_twin, tiny_model
 from torch_moe_mps.quantization import Format, formats
 from torch_moe_mps.transformers import QuantizationReport, experts_of, quantize_experts
 from torch_moe_mps.transformers.basics.report import QuantizedProjection
-from torch_moe_mps.transformers.checkpoints import weights
+from torch_moe_mps.transformers.checkpoints.quantize import weights
 
 
 def small(architecture, **overrides):

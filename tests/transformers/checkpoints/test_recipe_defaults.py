@@ -7,8 +7,8 @@ from support import tiny_models
 from support.models import assert_close, output, prompt, tiny
 
 import torch_moe_mps
-from torch_moe_mps.transformers.checkpoints.recipe import requested_recipe
-from torch_moe_mps.transformers.checkpoints.targets import weights_of
+from torch_moe_mps.transformers.checkpoints.quantize.recipe import requested_recipe
+from torch_moe_mps.transformers.checkpoints.quantize.targets import weights_of
 from torch_moe_mps.transformers.modules.linears import formats_in
 
 # Shapes of models that people have, and which share embeddings and head are of their weights.

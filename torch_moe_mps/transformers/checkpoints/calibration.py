@@ -9,10 +9,10 @@ from torch import Tensor
 
 from ...macs import machine_memory
 from ...ops._checks import Check
-from .importance import Importance, collect_importance, given_importance, is_file_of_importance
-from .sizes import total_bytes
+from .quantize.importance import Importance, collect_importance, given_importance, is_file_of_importance
+from .quantize.sizes import total_bytes
+from .quantize.weights import free
 from .source import Source, read_tokenizer
-from .weights import free
 
 AUTO = "auto"
 SAMPLE = Path(__file__).parents[2] / "commands/sample.txt"

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers.core_model_loading import WeightConverter, build_glob_alternation
+from transformers.core_model_loading import build_glob_alternation
 from transformers.quantizers.auto import (
     AUTO_QUANTIZER_MAPPING,
     AutoHfQuantizer,
@@ -21,30 +21,25 @@ from transformers.quantizers.base import HfQuantizer
 from transformers.utils.quantization_config import GgufConfig
 
 from ...ops._checks import Check
-from ...quantization import Format
 from ..basics.report import QuantizationReport
 from ..modules.experts import NAME
-from ..modules.linears import formats_in
 from .absent import leave_out
-from .checking import check_files, check_loaded, check_scales
-from .config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
-from .gguf import Dense, GgufQuantizer, dense_state
-from .importance import Importance
-from .mlx.reading import Reading
-from .operations import packed_blocks
-from .others.reading import Reading as OthersReading
-from .quantize import finish_loading, quantize_targets, refuse_second_method
-from .sizes import bytes_a_token, quantized_bytes
-from .streaming import QuantizeParameters, Stream
-from .targets import HasTargets, Target, present, tie_quantized, weights_of
-from .weights import (
-    empty_weight,
-    replace,
-    requantize,
-    share,
-    store_empty,
-    take_stored,
-)
+from .layouts.checking import check_loaded, check_scales
+from .layouts.dense import DenseLayout
+from .layouts.gguf.quantizer import GgufQuantizer
+from .layouts.gguf.reading import Dense, dense_state
+from .layouts.layout import Layout
+from .layouts.mlx.reading import MlxLayout
+from .layouts.others.reading import OthersLayout
+from .layouts.own.config import FROM_GGUF, QuantizationConfig, is_mlx, is_ours
+from .layouts.own.reading import OwnLayout
+from .quantize.importance import Importance
+from .quantize.in_place import finish_loading, refuse_second_method
+from .quantize.sizes import bytes_a_token
+from .quantize.streaming import QuantizeParameters, Stream
+from .quantize.targets import present, tie_quantized, weights_of
+from .quantize.wanted import Wanted
+from .quantize.weights import empty_weight, replace, store_empty
 
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
@@ -86,24 +81,23 @@ def _is_for_us(stored: dict[str, Any]) -> bool:
     return torch.backends.mps.is_available() or find_spec(_PACKAGES[method]) is None
 
 
-class Quantizer(HasTargets, HfQuantizer):
+class Quantizer(HfQuantizer):
     """Loads quantised weights, or quantises the weights of a dense checkpoint one by one, and accelerates.
 
     Attributes:
         report: the QuantizationReport of what was quantised while loading; None if nothing was.
+        layout: what is left to read of the checkpoint.
+        wanted: what is left to quantise.
+        device: where the model is moved once it is quantised; None if it is there.
     """
 
     quantization_config: QuantizationConfig
     report: QuantizationReport | None = None
-    _reading: Reading | OthersReading | None = None  # of a checkpoint in names that are not ours
-    _device: torch.device | None = None  # where the model is moved once it is quantised
+    device: torch.device | None = None
 
     def __init__(self, quantization_config: QuantizationConfig, **kwargs: Any):
         super().__init__(quantization_config, **kwargs)
-        self._targets = {}
-        self._wanted: dict[str, Target] = {}  # what is dense, and is to be quantised
-        # What is stored, and is to be quantised in fewer bits: formats, and the dtype of the scales.
-        self._again: dict[str, tuple[dict[str, Format], torch.dtype]] = {}
+        self.layout, self.wanted = Layout(), Wanted()
 
     @property
     def streams(self) -> bool:
@@ -115,7 +109,7 @@ class Quantizer(HasTargets, HfQuantizer):
         _check_no_offloading(device_map)
         whole = device_map.get("") if isinstance(device_map, dict) and len(device_map) == 1 else None
         if self.streams and isinstance(whole, str | torch.device) and torch.device(whole).type == "mps":
-            self._device = torch.device(whole)
+            self.device = torch.device(whole)
             return {"": torch.device("cpu")}
         return device_map
 
@@ -128,7 +122,7 @@ class Quantizer(HasTargets, HfQuantizer):
 
     def get_state_dict(self, checkpoint_file: str, model: Any) -> dict[str, Dense]:
         """State of a GGUF file, whose names become the model's."""
-        return dense_state(checkpoint_file, model, self._stream.wanted)
+        return dense_state(checkpoint_file, model, self._stream().wanted)
 
     def get_new_dtype(self, converter: Any, param: Any, dtype: torch.dtype | None) -> torch.dtype | None:
         """Floating-point tensors are never cast to codes; `check_loaded` reports a wrong dtype."""
@@ -139,102 +133,59 @@ class Quantizer(HasTargets, HfQuantizer):
     def _process_model_before_weight_loading(self, model: nn.Module, **kwargs: Any) -> None:
         _keep_float32(model)
         config = self.quantization_config
-        if not self.streams:
-            self._find_stored(model, kwargs["checkpoint_files"])
+        if self.streams:
+            self.layout = DenseLayout(model, config.source)
+        else:
+            # Its patterns ("scale") fit our names ("scales").
+            vars(model)["_get_dtype_plan"] = lambda dtype: {}
+            self.layout = layout_of(config, model, kwargs["checkpoint_files"])
+        leave_out(model, self.layout.absent)
         report = QuantizationReport()
         if self.streams or config.wanted is not None:  # of what the checkpoint has
-            self._wanted, report.skipped = weights_of(model, config.recipe())
-            self.report = report
+            dense, report.skipped = weights_of(model, config.recipe())
+            self.wanted, self.report = Wanted(dense), report
             if config.importance is not None:
-                report.importance = config.importance.give(model, self._wanted)
+                report.importance = config.importance.give(model, dense)
         elif config.measured:
             self.report = QuantizationReport(measured=config.measured)
-        if self.streams:
-            report.bytes_before = bytes_a_token(model)
-            self._stream = Stream(self._wanted, report)
-            return
-        self._keep_what_would_not_shrink()
-        for target in self._targets.values():
+        self.wanted.compare(self.layout.targets, self.report, config.requantize)
+        for target in self.layout.targets.values():
             store_empty(target)
         tie_quantized(model)
-        if isinstance(self._reading, OthersReading):  # which may not be able to keep every value
-            self.report = self._reading.report = self.report or self._reading.report
+        self._start(model)
+
+    def _start(self, model: nn.Module) -> None:
+        self.report = self.layout.start(self.wanted.dense, self.report)
         if self.report is not None:
             self.report.bytes_before = bytes_a_token(model)
-        if self._reading is None:
-            check_files(model, kwargs["checkpoint_files"])
-
-    def _find_stored(self, model: Any, files: list[str]) -> None:
-        """Finds what the checkpoint has quantised, and takes from the model what it has nothing of."""
-        vars(model)["_get_dtype_plan"] = lambda dtype: {}  # its patterns ("scale") fit our names ("scales")
-        if self.quantization_config.mlx is not None:
-            self._reading = Reading(model, files, self.quantization_config.mlx)
-        elif self.quantization_config.other is not None:
-            self._reading = OthersReading(model, files, self.quantization_config.other)
-        absent = self.quantization_config.absent if self._reading is None else self._reading.absent
-        leave_out(model, absent)
-        if self._reading is None:
-            self._targets = self.quantization_config.targets(model)
-        else:
-            self._targets = self._reading.targets
-
-    def _keep_what_would_not_shrink(self) -> None:
-        """Leaves in `_wanted`, of the stored weights, only those that are to be quantised again.
-
-        Raises: ValueError if that is nothing although another format was asked for, and nothing is dense.
-        """
-        asked: set[Format] = set()
-        kinds = {target.kind for target in self._targets.values()}
-        most = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
-        for name in [name for name in self._targets if name in self._wanted]:
-            target, wanted = self._targets[name], self._wanted.pop(name)
-            weights = {p: getattr(wanted.module, p) for p in wanted.formats}
-            smaller = {  # a larger format would not bring back what is lost
-                p: format
-                for p, format in wanted.formats.items()
-                if quantized_bytes(weights[p], format) < quantized_bytes(weights[p], target.formats[p])
-            }
-            if smaller and self.quantization_config.requantize:
-                wanted.formats = smaller
-                wanted.check_columns(Check("quantize"))
-                target.importance = wanted.importance
-                self._again[name] = smaller, wanted.dtype
-            elif self.report is not None:
-                stored = " and ".join(dict.fromkeys(map(str, target.formats.values())))
-                self.report.skipped[name] = f"already {stored}"
-                if target.kind == most:
-                    asked.update({*wanted.formats.values()} - {*target.formats.values()})
-        if asked and self.quantization_config.requantize and not self._wanted and not self._again:
-            formats = {str(f) for target in self._targets.values() for f in target.formats.values()}
-            stored = " and ".join(sorted(formats))
-            got = " and ".join(sorted(map(str, asked)))
-            Check("quantize").fail("bits", f"fewer than in the checkpoint, which has {stored}", got)
 
     def forget_absent(self, model: nn.Module) -> None:
         """The model was cut: what it no longer has is neither read nor quantised."""
-        self._wanted = present(model, self._wanted)
+        self.wanted.dense = present(model, self.wanted.dense)
+        self.layout.forget_absent(model)
         if self.streams:
-            self._stream = Stream(self._wanted, self._stream.report)
-            self._stream.report.bytes_before = bytes_a_token(model)
-            return
-        self._targets = present(model, self._targets)
-        if self._reading is not None:
-            self._reading.forget_absent()
+            self._start(model)
+
+    def _stream(self) -> Stream:
+        assert self.layout.stream is not None
+        return self.layout.stream
 
     def param_needs_quantization(self, model: nn.Module, param_name: str, **kwargs: Any) -> bool:
-        return not self.pre_quantized and param_name in self._stream.wanted
+        stream = self.layout.stream
+        return not self.pre_quantized and stream is not None and param_name in stream.wanted
 
     def get_quantize_ops(self) -> QuantizeParameters:
-        return QuantizeParameters(self._stream)
+        return QuantizeParameters(self._stream())
 
     def _process_model_after_weight_loading(self, model: "PreTrainedModel", **kwargs: Any) -> None:
         vars(model).pop("_get_dtype_plan", None)
         _check_no_offloading(getattr(model, "hf_device_map", None))
         self.place(model)
         if self.report is not None:
-            if self._device is not None:
-                model.to(self._device)
+            if self.device is not None:
+                model.to(self.device)
             model.hf_quantizer = self
+        self.layout = Layout()
         finish_loading(model)
 
     def place(self, model: "PreTrainedModel", loaded: Callable[[str], bool] = lambda name: True) -> None:
@@ -242,65 +193,22 @@ class Quantizer(HasTargets, HfQuantizer):
 
         Raises: ValueError for a weight that cannot be quantised, is missing, or is of a wrong dtype.
         """
-        if self.streams:
-            self._stream.place(model, loaded)
-        if self._reading is not None:
-            self._reading.fill_dropped(loaded)
-        stored = {name: self._targets.pop(name) for name in filter(loaded, list(self._targets))}
-        for target in stored.values():
-            take_stored(model, target)
+        self.layout.finish(loaded)
+        stored = self.layout.take(model, loaded)
         check_loaded(model, loaded)
         check_scales(model, stored.__contains__)
-        self._quantize_again(stored)
-        wanted = {name: self._wanted.pop(name) for name in filter(loaded, list(self._wanted))}
-        dense = {name: target for name, target in wanted.items() if not formats_in(target.module)}
-        if self.report is not None:
-            quantize_targets("quantize", model, dense, self.report, progress=False)
-        if self._reading is not None or self.quantization_config.source is not None:
+        self.wanted.quantize(model, stored, loaded, self.report)
+        if self.layout.has_other_names:
             model._weight_conversions = None  # saved under the names of transformers
-
-    def _quantize_again(self, stored: Mapping[str, Target]) -> None:
-        """Quantises what is stored in too many bits, tied layers once."""
-        again = [name for name in stored if name in self._again]
-        words = {name: id(stored[name].module._buffers.get("packed", name)) for name in again}
-        sources = {words[name]: name for name in reversed(again)}
-        for name, source in [(name, sources[words[name]]) for name in again]:
-            formats, dtype = self._again.pop(name)
-            assert self.report is not None  # something was asked for
-            if source == name:
-                self.report.modules[name] = requantize(stored[name], formats, dtype)
-            else:
-                share(stored[source], stored[name])
-                self.report.shared[name] = source
 
     def place_empty(self, model: nn.Module, done: Callable[[str], bool]) -> None:
         """Gives the modules whose names are `done` quantised weights without memory, and never real ones."""
-        for name in filter(done, [*self._targets, *self._wanted]):
-            target = self._targets.pop(name, None) or self._wanted.pop(name)
-            target.formats |= self._again.pop(name, ({}, None))[0]
+        for name in filter(done, [*self.layout.targets, *self.wanted.dense]):
+            target = self.wanted.take(name, self.layout.targets)
             replace(model, target, {name: empty_weight(target, name) for name in target.formats})
 
     def update_weight_conversions(self, weight_conversions: list, model: nn.Module) -> list:
-        if self._reading is not None:
-            others = [] if isinstance(self._reading, Reading) else weight_conversions
-            return [*self._reading.rows(), *others]
-        source = self.quantization_config.source
-        if source is None:
-            return [*weight_conversions, *self.get_weight_conversions()]
-        if source == FROM_GGUF:
-            return []
-        # transformers has a place for our operation, but only in checkpoints that are not quantised.
-        other = AutoHfQuantizer.from_config({**source, "dequantize": True}, pre_quantized=True)
-        return self.get_quantize_ops().after(other.update_weight_conversions(weight_conversions, model))
-
-    def get_weight_conversions(self) -> list:
-        """Reads MXFP4 blocks, as gpt-oss has them, as packed weights."""
-        if not self.pre_quantized or Format(mode="mxfp4") not in self.quantization_config.formats():
-            return []
-        return [
-            WeightConverter(f"{name}_blocks", f"{name}_packed", [packed_blocks()])
-            for name in ("gate_up_proj", "down_proj")
-        ]
+        return self.layout.conversions(weight_conversions)
 
     def update_parallel_plan(self, model: nn.Module, plan: dict[str, str]) -> None:
         """Raises: ValueError where transformers would split quantised weights over processes."""
@@ -349,6 +257,18 @@ def _keep_float32(model: Any) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()] if plan else ():
         if names.search(name) and tensor.is_floating_point():
             tensor.data = tensor.data.float()
+
+
+def layout_of(config: QuantizationConfig, model: Any, files: list[str]) -> Layout:
+    """Layout of a quantised checkpoint, by its config.
+
+    Raises: ValueError for tensors, or names in the config, that do not fit the model.
+    """
+    if config.mlx is not None:
+        return MlxLayout(model, files, config.mlx)
+    if config.other is not None:
+        return OthersLayout(model, files, config.other)
+    return OwnLayout(model, files, config)
 
 
 def quantizer_for(

@@ -26,9 +26,9 @@ from ..._text import split_gguf
 from ...ops._checks import first_line
 from ...quantization import Format
 from ..modules.experts import NAME
-from .config import FROM_GGUF, is_mlx, is_ours
-from .mlx.reading import written_by_mlx
-from .others.schemes import METHODS, modelopt_beside
+from .layouts.mlx.reading import written_by_mlx
+from .layouts.others.schemes import METHODS, modelopt_beside
+from .layouts.own.config import FROM_GGUF, is_mlx, is_ours
 
 # Model types that mlx-lm loads as another type, which transformers knows.
 _SAME_MODEL = {"joyai_llm_flash": "deepseek_v3", "kimi_k2": "deepseek_v3"}

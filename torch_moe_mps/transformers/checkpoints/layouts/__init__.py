@@ -1,0 +1,1 @@
+"""Layouts that checkpoints have: our own, MLX's, GGUF files, and those of other libraries."""

@@ -1,0 +1,47 @@
+"""Checkpoints that are dense, or dequantised while they are read: their weights are quantised one by one."""
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from transformers.quantizers.auto import AutoHfQuantizer
+
+from ...basics.report import QuantizationReport
+from ..quantize.streaming import QuantizeParameters, Stream
+from ..quantize.targets import Target
+from .layout import Layout
+from .own.config import FROM_GGUF
+
+if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
+    from transformers import PreTrainedModel
+
+
+class DenseLayout(Layout):
+    """Hands what is read to a stream.
+
+    Args:
+        source: the quantisation that is dequantised: FP8, or FROM_GGUF; None for a dense checkpoint.
+    """
+
+    stream: Stream
+
+    def __init__(self, model: "PreTrainedModel", source: Mapping[str, Any] | None):
+        super().__init__()
+        self.model, self.source = model, source
+        self.has_other_names = source is not None
+
+    def start(self, wanted: Mapping[str, Target], report: QuantizationReport | None) -> QuantizationReport:
+        assert report is not None  # something is wanted, or nothing of ours would read the checkpoint
+        self.stream = Stream(wanted, report)
+        return report
+
+    def conversions(self, others: list) -> list:
+        if self.source is None:
+            return others
+        if self.source == FROM_GGUF:
+            return []
+        # transformers has a place for our operation, but only in checkpoints that are not quantised.
+        other = AutoHfQuantizer.from_config({**self.source, "dequantize": True}, pre_quantized=True)
+        return QuantizeParameters(self.stream).after(other.update_weight_conversions(others, self.model))
+
+    def finish(self, loaded: Callable[[str], bool]) -> None:
+        self.stream.place(self.model, loaded)

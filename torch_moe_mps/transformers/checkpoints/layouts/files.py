@@ -1,0 +1,165 @@
+"""The files of a checkpoint: finds existing ones, and writes new ones piece by piece."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PreTrainedConfig
+
+from ....ops._checks import first_line
+
+INDEX = "model.safetensors.index.json"
+UNFINISHED = "unfinished.json"  # what is complete in a folder that is being written
+LARGEST = 2_000_000_000  # bytes of a new file
+_COPIED = 1 << 20  # bytes that are made contiguous at a time
+
+
+def check_files(folder: str) -> None:
+    """Checks that the files of a local folder are complete; see `checkpoint_files`."""
+    if not (Path(folder) / "config.json").exists():
+        raise ValueError(f"{folder} has no config.json")
+    checkpoint_files(folder)
+
+
+def checkpoint_files(source: str) -> list[Path]:
+    """The safetensors files that transformers reads, of a folder or a name on the Hub.
+
+    Raises: ValueError, with its name, for a file that is missing or truncated, and for no file.
+    """
+    # Not above: transformers imports its models after its quantizers, and so this file.
+    from transformers.modeling_utils import _get_resolved_checkpoint_files
+
+    config, _ = PreTrainedConfig.get_config_dict(source)
+    try:
+        names, _ = _get_resolved_checkpoint_files(
+            source,
+            variant=None,
+            gguf_file=None,
+            use_safetensors=True,
+            user_agent={},
+            is_remote_code=False,
+            transformers_explicit_filename=config.get("transformers_weights"),
+        )
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"{Path(source) / INDEX} is truncated or has no weight_map in JSON") from None
+    except OSError as error:
+        if not Path(source).is_dir():
+            raise
+        raise ValueError(f"{source} has no safetensors files: {first_line(error)}") from None
+    files = [Path(name) for name in names or ()]
+    for file in files:
+        inside = file.relative_to(source) if file.is_relative_to(source) else None
+        if Path(source).is_dir() and (inside is None or ".." in inside.parts):
+            raise ValueError(f"{Path(source) / INDEX} names {file}, which is outside of the folder")
+        if not file.exists():
+            raise ValueError(f"{file.parent / INDEX} names {file.name}, which is missing")
+        try:
+            with safe_open(file, framework="pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
+    return files
+
+
+def tensors_in(files: Iterable[str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:
+    """(file, name, dtype as safetensors calls it, shape) of all tensors in some files."""
+    for file in files:
+        with safe_open(file, framework="pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                part = tensors.get_slice(name)
+                yield file, name, part.get_dtype(), tuple(part.get_shape())
+
+
+class Shards:
+    """New safetensors files of a folder, and their index.
+
+    Tensors wait for their file in temporary files of the folder: what is written takes no memory. A file of
+    JSON says what is complete, so that another process goes on with the folder if this one is killed.
+
+    Args:
+        format: "pt" or "mlx".
+        key: what is written, into a folder that nobody else writes to: files of this key are gone on with,
+            all else is removed. Without one the folder must be empty.
+
+    Attributes:
+        done: {part: what `end` was told of it} of the parts whose tensors are in complete files.
+
+    Raises: ValueError for a folder without a key that is not empty.
+    """
+
+    def __init__(self, folder: Path, format: str, key: str = ""):
+        if not key and (others := sorted(file.name for file in folder.iterdir())):
+            raise ValueError(f"{folder} must be an empty folder, got one with {', '.join(others[:3])}")
+        self.folder, self.format, self.key = folder, format, key
+        self._waiting: dict[str, Tensor] = {}
+        self._ended: dict[str, Any] = {}  # parts of which something may be waiting
+        self._names: list[list[str]] = []  # of the tensors in each complete file
+        self.done: dict[str, Any] = {}
+        self._total = 0
+        state = folder / UNFINISHED
+        if state.exists() and (stored := json.loads(state.read_text()))[0] == key:
+            _, self._names, self._total, self.done = stored
+        complete = {state, *map(self._file, range(1, len(self._names) + 1))}
+        for file in {*folder.glob("*")} - complete:
+            shutil.rmtree(file) if file.is_dir() else file.unlink()
+        self._known = {name for names in self._names for name in names}
+
+    def add(self, name: str, tensor: Tensor) -> None:
+        """Raises: OSError for a full disk."""
+        if name in self._known:  # complete already, of a part that was not
+            return
+        waiting = sum(other.nbytes for other in self._waiting.values())
+        if self._waiting and waiting + tensor.nbytes > LARGEST:
+            self._write()
+        self._waiting[name] = _in_a_file(tensor.detach(), self.folder)
+        self._total += tensor.nbytes
+
+    def end(self, part: str, note: Any = None) -> None:
+        """All tensors of a part were added."""
+        self._ended[part] = note
+
+    def _file(self, number: int) -> Path:
+        return self.folder / f"model-{number:05}.safetensors"
+
+    def _write(self) -> None:
+        self._names.append([*self._waiting])
+        save_file(self._waiting, self._file(len(self._names)), metadata={"format": self.format})
+        self._waiting = {}
+        self.done |= self._ended
+        self._ended = {}
+        new = self.folder / f"{UNFINISHED}.new"
+        new.write_text(json.dumps([self.key, self._names, self._total, self.done]))
+        new.replace(self.folder / UNFINISHED)
+
+    def finish(self) -> None:
+        """Writes what waits, and the index; files are named by their number when that is known."""
+        if self._waiting:
+            self._write()
+        count = len(self._names)
+        weight_map: dict[str, str] = {}
+        for number, names in enumerate(self._names, 1):
+            final = "model.safetensors" if count == 1 else f"model-{number:05}-of-{count:05}.safetensors"
+            self._file(number).rename(self.folder / final).chmod(0o644)  # safetensors keeps others out
+            weight_map |= dict.fromkeys(names, final)
+        index = {"metadata": {"total_size": self._total}, "weight_map": dict(sorted(weight_map.items()))}
+        (self.folder / INDEX).write_text(json.dumps(index, indent=1) + "\n")
+        (self.folder / UNFINISHED).unlink()
+
+
+def _in_a_file(tensor: Tensor, folder: Path) -> Tensor:
+    """A copy in a temporary file, whose pages the system writes and reads as needed."""
+    with tempfile.NamedTemporaryFile(dir=folder, buffering=0) as file:  # a buffer would fail again in close()
+        rows = max(1, _COPIED * len(tensor) // max(1, tensor.nbytes)) if tensor.dim() else 1
+        for some in tensor.split(rows) if tensor.dim() else [tensor]:
+            octets = some.contiguous().view(-1).view(torch.uint8).numpy().data
+            while octets:
+                octets = octets[file.write(octets) :]
+        size = tensor.numel()
+        return torch.from_file(file.name, shared=True, size=size, dtype=tensor.dtype).view(tensor.shape)

@@ -1,0 +1,1 @@
+"""GGUF files, and the files of importance that llama.cpp writes as GGUF."""

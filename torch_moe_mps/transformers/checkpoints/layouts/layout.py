@@ -1,0 +1,74 @@
+"""The one road of a checkpoint's weights, whoever wrote them: what every layout says and does.
+
+A quantizer of transformers walks it: `targets` and `absent` say what the files have, `start` follows once the
+targets have room for it, `conversions` names tensors for transformers' loader, and after each part that was
+read `finish` and `take` give the modules their quantised weights.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import nn
+
+from ....quantization import Format
+from ...basics.report import QuantizationReport
+from ..quantize.streaming import Stream
+from ..quantize.targets import Target, present
+from ..quantize.weights import take_stored
+
+
+class Layout:
+    """Contents of a checkpoint, as parts of a model; this one has nothing.
+
+    Attributes:
+        targets: {name: target} of what stays quantised, and was not taken yet.
+        absent: names of parts of the model that the checkpoint lacks.
+        stream: quantises what is read dense, where that is wanted.
+        has_other_names: whether its tensors have names that the model is not saved under.
+    """
+
+    absent: Sequence[str] = ()
+    stream: Stream | None = None
+    has_other_names = False
+
+    def __init__(self) -> None:
+        self.targets: dict[str, Target] = {}
+
+    def stored_formats(self) -> dict[str, Format]:
+        """{parameter: format}"""
+        return {
+            f"{t.name}.{name}": format for t in self.targets.values() for name, format in t.formats.items()
+        }
+
+    def start(
+        self, wanted: Mapping[str, Target], report: QuantizationReport | None
+    ) -> QuantizationReport | None:
+        """Begins to read, once the targets have quantised weights without values.
+
+        Args:
+            wanted: what is dense in the checkpoint, and is to be quantised.
+            report: of what is asked for; None if nothing is.
+
+        Returns: the report, with what the layout has to say.
+        """
+        return report
+
+    def conversions(self, others: list) -> list:
+        """The converters of transformers' loader; `others` are those for a dense checkpoint of the model."""
+        return others
+
+    def forget_absent(self, model: nn.Module) -> None:
+        """The model was cut: what it no longer has is not read."""
+        self.targets = present(model, self.targets)
+
+    def finish(self, loaded: Callable[[str], bool]) -> None:
+        """Completes the modules whose names are `loaded` once the loader has read their tensors.
+
+        Raises: ValueError for what could not be read.
+        """
+
+    def take(self, model: nn.Module, loaded: Callable[[str], bool]) -> dict[str, Target]:
+        """Makes the targets whose names are `loaded` quantised modules, and returns them."""
+        taken = {name: self.targets.pop(name) for name in filter(loaded, [*self.targets])}
+        for target in taken.values():
+            take_stored(model, target)
+        return taken

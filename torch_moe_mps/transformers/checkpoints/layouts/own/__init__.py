@@ -1,0 +1,1 @@
+"""Our own layout: what the config of a checkpoint says."""

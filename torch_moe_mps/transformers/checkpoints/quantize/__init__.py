@@ -1,0 +1,1 @@
+"""Quantises weights: the recipe that names them, their formats, their importance, and their sizes."""

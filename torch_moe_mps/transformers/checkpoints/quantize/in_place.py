@@ -1,0 +1,165 @@
+"""Quantises models in place: experts, linear layers and embeddings."""
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any, NoReturn
+
+from torch import nn
+
+from ....quantization import Format
+from ...basics.interface import experts_of, formats_of, is_quantized, projections, weights_in
+from ...basics.report import QuantizationReport, with_progress
+from ...modules.experts import unsupported
+from ...modules.linears import has_quantized_weights
+from .importance import Importance
+from .recipe import Recipe
+from .sizes import bytes_a_token
+from .targets import Target, shared_weights, tie_quantized, weights_of
+from .weights import check_target, quantize_target, release_cache
+
+
+def quantize_experts(
+    model: nn.Module,
+    bits: int | None = None,
+    group_size: int | None = None,
+    mode: str = "affine",
+    *,
+    modules: Mapping[str, nn.Module] | None = None,
+    progress: bool = True,
+) -> QuantizationReport:
+    """Quantise the experts of a transformers model in place, layer by layer; `accelerate` quantises all.
+
+    The dense weights of a layer are freed before the next one is quantised, so the peak is the dense model
+    plus one quantised layer. Everything is checked first; if a check fails, the model is unchanged.
+
+    From then on the modules run as experts implementation "moe_mps", for inference only: no parameter of
+    `model` requires gradients any more. save_pretrained of `model`, and of models of transformers inside it,
+    keeps them quantised.
+
+    Args:
+        model: any module; experts are recognised by the interface of transformers' experts implementations.
+        bits, group_size, mode: see Format.
+        modules: the experts modules to quantise, by name; None means all of the model.
+        progress: show a bar where tqdm is installed.
+
+    Returns: a report with the relative error of each parameter, and what was left dense.
+
+    Raises: ValueError for a format or a shape that does not fit; for weights that are not finite, offloaded,
+        distributed or under an adapter of PEFT; and for a model with another quantisation method.
+    """
+    format = Format(bits, group_size, mode)
+    targets, report = {}, QuantizationReport()
+    for name, module in (experts_of(model) if modules is None else modules).items():
+        targets[name] = Target(name, module, "experts", dict.fromkeys(projections(module), format))
+    return quantize_targets("quantize_experts", model, targets, report, progress)
+
+
+def quantize_model(
+    model: nn.Module, recipe: Recipe, importance: Importance | None = None, progress: bool = True
+) -> QuantizationReport:
+    """Quantise a model by a recipe, as quantize_experts does; what cannot be quantised stays dense.
+
+    Raises: ValueError for experts that do not fit, for importance of another model, and whatever
+        quantize_experts raises.
+    """
+    weights = weights_of(model, recipe)
+    report = QuantizationReport(skipped=weights.dense)
+    if importance is not None:
+        report.importance = importance.give(model, weights.targets)
+    return quantize_targets("quantize", model, weights.targets, report, progress)
+
+
+def quantize_targets(
+    function: str, model: nn.Module, targets: Mapping[str, Target], report: QuantizationReport, progress: bool
+) -> QuantizationReport:
+    """Check all targets, quantise them, and add the results to the report."""
+    dense = {}
+    for name, target in targets.items():
+        reason = _reason(target)
+        if reason is not None:
+            report.skipped[name] = reason
+        else:
+            check_target(function, target)
+            dense[name] = target
+    if dense:
+        _check_adapters(function, model, dense)
+        _check_one_method(function, model)
+    report.bytes_before = report.bytes_before or bytes_a_token(model)
+    sharing = shared_weights(model, dense)
+    try:
+        for name in with_progress(list(dense), "Quantising", "module", progress):
+            others = [dense[other] for other in sharing.get(name, ())]
+            if name in report.modules or name in report.shared:
+                continue
+            report.modules[name] = quantize_target(model, dense[name], others)
+            report.shared.update({other.name: name for other in others})
+            release_cache(next(weights_in(dense[name].module)).device)
+    finally:  # after an interruption the model works, and can be saved
+        tie_quantized(model)
+        if report.modules:
+            model.requires_grad_(False)  # quantised weights have no backward
+        keep_when_saving(model)
+    report.bytes_after = bytes_a_token(model)
+    return report
+
+
+def _reason(target: Target) -> str | None:
+    """Why a target is left as it is."""
+    if target.kind != "experts":
+        return None
+    if is_quantized(target.module):
+        formats = dict.fromkeys(map(str, formats_of(target.experts).values()))
+        return f"already {' and '.join(formats)}"
+    return unsupported(target.module)
+
+
+# Called with each model that a quantizer has loaded.
+LOADED: list[Callable[[Any], object]] = []
+
+
+def finish_loading(model: Any) -> None:
+    """Finish a loaded quantised model: no gradients, marked for saving, accelerated."""
+    from ..write.saving import mark_quantized
+
+    model.requires_grad_(False)
+    mark_quantized(model)
+    for each in LOADED:
+        each(model)
+
+
+def keep_when_saving(model: nn.Module) -> None:
+    """Marks the models of transformers in `model` as quantised."""
+    modules = list(model.modules())
+    savable = any(hasattr(module, "save_pretrained") for module in modules)
+    if savable and any(map(has_quantized_weights, modules)):
+        from ..write.saving import (
+            mark_quantized,  # which needs transformers; quantising a plain module does not
+        )
+
+        mark_quantized(model)
+
+
+def _check_adapters(function: str, model: nn.Module, targets: Mapping[str, Target]) -> None:
+    """A PEFT adapter needs the dense parameters that quantising removes."""
+    names = {id(target.module): name for name, target in targets.items()}
+    for adapter in model.modules():
+        get_base_layer: Any = getattr(adapter, "get_base_layer", None)
+        name = None if get_base_layer is None else names.get(id(get_base_layer()))
+        if name is not None:
+            raise ValueError(f"moe_mps::{function}: a PEFT adapter is on {name}; merge_and_unload() it first")
+
+
+def _check_one_method(function: str, model: nn.Module) -> None:
+    for module in model.modules():
+        stored = getattr(getattr(module, "config", None), "quantization_config", None)
+        get = stored.get if isinstance(stored, Mapping) else partial(getattr, stored)
+        method = get("quant_method", None)
+        if method not in (None, "moe_mps") and not get("dequantize", False):
+            refuse_second_method(function, getattr(method, "value", method))
+
+
+def refuse_second_method(function: str, method: object) -> NoReturn:
+    raise ValueError(
+        f"moe_mps::{function}: the model is already quantised with {method}: a checkpoint holds one method; "
+        "use bits=None"
+    )

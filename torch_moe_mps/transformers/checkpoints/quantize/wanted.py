@@ -1,0 +1,97 @@
+"""Wishes of a recipe beyond the formats that a checkpoint has."""
+
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import nn
+
+from ....ops._checks import Check
+from ....quantization import Format
+from ...basics.report import QuantizationReport
+from ...modules.linears import formats_in
+from .in_place import quantize_targets
+from .sizes import quantized_bytes
+from .targets import Target
+from .weights import requantize, share
+
+_CHECK = Check("quantize")
+
+
+class Wanted:
+    """Weights that are to be quantised and were not yet.
+
+    Attributes:
+        dense: {name: target} of what the checkpoint has dense.
+        again: {name: (formats, dtype of the scales)} of what it has in more bits.
+    """
+
+    def __init__(self, dense: dict[str, Target] | None = None):
+        self.dense = {} if dense is None else dense
+        self.again: dict[str, tuple[dict[str, Format], torch.dtype]] = {}
+
+    def compare(
+        self, stored: Mapping[str, Target], report: QuantizationReport | None, may_again: bool
+    ) -> None:
+        """Takes what is stored out of `dense`, and into `again` where it would shrink and `may_again`.
+
+        Raises: ValueError if nothing is left although another format was asked for.
+        """
+        asked: set[Format] = set()
+        kinds = {target.kind for target in stored.values()}
+        most = "experts" if "experts" in kinds else "linears"  # a recipe may give the others more
+        for name in [name for name in stored if name in self.dense]:
+            target, wanted = stored[name], self.dense.pop(name)
+            weights = {p: getattr(wanted.module, p) for p in wanted.formats}
+            smaller = {  # a larger format would not bring back what is lost
+                p: format
+                for p, format in wanted.formats.items()
+                if quantized_bytes(weights[p], format) < quantized_bytes(weights[p], target.formats[p])
+            }
+            if smaller and may_again:
+                wanted.formats = smaller
+                wanted.check_columns(_CHECK)
+                target.importance = wanted.importance
+                self.again[name] = smaller, wanted.dtype
+            elif report is not None:
+                has = " and ".join(dict.fromkeys(map(str, target.formats.values())))
+                report.skipped[name] = f"already {has}"
+                if target.kind == most:
+                    asked.update({*wanted.formats.values()} - {*target.formats.values()})
+        if asked and may_again and not self.dense and not self.again:
+            formats = {str(f) for target in stored.values() for f in target.formats.values()}
+            has = " and ".join(sorted(formats))
+            got = " and ".join(sorted(map(str, asked)))
+            _CHECK.fail("bits", f"fewer than in the checkpoint, which has {has}", got)
+
+    def quantize(
+        self,
+        model: nn.Module,
+        stored: Mapping[str, Target],
+        loaded: Callable[[str], bool],
+        report: QuantizationReport | None,
+    ) -> None:
+        """Quantises what is wanted of the modules whose names are `loaded`, of which some were `stored`."""
+        dense = {name: self.dense.pop(name) for name in filter(loaded, [*self.dense])}
+        if report is not None:
+            self._quantize_again(stored, report)
+            left = {name: target for name, target in dense.items() if not formats_in(target.module)}
+            quantize_targets("quantize", model, left, report, progress=False)
+
+    def _quantize_again(self, stored: Mapping[str, Target], report: QuantizationReport) -> None:
+        """Quantises what is stored in too many bits, tied layers once."""
+        again = [name for name in stored if name in self.again]
+        words = {name: id(stored[name].module._buffers.get("packed", name)) for name in again}
+        sources = {words[name]: name for name in reversed(again)}
+        for name, source in [(name, sources[words[name]]) for name in again]:
+            formats, dtype = self.again.pop(name)
+            if source == name:
+                report.modules[name] = requantize(stored[name], formats, dtype)
+            else:
+                share(stored[source], stored[name])
+                report.shared[name] = source
+
+    def take(self, name: str, stored: dict[str, Target]) -> Target:
+        """A target, with the formats that it will have; it is then neither stored nor wanted any more."""
+        target = stored.pop(name, None) or self.dense.pop(name)
+        target.formats |= self.again.pop(name, ({}, None))[0]
+        return target

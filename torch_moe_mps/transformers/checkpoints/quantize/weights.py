@@ -1,0 +1,273 @@
+"""Replaces dense parameters of modules by quantised weights.
+
+While a checkpoint is loaded, all that is read is parameters of the dense modules, as transformers expects;
+quantised modules have codes as buffers.
+
+A parameter `gate_up_proj` becomes `gate_up_proj_packed` (int32), `_scales` and, in mode affine, `_biases`;
+the `weight` of a layer becomes `packed`, `scales` and `biases` of a layer of linears.py.
+"""
+
+import copy
+import gc
+import math
+from collections.abc import Mapping
+from itertools import chain
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ....ops._checks import Check
+from ....quantization import TENSORS, Format, QuantizedWeight, dequantize
+from ....quantization.formats import ErrorSums, check_finite, quantize_stack
+from ...basics.interface import projections
+from ...basics.report import QuantizedProjection
+from ...modules.experts import pinned_config
+from ...modules.linears import (
+    GroupedLinear,
+    OrderedLinear,
+    QuantizedEmbedding,
+    QuantizedLayer,
+    QuantizedLinear,
+    as_codes,
+    hold,
+)
+from .targets import Target, groups_of
+
+
+def quantized_names(parameter: str) -> list[str]:
+    """The names of the tensors that replace a dense parameter: packed words, scales and biases."""
+    prefix = "" if parameter == "weight" else f"{parameter}_"
+    return [f"{prefix}{part}" for part in TENSORS]
+
+
+def check_target(function: str, target: Target) -> None:
+    """Raises: ValueError for weights that cannot be quantised; changes nothing."""
+    check = Check(function)
+    for parameter in target.formats:
+        weight = getattr(target.module, parameter)
+        argument = f"{target.name}.{parameter}"
+        if hasattr(weight, "placements"):  # a DTensor
+            check.fail(argument, "a plain tensor, without expert parallelism", type(weight).__name__)
+        if weight.is_meta:
+            check.fail(argument, "loaded and not offloaded", "a tensor on the meta device")
+    target.check_columns(check)
+    for parameter in target.formats:
+        weight = getattr(target.module, parameter).detach()
+        check_finite(check, f"{target.name}.{parameter}", target.rows_first(weight))
+
+
+def words(tensor: Tensor) -> Tensor:
+    """int32 instead of uint32, which torch 2.13 cannot unpickle and has few operations for."""
+    return tensor.view(torch.int32) if tensor.dtype == torch.uint32 else tensor
+
+
+def as_parameters(target: Target, stack: QuantizedWeight) -> QuantizedWeight:
+    """Makes a stack of matrices parameters of the module; a layer has a single matrix, without a stack."""
+
+    def parameter(tensor: Tensor) -> nn.Parameter:
+        own = tensor if target.kind == "experts" else tensor.squeeze(0)
+        made: Any = nn.Parameter(words(own), requires_grad=False)
+        made._is_hf_initialized = not made.is_meta
+        return made
+
+    return stack.map(parameter)
+
+
+def store_empty(target: Target) -> None:
+    """Replaces dense tensors by uninitialised quantised ones on the same devices, to load a checkpoint.
+
+    Until `take_stored` the module keeps the dense ones without memory, for code of transformers that reads
+    them; their mark says that they need not be initialised.
+    """
+    for parameter in target.formats:
+        empty = empty_weight(target, parameter)
+        for name, tensor in zip(quantized_names(parameter), empty, strict=True):
+            if isinstance(tensor, nn.Parameter):
+                target.module.register_parameter(name, tensor)
+    for parameter in target.formats.keys() & {*target.parameters}:
+        weight = getattr(target.module, parameter)
+        delattr(target.module, parameter)
+        if target.has_order:
+            order = torch.empty(weight.shape[1], dtype=torch.int32, device=weight.device)
+            target.module.register_parameter("order", nn.Parameter(order, requires_grad=False))
+        dense: Any = torch.empty_like(weight, device="meta")
+        dense._is_hf_initialized = True
+        vars(target.module)[parameter] = dense
+
+
+def empty_weight(target: Target, parameter: str) -> QuantizedWeight:
+    """Uninitialised tensors for a dense parameter, on its device."""
+    weight, format = target.dense(parameter), target.formats[parameter]
+    shape = target.rows_first(weight).shape
+    return as_parameters(target, QuantizedWeight.empty(shape, weight.dtype, weight.device, format))
+
+
+def take_stored(model: nn.Module, target: Target) -> None:
+    """Makes a module quantised that has loaded the tensors of `store_empty`."""
+    replace(model, target, {parameter: _stored(target, parameter) for parameter in target.formats})
+    for parameter in target.formats:
+        vars(target.module).pop(parameter, None)
+
+
+def _stored(target: Target, parameter: str) -> QuantizedWeight:
+    tensors: list[Any] = [getattr(target.module, name, None) for name in quantized_names(parameter)]
+    packed, scales, biases = tensors
+    return QuantizedWeight(packed, scales, biases, target.formats[parameter])
+
+
+def requantize(
+    target: Target, formats: Mapping[str, Format], dtype: torch.dtype
+) -> list[QuantizedProjection]:
+    """Gives parameters of a quantised module other formats.
+
+    Args:
+        dtype: of the scales and biases.
+    """
+    module: Any = target.module
+    changed = []
+    for parameter, format in formats.items():
+        stored = _stored(target, parameter)
+        format_before = stored.format.to_dict()
+        dense = dequantize(stored.packed, stored.scales, stored.biases, **format_before, dtype=dtype)
+        target.formats[parameter] = format
+        stack = dense if target.kind == "experts" else dense.unsqueeze(0)
+        weight, entry = quantize_parameter(target, parameter, stack)
+        for name, tensor in zip(quantized_names(parameter), weight, strict=True):
+            hold(module, name, tensor)
+        release_cache(getattr(module, quantized_names(parameter)[0]).device)
+        changed.append(entry._replace(stored=stored.format, dense_bytes=stored.nbytes))
+    if target.kind == "experts":
+        module.quantization, module.down_quantization = (target.formats[n] for n in projections(module))
+    else:
+        module.format = target.formats["weight"]
+    return changed
+
+
+def share(source: Target, target: Target) -> None:
+    """Gives a quantised layer the weight of another, in its format."""
+    weight: Any = source.module
+    for name in TENSORS:
+        hold(target.module, name, getattr(weight, name))
+    target.formats = source.formats
+    target.module.__dict__["format"] = weight.format
+
+
+def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> list[QuantizedProjection]:
+    """Quantises the weights of a target that passed check_target, and replaces them in all that share them.
+
+    Everything is computed first and then replaced by one assignment: if a user interrupts, each module is
+    either dense or quantised.
+    """
+    done, weights = [], {}
+    for parameter in target.formats:
+        weight = target.rows_first(getattr(target.module, parameter).detach())
+        weights[parameter], entry = quantize_parameter(target, parameter, weight)
+        done.append(entry)
+    for each in (target, *others):
+        replace(model, each, weights)
+    return done
+
+
+def quantize_parameter(
+    target: Target, parameter: str, stack: Tensor
+) -> tuple[QuantizedWeight, QuantizedProjection]:
+    """Quantises a parameter, given as `rows_first` gives it.
+
+    Raises: ValueError for values that are not finite.
+    """
+    format, errors = target.formats[parameter], ErrorSums()
+    importance = target.importance.get(parameter)
+    if importance is not None and len(importance) != len(stack):  # the rows of one layer are several matrices
+        several = stack.view(len(importance), -1, stack.shape[-1])
+        quantized = quantize_stack(several, format, errors, importance)
+        quantized = quantized.map(lambda tensor: tensor.flatten(0, 1).unsqueeze(0))
+    else:
+        quantized = quantize_stack(stack, format, errors, importance)
+    if not math.isfinite(errors.magnitude):
+        expected, got = "finite", "NaN, inf or a range over that of float32"
+        Check("quantize").fail(f"{target.name}.{parameter}", expected, got)
+    weight = as_parameters(target, quantized)
+    return weight, QuantizedProjection(parameter, errors.relative, stack.nbytes, weight.nbytes, format)
+
+
+def replace(model: nn.Module, target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
+    """Gives a module its quantised weights in place of dense ones."""
+    if target.kind == "experts":
+        _replace_experts(target, weights)
+    else:
+        _replace_layer(model, target, weights["weight"])
+
+
+def _replace_experts(target: Target, weights: Mapping[str, QuantizedWeight]) -> None:
+    module = target.experts
+    replaced = {*weights, *chain.from_iterable(map(quantized_names, weights))}
+    parameters, buffers = (
+        {name: value for name, value in own.items() if name not in replaced}
+        for own in (module._parameters, module._buffers)
+    )
+    for parameter, quantized in weights.items():
+        for name, tensor in zip(quantized_names(parameter), quantized, strict=True):
+            if tensor is not None and tensor.is_floating_point():
+                parameters[name] = cast(nn.Parameter, tensor)
+            elif tensor is not None:
+                buffers[name] = as_codes(tensor)
+    formats = [target.formats[name] for name in projections(module)]
+    module.__dict__.update(
+        _parameters=parameters,
+        _buffers=buffers,
+        quantization=formats[0],
+        down_quantization=formats[1],
+        up_quantization=target.formats["up_proj"] if target.is_split else None,
+        config=pinned_config(module),
+    )
+
+
+def _replace_layer(model: nn.Module, target: Target, weight: QuantizedWeight) -> None:
+    layer = _layer(target.module, weight, target.dtype)
+    for parent in list(model.modules()):
+        for name, child in list(parent._modules.items()):
+            if child is target.module:
+                parent._modules[name] = layer
+    target.module = layer
+
+
+def _layer(module: nn.Module, weight: QuantizedWeight, dtype: torch.dtype) -> QuantizedLayer:
+    layer: QuantizedLayer
+    if isinstance(module, nn.Embedding):
+        scale = _scale_of(module, weight.packed.device)
+        layer = QuantizedEmbedding(weight, dtype, module.padding_idx, scale)
+    elif (order := module._parameters.get("order")) is not None:
+        layer = OrderedLinear(weight, dtype, module._parameters["bias"], order)
+    elif (groups := groups_of(module)) is not None:
+        layer = GroupedLinear(weight, dtype, groups)
+    else:
+        layer = QuantizedLinear(weight, dtype, module._parameters["bias"])
+    return layer.train(module.training)
+
+
+def _scale_of(embedding: nn.Embedding, device: torch.device) -> Tensor | None:
+    """The factor that a subclass multiplies rows with, found with a row of ones; None if it has none."""
+    if type(embedding).forward is nn.Embedding.forward:
+        return None
+    probe = copy.copy(embedding)
+    ones = nn.Parameter(torch.ones(1, embedding.embedding_dim, device=device), requires_grad=False)
+    probe.__dict__.pop("weight", None)  # what `store_empty` left
+    probe.__dict__["_parameters"] = {"weight": ones}
+    probe.padding_idx = None
+    row = probe(torch.zeros(1, dtype=torch.long, device=device))[0]
+    if row.is_meta:  # which has no values, and never multiplies any
+        return row
+    return row[0].clone() if bool((row == row[0]).all()) else row
+
+
+def release_cache(device: torch.device | str) -> None:
+    """Returns freed memory to the system; PyTorch's MPS allocator would keep it for buffers as large."""
+    if torch.device(device).type == "mps":
+        torch.mps.empty_cache()
+
+
+def free(device: torch.device | str) -> None:
+    """Gives the memory of a model back that nobody holds any more."""
+    gc.collect()
+    release_cache(device)

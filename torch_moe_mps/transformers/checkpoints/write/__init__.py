@@ -1,0 +1,1 @@
+"""Saves quantised models, and converts checkpoints one part at a time."""

@@ -1,0 +1,268 @@
+"""Reads checkpoints of any kind one part at a time: a layer, an embedding, or all the rest.
+
+The model is on the meta device. The weights of a part exist only within `loaded`: as in the checkpoint, or
+quantised by a recipe. They are read by the converters of transformers and by Quantizer, as they are in
+`from_pretrained`, which keeps all parts.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    WeightConverter,
+    WeightRenaming,
+    convert_and_load_state_dict_in_model,
+    rename_source_key,
+)
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.quantizers.auto import AutoHfQuantizer
+from transformers.utils import logging
+
+from ....ops._checks import Check
+from ...basics.interface import codes_of, weights_in
+from ...basics.report import QuantizationReport, now_and_then
+from ..layouts.checking import may_lack
+from ..layouts.files import Shards, checkpoint_files
+from ..layouts.gguf.quantizer import GgufQuantizer
+from ..quantize.importance import Importance
+from ..quantize.sizes import bytes_a_token
+from ..quantize.streaming import one_by_one
+from ..quantize.targets import layer_of, quantizable, tied_layers, tied_pairs
+from ..quantizer import Quantizer, quantizer_for
+from ..source import Source
+
+_CHECK = Check("load")
+REST = ""  # the part with everything outside of layers and embeddings
+
+
+class Parts:
+    """A model that has the weights of one part at a time.
+
+    Args:
+        source: a folder, a name on the Hub, or a GGUF file.
+        device: where the loaded part is.
+        model_class: of transformers; the default is the class that `from_pretrained` uses.
+        recipe: arguments of `accelerate`, by which the weights of the checkpoint are quantised. Without a
+            recipe the checkpoint must be dense, or in FP8, which is dequantised.
+        requantize: False leaves what is quantised as it is.
+        importance: for what is quantised, as in `accelerate`.
+        dtype, trust_remote_code: as for `from_pretrained`.
+
+    Attributes:
+        model: of transformers, in evaluation mode.
+        modules: the names of the layers, of the embeddings and of the output head.
+
+    Raises: ValueError for a checkpoint with another quantisation, or without safetensors files.
+    """
+
+    _conversions: list[Any]
+
+    def __init__(
+        self,
+        source: str,
+        device: str | torch.device = "cpu",
+        model_class: type[PreTrainedModel] | None = None,
+        *,
+        recipe: Mapping[str, Any] | None = None,
+        requantize: bool = True,
+        importance: Importance | None = None,
+        dtype: Any = "auto",
+        trust_remote_code: bool = False,
+    ):
+        checkpoint = Source(source, {"dtype": dtype, "trust_remote_code": trust_remote_code}, model_class)
+        if recipe is None and checkpoint.stored.get("quant_method", "fp8") != "fp8":
+            _CHECK.fail(str(source), "a dense checkpoint, or one in FP8", "one that is quantised already")
+        if checkpoint.gguf is None:
+            files = [str(file) for file in checkpoint_files(source)]
+        else:
+            files = [str(Path(checkpoint.path) / checkpoint.gguf)]
+        self.model = checkpoint.skeleton().eval()
+        self.device, self.dtype = device, self.model.dtype
+        self._give_buffers()
+        self._tied = tied_layers(self.model)
+        self._tied_biases = {
+            name: source
+            for name, source in (getattr(self.model, "all_tied_weights_keys", None) or {}).items()
+            if name.endswith(".bias")
+        }
+        self._prepare(
+            checkpoint, quantizer_for(checkpoint, self.model, files, recipe, requantize, importance)
+        )
+        embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
+        owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
+        found = dict.fromkeys(layer_of(owner) for owner in owners)
+        self.modules = [n for n in found if n.rpartition(".")[2].isdigit() or n in embeddings]
+        self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
+        self._stack = ExitStack()
+        if checkpoint.gguf is not None:
+            assert self._quantizer is not None
+            for name, tensor in self._quantizer.get_state_dict(files[0], self.model).items():
+                self._keys[self.part_of(name)][name] = tensor
+            self._conversions: list[Any] = []  # these names are the model's
+            files = []
+        for file in files:
+            tensors = self._stack.enter_context(safe_open(file, framework="pt"))
+            for key, name in self._names(tensors.keys()):
+                self._keys[self.part_of(name)][key] = tensors.get_slice(key)
+        self._load(REST)
+
+    def _prepare(self, source: Source, quantizer: Quantizer | GgufQuantizer | None) -> None:
+        """The converters for a quantisation that is stored, and one that is asked for."""
+        self._quantizer = quantizer
+        self._conversions = get_model_conversion_mapping(self.model, None, quantizer)
+        self._reader: Any = quantizer  # which keeps transformers from casting codes and scales
+        if quantizer is None and source.stored:
+            self._reader = AutoHfQuantizer.from_config(
+                {**source.stored, "dequantize": True}, pre_quantized=True
+            )
+            self._conversions = self._reader.update_weight_conversions(self._conversions, self.model)
+
+    def __enter__(self) -> "Parts":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def into(self, shards: Shards) -> Iterator[dict[str, Tensor]]:
+        """The tensors of each part that the shards do not have; they are told when a part is complete."""
+        parts = dict.fromkeys([REST, *(self.part_of(f"{name}.weight") for name in self.modules)])
+        done = shards.done.keys() & parts.keys()
+        if self._quantizer is not None:
+            self._quantizer.place_empty(self.model, lambda name: self.part_of(f"{name}.weight") in done)
+        if self.report is not None:
+            for part in done:
+                self.report.add_rows(shards.done[part])
+        left = [part for part in parts if part not in done]
+        for part in now_and_then(left, "Converting", "part", len(parts) - len(left)):
+            with self.loaded(part) if part != REST else nullcontext():
+                yield self._tensors(part)
+            rows = [] if self.report is None else self.report.rows()
+            shards.end(part, [row for row in rows if self.part_of(f"{row[0]}.weight") == part])
+
+    @property
+    def report(self) -> QuantizationReport | None:
+        """Report of what was quantised of a dense checkpoint."""
+        report = None if self._quantizer is None else self._quantizer.report
+        if report is not None:
+            report.bytes_after = bytes_a_token(self.model)
+        return report
+
+    def part_of(self, name: str) -> str:
+        """The part of a parameter or buffer; tied layers are in one part."""
+        module = layer_of(name.rpartition(".")[0])
+        module = self._tied.get(module, module)
+        return module if module in self.modules else REST
+
+    @contextmanager
+    def loaded(self, module: str) -> Iterator[nn.Module]:
+        """Inside the block, the module has its weights.
+
+        Raises: ValueError for a parameter that the checkpoint lacks, or that cannot be quantised.
+        """
+        part = self.part_of(f"{module}.weight")
+        try:
+            self._load(part)
+            yield self.model.get_submodule(module)
+        finally:
+            for name, parameter in list(self.model.named_parameters(remove_duplicate=False)):
+                if self.part_of(name) == part:
+                    place, _, last = name.rpartition(".")
+                    empty = nn.Parameter(torch.empty_like(parameter, device="meta"), requires_grad=False)
+                    self.model.get_submodule(place)._parameters[last] = empty
+            for name, owner in self.model.named_modules():
+                if self.part_of(f"{name}.weight") == part:
+                    for key, codes in codes_of(owner).items():
+                        owner._buffers[key] = torch.empty_like(codes, device="meta")
+
+    def _tensors(self, part: str) -> dict[str, Tensor]:
+        """The tensors of a loaded part, without those that are tied to others, or that no checkpoint has."""
+        model = self.model
+        left_out = {*(model._keys_to_ignore_on_save or ()), *self._tied_biases}
+        shared = {
+            id(tensor)
+            for source in self._tied.values()
+            for tensor in weights_in(model.get_submodule(source), recurse=False)
+        }
+        return {
+            name: tensor
+            for name, tensor in model.state_dict(keep_vars=True).items()
+            if self.part_of(name) == part
+            and name not in left_out
+            and not (name.rpartition(".")[0] in self._tied and id(tensor) in shared)
+        }
+
+    def _names(self, keys: list[str]) -> Iterator[tuple[str, str]]:
+        """(key in a file, name in the model)."""
+        renamings = [c for c in self._conversions if isinstance(c, WeightRenaming)]
+        converters = [c for c in self._conversions if isinstance(c, WeightConverter)]
+        state, prefix = self.model.state_dict(), self.model.base_model_prefix
+        for key in keys:
+            name = rename_source_key(key, renamings, converters, prefix, state)[0]
+            if name not in state and key in state:
+                name = key
+            yield key, name
+
+    def _load(self, part: str) -> None:
+        config = LoadStateDictConfig(
+            device_map={"": self.device},
+            dtype=self.dtype,
+            dtype_plan=self.model._get_dtype_plan(self.dtype),
+            hf_quantizer=self._reader,
+            weight_mapping=self._conversions,
+        )
+        with one_by_one(self._quantizer is not None), _silent():
+            info, _ = convert_and_load_state_dict_in_model(self.model, self._keys[part], config)
+        for name, found, expected in info.mismatched_keys:
+            _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(found))
+        for name, error in info.conversion_errors.items():
+            raised = error.partition("\nError")[0].strip().splitlines()[-1]  # of what transformers says
+            raise ValueError(f"moe_mps::load: {name}: {raised}")
+        optional = may_lack(self.model)
+        for name in sorted(self._tie(info.missing_keys)):
+            if self.part_of(name) == part and not optional(name):
+                _CHECK.fail(name, "in the checkpoint", "no such tensor")
+        if self._quantizer is not None:
+            self._quantizer.place(self.model, lambda name: self.part_of(f"{name}.weight") == part)
+
+    def _tie(self, missing: set[str]) -> set[str]:
+        """Gives tied layers the tensors that the checkpoint has for one of them; returns what is missing."""
+        missing = {*missing}
+        for name, other in tied_pairs(self._tied):
+            module, source = self.model.get_submodule(name), self.model.get_submodule(other)
+            for last, tensor in source._parameters.items():
+                if f"{name}.{last}" in missing and f"{other}.{last}" not in missing:
+                    module._parameters[last] = tensor
+                    missing.remove(f"{name}.{last}")
+        for name, source in self._tied_biases.items():
+            bias = self.model.get_parameter(source)
+            if not bias.is_meta:  # it is outside of layers, where all is kept
+                self.model.get_submodule(name.rpartition(".")[0])._parameters["bias"] = bias
+                missing.discard(name)
+        return missing
+
+    def _give_buffers(self) -> None:
+        """Buffers are computed by the model, not only read; they are small."""
+        for name, buffer in list(self.model.named_buffers()):
+            owner, _, last = name.rpartition(".")
+            self.model.get_submodule(owner)._buffers[last] = torch.empty_like(buffer, device=self.device)
+        self.model.initialize_weights()  # the buffers: parameters have no memory
+
+
+@contextmanager
+def _silent() -> Iterator[None]:
+    """Hides transformers' progress bar: there would be one for each part."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()

@@ -1,0 +1,139 @@
+"""Makes save_pretrained write models as quantised."""
+
+import copy
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+from torch import Tensor, nn
+
+from ....quantization import Format
+from ...basics.interface import experts_of, projections
+from ...basics.state import NOTHING, STATE
+from ...modules.experts import NAME
+from ...modules.linears import OrderedLinear, formats_in
+from ..absent import absent_in
+from ..layouts.files import Shards
+from ..layouts.own.config import QuantizationConfig, is_ours, together
+from ..quantize.targets import quantizable
+
+
+def mark_quantized(model: nn.Module) -> None:
+    """Lets transformers know which of its models within `model` are quantised, and how."""
+    # Still incomplete when transformers' quantizers, and with them ours, are imported.
+    from transformers import PreTrainedModel
+    from transformers.quantizers.auto import AUTO_QUANTIZER_MAPPING
+
+    quantizer = AUTO_QUANTIZER_MAPPING[NAME]
+    for part in _outermost(model, PreTrainedModel):
+        config = config_of(part)
+        if config is None:
+            continue
+        before: Any = getattr(part, "hf_quantizer", None)
+        if not isinstance(before, quantizer):
+            _own_configs(part)
+        part.config.quantization_config = config
+        part.hf_quantizer = quantizer(config, pre_quantized=True)
+        part.hf_quantizer.report = getattr(before, "report", None)
+
+
+def _outermost(module: nn.Module, cls: type[nn.Module]) -> Iterator[Any]:
+    """The modules of a class that are inside no other."""
+    if isinstance(module, cls):
+        yield module
+        return
+    for child in module.children():
+        yield from _outermost(child, cls)
+
+
+def describe_when_saving(cls: Any) -> None:
+    """Patches `PreTrainedModel.save_pretrained`: config.json describes the weights as they are then."""
+    save = cls.save_pretrained
+
+    @functools.wraps(save)
+    def save_pretrained(model: Any, *args: Any, **kwargs: Any) -> Any:
+        with _described(model):
+            return save(model, *args, **kwargs)
+
+    cls.save_pretrained = save_pretrained
+
+
+@contextmanager
+def _described(model: Any) -> Iterator[None]:
+    """Inside the block, the config of a model, which other models may share, describes its weights."""
+    stored, right = getattr(model.config, "quantization_config", None), config_of(model)
+    if right is None and not is_ours(stored):
+        yield
+        return
+    config = copy.copy(model.config)
+    if right is not None:
+        config.quantization_config = right
+    else:
+        del config.quantization_config
+    with mock.patch.object(model, "config", config):
+        yield
+
+
+def _own_configs(model: nn.Module) -> None:
+    """Copies the configs in a model: another model with the same config object is not quantised."""
+    from transformers import PreTrainedConfig
+
+    copies: dict[int, Any] = {}
+    for module in model.modules():
+        config: Any = module.__dict__.get("config")
+        if isinstance(config, PreTrainedConfig):
+            module.config = copy.deepcopy(config, copies)
+    for module in model.modules():
+        previous = module.__dict__.get(STATE, NOTHING).previous
+        for attribute, (config, implementation) in previous.items():
+            previous[attribute] = copies.get(id(config), config), implementation
+
+
+def config_of(model: nn.Module) -> QuantizationConfig | None:
+    """The config with the formats of a model's quantised modules; None if it has none."""
+    experts = experts_of(model)
+    formats: dict[str, Format] = {}
+    for name, module in model.named_modules():
+        found = formats_in(module)
+        same = len({*found.values()}) == 1
+        formats |= {name if same else f"{name}.{p}": format for p, format in found.items()}
+    absent = absent_in(model)
+    if not formats and not absent:
+        return None
+    matrices = [f"{name}.{p}" for name, module in experts.items() for p in projections(module)]
+    everything = {*quantizable(model), *matrices, *formats}
+    modules: dict[str, Format] = {}
+    for format in dict.fromkeys(formats.values()):
+        names = [name for name, other in formats.items() if other == format]
+        modules |= dict.fromkeys(together(names, everything), format)
+    ordered = [name for name, module in model.named_modules() if isinstance(module, OrderedLinear)]
+    return QuantizationConfig(modules=modules, ordered=together(ordered, everything), absent=absent)
+
+
+def save_parts(
+    model: Any,
+    shards: Shards,
+    parts: Iterable[Mapping[str, Tensor]],
+    beside: Iterable[tuple[str, Tensor]] = (),
+) -> None:
+    """Writes what `save_pretrained` of transformers would, for a model whose tensors come some at a time.
+
+    Args:
+        beside: what is written as it is.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    for tensors in parts:
+        for name, tensor in revert_weight_conversion(model, dict(tensors)).items():
+            shards.add(name, tensor)
+    for name, tensor in beside:
+        shards.add(name, tensor)
+    shards.finish()
+    model.config.dtype = str(model.dtype).removeprefix("torch.")
+    model.config.architectures = [type(model).__name__]
+    config = config_of(model)
+    if config is not None:
+        model.config.quantization_config = config
+    model.config.save_pretrained(shards.folder)
