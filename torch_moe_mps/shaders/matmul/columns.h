@@ -68,8 +68,7 @@ template <typename W>
     device uchar* out [[buffer(4)]], device const int* pair_order [[buffer(5)]],
     device const int4* tiles [[buffer(6)]], constant TransposedParams& params [[buffer(7)]],
     uint2 group [[threadgroup_position_in_grid]], LANES) {
-  // Sums of a thread are at most 64 floats.
-  constexpr int M = W::kTileValues * kTransposedPairs <= 64 ? kTransposedPairs : 64 / W::kTileValues;
+  constexpr int M = 1;  // with 2 a thread needs 135 registers, by the cost model
   constexpr uint kFours = kHeadColumns / 4, kThreads = kHeadSimdgroups * kSimdWidth;
   threadgroup float shared[M * kHeadSimdgroups * kHeadColumns];
   constant MatmulParams& matrix = params.matrix;
