@@ -95,9 +95,9 @@ all, awq on a quarter with 10 instead of 20 scales to try, dwq on a quarter, in 
 
 What `bits=4` does by itself: 6 bits for embedding and head where they are a tenth of the weights, which is "4
 bits, embedding 6" here, and of Gemma 3 270M, too (63 %); Qwen3-30B-A3B, where they are 2 %, has 4 bits
-there, and 6 for attention ([quality_moe.md](quality_moe.md)). Bits by budget, chosen for each matrix by
-measured errors, lost to these recipes in the one measurement, at 82 MB. A bit more where llama.cpp and
-mlx-lm have more pays: "attention and down 5" is
+there, and 6 for attention ([quality_moe.md](quality_moe.md)). Bits by
+budget, chosen for each matrix by measured errors, lost to these recipes in the one
+measurement, at 82 MB. A bit more where llama.cpp and mlx-lm have more pays: "attention and down 5" is
 `overrides={{"self_attn.*": 5, "down_proj": 5}}`, or those words in a file for `--recipe`. On a GPU the search
 waits for the disk, by the cost model (docs/speed.md). Unmeasured on a Mac.
 

@@ -260,7 +260,11 @@ def _convert(command: argparse.ArgumentParser) -> None:
         "of the weights)",
     )
     add("--keep", action="append", default=[], metavar="PATTERN", help="names of weights that stay dense")
-    add("--recipe", metavar="NAME", help="mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
+    add(
+        "--recipe",
+        metavar="NAME",
+        help="small, fast, best, mixed_2_6 to mixed_4_6, or a JSON file",
+    )
     add(
         "--importance",
         metavar="WHAT",
@@ -317,7 +321,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
     )
     add("--mac", action="store_true", help="only this Mac")
     add("--macs", type=_macs, metavar="NxGB", help="Macs that share the layers, such as 2x64 or 64+128")
-    add("--recipe", metavar="NAME", help="also mixed_2_6, mixed_3_4, mixed_3_6, mixed_4_6, or a JSON file")
+    add("--recipe", metavar="NAME", help="also small, fast, best, mixed_2_6 to mixed_4_6, or a JSON file")
     _add(command, "--json")
     add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")
     add("--group-size", type=int, default=64, help="weights that share a scale: 32, 64 or 128 (64)")

@@ -7,11 +7,17 @@ from typing import TYPE_CHECKING, Any
 
 from ..quantization import Format
 from ..transformers.checkpoints.quantize.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
-from ..transformers.checkpoints.quantize.targets import weights_of
+from ..transformers.checkpoints.quantize.targets import quantizable, weights_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+# {name: arguments, and bits of the down projections of experts}: docs/quality_moe.md measures them.
+NAMED: dict[str, tuple[dict[str, Any], int | None]] = {
+    "small": ({"bits": 3}, 4),
+    "fast": ({"bits": 4, "linear_bits": SAME, "embedding_bits": SAME}, None),
+    "best": ({"bits": 4}, 5),
+}
 MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
 
 
@@ -31,13 +37,25 @@ def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[
 
 
 def arguments_of_recipe(recipe: str, model: "PreTrainedModel", **asked: Any) -> dict[str, Any]:
-    """The arguments of a mixed recipe, with what else is asked, or those in a file."""
+    """The arguments of a recipe with a name, with what else is asked, or those in a file."""
+    if recipe in NAMED:
+        return _named(recipe, model, asked)
     if recipe not in MIXED:
         return read_recipe(recipe)
     for name in ("linear_bits", "embedding_bits"):  # as mlx-lm has it
         if asked.get(name, AUTO) == AUTO:
             asked[name] = SAME
     return asked | {"bits": int(recipe.split("_")[1]), "overrides": mixed_overrides(recipe, model)}
+
+
+def _named(recipe: str, model: "PreTrainedModel", asked: dict[str, Any]) -> dict[str, Any]:
+    """What is asked beside the name wins; a model without experts has no bits of their own."""
+    own, down = NAMED[recipe]
+    unsaid = {"bits": None, "group_size": None, "linear_bits": AUTO, "embedding_bits": AUTO}
+    arguments = own | {name: value for name, value in asked.items() if value != unsaid.get(name, ())}
+    paths = [t.path(p) for t in quantizable(model).values() if t.kind == "experts" for p in t.parameters]
+    ends = dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths if path.endswith("down_proj"))
+    return arguments if down is None else arguments | {"overrides": dict.fromkeys(ends, down)}
 
 
 def read_recipe(file: str) -> dict[str, Any]:
@@ -47,7 +65,8 @@ def read_recipe(file: str) -> dict[str, Any]:
     except json.JSONDecodeError as error:
         raise ValueError(f"{file} is no JSON: {error}") from None
     except FileNotFoundError:
-        raise ValueError(f"--recipe must be {', '.join(MIXED)} or a file, got {file}") from None
+        known = ", ".join((*NAMED, *MIXED))
+        raise ValueError(f"--recipe must be {known} or a file, got {file}") from None
     if not isinstance(recipe, dict) or not set(recipe) <= {*ARGUMENTS}:
         wrong = sorted(set(recipe) - {*ARGUMENTS}) if isinstance(recipe, dict) else type(recipe).__name__
         raise ValueError(f"{file} must have {', '.join(sorted(ARGUMENTS))}, got {wrong}")

@@ -7,6 +7,7 @@ from support import tiny_models
 from support.models import assert_close, output, prompt, tiny
 
 import torch_moe_mps
+from torch_moe_mps.commands.recipes import arguments_of_recipe
 from torch_moe_mps.transformers.checkpoints.quantize.recipe import requested_recipe
 from torch_moe_mps.transformers.checkpoints.quantize.targets import weights_of
 from torch_moe_mps.transformers.modules.linears import formats_in
@@ -73,6 +74,34 @@ def test_what_users_of_models_get(shape, bits, embedding, attention):
     assert all(str(f) == f"affine{bits}_64" for target in experts for f in target.formats.values())
     head = weights_of(model, requested_recipe(bits)).targets["lm_head"]
     assert str(head.formats["weight"]) == f"affine{embedding}_64"
+
+
+@pytest.mark.parametrize(
+    "name, shape, expected",
+    [
+        ("small", SMALL_MOE, "6 6 3 4"),
+        ("fast", SMALL_MOE, "4 4 4 4"),
+        ("best", SMALL_MOE, "6 6 4 5"),
+        ("best", QWEN3_30B, "4 6 4 5"),
+    ],
+)
+def test_recipes_with_a_name(name, shape, expected):
+    """Bits of the embedding, of attention, of gate and up, and of down projections."""
+    model = of_shape(*shape)
+    targets = weights_of(model, requested_recipe(**arguments_of_recipe(name, model))).targets
+    experts = next(target.formats for target in targets.values() if target.kind == "experts")
+    ends = [next(t.formats for n, t in targets.items() if n.endswith(e)) for e in ("embed_tokens", "q_proj")]
+    found = [format.bits for own in (*ends, experts) for format in own.values()]
+    assert " ".join(map(str, found)) == expected
+
+
+def test_recipes_with_a_name_of_a_dense_model():
+    model = of_shape(*SMOLLM2)
+    assert arguments_of_recipe("best", model) == {"bits": 4, "overrides": {}}
+    asked = {"bits": None, "group_size": 32, "embedding_bits": "auto", "linear_bits": None}
+    assert arguments_of_recipe("small", model, **asked) == {
+        "bits": 3, "group_size": 32, "linear_bits": None, "overrides": {},
+    }  # fmt: skip
 
 
 def test_what_is_asked_for_is_done():

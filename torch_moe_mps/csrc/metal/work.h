@@ -17,7 +17,7 @@ constexpr double kBytesOfCore = 6.8e9;
 constexpr double kSlotsOfProduct = 1.45;
 constexpr double kSlotsOfAttention = 2.8;
 constexpr double kSlotsOfHeads = 12;      // dot products, which decode for each few tokens
-constexpr double kSlotsOfTransposed = 6;  // the same for more tokens; an estimate
+constexpr double kSlotsOfTransposed = 6;  // decoded for each pair, too; an estimate
 // Of an element of a recurrence's state and a token: threadgroup memory takes as long as 15 of its 8.
 constexpr double kSlotsOfScan = 15;
 

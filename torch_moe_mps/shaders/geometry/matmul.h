@@ -25,7 +25,7 @@ GEOMETRY kMaxFewPairs = 512;       // their terms take 16 KiB of threadgroup mem
 // A matrix for each head, transposed: columns of a threadgroup, and simdgroups that share its rows
 GEOMETRY kHeadColumns = 128;
 GEOMETRY kHeadSimdgroups = 8;
-// Pairs of an expert that share a reading of its transposed matrix; not tuned
+// Pairs of an expert in a threadgroup of the transposed product; not tuned
 GEOMETRY kTransposedPairs = 4;
 
 GEOMETRY kOuterThreads = 256;  // of a slice of an expert's outer products; not tuned

@@ -49,7 +49,8 @@ class Recipe:
 
     def of_sizes(self, sizes: Mapping[str, int]) -> "Recipe":
         """The recipe for a model with so many weights of each kind."""
-        share, changed = SHARE * sum(sizes.values()), dict[str, Any]()
+        share = SHARE * sum(sizes.values())
+        changed: dict[str, Any] = {}
         if self.large_embeddings and sizes["embeddings"] >= share:
             changed["embeddings"] = self.large_embeddings
         if self.small_linears and sizes["experts"] and sizes["linears"] <= share:
