@@ -49,7 +49,7 @@ def arguments_of_recipe(recipe: str, model: "PreTrainedModel", **asked: Any) -> 
 
 
 def _named(recipe: str, model: "PreTrainedModel", asked: dict[str, Any]) -> dict[str, Any]:
-    """What is asked beside the name wins; a model without experts has no bits of their own."""
+    """Options beside the name win; a model without experts has no bits of their own."""
     own, down = NAMED[recipe]
     unsaid = {"bits": None, "group_size": None, "linear_bits": AUTO, "embedding_bits": AUTO}
     arguments = own | {name: value for name, value in asked.items() if value != unsaid.get(name, ())}
