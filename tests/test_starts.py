@@ -33,7 +33,7 @@ RUNS = {
         "| tg2 |",
     ),
     "convert": (("converted", "--bits", "4", "--group-size", "32"), "wrote converted"),
-    "chat": (("--set", "max_new_tokens=3", *DEVICE), "tok/s"),
+    "chat": (("--set", "max_new_tokens=3", *DEVICE), "tokens/s"),
 }
 
 

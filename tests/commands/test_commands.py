@@ -514,12 +514,11 @@ def test_damaged_tensors_of_quantised_checkpoints_are_one_line(layout, checkpoin
     layer, packed = "model.layers.1.self_attn.q_proj", "packed" if layout == "moe_mps" else "weight"
     tensors = safetensors.torch.load_file(file)
     form = {"format": "pt" if layout == "moe_mps" else "mlx"}
-    place = str(file) if layout == "moe_mps" else f"made of {layer}.scales"
+    place = str(file) if layout == "moe_mps" else f"{layer}.scales"
+    rows = "must be of as many rows, got (64,) and (63,)"
+    cut = f"{layer}.scales must be of shape (64, 2), got" if layout == "moe_mps" else rows
     for change, message in (
-        (
-            {f"{layer}.scales": tensors[f"{layer}.scales"][:-1]},
-            f"{layer}.scales must be of shape (64, 2), got",
-        ),
+        ({f"{layer}.scales": tensors[f"{layer}.scales"][:-1]}, cut),
         ({f"{layer}.{packed}": None}, f"{layer}."),
         ({"model.norm.weight": None}, "model.norm.weight must be in the checkpoint"),
     ):

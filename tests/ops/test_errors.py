@@ -198,9 +198,13 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "expert_qmm_transposed": [
             wrong("float32", biases=zeros(E, I, 2, dtype=torch.float16)),
-            wrong("[E, N, H / 32] = (8, 32, 2)", scales=zeros(E, I, 3)),
+            wrong(
+                "scales must be of shape [E, N, H / 32] = (8, 32, 2), got (8, 32, 3)", scales=zeros(E, I, 3)
+            ),
         ],
-        "linear_quantized_transposed": [wrong("[N, C / 32] = (32, 2)", scales=zeros(I, 3))],
+        "linear_quantized_transposed": [
+            wrong("scales must be of shape [N, C / 32] = (32, 2), got (32, 3)", scales=zeros(I, 3))
+        ],
         "expert_outer": [
             wrong("between 1 and 1024", experts=0),
             wrong("between 1 and 1024", experts=1025),

@@ -636,7 +636,8 @@ def expert_qmm(a):
 
 def expert_qmm_transposed(a):
     matrices = dense(a).swapaxes(1, 2)
-    slots = oracles_experts.expert_mm(a.dy, matrices, a.ids, dtype=torch.float32 if a.sums else a.dy.dtype)
+    dtype = torch.float32 if a.sums else a.dy.dtype
+    slots = oracles_experts.expert_mm(a.dy, matrices, a.ids, dtype=dtype, rounded_weight=True)
     if not a.sums:
         return [estimated(slots)]
     deviation = np.sqrt((slots.deviation**2).sum(1))
@@ -680,7 +681,7 @@ def linear_quantized(a):
 def linear_quantized_transposed(a):
     rows, matrix = exact(a.dy), dense(a)
     rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
-    out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype, False)
+    out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype, rounded_weight=True)
     shape = (*a.dy.shape[:-1], matrix.shape[1])
     return [estimated(Estimate(*(part.reshape(shape) for part in out)))]
 
