@@ -1,19 +1,15 @@
 """A `Generator` of several jobs at a time: a `Batch` on a thread of its own, the only one on the device."""
 
 import queue
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 from .batch import Batch
+from .device import OnDevice
 from .job import Job
 from .prompts import Prompts
 
-T = TypeVar("T")
 
-
-class Engine:
+class Engine(OnDevice):
     """Generates jobs together.
 
     Args:
@@ -26,11 +22,10 @@ class Engine:
     """
 
     def __init__(self, model: Any, prompts: Prompts | None, most: int, memory: int | None = None):
+        super().__init__()
         self.most = most
         self._batch = Batch(model, prompts, most, memory)
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock, self._closed, self._submitted = threading.Lock(), False, 0
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
+        self._submitted = 0
         self._thread.start()
 
     @property
@@ -61,24 +56,6 @@ class Engine:
                 self._work.put(take)
         if is_late:
             job.on_end("cancelled")
-
-    def run(self, function: Callable[[], T]) -> "Future[T]":
-        future: Future[T] = Future()
-
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        with self._lock:
-            if self._closed:
-                future.cancel()
-            else:
-                self._work.put(call)
-        return future
 
     def prompts_held(self) -> tuple[int, int]:
         kept = [] if self._batch.prompts is None else [*self._batch.prompts.kept]

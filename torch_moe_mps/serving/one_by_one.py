@@ -1,22 +1,17 @@
 """Jobs in turn, as `Generating` generates them: with kept prompts and guessed tokens, and in a pipeline."""
 
-import queue
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from .device import OnDevice
 from .generating import Generating
 from .job import Job, Reason, prompt_length
 from .speculation import print_counts
 
-T = TypeVar("T")
 
-
-class OneByOne:
+class OneByOne(OnDevice):
     """A `Generator` of one job at a time.
 
     Args:
@@ -27,12 +22,10 @@ class OneByOne:
     most = 1
 
     def __init__(self, model: Any, answering: Generating | None):
+        super().__init__()
         self._model, self._answering = model, answering
         self._leads = hasattr(model, "pipeline")
-        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._lock, self._closed = threading.Lock(), False
         self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
-        self._thread = threading.Thread(target=self._run, name="device", daemon=True)
         self._thread.start()
 
     def submit(self, job: Job) -> None:
@@ -44,24 +37,6 @@ class OneByOne:
         if is_late:
             self.waiting -= 1
             job.on_end("cancelled")
-
-    def run(self, function: Callable[[], T]) -> "Future[T]":
-        future: Future[T] = Future()
-
-        def call() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
-            try:
-                future.set_result(function())
-            except BaseException as error:
-                future.set_exception(error)
-
-        with self._lock:
-            if self._closed:
-                future.cancel()
-            else:
-                self._work.put(call)
-        return future
 
     def prompts_held(self) -> tuple[int, int]:
         prompts = None if self._answering is None else self._answering.prompts
