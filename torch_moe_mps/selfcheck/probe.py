@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .._extension import _commit_interval, setting
 from .._faults import raise_fault
-from ..ops._checks import first_line
+from .._text import first_line
 from .facts import facts
 from .journal import noted
 
