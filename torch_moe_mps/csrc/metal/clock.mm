@@ -1,7 +1,10 @@
 // Times work by the GPU's own clock.
 #include <ATen/mps/MPSStream.h>
+#include <c10/util/Exception.h>
 #import <Metal/Metal.h>
 
+#include <chrono>
+#include <condition_variable>
 #include <memory>
 #include <mutex>
 #include <utility>
@@ -12,39 +15,65 @@
 namespace moe_mps {
 namespace {
 
-// Seconds of the buffers that are timed, 0 until one is complete.
+// For Metal to tell of buffers that the host has waited for.
+constexpr std::chrono::seconds kMostWait(30);
+
+// Seconds of the buffers that are timed.
 struct Times {
   std::mutex mutex;
+  std::condition_variable changed;
   std::vector<double> seconds;
+  size_t missing = 0;  // buffers that are not complete
+
+  size_t added() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ++missing;
+    seconds.push_back(0);
+    return seconds.size() - 1;
+  }
+  void told(size_t number, double of) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    seconds[number] = of;
+    --missing;
+    changed.notify_all();
+  }
 };
 
-std::shared_ptr<Times>& times = *new std::shared_ptr<Times>(std::make_shared<Times>());
+struct Clock {
+  std::mutex mutex;
+  std::shared_ptr<Times> times = std::make_shared<Times>();  // since they were read
+};
 
-size_t added(Times& to) {
-  const std::lock_guard<std::mutex> lock(to.mutex);
-  to.seconds.push_back(0);
-  return to.seconds.size() - 1;
+Clock& gpu_clock = *new Clock;
+
+// The times so far; from here on they are `next`, if there is one.
+std::shared_ptr<Times> times(std::shared_ptr<Times> next = nullptr) {
+  const std::lock_guard<std::mutex> lock(gpu_clock.mutex);
+  return next == nullptr ? gpu_clock.times : std::exchange(gpu_clock.times, std::move(next));
 }
 
 // What is encoded from here on, up to the next commit, is timed.
 void time_buffer() {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  const std::shared_ptr<Times> kept = times;
+  const std::shared_ptr<Times> kept = times();
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       stream->synchronize(at::mps::SyncType::COMMIT);
-      const size_t number = added(*kept);
+      const size_t number = kept->added();
       [[stream->commandBuffer() rootCommandBuffer] addCompletedHandler:^(id<MTLCommandBuffer> done) {
-        const std::lock_guard<std::mutex> lock(kept->mutex);
-        kept->seconds[number] = [done GPUEndTime] - [done GPUStartTime];
+        kept->told(number, [done GPUEndTime] - [done GPUStartTime]);
       }];
     }
   });
 }
 
+// Metal tells on a thread of its own, which may be behind the host's.
 std::vector<double> buffer_seconds() {
-  const std::shared_ptr<Times> read = std::exchange(times, std::make_shared<Times>());
-  const std::lock_guard<std::mutex> lock(read->mutex);
+  const std::shared_ptr<Times> read = times(std::make_shared<Times>());
+  std::unique_lock<std::mutex> lock(read->mutex);
+  const bool all = read->changed.wait_for(lock, kMostWait, [&] { return read->missing == 0; });
+  TORCH_CHECK(all, "moe_mps: Metal has not told how long ", read->missing, " command buffers took, ",
+              kMostWait.count(), " s behind a wait for them");
   return read->seconds;
 }
 
