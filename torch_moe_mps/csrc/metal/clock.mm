@@ -3,37 +3,52 @@
 #include <c10/util/Exception.h>
 #import <Metal/Metal.h>
 
-#include <chrono>
 #include <condition_variable>
+#include <ctime>
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "faults.h"
 #include "function.h"
 
 namespace moe_mps {
 namespace {
 
-// For Metal to tell of buffers that the host has waited for.
-constexpr std::chrono::seconds kMostWait(30);
+// Seconds by the clock that GPUEndTime and Python's time.perf_counter() have.
+double now() {
+#ifdef CLOCK_UPTIME_RAW
+  constexpr clockid_t kClock = CLOCK_UPTIME_RAW;
+#else
+  constexpr clockid_t kClock = CLOCK_MONOTONIC;
+#endif
+  timespec time;
+  clock_gettime(kClock, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
 
-// Seconds of the buffers that are timed.
+// When the GPU began and ended a buffer, and when Metal told of it.
+struct Moments {
+  double began = 0, ended = 0, told = 0;
+};
+
+// Buffers that are timed.
 struct Times {
   std::mutex mutex;
   std::condition_variable changed;
-  std::vector<double> seconds;
+  std::vector<Moments> buffers;
   size_t missing = 0;  // buffers that are not complete
 
   size_t added() {
     const std::lock_guard<std::mutex> lock(mutex);
     ++missing;
-    seconds.push_back(0);
-    return seconds.size() - 1;
+    buffers.emplace_back();
+    return buffers.size() - 1;
   }
-  void told(size_t number, double of) {
+  void tell(size_t number, const Moments& moments) {
     const std::lock_guard<std::mutex> lock(mutex);
-    seconds[number] = of;
+    buffers[number] = moments;
     --missing;
     changed.notify_all();
   }
@@ -61,20 +76,32 @@ void time_buffer() {
       stream->synchronize(at::mps::SyncType::COMMIT);
       const size_t number = kept->added();
       [[stream->commandBuffer() rootCommandBuffer] addCompletedHandler:^(id<MTLCommandBuffer> done) {
-        kept->told(number, [done GPUEndTime] - [done GPUStartTime]);
+        kept->tell(number, {[done GPUStartTime], [done GPUEndTime], now()});
       }];
     }
   });
 }
 
 // Metal tells on a thread of its own, which may be behind the host's.
-std::vector<double> buffer_seconds() {
+std::vector<Moments> all_told() {
   const std::shared_ptr<Times> read = times(std::make_shared<Times>());
   std::unique_lock<std::mutex> lock(read->mutex);
-  const bool all = read->changed.wait_for(lock, kMostWait, [&] { return read->missing == 0; });
+  const bool all = read->changed.wait_for(lock, kToldWithin, [&] { return read->missing == 0; });
   TORCH_CHECK(all, "moe_mps: Metal has not told how long ", read->missing, " command buffers took, ",
-              kMostWait.count(), " s behind a wait for them");
-  return read->seconds;
+              kToldWithin.count(), " s behind a wait for them");
+  return read->buffers;
+}
+
+std::vector<double> buffer_seconds() {
+  std::vector<double> seconds;
+  for (const Moments& of : all_told()) seconds.push_back(of.ended - of.began);
+  return seconds;
+}
+
+std::vector<double> buffer_moments() {
+  std::vector<double> moments;
+  for (const Moments& of : all_told()) moments.insert(moments.end(), {of.began, of.ended, of.told});
+  return moments;
 }
 
 }  // namespace
@@ -83,3 +110,5 @@ std::vector<double> buffer_seconds() {
 MOE_FUNCTION("_time_buffer() -> ()", time_buffer)
 // Of the buffers that were timed since the last call, in order; after waiting for them.
 MOE_FUNCTION("_buffer_seconds() -> float[]", buffer_seconds)
+// The same as three numbers a buffer: when the GPU began and ended it, and when Metal told of it.
+MOE_FUNCTION("_buffer_moments() -> float[]", buffer_moments)

@@ -8,6 +8,7 @@
 // Not watched is a buffer that MPSGraph begins and commits within one graph: it holds an operator of torch's
 // alone, and only MPSGraph sees it.
 #pragma once
+#include <chrono>
 #include <cstdint>
 #include <vector>
 
@@ -16,6 +17,9 @@ class MPSStream;
 }
 
 namespace moe_mps {
+
+// For Metal to tell how a buffer ended that the host has waited for.
+constexpr std::chrono::seconds kToldWithin(30);
 
 // What the host has encoded into a command buffer.
 struct Work {

@@ -21,8 +21,6 @@ namespace {
 
 constexpr size_t kMostNamed = 4;   // operators of a message
 constexpr int32_t kFaultCode = 5;  // MTLCommandBufferStatusError
-// For Metal to tell how buffers ended that the host has waited for.
-constexpr std::chrono::seconds kMostWait(30);
 
 struct CommandBuffer : Work {
   int64_t number = 0;  // of the stream's buffers
@@ -77,7 +75,7 @@ const char* advice(NSError* error) {
 }
 
 // Under the mutex.
-Stream& known(at::mps::MPSStream* stream) {
+Stream& stream_of(at::mps::MPSStream* stream) {
   const auto [entry, is_new] = state.streams.try_emplace(stream);
   if (is_new) entry->second.told = state.faults;
   return entry->second;
@@ -107,7 +105,7 @@ void complete(Stream& stream, id<MTLCommandBuffer> buffer, const CommandBuffer& 
 CommandBuffer& watched(at::mps::MPSStream* on) {
   id<MTLCommandBuffer> buffer = [on->commandBuffer() rootCommandBuffer];
   std::unique_lock<std::mutex> lock(state.mutex);
-  Stream* stream = &known(on);
+  Stream* stream = &stream_of(on);
   if (stream->buffer == (__bridge void*)buffer) return *stream->watched;
   CommandBuffer* made = new CommandBuffer;
   made->number = ++stream->last;
@@ -141,16 +139,16 @@ void hear() {
     @autoreleasepool {
       id<MTLCommandBuffer> open = [stream->commandBuffer() rootCommandBuffer];
       const std::lock_guard<std::mutex> lock(state.mutex);
-      const Stream& of = known(stream);
+      const Stream& of = stream_of(stream);
       newest = of.buffer == (__bridge void*)open ? of.last - 1 : of.last;
     }
   });
   const int64_t last = newest;
   std::unique_lock<std::mutex> lock(state.mutex);
-  const std::set<int64_t>& incomplete = known(stream).incomplete;
+  const std::set<int64_t>& incomplete = stream_of(stream).incomplete;
   const bool heard = state.completed.wait_for(
-      lock, kMostWait, [&] { return incomplete.empty() || *incomplete.begin() > last; });
-  TORCH_CHECK(heard, "moe_mps: Metal has not told how a command buffer ended, ", kMostWait.count(),
+      lock, kToldWithin, [&] { return incomplete.empty() || *incomplete.begin() > last; });
+  TORCH_CHECK(heard, "moe_mps: Metal has not told how a command buffer ended, ", kToldWithin.count(),
               " s behind a wait for it: `torch-moe-mps check` writes a report for an issue");
 }
 
@@ -173,7 +171,7 @@ Work& watch_work(at::mps::MPSStream* stream) {
 
 bool has_queued_work(at::mps::MPSStream* stream) {
   const std::lock_guard<std::mutex> lock(state.mutex);
-  return known(stream).incomplete.size() > 2;  // the third is encoded into
+  return stream_of(stream).incomplete.size() > 2;  // the third is encoded into
 }
 
 void raise_fault() {
@@ -181,7 +179,7 @@ void raise_fault() {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
   {
     const std::lock_guard<std::mutex> lock(state.mutex);
-    if (known(stream).told == state.faults) return;
+    if (stream_of(stream).told == state.faults) return;
   }
   __block std::string fault;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
@@ -189,7 +187,7 @@ void raise_fault() {
       // What is encoded from here on goes into a buffer of its own, of which nobody has been told.
       stream->synchronize(at::mps::SyncType::COMMIT);
       const std::lock_guard<std::mutex> lock(state.mutex);
-      Stream& of = known(stream);
+      Stream& of = stream_of(stream);
       if (of.told == state.faults) return;  // another thread has raised it
       of.told = state.faults;
       of.raised = of.last;
