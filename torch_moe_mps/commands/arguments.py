@@ -379,7 +379,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
       torch-moe-mps chat qwen3-32b-4bit --draft qwen3-0.6b                # guesses are verified together
     """
     add = command.add_argument
-    _add(command, *_MODEL_TO_RUN, "--set", "--system-prompt")
+    _add(command, *_MODEL_TO_RUN, "--adapter", "--set", "--system-prompt")
     add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
@@ -430,7 +430,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
       torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
     """
     add = command.add_argument
-    _add(command, *_MODEL_TO_RUN)
+    _add(command, *_MODEL_TO_RUN, "--adapter")
     add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
     _add(command, "--prompt-memory", *_SPECULATION)
     add("--parallel", type=int, default=1, metavar="N", help="conversations answered together, at most (1)")
