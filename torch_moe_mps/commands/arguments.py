@@ -284,6 +284,8 @@ def _convert(command: argparse.ArgumentParser) -> None:
     )
     add("--save-importance", metavar="FILE", help="write what --importance found in a text")
     add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
+    beside = "a LoRA adapter of PEFT to store as DST/adapter, for mlx-lm with --to mlx"
+    add("--adapter", metavar="DIR", help=beside)
     add("--dry-run", action="store_true", help="print sizes, weight by weight, and write nothing")
     _add(command, "--json")
     _add(command, "--dtype", help="of weights that stay dense, and of scales (as in SRC)")
