@@ -32,6 +32,7 @@ KEPT = {
     "tests/simulator/tests/": ("tests/simulator", "tests/conftest.py", "tests/support/simulated.py"),
     "tests/simulator_tests/test_apple": KERNELS,
     "tests/simulator_tests/test_cuda": KERNELS,
+    "tests/simulator_tests/test_registers": KERNELS,
     "tests/simulator_tests/test_strict": KERNELS,
     "tests/selfcheck/test_branches.py": (*EVERY_TEST, *OPERATORS, "tests/selfcheck"),
     "tests/host/test_macos.py": (
