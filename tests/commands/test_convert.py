@@ -7,6 +7,7 @@ import re
 import sys
 import time
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 import torch
@@ -26,6 +27,9 @@ from torch_moe_mps.transformers.checkpoints.write.parts import Parts
 transformers.logging.set_verbosity_error()
 
 
+BEHIND = ("1_Pooling/config.json", "2_Dense/config.json", "2_Dense/model.safetensors")
+
+
 def run(*arguments) -> int:
     return main([str(argument) for argument in ("convert", *arguments)])
 
@@ -38,6 +42,9 @@ def tensors_in(folder) -> dict[str, torch.Tensor]:
 def dense(tmp_path_factory):
     folder = tmp_path_factory.mktemp("dense")
     tiny("qwen3_moe", dtype=torch.bfloat16).save_pretrained(folder)
+    for file in (*BEHIND, "onnx/config.json", "1_Pooling/notes.md"):
+        (folder / file).parent.mkdir(exist_ok=True)
+        (folder / file).write_text(file)
     (folder / "README.md").write_text("---\nlicense: apache-2.0\nbase_model: org/name\n---\n# old\n")
     return folder
 
@@ -47,6 +54,13 @@ def eight_bits(dense, tmp_path_factory):
     folder = tmp_path_factory.mktemp("quantised") / "eight"
     assert run(dense, folder, "--bits", 8, "--group-size", 32, "--keep", "*.k_proj") == 0
     return folder
+
+
+def test_what_sentence_transformers_has_behind_a_model_is_copied(dense, eight_bits):
+    """Configs and weights in folders that begin with a number; no other folder's."""
+    copied = {str(path.relative_to(eight_bits)) for path in eight_bits.glob("*/*")}
+    assert copied == {*BEHIND}
+    assert all((eight_bits / file).read_bytes() == (dense / file).read_bytes() for file in copied)
 
 
 # Quantised sources
@@ -198,7 +212,7 @@ def test_the_same_command_goes_on(layout, dense, tmp_path, capsys, monkeypatch):
     assert [line for line in said.splitlines() if line not in again] == []
     whole, new = tmp_path / "whole", tmp_path / "new"
     assert {path.name for path in whole.iterdir()} == {path.name for path in new.iterdir()}
-    for path in whole.iterdir():
+    for path in filter(Path.is_file, whole.iterdir()):
         if path.name != "README.md":
             assert path.read_bytes() == (new / path.name).read_bytes(), path.name
     assert {path.name for path in tmp_path.iterdir()} == {"whole", "new"}

@@ -157,6 +157,18 @@ EXTRA: dict[str, dict] = {
     | HYBRID,
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "granitemoehybrid": HYBRID,
+    "bamba": {"attn_layer_indices": [1]},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1},
+    "gemma3n_text": SLIDING
+    | {
+        "num_kv_shared_layers": 0,
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 97,
+    },
+    "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
+    "qwen3_5_text": HYBRID,
+    "recurrent_gemma": {"num_hidden_layers": 3},
 }
 
 

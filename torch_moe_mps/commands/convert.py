@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
     if options.to == "mlx":
         check_architecture(model.config)
     _check_adapter(options.adapter)
-    copied = [file for file in small_files(source) if file.name not in _WRITTEN]
+    copied = [file for file in small_files(source) if str(file) not in _WRITTEN]
     if not local and (not options.dry_run or "mlx" in about.stored):
         # Gigabytes: after what can be checked without them.
         source = folder_of(options.source, options.revision)

@@ -12,10 +12,11 @@ from typing import Any
 
 from .._text import split_gguf
 
-# Files other than weights: config, tokenizer, processor, chat templates, Python code of the model.
+# Files other than weights of the model: its config, tokenizer, processor, chat templates, Python code, and
+# what sentence-transformers puts behind it, in folders that begin with a number (1_Pooling, 2_Dense).
 SMALL_FILES = (
     "*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.spm", "*.bpe", "*.py", "LICENSE*", "NOTICE*",
-    "additional_chat_templates/*",
+    "additional_chat_templates/*", "[0-9]*_*/*.json", "[0-9]*_*/*.safetensors",
 )  # fmt: skip
 # Weights in layouts that transformers does not read, which some repositories have, too.
 _DUPLICATES = ("*/*", "consolidated*")

@@ -25,6 +25,8 @@ from .layers import growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
 from .state import LayerState
 
+# Arguments of a forward that are its cache: all models' but Mamba's, Mamba's, and continuous batching's.
+_CACHES = ("past_key_values", "cache_params", "cache")
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
 
@@ -54,7 +56,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     Weights that have moved are kept resident again.
     """
-    cache: Any = kwargs.get("past_key_values", kwargs.get("cache"))  # continuous batching passes `cache`
+    cache: Any = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
     if cache is None:
@@ -153,4 +155,5 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def takes_cache(model: nn.Module) -> bool:
-    return "past_key_values" in inspect.signature(model.forward).parameters
+    """Whether a model's forward has an argument for its cache."""
+    return not inspect.signature(model.forward).parameters.keys().isdisjoint(_CACHES[:2])
