@@ -15,7 +15,7 @@ FORMATS = ("affine4_32", "affine4_64", "affine4_128", "affine8_32", "affine8_64"
 
 
 ALL_FORMATS = (
-    *(f"affine{bits}_{group_size}" for bits in (2, 3, 4, 5, 6, 8) for group_size in (32, 64, 128)),
+    *(f"affine{bits}_{group_size}" for bits in (1, 2, 3, 4, 5, 6, 8) for group_size in (32, 64, 128)),
     "mxfp4",
     "mxfp8",
     "nvfp4",
@@ -27,6 +27,7 @@ EVERY_FORMAT = (*ALL_FORMATS, *GGUF_FORMATS)
 
 # Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
 ALWAYS = {
+    "affine1_128",
     "affine2_128",
     "affine3_32",
     "affine4_64",
@@ -36,7 +37,7 @@ ALWAYS = {
     *("mxfp4", "mxfp8", "nvfp4", "q4_k"),
 }
 # Each way in which scales and points are stored; the others in the sweep.
-ALWAYS_OF_GGUF = ("q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
+ALWAYS_OF_GGUF = ("q1_0", "q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
 
 
 def each(formats, turn=None):
