@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     fma_steps: int = 8000
     matrix_steps: int = 4000
     live_steps: int = 1000
-    bank_steps: int = 4000
+    bank_steps: int = 1000
     fragment_steps: int = 64
     queued: int = 40  # buffers
     sustained: float = 5.0  # seconds

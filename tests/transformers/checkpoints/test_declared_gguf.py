@@ -161,3 +161,10 @@ def test_another_type_in_the_header(tmp_path, kind):
         path.write_bytes(data[:place] + int(number).to_bytes(4, "little") + data[place + 4 :])
         with pytest.raises(ValueError, match=r"^moe_mps::gguf: [^\n]*model\.gguf[^\n]*$"):
             torch_moe_mps.from_pretrained(path, check=False)
+
+
+def test_attention_without_heads(tmp_path):
+    stored, keys, matrices, _ = of_architecture("mistral", "q8_0")
+    path = write(tmp_path / "model.gguf", stored, keys | {"attention.head_count": 0}, matrices)
+    with pytest.raises(ValueError, match=r"llama\.attention\.head_count must be at least 1, got 0"):
+        torch_moe_mps.from_pretrained(path, check=False)

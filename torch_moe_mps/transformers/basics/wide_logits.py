@@ -23,5 +23,5 @@ def mark_head(model: nn.Module) -> None:
     for module in model.modules():
         get: Any = getattr(module, "get_output_embeddings", None)
         head = None if get is None else get()
-        if hasattr(head, "is_head"):
+        if head is not None and hasattr(head, "is_head"):
             head.is_head = True
