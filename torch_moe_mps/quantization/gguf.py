@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops._checks import Check
-from ..ops._formats import FORMATS, GRIDS, LARGE_BLOCK, Format, QuantizedWeight, pack, pack_octets
+from ..ops._formats import FORMATS, GRIDS, Format, QuantizedWeight, pack, pack_octets
 
 # A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
 Parts = tuple[Tensor, Tensor, Tensor | None]
