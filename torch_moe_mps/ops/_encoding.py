@@ -54,7 +54,7 @@ def affine_range(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     hit exactly: weights that are zero stay zero. Codes of 1 bit are the two ends.
     """
     if bits == 1:
-        return (high - low).clamp(min=SMALLEST_SCALE), low + 0.0  # no negative zero
+        return (high - low).clamp(min=SMALLEST_SCALE), low
     largest = 2**bits - 1
     low_is_edge = low.abs() > high.abs()
     scale = ((high - low) / largest).clamp(min=SMALLEST_SCALE)
