@@ -29,7 +29,7 @@ IMPLEMENTATION = "_attn_implementation"  # the attribute of a config that names 
 MOST_TOKENS = 8  # new ones; a call with more is a prompt
 SDPA_HEAD = 256  # torch's attention on MPS stores the scores of a prompt where heads are wider
 _SPECIAL = frozenset(("position_bias", "cache", "softcap", "s_aux"))  # what `sdpa` may be asked for besides
-_ADDED = ("position_bias", "sinks")  # what `attention` may be, which the operator is not
+_ADDED = frozenset(("position_bias", "sinks"))  # what `attention` may be, which the operator is not
 
 
 class Scores(NamedTuple):
@@ -148,23 +148,22 @@ def attention(
 
     Raises: RuntimeError where the model's own code is needed and its file has none.
     """
-    choice = {name: options.pop(name) for name in CHOICES if name in options}
     scores = Scores(scaling, options.get("softcap"), options.get("s_aux"))
     _, before = getattr(module, STATE, NOTHING).previous.get(IMPLEMENTATION, (None, None))
     has_weights = before != "sdpa"
     plain = dropout == 0.0 and not (has_weights and options.get("output_attentions"))
-    plain = plain and all(options.get(name) is None for name in _ADDED)
-    options |= {"scaling": scaling, "dropout": dropout}
+    plain = plain and (_ADDED.isdisjoint(options) or all(options.get(name) is None for name in _ADDED))
 
     mask, indices = attention_mask, None
-    if choice:
+    if not CHOICES.isdisjoint(options):
         by_operator = plain and takes(query, key, value, None, scores.sinks)
-        mask, indices = with_choice(module, query, key, mask, choice | options, by_operator)
+        mask, indices = with_choice(module, query, key, mask, options, by_operator)
+        options = {name: value for name, value in options.items() if name not in CHOICES}
     sees_all = mask is None and not _is_causal(module)
     visible = Visible.by(mask, query.shape[2], options.get("sliding_window"), sees_all, indices)
 
     if isinstance(key, Promised) and isinstance(value, Promised):
-        call = functools.partial(attention, module, **options)
+        call = functools.partial(attention, module, scaling=scaling, dropout=dropout, **options)
         out = _attend_to_promised(call, query, key, mask, visible, scores) if plain else None
         if out is not None:
             return out, None
@@ -177,6 +176,7 @@ def attention(
         keys = key.shape[2]
         mask = seen_in_order(query.shape[2], keys, keys, visible.window, None, query.device)
     mask = None if mask is None else _additive(mask, query)
+    options |= {"scaling": scaling, "dropout": dropout}
     out, weights = _eager_function(module)(module, query, key, value, mask, **options)
     return out, weights if has_weights else None
 
@@ -233,31 +233,24 @@ def attend(
 
     Keys that an indexer chooses are chosen here, for some tokens of a prompt at a time.
     """
-    if visible.choice is not None:
+    seen, window, lookahead, key_range, mask, indices, block, choice = visible
+    scaling, softcap, sinks, relative = scores
+    if choice is not None:
         outs = [
             attend(query if tokens is None else query[:, :, tokens], key, value, some, scores, dtype)
             for tokens, some in visible.chosen()
         ]
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
-    key, value = _first(key, visible.seen), _first(value, visible.seen)
-    asked = {
-        "mask": visible.mask,
-        "window": visible.window,
-        "key_range": visible.key_range,
-        "lookahead": visible.lookahead or None,
-        "indices": visible.indices,
-        "index_block": visible.block if visible.block > 1 else None,
-        "softcap": scores.softcap,
-        "sinks": scores.sinks,
-        "relative": scores.relative,
-        "dtype": dtype,
-    }
+    key, value = _first(key, seen), _first(value, seen)
+    asked = {"mask": mask, "window": window, "key_range": key_range, "lookahead": lookahead or None}
+    asked |= {"indices": indices, "index_block": block if block > 1 else None, "relative": relative}
+    asked |= {"softcap": softcap, "sinks": sinks, "dtype": dtype}
     options: dict[str, Any] = {name: given for name, given in asked.items() if given is not None}  # host time
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         options |= {"k_scales": key.scales, "k_biases": key.biases}
         options |= {"v_scales": value.scales, "v_biases": value.biases}
         key, value = key.packed, value.packed
-    scale = query.shape[3] ** -0.5 if scores.scaling is None else scores.scaling
+    scale = query.shape[3] ** -0.5 if scaling is None else scaling
     return torch.ops.moe_mps.attention(query, key, value, scale, **options)
 
 

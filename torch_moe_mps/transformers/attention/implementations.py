@@ -88,7 +88,7 @@ def _implementation_for(module: nn.Module) -> str | None:
     if current not in ("eager", "sdpa", NAME):
         return None
     asks, keywords = _asks(module)
-    if asks and set(asks) == {("eager", "sdpa")} and not keywords.isdisjoint(CHOICES):
+    if asks and set(asks) == {("eager", "sdpa")} and keywords & CHOICES:
         return NAME
     if current == "sdpa":
         return current

@@ -13,7 +13,7 @@ from .chosen_keys import Choice, ChosenMask
 from .indexer import IN_ORDER
 from .latents import MOST_TOKENS as MOST_OF_LATENTS
 
-CHOICES = ("indices", "block_indices")  # arguments in which a model hands on what an indexer chose
+CHOICES = frozenset(("indices", "block_indices"))  # arguments in which a model hands on what an indexer chose
 ALL_KEYS = torch.iinfo(torch.int32).max  # a look-ahead
 _AT_ONCE = 1024  # tokens whose indices become bits
 
@@ -56,15 +56,11 @@ class Visible(NamedTuple):
         """
         if indices is not None:
             return cls(indices=indices)
-        if isinstance(mask, ChosenMask):
-            return cls(choice=mask)
-        if isinstance(mask, CausalMask):
+        if mask is None:
+            return cls(lookahead=ALL_KEYS) if sees_all else cls(tokens if tokens > 1 else None, window)
+        if type(mask) is CausalMask:
             return cls(mask.seen, mask.window, mask.lookahead, mask.key_range)
-        if mask is not None:
-            return cls(mask=mask)
-        if sees_all:
-            return cls(lookahead=ALL_KEYS)
-        return cls(tokens if tokens > 1 else None, window)
+        return cls(choice=mask) if type(mask) is ChosenMask else cls(mask=mask)
 
     def chosen(self) -> Iterator[tuple[slice | None, "Visible"]]:
         """(tokens, None for all, and the keys chosen for them), for some tokens at a time."""
@@ -91,7 +87,7 @@ def with_choice(
         options: of a call of attention.
         by_operator: whether the operator takes all but the mask.
     """
-    indices, blocks = (options.get(name) for name in CHOICES)
+    indices, blocks = options.get("indices"), options.get("block_indices")
     if isinstance(blocks, Choice):
         return blocks.as_mask(mask, key.shape[1], query.shape[2], key.shape[2]), None
     if blocks is not None:
