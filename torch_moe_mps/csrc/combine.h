@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "../shaders/params.h"
+#include "groups.h"
 #include "metal/encoder.h"
 
 namespace moe_mps {
@@ -15,6 +16,21 @@ struct ExpertSum {
   OptionalTensor shared_gate = {}, shared_out = {}, residual = {};
   bool gate_is_logit = false;
 };
+
+// Summands beside the slots as an operator is given them.
+struct Summands {
+  const OptionalTensor &shared_gate, &shared_out, &residual;
+  bool gate_is_logit;
+
+  // The sum in a dtype; the weights are contiguous.
+  ExpertSum with(const at::Tensor& weights, c10::ScalarType dtype) const;
+};
+inline Summands summands_of(const OptionalTensor& shared_gate, const OptionalTensor& shared_out,
+                            const OptionalTensor& residual, bool gate_is_logit) {
+  return {shared_gate, shared_out, residual, gate_is_logit};
+}
+template <>
+struct GroupOf<Summands> : MadeBy<summands_of> {};
 
 ExpertSumParams sum_params(const ExpertSum& sum);
 

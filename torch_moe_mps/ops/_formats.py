@@ -51,7 +51,7 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -514,3 +514,16 @@ class QuantizedWeight:
         biases = None if self.biases is None else self.biases[index]
         packed = self.packed.view(torch.int32)[index]  # uint32 cannot be indexed by a tensor
         return dequantize_values(packed, self.scales[index], biases, self.format)
+
+
+class Weight(NamedTuple):
+    """Arguments of an operator that are a quantised matrix, or a stack of them."""
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+
+    is_prefixed = True
+
+    def of(self, format: Format) -> QuantizedWeight:
+        return QuantizedWeight(*self, format)
