@@ -25,12 +25,10 @@ struct Summands {
   // The sum in a dtype; the weights are contiguous.
   ExpertSum with(const at::Tensor& weights, c10::ScalarType dtype) const;
 };
-inline Summands summands_of(const OptionalTensor& shared_gate, const OptionalTensor& shared_out,
-                            const OptionalTensor& residual, bool gate_is_logit) {
-  return {shared_gate, shared_out, residual, gate_is_logit};
-}
 template <>
-struct GroupOf<Summands> : MadeBy<summands_of> {};
+struct GroupOf<Summands>
+    : MadeBy<aggregate<Summands, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool>> {
+};
 
 ExpertSumParams sum_params(const ExpertSum& sum);
 

@@ -37,6 +37,12 @@ struct MadeBy<function> {
   static Value make(Arguments_... arguments) { return function(arguments...); }
 };
 
+// Members of a struct, in their order.
+template <class Value, class... Members>
+Value aggregate(Members... members) {
+  return {members...};
+}
+
 // Types that are groups have a specialisation.
 template <class T, class = void>
 struct GroupOf;

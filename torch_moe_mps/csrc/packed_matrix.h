@@ -32,11 +32,9 @@ struct Packed {
   const at::Tensor &packed, &scales;
   const OptionalTensor& biases;
 };
-inline Packed packed_of(const at::Tensor& packed, const at::Tensor& scales, const OptionalTensor& biases) {
-  return {packed, scales, biases};
-}
 template <>
-struct GroupOf<Packed> : MadeBy<packed_of> {};
+struct GroupOf<Packed>
+    : MadeBy<aggregate<Packed, const at::Tensor&, const at::Tensor&, const OptionalTensor&>> {};
 
 // The two matrices of a feed-forward network, and the dtype in which a call for activations of dtype `x`
 // runs. The biases are the layer's.

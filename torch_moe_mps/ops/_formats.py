@@ -57,6 +57,7 @@ import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
+from ._groups import prefixed
 
 # The tensors of a quantised weight.
 TENSORS = ("packed", "scales", "biases")
@@ -516,14 +517,13 @@ class QuantizedWeight:
         return dequantize_values(packed, self.scales[index], biases, self.format)
 
 
+@prefixed
 class Weight(NamedTuple):
     """Arguments of an operator that are a quantised matrix, or a stack of them."""
 
     packed: Tensor
     scales: Tensor
     biases: Tensor | None
-
-    is_prefixed = True
 
     def of(self, format: Format) -> QuantizedWeight:
         return QuantizedWeight(*self, format)

@@ -3,17 +3,25 @@
     def mlp(x: Tensor, gate_up: Weight, *, norm: InputNorm, shared: Weight | None = None) -> Tensor
 
 has the arguments x, gate_up_packed, gate_up_scales, gate_up_biases, norm_weight, norm_eps, norm_offset, ...
-Fields keep their names; those of a class with `is_prefixed` follow the parameter's name. Defaults are the
-fields' own. A group that may be None has arguments that are None by default, and is None where all are.
+Fields keep their names; those of a `prefixed` class follow the parameter's name. A default is the field's. A
+group that may be None has arguments that are None by default, and is None where all are.
 """
 
 import inspect
 import types
 import typing
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 _EMPTY = inspect.Parameter.empty
+_PREFIXED: set[type] = set()
+Made = TypeVar("Made", bound=type)
+
+
+def prefixed(group: Made) -> Made:
+    """Marks a class whose arguments begin with the name of the parameter."""
+    _PREFIXED.add(group)
+    return group
 
 
 class Group(NamedTuple):
@@ -49,7 +57,7 @@ class Grouped:
         if make is None:
             return [parameter]
         may_be_none = types.NoneType in cases
-        prefix = f"{parameter.name}_" if getattr(make, "is_prefixed", False) else ""
+        prefix = f"{parameter.name}_" if make in _PREFIXED else ""
         names = tuple(f"{prefix}{field}" for field in make._fields)
         self.groups[parameter.name] = Group(make, names, may_be_none)
         arguments = []

@@ -242,10 +242,10 @@ def attend(
         ]
         return torch.cat(outs, 1) if len(outs) > 1 else outs[0]
     key, value = _first(key, seen), _first(value, seen)
-    asked = {"mask": mask, "window": window, "key_range": key_range, "lookahead": lookahead or None}
-    asked |= {"indices": indices, "index_block": block if block > 1 else None, "relative": relative}
-    asked |= {"softcap": softcap, "sinks": sinks, "dtype": dtype}
-    options: dict[str, Any] = {name: given for name, given in asked.items() if given is not None}  # host time
+    asked: dict[str, Any] = {"mask": mask, "window": window, "key_range": key_range, "dtype": dtype}
+    asked |= {"indices": indices, "index_block": block if block > 1 else None, "lookahead": lookahead or None}
+    asked |= {"softcap": softcap, "sinks": sinks, "relative": relative}
+    options = {name: given for name, given in asked.items() if given is not None}  # host time
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         options |= {"k_scales": key.scales, "k_biases": key.biases}
         options |= {"v_scales": value.scales, "v_biases": value.biases}
