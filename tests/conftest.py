@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import trained
+from support import dependents, trained
 from support.slow import pytest_runtest_call  # noqa: F401  # a hook
 from support.values import DTYPES
 
@@ -30,6 +30,7 @@ SIMULATED = sys.platform != "darwin"
 
 def pytest_addoption(parser):
     parser.addoption("--kept", action="store_true", help="do not run what passed before (support/kept.py)")
+    parser.addoption("--operators", default="", help="no cases of operators but these, joined by commas")
     parser.addoption("--slow-fails", action="store_true", help="a slow test fails unless it says why")
 
 
@@ -96,6 +97,8 @@ def pytest_collection_modifyitems(config, items):
         for item in rest:
             item.add_marker(pytest.mark.sweep)
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
+    if names := config.getoption("operators"):
+        others += [i for i in items if dependents.of_other_operators(i, {*names.split(",")})]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
 
