@@ -42,6 +42,7 @@ def pytest_configure(config):
         "markers", "one_schedule: run the simulated mps variant under one schedule in the sweep, too"
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    config.addinivalue_line("markers", "kernels_in_sweep: on mps in the sweep, on the CPU always")
     config.addinivalue_line("markers", "slow(why): over 1.5 CPU seconds, not with `scripts/test --changed`")
     config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
@@ -93,6 +94,9 @@ def pytest_collection_modifyitems(config, items):
 
     A case that only runs there anyway is not run in another order.
     """
+    for item in items:
+        if any(item.iter_markers("kernels_in_sweep")) and item.callspec.params.get("device") != "cpu":
+            item.add_marker(pytest.mark.sweep)
     for _, *rest in _kept_of_dtypes(items):
         for item in rest:
             item.add_marker(pytest.mark.sweep)

@@ -19,7 +19,7 @@ from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
 from .card import keep_figures
 from .results import check_writable, write_json
-from .sources import folder_of, load_stored, tokenizer_of, usable_device, with_adapter
+from .sources import check_adapter, folder_of, load_stored, tokenizer_of, usable_device, with_adapter
 
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
 LIKELIEST = 1024
@@ -32,6 +32,7 @@ def run(options: argparse.Namespace) -> None:
     if options.tokens is not None and options.tokens < 2:
         raise ValueError(f"--tokens must be at least 2, got {options.tokens}")
     check_writable("--json", options.json)
+    check_adapter(options)
     device = usable_device(options.device)
     sources = [folder_of(model, options.revision) for model in options.model]
     other = folder_of(options.against) if options.against else None
