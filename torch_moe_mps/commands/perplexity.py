@@ -15,6 +15,7 @@ from .._faults import synchronize
 from ..ops.attention import CACHE_BITS
 from ..pipeline.torchrun import is_first_process
 from ..transformers.basics.report import aligned, with_progress
+from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
 from .card import keep_figures
@@ -233,7 +234,9 @@ def _synchronize(model: Callable) -> None:
 def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
     """[T] -> [T - 1, V] in float32: of the token after each but the last."""
     device = getattr(model, "device", ids.device)
-    return model(input_ids=ids[None].to(device)).logits[0, :-1].float().log_softmax(-1)
+    with wide_logits():
+        logits = model(input_ids=ids[None].to(device)).logits
+    return logits[0, :-1].float().log_softmax(-1)
 
 
 class WithQuantizedCache:

@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from .._text import split_gguf
+from .._text import first_line, split_gguf
 from ..macs import refusal
-from ..ops._checks import first_line
 from ..pipeline import torchrun
 from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.layouts.gguf.file import check_file
