@@ -29,9 +29,8 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   at::DimVector shape(x.sizes());
   shape.back() = packed.size(0);
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
-    Tensor out =
-        residual.has_value() ? residual->to(wanted, false, true, at::MemoryFormat::Contiguous)
-                             : at::zeros(shape, x.options().dtype(wanted));
+    Tensor out = residual.has_value() ? residual->to(wanted, false, true, at::MemoryFormat::Contiguous)
+                                      : at::zeros(shape, x.options().dtype(wanted));
     if (!bias.has_value() || out.numel() == 0) return out;
     return out.add_(order ? at::empty_like(*bias).index_copy_(0, order->to(at::kLong), *bias) : *bias);
   }
