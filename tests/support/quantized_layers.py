@@ -15,7 +15,7 @@ FORMATS = ("affine4_32", "affine4_64", "affine4_128", "affine8_32", "affine8_64"
 
 
 ALL_FORMATS = (
-    *(f"affine{bits}_{group_size}" for bits in (1, 2, 3, 4, 5, 6, 8) for group_size in (32, 64, 128)),
+    *(f"affine{bits}_{group_size}" for bits in (2, 3, 4, 5, 6, 8) for group_size in (32, 64, 128)),
     "mxfp4",
     "mxfp8",
     "nvfp4",
@@ -23,7 +23,8 @@ ALL_FORMATS = (
 
 
 GGUF_FORMATS = tuple(name for name in OTHER_FORMATS if name[0] in "qit")
-EVERY_FORMAT = (*ALL_FORMATS, *GGUF_FORMATS)
+ONE_BIT = tuple(f"affine1_{group_size}" for group_size in (32, 64, 128))  # not by importance
+EVERY_FORMAT = (*ALL_FORMATS, *ONE_BIT, *GGUF_FORMATS)
 
 # Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
 ALWAYS = {

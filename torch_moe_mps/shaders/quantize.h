@@ -118,7 +118,6 @@ struct AffineCodes {
 
 // MLX's rule for the ends of a range.
 inline Line line_of_range(float low, float high, float largest) {
-  if (largest == 1.0f) return {max(high - low, 1e-7f), low};
   const bool low_is_edge = fabs(low) > fabs(high);
   const float positive = max((high - low) / largest, 1e-7f), edge = low_is_edge ? low : high;
   const float scale = low_is_edge ? positive : -positive, steps = rint(edge / scale);
