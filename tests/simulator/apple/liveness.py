@@ -43,8 +43,14 @@ class _Liveness:
         self.flow, self.lowering = flow, lowering
         self.numbers: dict[Piece, int] = {}
         self.widths: list[int] = []
+        self.roots: list[str] = []  # of the pieces
         self.of_value: dict[str, int] = {}  # value -> bits of its pieces
         self.resolved: dict[tuple[str, int], list[tuple[str, tuple, int]]] = {}
+
+    def halves(self, i: Instruction) -> int:
+        """Those of a value. Pointers into threadgroup memory, and what only makes them, have 32 bits."""
+        narrow = i.name in self.flow.threadgroup or i.name in self.flow.threadgroup_indices
+        return min(2, halves_of(i)) if narrow else halves_of(i)
 
     def is_part(self, i: Instruction) -> bool:
         """Whether the value is read from its source's register."""
@@ -71,16 +77,14 @@ class _Liveness:
         if i is None or value in self.flow.uniform or (i.op == "load" and i.pointer == "@msl_self"):
             return []
         if not self.is_part(i):
-            return [(value, (), min(width, halves_of(i)))]
+            return [(value, (), min(width, self.halves(i)))]
         found = []
         for operand in i.locals:
             source = self.flow.definition(operand)
             if source is not None:
-                room = (
-                    halves_of(source)
-                    if i.op == "getelementptr"
-                    else min(width, halves_of(i), halves_of(source))
-                )
+                room = self.halves(source)
+                if i.op != "getelementptr":
+                    room = min(width, self.halves(i), room)
                 found += [
                     (root, (*part, *self._selects(i)), w) for root, part, w in self.pieces(operand, room)
                 ]
@@ -96,14 +100,26 @@ class _Liveness:
         """The set of pieces that reading `value` keeps alive."""
         i = self.flow.definition(value)
         found = 0
-        for root, part, width in self.pieces(value, halves_of(i)) if i is not None else []:
+        for root, part, width in self.pieces(value, self.halves(i)) if i is not None else []:
             number = self.numbers.setdefault((root, part), len(self.numbers))
             if number == len(self.widths):
                 self.widths.append(0)
+                self.roots.append(root)
                 self.of_value[root] = self.of_value.get(root, 0) | 1 << number
             self.widths[number] = max(self.widths[number], width)
             found |= 1 << number
         return found
+
+    def room(self, pieces: int) -> int:
+        """Halves of these: a value that is read whole and in parts has room once."""
+        rooms: dict[str, int] = {}
+        while pieces:
+            low = pieces & -pieces
+            number = low.bit_length() - 1
+            root = self.roots[number]
+            rooms[root] = rooms.get(root, 0) + self.widths[number]
+            pieces ^= low
+        return sum(min(room, self.halves(self.flow.definition(root))) for root, room in rooms.items())
 
 
 def _uses(live: _Liveness, i: Instruction) -> int:
@@ -142,7 +158,7 @@ def estimate(flow: Flow) -> Registers:
             after, now = now, (now & gone[i.name] if i.name else now) | uses[id(i)]
             halves += _width(now & ~after, live.widths) - _width(after & ~now, live.widths)
             if halves > best.halves:
-                best = Registers(halves, block.number)
+                best = max(best, Registers(live.room(now), block.number), key=lambda r: r.halves)
     return best
 
 
