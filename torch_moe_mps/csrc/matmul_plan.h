@@ -54,9 +54,13 @@ bool pays_on_tensor_units(int64_t pairs, int64_t experts);
 
 MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 
-// A linear layer: one matrix for all tokens, in one dispatch. With `on_tensor_units`, many tokens are
-// multiplied there; with `normed`, a kernel may norm the inputs.
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, bool on_tensor_units,
+// How tensor units may multiply: not at all, from copies of the inputs, or from where these are, too, if their
+// rows are whole steps.
+enum class TensorUnits { kNone, kOfCopies, kInPlace };
+
+// A linear layer: one matrix for all tokens, in one dispatch. With `units`, many tokens are multiplied there;
+// with `normed`, a kernel may norm the inputs.
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, TensorUnits units,
                        bool normed = false);
 
 // The numbers of simdgroups of a threadgroup with which a step gives the same bits, because each has rows or

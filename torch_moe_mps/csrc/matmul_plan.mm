@@ -167,12 +167,19 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
   return plan;
 }
 
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, bool on_tensor_units,
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, TensorUnits units,
                        bool normed) {
   MatmulShape shape{tokens, 1, 1, rows, outputs};
   shape.normed = normed;
-  if (on_tensor_units && pays_on_tensor_units(tokens, 1)) {
+  if (units != TensorUnits::kNone && pays_on_tensor_units(tokens, 1)) {
     const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kTensorRows));
+    for (const int64_t pairs : {kLinearTilePairs, kLargeTilePairs}) {
+      const Size grid{across, ceil_div(tokens, pairs)};
+      if (units != TensorUnits::kInPlace || tokens < pairs || !fills(grid.x * grid.y, cores)) continue;
+      MatmulStep step{MatmulWork::kFirst, c10::str("linear", pairs, "_tensor"), grid, kTensorThreads};
+      step.tensor_units = true;
+      return step;
+    }
     const bool large =
         tokens >= kLargeTensorPairs && fills(across * ceil_div(tokens, kLargeTilePairs), cores);
     const int64_t tile_pairs = large ? kLargeTilePairs : kTilePairs;
@@ -209,7 +216,8 @@ std::string line_of(const MatmulStep& step) {
 }
 
 std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores, bool tensor_units) {
-  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, cores, tensor_units));
+  const TensorUnits units = tensor_units ? TensorUnits::kInPlace : TensorUnits::kNone;
+  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, cores, units));
 }
 
 // A line a dispatch.

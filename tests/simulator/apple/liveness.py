@@ -6,7 +6,7 @@ Values that are the same in all threads are in uniform registers, which are not 
 orders instructions by other rules: the figure is an estimate, which ptxas confirms to 25 %.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .flow import Flow
 from .ir import Block, Instruction, element, size_of
@@ -20,10 +20,12 @@ Piece = tuple[str, tuple]  # a value, and what of it
 
 @dataclass(frozen=True)
 class Registers:
-    """`halves` of 16 bits that a thread needs, and the number of the block where it does."""
+    """`halves` of 16 bits that a thread needs, and the number of the block where it does. `arrays`: how many of
+    its variables are in memory instead, because their elements are chosen at run time."""
 
     halves: int
     block: int
+    arrays: int = 0
 
     @property
     def registers(self) -> float:
@@ -159,7 +161,23 @@ def estimate(flow: Flow) -> Registers:
             halves += _width(now & ~after, live.widths) - _width(after & ~now, live.widths)
             if halves > best.halves:
                 best = max(best, Registers(live.room(now), block.number), key=lambda r: r.halves)
-    return best
+    return replace(best, arrays=len(_indexed_arrays(flow)))
+
+
+def _indexed_arrays(flow: Flow) -> set[str]:
+    arrays = {i.name: i.name for i in flow.function.instructions if i.op == "alloca"}  # of pointers into them
+    found, size = set(), -1
+    while size != len(arrays):
+        size = len(arrays)
+        for i in flow.function.instructions:
+            of = {arrays[o] for o in i.locals if o in arrays}
+            if not of or i.op not in ("getelementptr", "select", "phi"):
+                continue
+            if i.op == "getelementptr" and not any(o.startswith("%") for o in i.operands[1:]):
+                arrays[i.name] = arrays[i.operands[0]]
+            else:
+                found |= of
+    return found
 
 
 def _live_out(block: Block, labels: dict, phi_uses: dict, before: dict) -> int:
