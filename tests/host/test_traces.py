@@ -58,7 +58,7 @@ def test_encoded(simulated, family):
 
 @pytest.mark.parametrize(
     "gpu, launch",
-    [("M1", "gemm32_affine4_64_f16 grid 16x2x1"), ("M4 Max", "gemm32_split_affine4_64_f16 grid 64x2x1")],
+    [("M1", "gemm32_affine4_64_f16 grid 16x2x1"), ("M4 Max", "gemm16_split_affine4_64_f16 grid 64x3x1")],
 )
 def test_grid_follows_the_cores(simulated, gpu, launch):
     x, weight = tensor(40, 64), matrix(2048, 64)

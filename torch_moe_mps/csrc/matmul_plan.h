@@ -54,8 +54,8 @@ bool pays_on_tensor_units(int64_t pairs, int64_t experts);
 
 MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores);
 
-// How tensor units may multiply: not at all, from copies of the inputs, or from where these are, too, if their
-// rows are whole steps.
+// How tensor units may multiply: not at all, from copies of the inputs, or from where these are, too, if
+// their rows are whole steps.
 enum class TensorUnits { kNone, kOfCopies, kInPlace };
 
 // A linear layer: one matrix for all tokens, in one dispatch. With `units`, many tokens are multiplied there;

@@ -196,10 +196,9 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t co
     const Size grid{across, tiles};
     return {MatmulWork::kFirst, c10::str("gemm", kTilePairs), grid, threads};
   }
-  const int64_t split_pairs = tokens <= kSplitTilePairs ? kSplitTilePairs : kTilePairs;
   const Size grid{ceil_div(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
-                  ceil_div(tokens, split_pairs)};
-  return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, threads};
+                  ceil_div(tokens, kSplitTilePairs)};
+  return {MatmulWork::kFirst, c10::str("gemm", kSplitTilePairs, "_split"), grid, threads};
 }
 
 namespace {

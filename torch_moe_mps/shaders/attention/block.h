@@ -143,8 +143,8 @@ struct Block {
       const uint own = 8 * kKeyTiles * member + place.row;  // the first of the lane's keys in the tile
       const bool any = see(seen, keys, mask, inside, tile, own, range.end, positions, params);
       if (any) score(scores, keys, staged, tile, own, seen, place, params);
-      weigh(scores, any, seen, keys, mask, inside, tile, own, range.end, positions, queries, shared, simdgroup,
-            place, params);
+      weigh(scores, any, seen, keys, mask, inside, tile, own, range.end, positions, queries, shared,
+            simdgroup, place, params);
       team_barrier();
       exponentiate(scores, sums, shared, first_of_team, simdgroup, lane, place);
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -284,9 +284,10 @@ struct Block {
   }
 
   // Makes products the scores of keys that are seen, and tells the team the highest of each query.
-  static void weigh(thread Scores& scores, bool any, thread const ushort* seen, C keys, thread const Mask& mask,
-                    bool inside, uint tile, uint own, uint end, thread const int (&positions)[kQueryTiles][2],
-                    Queries queries, threadgroup Shared& shared, uint simdgroup, MatrixPlace place,
+  static void weigh(thread Scores& scores, bool any, thread const ushort* seen, C keys,
+                    thread const Mask& mask, bool inside, uint tile, uint own, uint end,
+                    thread const int (&positions)[kQueryTiles][2], Queries queries,
+                    threadgroup Shared& shared, uint simdgroup, MatrixPlace place,
                     constant AttentionParams& params) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       float most[2];
@@ -353,8 +354,7 @@ struct Block {
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
         simdgroup_matrix<float, 8, 8> probabilities[kQueryTiles];
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-          const float2 two =
-              shared.exchange[((of_team + first + n) * kQueryTiles + t) * kSimdWidth + lane];
+          const float2 two = shared.exchange[((of_team + first + n) * kQueryTiles + t) * kSimdWidth + lane];
           probabilities[t].thread_elements()[0] = two.x;
           probabilities[t].thread_elements()[1] = two.y;
         }

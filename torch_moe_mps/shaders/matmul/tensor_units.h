@@ -14,8 +14,8 @@
 #include "matmul/formats.h"
 #include "matmul/tiles.h"
 
-// A matrix in memory. Its size begins with the innermost dimension: (columns, rows). A product reads the first
-// columns: rows may be longer than its depth.
+// A matrix in memory. Its size begins with the innermost dimension: (columns, rows). A product reads the
+// first columns: rows may be longer than its depth.
 typedef dextents<int32_t, 2> TensorSize;
 template <typename T>
 using ThreadgroupTensor = tensor<threadgroup T, TensorSize, tensor_inline>;
@@ -284,12 +284,8 @@ template <typename W, int kPairs>
     uint thread_index [[thread_index_in_threadgroup]]) {
   threadgroup uint4 memory[TensorLinear<W, kPairs>::kBytes / sizeof(uint4)];
   const uint first = group.y * kPairs, outputs = outputs_of_rows(kTensorRows, params);
-  const GemmWork<W> work = {W(packed, scales, biases, 0, params),
-                            x,
-                            {ids, first, kPairs, false},
-                            {bias, residual, out, ids},
-                            0,
-                            group.x * outputs};
+  const GemmWork<W> work = {W(packed, scales, biases, 0, params), x, {ids, first, kPairs, false},
+                            {bias, residual, out, ids},           0, group.x * outputs};
   if constexpr (kPairs > kLargeTilePairs) {
     if (params.tokens - first <= kLargeTilePairs) {
       run_tensor_linear<W, kLargeTilePairs>(work, memory, thread_index, params);
