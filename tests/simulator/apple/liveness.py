@@ -45,7 +45,6 @@ class _Liveness:
         self.flow, self.lowering = flow, lowering
         self.numbers: dict[Piece, int] = {}
         self.widths: list[int] = []
-        self.roots: list[str] = []  # of the pieces
         self.of_value: dict[str, int] = {}  # value -> bits of its pieces
         self.resolved: dict[tuple[str, int], list[tuple[str, tuple, int]]] = {}
 
@@ -106,22 +105,10 @@ class _Liveness:
             number = self.numbers.setdefault((root, part), len(self.numbers))
             if number == len(self.widths):
                 self.widths.append(0)
-                self.roots.append(root)
                 self.of_value[root] = self.of_value.get(root, 0) | 1 << number
             self.widths[number] = max(self.widths[number], width)
             found |= 1 << number
         return found
-
-    def room(self, pieces: int) -> int:
-        """Halves of these: a value that is read whole and in parts has room once."""
-        rooms: dict[str, int] = {}
-        while pieces:
-            low = pieces & -pieces
-            number = low.bit_length() - 1
-            root = self.roots[number]
-            rooms[root] = rooms.get(root, 0) + self.widths[number]
-            pieces ^= low
-        return sum(min(room, self.halves(self.flow.definition(root))) for root, room in rooms.items())
 
 
 def _uses(live: _Liveness, i: Instruction) -> int:
@@ -160,7 +147,7 @@ def estimate(flow: Flow) -> Registers:
             after, now = now, (now & gone[i.name] if i.name else now) | uses[id(i)]
             halves += _width(now & ~after, live.widths) - _width(after & ~now, live.widths)
             if halves > best.halves:
-                best = max(best, Registers(live.room(now), block.number), key=lambda r: r.halves)
+                best = Registers(halves, block.number)
     return replace(best, arrays=len(_indexed_arrays(flow)))
 
 

@@ -53,7 +53,7 @@ struct Block {
   static constant constexpr int kThreads = kSimdgroups * kSimdWidth;
   // How many runs of a key, and matrices of values, a lane loads before it uses the first. With more, it
   // would wait less often, but two tiles of queries leave no registers for more codes and scales.
-  static constant constexpr bool kHasRoom = kQueryTiles == 1;
+  static constant constexpr bool kHasRoom = kQueryTiles == 1 || !(Stored::kQuantized || kWide);
   static constant constexpr int kRunsAtOnce = kHasRoom ? Stored::kRunsAtOnce : 1;
   static constant constexpr int kValuesAtOnce = kHasRoom ? 2 : 1;
   static constant constexpr int kProbabilities = kKeyTiles * kSimdgroups * kQueryTiles;
@@ -247,7 +247,7 @@ struct Block {
         products[n][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       }
     }
-    uint own_query = place.row * 8 + 2 * place.quarter;  // of a matrix of staged queries, the lane's elements
+    const uint own_query = place.row * 8 + 2 * place.quarter;  // in a matrix of them
     ROLLED for (uint first = 0; first < params.k.width; first += 32 * kRunsAtOnce) {
       typename Stored::template Run<8> runs[kRunsAtOnce][kKeyTiles];
       UNROLL for (int r = 0; r < kRunsAtOnce; ++r) {
@@ -266,7 +266,7 @@ struct Block {
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
           simdgroup_matrix<float, 8, 8> query;
           const float2 two = float2(*reinterpret_cast<threadgroup const vec<Staged, 2>*>(
-              staged + own_query + (i * kQueryTiles + t) * 64));
+              staged + own_query + first * (8 * kQueryTiles) + (i * kQueryTiles + t) * 64));
           query.thread_elements()[0] = two.x;
           query.thread_elements()[1] = two.y;
           UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -274,7 +274,6 @@ struct Block {
           }
         }
       }
-      own_query += 4 * kRunsAtOnce * kQueryTiles * 64;
     }
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
@@ -339,7 +338,9 @@ struct Block {
   static void add_values(thread Sums& sums, C values, threadgroup const Shared& shared, uint first_of_team,
                          uint tile, uint first_value, uint lane, MatrixPlace place) {
     const uint of_team = first_of_team * kKeyTiles;
-    ROLLED for (uint first = 0; first < kKeyTiles * kMembers; first += kValuesAtOnce) {
+    uint own_place = of_team * kQueryTiles * kSimdWidth + lane;
+    ROLLED for (uint first = 0; first < kKeyTiles * kMembers;
+                first += kValuesAtOnce, own_place += kValuesAtOnce * kQueryTiles * kSimdWidth) {
       uint any = 0;
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) any |= shared.seen[of_team + first + n];
       if (any == 0) continue;
@@ -354,7 +355,7 @@ struct Block {
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
         simdgroup_matrix<float, 8, 8> probabilities[kQueryTiles];
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-          const float2 two = shared.exchange[((of_team + first + n) * kQueryTiles + t) * kSimdWidth + lane];
+          const float2 two = shared.exchange[own_place + (n * kQueryTiles + t) * kSimdWidth];
           probabilities[t].thread_elements()[0] = two.x;
           probabilities[t].thread_elements()[1] = two.y;
         }

@@ -12,7 +12,7 @@ struct QuantizedCache {
   static constant constexpr bool kSelects = false;
   static constant constexpr bool kRelative = false;
   static constant constexpr bool kQuantized = true;
-  static constant constexpr int kRunsAtOnce = 1;
+  static constant constexpr int kRunsAtOnce = 2;
 
   template <int N>
   struct Run {
