@@ -59,7 +59,7 @@ def test_a_machine_without_units_compiles_nothing_for_them(simulated, monkeypatc
     model = tiny_models.tiny_model("qwen3_moe", torch.float16).to("mps")
     report = torch_moe_mps.accelerate(model)
     assert report.tensor_units == "tensor units: off: Apple M4 Max has none, which the M5 and later have"
-    assert kernels_of(simulated) == ["gemm16_split_affine4_64_f16"]
+    assert kernels_of(simulated) == ["gemm32_split_affine4_64_f16"]
     assert torch.ops.moe_mps._is_built(library) == was_built
 
 
@@ -84,8 +84,8 @@ def test_only_what_is_allowed(m5):
     torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", True)
     assert kernels_of(m5) == ["gemm32_tensor_affine4_64_f16"]
     assert kernels_of(m5, tokens=15) == ["gemm16_split_affine4_64_f16"]
-    assert kernels_of(m5, dtype=torch.bfloat16) == ["gemm16_split_affine4_64_bf16"]
-    assert kernels_of(m5, dtype=torch.float32) == ["gemm16_split_affine4_64_f32"]
+    assert kernels_of(m5, dtype=torch.bfloat16) == ["gemm32_split_affine4_64_bf16"]
+    assert kernels_of(m5, dtype=torch.float32) == ["gemm32_split_affine4_64_f32"]
     torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", False)
     assert kernels_of(m5) == before
 
@@ -137,7 +137,7 @@ TOO_OLD = "needs macOS 26.2 or newer; without MOE_MPS_TENSOR_UNITS=1 it is not u
     ("use", "expected"),
     [
         ("1", (TOO_OLD, "gemm32_tensor_affine4_64_f16")),
-        pytest.param("0", ("gemm16_split_affine4_64_f16",) * 2, marks=pytest.mark.sweep),
+        pytest.param("0", ("gemm32_split_affine4_64_f16",) * 2, marks=pytest.mark.sweep),
     ],
 )
 def test_forced(simulated, monkeypatch, use, expected):

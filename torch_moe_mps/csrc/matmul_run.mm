@@ -241,7 +241,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   }
   const MatmulStep step =
       tuned(plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
-                        tensor_units_for(x_, matrix, tokens), can_norm(norm, x_, matrix)),
+                        gpu_registers(), tensor_units_for(x_, matrix, tokens), can_norm(norm, x_, matrix)),
             matrix, tokens);
   TORCH_CHECK(!step.kernel.ends_with("_split") || tokens * matrix.inputs <= kMostElements,
               "moe_mps: ", step.kernel, " counts the elements of its inputs in 32 bits, got ", x_.sizes());

@@ -13,6 +13,7 @@ constant constexpr bool kNorms = true;
 INSTANTIATE("matmul_rows_chosen8", matmul_rows_chosen<Weights, kSingleRows, 8, kNorms>)
 INSTANTIATE("matmul_rows_chosen16", matmul_rows_chosen<Weights, kSingleRows, 16, kNorms>)
 INSTANTIATE("gemm16_split", gemm<Weights, kSplitTilePairs / 8, true>)
+INSTANTIATE("gemm32_split", gemm<Weights, kTilePairs / 8, true>)
 INSTANTIATE("embedding_rows", embedding_rows<Weights>)
 INSTANTIATE("transposed_tiles", transposed_tiles<Weights>)
 INSTANTIATE_HEADS()

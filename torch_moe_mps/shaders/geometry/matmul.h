@@ -36,9 +36,7 @@ GEOMETRY kEmbeddingThreads = 128;
 GEOMETRY kTilePairs = 32;
 GEOMETRY kGemmRows = 128;  // rows of a threadgroup
 GEOMETRY kGemmSimdgroups = 4;
-// Where simdgroups split the inputs. By the cost model, kTilePairs decode half as often, 7 to 11 % fewer
-// instructions, and take 105 to 117 registers instead of 77 to 89: an M4 has 96.
-GEOMETRY kSplitTilePairs = 16;
+GEOMETRY kSplitTilePairs = 16;  // where simdgroups split the inputs: kTilePairs take more registers
 GEOMETRY kCombineColumns = 4;  // columns of a thread
 
 // The same on tensor units: four simdgroups share each product of kTensorDepth inputs

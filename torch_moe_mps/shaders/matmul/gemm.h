@@ -153,6 +153,7 @@ struct Gemm<W, kPairTiles, false> {
   typedef typename FragmentOf<T>::type F;
   typedef TileRows<W, W::kTileValues> Rows;
   typedef TileSums<F, kPairTiles> Sums;
+  static constant constexpr bool kFits = true;
   static constant constexpr int kMostPairs = 8 * kPairTiles;
   static constant constexpr int kDepth = 4 * W::kTileValues;  // inputs of a step
   static constant constexpr int kStride = kMostPairs + 4;     // of an input in threadgroup memory; not tuned
@@ -253,6 +254,11 @@ struct Gemm<W, kPairTiles, true> {
   static constant constexpr int kDepth = 4 * W::kValues;  // inputs of a step
   static constant constexpr int kRun = W::kPackSize / 2;  // fragments of a pack
   static constant constexpr int kBytes = kGemmSimdgroups * kSumsOfSimdgroup * sizeof(float);
+  // A lane's weights and inputs of a step, as loaded and as fragments. With more bytes and more than two pair
+  // tiles a thread needs more than 128 registers, by the cost model.
+  static constant constexpr int kStepBytes = kRowTiles * sizeof(typename Rows::Chunk) + W::kPlaceBytes +
+                                             2 * kPairTiles * kRun * (sizeof(T) + sizeof(F));
+  static constant constexpr bool kFits = kPairTiles <= 2 || kStepBytes <= 288;
 
   // The inputs of a lane: a run of each of its pairs, which are two in each pair tile.
   struct Inputs {
@@ -338,7 +344,10 @@ template <typename W, int kPairTiles, bool kSplit>
     MATMUL_BUFFERS(typename W::Element), device const int* pair_order [[buffer(9)]],
     device const int4* tiles [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
     uint thread_index [[thread_index_in_threadgroup]], LANES) {
-  threadgroup float4 memory[Gemm<W, kPairTiles, kSplit>::kBytes / sizeof(float4)];
+  // Pairs whose inputs do not fit into registers are taken in two turns.
+  constexpr bool kFits = Gemm<W, kPairTiles, kSplit>::kFits;
+  constexpr int kAtOnce = kFits ? kPairTiles : kPairTiles / 2;
+  threadgroup float4 memory[Gemm<W, kAtOnce, kSplit>::kBytes / sizeof(float4)];
   const bool listed = !kSplit && params.has_ids != 0;
   const PairTile tile = tile_of(tiles, pair_order, listed, group.y, 8 * kPairTiles, params);
   if (tile.pairs.count == 0) return;
@@ -355,5 +364,14 @@ template <typename W, int kPairTiles, bool kSplit>
       W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out, ids}, expert,
       first + (kSplit ? 0 : simdgroup * outputs)};
   const GemmThread at = {thread_index, lane, simdgroup};
-  run_gemm<W, 1, kPairTiles, kSplit>(work, memory, at, params);
+  if constexpr (kFits) {
+    run_gemm<W, 1, kPairTiles, kSplit>(work, memory, at, params);
+  } else {
+    for (uint start = 0; start < tile.pairs.count; start += 8 * kAtOnce) {
+      GemmWork<W> part = work;
+      part.pairs.first += start;
+      part.pairs.count = min(tile.pairs.count - start, uint(8 * kAtOnce));
+      run_gemm<W, 1, kAtOnce, kSplit>(part, memory, at, params);
+    }
+  }
 }

@@ -66,6 +66,7 @@ struct FloatCodes {
   typedef PackedRows<Code::kBits, kGroup> Rows;
   typedef typename Rows::Row Row;
   static constant constexpr int kValues = kGroup, kTileValues = 16, kPackSize = 8, kGroups = 1;
+  static constant constexpr int kPlaceBytes = 0;
   static constant constexpr bool kAnyLength = false;
   static constant constexpr int kCodePairs = 16 / Code::kBits;  // of a word
 

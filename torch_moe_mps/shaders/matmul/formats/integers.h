@@ -7,6 +7,7 @@
 //
 //   load<N>(unit, column)   Loaded: those of N values from `column` on, in a row that begins with `unit`
 //   of<kInDots>(loaded, group)   ScaleAndBias, exact, for add_dot() or for values()
+//   kPlaceBytes             what a thread keeps to find them, beyond where the row's codes are
 //   kOffset                 what is subtracted from codes before they are scaled; if not 0, biases are 0
 struct ScaleAndBias {
   float scale, bias;
@@ -23,6 +24,7 @@ struct Integers {
   static constant constexpr int kValues = 32;
   static constant constexpr int kTileValues = kBits % 2 == 0 ? 16 : 32;  // fills words
   static constant constexpr int kPackSize = kBits == 2 ? 16 : 8;         // holds whole pairs
+  static constant constexpr int kPlaceBytes = Scales::kPlaceBytes;
   static constant constexpr int kGroups = kValues > Scales::kGroup ? kValues / Scales::kGroup : 1;
   static constant constexpr bool kAnyLength = false;
   // The constant added to q - offset is at most 2^10 + 2^7. Its rounding error, 2^-24 of it, is less than

@@ -11,6 +11,7 @@ struct LevelCodes {
   typedef PackedRows<4, Scales::kUnit> Rows;
   typedef typename Rows::Row Row;
   static constant constexpr int kValues = 32, kTileValues = 16, kPackSize = 4, kGroups = 1;
+  static constant constexpr int kPlaceBytes = Scales::kPlaceBytes;
   static constant constexpr bool kAnyLength = false;
 
   template <int N>

@@ -13,6 +13,7 @@ struct GridCodes {
   typedef SmallScales<32, kStreamBits, false, 0, 1> Scales;
   static constant constexpr int kValues = 32, kTileValues = 32, kPackSize = 8, kGroups = 32 / kGroup;
   // With two scales of a unit, or eight points, a thread keeps more of what it found of them.
+  static constant constexpr int kPlaceBytes = Scales::kPlaceBytes + (kGroups == 2 || kBits == 3 ? 48 : 0);
   static constant constexpr bool kAnyLength = false;
   static constant constexpr bool kSigned = kBits > 1, kEven = kSigned && kStreamBits < 12;
   static constant constexpr int kPointWords = kBits == 2 ? 2 : 1;

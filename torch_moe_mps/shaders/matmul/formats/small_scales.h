@@ -8,7 +8,7 @@
 // Types of points have other bits in the stream, 8, 12, 16 or 22 of a unit, and read them with load() alone.
 template <int kGroup_, int kBits, bool kMins, int kCentre, int kOffset_>
 struct SmallScales {
-  static constant constexpr int kGroup = kGroup_, kUnit = 32, kOffset = kOffset_;
+  static constant constexpr int kGroup = kGroup_, kUnit = 32, kPlaceBytes = 4, kOffset = kOffset_;
   static constant constexpr int kHalves = kMins ? 2 : 1;
   static constant constexpr int kGroupBits = kBits * kHalves, kUnitBits = kGroupBits * (kUnit / kGroup);
   static constant constexpr bool kTwoBytes = kMins && kGroup < kUnit;  // one for each group of a unit

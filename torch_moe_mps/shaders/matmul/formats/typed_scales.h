@@ -5,7 +5,7 @@
 // A scale in T for each group, and without an offset a bias.
 template <typename T, int kGroup_, int kOffset_ = 0>
 struct TypedScales {
-  static constant constexpr int kGroup = kGroup_, kUnit = kGroup_, kOffset = kOffset_;
+  static constant constexpr int kGroup = kGroup_, kUnit = kGroup_, kPlaceBytes = 0, kOffset = kOffset_;
   struct Loaded {
     T scale, bias;
   };
