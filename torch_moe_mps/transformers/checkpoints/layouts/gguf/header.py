@@ -20,6 +20,14 @@ from transformers.integrations.gguf import reader
 _TYPES = {bool: 7, int: 11, float: 12, str: 8}
 _ARRAY = 9
 _TOKENS = "tokenizer.ggml.tokens"
+# Sizes of experts that files state and transformers' first loader leaves at its defaults.
+_WIDTHS = {
+    "qwen2moe": {
+        "qwen2moe.expert_feed_forward_length": "moe_intermediate_size",
+        "qwen2moe.expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "qwen3moe": {"qwen3moe.expert_feed_forward_length": "moe_intermediate_size"},
+}
 _SIZE = re.compile(r"_(count|count_kv|length|size|kernel|cache|rank)$")
 _reading = Lock()
 
@@ -66,12 +74,15 @@ def read_metadata(gguf_path: str, string_arrays: Container[str] = ()) -> tuple[d
 def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
     """Checks the sizes and counts of the architecture in a file with tensors of these names.
 
-    Raises: ValueError for one that is no number, or is negative, and without the number of heads of
-        attention, which transformers would guess: queries, keys and values in one matrix do not tell it.
+    Raises: ValueError for one that is no number, or is negative, and for attention without a number of heads,
+        which transformers would guess: queries, keys and values in one matrix do not tell it.
     """
     heads = f"{metadata['general.architecture']}.attention.head_count"
-    if heads not in metadata and any(".attn_q" in name for name in names):
-        raise ValueError(f"{heads} must be in the metadata, got no such key")
+    if any(".attn_q" in name for name in names):
+        if heads not in metadata:
+            raise ValueError(f"{heads} must be in the metadata, got no such key")
+        if metadata[heads] == 0:
+            raise ValueError(f"{heads} must be at least 1, got 0")
     for key, value in metadata.items():
         if key.startswith(f"{metadata['general.architecture']}.") and _SIZE.search(key):
             for number in value if isinstance(value, list) else [value]:
@@ -129,6 +140,8 @@ def _parsed(load: Callable, path: str, header: Header) -> dict[str, Any]:
     config, tokens = parsed["config"], header.metadata.get(_TOKENS)
     if config.get("vocab_size") == 0 and tokens:  # it was counted
         config["vocab_size"] = tokens
+    widths = _WIDTHS.get(header.metadata["general.architecture"], {})
+    config |= {name: header.metadata[key] for key, name in widths.items() if key in header.metadata}
     return parsed
 
 
