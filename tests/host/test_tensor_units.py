@@ -147,8 +147,7 @@ def test_forced(simulated, monkeypatch, use, expected):
         assert text in line
 
 
-# A mistake in the kernel, and what is found. The first are of the kernel for lists of pairs, the others of that
-# which reads the inputs in place.
+# A mistake in the kernel for lists of pairs, or in that which reads the inputs in place, and what is found.
 FAULTS = [
     ("      threadgroup_barrier(mem_flags::mem_threadgroup);\n      multiply.run", "      multiply.run",
      "reads .* wrote with no barrier .*matmul2d::run"),

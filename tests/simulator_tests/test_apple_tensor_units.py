@@ -48,8 +48,8 @@ def test_the_units_are_a_bound_beside_the_rest(simulated):
 
 
 def test_inputs_in_place_cost_less(simulated):
-    """Without copies of the inputs, and with weights that are decoded for 128 tokens: 512 inputs are whole steps,
-    544 are not."""
+    """Without copies of the inputs, and with weights that are decoded for 128 tokens: 512 inputs are whole
+    steps, 544 are not."""
     measured = {}
     torch.ops.moe_mps._set_tensor_units("1")
     torch.ops.moe_mps._plan_for(1)

@@ -136,8 +136,8 @@ def check_of(library: str) -> CallsToCheck:
 
 
 def calls(library: str) -> Iterator[Call]:
-    """Calls whose matmuls a library computes, which is allowed while the iterator is open, and plans are those
-    of a GPU that they fill.
+    """Calls whose matmuls a library computes, which is allowed while the iterator is open. Plans are then
+    those of a GPU that they fill.
 
     The inputs take several steps. The last token has no experts and is NaN, which must not reach the others.
     """

@@ -20,8 +20,8 @@ Piece = tuple[str, tuple]  # a value, and what of it
 
 @dataclass(frozen=True)
 class Registers:
-    """`halves` of 16 bits that a thread needs, and the number of the block where it does. `arrays`: how many of
-    its variables are in memory instead, because their elements are chosen at run time."""
+    """`halves` of 16 bits that a thread needs, and the number of the block where it does. `arrays`: how many
+    of its variables are in memory instead, because their elements are chosen at run time."""
 
     halves: int
     block: int

@@ -255,7 +255,9 @@ class TestRegisters:
 
     def test_pointers_into_threadgroup_memory_have_32_bits(self):
         """16 of them, to places that the thread finds once; what they point to is read behind a barrier."""
-        places = "".join(f"threadgroup uint* p{j} = t + (i * {2 * j + 3} & 63); *p{j} = i;" for j in range(16))
+        places = "".join(
+            f"threadgroup uint* p{j} = t + (i * {2 * j + 3} & 63); *p{j} = i;" for j in range(16)
+        )
         barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
         stores = "".join(f"out[i * 16 + {j}] = float(*p{j});" for j in range(16))
         m = counted(f"threadgroup uint t[64]; {places} {barrier} {stores}", [floats(64), empty(2048)])

@@ -37,7 +37,7 @@ GEOMETRY kTilePairs = 32;
 GEOMETRY kGemmRows = 128;  // rows of a threadgroup
 GEOMETRY kGemmSimdgroups = 4;
 GEOMETRY kSplitTilePairs = 16;  // where simdgroups split the inputs: kTilePairs take more registers
-GEOMETRY kCombineColumns = 4;  // columns of a thread
+GEOMETRY kCombineColumns = 4;   // columns of a thread
 
 // The same on tensor units: four simdgroups share each product of kTensorDepth inputs
 GEOMETRY kLargeTilePairs = 64;
