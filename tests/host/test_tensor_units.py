@@ -20,7 +20,9 @@ from torch_moe_mps.selfcheck import tensor_units
 def m5(simulated, monkeypatch):
     """The simulator as a Mac with tensor units."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
+    torch.ops.moe_mps._plan_for(0)
     yield simulated
+    torch.ops.moe_mps._plan_for(0)
     for name in torch.ops.moe_mps._libraries(tensor_units=True):
         torch.ops.moe_mps._allow_tensor_units(name, False)
 
@@ -59,7 +61,11 @@ def test_a_machine_without_units_compiles_nothing_for_them(simulated, monkeypatc
     model = tiny_models.tiny_model("qwen3_moe", torch.float16).to("mps")
     report = torch_moe_mps.accelerate(model)
     assert report.tensor_units == "tensor units: off: Apple M4 Max has none, which the M5 and later have"
-    assert kernels_of(simulated) == ["gemm32_split_affine4_64_f16"]
+    torch.ops.moe_mps._plan_for(0)
+    try:
+        assert kernels_of(simulated) == ["gemm16_split_affine4_64_f16"]
+    finally:
+        torch.ops.moe_mps._plan_for(0)
     assert torch.ops.moe_mps._is_built(library) == was_built
 
 
@@ -84,8 +90,8 @@ def test_only_what_is_allowed(m5):
     torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", True)
     assert kernels_of(m5) == ["gemm32_tensor_affine4_64_f16"]
     assert kernels_of(m5, tokens=15) == ["gemm16_split_affine4_64_f16"]
-    assert kernels_of(m5, dtype=torch.bfloat16) == ["gemm32_split_affine4_64_bf16"]
-    assert kernels_of(m5, dtype=torch.float32) == ["gemm32_split_affine4_64_f32"]
+    assert kernels_of(m5, dtype=torch.bfloat16) == ["gemm16_split_affine4_64_bf16"]
+    assert kernels_of(m5, dtype=torch.float32) == ["gemm16_split_affine4_64_f32"]
     torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", False)
     assert kernels_of(m5) == before
 
