@@ -38,8 +38,8 @@ constexpr int64_t kFewChosenExperts = 256;
 // int4 for 8 tokens takes 48 to 52 us instead of 67 to 152 on an M1 Max.
 constexpr int64_t kGroupsOfCore = 4;
 
-// What tiles of kTilePairs take where simdgroups split the inputs, by the cost model: 105 to 127. With fewer,
-// tiles of kSplitTilePairs, which give the same bits, decode 7 to 11 % more and take 77 to 91.
+// Registers for tiles of kTilePairs where simdgroups split the inputs: 105 to 127, by the cost model. With
+// fewer, tiles of kSplitTilePairs, which give the same bits, decode 7 to 11 % more and take 77 to 91.
 constexpr int64_t kLargeSplitRegisters = 128;
 
 enum class Path { kRows, kFew, kGemm };  // kRows serves everything, slowly for many tokens

@@ -49,7 +49,7 @@ class _Liveness:
         self.resolved: dict[tuple[str, int], list[tuple[str, tuple, int]]] = {}
 
     def halves(self, i: Instruction) -> int:
-        """Those of a value. Pointers into threadgroup memory, and what only makes them, have 32 bits."""
+        """Halves of a value. Pointers into threadgroup memory, and what only makes them, have 32 bits."""
         narrow = i.name in self.flow.threadgroup or i.name in self.flow.threadgroup_indices
         return min(2, halves_of(i)) if narrow else halves_of(i)
 
