@@ -726,7 +726,7 @@ def linear_quantized(a):
 def linear_quantized_transposed(a):
     rows, matrix = exact(a.dy), dense(a)
     rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
-    out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype)
+    out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype, rounded_weight=False)
     shape = (*a.dy.shape[:-1], matrix.shape[1])
     return [estimated(Estimate(*(part.reshape(shape) for part in out)))]
 

@@ -8,10 +8,9 @@
 #pragma once
 #include "matmul/gemm.h"
 
-template <typename W>
+// Weights are decoded exactly: a gradient may cancel to far less than its terms.
+template <typename W, typename T>
 struct TransposedWork {
-  typedef typename W::Element T;
-
   W weights;
   device const T* x;
   TilePairs pairs;
@@ -20,9 +19,8 @@ struct TransposedWork {
 
 // The work of a simdgroup on up to 8 * kPairTiles pairs. A lane has a chunk of each row, from `column` on, of
 // which it takes part kPart: kOwn columns.
-template <typename W, int kPairTiles, int kPart>
+template <typename W, typename T, int kPairTiles, int kPart>
 struct TransposedGemm {
-  typedef typename W::Element T;
   typedef simdgroup_matrix<float, 8, 8> Matrix;  // of halves, weights would be rounded, at no less cost
   static constant constexpr int kOwn = W::kTileValues < 16 ? W::kTileValues : 16;
   static constant constexpr int kFragments = kOwn / 2;
@@ -51,7 +49,7 @@ struct TransposedGemm {
     Matrix matrix(int p) const { return fragment_of(two[p].at(0), two[p].at(1)); }
   };
 
-  static void run(TransposedWork<W> work, uint column, MatrixPlace place, constant MatmulParams& params) {
+  static void run(TransposedWork<W, T> work, uint column, MatrixPlace place, constant MatmulParams& params) {
     typedef typename W::template Chunk<W::kTileValues> Chunk;
     Numbers numbers(work.x, work.pairs, place, params);
     Matrix sums[kPairTiles][kFragments];
@@ -104,28 +102,29 @@ struct TransposedGemm {
 };
 
 // Runs the TransposedGemm with the fewest pair tiles that hold the pairs.
-template <typename W, int kPairTiles, int kPart>
-inline void run_transposed(TransposedWork<W> work, uint column, MatrixPlace place,
+template <typename W, typename T, int kPairTiles, int kPart>
+inline void run_transposed(TransposedWork<W, T> work, uint column, MatrixPlace place,
                            constant MatmulParams& params) {
   if constexpr (kPairTiles < kTilePairs / 8) {
     if (work.pairs.count > 8 * kPairTiles) {
-      run_transposed<W, kPairTiles + 1, kPart>(work, column, place, params);
+      run_transposed<W, T, kPairTiles + 1, kPart>(work, column, place, params);
       return;
     }
   }
-  TransposedGemm<W, kPairTiles, kPart>::run(work, column, place, params);
+  TransposedGemm<W, T, kPairTiles, kPart>::run(work, column, place, params);
 }
 
 // Rows of `x` times the matrices of their experts: `params.outputs` numbers of a pair, `params.inputs`
 // results. Grid: (blocks of columns, tiles).
-template <typename W>
+template <typename Weights>
 [[kernel, max_total_threads_per_threadgroup(kMatmulBound)]] void gemm_transposed(
-    device const typename W::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
+    device const typename Weights::Element* x [[buffer(0)]], device const uchar* packed [[buffer(1)]],
     device const uchar* scales [[buffer(2)]], device const uchar* biases [[buffer(3)]],
-    device typename W::Element* out [[buffer(4)]], device const int* pair_order [[buffer(5)]],
+    device typename Weights::Element* out [[buffer(4)]], device const int* pair_order [[buffer(5)]],
     device const int4* tiles [[buffer(6)]], constant MatmulParams& params [[buffer(7)]],
     uint2 group [[threadgroup_position_in_grid]], LANES) {
-  typedef typename W::Element T;
+  typedef typename Weights::Element T;
+  typedef typename ExactFormat<Weights>::type W;
   constexpr uint kColumns = kTransposedColumns / kGemmSimdgroups;  // of a simdgroup
   constexpr uint kSpan = 4 * W::kTileValues;                       // of its lanes' chunks
   const PairTile tile = tile_of(tiles, pair_order, params.has_ids != 0, group.y, uint(kTilePairs), params);
@@ -139,17 +138,18 @@ template <typename W>
     }
     return;
   }
-  const TransposedWork<W> work = {W(packed, scales, biases, uint(tile.expert), params), x, tile.pairs, out};
+  const TransposedWork<W, T> work = {W(packed, scales, biases, uint(tile.expert), params), x, tile.pairs,
+                                     out};
   const MatrixPlace place(lane);
   const uint own = place.quarter * W::kTileValues;
   const uint span = first / kSpan * kSpan;
   if (span >= params.inputs) return;
   if constexpr (kSpan < kColumns) {
-    run_transposed<W, 1, 0>(work, span + own, place, params);
-    run_transposed<W, 1, 0>(work, span + kSpan + own, place, params);
+    run_transposed<W, T, 1, 0>(work, span + own, place, params);
+    run_transposed<W, T, 1, 0>(work, span + kSpan + own, place, params);
   } else if (first == span) {
-    run_transposed<W, 1, 0>(work, span + own, place, params);
+    run_transposed<W, T, 1, 0>(work, span + own, place, params);
   } else if constexpr (kSpan > kColumns) {  // two simdgroups share a span
-    run_transposed<W, 1, 1>(work, span + own, place, params);
+    run_transposed<W, T, 1, 1>(work, span + own, place, params);
   }
 }
