@@ -128,7 +128,7 @@ def sanitizer_gradients() -> list[Case]:
         (
             ("int4", "bf16"),
             ("int3", "f16"),
-            ("mxfp8", "bf16"),
+            ("mxfp4", "bf16"),
             ("nvfp4", "f32"),
             ("dense", "f32"),
             ("dense", "f16"),

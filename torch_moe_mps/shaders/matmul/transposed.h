@@ -79,11 +79,11 @@ struct TransposedGemm {
     UNROLL for (int p = 0; p < kPairTiles; ++p) {
       if (8 * p + place.row >= work.pairs.count) continue;
       const uint pair = work.pairs.at(8 * p + place.row);
-      store(sums[p], work.out + ulong(pair) * params.inputs, column + kPart * kOwn, params);
+      write(sums[p], work.out + ulong(pair) * params.inputs, column + kPart * kOwn, params);
     }
   }
 
-  static void store(thread Matrix* sums, device T* out, uint column, constant MatmulParams& params) {
+  static void write(thread Matrix* sums, device T* out, uint column, constant MatmulParams& params) {
     UNROLL for (int i = 0; i < kOwn; i += 4) {
       float4 four;
       UNROLL for (int j = 0; j < 4; ++j) {
@@ -91,7 +91,7 @@ struct TransposedGemm {
         four[j] = sums[place.number].thread_elements()[place.element];
       }
       if (params.vectorised != 0) {
-        if (column + i < params.inputs) ::store(out + (column + i), four);
+        if (column + i < params.inputs) store(out + (column + i), four);
         continue;
       }
       UNROLL for (int j = 0; j < 4; ++j) {
