@@ -32,6 +32,19 @@ FILES = {
         "tests/simulator/language/strict.py",
     ),
     "tests/host/test_macos.py::cross-build": ("scripts/macos.py", "torch_moe_mps/csrc/metal/encoder.mm"),
+    "tests/host/test_traces.py::pinned": ("tests/host/pinned", "torch_moe_mps/selfcheck/sizes.py"),
+    "tests/ops/test_norms.py::a kernel": (
+        "torch_moe_mps/shaders/norms.metal",
+        "torch_moe_mps/csrc/norms.mm",
+        "torch_moe_mps/_extension.py",
+        "tests/simulator/msl/executor.cpp",
+        "tests/support/oracles_operators.py",
+        "tests/conftest.py",
+    ),
+    "tests/quantization/test_formats.py::a format": (
+        "torch_moe_mps/quantization/formats.py",
+        "tests/support/oracles_experts.py",
+    ),
     "tests/selfcheck/test_branches.py::branches": (
         "tests/simulator/coverage.py",
         "torch_moe_mps/selfcheck/calls.py",
@@ -62,10 +75,20 @@ def parsed():
 def test_what_tests_import_counts(parsed, prefix):
     counted = set(kept.files(kept.KEPT[prefix]))
     names = {str(test.relative_to(kept.REPOSITORY)): test for test in counted & dependents.all_tests()}
-    tests = [test for name, test in names.items() if name.startswith(prefix)]
+    of_prefix = {name: test for name, test in names.items() if name.startswith(prefix)}
+    tests = [test for name, test in of_prefix.items() if name not in kept.RUN_EACH_TIME]
     assert tests
     for test in tests:
         assert dependents.reached(test) <= counted | {kept.REPOSITORY / "torch_moe_mps/__init__.py"}, test
+
+
+def test_what_depends_on_more_is_run_each_time():
+    plugin = kept.Kept()
+    for name in kept.RUN_EACH_TIME:
+        file, _, function = name.partition("::")
+        assert f"def {function}" in (kept.REPOSITORY / file).read_text()
+        assert plugin.record(f"{file}::{function or 'test_any'}[mps]") is None
+    assert plugin.record("tests/ops/test_routing.py::test_any[mps]") is not None
 
 
 def test_a_model_rule_leaves_them_kept():

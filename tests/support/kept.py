@@ -1,9 +1,10 @@
 """Tests that are not run again while nothing has changed that they depend on.
 
-What the cost model says of our kernels, their translation to CUDA, the host code for macOS, the branches that
-calls take and the simulator's own tests are functions of files alone. With `--kept`, as in `scripts/test`, a
-test that passed is kept by a digest of its name, those files, the compilers, the installed packages and the
-variables that say how to build; it runs again once one of them differs. What failed is never kept.
+Operators and their kernels, what the cost model says of these, their translation to CUDA, the host code, the
+branches that calls take and the simulator's own tests are functions of files alone. With `--kept`, as in
+`scripts/test`, a test that passed is kept by a digest of its name, those files, the compilers, the installed
+packages and the variables that say how to build; it runs again once one of them differs. What failed is never
+kept.
 """
 
 import functools
@@ -37,7 +38,19 @@ KEPT = {
         *(*EVERY_TEST, "tests/host", "scripts/macos.py", "torch_moe_mps/_versions.py"),
         *("torch_moe_mps/csrc", "torch_moe_mps/shaders"),
     ),
+    **{
+        f"tests/host/test_{name}.py": (*EVERY_TEST, *OPERATORS, "tests/host")
+        for name in ("compiled", "extension", "traces", "traffic")
+    },
+    "tests/ops/": (*EVERY_TEST, *OPERATORS, "tests/ops"),
+    "tests/quantization/": (*EVERY_TEST, *OPERATORS, "tests/quantization"),
 }
+# Those of them that depend on more, or that draw other numbers in each run.
+RUN_EACH_TIME = (
+    *("tests/ops/test_decoded.py", "tests/ops/test_documentation.py", "tests/ops/test_router_logits.py"),
+    "tests/ops/test_routing.py::test_ties_of_any_shape_on_cpu",
+    "tests/quantization/test_gguf.py::test_the_table_in_the_documentation",
+)
 _STARTED = "MOE_MPS_TESTS_STARTED"  # of the whole run: all its processes then keep the same tests
 
 
@@ -76,7 +89,7 @@ class Kept:
     def record(self, test: str) -> Path | None:
         """The file that says that a test has passed; None where it has to run each time."""
         patterns = next((KEPT[prefix] for prefix in KEPT if test.startswith(prefix)), None)
-        if patterns is None:
+        if patterns is None or test.startswith(RUN_EACH_TIME):
             return None
         return build.cache_directory("passed") / build.digest(test, contents(patterns), self.environment)
 
