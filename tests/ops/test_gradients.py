@@ -107,7 +107,7 @@ def test_of_an_activation(device, interleaved):
     leaf = rows.to(device).requires_grad_()
     out = packet("expert_activation")(leaf, "swiglu_oai", 1.5, 7.0, interleaved=interleaved)
     out.backward(dy.to(device))
-    right = rows.double().requires_grad_()
+    right = rows.detach().double().requires_grad_()
     gate, up = (right[..., 0::2], right[..., 1::2]) if interleaved else right.chunk(2, -1)
     gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
     ((up + 1) * gate * torch.sigmoid(1.5 * gate)).backward(dy.double())

@@ -61,7 +61,7 @@ def _meta_expert_activation_backward(check, dy, rows, **arguments):
     return rows.new_empty(rows.shape)
 
 
-@operator("dy[..., _]:rows rows[..., N]", _meta_expert_activation_backward)
+@operator("rows[..., N] dy[..., _]:rows", _meta_expert_activation_backward)
 def expert_activation_backward(
     dy: Tensor,
     rows: Tensor,
@@ -222,7 +222,7 @@ def _meta_weighted_reduce_backward(check, weights, expert_out, **_):
     return weights.new_empty(weights.shape, dtype=torch.float32), expert_out.new_empty(expert_out.shape)
 
 
-@operator("dy[T, H]:expert_out weights[T, K>=1] expert_out[T, K, H]|[T*K, H]", _meta_weighted_reduce_backward)
+@operator("weights[T, K>=1] expert_out[T, K, H]|[T*K, H] dy[T, H]:expert_out", _meta_weighted_reduce_backward)
 def moe_weighted_reduce_backward(dy: Tensor, weights: Tensor, expert_out: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of moe_weighted_reduce: dy[t] . expert_out[t, k], and weights[t, k] * dy[t].
 
@@ -235,9 +235,9 @@ def moe_weighted_reduce_backward(dy: Tensor, weights: Tensor, expert_out: Tensor
     Raises: ValueError for a dtype, shape or device that does not fit.
     """
     rows = dy.float().unsqueeze(1)
-    products = (expert_out.float().view(*weights.shape, dy.shape[1]) * rows).sum(-1)
+    products = (expert_out.float().reshape(*weights.shape, dy.shape[1]) * rows).sum(-1)
     slots = (weights.float().unsqueeze(-1) * rows).to(expert_out.dtype)
-    return products, slots.view(expert_out.shape)
+    return products, slots.reshape(expert_out.shape)
 
 
 def _reduce_backward(grad, asked, given):

@@ -75,7 +75,7 @@ def theirs(rows: int, columns: int, experts: int, slots: int, tokens: int, backw
         lists["offsets"] = (np.cumsum(counts) - counts).astype(np.int32)
     else:
         launch = mlx_quantized.qmm_n(m, tokens) if backward else launches.linear(GPUS["M1 Max"], m, tokens)
-    recorder = Recorder(_LIMIT)
+    recorder = Recorder(limit=_LIMIT)
     _run(m, launch, pairs, backward, lists, recorder)
     measurement = recorder.measurements[-1]
     measurement.work = Work("product", pairs * rows * columns)

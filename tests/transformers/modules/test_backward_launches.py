@@ -1,6 +1,7 @@
 """How many kernels the backward of an expert layer launches, and what memory it takes."""
 
 import copy
+import functools
 from collections import Counter
 from typing import Any
 
@@ -40,26 +41,23 @@ def backward_of(layer: nn.Module, experts: Any, hidden: int, simulated) -> Count
     return mode.counts + kernels_of(commands)
 
 
-@pytest.fixture(scope="module")
-def models(simulated) -> dict[str, nn.Module]:
-    made = {}
-    for architecture in ("qwen3_moe", "gpt_oss"):
-        model = model_on_mps(architecture)
-        torch_moe_mps.accelerate(model, bits=4, group_size=32)
-        made[architecture] = model
-    return made
+@functools.cache
+def quantised(architecture: str) -> nn.Module:
+    model = model_on_mps(architecture)
+    torch_moe_mps.accelerate(model, bits=4, group_size=32)
+    return model
 
 
 @pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
-def test_backward_of_a_layer(simulated, models, architecture):
-    model = models[architecture]
+def test_backward_of_a_layer(simulated, architecture):
+    model = quantised(architecture)
     experts = experts_of(model)
     found = backward_of(layer_of(model), experts, model.config.hidden_size, simulated)
     assert sum(found.values()) <= 9, dict(found)
 
 
-def test_backward_of_a_layer_with_lora(simulated, models):
-    model = copy.deepcopy(models["qwen3_moe"])
+def test_backward_of_a_layer_with_lora(simulated):
+    model = copy.deepcopy(quantised("qwen3_moe"))
     options: dict[str, Any] = {"r": 4, "init_lora_weights": False, "target_parameters": EXPERTS}
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     experts = experts_of(adapted)
