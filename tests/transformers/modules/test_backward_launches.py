@@ -53,7 +53,7 @@ def test_backward_of_a_layer(simulated, architecture):
     model = quantised(architecture)
     experts = experts_of(model)
     found = backward_of(layer_of(model), experts, model.config.hidden_size, simulated)
-    assert sum(found.values()) <= 9, dict(found)
+    assert sum(found.values()) <= 8, dict(found)
 
 
 def test_backward_of_a_layer_with_lora(simulated):
@@ -62,4 +62,4 @@ def test_backward_of_a_layer_with_lora(simulated):
     adapted = peft.get_peft_model(model, peft.LoraConfig(task_type="CAUSAL_LM", **options))
     experts = experts_of(adapted)
     found = backward_of(layer_of(adapted), experts, model.config.hidden_size, simulated)
-    assert sum(found.values()) <= 20, dict(found)
+    assert sum(found.values()) <= 34, dict(found)

@@ -55,8 +55,9 @@ struct OuterSums {
       if (row + i >= params.left) continue;
       device float* target = out + (ulong(row + i) * params.right + column);
       UNROLL for (int j = 0; j < kTiles; ++j) {
+        Matrix matrix = sums[i][j];
         UNROLL for (int k = 0; k < 2; ++k) {
-          if (column + 2 * j + k < params.right) target[2 * j + k] = sums[i][j].thread_elements()[k];
+          if (column + 2 * j + k < params.right) target[2 * j + k] = matrix.thread_elements()[k];
         }
       }
     }
