@@ -41,6 +41,12 @@ FILES = {
         "tests/support/oracles_operators.py",
         "tests/conftest.py",
     ),
+    "tests/transformers/modules/test_routers.py::a rule": (
+        "torch_moe_mps/transformers/modules/rules/selection.py",
+        "torch_moe_mps/serving/batch.py",
+        "torch_moe_mps/shaders/routing.metal",
+        "tests/support/tiny_models.py",
+    ),
     "tests/quantization/test_formats.py::a format": (
         "torch_moe_mps/quantization/formats.py",
         "tests/support/oracles_experts.py",
@@ -91,8 +97,8 @@ def test_what_depends_on_more_is_run_each_time():
     assert plugin.record("tests/ops/test_routing.py::test_any[mps]") is not None
 
 
-def test_a_model_rule_leaves_them_kept():
-    for patterns in kept.KEPT.values():
+def test_a_model_rule_leaves_operators_kept():
+    for patterns in (kept.KEPT[prefix] for prefix in kept.KEPT if prefix != "tests/transformers/"):
         assert not [file for file in kept.files(patterns) if "transformers" in file.parts]
 
 
@@ -100,8 +106,8 @@ def test_changed_files_change_the_digest(tmp_path):
     """Another text, another name, one more: in a folder or by a pattern."""
 
     def digest() -> str:
-        kept.contents.cache_clear()
-        return kept.contents(("folder", "*.py"), tmp_path)
+        kept.forget()
+        return kept.contents(("folder", "*.py"), "folder/test_a.py", tmp_path)
 
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     (tmp_path / "folder" / "inner" / "a.metal").write_text("1")
@@ -110,10 +116,13 @@ def test_changed_files_change_the_digest(tmp_path):
         lambda: (tmp_path / "folder" / "inner" / "a.metal").write_text("2"),
         lambda: (tmp_path / "folder" / "inner" / "a.metal").rename(tmp_path / "folder" / "b.metal"),
         lambda: (tmp_path / "b.py").write_text(""),
+        lambda: (tmp_path / "folder" / "test_a.py").write_text("1"),
+        lambda: (tmp_path / "folder" / "test_a.py").write_text("2"),
     ):
         change()
         seen.append(digest())
     (tmp_path / "c.txt").write_text("beside")
+    (tmp_path / "folder" / "test_b.py").write_text("another test")
     assert len(set(seen)) == len(seen) and digest() == seen[-1]
 
 
@@ -164,9 +173,9 @@ def test_what_passed_is_kept_and_nothing_else(tmp_path, monkeypatch):
     plugin.started = sys.maxsize
     assert names() == ["kept/a.py::passed"]
     text = iter("xyz")
-    monkeypatch.setattr(kept, "contents", lambda patterns: next(text))
-    monkeypatch.setattr(kept.contents, "cache_clear", lambda: None, raising=False)
+    monkeypatch.setattr(kept, "contents", lambda patterns, test: next(text))
+    monkeypatch.setattr(kept, "forget", lambda: None)
     plugin.outcomes = {"kept/b.py::passed": {"passed"}}
     plugin.pytest_sessionfinish(session)
-    monkeypatch.setattr(kept, "contents", lambda patterns: "x")
+    monkeypatch.setattr(kept, "contents", lambda patterns, test: "x")
     assert names() == []

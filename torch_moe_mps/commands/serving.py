@@ -20,7 +20,16 @@ from ..serving.one_by_one import OneByOne
 from ..serving.prompts import Prompts
 from ..serving.served import Served
 from .interrupts import at_ctrl_c
-from .sources import context_of, folder_of, load, name_of, tokenizer_of, usable_device
+from .sources import (
+    check_adapter,
+    context_of,
+    folder_of,
+    load,
+    name_of,
+    tokenizer_of,
+    usable_device,
+    with_adapter,
+)
 from .speculation import check_speculation, speculation_of
 
 _OF_THE_MACHINE = 0.75  # of its memory, which weights, answers and kept prompts may take
@@ -33,6 +42,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
     Raises: ValueError, OSError, ImportError with one line that says what is wrong.
     """
     check_speculation(options)
+    check_adapter(options)
     _check_parallel(options)
     prompts_of(options)  # its errors come before the model is loaded
     device = usable_device(options.device)
@@ -44,7 +54,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
             stack.enter_context(model.pipeline.leading())
             generator: Generator = OneByOne(model, model.pipeline.answering)
         else:
-            model = load(options, folder, device)
+            model = with_adapter(options, load(options, folder, device))
             encoder = _encoder(options, model, processor, folder)
             generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)

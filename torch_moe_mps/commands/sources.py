@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-from .._text import split_gguf
+from .._text import first_line, split_gguf
 from ..macs import refusal
-from ..ops._checks import first_line
 from ..pipeline import torchrun
 from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.layouts.gguf.file import check_file
@@ -119,6 +118,16 @@ def load(options: argparse.Namespace, folder: str, device: str) -> Any:
     return model
 
 
+def check_adapter(options: argparse.Namespace) -> None:
+    """Raises: ValueError for what does not go together with --adapter."""
+    if options.adapter is None:
+        return
+    if torchrun.processes() > 1:
+        raise ValueError("--adapter is for one process, got a pipeline of several")
+    if getattr(options, "prompt_cache", None) is not None:  # whose names do not tell adapters
+        raise ValueError("--prompt-cache must be without --adapter, got both")
+
+
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     """The model with the layers of --adapter in it; itself without one.
 
@@ -126,8 +135,6 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     """
     if options.adapter is None:
         return model
-    if torchrun.processes() > 1:
-        raise ValueError("--adapter is for one process, got a pipeline of several")
     try:
         from peft import PeftModel
     except ImportError:

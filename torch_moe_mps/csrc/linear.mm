@@ -24,19 +24,20 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
                         const OptionalTensor& residual, const OptionalTensor& order,
                         const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
                         std::optional<std::string_view> activation, std::optional<int64_t> activated,
-                        double factor) {
+                        double factor, std::optional<c10::ScalarType> out_dtype) {
+  const c10::ScalarType wanted = out_dtype.value_or(x.scalar_type());
   at::DimVector shape(x.sizes());
   shape.back() = packed.size(0);
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
-    Tensor out =
-        residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous) : at::zeros(shape, x.options());
+    Tensor out = residual.has_value() ? residual->to(wanted, false, true, at::MemoryFormat::Contiguous)
+                                      : at::zeros(shape, x.options().dtype(wanted));
     if (!bias.has_value() || out.numel() == 0) return out;
     return out.add_(order ? at::empty_like(*bias).index_copy_(0, order->to(at::kLong), *bias) : *bias);
   }
   const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
-  const Tensor out = at::empty(shape, rows.options());
+  const Tensor out = at::empty(shape, rows.options().dtype(out_dtype.value_or(dtype)));
   const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   const OptionalTensor added = converted(residual, dtype), columns = contiguous(order);
   Commands commands;
@@ -46,7 +47,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   of_outputs.factor = static_cast<float>(factor);
   add_linear(commands, rows, norm, matrix, of_outputs, added, columns, out);
   commands.encode();
-  return in_dtype(out, x.scalar_type());
+  return in_dtype(out, wanted);
 }
 
 Tensor linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,

@@ -7,8 +7,6 @@ from typing import Any, NoReturn, TypeVar
 import torch
 from torch import Tensor
 
-from .._text import first_line as first_line  # for all rooms above
-
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
 PACKED_DTYPES = (torch.uint32, torch.int32)

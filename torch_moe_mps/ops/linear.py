@@ -81,22 +81,25 @@ def _linear_backward(grad, asked, given):
     return gradients
 
 
-def _check_linear_quantized(check, x, packed, scales, biases, format, activation, activated, factor, **_):
+def _meta_linear_quantized(
+    check, x, packed, scales, biases, format, activation, activated, factor, out_dtype, **_
+):
     rows, columns = check.dims("N C")
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     weight.check(check, "", (rows, columns), "N, C")
     _check_activated(check, activation, activated, factor, rows, columns)
+    return x.new_empty(*x.shape[:-1], rows, dtype=out_dtype)
 
 
 @operator(
-    "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C] -> [..., N]:x",
-    _check_linear_quantized,
-    allowed={"activation": POINTWISE},
+    "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C]",
+    _meta_linear_quantized,
+    allowed={"activation": POINTWISE, "out_dtype": (torch.float32,)},
     backward=Backward(
         _linear_backward,
         {"x": TENSORS, "bias": (), "residual": ()},
         frozen=TENSORS,
-        unless=("order", "norm_weight", "activation"),
+        unless=("order", "norm_weight", "activation", "out_dtype"),
     ),
 )
 def linear_quantized(
@@ -114,6 +117,7 @@ def linear_quantized(
     activation: str | None = None,
     activated: int | None = None,
     factor: float = 1.0,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer with quantised weights: out = act(norm(x) @ dequantised^T + bias) + residual.
 
@@ -136,10 +140,11 @@ def linear_quantized(
             activation(factor * y), and C is at least 1.
         activated: so many rows of the weight, the first, have the activation; None: all N.
         factor: 1.0 without an activation.
+        out_dtype: float32, for sums that are not rounded, or None: the dtype of `x`.
 
-    Returns: [..., N] in the dtype of `x`; dequantised and accumulated in float32. For more than a few rows of
-        `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`. Gradients
-        reach `x`, `bias` and `residual` where there is no order, norm_weight and activation.
+    Returns: [..., N] in `out_dtype`; dequantised and accumulated in float32. For more than a few rows of `x`
+        the Metal kernels round what they dequantise to float16 where that is the dtype of `x`. Gradients
+        reach `x`, `bias` and `residual` where there is no order, norm_weight, activation and out_dtype.
 
     Raises: ValueError for a dtype, shape, option, device or format that does not fit.
     """
@@ -150,7 +155,7 @@ def linear_quantized(
         some.copy_(POINTWISE[activation](some * factor))
     if order is not None:
         out = torch.empty_like(out).index_copy_(-1, order.long(), out)
-    return (out if residual is None else out.add_(residual.float())).to(x.dtype)
+    return (out if residual is None else out.add_(residual.float())).to(out_dtype or x.dtype)
 
 
 def _weight(prefix: str, format: Format, arguments: dict[str, Any]) -> QuantizedWeight:
@@ -321,6 +326,7 @@ CHANGES: Changes = {
         {"x": s.values(1, s.H), "residual": s.values(1, s.I), **s.norm},
         {"order": torch.arange(s.I - 1, -1, -1, dtype=torch.int32, device=s.device), **s.norm},
         {"activation": "silu", "activated": s.I - 5, "factor": 0.25},
+        {"out_dtype": torch.float32},
     ],
     "mlp_quantized": lambda s: [
         {"residual": s.strided, "gate_up_bias": s.values(2 * s.I), "interleaved": True},

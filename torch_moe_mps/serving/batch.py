@@ -11,6 +11,7 @@ from torch import Tensor
 from transformers import DynamicCache, PreTrainedModel
 
 from .._faults import raise_fault, synchronize
+from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.caches.prompt_cache import new_cache, reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
@@ -205,7 +206,7 @@ class Batch:
         moved = {} if kept.images is None else kept.images.moved
         for name, module in self._turning.items():
             module.rope_deltas = moved.get(name)
-        out = self.model(**inputs, past_key_values=kept.cache, use_cache=True, logits_to_keep=1)
+        out = self._called(**inputs, past_key_values=kept.cache, use_cache=True, logits_to_keep=1)
         kept.cache, kept.ids = out.past_key_values, ids[0, :end]
         if kept.images is not None:
             kept.images.moved.update({name: module.rope_deltas for name, module in self._turning.items()})
@@ -221,6 +222,10 @@ class Batch:
         if end == prompt:
             self._reading = None
             self._begin_tokens(answer, out.logits[:, -1])
+
+    def _called(self, **inputs: Any) -> Any:
+        with wide_logits():  # the choosers widen them
+            return self.model(**inputs)
 
     def _piece(self) -> int:
         """How many tokens of a prompt are read at once: a few steps of the answers that wait meanwhile."""
@@ -263,7 +268,7 @@ class Batch:
 
     def _step(self) -> None:
         tokens = torch.tensor([[answer.tokens[-1]] for answer in self.answers]).to(self.model.device)
-        out = self.model(input_ids=tokens, **self._rows.arguments())
+        out = self._called(input_ids=tokens, **self._rows.arguments())
         self._rows.advance()
         chosen = choose([answer.chooser for answer in self.answers], out.logits[:, -1])
         raise_fault()
@@ -275,7 +280,7 @@ class Batch:
         moved = {} if answer.kept.images is None else answer.kept.images.moved
         for name, module in self._turning.items():
             module.rope_deltas = moved.get(name)
-        out = self.model(input_ids=token, past_key_values=answer.kept.cache, use_cache=True)
+        out = self._called(input_ids=token, past_key_values=answer.kept.cache, use_cache=True)
         (chosen,) = choose([answer.chooser], out.logits[:, -1])
         raise_fault()
         self._take(answer, chosen)

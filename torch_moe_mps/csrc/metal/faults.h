@@ -3,7 +3,7 @@
 // would pass for its results.
 //
 // Metal tells how a buffer ended on a thread of its own, some 100 us later, in any order. Everything here is
-// known a stream: torch has one for all threads up to 2.15, and may have one a thread later.
+// known a stream: from torch 2.15 on a thread may have another one than the rest.
 //
 // Not watched is a buffer that MPSGraph begins and commits within one graph: it holds an operator of torch's
 // alone, and only MPSGraph sees it.
