@@ -69,7 +69,7 @@ def test_every_branch(simulated, tmp_path):
 
 def test_branches_of_combining(simulated, tmp_path):
     """One family for every change: the others take minutes."""
-    names = ["silu_mul_stacked", "weighted_sum_residual_norm_stacked_"]
+    names = ["silu_mul_stacked", "weighted_sum_residual_norm_stacked_", "expert_qmm_transposed"]
     missing = never_taken(simulated, tmp_path, names, [torch.float32])
     assert {line for line in missing if line[0] == "combine.h"} == set()
 

@@ -17,8 +17,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kMostElements = UINT32_MAX;  // of x: the kernel counts them in 32 bits
-
 // x is aligned, and `out` is [pairs, inputs]; ids of all pairs, or none. The buckets live as long as the
 // commands.
 void add_transposed(Commands& commands, const Tensor& x, const MatrixStack& matrix, const Tensor* ids,

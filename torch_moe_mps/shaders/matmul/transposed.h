@@ -90,7 +90,7 @@ struct TransposedGemm {
         const FragmentElement place = W::place_of(i + j);
         four[j] = sums[place.number].thread_elements()[place.element];
       }
-      if (params.vectorised != 0) {
+      if (!W::kAnyLength || params.vectorised != 0) {
         if (column + i < params.inputs) store(out + (column + i), four);
         continue;
       }
@@ -129,7 +129,6 @@ template <typename Weights>
   constexpr uint kSpan = 4 * W::kTileValues;                       // of its lanes' chunks
   const PairTile tile = tile_of(tiles, pair_order, params.has_ids != 0, group.y, uint(kTilePairs), params);
   const uint first = group.x * kTransposedColumns + simdgroup * kColumns;
-  if (tile.pairs.count == 0) return;
   if (tile.expert < 0) {
     const uint end = min(first + kColumns, params.inputs);
     for (uint pair = 0; pair < tile.pairs.count; ++pair) {
@@ -147,9 +146,11 @@ template <typename Weights>
   if constexpr (kSpan < kColumns) {
     run_transposed<W, T, 1, 0>(work, span + own, place, params);
     run_transposed<W, T, 1, 0>(work, span + kSpan + own, place, params);
-  } else if (first == span) {
+  } else if constexpr (kSpan == kColumns) {
     run_transposed<W, T, 1, 0>(work, span + own, place, params);
-  } else if constexpr (kSpan > kColumns) {  // two simdgroups share a span
+  } else if (first == span) {  // two simdgroups share a span
+    run_transposed<W, T, 1, 0>(work, span + own, place, params);
+  } else {
     run_transposed<W, T, 1, 1>(work, span + own, place, params);
   }
 }
