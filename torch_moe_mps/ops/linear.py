@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._activations import POINTWISE, Activation
-from ._checks import Check, picked
+from ._checks import Check
 from ._decoded import in_blocks
-from ._formats import TENSORS, Format, QuantizedWeight
+from ._formats import TENSORS, Format, QuantizedWeight, Weight
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .norms import InputNorm
@@ -158,11 +158,6 @@ def linear_quantized(
     return (out if residual is None else out.add_(residual.float())).to(out_dtype or x.dtype)
 
 
-def _weight(prefix: str, format: Format, arguments: dict[str, Any]) -> QuantizedWeight:
-    packed, scales, biases = (arguments[f"{prefix}{name}"] for name in TENSORS)
-    return QuantizedWeight(packed, scales, biases, format)
-
-
 def packed_mlp(stack: str = "") -> str:
     """The tensors of an MLP, as an operator declares them; for a stack of MLPs, `stack` is "E, "."""
     packed, biases = f"[{stack}_, _]:packed", f"[{stack}_]"
@@ -171,12 +166,12 @@ def packed_mlp(stack: str = "") -> str:
 
 def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack: str = "") -> None:
     """Checks the weights of an MLP with `hidden` inputs."""
-    activation = picked(Activation, arguments)
+    activation = arguments["activation"]
     activation.check(check)
     name, down_name = arguments["format"], arguments["down_format"]
-    gate_up = _weight("gate_up_", Format.named(name, check), arguments)
+    gate_up = arguments["gate_up"].of(Format.named(name, check))
     down_format = Format.named(name if down_name is None else down_name, check, "down_format")
-    down = _weight("down_", down_format, arguments)
+    down = arguments["down"].of(down_format)
     *experts, rows, _ = gate_up.packed.shape
     rows_name, intermediate = ("2I", rows // 2) if activation.gated else ("I", rows)
     if activation.gated and rows % 2 != 0:
@@ -209,26 +204,16 @@ def _check_mlp_quantized(check, x, **arguments):
 @operator(f"x[..., H] {packed_mlp()} residual[..., H]:x norm_weight[H] -> x", _check_mlp_quantized)
 def mlp_quantized(
     x: Tensor,
-    gate_up_packed: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_biases: Tensor | None,
-    down_packed: Tensor,
-    down_scales: Tensor,
-    down_biases: Tensor | None,
+    gate_up: Weight,
+    down: Weight,
     format: str,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    gated: bool = True,
-    interleaved: bool = False,
+    activation: Activation,
     residual: Tensor | None = None,
     down_format: str | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
+    norm: InputNorm,
 ) -> Tensor:
     """A dense MLP, or a shared expert, with quantised weights:
 
@@ -255,11 +240,8 @@ def mlp_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
-    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
-    act = Activation(activation, alpha, limit, gated, interleaved)
-    norm = InputNorm(norm_weight, norm_eps, norm_offset)
-    out = mlp_outputs(x, norm, gate_up, down, act, gate_up_bias, down_bias)
+    matrices = gate_up.of(Format.named(format)), down.of(Format.named(down_format or format))
+    out = mlp_outputs(x, norm, *matrices, activation, gate_up_bias, down_bias)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 

@@ -9,7 +9,12 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._faults import synchronize
-from .attention.attention import attention_layers, choose_implementations, require_kv_bits, use_attention
+from .attention.implementations import (
+    attention_layers,
+    choose_implementations,
+    require_kv_bits,
+    use_attention,
+)
 from .attention.latents import use_latents
 from .basics.interface import experts_of, is_experts, is_quantized, weights_in
 from .basics.report import Done, Report
