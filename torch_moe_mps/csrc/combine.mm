@@ -76,30 +76,27 @@ void launch_activation(Command& command, const Tensor& rows, int64_t width, cons
                                       {kActivationThreads});
 }
 
-Tensor expert_activation(const Tensor& rows_, std::string_view name, std::optional<double> alpha,
-                         std::optional<double> limit, bool gated, bool interleaved) {
+Tensor expert_activation(const Tensor& rows_, const Activation& activation) {
   const Tensor rows = rows_.contiguous();
   auto shape = rows.sizes().vec();
-  if (gated) shape.back() /= 2;
+  if (activation.row_layout != ROWS_PLAIN) shape.back() /= 2;
   const Tensor out = at::empty(shape, rows.options());
   if (out.numel() == 0) return out;
   Commands commands;
   Command& command = commands.add({"combine", rows.scalar_type()}, "expert_activation").bind(rows, out);
-  launch_activation(command, rows, shape.back(), activation_of(name, alpha, limit, gated, interleaved));
+  launch_activation(command, rows, shape.back(), activation);
   commands.encode();
   return out;
 }
 
-Tensor expert_activation_backward(const Tensor& dy_, const Tensor& rows_, std::string_view name,
-                                  std::optional<double> alpha, std::optional<double> limit, bool gated,
-                                  bool interleaved) {
+Tensor expert_activation_backward(const Tensor& dy_, const Tensor& rows_, const Activation& activation) {
   const Tensor dy = dy_.contiguous(), rows = rows_.contiguous();
   const Tensor out = at::empty(rows.sizes(), rows.options());
   if (out.numel() == 0) return out;
   Commands commands;
   Command& command =
       commands.add({"combine", rows.scalar_type()}, "expert_activation_backward").bind(dy, rows, out);
-  launch_activation(command, rows, dy.size(-1), activation_of(name, alpha, limit, gated, interleaved));
+  launch_activation(command, rows, dy.size(-1), activation);
   commands.encode();
   return out;
 }

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import Check, picked
+from ._checks import Check
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .norms import normed
@@ -42,35 +42,27 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
 
 
-def _check_activation(check, rows, gated, **arguments):
-    activation = picked(Activation, arguments | {"gated": gated})
-    activation.check(check)
+def _width_of(check, rows, activation):
+    """The columns that the activation gives."""
     width = rows.shape[-1]
-    if gated and width % 2 != 0:
+    if activation.gated and width % 2 != 0:
         check.fail("rows", "of an even number of columns, gates and ups", tuple(rows.shape))
-    return width // 2 if gated else width
+    return width // 2 if activation.gated else width
 
 
-def _meta_expert_activation(check, rows, **arguments):
-    return rows.new_empty(*rows.shape[:-1], _check_activation(check, rows, **arguments))
+def _meta_expert_activation(check, rows, activation):
+    activation.check(check)
+    return rows.new_empty(*rows.shape[:-1], _width_of(check, rows, activation))
 
 
-def _meta_expert_activation_backward(check, dy, rows, **arguments):
-    width = _check_activation(check, rows, **arguments)
-    check.shape("dy", dy, (*rows.shape[:-1], width), "[..., I]")
+def _meta_expert_activation_backward(check, dy, rows, activation):
+    activation.check(check)
+    check.shape("dy", dy, (*rows.shape[:-1], _width_of(check, rows, activation)), "[..., I]")
     return rows.new_empty(rows.shape)
 
 
 @operator("rows[..., N] dy[..., _]:rows", _meta_expert_activation_backward)
-def expert_activation_backward(
-    dy: Tensor,
-    rows: Tensor,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    gated: bool = True,
-    interleaved: bool = False,
-) -> Tensor:
+def expert_activation_backward(dy: Tensor, rows: Tensor, activation: Activation) -> Tensor:
     """The gradient of the input of expert_activation: dy times the derivatives at `rows`.
 
     Args:
@@ -82,7 +74,7 @@ def expert_activation_backward(
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
-    return Activation(activation, alpha, limit, gated, interleaved).gradient(rows, dy).to(rows.dtype)
+    return activation.gradient(rows, dy).to(rows.dtype)
 
 
 def _activation_backward(grad, asked, given):
@@ -93,14 +85,7 @@ def _activation_backward(grad, asked, given):
 @operator(
     "rows[..., N]", _meta_expert_activation, backward=Backward(_activation_backward, {"rows": ("rows",)})
 )
-def expert_activation(
-    rows: Tensor,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    gated: bool = True,
-    interleaved: bool = False,
-) -> Tensor:
+def expert_activation(rows: Tensor, activation: Activation) -> Tensor:
     """The activation between the experts' matrices: act(gate) * up, by the options of moe_experts.
 
     Args:
@@ -111,7 +96,7 @@ def expert_activation(
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
-    return Activation(activation, alpha, limit, gated, interleaved).apply(rows).to(rows.dtype)
+    return activation.apply(rows).to(rows.dtype)
 
 
 # Weighted sums over the slots
