@@ -4,6 +4,7 @@ import argparse
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -139,7 +140,9 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
         from peft import PeftModel
     except ImportError:
         raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'") from None
-    return PeftModel.from_pretrained(model, options.adapter).eval().get_base_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names in transformers that PEFT still uses
+        return PeftModel.from_pretrained(model, options.adapter).eval().get_base_model()
 
 
 def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:
