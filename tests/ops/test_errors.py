@@ -205,6 +205,13 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         "linear_quantized_transposed": [
             wrong("scales must be of shape [N, C / 32] = (32, 2), got (32, 3)", scales=zeros(I, 3))
         ],
+        "expert_activation": [
+            wrong("rows must be of an even number of columns, gates and ups", rows=zeros(T, 3)),
+            wrong("limit must be a number for activation silu_clamped", activation="silu_clamped"),
+        ],
+        "expert_activation_backward": [
+            wrong("dy must be of shape [..., I] = (3, 2, 32), got (3, 2, 33)", dy=zeros(T, 2, 33)),
+        ],
         "expert_outer": [
             wrong("between 1 and 1024", experts=0),
             wrong("between 1 and 1024", experts=1025),

@@ -1,5 +1,7 @@
 """Gradients of the operators that declare a backward, against float64 and against MLX's own."""
 
+import warnings
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -96,6 +98,36 @@ def test_of_a_weighted_sum(device):
     near(leaves[1].grad, weights.double().unsqueeze(-1) * dy.double().unsqueeze(1))
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_of_an_activation(device, interleaved):
+    """Where a clamp takes another value the gradient is zero, at its limit it is not."""
+    s = sample("affine4_64")
+    rows, dy = 4 * s.values(5, 2, 64), s.values(5, 2, 32)
+    rows[0, 0, :8] = 7.0
+    leaf = rows.to(device).requires_grad_()
+    out = packet("expert_activation")(leaf, "swiglu_oai", 1.5, 7.0, interleaved=interleaved)
+    out.backward(dy.to(device))
+    right = rows.detach().double().requires_grad_()
+    gate, up = (right[..., 0::2], right[..., 1::2]) if interleaved else right.chunk(2, -1)
+    gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0)
+    ((up + 1) * gate * torch.sigmoid(1.5 * gate)).backward(dy.double())
+    assert (right.grad == 0).any()
+    near(leaf.grad, right.grad, 1e-6)
+
+
+def test_of_a_stack_that_is_stored_the_other_way(simulated):
+    """Its memory is [E, inputs, rows], whatever the argument says: it is read where it lies."""
+    s = sample("affine4_64")
+    stored, x = s.values(s.E, s.H, s.I), s.values(5, s.H)
+    matrices = torch.cat((stored.mT.double(), torch.zeros(1, s.I, s.H)))
+    right = torch.einsum("th,tknh->tkn", x.double(), matrices[of_pairs(s.E)])
+    on_device = stored.to("mps")
+    for weight, transposed in ((on_device, True), (on_device.mT, False)):
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            near(packet("expert_mm")(x.to("mps"), weight, IDS.to("mps"), None, transposed), right)
+
+
 def as_mlx(tensor: Tensor) -> mx.array:
     return mx.array(tensor.numpy().view(np.uint32) if tensor.dtype == torch.int32 else tensor.numpy())
 
@@ -166,6 +198,7 @@ def test_no_second_derivative(operator):
         "expert_qmm": lambda x: (x, *s.quantized("", s.I, s.H).values(), IDS, "affine4_64"),
         "expert_mm": lambda x: (x, s.values(s.E, s.I, s.H), IDS),
         "moe_weighted_reduce": lambda x: (x, s.values(5, s.H, 3)),
+        "expert_activation": lambda x: (x,),
     }
     x = s.values(5, s.H).requires_grad_()
     (gradient,) = torch.autograd.grad(

@@ -156,6 +156,26 @@ def silu_mul_stacked(d):
     return {"gate": d.values(*d.leading(), d.width(), scale=d.one(1.0, 8.0))}
 
 
+def expert_activation(d):
+    options, width = {"alpha": None, "limit": None, **d.one(*ACTIVATIONS)}, d.width()
+    options["gated"] = options["activation"] in ("swiglu_oai", "silu_clamped") or d.flag()
+    options["interleaved"] = options["gated"] and d.flag()
+    return {"rows": d.values(*d.leading(), 2 * width if options["gated"] else width), **options}
+
+
+def expert_activation_backward(d):
+    given = expert_activation(d)
+    rows = given["rows"]
+    width = rows.shape[-1] // 2 if given["gated"] else rows.shape[-1]
+    return {"dy": d.values(*rows.shape[:-1], width, dtype=rows.dtype), **given}
+
+
+def moe_weighted_reduce_backward(d):
+    given = moe_weighted_reduce(d)
+    slots, weights = given["expert_out"], given["weights"]
+    return {"expert_out": slots, "weights": weights}
+
+
 def weighted_sum_stacked(d):
     return {"slots": d.values(*d.leading(), d.one(1, 2, 3, 8, 11), d.width())}
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from support import oracles, oracles_experts, oracles_sequence
@@ -201,6 +202,51 @@ def silu_mul_stacked(a):
     gate, up = exact(a.gate), exact(a.up)
     value = oracles.silu_mul(gate, up)
     return [Expected(value, (8 + abs(gate) / 4) * FLOAT32_EPS * abs(value) + 1e-37)]
+
+
+def expert_activation(a):
+    rows = exact(a.rows).reshape(-1, a.rows.shape[-1]) if a.rows.numel() else exact(a.rows)
+    if a.rows.numel() == 0:
+        return [Expected(np.zeros((*rows.shape[:-1], rows.shape[-1] // (1 + a.gated))))]
+    out = activate(Estimate(rows, np.zeros_like(rows)), vars(a), a.rows.dtype)
+    return [estimated(Estimate(*(part.reshape(*a.rows.shape[:-1], -1) for part in out)))]
+
+
+def expert_activation_backward(a):
+    """By torch's own derivatives, in float64."""
+    rows, dy = a.rows.double().requires_grad_(), a.dy.double()
+    functions = {
+        **{"silu": F.silu, "gelu": F.gelu, "relu": F.relu, "relu2": lambda x: F.relu(x) ** 2},
+        "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+    }
+    gate, up = rows, torch.ones_like(rows)
+    if a.gated:
+        gate, up = (rows[..., 0::2], rows[..., 1::2]) if a.interleaved else rows.chunk(2, -1)
+    if a.activation in functions:
+        out = functions[a.activation](gate) * up
+    else:
+        limit, alpha = 7.0 if a.limit is None else a.limit, 1.702 if a.alpha is None else a.alpha
+        gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+        out = (
+            (up + 1) * gate * torch.sigmoid(alpha * gate)
+            if a.activation == "swiglu_oai"
+            else F.silu(gate) * up
+        )
+    (value,) = torch.autograd.grad(out, rows, dy)
+    sizes = [(1 + part.detach().abs()) for part in (gate, up)]
+    size = dy.abs() * sizes[0] ** 2 * sizes[1]
+    if a.gated:
+        both = (size, size)
+        size = torch.stack(both, -1).flatten(-2) if a.interleaved else torch.cat(both, -1)
+    return [Expected(value.numpy(), 16 * FLOAT32_EPS * size.numpy())]
+
+
+def moe_weighted_reduce_backward(a):
+    dy, weights = exact(a.dy)[:, None], exact(a.weights)
+    slots = exact(a.expert_out).reshape(*weights.shape, dy.shape[-1])
+    error = (8 + dy.shape[-1]) * FLOAT32_EPS * (abs(slots) * abs(dy)).sum(-1)
+    of_slots = (weights[..., None] * dy).reshape(a.expert_out.shape)
+    return [Expected((slots * dy).sum(-1), error), Expected(of_slots, 2 * FLOAT32_EPS * abs(of_slots))]
 
 
 def weighted_sum_stacked(a):
@@ -636,8 +682,7 @@ def expert_qmm(a):
 
 def expert_qmm_transposed(a):
     matrices = dense(a).swapaxes(1, 2)
-    dtype = torch.float32 if a.sums else a.dy.dtype
-    slots = oracles_experts.expert_mm(a.dy, matrices, a.ids, dtype=dtype, rounded_weight=True)
+    slots = oracles_experts.expert_mm(a.dy, matrices, a.ids, dtype=a.dy.dtype)
     if not a.sums:
         return [estimated(slots)]
     deviation = np.sqrt((slots.deviation**2).sum(1))
@@ -681,7 +726,7 @@ def linear_quantized(a):
 def linear_quantized_transposed(a):
     rows, matrix = exact(a.dy), dense(a)
     rows = rows.reshape(int(np.prod(rows.shape[:-1])), rows.shape[-1])
-    out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype, rounded_weight=True)
+    out = multiply(Estimate(rows, np.zeros_like(rows)), matrix.T, a.dy.dtype, rounded_weight=False)
     shape = (*a.dy.shape[:-1], matrix.shape[1])
     return [estimated(Estimate(*(part.reshape(shape) for part in out)))]
 

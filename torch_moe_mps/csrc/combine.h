@@ -36,4 +36,7 @@ ExpertSumParams sum_params(const ExpertSum& sum);
 // not.
 Command& bind_sum(Command& command, const ExpertSum& sum, const at::Tensor& stand_in);
 
+// Adds: output [rows, width] = the sum over slots [rows, count, width]. Both are contiguous.
+void add_slot_sum(Commands& commands, const at::Tensor& slots, const at::Tensor& output);
+
 }  // namespace moe_mps

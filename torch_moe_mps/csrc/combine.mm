@@ -4,7 +4,9 @@
 #include <ATen/ops/empty.h>
 
 #include <algorithm>
+#include <tuple>
 
+#include "matmul_run.h"
 #include "register.h"
 #include "tensors.h"
 
@@ -34,11 +36,19 @@ Tensor silu_mul_stacked(const Tensor& gate_, const Tensor& up_) {
   return output;
 }
 
+void launch_sum(Command& command, const WeightedSumParams& params, const Tensor& output) {
+  const int64_t items = ceil_div(params.width, params.vectorised ? 4 : 1);
+  const int64_t most = output.numel() <= kFewColumns ? kSumThreadsFew : kSumThreads;
+  const int64_t threads = std::min(most, ceil_div(items, kSimdWidth) * kSimdWidth);
+  command.threadgroups({ceil_div(items, threads), output.numel() / params.width}, {threads});
+}
+
 // output [rows, width] = the sum over slots [rows, count, width], which are contiguous.
 void encode_weighted_sum(const Tensor& slots, const ExpertSum& sum, const Tensor& output) {
-  const int64_t width = output.size(-1), rows = output.numel() / width;
+  const int64_t width = output.size(-1);
   WeightedSumParams params{};
   params.sum = sum_params(sum);
+  params.has_weights = 1;
   params.slots = sum.weights.size(-1);
   params.width = width;
   params.vectorised = rows_start_aligned(
@@ -47,17 +57,69 @@ void encode_weighted_sum(const Tensor& slots, const ExpertSum& sum, const Tensor
   ExpertSum bound = sum;
   params.in_place = sum.residual.has_value() && sum.residual->is_same(output);
   if (params.in_place) bound.residual.reset();
-
-  const int64_t items = ceil_div(width, params.vectorised ? 4 : 1);
-  const int64_t most = output.numel() <= kFewColumns ? kSumThreadsFew : kSumThreads;
-  const int64_t threads = std::min(most, ceil_div(items, kSimdWidth) * kSimdWidth);
   Commands commands;
   Command& command = commands.add({"combine", output.scalar_type()}, "weighted_sum").bind(slots);
-  bind_sum(command, bound, slots)
-      .bind(output)
-      .params(params)
-      .threadgroups({ceil_div(items, threads), rows}, {threads});
+  launch_sum(bind_sum(command, bound, slots).bind(output).params(params), params, output);
   commands.encode();
+}
+
+// The params of the activation, and its launch for rows of `width` numbers.
+void launch_activation(Command& command, const Tensor& rows, int64_t width, const Activation& activation) {
+  MatmulParams params{};
+  params.rows = rows.size(-1);
+  params.outputs = width;
+  params.row_layout = activation.row_layout;
+  params.activation = activation.kind;
+  params.alpha = activation.alpha;
+  params.limit = activation.limit;
+  command.params(params).threadgroups({rows.numel() / rows.size(-1), ceil_div(width, kActivationThreads)},
+                                      {kActivationThreads});
+}
+
+Tensor expert_activation(const Tensor& rows_, const Activation& activation) {
+  const Tensor rows = rows_.contiguous();
+  auto shape = rows.sizes().vec();
+  if (activation.row_layout != ROWS_PLAIN) shape.back() /= 2;
+  const Tensor out = at::empty(shape, rows.options());
+  if (out.numel() == 0) return out;
+  Commands commands;
+  Command& command = commands.add({"combine", rows.scalar_type()}, "expert_activation").bind(rows, out);
+  launch_activation(command, rows, shape.back(), activation);
+  commands.encode();
+  return out;
+}
+
+Tensor expert_activation_backward(const Tensor& dy_, const Tensor& rows_, const Activation& activation) {
+  const Tensor dy = dy_.contiguous(), rows = rows_.contiguous();
+  const Tensor out = at::empty(rows.sizes(), rows.options());
+  if (out.numel() == 0) return out;
+  Commands commands;
+  Command& command =
+      commands.add({"combine", rows.scalar_type()}, "expert_activation_backward").bind(dy, rows, out);
+  launch_activation(command, rows, dy.size(-1), activation);
+  commands.encode();
+  return out;
+}
+
+std::tuple<Tensor, Tensor> moe_weighted_reduce_backward(const Tensor& dy_, const Tensor& weights_,
+                                                        const Tensor& slots_) {
+  const Tensor dy = dy_.contiguous(), weights = weights_.contiguous(), slots = slots_.contiguous();
+  Tensor of_weights = at::empty(weights.sizes(), weights.options().dtype(at::kFloat));
+  Tensor of_slots = at::empty(slots.sizes(), slots.options());
+  if (of_slots.numel() == 0) return {of_weights.zero_(), of_slots};
+  WeightedSumBackwardParams params{};
+  params.pairs = weights.numel();
+  params.slots = weights.size(-1);
+  params.width = dy.size(-1);
+  params.vectorised = rows_start_aligned(params.width, {dy, slots, of_slots});
+  params.weights_dtype = dtype_code(weights);
+  Commands commands;
+  commands.add({"combine", dy.scalar_type()}, "weighted_sum_backward")
+      .bind(dy, weights, slots, of_weights, of_slots)
+      .params(params)
+      .threadgroups({ceil_div(params.pairs, kSumThreads / kSimdWidth)}, {kSumThreads});
+  commands.encode();
+  return {of_weights, of_slots};
 }
 
 Tensor weighted_sum_stacked(const Tensor& slots, const Tensor& weights) {
@@ -131,6 +193,19 @@ Command& bind_sum(Command& command, const ExpertSum& sum, const Tensor& stand_in
   return command.stand_in(stand_in).bind(sum.weights, sum.shared_gate, sum.shared_out, sum.residual);
 }
 
+void add_slot_sum(Commands& commands, const Tensor& slots, const Tensor& output) {
+  WeightedSumParams params{};
+  params.slots = slots.size(-2);
+  params.width = output.size(-1);
+  params.vectorised = rows_start_aligned(params.width, {slots, output});
+  Command& command = commands.add({"combine", output.scalar_type()}, "weighted_sum");
+  command.bind(slots, slots, slots, slots, slots, output).params(params);
+  launch_sum(command, params, output);
+}
+
+MOE_OPERATOR(expert_activation)
+MOE_OPERATOR(expert_activation_backward)
+MOE_OPERATOR(moe_weighted_reduce_backward)
 MOE_OPERATOR(silu_mul_stacked)
 MOE_OPERATOR(weighted_sum_stacked)
 MOE_OPERATOR(weighted_sum_residual_stacked_)

@@ -4,8 +4,10 @@
 
 #include "bucket.h"
 #include "matmul_run.h"
+#include "metal/work.h"
 #include "register.h"
 #include "tensors.h"
+#include "transposed.h"
 
 namespace moe_mps {
 namespace {
@@ -28,6 +30,10 @@ MatrixStack dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTe
 
 Tensor expert_mm(const Tensor& x, const Tensor& weight, const Tensor& ids, const OptionalTensor& bias,
                  bool transposed) {
+  const Tensor other = transposed ? weight : weight.mT();  // [E, inputs, rows]
+  if (!bias && other.is_contiguous() && !other.mT().is_contiguous()) {
+    return transposed_product(x, dense_matrix(x, other, std::nullopt, false), ids);
+  }
   return project_slots(x, dense_matrix(x, weight, bias, transposed), ids);
 }
 
@@ -35,7 +41,7 @@ Tensor expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int6
   const int64_t left = a_.size(-1), right = b_.size(-1);
   const auto options = a_.options().dtype(at::kFloat);
   if (a_.numel() == 0 || b_.numel() == 0) return at::zeros({experts, left, right}, options);
-  const Tensor a = a_.contiguous(), b = b_.contiguous(), ids = ids_.contiguous();
+  const Tensor a = aligned(a_), b = aligned(b_), ids = ids_.contiguous();
   const Tensor out = at::empty({experts, left, right}, options);
   const Buckets buckets = empty_buckets(ids.numel(), experts, ids.options());
   OuterParams params{};
@@ -43,14 +49,15 @@ Tensor expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int6
   params.right = right;
   params.slots = ids.size(1);
   params.right_per_pair = b.dim() == 3;
+  const int64_t squares = ceil_div(left, kOuterSide) * ceil_div(right, kOuterSide);
   Commands commands;
   add_bucket(commands, ids, experts, buckets);
   commands.add({"experts", a.scalar_type()}, "expert_outer")
       .bind(a, b, buckets.pair_order, buckets.offsets, out)
-      .work(4.0 * static_cast<double>(ids.numel()) * static_cast<double>(left * right),
+      .work(kSlotsOfProduct * static_cast<double>(ids.numel()) * static_cast<double>(left * right),
             static_cast<double>(out.nbytes()))
       .params(params)
-      .threadgroups({ceil_div(left * right, kOuterThreads), experts}, {kOuterThreads});
+      .threadgroups({ceil_div(squares, kGemmSimdgroups), experts}, {kGemmSimdgroups * kSimdWidth});
   commands.encode();
   return out;
 }

@@ -54,7 +54,7 @@ Tensor linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);
-  return transposed_product(in_dtype(dy, dtype), matrix, std::nullopt, dy.scalar_type());
+  return in_dtype(transposed_product(in_dtype(dy, dtype), matrix, std::nullopt), dy.scalar_type());
 }
 
 Tensor mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down, std::string_view format,

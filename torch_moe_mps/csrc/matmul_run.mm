@@ -20,8 +20,6 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kMostElements = UINT32_MAX;  // of inputs that a kernel splits: the plan gives it few tokens
-
 int64_t outputs_of(int64_t rows, const Activation& activation) {
   return activation.row_layout == ROWS_PLAIN ? rows : rows / 2;
 }

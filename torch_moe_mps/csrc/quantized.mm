@@ -23,9 +23,7 @@ Tensor expert_qmm_transposed(const Tensor& dy, const Tensor& packed, const Tenso
   const auto dtype = compute_dtype(dy.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix =
       packed_matrix(packed, scales, biases, weight_format(format), std::nullopt, dtype);
-  const Tensor rows = in_dtype(dy, dtype);
-  if (!sums) return transposed_product(rows, matrix, ids, dy.scalar_type());
-  return in_dtype(transposed_product(rows, matrix, ids, at::kFloat).sum(1), dy.scalar_type());
+  return in_dtype(transposed_product(in_dtype(dy, dtype), matrix, ids, sums), dy.scalar_type());
 }
 
 Tensor moe_experts_quantized(const Tensor& x, const Packed& gate_up, const Packed& down,

@@ -1,4 +1,4 @@
-// Products with transposed quantised matrices: the gradients of inputs.
+// Products with transposed matrices: the gradients of inputs, and stacks that are stored so.
 #pragma once
 #include <ATen/core/Tensor.h>
 
@@ -6,10 +6,10 @@
 
 namespace moe_mps {
 
-// [..., inputs] in dtype `out`: x[..., rows] times the matrices. With ids [T, K] the matrix of each pair is
-// that of its expert, x is [T, K, rows], and a pair without an expert gives zeros; without, it is the only
-// one.
+// [..., inputs]: x[..., rows] times the matrices, in the dtype of their kernels. With ids [T, K] the matrix
+// of each pair is that of its expert, x is [T, rows] or [T, K, rows], the result [T, K, inputs], or with
+// `sums` [T, inputs], and a pair without an expert gives zeros; without ids the matrix is the only one.
 at::Tensor transposed_product(const at::Tensor& x, const MatrixStack& matrix, const OptionalTensor& ids,
-                              c10::ScalarType out);
+                              bool sums = false);
 
 }  // namespace moe_mps

@@ -5,7 +5,10 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
+
 #include "bucket.h"
+#include "combine.h"
 #include "metal/work.h"
 #include "tensors.h"
 
@@ -14,63 +17,70 @@ namespace {
 
 using at::Tensor;
 
-// All are contiguous, and `out` is [pairs, inputs].
-void encode_transposed(const Tensor& x, const MatrixStack& matrix, const OptionalTensor& ids,
-                       const Tensor& out) {
-  const int64_t pairs = out.size(0), slices = ceil_div(matrix.inputs, kHeadColumns);
-  TransposedParams params{};
-  params.matrix.pairs = pairs;
-  params.matrix.experts = matrix.experts;
-  params.matrix.inputs = matrix.inputs;
-  params.matrix.rows = params.matrix.outputs = matrix.rows;
-  params.matrix.has_ids = ids.has_value();
-  params.out_dtype = dtype_code(out);
-  Buckets buckets;
-  Commands commands;
-  if (ids) {
-    const BucketTiles tiles{kTransposedPairs, slices, slices, true};
+// x is aligned, and `out` is [pairs, inputs]; ids of all pairs, or none. The buckets live as long as the
+// commands.
+void add_transposed(Commands& commands, const Tensor& x, const MatrixStack& matrix, const Tensor* ids,
+                    Buckets& buckets, const Tensor& out) {
+  const int64_t pairs = out.size(0), across = ceil_div(matrix.inputs, kTransposedColumns);
+  MatmulParams params{};
+  params.pairs = pairs;
+  params.experts = matrix.experts;
+  params.inputs = matrix.inputs;
+  params.rows = params.outputs = matrix.rows;
+  params.slots = ids != nullptr ? ids->size(1) : 1;
+  params.has_ids = ids != nullptr;
+  params.x_per_pair = x.numel() == pairs * matrix.rows;
+  params.vectorised = matrix.inputs % 16 == 0 && is_aligned(matrix.packed) && is_aligned(out);
+  if (ids != nullptr) {
+    const BucketTiles tiles{kTilePairs, across, across, true};
     buckets = empty_buckets(pairs, matrix.experts, ids->options(), tiles);
     add_bucket(commands, *ids, matrix.experts, buckets, tiles);
   }
-  Command& command = commands.add(matrix.library, "transposed_tiles");
+  Command& command = commands.add(matrix.library, "gemm_transposed");
   command.bind(x, matrix.packed, matrix.scales, matrix.biases, out);
-  if (ids) {
+  if (ids != nullptr) {
     command.bind(buckets.pair_order, buckets.tiles);
   } else {
     command.bind(x, x);  // in place of lists of pairs; not read
   }
   const double products = static_cast<double>(pairs) * static_cast<double>(matrix.rows * matrix.inputs);
-  command.work(kSlotsOfTransposed * products, static_cast<double>(x.nbytes() + out.nbytes())).params(params);
-  const Size threads{kHeadSimdgroups * kSimdWidth};
-  if (ids) {
+  command.work(kSlotsOfProduct * products, static_cast<double>(x.nbytes() + out.nbytes())).params(params);
+  const Size threads{kGemmSimdgroups * kSimdWidth};
+  if (ids != nullptr) {
     command.indirect(buckets.grids, 0, threads);
   } else {
-    command.threadgroups({slices, ceil_div(pairs, kTransposedPairs)}, threads);
+    command.threadgroups({across, ceil_div(pairs, kTilePairs)}, threads);
   }
-  commands.encode();
 }
 
 }  // namespace
 
 Tensor transposed_product(const Tensor& x_, const MatrixStack& matrix, const OptionalTensor& ids_,
-                          c10::ScalarType dtype) {
+                          bool sums) {
   at::DimVector shape(x_.sizes());
+  const int64_t slots = ids_ ? ids_->size(1) : 1, tokens = ids_ ? ids_->size(0) : x_.numel() / matrix.rows;
+  if (ids_) shape = sums ? at::DimVector{tokens, 0} : at::DimVector{tokens, slots, 0};
   shape.back() = matrix.inputs;
-  const auto options = x_.options().dtype(dtype);
-  if (x_.numel() == 0 || matrix.packed.numel() == 0) return at::zeros(shape, options);
-  const Tensor x = x_.contiguous();
-  Tensor out = at::empty(shape, options);
-  const int64_t slots = ids_ ? ids_->size(1) : 1, tokens = x.numel() / x.size(-1) / slots;
-  const double products = static_cast<double>(x.numel()) * static_cast<double>(matrix.inputs);
-  const int64_t at_once = tokens_at_once(tokens, kSlotsOfTransposed * products);
+  if (x_.numel() == 0 || matrix.packed.numel() == 0) return at::zeros(shape, x_.options());
+  const Tensor x = aligned(x_), out = at::empty(shape, x.options());
+  const double products =
+      static_cast<double>(tokens * slots) * static_cast<double>(matrix.rows * matrix.inputs);
+  const int64_t at_once = std::min(tokens_at_once(tokens, kSlotsOfProduct * products),
+                                   std::max<int64_t>(1, kMostElements / (slots * matrix.rows)));
   for (int64_t start = 0; start < tokens; start += at_once) {
     const int64_t count = std::min(at_once, tokens - start);
-    const auto part = [&](const Tensor& all) {
-      return all.view({tokens * slots, -1}).narrow(0, start * slots, count * slots);
-    };
+    const auto part = [&](const Tensor& all) { return all.view({tokens, -1}).narrow(0, start, count); };
     const OptionalTensor ids =
         ids_ ? std::optional(ids_->narrow(0, start, count).contiguous()) : std::nullopt;
-    encode_transposed(part(x), matrix, ids, part(out));
+    const Tensor of_slots =
+        sums ? at::empty({count * slots, matrix.inputs}, x.options()) : part(out).view({count * slots, -1});
+    Buckets buckets;
+    Commands commands;
+    add_transposed(commands, commands.keep(aligned(part(x))), matrix, ids ? &*ids : nullptr, buckets,
+                   of_slots);
+    if (sums)
+      add_slot_sum(commands, commands.keep(of_slots.view({count, slots, -1})), commands.keep(part(out)));
+    commands.encode();
   }
   return out;
 }

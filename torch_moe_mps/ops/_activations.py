@@ -65,3 +65,44 @@ class Activation(NamedTuple):
             return F.silu(gate).mul_(up)
         alpha = SWIGLU_OAI_ALPHA if self.alpha is None else self.alpha
         return (gate * torch.sigmoid(alpha * gate)).mul_(up + 1)
+
+    def gradient(self, rows: Tensor, dy: Tensor) -> Tensor:
+        """The gradient of what apply() is called with, in float32. A clamp passes on what it keeps."""
+        rows, dy = rows.float(), dy.float()
+        if not self.gated:
+            return dy * self._slope(rows)
+        gate, up = (rows[..., 0::2], rows[..., 1::2]) if self.interleaved else rows.chunk(2, dim=-1)
+        if self.activation in POINTWISE:
+            of_gate, of_up = dy * up * self._slope(gate), dy * POINTWISE[self.activation](gate)
+        else:
+            limit = SWIGLU_OAI_LIMIT if self.limit is None else self.limit
+            kept, kept_up = ~(gate > limit), ~((up > limit) | (up < -limit))
+            gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)
+            factor = up + 1 if self.activation == "swiglu_oai" else up
+            alpha = SWIGLU_OAI_ALPHA if self.alpha is None else self.alpha
+            alpha = alpha if self.activation == "swiglu_oai" else 1.0
+            of_gate = (dy * factor * _sigmoid_slope(gate, alpha)).where(kept, 0.0)
+            of_up = (dy * gate * torch.sigmoid(alpha * gate)).where(kept_up, 0.0)
+        if self.interleaved:
+            return torch.stack((of_gate, of_up), dim=-1).flatten(start_dim=-2)
+        return torch.cat((of_gate, of_up), dim=-1)
+
+    def _slope(self, x: Tensor) -> Tensor:
+        """The derivative of a pointwise activation."""
+        if self.activation == "silu":
+            return _sigmoid_slope(x, 1.0)
+        if self.activation == "gelu":
+            density = torch.exp(-0.5 * x * x) * (0.5 / math.pi) ** 0.5
+            return 0.5 * torch.erfc(-x * 0.5**0.5) + x * density
+        if self.activation == "gelu_tanh":
+            twice = 2 * (2 / math.pi) ** 0.5
+            value = torch.sigmoid(twice * (x + 0.044715 * x * x * x))
+            return value + x * value * (1 - value) * twice * (1 + 3 * 0.044715 * x * x)
+        positive = (~(x <= 0)).float()
+        return positive if self.activation == "relu" else 2 * x * positive
+
+
+def _sigmoid_slope(x: Tensor, alpha: float) -> Tensor:
+    """The derivative of x * sigmoid(alpha * x)."""
+    value = torch.sigmoid(alpha * x)
+    return value + alpha * x * value * (1 - value)

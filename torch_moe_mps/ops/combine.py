@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ._activations import Activation
 from ._checks import Check
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
@@ -39,6 +40,63 @@ def silu_mul_stacked(gate: Tensor, up: Tensor) -> Tensor:
     Stands for the source kernel silu_mul_stacked_f32.
     """
     return (torch.nn.functional.silu(gate.float()) * up.float()).to(gate.dtype)
+
+
+def _width_of(check, rows, activation):
+    """The columns that the activation gives."""
+    width = rows.shape[-1]
+    if activation.gated and width % 2 != 0:
+        check.fail("rows", "of an even number of columns, gates and ups", tuple(rows.shape))
+    return width // 2 if activation.gated else width
+
+
+def _meta_expert_activation(check, rows, activation):
+    activation.check(check)
+    return rows.new_empty(*rows.shape[:-1], _width_of(check, rows, activation))
+
+
+def _meta_expert_activation_backward(check, dy, rows, activation):
+    activation.check(check)
+    check.shape("dy", dy, (*rows.shape[:-1], _width_of(check, rows, activation)), "[..., I]")
+    return rows.new_empty(rows.shape)
+
+
+@operator("rows[..., N] dy[..., _]:rows", _meta_expert_activation_backward)
+def expert_activation_backward(dy: Tensor, rows: Tensor, activation: Activation) -> Tensor:
+    """The gradient of the input of expert_activation: dy times the derivatives at `rows`.
+
+    Args:
+        dy: [..., I], the dtype of `rows`: the gradient of the output.
+        rows, activation, alpha, limit, gated, interleaved: as for expert_activation.
+
+    Returns: [..., 2I] ([..., I] when not gated) in the dtype of `rows`; computed in float32. Where a clamp
+        took another value, and for relu at 0, it is 0.
+
+    Raises: ValueError for a dtype, shape, device or option that does not fit.
+    """
+    return activation.gradient(rows, dy).to(rows.dtype)
+
+
+def _activation_backward(grad, asked, given):
+    options = (given[name] for name in Activation._fields)
+    return {"rows": torch.ops.moe_mps.expert_activation_backward(grad, given["rows"], *options)}
+
+
+@operator(
+    "rows[..., N]", _meta_expert_activation, backward=Backward(_activation_backward, {"rows": ("rows",)})
+)
+def expert_activation(rows: Tensor, activation: Activation) -> Tensor:
+    """The activation between the experts' matrices: act(gate) * up, by the options of moe_experts.
+
+    Args:
+        rows: [..., 2I] ([..., I] when not gated), float32, float16 or bfloat16: the first matrix's outputs.
+        activation, alpha, limit, gated, interleaved: as for moe_experts.
+
+    Returns: [..., I] in the dtype of `rows`; computed in float32. Gradients reach `rows`.
+
+    Raises: ValueError for a dtype, shape, device or option that does not fit.
+    """
+    return activation.apply(rows).to(rows.dtype)
 
 
 # Weighted sums over the slots
@@ -144,16 +202,32 @@ class ExpertSum(NamedTuple):
         return total
 
 
+def _meta_weighted_reduce_backward(check, weights, expert_out, **_):
+    return weights.new_empty(weights.shape, dtype=torch.float32), expert_out.new_empty(expert_out.shape)
+
+
+@operator("weights[T, K>=1] expert_out[T, K, H]|[T*K, H] dy[T, H]:expert_out", _meta_weighted_reduce_backward)
+def moe_weighted_reduce_backward(dy: Tensor, weights: Tensor, expert_out: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of moe_weighted_reduce: dy[t] . expert_out[t, k], and weights[t, k] * dy[t].
+
+    Args:
+        dy: [T, H], the dtype of `expert_out`: the gradient of the output.
+        weights, expert_out: as for moe_weighted_reduce.
+
+    Returns: that of the weights, [T, K] in float32, and that of `expert_out` in its shape and dtype.
+
+    Raises: ValueError for a dtype, shape or device that does not fit.
+    """
+    rows = dy.float().unsqueeze(1)
+    products = (expert_out.float().reshape(*weights.shape, dy.shape[1]) * rows).sum(-1)
+    slots = (weights.float().unsqueeze(-1) * rows).to(expert_out.dtype)
+    return products, slots.reshape(expert_out.shape)
+
+
 def _reduce_backward(grad, asked, given):
-    weights, slots, gradients = given["weights"], given["expert_out"], {}
-    rows = grad.float().unsqueeze(1)
-    if "weights" in asked:
-        products = slots.float().view(*weights.shape, -1) * rows
-        gradients["weights"] = products.sum(-1).to(weights.dtype)
-    if "expert_out" in asked:
-        products = weights.float().unsqueeze(-1) * rows
-        gradients["expert_out"] = products.view(slots.shape).to(slots.dtype)
-    return gradients
+    weights = given["weights"]
+    products, slots = torch.ops.moe_mps.moe_weighted_reduce_backward(grad, weights, given["expert_out"])
+    return {"weights": products.to(weights.dtype), "expert_out": slots}
 
 
 def _check_weighted_reduce(check, around, **_):
@@ -165,7 +239,7 @@ def _check_weighted_reduce(check, around, **_):
     _check_weighted_reduce,
     backward=Backward(
         _reduce_backward,
-        {"weights": ("expert_out",), "expert_out": ("weights",)},
+        dict.fromkeys(("weights", "expert_out"), ("weights", "expert_out")),
         unless=("shared_gate", "shared_out", "residual"),
     ),
 )
@@ -193,14 +267,33 @@ def moe_weighted_reduce(weights: Tensor, expert_out: Tensor, around: ExpertSum) 
 
 CALLS: Calls = {
     "silu_mul_stacked": lambda s: {},
+    "expert_activation": lambda s: s.of("rows[T, K, I]"),
+    "expert_activation_backward": lambda s: {
+        "rows": s.values(s.T, s.K, 2 * s.I),
+        "dy": s.values(s.T, s.K, s.I),
+    },
+    "moe_weighted_reduce_backward": lambda s: s.of("expert_out[T, K, H]", weights=s.weights),
     **dict.fromkeys(
         ("weighted_sum_stacked", "weighted_sum_residual_stacked_", "moe_weighted_reduce"),
         lambda s: {"weights": s.weights},
     ),
     "weighted_sum_residual_norm_stacked_": lambda s: {"weights": s.weights, "eps": 1e-6},
 }
+# Options of expert_activation, each with a formula or an order of rows of its own.
+_OPTIONS: list[dict] = [
+    *({"activation": name} for name in ("gelu", "gelu_tanh", "relu", "relu2")),
+    {"activation": "swiglu_oai", "interleaved": True},
+    {"activation": "silu_clamped", "limit": 0.5},
+]
+
 CHANGES: Changes = {
     "silu_mul_stacked": lambda s: [{"gate": s.values(s.I, s.T).t()}],
+    "expert_activation": lambda s: [*_OPTIONS, {"gated": False}],
+    "expert_activation_backward": lambda s: [
+        *_OPTIONS,
+        {"rows": s.values(s.T, s.K, s.I), "dy": s.values(s.T, s.K, s.I), "gated": False},
+    ],
+    "moe_weighted_reduce_backward": lambda s: [{"expert_out": s.values(s.T * s.K, s.H)}],
     "weighted_sum_residual_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
     "weighted_sum_residual_norm_stacked_": lambda s: [{"residual_": s.values(s.H, s.T).t()}],
     "moe_weighted_reduce": lambda s: [

@@ -165,9 +165,8 @@ def _meta_expert_mm(check, x, weight, ids, bias, transposed):
 def _mm_backward(grad, asked, given):
     x, weight, ids, transposed = (given[name] for name in ("x", "weight", "ids", "transposed"))
     ops, gradients = torch.ops.moe_mps, {}
-    if "x" in asked:  # a copy, which the operator would make and warn of
-        back = (weight if transposed else weight.mT).contiguous()
-        gradients["x"] = ops.expert_mm(grad, back, ids)
+    if "x" in asked:
+        gradients["x"] = ops.expert_mm(grad, weight, ids, None, not transposed)
         if len(x.shape) == 2:
             gradients["x"] = gradients["x"].sum(1, dtype=torch.float32).to(x.dtype)
     if "weight" in asked:
@@ -189,7 +188,8 @@ def expert_mm(
     Args:
         x: [T, H] or [T, K, H], float32, float16 or bfloat16.
         weight: [E, N, H] in the dtype of `x`, or [E, H, N] with `transposed`. On Metal a stack whose memory
-            is [E, N, H], one behind the other, is read where it lies; any other is copied in each call.
+            is [E, N, H], one behind the other, or without a bias [E, H, N], is read where it lies; any other
+            is copied in each call.
         ids: [T, K] with K <= 64, int32 or int64. An id outside [0, E) reads nothing and gives a row of zeros.
         bias: [E, N], float32, float16 or bfloat16.
         transposed: the input dimension of `weight` comes before the output dimension.

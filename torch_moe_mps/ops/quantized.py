@@ -61,7 +61,7 @@ def expert_qmm_transposed(
         sums: the slots of a token are added: the gradient of an input that has one row for each token.
 
     Returns: [T, K, H], or with `sums` [T, H], in the dtype of `dy`; dequantised and accumulated in float32,
-        rounded once.
+        rounded once. On Metal a slot is rounded before it is added to others.
 
     Raises: ValueError for a dtype, shape, device or format that does not fit.
     """

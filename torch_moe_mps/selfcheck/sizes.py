@@ -310,11 +310,21 @@ def _experts(s: Sample) -> list[dict[str, Any]]:
     ]
 
 
+def _transposed(s: Sample, *experts: int) -> list[dict[str, Any]]:
+    """Rows that end within a fragment, and columns within a simdgroup's."""
+    slots = (s.K,) if experts else ()
+    weight = s.quantized("", 19, _quantized_columns(s, 96), experts)
+    return [{"dy": s.values(s.T, *slots, 19), **weight}]
+
+
 def _expert_mm(s: Sample) -> list[dict[str, Any]]:
     changes = [
         s.of(f"weight[2, 5, {columns}]", x=_rows(s, tokens, columns), ids=_expert_ids(tokens, 2))
         for tokens, columns in ((1, OFFSET), (9, OFFSET), (40, 2048), (20, 38))
     ]
+    for width in (19, 32):  # stacks that the transposed product reads as they lie
+        stored = s.values(2, 38, width).mT
+        changes.append({"weight": stored, "x": _rows(s, 9, 38), "ids": _expert_ids(9, 2)})
     nobody = ([[s.E, 2]], torch.int32), ([[2**32, 2]], torch.int64)
     return changes + [{"ids": torch.tensor(ids, dtype=dtype)} for ids, dtype in nobody]
 
@@ -414,6 +424,9 @@ SIZES: Changes = {
         s.of("expert_out[1, 40, 63]"),
     ],
     "expert_mm": _expert_mm,
+    "expert_outer": lambda s: [s.of("a[T, K, 43] b[T, 70]")],
+    "expert_qmm_transposed": lambda s: _transposed(s, s.E),
+    "linear_quantized_transposed": _transposed,
     "moe_experts": _experts,
     "heads_mm": _heads_mm,
     "hyper_connection": _streams,

@@ -33,6 +33,7 @@ struct Slots {
   device const T* slots;
   device const uchar* weights;
   uint weights_dtype;
+  bool weighted;
   uint count;
   uint width;
   uint lane;
@@ -44,8 +45,9 @@ struct Slots {
     Floats<N> sum = 0.0f;
     for (uint base = 0; base < count; base += kSimdWidth) {
       const bool has_weight = base + lane < count;
-      const float own_weight =
-          has_weight ? load_one(weights, weights_dtype, row * count + base + lane) : 0.0f;
+      float own_weight = 1.0f;
+      if (weighted)
+        own_weight = has_weight ? load_one(weights, weights_dtype, row * count + base + lane) : 0.0f;
       const uint slots_here = min(count - base, kSimdWidth);
       for (uint block = 0; block < slots_here; block += kSlotBlock) {
         device const T* source = slots + (row * count + base + block) * width + column;
@@ -92,7 +94,8 @@ template <typename T>
     uint3 group_threads [[threads_per_threadgroup]], uint thread_index [[thread_index_in_threadgroup]],
     uint lane [[thread_index_in_simdgroup]]) {
   const WeightedSumParams params = arguments;
-  const Slots<T> all = {slots, weights, params.sum.weights_dtype, params.slots, params.width, lane};
+  const Slots<T> all = {
+      slots, weights, params.sum.weights_dtype, params.has_weights != 0, params.slots, params.width, lane};
   const uint item = group.x * group_threads.x + thread_index;
   if (params.vectorised != 0) {
     weighted_sum_columns<4>(all, shared_gate, shared, residual, output, params, group.y, item * 4);
@@ -173,7 +176,7 @@ template <typename T>
     uint simdgroups [[simdgroups_per_threadgroup]]) {
   const WeightedSumNormParams params = arguments;
   threadgroup float partials[kMaxSimdgroups];
-  const Slots<T> all = {slots, weights, params.weights_dtype, params.slots, params.width, lane};
+  const Slots<T> all = {slots, weights, params.weights_dtype, true, params.slots, params.width, lane};
   const SumThreads threads = {thread_index, simdgroup, simdgroups};
   residual += ulong(row) * params.width;
   output += ulong(row) * params.width;
@@ -182,4 +185,35 @@ template <typename T>
   } else {
     weighted_sum_norm_row<1>(all, norm_weight, residual, output, params, row, threads, partials);
   }
+}
+
+// The gradients of a weighted sum: of a weight the dot product of its slot with `dy`, of a slot its weight
+// times `dy`. A simdgroup has a slot. Grid: blocks of slots.
+template <typename T>
+[[kernel]] void weighted_sum_backward(
+    device const T* dy [[buffer(0)]], device const uchar* weights [[buffer(1)]],
+    device const T* slots [[buffer(2)]], device float* of_weights [[buffer(3)]],
+    device T* of_slots [[buffer(4)]], constant WeightedSumBackwardParams& params [[buffer(5)]],
+    uint group [[threadgroup_position_in_grid]], LANES, uint simdgroups [[simdgroups_per_threadgroup]]) {
+  const uint pair = group * simdgroups + simdgroup;
+  if (pair >= params.pairs) return;
+  const ulong place = ulong(pair) * params.width;
+  dy += ulong(pair / params.slots) * params.width;
+  const float weight = load_one(weights, params.weights_dtype, pair);
+  float sum = 0.0f;
+  if (params.vectorised != 0) {
+    for (uint column = 4 * lane; column < params.width; column += 4 * kSimdWidth) {
+      const Vector<T, 4> own = load<4>(dy + column), slot = load<4>(slots + place + column);
+      sum += dot(widen(own), widen(slot));
+      store(of_slots + place + column, weight * widen(own));
+    }
+  } else {
+    for (uint column = lane; column < params.width; column += kSimdWidth) {
+      const float own = float(dy[column]);
+      sum = fma(own, float(slots[place + column]), sum);
+      of_slots[place + column] = T(weight * own);
+    }
+  }
+  sum = simd_sum(sum);
+  if (lane == 0) of_weights[pair] = sum;
 }

@@ -1,8 +1,8 @@
 // The kernels for weights in the format MOE_WEIGHTS: experts, linear layers, embeddings.
-#include "matmul/columns.h"
 #include "matmul/embedding.h"
 #include "matmul/heads.h"
 #include "matmul/kernels.h"
+#include "matmul/transposed.h"
 
 INSTANTIATE_MATMULS(MOE_WEIGHTS)
 #ifdef MOE_NORMS_APART
@@ -15,5 +15,5 @@ INSTANTIATE("matmul_rows_chosen16", matmul_rows_chosen<Weights, kSingleRows, 16,
 INSTANTIATE("gemm16_split", gemm<Weights, kSplitTilePairs / 8, true>)
 INSTANTIATE("gemm32_split", gemm<Weights, kTilePairs / 8, true>)
 INSTANTIATE("embedding_rows", embedding_rows<Weights>)
-INSTANTIATE("transposed_tiles", transposed_tiles<Weights>)
+INSTANTIATE("gemm_transposed", gemm_transposed<Weights>)
 INSTANTIATE_HEADS()

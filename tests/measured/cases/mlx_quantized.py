@@ -77,14 +77,18 @@ def gather_qmv(m: Matrices, tokens: int, slots: int, x_rows: int) -> Launch:
     return Launch(_headers(m), template, (1, ceil_div(m.rows, 8), tokens * slots), (32, 2, 1), arguments)
 
 
-def gather_qmm_rhs(m: Matrices, pairs: int, tile: tuple = (16, 32, 32, 1, 2)) -> Launch:
-    """Rows of x that are ordered by expert, one for each pair."""
+def gather_qmm_rhs(
+    m: Matrices, pairs: int, tile: tuple = (16, 32, 32, 1, 2), backward: bool = False
+) -> Launch:
+    """Rows of x that are ordered by expert, one for each pair; backward, times the transposed matrices."""
     bm, bn, bk, wm, wn = tile
-    sizes = {"M": ints(pairs), "N": ints(m.rows), "K": ints(m.inputs), "num_groups": ints(m.experts)}
+    n, k = (m.inputs, m.rows) if backward else (m.rows, m.inputs)
+    sizes = {"M": ints(pairs), "N": ints(n), "K": ints(k), "num_groups": ints(m.experts)}
     arguments = {**_matrix_arguments(m), "offsets": "offsets", **sizes}
-    template = f"{_prefix(m)}_gather_qmm_rhs<{_types(m)}, {bm}, {bn}, {bk}, {wm}, {wn}, true>"
-    aligned = {200: pairs % bm == 0, 201: m.rows % bn == 0, 202: m.inputs % bk == 0}
-    grid = (ceil_div(m.rows, bn), ceil_div(pairs, bm) + min(m.experts, pairs), 1)
+    transposed = str(not backward).lower()
+    template = f"{_prefix(m)}_gather_qmm_rhs<{_types(m)}, {bm}, {bn}, {bk}, {wm}, {wn}, {transposed}>"
+    aligned = {200: pairs % bm == 0, 201: n % bn == 0, 202: k % bk == 0}
+    grid = (ceil_div(n, bn), ceil_div(pairs, bm) + min(m.experts, pairs), 1)
     return Launch(_headers(m), template, grid, (32, wn, wm), arguments, aligned)
 
 
@@ -126,3 +130,11 @@ def qmm(m: Matrices, count: int, rows_block: int = 32) -> Launch:
         options += ["false"] + (["false", str(rows_block)] if rows_block != 32 else [])
     template = f"{_prefix(m)}_qmm_t{'_splitk' if parts > 1 else ''}<{_types(m)}, {', '.join(options)}>"
     return Launch(_headers(m), template, (*tiles, parts), (32, 2, 2), arguments, parts=max(1, parts))
+
+
+def qmm_n(m: Matrices, count: int) -> Launch:
+    """Rows of x times the matrix as it is stored: the gradient of a linear layer's inputs."""
+    sizes = {"K": ints(m.rows), "N": ints(m.inputs), "M": ints(count)}
+    arguments = {**_matrix_arguments(m), **sizes}
+    grid = (ceil_div(m.inputs, 32), ceil_div(count, 32), 1)
+    return Launch(_headers(m), f"{_prefix(m)}_qmm_n<{_types(m)}, false>", grid, (32, 2, 2), arguments)

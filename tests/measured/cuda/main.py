@@ -21,14 +21,17 @@ from simulator.build_device import BuildError
 from simulator.cuda.plan import Plan
 from simulator.mlx_kernels import KERNELS, has_kernels, include_folder
 
-from ..cases import attention, experts, fused, layer
+from ..cases import attention, experts, fused, gradients, layer
 from ..cases.experts import Case
 from . import peers_mlx, report, run, worker
 
 REPOSITORY = Path(__file__).parents[3]
 SCRIPT = REPOSITORY / "scripts" / "bench_gpu.py"
 # Of the cases that are timed.
-GROUPS = ("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused", "gguf")
+GROUPS = (
+    *("experts", "prefill", "linear", "attention", "norms", "combine", "routing", "fused", "gguf"),
+    "gradients",
+)
 TOOLS = ("memcheck", "racecheck")
 
 
@@ -83,7 +86,8 @@ def parse(arguments: list[str]) -> argparse.Namespace:
 def all_cases(shape: tuple[int, ...]) -> list[Case]:
     timed = experts.expert_cases(shape) + experts.linear_cases() + experts.gguf_cases(shape)
     timed += attention.attention_cases() + layer.layer_cases() + fused.fused_cases(shape)
-    sanitized = experts.sanitizer_cases() + experts.sanitizer_gguf()
+    timed += gradients.gradient_cases(shape)
+    sanitized = experts.sanitizer_cases() + experts.sanitizer_gguf() + gradients.sanitizer_gradients()
     return timed + sanitized + attention.sanitizer_attention() + fused.sanitizer_fused()
 
 

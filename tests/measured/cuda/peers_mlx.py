@@ -21,6 +21,7 @@ from ..cases.attention import Attention
 from ..cases.experts import Case, Experts, Linear
 from ..cases.formats import DTYPES, FORMATS, too_far
 from ..cases.fused import Delta
+from ..cases.gradients import Product
 from ..cases.mlx_launch import Launch, Matrices
 from ..cases.operators import EPS, differs
 from .programs import Program
@@ -61,6 +62,9 @@ def peers(plan: Plan, case: Case) -> list[Program]:
     if isinstance(case, Delta):
         wanted = case.group != "sanitize" and mlx_gated_delta.has_kernel(case)
         return [delta(plan, case)] if wanted and plan.files(name_of(mlx_gated_delta.HEADERS)) else []
+    if isinstance(case, Product):
+        wanted = case.group != "sanitize" and case.format in FORMATS and case.format != "dense"
+        return [slots(plan, case)] if wanted else []
     if isinstance(case, Experts | Linear) and case.format not in FORMATS:
         return []
     if type(case) is Linear and case.format != "dense":
@@ -217,3 +221,28 @@ def product(plan: Plan, case: Experts, part: str) -> Program:
     results = {"product": result_of(launch, pairs, outputs, case.dtype)}
     made = [dispatch(plan, launch, arrays)]
     return Program(f"MLX {launch.kernel}", made, results, wrong, part=part, derive=derive)
+
+
+def slots(plan: Plan, case: Product) -> Program:
+    """A row for each pair times its expert's matrix or, as the gradient of one, the transposed matrix."""
+    pairs, m = (
+        case.tokens * case.top_k,
+        Matrices(FORMATS[case.format], case.dtype, case.rows, case.columns, case.experts),
+    )
+    launch = mlx_quantized.gather_qmm_rhs(m, pairs, backward=case.transposed)
+
+    def order(t: dict) -> torch.Tensor:
+        return t["ids"].flatten().sort(stable=True).indices
+
+    def derive(t: dict) -> dict:
+        counts = torch.bincount(t["ids"].flatten(), minlength=case.experts)
+        return {"rows": t["x"].flatten(0, 1)[order(t)], "offsets": (counts.cumsum(0) - counts).int()}
+
+    def wrong(before: dict, after: dict) -> str:
+        return too_far(after["product"], case.expected(before)[order(before)], case.dtype)
+
+    arrays = {**weight_buffers("weight", case.format), "x": "rows", "offsets": "offsets", "out": "product"}
+    width = case.columns if case.transposed else case.rows
+    results = {"product": result_of(launch, pairs, width, case.dtype)}
+    made = [dispatch(plan, launch, arrays)]
+    return Program(f"MLX {launch.kernel}", made, results, wrong, derive=derive)

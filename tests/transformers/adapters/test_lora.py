@@ -57,14 +57,15 @@ def gradients(model: nn.Module, ids: torch.Tensor) -> dict[str, torch.Tensor]:
 
 
 def assert_same_gradients(packed: nn.Module, dense: nn.Module, ids: torch.Tensor) -> None:
-    """At most 5e-6 from float64, or what the dense model in float32 is off where that is more."""
+    """At most 5e-6 from float64, or 1.5 times what the dense model in float32 is off where that is more:
+    gradients of queries cancel to 5e-6 in both, in another order of sums."""
     found, dense32 = gradients(packed, ids), gradients(dense, ids)
     right = gradients(copy.deepcopy(dense).double(), ids)
     assert found.keys() == right.keys() and len(right) >= 8
     for name, gradient in found.items():
         if right[name].norm() > 1e-12:
             off = (dense32[name] - right[name]).norm() / right[name].norm()
-            close(gradient, right[name], max(5e-6, 1.2 * off.item()))
+            close(gradient, right[name], max(5e-6, 1.5 * off.item()))
         else:  # of queries with one key
             assert gradient.norm() < 1e-6
 

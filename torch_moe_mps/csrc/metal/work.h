@@ -16,8 +16,7 @@ constexpr double kBytesOfCore = 6.8e9;
 // What the cost model counts for a multiply-add, on an M1 in bfloat16: 1.2 to 1.44, and 2.4 to 2.8.
 constexpr double kSlotsOfProduct = 1.45;
 constexpr double kSlotsOfAttention = 2.8;
-constexpr double kSlotsOfHeads = 12;      // dot products, which decode for each few tokens
-constexpr double kSlotsOfTransposed = 6;  // decoded for each pair, too; an estimate
+constexpr double kSlotsOfHeads = 12;  // dot products, which decode for each few tokens
 // Of an element of a recurrence's state and a token: threadgroup memory takes as long as 15 of its 8.
 constexpr double kSlotsOfScan = 15;
 

@@ -25,10 +25,6 @@ GEOMETRY kMaxFewPairs = 512;       // their terms take 16 KiB of threadgroup mem
 // A matrix for each head, transposed: columns of a threadgroup, and simdgroups that share its rows
 GEOMETRY kHeadColumns = 128;
 GEOMETRY kHeadSimdgroups = 8;
-// Pairs of an expert in a threadgroup of the transposed product; not tuned
-GEOMETRY kTransposedPairs = 4;
-
-GEOMETRY kOuterThreads = 256;  // of a slice of an expert's outer products; not tuned
 
 GEOMETRY kEmbeddingThreads = 128;
 
@@ -36,8 +32,10 @@ GEOMETRY kEmbeddingThreads = 128;
 GEOMETRY kTilePairs = 32;
 GEOMETRY kGemmRows = 128;  // rows of a threadgroup
 GEOMETRY kGemmSimdgroups = 4;
-GEOMETRY kSplitTilePairs = 16;  // where simdgroups split the inputs: kTilePairs take more registers
-GEOMETRY kCombineColumns = 4;   // columns of a thread
+GEOMETRY kSplitTilePairs = 16;      // where simdgroups split the inputs: kTilePairs take more registers
+GEOMETRY kCombineColumns = 4;       // columns of a thread
+GEOMETRY kTransposedColumns = 256;  // columns of a threadgroup of the transposed product
+GEOMETRY kOuterSide = 32;           // rows and columns of a simdgroup's outer products
 
 // The same on tensor units: four simdgroups share each product of kTensorDepth inputs
 GEOMETRY kLargeTilePairs = 64;

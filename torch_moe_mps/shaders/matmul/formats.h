@@ -84,3 +84,9 @@ inline Pack<kCount> in_order(thread const Pair* pairs) {
   }
   return pack;
 }
+
+// The format that decodes without a rounding error; that of integer codes is another one.
+template <typename W>
+struct ExactFormat {
+  typedef W type;
+};

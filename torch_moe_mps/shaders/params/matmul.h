@@ -73,13 +73,6 @@ struct EmbeddingParams {
   uint32_t out_dtype;
 };
 
-// transposed_tiles: `matrix.outputs` numbers of a pair times the rows of a matrix, of `matrix.inputs`
-// columns.
-struct TransposedParams {
-  MatmulParams matrix;
-  uint32_t out_dtype;
-};
-
 // expert_outer: the numbers of a pair on the left and on the right.
 struct OuterParams {
   uint32_t left;

@@ -309,11 +309,15 @@ def _biases(self: Experts) -> dict[str, Tensor]:
 def activated_rows(self: Experts, x: Tensor, ids: Tensor) -> Tensor:
     """[T, H] -> [T, K, I]: what the second matrix of each slot's expert is multiplied with."""
     rows = _multiplied(self, projections(self)[0], x, ids)
-    return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+    activation = None if _activation_is_observed(self) else _activation(self)
+    if activation is None:
+        return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
+    out: Tensor = ops.expert_activation(rows, **activation_arguments(activation))
+    return out
 
 
 def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
-    """Runs the module's own activation between two operators for one matrix each."""
+    """Runs the activation between two operators for one matrix each."""
     slots = _multiplied(self, projections(self)[1], activated_rows(self, x, ids), ids)
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)

@@ -101,3 +101,8 @@ struct Integers {
     return two;
   }
 };
+
+template <typename T, int kBits, typename Scales>
+struct ExactFormat<Integers<T, kBits, Scales>> {
+  typedef Integers<float, kBits, Scales> type;
+};
