@@ -396,7 +396,7 @@ KINDS = [
     "combine",
 ]
 KINDS += ["pointwise", "routing", "hash_router", "sampling", "bucket", "experts"]
-KINDS += [f"quantized_affine{bits}" for bits in (2, 3, 4, 5, 6, 8)]
+KINDS += [f"quantized_affine{bits}" for bits in (1, 2, 3, 4, 5, 6, 8)]
 KINDS += [f"quantized_{name}" for name in ("mxfp4", "mxfp8", "nvfp4", *GGUF_FORMATS)]
 
 
