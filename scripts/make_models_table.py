@@ -262,7 +262,7 @@ def uncaptured(architecture: str) -> str | None:
 
 @torch.no_grad()
 def other_row(architecture: str) -> str:
-    """Of a causal model in neither table."""
+    """The row of a causal model in neither table."""
     torch.manual_seed(0)
     config = tiny_models.build_config(CONFIG_MAPPING[architecture])
     model = AutoModelForCausalLM.from_config(config).eval()
