@@ -15,9 +15,12 @@ from unittest import mock
 
 import paths
 import simulator
+import torch
 import transformers
 from support.simulated import install
 from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 if __name__ == "__main__":
     os.environ["MOE_MPS_CHECK"] = "0"  # kernels whose launches are counted compute nothing
@@ -31,7 +34,7 @@ import torch_moe_mps
 from torch_moe_mps._text import first_line
 from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
 from torch_moe_mps.transformers import experts_of
-from torch_moe_mps.transformers.capture.calls import SWITCH
+from torch_moe_mps.transformers.capture.calls import SWITCH, captures_of
 from torch_moe_mps.transformers.checkpoints.layouts.mlx.names import DENSE
 
 HEADER = """# Models
@@ -86,6 +89,15 @@ TOKENS = """
 
 Of {count} architectures in the tables, {captured} have tokens that are captured. Continuous batching,
 where transformers can batch a model, runs module by module.{others}
+"""
+OTHERS = """
+## Other causal models
+
+Models of transformers' mapping of causal models that were tried besides, built tiny: whether the logits are
+those of the model's own code, within the bound above, and how tokens of `generate` run.
+
+| Architecture | Whole model | Tokens |
+|---|---|---|
 """
 LAST = """
 Several Macs, as a pipeline: [distributed.md](distributed.md).
@@ -222,6 +234,8 @@ def table() -> str:
         + DENSE_HEADER
         + "".join(f"{dense_row(architecture)}\n" for architecture in tiny_models.DENSE_ARCHITECTURES)
         + tokens()
+        + OTHERS
+        + "".join(f"{other_row(architecture)}\n" for architecture in tiny_models.OTHER_CAUSAL)
         + LAST
     )
 
@@ -244,6 +258,25 @@ def uncaptured(architecture: str) -> str | None:
             return reason_against_capture(model)
         except (RuntimeError, TypeError) as error:
             return f"none runs, {type(error).__name__}: {first_line(error)}"
+
+
+@torch.no_grad()
+def other_row(architecture: str) -> str:
+    """The row of a causal model in neither table."""
+    torch.manual_seed(0)
+    config = tiny_models.build_config(CONFIG_MAPPING[architecture])
+    model = AutoModelForCausalLM.from_config(config).eval()
+    tiny_models.randomise(model, 0)
+    accelerated = copy.deepcopy(model)
+    torch_moe_mps.accelerate(accelerated, capture=True)
+    right = verdict(relative_error(model, accelerated))
+    accelerated.generate(prompt(1), max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    captures = captures_of(accelerated)
+    if captures is None:
+        how = "module by module: its forward has no argument for a cache"
+    else:
+        how = "one call" if captures.programs else f"module by module: {captures.reason}"
+    return f"| {architecture} | {right} | {how} |"
 
 
 def footer(reports: dict) -> str:

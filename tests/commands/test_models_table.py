@@ -2,6 +2,7 @@
 
 import functools
 import importlib.util
+import re
 
 import pytest
 import transformers
@@ -25,8 +26,8 @@ def generator():
 
 
 def rows(table: int = 0) -> dict[str, str]:
-    """{architecture: line} of the table with experts, or of the dense one, 1."""
-    section = TABLE.read_text().split("\n## Dense models\n")[table]
+    """{architecture: line} of the table with experts, of the dense one, 1, or of other causal models, 2."""
+    section = re.split("\n## (?:Dense|Other causal) models\n", TABLE.read_text())[table]
     lines = [line for line in section.splitlines() if line.startswith("| ")][1:]
     return {line.split(" | ")[0].removeprefix("| "): line for line in lines}
 
@@ -64,6 +65,16 @@ def test_row_is_current(current, simulated, architecture):
 @pytest.mark.parametrize("architecture", in_sweep(tiny_models.DENSE_ARCHITECTURES, DENSE_ALWAYS))
 def test_dense_row_is_current(current, architecture):
     assert rows(1)[architecture] == generator().dense_row(architecture), "run scripts/make_models_table.py"
+
+
+def test_every_other_causal_model_is_listed():
+    assert list(rows(2)) == list(tiny_models.OTHER_CAUSAL)
+
+
+@pytest.mark.slow("a model runs twice and generates")
+@pytest.mark.parametrize("architecture", in_sweep(tiny_models.OTHER_CAUSAL, ["qwen3_5_text"]))
+def test_row_of_another_causal_model_is_current(current, simulated, architecture):
+    assert rows(2)[architecture] == generator().other_row(architecture), "run scripts/make_models_table.py"
 
 
 @pytest.mark.parametrize(

@@ -106,12 +106,15 @@ class NotCaptured(Exception):
     """No token of a model is captured, and why."""
 
 
-def captured_call(model: nn.Module, rows: int = 1) -> Callable[[], None]:
+def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[[], None]:
     """A model's call for a token of each row, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
+
+    Args:
+        length: of the prompt before it.
 
     Raises: NotCaptured, from the call, too.
     """
-    cache, token = prompted(model, [1, 2, 3, 4], rows), torch.tensor([[5]] * rows, device="mps")
+    cache, token = prompted(model, [*range(1, length + 1)], rows), torch.tensor([[5]] * rows, device="mps")
     captures = captures_of(model)
     assert captures is not None
     captures.clear()
@@ -133,10 +136,10 @@ def captured_call(model: nn.Module, rows: int = 1) -> Callable[[], None]:
     raise NotCaptured(captures.reason)
 
 
-def captured_token(simulated, model: nn.Module, rows: int = 1) -> Counter[str]:
+def captured_token(simulated, model: nn.Module, rows: int = 1, length: int = 4) -> Counter[str]:
     """What captured tokens launch: operators of aten that are no views, and the package's dispatches."""
     with simulated.dropped():
-        call = captured_call(model, rows)
+        call = captured_call(model, rows, length)
         with simulated.trace() as commands:
             call()
     ours = set(dir(torch.ops.moe_mps))
@@ -199,7 +202,7 @@ def launches_by_type(simulated, model: nn.Module, prompt: int = 0) -> dict[str, 
     return found
 
 
-def captured_by_type(simulated, model: nn.Module, rows: int = 1) -> dict[str, Counter[str]]:
+def captured_by_type(simulated, model: nn.Module, rows: int = 1, length: int = 4) -> dict[str, Counter[str]]:
     """{type of layer: what captured tokens launch more with the last layer of this type than without}.
 
     "outside" is what it launches without layers; the first layer has what all share. Raises: NotCaptured.
@@ -211,7 +214,7 @@ def captured_by_type(simulated, model: nn.Module, rows: int = 1) -> dict[str, Co
     try:
         for count in range(len(layers), -1, -1):
             decoder.layers = layers[:count]
-            counts = captured_token(simulated, model, rows)
+            counts = captured_token(simulated, model, rows, length)
             if count < len(layers):
                 found.setdefault(kinds[count], above - counts)
             above = counts

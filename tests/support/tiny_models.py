@@ -23,6 +23,13 @@ DENSE_ARCHITECTURES = (
     "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
     "starcoder2",
 )  # fmt: skip
+# Further causal models that docs/models.md lists.
+OTHER_CAUSAL = (
+    "bamba", "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet",
+    "bloom", "cpmant", "falcon_h1", "falcon_mamba", "gemma3n_text", "gpt2", "gpt_neox", "granite_swa",
+    "jetmoe", "longcat_flash", "mamba", "mamba2", "ministral3", "olmo_hybrid", "openai-gpt", "opt",
+    "qwen3_5_text", "recurrent_gemma", "rwkv", "xlm",
+)  # fmt: skip
 # Attributes of configs, set where a config has them. Sizes are odd where the architecture allows.
 SIZES = {
     "vocab_size": 97,

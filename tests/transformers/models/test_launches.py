@@ -107,6 +107,20 @@ def test_launches_of_a_layer_with_special_attention(simulated, architecture):
     check_types(of_layers(captured_by_type(simulated, accelerated(architecture))), SPECIAL[architecture])
 
 
+# Launches of a layer whose indexer chooses 16 of 60 keys: not at most but exactly, so that a change is seen.
+CHOOSING = {"axk2": {"dense": 23, "sparse": 28}, "deepseek_v32": {"dense": 15, "sparse": 13}}
+
+
+@pytest.mark.slow("a model is captured three times")
+@pytest.mark.parametrize("architecture", in_sweep(CHOOSING, ("axk2",)))
+def test_launches_of_a_layer_that_chooses_keys(simulated, architecture):
+    with tiny_models.sizes(index_topk=16, index_n_heads=16, index_head_dim=32):
+        model = accelerated(architecture)
+    found = of_layers(captured_by_type(simulated, model, length=60))
+    assert {kind: sum(layer.values()) for kind, layer in found.items()} == CHOOSING[architecture]
+    assert all(layer["index_select_bf16"] == 1 for layer in found.values())
+
+
 # Layers of linear attention, by what makes the last layer one: the most launches of one token.
 LINEAR = {
     "kimi_linear": ({"layer_types": ["full_attention", "linear_attention"]}, 9),
