@@ -221,8 +221,12 @@ def test_conversations_side_by_side(checkpoint, tmp_path):
             assert choice.finish_reason == "stop" and choice.logprobs.content
         drawn = create(messages=said("a"), n=3, seed=1, **asked | {"temperature": 2})
         assert len({choice.message.content for choice in drawn.choices}) == 3
-        with pytest.raises(openai.BadRequestError, match="of num_beams 1 with --parallel"):
-            create(messages=said("a"), extra_body={"generation_config": '{"num_beams": 2}'}, **asked)
+        beams = {"generation_config": '{"num_beams": 2, "max_new_tokens": 6}'}
+        searched = create(messages=said("ab"), extra_body=beams, **asked | {"max_tokens": 6})
+        assert searched.choices[0].message.content == expected_text(checkpoint, "ab", 6, num_beams=2)
+        with pytest.raises(openai.BadRequestError, match="of num_return_sequences 1"):
+            many = {"generation_config": '{"num_beams": 2, "num_return_sequences": 2}'}
+            create(messages=said("a"), extra_body=many, **asked)
     assert [*(tmp_path / "kept").iterdir()]
 
 
@@ -443,7 +447,7 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
     assert "--continuous-batching has gone: --parallel N answers" in error and error.count("\n") == 1
     assert refused("serve", checkpoint, "--parallel", "0") == "--parallel must be at least 1, got 0"
     error = refused("serve", checkpoint, "--parallel", "2", "--prompt-lookup", "2")
-    assert error == "--draft and --prompt-lookup need --parallel 1, got 2"
+    assert error == "--parallel must be 1 with --prompt-lookup, got 2"
     assert "--media-folder must be a folder" in refused("serve", checkpoint, "--media-folder", "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -113,11 +113,11 @@ def quantised(checkpoint):
     return torch_moe_mps.from_pretrained(checkpoint, bits=4, group_size=32)
 
 
-def expected_text(checkpoint, prompt: str, tokens: int) -> str:
+def expected_text(checkpoint, prompt: str, tokens: int, **settings: object) -> str:
     model = quantised(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False}
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False} | settings
     with torch.no_grad():
         output = model.generate(ids, **given)
     text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)
