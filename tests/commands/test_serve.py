@@ -24,6 +24,7 @@ from support.serving import expected_text, quantised, said
 from support.sweep import in_sweep
 
 from torch_moe_mps.commands import main
+from torch_moe_mps.commands import serving as serving_of_commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.serving.generating import Generating
@@ -437,6 +438,32 @@ def test_loading_is_said(checkpoint, capsys):
     assert re.search(r"^The model is ready after \d+\.\d s$", said.err, re.M)
     load(options("serve", checkpoint, "--log-level", "error"), str(checkpoint), "cpu")
     assert "eading" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "processes", "most", "line"),
+    [
+        ([], 1, 8, ""),
+        (["--parallel", "3"], 1, 3, ""),
+        (["--draft", "small"], 1, 1, "--draft: conversations are answered one after the other\n"),
+        (["--prompt-lookup", "2"], 1, 1, "--prompt-lookup: conversations are answered one after the other\n"),
+        ([], 2, 1, "a pipeline of processes: conversations are answered one after the other\n"),
+        (["--parallel", "1", "--prompt-lookup", "2"], 1, 1, ""),
+        (["--parallel", "2", "--draft", "small"], 1, "--parallel must be 1 with --draft, got 2", ""),
+        (["--parallel", "2"], 2, "--parallel must be 1 with a pipeline of processes, got 2", ""),
+    ],
+)
+def test_how_many_are_answered_together(arguments, processes, most, line, monkeypatch, capsys):
+    """Eight, unless tokens are guessed or the layers are spread: a line says so."""
+    monkeypatch.setattr(serving_of_commands, "processes", lambda: processes)
+    parsed = options("serve", "model", *arguments)
+    if isinstance(most, str):
+        with pytest.raises(ValueError, match=f"^{most}$"):
+            serving_of_commands.check_parallel(parsed)
+    else:
+        serving_of_commands.check_parallel(parsed)
+        assert parsed.parallel == most
+    assert capsys.readouterr().err == line
 
 
 def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch, refused):

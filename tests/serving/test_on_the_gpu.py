@@ -62,7 +62,7 @@ def test_rows_of_the_engine(architecture, simulated):
     """One to eight rows: more prompts than places, an end by a token, one that leaves, turns that go on."""
     plain, model = models(architecture)
     count = PROMPTS[architecture]
-    jobs = [Asked(number, settings(4 + 3 * (number % 4))) for number in range(count)]
+    jobs = [Asked(number, settings(9 + number % 3)) for number in range(count)]
     whole = expected(plain, jobs[1])
     jobs[1].config.eos_token_id = whole[2]
     gone = Asked(20, settings(60))

@@ -32,7 +32,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
     Raises: ValueError, OSError, ImportError with one line that says what is wrong.
     """
     check_speculation(options)
-    _check_parallel(options)
+    check_parallel(options)
     prompts_of(options)  # its errors come before the model is loaded
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
@@ -51,7 +51,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         yield Served(name, model, processor, context, generator, media or Media(), is_spread, encoder)
 
 
-def _check_parallel(options: argparse.Namespace) -> None:
+def check_parallel(options: argparse.Namespace) -> None:
     """Decides how many conversations are answered together, if the options leave it open.
 
     Raises: ValueError.

@@ -1,5 +1,6 @@
 """Several answers at once: prompts are read alone, in pieces between the steps of the answers that go on."""
 
+import functools
 import inspect
 import logging
 import time
@@ -190,7 +191,6 @@ class Batch:
     def _generate(self, job: Job, reason: str) -> Reason:
         """Generates a job by the model's `generate`, with a step of the others between its tokens."""
         self._say_alone(reason)
-        answering = Generating(self.model, self.prompts)
 
         def ends() -> bool:
             moved = {name: module.rope_deltas for name, module in self._turning.items()}
@@ -206,9 +206,13 @@ class Batch:
 
         self._called = True
         try:
-            return generate_alone(answering, job, ends, began)
+            return generate_alone(self._answering, job, ends, began)
         finally:
             self._called = False
+
+    @functools.cached_property
+    def _answering(self) -> Generating:
+        return Generating(self.model, self.prompts)
 
     def _say_alone(self, reason: str) -> None:
         if reason not in self._reasons:
@@ -222,8 +226,8 @@ class Batch:
         return self.active == 0 or self._make_room(len(self.answers) + 1, length, length)
 
     def _make_room(self, rows: int, longest: int, beside: int) -> bool:
-        """Gives up kept prompts in whose memory answers would lie: so many rows, the longest of so many tokens
-        or more, and so many tokens beside them. Returns: whether there is enough for these.
+        """Gives up kept prompts that lie where answers must: so many rows, the longest of so many tokens or
+        more, and so many tokens beside them. Returns: whether there is enough for these.
         """
         if self.memory is None:
             return True

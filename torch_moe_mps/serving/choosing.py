@@ -107,11 +107,10 @@ class Chosen:
         """The token of each row that is left, or what it has in its place; waits until it is known."""
         if self._copied is not None:
             self._copied.synchronize()
-        tokens, wrong = (None if copy is None else copy.tolist() for copy in self._copies)
-        invalid = {
-            row: RuntimeError(_NO_DISTRIBUTION) for row, is_wrong in enumerate(wrong or ()) if is_wrong
-        }
-        read: dict[int, int | Exception] = {**dict(enumerate(tokens)), **invalid, **self._errors}
+        tokens, wrong = ([] if copy is None else copy.tolist() for copy in self._copies)
+        read: dict[int, int | Exception] = dict(enumerate(tokens))
+        read |= {row: RuntimeError(_NO_DISTRIBUTION) for row, is_wrong in enumerate(wrong) if is_wrong}
+        read |= self._errors
         return [read[row] for row in self.rows]
 
 
