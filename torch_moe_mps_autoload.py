@@ -32,6 +32,7 @@ _LIBRARIES = {
     "transformers.integrations.moe": "register_experts",
     "transformers.integrations.gguf.gguf_config_mapping": "register_gguf",
     "transformers.quantizers.auto": "register_quantizer",
+    "trl.trainer.utils": "register_trl",
 }
 _TORCH = {"torch": "register_operators"}
 _PACKAGE = "torch_moe_mps"

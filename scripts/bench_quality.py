@@ -263,7 +263,7 @@ def _quantise_with_mlx_lm(work: Path, texts: Texts, method: str) -> None:
         (home / ".cache/mlx-lm").mkdir(parents=True, exist_ok=True)
         (home / ".cache/mlx-lm/calibration_v5.txt").write_text(texts.calibration_text)
     folders = ["--model", wide, "--mlx-path", work / method]
-    _run(
+    run(
         *(sys.executable, "-c", RUN_MLX_LM, f"mlx_lm.quant.{method}", *folders, *options),
         HOME=str(home),
         MOE_MPS_AUTOLOAD="0",
@@ -281,19 +281,19 @@ def of_llama_cpp(binaries: Path, work: Path, texts: Texts) -> Iterator[Row]:
     source, text, matrix = smollm2(), work / "text", work / "imatrix.gguf"
     text.write_text(texts.calibration_text)
     if not matrix.exists():
-        _run(binaries / "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", WINDOW)
+        run(binaries / "llama-imatrix", "-m", source, "-f", text, "-o", matrix, "-c", WINDOW)
     for kind in LLAMA_CPP:
         file = work / f"{kind}.gguf"
 
         def load(file: Path = file, kind: str = kind) -> Any:
             how = ("--allow-requantize", "--imatrix", matrix)
-            _run(binaries / "llama-quantize", *how, source, file, kind)
+            run(binaries / "llama-quantize", *how, source, file, kind)
             return torch_moe_mps.from_pretrained(str(file), dtype=torch.float32)
 
         yield row(f"llama.cpp {kind}, importance", load, texts)
 
 
-def _run(*command: object, **environment: str) -> None:
+def run(*command: object, **environment: str) -> None:
     given = {**os.environ, **environment}
     done = subprocess.run([*map(str, command)], capture_output=True, text=True, env=given)
     if done.returncode:

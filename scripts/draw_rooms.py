@@ -2,9 +2,10 @@
 """Writes docs/rooms.svg: the rooms of the package, and which of them import which."""
 
 import paths
-import svg
 from support.dependents import PACKAGE
 from support.rooms import FLOORS, floor, graph
+
+from torch_moe_mps import _svg as svg
 
 PICTURE = paths.REPOSITORY / "docs" / "rooms.svg"
 STEP, LEFT, TOP = 26, 205, 140

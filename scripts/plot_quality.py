@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 from typing import NamedTuple
 
-import svg
+from torch_moe_mps import _svg as svg
 
 DOCS = Path(__file__).resolve().parent.parent / "docs"
 WIDTH, HEIGHT = 620, 400

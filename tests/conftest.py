@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import trained
+from support import dependents, trained
 from support.slow import pytest_runtest_call  # noqa: F401  # a hook
 from support.values import DTYPES
 
@@ -30,6 +30,7 @@ SIMULATED = sys.platform != "darwin"
 
 def pytest_addoption(parser):
     parser.addoption("--kept", action="store_true", help="do not run what passed before (support/kept.py)")
+    parser.addoption("--operators", default="", help="no cases of operators but these, joined by commas")
     parser.addoption("--slow-fails", action="store_true", help="a slow test fails unless it says why")
 
 
@@ -41,6 +42,7 @@ def pytest_configure(config):
         "markers", "one_schedule: run the simulated mps variant under one schedule in the sweep, too"
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    config.addinivalue_line("markers", "kernels_in_sweep: on mps in the sweep, on the CPU always")
     config.addinivalue_line("markers", "slow(why): over 1.5 CPU seconds, not with `scripts/test --changed`")
     config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # of what a shell starts in the background
@@ -92,10 +94,15 @@ def pytest_collection_modifyitems(config, items):
 
     A case that only runs there anyway is not run in another order.
     """
+    for item in items:
+        if any(item.iter_markers("kernels_in_sweep")) and item.callspec.params.get("device") != "cpu":
+            item.add_marker(pytest.mark.sweep)
     for _, *rest in _kept_of_dtypes(items):
         for item in rest:
             item.add_marker(pytest.mark.sweep)
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
+    if names := config.getoption("operators"):
+        others += [i for i in items if dependents.of_other_operators(i, {*names.split(",")})]
     config.hook.pytest_deselected(items=others)
     items[:] = [item for item in items if item not in set(others)]
 

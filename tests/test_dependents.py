@@ -1,6 +1,7 @@
 """Which tests `scripts/test --changed` runs."""
 
 import subprocess
+from types import SimpleNamespace
 
 import pytest
 from support import dependents
@@ -63,7 +64,7 @@ def test_what_all_operators_share_has_the_tests_of_all(file):
 @pytest.mark.parametrize(
     ("file", "tests"),
     [
-        ("docs/mlx.md", {"test_documents.py", "transformers/checkpoints/test_mlx.py"}),
+        ("docs/mlx.md", {"test_documents.py", "test_kept.py", "transformers/checkpoints/test_mlx.py"}),
         ("CHANGELOG.md", {"test_documents.py", "host/test_wheel.py"}),
         ("scripts/demo", {"commands/test_demo.py"}),
         ("scripts/make_api.py", {"test_documents.py"}),
@@ -114,3 +115,34 @@ def test_what_has_changed(tmp_path, monkeypatch):
     (tmp_path / "removed").unlink()
     (tmp_path / "new").write_text("")
     assert [path.name for path in dependents.changed()] == ["committed", "edited", "new", "removed"]
+
+
+def only(*files: str) -> set[str]:
+    return dependents.only_operators([REPOSITORY / file for file in files])
+
+
+def test_cases_of_other_operators_are_left_out():
+    """A kernel's operators are those that launch it, of whatever family."""
+    norms, others = {"rms_norm", "rms_norm_gated", "layer_norm", "linear_quantized"}, {"rope", "moe_router"}
+    for file in ("norms.metal", "norms.h", "params/norms.h"):
+        names = only(f"torch_moe_mps/shaders/{file}", "docs/speed.md")
+        assert names >= norms and not names & others, file
+    assert only("torch_moe_mps/shaders/norms.metal", "torch_moe_mps/shaders/rope.metal") >= norms | {"rope"}
+    assert {"linear_quantized", "expert_qmm"} <= only("torch_moe_mps/shaders/matmul/dots.h")
+    assert {"rope", "rope_attention_"} <= only("torch_moe_mps/csrc/rope.mm", "torch_moe_mps/ops/rope.py")
+    for file in (
+        "csrc/metal/encoder.mm",
+        "csrc/tensors.h",
+        "ops/_checks.py",
+        "transformers/modules/experts.py",
+    ):
+        assert not only("torch_moe_mps/shaders/norms.metal", f"torch_moe_mps/{file}"), file
+    for file in ("tests/ops/test_operators.py", "tests/host/pinned/traces_norms.txt", "pyproject.toml"):
+        assert not only("torch_moe_mps/shaders/norms.metal", file), file
+
+    def is_other(**params) -> bool:
+        return dependents.of_other_operators(SimpleNamespace(callspec=SimpleNamespace(params=params)), names)
+
+    names = {"rms_norm"}
+    assert is_other(name="rope", device="mps") and not is_other(name="rms_norm", device="mps")
+    assert not is_other(device="mps", dtype=None) and not dependents.of_other_operators(object(), names)

@@ -193,6 +193,14 @@ def test_the_figures_in_the_readme_are_those_of_the_table():
         rows[name] for name in ("5 bits, embedding 6: importance", "llama.cpp Q4_K_S, importance")
     )
     assert f"{own} in {size} MB; llama.cpp Q4_K_S {theirs} in {their_size} MB" in text
+    kept = json.loads((REPOSITORY / "docs" / "quality_moe.json").read_text())
+    sizes = {
+        row["recipe"]: f"{row['texts'][1][0]:.4f} in {row['bytes'] / 1e6:.1f} MB"
+        for row in kept["rows"]
+        if row["way"] == "importance"
+    }
+    own, theirs = sizes["4 bits, attention 6"], sizes["llama.cpp Q4_K_S, attention Q6_K"]
+    assert f"{own}; llama.cpp is ahead: {theirs}" in text
 
 
 def commands_in(text: str) -> list[list[str]]:

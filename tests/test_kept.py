@@ -32,6 +32,25 @@ FILES = {
         "tests/simulator/language/strict.py",
     ),
     "tests/host/test_macos.py::cross-build": ("scripts/macos.py", "torch_moe_mps/csrc/metal/encoder.mm"),
+    "tests/host/test_traces.py::pinned": ("tests/host/pinned", "torch_moe_mps/selfcheck/sizes.py"),
+    "tests/ops/test_norms.py::a kernel": (
+        "torch_moe_mps/shaders/norms.metal",
+        "torch_moe_mps/csrc/norms.mm",
+        "torch_moe_mps/_extension.py",
+        "tests/simulator/msl/executor.cpp",
+        "tests/support/oracles_operators.py",
+        "tests/conftest.py",
+    ),
+    "tests/transformers/modules/test_routers.py::a rule": (
+        "torch_moe_mps/transformers/modules/rules/selection.py",
+        "torch_moe_mps/serving/batch.py",
+        "torch_moe_mps/shaders/routing.metal",
+        "tests/support/tiny_models.py",
+    ),
+    "tests/quantization/test_formats.py::a format": (
+        "torch_moe_mps/quantization/formats.py",
+        "tests/support/oracles_experts.py",
+    ),
     "tests/selfcheck/test_branches.py::branches": (
         "tests/simulator/coverage.py",
         "torch_moe_mps/selfcheck/calls.py",
@@ -62,14 +81,24 @@ def parsed():
 def test_what_tests_import_counts(parsed, prefix):
     counted = set(kept.files(kept.KEPT[prefix]))
     names = {str(test.relative_to(kept.REPOSITORY)): test for test in counted & dependents.all_tests()}
-    tests = [test for name, test in names.items() if name.startswith(prefix)]
+    of_prefix = {name: test for name, test in names.items() if name.startswith(prefix)}
+    tests = [test for name, test in of_prefix.items() if name not in kept.RUN_EACH_TIME]
     assert tests
     for test in tests:
         assert dependents.reached(test) <= counted | {kept.REPOSITORY / "torch_moe_mps/__init__.py"}, test
 
 
-def test_a_model_rule_leaves_them_kept():
-    for patterns in kept.KEPT.values():
+def test_what_depends_on_more_is_run_each_time():
+    plugin = kept.Kept()
+    for name in kept.RUN_EACH_TIME:
+        file, _, function = name.partition("::")
+        assert f"def {function}" in (kept.REPOSITORY / file).read_text()
+        assert plugin.record(f"{file}::{function or 'test_any'}[mps]") is None
+    assert plugin.record("tests/ops/test_routing.py::test_any[mps]") is not None
+
+
+def test_a_model_rule_leaves_operators_kept():
+    for patterns in (kept.KEPT[prefix] for prefix in kept.KEPT if prefix != "tests/transformers/"):
         assert not [file for file in kept.files(patterns) if "transformers" in file.parts]
 
 
@@ -77,8 +106,8 @@ def test_changed_files_change_the_digest(tmp_path):
     """Another text, another name, one more: in a folder or by a pattern."""
 
     def digest() -> str:
-        kept.contents.cache_clear()
-        return kept.contents(("folder", "*.py"), tmp_path)
+        kept.forget()
+        return kept.contents(("folder", "*.py"), "folder/test_a.py", tmp_path)
 
     (tmp_path / "folder" / "inner").mkdir(parents=True)
     (tmp_path / "folder" / "inner" / "a.metal").write_text("1")
@@ -87,10 +116,13 @@ def test_changed_files_change_the_digest(tmp_path):
         lambda: (tmp_path / "folder" / "inner" / "a.metal").write_text("2"),
         lambda: (tmp_path / "folder" / "inner" / "a.metal").rename(tmp_path / "folder" / "b.metal"),
         lambda: (tmp_path / "b.py").write_text(""),
+        lambda: (tmp_path / "folder" / "test_a.py").write_text("1"),
+        lambda: (tmp_path / "folder" / "test_a.py").write_text("2"),
     ):
         change()
         seen.append(digest())
     (tmp_path / "c.txt").write_text("beside")
+    (tmp_path / "folder" / "test_b.py").write_text("another test")
     assert len(set(seen)) == len(seen) and digest() == seen[-1]
 
 
@@ -141,9 +173,9 @@ def test_what_passed_is_kept_and_nothing_else(tmp_path, monkeypatch):
     plugin.started = sys.maxsize
     assert names() == ["kept/a.py::passed"]
     text = iter("xyz")
-    monkeypatch.setattr(kept, "contents", lambda patterns: next(text))
-    monkeypatch.setattr(kept.contents, "cache_clear", lambda: None, raising=False)
+    monkeypatch.setattr(kept, "contents", lambda patterns, test: next(text))
+    monkeypatch.setattr(kept, "forget", lambda: None)
     plugin.outcomes = {"kept/b.py::passed": {"passed"}}
     plugin.pytest_sessionfinish(session)
-    monkeypatch.setattr(kept, "contents", lambda patterns: "x")
+    monkeypatch.setattr(kept, "contents", lambda patterns, test: "x")
     assert names() == []

@@ -4,11 +4,14 @@ import os
 import re
 
 import pytest
+import torch
 import yaml
+from compile_shaders import is_released
 from macos import SUPPORTED
 from support.processes import REPOSITORY
 
 from torch_moe_mps._versions import TORCH, refused
+from torch_moe_mps.ops import OPERATORS
 
 FOLDER = REPOSITORY / ".github" / "workflows"
 WORKFLOWS = sorted(FOLDER.glob("*.yml"))
@@ -164,3 +167,23 @@ def test_apples_compiler_and_gpu_are_asked():
     assert gpu["continue-on-error"] is True
     first, *_ = re.findall(r"torch-moe-mps \w+ --\w+", commands(gpu))
     assert first == "torch-moe-mps check --quick"
+
+
+def test_the_page_says_what_each_job_prints(simulated):
+    """A row for each job, with its runners; and the numbers of libraries and operators that there are."""
+    page = (REPOSITORY / "RELEASE.md").read_text()
+    rows = dict(re.findall(r"^\| ([\w-]+) \| ([^|]+) \|", page, re.MULTILINE))
+    test = jobs(FOLDER / "test.yml")
+    assert [name for name in rows if name in test] == [*test]
+    for name, job in test.items():
+        assert all(label in rows[name] for label in runners(job)), name
+    ours = torch.ops.moe_mps
+    plain, with_tensors = ours._libraries(), ours._libraries(tensor_units=True)
+    count = len(plain) + 1  # with the one that measures a GPU
+    assert f"`{count + len(with_tensors)} libraries in build/shaders`" in page
+    assert f"`{count} of {count} libraries compile; those" in page
+    measured = [*filter(is_released, plain), *(name for name in with_tensors if name.endswith("_bf16"))]
+    assert f"kernels of {len(measured)} libraries" in page
+    assert (
+        f"{len(OPERATORS)} operators have a Metal kernel" in page and f"of {len(plain)} libraries are" in page
+    )

@@ -6,7 +6,7 @@ each function may import what it needs.
 Torch gets the operators; waiting for its import keeps `torch-moe-mps --help` fast. In transformers, the
 implementation "moe_mps" goes with the experts interface, and with the attention interface for layers with
 sinks or soft caps, quantised checkpoints with the quantizers and `save_pretrained`. PEFT gets LoRA layers for
-quantised weights.
+quantised weights, TRL the rows of quantised heads.
 """
 
 import importlib
@@ -78,5 +78,11 @@ def load_in_one_thread(module: object) -> None:
 
 def register_adapters(module: object) -> None:
     from .transformers.adapters.peft import register
+
+    register()
+
+
+def register_trl(module: object) -> None:
+    from .transformers.adapters.trl import register
 
     register()

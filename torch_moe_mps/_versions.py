@@ -1,4 +1,4 @@
-"""Limits of macOS, torch and PEFT for this package: the one place for them, which setup.py reads, too."""
+"""Limits of macOS, torch, PEFT and TRL for this package: one place for them, which setup.py reads, too."""
 
 MACOS = (14, 0)  # of the wheel, its extensions and its compiled shaders
 TORCH = ("2.13", "2.14", "2.15")  # a wheel has an extension for each
@@ -6,6 +6,7 @@ MACOS_OF_TORCH = {"2.15": (15, 0)}  # where torch itself needs a newer one
 # {torch: the macOS from which on it fails, and how}
 FAILS = {"2.13": ((27, 0), "its F.linear aborts with a transposed weight in bfloat16 (pytorch#197796)")}
 PEFT = "0.21"  # whose functions transformers/adapters/peft.py wraps
+TRL = "1.16"  # one of whose functions transformers/adapters/trl.py wraps
 TENSOR_UNITS = (26, 2)  # mlx#3622
 
 

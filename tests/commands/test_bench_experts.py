@@ -45,6 +45,18 @@ def test_better_than_mixed_recipes_of_mlx_lm_in_as_many_bytes(measured):
             assert min(r[2] for r in ours) < 0.5 * row[2], name
 
 
+def test_llama_cpp_is_ahead_at_3_and_4_bits_and_behind_at_5(measured):
+    """What the page says of types with attention at 6 bits; the smallest loss in as many bytes as theirs."""
+
+    def ours(file: str) -> float:
+        size = measured[file, EACH][0]
+        return min(r[2] for (name, _), r in measured.items() if "llama" not in name and r[0] <= size)
+
+    for kind in ("IQ4_XS, attention Q6_K", "Q4_K_S, attention Q6_K", "Q3_K_M, attention Q6_K"):
+        assert measured[f"llama.cpp {kind}", EACH][2] < 0.8 * ours(f"llama.cpp {kind}"), kind
+    assert ours("llama.cpp Q5_K_M") < 0.8 * measured["llama.cpp Q5_K_M", EACH][2]
+
+
 @pytest.mark.sweep
 def test_a_small_training_goes_on_where_it_was(smollm2, tmp_path):
     """In two pieces as in one, bit for bit; and it learns: far below the loss of a guess."""

@@ -127,3 +127,113 @@ def test_an_error_that_follows_from_wrong_results_is_not_the_one_that_is_raised(
         model.generate(IDS.to("mps"), streamer=Streamer())
     with pytest.raises(IndexError, match=re.escape("a token that the model does not have")):
         model.generate(IDS.to("mps"), streamer=Streamer())
+
+
+LATE = [2, 3]  # schedules in which handlers come late, from another thread, and the newest buffer's first
+
+
+@pytest.mark.parametrize("schedule", LATE)
+def test_a_wait_hears_of_a_failure_that_is_told_late(simulated, schedule):
+    arguments = sample_arguments("rms_norm", "mps", torch.float32)
+    simulated.set_schedule(schedule)
+    for _ in range(20):
+        with simulated.failing("timeout"):
+            packet("rms_norm")(**arguments)
+            with pytest.raises(RuntimeError, match="Caused GPU Timeout Error"):
+                torch_moe_mps.synchronize()
+    torch_moe_mps.synchronize()
+
+
+def test_the_first_buffer_that_failed_is_named_whichever_is_told_first(simulated):
+    """Both fail; the second one's handler comes first."""
+    norm, reduce = (
+        sample_arguments(name, "mps", torch.float32) for name in ("rms_norm", "moe_weighted_reduce")
+    )
+    torch.ops.moe_mps._commit_every(1)
+    simulated.set_schedule(2)
+    with simulated.failing("fault", also=1):
+        packet("rms_norm")(**norm)
+        packet("moe_weighted_reduce")(**reduce)
+        with pytest.raises(RuntimeError, match="command buffer with rms_norm: Caused GPU Address Fault"):
+            torch_moe_mps.synchronize()
+        torch_moe_mps.synchronize()  # both have been raised
+
+
+@pytest.mark.parametrize("schedule", LATE)
+def test_each_buffer_of_a_prompt_that_is_told_late(simulated, model, schedule):
+    simulated.set_schedule(schedule)
+    torch.ops.moe_mps._commit_every(4)
+
+    @torch.no_grad()
+    def logits():
+        output = model(input_ids=IDS.to("mps"))
+        torch_moe_mps.synchronize()
+        return output.logits.cpu()
+
+    assert at_each_buffer(simulated, logits, logits(), step=3) > 4
+
+
+@pytest.mark.parametrize("schedule", range(4))
+def test_each_streams_users_are_told_once(simulated, schedule):
+    """What one stream computes, another may read; buffers of two streams are not taken for one another's."""
+    norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)
+    simulated.set_schedule(schedule)
+    expected = norm(**arguments).cpu()
+    with simulated.stream(1):
+        norm(**arguments)
+        torch_moe_mps.synchronize()
+    with simulated.failing("timeout"):
+        norm(**arguments)
+        for _ in range(3):  # turn by turn, in two buffers that are open
+            with simulated.stream(1):
+                norm(**arguments)
+            norm(**arguments)
+        for number in (0, 1):
+            with simulated.stream(number):
+                with pytest.raises(RuntimeError, match="Caused GPU Timeout Error"):
+                    torch_moe_mps.synchronize()
+                torch_moe_mps.synchronize()
+                assert torch.equal(norm(**arguments).cpu(), expected)
+
+
+def test_streams_commit_by_what_lies_in_their_own_buffers(simulated):
+    torch.mps.synchronize()
+    torch.ops.moe_mps._commit_every(4)
+    norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)
+    before = simulated.commits()
+    for _ in range(3):
+        norm(**arguments)
+        with simulated.stream(1):
+            norm(**arguments)
+    assert simulated.commits() == before  # six dispatches, three in each
+    norm(**arguments)
+    assert simulated.commits() == before + 1
+
+
+def test_a_buffer_that_mpsgraph_commits_takes_its_work_along(simulated):
+    """What is encoded behind it is watched anew, and named alone."""
+    norm, reduce = (
+        sample_arguments(name, "mps", torch.float32) for name in ("rms_norm", "moe_weighted_reduce")
+    )
+    for after, named in ((0, "rms_norm"), (1, "moe_weighted_reduce")):
+        with simulated.failing("fault", after):
+            packet("rms_norm")(**norm)
+            simulated.commit_unseen()
+            packet("moe_weighted_reduce")(**reduce)
+            with pytest.raises(RuntimeError, match=f"command buffer with {named}: Caused GPU"):
+                torch_moe_mps.synchronize()
+
+
+@pytest.mark.parametrize("schedule", LATE)
+def test_times_that_are_told_late(simulated, schedule):
+    """Of the tuner: a buffer whose time has not come yet has taken no time."""
+    norm, arguments = packet("rms_norm"), sample_arguments("rms_norm", "mps", torch.float32)
+    simulated.set_schedule(schedule)
+    with simulated.clocked(lambda dispatch: 0.5):
+        for _ in range(10):
+            for count in (1, 2):
+                torch.ops.moe_mps._time_buffer()
+                for _ in range(count):
+                    norm(**arguments)
+            torch.mps.synchronize()
+            assert torch.ops.moe_mps._buffer_seconds() == [0.5, 1.0]

@@ -6,6 +6,7 @@ import torch
 from support.oracles import exact
 from support.oracles_experts import dequantise
 from support.oracles_operators import checked
+from support.sweep import kernels_in_sweep
 from support.values import DTYPES, numbers
 
 from torch_moe_mps.ops.attention import attention as attend
@@ -19,8 +20,8 @@ def tensors(device, dtype, batch, heads, key_heads, tokens, keys, width, value_w
     return [t.to(device) for t in (q, k, v)]
 
 
-# Each case takes the next dtype; the sweep has all of them.
-TURNS = [0, *(pytest.param(turn, marks=pytest.mark.sweep) for turn in (1, 2))]
+# Each case takes the next dtype; kernels run in all of them in the sweep.
+TURNS = kernels_in_sweep(range(3), [0])
 
 
 def in_8_bits(device, groups, **caches):

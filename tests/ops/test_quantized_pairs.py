@@ -6,6 +6,7 @@ from support.expert_layers import ids_of_counts
 from support.oracles_experts import group_of
 from support.oracles_operators import checked
 from support.quantized_layers import FORMATS, check_layer, each, place, random_quantized
+from support.sweep import kernels_in_sweep
 from support.values import DTYPES, random
 
 pytestmark = pytest.mark.of_kernels
@@ -42,8 +43,8 @@ MANY_BLOCKS = (1, 2, 4, 5, 8, 9, 33, 0, 1, 3, 7, 17, 1, 3, 6, 12, 0, 1, 1, 5)
     ("bits", "group", "dtype"),
     [
         (4, 64, torch.half),
-        pytest.param(4, 32, torch.bfloat16, marks=pytest.mark.sweep),
-        pytest.param(8, 64, torch.half, marks=pytest.mark.sweep),
+        pytest.param(4, 32, torch.bfloat16, marks=pytest.mark.kernels_in_sweep),
+        pytest.param(8, 64, torch.half, marks=pytest.mark.kernels_in_sweep),
     ],
 )
 @pytest.mark.parametrize("counts", [MANY_BLOCKS, (2, 1, 1, 0, 0) * 8], ids=["experts", "pairs"])
@@ -95,7 +96,7 @@ FEW_COUNTS = (
 
 
 @pytest.mark.parametrize("counts", FEW_COUNTS, ids=str)
-@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("bits", kernels_in_sweep((4, 8), [4]))
 def test_simdgroups_share_few_experts(device, bits, counts):
     """Rows of one step, of fewer steps than simdgroups of an expert, and of more, the last one not full."""
     for i, (group, groups) in enumerate([(32, 1), (64, 3), (128, 7), (64, 37)]):
@@ -109,7 +110,7 @@ TURNS_COUNTS = ((1, 2) * 13, (9, 1, 0) * 6, (9, 1, 1, 0) * 6 + (1,) * 13, (9,) *
 
 
 @pytest.mark.parametrize("counts", TURNS_COUNTS, ids=lambda counts: f"{len(counts)}-{sum(counts)}")
-@pytest.mark.parametrize("bits", [4, pytest.param(8, marks=pytest.mark.sweep)])
+@pytest.mark.parametrize("bits", kernels_in_sweep((4, 8), [4]))
 def test_simdgroups_take_experts_in_turn(device, bits, counts):
     for i, (group, groups) in enumerate([(32, 3), (64, 5), (128, 1)]):
         check_counts(device, counts, f"affine{bits}_{group}", groups, i)

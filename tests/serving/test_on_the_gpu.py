@@ -14,10 +14,16 @@ import torch_moe_mps
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
 
 # {architecture: its prompts}: windows and sinks, latents, recurrent states.
 PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    monkeypatch.setenv(calls.SWITCH, "1")
 
 
 class Asked(Job):

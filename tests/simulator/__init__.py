@@ -10,6 +10,8 @@
     with counters() as dispatches:  dispatches: what each dispatch read, wrote and waited for
     with failing(kind, after):      a command buffer fails, as where macOS stops it
     commits()                       how often the stream was committed
+    commit_unseen()                 ends its command buffer as MPSGraph may
+    with stream(number):            the thread's stream is another one
     set_schedule(seed)              order of threads and threadgroups; 0 is ascending
     with pipeline_limit(threads):   pipelines that allow fewer threads a threadgroup
     shader_library(source)          any MSL text, to run its kernels without PyTorch's stream
@@ -22,6 +24,7 @@ from .build_device import extension, load
 from .errors import SimulatorError
 from .runtime import (
     clocked,
+    commit_unseen,
     commits,
     counters,
     dropped,
@@ -38,6 +41,7 @@ from .runtime import (
     residency_requests,
     residency_sets,
     set_schedule,
+    stream,
     trace,
 )
 from .shaderlib import DispatchCounters, shader_library
@@ -46,6 +50,7 @@ __all__ = [
     "DispatchCounters",
     "SimulatorError",
     "clocked",
+    "commit_unseen",
     "commits",
     "counters",
     "dropped",
@@ -65,5 +70,6 @@ __all__ = [
     "residency_sets",
     "set_schedule",
     "shader_library",
+    "stream",
     "trace",
 ]

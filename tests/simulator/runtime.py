@@ -38,8 +38,9 @@ def _runtime() -> ctypes.CDLL:
     library.simulator_set_heap_limit.argtypes = [ctypes.c_size_t]
     library.simulator_is_resident.argtypes = [ctypes.c_void_p]
     library.simulator_commits.restype = ctypes.c_uint64
-    library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int]
+    library.simulator_fail_buffer.argtypes = [ctypes.c_uint64, ctypes.c_int, ctypes.c_uint64]
     library.simulator_advance_clock.argtypes = [ctypes.c_double]
+    library.simulator_use_stream.argtypes = [ctypes.c_int64]
     library.simulator_live_buffers.restype = ctypes.c_size_t
     library.simulator_live_objects.restype = ctypes.c_long
     return library
@@ -82,8 +83,29 @@ def _restore(storage, location: str):
     return source.to("mps").untyped_storage()
 
 
+@contextlib.contextmanager
+def stream(number: int) -> Iterator[None]:
+    """The current stream of this thread is another one of torch's: with a queue and command buffers of its
+    own. 0 is the default one, which threads have in common.
+    """
+    _runtime().simulator_use_stream(number)
+    try:
+        yield
+    finally:
+        _runtime().simulator_use_stream(0)
+
+
+def commit_unseen() -> None:
+    """End the command buffer of the current stream as MPSGraph does within a graph: no host code is told."""
+    _runtime().simulator_commit_unseen()
+
+
 def set_schedule(seed: int) -> None:
-    """Choose the order of threads and threadgroups; 0 is ascending. Commands recorded so far run before."""
+    """Choose the order of threads and threadgroups; 0 is ascending. Commands recorded so far run before.
+
+    With an odd one, what is committed runs at once. With the last two of four, completed handlers are called
+    late, by another thread, and the newest command buffer's first.
+    """
     torch.mps.synchronize()
     shaderlib.schedule = seed
     _runtime().simulator_set_schedule(seed)
@@ -132,20 +154,20 @@ class Failure:
 
 
 @contextlib.contextmanager
-def failing(kind: str, after: int = 0) -> Iterator[Failure]:
-    """Behind `after` command buffers one fails: none of its commands runs, its status is an
-    error ("timeout", "fault" or "memory"), and its completed handlers are called. Nobody else is told, as on
-    a Mac: what reads its results gets what was in memory.
+def failing(kind: str, after: int = 0, also: int = 0) -> Iterator[Failure]:
+    """Behind `after` command buffers one fails, and `also` so many that follow: none of its commands runs,
+    its status is an error ("timeout", "fault" or "memory"), and its handlers are called. Nobody else is
+    told, as on a Mac: what reads its results gets what was in memory.
     """
     torch.mps.synchronize()
-    _runtime().simulator_fail_buffer(after, FAILURES[kind])
+    _runtime().simulator_fail_buffer(after, FAILURES[kind], 1 + also)
     failure = Failure()
     try:
         yield failure
         torch.mps.synchronize()
     finally:
         failure.happened = bool(_runtime().simulator_has_failed())
-        _runtime().simulator_fail_buffer(0, 0)
+        _runtime().simulator_fail_buffer(0, 0, 0)
 
 
 def reset() -> None:

@@ -7,6 +7,7 @@ import pytest
 import torch
 from measured.apple import __main__ as command
 from measured.apple import cases, layers, mlx
+from measured.apple import tokens as of_tokens
 from measured.cases import formats, mlx_dense, mlx_quantized
 from measured.cases import mlx as launches
 from measured.cases.formats import DENSE
@@ -291,3 +292,20 @@ def test_weights_that_are_touched_are_counted_once(simulated):
                 assert row.measurement.counts.distinct_bytes == pytest.approx(
                     row.measurement.work.dram_bytes, rel=0.02
                 )
+
+
+def test_tokens_by_hand():
+    """Weights at the read rate, experts at 0.75 to 0.60 of it, and 3 to 6 us a launch; docs have the rows."""
+    gpu, (token, dense) = apple.GPUS["M1 Max"], of_tokens.TOKENS
+    rate = 409.6e9 * 0.80
+    assert token.bytes_ms(gpu) == pytest.approx(1.73e9 / rate * 1e3)
+    least = 293 * 3e-3 + (0.71e9 + 1.02e9 / 0.75) / rate * 1e3
+    most = 293 * 6e-3 + (0.71e9 + 1.02e9 / 0.60) / rate * 1e3
+    assert (token.ms(gpu, 3, 0.75), token.ms(gpu, 6, 0.60)) == pytest.approx((least, most))
+    assert dense.ms(gpu, 3, 0.60) == dense.ms(gpu, 3, 1.0)  # without experts
+    rows = [*of_tokens.table([gpu, apple.GPUS["M4 Max"]])]
+    page = (REPOSITORY / "docs" / "speed.md").read_text()
+    assert [row for row in rows if row.startswith("|") and row not in page] == []
+    (omlx, *_, prompt) = of_tokens.PUBLISHED
+    assert omlx.reach == pytest.approx(2.77 * 84.5 / (819.2 * 0.86))
+    assert prompt.prompt_on(gpu) == pytest.approx(2045 * 32 * 1.296 / (76 * 1.398))

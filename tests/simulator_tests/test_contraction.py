@@ -19,8 +19,10 @@ PROBED = """
 
 
 def test_contraction_is_a_choice_of_the_simulator():
-    assert python(PROBED).strip() == "{'contracted': False}"
-    assert python(PROBED, **CONTRACTED).strip() == "{'contracted': True}"
+    """Within a statement: what lies in two is rounded twice in either."""
+    apart = "'across_statements': False"
+    assert python(PROBED).strip() == f"{{'within_a_statement': False, {apart}}}"
+    assert python(PROBED, **CONTRACTED).strip() == f"{{'within_a_statement': True, {apart}}}"
 
 
 @pytest.mark.sweep

@@ -11,6 +11,8 @@
 | a text, a table, pinned values | tests that name it, itself or in a module of `tests/` that they import |
 | the simulator, requirements and settings | all |
 
+Where only sources and families of operators differ, cases of other operators are left out (`--operators`).
+
 A door is a module that gathers what others declare (a package's `__init__`, `accelerate`, `install`): nearly
 every test of models goes through one, so that all would depend on all. `scripts/test` runs every test.
 """
@@ -20,8 +22,10 @@ import functools
 import re
 import subprocess
 import sys
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "torch_moe_mps"
@@ -170,14 +174,78 @@ def of_source(path: Path) -> set[Path]:
     tests = {TESTS / "simulator_tests" / "test_strict.py"}
     if path.is_relative_to(PACKAGE / "csrc"):
         tests = {TESTS / "host" / name for name in ("test_traces.py", "test_macos.py")}
-    sources = including(path)
-    # All host code includes the parameters of all shaders.
-    shaders = {source for source in sources if source.suffix == ".metal"}
-    for stem in {source.stem for source in shaders or sources}:
-        families = [family for family in operators() if f"{stem}_".startswith(f"{family}_")]
+    for stem, families in families_of(path).items():
         named = set().union(*map(of_family, families or [stem]))
         tests |= named or tests_in(TESTS / "ops") | tests_in(TESTS / "host")  # what all operators share
     return tests
+
+
+def families_of(path: Path) -> dict[str, list[str]]:
+    """{name of a source that is a file or includes it: its families of operators}"""
+    sources = including(path)
+    # All host code includes the parameters of all shaders.
+    shaders = {source for source in sources if source.suffix == ".metal"}
+    stems = {source.stem for source in shaders or sources}
+    return {stem: [name for name in operators() if f"{stem}_".startswith(f"{name}_")] for stem in stems}
+
+
+@functools.cache
+def kernels_of_operators() -> dict[str, set[str]]:
+    """{operator: the kernels that it launches}, as tests/host/test_traces.py pins them."""
+    kernels: dict[str, set[str]] = defaultdict(set)
+    for path in (TESTS / "host" / "pinned").glob("traces_*.txt"):
+        operator = ""
+        for line in path.read_text().splitlines():
+            if heading := re.match(r"(\w+): ", line):
+                operator = heading[1]
+            elif launch := re.match(r"  (\w+) grid", line):
+                kernels[operator].add(launch[1])
+    return kernels
+
+
+def launching(shader: Path) -> set[str]:
+    """The operators that launch a kernel of a shader, or of a header that it includes."""
+    inside, ahead = set(), {shader}
+    while ahead:
+        inside |= ahead
+        ahead = {other for path in ahead for other in includes().get(path, ())} - inside
+    text = "".join(map(read, inside & includes().keys()))
+    names = tuple(re.findall(r'\bINSTANTIATE\w*\(\s*"(\w+)', text))
+    return {
+        name for name, kernels in kernels_of_operators().items() if any(k.startswith(names) for k in kernels)
+    }
+
+
+def operators_of(path: Path) -> set[str]:
+    """The operators whose kernels, host code or reference have a file; none if it may be any."""
+    if path.is_relative_to(PACKAGE / "shaders") and path.suffix in SOURCES:
+        shaders = [source for source in including(path) if source.suffix == ".metal"]
+        found = [launching(shader) for shader in shaders]
+        return set().union(*found) if all(found) else set()
+    if path.is_relative_to(PACKAGE / "csrc"):
+        sources = {path} | including(path.with_suffix(".h"))
+        families = [families_of(source)[source.stem] for source in sources if source.suffix == ".mm"]
+    elif path.parent == PACKAGE / "ops":
+        using = {path} | {
+            other for other in graph() if other.parent == path.parent and path in graph()[other]
+        }
+        families = [[other.stem] if other.stem in operators() else [] for other in using]
+    else:
+        return set()
+    return set().union(*(operators()[name] for some in families for name in some)) if all(families) else set()
+
+
+def only_operators(paths: list[Path]) -> set[str]:
+    """The operators that files belong to; none where one of them may belong to any."""
+    found = [operators_of(path) for path in paths if path.suffix != ".md"]
+    return set().union(*found) if all(found) else set()
+
+
+def of_other_operators(item: Any, names: set[str]) -> bool:
+    """Whether a test is a case of an operator, and of none of these."""
+    values = item.callspec.params.values() if hasattr(item, "callspec") else ()
+    cases = {value for value in values if isinstance(value, str)} & set().union(*operators().values())
+    return bool(cases) and not cases & names
 
 
 def room(path: Path) -> set[Path]:
@@ -228,8 +296,11 @@ def changed() -> list[Path]:
 
 
 def main() -> None:
-    """Prints the tests, a line each."""
-    tests = {test for path in changed() for test in dependents(path) if test.exists()}
+    """Prints the tests, a line each, behind an option of pytest if cases of other operators are left out."""
+    paths = changed()
+    tests = {test for path in paths for test in dependents(path) if test.exists()}
+    if names := only_operators(paths):
+        print(f"--operators={','.join(sorted(names))}")
     for test in sorted(tests | ({TESTS / "test_layout.py"} if tests else set())):
         print(test.relative_to(REPOSITORY))
 

@@ -131,13 +131,12 @@ def _usual(architecture: str, first: str, second: str, third: str, up: str):
     if moe:
         keys |= {"expert_count": EXPERTS, "expert_used_count": 2, "expert_feed_forward_length": HIDDEN}
         keys |= {"attention.key_length": WIDTH, "attention.value_length": WIDTH}
-    inner = 768 if moe else HIDDEN  # transformers takes it for the size of Qwen3-MoE's experts
     for layer in range(LAYERS):
         matrices |= _attention(layer, first, second, third, HIDDEN, moe)
         if architecture == "qwen2":
             biased = [f"blk.{layer}.attn_{name}" for name in "qkv"]
             matrices |= {f"{name}.bias": (matrices[f"{name}.weight"][0][:1], "f32") for name in biased}
-        matrices |= _feed_forward(layer, inner, moe, first, second, up)
+        matrices |= _feed_forward(layer, HIDDEN, moe, first, second, up)
         matrices |= _norms(layer, "ffn_norm")
     return keys, matrices
 

@@ -1,9 +1,10 @@
 """Tests that are not run again while nothing has changed that they depend on.
 
-What the cost model says of our kernels, their translation to CUDA, the host code for macOS, the branches that
-calls take and the simulator's own tests are functions of files alone. With `--kept`, as in `scripts/test`, a
-test that passed is kept by a digest of its name, those files, the compilers, the installed packages and the
-variables that say how to build; it runs again once one of them differs. What failed is never kept.
+Operators and their kernels, what the cost model says of these, their translation to CUDA, the host code, the
+branches that calls take, models in this process and the simulator's own tests are functions of files alone.
+With `--kept`, as in `scripts/test`, a test that passed is kept by a digest of its name, those files (of tests
+its own), the compilers, the installed packages and the variables that say how to build; it runs again once
+one of them differs. What failed is never kept.
 """
 
 import functools
@@ -31,16 +32,36 @@ KEPT = {
     "tests/simulator/tests/": ("tests/simulator", "tests/conftest.py", "tests/support/simulated.py"),
     "tests/simulator_tests/test_apple": KERNELS,
     "tests/simulator_tests/test_cuda": KERNELS,
+    "tests/simulator_tests/test_registers": KERNELS,
     "tests/simulator_tests/test_strict": KERNELS,
     "tests/selfcheck/test_branches.py": (*EVERY_TEST, *OPERATORS, "tests/selfcheck"),
     "tests/host/test_macos.py": (
         *(*EVERY_TEST, "tests/host", "scripts/macos.py", "torch_moe_mps/_versions.py"),
         *("torch_moe_mps/csrc", "torch_moe_mps/shaders"),
     ),
+    **{
+        f"tests/host/test_{name}.py": (*EVERY_TEST, *OPERATORS, "tests/host")
+        for name in ("compiled", "extension", "traces", "traffic")
+    },
+    "tests/ops/": (*EVERY_TEST, *OPERATORS, "tests/ops"),
+    "tests/quantization/": (*EVERY_TEST, *OPERATORS, "tests/quantization"),
+    # Models reach all rooms of the package, by `torch_moe_mps/__init__.py`.
+    "tests/transformers/": (
+        *(*EVERY_TEST, "torch_moe_mps", "torch_moe_mps_autoload.py", "tests/transformers"),
+        *("tests/measured", "docs/mlx.md"),
+    ),
 }
+# Those of them that depend on more, or that draw other numbers in each run.
+RUN_EACH_TIME = (
+    *("tests/ops/test_decoded.py", "tests/ops/test_documentation.py", "tests/ops/test_router_logits.py"),
+    "tests/ops/test_routing.py::test_ties_of_any_shape_on_cpu",
+    "tests/quantization/test_gguf.py::test_the_table_in_the_documentation",
+    "tests/transformers/models/test_stress.py",  # threads meet in another order each time
+)
 _STARTED = "MOE_MPS_TESTS_STARTED"  # of the whole run: all its processes then keep the same tests
 
 
+@functools.cache
 def files(patterns: tuple[str, ...], root: Path = REPOSITORY) -> list[Path]:
     """The files of folders, and those that patterns match."""
     matching = {path for pattern in patterns for path in root.glob(pattern)}
@@ -49,10 +70,21 @@ def files(patterns: tuple[str, ...], root: Path = REPOSITORY) -> list[Path]:
 
 
 @functools.cache
-def contents(patterns: tuple[str, ...], root: Path = REPOSITORY) -> str:
-    """A digest of the names and the bytes of files."""
-    parts = [(str(path.relative_to(root)), path.read_bytes()) for path in files(patterns, root)]
-    return build.digest(*(part for pair in parts for part in pair))
+def _part(path: Path, root: Path) -> str:
+    return build.digest(path.relative_to(root), path.read_bytes())
+
+
+@functools.cache
+def contents(patterns: tuple[str, ...], test: str, root: Path = REPOSITORY) -> str:
+    """A digest of the names and the bytes of files: of files of tests, that of `test` alone."""
+    counted = [path for path in files(patterns, root) if not path.match("test_*.py") or path == root / test]
+    return build.digest(*(_part(path, root) for path in counted))
+
+
+def forget() -> None:
+    """Files are read again."""
+    for known in (files, _part, contents):
+        known.cache_clear()
 
 
 def environment() -> str:
@@ -76,9 +108,11 @@ class Kept:
     def record(self, test: str) -> Path | None:
         """The file that says that a test has passed; None where it has to run each time."""
         patterns = next((KEPT[prefix] for prefix in KEPT if test.startswith(prefix)), None)
-        if patterns is None:
+        if patterns is None or test.startswith(RUN_EACH_TIME):
             return None
-        return build.cache_directory("passed") / build.digest(test, contents(patterns), self.environment)
+        return build.cache_directory("passed") / build.digest(
+            test, contents(patterns, test.partition("::")[0]), self.environment
+        )
 
     def is_kept(self, test: str) -> bool:
         record = self.record(test)
@@ -103,7 +137,7 @@ class Kept:
             session.config.workeroutput["kept"] = self.count
         passed = [test for test, outcomes in self.outcomes.items() if outcomes == {"passed"}]
         before = {test: self.record(test) for test in passed}
-        contents.cache_clear()
+        forget()
         for test, record in before.items():
             if record is not None and record == self.record(test):
                 record.touch()

@@ -9,6 +9,7 @@ from .dependents import PACKAGE, REPOSITORY, name_of
 FLOORS = (
     "_versions",
     "_text",
+    "_svg",
     "_extension",
     "_faults",
     "macs",
@@ -26,6 +27,7 @@ FLOORS = (
     "transformers",
     "pipeline",
     "serving",
+    "training",
     "commands",
     "_registration",
     "__main__",

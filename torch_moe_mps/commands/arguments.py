@@ -36,7 +36,18 @@ def parser() -> argparse.ArgumentParser:
     whole = _Parser("torch-moe-mps", description=DESCRIPTION, epilog=EPILOG)
     whole.add_argument("--version", action="version", version=f"torch-moe-mps {__version__}")
     commands = whole.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for add_options in (_check, _report, _convert, _perplexity, _fit, _bench, _chat, _generate, _serve):
+    for add_options in (
+        _check,
+        _report,
+        _convert,
+        _perplexity,
+        _fit,
+        _bench,
+        _chat,
+        _generate,
+        _serve,
+        _finetune,
+    ):
         does, _, more = (add_options.__doc__ or "").partition("\n\n")
         command = commands.add_parser(
             add_options.__name__.removeprefix("_"),
@@ -443,3 +454,52 @@ def _serve(command: argparse.ArgumentParser) -> None:
     add(
         "--log-level", choices=levels, default="info", help="what is logged; info: a line each request (info)"
     )
+
+
+def _finetune(command: argparse.ArgumentParser) -> None:
+    """Train a LoRA adapter on a model, whose weights stay quantised.
+
+    Each line of DATA is a JSON object with "messages" (of "role" and "content"), "prompt" and "completion",
+    or "text". The loss is on answers and completions, and on all of a text. Memory and parameters are
+    printed before weights are loaded, and what does not fit is refused. Ctrl-C ends with a checkpoint. The
+    other commands take the folder as --adapter.
+
+    examples:
+      torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --output adapter
+      torch-moe-mps finetune Qwen/Qwen3-30B-A3B chats.jsonl --bits 4 --dry-run   # only what it would take
+      torch-moe-mps finetune qwen3-4bit chats.jsonl --output adapter --resume    # behind its last checkpoint
+      torch-moe-mps finetune qwen3-4bit chats.jsonl --expert-rank 0              # a small adapter
+    """
+    add = command.add_argument
+    _add(command, "model")
+    add("data", metavar="DATA", help="file with a JSON object in each line")
+    add(
+        "--output", default="adapter", metavar="DIR", help="folder to write; a new one, or --resume (adapter)"
+    )
+    add("--resume", action="store_true", help="go on behind the last checkpoint in DIR")
+    add("--dry-run", action="store_true", help="print parameters and memory, and train nothing")
+    add("--rank", type=int, default=16, metavar="R", help="of linear layers (16)")
+    add("--expert-rank", type=int, default=4, metavar="R", help="of each expert; 0 leaves experts out (4)")
+    add(
+        "--targets",
+        type=lambda text: text.split(","),
+        metavar="NAMES",
+        help="linear layers with an adapter, such as q_proj,v_proj (all but the head)",
+    )
+    add("--batch", type=int, default=4, metavar="N", help="lines of a step (4)")
+    add("--epochs", type=float, default=3, metavar="N", help="how often each line is read (3)")
+    add("--steps", type=int, metavar="N", help="in place of --epochs")
+    add("--learning-rate", type=float, default=2e-4, metavar="X", help="its highest (2e-4)")
+    add(
+        "--max-length",
+        type=int,
+        default=2048,
+        metavar="N",
+        help="tokens of a line, the others are cut (2048)",
+    )
+    held = "lines that only measure the loss, before and after (a tenth, 100 at most)"
+    add("--held-out", type=int, metavar="N", help=held)
+    add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
+    add("--seed", type=int, default=0, help="of the order of lines and the first weights (0)")
+    _add(command, "--bits", "--group-size", "--device", "--dtype", *_FROM_THE_HUB)
+    command.set_defaults(shares=None, kv_bits=16)  # it is for one process, without a cache

@@ -1,5 +1,6 @@
-"""The model card of a converted checkpoint."""
+"""The cards of a converted checkpoint and of an adapter."""
 
+import argparse
 import json
 import os
 import shlex
@@ -9,6 +10,7 @@ from typing import Any
 from huggingface_hub import ModelCard, ModelCardData
 
 from .. import __version__
+from .._text import split_gguf
 from ..transformers.checkpoints.layouts.own.config import is_ours
 
 CARD = "README.md"
@@ -63,6 +65,54 @@ The weights{of}, written by `torch-moe-mps convert` {__version__}.
 
 {use}
 {errors}"""
+
+
+def adapter_card(
+    name: str, options: argparse.Namespace, about: dict[str, Any], examples: int, tokens: int
+) -> str:
+    """README.md of a folder called `name` with an adapter.
+
+    Args:
+        options: of the command that trained it.
+        about: what it kept: the curve, and the loss of held-out lines before and after.
+        examples, tokens: that it was trained on.
+    """
+    is_here = Path(options.model).exists()
+    model = Path(options.model).name if is_here else options.model  # no folder of this machine is named
+    of_the_hub = {} if is_here else {"base_model": split_gguf(options.model)[0]}
+    data = ModelCardData(library_name="peft", tags=["lora", _TAG], **of_the_hub)
+    bits = "" if options.bits is None else f" --bits {options.bits}"
+    use = f"torch-moe-mps generate {shlex.quote(model)}{bits} --adapter {shlex.quote(name)} -p ..."
+    rows = [
+        ("data", f"{Path(options.data).name}: {examples} lines, {tokens:,} tokens"),
+        ("rank", f"{options.rank}, of experts {options.expert_rank}"),
+        (
+            "steps",
+            f"{about['curve'][-1]['step']} of {options.batch} lines, learning rate {options.learning_rate:g}",
+        ),
+        ("loss of training, last", f"{about['curve'][-1]['loss']:.4f}"),
+    ]
+    if "after" in about:
+        rows.append(("loss of held-out lines", f"{about['before']:.4f} before, {about['after']:.4f} after"))
+    table = "\n".join(f"| {what} | {value} |" for what, value in rows)
+    return f"""---
+{data.to_yaml()}
+---
+
+# {name}
+
+A LoRA adapter for {model}, trained by `torch-moe-mps finetune` {__version__}.
+
+```
+{use}
+```
+
+| | |
+| --- | --- |
+{table}
+
+![Loss of training](loss.svg)
+"""
 
 
 def keep_figures(folder: str, about: str, figures: str) -> None:

@@ -9,6 +9,8 @@ import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from functools import partial
+from itertools import pairwise
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +27,10 @@ SIMDGROUPS = THREADS // 32
 CHAINS = 8  # kProbeChains of probe.metal
 FMAS = 8 * CHAINS  # of a step
 MATRIX = 8 * 8 * 8  # multiply-adds of two matrices
+LIVE = (64, 80, 88, 96, 104, 112, 120, 128)  # numbers that threads of probe_live hold
+STRIDES = (1, 2, 4, 8, 16, 32, 33)  # floats between lanes, up to kProbeMostStride
+# Threads, tiles and the values of a step of probe_fragments.
+FRAGMENT_THREADS, TILES, ROWS, DEPTH = 128, 16, 32, 32
 TINY = 2.0**-127  # a subnormal number in single precision
 
 
@@ -38,6 +44,11 @@ class Sizes(NamedTuple):
     groups: int = 1024
     fma_steps: int = 8000
     matrix_steps: int = 4000
+    live_steps: int = 1000
+    bank_steps: int = 4000
+    fragment_steps: int = 64
+    queued: int = 40  # buffers
+    sustained: float = 5.0  # seconds
     repeats: int = 5
 
 
@@ -86,11 +97,25 @@ def matrix_layout(sizes: Sizes) -> dict[str, Any]:
 
 
 def contraction(sizes: Sizes) -> dict[str, bool]:
-    """Whether a * b + c is rounded once, as Apple's compiler has it under safe math, too (Sarek#315)."""
+    """Whether a * b + c is rounded once, as Apple's compiler has it under safe math, too (Sarek#315): in one
+    statement, and where the product has a name of its own."""
     a = torch.tensor([1 + 2.0**-12]).to("mps")
-    out = torch.empty(1, device="mps")
+    out = torch.empty(2, device="mps")
     _run("probe_contraction", [a, a, torch.tensor([-1 - 2.0**-11]).to("mps"), out], groups=1, threads=1)
-    return {"contracted": out.item() != 0.0}
+    within, across = (out.cpu() != 0.0).tolist()
+    return {"within_a_statement": within, "across_statements": across}
+
+
+def nan_rules(sizes: Sizes) -> dict[str, Any]:
+    """Results of operations on a NaN and a 1, "nan" where one is none."""
+    out = torch.zeros(9, dtype=torch.int32, device="mps")
+    _run("probe_nan", [torch.tensor([math.nan, 1.0]).to("mps"), out], groups=1, threads=32)
+    isnan, compares, as_uint, as_int, *results = out.cpu().tolist()
+    names = ("max_of_nan_and_1", "max_of_1_and_nan", "clamp_to_0_and_1", "simd_max", "simd_min")
+    numbers = torch.tensor(results, dtype=torch.int32).view(torch.float32).tolist()
+    found: dict[str, Any] = {"isnan": bool(isnan), "compares": bool(compares)}
+    found |= {"as_uint": as_uint % 2**32, "as_int": as_int}
+    return found | {n: "nan" if math.isnan(x) else x for n, x in zip(names, numbers, strict=True)}
 
 
 def subnormals(sizes: Sizes) -> dict[str, bool]:
@@ -161,6 +186,34 @@ def dispatches(sizes: Sizes) -> dict[str, Any]:
     return found
 
 
+def told(sizes: Sizes) -> dict[str, float]:
+    """Microseconds, medians: without work between buffers that wait in the queue; and until Metal tells of a
+    buffer that the host waits for, from the end of the wait (below 0: before it), and from the GPU's end."""
+    x, out = torch.tensor([0.5, 1.0]).to("mps"), torch.empty(sizes.groups * THREADS, device="mps")
+
+    def moments(count: int) -> list[tuple[float, ...]]:
+        with no_commits():
+            for _ in range(count):
+                torch.ops.moe_mps._time_buffer()
+                _run("probe_fma", [x, out], sizes.groups, steps=max(1, sizes.fma_steps // 8))
+        torch.mps.synchronize()
+        waited = time.perf_counter()
+        flat = torch.ops.moe_mps._buffer_moments()
+        return [(*flat[i : i + 3], waited) for i in range(0, len(flat), 3)]
+
+    moments(2)
+    queued = moments(sizes.queued)
+    alone = [moments(1)[0] for _ in range(4 * sizes.repeats)]
+    found = {
+        "between_buffers": median(after[0] - before[1] for before, after in pairwise(queued)),
+        "behind_wait": median(told - waited for *_, told, waited in alone),
+    }
+    behind = median(told - end for _, end, told, _ in alone)
+    if 0 <= behind < 1:  # where the GPU's clock is the host's
+        found["behind_end"] = behind
+    return {name: _digits(seconds * 1e6) for name, seconds in found.items()}
+
+
 def wake(sizes: Sizes) -> float:
     """From a commit of one empty dispatch until the host goes on."""
     counter = torch.zeros(1, dtype=torch.int32, device="mps")
@@ -196,6 +249,66 @@ def matrix_rates(sizes: Sizes) -> dict[str, float]:
         run = partial(_run, f"probe_matrix_{name}", [x, out], sizes.groups, steps=sizes.matrix_steps)
         found[name] = _digits(work / _best(run, sizes.repeats) / 1e12)
     return found
+
+
+def live_numbers(sizes: Sizes) -> dict[str, dict[str, float]]:
+    """By the numbers that a thread needs all the time: 10^12 multiply-adds a second, and the threads that a
+    threadgroup may have. Above the registers that a thread can get, the first falls."""
+    x, allowed = torch.tensor([0.5, 1.0]).to("mps"), {}
+    for line in torch.ops.moe_mps._pipelines("probe_f32"):
+        name, most, *_ = line.split()
+        allowed[name] = int(most)
+    found = {}
+    for count in LIVE:
+        threads = min(THREADS, allowed[f"probe_live{count}_f32"])
+        out = torch.empty(sizes.groups * threads, device="mps")
+        run = partial(_run, f"probe_live{count}", [x, out], sizes.groups, threads, sizes.live_steps)
+        work = sizes.groups * threads * sizes.live_steps * count
+        found[str(count)] = {
+            "tmacs": _digits(work / _best(run, sizes.repeats) / 1e12),
+            "threads": allowed[f"probe_live{count}_f32"],
+        }
+    return found
+
+
+def banks(sizes: Sizes) -> dict[str, float]:
+    """Time of reads of threadgroup memory by the floats between neighbouring lanes, over that of 1."""
+    out, seconds = torch.empty(sizes.groups * THREADS, device="mps"), {}
+    for stride in STRIDES:
+        of_lanes = torch.tensor([stride], dtype=torch.int32).to("mps")
+        run = partial(_run, "probe_banks", [of_lanes, out], sizes.groups, steps=sizes.bank_steps)
+        seconds[str(stride)] = _best(run, sizes.repeats)
+    return {stride: _digits(each / seconds["1"]) for stride, each in seconds.items()}
+
+
+def fragments(sizes: Sizes) -> dict[str, float]:
+    """10^12 multiply-adds a second of 4 simdgroups with the same weights: each simdgroup reads its fragments
+    from memory (direct), or the threadgroup reads them once (staged)."""
+    weights = torch.ones(TILES * ROWS * DEPTH * sizes.fragment_steps, dtype=torch.float16, device="mps")
+    simdgroups = FRAGMENT_THREADS // 32
+    out, found = torch.empty(sizes.groups * simdgroups * ROWS * 8, device="mps"), {}
+    work = sizes.groups * simdgroups * sizes.fragment_steps * ROWS * DEPTH * 8
+    for name in ("direct", "staged"):
+        kernel, times = f"probe_fragments_{name}", 20
+        run = partial(_run, kernel, [weights, out], sizes.groups, FRAGMENT_THREADS, sizes.fragment_steps)
+        found[name] = _digits(work * times / _best(partial(run, times), sizes.repeats) / 1e12)
+    return found
+
+
+def sustained(sizes: Sizes) -> dict[str, float]:
+    """10^12 multiply-adds a second at first, and after some seconds of work without a pause: the second is
+    lower where power or heat limits the clock. `power_mode` and `low_power_mode` of the machine belong to it.
+    """
+    x, out = torch.tensor([0.5, 1.0]).to("mps"), torch.empty(sizes.groups * THREADS, device="mps")
+    run = partial(_run, "probe_fma", [x, out], sizes.groups, steps=sizes.fma_steps)
+    work = sizes.groups * THREADS * sizes.fma_steps * FMAS / 1e12
+    _seconds(run)
+    end = time.monotonic() + sizes.sustained
+    rates: list[float] = []
+    while time.monotonic() < end or len(rates) < 2:
+        rates.append(work / _seconds(run))
+    few = max(1, len(rates) // 10)
+    return {"first": _digits(median(rates[:few])), "last": _digits(median(rates[-few:]))}
 
 
 def after_idle(sizes: Sizes) -> dict[str, float]:
@@ -263,14 +376,20 @@ def _digits(value: float) -> float:
 PARTS: dict[str, Callable[[Sizes], Any]] = {
     "matrix_layout": matrix_layout,
     "contraction": contraction,
+    "nan": nan_rules,
     "subnormals": subnormals,
     "bfloat_rounding": bfloat_rounding,
     "in_place": in_place,
     "indirect_grid": indirect_grid,
     "dispatch_us": dispatches,
     "wake_us": wake,
+    "told_us": told,
     "read_gbs": reads,
     "fma_tmacs": fma_rate,
     "matrix_tmacs": matrix_rates,
+    "live_numbers": live_numbers,
+    "bank_conflicts": banks,
+    "fragments_tmacs": fragments,
+    "sustained_tmacs": sustained,
     "first_read_after_idle_ms": after_idle,
 }

@@ -154,8 +154,10 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
     if _is_of_transformers(model):
         from .caches.cache import grow_caches_in_place
         from .capture.calls import capture_calls, operators_of_calls, tokens_of
+        from .modules.loss import chunk_losses
 
         grow_caches_in_place(model, kv_bits)
+        chunk_losses(model)
         capture_calls(model, capture)
         report.capture = tokens_of(model)
         report.beside = operators_of_calls(model)
@@ -182,8 +184,10 @@ def restore(model: nn.Module) -> nn.Module:
     if _is_of_transformers(model):
         from .caches.cache import restore_cache
         from .capture.calls import restore_calls
+        from .modules.loss import restore_losses
 
         restore_calls(model)
+        restore_losses(model)
         for module in model.modules():
             restore_cache(module)
     for module in model.modules():

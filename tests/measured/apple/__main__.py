@@ -20,9 +20,9 @@ simdgroup executes is counted at published costs (--facts), with bytes and live 
 come from the headers of the installed wheel and are launched as MLX would.
 
 It is not: a measurement. It knows nothing of spilling, of Apple's order of instructions, of the start and end
-of a dispatch, of caches between threadgroups. Against published measurements of MLX's kernels of 100 us and
-more it is within 0.75 and 1.25, but for one (--published). Under 15 % is a tie. Dispatches under 50 us are
-not predicted. Read slots and bounds first.
+of a dispatch, of caches between threadgroups. Times are lower bounds. Against published measurements of MLX's
+kernels of 100 us and more it is within 0.75 and 1.25, but for one (--published). Under 15 % is a tie.
+Dispatches under 50 us are not predicted. Read slots and bounds first.
 
 columns
   slots/MAC   issue slots of a lane for each multiply-add: on the M1 and M2, and from the M3 on (bfloat16
@@ -30,7 +30,10 @@ columns
   lanes       the part of lanes that take part in what their simdgroup executes
   regs        32-bit registers that a thread needs
   threads     launched / declared bound / what M1's registers allow; "!" where the bound leaves too few
+  occ         the part of 24 simdgroups a core for which an M1 has registers: below 1 the time may be as many
+              times longer as fewer simdgroups hide less latency, or not, where instructions are independent
   L1, tg      bytes of L1 and of threadgroup memory for each multiply-add
+  banks       cycles of the busiest bank of threadgroup memory, over those without conflicts
   DRAM MB     of device memory that is touched; "~" where only a sample of threadgroups was run. From 2 % on
               the standard error of its slots stands behind the kernel's name
   bound       what binds on a GPU; what comes next, as a part of it; the predicted time

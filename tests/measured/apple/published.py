@@ -19,7 +19,7 @@ from ..cases import mlx_dense
 from ..cases.formats import DENSE, Format
 from ..cases.mlx_launch import Launch, Matrices
 from ..cases.mlx_quantized import gather_qmm_rhs, qmm, qmv, qmv_wide
-from . import mlx
+from . import cases, mlx
 
 BAND = (0.75, 1.25)
 
@@ -229,6 +229,30 @@ def _dense() -> Iterator[Published]:
             measured,
             lambda gpu, v=vectors: us(gemv_wide(v, 2048, 32000), gpu),
         )
+
+
+@dataclass(frozen=True)
+class Direct:
+    """A gemm whose simdgroups decode weights into fragments, over one that stages them: instructions, and the
+    least and the most of its time."""
+
+    instructions: float
+    least: float
+    most: float
+
+
+def direct_over_staged(vectors: int, inputs: int, rows: int, gpu: Gpu) -> Direct:
+    """Of our kernel with K split and MLX's, int4 in groups of 64, float16."""
+    shape = cases.Shape(1, 1, inputs, rows, alone=True)
+    (own,) = (r.measurement for r in cases.ours(shape, "int4", "f16", vectors) if r.measurement.work)
+    assert "_split_" in own.kernel
+    staged = one_matrix(qmm, vectors, inputs, rows, Format(4, 64, "affine"), "f16")
+    of_own, of_staged = own.range_us(gpu), staged.range_us(gpu)
+    return Direct(
+        own.slots_per_mac(gpu) / staged.slots_per_mac(gpu),
+        of_own[0] / of_staged[1],
+        of_own[1] / of_staged[0],
+    )
 
 
 def published() -> list[Published]:

@@ -8,7 +8,7 @@ from .cases import Row
 KERNEL_WIDTH = 36
 HEAD = (
     f"{'T':>4} {'matmul':7} {'':4} {'kernel':{KERNEL_WIDTH}} {'slots/MAC':>11} {'lanes':>5} {'regs':>4} "
-    f"{'threads':>15} {'L1':>5} {'tg':>5} {'DRAM MB':>8}"
+    f"{'threads':>15} {'occ':>4} {'L1':>5} {'tg':>5} {'banks':>5} {'DRAM MB':>8}"
 )
 
 
@@ -32,7 +32,8 @@ def _counts(m: Measurement) -> str:
     else:
         slots = f"{m.slots_per_mac(GPUS['M1']):5.2f} {m.slots_per_mac(GPUS['M3']):5.2f}"
         bytes_ = f"{m.traffic.l1 / m.work.macs:5.2f} {m.traffic.threadgroup / m.work.macs:5.2f}"
-    return f"{slots:11} {m.active_lanes:5.2f} {m.registers.registers:4.0f} {_threads(m):>15} {bytes_}"
+    registers = f"{m.registers.registers:4.0f} {_threads(m):>15} {m.occupancy:4.2f}"
+    return f"{slots:11} {m.active_lanes:5.2f} {registers} {bytes_} {m.bank_conflicts:5.2f}"
 
 
 def _threads(m: Measurement) -> str:

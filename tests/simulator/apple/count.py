@@ -60,7 +60,8 @@ class Limit:
 class Counts:
     """What the threadgroups that ran did. `blocks`, `lane_blocks`: each block's runs by simdgroups, by lanes.
 
-    `sites`: columns accesses, lanes and 32-byte sectors, of traced threadgroups, and the space.
+    `sites`: columns accesses, lanes and 32-byte sectors, of traced threadgroups, and the space; lines of the
+    cache, and cycles of the busiest bank of threadgroup memory, as they are and without conflicts.
     `group_slots`: issue slots of each threadgroup, 0 for those that did not run.
     """
 
@@ -80,7 +81,7 @@ def run(model: KernelModel, dispatch: shaderlib.Dispatch, limit: Limit) -> Count
     counts = Counts(
         np.zeros(blocks, np.uint64),
         np.zeros(blocks, np.uint64),
-        np.zeros((len(model.sites), 4), np.uint64),
+        np.zeros((len(model.sites), 7), np.uint64),
         np.zeros(groups, np.float64),
     )
     traced = limit.traced(groups)

@@ -84,6 +84,28 @@ TENSOR_MACS = fact(
     "M5",
     "gpu-forge #15; an M5 Max would reach 66 TFLOPS, of which mlx-serve #366 measured 50",
 )
+CACHE_LINE_BYTES = fact("L1: bytes of a line", 128, "known", "M1", METAL_BENCHMARKS)
+LINES_A_CYCLE = fact(
+    "L1: lines a cycle and core that loads touch, each line once a load",
+    3,
+    "inferred",
+    "M3 Max; assumed for all",
+    "the fewest that fit mlx #3863: at one, qmv_wide of 8 rows would take 0.9 ms in place of 0.32",
+)
+BANKS = fact(
+    "threadgroup memory: banks of 4 bytes, each serves one word a cycle",
+    32,
+    "inferred",
+    "M3 Pro; assumed for all",
+    "8-way conflicts of strides of 8 and 64 floats, gone with 4 floats of padding (Metal.jl #832)",
+)
+EXPERT_READS = fact(
+    "reads of a token's experts: part of the rate that other reads reach",
+    (0.60, 0.75),
+    "inferred",
+    "all",
+    "mlx #4509: 258 GB/s alone and 387 chained, where plain reads reach 454 to 514 on an M3 Ultra",
+)
 LINE_BYTES = fact("bytes of memory that are fetched at once", 64, "assumed", "all", "half of the cache line")
 LOAD_COMPONENTS = fact(
     "device load: at most so many values of 8, 16 or 32 bits a lane", 4, "known", "M1", f"{APPLEGPU}"
@@ -123,12 +145,21 @@ fact(
 )
 fact("DRAM latency (ns); not in the model", (342, 400), "known", "M2 Pro", "chipsandcheese.com")
 fact(
-    "simdgroups a core for full rate without independent instructions; not in the model",
+    "simdgroups a core for full rate without independent instructions; `Measurement.range_us` has it",
     24,
     "known",
     "M1",
     METAL_BENCHMARKS,
 )
+
+
+REGISTERS = {
+    "M1": fact("registers of a thread, beyond which it spills", 128, "known", "M1, M2", MESA),
+    "M3": fact("the same from the M3 on, until metal-tt says it", 96, "assumed", "M3", "as the M4"),
+    "M4": fact("the same of an M4", 96, "inferred", "M4 Pro", "two independent studies of metal-tt's files"),
+    "M5": fact("the same of an M5", 124, "inferred", "M5", "the same two"),
+}
+REGISTERS["M2"] = REGISTERS["M1"]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,10 @@ extern "C" void apple_tensor_product(void*) {}  // include/msl_tensor.h
 
 namespace {
 constexpr unsigned max_threads = 1024, lanes = 32, max_simdgroups = max_threads / lanes;
-constexpr uintptr_t sector_bytes = APPLE_SECTOR_BYTES, line_bytes = APPLE_LINE_BYTES;  // as in facts.py
+// As in facts.py.
+constexpr uintptr_t sector_bytes = APPLE_SECTOR_BYTES, line_bytes = APPLE_LINE_BYTES;
+constexpr uintptr_t cache_line_bytes = APPLE_CACHE_LINE_BYTES, bank_bytes = 4;
+constexpr unsigned banks = APPLE_BANKS;
 constexpr uintptr_t stack_bytes = 256 << 10;
 
 enum Mode : uint8_t { skipped, counted, traced };
@@ -26,6 +29,8 @@ struct Site {  // as in count.py
 };
 struct SiteCount {  // of traced threadgroups; as in count.py
   uint64_t accesses, lanes, sectors, space;
+  uint64_t lines;                      // of the cache, that each access touches
+  uint64_t bank_cycles, least_cycles;  // of threadgroup memory, and if no two words met in a bank
 };
 struct Request {  // as in count.py
   uint32_t block_count, site_count;
@@ -117,13 +122,23 @@ void fold_blocks() {
   }
 }
 
+// How often the busiest bank serves an access, a word at a time; lanes that ask for one word share it.
+void count_banks(SiteCount& count, std::vector<uintptr_t>& words) {
+  std::sort(words.begin(), words.end());
+  words.erase(std::unique(words.begin(), words.end()), words.end());
+  unsigned of_bank[banks] = {}, most = 0;
+  for (uintptr_t word : words) most = std::max(most, ++of_bank[word % banks]);
+  count.bank_cycles += most;
+  count.least_cycles += (words.size() + banks - 1) / banks;
+}
+
 void fold_log(unsigned number) {
   std::vector<uintptr_t>& log = logs[number];
   SiteCount& count = request.site_counts[number / max_simdgroups];
   const unsigned bytes = request.sites[number / max_simdgroups].bytes;
-  std::vector<uintptr_t> sectors;
+  std::vector<uintptr_t> sectors, words;
   for (size_t at = 0; at < log.size(); at += lanes) {
-    sectors.clear();
+    sectors.clear(), words.clear();
     unsigned active = 0;
     for (unsigned lane = 0; lane < lanes; lane++) {
       const uintptr_t address = log[at + lane];
@@ -131,10 +146,19 @@ void fold_log(unsigned number) {
       active++;
       for (uintptr_t s = address / sector_bytes; s <= (address + bytes - 1) / sector_bytes; s++)
         if (sectors.empty() || sectors.back() != s) sectors.push_back(s);
+      if (count.space != threadgroup) continue;
+      for (uintptr_t w = address / bank_bytes; w <= (address + bytes - 1) / bank_bytes; w++)
+        words.push_back(w);
     }
     if (!active) continue;
     if (!std::is_sorted(sectors.begin(), sectors.end())) std::sort(sectors.begin(), sectors.end());
-    count.sectors += std::unique(sectors.begin(), sectors.end()) - sectors.begin();
+    sectors.erase(std::unique(sectors.begin(), sectors.end()), sectors.end());
+    count.sectors += sectors.size();
+    uintptr_t line = ~uintptr_t{0};
+    for (uintptr_t s : sectors)
+      if (s * sector_bytes / cache_line_bytes != line)
+        line = s * sector_bytes / cache_line_bytes, count.lines++;
+    if (count.space == threadgroup) count_banks(count, words);
     count.lanes += active;
     count.accesses++;
   }

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import build, shaderlib
 from . import compile as ir_of
-from .facts import COSTS, LINE_BYTES, SECTOR_BYTES
+from .facts import BANKS, CACHE_LINE_BYTES, COSTS, LINE_BYTES, SECTOR_BYTES
 from .flow import Flow
 from .ir import Function, parse_function
 from .lists import writes_lists
@@ -21,7 +21,12 @@ from .sites import Site, find_sites
 _HERE = Path(__file__).parent
 _HOOKS = _HERE / "hooks.cpp"
 _FLAGS = ["-march=x86-64-v3", "-fPIC", "-w"]
-_SIZES = [f"-DAPPLE_SECTOR_BYTES={SECTOR_BYTES}", f"-DAPPLE_LINE_BYTES={LINE_BYTES}"]
+_SIZES = [
+    f"-DAPPLE_SECTOR_BYTES={SECTOR_BYTES}",
+    f"-DAPPLE_LINE_BYTES={LINE_BYTES}",
+    f"-DAPPLE_CACHE_LINE_BYTES={CACHE_LINE_BYTES}",
+    f"-DAPPLE_BANKS={BANKS}",
+]
 _X86 = """\
 target datalayout = "e-m:e-p270:32:32-p271:32:32-p272:64:64-i64:64-i128:128-f80:128-n8:16:32:64-S128"
 target triple = "x86_64-pc-linux-gnu\""""

@@ -30,10 +30,16 @@ class Latency(NamedTuple):
     most: float
 
 
-def latency(gpu: Gpu, threadgroups: int, simdgroups: int, slots: float, steps: float) -> Latency:
-    """The time of `threadgroups` with `simdgroups` each; a simdgroup issues `slots` in `steps` steps."""
-    waves, of_last = divmod(math.ceil(threadgroups / gpu.cores) * simdgroups, RESIDENT)
-    sizes = [RESIDENT] * waves + [of_last] * (of_last > 0)
+def latency(
+    gpu: Gpu, threadgroups: int, simdgroups: int, slots: float, steps: float, resident: int = RESIDENT
+) -> Latency:
+    """The time of `threadgroups` with `simdgroups` each; a simdgroup issues `slots` in `steps` steps.
+
+    Of `resident` simdgroups a core has registers at a time, of one threadgroup at least.
+    """
+    resident = max(simdgroups, min(resident, RESIDENT))
+    waves, of_last = divmod(math.ceil(threadgroups / gpu.cores) * simdgroups, resident)
+    sizes = [resident] * waves + [of_last] * (of_last > 0)
 
     def us(wait: float, alone: float) -> float:
         shared = sum(slots * max(math.ceil(size / SCHEDULERS), 1 / alone) for size in sizes)

@@ -5,6 +5,7 @@ import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -12,6 +13,7 @@ from .count import SPACES, Counts
 from .facts import (
     COSTS,
     LANES,
+    LINES_A_CYCLE,
     M3,
     SCHEDULERS,
     SECTOR_BYTES,
@@ -21,7 +23,7 @@ from .facts import (
     threads_for,
 )
 from .kernel import KernelModel
-from .latency import Latency, latency
+from .latency import RESIDENT, Latency, latency
 from .liveness import Registers
 from .lower import PRODUCT
 
@@ -70,10 +72,26 @@ class Bounds:
 
 @dataclass
 class Traffic:
-    """Bytes that the L1 moves, and that lanes request from threadgroup memory."""
+    """Bytes that the L1 moves, and that lanes request from threadgroup memory; lines of the L1 that loads
+    touch, once for each load; cycles of the busiest banks of threadgroup memory."""
 
     l1: float = 0
     threadgroup: float = 0
+    lines: float = 0
+    bank_cycles: float = 0
+
+
+class _Accesses(NamedTuple):
+    """Loads or stores of simdgroups at one place; `kind` is their class of instructions."""
+
+    kind: str
+    instructions: float
+    bytes: int  # of a lane
+    lanes: float
+    sectors: float
+    lines: float
+    bank_cycles: float
+    least_cycles: float
 
 
 @dataclass(frozen=True)
@@ -145,17 +163,24 @@ class Measurement:
         return float(slots.std(ddof=1) / slots.mean() / np.sqrt(len(slots)))
 
     @functools.cached_property
-    def _sites(self) -> list[tuple[str, float, int, float, float]]:
-        """(class, instructions, bytes, lanes, sectors) of each site that ran, of simdgroups."""
+    def _sites(self) -> list[_Accesses]:
+        """Accesses of each site that ran, of simdgroups."""
         found = []
-        for site, (accesses, lanes, sectors, space) in zip(self.model.sites, self.counts.sites, strict=True):
+        for site, (accesses, lanes, sectors, space, *others) in zip(
+            self.model.sites, self.counts.sites, strict=True
+        ):
             runs = float(self.counts.blocks[site.block]) / self.fraction
             if runs and accesses:
                 class_ = _class_of(SPACES[int(space)], site.op)
-                per = runs / float(accesses)
-                asked, moved = float(lanes) * per, float(sectors) * per
-                found.append((class_, runs * site.instructions, site.bytes, asked, moved))
+                counted = (float(each) * runs / float(accesses) for each in (lanes, sectors, *others))
+                found.append(_Accesses(class_, runs * site.instructions, site.bytes, *counted))
         return found
+
+    @property
+    def bank_conflicts(self) -> float:
+        """The cycles that banks of threadgroup memory take, over those without two words in one bank."""
+        least = sum(site.least_cycles for site in self._sites)
+        return sum(site.bank_cycles for site in self._sites) / least if least else 1.0
 
     @functools.cache  # noqa: B019  measurements are few
     def classes(self, gpu: Gpu) -> Counter:
@@ -165,8 +190,8 @@ class Measurement:
             for class_ in classes:
                 name = _LATER.get(class_, class_) if gpu.family >= M3 else class_
                 found[name] += float(runs) / self.fraction
-        for class_, instructions, *_ in self._sites:
-            found[class_] += instructions
+        for site in self._sites:
+            found[site.kind] += site.instructions
         return found
 
     def slots(self, gpu: Gpu) -> float:
@@ -187,7 +212,7 @@ class Measurement:
     def steps(self) -> float:
         """How often a simdgroup waits for device memory: the runs of its most frequent load."""
         sites = zip(self.model.sites, self.counts.sites, strict=True)
-        loads = [s.block for s, (*_, space) in sites if _class_of(SPACES[int(space)], s.op) == "devload"]
+        loads = [s.block for s, row in sites if _class_of(SPACES[int(row[3])], s.op) == "devload"]
         runs = max((float(self.counts.blocks[block]) for block in loads), default=0.0)
         return runs / max(1, self.counts.groups_run * self.threads // LANES)
 
@@ -197,7 +222,22 @@ class Measurement:
         groups, simdgroups = math.prod(self.grid), self.threads // LANES
         slots = self.slots(gpu) / max(1, groups * simdgroups)
         bound = self.bounds(gpu).predicted_us
-        return Latency(*(max(us, bound) for us in latency(gpu, groups, simdgroups, slots, self.steps)))
+        resident = self.allowed_threads // LANES
+        found = latency(gpu, groups, simdgroups, slots, self.steps, resident)
+        return Latency(*(max(us, bound) for us in found))
+
+    @property
+    def occupancy(self) -> float:
+        """The part of the simdgroups that hide latency for which a core of an M1 has registers."""
+        resident = max(self.threads, self.allowed_threads) // LANES
+        return min(1.0, max(1, resident) / RESIDENT)
+
+    def range_us(self, gpu: Gpu) -> tuple[float, float]:
+        """The time of what binds it, at least; at most, where no instruction of a simdgroup is independent of
+        the one before, so that few simdgroups issue less: a gemm with fewer instructions and more registers
+        may be the slower one (fastmlx on an M3 Max)."""
+        bounds = self.bounds(gpu)
+        return bounds.predicted_us, max(bounds.predicted_us, bounds.issue / self.occupancy)
 
     @property
     def active_lanes(self) -> float:
@@ -209,15 +249,17 @@ class Measurement:
     @functools.cached_property
     def traffic(self) -> Traffic:
         total = Traffic()
-        for class_, _, size, lanes, sectors in self._sites:
-            asked = size * lanes
-            if class_ == "devload":
+        for site in self._sites:
+            asked = site.bytes * site.lanes
+            if site.kind == "devload":
                 # A sector that many lanes read is delivered to each: gemv_wide on an M1 Pro (mlx #3967).
-                total.l1 += max(sectors * SECTOR_BYTES, asked)
-            elif class_ == "devstore":
+                total.l1 += max(site.sectors * SECTOR_BYTES, asked)
+                total.lines += site.lines
+            elif site.kind == "devstore":
                 total.l1 += asked
-            elif class_ in ("tgload", "tgstore"):
+            elif site.kind in ("tgload", "tgstore"):
                 total.threadgroup += asked
+                total.bank_cycles += site.bank_cycles
         return total
 
     def bounds(self, gpu: Gpu) -> Bounds:
@@ -231,8 +273,11 @@ class Measurement:
         cycle = 1 / gpu.core_cycles_per_us  # of one core's share
         return Bounds(
             issue=max(self.slots(gpu), *pipes.values()) / SCHEDULERS * cycle,
-            l1=max(self.traffic.l1 / gpu.l1_bytes, loads) * cycle,
-            threadgroup=max(self.traffic.threadgroup / THREADGROUP_BYTES, threadgroup) * cycle,
+            l1=max(self.traffic.l1 / gpu.l1_bytes, loads, self.traffic.lines / LINES_A_CYCLE) * cycle,
+            threadgroup=max(
+                self.traffic.threadgroup / THREADGROUP_BYTES, threadgroup, self.traffic.bank_cycles
+            )
+            * cycle,
             dram=self.dram_bytes / gpu.dram_bytes_per_us,
             tensor=self.tensor_us(gpu),
         )

@@ -131,7 +131,7 @@ class Hooks final : public at::MPSHooksInterface {
   at::Allocator* getMPSDeviceAllocator() const override { return &the_allocator; }
   at::Allocator* getPinnedMemoryAllocator() const override { return c10::GetCPUAllocator(); }
   void deviceSynchronize() const override { synchronize(); }
-  void commitStream() const override { commit(); }
+  void commitStream() const override { commit(current_stream()); }
   void* getCommandBuffer() const override { return stream_command_buffer(); }
   void* getDispatchQueue() const override { return stream_queue(); }
   void emptyCache() const override {}

@@ -5,6 +5,8 @@
 
 #include <cstdlib>
 #include <exception>
+#include <map>
+#include <mutex>
 
 #include "../metal/dispatch.h"
 #include "../metal/foundation.h"
@@ -20,7 +22,7 @@ MPSStream::MPSStream(Stream stream)
       _serialQueue(dispatch_queue_create("metal gpu stream", DISPATCH_QUEUE_SERIAL)) {}
 MPSStream::~MPSStream() = default;
 MPSCommandBuffer* MPSStream::commandBuffer() {
-  return simulated_command_buffer();
+  return simulated_command_buffer(_stream.id());
 }
 id<MTLDevice> MPSStream::device() const {
   return simulated_device();
@@ -30,7 +32,7 @@ id<MTLComputeCommandEncoder> MPSStream::commandEncoder() {
     simulator::fail("commandEncoder() is called outside of a block of the stream's queue; encode inside "
                     "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
   }
-  return simulated_encoder();
+  return simulated_encoder(_stream.id());
 }
 void MPSStream::endKernelCoalescing() {}
 void MPSStream::synchronize(SyncType type) {
@@ -41,17 +43,30 @@ void MPSStream::synchronize(SyncType type) {
     simulator::fail("stream->synchronize: a commit is called outside of a block of the stream's queue");
   }
   simulated_end_encoder();
-  simulator::commit();
+  simulator::commit(_stream.id());
 }
+
+namespace {
+thread_local simulator::StreamNumber current = 0;
+
+MPSStream* numbered(simulator::StreamNumber number) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& streams = *new std::map<simulator::StreamNumber, MPSStream*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  MPSStream*& stream = streams[number];
+  if (stream == nullptr)
+    stream = new MPSStream(Stream(Stream::UNSAFE, c10::Device(c10::DeviceType::MPS, 0), number));
+  return stream;
+}
+}  // namespace
 
 MPSStream* MPSStreamImpl::_stream = nullptr;
 MPSStreamImpl::MPSStreamImpl() = default;
 MPSStream* MPSStreamImpl::getInstance() {
-  static MPSStream* stream = new MPSStream(Stream(Stream::UNSAFE, c10::Device(c10::DeviceType::MPS, 0), 0));
-  return stream;
+  return numbered(0);
 }
 MPSStream* getCurrentMPSStream() {
-  return MPSStreamImpl::getInstance();
+  return numbered(current);
 }
 
 MPSDevice::MPSDevice() : _mtl_device(simulated_device()) {}
@@ -82,11 +97,14 @@ __attribute__((visibility("default"))) void dispatch_sync_with_rethrow(dispatch_
 
 namespace simulator {
 
+StreamNumber current_stream() {
+  return at::mps::getCurrentMPSStream()->unwrap().id();
+}
 void* stream_queue() {
   return (void*)at::mps::getCurrentMPSStream()->queue();
 }
 void* stream_command_buffer() {
-  return (void*)simulated_command_buffer();
+  return (void*)simulated_command_buffer(current_stream());
 }
 
 void synchronize() {
@@ -105,3 +123,8 @@ void synchronize() {
 }
 
 }  // namespace simulator
+
+// The stream of the calling thread from here on.
+extern "C" __attribute__((visibility("default"))) void simulator_use_stream(int64_t number) {
+  at::mps::current = number;
+}

@@ -1,16 +1,22 @@
 // Commands: validated when they are encoded, run in order when the stream is synchronised.
 #include "commands.h"
 
+#include <pthread.h>
+
 #include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <climits>
+#include <condition_variable>
 #include <cstring>
 #include <map>
 #include <memory>
 #include <mutex>
 #include <sstream>
+#include <thread>
 #include <utility>
 
+#include "dispatch.h"
 #include "foundation.h"
 #include "runtime.h"
 
@@ -21,11 +27,14 @@ using Buffers = std::vector<std::shared_ptr<CommandBuffer>>;
 
 struct State {
   std::mutex mutex;
-  std::shared_ptr<CommandBuffer> open = std::make_shared<CommandBuffer>();
+  std::map<StreamNumber, std::shared_ptr<CommandBuffer>> open;
   Buffers committed;
+  std::condition_variable told;
+  int64_t telling = 0;               // threads that call handlers
   bool running = false;              // buffers that have left `committed` and may not have run yet
   Failure failure = Failure::kNone;  // of a buffer to come
   uint64_t before_failure = 0;       // buffers
+  uint64_t failures = 0;             // that many in a row
   bool failed = false;
   simulator_execute execute = nullptr;
   uint64_t seed = 0;
@@ -209,12 +218,25 @@ bool is_empty(const CommandBuffer& buffer) {
   return buffer.commands.empty() && buffer.completed.empty();
 }
 
-// Ends the buffer that is open, under the mutex.
-void commit_open(State& s) {
-  if (is_empty(*s.open)) return;
-  s.open->status = Status::kCommitted;
-  s.committed.push_back(std::move(s.open));
-  s.open = std::make_shared<CommandBuffer>();
+// A stream's open buffer, under the mutex.
+std::shared_ptr<CommandBuffer>& open_of(State& s, StreamNumber stream) {
+  std::shared_ptr<CommandBuffer>& open = s.open[stream];
+  if (!open) open = std::make_shared<CommandBuffer>();
+  return open;
+}
+
+// Ends the buffer that a stream has open, under the mutex.
+void commit_open(State& s, StreamNumber stream) {
+  std::shared_ptr<CommandBuffer>& open = open_of(s, stream);
+  if (is_empty(*open)) return;
+  open->status = Status::kCommitted;
+  s.committed.push_back(std::move(open));
+}
+
+void commit_all(State& s) {
+  for (auto& [stream, open] : s.open) {
+    if (open) commit_open(s, stream);
+  }
 }
 
 // The committed buffers. A trace gets the line `event` unless it is empty.
@@ -235,15 +257,44 @@ Failure next_failure() {
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.failure == Failure::kNone || s.before_failure-- > 0) return Failure::kNone;
   s.failed = true;
-  return std::exchange(s.failure, Failure::kNone);
+  s.before_failure = 0;
+  return --s.failures == 0 ? std::exchange(s.failure, Failure::kNone) : s.failure;
 }
 
-void complete(CommandBuffer& buffer, Failure failure) {
+void end(CommandBuffer& buffer, Failure failure) {
+  buffer.commands.clear();
   buffer.failure = failure;
   buffer.status = failure == Failure::kNone ? Status::kCompleted : Status::kError;
+}
+
+void tell(CommandBuffer& buffer) {
   for (const auto& handler : buffer.completed) handler();
   buffer.completed.clear();
   buffer.object.reset();
+}
+
+// How long after a buffer's end its handlers are called where they are late.
+constexpr std::chrono::microseconds kLate(200);
+
+// Calls the handlers of buffers that have ended, where the schedule says so late and in another order.
+void tell(const Buffers& buffers) {
+  State& s = state();
+  if (s.seed % 4 < 2) {
+    for (const auto& buffer : buffers) tell(*buffer);
+    return;
+  }
+  {
+    static const int forked = pthread_atfork(wait_for_handlers, nullptr, nullptr);
+    std::lock_guard<std::mutex> lock(s.mutex);
+    s.telling += forked + 1;
+  }
+  std::thread([buffers] {
+    std::this_thread::sleep_for(kLate);
+    for (auto buffer = buffers.rbegin(); buffer != buffers.rend(); ++buffer) tell(**buffer);
+    std::lock_guard<std::mutex> lock(state().mutex);
+    --state().telling;
+    state().told.notify_all();
+  }).detach();
 }
 
 // Without a finding. The next synchronisation raises one, and no command behind it runs.
@@ -257,7 +308,15 @@ bool run(const std::vector<Command>& commands) {
   return true;
 }
 
-void run(const Buffers& buffers) {
+// One thread at a time: what another one runs is complete when this one goes on.
+void run(const char* event) {
+  static std::recursive_mutex& gpu = *new std::recursive_mutex;
+  std::unique_lock<std::recursive_mutex> running(gpu, std::defer_lock);
+  {
+    const WaitForQueue waiting;
+    running.lock();
+  }
+  const Buffers buffers = take_committed(event);
   struct Finish {
     ~Finish() {
       std::lock_guard<std::mutex> lock(state().mutex);
@@ -270,13 +329,15 @@ void run(const Buffers& buffers) {
     buffer->start = state().clock;
     if (runs && failure == Failure::kNone) runs = run(buffer->commands);
     buffer->end = state().clock;
-    complete(*buffer, failure);
+    end(*buffer, failure);
+    if (state().seed % 4 < 2) tell({buffer});
   }
+  if (state().seed % 4 >= 2 && !buffers.empty()) tell(buffers);
 }
 
 }  // namespace
 
-void record(const Command& command) {
+void record(const Command& command, StreamNumber stream) {
   State& s = state();
   if (forgetting()) return;
   if (s.validating) {
@@ -286,7 +347,7 @@ void record(const Command& command) {
   }
   std::lock_guard<std::mutex> lock(s.mutex);
   if (s.tracing) s.trace += trace_text(command) + "\n";
-  s.open->commands.push_back(command);
+  open_of(s, stream)->commands.push_back(command);
 }
 
 void record_barrier() {
@@ -311,31 +372,44 @@ bool forgetting() {
 bool has_pending() {
   State& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
-  return s.running || !s.committed.empty() || !is_empty(*s.open);
+  return s.running || !s.committed.empty() || std::any_of(s.open.begin(), s.open.end(), [](const auto& open) {
+           return open.second && !is_empty(*open.second);
+         });
 }
 
-void commit() {
+void commit(StreamNumber stream) {
   State& s = state();
   {
     std::lock_guard<std::mutex> lock(s.mutex);
     s.commits++;
     if (s.tracing) s.trace += "commit\n";
-    commit_open(s);
+    commit_open(s, stream);
   }
-  if (s.seed % 2 == 1) run(take_committed(""));
+  if (s.seed % 2 == 1) run("");
 }
 
-std::shared_ptr<CommandBuffer> open_buffer() {
+void commit_unseen(StreamNumber stream) {
   std::lock_guard<std::mutex> lock(state().mutex);
-  return state().open;
+  commit_open(state(), stream);
+}
+
+std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream) {
+  std::lock_guard<std::mutex> lock(state().mutex);
+  return open_of(state(), stream);
 }
 
 void run_pending() {
   {
     std::lock_guard<std::mutex> lock(state().mutex);
-    commit_open(state());
+    commit_all(state());
   }
-  run(take_committed("synchronize\n"));
+  run("synchronize\n");
+}
+
+void wait_for_handlers() {
+  State& s = state();
+  std::unique_lock<std::mutex> lock(s.mutex);
+  s.told.wait(lock, [&s] { return s.telling == 0; });
 }
 
 }  // namespace simulator
@@ -347,7 +421,12 @@ void simulator_set_executor(simulator_execute execute) {
   state().execute = execute;
 }
 void simulator_set_schedule(uint64_t seed) {
+  simulator::wait_for_handlers();
   state().seed = seed;
+}
+
+void simulator_commit_unseen(void) {
+  simulator::commit_unseen(simulator::current_stream());
 }
 
 void simulator_limit_pipelines(size_t threads) {
@@ -359,11 +438,12 @@ void simulator_set_dropping(int dropping, int validating) {
   state().validating = validating;
 }
 
-void simulator_fail_buffer(uint64_t after, int code) {
+void simulator_fail_buffer(uint64_t after, int code, uint64_t count) {
   auto& s = state();
   std::lock_guard<std::mutex> lock(s.mutex);
   s.failure = static_cast<simulator::Failure>(code);
   s.before_failure = after;
+  s.failures = count;
   s.failed = false;
 }
 
@@ -381,12 +461,16 @@ void simulator_reset(void) {
   simulator::Buffers dropped;
   {
     std::lock_guard<std::mutex> lock(s.mutex);
-    commit_open(s);
+    commit_all(s);
     dropped.swap(s.committed);
     s.tracing = s.counting = false;
     s.failure = simulator::Failure::kNone;
   }
-  for (const auto& buffer : dropped) simulator::complete(*buffer, simulator::Failure::kNone);
+  for (const auto& buffer : dropped) {
+    simulator::end(*buffer, simulator::Failure::kNone);
+    simulator::tell(*buffer);
+  }
+  simulator::wait_for_handlers();
   simulator::take_reports();
 }
 
@@ -428,9 +512,11 @@ uint64_t simulator_commits(void) {
   return state().commits;
 }
 size_t simulator_live_buffers(void) {
+  simulator::wait_for_handlers();
   return simulator::live_buffers();
 }
 long simulator_live_objects(void) {
+  simulator::wait_for_handlers();
   return simulator::live_objects();
 }
 }

@@ -12,12 +12,14 @@ typedef struct {
 
 void simulator_set_executor(simulator_execute execute);
 void simulator_set_schedule(uint64_t seed);
+// Ends the buffer of the thread's stream as MPSGraph may, which tells no host code.
+void simulator_commit_unseen(void);
 // The most threads that pipelines allow from now on.
 void simulator_limit_pipelines(size_t threads);
 // Whether commands are dropped where they would run, and whether they are validated when they are encoded.
 void simulator_set_dropping(int dropping, int validating);
-// After so many more command buffers one fails, with an error of this code; 0 calls it off.
-void simulator_fail_buffer(uint64_t after, int code);
+// After so many more command buffers `count` fail, with an error of this code; 0 calls it off.
+void simulator_fail_buffer(uint64_t after, int code, uint64_t count);
 int simulator_has_failed(void);  // since then
 // Seconds by which the GPU's clock moves on.
 void simulator_advance_clock(double seconds);

@@ -7,7 +7,9 @@
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <map>
 #include <memory>
+#include <mutex>
 #include <string>
 
 #include "foundation.h"
@@ -159,13 +161,7 @@ int simulator::macos() {
   return self;
 }
 - (id<MTLCommandBuffer>)rootCommandBuffer {
-  const std::shared_ptr<simulator::CommandBuffer> open = simulator::open_buffer();
-  if (!open->object) {
-    SimulatorCommandBuffer* object = [SimulatorCommandBuffer new];
-    object->buffer = new std::shared_ptr<simulator::CommandBuffer>(open);
-    open->object = std::shared_ptr<void>((void*)object, [](void* kept) { [(id)kept release]; });
-  }
-  return (id<MTLCommandBuffer>)open->object.get();
+  return nil;  // of a stream's alone
 }
 - (MTLCommandBufferStatus)status {
   return [[self rootCommandBuffer] status];
@@ -182,10 +178,6 @@ int simulator::macos() {
 - (void)addCompletedHandler:(MTLCommandBufferHandler)block {
   [[self rootCommandBuffer] addCompletedHandler:block];
 }
-- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
-  if (simulator::is_strict()) not_ours("computeCommandEncoder");
-  return simulated_encoder();
-}
 // Nothing runs before it is waited for: a commit changes nothing that could be seen.
 - (void)commit {
   if (simulator::is_strict()) not_ours("commit");
@@ -198,6 +190,28 @@ int simulator::macos() {
 }
 @end
 
+// The buffers of a stream, one after the other.
+@interface SimulatorBuffers : MPSCommandBuffer {
+ @public
+  simulator::StreamNumber stream;
+}
+@end
+@implementation SimulatorBuffers
+- (id<MTLCommandBuffer>)rootCommandBuffer {
+  const std::shared_ptr<simulator::CommandBuffer> open = simulator::open_buffer(stream);
+  if (!open->object) {
+    SimulatorCommandBuffer* object = [SimulatorCommandBuffer new];
+    object->buffer = new std::shared_ptr<simulator::CommandBuffer>(open);
+    open->object = std::shared_ptr<void>((void*)object, [](void* kept) { [(id)kept release]; });
+  }
+  return (id<MTLCommandBuffer>)open->object.get();
+}
+- (id<MTLComputeCommandEncoder>)computeCommandEncoder {
+  if (simulator::is_strict()) not_ours("computeCommandEncoder");
+  return simulated_encoder(stream);
+}
+@end
+
 id<MTLDevice> simulated_device() {
   static SimulatorDevice* device = [SimulatorDevice new];
   return device;
@@ -206,9 +220,17 @@ id<MTLCommandQueue> simulated_queue() {
   static SimulatorCommandQueue* queue = [SimulatorCommandQueue new];
   return queue;
 }
-MPSCommandBuffer* simulated_command_buffer() {
-  static MPSCommandBuffer* buffer = [MPSCommandBuffer new];
-  return buffer;
+MPSCommandBuffer* simulated_command_buffer(simulator::StreamNumber stream) {
+  static std::mutex& mutex = *new std::mutex;
+  static auto& of_streams = *new std::map<simulator::StreamNumber, SimulatorBuffers*>;
+  const std::lock_guard<std::mutex> lock(mutex);
+  SimulatorBuffers*& buffers = of_streams[stream];
+  if (!buffers) {
+    buffers = [SimulatorBuffers new];
+    simulator::keep_for_the_process(buffers);
+    buffers->stream = stream;
+  }
+  return buffers;
 }
 
 id<MTLDevice> MTLCreateSystemDefaultDevice(void) {

@@ -16,6 +16,7 @@ using simulator::GridKind;
  @public
   Command* command;  // what is set so far; null once its block is over
   uint64_t block;
+  simulator::StreamNumber stream;
 }
 @end
 
@@ -106,7 +107,7 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
   c.kind = kind;
   c.grid = to_array(grid);
   c.threads = to_array(threads);
-  simulator::record(c);
+  simulator::record(c, stream);
 }
 - (void)dispatchThreads:(MTLSize)threadsPerGrid threadsPerThreadgroup:(MTLSize)threadsPerThreadgroup {
   [self dispatch:GridKind::kThreads
@@ -145,7 +146,7 @@ simulator::Binding bind(const char* method, id<MTLBuffer> buffer, NSUInteger off
 namespace {
 // The encoder of an earlier block is kept as an empty shell, so that using it later is a finding and not a
 // crash.
-SimulatorEncoder* current = nil;
+thread_local SimulatorEncoder* current = nil;
 }  // namespace
 
 void simulated_end_encoder() {
@@ -154,20 +155,21 @@ void simulated_end_encoder() {
   current->command = nullptr;
 }
 
-id<MTLComputeCommandEncoder> simulated_encoder() {
+id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream) {
   const uint64_t block = simulator::current_block();
   if (block == 0) {
     fail("commandEncoder() is called outside of a dispatch_sync block; encode inside "
          "at::mps::dispatch_sync_with_rethrow(stream->queue(), ^{ ... })");
   }
-  if (simulator::forgetting() && current && current->command) {
+  if (simulator::forgetting() && current && current->command && current->stream == stream) {
     current->block = block;
-  } else if (!current || !current->command || current->block != block) {
+  } else if (!current || !current->command || current->block != block || current->stream != stream) {
     simulated_end_encoder();
     current = [SimulatorEncoder new];
     simulator::keep_for_the_process(current);
     current->command = new Command;
     current->block = block;
+    current->stream = stream;
   }
   return current;
 }

@@ -4,6 +4,7 @@
 #import <MetalPerformanceShaders/MetalPerformanceShaders.h>
 
 #include "../msl/executor.h"
+#include "runtime.h"
 
 @interface SimulatorPipeline : NSObject <MTLComputePipelineState> {
  @public
@@ -13,7 +14,7 @@
 
 id<MTLDevice> simulated_device();
 id<MTLCommandQueue> simulated_queue();
-MPSCommandBuffer* simulated_command_buffer();
+MPSCommandBuffer* simulated_command_buffer(simulator::StreamNumber stream);
 id<MTLLibrary> simulated_library(NSString* source, MTLCompileOptions* options, NSError** error);
 // Of a file that stands for a .metallib: the line "simulated metallib", and the source.
 id<MTLLibrary> simulated_compiled_library(NSURL* url, NSError** error);
@@ -23,5 +24,5 @@ id<MTLHeap> simulated_heap(size_t bytes);
 id<MTLComputePipelineState> simulated_pipeline(id<MTLFunction> function, NSError** error);
 
 // The encoder of the dispatch_sync block that the calling thread is in. Raises outside of any block.
-id<MTLComputeCommandEncoder> simulated_encoder();
+id<MTLComputeCommandEncoder> simulated_encoder(simulator::StreamNumber stream);
 void simulated_end_encoder();  // what was taken before may not be used any more

@@ -96,14 +96,21 @@ struct CommandBuffer {
   std::shared_ptr<void> object;  // what host code knows it by, until it is complete
 };
 
-void record(const Command& command);  // validates; raises SimulatorError
+// Streams are numbers: 0 is the default one. Each has a buffer that is open; they share the GPU.
+using StreamNumber = int64_t;
+StreamNumber current_stream();                             // of the thread
+void record(const Command& command, StreamNumber stream);  // validates; raises SimulatorError
 void record_barrier();
-std::shared_ptr<CommandBuffer> open_buffer();  // that commands are recorded into
+std::shared_ptr<CommandBuffer> open_buffer(StreamNumber stream);  // that commands are recorded into
 // A GPU may finish committed work before the host's next line, or as late as the next wait. Here the schedule
-// decides: with an odd one, the work runs at once.
-void commit();
+// decides: with an odd one, the work runs at once. In schedules 2 and 3 of four, handlers are called later,
+// by a thread of their own, and the newest buffer's first.
+void commit(StreamNumber stream);
+// Ends a stream's buffer as MPSGraph does within a graph, unseen by host code.
+void commit_unseen(StreamNumber stream);
 // Runs what was recorded, in order. Reports the first finding and forgets the rest.
 void run_pending();
+void wait_for_handlers();
 bool has_pending();  // something is recorded or waited for, or runs in another thread
 bool dropping();     // commands are forgotten where they would run: the null device
 bool forgetting();   // they are forgotten, unseen, where they are encoded: it costs the host next to nothing

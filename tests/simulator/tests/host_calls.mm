@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <map>
+#include <mutex>
 #include <string>
 
 namespace {
@@ -367,6 +368,7 @@ void commit_fault(const std::string& name, const Tensor& x) {
   });
 }
 
+std::mutex completed_mutex;
 std::vector<std::string> completed;  // what the handlers of `watch` have seen
 
 void watch(const std::string& name) {
@@ -376,6 +378,7 @@ void watch(const std::string& name) {
     const std::string* kept = new std::string(name);
     [buffer addCompletedHandler:^(id<MTLCommandBuffer> done) {
       NSError* error = [done error];
+      const std::lock_guard<std::mutex> lock(completed_mutex);
       completed.push_back(c10::str(*kept, ": ", static_cast<unsigned long>([done status])));
       if (error)
         completed.back() += c10::str(" ", [error code], " ", [[error localizedDescription] UTF8String]);
@@ -387,6 +390,7 @@ void watch(const std::string& name) {
 }
 
 std::vector<std::string> seen() {
+  const std::lock_guard<std::mutex> lock(completed_mutex);
   return std::exchange(completed, {});
 }
 

@@ -47,7 +47,7 @@ class TestCounts:
         np.testing.assert_allclose(out, a.astype(np.float64) ** 2 + 1.5, rtol=1e-6)
         # 8 simdgroups, each with one of everything.
         assert classes(m, M1, "fma", "fmul", "fadd", "devload", "devstore") == (8, 0, 0, 8, 8)
-        assert m.traffic == apple.Traffic(l1=2048, threadgroup=0)
+        assert m.traffic == apple.Traffic(l1=2048, threadgroup=0, lines=8)
         assert m.dram_bytes == 2048
         assert m.active_lanes == 1
 
@@ -305,6 +305,61 @@ class TestBounds:
     def test_more_cores_take_less_time(self):
         m = counted("out[i] = exp(a[i]);", [floats(4096), empty(4096)], grid=64)
         assert m.bounds(GPUS["M1"]).issue > 3.9 * m.bounds(GPUS["M1 Max"]).issue
+
+
+class TestBanks:
+    """Threadgroup memory in 32 banks of 4 bytes, by patterns whose conflicts are known."""
+
+    def cycles(self, read: str, words: int = 1) -> float:
+        """The cycles of a read by one simdgroup, behind stores without conflicts."""
+        fill = "threadgroup float t[1056]; for (uint n = i; n < 1056; n += 32) t[n] = a[n];"
+        body = f"{fill} threadgroup_barrier(mem_flags::mem_threadgroup); out[i] = {read};"
+        m = counted(body, [floats(1056), empty(32)], threads=32)
+        stores = 1056 / 32
+        cycles = m.traffic.bank_cycles - stores
+        assert m.bank_conflicts == pytest.approx((stores + cycles) / (stores + words))
+        return cycles
+
+    @pytest.mark.parametrize("stride, ways", [(1, 1), (2, 2), (3, 1), (8, 8), (16, 16), (32, 32), (33, 1)])
+    def test_strides(self, stride, ways):
+        assert self.cycles(f"t[lane * {stride} + 3]") == ways
+
+    def test_one_word_for_all_lanes_is_no_conflict(self):
+        assert self.cycles("t[a[3] > 1e9f ? 7 : 5]") == 1
+
+    def test_vectors_take_as_long_as_their_words(self):
+        read = "dot(((threadgroup float4*)t)[lane], float4(1, 2, 3, 4))"
+        assert self.cycles(read, words=4) == 4
+
+    def test_conflicts_bind(self):
+        """A store and a load of 32 cycles each, whose bytes alone would take 2."""
+        cycles = {}
+        for stride in (32, 33):
+            store, load = f"t[lane * {stride}] = a[i];", f"out[i] = t[(31 - lane) * {stride}];"
+            body = (
+                f"threadgroup float t[1056]; {store} threadgroup_barrier(mem_flags::mem_threadgroup); {load}"
+            )
+            m = counted(body, [floats(32), empty(32)], threads=32)
+            cycles[stride] = m.bounds(M1).threadgroup * M1.core_cycles_per_us
+        assert cycles == {32: pytest.approx(2 * 32), 33: pytest.approx(2 * 2)}
+
+
+class TestLinesAndOccupancy:
+    @pytest.mark.parametrize("index, lines", [("i", 1), ("0", 1), ("i * 16", 16), ("i * 32", 32)])
+    def test_lines_that_a_load_touches(self, index, lines):
+        m = counted(f"out[i] = a[{index}];", [floats(1024), empty(32)], threads=32)
+        assert m.traffic.lines == lines
+
+    def test_many_registers_leave_few_simdgroups(self):
+        """100 live values: 16 simdgroups of 24. Fewer than that issue less, or not."""
+        loads = "".join(f"float v{j} = a[i * 100 + {j} * 64];" for j in range(100))
+        stores = "".join(f"out[i * 100 + {j}] = v{j};" for j in reversed(range(100)))
+        body = loads + "threadgroup_barrier(mem_flags::mem_device);" + stores
+        m = counted(body, [floats(16384), empty(6400)])
+        assert m.occupancy == m.allowed_threads // 32 / 24 < 0.7
+        bounds = m.bounds(M1)
+        assert m.range_us(M1) == (bounds.predicted_us, max(bounds.predicted_us, bounds.issue / m.occupancy))
+        assert counted("out[i] = a[i];", [floats(64), empty(64)]).occupancy == 1
 
 
 class TestFacts:

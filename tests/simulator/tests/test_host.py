@@ -3,6 +3,7 @@ pass."""
 
 import gc
 import re
+import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -331,6 +332,81 @@ def test_handlers_see_how_a_buffer_ended(calls, simulated, x, schedule):
     calls.watch("d")
     simulated.reset()  # what is dropped is complete, too
     assert calls.seen() == ["d: 4"]
+
+
+def told(calls, count: int) -> list[str]:
+    """What handlers have seen, once there are so many."""
+    seen, end = [], time.monotonic() + 60
+    while len(seen) < count and time.monotonic() < end:
+        seen += calls.seen()
+    return seen
+
+
+@pytest.mark.parametrize("schedule", [2, 3])
+def test_late_handlers(calls, simulated, x, schedule):
+    """Of the newest buffer first, behind the wait, on another thread; the buffer knows its end before."""
+    simulated.set_schedule(schedule)
+    y, buffers, objects = torch.zeros_like(x), simulated.live_buffers(), simulated.live_objects()
+    for name in ("a", "b", "c"):
+        result = calls.axpy(x, y, 2.0)
+        calls.watch(name)
+        if schedule == 2:
+            calls.commit()
+    torch.mps.synchronize()
+    assert torch.equal(result.cpu(), 2 * x.cpu())
+    assert told(calls, 3) == (["c: 4", "b: 4", "a: 4"] if schedule == 2 else ["a: 4", "b: 4", "c: 4"])
+    del result
+    assert (simulated.live_buffers(), simulated.live_objects()) == (buffers, objects)
+    with simulated.failing("timeout"):
+        calls.axpy(x, y, 2.0), calls.watch("d")
+    assert told(calls, 1)[0].startswith("d: 5 2 Caused GPU Timeout Error")
+
+
+def test_streams_have_buffers_of_their_own(calls, simulated, x):
+    """A commit of one leaves the other's open; a wait runs both."""
+    y = torch.zeros_like(x)
+    with simulated.trace() as commands:
+        first = calls.axpy(x, y, 2.0)
+        calls.watch("default")
+        with simulated.stream(1):
+            second = calls.axpy(x, y, 3.0)
+            calls.watch("other"), calls.commit()
+        third = calls.axpy(x, y, 4.0)
+        calls.watch("still default")
+        torch.mps.synchronize()
+    assert [line.split()[0] for line in commands] == ["axpy", "axpy", "commit", "axpy", "synchronize"]
+    assert calls.seen() == ["other: 4", "default: 4", "still default: 4"]
+    for result, factor in ((first, 2), (second, 3), (third, 4)):
+        assert torch.equal(result.cpu(), factor * x.cpu())
+
+
+def test_streams_of_two_threads(calls, simulated, x):
+    """What one thread waits for is complete, whoever runs it."""
+
+    def work(number: int) -> bool:
+        with simulated.stream(number):
+            y = torch.zeros_like(x)
+            return all(torch.equal(calls.axpy(x, y, float(n)).cpu(), n * x.cpu()) for n in range(1, 12))
+
+    for schedule in range(4):
+        simulated.set_schedule(schedule)
+        with ThreadPoolExecutor(2) as pool:
+            assert all(pool.map(work, (1, 2)))
+
+
+def test_a_commit_that_nobody_sees(calls, simulated, x):
+    """As MPSGraph makes within a graph: what comes behind lies in another buffer."""
+    y = torch.zeros_like(x)
+    with simulated.trace() as commands, simulated.failing("fault", 1):
+        first = calls.axpy(x, y, 2.0)
+        calls.watch("a")
+        simulated.commit_unseen()
+        second = calls.axpy(x, y, 2.0)
+        calls.watch("b")
+    assert [line.split()[0] for line in commands] == ["axpy", "axpy", "synchronize"]
+    seen = calls.seen()
+    assert seen[0] == "a: 4" and seen[1].startswith("b: 5") and len(seen) == 2
+    assert torch.equal(first.cpu(), 2 * x.cpu()) and second.cpu().isnan().all()
 
 
 def test_the_gpus_clock(calls, simulated, x):

@@ -246,6 +246,14 @@ class InheritingReader(Reader):
         return super().forward(x)
 
 
+class ReaderInInference(Reader):
+    def forward(self, x):
+        """Computes nothing with self.asked.weight."""
+        if not self.training:
+            x = x @ self.trained.weight.T
+        return self.called(x if self.training else x + self.dtype.weight.sum())
+
+
 def product_of(layer, x):
     return x @ layer.weight.T
 
@@ -283,6 +291,13 @@ def test_what_code_computes_with_stays_dense(cls):
     why = "the code around it reads its weight"
     assert report.skipped == {"reader.product": why, "reader.cast": why}
     assert len(report.modules) == 5
+
+
+def test_only_code_that_runs_in_inference_counts():
+    """A text that names a weight is none; a branch that training skips is."""
+    report = torch_moe_mps.accelerate(nn.ModuleDict({"reader": ReaderInInference()}), 4, 32).quantization
+    names = ("reader.product", "reader.cast", "reader.dtype", "reader.trained")
+    assert report.skipped == dict.fromkeys(names, "the code around it reads its weight")
 
 
 def test_code_without_source_keeps_what_it_may_read():

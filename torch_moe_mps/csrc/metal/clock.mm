@@ -1,51 +1,107 @@
 // Times work by the GPU's own clock.
 #include <ATen/mps/MPSStream.h>
+#include <c10/util/Exception.h>
 #import <Metal/Metal.h>
 
+#include <condition_variable>
+#include <ctime>
 #include <memory>
 #include <mutex>
 #include <utility>
 #include <vector>
 
+#include "faults.h"
 #include "function.h"
 
 namespace moe_mps {
 namespace {
 
-// Seconds of the buffers that are timed, 0 until one is complete.
-struct Times {
-  std::mutex mutex;
-  std::vector<double> seconds;
+// Seconds by the clock that GPUEndTime and Python's time.perf_counter() have.
+double now() {
+#ifdef CLOCK_UPTIME_RAW
+  constexpr clockid_t kClock = CLOCK_UPTIME_RAW;
+#else
+  constexpr clockid_t kClock = CLOCK_MONOTONIC;
+#endif
+  timespec time;
+  clock_gettime(kClock, &time);
+  return static_cast<double>(time.tv_sec) + 1e-9 * static_cast<double>(time.tv_nsec);
+}
+
+// When the GPU began and ended a buffer, and when Metal told of it.
+struct Moments {
+  double began = 0, ended = 0, told = 0;
 };
 
-std::shared_ptr<Times>& times = *new std::shared_ptr<Times>(std::make_shared<Times>());
+// Buffers that are timed.
+struct Times {
+  std::mutex mutex;
+  std::condition_variable changed;
+  std::vector<Moments> buffers;
+  size_t missing = 0;  // buffers that are not complete
 
-size_t added(Times& to) {
-  const std::lock_guard<std::mutex> lock(to.mutex);
-  to.seconds.push_back(0);
-  return to.seconds.size() - 1;
+  size_t added() {
+    const std::lock_guard<std::mutex> lock(mutex);
+    ++missing;
+    buffers.emplace_back();
+    return buffers.size() - 1;
+  }
+  void tell(size_t number, const Moments& moments) {
+    const std::lock_guard<std::mutex> lock(mutex);
+    buffers[number] = moments;
+    --missing;
+    changed.notify_all();
+  }
+};
+
+struct Clock {
+  std::mutex mutex;
+  std::shared_ptr<Times> times = std::make_shared<Times>();  // since they were read
+};
+
+Clock& gpu_clock = *new Clock;
+
+// The times so far; from here on they are `next`, if there is one.
+std::shared_ptr<Times> times(std::shared_ptr<Times> next = nullptr) {
+  const std::lock_guard<std::mutex> lock(gpu_clock.mutex);
+  return next == nullptr ? gpu_clock.times : std::exchange(gpu_clock.times, std::move(next));
 }
 
 // What is encoded from here on, up to the next commit, is timed.
 void time_buffer() {
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
-  const std::shared_ptr<Times> kept = times;
+  const std::shared_ptr<Times> kept = times();
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       stream->synchronize(at::mps::SyncType::COMMIT);
-      const size_t number = added(*kept);
+      const size_t number = kept->added();
       [[stream->commandBuffer() rootCommandBuffer] addCompletedHandler:^(id<MTLCommandBuffer> done) {
-        const std::lock_guard<std::mutex> lock(kept->mutex);
-        kept->seconds[number] = [done GPUEndTime] - [done GPUStartTime];
+        kept->tell(number, {[done GPUStartTime], [done GPUEndTime], now()});
       }];
     }
   });
 }
 
+// Metal tells on a thread of its own, which may be behind the host's.
+std::vector<Moments> all_told() {
+  const std::shared_ptr<Times> read = times(std::make_shared<Times>());
+  std::unique_lock<std::mutex> lock(read->mutex);
+  const bool all = read->changed.wait_for(lock, kToldWithin, [&] { return read->missing == 0; });
+  TORCH_CHECK(all, "moe_mps: Metal has not told how long ", read->missing, " command buffers took, ",
+              kToldWithin.count(), " s behind a wait for them");
+  return read->buffers;
+}
+
 std::vector<double> buffer_seconds() {
-  const std::shared_ptr<Times> read = std::exchange(times, std::make_shared<Times>());
-  const std::lock_guard<std::mutex> lock(read->mutex);
-  return read->seconds;
+  std::vector<double> seconds;
+  for (const Moments& of : all_told()) seconds.push_back(of.ended - of.began);
+  return seconds;
+}
+
+std::vector<double> buffer_moments() {
+  std::vector<double> moments;
+  for (const Moments& of : all_told()) moments.insert(moments.end(), {of.began, of.ended, of.told});
+  return moments;
 }
 
 }  // namespace
@@ -54,3 +110,5 @@ std::vector<double> buffer_seconds() {
 MOE_FUNCTION("_time_buffer() -> ()", time_buffer)
 // Of the buffers that were timed since the last call, in order; after waiting for them.
 MOE_FUNCTION("_buffer_seconds() -> float[]", buffer_seconds)
+// The same as three numbers a buffer: when the GPU began and ended it, and when Metal told of it.
+MOE_FUNCTION("_buffer_moments() -> float[]", buffer_moments)

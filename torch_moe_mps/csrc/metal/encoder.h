@@ -115,7 +115,7 @@ class Command {
 
 // After how many dispatches the stream is committed; 0: never, below 0: by what they take. Torch commits only
 // when somebody waits, so the GPU would not start until the host has encoded a whole step.
-void commit_every(int64_t interval);
+void commit_every(int64_t dispatches);
 
 // Dispatches that this process has encoded.
 int64_t encoded_dispatches();

@@ -33,15 +33,10 @@ MTLSize metal_size(const Size& size) {
 // queued it goes on at once, where the host hears of a completed one 50 to 150 us later.
 constexpr int64_t kFirstDispatches = 8;
 
-struct Dispatches {
-  std::atomic<int64_t> encoded = 0;  // since the process began
-  int64_t since = 0;                 // in the stream's buffer, and what they take
-  double seconds = 0;
-  double longest = 0;  // of a buffer, since somebody asked
-  std::atomic<int64_t> interval = -1;
-};
-
-Dispatches dispatches;
+// Of the process: all streams and threads.
+std::atomic<int64_t> encoded = 0;    // dispatches since it began
+std::atomic<int64_t> interval = -1;  // see commit_every
+std::atomic<double> longest = 0;     // seconds of a buffer, since somebody asked
 
 // Which dispatches this thread encodes, for the report of a wrong result.
 struct Recorded {
@@ -51,20 +46,17 @@ struct Recorded {
 
 thread_local Recorded recorded;
 
-// Whether to commit the stream, now that one more dispatch is encoded.
-bool commit_is_due(double seconds) {
-  ++dispatches.encoded;
-  ++dispatches.since;
-  dispatches.seconds += seconds;
-  dispatches.longest = std::max(dispatches.longest, dispatches.seconds);
-  const int64_t interval = dispatches.interval;
-  if (interval >= 0) return interval > 0 && dispatches.since >= interval;
-  return dispatches.seconds >= kBufferSeconds || (dispatches.since >= kFirstDispatches && !has_queued_work());
-}
-
-void begin_buffer() {
-  dispatches.since = 0;
-  dispatches.seconds = 0;
+// Whether to commit the stream, now that one more dispatch is encoded into its buffer.
+bool commit_is_due(at::mps::MPSStream* stream, Work& work, double seconds) {
+  ++encoded;
+  ++work.dispatches;
+  work.seconds += seconds;
+  for (double known = longest; known < work.seconds;) {
+    if (longest.compare_exchange_weak(known, work.seconds)) break;
+  }
+  const int64_t every = interval;
+  if (every >= 0) return every > 0 && work.dispatches >= every;
+  return work.seconds >= kBufferSeconds || (work.dispatches >= kFirstDispatches && !has_queued_work(stream));
 }
 
 void limit_dispatches(double seconds) {
@@ -72,7 +64,7 @@ void limit_dispatches(double seconds) {
 }
 
 double longest_buffer() {
-  return std::exchange(dispatches.longest, 0);
+  return longest.exchange(0);
 }
 
 void record_dispatches(bool wanted) {
@@ -85,12 +77,12 @@ std::vector<std::string> recorded_dispatches() {
 
 }  // namespace
 
-void commit_every(int64_t interval) {
-  dispatches.interval = interval;
+void commit_every(int64_t dispatches) {
+  interval = dispatches;
 }
 
 int64_t encoded_dispatches() {
-  return dispatches.encoded;
+  return encoded;
 }
 
 const at::Tensor& Command::given(const OptionalTensor& tensor) const {
@@ -183,13 +175,14 @@ void Commands::encode() {
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       id<MTLComputeCommandEncoder> encoder = nil;
+      Work* work = nullptr;
       for (const Command& command : commands->commands_) {
         if (encoder == nil) {
           encoder = stream->commandEncoder();
-          if (watch_work(stream)) begin_buffer();
+          work = &watch_work(stream);
         }
         command.encode(encoder);
-        if (!commit_is_due(seconds_of(command.slots_, command.bytes_))) continue;
+        if (!commit_is_due(stream, *work, seconds_of(command.slots_, command.bytes_))) continue;
         stream->synchronize(at::mps::SyncType::COMMIT);
         encoder = nil;
       }

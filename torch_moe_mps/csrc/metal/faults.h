@@ -1,6 +1,16 @@
-// Command buffers that fail. macOS stops one that keeps the display waiting or that memory does not hold;
-// torch waits for it and does not ask how it ended, so that what was in memory would pass for its results.
+// Command buffers of torch's streams, and how they end. macOS stops one that keeps the display waiting or
+// that memory does not hold; torch waits for it and does not ask how it ended, so that what was in memory
+// would pass for its results.
+//
+// Metal tells how a buffer ended on a thread of its own, some 100 us later, in any order. Everything here is
+// known a stream: from torch 2.15 on a thread may have another one than the rest.
+//
+// Not watched is a buffer that MPSGraph begins and commits within one graph: it holds an operator of torch's
+// alone, and only MPSGraph sees it.
 #pragma once
+#include <chrono>
+#include <cstdint>
+#include <vector>
 
 namespace at::mps {
 class MPSStream;
@@ -8,19 +18,29 @@ class MPSStream;
 
 namespace moe_mps {
 
+// For Metal to tell how a buffer ended that the host has waited for.
+constexpr std::chrono::seconds kToldWithin(30);
+
+// What the host has encoded into a command buffer.
+struct Work {
+  std::vector<const char*> operators;  // in the order of their calls
+  int64_t dispatches = 0;
+  double seconds = 0;  // by estimate
+};
+
 // What the calling thread encodes from here on belongs to this operator; the text is never freed.
 void name_work(const char* operator_name);
 
 // Has Metal report on the command buffer that the stream encodes into, as one with work of that operator. In
-// a block of the stream's queue.
-// Returns: whether it had none before.
-bool watch_work(at::mps::MPSStream* stream);
+// a block of the stream's queue; the reference is good up to the next commit.
+Work& watch_work(at::mps::MPSStream* stream);
 
-// Whether a command buffer waits behind the one that the GPU runs. In a block of the stream's queue, behind
-// watch_work.
-bool has_queued_work();
+// Whether a command buffer of the stream waits behind the one that the GPU runs. In a block of the stream's
+// queue, behind watch_work.
+bool has_queued_work(at::mps::MPSStream* stream);
 
-// Raises torch.AcceleratorError if a command buffer has failed since the last one that was raised.
+// Raises torch.AcceleratorError if a command buffer has failed, as far as Metal has told. Each stream's users
+// are told once: what one computes, another may read.
 void raise_fault();
 
 }  // namespace moe_mps

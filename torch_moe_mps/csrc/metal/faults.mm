@@ -5,8 +5,12 @@
 
 #include <algorithm>
 #include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <map>
 #include <memory>
 #include <mutex>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -18,20 +22,29 @@ namespace {
 constexpr size_t kMostNamed = 4;   // operators of a message
 constexpr int32_t kFaultCode = 5;  // MTLCommandBufferStatusError
 
-struct CommandBuffer {
-  int64_t number;
-  std::vector<const char*> operators;  // in the order of their calls
+struct CommandBuffer : Work {
+  int64_t number = 0;  // of the stream's buffers
+};
+
+// Buffers of a stream.
+struct Stream {
+  void* buffer = nullptr;            // that is encoded into, until it is complete
+  CommandBuffer* watched = nullptr;  // its; the buffer's handler frees it
+  int64_t last = 0;                  // number of a buffer
+  std::set<int64_t> incomplete;      // numbers, with that of the buffer that is encoded into
+  int64_t raised = 0;                // failures of buffers up to this one have been raised
+  int64_t told = 0;                  // faults of which its users know
 };
 
 struct State {
   std::mutex mutex;
-  std::atomic<void*> buffer = nullptr;  // that is encoded into, until it is complete
-  CommandBuffer* watched = nullptr;     // its; the buffer's handler frees it
-  int64_t last = 0;                     // number of a buffer; of the stream's queue, as the two above
-  int64_t raised = 0;                   // buffers up to this one are told of
-  std::atomic<int64_t> incomplete = 0;  // buffers, with the one that is encoded into
-  std::atomic<bool> failed = false;
-  std::string fault;  // the first
+  std::condition_variable completed;
+  std::map<at::mps::MPSStream*, Stream> streams;  // torch frees none
+  std::atomic<int64_t> faults = 0;
+  std::string fault;  // the last: the first buffer that failed since one was raised,
+  const Stream* stream = nullptr;
+  int64_t number = 0;
+  bool is_raised = true;
 };
 
 State& state = *new State;  // handlers may come while the process ends
@@ -61,35 +74,51 @@ const char* advice(NSError* error) {
          "`torch-moe-mps check` writes a report for an issue";
 }
 
+// Under the mutex.
+Stream& stream_of(at::mps::MPSStream* stream) {
+  const auto [entry, is_new] = state.streams.try_emplace(stream);
+  if (is_new) entry->second.told = state.faults;
+  return entry->second;
+}
+
 // Called by Metal, on a thread of its own.
-void complete(id<MTLCommandBuffer> buffer, std::unique_ptr<CommandBuffer> watched) {
-  void* own = (__bridge void*)buffer;
-  state.buffer.compare_exchange_strong(own, nullptr);  // another one may get its address
-  --state.incomplete;
-  if ([buffer status] != MTLCommandBufferStatusError) return;
+void complete(Stream& stream, id<MTLCommandBuffer> buffer, const CommandBuffer& watched) {
+  const bool failed = [buffer status] == MTLCommandBufferStatusError;
   const std::lock_guard<std::mutex> lock(state.mutex);
-  if (watched->number <= state.raised || state.failed) return;
+  if (stream.buffer == (__bridge void*)buffer) stream.buffer = nullptr;  // another one may get its address
+  stream.incomplete.erase(watched.number);
+  state.completed.notify_all();
+  if (!failed || watched.number <= stream.raised) return;
+  const bool is_earlier = state.stream == &stream && watched.number < state.number;
+  if (!state.is_raised && !is_earlier) return;
+  if (state.is_raised) ++state.faults;
+  state.is_raised = false;
+  state.stream = &stream;
+  state.number = watched.number;
   NSError* error = [buffer error];
-  state.fault = c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched->operators),
+  state.fault = c10::str("moe_mps: the GPU has not finished a command buffer", listed(watched.operators),
                          ": ", error == nil ? "unknown error" : [[error localizedDescription] UTF8String],
                          "; what was computed before this message is lost: ", advice(error));
-  state.failed = true;
 }
 
 // In a block of the stream's queue. Returns: what is known of the stream's buffer.
-CommandBuffer& watched(at::mps::MPSStream* stream) {
-  id<MTLCommandBuffer> buffer = [stream->commandBuffer() rootCommandBuffer];
-  if (state.buffer != (__bridge void*)buffer) {
-    CommandBuffer* made = state.watched = new CommandBuffer{++state.last, {}};
-    [buffer addCompletedHandler:^(id<MTLCommandBuffer> completed) {
-      @autoreleasepool {
-        complete(completed, std::unique_ptr<CommandBuffer>(made));
-      }
-    }];
-    ++state.incomplete;
-    state.buffer = (__bridge void*)buffer;
-  }
-  return *state.watched;
+CommandBuffer& watched(at::mps::MPSStream* on) {
+  id<MTLCommandBuffer> buffer = [on->commandBuffer() rootCommandBuffer];
+  std::unique_lock<std::mutex> lock(state.mutex);
+  Stream* stream = &stream_of(on);
+  if (stream->buffer == (__bridge void*)buffer) return *stream->watched;
+  CommandBuffer* made = new CommandBuffer;
+  made->number = ++stream->last;
+  stream->incomplete.insert(made->number);
+  stream->buffer = (__bridge void*)buffer;
+  stream->watched = made;
+  lock.unlock();
+  [buffer addCompletedHandler:^(id<MTLCommandBuffer> completed) {
+    @autoreleasepool {
+      complete(*stream, completed, *std::unique_ptr<CommandBuffer>(made));
+    }
+  }];
+  return *made;
 }
 
 // For what only torch has encoded.
@@ -102,41 +131,75 @@ void watch() {
   });
 }
 
+// Waits until Metal has told of all that the current stream was given.
+void hear() {
+  at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  __block int64_t newest = 0;
+  at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
+    @autoreleasepool {
+      id<MTLCommandBuffer> open = [stream->commandBuffer() rootCommandBuffer];
+      const std::lock_guard<std::mutex> lock(state.mutex);
+      const Stream& of = stream_of(stream);
+      newest = of.buffer == (__bridge void*)open ? of.last - 1 : of.last;
+    }
+  });
+  const int64_t last = newest;
+  std::unique_lock<std::mutex> lock(state.mutex);
+  const std::set<int64_t>& incomplete = stream_of(stream).incomplete;
+  const bool heard = state.completed.wait_for(
+      lock, kToldWithin, [&] { return incomplete.empty() || *incomplete.begin() > last; });
+  TORCH_CHECK(heard, "moe_mps: Metal has not told how a command buffer ended, ", kToldWithin.count(),
+              " s behind a wait for it: `torch-moe-mps check` writes a report for an issue");
+}
+
+void raise_fault_behind_wait() {
+  hear();
+  raise_fault();
+}
+
 }  // namespace
 
 void name_work(const char* operator_name) {
   current_operator = operator_name;
 }
 
-bool watch_work(at::mps::MPSStream* stream) {
-  std::vector<const char*>& operators = watched(stream).operators;
-  operators.push_back(current_operator);
-  return operators.size() == 1;
+Work& watch_work(at::mps::MPSStream* stream) {
+  Work& work = watched(stream);
+  work.operators.push_back(current_operator);
+  return work;
 }
 
-bool has_queued_work() {
-  return state.incomplete > 2;  // the third is encoded into
+bool has_queued_work(at::mps::MPSStream* stream) {
+  const std::lock_guard<std::mutex> lock(state.mutex);
+  return stream_of(stream).incomplete.size() > 2;  // the third is encoded into
 }
 
 void raise_fault() {
-  if (!state.failed) return;
-  __block std::string fault;
+  if (state.faults == 0) return;
   at::mps::MPSStream* stream = at::mps::getCurrentMPSStream();
+  {
+    const std::lock_guard<std::mutex> lock(state.mutex);
+    if (stream_of(stream).told == state.faults) return;
+  }
+  __block std::string fault;
   at::mps::dispatch_sync_with_rethrow(stream->queue(), ^() {
     @autoreleasepool {
       // What is encoded from here on goes into a buffer of its own, of which nobody has been told.
       stream->synchronize(at::mps::SyncType::COMMIT);
       const std::lock_guard<std::mutex> lock(state.mutex);
-      state.raised = state.last;
-      state.failed = false;
-      fault.swap(state.fault);
+      Stream& of = stream_of(stream);
+      if (of.told == state.faults) return;  // another thread has raised it
+      of.told = state.faults;
+      of.raised = of.last;
+      state.is_raised = true;
+      fault = state.fault;
     }
   });
-  if (fault.empty()) return;  // another thread has raised it
-  throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kFaultCode, fault);
+  if (!fault.empty()) throw c10::AcceleratorError({__func__, __FILE__, __LINE__}, kFaultCode, fault);
 }
 
 }  // namespace moe_mps
 
 MOE_FUNCTION("_watch() -> ()", watch)
-MOE_FUNCTION("_raise_fault() -> ()", raise_fault)
+// Behind a wait.
+MOE_FUNCTION("_raise_fault() -> ()", raise_fault_behind_wait)

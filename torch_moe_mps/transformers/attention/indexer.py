@@ -20,19 +20,10 @@ from ..caches.held import HeldIndex
 from ..modules.experts import is_observed
 from ..modules.rules.constants import constant
 from ..modules.rules.rope import TURNS, Turn, tables_and_options
-from ..modules.rules.trial import (
-    LEAST_HEADS,
-    HeldKeys,
-    agrees,
-    has_parts,
-    numbers,
-    tried,
-    twin_of,
-    untied,
-    verdict,
-)
+from ..modules.rules.trial import LEAST_HEADS, HeldKeys, has_parts, numbers, twin_of, untied
 from .causal_mask import CausalMask
 from .chosen_keys import Choice
+from .indexer_trial import IndexerTrial, form_by_trial
 
 ops = torch.ops.moe_mps
 
@@ -154,15 +145,15 @@ def rewrite_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | None:
         return None
     depends_on(module, "qk_rope_head_dim")
     depends_on(module, "use_rope")
-    form = verdict(module, _form_of, names, rotary, width)
+    form = form_by_trial(module, _trial, names, rotary, width)
     if form is None:
         return None
     state_of(module).formula = form
     return indexer_forward, [Done("index_topk"), Done("rope_cache_")]
 
 
-def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerForm | None:
-    """Form of an indexer whose layers have few inputs; None if the operator computes something else."""
+def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -> IndexerTrial:
+    """A trial of an indexer whose layers have few inputs."""
     twin = twin_of(module, index_topk=3)
     keys = _BEFORE + _TOKENS
     hidden, before = numbers(_BATCH, _TOKENS, twin.wk.in_features), numbers(_BATCH, _BEFORE, width)
@@ -174,20 +165,17 @@ def _form_of(module: nn.Module, names: tuple[str, ...], rotary: int, width: int)
     }
     given = {name: value for name, value in every.items() if name in names}
 
-    def ours(twin: nn.Module, hidden: Tensor, **given: Any) -> Choice | None:
-        return _choice(twin, form, hidden, given, keys)
-
-    cache = HeldKeys(before, twin.layer_idx)
-    own = tried(original_class(module).forward, twin, hidden, **given, past_key_values=cache)
-    for turn in (None, *TURNS) if isinstance(own, Tensor) else ():
+    def fits(turn: Turn | None) -> bool:
         columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
-        if turn is not None and columns * (2 if turn.doubled else 1) > width:
-            continue
-        form, held = IndexerForm(names, turn, rotary), HeldKeys(before, twin.layer_idx)
-        found = tried(ours, twin, hidden, **given, past_key_values=held)
-        if isinstance(found, Choice) and agrees(cache.keys, held.keys) and _is_same(own, found):
-            return form
-    return None
+        return turn is None or columns * (2 if turn.doubled else 1) <= width
+
+    return IndexerTrial(
+        held=lambda: HeldKeys(before, twin.layer_idx),
+        own=lambda cache: original_class(module).forward(twin, hidden, **given, past_key_values=cache),
+        ours=lambda form, cache: _choice(twin, form, hidden, given | {"past_key_values": cache}, keys),
+        is_same=_is_same,
+        forms=[IndexerForm(names, turn, rotary) for turn in filter(fits, (None, *TURNS))],
+    )
 
 
 def _is_same(own: Tensor, found: Choice) -> bool:

@@ -218,18 +218,18 @@ def weights_of(module: nn.Module, call: Call, inputs: Sequence[Tensor]) -> list[
     _, names, wanted, _, mixes, width, _ = call  # at once, as this runs in each call of a module
     if len(inputs) != len(names):
         return None
-    x = inputs[0]
-    for each in inputs if len(names) > 1 else ():
-        if not isinstance(each, Tensor) or each.dtype is not x.dtype or each.shape != x.shape:
+    x, own, weights = inputs[0], module.__dict__, []
+    dtype, columns = x.dtype, x.size(-1)
+    for other in inputs[1:]:
+        if not isinstance(other, Tensor) or other.dtype is not dtype or other.shape != x.shape:
             return None
-    dtype, own, weights = x.dtype, module.__dict__, []
-    if not dtype.is_floating_point or (width is not None and x.size(-1) != width):
+    if not dtype.is_floating_point or (width is not None and columns != width):
         return None
     for name in wanted:
         weight = own["_parameters"].get(name)
         if weight is None or name in own:  # something written over the parameter
             weight = getattr(module, name)
-        if weight is None or weight.numel() != x.size(-1) or not (mixes or weight.dtype is dtype):
+        if weight is None or weight.numel() != columns or not (mixes or weight.dtype is dtype):
             return None
         weights.append(weight)
     return weights

@@ -3,16 +3,10 @@
 A weight stays dense, with a reason, if something uses an attribute that a quantised layer lacks.
 """
 
-import ast
-import contextlib
-import functools
-import inspect
 import re
-import types
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from itertools import chain
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -24,22 +18,15 @@ from ...basics.interface import Experts, experts_of, is_quantized, projections
 from ...basics.state import original_class
 from ...graphs.nodes import tensor_of
 from ...graphs.patterns import match, uncast
-from ...modules.functions import codes
 from ...modules.rules.trial import agrees, bare_twin, on_the_cpu, tried
 from ...modules.traced import Input, Sizes, everywhere, path_of, remembered, trace
 from ..absent import around_text
 from .recipe import Recipe
+from .weight_uses import weights_read_by, weights_written_by
 
 # Layers with fewer outputs than this save no bytes: the gate of a shared expert has one.
 SMALLEST = 16
 _LAYER = re.compile(r"^(.*?\.\d+)(?:\.|$)")
-# What reads the weight of a child, unless only its type, an attribute or an element of it.
-_READ = re.compile(r"(?<!isinstance\()\bself\.(\w+)\.weight\b(?!\.(?:dtype|device|shape)\b|\[)")
-# The last names of what has a weight that a method ending in _ changes: "attention.output" of
-# `block.attention.output.weight.div_(2)`.
-_WRITTEN = re.compile(r"\b\w+\.([\w.]+)\.weight\.(?:data\.)?[a-z]\w*_\(")
-_READ_OF_ANY = re.compile(r"\b\w+\.(\w+)\.weight\b")
-_FOR_TRAINING = re.compile(r"^( *)if [^\n]*self\.training[^\n]*:\n(?:\1 [^\n]*\n|\n)*", re.MULTILINE)
 
 
 @dataclass
@@ -196,7 +183,7 @@ class Reasons:
         self.routers = routers_of(model)
         self.adapted = tuple(f"{n}." for n, m in model.named_modules() if hasattr(m, "get_base_layer"))
         self.towers = tuple(f"{name}." for name in _towers(model))
-        self.written = set().union(*(_weights_written_by(cls) for cls in {*map(type, model.modules())}))
+        self.written = set().union(*(weights_written_by(cls) for cls in {*map(type, model.modules())}))
 
     def of(self, name: str, module: nn.Module) -> str | None:
         if module in self.routers:
@@ -235,7 +222,7 @@ class Reasons:
             return "the code around it writes to its weight"
         parent, _, child = name.rpartition(".")
         around: type = type(self.model.get_submodule(parent))
-        if (reason := _weights_read_by(around).get(child)) is not None:
+        if (reason := weights_read_by(around).get(child)) is not None:
             return reason
         if child in (getattr(self.model, "_keep_in_fp32_modules", None) or ()):
             return "it stays in float32" if self.model.dtype == torch.float16 else None
@@ -301,69 +288,6 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     if not traced or not found or found["IDS"] is not traced.inputs[0]:
         return False
     return isinstance(found["FACTOR"], int | float) or path_of(found["FACTOR"]) is not None
-
-
-@functools.cache
-def _weights_read_by(cls: type) -> dict[str, str]:
-    """{child: the reason to leave it dense}: methods of a class read its weight as LazyWeight does not allow.
-
-    Functions with "cuda" in their names and branches for training never run on quantised layers.
-    """
-    found: dict[str, str] = {}
-    own = [base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch.")]
-    for name, function in chain.from_iterable(vars(base).items() for base in own):
-        method = inspect.unwrap(function) if inspect.isfunction(function) and "cuda" not in name else None
-        if not isinstance(method, types.FunctionType):
-            continue
-        names = _names_in(method.__code__)
-        called = {name: method.__globals__.get(name) for name in names}
-        readers = {name: value for name, value in called.items() if _reads_weight(value)}
-        if "weight" not in names and not readers:  # as of most: to find the source takes long
-            continue
-        try:
-            source = inspect.getsource(method)
-            read = _READ.findall(_FOR_TRAINING.sub("", source))
-            read += _read_by_functions(source, readers)
-            found |= dict.fromkeys(read, "the code around it reads its weight")
-        except (OSError, SyntaxError):  # as of a lambda in the middle of a line
-            reason = "the code around it, which has no source, reads a weight"
-            found |= dict.fromkeys(names if "weight" in names else (), reason)
-    return found
-
-
-def _read_by_functions(source: str, readers: Mapping[str, Any]) -> Iterator[str]:
-    """The children that a method hands to functions which read a weight, alone or with the whole module."""
-    for call in ast.walk(ast.parse(f"if True:\n{source}" if source[0].isspace() else source)):
-        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
-        if name not in readers:
-            continue
-        for given in (*call.args, *(each.value for each in call.keywords)):  # type: ignore[attr-defined]  # a call
-            if isinstance(given, ast.Attribute) and ast.unparse(given.value) == "self":
-                yield given.attr
-            elif ast.unparse(given) == "self":
-                yield from _READ_OF_ANY.findall(inspect.getsource(readers[name]))
-
-
-@functools.cache
-def _weights_written_by(cls: type) -> frozenset[str]:
-    """Ends of the names of layers whose weights methods of a class change in place: "attention.output"."""
-    found: set[str] = set()
-    for name, function in vars(cls).items():
-        method = inspect.unwrap(function) if inspect.isfunction(function) else None
-        if name == "_init_weights" or method is None or "weight" not in _names_in(method.__code__):
-            continue
-        with contextlib.suppress(OSError):  # without source
-            found.update(_WRITTEN.findall(_FOR_TRAINING.sub("", inspect.getsource(method))))
-    return frozenset(found)
-
-
-def _reads_weight(value: Any) -> bool:
-    return isinstance(value, types.FunctionType) and "weight" in _names_in(value.__code__)
-
-
-def _names_in(code: types.CodeType) -> set[str]:
-    """The names of attributes and globals in code, and in functions within."""
-    return {name for each in codes(code) for name in each.co_names}
 
 
 def _towers(model: Any) -> Iterator[str]:

@@ -9,13 +9,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...attention.chosen_keys import Choice
+from ...attention.indexer_trial import IndexerTrial, form_by_trial
 from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
 from ...basics.report import Done
 from ...basics.state import original_class
 from ...caches.held import HeldPools
 from ...modules.experts import is_observed
 from ...modules.rules.constants import beside, constant
-from ...modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from ...modules.rules.trial import HeldKeys, has_parts, numbers, twin_of
 from .mask import EVERYTHING
 
 _PADDED = "_moe_mps_padded"  # the attribute of a mask of padding that says whether it hides anything
@@ -109,23 +110,28 @@ def rewrite_kpool_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
         or not fits(module.n_heads, module.head_dim, module.index_kpool)
     ):
         return None
-    return (kpool_forward, [Done("index_topk")]) if verdict(module, _agrees) else None
+    return (kpool_forward, [Done("index_topk")]) if form_by_trial(module, _trial) else None
 
 
-def _agrees(module: Any) -> bool:
-    """Whether an indexer chooses what is chosen here."""
+def _trial(module: Any) -> IndexerTrial:
+    """A trial of the one form that there is."""
     twin, width = twin_of(module, index_topk=RATE * POOLS, index_kpool=RATE), module.head_dim
     twin.index_kpool_compress_ape = nn.Parameter(numbers(RATE, width), requires_grad=False)
     hidden, q_resid = (numbers(BATCH, TOKENS, layer.in_features) for layer in (twin.wk, twin.wq_b))
     before = torch.cat((numbers(BATCH, BEFORE, 2 * width), torch.ones(BATCH, BEFORE, 1)), -1)
-    caches = [HeldKeys(before, twin.layer_idx) for _ in range(2)]
     shown = torch.ones(BATCH, TOKENS, dtype=torch.bool)
-    own = tried(original_class(module).forward, twin, hidden, q_resid, shown, caches[0])
-    found = tried(_choice, twin, hidden, q_resid, caches[1])
-    if not isinstance(own, Tensor) or not isinstance(found, Choice):
-        return False
+    return IndexerTrial(
+        held=lambda: HeldKeys(before, twin.layer_idx),
+        own=lambda cache: original_class(module).forward(twin, hidden, q_resid, shown, cache),
+        ours=lambda _, layer: _choice(twin, hidden, q_resid, layer),
+        is_same=_is_same,
+        forms=(True,),
+    )
+
+
+def _is_same(own: Tensor, choice: Choice) -> bool:
+    """Whether the indices of keys, -1 for none, are those of the chosen pools."""
     keys = BEFORE + TOKENS
     mask = torch.zeros(BATCH, TOKENS, keys + 1, dtype=torch.bool)
     mask.scatter_(2, torch.where(own < 0, keys, own).long(), True)
-    same = is_same(mask[..., :keys].unsqueeze(1), found)
-    return same and agrees(caches[0].keys, caches[1].keys)
+    return is_same(mask[..., :keys].unsqueeze(1), choice)

@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from ....ops.index import MAX_INDEX_WIDTH
 from ...attention.chosen_keys import Choice
+from ...attention.indexer_trial import IndexerTrial, form_by_trial
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...caches.held import HeldIndex
 from ...modules.experts import NAME, is_observed
 from ...modules.rules.formulas import is_norm, norm_arguments
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
-from ...modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from ...modules.rules.trial import HeldKeys, has_parts, numbers, twin_of
 
 ops = torch.ops.moe_mps
 
@@ -98,33 +99,33 @@ def rewrite_block_indexer(module: nn.Module) -> tuple[Callable, list[Done]] | No
     fits = width % 4 == 0 and 0 < width <= MAX_INDEX_WIDTH and hasattr(module, "config")
     if not fits or not all(is_norm(norm, True) for norm in _norms(module)):
         return None
-    turn = verdict(module, _turn_of)
+    turn = form_by_trial(module, _trial)
     if turn is None:
         return None
     state_of(module).formula = turn
     return block_indexer_forward, [Done("index_topk"), Done("rope_cache_")]
 
 
-def _turn_of(module: Any) -> Turn | None:
-    """How queries and keys turn; None if what is computed here is not what the indexer computes."""
+def _trial(module: Any) -> IndexerTrial:
+    """A trial of how queries and keys turn."""
     twin, width = twin_of(module, block_size=2, topk_blocks=2), module.head_dim
     for norm, own_norm in zip(_norms(twin), _norms(module), strict=True):
         state_of(norm).formula = state_of(own_norm).formula
     hidden, before = numbers(_BATCH, _TOKENS, twin.k_proj.in_features), numbers(_BATCH, 1, _BEFORE, width)
-    both = numbers(2, _BATCH, _TOKENS, width // 2) + 1.0
+    tables = [*(numbers(2, _BATCH, _TOKENS, width // 2) + 1.0)]
     positions = torch.arange(_BEFORE, _BEFORE + _TOKENS).expand(_BATCH, -1)
-    cache, tables = _HeldBlocks(before, twin.layer_idx), [*both]
-    own = tried(original_class(module).forward, twin, hidden, tables, cache, positions)
     norms = [norm_arguments(norm, before) for norm in _norms(twin)]
-    for turn in WHOLE_TURNS if isinstance(own, Tensor) else ():
-        layer = _HeldBlocks(before)
-        found = tried(_chosen, twin, turn, hidden, tables, layer, *norms)
-        if not isinstance(found, Choice):
-            continue
-        chosen = found.chosen(0, _TOKENS, _BEFORE + _TOKENS)
-        # Its own are by score, and -1 is last in both.
-        theirs = torch.where(own < 0, _BEFORE, own).sort(-1).values
-        same = torch.equal(theirs, torch.where(chosen < 0, _BEFORE, chosen).long())
-        if same and agrees(cache.keys, layer.keys):
-            return turn
-    return None
+    return IndexerTrial(
+        held=lambda: _HeldBlocks(before, twin.layer_idx),
+        own=lambda cache: original_class(module).forward(twin, hidden, tables, cache, positions),
+        ours=lambda turn, layer: _chosen(twin, turn, hidden, tables, layer, *norms),
+        is_same=_is_same,
+        forms=WHOLE_TURNS,
+    )
+
+
+def _is_same(own: Tensor, choice: Choice) -> bool:
+    """Whether both choose the same blocks. The model's own are by score, and -1 is last in both."""
+    chosen = choice.chosen(0, _TOKENS, _BEFORE + _TOKENS)
+    theirs = torch.where(own < 0, _BEFORE, own).sort(-1).values
+    return torch.equal(theirs, torch.where(chosen < 0, _BEFORE, chosen).long())

@@ -8,13 +8,14 @@ from torch import Tensor
 
 from ...attention.causal_mask import CausalMask
 from ...attention.chosen_keys import Choice
+from ...attention.indexer_trial import IndexerTrial, form_by_trial
 from ...attention.pools import BATCH, BEFORE, POOLS, RATE, TOKENS, fits, is_same, layer_of, pools_of
 from ...basics.report import Done
 from ...basics.state import original_class, state_of
 from ...caches.held import HeldPools
 from ...modules.experts import is_observed
 from ...modules.rules.rope import WHOLE_TURNS, Turn, tables_and_options
-from ...modules.rules.trial import HeldKeys, agrees, has_parts, numbers, tried, twin_of, verdict
+from ...modules.rules.trial import HeldKeys, has_parts, numbers, twin_of
 
 ops = torch.ops.moe_mps
 
@@ -96,26 +97,26 @@ def rewrite_qsa_indexer(module: Any) -> tuple[Callable, list[Done]] | None:
         return None
     if not fits(module.index_n_heads, module.index_head_dim, module.compress_ratio):
         return None
-    turn = verdict(module, _turn_of) if all(hasattr(norm, "eps") for norm in _norms(module)) else None
+    turn = form_by_trial(module, _trial) if all(hasattr(norm, "eps") for norm in _norms(module)) else None
     if turn is None:
         return None
     state_of(module).formula = turn
     return qsa_forward, [Done("index_topk")]
 
 
-def _turn_of(module: Any) -> Turn | None:
-    """How queries and keys turn; None if an indexer chooses anything else."""
+def _trial(module: Any) -> IndexerTrial:
+    """A trial of how queries and keys turn."""
     sizes = {"compress_ratio": RATE, "block_topk": POOLS, "token_budget": RATE * POOLS}
     twin, width, keys = twin_of(module, **sizes), module.index_head_dim, BEFORE + TOKENS
     hidden = numbers(BATCH, TOKENS, twin.index_qk_proj.in_features)
     before = numbers(BATCH, BEFORE, width)
     both = numbers(BATCH, keys, width // 2 + 1) + 1.0
-    cache, tables = HeldKeys(before, twin.layer_idx), [both[..., :-1], both[..., 1:]]
+    tables = [both[..., :-1], both[..., 1:]]
     shown = torch.ones(keys, keys, dtype=torch.bool).tril()[-TOKENS:].expand(BATCH, 1, -1, -1)
-    own = tried(original_class(module).forward, twin, hidden, tables, shown, cache)
-    for turn in WHOLE_TURNS if isinstance(own, Tensor) else ():
-        layer = HeldKeys(before)
-        found = tried(_choice, twin, turn, hidden, tables, layer)
-        if isinstance(found, Choice) and is_same(own, found) and agrees(cache.keys, layer.keys):
-            return turn
-    return None
+    return IndexerTrial(
+        held=lambda: HeldKeys(before, twin.layer_idx),
+        own=lambda cache: original_class(module).forward(twin, hidden, tables, shown, cache),
+        ours=lambda turn, layer: _choice(twin, turn, hidden, tables, layer),
+        is_same=is_same,
+        forms=WHOLE_TURNS,
+    )

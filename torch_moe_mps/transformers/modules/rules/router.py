@@ -1,7 +1,8 @@
 """Routers: modules that give logits, weights and ids, recognised by the operators that they run.
 
     logits = scale * linear(x, weight, bias)            in float32, or in the dtype of x
-    weights, ids = moe_router(logits)
+    weights, ids = moe_router(logits)                   or
+    weights, ids = moe_hash_router(x, weight, table, tokens)
 
 A router keeps its interface: its results have the dtypes that the model's code would give them.
 """
@@ -15,21 +16,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
-from ....ops._checks import ACTIVATION_DTYPES
+from ....ops._checks import ACTIVATION_DTYPES, ID_DTYPES
 from ...basics.report import Done
 from ...basics.state import STATE, Unsupported, original_class, state_of
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import before_widening, linear_of, match, uncast
 from ..experts import is_observed
-from ..traced import PATH, Input, Sizes, Traced, everywhere, remembered, trace
+from ..traced import PATH, Input, Sizes, Traced, everywhere, path_of, remembered, trace
 from .selection import UNKNOWN, selection_of
 
 ops = torch.ops.moe_mps
 
 _DTYPES = frozenset(ACTIVATION_DTYPES)
 # What routers are traced with, where they take sequences of tokens and where they take tokens.
-SEQUENCES: tuple[Sizes, ...] = ((2, 3), (1, 1), (1, 70_001))
-ROWS: tuple[Sizes, ...] = ((7,), (1,), (70_001,))
+_SEQUENCES: tuple[Sizes, ...] = ((2, 3), (1, 1), (1, 70_001))
+_ROWS: tuple[Sizes, ...] = ((7,), (1,), (70_001,))
 _HALF = torch.bfloat16  # of hidden states in a trace, so that float32 in a result is the router's
 
 
@@ -43,7 +44,8 @@ class Router(NamedTuple):
         weight, bias: their names in the module.
         scale: multiplies the product.
         choice_bias: the name of an argument, or of a tensor in the module.
-        options: of moe_router.
+        table: the name of a buffer that has the choice of each token, which the second argument names.
+        options: of moe_router, or of moe_hash_router where there is a table.
         logits, weights: the dtypes of these results.
         parts: the modules inside whose tensors are read.
     """
@@ -55,6 +57,7 @@ class Router(NamedTuple):
     bias: str | None
     scale: float
     choice_bias: str | None
+    table: str | None
     options: dict[str, Any]
     logits: torch.dtype | None
     weights: torch.dtype | None
@@ -84,6 +87,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         and (router.in_float32 or x.dtype == weight.dtype)
         and {x.dtype, weight.dtype} <= _DTYPES
         and (choice_bias is None) == (name is None)
+        and (router.table is None or _are_tokens(given.get(router.inputs[1]), x))
         and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
     )
     if not fits:
@@ -96,12 +100,21 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         logits = F.linear(x, weight, bias)
     if router.scale != 1.0:
         logits = logits * router.scale
-    if choice_bias is not None:
-        choice_bias = choice_bias.flatten()
-    weights, ids = ops.moe_router(logits, bias=choice_bias, **router.options)
+    if router.table is not None:
+        table, tokens = _tensor(module, router.table), given[router.inputs[1]].reshape(-1)
+        weights, ids = ops.moe_hash_router(x, weight, table, tokens, **router.options)
+    else:
+        choice_bias = None if choice_bias is None else choice_bias.flatten()
+        weights, ids = ops.moe_router(logits, bias=choice_bias, **router.options)
     if logits.dtype != (router.logits or x.dtype):
         logits = logits.to(router.logits or x.dtype)
     return logits, weights.to(router.weights or x.dtype), ids.long()
+
+
+def _are_tokens(tokens: Any, x: Tensor) -> bool:
+    """Whether there is a token for each hidden state."""
+    is_tensor = isinstance(tokens, Tensor) and tokens.dtype in ID_DTYPES
+    return is_tensor and tokens.device == x.device and tokens.shape == x.shape[:-1]
 
 
 def _tensor(module: nn.Module, path: str) -> Any:
@@ -122,7 +135,8 @@ def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if isinstance(router, str):
         raise Unsupported(router)
     state_of(module).formula = router
-    done = [Done("moe_router", f"moe_router ({router.options['scoring']})")]
+    operator = "moe_router" if router.table is None else "moe_hash_router"
+    done = [Done(operator, f"{operator} ({router.options['scoring']})")]
     return router_forward, [*done, Done("router_logits")] if router.in_float32 else done
 
 
@@ -130,6 +144,13 @@ def _matrix(module: nn.Module) -> Tensor | None:
     """The only matrix of a module: a router has one row for each expert."""
     found = [each for each in module.parameters() if each.dim() == 2 and each.shape[0] > 1]
     return found[0] if len(found) == 1 else None
+
+
+def _has_table(module: nn.Module) -> bool:
+    """Whether one of the buffers may have a choice for each token."""
+    return any(
+        each is not None and each.dim() == 2 and each.dtype in ID_DTYPES for each in module._buffers.values()
+    )
 
 
 @remembered
@@ -140,20 +161,22 @@ def router_of(module: nn.Module) -> Router | str | None:
     experts, width = matrix.shape
     _, *parameters = inspect.signature(original_class(module).forward).parameters.values()
     names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
-    others = [Input((experts,), _HALF)] * (len(names) - 1)
+    has_table = _has_table(module)
 
     def ask(weights: torch.dtype | None, sizes: Sizes, dtype: torch.dtype) -> Router | str | None:
+        other = Input(sizes, torch.int64) if has_table else Input((experts,), _HALF)
+        others = [other] * (len(names) - 1)
         traced = trace(module, Input((*sizes, width), dtype), *others, weights=weights)
-        if traced is None or not is_routing(traced.result):
+        if traced is None or not _is_routing(traced.result):
             return None
         try:
             return _router(traced, names)
         except Unsupported as unsupported:
-            return str(unsupported)
+            return None if has_table else str(unsupported)
 
     reason = None
     for weights in (_HALF, None):  # None for a router whose matrix is in float32 whatever the model is in
-        for shapes in (SEQUENCES, ROWS):
+        for shapes in (_SEQUENCES, _ROWS):
             found: Any = everywhere(functools.partial(ask, weights), shapes, (_HALF,))
             if isinstance(found, Router):
                 return found
@@ -161,7 +184,7 @@ def router_of(module: nn.Module) -> Router | str | None:
     return reason
 
 
-def is_routing(result: Any) -> bool:
+def _is_routing(result: Any) -> bool:
     """Whether a module gives rows of logits, weights and ids."""
     if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(r, fx.Node) for r in result):
         return False
@@ -192,14 +215,21 @@ def _router(traced: Traced, names: list[str]) -> Router:
     is_own = uncast(linear[0]) is traced.inputs[0] and choice_bias != names[0]
     if weight is None or not is_own or tensor_of(linear[0]).dtype != tensor_of(linear[1]).dtype:
         raise Unsupported(UNKNOWN)
+    in_float32 = _dtype(product) is not None
+    if selection.table is not None and (in_float32 or bias is not None or scale != 1.0):
+        raise Unsupported(UNKNOWN)
+    table = None if selection.table is None else path_of(selection.table)
+    if uncast(selection.tokens) is not (None if table is None else traced.inputs[1]):
+        raise Unsupported(UNKNOWN)
     return Router(
         inputs=tuple(names),
         is_flat=tensor_of(traced.inputs[0]).dim() > 2,
-        in_float32=_dtype(product) is not None,
+        in_float32=in_float32,
         weight=weight,
         bias=bias,
         scale=scale,
         choice_bias=choice_bias,
+        table=table,
         options=selection.options,
         logits=_dtype(first),
         weights=_dtype(weights),

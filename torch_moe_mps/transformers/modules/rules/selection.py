@@ -5,6 +5,7 @@ from typing import Any, NamedTuple
 from torch import fx
 
 from ....ops._checks import MAX_EXPERTS, MAX_TOP_K
+from ....ops.routing import OF_EACH
 from ...basics.state import Unsupported
 from ...graphs.nodes import aten, is_call, tensor_of
 from ...graphs.patterns import Bound, match, uncast
@@ -12,7 +13,8 @@ from ...graphs.tracing import ITEM
 
 UNKNOWN = "its formula is not one of moe_router's"
 _IDS = "item(topk(CHOICE, K, -1, True, ORDER), 1)"
-SCORES = {"softmax": "_softmax(L, -1, False)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrt(softplus(L))"}
+_LOOKED_UP = "index(TABLE, [TOKENS])"
+_SCORES = {"softmax": "_softmax(L, -1, False)", "sigmoid": "sigmoid(L)", "sqrtsoftplus": "sqrt(softplus(L))"}
 _OF_CHOSEN = {"softmax": "softmax_after_topk", "sigmoid": "sigmoid"}  # scorings of the chosen logits alone
 _OF_GROUPS = {
     "sum(item(topk(GROUPS, 2, -1, True, ORDER), 0), [-1])": "top2_sum",
@@ -28,21 +30,25 @@ _DIVISIONS = (f"W / {_SUM}", f"W / ({_SUM} + EPS)", f"W / clamp({_SUM}, MIN)", f
 
 
 class Selection(NamedTuple):
-    """weights, ids = moe_router(logits, bias=bias, **options)"""
+    """weights, ids = moe_router(logits, bias=bias, **options), or moe_hash_router of a table and tokens."""
 
     logits: fx.Node
     bias: fx.Node | None
     options: dict[str, Any]
+    table: fx.Node | None = None
+    tokens: fx.Node | None = None
 
 
 def selection_of(weights: fx.Node, ids: fx.Node) -> Selection:
     """The selection with these results. Raises Unsupported with the reason why it is none of moe_router's."""
+    if (looked_up := match(_LOOKED_UP, ids)) is not None:
+        return _by_table(weights, ids, looked_up)
     found = match(_IDS, ids)
     if found is None:
         raise Unsupported(UNKNOWN)
     choice, groups = _before_groups(found["CHOICE"])
     choice, bias = _before_bias(choice)
-    chosen, options = before_scaling(weights)
+    chosen, options = _before_scaling(weights)
     logits, scoring = _scored(chosen, choice, bias, ids)
     options = {"top_k": found["K"], **scoring, **groups, **options}
     _check(options, tensor_of(logits).shape[-1])
@@ -54,7 +60,21 @@ def selection_of(weights: fx.Node, ids: fx.Node) -> Selection:
     return Selection(logits, bias, options)
 
 
-def before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
+def _by_table(weights: fx.Node, ids: fx.Node, looked_up: Bound) -> Selection:
+    """The selection of what a table has for each token, weighed by the scores of the logits."""
+    chosen, options = _before_scaling(weights)
+    gathered = match("gather(FROM, -1, IDS)", _rows_of(chosen))
+    options["sum_eps"] = options.pop("norm_eps", 0.0)
+    if gathered and uncast(gathered["IDS"]) is uncast(ids) and not options.pop("norm_min", 0.0):
+        for name in OF_EACH:
+            scored = match(_SCORES[name], gathered["FROM"])
+            if scored is not None:
+                options = {"scoring": name, **options}
+                return Selection(scored["L"], None, options, looked_up["TABLE"], looked_up["TOKENS"])
+    raise Unsupported(UNKNOWN)
+
+
+def _before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     """The chosen scores before they are divided by their sum and multiplied, and the options for that."""
     options: dict[str, Any] = {}
     if (factor := _with_numbers(_FACTORS, weights)) is not None:
@@ -113,29 +133,29 @@ def _before_bias(choice: fx.Node) -> tuple[fx.Node, fx.Node | None]:
 
 def _scored(chosen: Any, choice: Any, bias: Any, ids: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
     """The logits behind the chosen scores, and the scoring."""
-    of_ids = rows_of(ids)
+    of_ids = _rows_of(ids)
 
     def source(value: Any) -> Any:
         """Where the chosen values come from: from what is chosen by, or from what is gathered."""
-        value = rows_of(value)
+        value = _rows_of(value)
         if value.target is ITEM:
             return choice if bias is None and value.args == (of_ids.args[0], 0) else None
         found = match("gather(FROM, -1, IDS)", value)
         return found["FROM"] if found and uncast(found["IDS"]) is of_ids else None
 
-    for name, form in SCORES.items():
+    for name, form in _SCORES.items():
         scores = source(chosen)
         found = match(form, scores)
-        if found and rows_of(choice) in (rows_of(scores), rows_of(found["L"])):
-            return found["L"], {"scoring": name, "bias_on_logits": rows_of(choice) is not rows_of(scores)}
+        if found and _rows_of(choice) in (_rows_of(scores), _rows_of(found["L"])):
+            return found["L"], {"scoring": name, "bias_on_logits": _rows_of(choice) is not _rows_of(scores)}
         found = match(form, chosen)
         logits = source(found["L"]) if found and name in _OF_CHOSEN else None
-        if logits is not None and rows_of(choice) is rows_of(logits):
+        if logits is not None and _rows_of(choice) is _rows_of(logits):
             return logits, {"scoring": _OF_CHOSEN[name], "bias_on_logits": True}
     raise Unsupported(UNKNOWN)
 
 
-def rows_of(value: fx.Node) -> fx.Node:
+def _rows_of(value: fx.Node) -> fx.Node:
     """The call behind casts and other shapes that gives rows of values."""
     node: fx.Node = uncast(value)
     if not isinstance(node, fx.Node) or tensor_of(node).dim() != 2:

@@ -20,6 +20,14 @@ from transformers.integrations.gguf import reader
 _TYPES = {bool: 7, int: 11, float: 12, str: 8}
 _ARRAY = 9
 _TOKENS = "tokenizer.ggml.tokens"
+# Sizes of experts that files state and transformers' first loader leaves at its defaults.
+_WIDTHS = {
+    "qwen2moe": {
+        "qwen2moe.expert_feed_forward_length": "moe_intermediate_size",
+        "qwen2moe.expert_shared_feed_forward_length": "shared_expert_intermediate_size",
+    },
+    "qwen3moe": {"qwen3moe.expert_feed_forward_length": "moe_intermediate_size"},
+}
 _SIZE = re.compile(r"_(count|count_kv|length|size|kernel|cache|rank)$")
 _reading = Lock()
 
@@ -129,6 +137,8 @@ def _parsed(load: Callable, path: str, header: Header) -> dict[str, Any]:
     config, tokens = parsed["config"], header.metadata.get(_TOKENS)
     if config.get("vocab_size") == 0 and tokens:  # it was counted
         config["vocab_size"] = tokens
+    widths = _WIDTHS.get(header.metadata["general.architecture"], {})
+    config |= {name: header.metadata[key] for key, name in widths.items() if key in header.metadata}
     return parsed
 
 

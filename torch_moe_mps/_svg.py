@@ -1,5 +1,6 @@
 """Parts of a picture in SVG, whose lines and letters are grey enough for a light and a dark page."""
 
+from collections.abc import Iterable
 from html import escape
 
 GREY = "#808890"
@@ -24,6 +25,12 @@ def dot(x: float, y: float, radius: float, colour: str, title: str) -> str:
     """A disc that shows a title where a browser's pointer rests on it."""
     place = f'cx="{x:.1f}" cy="{y:.1f}" r="{radius:.1f}" fill="{colour}"'
     return f"<circle {place}><title>{escape(title)}</title></circle>"
+
+
+def path(points: Iterable[tuple[float, float]], colour: str) -> str:
+    """A line through points."""
+    places = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+    return f'<polyline points="{places}" fill="none" stroke="{colour}" stroke-width="1.5"/>'
 
 
 def picture(width: float, height: float, title: str, parts: list[str]) -> str:

@@ -1,0 +1,168 @@
+"""`finetune`: the adapter that it writes learns, is PEFT's, and is the same where the training was ended."""
+
+import json
+import re
+import signal
+import xml.etree.ElementTree as ET
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file
+from support import tiny_models
+from support.checkpoints import LETTERS, tokenizer_of
+
+import torch_moe_mps
+from torch_moe_mps.commands import finetune, main
+
+DATA = [{"prompt": f"abc{a}", "completion": f"hij{b}"} for a, b in zip("defg", "klmn", strict=True)] * 5
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A quantised checkpoint, and data for it."""
+    folder = tmp_path_factory.mktemp("finetune")
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32)
+    torch_moe_mps.accelerate(model, 4, 32, linear_bits=4)
+    model.save_pretrained(folder / "model")
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?", eos_token="?").save_pretrained(folder / "model")
+    (folder / "data.jsonl").write_text("\n".join(map(json.dumps, DATA)))
+    return folder
+
+
+def run(folder, output, *options) -> int:
+    given = (folder / "model", folder / "data.jsonl", "--output", output, "--device", "cpu")
+    return main(["finetune", *map(str, (*given, "--learning-rate", "2e-2", *options))])
+
+
+@pytest.fixture(scope="module")
+def trained(folder):
+    """What a training wrote, and what it printed."""
+    with pytest.MonkeyPatch.context() as patch:
+        lines = []
+        patch.setattr(
+            finetune, "print", lambda *words, **_: lines.append(" ".join(map(str, words))), raising=False
+        )
+        assert run(folder, folder / "adapter", "--steps", 12) == 0
+    return folder / "adapter", lines
+
+
+def held_out_loss(model) -> float:
+    """The mean loss of the held-out lines' completions, by hand."""
+    order = torch.randperm(20, generator=torch.Generator().manual_seed(0))[:2].tolist()
+    tokenizer = tokenizer_of(LETTERS, unk_token="?", pad_token="?", eos_token="?")
+    losses = []
+    for place in order:
+        row = DATA[place]
+        ids = torch.tensor([tokenizer.convert_tokens_to_ids([*row["prompt"], *row["completion"], "?"])])
+        with torch.no_grad():
+            logs = model(input_ids=ids).logits[0].double().log_softmax(-1)
+        losses += [-logs[at - 1, ids[0, at]].item() for at in range(4, ids.shape[1])]
+    return sum(losses) / len(losses)
+
+
+@pytest.mark.slow("twelve steps of training")
+def test_learns(folder, trained):
+    output, lines = trained
+    about = json.loads((output / "finetune.json").read_text())
+    model = torch_moe_mps.from_pretrained(folder / "model", device_map="cpu")
+    assert about["before"] == pytest.approx(held_out_loss(model), rel=1e-5)
+    adapted = peft.PeftModel.from_pretrained(model, output).eval()
+    assert about["after"] == pytest.approx(held_out_loss(adapted), rel=1e-4)
+    assert about["after"] < 1 < 3 < about["before"]
+    assert [row["step"] for row in about["curve"]] == [*range(1, 13)]
+    assert lines[0] == "18 lines to train on, 2 held out, 180 tokens; the loss is on 20 completions"
+    count = sum(p.numel() for name, p in adapted.named_parameters() if "lora_" in name)
+    assert lines[1].startswith(f"{count:,} parameters are trained\npredicted peak of 4 x 9 tokens: ")
+    assert lines[2] == f"held-out loss before: {about['before']:.4f}"
+    assert re.fullmatch(r"step 1 of 12: loss \d\.\d{4}, \d+ tokens/s, \d+:\d\d left", lines[3])
+    assert lines[15] == f"held-out loss after: {about['after']:.4f}"
+
+
+@pytest.mark.slow("twelve steps of training, once more")
+def test_resumed_is_as_if_it_never_ended(folder, trained, monkeypatch, capsys):
+    def show(*words, **_):
+        if str(words[0]).startswith("step 5 "):
+            signal.raise_signal(signal.SIGINT)
+
+    output = folder / "ended"
+    with monkeypatch.context() as patch:
+        patch.setattr(finetune, "print", show, raising=False)
+        assert run(folder, output, "--steps", 12) == 130
+    assert not (output / "adapter_model.safetensors").exists()
+    assert run(folder, output, "--steps", 12, "--seed", 1, "--resume") == 1
+    assert "--resume needs the same options and data, got another value of --seed" in capsys.readouterr().err
+    assert run(folder, output, "--steps", 12, "--resume") == 0
+    assert "step 6 " not in (shown := capsys.readouterr().out) and "step 7 of 12" in shown
+    before, after = (load_file(each / "adapter_model.safetensors") for each in (trained[0], output))
+    assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
+    curves = [json.loads((each / "finetune.json").read_text())["curve"] for each in (trained[0], output)]
+    assert [row["loss"] for row in curves[0]] == [row["loss"] for row in curves[1]]
+
+
+@pytest.mark.slow("reads what a training wrote")
+def test_layout_and_card(folder, trained):
+    output, _ = trained
+    config = json.loads((output / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == str(folder / "model")
+    assert set(config["target_modules"]) == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    assert config["target_parameters"] == ["experts.gate_up_proj", "experts.down_proj"]
+    with tiny_models.groups_of_32():
+        dense = tiny_models.tiny_model("qwen3_moe", head_dim=32, vocab_size=32)
+    own = peft.PeftModel.from_pretrained(dense, output)  # PEFT alone
+    shapes = {n.split(".default")[0]: p.shape for n, p in own.named_parameters() if "lora_" in n}
+    written = load_file(output / "adapter_model.safetensors")
+    assert {name.removesuffix(".weight"): t.shape for name, t in written.items()} == shapes
+    card = (output / "README.md").read_text()
+    assert "| data | data.jsonl: 18 lines, 162 tokens |" in card and str(folder) not in card
+    assert "torch-moe-mps generate model --adapter adapter" in card
+    assert ET.parse(output / "loss.svg").getroot().tag.endswith("svg")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--rank", 0), "--rank must be at least 1, got 0"),
+        (("--batch", 0), "--batch must be at least 1, got 0"),
+        (("--expert-rank", -1), "--expert-rank must be at least 0, got -1"),
+        (("--learning-rate", 0), "--learning-rate must be more than 0, got 0.0"),
+        (("--epochs", "nan"), "--epochs must be more than 0, got nan"),
+        (("--held-out", 20), "--held-out must leave a line to train on, got 20 of 20"),
+        (("--targets", "q_proj,gate"), "--targets must be linear layers, of which there are q_proj"),
+        (("--resume",), "--resume needs a training in"),
+    ],
+)
+def test_refused(folder, tmp_path, capsys, options, message):
+    assert run(folder, tmp_path / "new", *options) == 1
+    err = capsys.readouterr().err
+    assert message in err and len(err.strip().splitlines()) == 1
+
+
+def test_refused_folders_and_data(folder, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert run(folder, tmp_path / "file") == 1
+    assert (
+        "exists; --resume goes on with a training, --output names another folder" in capsys.readouterr().err
+    )
+    data = tmp_path / "bad.jsonl"
+    data.write_text('{"text": "abc"}\n{"txt": "abc"}\n')
+    assert (
+        main(
+            ["finetune", str(folder / "model"), str(data), "--device", "cpu", "--output", str(tmp_path / "o")]
+        )
+        == 1
+    )
+    assert f"{data}:2: must have" in capsys.readouterr().err
+    assert not (tmp_path / "o").exists()
+
+
+def test_what_does_not_fit(folder, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(finetune, "machine_memory", lambda: 1_000_000)
+    assert run(folder, tmp_path / "new", "--dry-run") == 1
+    shown = capsys.readouterr()
+    assert "parameters are trained" in shown.out and "Reading" not in shown.err
+    assert "the training must fit in 1.0 MB, got " in shown.err and "--max-length" in shown.err
+    monkeypatch.setattr(finetune, "machine_memory", lambda: 1 << 40)
+    assert run(folder, tmp_path / "new", "--dry-run") == 0
+    assert not (tmp_path / "new").exists()

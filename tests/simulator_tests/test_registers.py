@@ -1,0 +1,54 @@
+"""Kernels that may spill on one generation of GPUs: those with more registers than it is known to give.
+
+By our own counts, which are pinned beside this test: what Apple's compiler makes of a kernel, metal-tt says
+(scripts/apple_registers). The list is a file of pinned/, so that a variant with fewer registers shortens it.
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from simulator.apple.facts import REGISTERS
+from support.pinned import assert_pinned
+
+PINNED = Path(__file__).parent / "pinned"
+COST = re.compile(r"^  (\w+): .*?([\d.]+) registers")
+
+
+def counts() -> Iterator[tuple[str, str, float]]:
+    """(library, kernel, registers): from the pinned costs, and of other formats from the pinned registers."""
+    for file in sorted(PINNED.glob("costs_*.txt")):
+        for line in file.read_text().splitlines():
+            if found := COST.match(line):
+                yield file.stem.removeprefix("costs_"), found[1], float(found[2])
+    for file in sorted(PINNED.glob("registers_*.txt")):
+        for line in file.read_text().replace("\n  ", " ").splitlines():
+            name, _, kernels = line.partition(": ")
+            for kernel, registers in re.findall(r"(\w+) ([\d.]+)", kernels):
+                yield name, kernel, float(registers)
+
+
+def over(limit: int) -> list[str]:
+    """A line for each kernel above: library, kernel, registers."""
+    return list(dict.fromkeys(f"{library} {kernel} {n:g}" for library, kernel, n in counts() if n > limit))
+
+
+def test_pages_are_read_whole():
+    """A kernel of each kind of page, and none without a number."""
+    found = {(library, kernel): count for library, kernel, count in counts()}
+    assert found["turned", "attention_turned8_128_bf16"] > 60 and found["affine4_64", "rows"] > 30
+    assert found["int4", "gemm8_affine4_64_bf16"] > 30 and found["q6_k", "heads_columns_few"] > 30
+    assert len(found) > 500 and min(found.values()) > 0
+
+
+@pytest.mark.parametrize("generation", ["M1", "M4", "M5"])
+def test_kernels_over_the_registers_of_a_generation(generation):
+    """None on an M1; on the others those that are named, with their counts. The M2 is as the M1, and what an
+    M3 gives is not known: it is taken for an M4."""
+    assert REGISTERS["M2"] == REGISTERS["M1"] and REGISTERS["M3"] == REGISTERS["M4"]
+    limit = REGISTERS[generation]
+    if generation == "M1":
+        assert not over(limit)
+    else:
+        assert_pinned(__file__, f"over_{limit}", "\n".join(over(limit)) + "\n")

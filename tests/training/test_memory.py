@@ -1,0 +1,58 @@
+"""What a step is said to take: at least what is counted, and not many times that."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_models
+from support.memory import Memory
+
+import torch_moe_mps
+from torch_moe_mps.training.memory import Ranks, parameters_of, peak_of, targets_in
+from torch_moe_mps.training.steps import with_new_adapter
+
+
+@pytest.mark.slow("a model of each kind takes two steps of training")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "llama", "gpt_oss"])
+def test_peak(architecture):
+    with tiny_models.groups_of_32():
+        dense = tiny_models.tiny_model(architecture)
+    model = copy.deepcopy(dense)
+    torch_moe_mps.accelerate(model, 4, 32, linear_bits=4, embedding_bits=4)
+    ranks, ids = Ranks(8, 4), torch.randint(1, 90, (2, 128))
+    adapted = with_new_adapter(model, targets_in(dense, None), ranks, "name").train()
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    assert sum(p.numel() for p in trained) == parameters_of(dense, ranks)
+    adapted.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()  # the CPU keeps decoded weights
+    for parameter in trained:
+        parameter.grad = None
+    with Memory([*model.parameters(), *model.buffers()]) as memory:
+        before = memory.held()
+        adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+    counted = memory.peak - before - sum(p.nbytes for p in trained)  # gradients are in the adapter's share
+    said = peak_of(dense, 0, ranks, *ids.shape, 4)
+    assert counted <= said.total - said.adapter
+    assert said.checkpoints + said.layer + said.loss <= 3 * counted
+
+
+def test_parameters_of_a_real_model():
+    """A config alone tells: Qwen3-30B-A3B's experts at rank 16 have 629 million."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    config = Qwen3MoeConfig(
+        hidden_size=2048, moe_intermediate_size=768, num_hidden_layers=48, num_experts=128,
+        num_experts_per_tok=8, num_attention_heads=32, num_key_value_heads=4, head_dim=128, vocab_size=151936,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = Qwen3MoeForCausalLM(config)
+    attention = Ranks(16, 0, ["q_proj", "v_proj"])
+    assert parameters_of(model, attention) == 16 * 48 * (2048 + 4096 + 2048 + 512)
+    experts = parameters_of(model, Ranks(16, 16, ["q_proj", "v_proj"])) - parameters_of(model, attention)
+    assert experts == 16 * 48 * 128 * (2048 + 1536 + 768 + 2048)
+    with pytest.raises(
+        ValueError, match=r"--targets must be linear layers, of which there are q_proj, .*got 'gate'"
+    ):
+        targets_in(model, ["gate"])
+    at_2048 = peak_of(model, 17_200_000_000, attention, 1, 2048, 2)
+    assert 17.5e9 < at_2048.total < 20e9

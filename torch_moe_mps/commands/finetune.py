@@ -1,0 +1,225 @@
+"""`finetune MODEL DATA.jsonl`: train a LoRA adapter on a model whose weights stay as they are.
+
+The folder it writes has the adapter in PEFT's layout, a card, the curve of the loss, and `checkpoints`.
+"""
+
+import argparse
+import hashlib
+import json
+import resource
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .._text import split_gguf
+from ..macs import machine_memory, this_mac
+from ..pipeline.torchrun import processes
+from ..training.examples import Example, read_examples
+from ..transformers.basics.report import in_unit
+from .card import CARD, adapter_card
+from .fit import size_when_loaded
+from .interrupts import at_ctrl_c
+from .results import written_whole
+from .sources import context_of, folder_of, load, skeleton_of, tokenizer_of, usable_device
+
+_ABOUT, _CURVE, _CHECKPOINTS = "finetune.json", "loss.svg", "checkpoints"
+_MOST_HELD_OUT = 100  # examples, unless --held-out says how many
+# Options that must be the same where a training goes on.
+_SAME = (
+    "model", "bits", "group_size", "dtype", "held_out", "rank", "expert_rank", "targets", "batch", "epochs",
+    "steps", "learning_rate", "max_length", "seed",
+)  # fmt: skip
+
+
+def run(options: argparse.Namespace) -> None:
+    """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong."""
+    _check(options)
+    try:
+        from ..training import memory, steps
+    except ImportError as error:
+        raise ValueError(
+            f"finetune needs PEFT: pip install 'torch-moe-mps[finetune]' ({error.name} is missing)"
+        ) from None
+    output = Path(options.output)
+    about = _begun(options, output)
+    device = usable_device(options.device)
+    folder = folder_of(options.model, options.revision, weights=False)
+    tokenizer = tokenizer_of(folder_of(options.model, options.revision) if _is_gguf(options) else folder)
+    source, model = skeleton_of(options, folder)
+    longest = min(options.max_length, context_of(model.config))
+    examples, held_out = _examples(options, tokenizer, longest)
+    ranks = memory.Ranks(options.rank, options.expert_rank, options.targets)
+    targets = memory.short_names(model, memory.targets_in(model, options.targets))
+    rows = min(options.batch, len(examples))
+    length = max(len(example.ids) for example in (*examples, *held_out))
+    weights, size = size_when_loaded(options, source, model, folder)
+    peak = memory.peak_of(model, weights, ranks, rows, length, size)
+    print(_predicted(peak, memory.parameters_of(model, ranks), rows, length), flush=True)
+    _check_fits(peak, device)
+    if options.dry_run:
+        return
+    folder = folder_of(options.model, options.revision)
+    torch.manual_seed(options.seed)  # of the first weights of the adapter
+    adapted = steps.with_new_adapter(load(options, folder, device), targets, ranks, options.model)
+    pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id or 0
+    plan = steps.Plan(
+        options.batch, options.epochs, options.steps, options.learning_rate, options.seed, options.save_every
+    )
+    if held_out and "before" not in about:
+        about["before"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
+    if held_out:
+        print(f"held-out loss before: {about['before']:.4f}", flush=True)
+    output.mkdir(parents=True, exist_ok=True)
+    _write(output, about)
+    training = steps.Training(
+        adapted, examples, pad, plan, output / _CHECKPOINTS, lambda line: print(line, flush=True)
+    )
+    with at_ctrl_c(training.end):
+        is_done = training.run(options.resume)
+    if not is_done:
+        print(f"{output} has a checkpoint: the same command with --resume goes on behind it", file=sys.stderr)
+        raise KeyboardInterrupt
+    about["curve"] = training.curve()
+    if held_out:
+        about["after"] = steps.held_out_loss(adapted, held_out, options.batch, pad)
+        print(f"held-out loss after: {about['after']:.4f}")
+    print(f"{_memory_taken(device) / 1e9:.2f} GB of memory were taken, at most")
+    _save(options, adapted, output, about, examples)
+
+
+def _check(options: argparse.Namespace) -> None:
+    """Raises: ValueError for options that do not go together."""
+    if processes() > 1:
+        raise ValueError("finetune is for one process, got a pipeline of several")
+    least = {"rank": 1, "expert_rank": 0, "batch": 1, "max_length": 2, "save_every": 1}
+    for name, bound in least.items():
+        if (value := getattr(options, name)) < bound:
+            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
+    for name in ("epochs", "learning_rate", "steps"):
+        value = getattr(options, name)
+        if value is not None and not 0 < value < float("inf"):
+            raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
+    if options.held_out is not None and options.held_out < 0:
+        raise ValueError(f"--held-out must be at least 0 lines, got {options.held_out}")
+
+
+def _is_gguf(options: argparse.Namespace) -> bool:
+    return split_gguf(options.model)[1] is not None
+
+
+def _begun(options: argparse.Namespace, output: Path) -> dict[str, Any]:
+    """The record of a training that begins, or that --resume goes on with.
+
+    Raises: ValueError where there is none to go on with, or one that was asked for otherwise.
+    """
+    try:
+        digest = hashlib.sha256(Path(options.data).read_bytes()).hexdigest()
+    except OSError as error:
+        raise ValueError(f"{options.data} must be a file that can be read: {error.strerror}") from None
+    asked = {name: getattr(options, name) for name in _SAME} | {"data": digest}
+    if not options.resume:
+        if output.exists() and (not output.is_dir() or any(output.iterdir())):
+            raise ValueError(
+                f"{output} exists; --resume goes on with a training, --output names another folder"
+            )
+        return {"options": asked}
+    if not (output / _ABOUT).is_file():
+        raise ValueError(f"--resume needs a training in {output}, got none")
+    about: dict[str, Any] = json.loads((output / _ABOUT).read_text())
+    for name, before in about["options"].items():
+        if asked.get(name) != before:
+            what = "the data" if name == "data" else f"--{name.replace('_', '-')}"
+            raise ValueError(f"--resume needs the same options and data, got another value of {what}")
+    return about
+
+
+def _examples(
+    options: argparse.Namespace, tokenizer: Any, longest: int
+) -> tuple[list[Example], list[Example]]:
+    """Examples to train on, and those that are held out."""
+    examples = read_examples(options.data, tokenizer, longest)
+    count = options.held_out
+    if count is None:
+        count = min(_MOST_HELD_OUT, -(-len(examples) // 10)) if len(examples) > 1 else 0
+    if count >= len(examples):
+        raise ValueError(f"--held-out must leave a line to train on, got {count} of {len(examples)}")
+    order = torch.randperm(len(examples), generator=torch.Generator().manual_seed(options.seed)).tolist()
+    held_out = {*order[:count]}
+    trained = [example for place, example in enumerate(examples) if place not in held_out]
+    kinds = Counter(example.kind for example in examples)
+    on = {
+        "answers": "on the answers of {} conversations",
+        "conversation": "on all tokens of {} conversations, whose template does not show where answers are",
+        "completion": "on {} completions",
+        "text": "on all tokens of {} texts",
+    }
+    losses = ", ".join(words.format(kinds[kind]) for kind, words in on.items() if kinds[kind])
+    tokens = sum(len(example.ids) for example in examples)
+    print(f"{len(trained)} lines to train on, {count} held out, {tokens:,} tokens; the loss is {losses}")
+    if cut := sum(example.is_cut for example in examples):
+        print(f"{cut} of them are cut to {longest} tokens (--max-length)")
+    return trained, [examples[place] for place in order[:count]]
+
+
+def _predicted(peak: Any, parameters: int, rows: int, length: int) -> str:
+    parts = {
+        "weights": peak.weights,
+        "adapter with Adam": peak.adapter,
+        "checkpoints": peak.checkpoints,
+        "a layer": peak.layer,
+        "its attention": peak.attention,
+        "the loss": peak.loss,
+    }
+    show = in_unit(peak.total)
+    inner = ", ".join(f"{name} {show(size)}" for name, size in parts.items())
+    return (
+        f"{parameters:,} parameters are trained\n"
+        f"predicted peak of {rows} x {length} tokens: {show(peak.total)} ({inner})"
+    )
+
+
+def _check_fits(peak: Any, device: str) -> None:
+    """Raises: ValueError where the memory is too small."""
+    limit = this_mac().limit if device == "mps" and sys.platform == "darwin" else machine_memory()
+    if peak.total > limit:
+        show = in_unit(limit)
+        raise ValueError(
+            f"the training must fit in {show(limit)}, got {show(peak.total)}: smaller --bits, --max-length, "
+            "--batch, --rank or --expert-rank take less"
+        )
+
+
+def _memory_taken(device: str) -> int:
+    """Bytes of the GPU's memory now, which torch keeps once it has them; of a CPU those of the process."""
+    if device == "mps":
+        return torch.mps.driver_allocated_memory()
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+
+
+def _write(output: Path, about: dict[str, Any]) -> None:
+    with written_whole(str(output / _ABOUT)):
+        (output / _ABOUT).write_text(json.dumps(about, indent=1) + "\n")
+
+
+def _save(
+    options: argparse.Namespace, adapted: Any, output: Path, about: dict[str, Any], examples: list[Example]
+) -> None:
+    """Writes the adapter with its card, its curve and its figures."""
+    from ..training.curve import loss_curve
+    from ..training.steps import save_adapter
+
+    about["finished"] = time.strftime("%Y-%m-%d")
+    save_adapter(adapted, output)
+    losses = [(int(row["step"]), row["loss"]) for row in about["curve"]]
+    held_out = (about["before"], about["after"]) if "after" in about else None
+    (output / _CURVE).write_text(
+        loss_curve(f"{options.model} on {Path(options.data).name}", losses, held_out)
+    )
+    tokens = sum(len(example.ids) for example in examples)
+    (output / CARD).write_text(adapter_card(output.name, options, about, len(examples), tokens))
+    _write(output, about)
+    print(f"wrote {output}: torch-moe-mps generate {options.model} --adapter {output} -p ...")

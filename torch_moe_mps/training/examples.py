@@ -1,0 +1,170 @@
+"""Examples to train on, from a file with a JSON object in each line.
+
+A line has {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or
+{"text": ...}. The loss is on answers and completions; of a text, and where a chat template does not show
+where an answer is, on all tokens.
+"""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from .._text import first_line
+
+_IGNORED = -100  # of labels
+_FORMS = 'must have "messages", "prompt" and "completion", or "text"'
+
+
+@dataclass
+class Example:
+    """The tokens of a line, and the labels of a causal language model: -100 where no loss is.
+
+    Attributes:
+        line: its number in the file, from 1.
+        kind: "answers", "completion", "text" or "conversation", the last with the loss on all tokens.
+        is_cut: whether it had more tokens than are read.
+    """
+
+    ids: list[int]
+    labels: list[int]
+    line: int
+    kind: str
+    is_cut: bool
+
+    @property
+    def learnt(self) -> int:
+        """How many tokens the loss is on; none predicts the first."""
+        return sum(label != _IGNORED for label in self.labels[1:])
+
+
+def read_examples(file: str, tokenizer: Any, longest: int) -> list[Example]:
+    """The examples of a file, the first `longest` tokens of each.
+
+    Raises: ValueError with file and line number.
+    """
+    found = [_example(file, number, row, tokenizer, longest) for number, row in _rows(file)]
+    if not found:
+        raise ValueError(f"{file} must have a line with an example, got none")
+    return found
+
+
+def _refuse(file: str, line: int, what: str, came: object) -> NoReturn:
+    raise ValueError(f"{file}:{line}: {what}, got {came}")
+
+
+def _rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
+    """The number of each line that is not empty, and its object."""
+    try:
+        lines = Path(file).read_bytes().split(b"\n")
+    except OSError as error:
+        raise ValueError(f"{file} must be a file that can be read: {error.strerror}") from None
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line.decode("utf-8"))
+        except UnicodeDecodeError as error:
+            _refuse(file, number, "must be in UTF-8", error.reason)
+        except json.JSONDecodeError as error:
+            _refuse(file, number, "must be a JSON object", f"{error.msg} at column {error.colno}")
+        if not isinstance(row, dict):
+            _refuse(file, number, "must be a JSON object", f"a {type(row).__name__}")
+        yield number, row
+
+
+def _example(file: str, number: int, row: dict[str, Any], tokenizer: Any, longest: int) -> Example:
+    text, spans, kind = _text_of(file, number, row, tokenizer)
+    encoded = tokenizer(
+        text, add_special_tokens=kind in ("completion", "text"), return_offsets_mapping=True, verbose=False
+    )
+    ids, places = encoded["input_ids"], encoded["offset_mapping"]
+    labels = [
+        token if any(first <= start and start < end <= last for first, last in spans) else _IGNORED
+        for token, (start, end) in zip(ids, places, strict=True)
+    ]
+    ends = tokenizer.eos_token_id
+    if kind in ("completion", "text") and ends is not None and ids[-1:] != [ends]:
+        ids, labels = [*ids, ends], [*labels, ends]
+    made = Example(ids[:longest], labels[:longest], number, kind, len(ids) > longest)
+    if made.learnt == 0:
+        got = "none" if len(ids) <= longest else f"none in the first {longest}"
+        _refuse(file, number, "must have a token behind the first that the loss is on", got)
+    return made
+
+
+def _text_of(
+    file: str, number: int, row: dict[str, Any], tokenizer: Any
+) -> tuple[str, list[tuple[int, int]], str]:
+    """The text of an example, the parts of it that the loss is on, and its kind."""
+    keys = row.keys() & {"messages", "prompt", "completion", "text"}
+    match sorted(keys):
+        case ["messages"]:
+            return _conversation(file, number, row["messages"], tokenizer)
+        case ["completion", "prompt"]:
+            prompt, completion = (_string(file, number, row, key) for key in ("prompt", "completion"))
+            return prompt + completion, [(len(prompt), len(prompt + completion))], "completion"
+        case ["text"]:
+            text = _string(file, number, row, "text")
+            return text, [(0, len(text))], "text"
+        case _:
+            _refuse(file, number, _FORMS, ", ".join(map(repr, row)) or "nothing")
+
+
+def _string(file: str, number: int, row: dict[str, Any], key: str) -> str:
+    value = row[key]
+    if not isinstance(value, str):
+        _refuse(file, number, f'"{key}" must be a string', f"a {type(value).__name__}")
+    if not value and key != "prompt":
+        _refuse(file, number, f'"{key}" must have characters', "none")
+    return value
+
+
+def _conversation(
+    file: str, number: int, messages: Any, tokenizer: Any
+) -> tuple[str, list[tuple[int, int]], str]:
+    _check_messages(file, number, messages)
+    if not tokenizer.chat_template:
+        _refuse(file, number, '"messages" need a chat template', "a model without one")
+    try:
+        text, spans = _answers(messages, tokenizer)
+    except Exception as error:  # whatever the template raises
+        _refuse(file, number, "must be a conversation that the chat template takes", first_line(error))
+    if spans:
+        return text, spans, "answers"
+    return text, [(0, len(text))], "conversation"
+
+
+def _check_messages(file: str, number: int, messages: Any) -> None:
+    if not isinstance(messages, list) or not messages:
+        _refuse(file, number, '"messages" must be a list of messages', f"{messages!r:.60}")
+    for message in messages:
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            _refuse(file, number, 'a message must have "role" and "content"', f"{message!r:.60}")
+        if not isinstance(message.get("content"), str) and "tool_calls" not in message:
+            _refuse(file, number, 'the "content" of a message must be a string', f"{message!r:.60}")
+    if messages[-1]["role"] != "assistant":
+        _refuse(file, number, "the last message must be of the assistant", f"one of {messages[-1]['role']}")
+
+
+def _answers(messages: list[Any], tokenizer: Any) -> tuple[str, list[tuple[int, int]]]:
+    """A conversation as the template writes it, and where its answers are.
+
+    An answer is what follows the text that asks for it, up to the text that the conversation has until then.
+    Of a template that writes earlier answers otherwise, as without their reasoning, only some are.
+    """
+
+    def written(count: int, asks: bool = False) -> str:
+        text: str = tokenizer.apply_chat_template(
+            messages[:count], tokenize=False, add_generation_prompt=asks
+        )
+        return text
+
+    text, spans = written(len(messages)), []
+    for place, message in enumerate(messages):
+        if message["role"] == "assistant" and place > 0:
+            before, until = written(place, asks=True), written(place + 1)
+            if text.startswith(before) and text.startswith(until) and len(before) < len(until):
+                spans.append((len(before), len(until)))
+    return text, spans

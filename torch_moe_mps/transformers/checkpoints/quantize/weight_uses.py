@@ -1,0 +1,142 @@
+"""Uses of a layer's weight in the code around it that a quantised layer does not allow."""
+
+import ast
+import functools
+import inspect
+import types
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any
+
+from ...modules.functions import codes
+
+_READS = "the code around it reads its weight"
+_READS_WITHOUT_SOURCE = "the code around it, which has no source, reads a weight"
+_ALLOWED = {"dtype", "device", "shape"}  # attributes of a weight that LazyWeight has
+
+
+@functools.cache
+def weights_read_by(cls: type) -> dict[str, str]:
+    """{child: the reason to leave it dense}: methods of a class read its weight as LazyWeight does not allow.
+
+    Functions with "cuda" in their names and branches for training never run on quantised layers.
+    """
+    reasons: dict[str, str] = {}
+    own = [base for base in cls.__mro__ if base is not object and not base.__module__.startswith("torch.")]
+    for name, function in chain.from_iterable(vars(base).items() for base in own):
+        method = inspect.unwrap(function) if inspect.isfunction(function) and "cuda" not in name else None
+        if not isinstance(method, types.FunctionType):
+            continue
+        names = _names_in(method.__code__)
+        called = {name: method.__globals__.get(name) for name in names}
+        readers = {name: value for name, value in called.items() if _reads_weight(value)}
+        if "weight" not in names and not readers:  # as of most: to parse the source takes long
+            continue
+        nodes = _nodes_of(method)
+        if nodes is None:
+            reasons |= dict.fromkeys(names if "weight" in names else (), _READS_WITHOUT_SOURCE)
+        else:
+            read = [child for child, owner in _children_read(nodes) if owner == "self"]
+            reasons |= dict.fromkeys((*read, *_read_by_functions(nodes, readers)), _READS)
+    return reasons
+
+
+@functools.cache
+def weights_written_by(cls: type) -> frozenset[str]:
+    """Ends of the names of layers whose weights methods of a class change in place: "attention.output"."""
+    written: set[str] = set()
+    for name, function in vars(cls).items():
+        method = inspect.unwrap(function) if inspect.isfunction(function) else None
+        if name != "_init_weights" and method is not None and "weight" in _names_in(method.__code__):
+            written.update(filter(None, map(_written, (node for node, _ in _nodes_of(method) or ()))))
+    return frozenset(written)
+
+
+def _names_in(code: types.CodeType) -> set[str]:
+    """The names of attributes and globals in code, and in functions within."""
+    return {name for each in codes(code) for name in each.co_names}
+
+
+def _reads_weight(value: Any) -> bool:
+    return isinstance(value, types.FunctionType) and "weight" in _names_in(value.__code__)
+
+
+Nodes = list[tuple[ast.AST, ast.AST]]  # pairs: a node of a syntax tree, and the one that it stands in
+
+
+def _nodes_of(function: types.FunctionType) -> Nodes | None:
+    """The nodes of a function outside of branches for training; None without source."""
+    try:
+        source = inspect.getsource(function)
+        return [*_nodes(ast.parse(f"if True:\n{source}" if source[0].isspace() else source))]
+    except (OSError, SyntaxError):  # as of a lambda in the middle of a line
+        return None
+
+
+def _nodes(tree: ast.AST) -> Iterator[tuple[ast.AST, ast.AST]]:
+    for name, value in ast.iter_fields(tree):
+        if name == "body" and isinstance(tree, (ast.If, ast.IfExp)) and _is_training(tree.test):
+            continue
+        for node in value if isinstance(value, list) else [value]:
+            if isinstance(node, ast.AST):
+                yield node, tree
+                yield from _nodes(node)
+
+
+def _is_training(test: ast.expr) -> bool:
+    """Whether a condition holds in training alone."""
+    if isinstance(test, ast.BoolOp) and isinstance(test.op, ast.And):
+        return any(map(_is_training, test.values))
+    return isinstance(test, ast.Attribute) and test.attr == "training"
+
+
+def _path_of_weight(node: ast.AST) -> list[str]:
+    """Names from a variable to a weight, ["self", "attention", "output"]; none for any other node."""
+    names: list[str] = []
+    if isinstance(node, ast.Attribute) and node.attr == "weight":
+        inside = node.value
+        while isinstance(inside, ast.Attribute):
+            names.insert(0, inside.attr)
+            inside = inside.value
+        return [inside.id if isinstance(inside, ast.Name) else "", *names]
+    return []
+
+
+def _children_read(nodes: Nodes) -> Iterator[tuple[str, str]]:
+    """(child, variable) for weights `variable.child.weight` that are read as a whole."""
+    for node, around in nodes:
+        path = _path_of_weight(node)
+        if len(path) == 2 and not _is_allowed(node, around):
+            yield path[1], path[0]
+
+
+def _is_allowed(weight: ast.AST, around: ast.AST) -> bool:
+    """Whether only the type, an attribute or an element of a weight is read."""
+    if isinstance(around, ast.Call):
+        return isinstance(around.func, ast.Name) and around.func.id == "isinstance"
+    if isinstance(around, ast.Attribute):
+        return around.attr in _ALLOWED
+    return isinstance(around, ast.Subscript) and around.value is weight
+
+
+def _read_by_functions(nodes: Nodes, readers: Mapping[str, Any]) -> Iterator[str]:
+    """The children that a method hands to functions which read a weight, alone or with the whole module."""
+    for call, _ in nodes:
+        name = call.func.id if isinstance(call, ast.Call) and isinstance(call.func, ast.Name) else ""
+        if name not in readers:
+            continue
+        for value in (*call.args, *(keyword.value for keyword in call.keywords)):  # type: ignore[attr-defined]  # a call
+            if isinstance(value, ast.Attribute) and ast.unparse(value.value) == "self":
+                yield value.attr
+            elif ast.unparse(value) == "self":
+                yield from (child for child, _ in _children_read(_nodes_of(readers[name]) or []))
+
+
+def _written(node: ast.AST) -> str:
+    """End of the name of the layer in `block.attention.output.weight.div_(2)`; empty for any other node."""
+    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)
+    if not is_call or not node.func.attr.endswith("_") or node.func.attr.startswith("_"):  # type: ignore[attr-defined]
+        return ""
+    weight = node.func.value  # type: ignore[attr-defined]  # a call of an attribute
+    weight = weight.value if isinstance(weight, ast.Attribute) and weight.attr == "data" else weight
+    return ".".join(_path_of_weight(weight)[1:])

@@ -1,0 +1,267 @@
+"""The loss of a call with labels, computed in chunks of tokens: no logits of all tokens are in memory.
+
+The model's own code runs, from its head to its loss. The head gives logits that are made where something
+reads them; those that only the cross entropy reads are made a chunk at a time, and once more in its backward.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
+
+from ..basics.classes import subclass
+from ..basics.deferred import Deferred
+
+LARGEST = 1 << 24  # logits of a chunk: 64 MiB in float32
+_MARK = "_moe_mps_loss"  # of a class that `_chunking_class` made: the one in whose place it is
+_LABELS = "labels"
+
+# Questions about a tensor that its elements do not answer.
+_ABOUT = {
+    Tensor.shape.__get__, Tensor.dtype.__get__, Tensor.device.__get__, Tensor.ndim.__get__,  # type: ignore[attr-defined]
+    Tensor.layout.__get__, Tensor.is_mps.__get__, Tensor.is_cuda.__get__, Tensor.is_meta.__get__,  # type: ignore[attr-defined]
+    Tensor.size, Tensor.dim, Tensor.numel, Tensor.is_floating_point, torch.is_floating_point, Tensor.__repr__,
+}  # fmt: skip
+# Functions of each element for itself, if their other arguments are numbers or dtypes.
+_POINTWISE = {
+    Tensor.float, Tensor.to, Tensor.tanh, torch.tanh, Tensor.mul, torch.mul, Tensor.__mul__, Tensor.__rmul__,
+    Tensor.div, torch.div, Tensor.__truediv__,
+}  # fmt: skip
+_CONSTANTS = (int, float, bool, torch.dtype)
+
+
+class Head(NamedTuple):
+    """Function of rows [..., H] that gives logits [..., V]: the forward of a head, and what follows it."""
+
+    forward: Callable[[Tensor], Tensor]
+    weights: tuple[Tensor, ...]
+    autocast: tuple[str, torch.dtype] | None
+    then: tuple[Callable[[Tensor], Tensor], ...] = ()
+
+    def __call__(self, rows: Tensor) -> Tensor:
+        around = nullcontext() if self.autocast is None else torch.autocast(*self.autocast)
+        with around:
+            out = self.forward(rows)
+        for function in self.then:
+            out = function(out)
+        return out
+
+    def versions(self) -> list[int]:
+        """Numbers that change with the weights."""
+        return [weight._version for weight in self.weights]
+
+
+class Logits(Deferred):
+    """Logits [..., V] of rows of hidden states. Whatever reads them gets them, made then.
+
+    Attributes:
+        rows: [..., H].
+        head: makes logits of rows.
+        versions: of the head's weights at the call.
+    """
+
+    rows: Tensor
+    head: Head
+    versions: list[int]
+    _elements: dict[bool, Tensor]  # {whether gradients were on: the logits}
+
+    @staticmethod
+    def of(rows: Tensor, head: Head) -> "Logits":
+        """One row tells the dtype, and how many logits the head gives."""
+        with torch.no_grad():
+            one = head(rows.reshape(-1, rows.shape[-1])[:1])
+        shape = (*rows.shape[:-1], one.shape[-1])
+        return Logits._made(shape, one.dtype, rows, head, head.versions())
+
+    @classmethod
+    def _made(
+        cls, shape: tuple[int, ...], dtype: torch.dtype, rows: Tensor, head: Head, versions: list[int]
+    ) -> "Logits":
+        made: Logits = cls.made(
+            shape, dtype, rows.device, rows=rows, head=head, versions=versions, _elements={}
+        )
+        return made
+
+    def elements(self) -> Tensor:
+        """Raises: RuntimeError where the weights have changed since the call."""
+        with torch._C.DisableTorchFunctionSubclass():
+            grad = torch.is_grad_enabled()
+            if grad not in self._elements:
+                if self.head.versions() != self.versions:
+                    raise RuntimeError(
+                        "moe_mps: logits must be read before the head's weights change, got a read behind it"
+                    )
+                self._elements[grad] = self.head(self.rows)
+            return self._elements[grad]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        with torch._C.DisableTorchFunctionSubclass():
+            if func in _ABOUT:
+                return func(*args, **kwargs)
+            first = args[0] if args else None
+            known = first._known(func, args[1:], kwargs) if isinstance(first, Logits) else NotImplemented
+            if known is not NotImplemented:
+                return known
+            args, kwargs = torch.utils._pytree.tree_map_only(
+                Logits, lambda each: each.elements(), (args, kwargs)
+            )
+            return func(*args, **kwargs)
+
+    def _known(self, func: Any, others: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Result of a function that needs no logits of all rows; NotImplemented if it needs them."""
+        if self._elements:
+            return NotImplemented
+        if func is functional.cross_entropy:
+            return self._cross_entropy(*others, **kwargs)
+        if func in _POINTWISE and all(type(each) in _CONSTANTS for each in (*others, *kwargs.values())):
+            return self._then(lambda x: func(x, *others, **kwargs))
+        if func is Tensor.contiguous and not others and not kwargs:
+            return self
+        if func in (Tensor.view, Tensor.reshape):
+            return self._viewed(*others, **kwargs)
+        if func is Tensor.__getitem__:
+            return self._chosen(*others)
+        return NotImplemented
+
+    def _then(self, function: Callable[[Tensor], Tensor]) -> "Logits":
+        dtype = function(torch.empty(0, dtype=self.dtype)).dtype
+        head = self.head._replace(then=(*self.head.then, function))
+        return Logits._made(tuple(self.shape), dtype, self.rows, head, self.versions)
+
+    def _of_rows(self, rows: Tensor) -> "Logits":
+        shape = (*rows.shape[:-1], self.shape[-1])
+        return Logits._made(shape, self.dtype, rows, self.head, self.versions)
+
+    def _viewed(self, *shape: Any, **kwargs: Any) -> Any:
+        sizes = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if kwargs or not all(type(size) is int for size in sizes) or sizes[-1] != self.shape[-1]:
+            return NotImplemented
+        return self._of_rows(self.rows.reshape(*sizes[:-1], self.rows.shape[-1]))
+
+    def _chosen(self, index: Any) -> Any:
+        """Slices of rows, such as [..., :-1, :]."""
+        parts = index if isinstance(index, tuple) else (index,)
+        if not all(part is Ellipsis or type(part) is slice for part in parts):
+            return NotImplemented
+        if (Ellipsis in parts or len(parts) == self.dim()) and parts[-1] not in (Ellipsis, slice(None)):
+            return NotImplemented
+        return self._of_rows(self.rows[index])
+
+    def _cross_entropy(
+        self,
+        target: Tensor,
+        weight: Tensor | None = None,
+        size_average: None = None,
+        ignore_index: int = -100,
+        reduce: None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> Any:
+        is_plain = weight is None and size_average is None and reduce is None and label_smoothing == 0
+        if not is_plain or self.dim() != 2 or target.shape != self.shape[:1]:
+            return NotImplemented
+        how: dict[str, Any] = {
+            "ignore_index": ignore_index,
+            "reduction": "none" if reduction == "none" else "sum",
+        }
+
+        def part(rows: Tensor, target: Tensor) -> Tensor:
+            return functional.cross_entropy(self.head(rows), target, **how)
+
+        size = rows_of_chunk(self.shape[1])
+        chunks = zip(self.rows.split(size), target.split(size), strict=True)
+        if torch.is_grad_enabled():
+            parts = [
+                checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False) for each in chunks
+            ]
+        else:
+            parts = [part(*each) for each in chunks]
+        if reduction == "none":
+            return torch.cat(parts)
+        total = torch.stack(parts).sum()
+        return total if reduction == "sum" else total / (target != ignore_index).sum()
+
+
+def rows_of_chunk(vocabulary: int) -> int:
+    """How many tokens a chunk has."""
+    return max(1, LARGEST // vocabulary)
+
+
+def chunk_losses(model: nn.Module) -> None:
+    """Lets the models in a module compute the loss of calls with labels in chunks.
+
+    Heads with modules of their own, as adapters have them, give their logits at once.
+    """
+    for module in model.modules():
+        if not isinstance(module, PreTrainedModel) or hasattr(type(module), _MARK):
+            continue
+        cls: Any = type(module)
+        has_labels = _LABELS in inspect.signature(cls.forward).parameters
+        if has_labels and isinstance(module.get_output_embeddings(), nn.Module):
+            module.__class__ = _chunking_class(cls)
+
+
+def restore_losses(model: nn.Module) -> None:
+    """Undoes `chunk_losses`. Beneath a class that somebody put on top, losses stay in chunks."""
+    for module in model.modules():
+        original = vars(type(module)).get(_MARK)
+        if original is not None:
+            module.__class__ = original
+
+
+@functools.cache
+def _chunking_class(original: type[nn.Module]) -> type[nn.Module]:
+    own: Callable[..., Any] = original.forward
+    place = list(inspect.signature(own).parameters).index(_LABELS) - 1
+
+    @functools.wraps(own)
+    def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+        labels = kwargs.get(_LABELS, args[place] if len(args) > place else None)
+        if labels is None or torch.compiler.is_compiling() or torch.is_inference_mode_enabled():
+            return original.forward(self, *args, **kwargs)
+        with _deferring(self.get_output_embeddings()):
+            return original.forward(self, *args, **kwargs)
+
+    return subclass(original, _new_copy, **{_MARK: original, "forward": forward})
+
+
+def _new_copy(original: type[nn.Module]) -> nn.Module:
+    plain: Any = original
+    cls = _chunking_class(plain)
+    return cls.__new__(cls)
+
+
+@contextmanager
+def _deferring(head: Any) -> Iterator[None]:
+    """The head gives Logits for more rows than a chunk has."""
+    if next(head.children(), None) is not None or not hasattr(head, "weight"):
+        yield
+        return
+    own, call = head.__dict__, head.forward
+    before, size = own.get("forward"), rows_of_chunk(head.weight.shape[0])
+
+    def forward(rows: Tensor) -> Tensor:
+        if rows.shape[:-1].numel() <= size:
+            return call(rows)
+        device = rows.device.type
+        is_cast = torch.is_autocast_enabled(device)
+        autocast = (device, torch.get_autocast_dtype(device)) if is_cast else None
+        return Logits.of(rows, Head(call, tuple(head.parameters()), autocast))
+
+    own["forward"] = forward
+    try:
+        yield
+    finally:
+        if before is None:
+            del own["forward"]
+        else:
+            own["forward"] = before
