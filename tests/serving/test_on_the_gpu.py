@@ -14,6 +14,7 @@ import torch_moe_mps
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.capture import calls
 from torch_moe_mps.transformers.capture.calls import captures_of
 
@@ -54,6 +55,7 @@ def models(architecture: str):
         plain = eager(tiny_models.tiny_model(architecture))
     model = copy.deepcopy(plain).to("mps")
     torch_moe_mps.accelerate(model)
+    model.set_attn_implementation(NAME)
     return plain, model
 
 

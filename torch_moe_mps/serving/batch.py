@@ -441,5 +441,5 @@ def reason_for_generate(model: PreTrainedModel, config: GenerationConfig) -> str
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{kind} is an encoder with a decoder"
-    own, known = inspect.unwrap(type(model).generate), inspect.unwrap(GenerationMixin.generate)
+    own, known = inspect.unwrap(model.generate), inspect.unwrap(GenerationMixin.generate)
     return None if own is known else f"{kind} has a generate() of its own"
