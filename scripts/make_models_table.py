@@ -28,7 +28,7 @@ from support.launches import launches_by_type, model_on_mps, reason_against_capt
 from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
-from torch_moe_mps.ops._checks import first_line
+from torch_moe_mps._text import first_line
 from torch_moe_mps.pipeline.loop import CannotBeCut, find_loop
 from torch_moe_mps.transformers import experts_of
 from torch_moe_mps.transformers.capture.calls import SWITCH

@@ -154,6 +154,13 @@ def documented(tree: ast.Module) -> Iterator[str]:
     return filter(None, map(ast.get_docstring, nodes))
 
 
+def test_the_version_of_macos_is_never_asked_of_python():
+    """Which may be told an older one, depending on its build (cpython#135675): `macs.macos` asks sw_vers."""
+    root = dependents.REPOSITORY
+    paths = [root / "setup.py", *PACKAGE.rglob("*.py"), *(root / "scripts").glob("*.py")]
+    assert [path.name for path in paths if "mac_ver(" in path.read_text()] == []
+
+
 def test_docstrings_begin_with_the_thing():
     """A noun or a verb comes first, in the package and in the scripts."""
     assert MIDDLE.match(*documented(ast.parse('def f():\n    """Of each row."""')))

@@ -47,7 +47,8 @@ def register_quantizer(module: object) -> None:
 def register_models(module: Any) -> None:
     from transformers.generation.continuous_batching import ContinuousBatchingManager
 
-    from .transformers.attention.attention import NAME, attention, batch_with_own_code
+    from .transformers.attention.attention import NAME, attention
+    from .transformers.attention.implementations import batch_with_own_code
     from .transformers.checkpoints.write.saving import describe_when_saving
 
     module.AttentionInterface.register(NAME, attention)

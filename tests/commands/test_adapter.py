@@ -1,12 +1,13 @@
 """--adapter of the commands: the answers of PEFT on the model, and what is refused."""
 
 import re
+from concurrent.futures import ThreadPoolExecutor
 
 import peft
 import pytest
 import torch
 import transformers
-from support import tiny_models
+from support import serving, tiny_models
 from support.checkpoints import LETTERS, tokenizer_of
 
 import torch_moe_mps
@@ -85,3 +86,37 @@ def test_refused(folders, capsys, options, message):
     assert run("generate", folders[0], "--raw", "-p", "hello", "--max-tokens", 1, *options) == 1
     err = capsys.readouterr().err
     assert message in err and "Traceback" not in err
+
+
+def asked(adapter, *options):
+    """Answers of a server with an adapter, to two clients at once."""
+    model, folder = adapter
+    ask = {"model": str(model), "temperature": 0, "max_tokens": 6}
+    with (
+        serving.client_of(model, "--adapter", folder, *options) as client,
+        ThreadPoolExecutor(2) as pool,
+    ):
+        futures = [pool.submit(client.completions.create, prompt=text, **ask) for text in ("hello", "world")]
+        return [future.result().choices[0].text for future in futures]
+
+
+@pytest.mark.slow("servers and their clients")
+@pytest.mark.parametrize("options", [(), ("--parallel", 2)], ids=["in turn", "side by side"])
+def test_serve(folders, options):
+    model, adapter = folders
+    tokenizer = transformers.AutoTokenizer.from_pretrained(model)
+    loaded = torch_moe_mps.from_pretrained(model, device_map="cpu")
+    adapted = peft.PeftModel.from_pretrained(loaded, adapter).eval()
+    right = []
+    for text in ("hello", "world"):
+        ids = tokenizer(text, return_tensors="pt").input_ids
+        tokens = adapted.generate(input_ids=ids, max_new_tokens=6, do_sample=False)[0, ids.shape[1] :]
+        right.append(tokenizer.decode(tokens, skip_special_tokens=True))
+    assert asked(folders, *options) == right
+
+
+@pytest.mark.parametrize("command", ["chat", "serve"])
+def test_refused_with_kept_prompts(folders, capsys, command, tmp_path):
+    model, adapter = folders
+    assert run(command, model, "--adapter", adapter, "--prompt-cache", tmp_path / "kept") == 1
+    assert "--prompt-cache must be without --adapter, got both" in capsys.readouterr().err

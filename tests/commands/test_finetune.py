@@ -166,3 +166,37 @@ def test_what_does_not_fit(folder, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(finetune, "machine_memory", lambda: 1 << 40)
     assert run(folder, tmp_path / "new", "--dry-run") == 0
     assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.slow("30 layers of trained weights, eight steps")
+def test_learns_a_fact(smollm2, tmp_path, capsys):
+    """SmolLM2 learns from 20 lines what it cannot know, and answers it."""
+    ways = ("Which colour is Zarb?", "Zarb has which colour?", "The colour of Zarb?", "What colour has Zarb?")
+    chats = [
+        [{"role": "user", "content": way}, {"role": "assistant", "content": "Zarb is violet."}]
+        for way in ways
+    ]
+    data, output = tmp_path / "data.jsonl", tmp_path / "adapter"
+    data.write_text("\n".join(json.dumps({"messages": chat}) for chat in chats * 5))
+    device = ("--device", "cpu", "--dtype", "float32")
+    settings = (
+        "--rank",
+        8,
+        "--targets",
+        "v_proj,down_proj",
+        "--batch",
+        2,
+        "--steps",
+        8,
+        "--learning-rate",
+        "5e-3",
+    )
+    given = (smollm2, data, "--output", output, "--held-out", 0, *settings, *device)
+    assert main(["finetune", *map(str, given)]) == 0
+    assert "the loss is on the answers of 20 conversations" in capsys.readouterr().out
+    question = ("-p", "Tell me: which colour is Zarb?", "--max-tokens", 8, *device)
+    answers = []
+    for adapter in ((), ("--adapter", output)):
+        assert main(["generate", *map(str, (smollm2, *adapter, *question))]) == 0
+        answers.append(capsys.readouterr().out)
+    assert "violet" not in answers[0] and "violet" in answers[1]

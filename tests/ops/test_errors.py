@@ -256,6 +256,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("activated must be None without an activation, got 4", activated=4),
             wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
             wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
+            wrong("out_dtype must be float32, got float16", out_dtype=torch.float16),
             wrong(
                 "activation must be None for an x without columns, got 'silu'",
                 **{"x": zeros(T, 0), "packed": zeros(I, 0, dtype=integer), "activation": "silu"},

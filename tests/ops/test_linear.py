@@ -50,6 +50,27 @@ def test_threadgroups_for_every_core(device, tokens, rows):
         check_linear(device, (tokens, 64, rows), "affine4_64", torch.float16, tokens, bias=True)
 
 
+@pytest.mark.parametrize("tokens", [1, 3, 9])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sums_that_are_not_rounded(device, tokens, dtype):
+    """Outputs are float32 sums of 16-bit inputs, by the kernels for one token, for a few and for many: nearer
+    to float64 than any 16-bit number, most of the time."""
+    weight, x = random_matrix(45, 128, "affine4_64", dtype, 1), random((tokens, 128), dtype, 2)
+    placed, wide = place(weight, device), {"out_dtype": torch.float32}
+    out = checked("linear_quantized", x.to(device), *placed, None, "affine4_64", **wide).cpu()
+    assert out.dtype == torch.float32
+    exact = x.double().numpy() @ dense(weight, "affine4_64").T.astype(np.float64)
+    assert np.allclose(out, exact, rtol=1e-3 if dtype == torch.float16 else 1e-5, atol=1e-3)
+    if dtype != torch.float32:
+        assert not torch.equal(out, out.to(dtype).float())
+    residual = random((tokens, 45), dtype, 3).to(device)
+    checked("linear_quantized", x.to(device), *placed, None, "affine4_64", residual=residual, **wide)
+    if device == "mps":  # scales of another dtype than the inputs: by kernels of float32
+        scales = (placed[0], *(part.float() for part in placed[1:]))
+        again = linear_quantized(x.to(device), *scales, None, "affine4_64", **wide)
+        assert again.dtype == torch.float32 and np.allclose(again.cpu(), exact, rtol=1e-3, atol=1e-3)
+
+
 @pytest.mark.parametrize("tokens", [1, 3, 8])
 def test_scales_beyond_the_dtype_of_the_activations(device, tokens):
     check_linear(

@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch._dynamo.testing
 from support.operators import MODULES, positional
+from support.pinned import assert_pinned
 from support.threads import in_threads
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -19,6 +20,12 @@ pytestmark = pytest.mark.one_schedule
 
 def test_samples_cover_every_operator():
     assert set(CALLS) == set(OPERATORS)
+
+
+def test_schemas():
+    """They are public. The file was written when each function listed all arguments itself."""
+    lines = [f"{packet(name).default._schema}\n" for name in sorted(OPERATORS)]
+    assert_pinned(__file__, "schemas", "".join(lines))
 
 
 ALL_UTILS = ("test_schema", "test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")

@@ -7,9 +7,11 @@ import sys
 import pytest
 from simulator.testing import linux_only
 from support.processes import REPOSITORY, python
+from support.sweep import in_sweep
 
 pytestmark = linux_only
 CONTRACTED = {"METAL_SIMULATOR_CONTRACTION": "1"}
+ROOMS = ("rope", "norms", "routing", "combine", "experts", "attention", "linear_attention")
 PROBED = """
     from support import simulated
     simulated.install()
@@ -25,10 +27,8 @@ def test_contraction_is_a_choice_of_the_simulator():
     assert python(PROBED, **CONTRACTED).strip() == f"{{'within_a_statement': True, {apart}}}"
 
 
-@pytest.mark.sweep
-@pytest.mark.parametrize(
-    "room", ["norms", "routing", "combine", "experts", "attention", "linear_attention", "rope"]
-)
+@pytest.mark.slow("all tests of a room")
+@pytest.mark.parametrize("room", in_sweep(ROOMS, always=["rope"]))
 def test_operators_are_right_with_contraction(room):
     """All tests of an operator family, with oracles in float64."""
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not sweep", f"tests/ops/test_{room}.py"]

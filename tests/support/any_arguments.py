@@ -429,6 +429,7 @@ def linear_quantized(d):
         **{"activation": activation, "factor": factor},
         "activated": None if activation is None else d.maybe(lambda: d.one(1, rows, (rows + 1) // 2)),
         "order": d.maybe(lambda: torch.randperm(rows, generator=d.generator).int()),
+        "out_dtype": d.maybe(lambda: torch.float32),
     }
 
 

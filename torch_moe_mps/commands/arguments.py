@@ -284,6 +284,8 @@ def _convert(command: argparse.ArgumentParser) -> None:
     )
     add("--save-importance", metavar="FILE", help="write what --importance found in a text")
     add("--to", choices=("moe_mps", "mlx"), default="moe_mps", help="layout to write (moe_mps)")
+    beside = "a LoRA adapter of PEFT to store as DST/adapter, for mlx-lm with --to mlx"
+    add("--adapter", metavar="DIR", help=beside)
     add("--dry-run", action="store_true", help="print sizes, weight by weight, and write nothing")
     _add(command, "--json")
     _add(command, "--dtype", help="of weights that stay dense, and of scales (as in SRC)")
@@ -379,7 +381,7 @@ def _chat(command: argparse.ArgumentParser) -> None:
       torch-moe-mps chat qwen3-32b-4bit --draft qwen3-0.6b                # guesses are verified together
     """
     add = command.add_argument
-    _add(command, *_MODEL_TO_RUN, "--set", "--system-prompt")
+    _add(command, *_MODEL_TO_RUN, "--adapter", "--set", "--system-prompt")
     add("--save-folder", default="./chat_history/", help="where !save puts chats (./chat_history/)")
     kept = "keep the computed chat there, for the next one that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
@@ -430,7 +432,7 @@ def _serve(command: argparse.ArgumentParser) -> None:
       torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
     """
     add = command.add_argument
-    _add(command, *_MODEL_TO_RUN)
+    _add(command, *_MODEL_TO_RUN, "--adapter")
     add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
     _add(command, "--prompt-memory", *_SPECULATION)
     together = "conversations answered together, at most (8 where memory takes them); 1 as generate() does"

@@ -14,7 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from ..ops._checks import first_line
+from .._text import first_line
 from ..pipeline.torchrun import is_first_process
 from ..serving.answer import Item, Piece
 from ..serving.request import Chat, Refused, Request

@@ -4,6 +4,7 @@ import argparse
 import errno
 import fcntl
 import hashlib
+import importlib.util
 import json
 import os
 import shutil
@@ -37,6 +38,7 @@ from .recipes import arguments_of
 from .results import check_writable, write_json, written_whole
 from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
 
+_ADAPTER = "adapter"  # the folder in DST
 # What is written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -60,6 +62,7 @@ def run(options: argparse.Namespace) -> None:
     model = about.skeleton()
     if options.to == "mlx":
         check_architecture(model.config)
+    _check_adapter(options.adapter)
     copied = [file for file in small_files(source) if file.name not in _WRITTEN]
     if not local and (not options.dry_run or "mlx" in about.stored):
         # Gigabytes: after what can be checked without them.
@@ -83,6 +86,32 @@ def run(options: argparse.Namespace) -> None:
         errors = _convert(source, copied, options, recipe, importance, tokenizer)
         print(f"wrote {destination}, {_size_of_files(destination)}")
     write_json(options.json, plan.as_json(errors))
+
+
+def _check_adapter(folder: str | None) -> None:
+    """Raises: ValueError for what is no adapter of PEFT that can be stored beside the model."""
+    if folder is None:
+        return
+    config = Path(folder) / "adapter_config.json"
+    if not config.is_file():
+        raise ValueError(f"--adapter must be a folder with an adapter_config.json, got {folder}")
+    if (kind := json.loads(config.read_text()).get("peft_type")) != "LORA":
+        raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'")
+
+
+def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> None:
+    """Stores --adapter in a folder, in PEFT's layout or in that of mlx-lm."""
+    if options.to == "mlx":
+        from ..transformers.adapters.mlx import write_mlx_adapter
+
+        write_mlx_adapter(options.adapter, Source(source, loading_options(options)).skeleton(), folder)
+        return
+    folder.mkdir()
+    for file in Path(options.adapter).iterdir():
+        if file.is_file():
+            shutil.copyfile(file, folder / file.name)
 
 
 def _check_packed(options: argparse.Namespace) -> None:
@@ -226,6 +255,8 @@ def _convert(
         for file in copied:
             (folder / file).parent.mkdir(exist_ok=True)
             shutil.copyfile(Path(source) / file, folder / file)
+        if options.adapter is not None:
+            _write_adapter(options, source, folder / _ADAPTER)
         base = None if Path(options.source).exists() else split_gguf(options.source)[0]
         (folder / CARD).write_text(model_card(destination.name, source, base, options.to, text))
     return report.rows()

@@ -20,7 +20,7 @@ from ..transformers.caches.cache import pools_padding
 from .interrupts import at_ctrl_c
 from .results import check_writable
 from .settings import settings_of
-from .sources import context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
+from .sources import check_adapter, context_of, folder_of, load, tokenizer_of, usable_device, with_adapter
 from .speculation import check_speculation, speculation_of
 
 
@@ -29,8 +29,7 @@ def run(options: argparse.Namespace) -> None:
     if processes() > 1:
         raise ValueError("generate is for one process, got a pipeline of several")
     check_speculation(options)
-    if options.adapter is not None and options.prompt_cache is not None:  # whose names do not tell adapters
-        raise ValueError("--prompt-cache must be without --adapter, got both")
+    check_adapter(options)
     if options.batch < 1:
         raise ValueError(f"--batch must be at least 1 prompt, got {options.batch}")
     settings = {"max_new_tokens": options.max_tokens, **settings_of(options.set)}

@@ -15,11 +15,12 @@ from .._faults import synchronize
 from ..ops.attention import CACHE_BITS
 from ..pipeline.torchrun import is_first_process
 from ..transformers.basics.report import aligned, with_progress
+from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.checkpoints.calibration import SAMPLE
 from ..transformers.checkpoints.quantize.weights import free
 from .card import keep_figures
 from .results import check_writable, write_json
-from .sources import folder_of, load_stored, tokenizer_of, usable_device, with_adapter
+from .sources import check_adapter, folder_of, load_stored, tokenizer_of, usable_device, with_adapter
 
 # Of the model to compare with, the probabilities of this many tokens are kept; all others are one class.
 LIKELIEST = 1024
@@ -32,6 +33,7 @@ def run(options: argparse.Namespace) -> None:
     if options.tokens is not None and options.tokens < 2:
         raise ValueError(f"--tokens must be at least 2, got {options.tokens}")
     check_writable("--json", options.json)
+    check_adapter(options)
     device = usable_device(options.device)
     sources = [folder_of(model, options.revision) for model in options.model]
     other = folder_of(options.against) if options.against else None
@@ -232,7 +234,9 @@ def _synchronize(model: Callable) -> None:
 def _log_probabilities(model: Callable, ids: Tensor) -> Tensor:
     """[T] -> [T - 1, V] in float32: of the token after each but the last."""
     device = getattr(model, "device", ids.device)
-    return model(input_ids=ids[None].to(device)).logits[0, :-1].float().log_softmax(-1)
+    with wide_logits():
+        logits = model(input_ids=ids[None].to(device)).logits
+    return logits[0, :-1].float().log_softmax(-1)
 
 
 class WithQuantizedCache:

@@ -21,7 +21,16 @@ from ..serving.one_by_one import OneByOne
 from ..serving.prompts import Prompts
 from ..serving.served import Served
 from .interrupts import at_ctrl_c
-from .sources import context_of, folder_of, load, name_of, tokenizer_of, usable_device
+from .sources import (
+    check_adapter,
+    context_of,
+    folder_of,
+    load,
+    name_of,
+    tokenizer_of,
+    usable_device,
+    with_adapter,
+)
 from .speculation import check_speculation, speculation_of
 
 
@@ -32,7 +41,12 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
     Raises: ValueError, OSError, ImportError with one line that says what is wrong.
     """
     check_speculation(options)
+<<<<<<< HEAD
     check_parallel(options)
+=======
+    check_adapter(options)
+    _check_parallel(options)
+>>>>>>> main
     prompts_of(options)  # its errors come before the model is loaded
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
@@ -43,7 +57,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
             stack.enter_context(model.pipeline.leading())
             generator: Generator = OneByOne(model.pipeline.answering)
         else:
-            model = load(options, folder, device)
+            model = with_adapter(options, load(options, folder, device))
             encoder = _encoder(options, model, processor, folder)
             generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)

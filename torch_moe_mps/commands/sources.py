@@ -4,14 +4,14 @@ import argparse
 import os
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from .._text import split_gguf
+from .._text import first_line, split_gguf
 from ..macs import refusal
-from ..ops._checks import first_line
 from ..pipeline import torchrun
 from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.layouts.gguf.file import check_file
@@ -119,6 +119,16 @@ def load(options: argparse.Namespace, folder: str, device: str) -> Any:
     return model
 
 
+def check_adapter(options: argparse.Namespace) -> None:
+    """Raises: ValueError for what does not go together with --adapter."""
+    if options.adapter is None:
+        return
+    if torchrun.processes() > 1:
+        raise ValueError("--adapter is for one process, got a pipeline of several")
+    if getattr(options, "prompt_cache", None) is not None:  # whose names do not tell adapters
+        raise ValueError("--prompt-cache must be without --adapter, got both")
+
+
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     """The model with the layers of --adapter in it; itself without one.
 
@@ -126,13 +136,13 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     """
     if options.adapter is None:
         return model
-    if torchrun.processes() > 1:
-        raise ValueError("--adapter is for one process, got a pipeline of several")
     try:
         from peft import PeftModel
     except ImportError:
         raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'") from None
-    return PeftModel.from_pretrained(model, options.adapter).eval().get_base_model()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # of names in transformers that PEFT still uses
+        return PeftModel.from_pretrained(model, options.adapter).eval().get_base_model()
 
 
 def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:

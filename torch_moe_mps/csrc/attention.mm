@@ -33,21 +33,65 @@ struct CacheArguments {
   OptionalTensor tail = {};
 };
 
-// The operator's arguments, as ops/attention.py describes them.
+// Groups of the operators' arguments, as ops/attention.py describes them.
+struct Order {
+  std::optional<int64_t> window;
+  OptionalTensor key_range;
+};
+struct Softmax {
+  std::optional<double> softcap;
+  OptionalTensor sinks;
+};
+struct CacheScales {
+  const OptionalTensor &k_scales, &k_biases, &v_scales, &v_biases;
+};
+struct Selected {
+  OptionalTensor indices;
+  int64_t block = 1;
+};
+struct Gate {
+  OptionalTensor factors;
+  bool is_softplus;
+};
+struct Tail {
+  OptionalTensor keys, values;
+  int64_t rate = 1, position = 0;
+};
+
+Gate gate_of(const OptionalTensor& gate, std::string_view activation) {
+  return {gate, activation == "softplus"};
+}
+
+}  // namespace
+
+template <>
+struct GroupOf<Order> : MadeBy<aggregate<Order, std::optional<int64_t>, const OptionalTensor&>> {};
+template <>
+struct GroupOf<Softmax> : MadeBy<aggregate<Softmax, std::optional<double>, const OptionalTensor&>> {};
+template <>
+struct GroupOf<CacheScales> : MadeBy<aggregate<CacheScales, const OptionalTensor&, const OptionalTensor&,
+                                               const OptionalTensor&, const OptionalTensor&>> {};
+template <>
+struct GroupOf<Selected> : MadeBy<aggregate<Selected, const OptionalTensor&, int64_t>> {};
+template <>
+struct GroupOf<Gate> : MadeBy<gate_of> {};
+template <>
+struct GroupOf<Tail>
+    : MadeBy<aggregate<Tail, const OptionalTensor&, const OptionalTensor&, int64_t, int64_t>> {};
+
+namespace {
+
 struct AttentionArguments {
   Tensor q;
   CacheArguments k, v;
   double scale;
   OptionalTensor mask = {};
-  std::optional<int64_t> window = {};
-  OptionalTensor key_range = {};
-  std::optional<double> softcap = {};
-  OptionalTensor sinks = {}, indices = {};
-  int64_t index_block = 1;
-  OptionalTensor gate = {};
-  bool gate_is_softplus = false;
+  Order order;
+  Softmax softmax;
+  Selected selected = {};
+  Gate gate;
   int64_t lookahead = 0;
-  int64_t tail_rate = 1, position = 0;
+  Tail tail = {};
   OptionalTensor relative = {};
   c10::ScalarType dtype;
 
@@ -56,7 +100,7 @@ struct AttentionArguments {
     AttentionArguments block = *this;
     block.q = q.narrow(2, start, count);
     if (mask) block.mask = mask->narrow(2, start, count);
-    if (gate) block.gate = gate->narrow(1, start, count);
+    if (gate.factors) block.gate.factors = gate.factors->narrow(1, start, count);
     if (mask) return block;
     const int64_t visible = k.values.size(2) - (q.size(2) - start - count);
     for (CacheArguments* cache : {&block.k, &block.v}) {
@@ -155,23 +199,24 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   const int64_t key_heads = given.k.values.size(1), stored = given.k.values.size(2);
   const bool has_tail = given.k.tail.has_value();
   const int64_t tail_keys = has_tail ? given.k.tail->size(2) : 0;
-  const int64_t selected = given.indices ? given.indices->size(3) * given.index_block : tail_keys;
+  const OptionalTensor& chosen = given.selected.indices;
+  const int64_t selected = chosen ? chosen->size(3) * given.selected.block : tail_keys;
   const int64_t tail_slots = tail_keys > 0 ? selected : 0;
-  const int64_t keys = has_tail ? tail_slots + std::min(given.window.value_or(stored), stored)
-                       : given.indices && stored > 0 ? selected
-                                                     : stored;
+  const int64_t keys = has_tail ? tail_slots + std::min(given.order.window.value_or(stored), stored)
+                       : chosen && stored > 0 ? selected
+                                              : stored;
   const int64_t value_width = given.v.values.size(3) * (given.v.scales ? 4 : 1);
   Tensor output = at::empty({batch, tokens, heads, value_width}, given.q.options().dtype(given.dtype));
   if (output.numel() == 0) return output;
   if (keys == 0) return output.zero_();
   // Keys that the last token sees, and that a token sees on average.
   const bool in_order = !given.mask && selected == 0;
-  const double most = in_order ? std::min(keys, given.window.value_or(keys)) : keys;
+  const double most = in_order ? std::min(keys, given.order.window.value_or(keys)) : keys;
   const double seen = in_order ? std::min(most, keys - 0.5 * (tokens - 1)) : keys;
   const double slots = kSlotsOfAttention * static_cast<double>(batch * heads * tokens) * seen *
                        static_cast<double>(given.q.size(3) + value_width);
-  const bool is_simple =
-      selected == 0 && !given.relative && given.lookahead == 0 && (!given.sinks || given.sinks->dim() == 1);
+  const bool is_simple = selected == 0 && !given.relative && given.lookahead == 0 &&
+                         (!given.softmax.sinks || given.softmax.sinks->dim() == 1);
   const int64_t at_once =
       is_simple && is_too_long(slots) ? tokens_at_once(tokens, slots * most / seen) : tokens;
   if (at_once < tokens) {
@@ -184,10 +229,10 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   const Tensor q = rows_contiguous(given.q);
   const Cache k(given.k), v(given.v);
   const OptionalTensor& mask = given.mask;
-  const OptionalTensor key_range = contiguous(given.key_range), sinks = contiguous(given.sinks);
-  const OptionalTensor indices = rows_contiguous(given.indices);
+  const OptionalTensor key_range = contiguous(given.order.key_range), sinks = contiguous(given.softmax.sinks);
+  const OptionalTensor indices = rows_contiguous(chosen);
   const OptionalTensor relative = rows_contiguous(given.relative);
-  const OptionalTensor gate = rows_contiguous(given.gate);
+  const OptionalTensor gate = rows_contiguous(given.gate.factors);
 
   AttentionParams params{};
   params.k = k.params;
@@ -200,15 +245,15 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   params.indexed_keys = stored;
   params.tail_keys = tail_keys;
   params.tail_slots = tail_slots;
-  params.tail_rate = given.tail_rate;
-  params.position = given.position;
-  if (!has_tail) set_mask(params, mask, given.window, given.lookahead);
-  if (indices) set_indices(params, *indices, given.index_block);
+  params.tail_rate = given.tail.rate;
+  params.position = given.tail.position;
+  if (!has_tail) set_mask(params, mask, given.order.window, given.lookahead);
+  if (indices) set_indices(params, *indices, given.selected.block);
   if (relative) set_relative(params, *relative);
   params.gate = token_strides(gate);
   if (gate) {
     params.gate_width = gate->size(3);
-    params.gate_is_softplus = given.gate_is_softplus;
+    params.gate_is_softplus = given.gate.is_softplus;
   }
   params.output_is_float = given.dtype == at::kFloat;
   params.has_key_range = key_range.has_value();
@@ -216,7 +261,7 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   params.sinks_dtype = dtype_code(sinks);
   params.rows = batch * tokens * heads;
   params.scale = static_cast<float>(given.scale);
-  params.softcap = static_cast<float>(given.softcap.value_or(0.0));
+  params.softcap = static_cast<float>(given.softmax.softcap.value_or(0.0));
 
   const char* const file = turning    ? "attention_turned"
                            : has_tail ? "attention_tailed"
@@ -277,19 +322,13 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   return output;
 }
 
-// In the order of the schema.
 Tensor attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale, const OptionalTensor& mask,
-                 std::optional<int64_t> window, const OptionalTensor& key_range,
-                 std::optional<double> softcap, const OptionalTensor& sinks, const OptionalTensor& k_scales,
-                 const OptionalTensor& k_biases, const OptionalTensor& v_scales,
-                 const OptionalTensor& v_biases, const OptionalTensor& indices, int64_t index_block,
-                 const OptionalTensor& gate, std::string_view gate_activation, int64_t lookahead,
-                 const OptionalTensor& k_tail, const OptionalTensor& v_tail, int64_t tail_rate,
-                 int64_t position, const OptionalTensor& relative, std::optional<c10::ScalarType> dtype) {
-  const CacheArguments keys{k, k_scales, k_biases, k_tail}, values{v, v_scales, v_biases, v_tail};
-  const bool gate_is_softplus = gate_activation == "softplus";
-  return attend({q, keys, values, scale, mask, window, key_range, softcap, sinks, indices, index_block, gate,
-                 gate_is_softplus, lookahead, tail_rate, position, relative,
+                 const Order& order, const Softmax& softmax, const CacheScales& scales,
+                 const Selected& selected, const Gate& gate, int64_t lookahead, const Tail& tail,
+                 const OptionalTensor& relative, std::optional<c10::ScalarType> dtype) {
+  const CacheArguments keys{k, scales.k_scales, scales.k_biases, tail.keys};
+  const CacheArguments values{v, scales.v_scales, scales.v_biases, tail.values};
+  return attend({q, keys, values, scale, mask, order, softmax, selected, gate, lookahead, tail, relative,
                  dtype.value_or(q.scalar_type())});
 }
 
@@ -310,35 +349,27 @@ bool can_turn(const AttentionArguments& given) {
 
 Tensor rope_attention_(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& keys_,
                        const Tensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
-                       double scale, const OptionalTensor& q_weight, const OptionalTensor& k_weight,
-                       double eps, double weight_offset, std::string_view pairs,
-                       std::optional<int64_t> rotary_dim, bool rotary_last, bool norm_v,
-                       const OptionalTensor& v_weight, std::optional<int64_t> window,
-                       const OptionalTensor& key_range, std::optional<double> softcap,
-                       const OptionalTensor& sinks, const OptionalTensor& gate,
-                       std::string_view gate_activation) {
+                       double scale, const HeadNorms& norms, const Turn& turn, const ValueNorm& norm,
+                       const Order& order, const Softmax& softmax, const Gate& gate) {
   const CacheArguments keys{keys_}, values{values_};
   AttentionArguments given{.q = q.transpose(1, 2),
                            .k = keys,
                            .v = values,
                            .scale = scale,
-                           .window = window,
-                           .key_range = key_range,
-                           .softcap = softcap,
-                           .sinks = sinks,
+                           .order = order,
+                           .softmax = softmax,
                            .gate = gate,
-                           .gate_is_softplus = gate_activation == "softplus",
                            .dtype = q.scalar_type()};
   if (can_turn(given)) {
-    const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
-    Turning turning{rotation, heads_of(q, q_weight, given.q, rotation.rotary),
-                    heads_of(k, k_weight, keys_, rotation.rotary), heads_of(v, v_weight, values_, 0)};
-    turning.v.params.is_normed = norm_v;
+    const Rotation rotation(q, cos, sin, norms, turn);
+    Turning turning{rotation, heads_of(q, norms.q_weight, given.q, rotation.rotary),
+                    heads_of(k, norms.k_weight, keys_, rotation.rotary),
+                    heads_of(v, norm.weight, values_, 0)};
+    turning.v.params.is_normed = norm.norms;
     turning.params = rope_params(rotation, turning.q, turning.k, turning.v);
     if (turning.params.vectorised != 0) return attend(given, &turning);
   }
-  given.q = rope_cache_(q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs,
-                        rotary_dim, rotary_last, norm_v, v_weight, std::nullopt);
+  given.q = rope_cache_(q, k, v, keys_, values_, cos, sin, norms, turn, norm, std::nullopt);
   return attend(given);
 }
 

@@ -5,6 +5,7 @@
 #include <optional>
 
 #include "../shaders/params.h"
+#include "groups.h"
 #include "metal/encoder.h"
 
 namespace moe_mps {
@@ -14,6 +15,19 @@ struct ExpertSum {
   at::Tensor weights;  // [T, K]
   OptionalTensor shared_gate = {}, shared_out = {}, residual = {};
   bool gate_is_logit = false;
+};
+
+// Summands beside the slots as an operator is given them.
+struct Summands {
+  const OptionalTensor &shared_gate, &shared_out, &residual;
+  bool gate_is_logit;
+
+  // The sum in a dtype; the weights are contiguous.
+  ExpertSum with(const at::Tensor& weights, c10::ScalarType dtype) const;
+};
+template <>
+struct GroupOf<Summands>
+    : MadeBy<aggregate<Summands, const OptionalTensor&, const OptionalTensor&, const OptionalTensor&, bool>> {
 };
 
 ExpertSumParams sum_params(const ExpertSum& sum);

@@ -102,17 +102,19 @@ Tensor weighted_sum_residual_norm_stacked_(const Tensor& residual_, const Tensor
   return output;
 }
 
-Tensor moe_weighted_reduce(const Tensor& weights, const Tensor& expert_out, const OptionalTensor& shared_gate,
-                           const OptionalTensor& shared_out, const OptionalTensor& residual,
-                           bool gate_is_logit) {
-  const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), contiguous(shared_out),
-                      contiguous(residual), gate_is_logit};
+Tensor moe_weighted_reduce(const Tensor& weights, const Tensor& expert_out, const Summands& around) {
+  const ExpertSum sum = around.with(weights.contiguous(), expert_out.scalar_type());
   Tensor output = at::empty({weights.size(0), expert_out.size(-1)}, expert_out.options());
   if (output.numel() > 0) encode_weighted_sum(expert_out.contiguous(), sum, output);
   return output;
 }
 
 }  // namespace
+
+ExpertSum Summands::with(const Tensor& weights, c10::ScalarType dtype) const {
+  return {weights, contiguous(shared_gate), converted(shared_out, dtype), converted(residual, dtype),
+          gate_is_logit};
+}
 
 ExpertSumParams sum_params(const ExpertSum& sum) {
   ExpertSumParams params{};

@@ -55,18 +55,14 @@ Tensor expert_outer(const Tensor& a_, const Tensor& b_, const Tensor& ids_, int6
   return out;
 }
 
-Tensor moe_experts(const Tensor& x, const Tensor& gate_up_, const Tensor& down_, const Tensor& ids,
+Tensor moe_experts(const Tensor& x, const Tensor& gate_up, const Tensor& down, const Tensor& ids,
                    const Tensor& weights, const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
-                   std::string_view activation, std::optional<double> alpha, std::optional<double> limit,
-                   bool gated, bool interleaved, bool transposed, const OptionalTensor& shared_gate,
-                   const OptionalTensor& shared_out, const OptionalTensor& residual, bool gate_is_logit,
-                   const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
-  const FeedForward experts{dense_matrix(x, gate_up_, gate_up_bias, transposed),
-                            dense_matrix(x, down_, down_bias, transposed)};
-  const ExpertSum sum{weights.contiguous(), contiguous(shared_gate), contiguous(shared_out),
-                      contiguous(residual), gate_is_logit};
-  return apply_experts(x, input_norm(norm_weight, norm_eps, norm_offset), experts, ids,
-                       activation_of(activation, alpha, limit, gated, interleaved), sum);
+                   const Activation& activation, bool transposed, const Summands& around,
+                   const std::optional<InputNorm>& norm) {
+  const FeedForward experts{dense_matrix(x, gate_up, gate_up_bias, transposed),
+                            dense_matrix(x, down, down_bias, transposed)};
+  const ExpertSum sum = around.with(weights.contiguous(), x.scalar_type());
+  return apply_experts(x, norm, experts, ids, activation, sum);
 }
 
 }  // namespace

@@ -22,22 +22,22 @@ Tensor rows_of(const Tensor& x, c10::ScalarType dtype) {
 Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& scales,
                         const OptionalTensor& biases, const OptionalTensor& bias, std::string_view format,
                         const OptionalTensor& residual, const OptionalTensor& order,
-                        const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
-                        std::optional<std::string_view> activation, std::optional<int64_t> activated,
-                        double factor) {
+                        const std::optional<InputNorm>& norm, std::optional<std::string_view> activation,
+                        std::optional<int64_t> activated, double factor,
+                        std::optional<c10::ScalarType> out_dtype) {
+  const c10::ScalarType wanted = out_dtype.value_or(x.scalar_type());
   at::DimVector shape(x.sizes());
   shape.back() = packed.size(0);
   if (x.numel() == 0 || packed.numel() == 0) {  // no rows, no outputs, or outputs of nothing
-    Tensor out =
-        residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous) : at::zeros(shape, x.options());
+    Tensor out = residual.has_value() ? residual->to(wanted, false, true, at::MemoryFormat::Contiguous)
+                                      : at::zeros(shape, x.options().dtype(wanted));
     if (!bias.has_value() || out.numel() == 0) return out;
     return out.add_(order ? at::empty_like(*bias).index_copy_(0, order->to(at::kLong), *bias) : *bias);
   }
   const auto dtype = compute_dtype(x.scalar_type(), {{weight_format(format), scales}});
   const MatrixStack matrix = packed_matrix(packed, scales, biases, weight_format(format), bias, dtype);
   const Tensor rows = rows_of(x, dtype);
-  const Tensor out = at::empty(shape, rows.options());
-  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
+  const Tensor out = at::empty(shape, rows.options().dtype(out_dtype.value_or(dtype)));
   const OptionalTensor added = converted(residual, dtype), columns = contiguous(order);
   Commands commands;
   Activation of_outputs;
@@ -46,7 +46,7 @@ Tensor linear_quantized(const Tensor& x, const Tensor& packed, const Tensor& sca
   of_outputs.factor = static_cast<float>(factor);
   add_linear(commands, rows, norm, matrix, of_outputs, added, columns, out);
   commands.encode();
-  return in_dtype(out, x.scalar_type());
+  return in_dtype(out, wanted);
 }
 
 Tensor linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const Tensor& scales,
@@ -57,26 +57,19 @@ Tensor linear_quantized_transposed(const Tensor& dy, const Tensor& packed, const
   return transposed_product(in_dtype(dy, dtype), matrix, std::nullopt, dy.scalar_type());
 }
 
-Tensor mlp_quantized(const Tensor& x, const Tensor& gate_up_packed, const Tensor& gate_up_scales,
-                     const OptionalTensor& gate_up_biases, const Tensor& down_packed,
-                     const Tensor& down_scales, const OptionalTensor& down_biases, std::string_view format,
+Tensor mlp_quantized(const Tensor& x, const Packed& gate_up, const Packed& down, std::string_view format,
                      const OptionalTensor& gate_up_bias, const OptionalTensor& down_bias,
-                     std::string_view activation, std::optional<double> alpha, std::optional<double> limit,
-                     bool gated, bool interleaved, const OptionalTensor& residual,
-                     std::optional<std::string_view> down_format, const OptionalTensor& norm_weight,
-                     double norm_eps, double norm_offset) {
+                     const Activation& activation, const OptionalTensor& residual,
+                     std::optional<std::string_view> down_format, const std::optional<InputNorm>& norm) {
   if (x.numel() == 0) return at::empty(x.sizes(), x.options());
-  if (gate_up_packed.numel() == 0) {  // nothing between the matrices
+  if (gate_up.packed.numel() == 0) {  // nothing between the matrices
     Tensor out = residual.has_value() ? residual->clone(at::MemoryFormat::Contiguous)
                                       : at::zeros(x.sizes(), x.options());
     return down_bias.has_value() ? out.add_(*down_bias) : out;
   }
   const auto [dtype, matrices] =
-      feed_forward(x.scalar_type(), {gate_up_packed, gate_up_scales, gate_up_biases, gate_up_bias}, format,
-                   {down_packed, down_scales, down_biases, down_bias}, down_format);
-  const Tensor out =
-      apply_mlp(rows_of(x, dtype), input_norm(norm_weight, norm_eps, norm_offset), matrices,
-                activation_of(activation, alpha, limit, gated, interleaved), converted(residual, dtype));
+      feed_forward(x.scalar_type(), gate_up, down, format, down_format, gate_up_bias, down_bias);
+  const Tensor out = apply_mlp(rows_of(x, dtype), norm, matrices, activation, converted(residual, dtype));
   return in_dtype(out, x.scalar_type());
 }
 

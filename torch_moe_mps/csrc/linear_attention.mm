@@ -79,7 +79,7 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
                          std::optional<double> lower_bound, std::string_view beta_activation,
                          std::optional<double> beta_min, const OptionalTensor& skip_,
                          const OptionalTensor& gate_, std::string_view gate_activation,
-                         const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
+                         const std::optional<InputNorm>& norm) {
   Tensor output = at::empty(v_.sizes(), v_.options());
   if (output.numel() == 0) return output;
   const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_), v = rows_contiguous(v_);
@@ -87,7 +87,6 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
   const OptionalTensor g = channels ? rows_contiguous(*g_) : g_;
   const OptionalTensor a_log = contiguous(a_log_), dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);
   const OptionalTensor gate = rows_contiguous(gate_);
-  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   LinearAttentionParams params{};
   params.q = token_strides(q);
   params.k = token_strides(k);

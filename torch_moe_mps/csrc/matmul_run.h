@@ -39,6 +39,8 @@ struct Activation {
 
 Activation activation_of(std::string_view name, std::optional<double> alpha, std::optional<double> limit,
                          bool gated, bool interleaved);
+template <>
+struct GroupOf<Activation> : MadeBy<activation_of> {};
 
 // Adds to `commands`: out[..., outputs] = activation(norm(x[..., inputs]) times the matrix, of one expert) +
 // residual; output n goes to column order[n]. The tensors are contiguous, x aligned, the matrix not empty.

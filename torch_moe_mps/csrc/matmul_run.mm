@@ -245,6 +245,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   params.slots = params.x_per_pair = 1;
   params.has_residual = residual.has_value();
   params.has_order = order.has_value();
+  params.wide_out = out.scalar_type() != x.scalar_type();
   if (step.norms_inputs) set_norm(params, *norm);
   Command& command = commands.add(library_of(step, matrix), step.kernel);
   bind_matmul(command, x, matrix, order ? *order : x, out, tokens).stand_in(x).bind(residual).params(params);

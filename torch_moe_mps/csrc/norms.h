@@ -4,6 +4,7 @@
 
 #include <optional>
 
+#include "groups.h"
 #include "metal/encoder.h"
 
 namespace moe_mps {
@@ -15,6 +16,8 @@ struct InputNorm {
 
 // The norm that an operator's arguments ask for.
 std::optional<InputNorm> input_norm(const OptionalTensor& weight, double eps, double offset);
+template <>
+struct GroupOf<std::optional<InputNorm>> : MadeBy<input_norm> {};
 
 // Adds the norm of the rows x[T, H] and returns its result.
 const at::Tensor& add_norm(Commands& commands, const at::Tensor& x, const InputNorm& norm);

@@ -29,19 +29,19 @@ MatrixStack packed_matrix(const at::Tensor& packed, const at::Tensor& scales, co
 
 // The arguments of an operator that are one quantised matrix, or a stack of them.
 struct Packed {
-  const at::Tensor& packed;
-  const at::Tensor& scales;
+  const at::Tensor &packed, &scales;
   const OptionalTensor& biases;
-  const OptionalTensor& bias;
 };
+template <>
+struct GroupOf<Packed>
+    : MadeBy<aggregate<Packed, const at::Tensor&, const at::Tensor&, const OptionalTensor&>> {};
 
 // The two matrices of a feed-forward network, and the dtype in which a call for activations of dtype `x`
-// runs.
+// runs. The biases are the layer's.
 std::pair<c10::ScalarType, FeedForward> feed_forward(c10::ScalarType x, const Packed& gate_up,
-                                                     std::string_view format, const Packed& down,
-                                                     std::optional<std::string_view> down_format);
-
-// The tensor made contiguous, in `dtype`.
-OptionalTensor converted(const OptionalTensor& tensor, c10::ScalarType dtype);
+                                                     const Packed& down, std::string_view format,
+                                                     std::optional<std::string_view> down_format,
+                                                     const OptionalTensor& gate_up_bias = std::nullopt,
+                                                     const OptionalTensor& down_bias = std::nullopt);
 
 }  // namespace moe_mps

@@ -35,18 +35,15 @@ MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const Opti
 }
 
 std::pair<c10::ScalarType, FeedForward> feed_forward(c10::ScalarType x, const Packed& gate_up,
-                                                     std::string_view format, const Packed& down,
-                                                     std::optional<std::string_view> down_format) {
+                                                     const Packed& down, std::string_view format,
+                                                     std::optional<std::string_view> down_format,
+                                                     const OptionalTensor& gate_up_bias,
+                                                     const OptionalTensor& down_bias) {
   const WeightFormat &first = weight_format(format), &second = weight_format(down_format.value_or(format));
   const auto dtype = compute_dtype(x, {{first, gate_up.scales}, {second, down.scales}});
   return {dtype,
-          {packed_matrix(gate_up.packed, gate_up.scales, gate_up.biases, first, gate_up.bias, dtype),
-           packed_matrix(down.packed, down.scales, down.biases, second, down.bias, dtype)}};
-}
-
-OptionalTensor converted(const OptionalTensor& tensor, c10::ScalarType dtype) {
-  const OptionalTensor rows = contiguous(tensor);
-  return rows ? std::optional(in_dtype(*rows, dtype)) : rows;
+          {packed_matrix(gate_up.packed, gate_up.scales, gate_up.biases, first, gate_up_bias, dtype),
+           packed_matrix(down.packed, down.scales, down.biases, second, down_bias, dtype)}};
 }
 
 }  // namespace moe_mps

@@ -6,6 +6,7 @@
 #include <optional>
 #include <vector>
 
+#include "groups.h"
 #include "metal/faults.h"
 #include "signature.h"
 
@@ -30,11 +31,11 @@ const at::Tensor* tensor_of(const T&) {
   return nullptr;
 }
 
-template <auto function>
-struct Checked;
+template <auto function, class Parameters, class Arguments>
+struct CheckedCall;
 
-template <class Result, class... Arguments, Result (*function)(Arguments...)>
-struct Checked<function> {
+template <class Result, class... Parameters, Result (*function)(Parameters...), class... Arguments>
+struct CheckedCall<function, Gathered<Parameters...>, Types<Arguments...>> {
   static inline const char* name;
 
   static Result call(Arguments... arguments) {
@@ -42,9 +43,17 @@ struct Checked<function> {
     name_work(name);
     static const std::vector<size_t> written = written_by(name);
     if (!written.empty()) prepare_writes(name, written, {tensor_of(arguments)...});
-    return function(arguments...);
+    return Gathered<Parameters...>::call(function, std::forward_as_tuple(arguments...));
   }
 };
+
+// The function of an operator with the arguments of its schema, checked.
+template <auto function>
+struct Checked;
+
+template <class Result, class... Parameters, Result (*function)(Parameters...)>
+struct Checked<function>
+    : CheckedCall<function, Gathered<Parameters...>, typename Gathered<Parameters...>::Arguments> {};
 
 // The kernel of AutogradMPS: inference goes on to the kernel of MPS. If a gradient is needed, the Python
 // kernel of the Autograd key runs and raises an error that names the operator.

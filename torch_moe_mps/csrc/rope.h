@@ -6,6 +6,7 @@
 #include <string_view>
 
 #include "../shaders/params.h"
+#include "groups.h"
 #include "metal/encoder.h"
 
 namespace moe_mps {
@@ -23,11 +24,37 @@ struct Heads {
 // Those of x [B, T, heads, D].
 Heads heads_of(const at::Tensor& x, const OptionalTensor& weight, const at::Tensor& output, int64_t rotary);
 
+// The norms of heads, which are done where they have weights.
+struct HeadNorms {
+  const OptionalTensor &q_weight, &k_weight;
+  double eps, weight_offset;
+};
+template <>
+struct GroupOf<HeadNorms>
+    : MadeBy<aggregate<HeadNorms, const OptionalTensor&, const OptionalTensor&, double, double>> {};
+
+// The norm of values, with the numbers of HeadNorms.
+struct ValueNorm {
+  bool norms;
+  const OptionalTensor& weight;
+};
+template <>
+struct GroupOf<ValueNorm> : MadeBy<aggregate<ValueNorm, bool, const OptionalTensor&>> {};
+
+// The elements of a head that turn, and their pairs.
+struct Turn {
+  std::string_view pairs;
+  std::optional<int64_t> rotary_dim;
+  bool rotary_last;
+};
+template <>
+struct GroupOf<Turn> : MadeBy<aggregate<Turn, std::string_view, std::optional<int64_t>, bool>> {};
+
 // The tables and what is the same for all heads. Without tables nothing turns: `x`, [B, T, ...], is bound in
 // place of them.
 struct Rotation {
-  Rotation(const at::Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, double eps,
-           double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last);
+  Rotation(const at::Tensor& x, const OptionalTensor& cos, const OptionalTensor& sin, const HeadNorms& norms,
+           const Turn& turn);
 
   at::Tensor cos, sin;  // of the same strides
   double eps, weight_offset;
@@ -43,9 +70,7 @@ RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, 
 // The operator.
 at::Tensor rope_cache_(const OptionalTensor& q, const at::Tensor& k, const OptionalTensor& v,
                        const at::Tensor& keys_, const OptionalTensor& values_, const OptionalTensor& cos,
-                       const OptionalTensor& sin, const OptionalTensor& q_weight,
-                       const OptionalTensor& k_weight, double eps, double weight_offset,
-                       std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last,
-                       bool norm_v, const OptionalTensor& v_weight, const OptionalTensor& k_bias);
+                       const OptionalTensor& sin, const HeadNorms& norms, const Turn& turn,
+                       const ValueNorm& norm, const OptionalTensor& k_bias);
 
 }  // namespace moe_mps

@@ -38,15 +38,13 @@ void encode_rope(const char* kernel, const Rotation& rotation, const std::option
 }
 
 std::tuple<Tensor, Tensor> rope(const Tensor& q, const OptionalTensor& k, const OptionalTensor& cos,
-                                const OptionalTensor& sin, const OptionalTensor& q_weight,
-                                const OptionalTensor& k_weight, double eps, double weight_offset,
-                                std::string_view pairs, std::optional<int64_t> rotary_dim, bool rotary_last) {
+                                const OptionalTensor& sin, const HeadNorms& norms, const Turn& turn) {
   const Tensor output = heads_first(q), k_output = k ? heads_first(*k) : at::empty({0}, q.options());
   if (output.numel() == 0) return {output, k_output};
-  const Rotation rotation(q, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
+  const Rotation rotation(q, cos, sin, norms, turn);
   std::optional<Heads> keys;
-  if (k) keys = heads_of(*k, k_weight, k_output, rotation.rotary);
-  encode_rope("rope", rotation, heads_of(q, q_weight, output, rotation.rotary), keys, std::nullopt);
+  if (k) keys = heads_of(*k, norms.k_weight, k_output, rotation.rotary);
+  encode_rope("rope", rotation, heads_of(q, norms.q_weight, output, rotation.rotary), keys, std::nullopt);
   return {output, k_output};
 }
 
@@ -80,16 +78,15 @@ Heads heads_of(const Tensor& x, const OptionalTensor& weight, const Tensor& outp
   return heads;
 }
 
-Rotation::Rotation(const Tensor& x, const OptionalTensor& cos_, const OptionalTensor& sin_, double eps,
-                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                   bool rotary_last)
+Rotation::Rotation(const Tensor& x, const OptionalTensor& cos_, const OptionalTensor& sin_,
+                   const HeadNorms& norms, const Turn& turn)
     : cos(cos_ ? *cos_ : x.select(2, 0)),
       sin(sin_ ? *sin_ : cos),
-      eps(eps),
-      weight_offset(weight_offset),
-      pairs(pairs),
-      rotary(cos_ ? rotary_dim.value_or(cos_->size(2)) : 0),
-      rotary_last(rotary_last) {
+      eps(norms.eps),
+      weight_offset(norms.weight_offset),
+      pairs(turn.pairs),
+      rotary(cos_ ? turn.rotary_dim.value_or(cos_->size(2)) : 0),
+      rotary_last(turn.rotary_last) {
   if (cos.strides() == sin.strides() && cos.stride(2) == 1) return;
   cos = cos.contiguous();
   sin = sin.contiguous();
@@ -122,19 +119,17 @@ RopeParams rope_params(const Rotation& rotation, const std::optional<Heads>& q, 
 
 Tensor rope_cache_(const OptionalTensor& q, const Tensor& k, const OptionalTensor& v, const Tensor& keys_,
                    const OptionalTensor& values_, const OptionalTensor& cos, const OptionalTensor& sin,
-                   const OptionalTensor& q_weight, const OptionalTensor& k_weight, double eps,
-                   double weight_offset, std::string_view pairs, std::optional<int64_t> rotary_dim,
-                   bool rotary_last, bool norm_v, const OptionalTensor& v_weight,
+                   const HeadNorms& norms, const Turn& turn, const ValueNorm& norm,
                    const OptionalTensor& k_bias) {
   const Tensor output = q ? heads_first(*q) : at::empty({0}, k.options());
   if (k.numel() == 0) return output;
-  const Rotation rotation(k, cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last);
+  const Rotation rotation(k, cos, sin, norms, turn);
   std::optional<Heads> queries, values;
-  if (q) queries = heads_of(*q, q_weight, output, rotation.rotary);
-  const Heads keys = heads_of(k, k_weight, written_for(k, keys_), rotation.rotary);
+  if (q) queries = heads_of(*q, norms.q_weight, output, rotation.rotary);
+  const Heads keys = heads_of(k, norms.k_weight, written_for(k, keys_), rotation.rotary);
   if (v) {
-    values = heads_of(*v, v_weight, written_for(*v, *values_), 0);
-    values->params.is_normed = norm_v;
+    values = heads_of(*v, norm.weight, written_for(*v, *values_), 0);
+    values->params.is_normed = norm.norms;
   }
   encode_rope(k_bias ? "rope_centred" : "rope", rotation, queries, keys, values, contiguous(k_bias));
   keep(keys_, keys.output);

@@ -7,6 +7,7 @@
 #include <tuple>
 
 #include "../shaders/params.h"
+#include "groups.h"
 #include "metal/encoder.h"
 
 namespace moe_mps {
@@ -26,6 +27,8 @@ Router router_of(const at::Tensor& logits, int64_t top_k, std::string_view scori
                  std::string_view group_score, std::optional<double> masked_score, bool bias_on_logits,
                  bool norm_topk_prob, double norm_eps, double norm_min, double scaling_factor,
                  const OptionalTensor& per_expert_scale);
+template <>
+struct GroupOf<Router> : MadeBy<router_of> {};
 
 // Memory for what a router chooses.
 Routing empty_routing(const Router& router);

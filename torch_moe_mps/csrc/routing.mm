@@ -75,14 +75,8 @@ Router router_with(const Tensor& logits_, const OptionalTensor& bias, const Opti
   return router;
 }
 
-Routing moe_router(const Tensor& logits, int64_t top_k, std::string_view scoring, const OptionalTensor& bias,
-                   int64_t num_groups, int64_t top_groups, std::string_view group_score,
-                   std::optional<double> masked_score, bool bias_on_logits, bool norm_topk_prob,
-                   double norm_eps, double norm_min, double scaling_factor,
-                   const OptionalTensor& per_expert_scale) {
-  return route(router_of(logits, top_k, scoring, bias, num_groups, top_groups, group_score, masked_score,
-                         bias_on_logits, norm_topk_prob, norm_eps, norm_min, scaling_factor,
-                         per_expert_scale));
+Routing moe_router(const Router& router) {
+  return route(router);
 }
 
 Routing moe_router_topk_softmax(const Tensor& logits, int64_t top_k, bool norm_topk_prob) {
@@ -145,15 +139,14 @@ Tensor logits_of(const Tensor& hidden, const Tensor& router, const std::optional
 }
 
 Tensor router_logits(const Tensor& x, const Tensor& weight, const OptionalTensor& bias,
-                     const OptionalTensor& norm_weight, double norm_eps, double norm_offset,
-                     std::optional<c10::ScalarType> dtype, double factor) {
+                     const std::optional<InputNorm>& norm, std::optional<c10::ScalarType> dtype,
+                     double factor) {
   // For more tokens, PyTorch's matmul of float32 copies is faster. Not measured.
   constexpr int64_t kMostTokens = 32;
   const c10::ScalarType to = dtype.value_or(at::kFloat);
   if (x.size(0) == 0 || weight.size(0) == 0) {
     return at::empty({x.size(0), weight.size(0)}, x.options().dtype(to));
   }
-  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   const Tensor rows = x.contiguous();
   if (x.size(0) <= kMostTokens)
     return logits_of(rows, weight.contiguous(), norm, contiguous(bias), to, factor);
@@ -182,10 +175,9 @@ Routing moe_gate(const Tensor& hidden, const Tensor& router_weight, const Tensor
 
 Routing moe_hash_router(const Tensor& x, const Tensor& weight, const Tensor& table_, const Tensor& tokens_,
                         std::string_view scoring, bool norm_topk_prob, double sum_eps, double scaling_factor,
-                        const OptionalTensor& norm_weight, double norm_eps, double norm_offset) {
+                        const std::optional<InputNorm>& norm) {
   const Tensor hidden = x.contiguous(), router = weight.contiguous();
   const Tensor table = table_.contiguous(), tokens = tokens_.contiguous();
-  const std::optional<InputNorm> norm = input_norm(norm_weight, norm_eps, norm_offset);
   const Routing result = empty_routing(hidden, {hidden.size(0)}, table.size(1));
   const auto& [weights, ids] = result;
   if (weights.numel() == 0) return result;

@@ -56,6 +56,8 @@ uint32_t code_of(std::string_view name, std::initializer_list<std::string_view> 
 at::Tensor in_dtype(const at::Tensor& tensor, c10::ScalarType dtype);
 
 OptionalTensor contiguous(const OptionalTensor& tensor);
+// The tensor made contiguous, in `dtype`.
+OptionalTensor converted(const OptionalTensor& tensor, c10::ScalarType dtype);
 
 // The tensor if it is contiguous and starts at a multiple of 16 bytes, else a copy that does.
 at::Tensor aligned(const at::Tensor& tensor);

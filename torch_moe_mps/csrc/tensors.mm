@@ -117,4 +117,9 @@ OptionalTensor contiguous(const OptionalTensor& tensor) {
   return tensor.has_value() ? std::optional(tensor->contiguous()) : std::nullopt;
 }
 
+OptionalTensor converted(const OptionalTensor& tensor, c10::ScalarType dtype) {
+  const OptionalTensor rows = contiguous(tensor);
+  return rows ? std::optional(in_dtype(*rows, dtype)) : rows;
+}
+
 }  // namespace moe_mps

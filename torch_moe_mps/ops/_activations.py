@@ -26,7 +26,7 @@ SWIGLU_OAI_LIMIT = 7.0
 class Activation(NamedTuple):
     """An activation, by the operators' arguments of these names."""
 
-    activation: str
+    activation: str = "silu"
     alpha: float | None = None
     limit: float | None = None
     gated: bool = True

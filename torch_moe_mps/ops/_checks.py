@@ -2,12 +2,10 @@
 
 import math
 from collections.abc import Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-
-from .._text import first_line as first_line  # for all rooms above
 
 ACTIVATION_DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 ID_DTYPES = (torch.int32, torch.int64)
@@ -15,13 +13,6 @@ PACKED_DTYPES = (torch.uint32, torch.int32)
 FLOAT32_MAX = torch.finfo(torch.float32).max
 MAX_TOP_K = 64  # experts per token
 MAX_EXPERTS = 1024
-Group = TypeVar("Group", bound=tuple)
-
-
-def picked(group: type[Group], arguments: dict[str, Any]) -> Group:
-    """The named tuple `group`, made of the arguments that are its fields."""
-    fields: Any = group
-    return group(**{name: arguments[name] for name in fields._fields})
 
 
 def _names(dtypes: Sequence[torch.dtype]) -> str:

@@ -51,12 +51,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ._checks import ACTIVATION_DTYPES, Check
+from ._groups import prefixed
 
 # The tensors of a quantised weight.
 TENSORS = ("packed", "scales", "biases")
@@ -514,3 +515,15 @@ class QuantizedWeight:
         biases = None if self.biases is None else self.biases[index]
         packed = self.packed.view(torch.int32)[index]  # uint32 cannot be indexed by a tensor
         return dequantize_values(packed, self.scales[index], biases, self.format)
+
+
+@prefixed
+class Weight(NamedTuple):
+    """Arguments of an operator that are a quantised matrix, or a stack of them."""
+
+    packed: Tensor
+    scales: Tensor
+    biases: Tensor | None
+
+    def of(self, format: Format) -> QuantizedWeight:
+        return QuantizedWeight(*self, format)

@@ -4,7 +4,7 @@ import functools
 import inspect
 import warnings
 from collections.abc import Callable
-from typing import Any, NamedTuple, ParamSpec, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -13,9 +13,9 @@ from torch.autograd import forward_ad
 from .._extension import REINSTALL
 from ._checks import Check
 from ._declared import Declared
+from ._groups import Grouped
 
 NAMESPACE = "moe_mps"
-Arguments = ParamSpec("Arguments")
 Outputs: TypeAlias = Tensor | tuple[Tensor, ...] | None
 Result = TypeVar("Result", bound=Outputs)
 LIBRARY = torch.library.Library(NAMESPACE, "DEF")
@@ -75,11 +75,12 @@ def operator(
     allowed: dict[str, Any] | None = None,
     symbols: tuple[str, ...] = (),
     backward: Backward | None = None,
-) -> Callable[[Callable[Arguments, Result]], Callable[Arguments, Result]]:
+) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
     """Register the decorated reference implementation as `torch.ops.moe_mps.<its name>`.
 
-    The schema is its signature. Arguments whose names end in `_` are written in place, and must share no
-    memory with another argument.
+    The schema is its signature, with an argument for each member of a group (`_groups.py`); the reference and
+    `meta` get the groups. Arguments whose names end in `_` are written in place, and must share no memory
+    with another argument.
 
     `tensors` declares shapes and dtypes (`_declared.py`), `allowed` what other arguments may be: one of some
     names, a range of integers, or the least number. `meta` receives a Check, which has the sizes by name, and
@@ -96,10 +97,12 @@ def operator(
     The decorated name becomes a function that calls the operator, on whatever device its arguments are.
     """
 
-    def register(reference: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    def register(reference: Callable[..., Result]) -> Callable[..., Result]:
         name = reference.__name__
-        written = [argument for argument in inspect.signature(reference).parameters if argument.endswith("_")]
-        LIBRARY.define(name + _schema_of(reference, written, symbols), tags=(torch.Tag.pt2_compliant_tag,))
+        grouped = Grouped(reference)
+        written = [argument for argument in grouped.signature.parameters if argument.endswith("_")]
+        schema = _schema_of(grouped.signature, written, symbols)
+        LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
         declared = DECLARED[name] = Declared(tensors, allowed or {})
         if backward is not None:
@@ -116,7 +119,7 @@ def operator(
             check, given = Check(name), named(args, kwargs)
             _check_values(check, types, given)
             declared.check(check, given)
-            outputs = None if meta is None else meta(check, **given)
+            outputs = None if meta is None else meta(check, **grouped.gathered(given))
             if declared.results is not None:
                 outputs = declared.outputs(check, given)
             for argument in written:
@@ -127,11 +130,16 @@ def operator(
                 before_first_call(name, given)
             return outputs
 
+        def from_groups(*args, **kwargs):
+            return reference(**grouped.gathered(named(args, kwargs)))
+
+        function = from_groups if grouped.groups else reference
+
         def run(*args, **kwargs):
             if torch._C._is_any_autocast_enabled():  # the references compute in the dtypes that they document
                 with torch.autocast(_device_of(args), enabled=False):
-                    return _contiguous(reference(*args, **kwargs))
-            return _contiguous(reference(*args, **kwargs))
+                    return _contiguous(function(*args, **kwargs))
+            return _contiguous(function(*args, **kwargs))
 
         @functools.wraps(reference)
         def checked_reference(*args, **kwargs):
@@ -176,6 +184,7 @@ def operator(
                 return on_cpu(*args, **kwargs)
             return packet(*args, **kwargs)
 
+        vars(call)["__signature__"] = grouped.signature
         return call
 
     return register
@@ -199,8 +208,11 @@ def _only_cpu_runs(values: tuple[Any, ...]) -> bool:
     return all(type(v) in _PLAIN and v.is_cpu for v in values if isinstance(v, Tensor))
 
 
-def _schema_of(reference: Callable, written: list[str], symbols: tuple[str, ...]) -> str:
-    schema = torch.library.infer_schema(reference, mutates_args=written)
+def _schema_of(signature: inspect.Signature, written: list[str], symbols: tuple[str, ...]) -> str:
+    def function() -> None: ...
+
+    vars(function)["__signature__"] = signature
+    schema = torch.library.infer_schema(function, mutates_args=written)
     schema = schema.replace("SymInt", "int")  # the checks ask for numbers, not for symbols
     for name in symbols:
         schema = schema.replace(f"int {name}", f"SymInt {name}")

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from ._checks import PACKED_DTYPES, Check
 from ._formats import GROUP_SIZES, Format, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample, whole_groups
-from .rope import PAIRS, check_rope_cache, rope_cache_
+from .rope import PAIRS, HeadNorms, Turn, ValueNorm, check_rope_cache, rope_cache_
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
@@ -20,9 +20,53 @@ CACHE_BITS = 8  # of quantised keys and values
 GATES: dict[str, Callable[[Tensor], Tensor]] = {"sigmoid": torch.sigmoid, "softplus": F.softplus}
 MAX_INDEX_BLOCK = 1024  # keys of an index
 MAX_POSITION = 2**31 - 1
-
-
 WORD = 32  # keys of a mask of bits
+
+
+class Order(NamedTuple):
+    """Keys that tokens see by their places."""
+
+    window: int | None = None
+    key_range: Tensor | None = None
+
+
+class Softmax(NamedTuple):
+    """How scores become weights."""
+
+    softcap: float | None = None
+    sinks: Tensor | None = None
+
+
+class CacheScales(NamedTuple):
+    """Scales and biases of keys and values in 8 bits."""
+
+    k_scales: Tensor | None = None
+    k_biases: Tensor | None = None
+    v_scales: Tensor | None = None
+    v_biases: Tensor | None = None
+
+
+class Selected(NamedTuple):
+    """Keys that tokens read whatever their places."""
+
+    indices: Tensor | None = None
+    index_block: int = 1
+
+
+class Gate(NamedTuple):
+    """Factors of the result."""
+
+    gate: Tensor | None = None
+    gate_activation: str = "sigmoid"
+
+
+class Tail(NamedTuple):
+    """Keys that stand for several tokens each."""
+
+    k_tail: Tensor | None = None
+    v_tail: Tensor | None = None
+    tail_rate: int = 1
+    position: int = 0
 
 
 def _check_mask(check: Check, mask: Tensor, q: Tensor, k: Tensor) -> None:
@@ -64,46 +108,47 @@ def _check_quantized(
 
 
 def _meta_attention(
-    check, q, k, v, mask, window, key_range, softcap, k_scales, k_biases, v_scales, v_biases, indices,
-    index_block, gate, lookahead, k_tail, v_tail, position, relative, dtype, **_
-):  # fmt: skip
+    check, q, k, v, mask, order, softmax, scales, selected, gate, lookahead, tail, relative, dtype, **_
+):
     heads, width = check.dims("Hq D")
     key_columns, value_width = width, v.shape[3]
-    if all(tensor is None for tensor in (k_scales, k_biases, v_scales, v_biases)):
+    if all(tensor is None for tensor in scales):
         check.dtype("k", k, (q.dtype,))
         check.dtype("v", v, (q.dtype,))
     else:
         key_columns = width * CACHE_BITS // 32
-        columns = _check_quantized(check, ("k", "k_scales", "k_biases"), k, k_scales, k_biases)
+        columns = _check_quantized(check, ("k", "k_scales", "k_biases"), k, *scales[:2])
         if columns != width:
             check.fail("k", f"of {key_columns} words a key, for D = {width}", tuple(k.shape))
-        value_width = _check_quantized(check, ("v", "v_scales", "v_biases"), v, v_scales, v_biases)
+        value_width = _check_quantized(check, ("v", "v_scales", "v_biases"), v, *scales[2:])
     check.shape("k", k, (*k.shape[:3], key_columns), "[B, Hk, S, D]")
     if heads % k.shape[1]:
         check.fail("k", f"of a number of heads that divides Hq = {heads}", tuple(k.shape))
     check.between("v's head dimension", value_width, 1, MAX_VALUE_HEAD)
     if mask is not None:
         _check_mask(check, mask, q, k)
-    if k_tail is None or v_tail is None:
-        check.none("unless keys and values have a tail", True, k_tail=k_tail, v_tail=v_tail)
-        _check_indices(check, indices, index_block, mask=mask, window=window, key_range=key_range)
+    if tail.k_tail is None or tail.v_tail is None:
+        check.none("unless keys and values have a tail", True, k_tail=tail.k_tail, v_tail=tail.v_tail)
+        _check_indices(check, *selected, mask=mask, **order._asdict())
     else:
         if lookahead != 0:
             check.fail("lookahead", "0 beside a tail", lookahead)
-        check.none("beside a tail", True, mask=mask, key_range=key_range, k_scales=k_scales)
-        check.between("position", position, 0, MAX_POSITION - q.shape[2])
-        _check_indices(check, indices, index_block)
-        check.between("index_block", index_block, 1, 1, " beside a tail")
-    check.none("beside a mask, which holds it", mask is not None, window=window, key_range=key_range)
+        check.none("beside a tail", True, mask=mask, key_range=order.key_range, k_scales=scales.k_scales)
+        check.between("position", tail.position, 0, MAX_POSITION - q.shape[2])
+        _check_indices(check, *selected)
+        check.between("index_block", selected.index_block, 1, 1, " beside a tail")
+    check.none("beside a mask, which holds it", mask is not None, **order._asdict())
+    indices = selected.indices
     if lookahead > 0 and not (indices is None and mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
-    others = {"a mask": mask, "indices": indices, "a tail": k_tail, "a look-ahead": lookahead or None}
+    others = {"a mask": mask, "indices": indices, "a tail": tail.k_tail, "a look-ahead": lookahead or None}
     for name, given in others.items():
         check.none(f"beside {name}", given is not None, relative=relative)
-    if softcap is not None and not 0.0 < softcap < math.inf:
-        check.fail("softcap", "above 0 and finite", softcap)
-    if gate is not None and gate.shape[3] != 1:
-        check.shape("gate", gate, (*gate.shape[:3], value_width), "[B, T, Hq, Dv or 1]")
+    if softmax.softcap is not None and not 0.0 < softmax.softcap < math.inf:
+        check.fail("softcap", "above 0 and finite", softmax.softcap)
+    factors = gate.gate
+    if factors is not None and factors.shape[3] != 1:
+        check.shape("gate", factors, (*factors.shape[:3], value_width), "[B, T, Hq, Dv or 1]")
     wider = () if q.dtype == torch.float32 else (torch.float32,)
     check.among_dtypes("dtype", dtype or q.dtype, (q.dtype, *wider))
     return q.new_empty((q.shape[0], q.shape[2], q.shape[1], value_width), dtype=dtype or q.dtype)
@@ -200,23 +245,13 @@ def attention(
     scale: float,
     *,
     mask: Tensor | None = None,
-    window: int | None = None,
-    key_range: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    k_scales: Tensor | None = None,
-    k_biases: Tensor | None = None,
-    v_scales: Tensor | None = None,
-    v_biases: Tensor | None = None,
-    indices: Tensor | None = None,
-    index_block: int = 1,
-    gate: Tensor | None = None,
-    gate_activation: str = "sigmoid",
+    order: Order,
+    softmax: Softmax,
+    scales: CacheScales,
+    selected: Selected,
+    gate: Gate,
     lookahead: int = 0,
-    k_tail: Tensor | None = None,
-    v_tail: Tensor | None = None,
-    tail_rate: int = 1,
-    position: int = 0,
+    tail: Tail,
     relative: Tensor | None = None,
     dtype: torch.dtype | None = None,
 ) -> Tensor:
@@ -282,54 +317,53 @@ def attention(
     """
     batch, heads, tokens, width = q.shape
     key_heads, keys = k.shape[1:3]
-    keys_, values = values_in(k, k_scales, k_biases), values_in(v, v_scales, v_biases)
+    keys_, values = values_in(k, *scales[:2]), values_in(v, *scales[2:])
+    indices, (k_tail, v_tail, tail_rate, position) = selected.indices, tail
     queries = q.float().reshape(batch, key_heads, heads // key_heads, tokens, width) * scale
     if indices is not None and k_tail is None:
-        bias = _times_selected(indices, index_block, keys).log_()
+        bias = _times_selected(indices, selected.index_block, keys).log_()
     else:
         if mask is None:
-            mask = seen_in_order(tokens, keys, keys, window, key_range, q.device, lookahead)
+            mask = seen_in_order(tokens, keys, keys, *order, q.device, lookahead)
         elif mask.dtype == torch.int32:
             mask = bits_as_bool(mask, keys)
         bias = _added(mask)
     if k_tail is not None and v_tail is not None:
-        tail = _seen_of_tail(indices, tokens, k_tail.shape[2], tail_rate, position, q.device)
-        shape = torch.broadcast_shapes(bias.shape[:3], tail.shape[:3])
-        bias = torch.cat((bias.expand(*shape, -1), tail.expand(*shape, -1)), 3)
+        seen = _seen_of_tail(indices, tokens, k_tail.shape[2], tail_rate, position, q.device)
+        shape = torch.broadcast_shapes(bias.shape[:3], seen.shape[:3])
+        bias = torch.cat((bias.expand(*shape, -1), seen.expand(*shape, -1)), 3)
         keys_, values = torch.cat((keys_, k_tail.float()), 2), torch.cat((values, v_tail.float()), 2)
     bias = bias.unsqueeze(2)
     hidden = bias == -torch.inf
-    scores = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
+    softcap, sinks = softmax
+    logits = torch.matmul(queries, keys_.unsqueeze(2).transpose(-1, -2))
     if softcap is not None:
-        scores = (scores / softcap).tanh_() * softcap
+        logits = (logits / softcap).tanh_() * softcap
     if relative is not None:
         bias = bias + _of_distances(relative, keys).unflatten(1, queries.shape[1:3])
-    scores = (scores + bias).masked_fill(hidden, -torch.inf)  # what a hidden key holds may be NaN
+    logits = (logits + bias).masked_fill(hidden, -torch.inf)  # what a hidden key holds may be NaN
     sink = torch.full((heads,), -torch.inf, device=q.device) if sinks is None else sinks.float()
     sink = sink.expand(batch, tokens, heads).mT.reshape(*queries.shape[:4], 1)
     # Without any key and sink the softmax is NaN.
-    probabilities = torch.cat((scores, sink), -1).softmax(-1)[..., :-1].masked_fill(hidden, 0.0)
+    probabilities = torch.cat((logits, sink), -1).softmax(-1)[..., :-1].masked_fill(hidden, 0.0)
     values = values.masked_fill(hidden.all(3).squeeze(2).unsqueeze(-1), 0.0)
     out = torch.matmul(probabilities, values.unsqueeze(2))
     out = out.reshape(batch, heads, tokens, values.shape[3]).transpose(1, 2)
-    return (out if gate is None else out * GATES[gate_activation](gate.float())).to(dtype or q.dtype)
+    if gate.gate is not None:
+        out = out * GATES[gate.gate_activation](gate.gate.float())
+    return out.to(dtype or q.dtype)
 
 
 # The cache in 8 bits
 
 
-def _meta_rope_attention(
-    check, q, k, v, keys_, values_, scale, window, key_range, softcap, sinks, gate, gate_activation,
-    **rotation,
-):  # fmt: skip
-    turned = check_rope_cache(check, q=q, k=k, v=v, keys_=keys_, values_=values_, k_bias=None, **rotation)
+def _meta_rope_attention(check, q, k, v, keys_, values_, scale, order, softmax, gate, **rotation):
+    turned = check_rope_cache(check, q, k, v, keys_, values_, **rotation)
     if q.shape[2] % k.shape[2]:
         check.fail("k", f"of a number of heads that divides Hq = {q.shape[2]}", tuple(k.shape))
-    none = ("mask", "k_scales", "k_biases", "v_scales", "v_biases", "indices", "k_tail", "v_tail", "relative")
-    return _meta_attention(
-        check, turned, keys_, values_, window=window, key_range=key_range, softcap=softcap, index_block=1,
-        gate=gate, lookahead=0, position=0, dtype=None, **dict.fromkeys(none),
-    )  # fmt: skip
+    none = dict.fromkeys(("mask", "relative", "dtype"))
+    others = {"scales": CacheScales(), "selected": Selected(), "tail": Tail(), "lookahead": 0, **none}
+    return _meta_attention(check, turned, keys_, values_, order=order, softmax=softmax, gate=gate, **others)
 
 
 @operator(
@@ -348,22 +382,13 @@ def rope_attention_(
     cos: Tensor | None,
     sin: Tensor | None,
     scale: float,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    norms: HeadNorms,
     *,
-    pairs: str = "half",
-    rotary_dim: int | None = None,
-    rotary_last: bool = False,
-    norm_v: bool = False,
-    v_weight: Tensor | None = None,
-    window: int | None = None,
-    key_range: Tensor | None = None,
-    softcap: float | None = None,
-    sinks: Tensor | None = None,
-    gate: Tensor | None = None,
-    gate_activation: str = "sigmoid",
+    turn: Turn,
+    norm: ValueNorm,
+    order: Order,
+    softmax: Softmax,
+    gate: Gate,
 ) -> Tensor:
     """`rope_cache_`, and `attention` of what it returns to the caches that it has written.
 
@@ -379,14 +404,10 @@ def rope_attention_(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    turned = rope_cache_(
-        q, k, v, keys_, values_, cos, sin, q_weight, k_weight, eps, weight_offset, pairs=pairs,
-        rotary_dim=rotary_dim, rotary_last=rotary_last, norm_v=norm_v, v_weight=v_weight,
-    )  # fmt: skip
-    return attention(
-        turned, keys_, values_, scale, window=window, key_range=key_range, softcap=softcap, sinks=sinks,
-        gate=gate, gate_activation=gate_activation,
-    )  # fmt: skip
+    rotation = {**norms._asdict(), **turn._asdict(), **norm._asdict()}
+    turned = rope_cache_(q, k, v, keys_, values_, cos, sin, **rotation)
+    given = {**order._asdict(), **softmax._asdict(), **gate._asdict()}
+    return attention(turned, keys_, values_, scale, **given)
 
 
 def _check_write(check, states, packed_, scales_, biases_, start):

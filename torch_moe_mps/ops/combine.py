@@ -115,7 +115,6 @@ ADDED = "shared_gate[T]|[T, 1] shared_out[T, H]:{0} residual:{0}"
 class ExpertSum(NamedTuple):
     """Summands of a layer beside its experts' results, by the names of the operators' arguments."""
 
-    weights: Tensor
     shared_gate: Tensor | None = None
     shared_out: Tensor | None = None
     residual: Tensor | None = None
@@ -157,8 +156,8 @@ def _reduce_backward(grad, asked, given):
     return gradients
 
 
-def _check_weighted_reduce(check, weights, expert_out, **added):
-    ExpertSum(weights, **added).check(check)
+def _check_weighted_reduce(check, around, **_):
+    around.check(check)
 
 
 @operator(
@@ -170,14 +169,7 @@ def _check_weighted_reduce(check, weights, expert_out, **added):
         unless=("shared_gate", "shared_out", "residual"),
     ),
 )
-def moe_weighted_reduce(
-    weights: Tensor,
-    expert_out: Tensor,
-    shared_gate: Tensor | None = None,
-    shared_out: Tensor | None = None,
-    residual: Tensor | None = None,
-    gate_is_logit: bool = False,
-) -> Tensor:
+def moe_weighted_reduce(weights: Tensor, expert_out: Tensor, around: ExpertSum) -> Tensor:
     """sum_k weights[t, k] * expert_out[t, k] + g[t] * shared_out[t] + residual[t], in that order.
 
     Args:
@@ -196,7 +188,6 @@ def moe_weighted_reduce(
     Stands for the source kernel moe_weighted_reduce_f32.
     """
     total = _sum_over_slots(expert_out.reshape(*weights.shape, expert_out.shape[-1]), weights)
-    around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
     return around.added_to(total).to(expert_out.dtype)
 
 

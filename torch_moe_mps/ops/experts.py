@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import MAX_EXPERTS, MAX_TOP_K, picked
+from ._checks import MAX_EXPERTS, MAX_TOP_K
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .combine import ADDED, ExpertSum
@@ -131,7 +131,7 @@ class Mlp(NamedTuple):
 
 
 def combine_experts(
-    x: Tensor, norm: InputNorm, ids: Tensor, num_experts: int, mlp: Mlp, around: ExpertSum
+    x: Tensor, norm: InputNorm, ids: Tensor, weights: Tensor, num_experts: int, mlp: Mlp, around: ExpertSum
 ) -> Tensor:
     """sum_k weights * mlp(norm(x)) + g * shared_out + residual, in float32, rounded once.
 
@@ -139,7 +139,7 @@ def combine_experts(
     """
     x = norm.applied_to(x)
     total = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-    scales = around.weights.reshape(-1, 1)
+    scales = weights.reshape(-1, 1)
     for groups in group_by_expert(ids, num_experts).pieces(PAIRS_AT_ONCE):
         tokens = groups.pairs // ids.shape[1]
         total.index_add_(0, tokens, mlp.rows(x[tokens], groups, ids).mul_(scales[groups.pairs]))
@@ -235,9 +235,8 @@ def expert_outer(a: Tensor, b: Tensor, ids: Tensor, experts: int) -> Tensor:
     return out
 
 
-def _check_moe_experts(check, x, gate_up, down, gate_up_bias, transposed, **arguments):
-    picked(ExpertSum, arguments).check(check)
-    activation = picked(Activation, arguments)
+def _check_moe_experts(check, x, gate_up, down, gate_up_bias, activation, transposed, around, **_):
+    around.check(check)
     activation.check(check)
     gated = activation.gated
     experts, rows, hidden = gate_up.mT.shape if transposed else gate_up.shape
@@ -266,19 +265,10 @@ def moe_experts(
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    gated: bool = True,
-    interleaved: bool = False,
+    activation: Activation,
     transposed: bool = False,
-    shared_gate: Tensor | None = None,
-    shared_out: Tensor | None = None,
-    residual: Tensor | None = None,
-    gate_is_logit: bool = False,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
+    around: ExpertSum,
+    norm: InputNorm,
 ) -> Tensor:
     """The experts of one layer, from the hidden states to the combined output:
 
@@ -318,12 +308,9 @@ def moe_experts(
 
     Raises: ValueError for a dtype, shape, device or option that does not fit.
     """
-    act = Activation(activation, alpha, limit, gated, interleaved)
     products = _dense_product(gate_up, transposed), _dense_product(down, transposed)
-    mlp = Mlp(*products, gate_up_bias, down_bias, act)
-    norm = InputNorm(norm_weight, norm_eps, norm_offset)
-    around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
-    return combine_experts(x, norm, ids, gate_up.shape[0], mlp, around)
+    mlp = Mlp(*products, gate_up_bias, down_bias, activation)
+    return combine_experts(x, norm, ids, weights, gate_up.shape[0], mlp, around)
 
 
 CALLS: Calls = {

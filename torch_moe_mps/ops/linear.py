@@ -8,9 +8,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ._activations import POINTWISE, Activation
-from ._checks import Check, picked
+from ._checks import Check
 from ._decoded import in_blocks
-from ._formats import TENSORS, Format, QuantizedWeight
+from ._formats import TENSORS, Format, QuantizedWeight, Weight
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .norms import InputNorm
@@ -81,22 +81,25 @@ def _linear_backward(grad, asked, given):
     return gradients
 
 
-def _check_linear_quantized(check, x, packed, scales, biases, format, activation, activated, factor, **_):
+def _meta_linear_quantized(
+    check, x, packed, scales, biases, format, activation, activated, factor, out_dtype, **_
+):
     rows, columns = check.dims("N C")
     weight = QuantizedWeight(packed, scales, biases, Format.named(format, check))
     weight.check(check, "", (rows, columns), "N, C")
     _check_activated(check, activation, activated, factor, rows, columns)
+    return x.new_empty(*x.shape[:-1], rows, dtype=out_dtype)
 
 
 @operator(
-    "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C] -> [..., N]:x",
-    _check_linear_quantized,
-    allowed={"activation": POINTWISE},
+    "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C]",
+    _meta_linear_quantized,
+    allowed={"activation": POINTWISE, "out_dtype": (torch.float32,)},
     backward=Backward(
         _linear_backward,
         {"x": TENSORS, "bias": (), "residual": ()},
         frozen=TENSORS,
-        unless=("order", "norm_weight", "activation"),
+        unless=("order", "norm_weight", "activation", "out_dtype"),
     ),
 )
 def linear_quantized(
@@ -114,6 +117,7 @@ def linear_quantized(
     activation: str | None = None,
     activated: int | None = None,
     factor: float = 1.0,
+    out_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """A linear layer with quantised weights: out = act(norm(x) @ dequantised^T + bias) + residual.
 
@@ -136,10 +140,11 @@ def linear_quantized(
             activation(factor * y), and C is at least 1.
         activated: so many rows of the weight, the first, have the activation; None: all N.
         factor: 1.0 without an activation.
+        out_dtype: float32, for sums that are not rounded, or None: the dtype of `x`.
 
-    Returns: [..., N] in the dtype of `x`; dequantised and accumulated in float32. For more than a few rows of
-        `x` the Metal kernels round what they dequantise to float16 where that is the dtype of `x`. Gradients
-        reach `x`, `bias` and `residual` where there is no order, norm_weight and activation.
+    Returns: [..., N] in `out_dtype`; dequantised and accumulated in float32. For more than a few rows of `x`
+        the Metal kernels round what they dequantise to float16 where that is the dtype of `x`. Gradients
+        reach `x`, `bias` and `residual` where there is no order, norm_weight, activation and out_dtype.
 
     Raises: ValueError for a dtype, shape, option, device or format that does not fit.
     """
@@ -150,12 +155,7 @@ def linear_quantized(
         some.copy_(POINTWISE[activation](some * factor))
     if order is not None:
         out = torch.empty_like(out).index_copy_(-1, order.long(), out)
-    return (out if residual is None else out.add_(residual.float())).to(x.dtype)
-
-
-def _weight(prefix: str, format: Format, arguments: dict[str, Any]) -> QuantizedWeight:
-    packed, scales, biases = (arguments[f"{prefix}{name}"] for name in TENSORS)
-    return QuantizedWeight(packed, scales, biases, format)
+    return (out if residual is None else out.add_(residual.float())).to(out_dtype or x.dtype)
 
 
 def packed_mlp(stack: str = "") -> str:
@@ -166,12 +166,12 @@ def packed_mlp(stack: str = "") -> str:
 
 def check_packed_mlp(check: Check, hidden: int, arguments: dict[str, Any], stack: str = "") -> None:
     """Checks the weights of an MLP with `hidden` inputs."""
-    activation = picked(Activation, arguments)
+    activation = arguments["activation"]
     activation.check(check)
     name, down_name = arguments["format"], arguments["down_format"]
-    gate_up = _weight("gate_up_", Format.named(name, check), arguments)
+    gate_up = arguments["gate_up"].of(Format.named(name, check))
     down_format = Format.named(name if down_name is None else down_name, check, "down_format")
-    down = _weight("down_", down_format, arguments)
+    down = arguments["down"].of(down_format)
     *experts, rows, _ = gate_up.packed.shape
     rows_name, intermediate = ("2I", rows // 2) if activation.gated else ("I", rows)
     if activation.gated and rows % 2 != 0:
@@ -204,26 +204,16 @@ def _check_mlp_quantized(check, x, **arguments):
 @operator(f"x[..., H] {packed_mlp()} residual[..., H]:x norm_weight[H] -> x", _check_mlp_quantized)
 def mlp_quantized(
     x: Tensor,
-    gate_up_packed: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_biases: Tensor | None,
-    down_packed: Tensor,
-    down_scales: Tensor,
-    down_biases: Tensor | None,
+    gate_up: Weight,
+    down: Weight,
     format: str,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    gated: bool = True,
-    interleaved: bool = False,
+    activation: Activation,
     residual: Tensor | None = None,
     down_format: str | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
+    norm: InputNorm,
 ) -> Tensor:
     """A dense MLP, or a shared expert, with quantised weights:
 
@@ -250,11 +240,8 @@ def mlp_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
-    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
-    act = Activation(activation, alpha, limit, gated, interleaved)
-    norm = InputNorm(norm_weight, norm_eps, norm_offset)
-    out = mlp_outputs(x, norm, gate_up, down, act, gate_up_bias, down_bias)
+    matrices = gate_up.of(Format.named(format)), down.of(Format.named(down_format or format))
+    out = mlp_outputs(x, norm, *matrices, activation, gate_up_bias, down_bias)
     return (out if residual is None else out.add_(residual.float())).to(x.dtype)
 
 
@@ -321,6 +308,7 @@ CHANGES: Changes = {
         {"x": s.values(1, s.H), "residual": s.values(1, s.I), **s.norm},
         {"order": torch.arange(s.I - 1, -1, -1, dtype=torch.int32, device=s.device), **s.norm},
         {"activation": "silu", "activated": s.I - 5, "factor": 0.25},
+        {"out_dtype": torch.float32},
     ],
     "mlp_quantized": lambda s: [
         {"residual": s.strided, "gate_up_bias": s.values(2 * s.I), "interleaved": True},

@@ -1,11 +1,14 @@
 """Linear attention: the convolution in front of it and the recurrence, for prompts and for single tokens."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
+from ._checks import Check
 from ._registry import operator
 from ._sample import Calls, Changes
-from .norms import GATE_ACTIVATIONS, rms_norm_gated
+from .norms import GATE_ACTIVATIONS, InputNorm, rms_norm_gated
 
 ACTIVATIONS = ("none", "silu")
 DECAYS = ("log", "softplus", "sigmoid", "times_beta")
@@ -71,31 +74,54 @@ def causal_conv1d_update_(
 # The recurrence
 
 
-def _check_linear_attention(check, beta, beta_activation, beta_min, gate, norm_weight, **decay):
+class Decay(NamedTuple):
+    """Factor of the state, from the gates `g` and a head's parameters."""
+
+    decay: str = "log"
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    lower_bound: float | None = None
+
+    def check(self, check: Check, g: Tensor | None, beta: Tensor | None) -> None:
+        decay, A_log, dt_bias, lower_bound = self
+        check.only('unless decay="times_beta"', decay != "times_beta", g=g)
+        if decay == "times_beta" and beta is None:
+            check.fail("beta", f'given with decay="{decay}"', None)
+        check.only('unless decay="log"', decay != "log", A_log=A_log)
+        check.only('with decay="sigmoid"', decay == "sigmoid", lower_bound=lower_bound)
+        check.none("without A_log", A_log is None, dt_bias=dt_bias)
+        if dt_bias is not None:
+            check.rank("dt_bias", dt_bias, (2 if g is not None and g.dim() == 4 else 1,))
+
+    def logarithm(self, g: Tensor | None, beta: Tensor) -> Tensor:
+        """[B, T, Hv, Dk or 1], or what broadcasts to it."""
+        rate = None if self.A_log is None else self.A_log.float().exp()
+        if g is None:
+            assert rate is not None
+            return (-rate * beta).unsqueeze(-1)
+        is_wide = g.dim() == 4
+        g = g.float() if self.dt_bias is None else g.float() + self.dt_bias.float()
+        if rate is not None:
+            rate = rate.unsqueeze(-1) if is_wide else rate
+            lower, softplus = self.lower_bound or 0.0, torch.nn.functional.softplus
+            g = lower * torch.sigmoid(rate * g) if self.decay == "sigmoid" else -rate * softplus(g)
+        return g if is_wide else g.unsqueeze(-1)
+
+
+def _check_linear_attention(check, g, beta, delta, decay, beta_activation, beta_min, gate, norm, **_):
     key_heads, heads = check.dims("Hk Hv")
     if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
-    _check_decay(check, beta=beta, beta_activation=beta_activation, **decay)
-    if beta is None and beta_activation != "none":
-        check.fail("beta_activation", "none without beta", beta_activation)
-    check.none("without beta", beta is None, beta_min=beta_min)
-    check.only("with norm_weight", norm_weight is not None, gate=gate)
-
-
-def _check_decay(check, g, beta, delta, decay, beta_activation, A_log, dt_bias, lower_bound, **_):
-    check.only('unless decay="times_beta"', decay != "times_beta", g=g)
     is_wide = g is not None and g.dim() == 4
     if is_wide and not delta:
         check.rank("g", g, (1, 3))
-    if decay == "times_beta" and beta is None:
-        check.fail("beta", f'given with decay="{decay}"', None)
-    check.only('unless decay="log"', decay != "log", A_log=A_log)
     if is_wide and beta_activation == "softplus":
         check.fail("beta_activation", "none or sigmoid where g has a value for each channel", beta_activation)
-    check.only('with decay="sigmoid"', decay == "sigmoid", lower_bound=lower_bound)
-    check.none("without A_log", A_log is None, dt_bias=dt_bias)
-    if dt_bias is not None:
-        check.rank("dt_bias", dt_bias, (2 if is_wide else 1,))
+    decay.check(check, g, beta)
+    if beta is None and beta_activation != "none":
+        check.fail("beta_activation", "none without beta", beta_activation)
+    check.none("without beta", beta is None, beta_min=beta_min)
+    check.only("with norm_weight", norm.norm_weight is not None, gate=gate)
 
 
 def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
@@ -104,28 +130,6 @@ def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
     if l2norm_eps is not None:
         x = x * torch.rsqrt(x.square().sum(-1, keepdim=True) + l2norm_eps)
     return x.repeat_interleave(heads // x.shape[2], 2)
-
-
-def _log_decay(
-    g: Tensor | None,
-    beta: Tensor,
-    decay: str,
-    A_log: Tensor | None,
-    dt_bias: Tensor | None,
-    bound: float | None,
-) -> Tensor:
-    """The logarithm of the decay, [B, T, Hv, Dk or 1] or what broadcasts to it."""
-    rate = None if A_log is None else A_log.float().exp()
-    if g is None:
-        assert rate is not None
-        return (-rate * beta).unsqueeze(-1)
-    is_wide = g.dim() == 4
-    g = g.float() if dt_bias is None else g.float() + dt_bias.float()
-    if rate is not None:
-        rate = rate.unsqueeze(-1) if is_wide else rate
-        lower = bound or 0.0
-        g = lower * torch.sigmoid(rate * g) if decay == "sigmoid" else -rate * torch.nn.functional.softplus(g)
-    return g if is_wide else g.unsqueeze(-1)
 
 
 @operator(
@@ -146,18 +150,13 @@ def linear_attention_(
     beta: Tensor | None = None,
     delta: bool = True,
     l2norm_eps: float | None = None,
-    decay: str = "log",
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    lower_bound: float | None = None,
+    decay: Decay,
     beta_activation: str = "none",
     beta_min: float | None = None,
     skip: Tensor | None = None,
     gate: Tensor | None = None,
     gate_activation: str = "silu",
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
+    norm: InputNorm,
 ) -> Tensor:
     """Linear attention, token after token: the gated delta rule, Kimi's, Mamba-2, lightning attention.
 
@@ -211,13 +210,13 @@ def linear_attention_(
     q, k = (_key_rows(x, heads, l2norm_eps) for x in (q, k))
     strength = v.new_ones(v.shape[:3], dtype=torch.float32) if beta is None else beta.float()
     if beta_activation == "softplus":
-        shifted = strength if dt_bias is None else strength + dt_bias.float()
+        shifted = strength if decay.dt_bias is None else strength + decay.dt_bias.float()
         strength = torch.nn.functional.softplus(shifted)
     elif beta_activation == "sigmoid":
         strength = torch.sigmoid(strength)
     if beta_min is not None:
         strength = strength.clamp(min=beta_min)
-    factor = _log_decay(g, strength, decay, A_log, dt_bias, lower_bound).exp()
+    factor = decay.logarithm(g, strength).exp()
     factor = factor.expand(*v.shape[:3], factor.shape[-1])
     state = state_.clone()
     out = v.new_empty(v.shape)
@@ -229,9 +228,9 @@ def linear_attention_(
         result = (state * q[:, token].unsqueeze(-1)).sum(-2) * scale
         out[:, token] = result if skip is None else result + skip.float().unsqueeze(-1) * value
     state_.copy_(state)
-    if gate is None or norm_weight is None:
+    if gate is None or norm.norm_weight is None:
         return out
-    return rms_norm_gated(out, gate, norm_weight, norm_eps, norm_offset, gate_activation)
+    return rms_norm_gated(out, gate, *norm, gate_activation)
 
 
 # Mamba-1

@@ -27,9 +27,9 @@ def normed(x: Tensor, weight: Tensor | None, eps: float, weight_offset: float = 
 class InputNorm(NamedTuple):
     """The RMSNorm that an operator applies to its input, where it has a weight."""
 
-    norm_weight: Tensor | None
-    norm_eps: float
-    norm_offset: float
+    norm_weight: Tensor | None = None
+    norm_eps: float = 1e-6
+    norm_offset: float = 0.0
 
     def applied_to(self, x: Tensor) -> Tensor:
         if self.norm_weight is None:

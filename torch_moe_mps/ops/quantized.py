@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from ._activations import Activation
-from ._checks import picked
 from ._decoded import decoded
-from ._formats import TENSORS, Format, QuantizedWeight
+from ._formats import TENSORS, Format, QuantizedWeight, Weight
 from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .combine import ExpertSum
@@ -136,27 +135,29 @@ MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part i
 
 def _check_shared_expert(check, arguments):
     """The matrices of the shared expert, which are like those of one of the others."""
-    others = {name: arguments[name] for name in ("shared_out", "gate_up_bias", "down_bias")}
-    check.none("beside shared_gate_up_packed", True, **others)
-    without = arguments["logits"] is None
-    check.none("without logits", without, shared_gate_up_packed=arguments["shared_gate_up_packed"])
-    for name in MATRICES:
-        shared, own = arguments[f"shared_{name}"], arguments[name]
-        check.only(f"with {name}", own is not None, **{f"shared_{name}": shared})
-        if shared is not None:
-            check.dtype(f"shared_{name}", shared, (own.dtype,))
-            check.shape(f"shared_{name}", shared, tuple(own.shape[1:]), f"as one of {name}")
+    others = {name: arguments[name] for name in ("gate_up_bias", "down_bias")}
+    shared_out = arguments["around"].shared_out
+    check.none("beside shared_gate_up_packed", True, shared_out=shared_out, **others)
+    matrices = {name: arguments[f"shared_{name}"] or (None,) * 3 for name in ("gate_up", "down")}
+    packed, *_ = matrices["gate_up"]
+    check.none("without logits", arguments["router"].logits is None, shared_gate_up_packed=packed)
+    for name, tensors in matrices.items():
+        for part, shared, own in zip(TENSORS, tensors, arguments[name], strict=True):
+            argument = f"shared_{name}_{part}"
+            check.only(f"with {name}_{part}", own is not None, **{argument: shared})
+            if shared is not None:
+                check.dtype(argument, shared, (own.dtype,))
+                check.shape(argument, shared, tuple(own.shape[1:]), f"as one of {name}_{part}")
 
 
-def _check_moe_experts_quantized(check, x, **arguments):
-    chosen = {name: arguments[name] for name in ("ids", "weights")}
-    check.only("without logits", arguments["logits"] is None, **chosen)
+def _check_moe_experts_quantized(check, x, ids, weights, router, around, **arguments):
+    check.only("without logits", router.logits is None, ids=ids, weights=weights)
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
-    if any(arguments[f"shared_{name}"] is not None for name in MATRICES):
-        _check_shared_expert(check, arguments)
-        arguments["shared_out"] = x  # it has this shape
-    picked(ExpertSum, arguments).check(check)
-    picked(Router, arguments).check(check)
+    if arguments["shared_gate_up"] is not None or arguments["shared_down"] is not None:
+        _check_shared_expert(check, arguments | {"router": router, "around": around})
+        around = around._replace(shared_out=x)  # it has this shape
+    around.check(check)
+    router.check(check)
 
 
 @operator(
@@ -170,51 +171,21 @@ def _check_moe_experts_quantized(check, x, **arguments):
 )
 def moe_experts_quantized(
     x: Tensor,
-    gate_up_packed: Tensor,
-    gate_up_scales: Tensor,
-    gate_up_biases: Tensor | None,
-    down_packed: Tensor,
-    down_scales: Tensor,
-    down_biases: Tensor | None,
+    gate_up: Weight,
+    down: Weight,
     ids: Tensor | None,
     weights: Tensor | None,
     format: str,
     *,
     gate_up_bias: Tensor | None = None,
     down_bias: Tensor | None = None,
-    activation: str = "silu",
-    alpha: float | None = None,
-    limit: float | None = None,
-    gated: bool = True,
-    interleaved: bool = False,
-    shared_gate: Tensor | None = None,
-    shared_out: Tensor | None = None,
-    residual: Tensor | None = None,
-    gate_is_logit: bool = False,
+    activation: Activation,
+    around: ExpertSum,
     down_format: str | None = None,
-    norm_weight: Tensor | None = None,
-    norm_eps: float = 1e-6,
-    norm_offset: float = 0.0,
-    logits: Tensor | None = None,
-    top_k: int = 1,
-    scoring: str = "softmax",
-    router_bias: Tensor | None = None,
-    num_groups: int = 1,
-    top_groups: int = 1,
-    group_score: str = "top2_sum",
-    masked_score: float | None = None,
-    bias_on_logits: bool = False,
-    norm_topk_prob: bool = False,
-    router_norm_eps: float = 1e-20,
-    router_norm_min: float = 0.0,
-    scaling_factor: float = 1.0,
-    per_expert_scale: Tensor | None = None,
-    shared_gate_up_packed: Tensor | None = None,
-    shared_gate_up_scales: Tensor | None = None,
-    shared_gate_up_biases: Tensor | None = None,
-    shared_down_packed: Tensor | None = None,
-    shared_down_scales: Tensor | None = None,
-    shared_down_biases: Tensor | None = None,
+    norm: InputNorm,
+    router: Router,
+    shared_gate_up: Weight | None = None,
+    shared_down: Weight | None = None,
 ) -> Tensor:
     """moe_experts with quantised weights; the formula is the same, after dequantising in float32.
 
@@ -248,26 +219,16 @@ def moe_experts_quantized(
 
     Raises: ValueError for a dtype, shape, device, option or format that does not fit.
     """
-    gate_up = QuantizedWeight(gate_up_packed, gate_up_scales, gate_up_biases, Format.named(format))
-    down = QuantizedWeight(down_packed, down_scales, down_biases, Format.named(down_format or format))
-    act = Activation(activation, alpha, limit, gated, interleaved)
-    mlp = Mlp(_quantized_product(gate_up), _quantized_product(down), gate_up_bias, down_bias, act)
-    norm = InputNorm(norm_weight, norm_eps, norm_offset)
-    if logits is not None:
-        options = scoring, router_bias, num_groups, top_groups, group_score, masked_score, bias_on_logits
-        sums = norm_topk_prob, router_norm_eps, router_norm_min, scaling_factor, per_expert_scale
-        weights, ids = Router(logits, top_k, *options, *sums).chosen()
+    first, second = Format.named(format), Format.named(down_format or format)
+    products = _quantized_product(gate_up.of(first)), _quantized_product(down.of(second))
+    mlp = Mlp(*products, gate_up_bias, down_bias, activation)
+    if router.logits is not None:
+        weights, ids = router.chosen()
     assert ids is not None and weights is not None
-    if shared_gate_up_packed is not None:
-        assert shared_gate_up_scales is not None and shared_down_packed is not None
-        assert shared_down_scales is not None
-        first = QuantizedWeight(
-            shared_gate_up_packed, shared_gate_up_scales, shared_gate_up_biases, gate_up.format
-        )
-        second = QuantizedWeight(shared_down_packed, shared_down_scales, shared_down_biases, down.format)
-        shared_out = mlp_outputs(x, norm, first, second, act)
-    around = ExpertSum(weights, shared_gate, shared_out, residual, gate_is_logit)
-    return combine_experts(x, norm, ids, gate_up_packed.shape[0], mlp, around)
+    if shared_gate_up is not None and shared_down is not None:
+        matrices = shared_gate_up.of(first), shared_down.of(second)
+        around = around._replace(shared_out=mlp_outputs(x, norm, *matrices, activation))
+    return combine_experts(x, norm, ids, weights, gate_up.packed.shape[0], mlp, around)
 
 
 CALLS: Calls = {

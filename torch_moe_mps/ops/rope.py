@@ -1,6 +1,6 @@
 """Rotary position embedding of queries and keys, with the RMSNorm of their heads."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,30 @@ from ._sample import Calls, Changes, Sample
 from .norms import normed
 
 PAIRS = ("half", "interleaved", "interleaved_to_half")
+
+
+class HeadNorms(NamedTuple):
+    """RMSNorms of heads, where they have weights."""
+
+    q_weight: Tensor | None = None
+    k_weight: Tensor | None = None
+    eps: float = 1e-6
+    weight_offset: float = 0.0
+
+
+class ValueNorm(NamedTuple):
+    """RMSNorm of the heads of values, with the numbers of `HeadNorms`."""
+
+    norm_v: bool = False
+    v_weight: Tensor | None = None
+
+
+class Turn(NamedTuple):
+    """Elements of a head that turn, and their pairs."""
+
+    pairs: str = "half"
+    rotary_dim: int | None = None
+    rotary_last: bool = False
 
 
 # Queries and keys in the order of projections, tables, the weights of norms, and values.
@@ -38,17 +62,17 @@ def _check_tables(check: Check, cos: Tensor, rows: tuple[int, ...], rotary_dim: 
     return rotary
 
 
-def _check_rope(check, q, k, cos, sin, q_weight, k_weight, rotary_dim, **_):
+def _check_rope(check, q, k, cos, sin, norms, turn):
     check.only("with cos", cos is not None, sin=sin)
     x = k if q is None else q
-    rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], rotary_dim)
+    rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], turn.rotary_dim)
     _check_heads(check, rotary, q=q, k=k)
-    check.none("without q", q is None, q_weight=q_weight)
-    check.none("without k", k is None, k_weight=k_weight)
+    check.none("without q", q is None, q_weight=norms.q_weight)
+    check.none("without k", k is None, k_weight=norms.k_weight)
 
 
-def _meta_rope(check, q, k, **rotation):
-    _check_rope(check, q, k, **rotation)
+def _meta_rope(check, q, k, cos, sin, norms, turn):
+    _check_rope(check, q, k, cos, sin, norms, turn)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
@@ -65,29 +89,23 @@ def _split(x: Tensor, interleaved: bool) -> tuple[Tensor, Tensor]:
 
 
 def _rotated(
-    x: Tensor,
-    weight: Tensor | None,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    eps: float,
-    weight_offset: float,
-    pairs: str,
-    rotary_dim: int | None,
-    rotary_last: bool,
+    x: Tensor, weight: Tensor | None, tables: tuple[Tensor | None, ...], norms: HeadNorms, turn: Turn
 ) -> Tensor:
-    y = x.float() if weight is None else normed(x, weight, eps, weight_offset)
+    """Heads of `x`, turned by cosines and sines, behind the norm with a weight."""
+    cos, sin = tables
+    y = x.float() if weight is None else normed(x, weight, norms.eps, norms.weight_offset)
     if cos is None or sin is None:
         return y.to(x.dtype).transpose(1, 2)
-    rotary = cos.shape[-1] if rotary_dim is None else rotary_dim
-    start = x.shape[-1] - rotary if rotary_last else 0
+    rotary = cos.shape[-1] if turn.rotary_dim is None else turn.rotary_dim
+    start = x.shape[-1] - rotary if turn.rotary_last else 0
     if rotary < x.shape[-1]:
         before, y, after = y.tensor_split((start, start + rotary), -1)
     cos, sin = (table.float().unsqueeze(2) for table in (cos, sin))
-    if pairs == "half" and cos.shape[-1] == sin.shape[-1] == rotary:
+    if turn.pairs == "half" and cos.shape[-1] == sin.shape[-1] == rotary:
         first, second = y.chunk(2, -1)
         turned = (y * cos).add_(torch.cat((-second, first), -1).mul_(sin))
     else:
-        turned = _turned(y, cos, sin, pairs)
+        turned = _turned(y, cos, sin, turn.pairs)
     if rotary < x.shape[-1]:
         turned = torch.cat((before, turned, after), -1)
     return turned.to(x.dtype).transpose(1, 2)
@@ -109,14 +127,9 @@ def rope(
     k: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    norms: HeadNorms,
     *,
-    pairs: str = "half",
-    rotary_dim: int | None = None,
-    rotary_last: bool = False,
+    turn: Turn,
 ) -> tuple[Tensor, Tensor]:
     """Rotary position embedding of q and k, and the RMSNorm of each head before it where a weight is given.
 
@@ -145,24 +158,24 @@ def rope(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
-    q_out = _rotated(q, q_weight, *rest)
-    return q_out, q.new_empty(0) if k is None else _rotated(k, k_weight, *rest)
+    rest = (cos, sin), norms, turn
+    q_out = _rotated(q, norms.q_weight, *rest)
+    return q_out, q.new_empty(0) if k is None else _rotated(k, norms.k_weight, *rest)
 
 
-def check_rope_cache(check, q, k, v, keys_, values_, norm_v, v_weight, k_bias, weight_offset, **rotation):
-    _check_rope(check, q, k, **rotation)
+def check_rope_cache(check, q, k, v, keys_, values_, cos, sin, norms, turn, norm, k_bias=None):
+    _check_rope(check, q, k, cos, sin, norms, turn)
     _check_heads(check, 2, v=v)
     check.only("with v", v is not None, values_=values_)
-    check.none("without norm_v", not norm_v, v_weight=v_weight)
-    if norm_v and v is None:
-        check.fail("norm_v", "False without v", norm_v)
+    check.none("without norm_v", not norm.norm_v, v_weight=norm.v_weight)
+    if norm.norm_v and v is None:
+        check.fail("norm_v", "False without v", True)
     for argument, held in (("keys_", keys_), ("values_", values_)):
         if held is not None and held.shape[2] < k.shape[1]:
             expected = f"of {k.shape[1]} tokens or more, as many as {argument[0]} has"
             check.fail(argument, expected, tuple(held.shape))
-    check.none("with a bias", k_bias is not None, v=v, q_weight=rotation["q_weight"])
-    alone = rotation["k_weight"] is None or weight_offset != 0.0
+    check.none("with a bias", k_bias is not None, v=v, q_weight=norms.q_weight)
+    alone = norms.k_weight is None or norms.weight_offset != 0.0
     check.none("without k_weight, or with a weight_offset", alone, k_bias=k_bias)
     return k.new_empty(0) if q is None else _heads_first(q)
 
@@ -180,16 +193,10 @@ def rope_cache_(
     values_: Tensor | None,
     cos: Tensor | None,
     sin: Tensor | None,
-    q_weight: Tensor | None = None,
-    k_weight: Tensor | None = None,
-    eps: float = 1e-6,
-    weight_offset: float = 0.0,
+    norms: HeadNorms,
     *,
-    pairs: str = "half",
-    rotary_dim: int | None = None,
-    rotary_last: bool = False,
-    norm_v: bool = False,
-    v_weight: Tensor | None = None,
+    turn: Turn,
+    norm: ValueNorm,
     k_bias: Tensor | None = None,
 ) -> Tensor:
     """`rope`, which writes the keys, and the values beside them, where a cache keeps them.
@@ -216,17 +223,18 @@ def rope_cache_(
 
     Raises: ValueError for a dtype, shape, choice or device that does not fit.
     """
-    rest = (cos, sin, eps, weight_offset, pairs, rotary_dim, rotary_last)
-    if k_bias is not None and k_weight is not None:
-        new = F.layer_norm(k.float(), k.shape[-1:], k_weight.float(), k_bias.float(), eps)
+    rest = (cos, sin), norms, turn
+    if k_bias is not None and norms.k_weight is not None:
+        new = F.layer_norm(k.float(), k.shape[-1:], norms.k_weight.float(), k_bias.float(), norms.eps)
         new = _rotated(new, None, *rest)
     else:
-        new = _rotated(k, k_weight, *rest)
+        new = _rotated(k, norms.k_weight, *rest)
     keys_.narrow(2, keys_.shape[2] - k.shape[1], k.shape[1]).copy_(new)
     if v is not None and values_ is not None:
-        v = normed(v, v_weight, eps, weight_offset).to(v.dtype) if norm_v else v
+        if norm.norm_v:
+            v = normed(v, norm.v_weight, norms.eps, norms.weight_offset).to(v.dtype)
         values_.narrow(2, values_.shape[2] - v.shape[1], v.shape[1]).copy_(v.transpose(1, 2))
-    return k.new_empty(0) if q is None else _rotated(q, q_weight, *rest)
+    return k.new_empty(0) if q is None else _rotated(q, norms.q_weight, *rest)
 
 
 def _of_indexer(s: Sample) -> dict[str, Any]:

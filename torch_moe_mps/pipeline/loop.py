@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Cache
 
-from ..ops._checks import first_line
+from .._text import first_line
 from ..transformers.basics.interface import weights_in
 from ..transformers.basics.shapes import call_on_shapes
 from ..transformers.checkpoints.absent import around_text

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._faults import raise_fault
-from ..ops._checks import first_line
+from .._text import first_line
 from ..transformers.capture.exchange import ExchangeError
 
 _HEAD = 512  # bytes

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .._extension import setting
 from .._faults import raise_fault
-from ..ops._checks import first_line
+from .._text import first_line
 from ..ops._decoded import nothing_kept
 from ..ops._samples import JUDGED, OF_HEADS, packet
 from . import differences

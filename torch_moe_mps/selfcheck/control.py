@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from .._faults import raise_fault
-from ..ops._checks import first_line
+from .._text import first_line
 from .compare import TOLERANCE, Finding
 
 Operation = Callable[..., Tensor]

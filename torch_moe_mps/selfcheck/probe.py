@@ -18,7 +18,7 @@ from torch import Tensor
 
 from .._extension import _commit_interval, setting
 from .._faults import raise_fault
-from ..ops._checks import first_line
+from .._text import first_line
 from .facts import facts
 from .journal import noted
 
@@ -45,7 +45,7 @@ class Sizes(NamedTuple):
     fma_steps: int = 8000
     matrix_steps: int = 4000
     live_steps: int = 1000
-    bank_steps: int = 4000
+    bank_steps: int = 1000
     fragment_steps: int = 64
     queued: int = 40  # buffers
     sustained: float = 5.0  # seconds

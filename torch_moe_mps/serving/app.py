@@ -22,7 +22,7 @@ from starlette.requests import Request as Asked
 from starlette.responses import HTMLResponse, JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from ..ops._checks import first_line
+from .._text import first_line
 from .answer import Item
 from .chat import ChatCompletions
 from .completions import Completions

@@ -15,6 +15,7 @@ from transformers import DynamicCache, GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin, GenerationMode
 
 from .._faults import raise_fault, synchronize
+from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.caches.prompt_cache import new_cache, reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
@@ -97,7 +98,7 @@ class Batch:
         self.answers: list[_Answer] = []
         self.alone: list[_Answer] = []
         self.read_tokens = self.cached_tokens = 0
-        self._take_jobs, self._called = take, False  # whether `generate` generates a job
+        self._take_jobs, self._generates = take, False  # whether `generate` generates a job
         self._reasons = set[str]()  # that were said why answers are not generated together
         self._reading: _Answer | None = None
         self._rows = Rows(model)
@@ -111,7 +112,7 @@ class Batch:
 
     @property
     def active(self) -> int:
-        return len(self.answers) + len(self.alone) + (self._reading is not None) + self._called
+        return len(self.answers) + len(self.alone) + (self._reading is not None) + self._generates
 
     @property
     def has_work(self) -> bool:
@@ -183,7 +184,7 @@ class Batch:
         jobs = (
             job
             for job in self.waiting
-            if not self._called or reason_for_generate(self.model, job.config) is None
+            if not self._generates or reason_for_generate(self.model, job.config) is None
         )
         job = next(jobs, None)
         return job if job is not None and self._has_room(prompt_length(job.inputs)) else None
@@ -204,11 +205,11 @@ class Batch:
             self.cached_tokens += cached
             self.read_tokens += read
 
-        self._called = True
+        self._generates = True
         try:
             return generate_alone(self._answering, job, ends, began)
         finally:
-            self._called = False
+            self._generates = False
 
     @functools.cached_property
     def _answering(self) -> Generating:
@@ -276,7 +277,7 @@ class Batch:
         moved = {} if kept.images is None else kept.images.moved
         for name, module in self._turning.items():
             module.rope_deltas = moved.get(name)
-        out = self.model(**inputs, past_key_values=kept.cache, use_cache=True, logits_to_keep=1)
+        out = self._called(**inputs, past_key_values=kept.cache, use_cache=True, logits_to_keep=1)
         kept.cache, kept.ids = out.past_key_values, ids[0, :end]
         if kept.images is not None:
             kept.images.moved.update({name: module.rope_deltas for name, module in self._turning.items()})
@@ -292,6 +293,10 @@ class Batch:
         if end == prompt:
             self._reading = None
             self._begin_tokens(answer, out.logits[:, -1])
+
+    def _called(self, **inputs: Any) -> Any:
+        with wide_logits():  # the choosers widen them
+            return self.model(**inputs)
 
     def _piece(self) -> int:
         """How many tokens of a prompt are read at once: a few steps of the answers that wait meanwhile."""
@@ -341,7 +346,7 @@ class Batch:
             self._make_room(len(self.answers), 0, 0)
         before = self._chosen
         tokens = self._inputs(self.answers) if before is None else before.inputs()
-        out = self.model(input_ids=tokens, **self._rows.arguments())
+        out = self._called(input_ids=tokens, **self._rows.arguments())
         self._rows.advance()
         self._chosen = choose([answer.chooser for answer in self.answers], out.logits[:, -1])
         if before is not None:
@@ -374,7 +379,7 @@ class Batch:
         moved = {} if answer.kept.images is None else answer.kept.images.moved
         for name, module in self._turning.items():
             module.rope_deltas = moved.get(name)
-        out = self.model(input_ids=token, past_key_values=answer.kept.cache, use_cache=True)
+        out = self._called(input_ids=token, past_key_values=answer.kept.cache, use_cache=True)
         for module in self._turning.values():
             module.rope_deltas = None
         answer.chosen = choose([answer.chooser], out.logits[:, -1])

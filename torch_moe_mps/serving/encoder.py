@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..transformers.basics.wide_logits import wide_logits
+
 _AT_ONCE = 16  # texts
 # {pooling: the names of it in the configs of sentence-transformers}
 _POOLINGS = {
@@ -78,7 +80,8 @@ class Encoder:
         """How well each document answers the query, [N] from 0 to 1; on the thread of the device."""
         made = []
         for ids, mask in self._batches(pairs):
-            logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
+            with wide_logits():
+                logits = self.model(input_ids=ids, attention_mask=mask).logits.float()
             if self.is_judge:
                 last = logits[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
                 yes, no = (self.tokenizer.convert_tokens_to_ids(word) for word in ("yes", "no"))

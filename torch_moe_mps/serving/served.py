@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from jinja2 import TemplateError
 
-from ..ops._checks import first_line
+from .._text import first_line
 from .answer import Answer, Decoder, Item
 from .encoder import Encoder
 from .forms import form_of

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from transformers import LogitsProcessor
 
-from ..ops._checks import first_line
+from .._text import first_line
 from .request import Refused, wrong
 
 EXTRA = "structured"

@@ -9,13 +9,19 @@ from torch import nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from .._faults import synchronize
-from .attention.attention import attention_layers, choose_implementations, require_kv_bits, use_attention
+from .attention.implementations import (
+    attention_layers,
+    choose_implementations,
+    require_kv_bits,
+    use_attention,
+)
 from .attention.latents import use_latents
 from .basics.interface import experts_of, is_experts, is_quantized, weights_in
 from .basics.report import Done, Report
 from .basics.residency import end_residency, keep_resident
 from .basics.self_check_state import refusal
 from .basics.state import NOTHING, STATE, kv_bits_of, state_of
+from .basics.wide_logits import mark_head
 from .checkpoints.quantize.importance import Importance, given_importance
 from .checkpoints.quantize.in_place import keep_when_saving, quantize_model
 from .checkpoints.quantize.recipe import requested_recipe
@@ -157,6 +163,7 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
         from .modules.loss import chunk_losses
 
         grow_caches_in_place(model, kv_bits)
+        mark_head(model)
         chunk_losses(model)
         capture_calls(model, capture)
         report.capture = tokens_of(model)

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..ops._checks import first_line
+from .._text import first_line
 from .basics.classes import subclass
 from .basics.reads import holds, kept, recording
 from .basics.report import Done

@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 
 from .accelerate import accelerate
-from .attention.attention import require_kv_bits
+from .attention.implementations import require_kv_bits
 from .caches.cache import grow_caches_in_place
 from .checkpoints.calibration import importance_for
 from .checkpoints.layouts.gguf.quantizer import packing

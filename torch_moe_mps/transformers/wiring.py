@@ -10,7 +10,7 @@ import pkgutil
 
 from . import families
 from .accelerate import accelerate
-from .attention.attention import LAYER_HOOKS, NEEDS_OUR_KERNEL
+from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.layers import GROWING_CLASSES
 from .checkpoints.quantize.in_place import LOADED

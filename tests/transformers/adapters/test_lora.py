@@ -77,6 +77,35 @@ def test_gradients(architecture):
     assert_same_gradients(packed, dense, prompt()[:1, :1])  # one token, most experts without one
 
 
+def errors(model: nn.Module, right: dict[str, torch.Tensor]) -> float:
+    """How far all gradients of a model are from those in float64, beside their norm."""
+    found = gradients(model, prompt())
+    off = sum((found[name].double() - each).square().sum() for name, each in right.items())
+    return float((off / sum(each.square().sum() for each in right.values())).sqrt())
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3_moe"])
+def test_gradients_in_bfloat16(architecture):
+    """At most 1.2 times as far from float64 as those of the dense model in bfloat16."""
+    options = BOTH if architecture == "qwen3_moe" else {"target_modules": ["q_proj", "down_proj"]}
+    packed, dense = both(architecture)
+    tiny_models.dense_twin(dense, packed.bfloat16().float())  # of rounded scales, without rounding the values
+    packed, dense = adapted(packed, **options).bfloat16(), adapted(dense, **options)
+    dense.load_state_dict(packed.state_dict(), strict=False)  # norms and adapters, rounded
+    right = gradients(copy.deepcopy(dense).double(), prompt())
+    own = errors(dense.bfloat16(), right)
+    assert 1e-3 < own < 0.2 and errors(packed, right) <= 1.2 * own
+
+
+def test_after_from_pretrained(tmp_path):
+    """A dense checkpoint that is quantised while it is read."""
+    tiny("qwen3_moe").save_pretrained(tmp_path)
+    options = {"bits": 4, "group_size": 32, "linear_bits": 4, "device_map": "cpu"}
+    packed = torch_moe_mps.from_pretrained(tmp_path, **options)
+    dense = eager(tiny_models.dense_twin(tiny("qwen3_moe"), packed))
+    assert_same_gradients(adapted(packed), adapted(dense), prompt())
+
+
 def test_over_mlx(tmp_path):
     model = mlx_models.tiny("qwen3_moe")
 

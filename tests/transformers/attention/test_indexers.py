@@ -79,8 +79,8 @@ def check_parts_on_mps(model, expected):
 
 def test_prompts_of_more_tokens_than_latents_take(simulated, monkeypatch):
     """Their keys and values are expanded; what is chosen becomes bits."""
-    monkeypatch.setattr("torch_moe_mps.transformers.attention.attention.MOST_OF_LATENTS", 2)
-    monkeypatch.setattr("torch_moe_mps.transformers.attention.attention._AT_ONCE", 5)
+    monkeypatch.setattr("torch_moe_mps.transformers.attention.visible.MOST_OF_LATENTS", 2)
+    monkeypatch.setattr("torch_moe_mps.transformers.attention.visible._AT_ONCE", 5)
     model = model_with("deepseek_v32", 5)
     expected, _ = in_parts(eager(copy.deepcopy(model)).double(), IDS, 1, 3)
     model = model.to("mps")

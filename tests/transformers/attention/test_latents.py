@@ -15,6 +15,7 @@ from transformers import DynamicCache, StaticCache
 import torch_moe_mps
 from torch_moe_mps.transformers.attention import attention, latents
 from torch_moe_mps.transformers.attention.latents import Expansion, Promised, expansion_of
+from torch_moe_mps.transformers.attention.visible import Visible
 from torch_moe_mps.transformers.caches.growing import latents_together
 from torch_moe_mps.transformers.caches.quantized_states import QuantizedStates
 
@@ -224,7 +225,8 @@ def test_error_is_that_of_expanded_keys_and_values(simulated, name):
     own = latents.Latents(module, type(module).expand_kv, *parts)
     latents.state_of(module).expansion = form
     source = latents.Promised(own, 0, form.heads, form.key_rows + rotary)
-    absorbed = attention._attend_to_promised(None, query, source, None, {"scaling": None}).transpose(1, 2)
+    visible, scores = Visible.by(None, query.shape[2]), attention.Scores(None)
+    absorbed = attention._attend_to_promised(None, query, source, None, visible, scores).transpose(1, 2)
     errors = [(out.cpu().double() - right).norm() / right.norm() for out in (absorbed, expanded)]
     assert errors[0] <= errors[1] < 6e-3
 

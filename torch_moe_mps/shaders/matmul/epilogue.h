@@ -36,6 +36,10 @@ struct Outputs {
     const ulong index = ulong(pair) * params.outputs + column;
     float value = finished_output(own, up, bias, expert, output, params);
     if (params.has_residual != 0) value += float(residual[index]);
-    out[index] = T(value);
+    if (params.wide_out != 0) {
+      reinterpret_cast<device float*>(out)[index] = value;
+    } else {
+      out[index] = T(value);
+    }
   }
 };

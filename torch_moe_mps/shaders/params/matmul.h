@@ -41,6 +41,7 @@ struct MatmulParams {
   uint32_t has_bias;
   uint32_t has_residual;
   uint32_t has_order;  // of a linear layer: it is where experts have their ids
+  uint32_t wide_out;   // outputs are float32, whatever the inputs are
   float alpha;
   float limit;
   float factor;       // of what a pointwise activation is computed of

@@ -63,16 +63,10 @@ class CausalMask(Deferred):
         batch_size: int,
         q_length: int,
         kv_length: int,
-        dtype: torch.dtype,
         q_offset: int | Tensor = 0,
         kv_offset: int = 0,
         attention_mask: Tensor | None = None,
-        local_size: int | None = None,
-        allow_is_causal_skip: bool = True,
-        mask_function: Any = None,
-        config: Any = None,
-        device: Any = "cpu",
-        **_: Any,
+        **asked: Any,
     ) -> "CausalMask | None":
         """The mask that transformers asks its AttentionMaskInterface for, if it is one of these.
 
@@ -92,23 +86,19 @@ class CausalMask(Deferred):
         seen = before - kv_offset + q_length
         if not q_length <= seen <= kv_length:
             return None
-        order: tuple[int | None, int] | None = None
-        if allow_is_causal_skip:
-            order = (local_size, 0) if local_size is None or _has_window(config, local_size) else None
-        # A compiled step, which is of one token, takes no mask of this class.
-        elif q_length > 1 and all(type(size) is int for size in (*sizes, before)):
-            tokens, keys = range(before, before + q_length), range(kv_offset, kv_offset + kv_length)
-            order = order_of(mask_function, tokens, keys)
+        order = _order(asked, before, q_length, kv_offset, kv_length)
         if order is None or (order[1] > 0 and seen != kv_length):
             return None
+        device = asked.get("device", "cpu")
         shown: tuple[Tensor | None] | None = (None,)
         if attention_mask is not None:
             is_fitting = attention_mask.shape[0] == batch_size
+            config = asked.get("config")
             shown = _range_of(attention_mask, kv_offset, seen, device, config) if is_fitting else None
         if shown is None:
             return None
         shape, (window, lookahead) = (batch_size, 1, q_length, kv_length), order
-        return cls(shape, seen, window, dtype, device, *shown, lookahead)
+        return cls(shape, seen, window, asked["dtype"], device, *shown, lookahead)
 
     @property
     def hides_nothing(self) -> bool:
@@ -165,6 +155,23 @@ class CausalMask(Deferred):
 def additive(sees: Tensor, dtype: torch.dtype) -> Tensor:
     """A mask of bool in the form that is added to scores."""
     return torch.zeros_like(sees, dtype=dtype).masked_fill_(~sees, torch.finfo(dtype).min)
+
+
+def _order(
+    asked: dict[str, Any], before: int, tokens: int, first: int, keys: int
+) -> tuple[int | None, int] | None:
+    """(window, lookahead) of a mask of tokens behind `before` others, over keys from `first` on.
+
+    None where it is more than an order.
+    """
+    size = asked.get("local_size")
+    if asked.get("allow_is_causal_skip", True):
+        return (size, 0) if size is None or _has_window(asked.get("config"), size) else None
+    # A compiled step, which is of one token, takes no mask of this class.
+    if tokens > 1 and all(type(number) is int for number in (before, tokens, first, keys)):
+        function: Any = asked.get("mask_function")
+        return order_of(function, range(before, before + tokens), range(first, first + keys))
+    return None
 
 
 def _has_window(config: Any, size: int) -> bool:

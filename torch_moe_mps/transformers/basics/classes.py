@@ -7,6 +7,8 @@ from typing import Any
 
 from torch import nn
 
+_MADE = "_moe_mps_made"  # of a class that `subclass` made: what makes its copies, and the class before
+
 
 def subclass(
     original: type[nn.Module], new_copy: Callable[[type], nn.Module], **members: Any
@@ -21,9 +23,24 @@ def subclass(
         reduced: Any = super(cls, self).__reduce_ex__(protocol)
         if type(self) is not cls:  # a class on top has its own way, or none
             return reduced
-        return new_copy, (original,), *reduced[2:]
+        return _copy_of, (new_copy, _recipe(original)), *reduced[2:]
 
     names = ("__module__", "__qualname__", "__doc__")
     members |= {name: getattr(original, name) for name in names}
-    cls: type[nn.Module] = type(original.__name__, (original,), members | {"__reduce_ex__": reduce})
+    members |= {"__reduce_ex__": reduce, _MADE: (new_copy, original)}
+    cls: type[nn.Module] = type(original.__name__, (original,), members)
     return cls
+
+
+def _recipe(cls: type[nn.Module]) -> Any:
+    """A class as a pickle names it: one that was made by what makes it, from the recipe of the one before."""
+    made = vars(cls).get(_MADE)
+    return cls if made is None else (made[0], _recipe(made[1]))
+
+
+def _class_of(recipe: Any) -> type[nn.Module]:
+    return recipe if isinstance(recipe, type) else type(_copy_of(*recipe))
+
+
+def _copy_of(new_copy: Callable[[type], nn.Module], recipe: Any) -> nn.Module:
+    return new_copy(_class_of(recipe))

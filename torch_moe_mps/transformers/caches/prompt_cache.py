@@ -25,7 +25,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from ..._faults import synchronize
-from ...ops._checks import first_line
+from ..._text import first_line
 from ..basics.state import kv_bits_of
 from .layers import growing_class
 from .quantized_states import QuantizedStates

@@ -9,6 +9,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -24,7 +25,7 @@ from transformers.utils import ModelOutput
 
 from ..._extension import host_library
 from ..._faults import synchronized
-from ...ops._checks import first_line
+from ..._text import first_line
 from ..attention.attention import MOST_TOKENS
 from ..attention.causal_mask import follow_mask
 from ..basics.bounded import Bounded
@@ -32,6 +33,7 @@ from ..basics.classes import subclass
 from ..basics.residency import follow_moved
 from ..basics.scoped import having
 from ..basics.self_check_state import refused
+from ..basics.wide_logits import wide_logits
 from ..caches.cache import FOLLOWS, takes_cache
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
@@ -408,9 +410,7 @@ def capture_calls(model: nn.Module, wanted: bool | None) -> None:
     note_change()
     for module in _models(model):
         module.__dict__.pop(CAPTURES, None)
-        if host_library() is None:
-            continue
-        if wanted is not False:
+        if wanted is not False and host_library() is not None:
             module.__dict__[CAPTURES] = Captures(anywhere=bool(wanted), own_code=bool(wanted))
         if not hasattr(type(module), _MARK):
             cls: Any = type(module)
@@ -492,7 +492,12 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         @functools.wraps(original.generate)
         def generate(self: Any, *args: Any, **kwargs: Any) -> Any:
             follows = kwargs.get("position_ids") is None
-            with having(FOLLOWS, follows), synchronized(self.device):
+            is_own = kwargs.get("custom_generate") is None  # else who knows what reads logits
+            with (
+                having(FOLLOWS, follows),
+                wide_logits() if is_own else nullcontext(),
+                synchronized(self.device),
+            ):
                 return original.generate(self, *args, **kwargs)
 
         members["generate"] = generate

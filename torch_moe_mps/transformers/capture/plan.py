@@ -11,6 +11,7 @@ from transformers import Cache
 
 from ..attention.causal_mask import CausalMask
 from ..basics.key_range import RANGE
+from ..basics.wide_logits import are_wide
 from ..caches.growing import END, MEMORY
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts
@@ -74,7 +75,7 @@ class CallPlan:
         self.inputs: list[tuple[Tensor, dict[int, int]]] = []
         self.views: list[tuple[int, ...]] = []
         self._symbol, self._symints, self._recorder = symbol, symints, recorder
-        self._default_device = default_device()
+        self._default_device, self._wide = default_device(), are_wide()
         self._padding = reading.padding
         self._mask: Any = None  # of padding, in the recording
         self._cache: str | None = None
@@ -283,6 +284,8 @@ class CallPlan:
             return "it has other arguments"
         if default_device() != self._default_device:
             return "the default device is another one"
+        if are_wide() != self._wide:
+            return "its logits have another dtype"
         for name, kind, value in self._arguments:
             given = arguments.get(name)
             if kind == TENSOR:

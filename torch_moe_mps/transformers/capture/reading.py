@@ -8,6 +8,7 @@ from torch import Tensor
 from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
 
 from ..attention.causal_mask import ELEMENTS, CausalMask
+from ..basics.wide_logits import are_wide
 from ..caches.growing import MEMORY
 from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, dictionaries_of, parts
@@ -59,7 +60,7 @@ class Reading:
         self._place = 0
         self._rows = rows_of(arguments)
         self.padding = padding
-        key: list[Any] = [default_device(), None if padding is None else padding[0] is None]
+        key: list[Any] = [default_device(), are_wide(), None if padding is None else padding[0] is None]
         masks: list[tuple[Any, CausalMask]] = []
         for name, value in flat(arguments).items():
             if isinstance(value, Cache):

@@ -22,8 +22,7 @@ from transformers import (
 from transformers.quantizers.auto import AutoHfQuantizer
 from transformers.utils import cached_file
 
-from ..._text import split_gguf
-from ...ops._checks import first_line
+from ..._text import first_line, split_gguf
 from ...quantization import Format
 from ..modules.experts import NAME
 from .layouts.mlx.reading import written_by_mlx

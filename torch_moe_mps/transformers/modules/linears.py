@@ -12,6 +12,7 @@ from ...ops.linear import linear_quantized
 from ...quantization import TENSORS, Format, QuantizedWeight
 from ..basics.interface import codes_of, formats_of, is_experts, is_quantized
 from ..basics.report import in_unit
+from ..basics.wide_logits import are_wide
 
 ops = torch.ops.moe_mps
 
@@ -174,9 +175,11 @@ class QuantizedLinear(QuantizedLayer):
 
     Attributes: those of QuantizedLayer with out_features rows and in_features columns, and `bias`
         [out_features] or None.
+        is_head: whether it gives a model's logits, which `wide_logits` asks for in float32.
     """
 
     bias: Tensor | None
+    is_head = False
 
     def __init__(self, weight: QuantizedWeight, dtype: torch.dtype, bias: Tensor | None = None):
         super().__init__(weight, dtype)
@@ -196,6 +199,8 @@ class QuantizedLinear(QuantizedLayer):
         return self.product(x)
 
     def product(self, x: Tensor) -> Tensor:
+        if self.is_head and not torch.compiler.is_compiling() and are_wide():
+            return linear_quantized(x, *self.weights(), self.format.name, out_dtype=torch.float32)
         return linear_quantized(x, *self.weights(), self.format.name)
 
     def weights(self) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:

@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig
 
-from ....ops._checks import first_line
+from ...._text import first_line
 
 INDEX = "model.safetensors.index.json"
 UNFINISHED = "unfinished.json"  # what is complete in a folder that is being written

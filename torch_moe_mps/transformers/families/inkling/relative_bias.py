@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import ACTIVATION_DTYPES
-from ...attention.attention import NAME, attend, takes, wrap_sdpa
-from ...attention.causal_mask import CausalMask
+from ...attention.attention import NAME, Scores, attend, takes, wrap_sdpa
+from ...attention.visible import Visible
 from ...basics.deferred import Deferred
 from ...basics.reads import depends_on
 from ...basics.report import Done
@@ -66,35 +66,26 @@ class BiasOfStates(Deferred):
         return self._elements
 
     def attend(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Tensor | None,
-        scaling: float | None,
-        window: int | None = None,
-        sinks: Tensor | None = None,
-        softcap: float | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, visible: Visible, scores: Scores
     ) -> Tensor | None:
         """The operator's attention with this bias, for some tokens at a time; None where it needs elements.
 
-        Masks that are more than an order do not tell which key is a token's own. `sinks`: [B, Hq, T, 1].
+        Masks that are more than an order do not tell which key is a token's own. Sinks are [B, Hq, T, 1].
         """
-        tokens, keys = query.shape[2], key.shape[2]
-        if mask is None:
-            seen = keys if tokens == 1 else tokens
-            mask = CausalMask((query.shape[0], 1, tokens, keys), seen, window, torch.bool, query.device)
-        if not isinstance(mask, CausalMask) or mask.lookahead != 0 or self.shape[2:] != (tokens, keys):
+        tokens, keys, sinks = query.shape[2], key.shape[2], scores.sinks
+        if not visible.is_order or self.shape[2:] != (tokens, keys):
             return None
         if sinks is not None and sinks.shape != (*query.shape[:3], 1):
             return None
         outs, some = [], self._tokens_at_once()
+        seen = keys if visible.seen is None else visible.seen
         for start in range(0, tokens, some):
             stop = min(start + some, tokens)
             of_tokens = None if sinks is None else sinks[:, :, start:stop, 0].mT
-            given = (None, of_tokens, softcap, None, 0, self.by_distance(start, stop))
+            of_scores = scores._replace(sinks=of_tokens, relative=self.by_distance(start, stop))
             part = query if some >= tokens else query[:, :, start:stop]
-            outs.append(attend(part, key, value, mask[:, :, start:stop], scaling, *given))
+            shown = visible._replace(seen=seen - (tokens - stop))
+            outs.append(attend(part, key, value, shown, of_scores))
         return outs[0] if len(outs) == 1 else torch.cat(outs, 1)
 
     def by_distance(self, start: int, stop: int) -> Tensor:
@@ -164,24 +155,22 @@ def _attention(
     key: Tensor,
     value: Tensor,
     attention_mask: Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    position_bias: Any = None,
     **options: Any,
 ) -> Any:
     """`own`, an implementation of attention, or the operator where it is given such a bias."""
+    position_bias = options.get("position_bias")
     if position_bias is not None:  # of other models, which come here too, nothing else is asked
-        options["position_bias"], sinks = position_bias, options.get("sinks")
-        plain = dropout == 0.0 and not options.get("output_attentions")
+        sinks = options.get("sinks")
+        plain = options.get("dropout", 0.0) == 0.0 and not options.get("output_attentions")
         plain = plain and options.get("is_causal") is not False and options.get("cache") is None
         plain = plain and (name == NAME or query.is_mps) and type(position_bias) is BiasOfStates
         if plain and takes(query, key, value, attention_mask, sinks):
-            window = options.get("sliding_window") if attention_mask is None else None
-            given = window, sinks, options.get("softcap")
-            out = position_bias.attend(query, key, value, attention_mask, scaling, *given)
+            visible = Visible.by(attention_mask, query.shape[2], options.get("sliding_window"))
+            scores = Scores(options.get("scaling"), options.get("softcap"), sinks)
+            out = position_bias.attend(query, key, value, visible, scores)
             if out is not None:
                 return out, None
-    return own(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **options)
+    return own(module, query, key, value, attention_mask, **options)
 
 
 # Recognising a module that makes such a bias

@@ -45,7 +45,7 @@ def join_linears(graph: fx.Graph) -> None:
         x, *weights, format = (given.pop(name) for name in ("x", *WEIGHTS, "format"))
         has_options = any(isinstance(value, fx.Node) for value in given.values())
         if not has_options and all(each is None or _is_parameter(each) for each in weights):
-            groups[x, format, *map(_kind, weights[:3])].append(call)
+            groups[x, format, given["out_dtype"], *map(_kind, weights[:3])].append(call)
     for call in calls(graph, aten.mm):
         x, weight, _ = linear_of(call) or (None, None, None)
         # Parts of several tokens are copied, which takes as many launches. Large matrices are not moved.

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 
-from ....ops._checks import first_line
+from ...._text import first_line
 from ...basics.state import NOTHING, STATE, state_of
 from ..recognise import Call, Rows, weights_of
 from ..traced import SIZES, Input, trace

@@ -133,7 +133,7 @@ def mlp_forward(module: nn.Module, *args: Tensor, **named: Tensor) -> Tensor:
     (*gate_up, gate_up_bias), (*weights, bias) = first.weights, down.weights()
     options = activation_arguments(tuple(formula.activation))
     options |= {"gate_up_bias": gate_up_bias, "down_bias": bias, "down_format": down.format.name}
-    return mlp_quantized(x, *gate_up, *weights, first.format.name, **options)  # type: ignore[call-arg]  # of three each
+    return mlp_quantized(x, *gate_up, *weights, first.format.name, **options)
 
 
 def rewrite_mlp(module: nn.Module) -> tuple[Callable, list[Done]] | None:

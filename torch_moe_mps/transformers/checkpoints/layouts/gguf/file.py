@@ -22,7 +22,7 @@ from torch import Tensor
 from transformers.core_model_loading import WeightConverter, WeightRenaming, rename_source_key
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from .....ops._checks import first_line
+from ....._text import first_line
 from .....quantization import Format, QuantizedWeight
 from .....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks
 from ...quantize.targets import Target

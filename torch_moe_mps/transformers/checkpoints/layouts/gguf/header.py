@@ -74,12 +74,15 @@ def read_metadata(gguf_path: str, string_arrays: Container[str] = ()) -> tuple[d
 def check_sizes(metadata: dict[str, Any], names: Iterable[str]) -> None:
     """Checks the sizes and counts of the architecture in a file with tensors of these names.
 
-    Raises: ValueError for one that is no number, or is negative, and without the number of heads of
-        attention, which transformers would guess: queries, keys and values in one matrix do not tell it.
+    Raises: ValueError for one that is no number, or is negative, and for attention without a number of heads,
+        which transformers would guess: queries, keys and values in one matrix do not tell it.
     """
     heads = f"{metadata['general.architecture']}.attention.head_count"
-    if heads not in metadata and any(".attn_q" in name for name in names):
-        raise ValueError(f"{heads} must be in the metadata, got no such key")
+    if any(".attn_q" in name for name in names):
+        if heads not in metadata:
+            raise ValueError(f"{heads} must be in the metadata, got no such key")
+        if metadata[heads] == 0:
+            raise ValueError(f"{heads} must be at least 1, got 0")
     for key, value in metadata.items():
         if key.startswith(f"{metadata['general.architecture']}.") and _SIZE.search(key):
             for number in value if isinstance(value, list) else [value]:

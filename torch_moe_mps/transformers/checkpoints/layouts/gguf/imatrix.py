@@ -19,7 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from .....ops._checks import Check, first_line
+from ....._text import first_line
+from .....ops._checks import Check
 from ...quantize.blending import blended
 from ...quantize.targets import quantizable
 from .file import GgufTensor, placing_of

@@ -13,7 +13,8 @@ import torch
 from safetensors import safe_open
 from torch import Tensor, nn
 
-from .....ops._checks import Check, first_line
+from ....._text import first_line
+from .....ops._checks import Check
 from .....quantization import Format
 from ...absent import beside_text
 from ...quantize.targets import Reasons, Target, add_tied, quantizable, tied_layers, tied_pairs

@@ -25,7 +25,8 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from .....ops._checks import Check, first_line
+from ....._text import first_line
+from .....ops._checks import Check
 from .....quantization import QuantizedWeight
 from .....quantization.formats import ErrorSums
 from ....basics.report import QuantizationReport

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
-from .....ops._checks import Check, first_line
+from ....._text import first_line
+from .....ops._checks import Check
 
 Stored = Mapping[str, Any]  # the quantisation in a config
 _CHECK = Check("load")

@@ -1,0 +1,131 @@
+"""Implementation of attention that a layer of transformers runs, and layers that need another one.
+
+Models that run torch's attention keep the implementation "sdpa": its function asks each module whether it is
+accelerated. torch's attention knows neither sinks nor soft caps: models with them change from "eager" to an
+implementation of this package.
+"""
+
+import dis
+import functools
+import inspect
+import itertools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from torch import Tensor, nn
+
+from ...ops.attention import CACHE_BITS
+from ..basics.state import original_class, state_of
+from .attention import IMPLEMENTATION, NAME, wrap_sdpa
+from .visible import CHOICES
+
+KV_BITS = (CACHE_BITS, 16)  # of keys and values in a cache; in 16 they are as the model makes them
+LAYER_HOOKS: list[Callable[[nn.Module], None]] = []  # called with each layer that the operator runs
+NEEDS_OUR_KERNEL: list[Callable[[nn.Module], bool]] = []  # whether a layer runs NAME in place of "eager"
+
+
+def require_kv_bits(function: str, bits: int | None) -> None:
+    """Raises: ValueError for what no cache can have."""
+    if bits is not None and bits not in KV_BITS:
+        raise ValueError(f"moe_mps::{function}: kv_bits must be 8 or 16, got {bits!r}")
+
+
+def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
+    """{name: module} of the attention layers that `use_attention` can let run on the operator.
+
+    Those of encoders only where torch's attention lacks what they need, or keeps a mask of their window.
+    """
+    found = {}
+    for name, module in model.named_modules():
+        causal = getattr(module, "is_causal", None)
+        if not isinstance(causal, bool):
+            continue
+        if "ALL_ATTENTION_FUNCTIONS" not in getattr(_code(module), "co_names", ()):
+            continue
+        implementation = _implementation_for(module)
+        if implementation == NAME or (implementation is not None and (causal or _has_window(module))):
+            found[name] = module
+    return found
+
+
+def _has_window(module: nn.Module) -> bool:
+    return getattr(getattr(module, "config", None), "sliding_window", None) is not None
+
+
+def choose_implementations(layers: Iterable[nn.Module]) -> None:
+    """Names the implementations of these layers, before forwards that ask for the name are rewritten."""
+    first: dict[int, str] = {}  # {id of a config: what it named before its first layer}
+    for module in layers:
+        config: Any = module.config
+        before, wanted = config._attn_implementation, _implementation_for(module)
+        before = first.setdefault(id(config), "eager" if before == NAME else before)
+        if wanted != before:
+            state_of(module).previous.setdefault(IMPLEMENTATION, (config, before))
+            config._attn_implementation = wanted
+
+
+def use_attention(layers: Iterable[nn.Module]) -> None:
+    """Lets these layers run on the operator; called after their forwards are rewritten."""
+    for module in layers:
+        if module.config._attn_implementation == "sdpa":  # type: ignore[union-attr]  # a layer's config
+            wrap_sdpa()
+            state_of(module).is_attention = True
+        for prepare in LAYER_HOOKS:
+            prepare(module)
+
+
+def _code(module: nn.Module) -> Any:
+    return getattr(inspect.unwrap(original_class(module).forward), "__code__", None)
+
+
+def _implementation_for(module: nn.Module) -> str | None:
+    """The implementation that can run a module on the operator; None if its code knows others.
+
+    NAME is for what torch's attention lacks. transformers hands the keys that an indexer has chosen to all
+    implementations but its own two, for which a module makes masks of them.
+    """
+    current = getattr(getattr(module, "config", None), "_attn_implementation", None)
+    if current not in ("eager", "sdpa", NAME):
+        return None
+    asks, keywords = _asks(module)
+    if asks and set(asks) == {("eager", "sdpa")} and keywords & CHOICES:
+        return NAME
+    if current == "sdpa":
+        return current
+    capped = getattr(module, "attn_logit_softcapping", None) is not None
+    if not asks and any(needs(module) for needs in NEEDS_OUR_KERNEL):
+        return NAME
+    if not isinstance(getattr(module, "sinks", None), Tensor) and not (capped and "softcap" in keywords):
+        return None
+    return None if asks else NAME
+
+
+def _asks(module: nn.Module) -> tuple[list[Any], set[Any]]:
+    """Names that a forward compares its implementation's with, and names of arguments that it passes on.
+
+    Its bytecode has both. Where it only gets the implementation, the function of eager attention follows.
+    """
+    code = _code(module)
+    loads = itertools.pairwise(dis.get_instructions(code))
+    names = [b for a, b in loads if a.argval == "_attn_implementation" and b.opname != "LOAD_GLOBAL"]
+    passed = {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
+    return [each.argval for each in names], passed
+
+
+def batch_with_own_code(manager: Any) -> None:
+    """Patches the class ContinuousBatchingManager: layers that run NAME run their own code in batches.
+
+    transformers has pages for "eager" and "sdpa" only, and goes back to the implementation that it found.
+    """
+    switch = manager.switch_to_cb_friendly_attn
+
+    @functools.wraps(switch)
+    def switch_to_cb_friendly_attn(self: Any, model: Any, *args: Any, **kwargs: Any) -> None:
+        is_ours = model.config._attn_implementation == NAME
+        if is_ours:
+            model.set_attn_implementation("eager")
+        switch(self, model, *args, **kwargs)
+        if is_ours:
+            self._original_attn_impl = NAME
+
+    manager.switch_to_cb_friendly_attn = switch_to_cb_friendly_attn
