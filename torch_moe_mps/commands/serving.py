@@ -41,12 +41,8 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
     Raises: ValueError, OSError, ImportError with one line that says what is wrong.
     """
     check_speculation(options)
-<<<<<<< HEAD
     check_parallel(options)
-=======
     check_adapter(options)
-    _check_parallel(options)
->>>>>>> main
     prompts_of(options)  # its errors come before the model is loaded
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
