@@ -1,14 +1,13 @@
 """Writes the table of docs/gguf.md: ggml's types, what they are read as, and which operators run them.
 
 Every cell is found out: random blocks are read as the loader reads them, and operators run them; the oracle
-is the package `gguf`.
+is the package `gguf`, or for what it has no values of, the definition.
 """
 
 import numpy as np
 import paths
 import torch
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
-from support.gguf_blocks import HALVES, OTHERS, random_blocks
+from support.gguf_blocks import HALVES, OTHERS, SIZES, random_blocks, values_of
 from torch import Tensor
 
 from torch_moe_mps.ops import linear, quantized
@@ -20,25 +19,25 @@ MARK = "<!-- scripts/make_gguf_table.py writes what follows -->\n"
 HEAD = ("type", "bits in the file", "read as", "bits here", "exact", "linear layers", "experts", "embeddings")
 TOLERANCE = 2e-5  # of the largest output
 EXPERTS, ROWS, COLUMNS = 2, 16, 512
-DENSE = ("F32", "F16", "BF16")
+DENSE = ("f32", "f16", "bf16")
 
 
-def row(kind: GGMLQuantizationType) -> list[str]:
-    values_of_block, size = GGML_QUANT_SIZES[kind]
-    bits, name = f"{8 * size / values_of_block:.4g}", kind.name.lower()
+def row(name: str) -> list[str]:
+    values_of_block, size = SIZES[name]
+    bits, kind = f"{8 * size / values_of_block:.4g}", name.upper()
     known = name in {**HALVES, **OTHERS}
     blocks = random_blocks(name, (EXPERTS, ROWS, COLUMNS)) if known else np.zeros((2, 2, size), np.uint8)
     try:
-        found = dequantize(blocks.reshape(-1, blocks.shape[-1]), kind)
+        found = values_of(blocks.reshape(-1, blocks.shape[-1]), name)
     except NotImplementedError:
-        return [kind.name, bits, "refused", "", "", "", "", ""]
+        return [kind, bits, "refused", "", "", "", "", ""]
     values, format = torch.from_numpy(found), format_of_blocks(name)
     if format is None:
-        return [kind.name, bits, "dequantised", "", "", "", "", ""]
+        return [kind, bits, "dequantised", "", "", "", "", ""]
     weight = from_blocks(torch.from_numpy(blocks), name)
     exact = torch.equal(weight.values(slice(None)).view(values.shape), values)
     here, same = f"{8 * weight.nbytes / values.numel():.4g}", "yes" if exact else "no"
-    return [kind.name, bits, f"`{weight.format}`", here, same, *runs(weight, values.view(EXPERTS, ROWS, -1))]
+    return [kind, bits, f"`{weight.format}`", here, same, *runs(weight, values.view(EXPERTS, ROWS, -1))]
 
 
 def runs(weight: QuantizedWeight, values: Tensor) -> list[str]:
@@ -58,8 +57,8 @@ def runs(weight: QuantizedWeight, values: Tensor) -> list[str]:
 
 
 def table() -> str:
-    kinds = [kind for kind in GGML_QUANT_SIZES if kind.name not in DENSE and kind.name[0] not in "IF"]
-    kinds += [kind for kind in GGML_QUANT_SIZES if kind.name.startswith("IQ")]
+    kinds = [kind for kind in SIZES if kind not in DENSE and kind[0] not in "if"]
+    kinds += [kind for kind in SIZES if kind.startswith("iq")]
     lines = [HEAD, ("---",) * len(HEAD), *map(row, kinds)]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
 

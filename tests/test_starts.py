@@ -37,6 +37,9 @@ RUNS = {
 }
 
 
+COMMANDS = ("convert", "perplexity", "fit", "bench", "chat", "generate", "serve", "finetune")
+
+
 @pytest.fixture(scope="module")
 def home(tmp_path_factory) -> Path:
     """The environment."""
@@ -67,9 +70,9 @@ def ended(command: Sequence[object], folder: Path, said: str = "", **own: str) -
     return result.returncode, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("command", ["convert", "perplexity", "fit", "bench", "chat", "generate", "serve"])
+@pytest.mark.parametrize("command", COMMANDS)
 def test_a_wrong_name(home, tmp_path, command):
-    more = ["new"] if command == "convert" else []
+    more = ["new"] if command in ("convert", "finetune") else []
     code, output, errors = ended([home / "bin/torch-moe-mps", command, tmp_path / "none", *more], tmp_path)
     expected = f"{tmp_path}/none is neither a folder nor the name of a model on the Hub"
     assert (code, output, errors) == (1, "", f"torch-moe-mps: error: {expected}\n")

@@ -20,7 +20,9 @@ from torch_moe_mps.selfcheck import tensor_units
 def m5(simulated, monkeypatch):
     """The simulator as a Mac with tensor units."""
     monkeypatch.setenv("SIMULATED_GPU", "Apple M5 Max")
+    torch.ops.moe_mps._plan_for(0)
     yield simulated
+    torch.ops.moe_mps._plan_for(0)
     for name in torch.ops.moe_mps._libraries(tensor_units=True):
         torch.ops.moe_mps._allow_tensor_units(name, False)
 
@@ -59,7 +61,11 @@ def test_a_machine_without_units_compiles_nothing_for_them(simulated, monkeypatc
     model = tiny_models.tiny_model("qwen3_moe", torch.float16).to("mps")
     report = torch_moe_mps.accelerate(model)
     assert report.tensor_units == "tensor units: off: Apple M4 Max has none, which the M5 and later have"
-    assert kernels_of(simulated) == ["gemm32_split_affine4_64_f16"]
+    torch.ops.moe_mps._plan_for(0)
+    try:
+        assert kernels_of(simulated) == ["gemm16_split_affine4_64_f16"]
+    finally:
+        torch.ops.moe_mps._plan_for(0)
     assert torch.ops.moe_mps._is_built(library) == was_built
 
 
@@ -84,8 +90,8 @@ def test_only_what_is_allowed(m5):
     torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", True)
     assert kernels_of(m5) == ["gemm32_tensor_affine4_64_f16"]
     assert kernels_of(m5, tokens=15) == ["gemm16_split_affine4_64_f16"]
-    assert kernels_of(m5, dtype=torch.bfloat16) == ["gemm32_split_affine4_64_bf16"]
-    assert kernels_of(m5, dtype=torch.float32) == ["gemm32_split_affine4_64_f32"]
+    assert kernels_of(m5, dtype=torch.bfloat16) == ["gemm16_split_affine4_64_bf16"]
+    assert kernels_of(m5, dtype=torch.float32) == ["gemm16_split_affine4_64_f32"]
     torch.ops.moe_mps._allow_tensor_units("tensor_units_affine4_64_f16", False)
     assert kernels_of(m5) == before
 
@@ -147,21 +153,30 @@ def test_forced(simulated, monkeypatch, use, expected):
         assert text in line
 
 
-# A mistake in the kernel, the format that is compiled with it, and what is found.
+# A mistake in the kernel for lists of pairs, or in that which reads the inputs in place, and what is found.
 FAULTS = [
     ("      threadgroup_barrier(mem_flags::mem_threadgroup);\n      multiply.run", "      multiply.run",
      "reads .* wrote with no barrier .*matmul2d::run"),
     ("sums.get_capacity(); ++i) sums[i] = 0.0f", "0; ++i) sums[i] = 0.0f", "wrong"),
     ("        if (column < params.inputs) {\n          octet", "        {\n          octet",
      "out of bounds|reads .* past|wrong"),
-    ("    sums.store(to);", "    for (ushort i = 0; i < sums.get_capacity() - 1; ++i) "
-     "results[thread_index * (sums.get_capacity() - 1) + i] = sums[i];", "wrong"),
+    ("  sums.store(to);", "  for (ushort i = 0; i < sums.get_capacity() - 1; ++i) "
+     "memory[thread_index * (sums.get_capacity() - 1) + i] = sums[i];", "wrong"),
     ("      threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before these have been read\n", "",
      "writes .* which several threads read with no barrier"),
-    ("    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tiles have been read\n", "",
+    ("  threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there has been read\n", "",
      "writes .* which several threads read with no barrier"),
-    ("    sums.store(to);\n    threadgroup_barrier(mem_flags::mem_threadgroup);\n", "    sums.store(to);\n",
-     "reads .* which thread .* wrote with no barrier"),
+    ("  sums.store(to);\n  threadgroup_barrier(mem_flags::mem_threadgroup);\n", "  sums.store(to);\n",
+     "reads .* which thread .* wrote with no barrier|reads uninitialised"),
+]  # fmt: skip
+IN_PLACE = [
+    ("      threadgroup_barrier(mem_flags::mem_threadgroup);\n      Right right", "      Right right",
+     "reads .* wrote with no barrier .*matmul2d::run"),
+    ("memory + (turn ^ 1) * kWeightOctets, next", "memory + turn * kWeightOctets, next",
+     "writes .* which several threads read with no barrier"),
+    ("multiply.run(below, right, other)", "multiply.run(below, right, sums)", "wrong"),
+    ("min(own, params.tokens - kPairs)", "own", "out of bounds|reads .* past"),
+    ("begin > uint(kOfProduct) ? begin - kOfProduct : 0", "begin", "wrong"),
 ]  # fmt: skip
 
 FAULTY = """
@@ -173,6 +188,8 @@ from support.oracles_experts import group_of
 from support.quantized_layers import ALL_FORMATS, check_linear
 from torch_moe_mps._extension import SHADERS
 torch.ops.moe_mps._set_tensor_units("1")
+torch.ops.moe_mps._plan_for(1)
+shape = json.loads(sys.argv[3])
 for number, (good, bad, _) in enumerate(json.loads(sys.argv[1])):
     shaders = Path(sys.argv[2], str(number))
     shutil.copytree(SHADERS, shaders)
@@ -183,15 +200,23 @@ for number, (good, bad, _) in enumerate(json.loads(sys.argv[1])):
     torch.ops.moe_mps._set_shader_directory(str(shaders))
     format = [f for f in ALL_FORMATS if group_of(f) <= 32][number]
     try:
-        check_linear("mps", (18, 160, 69), format, torch.float16, 0)
+        check_linear("mps", shape, format, torch.float16, 0)
         print("nothing")
     except (AssertionError, SimulatorError, RuntimeError) as error:
         print(re.sub(r"\\s+", " ", str(error)))
 """
 
 
-@pytest.mark.parametrize("faults", [FAULTS[:4], pytest.param(FAULTS[4:], marks=pytest.mark.sweep)])
-def test_mistakes_in_the_kernel_are_found(simulated, tmp_path, faults):
-    found = forked(FAULTY, json.dumps(faults), tmp_path).splitlines()
+@pytest.mark.parametrize(
+    ("faults", "shape"),
+    [
+        (FAULTS[:4], (18, 160, 69)),
+        (IN_PLACE[:2], (150, 128, 130)),
+        pytest.param(FAULTS[4:], (18, 160, 69), marks=pytest.mark.sweep),
+        pytest.param(IN_PLACE[2:], (250, 128, 130), marks=pytest.mark.sweep),
+    ],
+)
+def test_mistakes_in_the_kernel_are_found(simulated, tmp_path, faults, shape):
+    found = forked(FAULTY, json.dumps(faults), tmp_path, json.dumps(shape)).splitlines()
     for (_, bad, expected), line in zip(faults, found, strict=True):
         assert re.search(expected, line), (bad, line)

@@ -67,6 +67,23 @@ def test_grid_follows_the_cores(simulated, gpu, launch):
     assert [command.startswith(launch) for command in commands] == [True]
 
 
+@pytest.mark.parametrize("gpu, kernel", [("M1", "gemm32"), ("M4 Pro", "gemm16"), ("M5", "gemm16")])
+def test_tiles_follow_the_registers_of_a_thread(simulated, monkeypatch, gpu, kernel):
+    """With the same bits."""
+    x, weight = tensor(40, 64), matrix(96, 64)
+    expected = ops.linear_quantized(x, *weight, None, INT4)
+    monkeypatch.setenv("SIMULATED_GPU", f"Apple {gpu}")
+    ops._plan_for(0)
+    try:
+        with simulated.trace() as commands:
+            actual = ops.linear_quantized(x, *weight, None, INT4)
+    finally:
+        monkeypatch.undo()
+        ops._plan_for(0)
+    assert [command.split("_")[0] for command in commands] == [kernel]
+    assert torch.equal(actual, expected)
+
+
 @pytest.mark.parametrize(("counted", "cores"), [("8", 8), ("0", 16)])
 def test_cores_are_those_that_the_system_counts(simulated, monkeypatch, counted, cores):
     monkeypatch.setenv("SIMULATED_CORES", counted)

@@ -21,6 +21,7 @@ from support.quantized_layers import (
     place,
     random_quantized,
 )
+from support.sweep import rows_in_sweep
 from support.values import random
 
 from torch_moe_mps.ops.experts import expert_mm, moe_experts
@@ -47,7 +48,7 @@ def layout(request):
         simulated = request.getfixturevalue("simulated")
         with simulated.trace() as commands:
             yield simulated.set_schedule
-        kernels = {line.split()[0] for line in commands if line.startswith("gemm")}
+        kernels = {line.split()[0] for line in commands if line.startswith(("gemm", "linear"))}
         assert kernels and not {name for name in kernels if "_tensor_" not in name}
     torch.ops.moe_mps._set_tensor_units("auto")
 
@@ -62,6 +63,24 @@ def test_every_format(layout, format):
     shape = (*ids.shape, 3, 3 * max(group, 32), max(group, 96) // group * group)
     check_layer("mps", shape, format, dtype, 0, ids=ids)
     check_linear("mps", (18, 2 * max(group, 32), 69), format, dtype, 1, bias=True)
+
+
+# Tokens that leave tiles of 64 and of 128 with a last one that begins within the one before.
+IN_PLACE = [(64, 256), (71, 200), (128, 200), (150, 130), (257, 70)]
+
+
+@pytest.mark.parametrize(("tokens", "outputs"), rows_in_sweep(IN_PLACE, IN_PLACE[1:4]))
+def test_inputs_in_place(layout, tokens, outputs):
+    """Of many tokens of a linear layer, as on a GPU that they fill."""
+    torch.ops.moe_mps._plan_for(1)
+    try:
+        for number, format in enumerate(("affine4_64", "mxfp4", "q4_k")):
+            layout(tokens + number)
+            dtype = DTYPES[number % 2]
+            check_linear("mps", (tokens, 256, outputs), format, dtype, number, bias=number == 0)
+        check_mlp("mps", (tokens, 128, 64 + outputs // 64 * 64), FORMAT, torch.bfloat16, tokens)
+    finally:
+        torch.ops.moe_mps._plan_for(0)
 
 
 @pytest.mark.sweep

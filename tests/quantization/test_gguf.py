@@ -5,9 +5,7 @@ import importlib.util
 import numpy as np
 import pytest
 import torch
-from gguf import GGML_QUANT_SIZES
-from gguf.quants import dequantize as values_of
-from support.gguf_blocks import HALVES, random_blocks, set_half, type_of
+from support.gguf_blocks import HALVES, SIZES, random_blocks, set_half, values_of
 from support.processes import REPOSITORY
 
 from torch_moe_mps.ops._formats import Format, dequantize_values
@@ -21,7 +19,7 @@ def test_bit_for_bit_and_byte_for_byte(name, monkeypatch):
     weight = gguf.from_blocks(torch.from_numpy(blocks), name)
     assert weight.format == gguf.format_of_blocks(name) and weight.packed.shape[:2] == (3, 5)
     values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
-    expected = values_of(blocks.reshape(15, -1), type_of(name)).reshape(values.shape)
+    expected = values_of(blocks.reshape(15, -1), name).reshape(values.shape)
     assert np.array_equal(values.numpy(), expected) and len(np.unique(expected)) > 30
     larger = 66 / 54 if name == "tq1_0" else 1  # five values of three levels in a byte are eight bits
     assert weight.nbytes == round(blocks.nbytes * larger)
@@ -33,12 +31,12 @@ def test_subnormal_and_large_halves_are_exact():
     halves = halves[np.isfinite(halves)][::13]
     for name in HALVES:
         for fill in (0, 255):
-            blocks = random_blocks(name, (len(halves), GGML_QUANT_SIZES[type_of(name)][0]), seed=fill)
+            blocks = random_blocks(name, (len(halves), SIZES[name][0]), seed=fill)
             for number in range(2):
                 set_half(blocks, name, number, halves)
             weight = gguf.from_blocks(torch.from_numpy(blocks), name)
             values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
-            assert np.array_equal(values.numpy(), values_of(blocks, type_of(name))), name
+            assert np.array_equal(values.numpy(), values_of(blocks, name)), name
 
 
 def test_every_scale_of_nvfp4():
@@ -47,7 +45,7 @@ def test_every_scale_of_nvfp4():
     blocks[:, :4] = np.arange(256, dtype=np.uint8).reshape(64, 4)
     weight = gguf.from_blocks(torch.from_numpy(blocks), "NVFP4")
     values = dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
-    assert np.array_equal(values.numpy(), values_of(blocks, type_of("nvfp4")))
+    assert np.array_equal(values.numpy(), values_of(blocks, "nvfp4"))
 
 
 def test_the_table_in_the_documentation():

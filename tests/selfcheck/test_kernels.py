@@ -130,6 +130,8 @@ def test_each_kernel_for_tensor_units(simulated, monkeypatch, format):
         if f"_{format}_" in name
     ]
     break_each_kernel(simulated, names, [tensor_units.check_of(name) for name in names])
+    monkeypatch.undo()
+    torch.ops.moe_mps._plan_for(0)
 
 
 @pytest.mark.usefixtures("few_formats")

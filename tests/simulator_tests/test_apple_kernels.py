@@ -421,10 +421,12 @@ def is_of_another_group(name: str) -> bool:
 
 
 def fitting_registers(name: str, path: Path):
-    """Those of a kernel: no more than the M1 has for its bound, or it would spill there."""
+    """Those of a kernel: no more than the M1 has for its bound, or it would spill there, and all variables in
+    them."""
     found, bound = apple.registers(path, name), kernels_of(path)[name].max_threads
     fits = apple.threads_for(found.halves) >= (bound or UNDECLARED_THREADS)
     assert fits, f"{name}: {found.registers:g} registers"
+    assert found.arrays == 0, f"{name}: {found.arrays} arrays are indexed at run time, and so in memory"
     return found
 
 

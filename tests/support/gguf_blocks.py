@@ -1,25 +1,41 @@
 """Random blocks of every type of ggml, by the package `gguf`."""
 
 import numpy as np
-from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, dequantize
 
 # Where the halves of a block are.
 HALVES = {
     **{"q4_0": (0,), "q4_1": (0, 2), "q5_0": (0,), "q5_1": (0, 2), "q8_0": (0,), "q2_k": (80, 82)},
     **{"q3_k": (108,), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,), "iq4_nl": (0,), "iq4_xs": (0,)},
-    **{"mxfp4": (), "nvfp4": (), "tq1_0": (52,), "tq2_0": (64,), "iq1_m": ()},
+    **{"q1_0": (0,), "q2_0": (0,), "mxfp4": (), "nvfp4": (), "tq1_0": (52,), "tq2_0": (64,), "iq1_m": ()},
     **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
 }
 OTHERS = {"q8_k": (0,)}  # has no format
+
+
+# Values and bytes of a block, by name: those of the package, and as llama.cpp's source has them.
+SIZES = {kind.name.lower(): sizes for kind, sizes in GGML_QUANT_SIZES.items()} | {"q2_0": (64, 18)}
 
 
 def type_of(name: str) -> GGMLQuantizationType:
     return GGMLQuantizationType[name.upper()]
 
 
+def values_of(blocks: np.ndarray, name: str) -> np.ndarray:
+    """float32 [R, C] of blocks [R, bytes]: by the package, or for what it does not know by the definition."""
+    if name not in ("q1_0", "q2_0"):
+        return dequantize(blocks, type_of(name))
+    bits = int(name[1])
+    parts = blocks.reshape(-1, SIZES[name][1])
+    halves = parts[:, :2].copy().view(np.float16).astype(np.float32)
+    digits = np.unpackbits(parts[:, 2:], axis=1, bitorder="little").reshape(len(parts), -1, bits)
+    codes = (digits << np.arange(bits)).sum(-1).astype(np.float32)
+    return (halves * (2 * codes - 1 if bits == 1 else codes - 1)).reshape(len(blocks), -1)
+
+
 def random_blocks(name: str, shape: tuple[int, ...], seed: int = 0, scale: float = 0.02) -> np.ndarray:
     """The bytes [..., R, bytes of a row] of values [..., R, C]: any bits, and finite halves of both signs."""
-    values, size = GGML_QUANT_SIZES[type_of(name)]
+    values, size = SIZES[name]
     *rows, columns = shape
     count = int(np.prod(rows)) * columns // values
     generator = np.random.default_rng(seed)

@@ -1,5 +1,6 @@
 """GGUF files of small models, written with the package `gguf`."""
 
+import struct
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from transformers import modeling_gguf_pytorch_utils as first
 from transformers.integrations.ggml import GGUF_CONFIG_DEFAULTS_MAPPING, GGUF_CONFIG_MAPPING
 
-from support.gguf_blocks import random_blocks, type_of
+from support.gguf_blocks import random_blocks, type_of, values_of
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, VOCABULARY, EXPERTS = 2, 256, 4, 2, 96, 4
 WIDTH = HIDDEN // HEADS
@@ -50,7 +51,10 @@ def write_file(
 
 
 def write(path: Path, architecture: str, keys: dict[str, object], matrices: Matrices) -> Path:
-    """A file with random tensors; keys of the architecture are without its name."""
+    """A file with random tensors; keys of the architecture are without its name.
+
+    A type behind "=" stands for the values of its blocks, in float32.
+    """
     writer = GGUFWriter(path, architecture)
     for key, value in keys.items():
         name = key if key.startswith(("tokenizer.", "general.")) else f"{architecture}.{key}"
@@ -67,7 +71,21 @@ def write(path: Path, architecture: str, keys: dict[str, object], matrices: Matr
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+    for name, (_, kind) in matrices.items():
+        if kind == "q2_0":
+            _turn_into_q2_0(path, name)
     return path
+
+
+def _turn_into_q2_0(path: Path, name: str) -> None:
+    """Gives a tensor that was written as q1_0, whose blocks have as many bytes, the type that the package
+    gguf does not know."""
+    data = bytearray(path.read_bytes())
+    begin = data.index(struct.pack("<Q", len(name)) + name.encode()) + 8 + len(name)
+    (dims, columns) = struct.unpack_from("<IQ", data, begin)
+    struct.pack_into("<Q", data, begin + 4, columns // 2)
+    struct.pack_into("<I", data, begin + 4 + 8 * dims, 42)
+    path.write_bytes(data)
 
 
 def _add(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: str) -> None:
@@ -76,9 +94,14 @@ def _add(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: str) -> No
         values = 1 + 0.1 * np.random.default_rng(seed).standard_normal(shape)
         writer.add_tensor(name, (-values if name.endswith("ssm_a") else values).astype(np.float32))
         return
-    scale = 0.0015 if kind.endswith(("_k", "_xs")) else 0.01
-    blocks = random_blocks(kind, shape, seed, scale / (10 if kind in ("q6_k", "q8_0", "iq4_nl") else 1))
-    writer.add_tensor(name, blocks, raw_dtype=type_of(kind))
+    plain = kind.removeprefix("=")
+    scale = 0.0015 if plain.endswith(("_k", "_xs")) else 0.01
+    blocks = random_blocks(plain, shape, seed, scale / (10 if plain in ("q6_k", "q8_0", "iq4_nl") else 1))
+    if plain != kind:
+        values = values_of(blocks.reshape(-1, blocks.shape[-1]), plain)
+        writer.add_tensor(name, values.reshape(shape))
+        return
+    writer.add_tensor(name, blocks, raw_dtype=type_of("q1_0" if kind == "q2_0" else kind))
 
 
 def _around(first: str, second: str, third: str) -> tuple[dict[str, object], Matrices]:

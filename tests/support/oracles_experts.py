@@ -204,6 +204,7 @@ GRIDS = Path(__file__).parents[2] / "torch_moe_mps" / "shaders" / "matmul" / "gr
 # bits, group_size
 OTHER_FORMATS = {
     **{"mxfp4": (4, 32), "mxfp8": (8, 32), "nvfp4": (4, 16)},
+    **{"q1_0": (1, 128), "q2_0": (2, 64)},
     **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
     **{"q2_k": (2, 16), "q3_k": (3, 16), "q4_k": (4, 32), "q5_k": (5, 32), "q6_k": (6, 16)},
     **{"iq4_nl": (4, 32), "iq4_xs": (4, 32), "tq2_0": (2, 256)},
@@ -222,7 +223,7 @@ POINTS = {
     **{"iq1_s": (3, 3, 1, 16), "iq1_m": (3, 3, 4, 22), "iq2_xxs": (4, 0, 0, 0), "iq2_xs": (4, 1, 0, 8)},
     **{"iq2_s": (4, 2, 0, 16), "iq3_xxs": (4, 0, 0, 0), "iq3_s": (4, 1, 0, 12)},
 }
-CENTRES = {"tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
+CENTRES = {"q1_0": 0.5, "q2_0": 1, "tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
 
 
 def numbers_of(format: str) -> tuple[int, int, str]:
@@ -267,7 +268,7 @@ def ggml_values(codes: np.ndarray, scales: Tensor, biases: Tensor | None, format
         codes = np.array(IQ4_NL.kvalues)[codes]
     codes = codes.astype(np.float64) - CENTRES.get(format, 0)
     if format not in INTEGERS:
-        values = codes * halves_of(scales)[..., None]
+        values = codes * halves_of(scales)[..., None] * (2 if format == "q1_0" else 1)
         return values if biases is None else values + halves_of(biases)[..., None]
     bits, centre, minima = INTEGERS[format]
     digits = np.unpackbits(scales.cpu().numpy(), axis=-1, bitorder="little")

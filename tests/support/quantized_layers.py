@@ -23,10 +23,12 @@ ALL_FORMATS = (
 
 
 GGUF_FORMATS = tuple(name for name in OTHER_FORMATS if name[0] in "qit")
-EVERY_FORMAT = (*ALL_FORMATS, *GGUF_FORMATS)
+ONE_BIT = tuple(f"affine1_{group_size}" for group_size in (32, 64, 128))  # not by importance
+EVERY_FORMAT = (*ALL_FORMATS, *ONE_BIT, *GGUF_FORMATS)
 
 # Each number of bits, each group and each mode is there; what is left of the formats is for the sweep.
 ALWAYS = {
+    "affine1_128",
     "affine2_128",
     "affine3_32",
     "affine4_64",
@@ -36,7 +38,7 @@ ALWAYS = {
     *("mxfp4", "mxfp8", "nvfp4", "q4_k"),
 }
 # Each way in which scales and points are stored; the others in the sweep.
-ALWAYS_OF_GGUF = ("q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
+ALWAYS_OF_GGUF = ("q1_0", "q4_1", "q2_k", "q3_k", "q6_k", "iq4_xs", "tq2_0", "iq1_m", "iq2_xs", "iq3_s")
 
 
 def each(formats, turn=None):

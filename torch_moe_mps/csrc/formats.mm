@@ -36,6 +36,8 @@ const std::vector<WeightFormat>& all_formats() {
         {"mxfp4", 4, kFloats, "E2M1, ScaleE8M0, 32", 32},
         {"mxfp8", 8, kFloats, "E4M3, ScaleE8M0, 32", 32},
         {"nvfp4", 4, kFloats, "E2M1, ScaleE4M3, 16", 16},
+        {"q1_0", 1, kHalf, "1, SignScales<128>", 0},
+        {"q2_0", 2, kHalf, "2, TypedScales<half, 64, 1>", 0},
         {"q4_0", 4, kHalf, "4, TypedScales<half, 32, 8>", 0},
         {"q4_1", 4, kHalf, "4, TypedScales<half, 32, 0>", 0},
         {"q5_0", 5, kHalf, "5, TypedScales<half, 32, 16>", 0},
@@ -60,7 +62,7 @@ const std::vector<WeightFormat>& all_formats() {
       list->push_back(
           {name, bits, c10::str(kind.type, "<MOE_DTYPE, ", arguments, ">"), kind.header, false, group});
     }
-    for (const int64_t bits : {4, 2, 3, 5, 6, 8}) {
+    for (const int64_t bits : {4, 1, 2, 3, 5, 6, 8}) {
       for (const int64_t group : {64, 32, 128}) {
         list->push_back({c10::str("affine", bits, "_", group), bits,
                          c10::str(kHalf.type, "<MOE_DTYPE, ", bits, ", TypedScales<MOE_DTYPE, ", group, ">>"),

@@ -38,6 +38,10 @@ constexpr int64_t kFewChosenExperts = 256;
 // int4 for 8 tokens takes 48 to 52 us instead of 67 to 152 on an M1 Max.
 constexpr int64_t kGroupsOfCore = 4;
 
+// Registers for tiles of kTilePairs where simdgroups split the inputs: 105 to 127, by the cost model. With
+// fewer, tiles of kSplitTilePairs, which give the same bits, decode 7 to 11 % more and take 77 to 91.
+constexpr int64_t kLargeSplitRegisters = 128;
+
 enum class Path { kRows, kFew, kGemm };  // kRows serves everything, slowly for many tokens
 
 Path path_for(const MatmulShape& shape) {
@@ -167,12 +171,19 @@ MatmulPlan plan_experts(const MatmulShape& shape, int64_t cores) {
   return plan;
 }
 
-MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, bool on_tensor_units,
-                       bool normed) {
+MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t cores, int64_t registers,
+                       TensorUnits units, bool normed) {
   MatmulShape shape{tokens, 1, 1, rows, outputs};
   shape.normed = normed;
-  if (on_tensor_units && pays_on_tensor_units(tokens, 1)) {
+  if (units != TensorUnits::kNone && pays_on_tensor_units(tokens, 1)) {
     const int64_t across = ceil_div(outputs, outputs_of_rows(shape, kTensorRows));
+    for (const int64_t pairs : {kLinearTilePairs, kLargeTilePairs}) {
+      const Size grid{across, ceil_div(tokens, pairs)};
+      if (units != TensorUnits::kInPlace || tokens < pairs || !fills(grid.x * grid.y, cores)) continue;
+      MatmulStep step{MatmulWork::kFirst, c10::str("linear", pairs, "_tensor"), grid, kTensorThreads};
+      step.tensor_units = true;
+      return step;
+    }
     const bool large =
         tokens >= kLargeTensorPairs && fills(across * ceil_div(tokens, kLargeTilePairs), cores);
     const int64_t tile_pairs = large ? kLargeTilePairs : kTilePairs;
@@ -189,7 +200,8 @@ MatmulStep plan_linear(int64_t tokens, int64_t rows, int64_t outputs, int64_t co
     const Size grid{across, tiles};
     return {MatmulWork::kFirst, c10::str("gemm", kTilePairs), grid, threads};
   }
-  const int64_t split_pairs = tokens <= kSplitTilePairs ? kSplitTilePairs : kTilePairs;
+  const bool fits = tokens > kSplitTilePairs && registers >= kLargeSplitRegisters;
+  const int64_t split_pairs = fits ? kTilePairs : kSplitTilePairs;
   const Size grid{ceil_div(outputs, outputs_of_rows(shape, kGemmRows / kGemmSimdgroups)),
                   ceil_div(tokens, split_pairs)};
   return {MatmulWork::kFirst, c10::str("gemm", split_pairs, "_split"), grid, threads};
@@ -208,8 +220,10 @@ std::string line_of(const MatmulStep& step) {
   return line;
 }
 
-std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores, bool tensor_units) {
-  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, cores, tensor_units));
+std::string linear_line(int64_t tokens, int64_t rows, bool gated, int64_t cores, bool tensor_units,
+                        int64_t registers) {
+  const TensorUnits units = tensor_units ? TensorUnits::kInPlace : TensorUnits::kNone;
+  return line_of(plan_linear(tokens, rows, gated ? rows / 2 : rows, cores, registers, units));
 }
 
 // A line a dispatch.
@@ -228,6 +242,6 @@ std::vector<std::string> plan_lines(int64_t tokens, int64_t slots, int64_t exper
 MOE_FUNCTION("_plan(int tokens, int slots, int experts, int hidden, int intermediate, bool gated=True, "
              "int cores=16, bool tensor_units=False) -> str[]",
              plan_lines)
-MOE_FUNCTION("_plan_linear(int tokens, int rows, bool gated=False, int cores=16, bool tensor_units=False) "
-             "-> str",
+MOE_FUNCTION("_plan_linear(int tokens, int rows, bool gated=False, int cores=16, bool tensor_units=False, "
+             "int registers=128) -> str",
              linear_line)

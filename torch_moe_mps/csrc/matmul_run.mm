@@ -50,6 +50,12 @@ bool on_tensor_units(const MatrixStack& matrix, int64_t pairs) {
          uses_tensor_units(tensor_units_library(matrix.library));
 }
 
+TensorUnits tensor_units_for(const Tensor& x, const MatrixStack& matrix, int64_t tokens) {
+  if (!on_tensor_units(matrix, tokens)) return TensorUnits::kNone;
+  const bool whole_steps = matrix.inputs % kTensorDepth == 0 && is_aligned(x);
+  return whole_steps ? TensorUnits::kInPlace : TensorUnits::kOfCopies;
+}
+
 // Whether a kernel of a matmul can norm its inputs.
 bool can_norm(const std::optional<InputNorm>& norm, const Tensor& x, const MatrixStack& matrix) {
   return norm && matrix.norms_inputs && norm->weight.scalar_type() == x.scalar_type() &&
@@ -235,7 +241,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
   }
   const MatmulStep step =
       tuned(plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
-                        on_tensor_units(matrix, tokens), can_norm(norm, x_, matrix)),
+                        gpu_registers(), tensor_units_for(x_, matrix, tokens), can_norm(norm, x_, matrix)),
             matrix, tokens);
   TORCH_CHECK(!step.kernel.ends_with("_split") || tokens * matrix.inputs <= kMostElements,
               "moe_mps: ", step.kernel, " counts the elements of its inputs in 32 bits, got ", x_.sizes());

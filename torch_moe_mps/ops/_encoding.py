@@ -51,8 +51,10 @@ def affine_range(low: Tensor, high: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     """Scales and biases for the ends of ranges, in float32, in the order of operations of MLX.
 
     The end of the range with the larger magnitude becomes the bias, and the scale is adjusted so that zero is
-    hit exactly: weights that are zero stay zero.
+    hit exactly: weights that are zero stay zero. Codes of 1 bit are the two ends.
     """
+    if bits == 1:
+        return (high - low).clamp(min=SMALLEST_SCALE), low
     largest = 2**bits - 1
     low_is_edge = low.abs() > high.abs()
     scale = ((high - low) / largest).clamp(min=SMALLEST_SCALE)

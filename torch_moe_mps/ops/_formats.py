@@ -1,10 +1,10 @@
 """The formats of quantised weights: their names, the shapes of their tensors, and what the codes mean.
 
-    mode    bits              group        value                      scales
-    affine  2, 3, 4, 5, 6, 8  32, 64, 128  q * scale + bias           float32, float16, bfloat16; biases alike
-    mxfp4   4                 32           e2m1(q) * 2^(scale - 127)  uint8
-    mxfp8   8                 32           e4m3(q) * 2^(scale - 127)  uint8
-    nvfp4   4                 16           e2m1(q) * e4m3(scale)      uint8
+    mode    bits         group        value                      scales
+    affine  1 to 6, 8    32, 64, 128  q * scale + bias           float32, float16, bfloat16; biases alike
+    mxfp4   4            32           e2m1(q) * 2^(scale - 127)  uint8
+    mxfp8   8            32           e4m3(q) * 2^(scale - 127)  uint8
+    nvfp4   4            16           e2m1(q) * e4m3(scale)      uint8
 
 All are laid out as mlx.core.quantize does: groups of consecutive values along the input dimension; the codes
 of a row one after the other in 32-bit words, the first in the lowest bits, so that codes of 3, 5 and 6 bits
@@ -16,6 +16,8 @@ dtype leaves them as they are. s and n are unsigned integers of a few bits.
 
     name              bits     group  value                              scales                    biases
     q4_0, q5_0, q8_0  4, 5, 8  32     (q - 8, 16, 128) * d               d                         none
+    q2_0              2        64     (q - 1) * d                        d                         none
+    q1_0              1        128    (2 q - 1) * d                      d                         none
     q4_1, q5_1        4, 5     32     q * d + m                          d                         m
     iq4_nl            4        32     level(q) * d                       d                         none
     q4_k, q5_k        4, 5     32     q * (d * s) - m * n                s and n, of 6 bits each   d, m of 256
@@ -61,7 +63,7 @@ from ._groups import prefixed
 
 # The tensors of a quantised weight.
 TENSORS = ("packed", "scales", "biases")
-BITS = {"affine": (2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
+BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
 GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
 DEFAULT_BITS = {"affine": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
 DEFAULT_GROUP_SIZE = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
@@ -79,6 +81,7 @@ class Integers:
 
 GGUF = {
     **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
+    **{"q1_0": (1, 128), "q2_0": (2, 64)},
     **{"q2_k": (2, 16), "q3_k": (3, 16), "q4_k": (4, 32), "q5_k": (5, 32), "q6_k": (6, 16)},
     **{"iq4_nl": (4, 32), "iq4_xs": (4, 32), "tq2_0": (2, 256)},
     **{"iq1_s": (1, 32), "iq1_m": (1, 16), "iq2_xxs": (2, 32), "iq2_xs": (2, 16), "iq2_s": (2, 16)},
@@ -105,7 +108,8 @@ GRIDS = {
     **{"iq2_xs": Grid(4, 1, 0, 8), "iq2_s": Grid(4, 2, 0, 16), "iq3_xxs": Grid(4, 0, 0, 0)},
     **{"iq3_s": Grid(4, 1, 0, 12)},
 }
-OFFSETS = {"tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
+OFFSETS = {"q1_0": 0.5, "q2_0": 1, "tq2_0": 1, "q4_0": 8, "q5_0": 16, "q8_0": 128, "q3_k": 4, "q6_k": 32}
+STEPS = {"q1_0": 2}  # from a code to the next, in scales; elsewhere 1
 LEVELS = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
 LARGE_BLOCK = 256  # values that share d and m where there are integers
 E2M1_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0)
@@ -385,7 +389,8 @@ def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tu
     """The scales and biases [..., groups] in float32."""
     integers, offset = INTEGERS.get(format.name), OFFSETS.get(format.name)
     if integers is None or biases is None:
-        factors, biases = _halves(scales), None if biases is None else _halves(biases)
+        factors = _halves(scales) * STEPS.get(format.name, 1)
+        biases = None if biases is None else _halves(biases)
     else:
         each, groups = 2 if integers.minima else 1, LARGE_BLOCK // format.group_size
         numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, each))

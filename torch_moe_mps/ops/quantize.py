@@ -34,7 +34,7 @@ def _empty(weight: Tensor, format: Format) -> tuple[Tensor, Tensor, Tensor, Tens
 @operator(
     "weight[E, R, C] importance[E, C]:float32",
     _meta_quantize_by_importance,
-    allowed={"to": tuple(name for name in FORMATS if name not in GGUF)},
+    allowed={"to": tuple(name for name in FORMATS if name not in GGUF and FORMATS[name].bits > 1)},
 )
 def quantize_by_importance(
     weight: Tensor, importance: Tensor, to: str
@@ -55,7 +55,7 @@ def quantize_by_importance(
         weight: [E, R, C], float32, float16 or bfloat16, finite; any strides. C is a multiple of the format's
             group.
         importance: [E, C] float32, finite and not negative; about 1, so that float32 holds the sums.
-        to: the format's name: affine4_64 and so on, mxfp4, mxfp8, nvfp4.
+        to: the format's name: affine4_64 and so on, of 2 bits and more, mxfp4, mxfp8, nvfp4.
 
     Returns: packed [E, R, C * bits / 32] int32; scales and biases [E, R, C / group] in the dtype of `weight`,
         of formats without biases scales uint8 and biases empty; and float32 [E, R, C / group, 2], of each

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..ops._checks import Check
-from ..ops._formats import FORMATS, GRIDS, LARGE_BLOCK, Format, QuantizedWeight, pack, pack_octets
+from ..ops._formats import FORMATS, GRIDS, Format, QuantizedWeight, pack, pack_octets
 
 # A block's codes [n, values], what goes into the scales [n, bytes] and into the biases [n, halves].
 Parts = tuple[Tensor, Tensor, Tensor | None]
@@ -48,6 +48,14 @@ def _one_or_two(octets: Tensor) -> tuple[Tensor, Tensor | None]:
 
 def _q8_0(scales: Tensor, codes: Tensor) -> Parts:
     return codes ^ 128, _halves(scales), None
+
+
+def _q1_0(scales: Tensor, codes: Tensor) -> Parts:
+    return _flags(codes), _halves(scales), None
+
+
+def _q2_0(scales: Tensor, codes: Tensor) -> Parts:
+    return _runs(codes, 1, (0, 2, 4, 6), 2), _halves(scales), None
 
 
 def _mxfp4(scales: Tensor, codes: Tensor) -> Parts:
@@ -176,6 +184,8 @@ _BLOCKS: dict[str, tuple[tuple[int, ...], Callable[..., Parts]]] = {
     "q5_0": ((2, 4, 16), _q5),
     "q5_1": ((4, 4, 16), _q5),
     "q8_0": ((2, 32), _q8_0),
+    "q1_0": ((2, 16), _q1_0),
+    "q2_0": ((2, 16), _q2_0),
     "q2_k": ((16, 64, 4), _q2_k),
     "q3_k": ((32, 64, 12, 2), _q3_k),
     "q4_k": ((4, 12, 128), _q4_k),
@@ -218,7 +228,7 @@ def _some_rows(weight: QuantizedWeight, columns: int) -> Iterator[tuple[slice, l
 
 def block_values(format: Format) -> int:
     """How many values of a row a block holds."""
-    return LARGE_BLOCK if format.multiple == LARGE_BLOCK else 64 if format.name == "nvfp4" else 32
+    return 64 if format.name == "nvfp4" else max(32, format.multiple)
 
 
 def from_blocks(blocks: Tensor, name: str) -> QuantizedWeight:

@@ -22,8 +22,10 @@ from .compare import Finding
 from .machine import COMMAND, where
 from .once import CallsToCheck, first_failures
 
-# Tokens of the calls that are compared: tiles of 32 pairs, and of 64.
-TOKENS = (64, 256)
+# Tokens, and steps of inputs as groups: tiles of 32 pairs, and of 64, with a last step that is not full.
+EXPERTS = (64, 3), (256, 3)
+# And whole steps, in tiles of 64 tokens and of 128.
+LINEAR = *EXPERTS, (100, 4), (300, 4)
 
 
 @dataclass
@@ -134,10 +136,10 @@ def check_of(library: str) -> CallsToCheck:
 
 
 def calls(library: str) -> Iterator[Call]:
-    """Calls whose matmuls a library computes, which is allowed while the iterator is open.
+    """Calls whose matmuls a library computes, which is allowed while the iterator is open. Plans are then
+    those of a GPU that they fill.
 
-    The inputs take several steps, and the last one is not full. The last token has no experts and is NaN,
-    which must not reach the others.
+    The inputs take several steps. The last token has no experts and is NaN, which must not reach the others.
     """
     weights, dtype = _parts(library)
     format = next((format for format in FORMATS if str(format) == weights), None)
@@ -145,13 +147,15 @@ def calls(library: str) -> Iterator[Call]:
         ("moe_experts", "expert_mm") if format is None else ("moe_experts_quantized", "linear_quantized")
     )
     torch.ops.moe_mps._allow_tensor_units(library, True)
+    torch.ops.moe_mps._plan_for(1)
     try:
-        for tokens in TOKENS:
-            for operator in operators:
-                sizes = {"format": format or FORMAT, "tokens": tokens, "wider": 3}
+        for operator in operators:
+            for tokens, wider in LINEAR if operator == "linear_quantized" else EXPERTS:
+                sizes = {"format": format or FORMAT, "tokens": tokens, "wider": wider}
                 arguments = sample_arguments(operator, "cpu", dtype, **sizes)
                 if "ids" in arguments:
                     arguments["ids"][-1], arguments["x"][-1] = E, torch.nan
                 yield Call(operator, dtype, arguments, f"{weights} on tensor units")
     finally:
+        torch.ops.moe_mps._plan_for(0)
         torch.ops.moe_mps._allow_tensor_units(library, False)

@@ -8,6 +8,8 @@
 using namespace metal;
 
 #define UNROLL _Pragma("clang loop unroll(full)")
+// Keeps the compiler from unrolling: several rounds in flight would take too many registers.
+#define ROLLED _Pragma("clang loop unroll(disable)")
 
 // A kernel template with its arguments, under a name for the host. The host compiles a file for one dtype at
 // a time, MOE_DTYPE, and for one format of weights, MOE_WEIGHTS; MOE_SUFFIX names them.

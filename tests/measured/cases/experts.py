@@ -207,6 +207,23 @@ def expert_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     return cases + [Experts("prefill", *f, tokens, *shape) for f in formats for tokens in (64, 512, 2048)]
 
 
+class LinearInPlace(Linear):
+    """The same on tensor units that read its inputs where they are, as on a GPU that it fills."""
+
+    @property
+    def name(self) -> str:
+        return f"{super().name} on tensor units"
+
+    def call(self, t, **others):
+        ops()._set_tensor_units("1")
+        ops()._plan_for(1)
+        try:
+            return super().call(t, **others)
+        finally:
+            ops()._plan_for(0)
+            ops()._set_tensor_units("auto")
+
+
 def linear_cases() -> list[Case]:
     tokens = (1, 2, 4, 8, 16, 32, 64, 512)
     return [Linear("linear", "int4", "f16", n, *shape) for shape in LINEARS for n in tokens]
@@ -239,4 +256,6 @@ def sanitizer_cases() -> list[Case]:
             Experts("sanitize", format_, next(small), tokens, *shape, tensor_units=True)
             for tokens in (70, 290)
         ]
-    return cases
+    quantised = [format_ for format_ in SANITIZED if format_ != "dense"]
+    shapes = ((100, 256, 130), (257, 128, 70))  # tiles of 64 tokens, and of 128
+    return cases + [LinearInPlace("sanitize", f, next(small), *shape) for f in quantised for shape in shapes]

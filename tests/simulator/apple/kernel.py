@@ -66,7 +66,7 @@ class KernelModel:
 
         def make(target: Path) -> None:
             found = estimate(self.flow)
-            target.write_text(f"{found.halves} {found.block}")
+            target.write_text(f"{found.halves} {found.block} {found.arrays}")
 
         return Registers(
             *map(int, build.build_once(ir_of.folder() / f"{key}.registers", make).read_text().split())

@@ -6,7 +6,7 @@ Values that are the same in all threads are in uniform registers, which are not 
 orders instructions by other rules: the figure is an estimate, which ptxas confirms to 25 %.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .flow import Flow
 from .ir import Block, Instruction, element, size_of
@@ -20,10 +20,12 @@ Piece = tuple[str, tuple]  # a value, and what of it
 
 @dataclass(frozen=True)
 class Registers:
-    """`halves` of 16 bits that a thread needs, and the number of the block where it does."""
+    """`halves` of 16 bits that a thread needs, and the number of the block where it does. `arrays`: how many
+    of its variables are in memory instead, because their elements are chosen at run time."""
 
     halves: int
     block: int
+    arrays: int = 0
 
     @property
     def registers(self) -> float:
@@ -45,6 +47,11 @@ class _Liveness:
         self.widths: list[int] = []
         self.of_value: dict[str, int] = {}  # value -> bits of its pieces
         self.resolved: dict[tuple[str, int], list[tuple[str, tuple, int]]] = {}
+
+    def halves(self, i: Instruction) -> int:
+        """Halves of a value. Pointers into threadgroup memory, and what only makes them, have 32 bits."""
+        narrow = i.name in self.flow.threadgroup or i.name in self.flow.threadgroup_indices
+        return min(2, halves_of(i)) if narrow else halves_of(i)
 
     def is_part(self, i: Instruction) -> bool:
         """Whether the value is read from its source's register."""
@@ -71,16 +78,14 @@ class _Liveness:
         if i is None or value in self.flow.uniform or (i.op == "load" and i.pointer == "@msl_self"):
             return []
         if not self.is_part(i):
-            return [(value, (), min(width, halves_of(i)))]
+            return [(value, (), min(width, self.halves(i)))]
         found = []
         for operand in i.locals:
             source = self.flow.definition(operand)
             if source is not None:
-                room = (
-                    halves_of(source)
-                    if i.op == "getelementptr"
-                    else min(width, halves_of(i), halves_of(source))
-                )
+                room = self.halves(source)
+                if i.op != "getelementptr":
+                    room = min(width, self.halves(i), room)
                 found += [
                     (root, (*part, *self._selects(i)), w) for root, part, w in self.pieces(operand, room)
                 ]
@@ -96,7 +101,7 @@ class _Liveness:
         """The set of pieces that reading `value` keeps alive."""
         i = self.flow.definition(value)
         found = 0
-        for root, part, width in self.pieces(value, halves_of(i)) if i is not None else []:
+        for root, part, width in self.pieces(value, self.halves(i)) if i is not None else []:
             number = self.numbers.setdefault((root, part), len(self.numbers))
             if number == len(self.widths):
                 self.widths.append(0)
@@ -143,7 +148,23 @@ def estimate(flow: Flow) -> Registers:
             halves += _width(now & ~after, live.widths) - _width(after & ~now, live.widths)
             if halves > best.halves:
                 best = Registers(halves, block.number)
-    return best
+    return replace(best, arrays=len(_indexed_arrays(flow)))
+
+
+def _indexed_arrays(flow: Flow) -> set[str]:
+    arrays = {i.name: i.name for i in flow.function.instructions if i.op == "alloca"}  # of pointers into them
+    found, size = set(), -1
+    while size != len(arrays):
+        size = len(arrays)
+        for i in flow.function.instructions:
+            of = {arrays[o] for o in i.locals if o in arrays}
+            if not of or i.op not in ("getelementptr", "select", "phi"):
+                continue
+            if i.op == "getelementptr" and not any(o.startswith("%") for o in i.operands[1:]):
+                arrays[i.name] = arrays[i.operands[0]]
+            else:
+                found |= of
+    return found
 
 
 def _live_out(block: Block, labels: dict, phi_uses: dict, before: dict) -> int:

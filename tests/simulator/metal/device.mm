@@ -59,8 +59,11 @@ int simulator::macos() {
   maximize_concurrent_compilation = maximize;
 }
 - (BOOL)supportsFamily:(MTLGPUFamily)family {
-  const bool has_tensor_units = std::strstr([[self name] UTF8String], "M5") != nullptr;
-  return family <= (has_tensor_units ? MTLGPUFamilyApple10 : MTLGPUFamilyApple9);
+  const auto is = [name = [[self name] UTF8String]](const char* chip) {
+    return std::strstr(name, chip) != nullptr;
+  };
+  if (is("M5")) return family <= MTLGPUFamilyApple10;
+  return family <= (is("M3") || is("M4") ? MTLGPUFamilyApple9 : MTLGPUFamilyApple8);
 }
 - (BOOL)respondsToSelector:(SEL)selector {
   if (sel_isEqual(selector, @selector(newTensorWithDescriptor:error:))) return simulator::macos() >= 26;

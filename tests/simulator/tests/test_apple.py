@@ -253,6 +253,22 @@ class TestRegisters:
         m = counted(body, [floats(8192), empty(4096)])
         assert 16 <= m.registers.registers <= 22
 
+    def test_pointers_into_threadgroup_memory_have_32_bits(self):
+        """16 of them, to places that the thread finds once; what they point to is read behind a barrier."""
+        places = "".join(
+            f"threadgroup uint* p{j} = t + (i * {2 * j + 3} & 63); *p{j} = i;" for j in range(16)
+        )
+        barrier = "threadgroup_barrier(mem_flags::mem_threadgroup);"
+        stores = "".join(f"out[i * 16 + {j}] = float(*p{j});" for j in range(16))
+        m = counted(f"threadgroup uint t[64]; {places} {barrier} {stores}", [floats(64), empty(2048)])
+        assert m.registers.registers <= 24
+
+    def test_an_array_whose_elements_are_chosen_at_run_time_is_in_memory(self):
+        fill = "float v[4]; for (int j = 0; j < 4; ++j) v[j] = a[i + j];"
+        for read, arrays in (("v[i & 3]", 1), ("v[1] + v[2]", 0), ("select(v[1], v[2], i > 3)", 0)):
+            m = counted(f"{fill} out[i] = {read};", [floats(128), empty(64)])
+            assert m.registers.arrays == arrays, read
+
     def test_the_table_of_threads(self):
         assert [threads_for(halves) for halves in (8, 104, 105, 208, 256, 257)] == [
             1024,

@@ -33,7 +33,7 @@ OFTEN = [
         (name, FORMATS[0])
         for name in ("qwen3_moe", "glm4_moe", "deepseek_v3", "kimi_linear", "minimax_m3_vl")
     ),
-    *(("gpt_oss", FORMATS[7]), ("qwen3_next", FORMATS[4])),
+    *(("gpt_oss", FORMATS[7]), ("qwen3_next", FORMATS[4]), ("qwen3_moe", (1, 32, "affine"))),
 ]
 # In the sweep each architecture in the first format, and in two others in turn.
 IN_THE_SWEEP = [

@@ -15,9 +15,6 @@
 #include "common/simdgroups.h"
 #include "geometry/attention.h"
 
-// Keeps the compiler from unrolling: several rounds in flight would take too many registers.
-#define ROLLED _Pragma("clang loop unroll(disable)")
-
 constant constexpr int kKeyTiles = 2;  // of 8 keys, of a simdgroup: half as many barriers as with one
 
 // Reductions over the lanes that hold the same column.
@@ -135,40 +132,36 @@ struct Block {
     }
     const uint first_value = (member * 8 + place.row) * kValueTiles;  // of the lane's value dimensions
     const bool has_values = member * 8 * kValueTiles < params.v.width;
-    // The simdgroup's place in what its team shares, and the team's.
-    threadgroup float2* own_probabilities =
-        shared.exchange + simdgroup * kKeyTiles * kQueryTiles * kSimdWidth + lane;
-    threadgroup float2* probabilities = own_probabilities - member * kKeyTiles * kQueryTiles * kSimdWidth;
-    threadgroup uint* seen_of_team = shared.seen + team * kMembers * kKeyTiles;
-    threadgroup float2* highest_of_team = shared.highest[team * kMembers] + place.quarter;
+    const uint first_of_team = team * kMembers;  // of the simdgroups
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     for (uint step = range.begin; step < range.end; step += kTeams * kTeamTile) {
       const uint tile = step + team * kTeamTile;
       const bool inside = all_see(range, tile, params);
       Scores scores;
-      uint seen[kKeyTiles];
+      ushort seen[kKeyTiles];
       const uint own = 8 * kKeyTiles * member + place.row;  // the first of the lane's keys in the tile
       const bool any = see(seen, keys, mask, inside, tile, own, range.end, positions, params);
       if (any) score(scores, keys, staged, tile, own, seen, place, params);
-      weigh(scores, any, seen, keys, mask, inside, tile, own, range.end, positions, queries, highest_of_team,
-            member, place, params);
+      weigh(scores, any, seen, keys, mask, inside, tile, own, range.end, positions, queries, shared,
+            simdgroup, place, params);
       team_barrier();
-      exponentiate(scores, sums, own_probabilities, highest_of_team);
+      exponentiate(scores, sums, shared, first_of_team, simdgroup, lane, place);
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
         const uint bits = inside ? 0xffu : column_bits(seen[n]);
-        if (lane == 0) seen_of_team[member * kKeyTiles + n] = bits;
+        if (lane == 0) shared.seen[simdgroup * kKeyTiles + n] = bits;
       }
       team_barrier();
-      if (has_values) add_values(sums, values, probabilities, seen_of_team, tile, first_value, place);
+      if (has_values) add_values(sums, values, shared, first_of_team, tile, first_value, lane, place);
     }
 
     float2 totals[kQueryTiles];
     if (!join_teams(sums, totals, shared, team, member, simdgroup, lane, place)) return;
     // One branch for those without a gate.
     if (params.gate_width != 0 && params.chunks == 1)
-      apply_gate(sums, gate, queries, first_value, place, params);
-    give_results(sums, totals, sinks, output, partials, queries, group.x, member, first_value, place, params);
+      apply_gate(sums, gate, positions, queries, first_value, place, params);
+    give_results(sums, totals, sinks, output, partials, positions, queries, group.x, member, first_value,
+                 place, params);
   }
 
   // Queries as fragments of 8 dimensions x 8 queries, in the order in which lanes hold the dimensions of a
@@ -225,7 +218,7 @@ struct Block {
   }
 
   // Finds which of the lane's keys a query of the block sees. Returns: whether the simdgroup has any.
-  static bool see(thread uint* seen, C keys, thread const Mask& mask, bool inside, uint tile, uint own,
+  static bool see(thread ushort* seen, C keys, thread const Mask& mask, bool inside, uint tile, uint own,
                   uint end, thread const int (&positions)[kQueryTiles][2], constant AttentionParams& params) {
     bool any = inside;
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -247,14 +240,14 @@ struct Block {
 
   // The dot products of the simdgroup's keys and all queries.
   static void score(thread Scores& scores, C keys, threadgroup const Staged* staged, uint tile, uint own,
-                    thread const uint* seen, MatrixPlace place, constant AttentionParams& params) {
+                    thread const ushort* seen, MatrixPlace place, constant AttentionParams& params) {
     simdgroup_matrix<float, 8, 8> products[kKeyTiles][kQueryTiles];
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
         products[n][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       }
     }
-    threadgroup const Staged* queries = staged + place.row * 8 + 2 * place.quarter;
+    const uint own_query = place.row * 8 + 2 * place.quarter;  // in a matrix of them
     ROLLED for (uint first = 0; first < params.k.width; first += 32 * kRunsAtOnce) {
       typename Stored::template Run<8> runs[kRunsAtOnce][kKeyTiles];
       UNROLL for (int r = 0; r < kRunsAtOnce; ++r) {
@@ -272,8 +265,8 @@ struct Block {
         }
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
           simdgroup_matrix<float, 8, 8> query;
-          const float2 two = float2(
-              *reinterpret_cast<threadgroup const vec<Staged, 2>*>(queries + (i * kQueryTiles + t) * 64));
+          const float2 two = float2(*reinterpret_cast<threadgroup const vec<Staged, 2>*>(
+              staged + own_query + first * (8 * kQueryTiles) + (i * kQueryTiles + t) * 64));
           query.thread_elements()[0] = two.x;
           query.thread_elements()[1] = two.y;
           UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -281,7 +274,6 @@ struct Block {
           }
         }
       }
-      queries += 4 * kRunsAtOnce * kQueryTiles * 64;
     }
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
@@ -291,9 +283,10 @@ struct Block {
   }
 
   // Makes products the scores of keys that are seen, and tells the team the highest of each query.
-  static void weigh(thread Scores& scores, bool any, thread const uint* seen, C keys, thread const Mask& mask,
-                    bool inside, uint tile, uint own, uint end, thread const int (&positions)[kQueryTiles][2],
-                    Queries queries, threadgroup float2* highest_of_team, uint member, MatrixPlace place,
+  static void weigh(thread Scores& scores, bool any, thread const ushort* seen, C keys,
+                    thread const Mask& mask, bool inside, uint tile, uint own, uint end,
+                    thread const int (&positions)[kQueryTiles][2], Queries queries,
+                    threadgroup Shared& shared, uint simdgroup, MatrixPlace place,
                     constant AttentionParams& params) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       float most[2];
@@ -316,17 +309,17 @@ struct Block {
         }
         most[e] = max_of_column(most[e]);
       }
-      if (place.row == 0) highest_of_team[member * (kQueries / 2) + 4 * t] = float2(most[0], most[1]);
+      if (place.row == 0) shared.highest[simdgroup][4 * t + place.quarter] = float2(most[0], most[1]);
     }
   }
 
   // Gives the team the exponentials of the scores, less the highest so far of each query.
-  static void exponentiate(thread const Scores& scores, thread Sums& sums,
-                           threadgroup float2* own_probabilities, threadgroup const float2* highest_of_team) {
+  static void exponentiate(thread const Scores& scores, thread Sums& sums, threadgroup Shared& shared,
+                           uint first_of_team, uint simdgroup, uint lane, MatrixPlace place) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       float2 most = float2(sums.highest[t][0], sums.highest[t][1]);
       UNROLL for (int m = 0; m < kMembers; ++m) {
-        most = max(most, highest_of_team[m * (kQueries / 2) + 4 * t]);
+        most = max(most, shared.highest[first_of_team + m][4 * t + place.quarter]);
       }
       raise(sums, t, most);
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
@@ -335,23 +328,25 @@ struct Block {
           two[e] = precise::exp(scores.v[n][t][e] - most[e]);
           sums.exponentials[t][e] += two[e];
         }
-        own_probabilities[(n * kQueryTiles + t) * kSimdWidth] = two;
+        shared.exchange[((simdgroup * kKeyTiles + n) * kQueryTiles + t) * kSimdWidth + lane] = two;
       }
     }
   }
 
   // Value dimensions x keys times keys x queries, 8 keys at a time. A lane has kValueTiles dimensions of two
   // keys: an element of each in every fragment.
-  static void add_values(thread Sums& sums, C values, threadgroup const float2* shared,
-                         threadgroup const uint* seen, uint tile, uint first_value, MatrixPlace place) {
-    constexpr int kRound = kValuesAtOnce * kQueryTiles * kSimdWidth;
-    ROLLED for (uint first = 0; first < kKeyTiles * kMembers; first += kValuesAtOnce, shared += kRound) {
+  static void add_values(thread Sums& sums, C values, threadgroup const Shared& shared, uint first_of_team,
+                         uint tile, uint first_value, uint lane, MatrixPlace place) {
+    const uint of_team = first_of_team * kKeyTiles;
+    uint own_place = of_team * kQueryTiles * kSimdWidth + lane;
+    ROLLED for (uint first = 0; first < kKeyTiles * kMembers;
+                first += kValuesAtOnce, own_place += kValuesAtOnce * kQueryTiles * kSimdWidth) {
       uint any = 0;
-      UNROLL for (int n = 0; n < kValuesAtOnce; ++n) any |= seen[first + n];
+      UNROLL for (int n = 0; n < kValuesAtOnce; ++n) any |= shared.seen[of_team + first + n];
       if (any == 0) continue;
       typename Stored::template Run<kValueTiles> runs[kValuesAtOnce][2];
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
-        const uint bits = seen[first + n] >> (2 * place.quarter);
+        const uint bits = shared.seen[of_team + first + n] >> (2 * place.quarter);
         UNROLL for (int e = 0; e < 2; ++e) {
           runs[n][e] = values.template load<kValueTiles>(tile, 8 * (first + n) + 2 * place.quarter + e,
                                                          first_value, (bits >> e & 1) != 0);
@@ -360,7 +355,7 @@ struct Block {
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
         simdgroup_matrix<float, 8, 8> probabilities[kQueryTiles];
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-          const float2 two = shared[(n * kQueryTiles + t) * kSimdWidth];
+          const float2 two = shared.exchange[own_place + (n * kQueryTiles + t) * kSimdWidth];
           probabilities[t].thread_elements()[0] = two.x;
           probabilities[t].thread_elements()[1] = two.y;
         }
@@ -401,17 +396,19 @@ struct Block {
     return true;
   }
 
-  static void apply_gate(thread Sums& sums, device const T* gate, Queries queries, uint first_value,
+  static void apply_gate(thread Sums& sums, device const T* gate,
+                         thread const int (&positions)[kQueryTiles][2], Queries queries, uint first_value,
                          MatrixPlace place, constant AttentionParams& params) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
-        const uint r = 8 * t + 2 * place.quarter + e;
-        if (!queries.has(r)) continue;
-        const uint row = queries.row(r, params);
+        if (positions[t][e] == kNoQuery) continue;
+        const uint row =
+            queries.row(8 * t + 2 * place.quarter + e, token_at(positions[t][e], params), params);
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
           const uint column = first_value + f;
-          if (column >= params.v.width) break;
-          sums.values[f][t].thread_elements()[e] *= gate_factor(gate, row, column, params);
+          if (column < params.v.width) {
+            sums.values[f][t].thread_elements()[e] *= gate_factor(gate, row, column, params);
+          }
         }
       }
     }
@@ -419,20 +416,22 @@ struct Block {
 
   // Writes the results, or what attention_merge adds up where the keys are in several chunks.
   static void give_results(thread Sums& sums, thread const float2* totals, device const uchar* sinks,
-                           device T* output, device float* partials, Queries queries, uint chunk, uint member,
-                           uint first_value, MatrixPlace place, constant AttentionParams& params) {
+                           device T* output, device float* partials,
+                           thread const int (&positions)[kQueryTiles][2], Queries queries, uint chunk,
+                           uint member, uint first_value, MatrixPlace place,
+                           constant AttentionParams& params) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
-        const uint r = 8 * t + 2 * place.quarter + e;
-        if (!queries.has(r)) continue;
-        const uint head = queries.head(r), row = queries.row(r, params);
+        if (positions[t][e] == kNoQuery) continue;
+        const uint r = 8 * t + 2 * place.quarter + e, token = token_at(positions[t][e], params);
+        const uint head = queries.head(r, token), row = queries.row(r, token, params);
         const Total own = {sums.highest[t][e], totals[t][e]};
         const bool merged = params.chunks > 1;
         const float factor = merged ? 1.0f : final_factor(own, sinks, head, row, params);
         device float* partial = merged ? partial_values(partials, chunk, row, params) : partials;
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
           const uint column = first_value + f;
-          if (column >= params.v.width) break;
+          if (column >= params.v.width) continue;
           const float value = sums.values[f][t].thread_elements()[e];
           if (merged) {
             partial[column] = value;
@@ -448,12 +447,17 @@ struct Block {
     }
   }
 
+  // The token of a position. Positions are kept for the loop over the keys: so nothing else of a query is.
+  static uint token_at(int position, constant AttentionParams& params) {
+    return uint(position - params.first_position);
+  }
+
   // What the relative position of a key adds to its score, for query r of the key head; 0 for hidden keys.
   static float of_distance(thread const Mask& relative, uint r, int position, uint key,
                            constant AttentionParams& params) {
     const int distance = position - int(key);
     if (distance < 0 || distance >= int(params.relative_extent)) return 0.0f;
-    const uint token = uint(position - params.first_position);
+    const uint token = token_at(position, params);
     const uint head = r - token * (params.heads / params.key_heads);
     const ulong row =
         relative.start + head * params.relative_head_stride + ulong(token) * params.relative_token_stride;

@@ -49,12 +49,17 @@ struct DenseCache {
       run.words = load_words<N / kPerWord>(reinterpret_cast<device const uint*>(source));
       return run;
     }
-    UNROLL for (int i = 0; i < N; ++i) {
-      if (column + i >= width) break;
+    // Element by element from the last on, each shifted up by those before it: as a loop, and without an
+    // array that is indexed by its counter, which would be in memory.
+    ROLLED for (uint i = min(uint(N), width - column); i-- > 0;) {
+      UNROLL for (int w = N / kPerWord - 1; w > 0; --w) {
+        const uint below = run.words.v[w - 1];
+        run.words.v[w] = kPerWord == 1 ? below : run.words.v[w] << 16 | below >> 16;
+      }
       if constexpr (kPerWord == 1) {
-        run.words.v[i] = as_type<uint>(source[i]);
+        run.words.v[0] = as_type<uint>(source[i]);
       } else {
-        run.words.v[i / 2] |= uint(as_type<ushort>(source[i])) << (16 * (i % 2));
+        run.words.v[0] = run.words.v[0] << 16 | as_type<ushort>(source[i]);
       }
     }
     return run;

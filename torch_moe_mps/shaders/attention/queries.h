@@ -11,12 +11,14 @@ struct Queries {
   uint only;       // that token
 
   uint token(uint r) const { return one_token ? only : (first + r) / group_heads; }
-  uint head_of_group(uint r) const { return one_token ? first + r : first + r - token(r) * group_heads; }
-  uint head(uint r) const { return key_head * group_heads + head_of_group(r); }
+  uint head(uint r, uint token) const {
+    return key_head * group_heads + (one_token ? first + r : first + r - token * group_heads);
+  }
+  uint head(uint r) const { return head(r, token(r)); }
   bool has(uint r) const { return first + r < count; }
-  // The row of the results.
-  uint row(uint r, constant AttentionParams& params) const {
-    return (batch * params.tokens + token(r)) * params.heads + head(r);
+  // The row of the results, for a token that is known.
+  uint row(uint r, uint token, constant AttentionParams& params) const {
+    return (batch * params.tokens + token) * params.heads + head(r, token);
   }
 };
 

@@ -41,7 +41,8 @@ GEOMETRY kCombineColumns = 4;   // columns of a thread
 
 // The same on tensor units: four simdgroups share each product of kTensorDepth inputs
 GEOMETRY kLargeTilePairs = 64;
-GEOMETRY kTensorRows = 64;   // rows of a threadgroup
-GEOMETRY kTensorDepth = 64;  // inputs of a step
+GEOMETRY kLinearTilePairs = 128;  // of a linear layer, in two products
+GEOMETRY kTensorRows = 64;        // rows of a threadgroup
+GEOMETRY kTensorDepth = 64;       // inputs of a step
 GEOMETRY kTensorSimdgroups = 4;
 GEOMETRY kTensorThreads = kTensorSimdgroups * kSimdWidth;

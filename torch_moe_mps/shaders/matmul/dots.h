@@ -25,11 +25,14 @@ template <int R, int M>
 struct Dots {
   float v[R][M];
 
-  // One of the dot products, by a row and a pair that are known only at run time.
+  // One of the dot products, by a row and a pair that are known only at run time. With ?: in place of
+  // select(), compilers choose between addresses, and the dot products are in memory.
   float at(uint row, uint pair) const {
     float value = v[0][0];
     UNROLL for (int r = 0; r < R; ++r) {
-      UNROLL for (int m = 0; m < M; ++m) value = row == uint(r) && pair == uint(m) ? v[r][m] : value;
+      UNROLL for (int m = 0; m < M; ++m) {
+        value = select(value, v[r][m], row == uint(r) && pair == uint(m));
+      }
     }
     return value;
   }

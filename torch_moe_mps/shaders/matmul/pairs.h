@@ -9,7 +9,7 @@ struct PairSet {
   uint v[M];
   uint at(uint index) const {
     uint pair = v[0];
-    UNROLL for (int m = 1; m < M; ++m) pair = index == uint(m) ? v[m] : pair;
+    UNROLL for (int m = 1; m < M; ++m) pair = select(pair, v[m], index == uint(m));
     return pair;
   }
 };

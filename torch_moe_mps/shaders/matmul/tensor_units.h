@@ -1,9 +1,11 @@
 // Matmuls for many pairs on the tensor units of the M5 and later: tiles as in gemm.h, of up to kPairs pairs
 // of one expert times kTensorRows rows of its matrix.
 //
-// The threads of a threadgroup decode the weights of a step together, and copy its inputs, into threadgroup
-// memory; matmul2d multiplies them there. Nothing depends on which thread has which element of a cooperative
-// tensor: Metal leaves that to each GPU.
+// The threads of a threadgroup decode the weights of a step together into threadgroup memory; matmul2d
+// multiplies them there. The inputs of experts are copied beside them. Those of a linear layer lie side by
+// side, and the units read them where they are: then there is room for the weights of two steps, and one
+// barrier a step is enough. Rows in threadgroup memory are 16 bytes apart, so that they start in other banks.
+// Nothing depends on which thread has which element of a cooperative tensor: Metal leaves that to each GPU.
 #pragma once
 #include <MetalPerformancePrimitives/MetalPerformancePrimitives.h>
 
@@ -12,68 +14,110 @@
 #include "matmul/formats.h"
 #include "matmul/tiles.h"
 
-// A matrix in threadgroup memory. Its size begins with the innermost dimension: (columns, rows).
+// A matrix in memory. Its size begins with the innermost dimension: (columns, rows). A product reads the
+// first columns: rows may be longer than its depth.
 typedef dextents<int32_t, 2> TensorSize;
 template <typename T>
 using ThreadgroupTensor = tensor<threadgroup T, TensorSize, tensor_inline>;
+template <typename T>
+using DeviceTensor = tensor<device T, TensorSize, tensor_inline>;
 
-// The work of a threadgroup on up to kPairs pairs. The units multiply whole multiples of 16 pairs.
+constant constexpr int kTensorStride = kTensorDepth + 8;  // elements from row to row, in threadgroup memory
+constant constexpr int kStrideOctets = kTensorStride / 8;
+
+// The weights that a thread decodes in each step: a run of one row. Gate rows come before up rows.
+template <typename W>
+struct RowRun {
+  typedef typename W::Element T;
+  static constant constexpr int kLength = kTensorRows * kTensorDepth / kTensorThreads;
+  static constant constexpr int kRunsOfRow = kTensorDepth / kLength;
+  static constant constexpr int kChunk = W::kTileValues;
+  static constant constexpr int kChunks = kLength / kChunk;
+  typedef typename W::template Chunk<kChunk> Chunk;
+  struct Chunks {
+    Chunk v[kChunks];
+  };
+
+  typename W::Row row;
+  uint first;   // column of a step
+  uint target;  // in the tile, in octets
+
+  RowRun(W weights, uint first_output, uint thread_index, constant MatmulParams& params) {
+    const uint number = thread_index / kRunsOfRow, outputs = outputs_of_rows(kTensorRows, params);
+    const uint output = min(first_output + number % outputs, params.outputs - 1);
+    row = weights.row(weight_row(output, number / outputs, params));
+    first = thread_index % kRunsOfRow * kLength;
+    target = number * kStrideOctets + first / 8;
+  }
+
+  // The weights of the step from `depth` on, with zeros past the last input.
+  Chunks load(W weights, uint depth, constant MatmulParams& params) const {
+    Chunks chunks;
+    UNROLL for (int part = 0; part < kChunks; ++part) {
+      const uint column = depth + first + part * kChunk;
+      Chunk chunk = {};
+      if (column < params.inputs) {
+        chunk = weights.template load<kChunk>(row, column, params.inputs - column);
+      }
+      chunks.v[part] = chunk;
+    }
+    return chunks;
+  }
+
+  // Decodes them to [kTensorRows][kTensorStride].
+  void decode(threadgroup uint4* tile, Chunks chunks) const {
+    UNROLL for (int part = 0; part < kChunks; ++part) {
+      float2 pairs[kChunk / 2];
+      UNROLL for (int i = 0; i < kChunk / 2; ++i) pairs[i] = W::values(chunks.v[part], i);
+      const Pack<kChunk> values = in_order<kChunk, W>(pairs);
+      UNROLL for (int octet = 0; octet < kChunk / 8; ++octet) {
+        uint4 words;
+        UNROLL for (int i = 0; i < 4; ++i) {
+          const int value = 8 * octet + 2 * i;
+          words[i] = word_of(vec<T, 2>(T(values.v[value]), T(values.v[value + 1])));
+        }
+        tile[target + part * (kChunk / 8) + octet] = words;
+      }
+    }
+  }
+};
+
+template <typename Sums>
+inline void clear_sums(thread Sums& sums) {
+  for (ushort i = 0; i < sums.get_capacity(); ++i) sums[i] = 0.0f;
+}
+
+// Stores the outputs of kPairs pairs from their sums, by way of [kPairs][kTensorRows] in threadgroup memory:
+// those of pairs before `begin` are another threadgroup's, and from `end` on there are none.
+template <int kPairs, typename W, typename Sums>
+inline void store_product(thread const Sums& sums, GemmWork<W> work, uint begin, uint end,
+                          threadgroup float* memory, uint thread_index, constant MatmulParams& params) {
+  threadgroup_barrier(mem_flags::mem_threadgroup);  // what was there has been read
+  ThreadgroupTensor<float> to(memory, TensorSize(kTensorRows, kPairs));
+  sums.store(to);
+  threadgroup_barrier(mem_flags::mem_threadgroup);
+  const uint outputs = outputs_of_rows(kTensorRows, params);
+  const uint local = thread_index % outputs, output = work.first + local;
+  if (output >= params.outputs) return;
+  for (uint pair = begin + thread_index / outputs; pair < end; pair += kTensorThreads / outputs) {
+    threadgroup const float* sum = memory + pair * kTensorRows + local;
+    const float up = params.row_layout == ROWS_PLAIN ? 0.0f : sum[outputs];
+    work.out.store(sum[0], up, work.pairs.at(pair), work.expert, output, params);
+  }
+}
+
+// The work of a threadgroup on up to kPairs pairs of a list. The units multiply whole multiples of 16 pairs.
 template <typename W, int kPairs>
 struct TensorGemm {
   typedef typename W::Element T;
-  static constant constexpr int kThreads = kTensorThreads;
-  static constant constexpr int kDepth = kTensorDepth;
-  static constant constexpr int kWeights = kTensorRows * kDepth;
-  static constant constexpr int kTileBytes = (kTensorRows + kPairs) * kDepth * sizeof(T);
+  static constant constexpr int kTileBytes = (kTensorRows + kPairs) * kTensorStride * sizeof(T);
   static constant constexpr int kSumBytes = kTensorRows * kPairs * sizeof(float);
   static constant constexpr int kBytes = kTileBytes > kSumBytes ? kTileBytes : kSumBytes;
 
-  // The weights that a thread decodes in each step: a run of one row. Gate rows come before up rows.
-  struct RowRun {
-    static constant constexpr int kLength = kWeights / kThreads;
-    static constant constexpr int kRunsOfRow = kDepth / kLength;
-    static constant constexpr int kChunk = W::kTileValues;
-    typedef typename W::template Chunk<kChunk> Chunk;
-
-    typename W::Row row;
-    uint first;   // column of a step
-    uint target;  // in the tile, in octets
-
-    RowRun(W weights, uint first_output, uint thread_index, constant MatmulParams& params) {
-      const uint number = thread_index / kRunsOfRow, outputs = outputs_of_rows(kTensorRows, params);
-      const uint output = min(first_output + number % outputs, params.outputs - 1);
-      row = weights.row(weight_row(output, number / outputs, params));
-      first = thread_index % kRunsOfRow * kLength;
-      target = thread_index * (kLength / 8);
-    }
-
-    // Writes the weights from `depth` on to [kTensorRows][kDepth], with zeros past the last input.
-    void stage(threadgroup uint4* tile, W weights, uint depth, constant MatmulParams& params) const {
-      UNROLL for (int part = 0; part < kLength / kChunk; ++part) {
-        const uint column = depth + first + part * kChunk;
-        Chunk chunk = {};
-        if (column < params.inputs) {
-          chunk = weights.template load<kChunk>(row, column, params.inputs - column);
-        }
-        float2 pairs[kChunk / 2];
-        UNROLL for (int i = 0; i < kChunk / 2; ++i) pairs[i] = W::values(chunk, i);
-        const Pack<kChunk> values = in_order<kChunk, W>(pairs);
-        UNROLL for (int octet = 0; octet < kChunk / 8; ++octet) {
-          uint4 words;
-          UNROLL for (int i = 0; i < 4; ++i) {
-            const int value = 8 * octet + 2 * i;
-            words[i] = word_of(vec<T, 2>(T(values.v[value]), T(values.v[value + 1])));
-          }
-          tile[target + part * (kChunk / 8) + octet] = words;
-        }
-      }
-    }
-  };
-
   // The inputs that a thread copies in each step: eight columns of some pairs.
   struct Inputs {
-    static constant constexpr int kOctets = kDepth / 8;  // of a pair
-    static constant constexpr int kPairsApart = kThreads / kOctets;
+    static constant constexpr int kOctets = kTensorDepth / 8;  // of a pair
+    static constant constexpr int kPairsApart = kTensorThreads / kOctets;
     static constant constexpr int kCopies = kPairs / kPairsApart;
 
     device const T* sources[kCopies];
@@ -82,15 +126,15 @@ struct TensorGemm {
 
     Inputs(device const T* x, TilePairs pairs, uint thread_index, constant MatmulParams& params) {
       first = 8 * (thread_index % kOctets);
-      target = thread_index;
+      target = thread_index / kOctets * kStrideOctets + thread_index % kOctets;
       UNROLL for (int copy = 0; copy < kCopies; ++copy) {
         const uint pair = thread_index / kOctets + copy * kPairsApart;
         sources[copy] = x + ulong(input_row(pairs.at(min(pair, pairs.count - 1)), params)) * params.inputs;
       }
     }
 
-    // Copies the inputs from `depth` on to [kPairs][kDepth], with zeros past the last input. Pairs past the
-    // last one are copies of it, and their sums are not stored.
+    // Copies the inputs from `depth` on to [kPairs][kTensorStride], with zeros past the last input. Pairs
+    // past the last one are copies of it, and their sums are not stored.
     void stage(threadgroup uint4* tile, uint depth, constant MatmulParams& params) const {
       const uint column = depth + first;
       UNROLL for (int copy = 0; copy < kCopies; ++copy) {
@@ -100,56 +144,93 @@ struct TensorGemm {
         }
         uint4 words;
         UNROLL for (int i = 0; i < 4; ++i) words[i] = octet.words.v[i];
-        tile[target + copy * kThreads] = words;
+        tile[target + copy * kPairsApart * kStrideOctets] = words;
       }
     }
   };
-
-  // Stores the outputs from their sums, [kPairs][kTensorRows].
-  static void store(threadgroup const float* sums, GemmWork<W> work, uint thread_index,
-                    constant MatmulParams& params) {
-    const uint outputs = outputs_of_rows(kTensorRows, params);
-    const uint local = thread_index % outputs, output = work.first + local;
-    if (output >= params.outputs) return;
-    for (uint pair = thread_index / outputs; pair < work.pairs.count; pair += kThreads / outputs) {
-      threadgroup const float* sum = sums + pair * kTensorRows + local;
-      const float up = params.row_layout == ROWS_PLAIN ? 0.0f : sum[outputs];
-      work.out.store(sum[0], up, work.pairs.at(pair), work.expert, output, params);
-    }
-  }
 
   // Every thread of the threadgroup has to arrive at the product: `work` is the same for all of them.
   static void run(GemmWork<W> work, threadgroup uint4* memory, uint thread_index,
                   constant MatmulParams& params) {
     threadgroup uint4* weights = memory;
-    threadgroup uint4* inputs = memory + kWeights / 8;
-    threadgroup float* results = reinterpret_cast<threadgroup float*>(memory);
-    const RowRun rows(work.weights, work.first, thread_index, params);
+    threadgroup uint4* inputs = memory + kTensorRows * kStrideOctets;
+    const RowRun<W> rows(work.weights, work.first, thread_index, params);
     const Inputs copies(work.x, work.pairs, thread_index, params);
 
     constexpr auto product =
-        mpp::tensor_ops::matmul2d_descriptor(kPairs, kTensorRows, kDepth, false, true, false,
+        mpp::tensor_ops::matmul2d_descriptor(kPairs, kTensorRows, kTensorDepth, false, true, false,
                                              mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
     mpp::tensor_ops::matmul2d<product, execution_simdgroups<kTensorSimdgroups>> multiply;
     // Named, not decltype(left): from MSL 4.1 on that has the address space of the variable (mlx#4533).
     typedef ThreadgroupTensor<T> Operand;
-    Operand left(reinterpret_cast<threadgroup T*>(inputs), TensorSize(kDepth, kPairs));
-    Operand right(reinterpret_cast<threadgroup T*>(weights), TensorSize(kDepth, kTensorRows));
+    Operand left(reinterpret_cast<threadgroup T*>(inputs), TensorSize(kTensorStride, kPairs));
+    Operand right(reinterpret_cast<threadgroup T*>(weights), TensorSize(kTensorStride, kTensorRows));
     auto sums = multiply.template get_destination_cooperative_tensor<Operand, Operand, float>();
-    for (ushort i = 0; i < sums.get_capacity(); ++i) sums[i] = 0.0f;
-
-    for (uint depth = 0; depth < params.inputs; depth += kDepth) {
+    clear_sums(sums);
+    for (uint depth = 0; depth < params.inputs; depth += kTensorDepth) {
       threadgroup_barrier(mem_flags::mem_threadgroup);  // the tiles before these have been read
-      rows.stage(weights, work.weights, depth, params);
+      rows.decode(weights, rows.load(work.weights, depth, params));
       copies.stage(inputs, depth, params);
       threadgroup_barrier(mem_flags::mem_threadgroup);
       multiply.run(left, right, sums);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tiles have been read
-    ThreadgroupTensor<float> to(results, TensorSize(kTensorRows, kPairs));
-    sums.store(to);
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    store(results, work, thread_index, params);
+    threadgroup float* results = reinterpret_cast<threadgroup float*>(memory);
+    store_product<kPairs>(sums, work, 0, work.pairs.count, results, thread_index, params);
+  }
+};
+
+// The work of a threadgroup on kPairs tokens of a linear layer that lie side by side, in one product or two;
+// only the outputs of those from `begin` on are stored. Rows of inputs are whole steps.
+template <typename W, int kPairs>
+struct TensorLinear {
+  typedef typename W::Element T;
+  static constant constexpr int kOfProduct = kPairs < kLargeTilePairs ? kPairs : kLargeTilePairs;
+  static constant constexpr bool kTwo = kPairs > kOfProduct;
+  static constant constexpr int kWeightOctets = kTensorRows * kStrideOctets;  // of a step
+  static constant constexpr int kTileBytes = 2 * kWeightOctets * sizeof(uint4);
+  static constant constexpr int kSumBytes = kTensorRows * kOfProduct * sizeof(float);
+  static constant constexpr int kBytes = kTileBytes > kSumBytes ? kTileBytes : kSumBytes;
+
+  static void run(GemmWork<W> work, uint begin, threadgroup uint4* memory, uint thread_index,
+                  constant MatmulParams& params) {
+    const RowRun<W> rows(work.weights, work.first, thread_index, params);
+    constexpr auto product =
+        mpp::tensor_ops::matmul2d_descriptor(kOfProduct, kTensorRows, kTensorDepth, false, true, false,
+                                             mpp::tensor_ops::matmul2d_descriptor::mode::multiply_accumulate);
+    mpp::tensor_ops::matmul2d<product, execution_simdgroups<kTensorSimdgroups>> multiply;
+    typedef DeviceTensor<T> Left;
+    typedef ThreadgroupTensor<T> Right;
+    auto sums = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
+    auto other = multiply.template get_destination_cooperative_tensor<Left, Right, float>();
+    clear_sums(sums);
+    if constexpr (kTwo) clear_sums(other);
+    device T* x = const_cast<device T*>(work.x) + ulong(work.pairs.first) * params.inputs;
+    device T* others = x + ulong(kOfProduct) * params.inputs;
+    const TensorSize of_inputs(int(params.inputs), kOfProduct);
+
+    rows.decode(memory, rows.load(work.weights, 0, params));
+    uint turn = 0;
+    for (uint depth = 0; depth < params.inputs; depth += kTensorDepth, turn ^= 1) {
+      const auto next = rows.load(work.weights, depth + kTensorDepth, params);
+      // The weights of this step are there, and those of the step before have been read.
+      threadgroup_barrier(mem_flags::mem_threadgroup);
+      Right right(reinterpret_cast<threadgroup T*>(memory + turn * kWeightOctets),
+                  TensorSize(kTensorStride, kTensorRows));
+      Left left(x + depth, of_inputs);
+      multiply.run(left, right, sums);
+      if constexpr (kTwo) {
+        Left below(others + depth, of_inputs);
+        multiply.run(below, right, other);
+      }
+      rows.decode(memory + (turn ^ 1) * kWeightOctets, next);
+    }
+    threadgroup float* results = reinterpret_cast<threadgroup float*>(memory);
+    store_product<kOfProduct>(sums, work, begin, uint(kOfProduct), results, thread_index, params);
+    if constexpr (kTwo) {
+      work.pairs.first += kOfProduct;
+      const uint rest = begin > uint(kOfProduct) ? begin - kOfProduct : 0;
+      store_product<kOfProduct>(other, work, rest, uint(kOfProduct), results, thread_index, params);
+    }
   }
 };
 
@@ -185,4 +266,31 @@ template <typename W, int kPairs>
   const GemmWork<W> work = {
       W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out, ids}, expert, first};
   run_tensor_gemm<W, 16, kPairs>(work, memory, thread_index, params);
+}
+
+// The last tile begins so early that it is whole, too.
+template <typename W, int kPairs>
+inline void run_tensor_linear(GemmWork<W> work, threadgroup uint4* memory, uint thread_index,
+                              constant MatmulParams& params) {
+  const uint own = work.pairs.first;
+  work.pairs.first = min(own, params.tokens - kPairs);
+  TensorLinear<W, kPairs>::run(work, own - work.pairs.first, memory, thread_index, params);
+}
+
+// For kPairs tokens at least, whose inputs are whole steps. Grid: (blocks of rows, tiles of kPairs tokens).
+template <typename W, int kPairs>
+[[kernel, max_total_threads_per_threadgroup(kTensorThreads)]] void tensor_linear(
+    MATMUL_BUFFERS(typename W::Element), uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+  threadgroup uint4 memory[TensorLinear<W, kPairs>::kBytes / sizeof(uint4)];
+  const uint first = group.y * kPairs, outputs = outputs_of_rows(kTensorRows, params);
+  const GemmWork<W> work = {W(packed, scales, biases, 0, params), x, {ids, first, kPairs, false},
+                            {bias, residual, out, ids},           0, group.x * outputs};
+  if constexpr (kPairs > kLargeTilePairs) {
+    if (params.tokens - first <= kLargeTilePairs) {
+      run_tensor_linear<W, kLargeTilePairs>(work, memory, thread_index, params);
+      return;
+    }
+  }
+  run_tensor_linear<W, kPairs>(work, memory, thread_index, params);
 }

@@ -2,6 +2,8 @@
 #pragma once
 #include "matmul/formats.h"
 
+#define MOE_DENSE  // of experts alone: torch has dense linear layers
+
 // [E, rows, inputs] in T; rows of any length.
 template <typename T>
 struct Dense {

@@ -18,7 +18,7 @@ inline uint bits_from(Words<kWords> words, int bit) {
 // lowest bit of a code counts 1: a half is added(height) + code.
 template <int kBits>
 struct HalfCodes {
-  static constant constexpr int kCodePairs = kBits == 2 ? 8 : kBits < 6 ? 4 : 2;  // of a run of codes
+  static constant constexpr int kCodePairs = kBits <= 2 ? 8 : kBits < 6 ? 4 : 2;  // of a run of codes
   static constant constexpr int kApart = kCodePairs * kBits;  // bits from a code to the other of its pair
   static constant constexpr bool kSharesShifts = kApart == 16 && 2 * kBits <= 10;
   static constant constexpr int kRaised = kSharesShifts ? kBits : kApart < 16 ? 16 - kApart : kApart - 16;

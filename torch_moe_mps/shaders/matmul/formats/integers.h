@@ -23,7 +23,7 @@ struct Integers {
   typedef typename Rows::Row Row;
   static constant constexpr int kValues = 32;
   static constant constexpr int kTileValues = kBits % 2 == 0 ? 16 : 32;  // fills words
-  static constant constexpr int kPackSize = kBits == 2 ? 16 : 8;         // holds whole pairs
+  static constant constexpr int kPackSize = kBits <= 2 ? 16 : 8;         // holds whole pairs
   static constant constexpr int kPlaceBytes = Scales::kPlaceBytes;
   static constant constexpr int kGroups = kValues > Scales::kGroup ? kValues / Scales::kGroup : 1;
   static constant constexpr bool kAnyLength = false;

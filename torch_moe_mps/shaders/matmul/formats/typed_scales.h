@@ -30,3 +30,19 @@ struct TypedScales {
     return {float(loaded.scale), float(loaded.bias)};
   }
 };
+
+// A half for each group, which codes of 0 and 1 are times -1 and 1.
+template <int kGroup_>
+struct SignScales : TypedScales<half, kGroup_, 1> {
+  typedef TypedScales<half, kGroup_, 1> Base;
+  using typename Base::Loaded;
+  static constant constexpr int kOffset = 0;
+
+  SignScales(device const uchar* scales_, device const uchar* biases_, ulong first_unit)
+      : Base(scales_, biases_, first_unit) {}
+
+  template <bool>
+  static ScaleAndBias of(Loaded loaded, int) {
+    return {2.0f * float(loaded.scale), -float(loaded.scale)};
+  }
+};

@@ -24,7 +24,13 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from ....._text import first_line
 from .....quantization import Format, QuantizedWeight
-from .....quantization.gguf import VALUES_AT_ONCE, block_values, blocks_of, format_of_blocks
+from .....quantization.gguf import (
+    VALUES_AT_ONCE,
+    block_values,
+    blocks_of,
+    format_of_blocks,
+    from_blocks,
+)
 from ...quantize.targets import Target
 from ...quantize.weights import words
 from .header import check_offsets, check_sizes, header_of, read_metadata
@@ -32,6 +38,8 @@ from .header import check_offsets, check_sizes, header_of, read_metadata
 if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import ours
     from transformers import PreTrainedModel
 
+# {number: (name, values of a block, bytes of a block)} of types that the package `gguf` does not know.
+NEWER_TYPES = {42: ("Q2_0", 64, 18)}
 _DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
 
@@ -59,15 +67,26 @@ class GgufTensor(NamedTuple):
     def values(self, data: np.ndarray | None = None) -> np.ndarray:
         """float32, of all rows or of those with the given bytes.
 
-        Raises: ValueError for a type that has none, or that the package `gguf` cannot read.
+        Raises: ValueError for a type that has none, or that neither the package `gguf` nor this one reads.
         """
         from gguf import GGMLQuantizationType, dequantize
 
+        data = self.data if data is None else data
         try:
-            return dequantize(self.data if data is None else data, GGMLQuantizationType[self.kind])
-        except NotImplementedError:
-            expected = "of a type whose values the package gguf knows"
+            return dequantize(data, GGMLQuantizationType[self.kind])
+        except (NotImplementedError, KeyError):
+            if format_of_blocks(self.kind) is not None:
+                return from_blocks(torch.from_numpy(data), self.kind).values(slice(None)).numpy()
+            expected = "of a type whose values are known"
             raise ValueError(f"moe_mps::gguf: {self.name} must be {expected}, got {self.kind}") from None
+
+
+def known_types() -> dict[int, tuple[str, int, int]]:
+    """The types of the package `gguf`, and newer ones, as in NEWER_TYPES."""
+    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+    known = {kind: (GGMLQuantizationType(kind).name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
+    return {int(kind): each for kind, each in known.items()} | NEWER_TYPES
 
 
 def read_file(path: str) -> tuple[str, list[GgufTensor]]:
@@ -75,17 +94,16 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
 
     Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged.
     """
-    from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-
+    types = known_types()
     found, places = [], []
     try:
         header, blob = header_of(path), np.memmap(path, mode="r", dtype=np.uint8)
         alignment = int(header.metadata.get("general.alignment", 32))
         start = -(-header.end // alignment) * alignment
         for name, shape, kind, offset in header.tensors:
-            if kind not in GGML_QUANT_SIZES:
+            if kind not in types:
                 raise ValueError(f"{name} has the unknown type {kind}")
-            values, size = GGML_QUANT_SIZES[GGMLQuantizationType(kind)]
+            type_name, values, size = types[kind]
             if not shape or min(shape) < 1 or shape[-1] % values:
                 raise ValueError(f"{name} has the shape {shape}")
             row = shape[-1] // values * size
@@ -94,7 +112,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
                 raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
             places.append((name, offset, end - first))
             data = blob[first:end].reshape(*shape[:-1], row)
-            found.append(GgufTensor(name, GGMLQuantizationType(kind).name, shape, data))
+            found.append(GgufTensor(name, type_name, shape, data))
         if len({tensor.name for tensor in found}) < len(found):
             raise ValueError("two tensors have one name")
         check_offsets(places, alignment, len(blob) - start)
