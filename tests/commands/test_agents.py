@@ -477,11 +477,17 @@ def test_models_health_and_metrics(here, of_openai, of_anthropic):
     of_openai.chat.completions.create(model="m", messages=said("a"))
     with urllib.request.urlopen(f"{here.url}/health") as answer:
         assert json.load(answer) == {"status": "ok", "load": "ready", "active": 0, "waiting": 0, "most": 1}
+    generator = here.generator
+    for active, waiting, load in ((1, 0, "busy"), (1, 2, "full"), (0, 0, "ready")):
+        generator.active, generator.waiting = active, waiting
+        with urllib.request.urlopen(f"{here.url}/health") as answer:
+            assert json.load(answer)["load"] == load
     with urllib.request.urlopen(f"{here.url}/metrics") as answer:
         lines = answer.read().decode().splitlines()
     values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
     assert int(values["moe_mps_generated_tokens_total"]) >= 3
     assert int(values['moe_mps_requests_total{path="/v1/chat/completions",status="200"}']) >= 1
+    assert {"moe_mps_rows_active", "moe_mps_rows_most", "moe_mps_cached_tokens_total"} <= values.keys()
     described = {line.split()[2] for line in lines if line.startswith("# TYPE")}
     assert described == {name.partition("{")[0] for name in values}
 
@@ -497,6 +503,16 @@ def test_pages_of_other_sites_are_refused(here):
         )
         with urllib.request.urlopen(request) as answer:
             assert answer.headers["access-control-allow-origin"] == "*"
+
+
+def test_a_base_url_without_v1(here):
+    """Clients leave it out."""
+    here.says("ok")
+    with openai.OpenAI(base_url=here.url, api_key="none", max_retries=0) as client:
+        assert (
+            client.chat.completions.create(model="m", messages=said("a")).choices[0].message.content == "ok"
+        )
+        assert client.models.list().data[0].id == "scripted"
 
 
 def test_errors_of_the_model_are_told(here, of_openai, of_anthropic):

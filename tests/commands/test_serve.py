@@ -24,6 +24,7 @@ from support.serving import expected_text, quantised, said
 from support.sweep import in_sweep
 
 from torch_moe_mps.commands import main
+from torch_moe_mps.commands import serving as serving_of_commands
 from torch_moe_mps.commands.arguments import parser
 from torch_moe_mps.commands.sources import load
 from torch_moe_mps.serving.generating import Generating
@@ -221,8 +222,12 @@ def test_conversations_side_by_side(checkpoint, tmp_path):
             assert choice.finish_reason == "stop" and choice.logprobs.content
         drawn = create(messages=said("a"), n=3, seed=1, **asked | {"temperature": 2})
         assert len({choice.message.content for choice in drawn.choices}) == 3
-        with pytest.raises(openai.BadRequestError, match="of num_beams 1 with --parallel"):
-            create(messages=said("a"), extra_body={"generation_config": '{"num_beams": 2}'}, **asked)
+        beams = {"generation_config": '{"num_beams": 2, "max_new_tokens": 6}'}
+        searched = create(messages=said("ab"), extra_body=beams, **asked | {"max_tokens": 6})
+        assert searched.choices[0].message.content == expected_text(checkpoint, "ab", 6, num_beams=2)
+        with pytest.raises(openai.BadRequestError, match="of num_return_sequences 1"):
+            many = {"generation_config": '{"num_beams": 2, "num_return_sequences": 2}'}
+            create(messages=said("a"), extra_body=many, **asked)
     assert [*(tmp_path / "kept").iterdir()]
 
 
@@ -435,6 +440,32 @@ def test_loading_is_said(checkpoint, capsys):
     assert "eading" not in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("arguments", "processes", "most", "line"),
+    [
+        ([], 1, 8, ""),
+        (["--parallel", "3"], 1, 3, ""),
+        (["--draft", "small"], 1, 1, "--draft: conversations are answered one after the other\n"),
+        (["--prompt-lookup", "2"], 1, 1, "--prompt-lookup: conversations are answered one after the other\n"),
+        ([], 2, 1, "a pipeline of processes: conversations are answered one after the other\n"),
+        (["--parallel", "1", "--prompt-lookup", "2"], 1, 1, ""),
+        (["--parallel", "2", "--draft", "small"], 1, "--parallel must be 1 with --draft, got 2", ""),
+        (["--parallel", "2"], 2, "--parallel must be 1 with a pipeline of processes, got 2", ""),
+    ],
+)
+def test_how_many_are_answered_together(arguments, processes, most, line, monkeypatch, capsys):
+    """Eight, unless tokens are guessed or the layers are spread: a line says so."""
+    monkeypatch.setattr(serving_of_commands, "processes", lambda: processes)
+    parsed = options("serve", "model", *arguments)
+    if isinstance(most, str):
+        with pytest.raises(ValueError, match=f"^{most}$"):
+            serving_of_commands.check_parallel(parsed)
+    else:
+        serving_of_commands.check_parallel(parsed)
+        assert parsed.parallel == most
+    assert capsys.readouterr().err == line
+
+
 def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, monkeypatch, refused):
     assert "is neither a folder nor the name of a model on the Hub" in refused("serve", tmp_path / "nothing")
     with pytest.raises(SystemExit, match="2"):
@@ -443,7 +474,7 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
     assert "--continuous-batching has gone: --parallel N answers" in error and error.count("\n") == 1
     assert refused("serve", checkpoint, "--parallel", "0") == "--parallel must be at least 1, got 0"
     error = refused("serve", checkpoint, "--parallel", "2", "--prompt-lookup", "2")
-    assert error == "--draft and --prompt-lookup need --parallel 1, got 2"
+    assert error == "--parallel must be 1 with --prompt-lookup, got 2"
     assert "--media-folder must be a folder" in refused("serve", checkpoint, "--media-folder", "nowhere")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]

@@ -208,6 +208,23 @@ def test_a_client_that_leaves_frees_its_place(client, checkpoint):
     assert len(left) <= 2 and max(left, default=0) < 100, left
 
 
+def test_a_client_that_leaves_ends_its_row(checkpoint):
+    """Where several are answered together: the rest of its answer is not generated."""
+    asked = {"model": "any", "messages": said("a"), "temperature": 0, "max_tokens": 10**18}
+    with serving.client_of(checkpoint, "--parallel", 2) as client:
+        stream = client.chat.completions.create(**asked, stream=True)
+        next(iter(stream))
+        stream.close()
+        root, end = f"http://{client.base_url.host}:{client.base_url.port}", time.monotonic() + 60
+        while json.load(urllib.request.urlopen(f"{root}/health"))["active"]:
+            assert time.monotonic() < end
+            time.sleep(0.05)
+        with urllib.request.urlopen(f"{root}/metrics") as answer:
+            lines = dict(line.rsplit(" ", 1) for line in answer.read().decode().splitlines())
+        assert int(lines["moe_mps_generated_tokens_total"]) < 255
+        assert client.chat.completions.create(**asked | {"max_tokens": 2}).usage.completion_tokens == 2
+
+
 def _request(client, asked: dict) -> HTTPConnection:
     """A request whose answer nobody reads."""
     url = client.base_url

@@ -1,6 +1,7 @@
 """The engine: jobs join, end and are cancelled while others go on."""
 
 import functools
+import itertools
 import threading
 
 import pytest
@@ -10,10 +11,12 @@ from support.models import eager
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
+from torch_moe_mps.serving import batch as batch_module
 from torch_moe_mps.serving.batch import Batch
 from torch_moe_mps.serving.engine import Engine
 from torch_moe_mps.serving.job import Job
 from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.caches import growing
 from torch_moe_mps.transformers.caches.rows import capacity
 
 MEMORY = 1 << 30
@@ -145,6 +148,65 @@ def test_memory_is_for_answers_first():
     assert kept not in prompts.kept
 
 
+def test_prompts_are_given_up_as_answers_grow(monkeypatch):
+    """Where the rows move to larger memory, not only where one begins."""
+    monkeypatch.setattr(growing, "LEAST_ROOM", 8)
+    model, prompts = model_of("llama"), Prompts(MEMORY)
+    batch = Batch(model, prompts, 4, MEMORY)
+    run(batch, *(Asked(ids_of(n, 60), 2) for n in range(3)))
+    assert len(prompts.kept) == 3
+    held = []
+    grows = Asked(ids_of(4, 8), 20, until=lambda token: held.append(len(prompts.kept)))
+    batch.waiting.append(grows.job)
+    batch.step()
+    batch.memory = int(50 * batch._bytes)
+    run(batch)
+    assert grows.reasons == ["length"] and grows.tokens == grows.expected(model)
+    assert held[0] == 4 and held[-1] == 1 and [len(kept.ids) for kept in prompts.kept] == [27]
+
+
+class Clocked:
+    """A model on a clock of its own: a step takes 20 ms, and a token of a prompt 0.5 ms beside."""
+
+    def __init__(self, model):
+        self.model, self.seconds, self.pieces = model, 0.0, []
+
+    def __getattr__(self, name):
+        return getattr(self.model, name)
+
+    def __call__(self, input_ids, **given):
+        took = 0.02 + 0.0005 * (input_ids.shape[1] - 1)
+        self.seconds += took
+        if input_ids.shape[1] > 1:
+            self.pieces.append(took)
+        return self.model(input_ids=input_ids, **given)
+
+
+@pytest.mark.slow("reads 8,192 tokens")
+def test_the_longest_gap_between_tokens(monkeypatch):
+    """While 8k tokens are read: one piece of at most eight steps, and two steps."""
+    model = eager(tiny_models.tiny_model("llama", num_hidden_layers=1, max_position_embeddings=1 << 14))
+    torch_moe_mps.accelerate(model)
+    clock = Clocked(model)
+    monkeypatch.setattr(batch_module.time, "perf_counter", lambda: clock.seconds)
+    at: list[float] = []
+    talks = Asked(ids_of(1, 4), 10**6, until=lambda token: at.append(clock.seconds))
+    batch = Batch(clock, None, 2)
+    batch.waiting.append(talks.job)
+    for _ in range(4):
+        batch.step()
+    reads, begun = Asked(ids_of(2, 8192), 1), len(clock.pieces)
+    batch.waiting.append(reads.job)
+    while not reads.reasons:
+        batch.step()
+    talks.job.cancel()
+    run(batch)
+    pieces = clock.pieces[begun:]
+    gaps = [later - earlier for earlier, later in itertools.pairwise(at)]
+    assert reads.read[-1] == (8192, 8192) and len(pieces) > 8
+    assert max(pieces) <= 8 * 0.02 + 0.02 and max(gaps) <= max(pieces) + 2 * 0.02
+
+
 def test_a_long_prompt_is_read_between_tokens(monkeypatch):
     """Between two tokens of the others, one piece at most is read."""
     model = model_of()
@@ -199,6 +261,29 @@ def test_the_engine_on_its_thread(tmp_path):
     engine.submit(late.job)
     assert late.reasons == ["cancelled"]
     assert engine.run(lambda: 1).cancelled()
+
+
+@pytest.mark.slow("beams of forty tokens, twice")
+def test_jobs_that_come_while_beams_are_searched():
+    """They begin between its tokens; a cancelled search ends within a step."""
+    model, ended = model_of(), []
+    engine = Engine(model, Prompts(MEMORY), 4)
+    beams, plain, gone, after = (Asked(ids_of(n, 5 + n), new) for n, new in enumerate((40, 5, 40, 5)))
+    for each in (beams, gone):
+        each.config.num_beams = 3
+    for name, each in (("beams", beams), ("plain", plain), ("gone", gone), ("after", after)):
+        own = each.job.on_end
+        each.job.on_end = lambda reason, own=own, name=name: (ended.append(name), own(reason))
+    beams.job.on_progress = lambda read, of: engine.submit(plain.job)
+    after.until = lambda token: gone.job.cancel()
+    gone.job.on_progress = lambda read, of: engine.submit(after.job)
+    for each in (beams, gone):
+        engine.submit(each.job)
+    assert all(each.done.wait(120) for each in (beams, plain, gone, after))
+    engine.close()
+    assert ended[:2] == ["plain", "beams"] and gone.reasons == ["cancelled"] and not gone.tokens
+    for each in (beams, plain, after):
+        assert each.tokens == each.expected(model)
 
 
 def test_a_pipeline_is_refused():

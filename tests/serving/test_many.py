@@ -146,6 +146,21 @@ def test_a_model_without_rows_answers_in_turn(architecture, caplog):
     assert WITHOUT_ROWS[architecture] in line
 
 
+@pytest.mark.slow("beams of one prompt beside others")
+def test_beams_are_searched_one_prompt_at_a_time(caplog):
+    """While the others go on."""
+    model, many = model_of(), prompts(4)
+    configs = [config(30), config(12, num_beams=3), config(6), config(4, num_beams=2)]
+    answers = Answers(4)
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        found = torch_moe_mps.generate_batch(model, many, configs, streamer=answers.streamers, progress=False)
+    for number, (ids, own) in enumerate(zip(many, configs, strict=True)):
+        assert torch.equal(found[number], alone(model, ids, generation_config=own)), number
+    assert answers.ended == [2, 1, 3, 0]
+    (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
+    assert "beam search is generate()'s" in line
+
+
 BAD = [
     ({"prompts": "a text"}, "prompts must be a list, got a str"),
     ({"prompts": ["a text"]}, r"tokenizer must be there for texts, got None for prompts\[0\]"),
@@ -156,7 +171,10 @@ BAD = [
     ({"seed": [1]}, "seed must be a list of 2, one for each prompt, got 1"),
     ({"generation_config": [config()]}, "generation_config must be a list of 2"),
     ({"generation_config": {}}, "generation_config must be a list of 2, .* got a dict"),
-    ({"generation_config": config(num_beams=2)}, "take num_beams=1"),
+    (
+        {"generation_config": config(num_beams=2, num_return_sequences=2)},
+        "must have num_return_sequences 1, got 2",
+    ),
     ({"generation_config": config(stop_strings="a")}, "tokenizer must be there for stop_strings"),
 ]
 

@@ -36,7 +36,9 @@ def client_of(*arguments: object, key: str = "none") -> Iterator[openai.OpenAI]:
 
 @contextlib.contextmanager
 def server_at(*arguments: object) -> Iterator[str]:
-    """The URL of `serve` with these arguments, in this process."""
+    """The URL of `serve` with these arguments, in this process; one answer at a time unless they say more."""
+    if not {"--parallel", "--draft", "--prompt-lookup"} & {*map(str, arguments)}:
+        arguments = (*arguments, "--parallel", 1)
     options = parser().parse_args(["serve", "--device", "cpu", "--log-level", "error", *map(str, arguments)])
     sockets = sockets_of("localhost", 0)
     with served_by(options, media_of(options)) as served:
@@ -113,11 +115,11 @@ def quantised(checkpoint):
     return torch_moe_mps.from_pretrained(checkpoint, bits=4, group_size=32)
 
 
-def expected_text(checkpoint, prompt: str, tokens: int) -> str:
+def expected_text(checkpoint, prompt: str, tokens: int, **settings: object) -> str:
     model = quantised(checkpoint)
     tokenizer = transformers.AutoTokenizer.from_pretrained(checkpoint)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False}
+    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": tokens, "do_sample": False} | settings
     with torch.no_grad():
         output = model.generate(ids, **given)
     text = tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True)

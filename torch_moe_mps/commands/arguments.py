@@ -423,11 +423,11 @@ def _serve(command: argparse.ArgumentParser) -> None:
 
     Clients of OpenAI use the URL http://localhost:8000/v1, those of Anthropic http://localhost:8000, people
     the page there. A request computes what is new in it: earlier turns of a chat and shared beginnings are
-    kept. Requests are answered one by one, or side by side with --parallel.
+    kept. Several are answered side by side, as agents ask them; --parallel 1 answers one by one.
 
     examples:
       torch-moe-mps serve qwen3-4bit --prompt-cache prompts               # kept over restarts, too
-      torch-moe-mps serve qwen3-4bit --parallel 4                         # for agents, which ask side by side
+      torch-moe-mps serve qwen3-4bit --parallel 1 --draft qwen3-0.6b      # guesses tokens of one at a time
       torch-moe-mps serve Qwen/Qwen3-30B-A3B --bits 4 --port 8080
       torch-moe-mps serve qwen3-4bit --host 0.0.0.0 --api-key "$(cat key)"
     """
@@ -435,7 +435,8 @@ def _serve(command: argparse.ArgumentParser) -> None:
     _add(command, *_MODEL_TO_RUN, "--adapter")
     add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
     _add(command, "--prompt-memory", *_SPECULATION)
-    add("--parallel", type=int, default=1, metavar="N", help="conversations answered together, at most (1)")
+    together = "conversations answered together, at most (8 where memory takes them); 1 as generate() does"
+    add("--parallel", type=int, metavar="N", help=together)
     add("--host", default="localhost", help="address to listen on (localhost)")
     add("--port", type=int, default=8000, help="port to listen on (8000)")
     add("--continuous-batching", action=_Gone, nargs=0, help=argparse.SUPPRESS)

@@ -16,6 +16,7 @@ from ..serving.engine import Engine
 from ..serving.generating import Generating
 from ..serving.job import Generator
 from ..serving.media import Media
+from ..serving.memory import MOST_ROWS, free_memory
 from ..serving.one_by_one import OneByOne
 from ..serving.prompts import Prompts
 from ..serving.served import Served
@@ -32,8 +33,6 @@ from .sources import (
 )
 from .speculation import check_speculation, speculation_of
 
-_OF_THE_MACHINE = 0.75  # of its memory, which weights, answers and kept prompts may take
-
 
 @contextmanager
 def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterator[Served]:
@@ -42,8 +41,8 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
     Raises: ValueError, OSError, ImportError with one line that says what is wrong.
     """
     check_speculation(options)
+    check_parallel(options)
     check_adapter(options)
-    _check_parallel(options)
     prompts_of(options)  # its errors come before the model is loaded
     device = usable_device(options.device)
     folder = folder_of(options.model, options.revision)
@@ -52,7 +51,7 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         if processes() > 1:  # all load at the same time
             model, encoder = _stage(options, folder, device), None
             stack.enter_context(model.pipeline.leading())
-            generator: Generator = OneByOne(model, model.pipeline.answering)
+            generator: Generator = OneByOne(model.pipeline.answering)
         else:
             model = with_adapter(options, load(options, folder, device))
             encoder = _encoder(options, model, processor, folder)
@@ -62,25 +61,30 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
         yield Served(name, model, processor, context, generator, media or Media(), is_spread, encoder)
 
 
-def _check_parallel(options: argparse.Namespace) -> None:
-    """Raises: ValueError."""
+def check_parallel(options: argparse.Namespace) -> None:
+    """Decides how many conversations are answered together, if the options leave it open.
+
+    Raises: ValueError.
+    """
+    guesses = "--draft" if options.draft else "--prompt-lookup" if options.prompt_lookup else None
+    alone = "a pipeline of processes" if processes() > 1 else guesses
+    if options.parallel is None:
+        options.parallel = MOST_ROWS if alone is None else 1
+        if alone is not None:
+            print(f"{alone}: conversations are answered one after the other", file=sys.stderr)
     if options.parallel < 1:
         raise ValueError(f"--parallel must be at least 1, got {options.parallel}")
-    if options.parallel > 1 and (options.draft or options.prompt_lookup):
-        raise ValueError(f"--draft and --prompt-lookup need --parallel 1, got {options.parallel}")
-    if options.parallel > 1 and processes() > 1:
-        raise ValueError(f"--parallel must be 1 in a pipeline of processes, got {options.parallel}")
+    if options.parallel > 1 and alone is not None:
+        raise ValueError(f"--parallel must be 1 with {alone}, got {options.parallel}")
 
 
 def _generator(options: argparse.Namespace, model: Any, folder: str, device: str) -> Generator:
     """A generator of one conversation after the other, or of several as far as the memory goes."""
     if not model.can_generate():
-        return OneByOne(model, None)
+        return OneByOne(None)
     if options.parallel == 1:
-        return OneByOne(model, _answering(options, model, folder, device))
-    weights = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    free = int(_OF_THE_MACHINE * machine_memory()) - weights
-    return Engine(model, prompts_of(options), options.parallel, max(free, 0))
+        return OneByOne(_answering(options, model, folder, device))
+    return Engine(model, prompts_of(options), options.parallel, free_memory(model))
 
 
 def _closed(generator: Generator) -> None:

@@ -71,16 +71,20 @@ class Server:
             Route("/", self._page),
             Route("/health", self._health),
             Route("/metrics", self._metrics),
-            Route("/v1/models", self._models),
-            Route("/v1/models/{name:path}", self._model),
-            Route("/v1/messages/count_tokens", self._count, methods=["POST"]),
             Route("/load_model", self._load, methods=["POST"]),
         ]
-        for path in (EMBEDDINGS, RERANK):
-            routes.append(Route(path, functools.partial(self._encode, path), methods=["POST"]))
-        for protocol in (ChatCompletions(), Completions(), Responses(), Messages()):
-            answer = functools.partial(self._answer, protocol)
-            routes.append(Route(protocol.path, answer, methods=["POST"]))
+        for start in ("/v1", ""):  # clients whose base URL lacks it are answered, too
+            routes += [
+                Route(f"{start}/models", self._models),
+                Route(f"{start}/models/{{name:path}}", self._model),
+                Route(f"{start}/messages/count_tokens", self._count, methods=["POST"]),
+            ]
+            for path in (EMBEDDINGS, RERANK):
+                encode = functools.partial(self._encode, path)
+                routes.append(Route(start + path.removeprefix("/v1"), encode, methods=["POST"]))
+            for protocol in (ChatCompletions(), Completions(), Responses(), Messages()):
+                answer = functools.partial(self._answer, protocol)
+                routes.append(Route(start + protocol.path.removeprefix("/v1"), answer, methods=["POST"]))
         access = self.access
         guard = Middleware(
             Guard, hosts=access.hosts, key=access.key, from_any_page=access.from_any_page, refuse=refusal

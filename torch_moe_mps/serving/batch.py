@@ -1,23 +1,28 @@
 """Several answers at once: prompts are read alone, in pieces between the steps of the answers that go on."""
 
+import functools
+import inspect
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, PreTrainedModel
+from transformers.generation import GenerationMixin, GenerationMode
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.wide_logits import wide_logits
 from ..transformers.caches.prompt_cache import new_cache, reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
-from .choosing import Chooser, choose
-from .generating import can_be_kept, images_of, prepare_steps
+from .choosing import Chooser, Chosen, choose
+from .generating import Generating, can_be_kept, images_of, prepare_steps
 from .job import Job, Reason, prompt_length
+from .one_by_one import generate_alone
 from .prompts import AT_ONCE, Images, Kept, Prompts, is_marked, mark, pauses
 
 logger = logging.getLogger(__name__)
@@ -33,8 +38,9 @@ class _Answer:
         kept: the tokens and the cache so far.
         ends: tokens of the prompt behind which its states may be kept; the last is its end.
         is_whole: whether the prompt is read in one piece, as that of images is.
-        tokens: of the answer; the last one is not in the cache.
+        tokens: of the answer, as far as the host has read them.
         moved: how far positions are from the number of tokens, where there are images.
+        chosen: the token behind these, if it is generated alone and the host has not read it.
     """
 
     job: Job
@@ -46,6 +52,7 @@ class _Answer:
     images: Images | None
     tokens: list[int] = field(default_factory=list)
     moved: int = 0
+    chosen: Chosen | None = None
 
     @property
     def prompt(self) -> Tensor:
@@ -56,12 +63,15 @@ class Batch:
     """The answers that a model generates together, on the thread that calls `step`.
 
     A model whose cache has no rows that come and go generates as many answers, each in a call of its own.
+    Beams, and models with a `generate` of their own, run by that, one at a time; the others go on between its
+    tokens.
 
     Args:
         prompts: keeps what was computed; None keeps nothing.
         most: answers at once.
         memory: bytes for the answers and the kept prompts, of which those unused longest are given up first;
             None is no limit. One answer is generated in any case.
+        take: takes new jobs, between two tokens of one that `generate` generates. Returns: whether to go on.
 
     Attributes:
         waiting: jobs that have not begun.
@@ -70,7 +80,14 @@ class Batch:
         read_tokens, cached_tokens: of prompts, that were computed, and that were kept.
     """
 
-    def __init__(self, model: PreTrainedModel, prompts: Prompts | None, most: int, memory: int | None = None):
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        prompts: Prompts | None,
+        most: int,
+        memory: int | None = None,
+        take: Callable[[], bool] = lambda: True,
+    ):
         if hasattr(model, "pipeline"):
             raise ValueError(
                 "torch_moe_mps: several answers at once need a model in one process, got a pipeline: it "
@@ -81,17 +98,21 @@ class Batch:
         self.answers: list[_Answer] = []
         self.alone: list[_Answer] = []
         self.read_tokens = self.cached_tokens = 0
+        self._take_jobs, self._generates = take, False  # whether `generate` generates a job
+        self._reasons = set[str]()  # that were said why answers are not generated together
         self._reading: _Answer | None = None
         self._rows = Rows(model)
+        self._chosen: Chosen | None = None  # by the last step, which the host has not read
+        # Whether the next tokens are computed before the host reads these: mps would wait for it meanwhile.
+        self._reads_late = model.device.type == "mps"
         self._bytes = 0.0  # that a token of a row takes, at most
         self._step_seconds, self._token_seconds = 0.0, 0.0
-        self._reason: str | None = None  # why answers are generated alone
         self._turning = {name: m for name, m in model.named_modules() if hasattr(m, "rope_deltas")}
         prepare_steps(model)
 
     @property
     def active(self) -> int:
-        return len(self.answers) + len(self.alone) + (self._reading is not None)
+        return len(self.answers) + len(self.alone) + (self._reading is not None) + self._generates
 
     @property
     def has_work(self) -> bool:
@@ -99,7 +120,10 @@ class Batch:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Reads at most a piece of one prompt, and generates a token of each answer."""
+        """Reads at most a piece of one prompt, and generates a token of each answer.
+
+        One that `generate` must generate is generated to its end, and the steps of the others come between.
+        """
         self._end_cancelled()
         try:
             self._read()
@@ -125,7 +149,8 @@ class Batch:
     def _end_all(self, error: Exception) -> None:
         """Ends all answers that have begun; their caches may be wrong."""
         begun = [*self.answers, *self.alone, *([] if self._reading is None else [self._reading])]
-        self.answers, self.alone, self._reading, self._rows = [], [], None, Rows(self.model)
+        self.answers, self.alone, self._reading = [], [], None
+        self._rows, self._chosen = Rows(self.model), None
         for answer in begun:
             answer.job.on_end(error)
 
@@ -141,23 +166,74 @@ class Batch:
     # Prompts
 
     def _read(self) -> None:
-        if self._reading is None and self.waiting and self._has_room(prompt_length(self.waiting[0].inputs)):
-            job = self.waiting.popleft()
+        if self._reading is None and (job := self._next_job()) is not None:
+            self.waiting.remove(job)
             try:
-                self._reading = self._begin(job)
+                reason = reason_for_generate(self.model, job.config)
+                if reason is not None:
+                    job.on_end(self._generate(job, reason))
+                else:
+                    self._reading = self._begin(job)
             except Exception as error:  # of its settings or its inputs
                 job.on_end(error)
         if self._reading is not None:
             self._read_piece(self._reading)
 
+    def _next_job(self) -> Job | None:
+        """The first that waits and may begin, if there is room for it: `generate` generates one at a time."""
+        jobs = (
+            job
+            for job in self.waiting
+            if not self._generates or reason_for_generate(self.model, job.config) is None
+        )
+        job = next(jobs, None)
+        return job if job is not None and self._has_room(prompt_length(job.inputs)) else None
+
+    def _generate(self, job: Job, reason: str) -> Reason:
+        """Generates a job by the model's `generate`, with a step of the others between its tokens."""
+        self._say_alone(reason)
+
+        def ends() -> bool:
+            moved = {name: module.rope_deltas for name, module in self._turning.items()}
+            if goes_on := self._take_jobs():
+                self.step()
+            for name, module in self._turning.items():
+                module.rope_deltas = moved[name]
+            return job.is_cancelled or not goes_on
+
+        def began(cached: int, read: int) -> None:
+            self.cached_tokens += cached
+            self.read_tokens += read
+
+        self._generates = True
+        try:
+            return generate_alone(self._answering, job, ends, began)
+        finally:
+            self._generates = False
+
+    @functools.cached_property
+    def _answering(self) -> Generating:
+        return Generating(self.model, self.prompts)
+
+    def _say_alone(self, reason: str) -> None:
+        if reason not in self._reasons:
+            self._reasons.add(reason)
+            logger.warning("torch_moe_mps: one by one, in turn with other answers: %s", reason)
+
     def _has_room(self, length: int) -> bool:
         """Whether one more answer fits, of a prompt of so many tokens; gives up prompts for it."""
         if self.active >= self.most:
             return False
-        if self.memory is None or self.active == 0:
+        return self.active == 0 or self._make_room(len(self.answers) + 1, length, length)
+
+    def _make_room(self, rows: int, longest: int, beside: int) -> bool:
+        """Gives up kept prompts that lie where answers must: so many rows, the longest of so many tokens or
+        more, and so many tokens beside them. Returns: whether there is enough for these.
+        """
+        if self.memory is None:
             return True
-        longest = max([length, *(len(each.kept.ids) + len(each.tokens) for each in self.answers)])
-        tokens = capacity(len(self.answers) + 1, longest) + length
+        longest = max([longest, *(len(each.kept.ids) + len(each.tokens) for each in self.answers)])
+        tokens = capacity(rows, longest) + beside
         tokens += sum(len(each.kept.ids) + len(each.tokens) for each in self.alone)
         needed = self._bytes * tokens
         kept = [] if self.prompts is None else self.prompts.kept
@@ -168,12 +244,7 @@ class Batch:
 
     def _begin(self, job: Job) -> _Answer:
         inputs = job.inputs
-        config, ids = job.config, inputs["input_ids"]
-        if (config.num_beams or 1) > 1 or (config.num_return_sequences or 1) > 1:
-            raise ValueError(
-                "torch_moe_mps: several answers at once take num_beams=1 and num_return_sequences=1, got "
-                f"{config.num_beams} and {config.num_return_sequences}; model.generate() takes others"
-            )
+        ids = inputs["input_ids"]
         images = images_of(self.model, inputs)
         is_kept = self.prompts is not None and not reads_whole(self.model) and can_be_kept(self.model, inputs)
         cache: Any = new_cache(self.model) if self.model._supports_default_dynamic_cache() else None
@@ -242,19 +313,19 @@ class Batch:
 
     def _begin_tokens(self, answer: _Answer, logits: Tensor) -> None:
         self._keep(answer)
+        self._settle()
         cache = answer.kept.cache
+        if cache is not None:
+            held = sum(LayerState(layer).memory() for layer in cache.layers)
+            self._bytes = max(self._bytes, held / len(answer.kept.ids))
         try:
             self._rows.join(cache, answer.moved)
             self.answers.append(answer)
-            held = sum(LayerState(layer).memory() for layer in cache.layers)
-            self._bytes = max(self._bytes, held / len(answer.kept.ids))
         except NotJoinable as error:
-            if self._reason != str(error):
-                self._reason = str(error)
-                logger.warning("torch_moe_mps: answers are generated one by one, in turn: %s", error)
+            self._say_alone(str(error))
             answer.kept = self._copied(answer)
             self.alone.append(answer)
-        self._take(answer, *choose([answer.chooser], logits))
+        self._take(answer, *choose([answer.chooser], logits).read())
 
     def _copied(self, answer: _Answer) -> Kept:
         """Copy of a kept prompt, with which an answer that is generated alone goes on."""
@@ -267,23 +338,57 @@ class Batch:
     # Tokens
 
     def _step(self) -> None:
-        tokens = torch.tensor([[answer.tokens[-1]] for answer in self.answers]).to(self.model.device)
+        if any(len(each.tokens) + 1 >= each.chooser.most for each in self.answers):
+            self._settle()  # none has a token behind its last one
+            if not self.answers:
+                return
+        if self._rows.is_full:
+            self._make_room(len(self.answers), 0, 0)
+        before = self._chosen
+        tokens = self._inputs(self.answers) if before is None else before.inputs()
         out = self._called(input_ids=tokens, **self._rows.arguments())
         self._rows.advance()
-        chosen = choose([answer.chooser for answer in self.answers], out.logits[:, -1])
+        self._chosen = choose([answer.chooser for answer in self.answers], out.logits[:, -1])
+        if before is not None:
+            self._hand_out(before)
+        if not self._reads_late:
+            self._settle()
+
+    def _inputs(self, answers: list[_Answer]) -> Tensor:
+        """The last tokens [B, 1] of answers that the host has read."""
+        return torch.tensor([[answer.tokens[-1]] for answer in answers]).to(self.model.device)
+
+    def _settle(self) -> None:
+        """Reads the tokens of the last step."""
+        chosen, self._chosen = self._chosen, None
+        if chosen is not None:
+            self._hand_out(chosen)
+
+    def _hand_out(self, chosen: Chosen) -> None:
+        tokens = chosen.read()
         raise_fault()
-        for answer, token in zip([*self.answers], chosen, strict=True):
+        for answer, token in zip([*self.answers], tokens, strict=True):
             self._take(answer, token)
 
     def _step_alone(self, answer: _Answer) -> None:
-        token = torch.tensor([[answer.tokens[-1]]]).to(self.model.device)
+        before, answer.chosen = answer.chosen, None
+        if before is not None and len(answer.tokens) + 1 >= answer.chooser.most:
+            self._take(answer, *before.read())
+            return
+        token = self._inputs([answer]) if before is None else before.inputs()
         moved = {} if answer.kept.images is None else answer.kept.images.moved
         for name, module in self._turning.items():
             module.rope_deltas = moved.get(name)
         out = self._called(input_ids=token, past_key_values=answer.kept.cache, use_cache=True)
-        (chosen,) = choose([answer.chooser], out.logits[:, -1])
-        raise_fault()
-        self._take(answer, chosen)
+        for module in self._turning.values():
+            module.rope_deltas = None
+        answer.chosen = choose([answer.chooser], out.logits[:, -1])
+        if before is not None:
+            self._take(answer, *before.read())
+            raise_fault()
+        if not self._reads_late:
+            chosen, answer.chosen = answer.chosen, None
+            self._take(answer, *chosen.read())
 
     def _take(self, answer: _Answer, token: int | Exception) -> None:
         """Gives a token to its job, and ends the answer where it is complete."""
@@ -292,7 +397,6 @@ class Batch:
             return
         answer.tokens.append(token)
         try:
-            answer.chooser.take(token)
             is_complete = answer.job.on_token(token)
         except Exception as error:  # of whoever takes the tokens
             self._end(answer, error)
@@ -303,23 +407,44 @@ class Batch:
             self._end(answer, "length")
 
     def _end(self, answer: _Answer, reason: Reason | Exception) -> None:
-        computed = answer.tokens[:-1]
-        ids = torch.cat((answer.prompt[0], answer.prompt.new_tensor(computed)))
+        """Ends an answer. Its cache is kept, unless by an error, behind which more may be in it."""
+        is_kept = answer.is_kept and not isinstance(reason, Exception)
+        # A token that the host reads late is in the cache, if another one was computed behind it.
+        computed, cache = answer.tokens[:-1], answer.kept.cache
         if answer in self.alone:
             self.alone.remove(answer)
-            cache = answer.kept.cache
+            computed = computed if answer.chosen is None else answer.tokens
         else:
             row = self.answers.index(answer)
-            cache = self._rows.alone(row) if answer.is_kept and computed else answer.kept.cache
+            computed = answer.tokens[: self._rows.lengths[row] - answer.prompt.shape[1]]
+            if is_kept and computed:
+                cache = self._rows.alone(row)
             self._rows.leave(row)
+            if self._chosen is not None:
+                self._chosen.leave(row)
             self.answers[row] = self.answers[-1]
             self.answers.pop()
-        if computed:
+        if is_kept:
+            ids = torch.cat((answer.prompt[0], answer.prompt.new_tensor(computed)))
             answer.kept = Kept(ids, cache, answer.kept.states, answer.kept.images)
-        self._keep(answer)
+            self._keep(answer)
         answer.job.on_end(reason)
 
     def _keep(self, answer: _Answer) -> None:
         is_whole = isinstance(answer.kept.cache, DynamicCache) and len(answer.kept.ids) > 0
         if self.prompts is not None and answer.is_kept and is_whole:
             self.prompts.put(answer.kept)
+
+
+def reason_for_generate(model: PreTrainedModel, config: GenerationConfig) -> str | None:
+    """Why `generate` has to generate an answer with these settings, for a person; None where it does not."""
+    mode = config.get_generation_mode()
+    if mode not in (GenerationMode.GREEDY_SEARCH, GenerationMode.SAMPLE):
+        return f"{mode.value.replace('_', ' ')} is generate()'s"
+    if config.cache_implementation not in (None, "dynamic") or config.use_cache is False:
+        return "generation_config asks for another cache"
+    kind = type(model).__name__
+    if model.config.is_encoder_decoder:
+        return f"{kind} is an encoder with a decoder"
+    own, known = inspect.unwrap(model.generate), inspect.unwrap(GenerationMixin.generate)
+    return None if own is known else f"{kind} has a generate() of its own"

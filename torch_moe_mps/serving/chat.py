@@ -5,7 +5,7 @@ from typing import Any
 
 from . import conversation
 from .answer import Answer, Item, Piece
-from .protocol import Protocol, Writer, event, ignore_unknown, input_of, new_id, openai_error
+from .protocol import Protocol, Writer, event, input_of, new_id, openai_error
 from .request import (
     HINTS,
     MOST_ANSWERS,
@@ -13,12 +13,10 @@ from .request import (
     SHARED,
     YES_OR_NO,
     Chat,
-    Check,
+    Fields,
     Refused,
     Request,
     Tool,
-    check,
-    check_nothing,
     integer,
     sampling,
     wrong,
@@ -28,36 +26,36 @@ from .structured import schema_of
 from .tools import Call
 
 MOST_LOGPROBS = 20
-_CHECKS: dict[str, Check] = SHARED | {
-    "chat_template_kwargs": OBJECT,
-    "logprobs": YES_OR_NO,
-    "max_completion_tokens": integer(1),
-    "max_tokens": integer(1),
-    "n": integer(1, MOST_ANSWERS),
-    "stream_options": OBJECT,
-    "top_logprobs": integer(0, MOST_LOGPROBS),
-}
-_NOTHING: dict[str, list[Any]] = {
-    "audio": [], "function_call": ["auto", "none"], "functions": [[]], "modalities": [["text"]],
-    "truncation": ["disabled"],
-}  # fmt: skip
-_KNOWN = {
-    *_CHECKS, *_NOTHING, *HINTS, "messages", "reasoning_effort", "response_format", "tool_choice", "tools",
-    "web_search_options",
-}  # fmt: skip
+_FIELDS = Fields(
+    SHARED
+    | {
+        "chat_template_kwargs": OBJECT,
+        "logprobs": YES_OR_NO,
+        "max_completion_tokens": integer(1),
+        "max_tokens": integer(1),
+        "n": integer(1, MOST_ANSWERS),
+        "stream_options": OBJECT,
+        "top_logprobs": integer(0, MOST_LOGPROBS),
+    },
+    needed="messages",
+    others=HINTS | {"reasoning_effort", "response_format", "tool_choice", "tools", "web_search_options"},
+    nothing={
+        "audio": [],
+        "function_call": ["auto", "none"],
+        "functions": [[]],
+        "modalities": [["text"]],
+        "truncation": ["disabled"],
+    },
+)
 
 
 class ChatCompletions(Protocol):
     path = "/v1/chat/completions"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
-        check(body, _CHECKS)
-        check_nothing(body, _NOTHING)
-        ignore_unknown(body, _KNOWN, served, self.path)
+        _FIELDS.check(body, self.path, served.say_once)
         if body.get("web_search_options") is not None:
             served.say_once("web_search_options are left out: this server searches nothing")
-        if body.get("messages") is None:
-            raise Refused("'messages' must be there, got none.", "messages", "missing_required_parameter")
         messages = conversation.messages(body["messages"], "messages", served.say_once)
         own = conversation.tools(body.get("tools"), "tools", served.say_once)
         tools, forced = conversation.chosen(body, own)
@@ -89,7 +87,7 @@ class ChatCompletions(Protocol):
             }
             for number, answer in enumerate(answers.answers)
         ]
-        return _envelope(new_id("chatcmpl-"), "chat.completion", served) | {
+        return envelope("chatcmpl-", "chat.completion", served) | {
             "choices": choices,
             "usage": usage(answers),
         }
@@ -98,12 +96,32 @@ class ChatCompletions(Protocol):
         return _Chunks(request, answers, served)
 
 
-class _Chunks(Writer):
+class Chunks(Writer):
+    """Objects of one kind, with the usage in a last one if the request wants it."""
+
+    prefix: str
+    kind: str
+
     def __init__(self, *parts: Any):
         super().__init__(*parts)
-        self._envelope = _envelope(new_id("chatcmpl-"), "chat.completion.chunk", self.served)
+        self.envelope = envelope(self.prefix, self.kind, self.served)
+
+    def end(self) -> str:
+        last = ""
+        if (self.request.body.get("stream_options") or {}).get("include_usage"):
+            last = event(self.envelope | {"choices": [], "usage": usage(self.answers)})
+        return f"{last}data: [DONE]\n\n"
+
+    def failed(self, refused: Refused) -> str:
+        return event(openai_error(refused))
+
+
+class _Chunks(Chunks):
+    prefix, kind = "chatcmpl-", "chat.completion.chunk"
+
+    def __init__(self, *parts: Any):
+        super().__init__(*parts)
         self._calls = [0] * len(self.answers.answers)
-        self._wants_usage = bool((self.request.body.get("stream_options") or {}).get("include_usage"))
 
     def begin(self) -> str:
         first = {"role": "assistant", "content": ""}
@@ -120,20 +138,11 @@ class _Chunks(Writer):
     def ended(self, number: int) -> str:
         return self._chunk(number, {}, finish_reason(self.answers.answers[number]))
 
-    def end(self) -> str:
-        last = ""
-        if self._wants_usage:
-            last = event(self._envelope | {"choices": [], "usage": usage(self.answers)})
-        return f"{last}data: [DONE]\n\n"
-
-    def failed(self, refused: Refused) -> str:
-        return event(openai_error(refused))
-
     def _chunk(
         self, number: int, delta: dict[str, Any], reason: str | None = None, logprobs: Any = None
     ) -> str:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
-        return event(self._envelope | {"choices": [choice]})
+        return event(self.envelope | {"choices": [choice]})
 
 
 def logprobs_of(body: dict[str, Any], asked: bool, needed: str) -> int | None:
@@ -160,8 +169,9 @@ def usage(answers: Answers) -> dict[str, Any]:
     }
 
 
-def _envelope(name: str, kind: str, served: Served) -> dict[str, Any]:
-    return {"id": name, "object": kind, "created": int(time.time()), "model": served.name}
+def envelope(prefix: str, kind: str, served: Served) -> dict[str, Any]:
+    """The fields of an answer, or of each chunk of one, that all have."""
+    return {"id": new_id(prefix), "object": kind, "created": int(time.time()), "model": served.name}
 
 
 def _message(answer: Answer, tools: dict[str, Tool]) -> dict[str, Any]:

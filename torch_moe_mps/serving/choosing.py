@@ -59,10 +59,10 @@ class Chooser:
         """The logits [1, V] behind the processors that are not of the draw."""
         return self.sampling.others(self.ids, logits.float())
 
-    def take(self, token: int) -> None:
-        """Notes a token of the answer, for the processors."""
+    def take(self, token: Tensor) -> None:
+        """Notes a token [1] of the answer, on the device, for the processors."""
         if self.ids is not None:
-            self.ids = torch.cat((self.ids, self.ids.new_tensor([[token]])), 1)
+            self.ids = torch.cat((self.ids, token[None].to(self.ids.dtype)), 1)
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -72,17 +72,64 @@ class Chooser:
         return True, self.sampling.arguments(), self.sampling.end
 
 
-def choose(choosers: Sequence[Chooser], logits: Tensor) -> list[int | Exception]:
-    """The next token of each row, or what it has in its place, from logits [B, V] of the model."""
-    chosen: list[Any] = [None] * len(choosers)
+class Chosen:
+    """The next token of each row, on the device; the host may compute more before it reads them.
+
+    Args:
+        tokens: [B].
+        invalid: [B], not 0 where the logits had no distribution; None where each had one.
+        errors: {row: what its processors raised}.
+
+    Attributes:
+        rows: which of the rows that were chosen for are left, in the order of their answers.
+    """
+
+    def __init__(self, tokens: Tensor, invalid: Tensor | None, errors: dict[int, Exception]):
+        self.rows = [*range(len(tokens))]
+        self._tokens, self._errors = tokens, errors
+        self._copies = [each if each is None else _begun_copy(each) for each in (tokens, invalid)]
+        self._copied = None
+        if tokens.device.type != "cpu":
+            self._copied = torch.Event(device=tokens.device, blocking=True)
+            self._copied.record()
+
+    def inputs(self) -> Tensor:
+        """The tokens [B, 1] of the rows that are left."""
+        is_whole = self.rows == [*range(len(self._tokens))]
+        return (self._tokens if is_whole else self._tokens[self.rows])[:, None]
+
+    def leave(self, row: int) -> None:
+        """Gives a row up, whose number the last one takes."""
+        self.rows[row] = self.rows[-1]
+        self.rows.pop()
+
+    def read(self) -> list[int | Exception]:
+        """The token of each row that is left, or what it has in its place; waits until it is known."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        tokens, wrong = ([] if copy is None else copy.tolist() for copy in self._copies)
+        read: dict[int, int | Exception] = dict(enumerate(tokens))
+        read |= {row: RuntimeError(_NO_DISTRIBUTION) for row, is_wrong in enumerate(wrong) if is_wrong}
+        read |= self._errors
+        return [read[row] for row in self.rows]
+
+
+def _begun_copy(tensor: Tensor) -> Tensor:
+    """A copy for the host, which is there behind the next event."""
+    if tensor.device.type == "cpu":
+        return tensor
+    return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor, non_blocking=True)
+
+
+def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
+    """The next token of each row, from logits [B, V] of the model."""
     kinds: dict[Any, list[int]] = {}
-    rows = {}
+    rows, errors = {}, dict[int, Exception]()
     for row, chooser in enumerate(choosers):
         try:
             rows[row] = chooser.processed(logits[row : row + 1]) if chooser.sampling.others else None
         except Exception as error:  # of a processor: it is this row's
-            chosen[row] = error
-            continue
+            errors[row], rows[row] = error, logits[row : row + 1].float()
         kinds.setdefault((rows[row] is None, chooser.kind), []).append(row)
     made = []
     for (is_plain, _), of_kind in kinds.items():
@@ -92,12 +139,18 @@ def choose(choosers: Sequence[Chooser], logits: Tensor) -> list[int | Exception]
             scores = logits
         else:
             scores = logits[of_kind]
-        made.append((of_kind, *_of_kind([choosers[row] for row in of_kind], scores)))
-    for of_kind, tokens, invalid in made:  # only now does the host wait
-        wrong = [0] * len(of_kind) if invalid is None else invalid.tolist()
-        for row, token, is_wrong in zip(of_kind, tokens.tolist(), wrong, strict=True):
-            chosen[row] = RuntimeError(_NO_DISTRIBUTION) if is_wrong else token
-    return chosen
+        made.append(_of_kind([choosers[row] for row in of_kind], scores))
+    tokens, invalid = made[0]
+    if len(made) > 1:
+        order = [row for of_kind in kinds.values() for row in of_kind]
+        back = torch.tensor(order).argsort().to(logits.device)
+        tokens = torch.cat([each for each, _ in made])[back]
+        none = [torch.zeros_like(each, dtype=torch.int32) for each, _ in made]
+        wrong = [each if each is not None else zeros for (_, each), zeros in zip(made, none, strict=True)]
+        invalid = torch.cat(wrong)[back]
+    for row, chooser in enumerate(choosers):
+        chooser.take(tokens[row : row + 1])
+    return Chosen(tokens, invalid, errors)
 
 
 def _of_kind(choosers: list[Chooser], scores: Tensor) -> tuple[Tensor, Tensor | None]:

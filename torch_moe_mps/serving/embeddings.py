@@ -6,17 +6,21 @@ from typing import Any
 from torch import Tensor
 
 from .encoder import Encoder
-from .protocol import ignore_unknown
-from .request import TEXT, YES_OR_NO, Check, Refused, check, integer, wrong
+from .request import TEXT, YES_OR_NO, Fields, Refused, integer, wrong
 from .served import Served
 
 EMBEDDINGS, RERANK = "/v1/embeddings", "/v1/rerank"
 _MOST_TEXTS = 2048
-_CHECKS: dict[str, dict[str, Check]] = {
-    EMBEDDINGS: {"dimensions": integer(1), "model": TEXT, "user": TEXT},
-    RERANK: {"model": TEXT, "query": TEXT, "return_documents": YES_OR_NO, "top_n": integer(1)},
+_FIELDS = {
+    EMBEDDINGS: Fields(
+        {"dimensions": integer(1), "model": TEXT, "user": TEXT}, "input", frozenset({"encoding_format"})
+    ),
+    RERANK: Fields(
+        {"model": TEXT, "query": TEXT, "return_documents": YES_OR_NO, "top_n": integer(1)},
+        "query",
+        frozenset({"documents"}),
+    ),
 }
-_KNOWN = {EMBEDDINGS: {"encoding_format", "input"}, RERANK: {"documents"}}
 
 
 class Texts:
@@ -30,15 +34,12 @@ class Texts:
 
     def __init__(self, path: str, body: dict[str, Any], served: Served):
         self.path, self.body, self.served = path, body, served
-        check(body, _CHECKS[path])
-        ignore_unknown(body, _CHECKS[path].keys() | _KNOWN[path], served, path)
+        _FIELDS[path].check(body, path, served.say_once)
         self.encoder = _encoder(path, served)
         self.documents: list[str] = []
         field = "input"
         if path == RERANK:
             field = "documents"
-            if body.get("query") is None:
-                raise Refused("'query' must be there, got none.", "query", "missing_required_parameter")
             self.documents = _documents(body.get("documents"))
             self.ids = self.encoder.pairs(body["query"], self.documents)
         else:

@@ -24,7 +24,7 @@ class Engine(OnDevice):
     def __init__(self, model: Any, prompts: Prompts | None, most: int, memory: int | None = None):
         super().__init__()
         self.most = most
-        self._batch = Batch(model, prompts, most, memory)
+        self._batch = Batch(model, prompts, most, memory, self._take_work)
         self._submitted = 0
         self._thread.start()
 

@@ -1,5 +1,6 @@
 """Answers to a list of prompts, generated together."""
 
+import copy
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,10 +11,10 @@ from transformers import GenerationConfig, LogitsProcessor, PreTrainedModel
 
 from .batch import Batch
 from .job import Job, Reason
+from .memory import MOST_ROWS, free_memory
 from .prompts import Prompts
 
 _NAME = "moe_mps::generate_batch"
-MOST_ROWS = 8  # answers at once: each further one of 16 takes nearly as long as one more step
 _SHARE_OF_PROMPTS = 4  # the part of free memory that keeps prompts, so that others may begin with them
 
 
@@ -39,7 +40,8 @@ def generate_batch(
             (DeepSeek-V4, MiniMax) generates them in turn, and a line of the log says why.
         prompts: N of them, tokens [T] of integers or [1, T], or texts, for which there must be a tokenizer.
         generation_config: one for all or N: `max_new_tokens`, the tokens that end an answer, `stop_strings`
-            and how tokens are chosen; None is the model's own. No beams, and one answer for each prompt.
+            and how tokens are chosen; None is the model's own. Beams are searched for one prompt at a
+            time, while the others go on. There is one answer for each prompt: no `num_return_sequences`.
         tokenizer: of texts and stop strings.
         seed: of drawn tokens, one for each prompt, or one number, to which prompt n adds n. The numbers drawn
             for an answer with a seed do not depend on what is generated beside it.
@@ -50,8 +52,8 @@ def generate_batch(
     Returns: N tensors of the new tokens [M], on the CPU, in the order of the prompts; with the token that
         ended the answer.
 
-    Raises: ValueError for arguments that do not fit, a model in a pipeline, and beams; what a prompt's
-        processor or streamer raises, and torch.AcceleratorError where the GPU fails.
+    Raises: ValueError for arguments that do not fit, and a model in a pipeline; what a prompt's processor or
+        streamer raises, and torch.AcceleratorError where the GPU fails.
     """
     many = len(prompts)
     if isinstance(prompts, (str, Tensor)):
@@ -62,15 +64,15 @@ def generate_batch(
         seeds = [seed + number for number in range(many)]
     processors = _each("logits_processor", logits_processor, many, type(None))
     streamers = _each("streamer", streamer, many, type(None))
-    memory = _free_memory(model)
-    kept = Prompts((1 << 34 if memory is None else memory) // _SHARE_OF_PROMPTS)
-    batch = Batch(model, kept, MOST_ROWS, memory)
+    memory = free_memory(model)
+    batch = Batch(model, Prompts(memory // _SHARE_OF_PROMPTS), MOST_ROWS, memory)
     answers: list[_Answer] = []
     with tqdm(total=many, desc="Generating", unit="answer", disable=not progress) as bar:
         for number, prompt in enumerate(prompts):
-            config = configs[number] or model.generation_config
+            config = _config(model, configs[number])
             ids = _ids(prompt, number, tokenizer)
             answer = _Answer(config, tokenizer, streamers[number], bar.update)
+            config.stop_strings = None  # the answer looks for them
             own = [*(processors[number] or ())]
             batch.waiting.append(
                 Job({"input_ids": ids}, config, answer.take, answer.end, seed=seeds[number], processors=own)
@@ -116,6 +118,14 @@ class _Answer:
         self._count()
 
 
+def _config(model: PreTrainedModel, config: GenerationConfig | None) -> GenerationConfig:
+    """A copy of the settings, or of the model's. Raises: ValueError."""
+    config = copy.deepcopy(config or model.generation_config)
+    if (count := config.num_return_sequences or 1) > 1:
+        raise ValueError(f"{_NAME}: generation_config must have num_return_sequences 1, got {count}")
+    return config
+
+
 def _ids(prompt: Any, number: int, tokenizer: Any) -> Tensor:
     """The tokens [1, T] of a prompt, on the CPU."""
     ids = prompt
@@ -139,10 +149,3 @@ def _each(name: str, value: Any, many: int, kind: type) -> list[Any]:
         got = f"{len(value)}" if isinstance(value, (list, tuple)) else f"a {type(value).__name__}"
         raise ValueError(f"{_NAME}: {name} must be a list of {many}, one for each prompt, got {got}")
     return [*value]
-
-
-def _free_memory(model: PreTrainedModel) -> int | None:
-    """Bytes of the GPU that nothing takes; None where there is no GPU."""
-    if model.device.type != "mps":
-        return None
-    return max(0, torch.mps.recommended_max_memory() - torch.mps.driver_allocated_memory())

@@ -6,18 +6,17 @@ from typing import Any
 
 from . import conversation
 from .answer import Answer, Item, Piece
-from .protocol import Protocol, Text, Writer, blocks, event, ignore_unknown, input_of, new_id
+from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
 from .request import (
     OBJECT,
     TEXT,
     YES_OR_NO,
     Chat,
-    Check,
+    Fields,
     Forced,
     Refused,
     Request,
     Tool,
-    check,
     instance,
     integer,
     number,
@@ -28,26 +27,28 @@ from .served import Answers, Served
 from .structured import schema_of
 from .tools import Call
 
-_CHECKS: dict[str, Check] = {
-    "max_tokens": integer(1),
-    "min_p": number(0, 1),
-    "model": TEXT,
-    "output_config": OBJECT,
-    "output_format": OBJECT,
-    "repetition_penalty": number(0, math.inf, open_at_low=True),
-    "stop_sequences": instance(list, "a list of texts"),
-    "stream": YES_OR_NO,
-    "temperature": number(0, 2),
-    "thinking": OBJECT,
-    "tool_choice": OBJECT,
-    "top_k": integer(0),
-    "top_p": number(0, 1, open_at_low=True),
-}
-_HINTS = {
-    "anthropic_version", "cache_control", "container", "context_management", "inference_geo", "mcp_servers",
-    "metadata", "service_tier", "speed",
-}  # fmt: skip
-_KNOWN = {*_CHECKS, *_HINTS, "messages", "seed", "system", "tools"}
+_FIELDS = Fields(
+    {
+        "max_tokens": integer(1),
+        "min_p": number(0, 1),
+        "model": TEXT,
+        "output_config": OBJECT,
+        "output_format": OBJECT,
+        "repetition_penalty": number(0, math.inf, open_at_low=True),
+        "stop_sequences": instance(list, "a list of texts"),
+        "stream": YES_OR_NO,
+        "temperature": number(0, 2),
+        "thinking": OBJECT,
+        "tool_choice": OBJECT,
+        "top_k": integer(0),
+        "top_p": number(0, 1, open_at_low=True),
+    },
+    needed="messages",
+    others=frozenset({
+        "anthropic_version", "cache_control", "container", "context_management", "inference_geo",
+        "mcp_servers", "metadata", "seed", "service_tier", "speed", "system", "tools",
+    }),
+)  # fmt: skip
 _KINDS = {
     401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
     503: "overloaded_error",
@@ -75,10 +76,7 @@ class Messages(Protocol):
 
     def read_prompt(self, body: dict[str, Any], served: Served) -> Request:
         """The parts of a request that counting needs, too. Raises: Refused."""
-        check(body, _CHECKS)
-        ignore_unknown(body, _KNOWN, served, self.path)
-        if body.get("messages") is None:
-            raise Refused("'messages' must be there, got none.", "messages", "missing_required_parameter")
+        _FIELDS.check(body, self.path, served.say_once)
         messages = _messages(body["messages"], served)
         if body.get("system"):
             system = _Content("system", served).texts(body["system"], "system")

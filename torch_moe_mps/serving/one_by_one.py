@@ -1,5 +1,7 @@
-"""Jobs in turn, as `Generating` generates them: with kept prompts and guessed tokens, and in a pipeline."""
+"""Jobs by the model's own `generate`: with kept prompts, guessed tokens and beams, and in a pipeline."""
 
+import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,16 +17,15 @@ class OneByOne(OnDevice):
     """A `Generator` of one job at a time.
 
     Args:
-        model: generates, and has a `generate` of its own where its layers are spread over processes.
-        answering: keeps prompts; in a pipeline the model asks it. None for a model that generates nothing.
+        answering: stands for the model, and keeps prompts; in a pipeline the model asks it. None for a model
+            that generates nothing.
     """
 
     most = 1
 
-    def __init__(self, model: Any, answering: Generating | None):
+    def __init__(self, answering: Generating | None):
         super().__init__()
-        self._model, self._answering = model, answering
-        self._leads = hasattr(model, "pipeline")
+        self._answering = answering
         self.active = self.waiting = self.read_tokens = self.cached_tokens = 0
         self._thread.start()
 
@@ -73,42 +74,55 @@ class OneByOne(OnDevice):
 
     def _generate(self, job: Job) -> Reason:
         assert self._answering is not None
-        config, length = job.config, prompt_length(job.inputs)
-        tokens, told = _Tokens(job), False
 
-        def ends() -> bool:
-            return job.is_cancelled
+        def began(cached: int, read: int) -> None:
+            self.cached_tokens += cached
+            self.read_tokens += read
 
-        def progress(read: int, of: int) -> None:
-            nonlocal told
-            if not told:
-                told, job.cached_tokens = True, read
-                self.cached_tokens += read
-                self.read_tokens += of - read
-            job.on_progress(read, of)
+        return generate_alone(self._answering, job, lambda: job.is_cancelled or self._closed, began)
 
-        if job.seed is not None:
-            torch.manual_seed(job.seed)
-        inputs = {name: value.to(self._model.device) for name, value in job.inputs.items()}
-        more: dict[str, Any] = {"generation_config": config}
-        if job.processors:
-            more["logits_processor"] = job.processors
-        if hasattr(self._model, "has_talker"):  # it would speak, too
-            more["generation_mode"] = "text"
-        if self._leads:  # other processes generate the same, and know of no functions
-            progress(0, length)
-            self._model.generate(**inputs, **more, streamer=tokens)
-        elif (config.num_beams or 1) > 1:  # there is nothing to show before the end
-            result = self._answering.generate(**inputs, **more, ends=ends, progress=progress)
-            tokens.put(inputs["input_ids"])
-            tokens.put(result[0, length:])
-        else:
-            self._answering.generate(**inputs, **more, ends=ends, progress=progress, streamer=tokens)
-        if tokens.is_complete:
-            return "stop"
-        if tokens.count >= config.max_new_tokens:
-            return "length"
-        return "cancelled" if job.is_cancelled or self._closed else "stop"
+
+def generate_alone(
+    answering: Generating, job: Job, ends: Callable[[], bool], began: Callable[[int, int], None]
+) -> Reason:
+    """Generates a job by the model's own `generate`: in a pipeline, and with beams, too.
+
+    Args:
+        ends: asked between tokens, and between pieces of the prompt: whether the answer ends there.
+        began: takes how many tokens of the prompt were kept, and how many are computed.
+    """
+    model, config, length = answering.model, job.config, prompt_length(job.inputs)
+    tokens, told = _Tokens(job), False
+
+    def progress(read: int, of: int) -> None:
+        nonlocal told
+        if not told:
+            told, job.cached_tokens = True, read
+            began(read, of - read)
+        job.on_progress(read, of)
+
+    if job.seed is not None:
+        torch.manual_seed(job.seed)
+    inputs = {name: value.to(model.device) for name, value in job.inputs.items()}
+    more: dict[str, Any] = {"generation_config": config}
+    if job.processors:
+        more["logits_processor"] = job.processors
+    if hasattr(model, "has_talker"):  # it would speak, too
+        more["generation_mode"] = "text"
+    if hasattr(model, "pipeline"):  # other processes generate the same, and know of no functions
+        progress(0, length)
+        model.generate(**inputs, **more, streamer=tokens)
+    elif (config.num_beams or 1) > 1:  # there is nothing to show before the end
+        result = answering.generate(**inputs, **more, ends=ends, progress=progress)
+        tokens.put(inputs["input_ids"])
+        tokens.put(result[0, length:])
+    else:
+        answering.generate(**inputs, **more, ends=ends, progress=progress, streamer=tokens)
+    if tokens.is_complete:
+        return "stop"
+    if tokens.count >= tokens.most:
+        return "length"
+    return "cancelled" if ends() else "stop"
 
 
 class _Tokens:
@@ -123,6 +137,7 @@ class _Tokens:
         last = job.config.eos_token_id
         self._last = set(last) if isinstance(last, list) else {last}
         self._job, self._is_prompt = job, True
+        self.most = job.config.max_new_tokens or sys.maxsize  # as the model has it, where a job has none
         self.count, self.is_complete = 0, False
 
     @property
@@ -134,7 +149,7 @@ class _Tokens:
             self._is_prompt = False
             return
         for token in value.reshape(-1).tolist():
-            if self.ended or self.count >= self._job.config.max_new_tokens:
+            if self.ended or self.count >= self.most:
                 return
             self.count += 1
             self.is_complete = self._job.on_token(token) or token in self._last

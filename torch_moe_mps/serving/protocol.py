@@ -113,9 +113,3 @@ def input_of(call: Call) -> str:
         isinstance(arguments, dict) and [*arguments] == ["input"] and isinstance(arguments["input"], str)
     )
     return arguments["input"] if is_input else call.arguments
-
-
-def ignore_unknown(body: dict[str, Any], known: set[str], served: Served, path: str) -> None:
-    """Says once of each field that it is not known."""
-    for name in sorted(body.keys() - known):
-        served.say_once(f"{path}: the field {name!r} is not known and ignored")

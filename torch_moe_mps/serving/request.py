@@ -203,19 +203,41 @@ HINTS = frozenset({
 })  # fmt: skip
 
 
-def check(body: dict[str, Any], checks: dict[str, Check]) -> None:
-    """Raises: Refused for the first field that is not null and not as its check says."""
-    for name, (fits, expected) in checks.items():
-        if body.get(name) is not None and not fits(body[name]):
-            raise wrong(name, expected, body[name])
+@dataclass(frozen=True)
+class Fields:
+    """The fields that a path knows; others are ignored, as agents send new ones every month.
 
+    Args:
+        checks: {field: what it must be where it is not null}.
+        needed: must be there.
+        others: fields that are read in another place, or change no answer.
+        nothing: {field that this server has no answer to: the values that ask for nothing}.
+    """
 
-def check_nothing(body: dict[str, Any], nothing: dict[str, list[Any]]) -> None:
-    """Raises: Refused for a field of `nothing` whose value is not one of those that ask for nothing."""
-    for name, values in nothing.items():
-        value = body.get(name)
-        if value is not None and not any(value == v and type(value) is type(v) for v in values):
-            raise unsupported(name, value)
+    checks: dict[str, Check]
+    needed: str
+    others: frozenset[str] = frozenset()
+    nothing: dict[str, list[Any]] = field(default_factory=dict)
+
+    def check(self, body: dict[str, Any], path: str, say_once: Callable[[str], None]) -> None:
+        """Raises: Refused for the first field that is not as it must be.
+
+        Args:
+            say_once: takes a line on each field that is ignored.
+        """
+        for name, (fits, expected) in self.checks.items():
+            if body.get(name) is not None and not fits(body[name]):
+                raise wrong(name, expected, body[name])
+        for name, values in self.nothing.items():
+            value = body.get(name)
+            if value is not None and not any(value == v and type(value) is type(v) for v in values):
+                raise unsupported(name, value)
+        known = {*self.checks, *self.nothing, *self.others, self.needed}
+        for name in sorted(body.keys() - known):
+            say_once(f"{path}: the field {name!r} is not known and ignored")
+        if body.get(self.needed) is None:
+            line = f"'{self.needed}' must be there, got none."
+            raise Refused(line, self.needed, "missing_required_parameter")
 
 
 def sampling(body: dict[str, Any]) -> dict[str, Any]:

@@ -6,19 +6,17 @@ from typing import Any
 from . import conversation
 from .answer import Answer, Item, Piece
 from .chat import MOST_LOGPROBS, logprobs_of
-from .protocol import Protocol, Text, Writer, blocks, event, ignore_unknown, input_of, new_id
+from .protocol import Protocol, Text, Writer, blocks, event, input_of, new_id
 from .request import (
     HINTS,
     OBJECT,
     SHARED,
     TEXT,
     Chat,
-    Check,
+    Fields,
     Refused,
     Request,
     Tool,
-    check,
-    check_nothing,
     instance,
     integer,
     sampling,
@@ -29,31 +27,34 @@ from .structured import schema_of
 from .tools import Call
 
 _INCLUDED = "message.output_text.logprobs"
-_CHECKS: dict[str, Check] = SHARED | {
-    "chat_template_kwargs": OBJECT,
-    "include": instance(list, "a list of texts"),
-    "instructions": TEXT,
-    "max_output_tokens": integer(1),
-    "reasoning": OBJECT,
-    "text": OBJECT,
-    "top_logprobs": integer(0, MOST_LOGPROBS),
-}
-_NOTHING: dict[str, list[Any]] = {
-    "background": [False], "conversation": [], "previous_response_id": [], "prompt": [],
-    "truncation": ["disabled"],
-}  # fmt: skip
-_KNOWN = {*_CHECKS, *_NOTHING, *HINTS, "input", "response_format", "tool_choice", "tools"}
+_FIELDS = Fields(
+    SHARED
+    | {
+        "chat_template_kwargs": OBJECT,
+        "include": instance(list, "a list of texts"),
+        "instructions": TEXT,
+        "max_output_tokens": integer(1),
+        "reasoning": OBJECT,
+        "text": OBJECT,
+        "top_logprobs": integer(0, MOST_LOGPROBS),
+    },
+    needed="input",
+    others=HINTS | {"response_format", "tool_choice", "tools"},
+    nothing={
+        "background": [False],
+        "conversation": [],
+        "previous_response_id": [],
+        "prompt": [],
+        "truncation": ["disabled"],
+    },
+)
 
 
 class Responses(Protocol):
     path = "/v1/responses"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
-        check(body, _CHECKS)
-        check_nothing(body, _NOTHING)
-        ignore_unknown(body, _KNOWN, served, self.path)
-        if body.get("input") is None:
-            raise Refused("'input' must be there, got none.", "input", "missing_required_parameter")
+        _FIELDS.check(body, self.path, served.say_once)
         messages = _items(body["input"], served)
         if body.get("instructions"):
             own = {"role": "system", "content": [conversation.text_part(body["instructions"])]}

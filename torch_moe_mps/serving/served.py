@@ -228,8 +228,10 @@ class Served:
             config.update(**request.settings)
         except (TypeError, ValueError, AttributeError) as error:
             raise wrong("generation_config", "of settings that exist", first_line(error)) from None
-        if self.generator.most > 1 and (config.num_beams or 1) > 1:
-            raise wrong("generation_config", "of num_beams 1 with --parallel", config.num_beams)
+        if (config.num_return_sequences or 1) > 1:
+            raise wrong(
+                "generation_config", "of num_return_sequences 1 (see 'n')", config.num_return_sequences
+            )
         if config.eos_token_id is None:
             config.eos_token_id = own.eos_token_id
         rest, most = self.context - length, request.most

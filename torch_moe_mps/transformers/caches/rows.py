@@ -75,6 +75,11 @@ class Rows:
         """The common end: how many tokens the longest row has."""
         return max(self.lengths, default=0)
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the next token moves the rows to larger memory."""
+        return self._left == 0
+
     def memory(self) -> int:
         """Bytes of all rows, without room."""
         layers = [] if self.cache is None else self.cache.layers

@@ -1,0 +1,174 @@
+"""Other libraries' clients of the server, and two servers behind LiteLLM's router."""
+
+import contextlib
+import os
+import subprocess
+import sys
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support import scripted, serving
+from support.serving import said
+
+pytestmark = pytest.mark.sweep
+os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")  # it would fetch the prices of others
+CALL = '<tool_call>\n{"name": "%s", "arguments": {"of": "sky"}}\n</tool_call>'
+
+
+@pytest.fixture(scope="module")
+def here():
+    with scripted.server() as running:
+        yield running
+
+
+def test_langchain(here):
+    """An answer, a stream of one, reasoning left out, a tool, and an answer in a schema."""
+    from langchain_core.messages import HumanMessage, ToolMessage
+    from langchain_core.tools import tool
+    from langchain_openai import ChatOpenAI
+    from pydantic import BaseModel
+
+    @tool
+    def look(of: str) -> str:
+        """Look at something."""
+        return f"{of} is blue"
+
+    class Sky(BaseModel):
+        """A part of the sky."""
+
+        of: str
+
+    for of_responses in (False, True):
+        chat = ChatOpenAI(
+            model="m",
+            base_url=f"{here.url}/v1",
+            api_key="none",
+            use_responses_api=of_responses,
+            max_retries=0,
+        )
+        here.says("<think>\nhm\n</think>\n\nblue", cached=4)
+        answer = chat.invoke("why?")
+        assert answer.text == "blue" and answer.usage_metadata["input_token_details"]["cache_read"] == 4
+        pieces = [*chat.stream("why?")]
+        assert "".join(piece.text for piece in pieces) == "blue" and len(pieces) > 4
+        here.says(CALL % "look", "It is blue.")
+        bound = chat.bind_tools([look])
+        turns = [HumanMessage("look up")]
+        turns.append(bound.invoke(turns))
+        (call,) = turns[-1].tool_calls
+        assert (call["name"], call["args"]) == ("look", {"of": "sky"})
+        turns.append(ToolMessage(look.invoke(call["args"]), tool_call_id=call["id"]))
+        assert bound.invoke(turns).text == "It is blue."
+        assert "sky is blue" in here.generator.prompts[1]
+        here.says('{"of": "sky"}')
+        assert chat.with_structured_output(Sky, method="json_schema").invoke("what?") == Sky(of="sky")
+
+
+def test_instructor(here):
+    """Objects of a class, by a call and in a schema; a wrong one is asked for again."""
+    import instructor
+    import openai
+    from pydantic import BaseModel
+
+    class Sky(BaseModel):
+        of: str
+
+    with openai.OpenAI(base_url=f"{here.url}/v1", api_key="none", max_retries=0) as client:
+        ways = {instructor.Mode.TOOLS: CALL % "Sky", instructor.Mode.JSON_SCHEMA: '{"of": "sky"}'}
+        for mode, text in ways.items():
+            of_objects = instructor.from_openai(client, mode=mode)
+            here.says(text.replace('"sky"', "7"), text)
+            sky = of_objects.chat.completions.create(
+                model="m", response_model=Sky, messages=said("what?"), max_retries=2
+            )
+            assert sky.of == "sky" and len(here.generator.prompts) == 2
+
+
+def test_litellm(here):
+    """OpenAI's chats and responses, and Anthropic's messages."""
+    import litellm
+
+    to = {"api_base": f"{here.url}/v1", "api_key": "none", "num_retries": 0}
+    here.says("blue", cached=4)
+    answer = litellm.completion(model="openai/m", messages=said("why?"), top_k=3, **to)
+    assert answer.choices[0].message.content == "blue"
+    assert answer.usage.prompt_tokens_details.cached_tokens == 4
+    chunks = litellm.completion(model="openai/m", messages=said("why?"), stream=True, **to)
+    assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "blue"
+    assert litellm.responses(model="openai/m", input="why?", **to).output[0].content[0].text == "blue"
+    of_anthropic = to | {"api_base": here.url, "max_tokens": 50}
+    answer = litellm.completion(model="anthropic/m", messages=said("why?"), **of_anthropic)
+    assert answer.choices[0].message.content == "blue"
+
+
+@contextlib.contextmanager
+def server(checkpoint: Path) -> Iterator[str]:
+    """The URL of a server in a process of its own."""
+    port = serving.free_port()
+    command = [
+        sys.executable,
+        "-m",
+        "torch_moe_mps",
+        "serve",
+        checkpoint,
+        "--port",
+        str(port),
+        "--device",
+        "cpu",
+    ]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=checkpoint.parent)
+    try:
+        for line in process.stderr:
+            if "answers at" in line:
+                break
+        yield f"http://localhost:{port}"
+    finally:
+        process.terminate()
+        process.communicate(timeout=60)
+
+
+def metric(url: str, name: str) -> int:
+    with urllib.request.urlopen(f"{url}/metrics") as answer:
+        (line,) = [
+            line for line in answer.read().decode().splitlines() if line.startswith(f"moe_mps_{name} ")
+        ]
+    return int(line.split()[1])
+
+
+def test_two_servers_behind_a_router(checkpoint):
+    """As docs/distributed.md has them: both answer, and a conversation stays where it began."""
+    import litellm
+
+    with server(checkpoint) as first, server(checkpoint) as second:
+        urls = (first, second)
+        router = litellm.Router(
+            model_list=[
+                {
+                    "model_name": "letters",
+                    "litellm_params": {"model": "openai/letters", "api_base": f"{url}/v1", "api_key": "none"},
+                }
+                for url in urls
+            ],
+            routing_strategy="least-busy",
+            optional_pre_call_checks=["session_affinity"],
+            num_retries=0,
+        )
+
+        def asked(text: str, session: str, **more):
+            settings = {"max_tokens": 8, "temperature": 0, "metadata": {"session_id": session}} | more
+            return router.completion(model="letters", messages=said(text), **settings)
+
+        running = asked("abc" * 9, "a", stream=True, max_tokens=200)
+        next(iter(running))
+        for number in range(3):
+            assert asked("hello", f"b{number}").choices[0].message.content
+        assert all(metric(url, "generated_tokens_total") + metric(url, "rows_active") > 0 for url in urls)
+        for _ in running:
+            pass
+        begun = "thequick" * 9
+        for number in range(4):
+            asked(begun, f"c{number}", max_tokens=1)
+            again = asked(begun + "brown", f"c{number}", max_tokens=1)
+            assert again.usage.prompt_tokens_details.cached_tokens >= len(begun) - 1

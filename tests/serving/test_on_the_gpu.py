@@ -1,0 +1,113 @@
+"""Several answers on mps: captured, joining and leaving, and no token waits for the one before it."""
+
+import copy
+
+import pytest
+import torch
+from support import tiny_models
+from support.models import eager
+from support.sweep import in_sweep
+from support.waits import Waits
+from transformers import GenerationConfig
+
+import torch_moe_mps
+from torch_moe_mps.serving.batch import Batch
+from torch_moe_mps.serving.job import Job
+from torch_moe_mps.serving.prompts import Prompts
+from torch_moe_mps.transformers.attention.attention import NAME
+from torch_moe_mps.transformers.capture import calls
+from torch_moe_mps.transformers.capture.calls import captures_of
+
+# {architecture: its prompts}: windows and sinks, latents, recurrent states.
+PROMPTS = {"qwen3_moe": 9, "gpt_oss": 3, "deepseek_v3": 3, "qwen3_next": 3}
+
+
+@pytest.fixture(autouse=True)
+def captured(monkeypatch):
+    monkeypatch.setenv(calls.SWITCH, "1")
+
+
+class Asked(Job):
+    """A job that notes its tokens, its reason, and how often the host has waited so far."""
+
+    def __init__(self, number: int, config: GenerationConfig, waits: Waits | None = None):
+        generator = torch.Generator().manual_seed(number)
+        ids = torch.randint(2, 90, (1, 3 + 5 * number % 17), generator=generator)
+        super().__init__({"input_ids": ids}, config, self.take, self.end)
+        self.tokens, self.reason, self.waits, self.waited = [], None, waits, []
+
+    def take(self, token: int) -> bool:
+        self.tokens.append(token)
+        self.waited.append(self.waits and self.waits.count)
+        return False
+
+    def end(self, reason) -> None:
+        self.reason = reason
+
+
+def settings(new: int, **more) -> GenerationConfig:
+    return GenerationConfig(max_new_tokens=new, pad_token_id=0, **{"eos_token_id": None} | more)
+
+
+def models(architecture: str):
+    """A model by transformers alone, on the CPU, and the same one on mps."""
+    with tiny_models.groups_of_32():
+        plain = eager(tiny_models.tiny_model(architecture))
+    model = copy.deepcopy(plain).to("mps")
+    torch_moe_mps.accelerate(model)
+    model.set_attn_implementation(NAME)
+    return plain, model
+
+
+def expected(plain, job: Job) -> list[int]:
+    ids = job.inputs["input_ids"]
+    return plain.generate(ids, generation_config=job.config)[0, ids.shape[1] :].tolist()
+
+
+@pytest.mark.slow("captures two programs in the simulator")
+@pytest.mark.parametrize("architecture", in_sweep([*PROMPTS], ["qwen3_moe"]))
+def test_rows_of_the_engine(architecture, simulated):
+    """One to eight rows: more prompts than places, an end by a token, one that leaves, turns that go on."""
+    plain, model = models(architecture)
+    count = PROMPTS[architecture]
+    jobs = [Asked(number, settings(9 + number % 3)) for number in range(count)]
+    whole = expected(plain, jobs[1])
+    jobs[1].config.eos_token_id = whole[2]
+    gone = Asked(20, settings(60))
+    gone.on_token = lambda token: gone.take(token) or (len(gone.tokens) == 3 and gone.cancel())
+    batch = Batch(model, Prompts(1 << 30), 8)
+    batch.waiting.extend([*jobs, gone])
+    rows = set()
+    while batch.has_work:
+        batch.step()
+        rows.add(len(batch.answers))
+    assert {1, min(8, count)} <= rows and gone.reason == "cancelled"
+    for job in jobs:
+        assert job.tokens == expected(plain, job), job.inputs
+    assert jobs[1].reason == "stop"
+    assert captures_of(model).reason is None
+    # All that was computed is kept, the token that the host had not read among it.
+    first = jobs[1]
+    turn = torch.cat((first.inputs["input_ids"], torch.tensor([first.tokens]), torch.tensor([[7, 8]])), 1)
+    again = Asked(0, settings(5))
+    again.inputs = {"input_ids": turn}
+    batch.waiting.append(again)
+    while batch.has_work:
+        batch.step()
+    assert again.cached_tokens >= turn.shape[1] - 3 and again.tokens == expected(plain, again)
+
+
+@pytest.mark.slow("captures two programs in the simulator")
+def test_no_token_of_several_waits(simulated):
+    """Greedy and drawn, with penalties: the host reads a token when the next one is on its way."""
+    _, model = models("qwen3_moe")
+    ways = ({}, {"do_sample": True, "temperature": 0.8, "top_k": 20}, {"repetition_penalty": 1.3})
+    for way in ways:
+        batch = Batch(model, None, 4)
+        with Waits() as waits:
+            jobs = [Asked(number, settings(16, **way), waits) for number in range(4)]
+            batch.waiting.extend(jobs)
+            while batch.has_work:
+                batch.step()
+        for job in jobs:
+            assert len({*job.waited[9:15]}) == 1, (way, job.waited)
