@@ -207,7 +207,7 @@ def test_a_report_that_a_full_disk_does_not_take_is_printed(few, capsys, monkeyp
 
 
 def test_unknown_names(few, refused):
-    assert "--format must be some of affine2_32, " in refused("check", "--format", "affine4_65")
+    assert "--format must be some of affine1_32, " in refused("check", "--format", "affine4_65")
 
 
 def test_all_libraries_and_all_formats(simulated):
