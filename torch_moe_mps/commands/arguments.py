@@ -169,8 +169,8 @@ _SPECULATION = ("--draft", "--prompt-lookup")
 def _add(command: argparse.ArgumentParser, *names: str, of: str = "MODEL", **own: Any) -> None:
     """Adds options that several commands have; `own` is what they are in this one."""
     for name in names:
-        given = _SHARED[name] | own
-        command.add_argument(name, **given | {"help": given["help"].format(of)})
+        arguments = _SHARED[name] | own
+        command.add_argument(name, **arguments | {"help": arguments["help"].format(of)})
 
 
 def _check(command: argparse.ArgumentParser) -> None:

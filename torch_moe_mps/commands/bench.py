@@ -159,14 +159,14 @@ def _depths(options: argparse.Namespace, config: Any) -> Sequence[int]:
 
 
 def _write(file: str, rows: list[Timing], bench: "Bench", **what: str) -> None:
-    found = {
+    result = {
         **what,
         "tensor_units": tensor_units.decided(),
         "capture": bench.captured,
         "bytes_a_token": bench.weights,
         "bandwidth": bench.bandwidth,
     }
-    write_json(file, {**found, "rows": [asdict(row) for row in rows]})
+    write_json(file, {**result, "rows": [asdict(row) for row in rows]})
 
 
 class Bench:
@@ -264,8 +264,8 @@ class Bench:
         how |= {"eos_token_id": [self.vocabulary], "pad_token_id": 0, "max_new_tokens": tokens}
 
         def generate(cache: Any) -> None:
-            given = {} if cache is None else {"past_key_values": cache}
-            self.model.generate(ids, attention_mask=torch.ones_like(ids), **given, **how).tolist()
+            arguments = {} if cache is None else {"past_key_values": cache}
+            self.model.generate(ids, attention_mask=torch.ones_like(ids), **arguments, **how).tolist()
 
         name = f"tg{tokens}{kind}" + (f" @ d{depth}" if depth else "")
         row = self._rate(name, tokens, self._repeated(cache, generate), depth)

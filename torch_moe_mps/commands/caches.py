@@ -76,5 +76,5 @@ def _cached(model: Any, tokens: int, bits: int) -> list[tuple[int | None, int]]:
 
 def _nbytes(value: object) -> int:
     """The bytes of the floating-point tensors in a value, a list or a dict."""
-    tensors = (each for each in tree_leaves(value) if isinstance(each, torch.Tensor))
+    tensors = (leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor))
     return sum(tensor.nbytes for tensor in tensors if tensor.is_floating_point())

@@ -42,17 +42,17 @@ def model_card(name: str, source: str, base: str | None, layout: str, report: st
         layout: "moe_mps" or "mlx".
         report: what the conversion printed.
     """
-    found: dict[str, Any] = {}
+    result: dict[str, Any] = {}
     if (Path(source) / CARD).exists():
         before = ModelCard.load(Path(source) / CARD, ignore_metadata_errors=True).data.to_dict()
-        found = {key: before[key] for key in _KEPT if before.get(key) is not None}
+        result = {key: before[key] for key in _KEPT if before.get(key) is not None}
     if base is not None:
-        found["base_model"] = base
-    if "base_model" in found:
-        found["base_model_relation"] = "quantized"
+        result["base_model"] = base
+    if "base_model" in result:
+        result["base_model_relation"] = "quantized"
     library = "mlx" if layout == "mlx" else "transformers"
-    data = ModelCardData(library_name=library, tags=[library, _TAG], **found)
-    of = f" of [{found['base_model']}](https://huggingface.co/{found['base_model']})" if base else ""
+    data = ModelCardData(library_name=library, tags=[library, _TAG], **result)
+    of = f" of [{result['base_model']}](https://huggingface.co/{result['base_model']})" if base else ""
     use = (_MLX if layout == "mlx" else _OURS).format(name=name, word=shlex.quote(name))
     errors = f"\n```\n{report}\n```\n" if report else ""
     return f"""---

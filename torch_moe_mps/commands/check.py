@@ -172,13 +172,13 @@ def _probe(path: str | None) -> int:
     """Prints the page alone, so that it can be sent to a file."""
     names = [name for name in libraries([torch.bfloat16], [Format.named("affine4_64")]) if "_i" not in name]
     with _bar("Probing", len(probe.PARTS), "part") as bar:
-        found = probe.probe(probe.Sizes(), names, lambda name: bar.update())
-    page = anonymous(json.dumps(found, indent=1, allow_nan=False))
+        result = probe.probe(probe.Sizes(), names, lambda name: bar.update())
+    page = anonymous(json.dumps(result, indent=1, allow_nan=False))
     print(page)
     if path is not None:
         with written_whole(path):
             Path(path).write_text(page + "\n")
-    return 1 if any("error" in part for part in found.values() if isinstance(part, dict)) else 0
+    return 1 if any("error" in part for part in result.values() if isinstance(part, dict)) else 0
 
 
 def never_launched(kernels: Iterable[dict[str, Any]]) -> list[str]:

@@ -116,11 +116,11 @@ def _write_adapter(options: argparse.Namespace, source: str, folder: Path) -> No
 
 def _check_packed(options: argparse.Namespace) -> None:
     """Raises: ValueError for what cannot be asked of a GGUF file that is converted as it is."""
-    given = {
+    arguments = {
         "--group-size": options.group_size,
         "--importance": options.importance,
     }
-    for option, value in given.items():
+    for option, value in arguments.items():
         if value is not None:
             raise ValueError(f"{option} of a GGUF file needs --bits, without which it is converted as it is")
     if options.to == "mlx":

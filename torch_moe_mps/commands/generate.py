@@ -73,8 +73,10 @@ def run(options: argparse.Namespace) -> None:
 
 def _prompts(options: argparse.Namespace) -> list[str]:
     """The prompts of the argument, of a file, or of stdin."""
-    given = [name for name, value in (("--prompt", options.prompt), ("--prompts", options.prompts)) if value]
-    if len(given) > 1:
+    arguments = [
+        name for name, value in (("--prompt", options.prompt), ("--prompts", options.prompts)) if value
+    ]
+    if len(arguments) > 1:
         raise ValueError("--prompt and --prompts are two ways to give prompts; leave one out")
     if options.prompt is not None:
         return [options.prompt]

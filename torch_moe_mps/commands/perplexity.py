@@ -47,23 +47,23 @@ def run(options: argparse.Namespace) -> None:
     ids = ids[: options.tokens]
     pieces = windows(ids, first, options.window)
     print(f"{len(ids)} tokens in windows of {options.window}")
-    found: list[Means] = []
+    result: list[Means] = []
     with tempfile.TemporaryDirectory() as folder:
         if other is not None:
             save_references(load_stored(options, other, device), pieces, Path(folder))
         for source in sources:
             free(device)
-            found.append(_measured(options, source, device, pieces, Path(folder) if other else None))
+            result.append(_measured(options, source, device, pieces, Path(folder) if other else None))
             if is_first_process() and options.adapter is None:  # a card is of the model alone
-                keep_figures(source, *_kept(options, len(ids), found[-1]))
-    print("\n".join(aligned(_table(options, found), 1)))
-    if other is not None and found[0].rest >= 1e-6:
+                keep_figures(source, *_kept(options, len(ids), result[-1]))
+    print("\n".join(aligned(_table(options, result), 1)))
+    if other is not None and result[0].rest >= 1e-6:
         print(
             f"The divergence is at least that: the tokens behind the {LIKELIEST} likeliest, "
-            f"with {100 * found[0].rest:.3f} % of the probability, count as one"
+            f"with {100 * result[0].rest:.3f} % of the probability, count as one"
         )
     if is_first_process():
-        write_json(options.json, _as_json(options, len(ids), found))
+        write_json(options.json, _as_json(options, len(ids), result))
 
 
 def _measured(
@@ -193,15 +193,15 @@ def _divergence(logs: Tensor, top: Tensor, ids: Tensor) -> dict[str, float]:
 
     The class is summed in the model, not taken from one, so that no difference of large numbers is left.
     """
-    found = (top.exp() * (top - logs.gather(1, ids))).sum(1)
+    result = (top.exp() * (top - logs.gather(1, ids))).sum(1)
     rest = (1 - top.exp().sum(1, dtype=torch.float32)).clamp(min=0)
     if ids.shape[1] == logs.shape[1]:
         rest = torch.zeros_like(rest)
     else:
         theirs = logs.scatter(1, ids, -torch.inf).logsumexp(1)
-        found += torch.where(rest > 0, rest * (rest.clamp(min=1e-30).log() - theirs), 0)
-    squares = float(found.cpu().double().square().sum())  # mps has no float64
-    return {"divergence": float(found.sum()), "rest": float(rest.sum()), "divergence_error": squares}
+        result += torch.where(rest > 0, rest * (rest.clamp(min=1e-30).log() - theirs), 0)
+    squares = float(result.cpu().double().square().sum())  # mps has no float64
+    return {"divergence": float(result.sum()), "rest": float(rest.sum()), "divergence_error": squares}
 
 
 def text_ids(source: str, text: str | None, trust_remote_code: bool = False) -> tuple[Tensor, Tensor]:

@@ -111,7 +111,7 @@ def executed(phase: Phase, seconds: float, file: zipfile.ZipFile) -> dict[str, A
     stem = re.sub(r"\W+", "_", phase.name)
     with tempfile.TemporaryDirectory() as folder:
         results, printed = Path(folder, "results.json"), Path(folder, "printed")
-        command = [sys.executable, *(str(results) if each == "{json}" else each for each in phase.command)]
+        command = [sys.executable, *(str(results) if item == "{json}" else item for item in phase.command)]
         with printed.open("wb") as output:
             process = subprocess.Popen(
                 command,

@@ -44,13 +44,13 @@ def small_files(folder: str) -> list[Path]:
     """
     if Path(folder).is_file():
         return []
-    found = sorted({path for pattern in SMALL_FILES for path in Path(folder).glob(pattern)})
-    for path in found:
+    result = sorted({path for pattern in SMALL_FILES for path in Path(folder).glob(pattern)})
+    for path in result:
         if not path.is_file():
             raise ValueError(f"{path} must be a file, got {'a folder' if path.is_dir() else 'a broken link'}")
         if not os.access(path, os.R_OK):
             raise ValueError(f"{path} must be readable, got no permission")
-    return [path.relative_to(folder) for path in found]
+    return [path.relative_to(folder) for path in result]
 
 
 def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:

@@ -37,9 +37,9 @@ class Shape:
 
     def __init__(self, text: str):
         sizes = [_SIZE.fullmatch(size) for size in text.split(", ") if size]
-        found = [size.groups() for size in sizes if size is not None]
-        self.bounds = {name: (sign, int(bound)) for name, sign, bound in found if sign}
-        names = [name for name, *_ in found]
+        result = [size.groups() for size in sizes if size is not None]
+        self.bounds = {name: (sign, int(bound)) for name, sign, bound in result if sign}
+        names = [name for name, *_ in result]
         self.text = f"[{', '.join(names)}]"
         self.leads = names[:1] == ["..."]
         self.names = names[self.leads :]
@@ -69,7 +69,7 @@ def _size(name: str, sizes: dict[str, Any], own: int | None) -> Any:
         return int(name)
     if "*" not in name:
         return own if name == "_" else sizes.setdefault(name, own)
-    factors = [sizes.get(each) for each in name.split("*")]
+    factors = [sizes.get(item) for item in name.split("*")]
     return own if None in factors else math.prod(factors)
 
 
@@ -166,11 +166,11 @@ class Declared:
 
 
 def tensors_in(line: str) -> list[tuple[str, list[Shape], str]]:
-    found = [_TENSOR.fullmatch(text) for text in re.split(r" (?![^\[]*\])", line.strip()) if text]
-    assert all(found), line
+    result = [_TENSOR.fullmatch(text) for text in re.split(r" (?![^\[]*\])", line.strip()) if text]
+    assert all(result), line
     return [
         (name, [Shape(text) for text in re.findall(r"\[(.*?)\]", shapes)], kind or "")
-        for name, shapes, kind in (each.groups() for each in found if each is not None)
+        for name, shapes, kind in (item.groups() for item in result if item is not None)
     ]
 
 

@@ -207,8 +207,8 @@ class Format:
         if not self.stream_bits:
             count = blocks if self.name in GRIDS else self.groups(columns)
             return count, count if self.has_biases else 0
-        each = 2 if self.name in INTEGERS and INTEGERS[self.name].minima else 1
-        return blocks * self.stream_bits, blocks * each
+        item = 2 if self.name in INTEGERS and INTEGERS[self.name].minima else 1
+        return blocks * self.stream_bits, blocks * item
 
     def words(self, columns: int) -> int:
         return columns * self.bits // 32
@@ -392,9 +392,9 @@ def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tu
         factors = _halves(scales) * STEPS.get(format.name, 1)
         biases = None if biases is None else _halves(biases)
     else:
-        each, groups = 2 if integers.minima else 1, LARGE_BLOCK // format.group_size
-        numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, each))
-        products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, each))
+        item, groups = 2 if integers.minima else 1, LARGE_BLOCK // format.group_size
+        numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, item))
+        products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, item))
         factors, *minima = products.flatten(-3, -2).unbind(-1)
         biases = -minima[0] if minima else None
     return factors, biases if offset is None else -offset * factors

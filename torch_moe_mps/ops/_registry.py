@@ -116,18 +116,18 @@ def operator(
             return {**defaults, **dict(zip(types, args, strict=False)), **kwargs}
 
         def checked_meta(*args, **kwargs):
-            check, given = Check(name), named(args, kwargs)
-            _check_values(check, types, given)
-            declared.check(check, given)
-            outputs = None if meta is None else meta(check, **grouped.gathered(given))
+            check, passed = Check(name), named(args, kwargs)
+            _check_values(check, types, passed)
+            declared.check(check, passed)
+            outputs = None if meta is None else meta(check, **grouped.gathered(passed))
             if declared.results is not None:
-                outputs = declared.outputs(check, given)
+                outputs = declared.outputs(check, passed)
             for argument in written:
-                if given[argument] is not None:
-                    check.written(argument, given[argument])
-            check.same_device(**{name: given[name] for name, kind in types.items() if "Tensor" in kind})
+                if passed[argument] is not None:
+                    check.written(argument, passed[argument])
+            check.same_device(**{name: passed[name] for name, kind in types.items() if "Tensor" in kind})
             if before_first_call is not None:
-                before_first_call(name, given)
+                before_first_call(name, passed)
             return outputs
 
         def from_groups(*args, **kwargs):
@@ -291,11 +291,11 @@ def _autograd_kernel(name: str, reference: Callable, backward: Backward | None, 
             raise NotImplementedError(_NO_BACKWARD.format(name))
         error = _NO_BACKWARD.format(name)
         if backward is not None:
-            given = named(args, kwargs)
-            asked = [n for n, value in given.items() if isinstance(value, Tensor) and value.requires_grad]
-            lacking = backward.lacks(name, asked, given)
+            passed = named(args, kwargs)
+            asked = [n for n, value in passed.items() if isinstance(value, Tensor) and value.requires_grad]
+            lacking = backward.lacks(name, asked, passed)
             if lacking is None:
-                return _WithBackward.apply(call, backward, given, asked, *(given[n] for n in asked))
+                return _WithBackward.apply(call, backward, passed, asked, *(passed[n] for n in asked))
             error = lacking
         dirty = [args[i] for i in mutated if args[i] is not None]
         outputs = _NoBackward.apply(error, call, len(dirty), *dirty, *needs_grad)[len(dirty) :]
@@ -341,6 +341,6 @@ class _WithBackward(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx, grad):
-        given = ctx.arguments | dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
-        gradients = ctx.run(grad.contiguous(), ctx.asked, given)
+        passed = ctx.arguments | dict(zip(ctx.saved, ctx.saved_tensors, strict=True))
+        gradients = ctx.run(grad.contiguous(), ctx.asked, passed)
         return (None,) * 4 + tuple(gradients[name] for name in ctx.asked)

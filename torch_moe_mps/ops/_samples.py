@@ -67,8 +67,8 @@ def changed_samples(
         return sample.values(*shape, dtype=dtype or old.dtype)
 
     return [
-        declared.completed(each, declared.misfits(base, each), make, declared.sizes_of(base))
-        for each in (changes[name](sample) if name in changes else ())
+        declared.completed(item, declared.misfits(base, item), make, declared.sizes_of(base))
+        for item in (changes[name](sample) if name in changes else ())
     ]
 
 

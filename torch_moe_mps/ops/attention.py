@@ -142,8 +142,8 @@ def _meta_attention(
     if lookahead > 0 and not (indices is None and mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
     others = {"a mask": mask, "indices": indices, "a tail": tail.k_tail, "a look-ahead": lookahead or None}
-    for name, given in others.items():
-        check.none(f"beside {name}", given is not None, relative=relative)
+    for name, arguments in others.items():
+        check.none(f"beside {name}", arguments is not None, relative=relative)
     if softmax.softcap is not None and not 0.0 < softmax.softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softmax.softcap)
     factors = gate.gate
@@ -406,8 +406,8 @@ def rope_attention_(
     """
     rotation = {**norms._asdict(), **turn._asdict(), **norm._asdict()}
     turned = rope_cache_(q, k, v, keys_, values_, cos, sin, **rotation)
-    given = {**order._asdict(), **softmax._asdict(), **gate._asdict()}
-    return attention(turned, keys_, values_, scale, **given)
+    arguments = {**order._asdict(), **softmax._asdict(), **gate._asdict()}
+    return attention(turned, keys_, values_, scale, **arguments)
 
 
 def _check_write(check, states, packed_, scales_, biases_, start):

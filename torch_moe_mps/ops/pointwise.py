@@ -118,8 +118,8 @@ def pointwise(
 
     Raises: ValueError for a dtype, rank, shape, device or formula that does not fit.
     """
-    given = {"a": a, "b": b, "c": c, "d": d, "e": e, "f": f}
-    values = {name: tensor.float() for name, tensor in given.items() if tensor is not None}
+    arguments = {"a": a, "b": b, "c": c, "d": d, "e": e, "f": f}
+    values = {name: tensor.float() for name, tensor in arguments.items() if tensor is not None}
     shape = torch.broadcast_shapes(*(tensor.shape for tensor in values.values()))
     result = a
     for number, line in enumerate(formula.split("; ")):

@@ -123,7 +123,7 @@ def search(
         return _affine(groups, importance, dtype, format, room)
     scales = fitting_scales(groups, dtype, format)
     tried = [scales, *(_of_e4m3(groups, importance, scales) if format.mode == "nvfp4" else _of_e8m0(scales))]
-    errors = [_error_with(groups, importance, each, format) for each in tried]
+    errors = [_error_with(groups, importance, item, format) for item in tried]
     scales = _best(errors, tried)
     return encode_with(groups, scales, format), scales, None
 
@@ -135,11 +135,11 @@ def _sums(values: Tensor, importance: Tensor) -> Tensor:
 
 def _best(errors: list[Tensor], tried: list[Tensor]) -> Tensor:
     """The tried values with the smallest error, group by group; the first of equal ones."""
-    best, found = errors[0], tried[0]
-    for error, each in zip(errors[1:], tried[1:], strict=True):
+    best, result = errors[0], tried[0]
+    for error, item in zip(errors[1:], tried[1:], strict=True):
         better = error < best  # never of NaN
-        best, found = torch.where(better, error, best), torch.where(better, each, found)
-    return found
+        best, result = torch.where(better, error, best), torch.where(better, item, result)
+    return result
 
 
 # Affine formats
@@ -240,15 +240,15 @@ def _of_e8m0(scales: Tensor) -> list[Tensor]:
 
 def _of_e4m3(groups: Tensor, importance: Tensor, scales: Tensor) -> list[Tensor]:
     """Other scales, and for the numbers that are nearest with each the least squares."""
-    found = []
+    result = []
     for factor in _numbers("kFactors"):
         factors = e4m3(e4m3_codes(e4m3(scales) * factor)).unsqueeze(-1)
         numbers = _rounded(groups * torch.where(factors == 0, 0.0, 1 / factors), 4)
         kn = numbers * importance
         fitted = _sums(numbers.square(), importance)
         fitted = (kn.mul_(groups)).sum(-1) / fitted
-        found.append(e4m3_codes(torch.where(fitted > 0, fitted, factors.squeeze(-1))))
-    return found
+        result.append(e4m3_codes(torch.where(fitted > 0, fitted, factors.squeeze(-1))))
+    return result
 
 
 def judged_by_importance(arguments: dict[str, Any], results: list[Tensor]) -> list[Tensor]:

@@ -64,8 +64,8 @@ def find_loop(model: Any) -> Loop:
     calls = _Calls(base, base.get_submodule(layers))
     ids = torch.zeros(1, 5, dtype=torch.long, device="meta")
     cache = calls.run(input_ids=ids)
-    states = [getattr(each, "is_conv_states_initialized", {}) for each in getattr(cache, "layers", ())]
-    convolving = {number for number, each in enumerate(states) if any(each.values())}
+    states = [getattr(item, "is_conv_states_initialized", {}) for item in getattr(cache, "layers", ())]
+    convolving = {number for number, item in enumerate(states) if any(item.values())}
     with torch.no_grad(), calls:
         embedded = base.get_input_embeddings()(ids[:, :1])
     try:
@@ -150,15 +150,15 @@ class _Calls(TorchDispatchMode):
     def _leave(self, number: int, layer: nn.Module, args: tuple, output: Any) -> Any:
         """Returns new tensors, which follow from nothing else."""
         results = output if isinstance(output, tuple) else (output,)
-        if not all(each is None or isinstance(each, Tensor) for each in results):
-            kinds = ", ".join(type(each).__name__ for each in results)
+        if not all(result is None or isinstance(result, Tensor) for result in results):
+            kinds = ", ".join(type(result).__name__ for result in results)
             self._refuse(f"has layers that do not return tensors, but {kinds}")
         self.results = len(output) if isinstance(output, tuple) else None
         self.layer = None
-        made = tuple(None if each is None else torch.empty_like(each) for each in results)
-        for each in made:
-            if each is not None:
-                self._add(each, {(number, True)})
+        made = tuple(None if result is None else torch.empty_like(result) for result in results)
+        for item in made:
+            if item is not None:
+                self._add(item, {(number, True)})
         return made[0] if self.results is None else made
 
     def _read(self, reader: int, sources: set[_Source]) -> None:
@@ -176,7 +176,7 @@ class _Calls(TorchDispatchMode):
         raise CannotBeCut(f"{type(self.model).__name__} {why}")
 
     def _sources_of(self, values: list[Any]) -> set[_Source]:
-        known = (self._sources.get(_storage(each), set()) for each in values if isinstance(each, Tensor))
+        known = (self._sources.get(_storage(value), set()) for value in values if isinstance(value, Tensor))
         return set().union(*known)
 
     def _add(self, tensor: Tensor, sources: set[_Source]) -> None:
@@ -185,16 +185,16 @@ class _Calls(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        given = [each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        sources = set() if _reads_shapes_only(func) else self._sources_of(given)
+        arguments = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
+        sources = set() if _reads_shapes_only(func) else self._sources_of(arguments)
         if self.layer is not None and sources:  # else it is made of nothing but numbers, as masks are
             self._read(self.layer, sources)
             sources = {(self.layer, False)}
-        before = {*map(_storage, given)}
-        for each in pytree.tree_leaves(result):
+        before = {*map(_storage, arguments)}
+        for leaf in pytree.tree_leaves(result):
             # A view is followed as what it shows.
-            if isinstance(each, Tensor) and (func._schema.is_mutable or _storage(each) not in before):
-                self._add(each, sources)
+            if isinstance(leaf, Tensor) and (func._schema.is_mutable or _storage(leaf) not in before):
+                self._add(leaf, sources)
         return result
 
 

@@ -86,13 +86,13 @@ class Peers:
         others = [rank for rank in range(self.size) if rank != self.rank]
         for rank in others:
             self.send(rank, "facts", "", [as_octets(facts)])
-        found = [facts] * self.size
+        result = [facts] * self.size
         for rank in others:
             (tensor,) = self.receive(rank, "facts", "", self.timeouts.loading)
-            found[rank] = from_octets(tensor)
+            result[rank] = from_octets(tensor)
         for rank in others:
             self.flush(rank, self.timeouts.loading)
-        return found
+        return result
 
     def send(
         self, to: int, kind: str, call: str, values: Sequence[Tensor | None], limit: float | None = None

@@ -100,8 +100,10 @@ class Running:
 
     def _before_layers(self, base: Any, args: tuple, kwargs: dict[str, Any]) -> None:
         """Layers must get the same inputs in every process; only the first process has features of images."""
-        given = {name for name, value in kwargs.items() if isinstance(value, Tensor | list | tuple | dict)}
-        self._given = sorted(given - {"input_ids", "inputs_embeds"})
+        arguments = {
+            name for name, value in kwargs.items() if isinstance(value, Tensor | list | tuple | dict)
+        }
+        self._given = sorted(arguments - {"input_ids", "inputs_embeds"})
 
     def _call(self) -> str:
         """Digest of this call's arguments, computed while waiting for the device."""
@@ -311,11 +313,11 @@ class Running:
                     self.peers.flush(rank)  # this process may end now
 
     def _lead(self, *args: Any, streamer: Any = None, tokenizer: Any = None, **kwargs: Any) -> Any:
-        given = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs
-        given = {name: value for name, value in given.items() if value is not None}
-        config = given.pop("generation_config", None)
-        tensors = {name: value for name, value in given.items() if isinstance(value, Tensor)}
-        options = {name: value for name, value in given.items() if name not in tensors}
+        arguments = dict(zip(("inputs", "generation_config"), args, strict=False)) | kwargs
+        arguments = {name: value for name, value in arguments.items() if value is not None}
+        config = arguments.pop("generation_config", None)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, Tensor)}
+        options = {name: value for name, value in arguments.items() if name not in tensors}
         for name, value in options.items():
             if not isinstance(value, str | int | float | bool):
                 self._fail(name, "a tensor or a number, which other processes can be told", value)

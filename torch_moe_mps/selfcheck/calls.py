@@ -125,8 +125,8 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
     typed = arguments[TYPED_BY.get(name) or names_of(name)[0]]
     dtype = torch.float32 if name in ON_IDS else getattr(typed, "dtype", typed)
     for scales in names_of(name) if "format" in names_of(name) else ():
-        given = arguments[scales] if scales.endswith("scales") else None
-        if given is not None and given.dtype != dtype:
+        passed = arguments[scales] if scales.endswith("scales") else None
+        if passed is not None and passed.dtype != dtype:
             other = arguments.get("down_format") if scales.endswith("down_scales") else None
             if NAMED_FORMATS[other or arguments["format"]].is_affine:
                 dtype = torch.float32  # which holds both
@@ -137,10 +137,10 @@ def subjects_of(name: str, arguments: Mapping[str, Any]) -> list[Subject]:
         widths = [arguments[x].shape[-1] for x in OF_HEADS[name] if arguments[x] is not None]
         q, v = widths[0], widths[-1]
         head = (q, v if arguments.get("v_scales") is None else 4 * v)
-    found = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
+    result = [Subject(name, dtype, format, head, _given(name, arguments)) for format in formats or [None]]
     if name == "moe_experts_quantized" and arguments["logits"] is not None:
-        found += subjects_of("moe_router", arguments)  # which may choose in a launch of its own
-    return found
+        result += subjects_of("moe_router", arguments)  # which may choose in a launch of its own
+    return result
 
 
 @functools.cache

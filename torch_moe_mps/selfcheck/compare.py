@@ -124,12 +124,12 @@ def diagnose(
     """
     bound = TOLERANCE[call.dtype] if tolerance is None else tolerance
     cores = torch.ops.moe_mps._gpu_cores()
-    found: dict[str, Any] = {"cores": cores}
+    result: dict[str, Any] = {"cores": cores}
     try:
-        names, found["plan"] = _recorded(call)
+        names, result["plan"] = _recorded(call)
         before = [None if key.startswith("result") else call.arguments[key] for key in names]
         kept = differences.untouched(lambda: _on_cpu(call), before, actual)
-        found["results"] = {
+        result["results"] = {
             name: differences.described(a, e, bound, u)
             for name, a, e, u in zip(names, actual, expected, kept, strict=True)
             if difference(a, e) > bound
@@ -138,11 +138,11 @@ def diagnose(
             with planned_for(1):
                 _, plan = _recorded(call)
                 wrong = [errors(a, e) > bound for a, e in zip(_on_cpu(call), expected, strict=True)]
-            found["one_core"] = {"wrong": sum(int(each.sum()) for each in wrong), "plan": plan}
+            result["one_core"] = {"wrong": sum(int(item.sum()) for item in wrong), "plan": plan}
         raise_fault()
     except (RuntimeError, ValueError) as error:  # of a GPU that has just been wrong
-        found["not_diagnosed"] = first_line(error)
-    return found
+        result["not_diagnosed"] = first_line(error)
+    return result
 
 
 def _recorded(call: Call) -> tuple[list[str], list[str]]:

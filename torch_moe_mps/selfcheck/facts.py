@@ -22,17 +22,17 @@ SECRETS = ("_KEY", "_TOKEN")  # ends of names whose values no report may have
 
 def facts() -> dict[str, Any]:
     """`machine()` and what may explain a fault or a slow run. What the system does not tell is left out."""
-    found: dict[str, Any] = dict(machine())
-    found["cores_planned_for"] = torch.ops.moe_mps._gpu_cores()
-    found["memory_recommended"] = torch.mps.recommended_max_memory()
-    found["versions"] = dict(filter(None, map(_version, PACKAGES)))
-    found["switches"] = {
+    result: dict[str, Any] = dict(machine())
+    result["cores_planned_for"] = torch.ops.moe_mps._gpu_cores()
+    result["memory_recommended"] = torch.mps.recommended_max_memory()
+    result["versions"] = dict(filter(None, map(_version, PACKAGES)))
+    result["switches"] = {
         name: value
         for name, value in sorted(os.environ.items())
         if name.startswith(SWITCHES) and not name.endswith(SECRETS)
     }
-    found["late"] = sorted(late_before())  # calls that accelerate() had no time for
-    return found | (_of_macos() if sys.platform == "darwin" else {})
+    result["late"] = sorted(late_before())  # calls that accelerate() had no time for
+    return result | (_of_macos() if sys.platform == "darwin" else {})
 
 
 def _version(package: str) -> tuple[str, str] | None:
@@ -45,7 +45,7 @@ def _version(package: str) -> tuple[str, str] | None:
 def _of_macos() -> dict[str, Any]:
     """Facts that programs of macOS print: whole numbers of bytes, and their own words."""
     power = said("pmset", "-g")
-    found: dict[str, Any] = {
+    result: dict[str, Any] = {
         "cores": _number(r'"gpu-core-count" = (\d+)', said("ioreg", "-rc", "AGXAccelerator", "-d1")),
         "memory": _number(r"(\d+)", said("sysctl", "-n", "hw.memsize")),
         "wired_limit_mb": _number(r"(\d+)", said("sysctl", "-n", "iogpu.wired_limit_mb")),
@@ -58,17 +58,17 @@ def _of_macos() -> dict[str, Any]:
         "speed_limit": _number(r"CPU_Speed_Limit\s*=\s*(\d+)", said("pmset", "-g", "therm")),
         "load": os.getloadavg()[0],
     }
-    return {name: value for name, value in found.items() if value not in (None, "")}
+    return {name: value for name, value in result.items() if value not in (None, "")}
 
 
 def _first(pattern: str, text: str) -> str | None:
-    found = re.search(pattern, text)
-    return found and found[1]
+    matched = re.search(pattern, text)
+    return matched and matched[1]
 
 
 def _number(pattern: str, text: str) -> int | None:
-    found = _first(pattern, text)
-    return None if found is None else int(found)
+    result = _first(pattern, text)
+    return None if result is None else int(result)
 
 
 def _displays(text: str) -> int | None:

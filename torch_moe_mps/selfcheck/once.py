@@ -49,7 +49,7 @@ def checks_of(subjects: Iterable[Subject]) -> list[CallsToCheck]:
     """Their plain calls, and behind all of these the calls at real sizes."""
     every = [*subjects]
     plain = [(subject, str(subject), calls) for subject in every]
-    at_size = [(each, f"{each} at size", calls_at_size) for each in every if has_calls_at_size(each)]
+    at_size = [(item, f"{item} at size", calls_at_size) for item in every if has_calls_at_size(item)]
     return [
         CallsToCheck(subject.operator, label, functools.partial(made, subject), subject.without_head())
         for subject, label, made in plain + at_size
@@ -75,11 +75,11 @@ def first_failures(
     """
     passed, waiting = passed_before(), late_before()
     before = set(passed), set(waiting)
-    found: dict[str, Finding] = {}
+    result: dict[str, Finding] = {}
     late = set()
     end = time.monotonic() + (time_allowed() if seconds is None else seconds)
     for check in checks:
-        if check.subject in found or (check.label in passed and check.kind not in _KNOWN):
+        if check.subject in result or (check.label in passed and check.kind not in _KNOWN):
             continue
         try:
             finding = _KNOWN.get(check.kind) or first_fault(check, end, passed)
@@ -88,11 +88,11 @@ def first_failures(
             waiting.add(check.label)
             continue
         if finding is not None:
-            found[check.subject] = _KNOWN[check.kind] = finding
+            result[check.subject] = _KNOWN[check.kind] = finding
     waiting -= passed
     if (passed, waiting) != before:
         remember(passed, waiting)
-    return found, late - found.keys()
+    return result, late - result.keys()
 
 
 def first_fault(check: CallsToCheck, end: float = math.inf, passed: set[str] | None = None) -> Finding | None:
@@ -161,9 +161,9 @@ def _compare_first(name: str, wanted: Collection[Subject]) -> None:
     global _seconds_left
     if wanted:
         started = time.monotonic()
-        found, late = first_failures(checks_of(wanted), _seconds_left)
+        result, late = first_failures(checks_of(wanted), _seconds_left)
         _seconds_left -= time.monotonic() - started
-        for finding in found.values():
+        for finding in result.values():
             raise RuntimeError(
                 f"moe_mps::{name}: must agree with the CPU, got on this machine ({where()}): {finding}; "
                 f"accelerate() leaves it out from now on. `{COMMAND}` writes a report for an issue; "

@@ -59,20 +59,20 @@ def probe(
 
     `libraries` are those whose compiling is timed. `told` is called behind each part with its name.
     """
-    found: dict[str, Any] = {"machine": facts()}
-    found["compiling_s"] = _found(partial(compiling, ["probe_f32", *libraries]), "compiling")
+    result: dict[str, Any] = {"machine": facts()}
+    result["compiling_s"] = _found(partial(compiling, ["probe_f32", *libraries]), "compiling")
     for name, part in PARTS.items():
-        found[name] = _found(partial(part, sizes), name)
+        result[name] = _found(partial(part, sizes), name)
         told(name)
-    return found
+    return result
 
 
 def _found(part: Callable[[], Any], name: str) -> Any:
     try:
         with noted(f"probing {name}"):
-            found = part()
+            result = part()
             raise_fault()
-            return found
+            return result
     except RuntimeError as error:
         return {"error": first_line(error)}
 
@@ -113,9 +113,9 @@ def nan_rules(sizes: Sizes) -> dict[str, Any]:
     isnan, compares, as_uint, as_int, *results = out.cpu().tolist()
     names = ("max_of_nan_and_1", "max_of_1_and_nan", "clamp_to_0_and_1", "simd_max", "simd_min")
     numbers = torch.tensor(results, dtype=torch.int32).view(torch.float32).tolist()
-    found: dict[str, Any] = {"isnan": bool(isnan), "compares": bool(compares)}
-    found |= {"as_uint": as_uint % 2**32, "as_int": as_int}
-    return found | {n: "nan" if math.isnan(x) else x for n, x in zip(names, numbers, strict=True)}
+    result: dict[str, Any] = {"isnan": bool(isnan), "compares": bool(compares)}
+    result |= {"as_uint": as_uint % 2**32, "as_int": as_int}
+    return result | {n: "nan" if math.isnan(x) else x for n, x in zip(names, numbers, strict=True)}
 
 
 def subnormals(sizes: Sizes) -> dict[str, bool]:
@@ -141,8 +141,8 @@ def bfloat_rounding(sizes: Sizes) -> dict[str, Any]:
     _run("probe_bfloat", [x.to("mps"), out], groups=1, threads=len(x))
     got, right = out.cpu(), x.bfloat16()
     same = torch.equal(got[~right.isnan()], right[~right.isnan()])
-    found = {"to_nearest_even": same, "nan_stays": bool(got.isnan().any())}
-    return found if same else found | {"bits": got.view(torch.int16).tolist()}
+    result = {"to_nearest_even": same, "nan_stays": bool(got.isnan().any())}
+    return result if same else result | {"bits": got.view(torch.int16).tolist()}
 
 
 def in_place(sizes: Sizes) -> dict[str, bool]:
@@ -169,7 +169,7 @@ def dispatches(sizes: Sizes) -> dict[str, Any]:
     buffers: until all are encoded, and until the GPU has run them."""
     counter = torch.zeros(1, dtype=torch.int32, device="mps")
     count = sizes.dispatches
-    found: dict[str, Any] = {"encoded": {}, "run": {}}
+    result: dict[str, Any] = {"encoded": {}, "run": {}}
     _run("probe_empty", [counter], 1, 32)
     with no_commits():
         for buffers in sizes.buffers:
@@ -181,9 +181,9 @@ def dispatches(sizes: Sizes) -> dict[str, Any]:
                 encoded.append(time.perf_counter() - started)
                 torch.mps.synchronize()
                 run.append(time.perf_counter() - started)
-            found["encoded"][str(buffers)] = _digits(min(encoded) / count * 1e6)
-            found["run"][str(buffers)] = _digits(min(run) / count * 1e6)
-    return found
+            result["encoded"][str(buffers)] = _digits(min(encoded) / count * 1e6)
+            result["run"][str(buffers)] = _digits(min(run) / count * 1e6)
+    return result
 
 
 def told(sizes: Sizes) -> dict[str, float]:
@@ -204,14 +204,14 @@ def told(sizes: Sizes) -> dict[str, float]:
     moments(2)
     queued = moments(sizes.queued)
     alone = [moments(1)[0] for _ in range(4 * sizes.repeats)]
-    found = {
+    result = {
         "between_buffers": median(after[0] - before[1] for before, after in pairwise(queued)),
         "behind_wait": median(told - waited for *_, told, waited in alone),
     }
     behind = median(told - end for _, end, told, _ in alone)
     if 0 <= behind < 1:  # where the GPU's clock is the host's
-        found["behind_end"] = behind
-    return {name: _digits(seconds * 1e6) for name, seconds in found.items()}
+        result["behind_end"] = behind
+    return {name: _digits(seconds * 1e6) for name, seconds in result.items()}
 
 
 def wake(sizes: Sizes) -> float:
@@ -222,13 +222,13 @@ def wake(sizes: Sizes) -> float:
 
 def reads(sizes: Sizes) -> dict[str, float]:
     """GB/s by MB; without what the memory of this machine does not hold."""
-    found = {}
+    result = {}
     for size in filter(_is_held, sizes.reads):
         read, of_one = _reader(size, sizes.groups)
         times = max(1, min(20, sizes.reads[-1] // size))  # small ones again, from the GPU's caches
         seconds = _best(partial(read, times), sizes.repeats)
-        found[f"{size / 2**20:g}"] = _digits(of_one * times / seconds / 1e9)
-    return found
+        result[f"{size / 2**20:g}"] = _digits(of_one * times / seconds / 1e9)
+    return result
 
 
 def fma_rate(sizes: Sizes) -> float:
@@ -241,14 +241,14 @@ def fma_rate(sizes: Sizes) -> float:
 
 def matrix_rates(sizes: Sizes) -> dict[str, float]:
     """10^12 multiply-adds a second of 8 x 8 matrices in registers, added up in single precision."""
-    found = {}
+    result = {}
     work = sizes.groups * SIMDGROUPS * sizes.matrix_steps * CHAINS * MATRIX
     for name, dtype in (("half", torch.float16), ("float", torch.float32)):
         x = torch.ones(128, dtype=dtype, device="mps")
         out = torch.empty(sizes.groups * SIMDGROUPS * CHAINS * 64, device="mps")
         run = partial(_run, f"probe_matrix_{name}", [x, out], sizes.groups, steps=sizes.matrix_steps)
-        found[name] = _digits(work / _best(run, sizes.repeats) / 1e12)
-    return found
+        result[name] = _digits(work / _best(run, sizes.repeats) / 1e12)
+    return result
 
 
 def live_numbers(sizes: Sizes) -> dict[str, dict[str, float]]:
@@ -258,17 +258,17 @@ def live_numbers(sizes: Sizes) -> dict[str, dict[str, float]]:
     for line in torch.ops.moe_mps._pipelines("probe_f32"):
         name, most, *_ = line.split()
         allowed[name] = int(most)
-    found = {}
+    result = {}
     for count in LIVE:
         threads = min(THREADS, allowed[f"probe_live{count}_f32"])
         out = torch.empty(sizes.groups * threads, device="mps")
         run = partial(_run, f"probe_live{count}", [x, out], sizes.groups, threads, sizes.live_steps)
         work = sizes.groups * threads * sizes.live_steps * count
-        found[str(count)] = {
+        result[str(count)] = {
             "tmacs": _digits(work / _best(run, sizes.repeats) / 1e12),
             "threads": allowed[f"probe_live{count}_f32"],
         }
-    return found
+    return result
 
 
 def banks(sizes: Sizes) -> dict[str, float]:
@@ -278,7 +278,7 @@ def banks(sizes: Sizes) -> dict[str, float]:
         of_lanes = torch.tensor([stride], dtype=torch.int32).to("mps")
         run = partial(_run, "probe_banks", [of_lanes, out], sizes.groups, steps=sizes.bank_steps)
         seconds[str(stride)] = _best(run, sizes.repeats)
-    return {stride: _digits(each / seconds["1"]) for stride, each in seconds.items()}
+    return {stride: _digits(item / seconds["1"]) for stride, item in seconds.items()}
 
 
 def fragments(sizes: Sizes) -> dict[str, float]:
@@ -286,13 +286,13 @@ def fragments(sizes: Sizes) -> dict[str, float]:
     from memory (direct), or the threadgroup reads them once (staged)."""
     weights = torch.ones(TILES * ROWS * DEPTH * sizes.fragment_steps, dtype=torch.float16, device="mps")
     simdgroups = FRAGMENT_THREADS // 32
-    out, found = torch.empty(sizes.groups * simdgroups * ROWS * 8, device="mps"), {}
+    out, result = torch.empty(sizes.groups * simdgroups * ROWS * 8, device="mps"), {}
     work = sizes.groups * simdgroups * sizes.fragment_steps * ROWS * DEPTH * 8
     for name in ("direct", "staged"):
         kernel, times = f"probe_fragments_{name}", 20
         run = partial(_run, kernel, [weights, out], sizes.groups, FRAGMENT_THREADS, sizes.fragment_steps)
-        found[name] = _digits(work * times / _best(partial(run, times), sizes.repeats) / 1e12)
-    return found
+        result[name] = _digits(work * times / _best(partial(run, times), sizes.repeats) / 1e12)
+    return result
 
 
 def sustained(sizes: Sizes) -> dict[str, float]:
@@ -316,11 +316,11 @@ def after_idle(sizes: Sizes) -> dict[str, float]:
     size = max(filter(_is_held, sizes.reads), default=sizes.reads[0])
     read, _ = _reader(size, sizes.groups)
     _best(partial(read, 1), 2)
-    found: dict[str, float] = {"mb": size / 2**20}
+    result: dict[str, float] = {"mb": size / 2**20}
     for seconds in sizes.idle:
         time.sleep(seconds)
-        found[f"{seconds:g}"] = _digits(_seconds(partial(read, 1)) * 1e3)
-    return found
+        result[f"{seconds:g}"] = _digits(_seconds(partial(read, 1)) * 1e3)
+    return result
 
 
 def _is_held(size: int) -> bool:

@@ -207,10 +207,10 @@ def _formulas(s: Sample) -> list[dict[str, Any]]:
     )
     count = steps.count(";") + 1
     total = [f"add %{i} %{count + i - 1} f32" for i in range(count)]  # the first adds the last step
-    given = s.of("a[5, 37] b[5, 1]")
-    given |= {"c": s.integers(9, 5, 37, dtype=torch.int32), "formula": "; ".join([steps, *total])}
-    given["a"][1, 3], given["b"][2], given["b"][3] = torch.inf, torch.nan, torch.inf
-    return [given | {"mean": mean} for mean in (False, True)]
+    arguments = s.of("a[5, 37] b[5, 1]")
+    arguments |= {"c": s.integers(9, 5, 37, dtype=torch.int32), "formula": "; ".join([steps, *total])}
+    arguments["a"][1, 3], arguments["b"][2], arguments["b"][3] = torch.inf, torch.nan, torch.inf
+    return [arguments | {"mean": mean} for mean in (False, True)]
 
 
 # --- routing

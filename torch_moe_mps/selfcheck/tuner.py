@@ -59,8 +59,8 @@ def begin() -> None:
     global _seconds_left
     _seconds_left = SECONDS if os.environ.get(SWITCH) != "0" else 0.0
     if _seconds_left:
-        for name, found in remembered().items():
-            _known[name] = found
+        for name, result in remembered().items():
+            _known[name] = result
             _apply(name)
 
 
@@ -68,9 +68,9 @@ def remembered() -> dict[str, Tuned]:
     """Results timed on this machine before; none, with a warning, where the file has something else."""
     kept = tuned_before()
     try:
-        found = {name: Tuned(*entry) for name, entry in kept.items()}
-        if all(map(_is_whole, found.values())):
-            return found
+        result = {name: Tuned(*entry) for name, entry in kept.items()}
+        if all(map(_is_whole, result.values())):
+            return result
     except (AttributeError, TypeError):
         pass
     warnings.warn("torch_moe_mps: what was timed before is damaged, and ignored", stacklevel=2)
@@ -85,7 +85,7 @@ def told(found: Mapping[str, Tuned]) -> str | None:
     """The line of a report."""
     if not found:
         return None
-    others = [f"{name}: {each}" for name, each in found.items() if each.gain]
+    others = [f"{name}: {item}" for name, item in found.items() if item.gain]
     return f"{len(found)} kernels timed on this GPU, {len(others)} run otherwise than planned" + "".join(
         f"\n  {line}" for line in others
     )
@@ -137,10 +137,10 @@ def choose(numbers: Sequence[int], timed: Callable[[Sequence[int]], Mapping[int,
             order = [planned, *ratios]
             order = order[round % len(order) :] + order[: round % len(order)]  # each is the first as often
             seconds = timed(order)
-            for number, found in ratios.items():
-                found.append(_ratio(seconds[number], seconds[planned]))
-                slower[number] += found[-1] > FASTER
-            ratios = {number: found for number, found in ratios.items() if slower[number] < 2}
+            for number, result in ratios.items():
+                result.append(_ratio(seconds[number], seconds[planned]))
+                slower[number] += result[-1] > FASTER
+            ratios = {number: result for number, result in ratios.items() if slower[number] < 2}
             if not ratios:
                 return Tuned(planned, planned, 0.0)
     best = min(ratios, key=lambda number: median(ratios[number]))
@@ -176,9 +176,9 @@ def _rounds(
         started = time.monotonic()
         if started + longest > end:
             raise OutOfTime
-        found = dict(zip(order, seconds(order, times), strict=True))
+        result = dict(zip(order, seconds(order, times), strict=True))
         longest = max(longest, time.monotonic() - started)
-        return found
+        return result
 
     if time.monotonic() > end:
         raise OutOfTime
@@ -200,7 +200,7 @@ def _alike(name: str, arguments: Mapping[str, Any]) -> list[Callable[[], Tensor]
         ids = arguments["ids"]
         shifts = range(0, experts, max(1, ids.shape[-1]))[:MOST_COPIES]
         moved = [torch.where(ids < 0, ids, (ids + shift) % experts) for shift in shifts]
-        return [partial(call, **{**arguments, "ids": each}) for each in moved]
+        return [partial(call, **{**arguments, "ids": item}) for item in moved]
     size = sum(value.nbytes for value in arguments.values() if isinstance(value, Tensor))
     count = max(1, min(MOST_COPIES, math.ceil(BEYOND_CACHES / size)))
     return [partial(call, **(_copy(arguments) if number else arguments)) for number in range(count)]
@@ -228,5 +228,5 @@ def _with_equal_bits(kernel: str, numbers: Sequence[int], call: Callable[[], Ten
 
 def _apply(kernel: str) -> None:
     """Run a kernel with the number of simdgroups that is known to be faster; as planned, where none is."""
-    found = _known.get(kernel)
-    torch.ops.moe_mps._tune(kernel, found.simdgroups if found and found.gain else 0)
+    result = _known.get(kernel)
+    torch.ops.moe_mps._tune(kernel, result.simdgroups if result and result.gain else 0)

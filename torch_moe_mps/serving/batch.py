@@ -155,7 +155,7 @@ class Batch:
             answer.job.on_end(error)
 
     def _end_cancelled(self) -> None:
-        for answer in [each for each in (*self.answers, *self.alone) if each.job.is_cancelled]:
+        for answer in [item for item in (*self.answers, *self.alone) if item.job.is_cancelled]:
             self._end(answer, "cancelled")
         if self._reading is not None and self._reading.job.is_cancelled:
             self._stop_reading("cancelled")
@@ -232,9 +232,9 @@ class Batch:
         """
         if self.memory is None:
             return True
-        longest = max([longest, *(len(each.kept.ids) + len(each.tokens) for each in self.answers)])
+        longest = max([longest, *(len(answer.kept.ids) + len(answer.tokens) for answer in self.answers)])
         tokens = capacity(rows, longest) + beside
-        tokens += sum(len(each.kept.ids) + len(each.tokens) for each in self.alone)
+        tokens += sum(len(item.kept.ids) + len(item.tokens) for item in self.alone)
         needed = self._bytes * tokens
         kept = [] if self.prompts is None else self.prompts.kept
         held = [prompt.nbytes() for prompt in kept]
@@ -338,7 +338,7 @@ class Batch:
     # Tokens
 
     def _step(self) -> None:
-        if any(len(each.tokens) + 1 >= each.chooser.most for each in self.answers):
+        if any(len(item.tokens) + 1 >= item.chooser.most for item in self.answers):
             self._settle()  # none has a token behind its last one
             if not self.answers:
                 return

@@ -87,7 +87,7 @@ class Chosen:
     def __init__(self, tokens: Tensor, invalid: Tensor | None, errors: dict[int, Exception]):
         self.rows = [*range(len(tokens))]
         self._tokens, self._errors = tokens, errors
-        self._copies = [each if each is None else _begun_copy(each) for each in (tokens, invalid)]
+        self._copies = [item if item is None else _begun_copy(item) for item in (tokens, invalid)]
         self._copied = None
         if tokens.device.type != "cpu":
             self._copied = torch.Event(device=tokens.device, blocking=True)
@@ -144,9 +144,9 @@ def choose(choosers: Sequence[Chooser], logits: Tensor) -> Chosen:
     if len(made) > 1:
         order = [row for of_kind in kinds.values() for row in of_kind]
         back = torch.tensor(order).argsort().to(logits.device)
-        tokens = torch.cat([each for each, _ in made])[back]
-        none = [torch.zeros_like(each, dtype=torch.int32) for each, _ in made]
-        wrong = [each if each is not None else zeros for (_, each), zeros in zip(made, none, strict=True)]
+        tokens = torch.cat([item for item, _ in made])[back]
+        none = [torch.zeros_like(item, dtype=torch.int32) for item, _ in made]
+        wrong = [item if item is not None else zeros for (_, item), zeros in zip(made, none, strict=True)]
         invalid = torch.cat(wrong)[back]
     for row, chooser in enumerate(choosers):
         chooser.take(tokens[row : row + 1])

@@ -162,11 +162,11 @@ def _beside_tokens(given: dict[str, Any]) -> dict[str, Tensor]:
 
 def images_of(model: Any, given: dict[str, Any]) -> Images | None:
     """The images, or the sound, of a request; None if it is text alone."""
-    found = {name: value for name, value in _beside_tokens(given).items() if name not in _OF_TEXT}
-    if not found:
+    result = {name: value for name, value in _beside_tokens(given).items() if name not in _OF_TEXT}
+    if not result:
         return None
     digest = hashlib.blake2b(digest_size=16)
-    for name, value in found.items():
+    for name, value in result.items():
         digest.update(f"{name} {value.dtype} {[*value.shape]}".encode())
         digest.update(value.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     ids, config = given["input_ids"][0].tolist(), vars(model.config)
@@ -248,7 +248,7 @@ def prepare_steps(model: Any) -> None:
     @functools.wraps(own_processors)
     def processors(*others: Any, **named: Any) -> Any:
         made = own_processors(*others, **named)
-        return type(made)(sorted(made, key=lambda each: not getattr(each, "is_first", False)))
+        return type(made)(sorted(made, key=lambda item: not getattr(item, "is_first", False)))
 
     model.prepare_inputs_for_generation, model._get_logits_processor = prepare, processors
     if model.device.type == "mps" and not hasattr(generation, "DeferredStopCheck"):

@@ -99,7 +99,7 @@ class _Answer:
         self._tokenizer, self._streamer, self._count = tokenizer, streamer, count
         self._stops = [stop] if isinstance(stop, str) else [*stop]
         # A token has an octet at least, so that a stop string lies in so many tokens.
-        self._longest = max((len(each.encode()) for each in self._stops), default=0)
+        self._longest = max((len(item.encode()) for item in self._stops), default=0)
 
     def take(self, token: int) -> bool:
         self.tokens.append(token)

@@ -50,11 +50,11 @@ class Speculation(Beside):
             def get_candidates(ids: Any, *others: Any, **more: Any) -> Any:
                 if keeps and self._drafted is None:
                     self._begin(generator, ids[0].cpu())
-                found = guess(ids, *others, **more)
-                self.guessed += found[0].shape[1] - ids.shape[1]
-                if keeps and found[0].shape[1] > ids.shape[1]:
-                    self._drafted = found[0][0].cpu(), generator.assistant_kwargs["past_key_values"]
-                return found
+                result = guess(ids, *others, **more)
+                self.guessed += result[0].shape[1] - ids.shape[1]
+                if keeps and result[0].shape[1] > ids.shape[1]:
+                    self._drafted = result[0][0].cpu(), generator.assistant_kwargs["past_key_values"]
+                return result
 
             def update_candidate_strategy(ids: Any, scores: Any, matches: Any) -> Any:
                 self.accepted += int(matches)

@@ -44,10 +44,10 @@ def read_examples(file: str, tokenizer: Any, longest: int) -> list[Example]:
 
     Raises: ValueError with file and line number.
     """
-    found = [_example(file, number, row, tokenizer, longest) for number, row in _rows(file)]
-    if not found:
+    result = [_example(file, number, row, tokenizer, longest) for number, row in _rows(file)]
+    if not result:
         raise ValueError(f"{file} must have a line with an example, got none")
-    return found
+    return result
 
 
 def _refuse(file: str, line: int, what: str, came: object) -> NoReturn:

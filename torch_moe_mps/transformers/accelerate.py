@@ -131,8 +131,8 @@ def accelerate(
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Replaces what it can, and adds a row for each module to the report, in the model's order."""
     check_traces()
-    found = experts_of(model)
-    for name, experts in found.items():
+    result = experts_of(model)
+    for name, experts in result.items():
         done = described(experts)
         reason = unsupported(experts) or refusal(experts, done)
         if reason is None and not is_quantized(experts):
@@ -141,20 +141,20 @@ def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: boo
             experts.config._experts_implementation = NAME
         report.add(name, experts, "experts", () if reason else done, reason)
     for name, module in model.named_modules():
-        if name not in found and (reason := _other_experts(name, module)):
+        if name not in result and (reason := _other_experts(name, module)):
             report.add(name, module, "experts", (), reason)
-    routers = set(_routers(model, found))
+    routers = set(_routers(model, result))
     attentions = {} if refusal(model, [ATTENTION]) else attention_layers(model)
     choose_implementations(attentions.values())
     # Children first; the model, whose name is empty, is the last.
-    for name, module in sorted(model.named_modules(), key=lambda each: (not each[0], -each[0].count("."))):
-        if name in found or _is_left_out(name, module):
+    for name, module in sorted(model.named_modules(), key=lambda item: (not item[0], -item[0].count("."))):
+        if name in result or _is_left_out(name, module):
             continue
         done, reason = rewrite(module)
         if name in attentions:
             done = [*done, ATTENTION, *use_latents(module)]
         if name in routers or done or "attention" in type(module).__name__.lower():
-            routes = any(each.operator in ("moe_router", "moe_hash_router") for each in done)
+            routes = any(one.operator in ("moe_router", "moe_hash_router") for one in done)
             report.add(name, module, "router" if name in routers or routes else "other", done, reason)
     use_attention(attentions.values())
     if _is_of_transformers(model):

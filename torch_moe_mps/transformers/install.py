@@ -41,15 +41,15 @@ def rewrite(module: nn.Module) -> tuple[list[Done], str | None]:
     for recognise in MODULE_RULES:
         try:
             with recording() as reads:
-                found = recognise(module)
+                result = recognise(module)
         except Unsupported as unsupported:
-            found, reason = None, str(unsupported)
+            result, reason = None, str(unsupported)
         except torch.AcceleratorError:  # of the GPU, not of an operator
             raise
         except RuntimeError as error:  # from an operator that a rule tries, and that fails on this GPU
             return [], first_line(error)
-        if found is not None:
-            forward, done = found
+        if result is not None:
+            forward, done = result
             if (refused := refusal(module, done)) is not None:
                 return [], refused
             _run(module, forward, reads)
@@ -69,11 +69,11 @@ def _with_functions(module: nn.Module) -> tuple[Callable, list[Done], list[str]]
     refusals: list[str] = []
 
     def in_place(function: types.FunctionType) -> InPlace | None:
-        found = _in_place(function)
-        refused = None if found is None else refusal(module, [found.done])
+        result = _in_place(function)
+        refused = None if result is None else refusal(module, [result.done])
         if refused is not None:
             refusals.append(refused)
-        return found if refused is None else None
+        return result if refused is None else None
 
     return *with_operators(original_class(module).forward, in_place), refusals
 

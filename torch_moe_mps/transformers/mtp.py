@@ -39,9 +39,9 @@ def read_once(cls: Any) -> None:
             return own(cls, main_model, device_map, **kwargs)
         if main_model not in _READ:
             _READ[main_model] = _read(functools.partial(own, cls), main_model, device_map, kwargs)
-        found = _READ[main_model]
-        found.tie_with_main_model(main_model)
-        return found.to(main_model.device)
+        result = _READ[main_model]
+        result.tie_with_main_model(main_model)
+        return result.to(main_model.device)
 
     cls.from_pretrained = classmethod(from_pretrained)
 
@@ -54,12 +54,12 @@ def _read(own: Any, model: Any, device_map: Any, others: dict[str, Any]) -> Any:
         raise ValueError(f"moe_mps::generate: use_mtp must have {expected}, got those of {method}")
     # Without the conversions of the model's own format: the layers are as they came.
     with mock.patch.object(model, "_weight_conversions", None, create=True):
-        found = own(model, device_map, **others).eval()
+        result = own(model, device_map, **others).eval()
     formats = _formats(model.get_decoder().layers[-1])
     if formats:
-        quantize_model(found.layers, Recipe(formats.get("experts"), formats.get("linears")), progress=False)
-    accelerate(found.layers)
-    return found
+        quantize_model(result.layers, Recipe(formats.get("experts"), formats.get("linears")), progress=False)
+    accelerate(result.layers)
+    return result
 
 
 def _stored(source: str) -> Any:
@@ -74,7 +74,7 @@ def _formats(layer: Any) -> dict[str, Any]:
     kinds: dict[str, Counter[Any]] = {"experts": Counter(), "linears": Counter()}
     for module in layer.modules():
         kinds["experts" if module in experts else "linears"].update(formats_in(module).values())
-    return {kind: found.most_common(1)[0][0] for kind, found in kinds.items() if found}
+    return {kind: result.most_common(1)[0][0] for kind, result in kinds.items() if result}
 
 
 def mtp_tensors(source: str, model: Any) -> Iterator[tuple[str, Tensor]]:

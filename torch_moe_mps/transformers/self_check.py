@@ -97,8 +97,8 @@ def _require_quantized(function: str, model: nn.Module, recipe: Recipe | None) -
     compile_libraries([name for name in names if name.startswith("quantized_")], strict=False)
     end = time.monotonic() + once.time_allowed()
     for operator, its_formats in used.items():
-        found, _ = _failing(model, [operator], its_formats, end - time.monotonic())
-        for finding in found.values():
+        result, _ = _failing(model, [operator], its_formats, end - time.monotonic())
+        for finding in result.values():
             _refuse_weights(function, finding)
     return end - time.monotonic()
 
@@ -113,22 +113,22 @@ def check_replacements(function: str, model: nn.Module, report: Report, seconds:
         named.update(INTRODUCED.values())  # which no module calls
     formats = {format for module in model.modules() for format in formats_in(module).values()}
     started = time.perf_counter()
-    found, late = _failing(model, named, formats, seconds)
+    result, late = _failing(model, named, formats, seconds)
     took = time.perf_counter() - started
     once.watch(True, seconds - took)
     tuner.begin()
     report.tuned = lambda: tuner.told(tuner.known())
     REFUSED.clear()
-    REFUSED.update(found)
-    agree = len(named - found.keys() - late)
+    REFUSED.update(result)
+    agree = len(named - result.keys() - late)
     report.checked = f"{agree} of {len(named)} operators agree with the CPU on this GPU ({took:.1f} s)"
     if late:
         report.checked += f"; no time for {', '.join(sorted(late))}: they are checked the next time"
-    for operator, finding in found.items():
+    for operator, finding in result.items():
         if operator in ("expert_qmm", *_OF_KIND.values()):
             _refuse_weights(function, finding)
         warnings.warn(_warning(finding), stacklevel=3)
-    return bool(found)
+    return bool(result)
 
 
 def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
@@ -137,10 +137,10 @@ def working_kv_bits(model: nn.Module, bits: int | None) -> int | None:
         return bits
     dtypes = _dtypes(model)
     compile_libraries([f"attention_affine8_{DTYPES[dtype]}" for dtype in dtypes], strict=False)
-    found, _ = _failing(model, [CACHE, "attention"], given=[("k_scales",)])
-    for finding in found.values():
+    result, _ = _failing(model, [CACHE, "attention"], given=[("k_scales",)])
+    for finding in result.values():
         warnings.warn(_warning(finding, "keys and values stay in 16 bits"), stacklevel=3)
-    return 16 if found else bits
+    return 16 if result else bits
 
 
 def use_tensor_units(model: nn.Module, check: bool) -> str | None:
@@ -173,14 +173,14 @@ def _heads(model: nn.Module) -> dict[str, set[tuple[int, int]]]:
     do not name is compared before its first call."""
     linear = [("head_k_dim", "head_v_dim")]
     softmax = [("head_dim", "head_dim"), ("qk_head_dim", "v_head_dim")]
-    found: dict[str, set[tuple[int, int]]] = {operator: set() for operator in OF_HEADS}
+    result: dict[str, set[tuple[int, int]]] = {operator: set() for operator in OF_HEADS}
     for module in model.modules():
-        for operator, heads in found.items():
+        for operator, heads in result.items():
             for names in linear if operator == "linear_attention_" else softmax:
                 q, v = (getattr(module, name, None) for name in names)
                 if isinstance(q, int) and isinstance(v, int):
                     heads.add((q, v))
-    return found
+    return result
 
 
 def _warning(finding: Finding, instead: str = "what it replaces keeps the model's own code") -> str:

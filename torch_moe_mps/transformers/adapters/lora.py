@@ -103,14 +103,16 @@ class ParamWrapper(layer.ParamWrapper):
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_forward_args(x, *args, **kwargs)
         active = (
-            [] if self.disable_adapters else [each for each in self.active_adapters if each in self.lora_A]
+            []
+            if self.disable_adapters
+            else [adapter for adapter in self.active_adapters if adapter in self.lora_A]
         )
         if not active:
             return self.base_layer(x, *args, **kwargs)
         held = self.get_base_layer().__dict__
         before = held.get(ADDED, {})
         held[ADDED] = before | {
-            self.parameter_name: [functools.partial(self._added, each) for each in active]
+            self.parameter_name: [functools.partial(self._added, item) for item in active]
         }
         try:
             return self.base_layer(x, *args, **kwargs)

@@ -35,16 +35,16 @@ def write_mlx_adapter(adapter: str, model: Any, folder: Path) -> None:
     if config.use_dora or config.bias != "none" or config.modules_to_save:
         refuse("an adapter for --to mlx", "LoRA of matrices alone", "DoRA, biases or whole modules")
     stored = load_peft_weights(adapter, device="cpu")
-    found = dict(_pairs(adapted.get_base_model(), stored, Names(model)))
-    rank = max(len(a) if a.dim() == 2 else a.shape[1] for a, _ in found.values())
+    result = dict(_pairs(adapted.get_base_model(), stored, Names(model)))
+    rank = max(len(a) if a.dim() == 2 else a.shape[1] for a, _ in result.values())
     tensors: dict[str, Tensor] = {}
-    for name, (a, b) in found.items():
+    for name, (a, b) in result.items():
         missing = rank - b.shape[-1]
         a, b = pad(a, (0, 0, 0, missing)), pad(b, (0, missing))  # ranks that are zeros
         is_stack = a.dim() == 3
         tensors[f"{name}.lora_a"] = (a if is_stack else a.T).contiguous()
         tensors[f"{name}.lora_b"] = (b if is_stack else b.T).contiguous()
-    keys = {name.partition(".layers.")[2].partition(".")[2] for name in found}
+    keys = {name.partition(".layers.")[2].partition(".")[2] for name in result}
     about = {
         "fine_tune_type": "lora",
         "num_layers": model.config.get_text_config().num_hidden_layers,
@@ -68,10 +68,10 @@ def _pairs(
         if isinstance(module, layer.ParamWrapper):
             yield from _of_experts(name, module, a, b, names)
             continue
-        found = names.of(f"{name}.weight")
-        if len(found) != 1 or names.is_halved(f"{name}.weight") or ".layers." not in found[0]:
+        result = names.of(f"{name}.weight")
+        if len(result) != 1 or names.is_halved(f"{name}.weight") or ".layers." not in result[0]:
             refuse("an adapter for --to mlx", "over layers that mlx-lm has as one matrix", f"one over {name}")
-        yield found[0].removesuffix(".weight"), (a, b)
+        yield result[0].removesuffix(".weight"), (a, b)
 
 
 def _of_experts(

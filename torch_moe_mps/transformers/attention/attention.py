@@ -245,7 +245,7 @@ def attend(
     asked: dict[str, Any] = {"mask": mask, "window": window, "key_range": key_range, "dtype": dtype}
     asked |= {"indices": indices, "index_block": block if block > 1 else None, "lookahead": lookahead or None}
     asked |= {"softcap": softcap, "sinks": sinks, "relative": relative}
-    options = {name: given for name, given in asked.items() if given is not None}  # host time
+    options = {name: arguments for name, arguments in asked.items() if arguments is not None}  # host time
     if isinstance(key, QuantizedStates) and isinstance(value, QuantizedStates):
         options |= {"k_scales": key.scales, "k_biases": key.biases}
         options |= {"v_scales": value.scales, "v_biases": value.biases}

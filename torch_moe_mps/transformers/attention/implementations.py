@@ -35,7 +35,7 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
 
     Those of encoders only where torch's attention lacks what they need, or keeps a mask of their window.
     """
-    found = {}
+    result = {}
     for name, module in model.named_modules():
         causal = getattr(module, "is_causal", None)
         if not isinstance(causal, bool):
@@ -44,8 +44,8 @@ def attention_layers(model: nn.Module) -> dict[str, nn.Module]:
             continue
         implementation = _implementation_for(module)
         if implementation == NAME or (implementation is not None and (causal or _has_window(module))):
-            found[name] = module
-    return found
+            result[name] = module
+    return result
 
 
 def _has_window(module: nn.Module) -> bool:
@@ -109,7 +109,7 @@ def _asks(module: nn.Module) -> tuple[list[Any], set[Any]]:
     loads = itertools.pairwise(dis.get_instructions(code))
     names = [b for a, b in loads if a.argval == "_attn_implementation" and b.opname != "LOAD_GLOBAL"]
     passed = {name for constant in code.co_consts if isinstance(constant, tuple) for name in constant}
-    return [each.argval for each in names], passed
+    return [item.argval for item in names], passed
 
 
 def batch_with_own_code(manager: Any) -> None:

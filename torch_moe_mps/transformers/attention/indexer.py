@@ -52,15 +52,15 @@ class IndexerForm(NamedTuple):
 def indexer_forward(indexer: Any, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """The forward of a rewritten indexer: [B, T, K] int32, -1 where a token may choose from fewer keys."""
     form: IndexerForm = indexer.__dict__[STATE].formula
-    given = dict(zip(form.names, args, strict=False)) | kwargs
-    mask, (cos, _) = given["attention_mask"], given["position_embeddings"]
+    arguments = dict(zip(form.names, args, strict=False)) | kwargs
+    mask, (cos, _) = arguments["attention_mask"], arguments["position_embeddings"]
     # Our implementation of attention asks for numbers. Beside a mask of bool, that of `sdpa`, a model
     # scatters the result, which takes no -1.
     runs = type(mask) is CausalMask and mask.window is None and mask.dtype is not torch.bool
     if not runs or hidden_states.dtype is torch.float64 or cos.shape[-1] != form.rotary:
         return original_class(indexer).forward(indexer, hidden_states, *args, **kwargs)
     seen, device = mask.seen, hidden_states.device
-    choice = _choice(indexer, form, hidden_states, given, seen)
+    choice = _choice(indexer, form, hidden_states, arguments, seen)
     if choice is None:
         # Programs hold these numbers, so they are as many as an indexer can choose.
         count = indexer.index_topk
@@ -163,7 +163,7 @@ def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -
         "attention_mask": torch.full((_BATCH, _TOKENS, keys), -torch.inf).triu(_BEFORE + 1),
         "position_ids": torch.arange(_BEFORE, keys).expand(_BATCH, -1) * 1000,
     }
-    given = {name: value for name, value in every.items() if name in names}
+    arguments = {name: value for name, value in every.items() if name in names}
 
     def fits(turn: Turn | None) -> bool:
         columns = 0 if turn is None else rotary // (2 if turn.half_of_table else 1)
@@ -171,8 +171,8 @@ def _trial(module: nn.Module, names: tuple[str, ...], rotary: int, width: int) -
 
     return IndexerTrial(
         held=lambda: HeldKeys(before, twin.layer_idx),
-        own=lambda cache: original_class(module).forward(twin, hidden, **given, past_key_values=cache),
-        ours=lambda form, cache: _choice(twin, form, hidden, given | {"past_key_values": cache}, keys),
+        own=lambda cache: original_class(module).forward(twin, hidden, **arguments, past_key_values=cache),
+        ours=lambda form, cache: _choice(twin, form, hidden, arguments | {"past_key_values": cache}, keys),
         is_same=_is_same,
         forms=[IndexerForm(names, turn, rotary) for turn in filter(fits, (None, *TURNS))],
     )

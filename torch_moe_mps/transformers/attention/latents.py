@@ -211,8 +211,8 @@ def expansion_of(module: nn.Module) -> Expansion | None:
     if not (isinstance(found, tuple) and len(found) == 2 and len(trial.calls) == 1):
         return None
     keys, values = found
-    name, given, result = trial.calls[0]
-    if given is not latents or keys.dim() != 4 or values.dim() != 4:
+    name, arguments, result = trial.calls[0]
+    if arguments is not latents or keys.dim() != 4 or values.dim() != 4:
         return None
     heads, key_rows, value_rows = keys.shape[1], keys.shape[3] - rotary, values.shape[3]
     if key_rows < 0 or heads * (key_rows + value_rows) != result.shape[3]:

@@ -29,12 +29,12 @@ def order_of(function: Callable, tokens: range, keys: range) -> tuple[int | None
     """
     unread = _Unreadable()
     try:
-        found = function(unread, unread, _Position(tokens, 1, 0), _Position(tokens, 0, 1))
+        result = function(unread, unread, _Position(tokens, 1, 0), _Position(tokens, 0, 1))
     except Exception:  # it asks for what positions do not tell
         return None
-    if type(found) is not _Seen or len(found.boxes) != 1:
+    if type(result) is not _Seen or len(result.boxes) != 1:
         return None
-    (box,) = found.boxes
+    (box,) = result.boxes
     if box.first > keys[0] or box.last < keys[-1] or not -math.inf < box.least <= 0 <= box.most:
         return None
     return None if box.most == math.inf else int(box.most) + 1, int(-box.least)

@@ -35,5 +35,5 @@ class Deferred(Tensor):
         known = cls.without_elements(func, args, kwargs)
         if known is not NotImplemented:
             return known
-        args, kwargs = tree_map_only(Deferred, lambda each: each.elements(), (args, kwargs))
+        args, kwargs = tree_map_only(Deferred, lambda item: item.elements(), (args, kwargs))
         return func(*args, **kwargs)

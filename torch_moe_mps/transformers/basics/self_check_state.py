@@ -19,7 +19,7 @@ def refused() -> frozenset[str]:
 
 def refusal(module: nn.Module, done: Iterable[Done]) -> str | None:
     """Why a module keeps its own code: an operator that would run in its place has failed."""
-    failed = [each.operator for each in done if each.operator in REFUSED]
+    failed = [item.operator for item in done if item.operator in REFUSED]
     return f"{failed[0]} fails the self-check on this GPU" if failed and is_on_mps(module) else None
 
 

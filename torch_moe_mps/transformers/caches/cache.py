@@ -148,9 +148,9 @@ def pools_padding(config: PreTrainedConfig) -> bool:
 
 def _decoders(model: nn.Module) -> Iterator[nn.Module]:
     """The innermost models of transformers that take a cache; calls of the outer models reach them."""
-    found = {m for m in model.modules() if isinstance(m, PreTrainedModel) and takes_cache(m)}
-    for module in found:
-        if not any(inner in found for inner in module.modules() if inner is not module):
+    result = {m for m in model.modules() if isinstance(m, PreTrainedModel) and takes_cache(m)}
+    for module in result:
+        if not any(inner in result for inner in module.modules() if inner is not module):
             yield module
 
 

@@ -38,10 +38,10 @@ def growing_class(plain: type, bits: int | None = None) -> type | None:
 
 
 def _base_of(plain: Any) -> Any:
-    found = next(filter(None, (class_of(plain) for class_of in GROWING_CLASSES)), None)
+    result = next(filter(None, (class_of(plain) for class_of in GROWING_CLASSES)), None)
     update = getattr(plain, "update", None)
-    if found is not None or issubclass(plain, Made):
-        return found
+    if result is not None or issubclass(plain, Made):
+        return result
     if update is DynamicLayer.update:
         return GrowingIndexed if issubclass(plain, DynamicIndexedLayer) else Growing
     return GrowingWindow if update is DynamicSlidingWindowLayer.update else None

@@ -199,13 +199,13 @@ def load_with_states(
         layers = json.loads(about["layers"])
         while len(cache.layers) < len(layers):
             cache.layers.append(cache.layer_class_to_replicate())
-        for layer, found in zip(cache.layers, layers, strict=True):
-            if type(layer).__name__ != found["class"]:
+        for layer, result in zip(cache.layers, layers, strict=True):
+            if type(layer).__name__ != result["class"]:
                 raise Unusable(f"{file} is of a model with other layers")
-            if found["bits"] is not None:
+            if result["bits"] is not None:
                 plain: Any = type(layer)
-                layer.__class__ = growing_class(plain, found["bits"])
-            LayerState(layer).replace(read(found["state"]))
+                layer.__class__ = growing_class(plain, result["bits"])
+            LayerState(layer).replace(read(result["state"]))
         states = {position: {i: read(s) for i, s in of} for position, of in json.loads(about["states"])}
         return tensors["ids"][None].to(model.device), cache, states
     except (Unusable, OSError):
@@ -217,14 +217,14 @@ def load_with_states(
 def fingerprint(model: PreTrainedModel) -> str:
     """Tells models apart by their config and a sample of each tensor."""
     config = {key: value for key, value in model.config.to_dict().items() if key not in _OF_THE_FILE}
-    found = hashlib.blake2b(json.dumps(config, default=str, sort_keys=True).encode(), digest_size=16)
+    result = hashlib.blake2b(json.dumps(config, default=str, sort_keys=True).encode(), digest_size=16)
     samples = []
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        found.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
+        result.update(f"{name} {tuple(tensor.shape)} {tensor.dtype}".encode())
         flat = tensor.detach().reshape(-1)
         samples.append(flat[:: max(1, len(flat) // _SAMPLES)][:_SAMPLES].clone().view(torch.uint8))
-    found.update(torch.cat(samples).cpu().numpy().tobytes())
-    return found.hexdigest()
+    result.update(torch.cat(samples).cpu().numpy().tobytes())
+    return result.hexdigest()
 
 
 def _key(model: PreTrainedModel) -> dict[str, Any]:

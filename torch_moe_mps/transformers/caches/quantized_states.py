@@ -83,7 +83,7 @@ class QuantizedStates(Deferred):
         for tensor in self.parts():
             shares = [width * tensor.shape[3] // self.shape[3] for width in widths]
             parts.append(tensor.split(shares, 3))
-        return [QuantizedStates(*each) for each in zip(*parts, strict=True)]
+        return [QuantizedStates(*part) for part in zip(*parts, strict=True)]
 
     def write(self, start: int, states: Tensor) -> None:
         """Tokens from `start` on become these states."""

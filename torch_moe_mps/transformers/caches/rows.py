@@ -197,8 +197,8 @@ def _check(cache: Any) -> None:
 
 def _check_alike(layer: Any, one: Any) -> None:
     own, other = (
-        [([c[1:] for c in held.columns], *_kind(held.memory)) for held in _memories(each)]
-        for each in (layer, one)
+        [([c[1:] for c in held.columns], *_kind(held.memory)) for held in _memories(item)]
+        for item in (layer, one)
     )
     if type(layer) is not type(one) or own != other:
         raise NotJoinable("its cache holds another kind of states than those of the others")

@@ -31,7 +31,7 @@ def flat(arguments: dict[str, Any]) -> dict[Any, Any]:
     taken: dict[Any, Any] = {}
     for name, value in arguments.items():
         if type(value) is dict and value:
-            taken |= {(name, key): each for key, each in value.items()}
+            taken |= {(name, key): item for key, item in value.items()}
         else:
             taken[name] = value
     return taken

@@ -148,28 +148,28 @@ class Captures:
             return own(model, **arguments)
         reason = forbidden() or _positions_by_hand(arguments)
         if reason is None:
-            found = self._run(model, arguments)
-            if found is not None:
-                return found[0]
+            result = self._run(model, arguments)
+            if result is not None:
+                return result[0]
             if self._rest > 0:
                 self._rest -= 1
                 self.reason = self._failure
             elif self._may_capture(model, own, arguments):
-                found = self._run(model, arguments)
-                if found is not None:
-                    return found[0]
+                result = self._run(model, arguments)
+                if result is not None:
+                    return result[0]
         else:
             self.reason = reason
         return own(model, **arguments)
 
     def _is_candidate(self, arguments: dict[str, Any]) -> bool:
         ids = arguments.get("input_ids")
-        given = arguments.get("inputs_embeds") if ids is None else ids
+        passed = arguments.get("inputs_embeds") if ids is None else ids
         return (
-            type(given) is Tensor
-            and given.dim() > 1
-            and given.shape[1] <= MOST_TOKENS
-            and (self._anywhere or given.is_mps)
+            type(passed) is Tensor
+            and passed.dim() > 1
+            and passed.shape[1] <= MOST_TOKENS
+            and (self._anywhere or passed.is_mps)
         )
 
     def _run(self, model: nn.Module, arguments: dict[str, Any]) -> tuple[Any] | None:
@@ -187,13 +187,13 @@ class Captures:
         padding = functools.cache(lambda: padding_of(model, arguments))
         reasons: list[str] = []
         for program in programs:
-            found = self._run_one(program, model, arguments, padding)
-            if isinstance(found, tuple):
+            result = self._run_one(program, model, arguments, padding)
+            if isinstance(result, tuple):
                 if program is not programs[0]:
                     self.programs = [program, *(p for p in programs if p is not program)]
                 self.reason = None
-                return found
-            reasons.append(found)
+                return result
+            reasons.append(result)
         self.reason = reasons[0]  # of the program that ran last
         return None
 
@@ -299,7 +299,7 @@ class Captures:
         own_code = OwnCode()
         recorder = Recorder(None if self._own_code else own_code.look)
         symbol, values, least = _symbols(reading, kind)
-        symints = [recorder.symbol(*each) for each in zip(values, least, strict=True)]
+        symints = [recorder.symbol(*value) for value in zip(values, least, strict=True)]
         plan = CallPlan(reading, symbol, symints, recorder)
         exchange = exchange_of(model)
         # Now: the first copy of a cache notes something in its class.
@@ -383,13 +383,13 @@ def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
         tensors.append(value)
         return lambda results, _: results[place]
     if value is not None and value is cache:
-        return lambda _, given: given
+        return lambda _, arguments: arguments
     if isinstance(value, ModelOutput):
-        cls, makers = type(value), {name: _maker(each, tensors, cache) for name, each in value.items()}
+        cls, makers = type(value), {name: _maker(item, tensors, cache) for name, item in value.items()}
         return lambda results, given: cls(**{name: make(results, given) for name, make in makers.items()})
     if type(value) in (tuple, list):
-        kind, items = type(value), [_maker(each, tensors, cache) for each in value]
-        return lambda results, given: kind([make(results, given) for make in items])
+        kind, items = type(value), [_maker(item, tensors, cache) for item in value]
+        return lambda results, passed: kind([make(results, passed) for make in items])
     if value is None or isinstance(value, (bool, int, float, str)):
         return lambda *_: value
     raise NotCapturable(f"it returns a {type(value).__name__}")
@@ -438,8 +438,8 @@ def tokens_of(model: nn.Module) -> Callable[[], str | None]:
     known = (lambda: None) if captures is None else weakref.ref(captures)
 
     def says() -> str | None:
-        found = known()
-        return None if found is None else str(found)
+        result = known()
+        return None if result is None else str(result)
 
     return says
 
@@ -475,10 +475,10 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
         if captures is None or len(args) > len(names):
             return own(self, *args, **kwargs)
         if args:
-            given = dict(zip(names, args, strict=False))
-            if not given.keys().isdisjoint(kwargs):
+            arguments = dict(zip(names, args, strict=False))
+            if not arguments.keys().isdisjoint(kwargs):
                 return own(self, *args, **kwargs)  # which says so
-            kwargs |= given
+            kwargs |= arguments
         return captures.call(self, own, kwargs)
 
     def apply(self: nn.Module, *args: Any, **kwargs: Any) -> nn.Module:
@@ -506,11 +506,11 @@ def _capturing_class(original: type[nn.Module]) -> type[nn.Module]:
 
         def update(self: Any, outputs: Any, *args: Any, **kwargs: Any) -> Any:
             before = (args[0] if args else kwargs["model_kwargs"]).get(MASK)
-            given = generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
-            follow_mask(before, given.get(MASK), self)
+            passed = generates._update_model_kwargs_for_generation(self, outputs, *args, **kwargs)
+            follow_mask(before, passed.get(MASK), self)
             if (steps := current()) is not None:
                 steps.take(outputs)
-            return given
+            return passed
 
         def sample(
             self: Any, ids: Tensor, *, logits_processor: Any, generation_config: Any, **kwargs: Any

@@ -86,20 +86,24 @@ class Fingerprint:
         for hook in gc.get_referents(*hooks):
             if getattr(hook, "__module__", None) in _KNOWN_HOOKS or isinstance(hook, int):  # a key, or True
                 continue
-            if any(each is not None and getattr(hook, "__self__", None) is each for each in own):
+            if any(item is not None and getattr(hook, "__self__", None) is item for item in own):
                 continue
             owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
             raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
-        classes = dict.fromkeys(cls for each in reached.classes for cls in each.__mro__)
+        classes = dict.fromkeys(cls for item in reached.classes for cls in item.__mro__)
         files = list(_files(classes))
         _note_first(classes, files)
-        self._copies = [(each, each.copy()) for each in reached.containers if isinstance(each, (dict, list))]
+        self._copies = [
+            (container, container.copy())
+            for container in reached.containers
+            if isinstance(container, (dict, list))
+        ]
         held = [*hooks, *_members(classes), *files, *reached.containers]
         # Subclasses of dict only while empty: the order of an OrderedDict is no part of its entries.
-        entries = [each for each in held if type(each) is dict or (isinstance(each, dict) and not each)]
+        entries = [item for item in held if type(item) is dict or (isinstance(item, dict) and not item)]
         known = set(map(id, entries))
         self._entries = _Entries(sorted(entries, key=id))  # as they lie in memory
-        self._others = _Contents([each for each in held if id(each) not in known])
+        self._others = _Contents([item for item in held if id(item) not in known])
         self._now = self._around()
 
     def holds(self) -> bool:
@@ -163,10 +167,10 @@ class _Entries(_Contents):
 @functools.cache
 def _comparison() -> Callable[..., bool]:
     """The function of csrc/fingerprint.mm, of four addresses and a count."""
-    found: Any = ctypes.PyDLL(str(host_library())).moe_mps_holds
-    found.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
-    found.restype = ctypes.c_bool
-    return found
+    result: Any = ctypes.PyDLL(str(host_library())).moe_mps_holds
+    result.argtypes = [ctypes.c_void_p] * 4 + [ctypes.c_size_t]
+    result.restype = ctypes.c_bool
+    return result
 
 
 def _start_of(numbers: "array[int]") -> int:

@@ -71,7 +71,7 @@ class OwnCode:
 
 def _is_made_by_library(frame: FrameType) -> bool:
     """Whether code without a file is what a library has written, as that of data classes and named tuples."""
-    name, file = (frame.f_globals.get(each) for each in ("__name__", "__file__"))
+    name, file = (frame.f_globals.get(item) for item in ("__name__", "__file__"))
     if file is None:
         return str(name).startswith("namedtuple_")
     return name != "__main__" and is_of_library(file)

@@ -250,7 +250,7 @@ class CallPlan:
                 if isinstance(value, Tensor):
                     memory, end = getattr(value, MEMORY, None), None
                     known = self._memories.values()
-                    place = next((number for number, each, _ in known if each is memory), None)
+                    place = next((number for number, item, _ in known if item is memory), None)
                     if place is None and memory is not None:
                         raise NotCapturable("the cache moves to new memory")
                     if memory is not None:
@@ -287,22 +287,22 @@ class CallPlan:
         if are_wide() != self._wide:
             return "its logits have another dtype"
         for name, kind, value in self._arguments:
-            given = arguments.get(name)
+            passed = arguments.get(name)
             if kind == TENSOR:
-                inputs.append(given)  # type: ignore[arg-type]  # its type is compared below
+                inputs.append(passed)  # type: ignore[arg-type]  # its type is compared below
                 if name == MASK and self._padding is not None:
-                    found = padding()
-                    if found is None or (found[0] is None) != (self._padding[0] is None):
+                    result = padding()
+                    if result is None or (result[0] is None) != (self._padding[0] is None):
                         return "its padding is of another kind"
-                    inputs += [keys for keys in found if keys is not None]
+                    inputs += [keys for keys in result if keys is not None]
             elif kind == NUMBER and value is None:
-                if type(given) is not int:
+                if type(passed) is not int:
                     return f"{name} is of another kind"
-            elif given is not value and (type(given) is not type(value) or given != value):
+            elif passed is not value and (type(passed) is not type(value) or passed != value):
                 return f"{name} is another one"
         for name, known in self._masks:
-            given = arguments.get(name)
-            if type(given) is not CausalMask or kind_of(given) != known:
+            passed = arguments.get(name)
+            if type(passed) is not CausalMask or kind_of(passed) != known:
                 return f"{name} is of another kind"
         cache = None if self._cache is None else arguments.get(self._cache)
         if self._cache is not None:

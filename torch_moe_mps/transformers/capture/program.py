@@ -68,7 +68,7 @@ def assemble(graph: fx.Graph, integers: Integers, plan: CallPlan, weights: list[
     constants = [node.meta for node in graph.nodes if node.op == "get_attr"]
     read = {id(meta[TENSOR]) for meta in constants}
     joined = [part for meta in constants for part in meta.get(PARTS, ())]
-    for tensor in [*joined, *(each for each in weights if id(each) not in read)]:
+    for tensor in [*joined, *(weight for weight in weights if id(weight) not in read)]:
         program.add_weight(tensor)  # what is read by itself is found wherever it lies
     return program
 
@@ -94,7 +94,7 @@ class _Assembly:
         results = list(returned)
         last = self._last_uses(calls, results)
         for node in calls:
-            self._call(node, [self._places[each] for each in last[node]])
+            self._call(node, [self._places[item] for item in last[node]])
         program.finish(self._next, [self._place(node) for node in results])
 
     def _note_integer(self, value: Any) -> None:
@@ -104,26 +104,26 @@ class _Assembly:
     def _call(self, node: fx.Node, last: list[int]) -> None:
         target: Any = node.target
         schema = target._schema
-        given = (
+        passed = (
             dict(zip((argument.name for argument in schema.arguments), node.args, strict=False)) | node.kwargs
         )
         arguments, lists = [], []
         for number, argument in enumerate(schema.arguments):
-            value = given.get(argument.name, argument.default_value)
+            value = passed.get(argument.name, argument.default_value)
             if isinstance(value, (list, tuple)) and (not value or any(map(_is_changing, value))):
                 lists.append(number)
-                arguments.append([self._place(each) for each in value])
+                arguments.append([self._place(one) for one in value])
             else:
                 arguments.append([self._place(value, str(argument.real_type))])
         items = {user.args[1]: user for user in node.users if user.target is ITEM}
         of_many = isinstance(node.meta[VALUE], (list, tuple))
         made = [items.get(k) for k in range(len(node.meta[VALUE]))] if of_many else [node]
-        read = [each if each is not None and each.users else None for each in made]
+        read = [one if one is not None and one.users else None for one in made]
         results = []
-        for each in read:
-            results.append(-1 if each is None else self._next)
-            if each is not None:
-                self._places[each], self._next = self._next, self._next + 1
+        for item in read:
+            results.append(-1 if item is None else self._next)
+            if item is not None:
+                self._places[item], self._next = self._next, self._next + 1
         self._program.add_call(schema.name, schema.overload_name, arguments, lists, results, last)
 
     def _last_uses(self, calls: list[fx.Node], results: list[fx.Node]) -> dict[fx.Node, list[fx.Node]]:

@@ -38,13 +38,13 @@ def beside_text(model: Any) -> list[str]:
     around, text = around_text(model)
     head = model.get_output_embeddings()
     outer = [name for name in around if name == "" or text.startswith(f"{name}.")]
-    found = []
+    result = []
     for name in outer:
         for child, module in model.get_submodule(name).named_children():
             path = f"{name}.{child}".lstrip(".")
             if path not in around and not any(m is head for m in module.modules()):
-                found.append(path)
-    return found
+                result.append(path)
+    return result
 
 
 def leave_out(model: nn.Module, names: Iterable[str]) -> None:

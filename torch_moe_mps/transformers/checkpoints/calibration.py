@@ -41,18 +41,18 @@ def importance_for(
     """
     is_text = isinstance(given, str | os.PathLike) and not is_file_of_importance(Path(given))
     if not is_text:
-        found = given_importance(function, given, source.skeleton(), True)
-        assert found is not None
-        return found
+        result = given_importance(function, given, source.skeleton(), True)
+        assert result is not None
+        return result
     name = str(given)
     text = _text(SAMPLE if name == AUTO else Path(name))
     ids = _tokens(source, text)
     model = load(is_read_as_it_is(source))
     device = model.device
-    found = collect_importance(model, ids, text=text)
+    result = collect_importance(model, ids, text=text)
     del model
     free(device)
-    return found
+    return result
 
 
 def is_read_as_it_is(source: Source) -> bool:

@@ -98,15 +98,15 @@ class Source:
         if isinstance(config, PreTrainedConfig):
             self.config = config
         else:
-            given = {key: value for key, value in self.others.items() if key not in _FOR_THE_MODEL}
+            passed = {key: value for key, value in self.others.items() if key not in _FOR_THE_MODEL}
             path = config or self.path
             if self.gguf is not None:
-                given |= {"gguf_file": self.gguf}
+                passed |= {"gguf_file": self.gguf}
                 config_class: Any = AutoConfig
             else:
-                config_class = getattr(model_class, "config_class", None) or _config_class(str(path), given)
+                config_class = getattr(model_class, "config_class", None) or _config_class(str(path), passed)
             try:
-                self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **given)
+                self.config, unused = config_class.from_pretrained(path, return_unused_kwargs=True, **passed)
             except (*NO_MODEL, StrictDataclassError) as error:  # of a field that it lacks, or got wrong
                 raise _wrong_config("one that transformers reads", error) from error
             kept = {*unused, *_FOR_THE_MODEL, *_FOR_BOTH}
@@ -218,5 +218,5 @@ def _file(name: str, file: str, arguments: Mapping[str, Any]) -> str | None:
     """The path of a file in the folder of a checkpoint, or on the Hub where that can be asked; or None."""
     where = {key: arguments[key] for key in _WHERE if arguments.get(key) is not None}
     quiet = ("missing_entries", "connection_errors", "gated_repo")
-    given = where | {f"_raise_exceptions_for_{kind}": False for kind in quiet}
-    return cached_file(name, file, **given)
+    passed = where | {f"_raise_exceptions_for_{kind}": False for kind in quiet}
+    return cached_file(name, file, **passed)

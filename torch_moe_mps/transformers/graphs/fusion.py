@@ -67,9 +67,9 @@ class Fusion:
 
     def _run(self, node: fx.Node, results: dict[Any, Any]) -> None:
         for formula, new in self.rows:
-            for found in matches(formula, node):
-                ends = _ends(node) if self.where(**found) else ()
-                if any(_fuse(node, end, found, parsed(new), results) for end in ends):
+            for match in matches(formula, node):
+                ends = _ends(node) if self.where(**match) else ()
+                if any(_fuse(node, end, match, parsed(new), results) for end in ends):
                     return
 
 
@@ -85,16 +85,16 @@ def _ends(root: fx.Node) -> Iterator[fx.Node]:
 def _fuse(root: fx.Node, end: fx.Node, bound: Bound, new: ast.expr, results: dict[Any, Any]) -> bool:
     """Puts an operator in the place of a formula. Returns: whether it can."""
     inside = computed(root, leaves(bound))
-    shared = [each.node for each in bound.values() if isinstance(each, Shared)]
+    shared = [item.node for item in bound.values() if isinstance(item, Shared)]
     place = shared[0] if shared else end
     for node in inside:
         own = memory_of(node)
         is_read_inside = node is root or own not in inside or own in shared or {*node.users} <= inside.keys()
-        read = [each for each in node.all_input_nodes if each not in inside]
+        read = [item for item in node.all_input_nodes if item not in inside]
         if not (
             is_read_inside
-            and all(is_same(each, node, place) for each in read)
-            and all(is_same(each, node, place, read=False) for each in written(node))
+            and all(is_same(item, node, place) for item in read)
+            and all(is_same(item, node, place, read=False) for item in written(node))
         ):
             return False
     try:
@@ -114,40 +114,42 @@ class _New:
         self._found, self._before, self._dtype, self._results = bound, before, dtype, results
 
     def replace(self, form: ast.expr, old: list[fx.Node]) -> None:
-        target, given, like = self._call(form)
+        target, arguments, like = self._call(form)
         several = isinstance(like, (list, tuple))
         for one, other in zip(like if several else [like], map(tensor_of, old), strict=True):
             if one.dtype != other.dtype or one.numel() != other.numel() or not other.is_contiguous():
                 raise _Unfit
-        for each in filter(is_node, given.values()):
-            if self._before < memory_of(each):
+        for item in filter(is_node, arguments.values()):
+            if self._before < memory_of(item):
                 raise _Unfit
-            hoist(each, self._before)
-        made = put(self._before, target, like, **given)
-        for number, each in enumerate(old):
+            hoist(item, self._before)
+        made = put(self._before, target, like, **arguments)
+        for number, item in enumerate(old):
             result = put(self._before, ITEM, like[number], made, number) if several else made
-            shaped: Any = in_shape(result, each, self._before)  # it is contiguous
-            each.replace_all_uses_with(shaped)
+            shaped: Any = in_shape(result, item, self._before)  # it is contiguous
+            item.replace_all_uses_with(shaped)
 
     def _call(self, form: Any) -> tuple[Any, dict[str, Any], Any]:
         """An operator, its arguments, and what it gives."""
         target = getattr(ours, form.func.id).default
-        given: dict[str, Any] = {}
-        known = {each.name: each for each in target._schema.arguments}
-        positional = [each for each in form.args if not isinstance(each, ast.Starred)]
+        passed: dict[str, Any] = {}
+        known = {argument.name: argument for argument in target._schema.arguments}
+        positional = [item for item in form.args if not isinstance(item, ast.Starred)]
         for star in form.args[len(positional) :]:
-            given |= self._found[star.value.id].arguments
-        named = dict(zip(known, positional, strict=False)) | {each.arg: each.value for each in form.keywords}
-        for name, each in named.items():
-            if name in given and given[name] != known[name].default_value:
+            passed |= self._found[star.value.id].arguments
+        named = dict(zip(known, positional, strict=False)) | {
+            keyword.arg: keyword.value for keyword in form.keywords
+        }
+        for name, item in named.items():
+            if name in passed and passed[name] != known[name].default_value:
                 raise _Unfit
-            value = self._value(each)
-            given[name] = float(value) if str(known[name].type) == "float" else value
-        fakes = {n: tensor_of(v) if is_node(v) else as_given(v) for n, v in given.items()}
+            value = self._value(item)
+            passed[name] = float(value) if str(known[name].type) == "float" else value
+        fakes = {n: tensor_of(v) if is_node(v) else as_given(v) for n, v in passed.items()}
         key = target, key_of([*fakes.items()])
         if key not in self._results:
             self._results[key] = target(**fakes)
-        return target, given, self._results[key]
+        return target, passed, self._results[key]
 
     def _value(self, form: Any) -> Any:
         if isinstance(form, ast.Name):
@@ -162,16 +164,16 @@ class _New:
         if form.func.id == "item":
             results, number = self._found[form.args[0].id], form.args[1].value
             return put(self._before, ITEM, results.meta[VALUE][number], results, number)
-        target, given, like = self._call(form)
-        return put(self._before, target, like, **given)
+        target, arguments, like = self._call(form)
+        return put(self._before, target, like, **arguments)
 
     def _shape(self, form: ast.expr) -> list[Any]:
         if isinstance(form, ast.Name):
             return [*self._found[form.id]]
         assert isinstance(form, ast.Tuple)
         sizes: list[Any] = []
-        for each in form.elts:
-            size = self._found["..."] if ast.unparse(each) == "..." else self._value(each)
+        for elt in form.elts:
+            size = self._found["..."] if ast.unparse(elt) == "..." else self._value(elt)
             sizes += size if isinstance(size, tuple) else [size]
         return sizes
 
@@ -184,14 +186,14 @@ class _New:
         sources = [value]
         while (source := self._source(sources[-1], shape is not None)) is not sources[-1]:
             sources.append(source)
-        sources = [each for each in reversed(sources) if tensor_of(each).dtype == self._dtype] or [value]
+        sources = [item for item in reversed(sources) if tensor_of(item).dtype == self._dtype] or [value]
         wanted = [*tensor_of(value).shape] if shape is None else shape
-        as_wanted = (each for each in sources if [*tensor_of(each).shape] == wanted)
-        shaped = (in_shape(each, wanted, self._before) for each in sources)
-        found = next(as_wanted, None) or next(filter(None, shaped), None)
-        if found is None:
+        as_wanted = (item for item in sources if [*tensor_of(item).shape] == wanted)
+        shaped = (in_shape(item, wanted, self._before) for item in sources)
+        result = next(as_wanted, None) or next(filter(None, shaped), None)
+        if result is None:
             raise _Unfit
-        return found
+        return result
 
     def _source(self, value: fx.Node, copies: bool) -> fx.Node:
         """A value before it got its shape, was cast or copied; itself if it was not, or that has changed."""

@@ -75,9 +75,9 @@ def of_shape(value: fx.Node, shape: Any) -> fx.Node | None:
 def in_shape(value: fx.Node, like: Any, before: fx.Node) -> fx.Node | None:
     """A value in a shape, or in that of a node, in front of a node; None if that takes a copy."""
     shape = tensor_of(like).shape if isinstance(like, fx.Node) else like
-    found = of_shape(value, shape)
-    if found is not None:
-        return found
+    result = of_shape(value, shape)
+    if result is not None:
+        return result
     old = tensor_of(value)
     if isinstance(like, fx.Node) and tensor_of(like).is_contiguous() and old.is_contiguous():
         viewed = tensor_of(like).to(old.dtype)  # much faster than a view of a fake tensor
@@ -124,7 +124,7 @@ def is_unchanged(value: fx.Node, since: fx.Node, until: fx.Node, read: bool = Tr
     memory, node = memory_of(value), since.next
     while node is not until:
         touched = written(node) if read or is_view(node) else node.all_input_nodes
-        if any(memory_of(each) is memory for each in touched):
+        if any(memory_of(item) is memory for item in touched):
             return False
         node = node.next
     return True
@@ -171,8 +171,8 @@ def shown(value: fx.Node) -> Iterator[fx.Node]:
 def hoist(value: fx.Node, before: fx.Node) -> None:
     """Moves a value in front of a node, and what it is computed of, where that is behind it: views."""
     if before < value:
-        for each in value.all_input_nodes:
-            hoist(each, before)
+        for node in value.all_input_nodes:
+            hoist(node, before)
         before.prepend(value)
 
 
@@ -196,11 +196,13 @@ def _signature(operator: Any) -> _Signature:
     schema = getattr(operator, "_schema", None)
     if schema is None:
         return _Signature({}, (), None)
-    aliased = {each.name: each.alias_info for each in schema.arguments if each.alias_info is not None}
+    aliased = {
+        argument.name: argument.alias_info for argument in schema.arguments if argument.alias_info is not None
+    }
     returns_view = bool(schema.returns) and schema.returns[0].alias_info is not None
     viewed = next(iter(aliased), None) if returns_view else None
     return _Signature(
-        {each.name: each.default_value for each in schema.arguments},
+        {argument.name: argument.default_value for argument in schema.arguments},
         tuple(name for name, alias in aliased.items() if alias.is_write),
         "self" if operator.overloadpacket in _UNSAFE else viewed,
     )
@@ -209,8 +211,8 @@ def _signature(operator: Any) -> _Signature:
 def written(call: fx.Node) -> list[fx.Node]:
     """The tensors that a call writes into."""
     names = _signature(call.target).written if call.op == "call_function" else ()
-    given = arguments(call) if names else {}
-    values = (value for name in names for value in as_list(given[name]))
+    passed = arguments(call) if names else {}
+    values = (value for name in names for value in as_list(passed[name]))
     return [value for value in values if isinstance(value, fx.Node)]
 
 

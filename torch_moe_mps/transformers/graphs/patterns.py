@@ -49,40 +49,40 @@ def match(formula: str, value: Any, bound: Bound | None = None) -> Bound | None:
 
 def matches(formula: str, value: Any, bound: Bound | None = None) -> Iterator[Bound]:
     """All ways in which a node computes a formula."""
-    for found in _match(parsed(formula), value, bound or {}):
-        if all(map(is_final, computed(value, leaves(found)))):
-            yield found
+    for result in _match(parsed(formula), value, bound or {}):
+        if all(map(is_final, computed(value, leaves(result)))):
+            yield result
 
 
 def leaves(bound: Bound) -> set[fx.Node]:
     """The values that names of a formula stand for."""
-    rests = [value for each in bound.values() if isinstance(each, Rest) for value in each.arguments.values()]
+    rests = [value for item in bound.values() if isinstance(item, Rest) for value in item.arguments.values()]
     return {value for value in (*bound.values(), *rests) if isinstance(value, fx.Node)}
 
 
 def computed(value: Any, of: Collection[fx.Node]) -> dict[fx.Node, None]:
     """A value and all that it is computed of, up to other values: the last first."""
-    found: dict[fx.Node, None] = {}
+    result: dict[fx.Node, None] = {}
     waiting = [value] if isinstance(value, fx.Node) else []
     while waiting:
         node = waiting.pop()
-        if node not in found and (node is value or node not in of):
-            found[node] = None
+        if node not in result and (node is value or node not in of):
+            result[node] = None
             waiting += node.all_input_nodes
-    return found
+    return result
 
 
 def _match(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
     if isinstance(form, ast.Name):
         yield from _named(form.id, value, bound)
     elif isinstance(form, ast.NamedExpr):
-        for found in _match(form.value, value, bound):
-            yield found | {form.target.id: Shared(uncast(value))}
+        for result in _match(form.value, value, bound):
+            yield result | {form.target.id: Shared(uncast(value))}
     elif isinstance(form, ast.Subscript):
         tensor = value.call if isinstance(value, Rest) else value
         if isinstance(tensor, fx.Node) and isinstance(tensor.meta.get(VALUE), Tensor):
-            for found in _match(form.value, value, bound):
-                yield from _of_shape(form.slice, tensor_of(tensor).shape, found)
+            for result in _match(form.value, value, bound):
+                yield from _of_shape(form.slice, tensor_of(tensor).shape, result)
     elif isinstance(form, ast.List):
         if isinstance(value, (list, tuple)) and len(value) == len(form.elts):
             yield from _match_all([*zip(form.elts, value, strict=True)], bound)
@@ -96,22 +96,22 @@ def _match(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
 def _match_call(form: ast.expr, value: Any, bound: Bound) -> Iterator[Bound]:
     name = called(form)
     call = value if name == "_to_copy" else uncast(value)
-    given = _arguments(name, call)
-    if given is None:
+    arguments = _arguments(name, call)
+    if arguments is None:
         return
     if isinstance(form, ast.BinOp):
         forms, keywords = [form.left, form.right], list[ast.keyword]()
     else:
         assert isinstance(form, ast.Call)
         forms, keywords = form.args, form.keywords
-    positional = [each for each in forms if not isinstance(each, ast.Starred)]
-    named = dict(zip(given, positional, strict=False)) | {each.arg: each.value for each in keywords}
-    if len(named) < len(positional) + len(keywords) or any(each not in given for each in named):
+    positional = [item for item in forms if not isinstance(item, ast.Starred)]
+    named = dict(zip(arguments, positional, strict=False)) | {item.arg: item.value for item in keywords}
+    if len(named) < len(positional) + len(keywords) or any(item not in arguments for item in named):
         return
-    rest = {each: value for each, value in given.items() if each not in named}
-    pairs = [(each, given[argument][0]) for argument, each in named.items()]  # type: ignore[index]
+    rest = {item: value for item, value in arguments.items() if item not in named}
+    pairs = [(item, arguments[argument][0]) for argument, item in named.items()]  # type: ignore[index]
     for star in forms[len(positional) :]:
-        pairs.append((star.value, Rest(call, {each: value for each, (value, _) in rest.items()})))  # type: ignore[attr-defined]
+        pairs.append((star.value, Rest(call, {item: value for item, (value, _) in rest.items()})))  # type: ignore[attr-defined]
         rest = {}
     if any(value != default for value, default in rest.values()):
         return
@@ -148,8 +148,8 @@ def _match_all(pairs: list[tuple[ast.expr, Any]], bound: Bound) -> Iterator[Boun
     if not pairs:
         yield bound
         return
-    for found in _match(*pairs[0], bound):
-        yield from _match_all(pairs[1:], found)
+    for result in _match(*pairs[0], bound):
+        yield from _match_all(pairs[1:], result)
 
 
 def uncast(value: Any) -> Any:
@@ -178,7 +178,7 @@ def linear_of(call: Any) -> tuple[Any, Any, Any] | None:
         return None
     *biases, x, turned = (value for value in arguments(call).values() if isinstance(value, fx.Node))
     is_scaled = any(arguments(call).get(name, 1) != 1 for name in ("alpha", "beta"))
-    if is_scaled or not is_call(turned, aten.t) or any(tensor_of(each).dim() != 1 for each in biases):
+    if is_scaled or not is_call(turned, aten.t) or any(tensor_of(item).dim() != 1 for item in biases):
         return None
     return x, turned.args[0], biases[0] if biases else None
 
@@ -203,16 +203,16 @@ def _arguments(name: str, call: Any) -> dict[str, tuple[Any, Any]] | None:
     schema = getattr(call.target, "_schema", None)
     if schema is None or schema.name.partition("::")[2] != name:
         return None
-    given = arguments(call)
-    if "dim" in given and isinstance(call.args[0], fx.Node):
-        given["dim"] = _from_the_last(given["dim"], tensor_of(call.args[0]).dim())
-    return {each.name: (given[each.name], each.default_value) for each in schema.arguments}
+    passed = arguments(call)
+    if "dim" in passed and isinstance(call.args[0], fx.Node):
+        passed["dim"] = _from_the_last(passed["dim"], tensor_of(call.args[0]).dim())
+    return {argument.name: (passed[argument.name], argument.default_value) for argument in schema.arguments}
 
 
 def _from_the_last(dim: Any, rank: int) -> Any:
     """A dimension, or several, as negative numbers."""
     if isinstance(dim, (list, tuple)):
-        return [_from_the_last(each, rank) for each in dim]
+        return [_from_the_last(item, rank) for item in dim]
     return dim - rank if isinstance(dim, int) and dim >= 0 else dim
 
 

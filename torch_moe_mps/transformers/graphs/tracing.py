@@ -259,7 +259,7 @@ class Recorder(TorchDispatchMode):
             like = known[key]
             return [*map(self._like, like)] if isinstance(like, list) else self._like(like)
         result = func(*args, **kwargs)
-        if all(id(each) not in self._nodes and not _has_bits(each) for each in _listed(result)):
+        if all(id(item) not in self._nodes and not _has_bits(item) for item in _listed(result)):
             of_list = isinstance(result, (list, tuple))
             known[key] = [*map(_Like.of, result)] if of_list else _Like.of(result)
         return result
@@ -310,17 +310,17 @@ class Recorder(TorchDispatchMode):
         kwargs = {name: self._fake(value) for name, value in kwargs.items()}
         result = self._result(func, args, kwargs)
         results = _listed(result)
-        if not any(isinstance(each, Tensor) for each in results) and not func._schema.is_mutable:
+        if not any(isinstance(one, Tensor) for one in results) and not func._schema.is_mutable:
             return result  # a number, which is known
         node = self.graph.call_function(
             func, tuple(map(self._recorded, args)), {name: self._recorded(v) for name, v in kwargs.items()}
         )
         node.meta[VALUE] = result
-        for number, each in enumerate(results):
-            if isinstance(each, Tensor) and id(each) not in self._nodes:
+        for number, item in enumerate(results):
+            if isinstance(item, Tensor) and id(item) not in self._nodes:
                 of_list = isinstance(result, (list, tuple))
                 made = self.graph.call_function(_item, (node, number)) if of_list else node
-                self._name(each, made)
+                self._name(item, made)
         return result
 
 

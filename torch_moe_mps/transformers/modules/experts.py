@@ -70,8 +70,8 @@ def _activation_traced(module: Any) -> Activation | None:
 
     def ask(sizes: Sizes, dtype: torch.dtype) -> Activation | None:
         traced = trace(module, Input((*sizes, width), dtype), function=between)
-        found = None if traced is None else _read_activation(traced)
-        return None if found is None or found.gated != module.has_gate else found
+        result = None if traced is None else _read_activation(traced)
+        return None if result is None or result.gated != module.has_gate else result
 
     return everywhere(ask, ((7,), (1,), (70_001,)))
 
@@ -111,7 +111,7 @@ def _read_activation(traced: Traced) -> Activation | None:
 def halves_of(whole: fx.Node, gate: Any, up: Any) -> str | None:
     """ "one by one" for [gate; up] in the last dimension, "every_other" for interleaved, None otherwise."""
     gate, up = uncast(gate), uncast(up)
-    if not all(isinstance(each, fx.Node) and memory_of(each) is memory_of(whole) for each in (gate, up)):
+    if not all(isinstance(item, fx.Node) and memory_of(item) is memory_of(whole) for item in (gate, up)):
         return None
     *rows, width = tensor_of(whole).shape
     *strides, _ = tensor_of(whole).stride()
@@ -120,8 +120,8 @@ def halves_of(whole: fx.Node, gate: Any, up: Any) -> str | None:
             ([*rows, width // 2], [*strides, step], tensor_of(whole).storage_offset() + offset)
             for offset in (0, start)
         ]
-        found = [(list(a), list(b), c) for a, b, c in map(geometry, map(tensor_of, (gate, up)))]
-        if found == expected:
+        result = [(list(a), list(b), c) for a, b, c in map(geometry, map(tensor_of, (gate, up)))]
+        if result == expected:
             return name
     return None
 
@@ -146,24 +146,24 @@ def runs_own_code(module: nn.Module, *inputs: object) -> bool:
     if module.training or forward_ad._current_level >= 0:
         return True
     autocast, grad = torch._C._is_any_autocast_enabled(), torch.is_grad_enabled()
-    found = False
+    result = False
     for x in inputs:
         if x is not None and isinstance(x, Tensor):
-            found = True
+            result = True
             if x.dtype is torch.float64 or (grad and x.requires_grad):
                 return True
             if autocast and not x.is_meta and torch.is_autocast_enabled(x.device.type):
                 return True
         elif grad and isinstance(x, Cache) and _needs_gradients(x, getattr(module, "layer_idx", None)):
             return True
-    return not found or (grad and any(p.requires_grad for p in module.parameters()))
+    return not result or (grad and any(p.requires_grad for p in module.parameters()))
 
 
 def _needs_gradients(cache: Cache, number: int | None) -> bool:
     """Whether a layer of a cache holds a tensor that a backward goes through."""
     layers = getattr(cache, "layers", ())
     held = vars(layers[number]).values() if number is not None and number < len(layers) else ()
-    inner = (each for value in held if type(value) is dict for each in value.values())
+    inner = (item for value in held if type(value) is dict for item in value.values())
     return any(isinstance(value, Tensor) and value.requires_grad for value in (*held, *inner))
 
 

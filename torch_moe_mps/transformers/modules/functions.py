@@ -56,8 +56,8 @@ def _global_names(code: types.CodeType) -> tuple[str, ...]:
     """The names that code, and functions in it, read as globals and as nothing else."""
     read: set[str] = set()
     other: set[str] = set()
-    for each in codes(code):
-        for instruction in dis.get_instructions(each):
+    for item in codes(code):
+        for instruction in dis.get_instructions(item):
             if instruction.opcode in dis.hasname:
                 (read if instruction.opname == "LOAD_GLOBAL" else other).add(instruction.argval)
     return tuple(sorted(read - other))
@@ -110,7 +110,7 @@ def _copy(function: types.FunctionType, code: types.CodeType, closure: Any) -> t
 
 def _renamed(code: types.CodeType, names: dict[str, str]) -> types.CodeType:
     constants = (
-        _renamed(each, names) if isinstance(each, types.CodeType) else each for each in code.co_consts
+        _renamed(const, names) if isinstance(const, types.CodeType) else const for const in code.co_consts
     )
     renamed = tuple(names.get(name, name) for name in code.co_names)
     return code.replace(co_names=renamed, co_consts=tuple(constants))

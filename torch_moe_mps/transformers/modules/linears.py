@@ -255,7 +255,8 @@ class GroupedLinear(QuantizedLinear):
     def product(self, x: Tensor) -> Tensor:
         """[..., n_groups, in_features] -> [..., n_groups, out_features / n_groups]"""
         stacks = [
-            None if each is None else each.unflatten(0, (self.n_groups, -1)) for each in self.weights()[:3]
+            None if weight is None else weight.unflatten(0, (self.n_groups, -1))
+            for weight in self.weights()[:3]
         ]
         rows = x.reshape(math.prod(x.shape[:-2]), *x.shape[-2:])
         ids = self.group_ids.expand(len(rows), -1)

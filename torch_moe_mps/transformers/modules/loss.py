@@ -112,7 +112,7 @@ class Logits(Deferred):
             if known is not NotImplemented:
                 return known
             args, kwargs = torch.utils._pytree.tree_map_only(
-                Logits, lambda each: each.elements(), (args, kwargs)
+                Logits, lambda item: item.elements(), (args, kwargs)
             )
             return func(*args, **kwargs)
 
@@ -122,7 +122,7 @@ class Logits(Deferred):
             return NotImplemented
         if func is functional.cross_entropy:
             return self._cross_entropy(*others, **kwargs)
-        if func in _POINTWISE and all(type(each) in _CONSTANTS for each in (*others, *kwargs.values())):
+        if func in _POINTWISE and all(type(item) in _CONSTANTS for item in (*others, *kwargs.values())):
             return self._then(lambda x: func(x, *others, **kwargs))
         if func is Tensor.contiguous and not others and not kwargs:
             return self
@@ -181,10 +181,10 @@ class Logits(Deferred):
         chunks = zip(self.rows.split(size), target.split(size), strict=True)
         if torch.is_grad_enabled():
             parts = [
-                checkpoint(part, *each, use_reentrant=False, preserve_rng_state=False) for each in chunks
+                checkpoint(part, *chunk, use_reentrant=False, preserve_rng_state=False) for chunk in chunks
             ]
         else:
-            parts = [part(*each) for each in chunks]
+            parts = [part(*chunk) for chunk in chunks]
         if reduction == "none":
             return torch.cat(parts)
         total = torch.stack(parts).sum()

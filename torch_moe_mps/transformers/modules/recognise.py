@@ -79,7 +79,7 @@ class Rows:
         self, name: str, inputs: Sequence[str], rows: Sequence[tuple[str, str]], widest: int | None = None
     ):
         self.__name__ = f"rewrite_{name}"
-        self.inputs, self.rows, self.widest = [each.split() for each in inputs], rows, widest
+        self.inputs, self.rows, self.widest = [item.split() for item in inputs], rows, widest
         self.call_of = remembered(self._call_of)
 
     def __call__(self, module: nn.Module) -> tuple[Callable, list[Done]] | None:
@@ -91,8 +91,8 @@ class Rows:
 
     def _call_of(self, module: nn.Module) -> Call | None:
         """How a module computes a row, if it does so for all shapes and dtypes of its inputs."""
-        weights = [each for each in module._parameters.values() if each is not None]
-        are_rows = all(each.dim() == 1 for each in weights)
+        weights = [parameter for parameter in module._parameters.values() if parameter is not None]
+        are_rows = all(item.dim() == 1 for item in weights)
         names = names_of_inputs(module)
         if module._modules or not are_rows or names is None or len(names) != len(self.inputs):
             return None
@@ -134,14 +134,15 @@ class Rows:
     def _reads(self, traced: Traced, bound: dict[str, Any]) -> bool:
         """Whether the names of each input stand for it, in whatever dtype."""
         read = [{uncast(bound[name]) for name in own if name in bound} for own in self.inputs]
-        return read == [{each} for each in traced.inputs]
+        return read == [{item} for item in traced.inputs]
 
     def _call(self, new: str, bound: dict[str, Any], traced: Traced, names: tuple[str, ...]) -> Call | None:
         """An operator with parameters and numbers of the module, None if it does not take them."""
         form: Any = parsed(new)
         arguments = form.args[len(self.inputs) :]
         values = [
-            bound[each.id] if isinstance(each, ast.Name) else ast.literal_eval(each) for each in arguments
+            bound[argument.id] if isinstance(argument, ast.Name) else ast.literal_eval(argument)
+            for argument in arguments
         ]
         weights = {path: value for value in values if (path := path_of(value)) is not None}
         constants = tuple(values[len(weights) :])
@@ -149,7 +150,7 @@ class Rows:
             return None
         mixes = tensor_of(traced.result).dtype == tensor_of(traced.inputs[0]).dtype
         call = Call(called(form), names, tuple(weights), constants, mixes, groups=_groups(traced))
-        tensors = [[tensor_of(uncast(each)) for each in some] for some in (traced.inputs, weights.values())]
+        tensors = [[tensor_of(uncast(item)) for item in some] for some in (traced.inputs, weights.values())]
         try:
             out = applied(operator_of(call.operator), call, *tensors)
         except (ValueError, RuntimeError):
@@ -168,12 +169,12 @@ def _is_of_rows(node: fx.Node, x: fx.Node) -> bool:
     if node.op == "output":
         return True
     value, *rows, width = node.meta[VALUE], *tensor_of(x).shape
-    for each in value if isinstance(value, (tuple, list)) else [value]:
-        if not isinstance(each, Tensor) or each.dtype not in DTYPES:
+    for item in value if isinstance(value, (tuple, list)) else [value]:
+        if not isinstance(item, Tensor) or item.dtype not in DTYPES:
             return False
-        *leading, last = each.shape or (0,)
+        *leading, last = item.shape or (0,)
         of_groups = leading[:-1] == rows and last in (1, width // max(1, leading[-1]))
-        if [*each.shape] not in ([*rows, width], [*rows, 1], [width]) and not of_groups:
+        if [*item.shape] not in ([*rows, width], [*rows, 1], [width]) and not of_groups:
             return False
     return True
 
@@ -208,8 +209,8 @@ def applied(operator: Callable, call: Call, inputs: Sequence[Tensor], weights: S
     """Result of an operator for groups of columns."""
     if call.groups == 1:
         return operator(*inputs, *weights, *call.constants)
-    apart = [each.unflatten(-1, (call.groups, -1)) for each in inputs]
-    of_groups = [each.view(call.groups, -1) for each in weights]
+    apart = [item.unflatten(-1, (call.groups, -1)) for item in inputs]
+    of_groups = [weight.view(call.groups, -1) for weight in weights]
     return operator(*apart, *of_groups, *call.constants).flatten(-2)
 
 

@@ -92,7 +92,7 @@ class Sampling:
         """Arguments of `sample_` for the known processors; None where it does not take them."""
         if not all(map(_is_plain, self.known)):
             return None
-        return tuple((_KNOWN[type(each)], getattr(each, _KNOWN[type(each)])) for each in self.known)
+        return tuple((_KNOWN[type(item)], getattr(item, _KNOWN[type(item)])) for item in self.known)
 
     def require_distributions(self) -> None:
         """Raises: RuntimeError if a token had no distribution to be drawn from."""
@@ -144,22 +144,24 @@ class _Steps:
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        found = args[0]._known(func, args[1:], kwargs) if args and isinstance(args[0], _Steps) else None
-        if found is not None:
-            return found
+        result = args[0]._known(func, args[1:], kwargs) if args and isinstance(args[0], _Steps) else None
+        if result is not None:
+            return result
         args, kwargs = tree_map_only(_Steps, _Steps.elements, (args, kwargs))
         return func(*args, **kwargs)
 
     def _known(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Result of an operator that needs no elements; None if it needs them."""
         stage, logits, sampling = self.stage, self.logits, self.sampling
-        given = {name: value for name, value in kwargs.items() if name != "_stacklevel" and value is not None}
-        if func is softmax and stage == _SCORES and (args, given) == ((), {"dim": -1}) and sampling.draws:
+        arguments = {
+            name: value for name, value in kwargs.items() if name != "_stacklevel" and value is not None
+        }
+        if func is softmax and stage == _SCORES and (args, arguments) == ((), {"dim": -1}) and sampling.draws:
             return _Steps(sampling, logits, _PROBABILITIES)
         if (
             func is torch.multinomial
             and stage == _PROBABILITIES
-            and (args, given) == ((), {"num_samples": 1})
+            and (args, arguments) == ((), {"num_samples": 1})
         ):
             token = sampling.draw(logits)
             return None if token is None else token[:, None]
@@ -173,7 +175,7 @@ def _is_known(processor: Any, following: list[Any]) -> bool:
     return (
         type(processor) in _KNOWN
         and _is_plain(processor)
-        and all(_ORDER.index(type(processor)) < _ORDER.index(type(each)) for each in following)
+        and all(_ORDER.index(type(processor)) < _ORDER.index(type(item)) for item in following)
     )
 
 

@@ -91,14 +91,14 @@ def trace(
     recorder = Recorder()
     watch = _Watch(recorder, weights)
     like = torch.empty(0, device=_device_of(module))
-    fakes = [recorder.input(like, each.sizes, each.dtype) for each in inputs]
+    fakes = [recorder.input(like, item.sizes, item.dtype) for item in inputs]
     try:
         with _plainly():
             function = function or original_class(module).forward
             results, form = pytree.tree_flatten(
                 recorder.run(lambda: function(watch.stand_in(module, ()), *fakes))
             )
-        places = [place for place, each in enumerate(results) if isinstance(each, Tensor)]
+        places = [place for place, item in enumerate(results) if isinstance(item, Tensor)]
         nodes = tuple(map(recorder.node_of, fakes))
         recorder.finish([results[place] for place in places])
     except Exception:  # it is not ours: any error may come of it
@@ -111,7 +111,7 @@ def trace(
         simplify(graph)
     drop_unused(graph)
     is_written = any(
-        each.target._schema.is_mutable for each in graph.nodes if hasattr(each.target, "_schema")
+        item.target._schema.is_mutable for item in graph.nodes if hasattr(item.target, "_schema")
     )
     if watch.is_refused or is_written:
         return None
@@ -257,7 +257,7 @@ def _class_of(module: nn.Module) -> type[nn.Module]:
 
 
 def _of_class(cls: type, name: str) -> Any:
-    return next((vars(each)[name] for each in cls.__mro__ if name in vars(each)), _MISSING)
+    return next((vars(item)[name] for item in cls.__mro__ if name in vars(item)), _MISSING)
 
 
 def _look(owner: Any, name: str) -> Any:
@@ -316,7 +316,9 @@ def names_of_inputs(module: nn.Module) -> tuple[str, ...] | None:
     arguments = [*inspect.signature(original_class(module).forward).parameters.values()][1:]
     by_place = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
     return (
-        tuple(each.name for each in arguments) if all(each.kind in by_place for each in arguments) else None
+        tuple(argument.name for argument in arguments)
+        if all(argument.kind in by_place for argument in arguments)
+        else None
     )
 
 
@@ -329,12 +331,12 @@ def everywhere(
     dtypes: tuple[torch.dtype, ...] = DTYPES,
 ) -> Found | None:
     """Result that inputs of all these shapes and dtypes share; None if they differ in it."""
-    found = ask(shapes[0], dtypes[0])
-    if found is None:  # as for most modules
+    result = ask(shapes[0], dtypes[0])
+    if result is None:  # as for most modules
         return None
     others = [ask(shape, dtypes[0]) for shape in shapes[1:]]
     others += [ask(shapes[0], dtype) for dtype in dtypes[1:]]
-    return found if all(each == found for each in others) else None
+    return result if all(other == result for other in others) else None
 
 
 def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Found]:
@@ -351,20 +353,20 @@ def remembered(find: Callable[[nn.Module], Found]) -> Callable[[nn.Module], Foun
         forms: list[tuple[dict[Path, Any], Found]] | None = known.get(outside)
         if forms is None:
             forms = known[outside] = []
-        for seen, found in forms:
+        for seen, result in forms:
             if _is_alike(module, seen):
-                return found
+                return result
         with having(_seen, dict[Path, Any]()) as noted:
-            found = find(module)
-        forms.append((noted, found))
+            result = find(module)
+        forms.append((noted, result))
         del forms[:-_KNOWN]
-        return found
+        return result
 
     return ask
 
 
 def _outside(module: nn.Module) -> tuple:
-    own = ((name, _described(each)) for place in _PLACES for name, each in vars(module)[place].items())
+    own = ((name, _described(item)) for place in _PLACES for name, item in vars(module)[place].items())
     return original_class(module), *own
 
 

@@ -89,15 +89,15 @@ def check_scales(model: nn.Module, loaded: Callable[[str], bool]) -> None:
 
     A device is waited for once.
     """
-    found: dict[torch.device, dict[str, Tensor]] = {}
+    result: dict[torch.device, dict[str, Tensor]] = {}
     for path, module in model.named_modules():
         for parameter, format in formats_in(module).items() if loaded(path) else ():
             for part in quantized_names(parameter)[1:]:
                 tensor = getattr(module, part, None)
                 finite = None if tensor is None or tensor.is_meta else format.all_finite(tensor)
                 if finite is not None:
-                    found.setdefault(finite.device, {})[f"{path}.{part}"] = finite
-    for of_device in found.values():
+                    result.setdefault(finite.device, {})[f"{path}.{part}"] = finite
+    for of_device in result.values():
         told = torch.stack([*of_device.values()]).tolist()
         for name, finite in zip(of_device, told, strict=True):
             if not finite:

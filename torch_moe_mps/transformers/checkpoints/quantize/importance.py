@@ -66,11 +66,11 @@ class Importance:
 
     def digest(self) -> str:
         """Digest of the means."""
-        found = hashlib.sha256()
+        result = hashlib.sha256()
         for name in sorted(self.means):
-            found.update(name.encode())
-            found.update(self.means[name].numpy().tobytes())
-        return found.hexdigest()
+            result.update(name.encode())
+            result.update(self.means[name].numpy().tobytes())
+        return result.hexdigest()
 
     def give(self, model: nn.Module, targets: Mapping[str, Target]) -> str:
         """Tells targets what their weights are multiplied with; tied layers have one for both.
@@ -85,7 +85,7 @@ class Importance:
             both = means.get(name, means.get(other))
             if both is not None:
                 means[name] = means[other] = both
-        count = found = 0
+        count = result = 0
         for target in targets.values():
             for parameter in target.formats:
                 path, count = target.path(parameter), count + 1
@@ -93,12 +93,12 @@ class Importance:
                     continue
                 weight = target.rows_first(target.dense(parameter))
                 target.importance[parameter] = _fitting(path, means[path], weight, target.kind)
-                found += 1
-        if targets and not found:
+                result += 1
+        if targets and not result:
             known, asked = next(iter(self.means), "nothing"), next(iter(targets))
             got = f"that of another{f', {self.model}' if self.model else ''}, which has {known}"
             _CHECK.fail("importance", f"of the model, which has {asked}", got)
-        return f"{self}, for {found} of {count} matrices"
+        return f"{self}, for {result} of {count} matrices"
 
 
 def _fitting(path: str, mean: Tensor, weight: Tensor, kind: str) -> Tensor:
@@ -141,15 +141,15 @@ def given_importance(
     Raises: what `read_importance` does, and ValueError where nothing is quantised, and TypeError.
     """
     if importance is None or isinstance(importance, Importance):
-        found = importance
+        result = importance
     elif isinstance(importance, str | os.PathLike):
-        found = read_importance(Path(importance), model)
+        result = read_importance(Path(importance), model)
     else:
         expected, got = "an Importance or a file of it", type(importance).__name__
         raise TypeError(f"moe_mps::{function}: importance must be {expected}, got {got}")
-    if found is not None and not quantises:
+    if result is not None and not quantises:
         raise ValueError(f"moe_mps::{function}: importance needs bits or a mode, got neither")
-    return found
+    return result
 
 
 def is_file_of_importance(path: Path) -> bool:

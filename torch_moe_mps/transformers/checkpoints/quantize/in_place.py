@@ -123,8 +123,8 @@ def finish_loading(model: Any) -> None:
 
     model.requires_grad_(False)
     mark_quantized(model)
-    for each in LOADED:
-        each(model)
+    for item in LOADED:
+        item(model)
 
 
 def keep_when_saving(model: nn.Module) -> None:

@@ -99,9 +99,9 @@ def requested_recipe(
     """
     usual = requested_format(bits, group_size, mode)
     if usual is None:
-        given = {"keep": bool(keep), "overrides": bool(overrides)}
-        given |= {"linear_bits": linear_bits != AUTO, "embedding_bits": embedding_bits != AUTO}
-        for argument, is_given in given.items():
+        arguments = {"keep": bool(keep), "overrides": bool(overrides)}
+        arguments |= {"linear_bits": linear_bits != AUTO, "embedding_bits": embedding_bits != AUTO}
+        for argument, is_given in arguments.items():
             if is_given:
                 raise ValueError(f"moe_mps::quantize: {argument} needs bits or a mode, got neither")
         return None

@@ -77,11 +77,11 @@ class Stream:
         names = {id(getattr(t.module, p)): name for name, (t, p) in own.items() if name in self._done}
         for target in {id(target): target for target, _ in own.values()}.values():
             sources = {p: names.get(id(getattr(target.module, p))) for p in target.formats}
-            found = {parameter: source for parameter, source in sources.items() if source is not None}
-            if len(found) < len(sources):
+            result = {parameter: source for parameter, source in sources.items() if source is not None}
+            if len(result) < len(sources):
                 continue
-            replace(model, target, {p: self._done[source] for p, source in found.items()})
-            for parameter, source in found.items():
+            replace(model, target, {p: self._done[source] for p, source in result.items()})
+            for parameter, source in result.items():
                 if source != f"{target.name}.{parameter}":
                     self.report.shared[target.name] = source.rpartition(".")[0]
         for name in own:
@@ -123,14 +123,14 @@ class QuantizeParameters(ConversionOps):
     def after(self, converters: list) -> list:
         """Copies of the converters, which hand what they make to this operation."""
         return [
-            each.copy(
-                [*each._original_source_patterns],
-                [*each._original_target_patterns],
-                operations=[*each.operations, self],
+            converter.copy(
+                [*converter._original_source_patterns],
+                [*converter._original_target_patterns],
+                operations=[*converter.operations, self],
             )
-            if isinstance(each, WeightConverter)
-            else each
-            for each in converters
+            if isinstance(converter, WeightConverter)
+            else converter
+            for converter in converters
         ]
 
 

@@ -109,7 +109,7 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
 
     Raises: ValueError for a pattern of the recipe that fits nothing.
     """
-    found = Weights({}, {})
+    result = Weights({}, {})
     every = quantizable(model)
     recipe.check_patterns(paths_of(every))
     together = _together(model, every)
@@ -127,11 +127,11 @@ def weights_of(model: nn.Module, recipe: Recipe) -> Weights:
             weight: Any = target.module.weight
             reason = _does_not_fit(weight, target.formats["weight"])
         if reason is None:
-            found.targets[name] = target
+            result.targets[name] = target
         else:
-            found.dense[name] = reason
-    _drop_half_shared(together, found)
-    return found
+            result.dense[name] = reason
+    _drop_half_shared(together, result)
+    return result
 
 
 def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Counter[str]:
@@ -147,19 +147,19 @@ def _sizes(every: Mapping[str, Target], together: Mapping[str, list[str]]) -> Co
 
 def quantizable(model: nn.Module) -> dict[str, Target]:
     """All experts, linear layers and embeddings by their names, in the model's order, without formats."""
-    experts, found = experts_of(model), {}
+    experts, result = experts_of(model), {}
     inside = tuple(f"{name}." for name in experts)
     head = getattr(model, "get_output_embeddings", lambda: None)()
     for name, module in model.named_modules():
         if name in experts:
-            found[name] = Target(name, module, "experts")
+            result[name] = Target(name, module, "experts")
         elif name.startswith(inside):
             continue
         elif isinstance(module, nn.Embedding) or (module is head and isinstance(module, nn.Linear)):
-            found[name] = Target(name, module, "embeddings")
+            result[name] = Target(name, module, "embeddings")
         elif isinstance(module, nn.Linear):
-            found[name] = Target(name, module, "linears")
-    return found
+            result[name] = Target(name, module, "linears")
+    return result
 
 
 def paths_of(targets: Mapping[str, Target]) -> list[str]:
@@ -431,7 +431,7 @@ def routers_of(model: nn.Module) -> set[nn.Module]:
 
     They are in a part of the block that has an output for each expert, or one more for none.
     """
-    found: set[nn.Module] = set()
+    result: set[nn.Module] = set()
     for name, experts in experts_of(model).items():
         block, _, last = name.rpartition(".")
         projection = projections(experts)[1]
@@ -441,8 +441,8 @@ def routers_of(model: nn.Module) -> set[nn.Module]:
             outputs = {linear.out_features for linear in linears}
             other = child == last or "attn" in child or "shared" in child  # which may be as wide
             if not other and outputs & {count, count + 1}:
-                found.update(linears)
+                result.update(linears)
     for module in model.modules():  # experts that are modules of their own
         lists = [len(child) for child in module.children() if isinstance(child, nn.ModuleList)]
-        found.update(c for c in module.children() if isinstance(c, nn.Linear) and c.out_features in lists)
-    return found
+        result.update(c for c in module.children() if isinstance(c, nn.Linear) and c.out_features in lists)
+    return result

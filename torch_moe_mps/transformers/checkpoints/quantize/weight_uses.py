@@ -54,7 +54,7 @@ def weights_written_by(cls: type) -> frozenset[str]:
 
 def _names_in(code: types.CodeType) -> set[str]:
     """The names of attributes and globals in code, and in functions within."""
-    return {name for each in codes(code) for name in each.co_names}
+    return {name for item in codes(code) for name in item.co_names}
 
 
 def _reads_weight(value: Any) -> bool:

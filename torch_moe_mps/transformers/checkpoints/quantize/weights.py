@@ -164,8 +164,8 @@ def quantize_target(model: nn.Module, target: Target, others: list[Target]) -> l
         weight = target.rows_first(getattr(target.module, parameter).detach())
         weights[parameter], entry = quantize_parameter(target, parameter, weight)
         done.append(entry)
-    for each in (target, *others):
-        replace(model, each, weights)
+    for item in (target, *others):
+        replace(model, item, weights)
     return done
 
 

@@ -98,8 +98,8 @@ class Parts:
         )
         embeddings = {n for n, target in quantizable(self.model).items() if target.kind == "embeddings"}
         owners = (name.rpartition(".")[0] for name, _ in self.model.named_parameters(remove_duplicate=False))
-        found = dict.fromkeys(layer_of(owner) for owner in owners)
-        self.modules = [n for n in found if n.rpartition(".")[2].isdigit() or n in embeddings]
+        result = dict.fromkeys(layer_of(owner) for owner in owners)
+        self.modules = [n for n in result if n.rpartition(".")[2].isdigit() or n in embeddings]
         self._keys: dict[str, dict[str, Any]] = defaultdict(dict)
         self._stack = ExitStack()
         if checkpoint.gguf is not None:
@@ -220,8 +220,8 @@ class Parts:
         )
         with one_by_one(self._quantizer is not None), _silent():
             info, _ = convert_and_load_state_dict_in_model(self.model, self._keys[part], config)
-        for name, found, expected in info.mismatched_keys:
-            _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(found))
+        for name, result, expected in info.mismatched_keys:
+            _CHECK.fail(name, f"of shape {tuple(expected)}", tuple(result))
         for name, error in info.conversion_errors.items():
             raised = error.partition("\nError")[0].strip().splitlines()[-1]  # of what transformers says
             raise ValueError(f"moe_mps::load: {name}: {raised}")

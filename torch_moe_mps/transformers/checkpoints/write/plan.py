@@ -40,11 +40,11 @@ class LoadPlan(NamedTuple):
 
     def as_json(self, errors: list[list[Any]]) -> dict[str, Any]:
         """Everything, with the errors of `QuantizationReport.rows`."""
-        found = {(name, parameter): error for name, parameter, error, *_ in errors}
+        result = {(name, parameter): error for name, parameter, error, *_ in errors}
         weights = [weight._asdict() for weight in self.weights]
         for weight in weights:
             owner, _, parameter = weight["name"].rpartition(".")
-            error = found.get((owner, parameter), found.get((weight["name"], "weight")))
+            error = result.get((owner, parameter), result.get((weight["name"], "weight")))
             weight |= {} if error is None else {"error": error}
         return self._asdict() | {"weights": weights}
 
@@ -95,7 +95,7 @@ def _weights(
     for name in formats:
         owner, _, parameter = name.rpartition(".")
         parts |= {f"{owner}.{part}": name for part in quantized_names(parameter)}
-    found: dict[str, tuple[str, int]] = {}
+    result: dict[str, tuple[str, int]] = {}
     held = [(owner, module._parameters | codes_of(module)) for owner, module in model.named_modules()]
     seen: set[int] = set()
     for owner, part, tensor in ((owner, part, tensor) for owner, own in held for part, tensor in own.items()):
@@ -104,5 +104,5 @@ def _weights(
             part = f"{owner}.{part}".lstrip(".")
             name = parts.get(part, part)
             format = str(formats.get(name, str(tensor.dtype).removeprefix("torch.")))
-            found[name] = format, found.get(name, (format, 0))[1] + tensor.nbytes
-    return found
+            result[name] = format, result.get(name, (format, 0))[1] + tensor.nbytes
+    return result

@@ -96,9 +96,9 @@ def config_of(model: nn.Module) -> QuantizationConfig | None:
     experts = experts_of(model)
     formats: dict[str, Format] = {}
     for name, module in model.named_modules():
-        found = formats_in(module)
-        same = len({*found.values()}) == 1
-        formats |= {name if same else f"{name}.{p}": format for p, format in found.items()}
+        result = formats_in(module)
+        same = len({*result.values()}) == 1
+        formats |= {name if same else f"{name}.{p}": format for p, format in result.items()}
     absent = absent_in(model)
     if not formats and not absent:
         return None

@@ -203,9 +203,9 @@ def _is_same(module: Any) -> bool:
         distance = torch.arange(seen - (end - begin), seen)[:, None] - torch.arange(seen)
         hidden = (distance < 0) | (distance >= window)
         mask = torch.zeros(2, 1, *distance.shape).masked_fill(hidden, -torch.inf)
-        given = x[:, begin:end], some, torch.arange(begin, end)[None]
-        theirs.append(original_class(layer).forward(layer, *given, mask, caches[0])[0])
-        ours.append(compressed_layer(layer, *given, None, caches[1])[0])
+        arguments = x[:, begin:end], some, torch.arange(begin, end)[None]
+        theirs.append(original_class(layer).forward(layer, *arguments, mask, caches[0])[0])
+        ours.append(compressed_layer(layer, *arguments, None, caches[1])[0])
     theirs += [own.keys, *own.compressed_kv.values()]
     ours += [held.keys, *held.compressed_kv.values()]
     return agrees(ours, theirs)

@@ -150,7 +150,7 @@ class GrowingCompressed(GrowingWindow, HeldEntries):
         made, arguments, state = super().__reduce_ex__(protocol)
         for name, value in state.items():
             if type(value) is dict:
-                state[name] = {each: growing.compact(held) for each, held in value.items()}
+                state[name] = {item: growing.compact(held) for item, held in value.items()}
         return made, arguments, state
 
     def crop(self, tokens_to_remove: int) -> None:

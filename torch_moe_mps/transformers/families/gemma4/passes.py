@@ -62,8 +62,8 @@ def _fits(found: dict[str, Any]) -> bool:
     x, linear, vectors = found["X"], found["LINEAR"], [found["SCALE"], found["PER_EXPERT"]]
     return (
         tensor_of(x).dim() == 2
-        and all(each.op == "get_attr" for each in (linear, *vectors))
-        and all(tensor_of(each).dim() == 1 for each in vectors)
+        and all(item.op == "get_attr" for item in (linear, *vectors))
+        and all(tensor_of(vector).dim() == 1 for vector in vectors)
         and isinstance(found["ROOT"], (int, float))
         and 1 <= found["K"] <= MAX_TOP_K
     )

@@ -23,24 +23,26 @@ _SCALING = {"factor": "factor", "original_context_length": "original_max_positio
 
 def config(metadata: dict[str, Any], tensor_names: tuple[str, ...]) -> dict[str, Any]:
     named = GGUF_CONFIG_MAPPING["gpt_oss"].items()
-    found = {name: metadata.get(f"{NAME}.{key}") for key, name in named if name not in (None, "rope_theta")}
+    result = {name: metadata.get(f"{NAME}.{key}") for key, name in named if name not in (None, "rope_theta")}
     # Values that files do not state are those of all models of the family.
     rope = {"rope_type": "yarn", "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False, "factor": 32.0}
     rope |= {"original_max_position_embeddings": 4096, "rope_theta": metadata[f"{NAME}.rope.freq_base"]}
     stated = {name: metadata.get(f"{NAME}.rope.scaling.{key}") for key, name in _SCALING.items()}
     ids = {"eos": "eos", "bos": "bos", "pad": "padding"}
-    found |= {f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in ids.items()}
-    found |= {
+    result |= {
+        f"{name}_token_id": metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in ids.items()
+    }
+    result |= {
         "model_type": "gpt_oss",
         "architectures": ["GptOssForCausalLM"],
         "head_dim": metadata.get(f"{NAME}.attention.key_length"),
         "intermediate_size": metadata.get(f"{NAME}.expert_feed_forward_length"),
         "sliding_window": metadata.get(f"{NAME}.attention.sliding_window"),
-        "vocab_size": found["vocab_size"] or metadata.get("tokenizer.ggml.tokens"),
+        "vocab_size": result["vocab_size"] or metadata.get("tokenizer.ggml.tokens"),
         "rope_parameters": rope | {name: value for name, value in stated.items() if value is not None},
         "tie_word_embeddings": "output.weight" not in tensor_names,
     }
-    return {name: value for name, value in found.items() if value is not None}
+    return {name: value for name, value in result.items() if value is not None}
 
 
 def conversions(config: Any) -> list[WeightTransform]:

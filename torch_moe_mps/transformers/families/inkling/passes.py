@@ -24,7 +24,9 @@ def logits_in_float32(graph: fx.Graph) -> None:
         if linear is None or like.dtype != torch.float32 or like.dim() != 2 or not like.shape[0] <= _FEW_ROWS:
             continue
         x, *weights = map(before_widening, linear)
-        if [x, *weights] == [*linear] or any(each is not None and each.op != "get_attr" for each in weights):
+        if [x, *weights] == [*linear] or any(
+            weight is not None and weight.op != "get_attr" for weight in weights
+        ):
             continue
         if is_unchanged(x, x, call):
             call.replace_all_uses_with(put(call, ours.router_logits.default, like, x, *weights))

@@ -92,8 +92,8 @@ class BiasOfStates(Deferred):
         """[B, T', Hq, E] of the tokens from `start` to `stop`, as the operator `attention` takes it."""
         biases = (self.states[:, start:stop] @ self.bank).transpose(1, 2)
         for function, arguments, options in self.steps:
-            given = (_of_tokens(argument, start, stop) for argument in arguments)
-            biases = function(biases, *given, **options)
+            passed = (_of_tokens(argument, start, stop) for argument in arguments)
+            biases = function(biases, *passed, **options)
         return biases.transpose(1, 2)
 
     def _tokens_at_once(self) -> int:
@@ -105,8 +105,8 @@ class BiasOfStates(Deferred):
         if func in _OF_ELEMENTS and type(args[0]) is cls and all(map(_is_of_rows, args[1:])):
             bias, *arguments = args
             like = [arg.new_empty((), device="meta") if isinstance(arg, Tensor) else arg for arg in arguments]
-            given = {name: value for name, value in kwargs.items() if name != "device"}
-            dtype = func(torch.empty(1, dtype=bias.dtype, device="meta"), *like, **given).dtype
+            passed = {name: value for name, value in kwargs.items() if name != "device"}
+            dtype = func(torch.empty(1, dtype=bias.dtype, device="meta"), *like, **passed).dtype
             steps = (*bias.steps, (func, tuple(arguments), kwargs))
             keys = bias.shape[3]
             return cls(bias.states, bias.bank, keys, dtype, bias.make, steps)

@@ -19,7 +19,7 @@ def selective_layer(layer: Any, x: Tensor, cache: Any, mask: Tensor | None) -> T
     widths = [layer.time_step_rank, states, states]
     norms = layer.dt_layernorm, layer.b_layernorm, layer.c_layernorm
     parts = zip(layer.x_proj(mixed).split_with_sizes(widths, -1), norms, strict=True)
-    step, b, c = (ops.rms_norm(part, each.weight, each.variance_epsilon) for part, each in parts)
+    step, b, c = (ops.rms_norm(part, item.weight, item.variance_epsilon) for part, item in parts)
     step = F.linear(step, layer.dt_proj.weight)
     options = {"dt_bias": layer.dt_proj.bias, "skip": layer.D, "gate": gate}
     out = scan(

@@ -39,8 +39,8 @@ class GrowingBlocks(Growing, HeldIndex):
         return 0 if self.idx_keys is None else self.idx_keys.shape[2]
 
     def index_slots(self, new: Tensor) -> Tensor | None:
-        found = growing.slots_behind(self.idx_keys, new.unsqueeze(1))
-        return None if found is None else found.squeeze(1)
+        result = growing.slots_behind(self.idx_keys, new.unsqueeze(1))
+        return None if result is None else result.squeeze(1)
 
     def take_index(self, keys: Tensor) -> Tensor:
         held = self.idx_keys

@@ -54,8 +54,8 @@ def block_indexer_forward(
         and (layer is None or isinstance(layer, HeldIndex))
     )
     if not runs:
-        given = (hidden_states, position_embeddings, past_key_values, position_ids)
-        return original_class(indexer).forward(indexer, *given)
+        arguments = (hidden_states, position_embeddings, past_key_values, position_ids)
+        return original_class(indexer).forward(indexer, *arguments)
     return _chosen(
         indexer, state_of(indexer).formula, hidden_states, position_embeddings, layer, q_norm, k_norm
     )
@@ -84,8 +84,8 @@ def _chosen(
         held = layer.take_index(held) if slots is not None else layer.update_index(held.unsqueeze(1))[:, 0]
     if not chooses:
         return None
-    given = {"reduce": "keys", "tail": min(indexer.local_blocks, indexer.topk_blocks)}
-    return Choice(turned.transpose(1, 2), held, None, indexer.topk_blocks, 1.0, indexer.block_size, given)
+    arguments = {"reduce": "keys", "tail": min(indexer.local_blocks, indexer.topk_blocks)}
+    return Choice(turned.transpose(1, 2), held, None, indexer.topk_blocks, 1.0, indexer.block_size, arguments)
 
 
 # Recognising an indexer

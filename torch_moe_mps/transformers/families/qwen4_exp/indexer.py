@@ -50,8 +50,8 @@ def qsa_forward(
         and not is_observed(*_norms(indexer))
     )
     if not runs:
-        given = (hidden_states, position_embeddings, attention_mask, past_key_values)
-        return original_class(indexer).forward(indexer, *given)
+        arguments = (hidden_states, position_embeddings, attention_mask, past_key_values)
+        return original_class(indexer).forward(indexer, *arguments)
     turn: Turn = state_of(indexer).formula
     choice = _choice(indexer, turn, hidden_states, position_embeddings, layer)
     if choice is None:

@@ -20,8 +20,8 @@ def tables_of_slices(graph: fx.Graph) -> None:
             continue
         for reader in list(table.users):
             shape, of_pairs = tensor_of(reader).shape, tensor_of(call).shape[2:]
-            given = arguments(call).items()
-            sliced = {name: _sliced(each, reader) for name, each in given if _has_tokens(each)}
+            passed = arguments(call).items()
+            sliced = {name: _sliced(item, reader) for name, item in passed if _has_tokens(item)}
             made = changed(call, reader, **sliced)
             made.meta[VALUE] = tensor_of(call).new_empty((*shape[:2], *of_pairs))
             sizes = [as_recorded(size) for size in shape]

@@ -106,7 +106,7 @@ INTRODUCED: dict[Callable[[fx.Graph], None], str] = {
     write_into_cache: "rope_cache_",
     turn_in_attention: "rope_attention_",
     join_elements: "pointwise",
-    **{each: each.introduced for each in PASSES if isinstance(each, Fusion) and each.introduced},
+    **{passed: passed.introduced for passed in PASSES if isinstance(passed, Fusion) and passed.introduced},
 }
 
 
@@ -118,7 +118,7 @@ def simplify(graph: fx.Graph, refused: frozenset[str] = frozenset(), alone: bool
         alone: no other thread may be reading the model's weights, which `join_linears` moves.
     """
     drop_unused(graph)
-    for each in PASSES:
-        if INTRODUCED.get(each, "") not in refused and (alone or each is not join_linears):
-            each(graph)
+    for passed in PASSES:
+        if INTRODUCED.get(passed, "") not in refused and (alone or passed is not join_linears):
+            passed(graph)
             drop_unused(graph)

@@ -16,24 +16,24 @@ _PLAIN = {
 def turn_in_attention(graph: fx.Graph) -> None:
     """attention(rope_cache_(Q, K, V), KEYS, VALUES) of one token -> rope_attention_(Q, K, V, KEYS, VALUES)"""
     for call in calls(graph, ours.attention):
-        given, turning = arguments(call), arguments(call)["q"]
+        passed, turning = arguments(call), arguments(call)["q"]
         if not is_call(turning, ours.rope_cache_) or [*turning.users] != [call]:
             continue
-        others = {name: value for name, value in given.items() if name not in _OF_BOTH}
+        others = {name: value for name, value in passed.items() if name not in _OF_BOTH}
         if tensor_of(turning).shape[2] != 1 or others != _PLAIN:
             continue
         rotation = arguments(turning)
         if rotation.pop("k_bias") is not None or rotation["q"] is None or rotation["v"] is None:
             continue
-        places = (rotation["keys_"], given["k"]), (rotation["values_"], given["v"])
+        places = (rotation["keys_"], passed["k"]), (rotation["values_"], passed["v"])
         if not all(_ends_with(cache, place) for place, cache in places):
             continue
         if not all(is_unchanged(place, turning, call, read=False) for place, _ in places):
             continue
-        if not all(is_unchanged(each, turning, call) for each in turning.all_input_nodes):
+        if not all(is_unchanged(node, turning, call) for node in turning.all_input_nodes):
             continue
-        held = {"keys_": given["k"], "values_": given["v"]}
-        options = {name: given[name] for name in _OF_BOTH if name not in "qkv"}
+        held = {"keys_": passed["k"], "values_": passed["v"]}
+        options = {name: passed[name] for name in _OF_BOTH if name not in "qkv"}
         like = call.meta[VALUE]
         call.replace_all_uses_with(put(call, ours.rope_attention_.default, like, **rotation | held | options))
         graph.erase_node(call)
@@ -45,7 +45,7 @@ def _ends_with(cache: fx.Node, place: fx.Node) -> bool:
     if memory_of(cache) is not memory_of(place):
         return False
     (shape, stride, offset), (other_shape, other_stride, other_offset) = (
-        geometry(tensor_of(each)) for each in (cache, place)
+        geometry(tensor_of(item)) for item in (cache, place)
     )
     ends = offset + shape[2] * stride[2], other_offset + other_shape[2] * other_stride[2]
     pairs = zip((*stride, ends[0]), (*other_stride, ends[1]), strict=True)

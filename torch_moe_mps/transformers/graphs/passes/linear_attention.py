@@ -13,7 +13,7 @@ def keep_state(graph: fx.Graph) -> None:
         if not is_call(copy, aten.clone) or copy.args[0] is not state:
             continue
         alike = tensor_of(copy).stride() == tensor_of(state).stride()
-        kept = any(memory_of(each) is copy for each in end.all_input_nodes)
+        kept = any(memory_of(node) is copy for node in end.all_input_nodes)
         # Nothing sees that the state changes earlier, and that it changes with its copy.
         unseen = is_unchanged(state, copy, back, read=False) and is_unchanged(copy, back, end, read=False)
         if alike and unseen and not kept:

@@ -41,11 +41,11 @@ def join_linears(graph: fx.Graph) -> None:
     """linear_quantized(X, A), linear_quantized(X, B) -> the parts of linear_quantized(X, [A, B]); so mm"""
     groups: dict[Any, list[fx.Node]] = defaultdict(list)
     for call in calls(graph, ours.linear_quantized):
-        given = arguments(call)
-        x, *weights, format = (given.pop(name) for name in ("x", *WEIGHTS, "format"))
-        has_options = any(isinstance(value, fx.Node) for value in given.values())
-        if not has_options and all(each is None or _is_parameter(each) for each in weights):
-            groups[x, format, given["out_dtype"], *map(_kind, weights[:3])].append(call)
+        passed = arguments(call)
+        x, *weights, format = (passed.pop(name) for name in ("x", *WEIGHTS, "format"))
+        has_options = any(isinstance(value, fx.Node) for value in passed.values())
+        if not has_options and all(item is None or _is_parameter(item) for item in weights):
+            groups[x, format, passed["out_dtype"], *map(_kind, weights[:3])].append(call)
     for call in calls(graph, aten.mm):
         x, weight, _ = linear_of(call) or (None, None, None)
         # Parts of several tokens are copied, which takes as many launches. Large matrices are not moved.
@@ -61,8 +61,8 @@ def join_linears(graph: fx.Graph) -> None:
 def order_outputs(graph: fx.Graph) -> None:
     """Copies that only bring each token's outputs into another order -> linear_quantized(..., order=...)"""
     for call in calls(graph, ours.linear_quantized):
-        given, like = arguments(call), tensor_of(call)
-        if like.dim() < 2 or given["residual"] is not None or given["order"] is not None:
+        passed, like = arguments(call), tensor_of(call)
+        if like.dim() < 2 or passed["residual"] is not None or passed["order"] is not None:
             continue
         if any(size != 1 for size in like.shape[1:-1]):
             continue
@@ -76,7 +76,7 @@ def order_outputs(graph: fx.Graph) -> None:
         sources = torch.cat([moved[end].reshape(rows, -1) for end in ends], 1)
         first, *others = sources
         is_order = torch.equal(first.sort().values, torch.arange(width))
-        if is_order and all(torch.equal(each, first + n * width) for n, each in enumerate(others, 1)):
+        if is_order and all(torch.equal(item, first + n * width) for n, item in enumerate(others, 1)):
             _order(call, ends, first, [moved[end].numel() // rows for end in ends])
 
 
@@ -87,9 +87,9 @@ def activate_in_linears(graph: fx.Graph) -> None:
         call = _linear_behind(beneath(value))
         if call is None or not isinstance(divisor, (int, float)) or divisor == 0:
             continue
-        given, like = arguments(call), tensor_of(silu)
+        passed, like = arguments(call), tensor_of(silu)
         alike = like.dtype == tensor_of(call).dtype and is_final(silu) and is_final(call)
-        if not alike or given["residual"] is not None or given["activation"] is not None:
+        if not alike or passed["residual"] is not None or passed["activation"] is not None:
             continue
         first = in_shape(value, silu, silu)
         if first is None or not _show([silu], [tensor_of(first)]):
@@ -139,7 +139,7 @@ def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.N
         if node not in waiting:
             continue
         waiting.remove(node)
-        inside = [each for each in node.all_input_nodes if each in moved]
+        inside = [item for item in node.all_input_nodes if item in moved]
         if inside and inside == node.all_input_nodes and (node.target is ITEM or _moves(node)):
             target: Any = node.target
             args: Any = fx.node.map_aggregate(node.args, as_moved)
@@ -154,7 +154,7 @@ def _moved(call: fx.Node, values: Tensor) -> tuple[dict[fx.Node, Any], list[fx.N
 
 
 def _has_numbers(arguments: Any) -> bool:
-    return any(isinstance(each, Number) for each in tree_leaves(arguments))
+    return any(isinstance(leaf, Number) for leaf in tree_leaves(arguments))
 
 
 def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor, sizes: list[int]) -> None:
@@ -162,7 +162,7 @@ def _order(call: fx.Node, ends: list[fx.Node], sources: Tensor, sizes: list[int]
     weight, parts = tensor_of(arguments(call)["packed"]), tensor_of(call).split_with_sizes(sizes, -1)
     order = _constant(call, sources.argsort().int().to(weight.device), [])
     both = [(part, tensor_of(end).shape) for end, part in zip(ends, parts, strict=True)]
-    if not all(can_view(*each) for each in both) or not _show(ends, [part.view(of) for part, of in both]):
+    if not all(can_view(*one) for one in both) or not _show(ends, [part.view(of) for part, of in both]):
         return
     ordered = changed(call, call, order=order)
     split = put(call, aten.split_with_sizes.default, parts, ordered, sizes, -1)
@@ -202,7 +202,7 @@ def _join(group: list[fx.Node]) -> None:
     parts = result.split_with_sizes(rows, -1)
     if not _show(group, parts):
         return
-    matrix = {name: _constant(first, joined_rows(each, rows), each) for name, each in weights.items()}
+    matrix = {name: _constant(first, joined_rows(item, rows), item) for name, item in weights.items()}
     if is_call(first, aten.mm):
         rows_of_all: Any = matrix["mat2"]
         matrix["mat2"] = put(first, aten.t.default, tensor_of(rows_of_all).t(), rows_of_all)
@@ -239,7 +239,7 @@ def _constant(before: fx.Node, tensor: Tensor | None, parts: list[Tensor | None]
 def _show(nodes: Sequence[fx.Node], values: Sequence[Tensor]) -> bool:
     """Gives nodes, and the views of them, other values. Returns: whether what reads them can read these."""
     shown: dict[fx.Node, Any] = {}
-    if not all(_can_show(*each, shown) for each in zip(nodes, values, strict=True)):
+    if not all(_can_show(*item, shown) for item in zip(nodes, values, strict=True)):
         return False
     for node, value in shown.items():
         node.meta[VALUE] = value
@@ -257,7 +257,7 @@ def _can_show(node: fx.Node, value: Any, shown: dict[fx.Node, Any]) -> bool:
         is_view = target is ITEM or (_moves(user) and not is_call(user, *_COPIES))
         if not is_view and (not is_operator(user) or target.namespace != "aten" or target._schema.is_mutable):
             continue
-        args: Any = fx.node.map_aggregate(user.args, lambda each: _as_shown(each, shown))
+        args: Any = fx.node.map_aggregate(user.args, lambda item: _as_shown(item, shown))
         if is_call(user, aten.view, aten._unsafe_view) and not can_view(*args):
             return False
         result = target(*args, **user.kwargs)

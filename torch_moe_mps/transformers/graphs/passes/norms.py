@@ -58,14 +58,16 @@ def _with_norm(reader: fx.Node, x: fx.Node, options: dict[str, Any]) -> fx.Node:
         return changed(reader, reader, x=x, **options)
     matmul, like = linear_of(reader), tensor_of(reader)
     assert matmul is not None
-    given = {"x": x, "weight": matmul[1], "bias": matmul[2], "dtype": like.dtype}
-    return put(reader, ours.router_logits.default, like, **given, **options)
+    arguments = {"x": x, "weight": matmul[1], "bias": matmul[2], "dtype": like.dtype}
+    return put(reader, ours.router_logits.default, like, **arguments, **options)
 
 
 def _can_norm(reader: fx.Node, value: fx.Node) -> bool:
     if is_call(reader, *_TAKING):
-        given = arguments(reader)
-        return given["x"] is value and given["norm_weight"] is None and list(given.values()).count(value) == 1
+        passed = arguments(reader)
+        return (
+            passed["x"] is value and passed["norm_weight"] is None and list(passed.values()).count(value) == 1
+        )
     matmul = linear_of(reader)
     if matmul is None or matmul[0] is not value or tensor_of(value).dim() != 2:
         return False

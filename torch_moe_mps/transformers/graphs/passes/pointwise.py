@@ -46,13 +46,13 @@ def split_dimensions(graph: fx.Graph) -> None:
         own = tensor_of(call).shape
         behind = [user for user in call.users if is_call(user, *_VIEWS)]
         shapes = [tensor_of(user).shape for user in behind if any(map(_operation, _users(user)))]
-        sources = [beneath(each) for each in _operands(call) if is_node(each)]
-        shapes += [tensor_of(each).shape for each in sources if _operation(each) is not None]
+        sources = [beneath(operand) for operand in _operands(call) if is_node(operand)]
+        shapes += [tensor_of(source).shape for source in sources if _operation(source) is not None]
         fine = max(shapes, key=_rank, default=own)
         parts = _parts(own, fine) if _rank(own) < _rank(fine) and len(fine) <= MAX_RANK else None
         if parts is None:
             continue
-        args: Any = fx.node.map_arg(call.args, lambda each: _split(each, parts, call))  # noqa: B023
+        args: Any = fx.node.map_arg(call.args, lambda item: _split(item, parts, call))  # noqa: B023
         new = put(call, call.target, tensor_of(call).view(fine), *args, **call.kwargs)
         for user in behind:
             if tensor_of(user).shape == fine:
@@ -96,7 +96,7 @@ class _Group:
     def __init__(self, root: fx.Node, place: dict[fx.Node, int]):
         self.root, self._place = root, place
         self.members: dict[fx.Node, Dims] = {root: tuple(range(tensor_of(root).dim()))}
-        waiting = [(-place[each], dims, each) for each, dims in self._sources(root)]
+        waiting = [(-place[one], dims, one) for one, dims in self._sources(root)]
         heapq.heapify(waiting)
         seen: set[fx.Node] = set()
         while waiting:
@@ -108,13 +108,13 @@ class _Group:
             if self._formula() is None:
                 del self.members[node]
                 continue
-            for each, of_each in self._sources(node):
-                heapq.heappush(waiting, (-place[each], of_each, each))
+            for item, of_each in self._sources(node):
+                heapq.heappush(waiting, (-place[item], of_each, item))
 
     def _fits(self, node: fx.Node) -> bool:
         if _operation(node) is None or not all(user in self.members for user in _users(node)):
             return False
-        return all(is_unchanged(each, node, self.root) for each in _operands(node) if is_node(each))
+        return all(is_unchanged(operand, node, self.root) for operand in _operands(node) if is_node(operand))
 
     def _sources(self, member: fx.Node) -> list[tuple[fx.Node, Dims]]:
         """Inputs of a member, before views, and how their dimensions go with the result's."""
@@ -152,7 +152,7 @@ class _Group:
             operations: Any = _operation(member)
             for operation in operations:
                 last = f"%{len(made) - 1}"
-                operands = [last if each is None else named[each] for each in operation[1:]]
+                operands = [last if item is None else named[item] for item in operation[1:]]
                 made.append(" ".join((operation[0], *operands, _NAMES[tensor_of(member).dtype])))
             steps[member] = f"%{len(made) - 1}"
         fits = len(made) <= MAX_STEPS and len(numbers) <= MAX_NUMBERS and len(inputs) <= len(INPUTS)
@@ -182,8 +182,8 @@ class _Group:
 def _operands(call: fx.Node) -> list[Any]:
     """Operands of an operation, in its order."""
     if is_call(call, aten.clamp):
-        given = list(arguments(call).values())
-        return [each for each in given if each is not None]
+        passed = list(arguments(call).values())
+        return [item for item in passed if item is not None]
     return list(arguments(call).values())[: 2 if is_call(call, *_BINARY) else 1]
 
 
@@ -193,19 +193,19 @@ def _operation(call: fx.Node) -> list[tuple[Any, ...]] | None:
     known = packet in _UNARY or packet in _BINARY or packet in (aten.clamp, aten.pow)
     if not known or not call.users:
         return None
-    given = arguments(call)
-    others = {name: value for name, value in given.items() if name in ("alpha", "beta", "rounding_mode")}
-    if any(value not in (None, 1) for value in others.values()) or given.get("threshold", 20) != 20:
+    passed = arguments(call)
+    others = {name: value for name, value in passed.items() if name in ("alpha", "beta", "rounding_mode")}
+    if any(value not in (None, 1) for value in others.values()) or passed.get("threshold", 20) != 20:
         return None
     operands = _operands(call)
-    if not is_node(operands[0]) or not all(_can_read(each, call) for each in operands):
+    if not is_node(operands[0]) or not all(_can_read(operand, call) for operand in operands):
         return None
     if packet is aten.clamp:
-        low, high = given["min"], given["max"]
+        low, high = passed["min"], passed["max"]
         sides = [name for name, value in (("max", low), ("min", high)) if value is not None]
         return [(name, 0 if number == 0 else None, number + 1) for number, name in enumerate(sides)]
     if packet is aten.pow:
-        return [("mul", 0, 0)] if given.get("exponent") == 2 else None
+        return [("mul", 0, 0)] if passed.get("exponent") == 2 else None
     if packet in _UNARY:
         return [(_UNARY[packet], 0)]
     return [(_BINARY[packet], 0, 1)]

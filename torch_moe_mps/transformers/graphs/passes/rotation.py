@@ -36,15 +36,15 @@ _OF_NORMS = ("eps", "weight_offset")
 def turn_parts(graph: fx.Graph) -> None:
     """cat(A, rope(B)) -> rope(C), where A and B are the columns of C, in either order."""
     for call in calls(graph, ours.rope):
-        given, results = arguments(call), _results(call)
-        width = tensor_of(given["cos"]).shape[-1] if given["rotary_dim"] is None else given["rotary_dim"]
+        passed, results = arguments(call), _results(call)
+        width = tensor_of(passed["cos"]).shape[-1] if passed["rotary_dim"] is None else passed["rotary_dim"]
         sides: set[bool] = set()
         new: dict[str, fx.Node] = {}
         for name in _given(call):
-            if tensor_of(given[name]).shape[-1] != width:
-                sides.add(given["rotary_last"])
-            elif name in results and given[f"{name}_weight"] is None:
-                whole = _whole(call, given[name], results[name])
+            if tensor_of(passed[name]).shape[-1] != width:
+                sides.add(passed["rotary_last"])
+            elif name in results and passed[f"{name}_weight"] is None:
+                whole = _whole(call, passed[name], results[name])
                 if whole is not None:
                     new[name], results[name], is_last = whole
                     sides.add(is_last)
@@ -62,7 +62,7 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
     for call in calls(graph, ours.attention):
         q, *cached = list(arguments(call).values())[:3]
         both = [
-            [write for write in copies if memory_of(*written(write)) is memory_of(each)] for each in cached
+            [write for write in copies if memory_of(*written(write)) is memory_of(item)] for item in cached
         ]
         if [len(writes) for writes in both] != [1, 1] or both[0] == both[1]:
             continue
@@ -70,8 +70,8 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
         k: Any = write.args[1]
         if write < q or not is_unchanged(q, write, call) or not _are_heads(q, k):
             continue
-        results = [tensor_of(each).contiguous() for each in (q, k)]
-        rows = (_swapped(each, write) for each in (q, k))
+        results = [tensor_of(item).contiguous() for item in (q, k)]
+        rows = (_swapped(item, write) for item in (q, k))
         made = put(write, ours.rope.default, results, *rows, None, None)
         for number, (reader, old) in enumerate(((call, q), (write, k))):
             reader.replace_input_with(old, put(write, ITEM, results[number], made, number))
@@ -80,14 +80,14 @@ def heads_that_do_not_turn(graph: fx.Graph) -> None:
 def norms_in_rotation(graph: fx.Graph) -> None:
     """rope(rms_norm(Q), rms_norm(K)) -> rope(Q, K, norms), or so for one of them."""
     for call in calls(graph, ours.rope):
-        given = arguments(call)
+        passed = arguments(call)
         for name in _given(call):
-            norm = None if given[f"{name}_weight"] is not None else _norm_of(given[name], call)
-            options = None if norm is None or norm.weight is None else _options_of_both(given, norm)
+            norm = None if passed[f"{name}_weight"] is not None else _norm_of(passed[name], call)
+            options = None if norm is None or norm.weight is None else _options_of_both(passed, norm)
             if norm is not None and options is not None:
-                given |= {name: norm.x, f"{name}_weight": norm.weight, **options}
-        if given != arguments(call):
-            call.replace_all_uses_with(changed(call, call, **given))
+                passed |= {name: norm.x, f"{name}_weight": norm.weight, **options}
+        if passed != arguments(call):
+            call.replace_all_uses_with(changed(call, call, **passed))
 
 
 def join_rotations(graph: fx.Graph) -> None:
@@ -97,16 +97,16 @@ def join_rotations(graph: fx.Graph) -> None:
         results, last = _results(first), _results(second)
         if not (results and last):  # the first is one of a pair already
             continue
-        given, others = arguments(first), arguments(second)
-        one, other = tensor_of(given["q"]), tensor_of(others["q"])
+        passed, others = arguments(first), arguments(second)
+        one, other = tensor_of(passed["q"]), tensor_of(others["q"])
         norm = _Norm(second, others["q"], others["q_weight"], others["eps"], others["weight_offset"])
-        options = {} if norm.weight is None else _options_of_both(given, norm)
+        options = {} if norm.weight is None else _options_of_both(passed, norm)
         if (
             options is not None
-            and all(given[name] == others[name] for name in _TABLES)
+            and all(passed[name] == others[name] for name in _TABLES)
             and (one.shape[:2], one.dtype) == (other.shape[:2], other.dtype)
             and not any(user < second for result in results.values() for user in result.users)
-            and all(is_unchanged(each, first, second) for each in first.all_input_nodes)
+            and all(is_unchanged(node, first, second) for node in first.all_input_nodes)
         ):
             new = {"k": norm.x, "k_weight": norm.weight, **options}
             made = changed(first, second, **new)
@@ -125,8 +125,8 @@ def write_into_cache(graph: fx.Graph) -> None:
                 break
         if arguments(call)["cos"] is None and not any(arguments(call)[f"{name}_weight"] for name in "qk"):
             for name, result in _results(call).items():  # nothing is left to do
-                given = arguments(call)[name]
-                result.replace_all_uses_with(put(call, aten.transpose.int, tensor_of(result), given, 1, 2))
+                passed = arguments(call)[name]
+                result.replace_all_uses_with(put(call, aten.transpose.int, tensor_of(result), passed, 1, 2))
 
 
 class _Norm(NamedTuple):
@@ -158,7 +158,7 @@ def _are_heads(q: fx.Node, k: fx.Node) -> bool:
         one.dim() == other.dim() == 4
         and (one.shape[0], one.shape[2], one.dtype) == (other.shape[0], other.shape[2], other.dtype)
         and one.shape[3] % 2 == other.shape[3] % 2 == 0
-        and not any(is_call(memory_of(each), ours.rope) for each in (q, k))
+        and not any(is_call(memory_of(item), ours.rope) for item in (q, k))
     )
 
 
@@ -254,14 +254,14 @@ def _writes(result: fx.Node, copies: list[fx.Node]) -> Iterator[tuple[_Write, _W
     call, *others = result.users
     if others:
         return
-    given = arguments(call)
-    if is_call(call, aten.copy_) and given["src"] is result:
+    passed = arguments(call)
+    if is_call(call, aten.copy_) and passed["src"] is result:
         number = copies.index(call)
-        for each in (*copies[number + 1 : number + 2], *copies[max(number - 1, 0) : number]):
-            place, source, _ = arguments(each).values()
-            yield _Write(call, given["self"], result), _Write(each, place, source)
-    elif call.target == aten.cat.out and len(given["tensors"]) == 2 and given["dim"] in (-1, 3):
-        (first, second), out = given["tensors"], given["out"]
+        for item in (*copies[number + 1 : number + 2], *copies[max(number - 1, 0) : number]):
+            place, source, _ = arguments(item).values()
+            yield _Write(call, passed["self"], result), _Write(item, place, source)
+    elif call.target == aten.cat.out and len(passed["tensors"]) == 2 and passed["dim"] in (-1, 3):
+        (first, second), out = passed["tensors"], passed["out"]
         width, whole = tensor_of(first).shape[-1], tensor_of(out).shape[-1]
         left, right = (
             _Write(call, put(call, aten.slice.Tensor, tensor_of(out)[..., a:b], out, -1, a, b), source)
@@ -272,11 +272,11 @@ def _writes(result: fx.Node, copies: list[fx.Node]) -> Iterator[tuple[_Write, _W
 
 def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     """Lets the operator do two writes, the first one of a result of `rope`. Returns: whether it can."""
-    given, v = arguments(call), other.source
+    passed, v = arguments(call), other.source
     queries = "q" if name == "k" else "k"
-    options = {each: given[each] for each in _TABLES + _OF_NORMS}
+    options = {table: passed[table] for table in _TABLES + _OF_NORMS}
     reader, norm = other.call, _norm_of(v, other.call)
-    shared = None if norm is None else _options_of_both(given, norm)
+    shared = None if norm is None else _options_of_both(passed, norm)
     if norm is not None and shared is not None:
         v, reader, options = norm.x, norm.call, options | shared | {"norm_v": True, "v_weight": norm.weight}
     behind = max(call, memory_of(v)).next  # as early as possible: what reads the queries comes later
@@ -288,23 +288,23 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
         or other.call.users
         or len(memories) != (1 if turned.call is other.call else 2)
         or any(memory.op != "placeholder" for memory in memories)
-        or any(memory_of(each) in memories for each in read)
+        or any(memory_of(one) in memories for one in read)
         or (q is not None and any(user < behind for user in q.users))
-        or not all(is_unchanged(each, call, behind) for each in call.all_input_nodes)
+        or not all(is_unchanged(node, call, behind) for node in call.all_input_nodes)
         or not is_same(v, reader, behind)
-        or not all(is_same(each.place, each.call, behind, read=False) for each in (turned, other))
+        or not all(is_same(one.place, one.call, behind, read=False) for one in (turned, other))
     ):
         return False
     made = put(
         behind, ours.rope_cache_.default, call.meta[VALUE]["qk".index(queries)],
-        q=given[queries], k=given[name], v=v, keys_=turned.place, values_=other.place,
-        q_weight=given[f"{queries}_weight"], k_weight=given[f"{name}_weight"], **options,
+        q=passed[queries], k=passed[name], v=v, keys_=turned.place, values_=other.place,
+        q_weight=passed[f"{queries}_weight"], k_weight=passed[f"{name}_weight"], **options,
     )  # fmt: skip
-    for each in made.all_input_nodes:
-        hoist(each, made)
+    for item in made.all_input_nodes:
+        hoist(item, made)
     made.update_kwarg("v", _swapped(v, made))
-    for each in {turned.call, other.call}:
-        call.graph.erase_node(each)
+    for item in {turned.call, other.call}:
+        call.graph.erase_node(item)
     if q is not None:
         q.replace_all_uses_with(made)
     return True
@@ -312,9 +312,9 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
 
 def _fit(turned: _Write, other: _Write, v: fx.Node) -> bool:
     """Whether two writes are ones that the operator can do, the second of the rows of v [B, H, T, D]."""
-    tensors = [tensor_of(each) for each in (turned.source, turned.place, other.place, v)]
+    tensors = [tensor_of(item) for item in (turned.source, turned.place, other.place, v)]
     k, keys, values, rows = tensors
-    if any(each.dim() != 4 or (each.dtype, each.device) != (k.dtype, k.device) for each in tensors):
+    if any(tensor.dim() != 4 or (tensor.dtype, tensor.device) != (k.dtype, k.device) for tensor in tensors):
         return False
     alike = k.shape == keys.shape and rows.shape == values.shape == tensor_of(other.source).shape
     return alike and (k.shape[0], k.shape[2]) == (rows.shape[0], rows.shape[2]) and rows.shape[3] % 2 == 0

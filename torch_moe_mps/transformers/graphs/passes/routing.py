@@ -42,8 +42,8 @@ OPTIONS_OF: list[Callable[[fx.Node], dict[str, Any] | None]] = []
 def hand_routing_over(graph: fx.Graph) -> None:
     """Experts read the weights and ids of a router as its operator gives them, not their casts."""
     for call in calls(graph, *_EXPERTS):
-        given = arguments(call)
-        uncast = {name: _of_router(given[name]) for name in ("ids", "weights") if name in given}
+        passed = arguments(call)
+        uncast = {name: _of_router(passed[name]) for name in ("ids", "weights") if name in passed}
         new = {name: value for name, value in uncast.items() if value is not None}
         if new:
             call.replace_all_uses_with(changed(call, call, **new))
@@ -52,8 +52,8 @@ def hand_routing_over(graph: fx.Graph) -> None:
 def choose_in_experts(graph: fx.Graph) -> None:
     """F(IDS, WEIGHTS) of a router -> F(LOGITS): for one token, the experts' first product chooses them"""
     for call in calls(graph, ours.moe_experts_quantized):
-        given = arguments(call)
-        ids, weights = given["ids"], given["weights"]
+        passed = arguments(call)
+        ids, weights = passed["ids"], passed["weights"]
         if ids is None or ids.target is not ITEM or weights.target is not ITEM:
             continue
         router: Any = ids.args[0]
@@ -73,20 +73,20 @@ def shared_expert_in_experts(graph: fx.Graph) -> None:
     Both products of the experts compute it then, if it is like one of them.
     """
     for call in calls(graph, ours.moe_experts_quantized):
-        given = arguments(call)
-        mlp, x = given["shared_out"] and beneath(given["shared_out"]), given["x"]
-        if not is_call(mlp, ours.mlp_quantized) or not is_read_once(given["shared_out"], call):
+        passed = arguments(call)
+        mlp, x = passed["shared_out"] and beneath(passed["shared_out"]), passed["x"]
+        if not is_call(mlp, ours.mlp_quantized) or not is_read_once(passed["shared_out"], call):
             continue
         own = arguments(mlp)
-        matrices = {name: (own[name], given[name]) for name in MATRICES}
+        matrices = {name: (own[name], passed[name]) for name in MATRICES}
         if (
-            given["logits"] is not None
+            passed["logits"] is not None
             and tensor_of(x).shape[0] == 1
             and beneath(own["x"]) is beneath(x)
             and is_unchanged(x, mlp, call)
-            and all(own[name] == given[name] for name in _ALIKE)
+            and all(own[name] == passed[name] for name in _ALIKE)
             and own["gate_up_bias"] is own["down_bias"] is own["residual"] is None
-            and (own["down_format"] or own["format"]) == (given["down_format"] or given["format"])
+            and (own["down_format"] or own["format"]) == (passed["down_format"] or passed["format"])
             and all(map(_is_like_one, *zip(*matrices.values(), strict=True)))
         ):
             new = {f"shared_{name}": value for name, (value, _) in matrices.items()}

@@ -56,8 +56,8 @@ def make_new_tensors(graph: fx.Graph) -> None:
         if any(memory_of(user) is memory for user in before if not _out_of_place(user)):
             continue
         index = arguments(node).get("index")
-        values = [each for each in node.all_input_nodes if each is not index]
-        if any(tensor_of(each).dtype != tensor_of(own).dtype for each in values):
+        values = [item for item in node.all_input_nodes if item is not index]
+        if any(tensor_of(value).dtype != tensor_of(own).dtype for value in values):
             continue
         new = put(node, operator, tensor_of(own), *node.args, **node.kwargs)
         place[new] = now = place[node]
@@ -72,10 +72,10 @@ def positions_in_one(graph: fx.Graph) -> None:
         count, start, alpha = arguments(total).values()
         if not is_call(count, aten.arange) or count.target is not aten.arange.default or alpha != 1:
             continue
-        given = arguments(count)
-        end = _sum(start, given.pop("end"))
+        passed = arguments(count)
+        end = _sum(start, passed.pop("end"))
         if end is not None and tensor_of(count).dtype == tensor_of(total).dtype == torch.int64:
-            new = put(total, aten.arange.start, tensor_of(total), start, end, **given)
+            new = put(total, aten.arange.start, tensor_of(total), start, end, **passed)
             total.replace_all_uses_with(new)
 
 
@@ -129,7 +129,7 @@ def share_views(graph: fx.Graph) -> None:
         if not _is_tensor_view(node):
             continue
         like = key_of(tensor_of(node))
-        source = next((each for each in _shown(node) if key_of(tensor_of(each)) == like), None)
+        source = next((item for item in _shown(node) if key_of(tensor_of(item)) == like), None)
         if source is not None:
             node.replace_all_uses_with(source)
         else:
@@ -149,7 +149,7 @@ def share_equal(graph: fx.Graph) -> None:
         if _has_effects(node):
             continue
         is_new = node.target is not ITEM and not _is_tensor_view(node)
-        read = [writes[memory_of(each)] for each in node.all_input_nodes] if is_new else None
+        read = [writes[memory_of(item)] for item in node.all_input_nodes] if is_new else None
         # The text of arguments has their types.
         first = known.setdefault((node.target, repr(node.args), repr(node.kwargs), repr(read)), node)
         if first is node or (is_new and not (is_final(first) and is_final(node))):
@@ -161,7 +161,7 @@ def share_equal(graph: fx.Graph) -> None:
 def _is_returned(value: fx.Node) -> bool:
     """Whether a call's memory is that of a result, which may be written later."""
     memory = memory_of(value)
-    return any(memory_of(each) is memory for each in value.graph.output_node().all_input_nodes)
+    return any(memory_of(node) is memory for node in value.graph.output_node().all_input_nodes)
 
 
 def _shown(view: Any) -> Iterator[fx.Node]:
@@ -176,7 +176,7 @@ def _has_effects(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in node.target.tags:
         return True
-    changes = [memory_of(each) for each in written(node)]
+    changes = [memory_of(item) for item in written(node)]
     return node.target._schema.is_mutable and not (changes and all(map(_is_never_read, changes)))
 
 

@@ -9,14 +9,14 @@ from ..tracing import ITEM, VALUE
 def update_in_connections(graph: fx.Graph) -> None:
     """hyper_connection(hyper_update(S, OUT)) -> hyper_connection(S, out=OUT), which gives the streams, too"""
     for call in calls(graph, ours.hyper_connection):
-        given = arguments(call)
-        update = given["streams"]
-        if not is_call(update, ours.hyper_update) or given["out"] is not None:
+        passed = arguments(call)
+        update = passed["streams"]
+        if not is_call(update, ours.hyper_update) or passed["out"] is not None:
             continue
         if any(user < call for user in update.users):
             continue
-        if all(is_unchanged(each, update, call) for each in update.all_input_nodes):
+        if all(is_unchanged(node, update, call) for node in update.all_input_nodes):
             values = [*call.meta[VALUE][:-1], tensor_of(update)]
-            both = put(call, call.target, values, **given | arguments(update))
+            both = put(call, call.target, values, **passed | arguments(update))
             update.replace_all_uses_with(put(call, ITEM, values[-1], both, len(values) - 1))
             call.replace_all_uses_with(both)

@@ -16,19 +16,19 @@ def constant(key: Any, make: Callable[[], Tensor], count: int = 0) -> Tensor:
 
     A fake tensor, as it is made while a token is captured, is not held.
     """
-    found: Tensor | None = _held.get(key)
-    if found is None or len(found) < count:
-        found = make()
-        if type(found) is Tensor:
-            _held[key] = found
-    return found
+    result: Tensor | None = _held.get(key)
+    if result is None or len(result) < count:
+        result = make()
+        if type(result) is Tensor:
+            _held[key] = result
+    return result
 
 
 def beside(tensor: Tensor, name: str, make: Callable[[], Any]) -> Any:
     """Result of `make`, kept as an attribute of this name of a tensor that all layers get."""
-    found = getattr(tensor, name, None)
-    if found is None:
-        found = make()
+    result = getattr(tensor, name, None)
+    if result is None:
+        result = make()
         if not torch.compiler.is_compiling():
-            setattr(tensor, name, found)
-    return found
+            setattr(tensor, name, result)
+    return result

@@ -74,8 +74,8 @@ def join(*layers: nn.Module) -> bool:
     """
     if is_observed(*layers):
         return False
-    found: Joined | None = layers[0].__dict__.get(STATE, NOTHING).joined
-    if found is not None and found.is_current(layers):
+    result: Joined | None = layers[0].__dict__.get(STATE, NOTHING).joined
+    if result is not None and result.is_current(layers):
         return True
     if not _can_join(layers):
         return False

@@ -103,10 +103,10 @@ def is_causal_conv(function: Callable) -> bool:
     x, state, weight, bias = (
         torch.randn(shape, generator=generator) for shape in ((2, 3, 1), (2, 3, 4), (3, 4), (3,))
     )
-    for given, activation in ((None, "silu"), (bias, None)):
+    for arguments, activation in ((None, "silu"), (bias, None)):
         theirs, ours = state.clone(), state.clone()
-        result = tried(function, x, theirs, weight, given, activation)
-        expected = ops.causal_conv1d_update_(x.mT, ours, weight, given, ACTIVATIONS[activation]).mT
+        result = tried(function, x, theirs, weight, arguments, activation)
+        expected = ops.causal_conv1d_update_(x.mT, ours, weight, arguments, ACTIVATIONS[activation]).mT
         if not agrees(result, expected, 1e-4) or not torch.equal(theirs, ours):
             return False
     return True
@@ -116,9 +116,9 @@ def is_conv_of_prompt(function: Callable) -> bool:
     """Whether a function of (x, weight, bias, activation) is that with nothing in front of x."""
     generator = torch.Generator().manual_seed(0)
     x, weight, bias = (torch.randn(shape, generator=generator) for shape in ((2, 3, 6), (3, 4), (3,)))
-    for given, activation in ((None, "silu"), (bias, None)):
-        result, state = tried(function, x, weight, given, activation=activation), torch.zeros(2, 3, 4)
-        expected = ops.causal_conv1d_update_(x.mT, state, weight, given, ACTIVATIONS[activation]).mT
+    for arguments, activation in ((None, "silu"), (bias, None)):
+        result, state = tried(function, x, weight, arguments, activation=activation), torch.zeros(2, 3, 4)
+        expected = ops.causal_conv1d_update_(x.mT, state, weight, arguments, ACTIVATIONS[activation]).mT
         if not agrees(result, expected, 1e-4):
             return False
     return True

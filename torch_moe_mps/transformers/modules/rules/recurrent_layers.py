@@ -233,8 +233,8 @@ class _Linear(DynamicCache):
 
     def states(self) -> list[Tensor]:
         (layer,) = self.layers
-        found = [self.linear, *layer.conv_states.values(), *layer.recurrent_states.values()]
-        return [state for state in found if state is not None]
+        result = [self.linear, *layer.conv_states.values(), *layer.recurrent_states.values()]
+        return [state for state in result if state is not None]
 
 
 def _matches_module(module: nn.Module, forward: Callable, of_cache: str, *unused_arguments: str) -> bool:
@@ -253,7 +253,7 @@ def _matches_module(module: nn.Module, forward: Callable, of_cache: str, *unused
         for piece, own_mask in ((x[:, :5], mask), (x[:, 5:6], None), (x[:, 6:], None)):
             arguments |= {"hidden_states": piece, "attention_mask": own_mask}
             results.append(run(copied, **arguments, **{of_cache: cache}))
-        outs = [each[0] if isinstance(each, tuple) else each for each in results]
+        outs = [result[0] if isinstance(result, tuple) else result for result in results]
         found.append([*outs, *cache.states()])
     theirs, ours = found
     return len(ours) > 4 and agrees(ours, theirs, 1e-3)

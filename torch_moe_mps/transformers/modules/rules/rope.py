@@ -96,9 +96,9 @@ def _turn_of(function: Callable, call: RopeCall, heads_dim: int, table_width: in
     shapes = [(batch, _TOKENS, _HEADS + i, _WIDTH) for i in range(tensors)]
     inputs = [torch.rand(shape, generator=generator) + 0.5 for shape in shapes]
     cos, sin = (torch.rand(batch, _TOKENS, table_width, generator=generator) + 0.5 for _ in range(2))
-    given = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
-    given += [torch.complex(cos, sin)] if is_complex else [cos, sin]
-    results = tried(function, *(given if dims == 4 else [x[0] for x in given]), **dict(options))
+    arguments = [x.transpose(1, 2) if heads_dim == 1 else x for x in inputs]
+    arguments += [torch.complex(cos, sin)] if is_complex else [cos, sin]
+    results = tried(function, *(arguments if dims == 4 else [x[0] for x in arguments]), **dict(options))
     results = results if isinstance(results, tuple) else (results,)
     if len(results) != tensors or not all(isinstance(result, Tensor) for result in results):
         return None

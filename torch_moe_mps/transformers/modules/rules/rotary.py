@@ -72,13 +72,13 @@ def rotary_tables(
         angle, of_axes = _ANGLE, [(position_ids, frequencies)]
     else:
         angle, of_axes = _ANGLE_OF_AXES, [*zip(position_ids, (frequencies, *axes), strict=True)]
-    inputs = [each for positions, rates in of_axes for each in _laid_out(positions, rates, layout)]
-    given = dict(zip(INPUTS[1:], inputs[1:], strict=False))
+    inputs = [item for positions, rates in of_axes for item in _laid_out(positions, rates, layout)]
+    arguments = dict(zip(INPUTS[1:], inputs[1:], strict=False))
 
     def table(function: str) -> Tensor:
         last = len(angle) - 1
         steps = (*angle, f"{function} %{last} f32", f"mul %{last + 1} {float(scaling)} f32")
-        return ops.pointwise(inputs[0], "; ".join(steps), dtype, **given).flatten(2)
+        return ops.pointwise(inputs[0], "; ".join(steps), dtype, **arguments).flatten(2)
 
     return table("cos"), table("sin")
 
@@ -118,10 +118,10 @@ def rewrite_rotary(module: nn.Module) -> tuple[Callable, list[Done]] | None:
     if not isinstance(names, dict) or not names or not all(isinstance(t, str) for t in names.values()):
         return None
     forms = {name: _tables(module, name) for name, kind in names.items() if is_fixed(kind)}
-    found = {name: form for name, form in forms.items() if form is not None}
-    if not found:
+    result = {name: form for name, form in forms.items() if form is not None}
+    if not result:
         return None
-    state_of(module).formula = found
+    state_of(module).formula = result
     return rotary_forward, [Done("pointwise", "rotary tables")]
 
 
@@ -153,7 +153,7 @@ def _tables(module: nn.Module, layer_type: str | None) -> Tables | None:
     plain, spatial = own(ids[0]), own(ids)
     for layout in _LAYOUTS if plain is not None else ():
         if all(map(agrees, ours(ids[0], layout), plain)):
-            axes = None if spatial is None else _axes([ours(each, layout) for each in ids], spatial, layout)
+            axes = None if spatial is None else _axes([ours(item, layout) for item in ids], spatial, layout)
             is_right = axes is not None and all(map(agrees, ours(ids, layout, _on(x.device, axes)), spatial))
             return Tables(layout, axes if is_right else None)
     return None

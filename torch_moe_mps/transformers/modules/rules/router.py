@@ -67,15 +67,15 @@ class Router(NamedTuple):
 def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     """The forward of a rewritten router."""
     router: Router = module.__dict__[STATE].formula
-    given = dict(zip(router.inputs, args, strict=False))
+    arguments = dict(zip(router.inputs, args, strict=False))
     is_bound = len(args) <= len(router.inputs)
     if named:
-        is_bound = is_bound and not named.keys() & given and named.keys() <= {*router.inputs}
-        given |= named
-    x: Any = given.get(router.inputs[0])
+        is_bound = is_bound and not named.keys() & arguments and named.keys() <= {*router.inputs}
+        arguments |= named
+    x: Any = arguments.get(router.inputs[0])
     name = router.choice_bias
     if name in router.inputs:
-        choice_bias = given.get(name)
+        choice_bias = arguments.get(name)
     else:
         choice_bias = name and _tensor(module, name)
     weight = _tensor(module, router.weight)
@@ -87,7 +87,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
         and (router.in_float32 or x.dtype == weight.dtype)
         and {x.dtype, weight.dtype} <= _DTYPES
         and (choice_bias is None) == (name is None)
-        and (router.table is None or _are_tokens(given.get(router.inputs[1]), x))
+        and (router.table is None or _are_tokens(arguments.get(router.inputs[1]), x))
         and not (router.parts and is_observed(*map(module.get_submodule, router.parts)))
     )
     if not fits:
@@ -101,7 +101,7 @@ def router_forward(module: nn.Module, *args: Any, **named: Any) -> Any:
     if router.scale != 1.0:
         logits = logits * router.scale
     if router.table is not None:
-        table, tokens = _tensor(module, router.table), given[router.inputs[1]].reshape(-1)
+        table, tokens = _tensor(module, router.table), arguments[router.inputs[1]].reshape(-1)
         weights, ids = ops.moe_hash_router(x, weight, table, tokens, **router.options)
     else:
         choice_bias = None if choice_bias is None else choice_bias.flatten()
@@ -118,10 +118,10 @@ def _are_tokens(tokens: Any, x: Tensor) -> bool:
 
 
 def _tensor(module: nn.Module, path: str) -> Any:
-    found: Any = module
+    result: Any = module
     for name in path.split("."):
-        found = getattr(found, name)
-    return found
+        result = getattr(result, name)
+    return result
 
 
 def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
@@ -142,14 +142,17 @@ def rewrite_router(module: nn.Module) -> tuple[Callable, list[Done]] | None:
 
 def _matrix(module: nn.Module) -> Tensor | None:
     """The only matrix of a module: a router has one row for each expert."""
-    found = [each for each in module.parameters() if each.dim() == 2 and each.shape[0] > 1]
-    return found[0] if len(found) == 1 else None
+    result = [
+        parameter for parameter in module.parameters() if parameter.dim() == 2 and parameter.shape[0] > 1
+    ]
+    return result[0] if len(result) == 1 else None
 
 
 def _has_table(module: nn.Module) -> bool:
     """Whether one of the buffers may have a choice for each token."""
     return any(
-        each is not None and each.dim() == 2 and each.dtype in ID_DTYPES for each in module._buffers.values()
+        buffer is not None and buffer.dim() == 2 and buffer.dtype in ID_DTYPES
+        for buffer in module._buffers.values()
     )
 
 
@@ -160,7 +163,7 @@ def router_of(module: nn.Module) -> Router | str | None:
     assert matrix is not None
     experts, width = matrix.shape
     _, *parameters = inspect.signature(original_class(module).forward).parameters.values()
-    names = [each.name for each in parameters if each.kind == each.POSITIONAL_OR_KEYWORD]
+    names = [parameter.name for parameter in parameters if parameter.kind == parameter.POSITIONAL_OR_KEYWORD]
     has_table = _has_table(module)
 
     def ask(weights: torch.dtype | None, sizes: Sizes, dtype: torch.dtype) -> Router | str | None:
@@ -188,7 +191,7 @@ def _is_routing(result: Any) -> bool:
     """Whether a module gives rows of logits, weights and ids."""
     if not isinstance(result, tuple) or len(result) != 3 or not all(isinstance(r, fx.Node) for r in result):
         return False
-    return all(tensor_of(each).dim() == 2 for each in result) and tensor_of(result[2]).dtype == torch.int64
+    return all(tensor_of(item).dim() == 2 for item in result) and tensor_of(result[2]).dtype == torch.int64
 
 
 def _router(traced: Traced, names: list[str]) -> Router:

@@ -43,14 +43,14 @@ def selection_of(weights: fx.Node, ids: fx.Node) -> Selection:
     """The selection with these results. Raises Unsupported with the reason why it is none of moe_router's."""
     if (looked_up := match(_LOOKED_UP, ids)) is not None:
         return _by_table(weights, ids, looked_up)
-    found = match(_IDS, ids)
-    if found is None:
+    matched = match(_IDS, ids)
+    if matched is None:
         raise Unsupported(UNKNOWN)
-    choice, groups = _before_groups(found["CHOICE"])
+    choice, groups = _before_groups(matched["CHOICE"])
     choice, bias = _before_bias(choice)
     chosen, options = _before_scaling(weights)
     logits, scoring = _scored(chosen, choice, bias, ids)
-    options = {"top_k": found["K"], **scoring, **groups, **options}
+    options = {"top_k": matched["K"], **scoring, **groups, **options}
     _check(options, tensor_of(logits).shape[-1])
     if bias is None and not groups:  # the logits order as the scores do
         del options["bias_on_logits"]
@@ -92,10 +92,10 @@ def _before_scaling(weights: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
 def _with_numbers(forms: tuple[str, ...], value: fx.Node) -> Bound | None:
     """Names bound by the first form that fits, if all but W are numbers."""
     for form in forms:
-        found = match(form, value) or {}
-        numbers = [each for name, each in found.items() if name != "W"]
-        if found and all(isinstance(each, (int, float)) for each in numbers):
-            return found
+        result = match(form, value) or {}
+        numbers = [item for name, item in result.items() if name != "W"]
+        if result and all(isinstance(number, (int, float)) for number in numbers):
+            return result
     return None
 
 
@@ -122,9 +122,9 @@ def _before_groups(choice: fx.Node) -> tuple[fx.Node, dict[str, Any]]:
 
 
 def _before_bias(choice: fx.Node) -> tuple[fx.Node, fx.Node | None]:
-    found = match("A + B", choice) or {}
-    for name, value in found.items():
-        other = found["A" if name == "B" else "B"]
+    result = match("A + B", choice) or {}
+    for name, value in result.items():
+        other = result["A" if name == "B" else "B"]
         bias = uncast(value)
         if isinstance(bias, fx.Node) and bias.op in ("get_attr", "placeholder"):
             return other, bias
@@ -140,16 +140,16 @@ def _scored(chosen: Any, choice: Any, bias: Any, ids: fx.Node) -> tuple[fx.Node,
         value = _rows_of(value)
         if value.target is ITEM:
             return choice if bias is None and value.args == (of_ids.args[0], 0) else None
-        found = match("gather(FROM, -1, IDS)", value)
-        return found["FROM"] if found and uncast(found["IDS"]) is of_ids else None
+        result = match("gather(FROM, -1, IDS)", value)
+        return result["FROM"] if result and uncast(result["IDS"]) is of_ids else None
 
     for name, form in _SCORES.items():
         scores = source(chosen)
-        found = match(form, scores)
-        if found and _rows_of(choice) in (_rows_of(scores), _rows_of(found["L"])):
-            return found["L"], {"scoring": name, "bias_on_logits": _rows_of(choice) is not _rows_of(scores)}
-        found = match(form, chosen)
-        logits = source(found["L"]) if found and name in _OF_CHOSEN else None
+        matched = match(form, scores)
+        if matched and _rows_of(choice) in (_rows_of(scores), _rows_of(matched["L"])):
+            return matched["L"], {"scoring": name, "bias_on_logits": _rows_of(choice) is not _rows_of(scores)}
+        matched = match(form, chosen)
+        logits = source(matched["L"]) if matched and name in _OF_CHOSEN else None
         if logits is not None and _rows_of(choice) is _rows_of(logits):
             return logits, {"scoring": _OF_CHOSEN[name], "bias_on_logits": True}
     raise Unsupported(UNKNOWN)

@@ -50,22 +50,22 @@ def verdict(module: nn.Module, function: Callable, *arguments: Any) -> Any:
     The module's forward then rests on what they have in common.
     """
     key = function, arguments, _common(module)
-    found = _verdicts.get(key)
-    if found is None:
-        found = (tried(function, module, *arguments),)
+    result = _verdicts.get(key)
+    if result is None:
+        result = (tried(function, module, *arguments),)
         raise_fault()
-        _verdicts[key] = found
+        _verdicts[key] = result
     for part in module.modules():
         numbers = () if hasattr(part, "out_features") else _attributes(part)
         plain = (name for name, value in numbers if isinstance(value, (*_PLAIN, tuple)))
         for name in (*plain, *part._modules):
             depends_on(part, name)
-    return found[0]
+    return result[0]
 
 
 def made_alike(module: nn.Module, usual: nn.Module) -> bool:
     """Whether a module has the classes and attributes of another one; its linear layers may be any."""
-    own, others = (dict(each.named_modules()) for each in (module, usual))
+    own, others = (dict(item.named_modules()) for item in (module, usual))
     if own.keys() != others.keys():
         return False
     for path, other in others.items():
@@ -94,7 +94,7 @@ def _common(module: nn.Module) -> tuple:
 
 def _attributes(module: nn.Module) -> list[tuple[str, Any]]:
     """The attributes of a module itself that its forward may rest on, in order."""
-    return sorted(each for each in vars(module).items() if each[0] not in _OF_MODULES | _OF_NO_FORWARD)
+    return sorted(var for var in vars(module).items() if var[0] not in _OF_MODULES | _OF_NO_FORWARD)
 
 
 def _described(value: Any, is_inside: bool = False) -> Any:
@@ -103,13 +103,13 @@ def _described(value: Any, is_inside: bool = False) -> Any:
         return tuple(value.shape), value.dtype
     if isinstance(value, tuple | list | dict):
         values = value.items() if isinstance(value, dict) else value
-        return type(value), *(_described(each, is_inside) for each in values)
+        return type(value), *(_described(item, is_inside) for item in values)
     if isinstance(value, _PLAIN):
         return type(value), value
     if callable(value) and isinstance(value, Hashable):  # functions and classes
         return value
     own = () if is_inside else sorted(vars(value).items()) if hasattr(value, "__dict__") else ()
-    return type(value), *((name, _described(each, True)) for name, each in own)
+    return type(value), *((name, _described(item, True)) for name, item in own)
 
 
 def bare_twin(module: nn.Module) -> Any:

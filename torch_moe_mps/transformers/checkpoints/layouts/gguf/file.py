@@ -86,7 +86,7 @@ def known_types() -> dict[int, tuple[str, int, int]]:
     from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 
     known = {kind: (GGMLQuantizationType(kind).name, *sizes) for kind, sizes in GGML_QUANT_SIZES.items()}
-    return {int(kind): each for kind, each in known.items()} | NEWER_TYPES
+    return {int(kind): item for kind, item in known.items()} | NEWER_TYPES
 
 
 def read_file(path: str) -> tuple[str, list[GgufTensor]]:
@@ -95,7 +95,7 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
     Raises: ValueError, in one line, for a file that is no GGUF, is cut off or damaged.
     """
     types = known_types()
-    found, places = [], []
+    result, places = [], []
     try:
         header, blob = header_of(path), np.memmap(path, mode="r", dtype=np.uint8)
         alignment = int(header.metadata.get("general.alignment", 32))
@@ -112,12 +112,12 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
                 raise ValueError(f"{name} ends at byte {end} of {len(blob)}")
             places.append((name, offset, end - first))
             data = blob[first:end].reshape(*shape[:-1], row)
-            found.append(GgufTensor(name, type_name, shape, data))
-        if len({tensor.name for tensor in found}) < len(found):
+            result.append(GgufTensor(name, type_name, shape, data))
+        if len({tensor.name for tensor in result}) < len(result):
             raise ValueError("two tensors have one name")
         check_offsets(places, alignment, len(blob) - start)
-        check_sizes(header.metadata, [tensor.name for tensor in found])
-        return str(header.metadata["general.architecture"]), found
+        check_sizes(header.metadata, [tensor.name for tensor in result])
+        return str(header.metadata["general.architecture"]), result
     except Exception as error:  # also of struct and numpy
         raise ValueError(f"moe_mps::gguf: {path} is damaged or not in GGUF ({first_line(error)})") from error
 
@@ -175,10 +175,10 @@ class _Processed:
 
     def value(self, name: str, values: list[tuple[GgufTensor, np.ndarray]]) -> Tensor:
         """A parameter, of the values of all its tensors, or of what stands for them."""
-        found: dict[str, Tensor] = {}
-        for tensor, each in values:
-            self._place(tensor, each, found)
-        return found[name]
+        result: dict[str, Tensor] = {}
+        for tensor, item in values:
+            self._place(tensor, item, result)
+        return result[name]
 
     def inputs(self, name: str) -> Tensor | None:
         """Elements of its input that a weight takes, in its order, where its columns do not move."""
@@ -214,12 +214,14 @@ class _Converted:
         converter = copy.deepcopy(self._of[pattern])
         of_rows = values[0][1].shape[-1] != values[0][0].shape[-1]  # they stand for rows
         converter.operations = [
-            each for each in converter.operations if not (of_rows and hasattr(each, "input_permutation"))
+            operation
+            for operation in converter.operations
+            if not (of_rows and hasattr(operation, "input_permutation"))
         ]
-        for tensor, each in values:
+        for tensor, item in values:
             source = self._patterns[tensor.name]
             assert source is not None
-            converter.add_tensor(name, tensor.name, source, torch.from_numpy(np.array(each)))
+            converter.add_tensor(name, tensor.name, source, torch.from_numpy(np.array(item)))
         if not converter.operations:
             ((_, own),) = values
             return torch.from_numpy(np.array(own))
@@ -232,7 +234,9 @@ class _Converted:
     def inputs(self, name: str) -> Tensor | None:
         pattern = self._patterns[name]
         operations = [] if pattern is None else self._of[pattern].operations
-        moved = [each.input_permutation for each in operations if hasattr(each, "input_permutation")]
+        moved = [
+            operation.input_permutation for operation in operations if hasattr(operation, "input_permutation")
+        ]
         return moved[0] if moved else None
 
 

@@ -128,12 +128,12 @@ def _parsed(load: Callable, path: str, header: Header) -> dict[str, Any]:
     import gguf
 
     own = gguf.GGUFReader
-    found = SimpleNamespace(
+    result = SimpleNamespace(
         fields=dict(_fields(header)), tensors=[SimpleNamespace(name=name) for name, *_ in header.tensors]
     )
 
     def read(asked: Any, *others: Any, **named: Any) -> Any:
-        return found if asked == path else own(asked, *others, **named)
+        return result if asked == path else own(asked, *others, **named)
 
     with _reading, mock.patch.object(gguf, "GGUFReader", read):
         parsed: dict[str, Any] = load(path)
@@ -151,6 +151,6 @@ def _fields(header: Header) -> Iterator[tuple[str, Any]]:
         is_list = isinstance(value, list)
         values = [] if key == _TOKENS or (is_list and key.startswith("tokenizer.")) else value
         values = values if isinstance(values, list) else [values]
-        types = [_ARRAY] * is_list + [_TYPES[type(each)] for each in values[:1]]
-        parts = [each.encode() if isinstance(each, str) else [each] for each in values]
+        types = [_ARRAY] * is_list + [_TYPES[type(item)] for item in values[:1]]
+        parts = [item.encode() if isinstance(item, str) else [item] for item in values]
         yield key, SimpleNamespace(parts=parts, data=range(len(parts)), types=types)

@@ -93,7 +93,7 @@ def _read_gguf(path: Path) -> tuple[dict[str, Entry], int]:
         sums, counts = tensors[f"{name}.in_sum2"].float(), tensors[f"{name}.counts"].float().flatten()
         entries[name] = Entry(sums.view(len(counts), -1), counts)
     sizes = [reader.fields.get(f"imatrix.{key}") for key in ("chunk_count", "chunk_size")]
-    counted = [0 if each is None else int(each.contents()) for each in sizes]
+    counted = [0 if size is None else int(size.contents()) for size in sizes]
     return entries, counted[0] * counted[1]
 
 
@@ -162,10 +162,10 @@ def _architecture(model: Any) -> str:
 
     kind = _letters(model.config.get_text_config().model_type.removesuffix("_text"))
     known = {_letters(name): name for name in MODEL_ARCH_NAMES.values()}
-    found = known.get(_letters(_ARCHITECTURES.get(kind, kind)))
-    if found is None:
+    result = known.get(_letters(_ARCHITECTURES.get(kind, kind)))
+    if result is None:
         _CHECK.fail("the model", "of a type that GGUF has", model.config.model_type)
-    return found
+    return result
 
 
 def _letters(name: str) -> str:

@@ -89,8 +89,8 @@ class GgufLayout(Layout):
     def _pack(self, target: Target) -> None:
         """Notes where a target's parameters come from if all of them can stay packed."""
         with torch.device("cpu"):  # the model is made on the meta device
-            found = [self.file.sources(target, parameter) for parameter in target.parameters]
-        for parameter, source in (pair for sources in found if all(found) for pair in sources.items()):
+            result = [self.file.sources(target, parameter) for parameter in target.parameters]
+        for parameter, source in (pair for sources in result if all(result) for pair in sources.items()):
             target.formats[parameter] = source.format
             target.has_order = source.inputs is not None
             self._sources[f"{target.name}.{parameter}"] = source

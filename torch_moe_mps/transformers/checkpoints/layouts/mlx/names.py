@@ -99,11 +99,11 @@ class Names:
 
         Raises: ValueError for experts outside of a numbered layer.
         """
-        found = _LAYER.match(name)
-        if found is None:
+        matched = _LAYER.match(name)
+        if matched is None:
             expected = "in a numbered layer, as MLX has them"
             raise ValueError(f"moe_mps::save_mlx: experts must be {expected}, got {name}")
-        layer = self.of(f"{found[1]}.x")[0].removesuffix(".x")
+        layer = self.of(f"{matched[1]}.x")[0].removesuffix(".x")
         gated = (["gate_proj", "up_proj"], ["down_proj"]) if module.has_gate else (["fc1"], ["fc2"])
         container = f"{layer}.{self.architecture.experts}"
         return {

@@ -159,7 +159,7 @@ class MlxLayout(Layout):
             columns = getattr(module, projection).shape[-2 if module.is_transposed else -1]
             formats = [self.stored.format(other, columns) for other in modules]
             if len({*formats}) > 1:
-                got = " and ".join("none" if each is None else str(each) for each in formats)
+                got = " and ".join("none" if item is None else str(item) for item in formats)
                 _CHECK.fail(" and ".join(modules), "in one format", got)
             if (format := formats[0]) is None:
                 continue
@@ -191,7 +191,7 @@ class MlxLayout(Layout):
 
         Raises: ValueError for a parameter without a tensor, or with tensors of another shape.
         """
-        found: list[NamedConverter] = []
+        result: list[NamedConverter] = []
         for row in Rows(self.names, self._halved.__contains__, self._dense).of(self.model.state_dict()):
             keys = [self.stored.key(name) for name in row.source_patterns]
             if not any(keys):
@@ -199,10 +199,10 @@ class MlxLayout(Layout):
             for name, key in zip(row.source_patterns, keys, strict=True):
                 if key is None:
                     _CHECK.fail(name, "in the checkpoint of MLX", "no such tensor")
-            found.append(NamedConverter([*filter(None, keys)], row.target_patterns, row.operations))
-            self._check_shapes(found[-1])
-        self._check_complete(found)
-        return found
+            result.append(NamedConverter([*filter(None, keys)], row.target_patterns, row.operations))
+            self._check_shapes(result[-1])
+        self._check_complete(result)
+        return result
 
     def forget_absent(self, model: nn.Module) -> None:
         super().forget_absent(model)

@@ -180,7 +180,7 @@ class Stored:
     def _affine(self) -> Format:
         """Integers in groups that lie in those of the scales."""
         size = min(self.scheme.block[1] or self.columns, self.columns)
-        fits = [each for each in _GROUPS if size % each == 0 and self.columns % each == 0]
+        fits = [group for group in _GROUPS if size % group == 0 and self.columns % group == 0]
         if not fits:
             _CHECK.fail(self.module, "in groups of a multiple of 32 columns", size)
         return Format(self.scheme.bits, fits[0])
@@ -297,8 +297,8 @@ class Stored:
             scales, factor = scales.float(), factor.float()
             return scales / factor if divides else scales * factor
 
-        found = wanted(self.read("weight_scale"), self.read(factor))
-        exact = may_keep and bool((found.to(torch.float8_e4m3fn).float() == found).all())
+        result = wanted(self.read("weight_scale"), self.read(factor))
+        exact = may_keep and bool((result.to(torch.float8_e4m3fn).float() == result).all())
         nvfp4 = Format(mode="nvfp4")
         format = nvfp4 if exact else Format(6, 32)
 
@@ -320,9 +320,9 @@ class Stored:
         part = self.scheme.scale
         if (wide := self.scheme.block[1] or self.columns) % 32 and wide < self.columns:
             _CHECK.fail(self.files.label(self.name(part)), "for blocks of a multiple of 32 columns", wide)
-        found = self._for_groups(self.read(part))
-        exact = may_keep and bool((found.frexp().mantissa == 0.5).all())
-        exact = exact and bool(((found >= _LEAST) & (found <= _MOST)).all())
+        result = self._for_groups(self.read(part))
+        exact = may_keep and bool((result.frexp().mantissa == 0.5).all())
+        exact = exact and bool(((result >= _LEAST) & (result <= _MOST)).all())
         format = Format(mode="mxfp8") if exact else Format(8, 32)
 
         def octets(codes: Tensor) -> Tensor:
@@ -382,23 +382,23 @@ class StoredExperts:
         return {self.own[name] for name in self.each[0].names}
 
     def matrix(self) -> Matrix:
-        found = alike(self.parameter, [stored.matrix() for stored in self.each])
-        names = tuple(self.own[name] for name in found[0].names)
+        result = alike(self.parameter, [stored.matrix() for stored in self.each])
+        names = tuple(self.own[name] for name in result[0].names)
 
         def read(tensors: list[Tensor], errors: ErrorSums) -> QuantizedWeight:
             weights = [
                 matrix.read([expert.part(tensor) for tensor in tensors], errors)
-                for expert, matrix in zip(self.experts, found, strict=True)
+                for expert, matrix in zip(self.experts, result, strict=True)
             ]
             packed, scales, biases = ([*parts] for parts in zip(*weights, strict=True))
             added = None if biases[0] is None else torch.stack(biases)
-            return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, found[0].format)
+            return QuantizedWeight(torch.stack(packed), torch.stack(scales), added, result[0].format)
 
         def values(tensors: list[Tensor]) -> Tensor:
-            pairs = zip(self.experts, found, strict=True)
+            pairs = zip(self.experts, result, strict=True)
             return torch.stack([matrix.dense([*map(expert.part, tensors)]) for expert, matrix in pairs])
 
-        return Matrix(names, read, found[0].format, values=values)
+        return Matrix(names, read, result[0].format, values=values)
 
 
 class _Expert(Files):

@@ -98,11 +98,13 @@ class OthersLayout(Layout):
         ignored = {*(model._keys_to_ignore_on_load_unexpected or ()), _UNREAD}
         model._keys_to_ignore_on_load_unexpected = ignored
         mapping = get_model_conversion_mapping(model, None, None)
-        self._renamings = [each for each in mapping if isinstance(each, WeightRenaming)]
-        self._converters = [each for each in mapping if isinstance(each, WeightConverter)]
+        self._renamings = [item for item in mapping if isinstance(item, WeightRenaming)]
+        self._converters = [item for item in mapping if isinstance(item, WeightConverter)]
         self._apart = self._of_experts_apart()
         self._converters += self._apart
-        self._of = {pattern: each for each in self._converters for pattern in each.source_patterns}
+        self._of = {
+            pattern: converter for converter in self._converters for pattern in converter.source_patterns
+        }
         self._parts: dict[str, list[_Part]] = defaultdict(list)
         with torch.device("cpu"):  # the model is made on the meta device
             self._find(Schemes(stored))
@@ -113,7 +115,7 @@ class OthersLayout(Layout):
             if target is None or parameter not in target.parameters or self._must_be_dense(reasons, target):
                 continue
             matrices = alike(name, [part.matrix for part in parts])
-            parts = [part._replace(matrix=each) for part, each in zip(parts, matrices, strict=True)]
+            parts = [part._replace(matrix=item) for part, item in zip(parts, matrices, strict=True)]
             self._parts[name] = parts
             target.formats[parameter] = matrices[0].format
             target.has_order = parts[0].matrix.order is not None
@@ -158,9 +160,9 @@ class OthersLayout(Layout):
     def _find(self, schemes: Schemes) -> None:
         """Fills `_parts`, in the order of the experts; nothing is read before all tensors are as declared."""
         state = self.model.state_dict()
-        found = [*self._modules(state, schemes), *self._stacks(state, schemes)]
-        self._check_whole(state, found)
-        for name, place, stored in found:
+        result = [*self._modules(state, schemes), *self._stacks(state, schemes)]
+        self._check_whole(state, result)
+        for name, place, stored in result:
             self._parts[name].append(_Part(place, stored.matrix()))
 
     def _check_whole(self, state: Mapping[str, Tensor], found: list[_Found]) -> None:
@@ -193,10 +195,10 @@ class OthersLayout(Layout):
                 if name in quantised:
                     _CHECK.fail(name, f"made of matrices that fit, as {places[0].key}", first_line(error))
                 continue  # it may be code that reads values
-            for each, tensor in made.items():
-                if each in state and tensor.shape != (shape := state[each].shape):
+            for item, tensor in made.items():
+                if item in state and tensor.shape != (shape := state[item].shape):
                     got = f"{tuple(tensor.shape)}, made of {len(parts)} such as {places[0].key}"
-                    _CHECK.fail(each, f"of shape {tuple(shape)}", got)
+                    _CHECK.fail(item, f"of shape {tuple(shape)}", got)
 
     def _renamed(self, key: str, state: Mapping[str, Tensor]) -> tuple[str, str | None]:
         """The name of the parameter, and the pattern of the converter that makes it, if there is one."""
@@ -278,8 +280,8 @@ class OthersLayout(Layout):
         errors, rest = ErrorSums(), iter(tensors)
         weights = [part.matrix.read([next(rest) for _ in part.matrix.names], errors) for part in parts]
         made: list[Any] = [
-            None if any(t is None for t in each) else self._joined(name, parts, [*each])
-            for each in zip(*weights, strict=True)
+            None if any(t is None for t in item) else self._joined(name, parts, [*item])
+            for item in zip(*weights, strict=True)
         ]
         if target.kind == "experts":
             made = [None if t is None else target.rows_first(t).contiguous() for t in made]
@@ -313,7 +315,7 @@ class OthersLayout(Layout):
             assert place.pattern is not None
             converter.add_tensor(name, place.key, place.pattern, tensor)
         made = converter.convert(name, model=self.model, config=self.model.config)
-        return {each: only(tensor) for each, tensor in made.items()}
+        return {item: only(tensor) for item, tensor in made.items()}
 
     def forget_absent(self, model: nn.Module) -> None:
         super().forget_absent(model)

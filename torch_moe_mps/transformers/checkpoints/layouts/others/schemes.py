@@ -179,12 +179,12 @@ class Schemes:
         schemes = {scheme for _, scheme in self._named}
         if len(schemes) == 1:
             return schemes.pop()
-        found = [
+        result = [
             (_exactness(target, name), -place)
             for place, (target, _) in enumerate(self._named)
             for name in names
         ]
-        exactness, place = max(found, default=(0, 0))
+        exactness, place = max(result, default=(0, 0))
         if not exactness:
             _fail("targets", f"such that one is for {names[0]}", "none")
         return self._named[-place][1]

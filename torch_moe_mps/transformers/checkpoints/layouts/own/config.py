@@ -126,13 +126,13 @@ class QuantizationConfig(QuantizationConfigMixin):
                 every[owner].formats[parameter] = format
         for name in [name for stored in self.ordered for name in _named(stored, every, False)]:
             every[name].has_order = True
-        found = {name: target for name, target in every.items() if target.formats}
-        for target in found.values():
+        result = {name: target for name, target in every.items() if target.formats}
+        for target in result.values():
             for parameter in target.parameters:
                 if parameter not in target.formats:
                     expected = "quantised as the other matrices are"
                     Check("load").fail(target.path(parameter), expected, "no format")
-        return found
+        return result
 
 
 def is_mlx(stored: Mapping[str, Any]) -> bool:
@@ -169,10 +169,10 @@ def _named(stored: str, every: Mapping[str, Target], required: bool) -> list[str
     gated = [name for name, target in every.items() if target.kind == "experts" and target.experts.has_gate]
     names = dict.fromkeys([*every, *paths_of(every), *(f"{name}.up_proj" for name in gated)])
     parts = stored.split(".")
-    found = [name for name in names if _same_end(parts, name.split("."))]
-    same = [name for name in found if name.count(".") == stored.count(".")] or found
+    result = [name for name in names if _same_end(parts, name.split("."))]
+    same = [name for name in result if name.count(".") == stored.count(".")] or result
     outside = {(name.count("."), *name.split(".")[: -len(parts)]) for name in same}
-    if len(outside) != 1 and (found or required):
+    if len(outside) != 1 and (result or required):
         kind = "experts" if "experts" in stored else "linears"
         has = ", ".join(name for name, target in every.items() if target.kind == kind) or "none"
         raise ValueError(f"moe_mps: the checkpoint has quantised {kind} {stored}, but the model has {has}")
