@@ -207,7 +207,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "expert_activation": [
             wrong("rows must be of an even number of columns, gates and ups", rows=zeros(T, 3)),
-            wrong("limit must be a number for activation silu_clamped", activation="silu_clamped"),
+            wrong("limit must be a number for activation silu_clamped, got None", activation="silu_clamped"),
         ],
         "expert_activation_backward": [
             wrong("dy must be of shape [..., I] = (3, 2, 32), got (3, 2, 33)", dy=zeros(T, 2, 33)),

@@ -14,7 +14,7 @@ from torch_moe_mps.selfcheck import differences, facts, journal, libraries, mach
 from torch_moe_mps.selfcheck.calls import Call, Subject
 from torch_moe_mps.selfcheck.compare import Finding, compare
 
-STORE = "    out[index] = T(value);\n  }"
+STORE = "      out[index] = T(value);\n    }"
 TAIL = "if (column >= params.outputs) return;"
 SHARES = "share < kFewSimdgroups; ++share) {\n      sum"
 WORD = "const uint low = words.v[max(word - 1, 0)], high = words.v[min(word, kWords - 1)];"

@@ -322,6 +322,7 @@ CALLS: Calls = {
     },
 }
 CHANGES: Changes = {
+    "expert_mm": lambda s: [{"weight": s.values(s.E, s.H, s.I).mT}],
     "expert_outer": lambda s: [s.of("b[T, K, H]")],
     "moe_experts": lambda s: [
         {**s.shared, "gate_up_bias": s.values(s.E, 2 * s.I), "interleaved": True},

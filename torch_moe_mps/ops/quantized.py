@@ -234,7 +234,7 @@ def moe_experts_quantized(
 CALLS: Calls = {
     "expert_qmm": lambda s: s.of("x[T, H]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name),
     "expert_qmm_transposed": lambda s: s.of(
-        "dy[T, K, I]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name
+        "dy[T, K, I]", **s.quantized("", s.I, s.H), ids=s.ids, format=s.format.name, sums=True
     ),
     "moe_experts_quantized": lambda s: {
         **s.of("x[T, H]", ids=s.ids, format=s.format.name),
@@ -244,7 +244,7 @@ CALLS: Calls = {
     },
 }
 CHANGES: Changes = {
-    "expert_qmm_transposed": lambda s: [{"sums": True}],
+    "expert_qmm_transposed": lambda s: [{"sums": False}],
     "moe_experts_quantized": lambda s: [
         {"residual": s.values(1, s.T, s.H), **s.norm},
         {**s.one_token, **s.norm},

@@ -33,14 +33,21 @@ struct TypedScales {
 
 // A half for each group, which codes of 0 and 1 are times -1 and 1.
 template <int kGroup_>
-struct SignScales : TypedScales<half, kGroup_, 1> {
-  typedef TypedScales<half, kGroup_, 1> Base;
-  using typename Base::Loaded;
-  static constant constexpr int kOffset = 0;
+struct SignScales {
+  static constant constexpr int kGroup = kGroup_, kUnit = kGroup_, kPlaceBytes = 0, kOffset = 0;
+  struct Loaded {
+    half scale;
+  };
 
-  SignScales(device const uchar* scales_, device const uchar* biases_, ulong first_unit)
-      : Base(scales_, biases_, first_unit) {}
+  device const half* scales;
 
+  SignScales(device const uchar* scales_, device const uchar*, ulong first_unit)
+      : scales(reinterpret_cast<device const half*>(scales_) + first_unit) {}
+
+  template <int>
+  Loaded load(uint unit, uint column) const {
+    return {scales[unit + column / kUnit]};
+  }
   template <bool>
   static ScaleAndBias of(Loaded loaded, int) {
     return {2.0f * float(loaded.scale), -float(loaded.scale)};
