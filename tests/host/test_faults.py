@@ -86,19 +86,21 @@ def test_a_buffer_that_nobody_was_told_of_is_not_taken_for_an_old_one(simulated)
                 torch_moe_mps.synchronize()
 
 
+@torch.no_grad()
+def logits_of(model):
+    """Logits of a prompt, once the GPU has told how it went."""
+    output = model(input_ids=IDS.to("mps"))
+    torch_moe_mps.synchronize()
+    return output.logits.cpu()
+
+
 @pytest.mark.parametrize("schedule", [0, 1])
 def test_each_buffer_of_a_prompt(simulated, model, schedule):
     """Buffers of four dispatches, which run when they are committed or at the next wait."""
     simulated.set_schedule(schedule)
     torch.ops.moe_mps._commit_every(4)
 
-    @torch.no_grad()
-    def logits():
-        output = model(input_ids=IDS.to("mps"))
-        torch_moe_mps.synchronize()
-        return output.logits.cpu()
-
-    assert at_each_buffer(simulated, logits, logits()) > 4
+    assert at_each_buffer(simulated, lambda: logits_of(model), logits_of(model)) > 4
 
 
 @pytest.mark.parametrize("captured", [False, True])
@@ -164,13 +166,7 @@ def test_each_buffer_of_a_prompt_that_is_told_late(simulated, model, schedule):
     simulated.set_schedule(schedule)
     torch.ops.moe_mps._commit_every(4)
 
-    @torch.no_grad()
-    def logits():
-        output = model(input_ids=IDS.to("mps"))
-        torch_moe_mps.synchronize()
-        return output.logits.cpu()
-
-    assert at_each_buffer(simulated, logits, logits(), step=3) > 4
+    assert at_each_buffer(simulated, lambda: logits_of(model), logits_of(model), step=3) > 4
 
 
 @pytest.mark.parametrize("schedule", range(4))
