@@ -12,7 +12,7 @@ from ._registry import Backward, operator
 from ._sample import Calls, Changes
 from .experts import IDS, Groups, Product, grouped_product, project_slots
 
-MAX_RANK = 256  # the inner products of eight pairs stay in threadgroup memory
+MAX_RANK = 256  # the inner products of a tile stay in threadgroup memory
 _FACTORS = "a[_, H] b[N, _]:a"
 _PAIRS = "pair_order[T*K]:int32 offsets[_]:int32"
 
@@ -36,7 +36,7 @@ def _meta_linear_lora(check, added, x, a, b, scaling):
 
 @operator(f"added[..., N] x[..., H]:added {_FACTORS}", _meta_linear_lora)
 def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
-    """What a linear layer gives, with its adapter: out = added + scaling * (x @ a^T) @ b^T.
+    """A linear layer's output with its adapter: out = added + scaling * (x @ a^T) @ b^T.
 
     Args:
         added: [..., N], float32, float16 or bfloat16: the layer's output.
@@ -45,8 +45,7 @@ def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float =
         b: [N, r] in the dtype of `a`.
         scaling: a finite number.
 
-    Returns: [..., N] in the dtype of `added`; computed in float32, rounded once. On Metal it is one dispatch,
-        for few tokens.
+    Returns: [..., N] in the dtype of `added`; computed in float32, rounded once. On Metal it is one dispatch.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
@@ -111,7 +110,7 @@ def expert_lora(
     offsets: Tensor | None = None,
     scaling: float = 1.0,
 ) -> Tensor:
-    """What expert_mm or expert_qmm gives, with an adapter of each expert:
+    """The output of expert_mm or expert_qmm with an adapter of each expert:
 
     out[t, k] = added[t, k] + scaling * b_e (a_e x[t]) with e = ids[t, k], or with x[t, k]
 
