@@ -84,8 +84,8 @@ def test_relu2_where_roundings_decide_the_sign(device):
     format, columns, rows, dtype = "affine4_32", 96, 33, torch.bfloat16
     weight, x = random_matrix(rows, columns, format, torch.float32, 0), random((1, columns), dtype, 1)
     norm = {"norm_weight": random((columns,), torch.float32, 2), "norm_eps": 1e-5}
-    normed = expected("rms_norm", {"input": x, "weight": norm["norm_weight"], "eps": norm["norm_eps"]})[0].value
-    bias = torch.from_numpy(-dense(weight, format) @ normed[0]).float()
+    of_norm = {"input": x, "weight": norm["norm_weight"], "eps": norm["norm_eps"]}
+    bias = torch.from_numpy(-dense(weight, format) @ expected("rms_norm", of_norm)[0].value[0]).float()
     around = {"activation": "relu2", "factor": -2.0, "out_dtype": torch.float32}
     norm["norm_weight"] = norm["norm_weight"].to(device)
     result = checked(

@@ -723,7 +723,8 @@ def linear_quantized(a):
         order = a.order.numpy()
         value, deviation = (part[..., order.argsort()] for part in (value, deviation))
         known = np.array_equal(np.sort(order), np.arange(len(order)))  # else nothing is said of the result
-    return [Expected(value if a.residual is None else value + exact(a.residual), DEVIATIONS * deviation, known)]
+    value = value if a.residual is None else value + exact(a.residual)
+    return [Expected(value, DEVIATIONS * deviation, known)]
 
 
 def linear_quantized_transposed(a):

@@ -791,7 +791,7 @@ def test_an_unknown_cache_says_why():
 @pytest.mark.parametrize("own_cache", [False, True])
 @torch.no_grad()
 def test_short_prompts_cost_no_capture(own_cache):
-    """They make a cache's states, and are no tokens behind others: nothing is tried, and the next are captured."""
+    """They make a cache's states, and are no tokens behind others: the tokens behind them are captured."""
     model = accelerated("qwen3_moe", "cpu")
     captures = captures_of(model)
     for _ in range(9):
