@@ -830,7 +830,7 @@ def test_a_call_says_why_it_ran_module_by_module(monkeypatch):
     says_why(model, talk, "the cache has other attributes")
     del talk.cache.layers[1].noted
     cache, talk.cache = talk.cache, DynamicCache(config=model.config)
-    says_why(model, talk, "the cache has other layers")
+    says_why(model, talk, "it fills an empty cache")
     with torch.enable_grad():
         says_why(model, talk, "gradients are on")
     talk.cache = cache
