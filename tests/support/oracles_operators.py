@@ -718,9 +718,13 @@ def linear_quantized(a):
     out = first_activated(product(flat_rows(a), dense(a), a.bias, a.x.dtype), a)
     shape = (*a.x.shape[:-1], out.value.shape[-1])
     value, deviation = (part.reshape(shape) for part in out)
+    known: Any = True
     if a.order is not None:
-        value, deviation = (part[..., a.order.numpy().argsort()] for part in (value, deviation))
-    return [estimated(Estimate(value if a.residual is None else value + exact(a.residual), deviation))]
+        order = a.order.numpy()
+        value, deviation = (part[..., order.argsort()] for part in (value, deviation))
+        known = np.array_equal(np.sort(order), np.arange(len(order)))  # else nothing is said of the result
+    value = value if a.residual is None else value + exact(a.residual)
+    return [Expected(value, DEVIATIONS * deviation, known)]
 
 
 def linear_quantized_transposed(a):
