@@ -243,6 +243,11 @@ def test_refused_options(option, message):
             adapted(both()[0], **target, **option)
 
 
+def test_ranks_of_experts():
+    with pytest.raises(ValueError, match="r over quantised experts must be at most 256, got 257"):
+        adapted(both()[0], target_parameters=EXPERTS, r=257)
+
+
 @pytest.mark.parametrize("target", [{"target_modules": ["q_proj"]}, {"target_parameters": EXPERTS}])
 def test_merging_is_refused(target):
     model = adapted(both()[0], **target)
