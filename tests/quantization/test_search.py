@@ -122,9 +122,10 @@ def test_only_ratios_matter():
 
 
 def test_one_bit_has_no_importance():
-    with pytest.raises(
-        ValueError, match=r"^moe_mps::quantize: importance must be of formats with 2 bits and more"
-    ):
+    message = (
+        "^moe_mps::quantize: importance must be of formats with 2 bits and more, got affine1_64 for weight"
+    )
+    with pytest.raises(ValueError, match=message):
         quantize(torch.randn(4, 64), 1, importance=torch.ones(64))
 
 
