@@ -103,7 +103,7 @@ def test_weights_that_multiply_nothing_stay_near(device, format):
 
 @pytest.mark.parametrize("bits", [4, 6])
 def test_two_weights_that_are_nearly_equal_do_not_cut_off_the_rest(bits):
-    """Where they alone have importance, a small scale fits both: the others stay within the group's maximum."""
+    """A small scale fits both, where they alone have importance: the others stay within the maximum."""
     weight = torch.randn(400, 32, generator=torch.Generator().manual_seed(0))
     importance = torch.zeros(32)
     importance[[3, 20]] = 1.0
