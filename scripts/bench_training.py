@@ -79,7 +79,7 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 
 def errors(architecture: str, dtype: torch.dtype) -> list[float]:
-    """How far all gradients are from float64's, beside their norm: packed, dense."""
+    """Distances of all gradients from those in float64, beside their norm: packed, dense."""
     packed, dense = pair(architecture, dtype)
     right = gradients(copy.deepcopy(dense).double())
     size = sum(each.square().sum() for each in right.values())
@@ -123,7 +123,7 @@ def peak(make: Callable[[], nn.Module], is_whole: bool) -> int:
 
 
 def launches(architecture: str) -> list[int]:
-    """What the backward of a layer of experts launches for 40 tokens: without an adapter, and with one."""
+    """Launches of the backward of a layer of experts for 40 tokens: without an adapter, and with one."""
     counts = []
     for has_adapter in (False, True):
         with tiny_models.groups_of_32():
