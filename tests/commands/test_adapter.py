@@ -88,6 +88,22 @@ def test_refused(folders, capsys, options, message):
     assert message in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (None, "--adapter must be a folder with an adapter_config.json, got"),
+        ('{"peft_type": "LORA"', "adapter_config.json must be JSON, got Expecting"),
+        ("[]", "adapter_config.json must have a JSON object, got a list"),
+    ],
+)
+def test_a_folder_without_an_adapter_is_refused_before_the_model_is_loaded(tmp_path, capsys, stored, message):
+    if stored is not None:
+        (tmp_path / "adapter_config.json").write_text(stored)
+    (tmp_path / "model").mkdir()
+    assert run("generate", tmp_path / "model", "-p", "hello", "--adapter", tmp_path) == 1
+    assert message in capsys.readouterr().err
+
+
 def asked(adapter, *options):
     """Answers of a server with an adapter, to two clients at once."""
     model, folder = adapter
