@@ -136,7 +136,7 @@ def check_adapter(options: argparse.Namespace) -> None:
 
 
 def adapter_config(folder: str) -> dict[str, Any]:
-    """What PEFT stored of an adapter. Raises: ValueError."""
+    """The adapter_config.json of PEFT in a folder. Raises: ValueError."""
     file = Path(folder) / "adapter_config.json"
     if not file.is_file():
         raise ValueError(f"--adapter must be a folder with an adapter_config.json, got {folder}")
