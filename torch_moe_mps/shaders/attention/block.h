@@ -82,10 +82,8 @@ struct Block {
           member(simdgroup - team * kMembers),
           matrix(lane) {}
 
-    // The same place, in a way that the compiler does not see through: what follows from it is computed anew,
-    // and takes no register before.
     Place again() const {
-      const uint index = simd_shuffle(simdgroup * kSimdWidth + lane, ushort(lane));
+      const uint index = anew(simdgroup * kSimdWidth + lane, lane);
       return Place(index % kSimdWidth, index / kSimdWidth);
     }
 
