@@ -430,11 +430,16 @@ def fitting_registers(name: str, path: Path):
     return found
 
 
+def on_both(name: str, path: Path) -> str:
+    """Registers on the M1 and M2 and, behind a slash, from the M3 on where these differ."""
+    first, later = fitting_registers(name, path), apple.registers(path, name, native=True)
+    return "/".join(f"{n:g}" for n in dict.fromkeys((first.registers, later.registers)))
+
+
 def register_text(name: str, path: Path, launched: object) -> str:
     found, bound = fitting_registers(name, path), kernels_of(path)[name].max_threads
-    later = apple.registers(path, name, native=True).registers
     threads = apple.threads_for(found.halves)
-    return f"{found.registers:g} {later:g} registers, {launched}/{bound or '-'}/{threads} threads"
+    return f"{on_both(name, path)} registers, {launched}/{bound or '-'}/{threads} threads"
 
 
 def dispatch_line(m: apple.Measurement, elements: int) -> str:
@@ -473,11 +478,7 @@ def registers_of_formats(*starts: str) -> str:
         path, end = library(name), len(name) - len("quantized")
         left_out = "^(expert|matmul_rows|matmul)_|_rows$"
         kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in kernels_of(path)}
-        text = " ".join(
-            f"{k} {fitting_registers(whole, path).registers:g}/"
-            f"{apple.registers(path, whole, native=True).registers:g}"
-            for k, whole in kernels.items()
-        )
+        text = " ".join(f"{k} {on_both(whole, path)}" for k, whole in kernels.items())
         text = f"{name.removeprefix('quantized_').removesuffix('_bf16')}: {text}"
         lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines) + "\n"

@@ -13,7 +13,7 @@ from simulator.apple.facts import REGISTERS
 from support.pinned import assert_pinned
 
 PINNED = Path(__file__).parent / "pinned"
-COST = re.compile(r"^  (\w+): .*?([\d.]+) ([\d.]+) registers")
+COST = re.compile(r"^  (\w+): .*?([\d.]+)(?:/([\d.]+))? registers")
 
 Row = tuple[str, str, float, float]  # library, kernel, registers on the M1 and M2, and from the M3 on
 
@@ -23,12 +23,12 @@ def counts() -> Iterator[Row]:
     for file in sorted(PINNED.glob("costs_*.txt")):
         for line in file.read_text().splitlines():
             if found := COST.match(line):
-                yield file.stem.removeprefix("costs_"), found[1], float(found[2]), float(found[3])
+                yield file.stem.removeprefix("costs_"), found[1], float(found[2]), float(found[3] or found[2])
     for file in sorted(PINNED.glob("registers_*.txt")):
         for line in file.read_text().replace("\n  ", " ").splitlines():
             name, _, kernels = line.partition(": ")
-            for kernel, first, later in re.findall(r"(\w+) ([\d.]+)/([\d.]+)", kernels):
-                yield name, kernel, float(first), float(later)
+            for kernel, first, later in re.findall(r"(\w+) ([\d.]+)(?:/([\d.]+))?", kernels):
+                yield name, kernel, float(first), float(later or first)
 
 
 def over(limit: int, later: bool) -> list[str]:
