@@ -325,7 +325,7 @@ struct Gemm<W, kPairTiles, true> {
         UNROLL for (int k = 0; k < kRun / 2; ++k) multiply(sums, rows, inputs, pack, k);
       }
     }
-    store_tile<true>(sums, reinterpret_cast<threadgroup float*>(memory), work, at.again(), params);
+    store_tile<true>(sums, reinterpret_cast<threadgroup float*>(memory), work, at, params);
   }
 };
 
