@@ -134,7 +134,42 @@ RECIPES: dict[str, dict[str, Any]] = {
     "nvfp4, embedding 6": {"mode": "nvfp4", "embedding_bits": 6},
     "mxfp4, embedding 6": {"mode": "mxfp4", "embedding_bits": 6},
 }
+
+
+def superblocks(mode: str, attention_in: Any = 6, **experts: str) -> dict[str, Any]:
+    """Experts in a type of ggml, or in one for gates, up and down projections each, and the rest in 6 bits."""
+    others = {f"experts.{name}": {"mode": own} for name, own in experts.items()}
+    return {"mode": mode, "embedding_bits": 6, "overrides": {"self_attn.*": attention_in, **others}}
+
+
+SUPERBLOCKS: dict[str, dict[str, Any]] = {
+    "q2_k, attention 6": superblocks("q2_k"),
+    "q2_k, attention 6, down q3_k": superblocks("q2_k", down_proj="q3_k"),
+    "q2_k, attention 6, down q4_k": superblocks("q2_k", down_proj="q4_k"),
+    "q3_k, attention 6": superblocks("q3_k"),
+    "q3_k, attention 6, down iq4_xs": superblocks("q3_k", down_proj="iq4_xs"),
+    "q3_k, attention 6, down q4_k": superblocks("q3_k", down_proj="q4_k"),
+    "q3_k, attention 6, down q5_k": superblocks("q3_k", down_proj="q5_k"),
+    "iq4_xs, attention 6, down q3_k": superblocks("iq4_xs", down_proj="q3_k"),
+    "iq4_xs, attention 6": superblocks("iq4_xs"),
+    "iq4_xs, attention 6, down q5_k": superblocks("iq4_xs", down_proj="q5_k"),
+    "q4_k everywhere": {"mode": "q4_k", "embedding_bits": "same"},
+    "iq4_xs everywhere": {"mode": "iq4_xs", "embedding_bits": "same"},
+    "q4_k, embedding 6": {"mode": "q4_k", "embedding_bits": 6},
+    "q4_k, attention 6": superblocks("q4_k"),
+    "q4_k, attention and embedding q6_k": {
+        "mode": "q4_k",
+        "overrides": {"self_attn.*": {"mode": "q6_k"}, "embed_tokens": {"mode": "q6_k"}},
+    },
+    "q4_k, attention 8": superblocks("q4_k", 8),
+    "q4_k, attention 6, down q5_k": superblocks("q4_k", down_proj="q5_k"),
+    "q4_k, attention 8, down q5_k": superblocks("q4_k", 8, down_proj="q5_k"),
+    "q5_k, attention 6": superblocks("q5_k"),
+    "q5_k, attention 8": superblocks("q5_k", 8),
+    "q6_k, attention 8": superblocks("q6_k", 8),
+}
 MLX, EACH, ALL = "MLX's rule", "importance", "importance, one for all experts"
+ALIKE = "no importance"
 # Recipes that are measured in the third way, too.
 ONE_FOR_ALL = ("4 bits", "4 bits, attention 6", "3 bits, attention 6")
 
@@ -202,6 +237,9 @@ def ways(dense: Any, importance: Importance) -> Iterator[tuple[str, str, dict[st
         yield name, EACH, recipe | {"importance": importance}
         if name in ONE_FOR_ALL:
             yield name, ALL, recipe | {"importance": alike}
+    for name, recipe in SUPERBLOCKS.items():
+        yield name, ALIKE, recipe
+        yield name, EACH, recipe | {"importance": importance}
 
 
 class Measured:

@@ -253,7 +253,7 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add("destination", metavar="DST", help="folder to write; it must not exist")
     add("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
     add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
-    add("--mode", default="affine", help="affine, mxfp4, mxfp8 or nvfp4 (affine)")
+    add("--mode", default="affine", help="affine, mxfp4, mxfp8, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k or iq4_xs (affine)")
     add(
         "--linear-bits",
         type=_bits,

@@ -148,13 +148,29 @@ def _best(errors: list[Tensor], tried: list[Tensor]) -> Tensor:
 def _affine(
     groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In steps of the range: t = (w - middle) / step is s * c + m for codes c around zero."""
-    codes, half = 2**format.bits, 2 ** (format.bits - 1)
+    low, high, scale, bias, fit = fitted_lines(groups, importance, format.bits, room)
+    scale, half = scale.to(dtype).float(), 2 ** (format.bits - 1)
+    lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
+    theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
+    error, least = (fit.error_of(groups, *line) for line in (theirs, ours))
+    scale, bias = (torch.where(least < error, our, their) for our, their in zip(ours, theirs, strict=True))
+    return fit.codes(groups, scale, bias).to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
+
+
+def fitted_lines(
+    groups: Tensor, importance: Tensor, bits: int, room: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, "_Fit"]:
+    """Least and largest weight of each group, the scale and bias [..., 1] of least error in float32, and what
+    fitted them; codes are from -2^bits / 2 on.
+
+    In steps of the range: t = (w - middle) / step is s * c + m for codes c around zero.
+    """
+    codes, half = 2**bits, 2 ** (bits - 1)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, step = (low + high) / 2, ((high - low) / (codes - 1)).clamp(min=torch.finfo(torch.float32).tiny)
     t = torch.sub(groups, middle, out=room[0]).mul_(1 / step)
     fit = _Fit(t, importance, half, room[1:])
-    many, numbers = int(format.bits > 4), _numbers("kMove")
+    many, numbers = int(bits > 4), _numbers("kMove")
     first = torch.full_like(step, 1 - _numbers("kStart")[many] / codes)
     least, scale, bias = fit.turn(first, first / 2)
     half_of_them = len(numbers) // 2
@@ -164,12 +180,7 @@ def _affine(
         better = error < least
         least = torch.where(better, error, least)
         scale, bias = torch.where(better, s, scale), torch.where(better, m, bias)
-    scale, bias = (scale * step).to(dtype).float(), bias * step + middle
-    lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
-    theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
-    error, least = (fit.error_of(groups, *line) for line in (theirs, ours))
-    scale, bias = (torch.where(least < error, our, their) for our, their in zip(ours, theirs, strict=True))
-    return fit.codes(groups, scale, bias).to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
+    return low, high, scale * step, bias * step + middle, fit
 
 
 class _Fit:
