@@ -137,7 +137,7 @@ RECIPES: dict[str, dict[str, Any]] = {
 
 
 def superblocks(mode: str, attention_in: Any = 6, **experts: str) -> dict[str, Any]:
-    """Experts in a type of ggml, or in one for gates, up and down projections each, and the rest in 6 bits."""
+    """Experts in a type of ggml, some of their projections in another, and the rest in 6 bits."""
     others = {f"experts.{name}": {"mode": own} for name, own in experts.items()}
     return {"mode": mode, "embedding_bits": 6, "overrides": {"self_attn.*": attention_in, **others}}
 

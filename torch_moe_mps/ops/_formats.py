@@ -10,9 +10,10 @@ All are laid out as mlx.core.quantize does: groups of consecutive values along t
 of a row one after the other in 32-bit words, the first in the lowest bits, so that codes of 3, 5 and 6 bits
 cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microscaling.
 
-The modes q2_k to q6_k and iq4_xs are formats of GGUF. These have ggml's values in the same layout: codes q in words, and what their blocks hold beside
-them taken apart into two tensors. d and m are float16, whose bits int16 tensors hold: what casts a model to a
-dtype leaves them as they are. s and n are unsigned integers of a few bits.
+The modes q2_k to q6_k and iq4_xs are formats of GGUF. These have ggml's values in the same layout: codes q in
+words, and what their blocks hold beside them taken apart into two tensors. d and m are float16, whose bits
+int16 tensors hold: what casts a model to a dtype leaves them as they are. s and n are unsigned integers of a
+few bits.
 
     name              bits     group  value                              scales                    biases
     q4_0, q5_0, q8_0  4, 5, 8  32     (q - 8, 16, 128) * d               d                         none
@@ -358,7 +359,8 @@ def unpack(packed: Tensor, format: Format) -> Tensor:
         return e4m3(octets)
     if format.bits == 4:
         table = LEVELS if format.name in ("iq4_nl", "iq4_xs") else range(16)
-        return _pairs_by_table(octets, E2M1_VALUES if format.mode in MLX_MODES[1:] else tuple(map(float, table)))
+        values = E2M1_VALUES if format.mode in ("mxfp4", "nvfp4") else tuple(map(float, table))
+        return _pairs_by_table(octets, values)
     return _spread(octets, format.bits).float()
 
 

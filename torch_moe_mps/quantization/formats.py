@@ -12,13 +12,17 @@
     mxfp8                       8.25               2.3 %
     mxfp4                       4.25              11.3 %
     nvfp4                       4.5                9.0 %
-    q6_k, q5_k                  6.5625, 5.5        
-    q4_k, iq4_xs                4.5, 4.25
-    q3_k, q2_k                  3.4375, 2.625
+    q6_k                        6.5625             1.7 %
+    q5_k                        5.5                3.6 %
+    q4_k                        4.5                7.3 %
+    iq4_xs                      4.25               7.7 %
+    q3_k                        3.4375            14.9 %
+    q2_k                        2.625             26.6 %
 
 (Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 is that of weights near
 1: its scales have no bits below 2^-9, and groups whose largest magnitude is below 0.006 become zero.)
-All are written bit for bit as mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
+All but the last six, which are ggml's and searched (superblocks.py), are written bit for bit as
+mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
 """
 
 from dataclasses import dataclass
@@ -44,6 +48,8 @@ from ..ops.quantize import CHUNK, pieces, quantize_by_importance
 from .superblocks import quantize_superblocks
 
 SEARCHED = 1 << 22  # weights that are quantised by importance at a time: a GPU is full of them
+# The same for modes whose scales are integers; on a CPU the cache of a core holds fewer.
+IN_SUPERBLOCKS = 1 << 20
 
 
 def requested_format(bits: int | None, group_size: int | None, mode: str | None) -> Format | None:
@@ -114,14 +120,17 @@ def quantize(
     """Quantise a matrix, or each matrix of a stack, along the last dimension.
 
     Args:
-        weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size.
+        weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size,
+            or of 256 in modes whose scales are integers.
         bits, group_size, mode: see Format.
         importance: float32 [C], or [E, C] for a stack: the mean square of what each input is, or another
             number that is not negative. Then sum importance * (weight - dequantised)^2 of no group is larger
-            than by MLX's rule, which chooses without it.
+            than by MLX's rule, which chooses without it. Modes whose scales are integers, q2_k to q6_k and
+            iq4_xs, always search: None is the same importance for all.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
-        of `weight`. Memory other than the result stays under about 10 MiB, and 25 MiB by importance.
+        of `weight`. Memory other than the result stays under about 10 MiB, 25 MiB by importance, and
+        100 MiB in modes whose scales are integers.
 
     Raises: ValueError for a shape, dtype or format that does not fit, for weights that are not finite, and
         for importance that is negative or not finite; torch.AcceleratorError if the GPU fails.
@@ -171,8 +180,10 @@ def quantize_stack(
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         importance = importance.to(device)
-    fast = importance is not None and (device.type != "cpu" or format.mode not in INTEGERS)
-    for index in pieces(stack, SEARCHED if fast else CHUNK):
+    count = CHUNK if importance is None else SEARCHED
+    if format.mode in INTEGERS:
+        count = CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
+    for index in pieces(stack, count):
         piece = stack[index].to(device)
         if importance is None:
             groups = piece.float().unflatten(-1, (-1, format.group_size))
@@ -221,7 +232,7 @@ def dequantize(
     format.check_columns(check, "C, the input dimension of packed,", format.columns(packed.shape[-1]))
     shape = (*packed.shape[:-1], format.columns(packed.shape[-1]))
     format.check_scales(check, "", scales, biases, shape, "..., C")
-    if not format.is_affine:
+    if not format.is_affine or biases is None:
         return dequantize_values(packed, scales, biases, format).to(dtype or torch.bfloat16)
     # In the dtype of the scales, rounded after the product and after the sum.
     q = unpack(packed, format).to(scales.dtype).unflatten(-1, (-1, format.group_size))
