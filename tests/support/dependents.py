@@ -19,6 +19,7 @@ every test of models goes through one, so that all would depend on all. `scripts
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -26,6 +27,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from simulator import build
+
+from . import simulated  # noqa: F401  # which says where built pieces are kept
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "torch_moe_mps"
@@ -63,15 +68,22 @@ def imports(path: Path, root: Path) -> Iterator[str]:
 
 @functools.cache
 def graph() -> dict[Path, set[Path]]:
-    """{Python file: the files of the repository that it imports}."""
-    files = {path: name_of(path, root) for folder, root in ROOTS.items() for path in folder.rglob("*.py")}
-    by_name = {name: path for path, name in files.items()}
-    edges: dict[Path, set[Path]] = {}
-    for path in files:
-        (root,) = (root for folder, root in ROOTS.items() if path.is_relative_to(folder))
+    """{Python file: the files of the repository that it imports}, read anew when one has changed."""
+    files = {path: root for folder, root in ROOTS.items() for path in sorted(folder.rglob("*.py"))}
+    texts = [(path.relative_to(REPOSITORY), path.read_bytes()) for path in files]
+    name = build.digest(Path(__file__).read_bytes(), *itertools.chain.from_iterable(texts))
+    edges = build.kept(f"imports-{name}", lambda: _read(files))
+    return {REPOSITORY / path: {REPOSITORY / other for other in others} for path, others in edges.items()}
+
+
+def _read(files: dict[Path, Path]) -> dict[str, set[str]]:
+    by_name = {name_of(path, root): path for path, root in files.items()}
+    edges = {}
+    for path, root in files.items():
         names = set(imports(path, root))
         modules = {name if name in by_name else name.rpartition(".")[0] for name in names}
-        edges[path] = {by_name[module] for module in modules & by_name.keys()}
+        others = {by_name[module] for module in modules & by_name.keys()}
+        edges[str(path.relative_to(REPOSITORY))] = {str(other.relative_to(REPOSITORY)) for other in others}
     return edges
 
 
@@ -110,16 +122,18 @@ def read(path: Path) -> str:
 
 
 @functools.cache
-def texts(test: Path) -> str:
-    """The text of a test and of the modules of `tests/` and `scripts/` that it imports."""
-    own = [path for path in reached(test) if not path.is_relative_to(PACKAGE)]
-    return "\n".join(map(read, [test, *own]))
+def modules(test: Path) -> frozenset[Path]:
+    """A test and the modules of `tests/` and `scripts/` that it imports."""
+    return frozenset({test} | {path for path in reached(test) if not path.is_relative_to(PACKAGE)})
 
 
-def naming(word: str) -> set[Path]:
+@functools.cache
+def naming(word: str) -> frozenset[Path]:
     """Tests that name a file or a folder, or import what does."""
     pattern = re.compile(rf"(?<![\w.]){re.escape(word)}(?!\w|\.\w)")
-    return {test for test in all_tests() if pattern.search(texts(test))}
+    texts = {path: read(path) for path in graph() if not path.is_relative_to(PACKAGE)}
+    named = {path for path, text in texts.items() if word in text and pattern.search(text)}
+    return frozenset(test for test in all_tests() if modules(test) & named)
 
 
 @functools.cache

@@ -123,10 +123,10 @@ def quantize(
         weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size,
             or of 256 in modes whose scales are integers.
         bits, group_size, mode: see Format.
-        importance: float32 [C], or [E, C] for a stack: the mean square of what each input is, or another
-            number that is not negative. Then sum importance * (weight - dequantised)^2 of no group is larger
-            than by MLX's rule, which chooses without it. Modes whose scales are integers, q2_k to q6_k and
-            iq4_xs, always search: None is the same importance for all.
+        importance: float32 [C], or [E, C] for a stack, with 2 bits and more: the mean square of what each
+            input is, or another number that is not negative. Then sum importance * (weight - dequantised)^2
+            of no group is larger than by MLX's rule, which chooses without it. Modes whose scales are
+            integers, q2_k to q6_k and iq4_xs, always search: None is the same importance for all.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
         of `weight`. Memory other than the result stays under about 10 MiB, 25 MiB by importance, and
@@ -146,11 +146,18 @@ def quantize(
             "importance", importance, (*weight.shape[:-2], weight.shape[-1]), named, (torch.float32,)
         )
         check_importance(check, "importance", importance)
+        check_weighed(check, format)
         importance = importance.view(len(stack), -1)
     out = quantize_stack(stack, format, importance=importance)
     if weight.dim() == 2:
         return out.map(lambda tensor: tensor.squeeze(0))
     return out
+
+
+def check_weighed(check: Check, format: Format, weight: str = "weight") -> None:
+    """Raises: ValueError for a format whose scales no importance can choose."""
+    if format.bits == 1:
+        check.fail("importance", "of formats with 2 bits and more", f"{format} for {weight}")
 
 
 def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:
