@@ -65,32 +65,34 @@ What it says, of the manual:
 
 - Attention, 4 % of the weights, makes more than half of the loss of 4 bits. Two bits more for it cost 1.6 %
   of the bytes, and 4 % of those of a token. Values and outputs gain most; 8 bits win little over 6.
-- Importance takes a quarter of the loss of 4 bits, a tenth on the Opticks, where it took three quarters of the
-  dense SmolLM2's ([quality.md](quality.md)), so it stays a choice: it has to run the dense model. One importance
-  for all experts of a layer is as good as one for each.
-- 3 bits with 4 for `down` and 6 for attention lose no more than 4 bits everywhere, in 9 % fewer bytes; 4 bits
-  with 5 for `down` and 6 for attention lose less than 5 bits everywhere, in 8 % fewer.
+- Importance takes a quarter of the loss of 4 bits, a tenth on the Opticks, where it took three quarters of
+  the dense SmolLM2's ([quality.md](quality.md)), so it stays a choice: it has to run the dense model. One
+  importance for all experts of a layer is as good as one for each.
+- 3 bits with 4 for `down` and 6 for attention lose no more than 4 bits everywhere, in 9 % fewer bytes; 4
+  bits with 5 for `down` and 6 for attention lose less than 5 bits everywhere, in 8 % fewer.
 - One bit more for `down` alone wins a tenth for 5 % of the bytes: attention comes first.
-- **Superblocks lose less than groups of 64 in as many bytes**: `mode="q4_k"`, `"iq4_xs"` and the like, by this
-  package's search, have groups of 16 or 32 columns in the bytes of 64. With attention at 6 bits q4_k loses
-  0.0050 in 81.6 MB and iq4_xs as much in 78.5, 4 bits 0.0058 in 81.6; q3_k with iq4_xs for `down` 0.0105 in
-  71.7, 3 bits with 4 for `down` 0.0125 in 73.2; q5_k 0.0025 in 94.2, 5 bits 0.0031. Importance wins little
-  there: a search without it already fits scales by least squares.
+- **Superblocks lose less than groups of 64 in as many bytes**: `mode="q4_k"`, `"iq4_xs"` and the like, by
+  this package's search, have groups of 16 or 32 columns in the bytes of 64. With attention at 6 bits q4_k
+  loses 0.0050 in 81.6 MB and iq4_xs as much in 78.5, 4 bits 0.0058 in 81.6; q3_k with iq4_xs for `down`
+  0.0105 in 71.7, 3 bits with 4 for `down` 0.0125 in 73.2; q5_k 0.0025 in 94.2, 5 bits 0.0031. Importance
+  wins little there: a search without it already fits scales by least squares.
 - Beside llama.cpp's files, with importance on both sides: about alike at 4 bits (IQ4_XS 0.0054 in 78.7 MB,
-  iq4_xs 0.0050 in 78.5; Q4_K_S 0.0045 in 82.4, q4_k with q6_k for attention and embedding 0.0048 in 81.8), less
-  at 5 (Q5_K_M 0.0029 in 96.0, q5_k with attention at 8 bits 0.0019 in 95.5), and more at 3 (Q3_K_M 0.0093 in
-  72.9, q3_k with q4_k for `down` 0.0102 in 72.7). SmolLM2's 576 columns take no superblocks.
+  iq4_xs 0.0050 in 78.5; Q4_K_S 0.0045 in 82.4, q4_k with q6_k for attention and embedding 0.0048 in 81.8),
+  less at 5 (Q5_K_M 0.0029 in 96.0, q5_k with attention at 8 bits 0.0019 in 95.5), and more at 3 (Q3_K_M
+  0.0093 in 72.9, q3_k with q4_k for `down` 0.0102 in 72.7). SmolLM2's 576 columns take no superblocks.
 
 So `bits=4` is "4 bits, attention 6" of such a model by itself: linear layers beside experts have 6 bits where
 they are at most a tenth of the weights, and embedding and head where they are a tenth or more. Three recipes
-have a name in `convert` and `fit`, which says the bytes of a token. They have superblocks where all columns of
-experts are multiples of 256, and groups of 64 elsewhere, with `--to mlx`, and with `--group-size`:
+have a name in `convert` and `fit`, which says the bytes of a token. They have superblocks where all columns
+of experts are multiples of 256, and groups of 64 elsewhere, with `--to mlx`, and with `--group-size`:
 
 | `--recipe` | here | elsewhere | for |
 |---|---|---|---|
-| `small` | q3_k, attention 6, down iq4_xs | 3 bits, attention 6, down 4 | less loss than 4 bits everywhere in a tenth fewer bytes |
-| `fast` | iq4_xs everywhere | 4 bits, embedding 4 | the fewest bytes a token (Qwen3-30B-A3B: FAST GB, 1.96 with `bits=4`) |
-| `best` | iq4_xs, attention 6, down q5_k | 4 bits, attention 6, down 5 | less loss than 5 bits everywhere in a tenth fewer bytes |
+| `small` | q3_k, down iq4_xs | 3 bits, down 4 | less loss than 4 bits everywhere, a tenth fewer bytes |
+| `fast` | iq4_xs | 4 bits | the fewest bytes a token: of Qwen3-30B-A3B 1.63 GB, 1.96 with `bits=4` |
+| `best` | iq4_xs, down q5_k | 4 bits, down 5 | less loss than 5 bits everywhere, a tenth fewer bytes |
+
+`small` and `best` have 6 bits for attention and embedding, as `bits=4` has; `fast` has one format for all.
 
 Written by
 
@@ -366,7 +368,13 @@ WIDTH, HEIGHT, EDGE = 520, 420, 50
 NAMED = ("3 bits", "4 bits", "5 bits", "6 bits", "4 bits, attention 6", "3 bits, attention 6, down 4")
 NAMED += ("4 bits, attention 6, down 5", "mixed_3_6 of mlx-lm", "mixed_4_6 of mlx-lm", "nvfp4, embedding 6")
 NAMED += ("q3_k, attention 6, down iq4_xs", "iq4_xs everywhere", "q4_k, attention 6", "q5_k, attention 6")
-NAMED += ("iq4_xs, attention 6, down q5_k", "llama.cpp IQ4_XS", "llama.cpp Q4_K_M", "llama.cpp Q4_K_S, attention Q6_K", "llama.cpp Q5_K_M")
+NAMED += (
+    "iq4_xs, attention 6, down q5_k",
+    "llama.cpp IQ4_XS",
+    "llama.cpp Q4_K_M",
+    "llama.cpp Q4_K_S, attention Q6_K",
+    "llama.cpp Q5_K_M",
+)
 COLOURS = {"mlx-lm": "#c60", "llama.cpp": "#383"}
 
 

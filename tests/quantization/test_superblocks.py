@@ -150,7 +150,7 @@ def test_each_matrix_by_its_own_in_any_place(name, device, monkeypatch):
 @pytest.mark.parametrize("name", EVERY)
 def test_weights_of_every_kind(name):
     """Zeros, one number, one sign, little ones, a zero half, and more than float16 holds."""
-    weight = weights(10, 256)
+    weight = weights(11, 256)
     weight[0], weight[1], weight[2] = 0.0, 0.5, -0.25
     weight[3], weight[4] = weight[3].abs() + 1, -weight[4].abs() - 1
     weight[5, :128] = 0.0
@@ -158,12 +158,13 @@ def test_weights_of_every_kind(name):
     weight[7] *= 1e-3
     weight[8] *= 1e-12
     weight[9] *= 1e30
+    weight[10] *= 1e-38
     zero_at_first = torch.cat((torch.zeros(64), torch.ones(192)))
     for importance in (torch.ones(256), zero_at_first, importance_of(256)):
         decoded = values(quantize(weight, mode=name, importance=importance))
         relative = (decoded - weight).abs().sum(1) / weight.abs().sum(1).clamp(min=1e-30)
         assert (relative[:3] < 0.01).all() and (relative[3:8] < 0.45).all()
-        assert decoded[9].isfinite().all() and decoded[8].abs().max() <= 1e-6
+        assert decoded[9].isfinite().all() and decoded[[8, 10]].abs().max() <= 1e-6
 
 
 def test_errors():

@@ -24,15 +24,16 @@ import torch
 from torch import Tensor
 
 from ..ops._formats import INTEGERS, LARGE_BLOCK, LEVELS, OFFSETS, Format, pack, pack_octets
-from ..ops.quantize import _numbers, fitted_lines
+from ..ops.quantize import constants, fitted_lines
 
 # Starts of a scale without a minimum: the weight of largest magnitude becomes one of the ends of the numbers,
 # or lies so many of their last steps outside of it.
 STARTS = (0, 1, -1)
 ROUNDS = 2
 LARGEST_HALF = 65504.0  # d and m are not larger
+SMALLEST = 1e-30  # scales below count as 0
 # Each weight counts as much as this share of the mean importance of its superblock at least.
-LEAST_SHARE = _numbers("kLeastShare")[0]
+LEAST_SHARE = constants("kLeastShare")[0]
 
 
 class Superblocks(NamedTuple):
@@ -94,21 +95,23 @@ class _Search:
         self.levels = format.name not in OFFSETS and not self.minima
         self.offset, codes = OFFSETS.get(format.name, 0), 2**format.bits
         self.ends = LEVELS[:: codes - 1] if self.levels else (-self.offset, codes - 1 - self.offset)
+        self.nearest = _nearest_levels().to(weights.device) if self.levels else None
 
     # Codes
 
     def numbers(self, scale: Tensor, minimum: Tensor) -> Tensor:
-        """What the nearest codes stand for."""
-        x = (self.w + minimum if self.minima else self.w) * torch.where(scale == 0, 0.0, 1 / scale)
-        if not self.levels:
+        """Numbers of the nearest codes."""
+        x = (self.w + minimum if self.minima else self.w) * _inverse(scale)
+        if self.nearest is None:
             return x.round_().clamp_(*self.ends)
         # Halfway between two levels is a multiple of 1 / 2.
         steps = x.mul_(2).floor_().clamp_(2 * LEVELS[0], 2 * LEVELS[-1]).sub_(2 * LEVELS[0])
-        return _nearest_levels(x.device).index_select(0, steps.int().flatten()).view(x.shape)
+        return self.nearest.index_select(0, steps.int().flatten()).view(x.shape)
 
     def codes(self, numbers: Tensor) -> Tensor:
         if self.levels:
-            return torch.searchsorted(torch.tensor(LEVELS, device=numbers.device).float(), numbers).byte()
+            levels = torch.tensor(LEVELS, dtype=torch.float32, device=numbers.device)
+            return torch.searchsorted(levels, numbers).byte()
         return (numbers + self.offset).byte()
 
     def error(self, blocks: Superblocks) -> Tensor:
@@ -148,7 +151,7 @@ class _Search:
         whole = high.clamp(min=0) / (2**self.bits - 1)
         through_zero = self.fitted(self.numbers(whole, torch.zeros_like(whole)))
         scale = torch.where(minimum < 0, through_zero, scale)
-        alike = ~scale.isfinite()  # of weights that are
+        alike = ~scale.isfinite()  # weights that are have no line
         return torch.where(alike, whole, scale), torch.where(alike, -low, minimum).clamp_(min=0)
 
     def scales(self) -> tuple[Tensor, Tensor]:
@@ -171,7 +174,7 @@ class _Search:
 
     def with_integers(self, scale: Tensor, minimum: Tensor) -> Superblocks:
         extreme = scale.gather(1, scale.abs().argmax(1, keepdim=True))
-        # Of the integers of either sign the least has the largest magnitude.
+        # The least of the integers of either sign has the largest magnitude.
         d = _half(extreme / (self.most if self.minima else self.least))
         m = _half(minimum.amax(1, keepdim=True) / self.most)
         s, n = (_divided(values, half, self.least, self.most) for values, half in ((scale, d), (minimum, m)))
@@ -199,8 +202,7 @@ class _Search:
         d = torch.where(pp > 0, pw / pp, 0.0)
         if not self.minima:
             return blocks._replace(d=_half(d))
-        of_group = self.sum(torch.ones_like(p))
-        nn = (of_group * blocks.n.square()).sum(1, keepdim=True)
+        nn = (self.k.sum(-1, keepdim=True) * blocks.n.square()).sum(1, keepdim=True)
         pn, nw = ((self.sum(v) * blocks.n).sum(1, keepdim=True) for v in (p.clone(), self.w.clone()))
         determinant = pp * nn - pn * pn
         both = determinant > 1e-6 * pp * nn
@@ -214,11 +216,16 @@ def _half(values: Tensor) -> Tensor:
 
 
 def _divided(values: Tensor, by: Tensor, least: int, most: int) -> Tensor:
-    return (values * torch.where(by == 0, 0.0, 1 / by)).round_().clamp_(least, most)
+    return (values * _inverse(by)).round_().clamp_(least, most)
 
 
-def _nearest_levels(device: torch.device) -> Tensor:
+def _inverse(values: Tensor) -> Tensor:
+    """0 for what is so small that its inverse is not finite."""
+    return torch.where(values.abs() < SMALLEST, 0.0, 1 / values)
+
+
+def _nearest_levels() -> Tensor:
     """The nearest of LEVELS to all numbers from j / 2 to (j + 1) / 2, for every j from the first level on."""
     levels = torch.tensor(LEVELS, dtype=torch.float32)
     middles = (torch.arange(2 * LEVELS[0], 2 * LEVELS[-1] + 1) + 0.5) / 2
-    return levels[(middles[:, None] - levels).abs().argmin(1)].to(device)
+    return levels[(middles[:, None] - levels).abs().argmin(1)]
