@@ -293,6 +293,16 @@ def test_what_a_test_does_is_seen(small, also, change, rule):
         assert (RULE in kept_now()) == rule
 
 
+def test_one_hook_of_the_interpreter_however_many_runs(small, monkeypatch):
+    """None can be taken out again: each would slow all tests behind."""
+    hooks = []
+    monkeypatch.setattr(sys, "addaudithook", hooks.append)
+    for _ in range(3):
+        kept.Kept()
+        kept.forget()
+    assert len(hooks) <= 1 and not kept._hearing
+
+
 def test_who_draws_numbers():
     @hypothesis.given(hypothesis.strategies.integers())
     def drawn(number):

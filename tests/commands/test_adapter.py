@@ -104,6 +104,26 @@ def test_a_folder_without_an_adapter_is_refused_before_the_model_is_loaded(tmp_p
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 128}, "--adapter must be of this model, got {}: size mismatch for base_model."),
+        ({"num_hidden_layers": 3}, "an adapter of this model must be base_model.model.model.layers.2."),
+        ({"num_hidden_layers": 1}, "must be without base_model.model.model.layers.1."),
+    ],
+)
+def test_adapters_of_other_models(folders, capsys, tmp_path, sizes, message):
+    """PEFT leaves out what has no place, and what is missing changes nothing: neither is said."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27, **sizes)
+    model.save_pretrained(tmp_path)
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?").save_pretrained(tmp_path)
+    options = ("--raw", "-p", "hello", "--max-tokens", 1, "--adapter", folders[1])
+    assert run("generate", tmp_path, "--bits", 4, "--group-size", 32, *options) == 1
+    (*_, error) = capsys.readouterr().err.strip().splitlines()
+    assert message.format(folders[1]) in error and error.startswith("torch-moe-mps: error: ")
+
+
 def asked(adapter, *options):
     """Answers of a server with an adapter, to two clients at once."""
     model, folder = adapter

@@ -6,10 +6,14 @@
 | `conftest.py` | its folder |
 | Python in `tests/` or `scripts/` | tests that import it, and tests that name its file |
 | Python of the package | the folder of its room, and tests that import it other than through a door |
+| a rule of `modules/` | the folder of its room, and tests that import it themselves |
 | an operator's family in `ops/` | tests that name one of its operators, and a model of each router |
 | `.mm`, `.metal` and their headers | the same, for the families whose sources include the file |
 | a text, a table, pinned values | tests that name it, itself or in a module of `tests/` that they import |
 | the simulator, requirements and settings | all |
+
+Of the folder of a room those tests are left out that are named like another module of it, where this does not
+import the file.
 
 Where only sources and families of operators differ, cases of other operators are left out (`--operators`).
 
@@ -44,6 +48,7 @@ EVERYTHING = re.compile(
 )
 # Calls of every operator in every format, for minutes: only `scripts/test` runs them.
 ANY_ARGUMENTS = TESTS / "ops" / "test_any_arguments.py"
+RULES = PACKAGE / "transformers" / "modules" / "rules"
 # Models on the simulated GPU: how operators work together.
 MODELS = TESTS / "transformers" / "models" / "test_mps.py"
 
@@ -263,13 +268,21 @@ def of_other_operators(item: Any, names: set[str]) -> bool:
 
 
 def room(path: Path) -> set[Path]:
-    """The tests in the folder of a module's room."""
+    """The tests in the folder of a module's room, but for those of modules that do not import it."""
     parts = path.relative_to(PACKAGE).parts
     if parts[0] == "transformers":
         folder = TESTS / "transformers" / (parts[1] if len(parts) > 2 else "door")
     else:
         folder = TESTS / parts[0] if len(parts) > 1 else TESTS / "host"
-    return tests_in(folder)
+    modules = (PACKAGE / folder.relative_to(TESTS)).rglob("[!_]*.py")
+    others = [module for module in modules if path not in {module} | reached(module)]
+    own = {test for test in tests_in(folder) for other in others if is_named_like(test, other)}
+    return tests_in(folder) - own or tests_in(folder)
+
+
+def is_named_like(test: Path, module: Path) -> bool:
+    """Whether a test's name begins with that of a module, as one or as many."""
+    return re.match(rf"test_{module.stem}s?(_|$)", test.stem) is not None
 
 
 def dependents(path: Path) -> set[Path]:
@@ -287,7 +300,12 @@ def dependents(path: Path) -> set[Path]:
     if path.parent == PACKAGE / "ops" and path.stem in operators():
         return of_family(path.stem) - {ANY_ARGUMENTS} | {MODELS}
     if path.suffix == ".py":
-        importing = {test for test in all_tests() if path in reached(test)}
+        if path.parent == RULES:
+            importing = {
+                test for test in all_tests() if path in set().union(*map(graph().get, modules(test)))
+            }
+        else:
+            importing = {test for test in all_tests() if path in reached(test)}
         return importing | (room(path) if in_package else naming(path.name))
     if path.parent.name == "pinned":
         return tests_in(path.parents[1])

@@ -52,7 +52,9 @@ UNKNOWN = re.compile(
     r"^\s*(import|from) (subprocess|runpy|socket)\b|spec_from_file_location|processes import (?!REPOSITORY$)",
     re.MULTILINE,
 )
-PROCESSES = {"os.fork", "os.exec", "os.posix_spawn", "socket.connect"}  # events of the interpreter
+# Events of the interpreter.
+PROCESSES = {"os.fork", "os.exec", "os.posix_spawn", "socket.connect"}
+EVENTS = PROCESSES | {"open", "subprocess.Popen"}
 VARIABLES = ("METAL_SIMULATOR_", "MOE_MPS_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "TRANSFORMERS_", "HF_")
 _STARTED = "MOE_MPS_TESTS_STARTED"  # when the whole run began: all its processes then keep the same tests
 
@@ -172,7 +174,7 @@ def forget() -> None:
     """Files are read again."""
     for module in (dependents, sys.modules[__name__]):
         for known in vars(module).values():
-            if hasattr(known, "cache_clear"):
+            if known is not listen and hasattr(known, "cache_clear"):
                 known.cache_clear()
 
 
@@ -187,19 +189,33 @@ def environment() -> str:
     return build.digest(compilers, packages, variables, sys.version, platform.platform(), sorted(set(flags)))
 
 
+_hearing: list["Watched"] = []  # those of a test that runs now
+
+
+@functools.cache
+def listen() -> None:
+    """Hands on what the interpreter tells: a hook stays for ever, and costs 1 % of the time."""
+
+    def hear(event: str, arguments: tuple) -> None:
+        if event not in EVENTS:
+            return
+        for watched in _hearing:
+            watched.hear(event, arguments)
+
+    sys.addaudithook(hear)
+
+
 class Watched:
     """What tests do besides computing, by their files: paths that they open, processes that they meet."""
 
     def __init__(self) -> None:
-        self.test: Path | None = None
+        self.test = REPOSITORY
         self.opened: dict[Path, set[Path]] = defaultdict(set)
         self.processes: set[Path] = set()
         self.on_device: set[Path] = set()
-        sys.addaudithook(self.hear)
+        listen()
 
     def hear(self, event: str, arguments: tuple) -> None:
-        if self.test is None:
-            return
         if event == "open":
             if isinstance(arguments[0], str) and arguments[0].startswith(str(REPOSITORY)):
                 self.opened[self.test].add(Path(arguments[0]))
@@ -213,10 +229,11 @@ class Watched:
     def during(self, test: Path) -> Iterator[None]:
         buffers = simulator.made_buffers()
         self.test = test
+        _hearing.append(self)
         try:
             yield
         finally:
-            self.test = None
+            _hearing.remove(self)
             if simulator.made_buffers() != buffers:
                 self.on_device.add(test)
 

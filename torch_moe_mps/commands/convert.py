@@ -21,6 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from .. import __version__
 from .._text import split_gguf
 from ..macs import machine_memory
+from ..ops._formats import GGUF
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.layouts.files import LARGEST, UNFINISHED, Shards, checkpoint_files
@@ -75,6 +76,8 @@ def run(options: argparse.Namespace) -> None:
         "requantize": _says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
+    if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
+        raise ValueError(f"--to mlx needs --bits: MLX does not have {' and '.join(sorted(others))}")
     if options.to != "mlx" and _weights(source):
         beside = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
         plan = plan._replace(before=plan.before + beside, after=plan.after + beside)

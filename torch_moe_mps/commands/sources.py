@@ -158,11 +158,20 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
         return model
     try:
         from peft import PeftModel
+
+        from ..transformers.adapters.lora import check_stored
     except ImportError:
         raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names in transformers that PEFT still uses
-        return PeftModel.from_pretrained(model, options.adapter).eval().get_base_model()
+        try:
+            adapted = PeftModel.from_pretrained(model, options.adapter)
+        except RuntimeError as error:  # of load_state_dict, whose second line has the first tensor
+            _, *differences = str(error).splitlines()
+            what = differences[0].strip() if differences else error
+            raise ValueError(f"--adapter must be of this model, got {options.adapter}: {what}") from None
+    check_stored(options.adapter, adapted)
+    return adapted.eval().get_base_model()
 
 
 def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:
