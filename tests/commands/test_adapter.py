@@ -89,6 +89,22 @@ def test_refused(folders, capsys, options, message):
 
 
 @pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (None, "--adapter must be a folder with an adapter_config.json, got"),
+        ('{"peft_type": "LORA"', "adapter_config.json must be JSON, got Expecting"),
+        ("[]", "adapter_config.json must have a JSON object, got a list"),
+    ],
+)
+def test_a_folder_without_an_adapter_is_refused_before_the_model_is_loaded(tmp_path, capsys, stored, message):
+    if stored is not None:
+        (tmp_path / "adapter_config.json").write_text(stored)
+    (tmp_path / "model").mkdir()
+    assert run("generate", tmp_path / "model", "-p", "hello", "--adapter", tmp_path) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
     ("sizes", "message"),
     [
         ({"hidden_size": 128}, "--adapter must be of this model, got {}: size mismatch for base_model."),

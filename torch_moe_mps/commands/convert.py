@@ -37,7 +37,7 @@ from ..transformers.mtp import mtp_tensors
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json, written_whole
-from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
+from .sources import adapter_config, folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _ADAPTER = "adapter"  # the folder in DST
 # What is written anew, not copied.
@@ -98,10 +98,7 @@ def _check_adapter(folder: str | None) -> None:
     """Raises: ValueError for what is no adapter of PEFT that can be stored beside the model."""
     if folder is None:
         return
-    config = Path(folder) / "adapter_config.json"
-    if not config.is_file():
-        raise ValueError(f"--adapter must be a folder with an adapter_config.json, got {folder}")
-    if (kind := json.loads(config.read_text()).get("peft_type")) != "LORA":
+    if (kind := adapter_config(folder).get("peft_type")) != "LORA":
         raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
     if importlib.util.find_spec("peft") is None:
         raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'")

@@ -1,6 +1,7 @@
 """Questions of commands about a model's files, and the model in them; places.py says where they are."""
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -123,13 +124,29 @@ def load(options: argparse.Namespace, folder: str, device: str) -> Any:
 
 
 def check_adapter(options: argparse.Namespace) -> None:
-    """Raises: ValueError for what does not go together with --adapter."""
+    """Raises: ValueError for what does not go together with --adapter, and for a folder without one."""
     if options.adapter is None:
         return
     if torchrun.processes() > 1:
         raise ValueError("--adapter is for one process, got a pipeline of several")
     if getattr(options, "prompt_cache", None) is not None:  # whose names do not tell adapters
         raise ValueError("--prompt-cache must be without --adapter, got both")
+    if Path(options.adapter).is_dir():  # else PEFT looks for the name on the Hub
+        adapter_config(options.adapter)
+
+
+def adapter_config(folder: str) -> dict[str, Any]:
+    """The adapter_config.json of PEFT in a folder. Raises: ValueError."""
+    file = Path(folder) / "adapter_config.json"
+    if not file.is_file():
+        raise ValueError(f"--adapter must be a folder with an adapter_config.json, got {folder}")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"--adapter: {file} must be JSON, got {first_line(error)}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--adapter: {file} must have a JSON object, got a {type(config).__name__}")
+    return config
 
 
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
