@@ -50,9 +50,7 @@ def pytest_configure(config):
     gc.disable()  # until all is imported: half a million objects that stay
     # Before test modules are imported: torch remembers for the whole process whether MPS was there when first
     # asked.
-    if SIMULATED:
-        install_error(config)
-    if SIMULATED and config.getoption("kept"):
+    if SIMULATED and install_error(config) is None and config.getoption("kept"):
         from support.kept import Kept
 
         config.pluginmanager.register(Kept())

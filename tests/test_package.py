@@ -52,6 +52,10 @@ def test_import_waits_for_torch_and_transformers():
     ]
 
 
+def test_public_names_are_listed_before_their_first_use():
+    assert {*torch_moe_mps.__all__} <= {*python("import torch_moe_mps; print(*dir(torch_moe_mps))").split()}
+
+
 def test_public_names():
     assert all(callable(getattr(torch_moe_mps, name)) for name in set(torch_moe_mps.__all__) - {"ops"})
     with pytest.raises(AttributeError, match="has no attribute 'acelerate'"):

@@ -115,6 +115,7 @@ def test_what_is_wrong_is_one_line(dense, tmp_path, capsys):
         (("--importance", tmp_path / "none"), 'none must be a file of importance, a text, or "auto"'),
         (("--importance", dense / "model.safetensors"), "written by Importance.save"),
         (("--save-importance", tmp_path / "x"), "--save-importance needs --importance"),
+        (("--importance", "auto", "--bits", 1), "--importance must be of formats with 2 bits and more"),
     ):
         assert run(dense, tmp_path / "a", *arguments) == 1, arguments
         lines = capsys.readouterr().err.strip().splitlines()

@@ -187,9 +187,9 @@ def test_learns_a_fact(smollm2, tmp_path, capsys):
         "--batch",
         2,
         "--steps",
-        8,
+        5,
         "--learning-rate",
-        "5e-3",
+        "8e-3",
     )
     given = (smollm2, data, "--output", output, "--held-out", 0, *settings, *device)
     assert main(["finetune", *map(str, given)]) == 0

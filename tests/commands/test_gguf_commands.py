@@ -160,7 +160,7 @@ def test_what_is_wrong_is_one_line(file, tmp_path, capsys):
 
 
 def test_a_file_is_served_under_its_own_name(tmp_path, monkeypatch):
-    """Wherever it lies; names on the Hub stay as they are given, as do folders."""
+    """Wherever it lies; names on the Hub stay as they are given, as do folders with a name."""
     (tmp_path / "model.gguf").touch()
     monkeypatch.chdir(tmp_path)
     for given, name in (
@@ -170,5 +170,7 @@ def test_a_file_is_served_under_its_own_name(tmp_path, monkeypatch):
         (f"{tmp_path}:model.gguf", "model.gguf"),
         ("org/name-GGUF:model.gguf", "org/name-GGUF:model.gguf"),
         ("org/name", "org/name"),
+        (".", tmp_path.name),
+        ("..", tmp_path.parent.name),
     ):
         assert sources.name_of(parser().parse_args(["serve", given])) == name

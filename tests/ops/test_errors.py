@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
 from torch_moe_mps.ops._registry import DECLARED
-from torch_moe_mps.ops._sample import E, H, I, T
+from torch_moe_mps.ops._sample import E, H, I, K, T
 from torch_moe_mps.ops._samples import more_samples, packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
@@ -211,6 +211,29 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "expert_activation_backward": [
             wrong("dy must be of shape [..., I] = (3, 2, 32), got (3, 2, 33)", dy=zeros(T, 2, 33)),
+        ],
+        "linear_lora": [
+            wrong(
+                "a must be of r E rows, with E = 1 and r between 1 and 256, got (257, 64)",
+                a=zeros(257, H),
+                b=zeros(I, 257),
+            ),
+            wrong("b must be of shape [N, r E] with r E = 3 rows as in a, got (32, 4)", b=zeros(I, 4)),
+            wrong("x must be of shape [..., H] with the leading dimensions of added", x=zeros(T + 1, H)),
+        ],
+        "expert_lora": [
+            wrong(
+                "a must be of r E rows, with E = 8 and r between 1 and 256, got (25, 64)",
+                a=zeros(25, H),
+                b=zeros(I, 25),
+            ),
+            wrong("offsets must be given with pair_order", pair_order=torch.zeros(T * K, dtype=torch.int32)),
+            wrong("between 1 and 1024", experts=0),
+        ],
+        "expert_lora_backward": [
+            wrong(
+                "offsets must be of shape [E + 1] = (9,), got (8,)", offsets=torch.zeros(8, dtype=torch.int32)
+            ),
         ],
         "expert_outer": [
             wrong("between 1 and 1024", experts=0),

@@ -89,6 +89,31 @@ def test_of_dense_experts(device, per_pair, transposed):
     near(leaves[1].grad, right.mT if transposed else right)
 
 
+def factors(s: Sample, rank: int = 3) -> tuple[Tensor, Tensor]:
+    return s.values(rank * s.E, s.H), s.values(s.I, rank * s.E)
+
+
+@pytest.mark.parametrize("listed", [False, True])
+@pytest.mark.parametrize("per_pair", [False, True], ids=["of tokens", "of pairs"])
+def test_of_an_adapter_of_experts(device, per_pair, listed):
+    """By float64's autograd, of the factors taken apart as PEFT does it."""
+    s = sample("affine4_64")
+    x, added = s.values(5, *(2,) * per_pair, s.H), s.values(5, 2, s.I)
+    dy, tensors = s.values(5, 2, s.I), (added, x, *factors(s))
+    leaves = [tensor.clone().to(device).requires_grad_() for tensor in tensors]
+    ids = IDS.to(device)
+    pairs = packet("moe_bucket")(ids, s.E) if listed else ()
+    packet("expert_lora")(*leaves, ids, s.E, *pairs, scaling=0.5).backward(dy.to(device))
+    doubles = [tensor.double().requires_grad_() for tensor in tensors]
+    a, b = doubles[2].unflatten(0, (s.E, -1)), doubles[3].unflatten(1, (-1, s.E)).permute(2, 0, 1)
+    chosen = of_pairs(s.E)
+    a, b = (torch.cat((each, torch.zeros_like(each[:1])))[chosen] for each in (a, b))
+    inner = torch.einsum("tkh,tkrh->tkr" if per_pair else "th,tkrh->tkr", doubles[1], a)
+    (doubles[0] + 0.5 * torch.einsum("tkr,tknr->tkn", inner, b)).backward(dy.double())
+    for leaf, right in zip(leaves, doubles, strict=True):
+        near(leaf.grad, right.grad)
+
+
 def test_of_a_weighted_sum(device):
     s = sample("affine4_64")
     weights, slots, dy = s.values(5, 2), s.values(5, 2, s.H), s.values(5, s.H)
@@ -197,6 +222,7 @@ def test_no_second_derivative(operator):
         "linear_quantized": lambda x: (x, *s.quantized("", s.I, s.H, ()).values(), None, "affine4_64"),
         "expert_qmm": lambda x: (x, *s.quantized("", s.I, s.H).values(), IDS, "affine4_64"),
         "expert_mm": lambda x: (x, s.values(s.E, s.I, s.H), IDS),
+        "expert_lora": lambda x: (s.values(5, 2, s.I), x, *factors(s), IDS, s.E),
         "moe_weighted_reduce": lambda x: (x, s.values(5, s.H, 3)),
         "expert_activation": lambda x: (x,),
     }
@@ -213,15 +239,16 @@ def test_compiled():
     s, form = sample("affine4_64"), "affine4_64"
     linear, experts = s.quantized("", s.H, s.H, ()), s.quantized("", s.I, s.H)
 
-    def run(x: Tensor, factors: Tensor) -> Tensor:
+    def run(x: Tensor, dense: Tensor, a: Tensor, b: Tensor) -> Tensor:
         y = packet("linear_quantized")(x, *linear.values(), None, form)
         slots = packet("expert_qmm")(y.tanh(), *experts.values(), IDS, form)
-        return slots + packet("expert_mm")(y, factors, IDS)
+        slots = packet("expert_lora")(slots, y, a, b, IDS, s.E)
+        return slots + packet("expert_mm")(y, dense, IDS)
 
-    x, factors = s.values(5, s.H), s.values(s.E, s.I, s.H)
+    tensors = s.values(5, s.H), s.values(s.E, s.I, s.H), *factors(s)
     results = []
     for function in (run, torch.compile(run, backend="aot_eager", fullgraph=True)):
-        leaves = [tensor.clone().requires_grad_() for tensor in (x, factors)]
+        leaves = [tensor.clone().requires_grad_() for tensor in tensors]
         function(*leaves).square().sum().backward()
         results.append([leaf.grad for leaf in leaves])
     assert all(torch.equal(*pair) for pair in zip(*results, strict=True))

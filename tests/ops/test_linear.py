@@ -7,7 +7,7 @@ import pytest
 import torch
 from support.operators import plans_for
 from support.oracles_experts import group_of, numbers_of
-from support.oracles_operators import checked
+from support.oracles_operators import checked, expected
 from support.pinned import assert_pinned
 from support.quantized_layers import check_linear, check_mlp, dense, place, random_matrix
 from support.values import DTYPES, random
@@ -77,6 +77,21 @@ def test_scales_beyond_the_dtype_of_the_activations(device, tokens):
         device, (tokens, 128, 40), "affine4_64", torch.float16, 3, scale_dtype=torch.float32, bias=True
     )
     check_mlp(device, (tokens, 64, 64), "affine4_64", torch.float16, 4, scale_dtype=torch.float32)
+
+
+def test_relu2_where_roundings_decide_the_sign(device):
+    """A rounded norm moves sums that are 0 with exact ones: to either side, and by no more than it may."""
+    format, columns, rows, dtype = "affine4_32", 96, 33, torch.bfloat16
+    weight, x = random_matrix(rows, columns, format, torch.float32, 0), random((1, columns), dtype, 1)
+    norm = {"norm_weight": random((columns,), torch.float32, 2), "norm_eps": 1e-5}
+    of_norm = {"input": x, "weight": norm["norm_weight"], "eps": norm["norm_eps"]}
+    bias = torch.from_numpy(-dense(weight, format) @ expected("rms_norm", of_norm)[0].value[0]).float()
+    around = {"activation": "relu2", "factor": -2.0, "out_dtype": torch.float32}
+    norm["norm_weight"] = norm["norm_weight"].to(device)
+    result = checked(
+        "linear_quantized", x.to(device), *place(weight, device), bias.to(device), format, **norm, **around
+    )
+    assert 0 < (result > 0).sum() < rows and result.max() < 1e-3
 
 
 OPTIONS = (

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from support.oracles_experts import numbers_of
+from support.oracles_experts import dequantise, numbers_of
 from support.oracles_operators import weighted_errors
 from support.quantized_layers import ALL_FORMATS
 from support.values import DTYPES, awkward_weights
@@ -101,12 +101,32 @@ def test_weights_that_multiply_nothing_stay_near(device, format):
     assert ours < theirs
 
 
+@pytest.mark.parametrize("bits", [4, 6])
+def test_two_weights_that_are_nearly_equal_do_not_cut_off_the_rest(bits):
+    """A small scale fits both, where they alone have importance: the others stay within the maximum."""
+    weight = torch.randn(400, 32, generator=torch.Generator().manual_seed(0))
+    importance = torch.zeros(32)
+    importance[[3, 20]] = 1.0
+    form = f"affine{bits}_32"
+    decoded = dequantise(*quantize(weight, bits, 32, importance=importance), form)
+    error, largest = abs(decoded - weight.numpy()).max(1), weight.abs().amax(1).numpy()
+    assert (error <= largest).all(), (error / largest).max()
+
+
 def test_only_ratios_matter():
     weight, importance = torch.randn(8, 64), importance_of(64)
     first, second = (quantize(weight, 4, importance=factor * importance) for factor in (1.0, 2.0**-80))
     assert torch.equal(first.packed, second.packed)
     zero = quantize(weight, 4, importance=torch.zeros(64))
     assert torch.equal(zero.scales, quantize(weight, 4).scales)
+
+
+def test_one_bit_has_no_importance():
+    message = (
+        "^moe_mps::quantize: importance must be of formats with 2 bits and more, got affine1_64 for weight"
+    )
+    with pytest.raises(ValueError, match=message):
+        quantize(torch.randn(4, 64), 1, importance=torch.ones(64))
 
 
 @pytest.mark.parametrize(

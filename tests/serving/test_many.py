@@ -12,6 +12,8 @@ from support.sweep import in_sweep
 from transformers import GenerationConfig, LogitsProcessor
 
 import torch_moe_mps
+from torch_moe_mps.serving.generating import Generating
+from torch_moe_mps.serving.prompts import Prompts
 
 LENGTHS = (3, 20, 9, 5, 14, 7, 4, 11, 6, 8, 12, 10)
 
@@ -144,6 +146,22 @@ def test_a_model_without_rows_answers_in_turn(architecture, caplog):
         assert torch.equal(answer, alone(model, ids, generation_config=config(4)))
     (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
     assert WITHOUT_ROWS[architecture] in line
+
+
+@pytest.mark.parametrize("architecture", ["mamba2", "rwkv", "recurrent_gemma"])
+def test_states_elsewhere_than_in_past_key_values(architecture, caplog):
+    """One answer after the other, by the model's own `generate`, also where prompts are kept."""
+    own, model, many = tiny_models.tiny_model(architecture), model_of(architecture), prompts(3)
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
+    for ids, answer in zip(many, answers, strict=True):
+        assert torch.equal(answer, alone(own, ids, generation_config=config(4)))
+    (line,) = [record.getMessage() for record in caplog.records if "one by one" in record.getMessage()]
+    assert "holds its states elsewhere than in past_key_values" in line
+    whole = Generating(model, Prompts(1 << 20)).generate(
+        input_ids=many[1][None], generation_config=config(4), attention_mask=torch.ones_like(many[1][None])
+    )
+    assert torch.equal(whole[0, len(many[1]) :], alone(own, many[1], generation_config=config(4)))
 
 
 @pytest.mark.slow("beams of one prompt beside others")

@@ -171,6 +171,29 @@ def sampling(dtype: torch.dtype) -> Iterator[Call]:
         yield f"sample_ of {label}", call, {}, logits.numel()
 
 
+def adapters(dtype: torch.dtype) -> Iterator[Call]:
+    ops, experts, slots, hidden, rows, rank = torch.ops.moe_mps, 32, 4, 512, 384, 4
+    one = on_device(1, rows, dtype=dtype), on_device(1, hidden, dtype=dtype)
+    linear = on_device(16, hidden), on_device(rows, 16)
+    yield (
+        "linear_lora of rank 16",
+        functools.partial(ops.linear_lora, *one, *linear),
+        {},
+        16 * (hidden + rows),
+    )
+    for tokens in (1, 128):
+        ids = ids_of(tokens, slots, experts)
+        around = on_device(tokens, slots, rows, dtype=dtype), on_device(tokens, hidden, dtype=dtype)
+        factors = on_device(rank * experts, hidden), on_device(rows, rank * experts)
+        pairs = ops.moe_bucket(ids, experts)
+        work = tokens * slots * rank * (hidden + rows)
+        listed = pairs if tokens > 1 else (None, None)
+        call = functools.partial(ops.expert_lora, *around, *factors, ids, experts, *listed)
+        yield f"expert_lora of {tokens} tokens", call, {}, work
+    call = functools.partial(ops.expert_lora_backward, *around, *factors, ids, *pairs, experts)
+    yield "expert_lora_backward of 128 tokens", call, {}, 3 * work
+
+
 def pooling(dtype: torch.dtype) -> Iterator[Call]:
     """A token that completes a window of DeepSeek-V4: of overlapping ones, of few channels, of 128 tokens."""
     for width, rate, overlap in ((512, 4, 2), (128, 4, 2), (512, 128, 1)):
@@ -378,6 +401,7 @@ GROUPS = {
     "combine": (combine, ["combine_{}"]),
     "pointwise": (pointwise, ["pointwise_{}"]),
     "routing": (routing, ["routing_{}", "hash_router_{}", "bucket_i32", "bucket_i64"]),
+    "lora": (adapters, ["lora_{}"]),
     "dense": (dense, ["experts_{}"]),
     "int4": (functools.partial(quantised, name="affine4_64"), ["quantized_affine4_64_{}"]),
     "int8": (functools.partial(quantised, name="affine8_64"), ["quantized_affine8_64_{}"]),
@@ -392,6 +416,7 @@ KINDS = [
     "pooling",
     "quantize_",
     "linear_attention",
+    "lora",
     "hyper_connection",
     "combine",
 ]

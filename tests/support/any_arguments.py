@@ -354,6 +354,42 @@ def expert_outer(d):
     }
 
 
+def factors(d: Draws, experts: int, hidden: int, rows: int) -> dict[str, Tensor]:
+    """Those of an adapter, of products of about 1."""
+    rank, dtype = d.one(1, 3, 4, 9), d.dtype()
+    return {
+        "a": d.values(rank * experts, hidden, dtype=dtype, scale=max(1, hidden) ** -0.5),
+        "b": d.values(rows, rank * experts, dtype=dtype, scale=rank**-0.5),
+        "scaling": d.one(1.0, -0.25, 2.0),
+    }
+
+
+def linear_lora(d):
+    leading, hidden, rows, dtype = d.leading(), d.width(), d.width(), d.dtype()
+    around = {"added": d.values(*leading, rows, dtype=dtype), "x": d.values(*leading, hidden, dtype=dtype)}
+    return {**around, **factors(d, 1, hidden, rows)}
+
+
+def expert_lora(d):
+    (tokens, slots, experts, hidden, rows), around, _ = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
+    dtype, ids = around["x"].dtype, around["ids"]
+    listed = zip(("pair_order", "offsets"), packet("moe_bucket")(ids, experts), strict=True)
+    return {
+        "added": d.values(tokens, slots, rows, dtype=dtype),
+        "x": d.values(tokens, slots, hidden, dtype=dtype) if d.flag() else around["x"],
+        **factors(d, experts, hidden, rows),
+        "ids": ids,
+        "experts": experts,
+        **(dict(listed) if d.flag() else {"pair_order": None, "offsets": None}),
+    }
+
+
+def expert_lora_backward(d):
+    call = expert_lora(d)
+    listed = packet("moe_bucket")(call["ids"], call["experts"])
+    return {"dy": call.pop("added"), **call, **dict(zip(("pair_order", "offsets"), listed, strict=True))}
+
+
 def moe_experts(d):
     (_, _, experts, hidden, inner), around, options = layer_of_experts(d, (32, 7, 64, 100, 65, 200))
     dtype, transposed = around["x"].dtype, d.flag()

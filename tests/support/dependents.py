@@ -6,10 +6,14 @@
 | `conftest.py` | its folder |
 | Python in `tests/` or `scripts/` | tests that import it, and tests that name its file |
 | Python of the package | the folder of its room, and tests that import it other than through a door |
+| a rule of `modules/` | the folder of its room, and tests that import it themselves |
 | an operator's family in `ops/` | tests that name one of its operators, and a model of each router |
 | `.mm`, `.metal` and their headers | the same, for the families whose sources include the file |
 | a text, a table, pinned values | tests that name it, itself or in a module of `tests/` that they import |
 | the simulator, requirements and settings | all |
+
+Of the folder of a room those tests are left out that are named like another module of it, where this does not
+import the file.
 
 Where only sources and families of operators differ, cases of other operators are left out (`--operators`).
 
@@ -19,6 +23,7 @@ every test of models goes through one, so that all would depend on all. `scripts
 
 import ast
 import functools
+import itertools
 import re
 import subprocess
 import sys
@@ -26,6 +31,10 @@ from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from simulator import build
+
+from . import simulated  # noqa: F401  # which says where built pieces are kept
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "torch_moe_mps"
@@ -39,6 +48,7 @@ EVERYTHING = re.compile(
 )
 # Calls of every operator in every format, for minutes: only `scripts/test` runs them.
 ANY_ARGUMENTS = TESTS / "ops" / "test_any_arguments.py"
+RULES = PACKAGE / "transformers" / "modules" / "rules"
 # Models on the simulated GPU: how operators work together.
 MODELS = TESTS / "transformers" / "models" / "test_mps.py"
 
@@ -63,15 +73,22 @@ def imports(path: Path, root: Path) -> Iterator[str]:
 
 @functools.cache
 def graph() -> dict[Path, set[Path]]:
-    """{Python file: the files of the repository that it imports}."""
-    files = {path: name_of(path, root) for folder, root in ROOTS.items() for path in folder.rglob("*.py")}
-    by_name = {name: path for path, name in files.items()}
-    edges: dict[Path, set[Path]] = {}
-    for path in files:
-        (root,) = (root for folder, root in ROOTS.items() if path.is_relative_to(folder))
+    """{Python file: the files of the repository that it imports}, read anew when one has changed."""
+    files = {path: root for folder, root in ROOTS.items() for path in sorted(folder.rglob("*.py"))}
+    texts = [(path.relative_to(REPOSITORY), path.read_bytes()) for path in files]
+    name = build.digest(Path(__file__).read_bytes(), *itertools.chain.from_iterable(texts))
+    edges = build.kept(f"imports-{name}", lambda: _read(files))
+    return {REPOSITORY / path: {REPOSITORY / other for other in others} for path, others in edges.items()}
+
+
+def _read(files: dict[Path, Path]) -> dict[str, set[str]]:
+    by_name = {name_of(path, root): path for path, root in files.items()}
+    edges = {}
+    for path, root in files.items():
         names = set(imports(path, root))
         modules = {name if name in by_name else name.rpartition(".")[0] for name in names}
-        edges[path] = {by_name[module] for module in modules & by_name.keys()}
+        others = {by_name[module] for module in modules & by_name.keys()}
+        edges[str(path.relative_to(REPOSITORY))] = {str(other.relative_to(REPOSITORY)) for other in others}
     return edges
 
 
@@ -110,16 +127,18 @@ def read(path: Path) -> str:
 
 
 @functools.cache
-def texts(test: Path) -> str:
-    """The text of a test and of the modules of `tests/` and `scripts/` that it imports."""
-    own = [path for path in reached(test) if not path.is_relative_to(PACKAGE)]
-    return "\n".join(map(read, [test, *own]))
+def modules(test: Path) -> frozenset[Path]:
+    """A test and the modules of `tests/` and `scripts/` that it imports."""
+    return frozenset({test} | {path for path in reached(test) if not path.is_relative_to(PACKAGE)})
 
 
-def naming(word: str) -> set[Path]:
+@functools.cache
+def naming(word: str) -> frozenset[Path]:
     """Tests that name a file or a folder, or import what does."""
     pattern = re.compile(rf"(?<![\w.]){re.escape(word)}(?!\w|\.\w)")
-    return {test for test in all_tests() if pattern.search(texts(test))}
+    texts = {path: read(path) for path in graph() if not path.is_relative_to(PACKAGE)}
+    named = {path for path, text in texts.items() if word in text and pattern.search(text)}
+    return frozenset(test for test in all_tests() if modules(test) & named)
 
 
 @functools.cache
@@ -249,13 +268,21 @@ def of_other_operators(item: Any, names: set[str]) -> bool:
 
 
 def room(path: Path) -> set[Path]:
-    """The tests in the folder of a module's room."""
+    """The tests in the folder of a module's room, but for those of modules that do not import it."""
     parts = path.relative_to(PACKAGE).parts
     if parts[0] == "transformers":
         folder = TESTS / "transformers" / (parts[1] if len(parts) > 2 else "door")
     else:
         folder = TESTS / parts[0] if len(parts) > 1 else TESTS / "host"
-    return tests_in(folder)
+    modules = (PACKAGE / folder.relative_to(TESTS)).rglob("[!_]*.py")
+    others = [module for module in modules if path not in {module} | reached(module)]
+    own = {test for test in tests_in(folder) for other in others if is_named_like(test, other)}
+    return tests_in(folder) - own or tests_in(folder)
+
+
+def is_named_like(test: Path, module: Path) -> bool:
+    """Whether a test's name begins with that of a module, as one or as many."""
+    return re.match(rf"test_{module.stem}s?(_|$)", test.stem) is not None
 
 
 def dependents(path: Path) -> set[Path]:
@@ -273,7 +300,12 @@ def dependents(path: Path) -> set[Path]:
     if path.parent == PACKAGE / "ops" and path.stem in operators():
         return of_family(path.stem) - {ANY_ARGUMENTS} | {MODELS}
     if path.suffix == ".py":
-        importing = {test for test in all_tests() if path in reached(test)}
+        if path.parent == RULES:
+            importing = {
+                test for test in all_tests() if path in set().union(*map(graph().get, modules(test)))
+            }
+        else:
+            importing = {test for test in all_tests() if path in reached(test)}
         return importing | (room(path) if in_package else naming(path.name))
     if path.parent.name == "pinned":
         return tests_in(path.parents[1])

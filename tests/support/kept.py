@@ -1,99 +1,249 @@
 """Tests that are not run again while nothing has changed that they depend on.
 
-Operators and their kernels, what the cost model says of these, their translation to CUDA, the host code, the
-branches that calls take, models in this process and the simulator's own tests are functions of files alone.
-With `--kept`, as in `scripts/test`, a test that passed is kept by a digest of its name, those files (of tests
-its own), the compilers, the installed packages and the variables that say how to build; it runs again once
-one of them differs. What failed is never kept.
+With `--kept`, as in `scripts/test`, a test that passed is kept by a digest of its name, the files that it
+depends on, the compilers, the installed packages, the processor and the variables that change results. It
+runs again once one of them differs. A test that failed or was skipped is never kept, nor is one that draws
+other numbers in each run.
+
+The files are those of `dependencies`: imports lead to them. A test that starts processes, connects to one, or
+reads a file that is not among them depends on all files of the repository but other tests and texts; tests of
+models that make no buffer of the device depend on no shader.
 """
 
+import contextlib
 import functools
 import os
+import platform
+import re
+import subprocess
 import sys
 import sysconfig
 import time
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import simulator
 from simulator import build
 
-from . import simulated  # noqa: F401  # which says where built pieces are kept
+from . import dependents, simulated  # noqa: F401  # simulated says where built pieces are kept
+from .dependents import PACKAGE, REPOSITORY, TESTS
 
-REPOSITORY = Path(__file__).resolve().parents[2]
-EVERY_TEST = ("tests/conftest.py", "tests/support", "tests/simulator")
-OPERATORS = (
-    *("torch_moe_mps/csrc", "torch_moe_mps/shaders", "torch_moe_mps/ops", "torch_moe_mps/quantization"),
-    *("torch_moe_mps/selfcheck", "torch_moe_mps/*.py"),
+# What every test runs in.
+EVERY_TEST = re.compile(
+    r"tests/(conftest\.py|\w+\.txt|simulator/(?!tests/|example/|README)|support/(simulated|slow|kept|processes)\.py)"
+    r"|pyproject\.toml|setup\.py|scripts/environment\.sh|torch_moe_mps_autoload\.py"
 )
-KERNELS = (*EVERY_TEST, *OPERATORS, "tests/simulator_tests", "tests/measured", "docs/speed.md")
-# {what the names of tests begin with: the folders and files that they depend on}
-KEPT = {
-    "tests/simulator/tests/": ("tests/simulator", "tests/conftest.py", "tests/support/simulated.py"),
-    "tests/simulator_tests/test_apple": KERNELS,
-    "tests/simulator_tests/test_cuda": KERNELS,
-    "tests/simulator_tests/test_registers": KERNELS,
-    "tests/simulator_tests/test_strict": KERNELS,
-    "tests/selfcheck/test_branches.py": (*EVERY_TEST, *OPERATORS, "tests/selfcheck"),
-    "tests/host/test_macos.py": (
-        *(*EVERY_TEST, "tests/host", "scripts/macos.py", "torch_moe_mps/_versions.py"),
-        *("torch_moe_mps/csrc", "torch_moe_mps/shaders"),
-    ),
-    **{
-        f"tests/host/test_{name}.py": (*EVERY_TEST, *OPERATORS, "tests/host")
-        for name in ("compiled", "extension", "traces", "traffic")
-    },
-    "tests/ops/": (*EVERY_TEST, *OPERATORS, "tests/ops"),
-    "tests/quantization/": (*EVERY_TEST, *OPERATORS, "tests/quantization"),
-    # Models reach all rooms of the package, by `torch_moe_mps/__init__.py`.
-    "tests/transformers/": (
-        *(*EVERY_TEST, "torch_moe_mps", "torch_moe_mps_autoload.py", "tests/transformers"),
-        *("tests/measured", "docs/mlx.md"),
-    ),
-}
-# Those of them that depend on more, or that draw other numbers in each run.
-RUN_EACH_TIME = (
-    *("tests/ops/test_decoded.py", "tests/ops/test_documentation.py", "tests/ops/test_router_logits.py"),
-    "tests/ops/test_routing.py::test_ties_of_any_shape_on_cpu",
-    "tests/quantization/test_gguf.py::test_the_table_in_the_documentation",
-    "tests/transformers/models/test_stress.py",  # threads meet in another order each time
+# What operators run: the host code is part of every process that has the device.
+OPERATORS = re.compile(r"torch_moe_mps/((csrc|shaders|ops|quantization|selfcheck)/|\w+\.py)")
+SHADERS = re.compile(r"torch_moe_mps/shaders/")
+SIMULATOR = TESTS / "simulator" / "tests"  # tests that run without the package
+MODELS = re.compile(r"tests/(transformers|serving|training)/")  # they meet shaders by running them alone
+A_TEST = re.compile(r"tests/(.*/)?test_\w+\.py$")
+LAZY = re.compile(r'^    "(\w+)": "\.([\w.]+)",$', re.MULTILINE)
+TEXTS = re.compile(r".*\.(md|svg|yml)$|LICENSE$|docs/")
+# Threads that meet in another order each time.
+RUN_EACH_TIME = ("tests/transformers/models/test_stress.py",)
+# Programs that read only what they are told, which belongs to the files of a test.
+COMPILERS = re.compile(r"(clang|llvm|opt|ld|ar|g\+\+|gcc|dpkg)\b")
+# Source that runs or reads what no import names.
+UNKNOWN = re.compile(
+    r"^\s*(import|from) (subprocess|runpy|socket)\b|spec_from_file_location|processes import (?!REPOSITORY$)",
+    re.MULTILINE,
 )
-_STARTED = "MOE_MPS_TESTS_STARTED"  # of the whole run: all its processes then keep the same tests
+# Events of the interpreter.
+PROCESSES = {"os.fork", "os.exec", "os.posix_spawn", "socket.connect"}
+EVENTS = PROCESSES | {"open", "subprocess.Popen"}
+VARIABLES = ("METAL_SIMULATOR_", "MOE_MPS_", "OMP_", "MKL_", "TORCH", "PYTORCH_", "TRANSFORMERS_", "HF_")
+_STARTED = "MOE_MPS_TESTS_STARTED"  # when the whole run began: all its processes then keep the same tests
 
 
 @functools.cache
-def files(patterns: tuple[str, ...], root: Path = REPOSITORY) -> list[Path]:
-    """The files of folders, and those that patterns match."""
-    matching = {path for pattern in patterns for path in root.glob(pattern)}
-    inside = {path for folder in matching if folder.is_dir() for path in folder.rglob("*")}
-    return sorted(path for path in matching | inside if path.is_file() and path.suffix != ".pyc")
+def repository() -> dict[Path, str]:
+    """{file of the repository, of a commit or not: its name}, without those that git ignores."""
+    command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout
+    return {REPOSITORY / name: name for name in sorted(set(names.split("\0")) - {""})}
 
 
 @functools.cache
-def _part(path: Path, root: Path) -> str:
-    return build.digest(path.relative_to(root), path.read_bytes())
+def matching(pattern: re.Pattern) -> frozenset[Path]:
+    return frozenset(path for path, name in repository().items() if pattern.match(name))
 
 
 @functools.cache
-def contents(patterns: tuple[str, ...], test: str, root: Path = REPOSITORY) -> str:
-    """A digest of the names and the bytes of files: of files of tests, that of `test` alone."""
-    counted = [path for path in files(patterns, root) if not path.match("test_*.py") or path == root / test]
-    return build.digest(*(_part(path, root) for path in counted))
+def inside(folder: Path) -> frozenset[Path]:
+    """The files in a folder, and in folders of it, that are no tests."""
+    return frozenset(path for path in repository() if folder in path.parents) - matching(A_TEST)
+
+
+@functools.cache
+def lazy_names() -> dict[str, Path]:
+    """{name of the package that is imported when first used: the module that has it}"""
+    found = LAZY.findall((PACKAGE / "__init__.py").read_text())
+    paths = {name: PACKAGE.joinpath(*module.split(".")) for name, module in found}
+    return {
+        name: path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+        for name, path in paths.items()
+    }
+
+
+@functools.cache
+def imported(path: Path) -> frozenset[Path]:
+    """The files that run when one is imported or used: its imports, packages around them, lazy names."""
+    files = set(dependents.graph()[path])
+    if PACKAGE / "__init__.py" in files:
+        words = set(re.findall(r"\w+", path.read_text()))
+        files |= {module for name, module in lazy_names().items() if name in words}
+    around = {folder / "__init__.py" for file in files for folder in file.parents}
+    return frozenset(files | around & dependents.graph().keys())
+
+
+@functools.cache
+def closure(test: Path) -> frozenset[Path]:
+    """A test, the files that it imports, and what these import in turn."""
+    seen, ahead = {test}, [test]
+    while ahead:
+        path = ahead.pop()
+        new = imported(path) - seen if path != PACKAGE / "__init__.py" else set()
+        seen |= new
+        ahead += new
+    return frozenset(seen)
+
+
+@functools.cache
+def named() -> dict[Path, frozenset[Path]]:
+    """{text or table of the repository: the tests that name it}"""
+    texts = matching(TEXTS) | frozenset(path for path in repository() if path.parent.name == "scripts")
+    return {path: frozenset(dependents.dependents(path)) for path in texts if path.suffix != ".py"}
+
+
+@functools.cache
+def texts_of(test: Path) -> frozenset[Path]:
+    """The files without imports that a test names, or that lie in its folder."""
+    return inside(test.parent) | {path for path, tests in named().items() if test in tests}
+
+
+@functools.cache
+def dependencies(test: Path) -> frozenset[Path]:
+    """The files that a test depends on. Of the package whole rooms: a room's modules know each other."""
+    files = closure(test)
+    rooms = {path.relative_to(PACKAGE).parts[0] for path in files if PACKAGE in path.parents}
+    operators = frozenset() if SIMULATOR in test.parents else matching(OPERATORS)
+    return files.union(matching(EVERY_TEST), operators, texts_of(test), *(inside(PACKAGE / r) for r in rooms))
+
+
+@functools.cache
+def everything(test: Path) -> frozenset[Path]:
+    """All files but other tests, and texts that the test does not name."""
+    return frozenset(repository()) - matching(A_TEST) - matching(TEXTS) | {test} | texts_of(test)
+
+
+@functools.cache
+def choices(test: Path) -> dict[str, frozenset[Path]]:
+    """{how much a test does: the files that it then depends on}"""
+    files = {"all": everything(test)}
+    if not is_unknown(test):
+        files["device"] = dependencies(test)
+        if MODELS.match(repository()[test]):
+            files["models"] = dependencies(test) - matching(SHADERS)
+    return files
+
+
+@functools.cache
+def is_unknown(test: Path) -> bool:
+    """Whether a test, or a module of the tests or scripts that it imports, may run what no import names."""
+    own = closure(test) - matching(EVERY_TEST)
+    return any(UNKNOWN.search(dependents.read(path)) for path in own if PACKAGE not in path.parents)
+
+
+@functools.cache
+def _content(path: Path) -> str:
+    name = path.relative_to(REPOSITORY)
+    return build.digest(name, path.read_bytes() if path.exists() else "removed")
+
+
+@functools.cache
+def contents(files: frozenset[Path]) -> str:
+    """A digest of the names and the bytes of files."""
+    return build.digest(*map(_content, sorted(files)))
 
 
 def forget() -> None:
     """Files are read again."""
-    for known in (files, _part, contents):
-        known.cache_clear()
+    for module in (dependents, sys.modules[__name__]):
+        for known in vars(module).values():
+            if known is not listen and hasattr(known, "cache_clear"):
+                known.cache_clear()
 
 
 def environment() -> str:
-    """A digest of what else a result depends on: compilers, installed packages, variables that say how."""
+    """A digest of what else a result depends on."""
     compilers = [build.run([tool, "--version"], "asking") for tool in (build.tool("clang++"), build.LINK[0])]
     packages = sorted(path.name for path in Path(sysconfig.get_paths()["purelib"]).glob("*.dist-info"))
-    names = sorted(name for name in os.environ if name.startswith(("METAL_SIMULATOR_", "MOE_MPS_")))
+    names = sorted(name for name in os.environ if name.startswith(VARIABLES))
     variables = [(name, os.environ[name]) for name in names if name != _STARTED and "CACHE" not in name]
-    return build.digest(compilers, packages, variables, sys.version)
+    cpu = Path("/proc/cpuinfo")
+    flags = re.findall(r"^(?:model name|flags)\s*:.*", cpu.read_text(), re.MULTILINE) if cpu.exists() else []
+    return build.digest(compilers, packages, variables, sys.version, platform.platform(), sorted(set(flags)))
+
+
+_hearing: list["Watched"] = []  # those of a test that runs now
+
+
+@functools.cache
+def listen() -> None:
+    """Hands on what the interpreter tells: a hook stays for ever, and costs 1 % of the time."""
+
+    def hear(event: str, arguments: tuple) -> None:
+        if event not in EVENTS:
+            return
+        for watched in _hearing:
+            watched.hear(event, arguments)
+
+    sys.addaudithook(hear)
+
+
+class Watched:
+    """What tests do besides computing, by their files: paths that they open, processes that they meet."""
+
+    def __init__(self) -> None:
+        self.test = REPOSITORY
+        self.opened: dict[Path, set[Path]] = defaultdict(set)
+        self.processes: set[Path] = set()
+        self.on_device: set[Path] = set()
+        listen()
+
+    def hear(self, event: str, arguments: tuple) -> None:
+        if event == "open":
+            if isinstance(arguments[0], str) and arguments[0].startswith(str(REPOSITORY)):
+                self.opened[self.test].add(Path(arguments[0]))
+        elif event == "subprocess.Popen":
+            if not COMPILERS.match(os.path.basename(os.fsdecode(arguments[0]))):
+                self.processes.add(self.test)
+        elif event in PROCESSES:
+            self.processes.add(self.test)
+
+    @contextlib.contextmanager
+    def during(self, test: Path) -> Iterator[None]:
+        buffers = simulator.made_buffers()
+        self.test = test
+        _hearing.append(self)
+        try:
+            yield
+        finally:
+            _hearing.remove(self)
+            if simulator.made_buffers() != buffers:
+                self.on_device.add(test)
+
+    def choice(self, test: Path) -> str | None:
+        """The least of `choices` that holds for the tests of a file; None where they read more than all."""
+        opened = self.opened[test] & repository().keys()
+        files = choices(test)
+        if test in self.processes or "device" not in files or not opened <= files["device"]:
+            return "all" if opened <= files["all"] else None
+        return "device" if test in self.on_device or "models" not in files else "models"
 
 
 class Kept:
@@ -103,27 +253,39 @@ class Kept:
         self.environment = environment()
         self.started = float(os.environ.setdefault(_STARTED, repr(time.time())))
         self.outcomes: dict[str, set[str]] = defaultdict(set)
+        self.drawn: set[str] = set()
+        self.watched = Watched()
         self.count = 0
 
-    def record(self, test: str) -> Path | None:
-        """The file that says that a test has passed; None where it has to run each time."""
-        patterns = next((KEPT[prefix] for prefix in KEPT if test.startswith(prefix)), None)
-        if patterns is None or test.startswith(RUN_EACH_TIME):
-            return None
-        return build.cache_directory("passed") / build.digest(
-            test, contents(patterns, test.partition("::")[0]), self.environment
-        )
+    def record(self, test: str, files: frozenset[Path]) -> Path:
+        """The file that says that a test has passed."""
+        return build.cache_directory("passed") / build.digest(test, contents(files), self.environment)
 
     def is_kept(self, test: str) -> bool:
-        record = self.record(test)
-        return record is not None and record.exists() and record.stat().st_mtime < self.started
+        if test.startswith(RUN_EACH_TIME) or test in self.drawn:
+            return False
+        records = (self.record(test, files) for files in choices(file_of(test)).values())
+        return any(path.exists() and path.stat().st_mtime < self.started for path in records)
 
     @pytest.hookimpl(trylast=True)
     def pytest_collection_modifyitems(self, config, items):
+        self.drawn = {item.nodeid for item in items if draws(item)}
         kept = {item for item in items if self.is_kept(item.nodeid)}
         self.count = len(kept)
         config.hook.pytest_deselected(items=list(kept))
         items[:] = [item for item in items if item not in kept]
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_make_collect_report(self, collector):
+        if not isinstance(collector, pytest.Module):
+            return (yield)
+        with self.watched.during(collector.path):
+            return (yield)
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_runtest_protocol(self, item):
+        with self.watched.during(file_of(item.nodeid)):
+            return (yield)
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_makereport(self, item, call):
@@ -131,16 +293,26 @@ class Kept:
         self.outcomes[item.nodeid].add(report.outcome)
         return report
 
-    def pytest_sessionfinish(self, session):
+    def passed(self) -> set[Path]:
+        """The files that say which tests have passed, those apart that none can say it of."""
+        found = set()
+        for test, outcomes in self.outcomes.items():
+            known = file_of(test) in repository() and file_of(test).exists()  # not removed meanwhile
+            choice = self.watched.choice(file_of(test)) if known else None
+            if outcomes == {"passed"} and choice is not None:
+                found.add(self.record(test, choices(file_of(test))[choice]))
+        return found
+
+    def pytest_sessionfinish(self, session, exitstatus):
         """Keep what passed, unless a file was changed meanwhile."""
         if hasattr(session.config, "workeroutput"):  # one of several processes
             session.config.workeroutput["kept"] = self.count
-        passed = [test for test, outcomes in self.outcomes.items() if outcomes == {"passed"}]
-        before = {test: self.record(test) for test in passed}
+        before = self.passed()
         forget()
-        for test, record in before.items():
-            if record is not None and record == self.record(test):
-                record.touch()
+        for record in before & self.passed():
+            record.touch()
+        if self.count and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node):
@@ -149,3 +321,13 @@ class Kept:
     def pytest_terminal_summary(self, terminalreporter):
         if self.count:
             terminalreporter.line(f"{self.count} tests kept: they passed with the same files and compilers")
+
+
+def file_of(test: str) -> Path:
+    return REPOSITORY / test.partition("::")[0]
+
+
+def draws(item: pytest.Item) -> bool:
+    """Whether a test draws other numbers in each run."""
+    settings = getattr(getattr(item, "function", None), "_hypothesis_internal_use_settings", None)
+    return settings is not None and not settings.derandomize

@@ -48,5 +48,6 @@ MODULES = (
     torch_moe_mps.ops.experts,
     torch_moe_mps.ops.quantized,
     torch_moe_mps.ops.linear,
+    torch_moe_mps.ops.lora,
     torch_moe_mps.ops.quantize,
 )

@@ -10,7 +10,7 @@ import math
 import re
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,9 +69,10 @@ def activate(rows: Estimate, options: dict, dtype: torch.dtype) -> Estimate:
         half = rows.value.shape[1] // 2
         gate, up = (Estimate(*(part[:, i * half : (i + 1) * half] for part in rows)) for i in range(2))
     g, u = gate.value, up.value
-    slope = (
-        2 * np.maximum(g, 0.0) if activation == "relu2" else 1.2
-    )  # No other activation is steeper than that.
+    slope: Any = 1.2  # at most, of all activations but relu2
+    if activation == "relu2":
+        # (g + d)^2 - g^2 = (2 g + d) d, where d is up to DEVIATIONS of its deviation. At 0 only d is left.
+        slope = 2 * np.maximum(g, 0.0) + DEVIATIONS * gate.deviation
     if activation in ("swiglu_oai", "silu_clamped"):
         limit = options.get("limit")
         limit = 7.0 if limit is None else limit

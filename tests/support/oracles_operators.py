@@ -4,7 +4,8 @@ The function with an operator's name gives its results, then what it leaves in a
 """
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -648,6 +649,61 @@ def expert_outer(a):
     return [Expected(value, (8 + a.ids.numel()) * FLOAT32_EPS * size)]
 
 
+def lora(a, rank: int, x: np.ndarray, of_a: np.ndarray, of_b: np.ndarray, added: np.ndarray) -> Expected:
+    """added + scaling * B (A x), rounded once behind sums in float32."""
+    value = added + a.scaling * ((x @ of_a.T) @ of_b.T)
+    size = abs(added) + abs(a.scaling) * ((abs(x) @ abs(of_a).T) @ abs(of_b).T)
+    return Expected(value, (8 + math.sqrt(x.shape[-1]) + rank) * FLOAT32_EPS * size)
+
+
+def linear_lora(a):
+    return [lora(a, a.a.shape[0], exact(a.x), exact(a.a), exact(a.b), exact(a.added))]
+
+
+def of_experts(a) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray, tuple]]:
+    """For each expert with pairs: its A [r, H], its B [N, r], its rows, and their numbers (e, t, k)."""
+    all_a, all_b, x = exact(a.a), exact(a.b), exact(a.x)
+    rank = all_a.shape[0] // a.experts
+    for e, t, k in oracles_experts.pairs_by_expert(a.ids, a.experts):
+        rows = x[t, k] if x.ndim == 3 else x[t]
+        yield all_a[e * rank : (e + 1) * rank], all_b[:, e :: a.experts], rows, (e, t, k)
+
+
+def is_listed(a) -> bool:
+    """Whether the list of pairs is that of the ids; with another one every result is right."""
+    if a.pair_order is None:
+        return True
+    order, offsets = packet("moe_bucket")(a.ids, a.experts)
+    return torch.equal(a.pair_order, order) and torch.equal(a.offsets, offsets)
+
+
+def expert_lora(a):
+    value, error = exact(a.added), np.zeros(tuple(a.added.shape))
+    for of_a, of_b, rows, (_, t, k) in of_experts(a):
+        value[t, k], error[t, k] = lora(a, len(of_a), rows, of_a, of_b, value[t, k])[:2]
+    return [Expected(value, error, is_listed(a))]
+
+
+def expert_lora_backward(a):
+    dy, rank = exact(a.dy), a.a.shape[0] // a.experts
+    dx, of_a, of_b = np.zeros((*dy.shape[:2], a.a.shape[1])), np.zeros(a.a.shape), np.zeros(a.b.shape)
+    sizes = [np.zeros_like(each) for each in (dx, of_a, of_b)]
+    for one, two, rows, (e, t, k) in of_experts(a):
+        for outs, sign in (((dx, of_a, of_b), lambda x: x), (sizes, abs)):
+            own, other, x, y = (sign(each) for each in (one, two, rows, dy[t, k]))
+            gradient = sign(np.float64(a.scaling)) * (y @ other)
+            outs[0][t, k] = gradient @ own
+            outs[1][e * rank : (e + 1) * rank] = gradient.T @ x
+            outs[2][:, e :: a.experts] = sign(np.float64(a.scaling)) * (y.T @ (x @ own.T))
+    terms = 8 + math.sqrt(sum(a.a.shape) + sum(a.b.shape)) + a.ids.numel()
+    errors = [terms * FLOAT32_EPS * size for size in sizes]
+    if a.x.ndim == 2:  # a slot may be rounded before it is added
+        errors[0] = errors[0].sum(1) + roundoff(a.x.dtype) * sizes[0].sum(1)
+        dx = dx.sum(1)
+    known = is_listed(a)
+    return [Expected(*each, known) for each in zip((dx, of_a, of_b), errors, strict=True)]
+
+
 def moe_experts(a):
     gate_up, down = exact(a.gate_up), exact(a.down)
     if a.transposed:
@@ -718,9 +774,13 @@ def linear_quantized(a):
     out = first_activated(product(flat_rows(a), dense(a), a.bias, a.x.dtype), a)
     shape = (*a.x.shape[:-1], out.value.shape[-1])
     value, deviation = (part.reshape(shape) for part in out)
+    known: Any = True
     if a.order is not None:
-        value, deviation = (part[..., a.order.numpy().argsort()] for part in (value, deviation))
-    return [estimated(Estimate(value if a.residual is None else value + exact(a.residual), deviation))]
+        order = a.order.numpy()
+        value, deviation = (part[..., order.argsort()] for part in (value, deviation))
+        known = np.array_equal(np.sort(order), np.arange(len(order)))  # else nothing is said of the result
+    value = value if a.residual is None else value + exact(a.residual)
+    return [Expected(value, DEVIATIONS * deviation, known)]
 
 
 def linear_quantized_transposed(a):

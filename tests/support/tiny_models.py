@@ -11,6 +11,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torch_moe_mps.quantization import Format, dequantize
 from torch_moe_mps.transformers.basics.interface import formats_of
@@ -22,13 +23,6 @@ DENSE_ARCHITECTURES = (
     "glm4", "granite", "hunyuan_v1_dense", "lfm2", "llama", "ministral", "mistral", "nemotron",
     "olmo", "olmo2", "olmo3", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
     "starcoder2",
-)  # fmt: skip
-# Further causal models that docs/models.md lists.
-OTHER_CAUSAL = (
-    "bamba", "bart", "bert", "bert-generation", "big_bird", "bigbird_pegasus", "biogpt", "bitnet",
-    "bloom", "cpmant", "falcon_h1", "falcon_mamba", "gemma3n_text", "gpt2", "gpt_neox", "granite_swa",
-    "jetmoe", "longcat_flash", "mamba", "mamba2", "ministral3", "olmo_hybrid", "openai-gpt", "opt",
-    "qwen3_5_text", "recurrent_gemma", "rwkv", "xlm",
 )  # fmt: skip
 # Attributes of configs, set where a config has them. Sizes are odd where the architecture allows.
 SIZES = {
@@ -146,6 +140,7 @@ EXTRA: dict[str, dict] = {
     },
     "kimi_linear": HYBRID,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "lfm3": {"layer_types": ["conv", "full_attention"]},
     "qwen3_5_moe_text": HYBRID,
     "qwen3_next": HYBRID,
     "nemotron_h": {
@@ -176,6 +171,51 @@ EXTRA: dict[str, dict] = {
     "mamba2": {"num_heads": 4, "head_dim": 16, "n_groups": 1},
     "qwen3_5_text": HYBRID,
     "recurrent_gemma": {"num_hidden_layers": 3},
+    "cohere_compass_text": {
+        "rope_parameters": {"full_attention": {"rope_type": "default", "rope_theta": 10000.0}}
+    },
+    "gpt_neo": {"attention_types": [[["global", "local"], 1]]},
+    "reformer": {
+        "is_decoder": True,
+        "attn_layers": ["local", "lsh"],
+        "axial_pos_shape": [8, 32],
+        "axial_pos_embds_dim": [16, 16],
+    },
+    "xmod": {"default_language": "en_XX"},
+    "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
+    "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
+}
+# Sizes of older causal models, which have other names for them.
+SIZES_OF_OTHERS = {
+    "d_model": 32,
+    "n_embd": 32,
+    "dim": 32,
+    "emb_dim": 32,
+    "n_layer": 2,
+    "n_layers": 2,
+    "encoder_layers": 2,
+    "decoder_layers": 2,
+    "num_encoder_layers": 2,
+    "num_decoder_layers": 2,
+    "n_head": 4,
+    "n_heads": 4,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "n_inner": 48,
+    "dff": 48,
+    "ffn_dim": 48,
+    "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48,
+    "ffn_hidden_size": 48,
+    "hidden_dim": 48,
+    "rotary_dim": 4,
+    "n_ctx": 256,
+    "n_positions": 256,
+    "max_target_positions": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "decoder_start_token_id": 1,
+    "eos_token_id": 2,
 }
 
 
@@ -205,6 +245,15 @@ def architectures() -> list[str]:
     return [*modelling_files()]
 
 
+def other_causal() -> list[str]:
+    """Causal models of transformers that are neither in the table with experts nor in that of dense ones."""
+    return [
+        name
+        for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        if name not in {*architectures(), *DENSE_ARCHITECTURES}
+    ]
+
+
 def modelling(architecture: str) -> ModuleType:
     return importlib.import_module(f"transformers.models.{architecture}.modeling_{architecture}")
 
@@ -226,11 +275,22 @@ def model_class(architecture: str) -> type[PreTrainedModel]:
     raise LookupError(f"{architecture} has no model class")
 
 
+def _can_be_set(config, name: str) -> bool:
+    """Whether a config takes a value: some have properties that only read, or that refuse any."""
+    if not isinstance(getattr(type(config), name, None), property):
+        return True
+    try:
+        setattr(config, name, getattr(config, name))
+    except (AttributeError, NotImplementedError):
+        return False
+    return True
+
+
 def build_config(cls, **overrides):
     """A config of a class with the tiny sizes in it and in its parts."""
     default = cls()
     names = dir(default)
-    values = {name: value for name, value in SIZES.items() if name in names}
+    values = {name: value for name, value in SIZES.items() if name in names and _can_be_set(default, name)}
     if "kv_lora_rank" in names:  # latent attention has a key for each query head
         values["num_key_value_heads"] = values["num_attention_heads"]
     extra = EXTRA.get(default.model_type, {})

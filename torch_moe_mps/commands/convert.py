@@ -56,6 +56,8 @@ def run(options: argparse.Namespace) -> None:
         _check_packed(options)
     if options.save_importance is not None and options.importance is None:
         raise ValueError("--save-importance needs --importance, which it writes")
+    if options.importance is not None and options.bits == 1:
+        raise ValueError("--importance must be of formats with 2 bits and more, got --bits 1")
     local = Path(options.source).is_dir() or gguf
     source = folder_of(options.source, options.revision, weights=local)
     about = Source(source, loading_options(options))

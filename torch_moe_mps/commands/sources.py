@@ -88,10 +88,13 @@ def usable_device(name: str | None) -> str:
 
 
 def name_of(options: argparse.Namespace) -> str:
-    """Name under which a server has the model: of a GGUF file in a folder here, the file's own."""
+    """Name under which a server has the model: of a GGUF file in a folder here, the file's own; of "." and
+    "..", the folder's."""
     name, gguf = split_gguf(options.model)
     if gguf is not None and os.path.isdir(name):
         return gguf
+    if Path(name).name in ("", ".."):
+        name = Path(name).resolve().name
     named = name if options.revision is None else f"{name}@{options.revision}"
     return named if gguf is None else f"{named}:{gguf}"
 

@@ -131,6 +131,7 @@ def linear_quantized(
         format: its name, as for expert_qmm; so is the multiple that C must be.
         residual: [..., N] in the dtype of `x`.
         order: [N], int32, the numbers from 0 to N - 1: out[..., order[n]] has row n of the weight and `bias`.
+            Other numbers are not refused; the result is undefined then.
         norm_weight: [C], float32, float16 or bfloat16. With it norm(x) is rms(x) * (norm_weight +
             norm_offset), without it x. On Metal the norm of a single row joins the product and is not
             rounded, if its weight has the dtype of `x` and the format has 3 bits or more; else it is a

@@ -46,7 +46,7 @@ def quantize_by_importance(
         sum k (w - decoded)^2
 
     which is the mean square of what it adds to an output, of inputs without correlation; k counts as a
-    10,000th of the group's mean at least, so that weights that multiply nothing stay near, too. Of several
+    1,000th of the group's mean at least, so that weights that multiply nothing stay near, too. Of several
     scales (and biases) the best is taken; codes are chosen again behind the rounding to the stored dtype.
     MLX's own are among them, so the error is never larger than by MLX's rule. Arithmetic is in float32; where
     two scales are equally good but for rounding, devices may choose differently.

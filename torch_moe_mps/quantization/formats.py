@@ -111,9 +111,9 @@ def quantize(
     Args:
         weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size.
         bits, group_size, mode: see Format.
-        importance: float32 [C], or [E, C] for a stack: the mean square of what each input is, or another
-            number that is not negative. Then sum importance * (weight - dequantised)^2 of no group is larger
-            than by MLX's rule, which chooses without it.
+        importance: float32 [C], or [E, C] for a stack, with 2 bits and more: the mean square of what each
+            input is, or another number that is not negative. Then sum importance * (weight - dequantised)^2
+            of no group is larger than by MLX's rule, which chooses without it.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
         of `weight`. Memory other than the result stays under about 10 MiB, and 25 MiB by importance.
@@ -132,11 +132,18 @@ def quantize(
             "importance", importance, (*weight.shape[:-2], weight.shape[-1]), named, (torch.float32,)
         )
         check_importance(check, "importance", importance)
+        check_weighed(check, format)
         importance = importance.view(len(stack), -1)
     out = quantize_stack(stack, format, importance=importance)
     if weight.dim() == 2:
         return out.map(lambda tensor: tensor.squeeze(0))
     return out
+
+
+def check_weighed(check: Check, format: Format, weight: str = "weight") -> None:
+    """Raises: ValueError for a format whose scales no importance can choose."""
+    if format.bits == 1:
+        check.fail("importance", "of formats with 2 bits and more", f"{format} for {weight}")
 
 
 def _device_for(stack: Tensor, importance: Tensor | None) -> torch.device:

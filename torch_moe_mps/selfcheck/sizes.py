@@ -401,6 +401,11 @@ def _quantized_heads(s: Sample) -> list[dict[str, Any]]:
     return _both_ways(s, s.quantized("", 19, columns, (2,)), x, dtype=s.dtype)
 
 
+def _adapters(s: Sample) -> list[dict[str, Any]]:
+    """Ranks and columns of more than one round."""
+    return [{"a": s.values(9 * s.E, 150), "b": s.values(300, 9 * s.E)}]
+
+
 SIZES: Changes = {
     "attention": _attention,
     "write_cache_quantized_": _written,
@@ -425,6 +430,7 @@ SIZES: Changes = {
     ],
     "expert_mm": _expert_mm,
     "expert_outer": lambda s: [s.of("a[T, K, 43] b[T, 70]")],
+    **dict.fromkeys(("linear_lora", "expert_lora", "expert_lora_backward"), _adapters),
     "expert_qmm_transposed": lambda s: _transposed(s, s.E),
     "linear_quantized_transposed": _transposed,
     "moe_experts": _experts,

@@ -16,6 +16,7 @@ from transformers.generation import GenerationMixin, GenerationMode
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.wide_logits import wide_logits
+from ..transformers.caches.cache import hands_cache_on
 from ..transformers.caches.prompt_cache import new_cache, reads_whole
 from ..transformers.caches.rows import NotJoinable, Rows, capacity
 from ..transformers.caches.state import LayerState
@@ -446,5 +447,7 @@ def reason_for_generate(model: PreTrainedModel, config: GenerationConfig) -> str
     kind = type(model).__name__
     if model.config.is_encoder_decoder:
         return f"{kind} is an encoder with a decoder"
+    if not hands_cache_on(model):
+        return f"{kind} holds its states elsewhere than in past_key_values"
     own, known = inspect.unwrap(model.generate), inspect.unwrap(GenerationMixin.generate)
     return None if own is known else f"{kind} has a generate() of its own"

@@ -18,6 +18,7 @@ from transformers.generation import utils as generation
 
 from .._faults import raise_fault, synchronize
 from ..transformers.basics.state import Beside
+from ..transformers.caches.cache import hands_cache_on
 from ..transformers.caches.prompt_cache import new_cache, reads_whole, runs_on
 from .prompts import Images, Kept, Prompts, is_marked, mark, pauses
 from .speculation import Speculation
@@ -191,6 +192,7 @@ def can_be_kept(model: Any, given: dict[str, Any]) -> bool:
         and (config.num_beams or 1) == 1
         and (config.num_return_sequences or 1) == 1
         and model._supports_default_dynamic_cache()
+        and hands_cache_on(model)
         and not model.config.is_encoder_decoder
     )
 

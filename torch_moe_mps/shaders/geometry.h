@@ -8,6 +8,7 @@
 #include "geometry/hyper_connection.h"
 #include "geometry/index.h"
 #include "geometry/linear_attention.h"
+#include "geometry/lora.h"
 #include "geometry/matmul.h"
 #include "geometry/norms.h"
 #include "geometry/pointwise.h"

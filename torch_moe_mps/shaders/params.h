@@ -9,6 +9,7 @@
 #include "params/hyper_connection.h"
 #include "params/index.h"
 #include "params/linear_attention.h"
+#include "params/lora.h"
 #include "params/matmul.h"
 #include "params/norms.h"
 #include "params/pointwise.h"

@@ -30,7 +30,7 @@ constant constexpr float kMove[2][kMoves][2] = {{{0.0f, 0.0f},
 
 // Each weight of a group counts as much as this share of their mean importance at least: nothing else bounds
 // the error of those that multiply nothing.
-constant constexpr float kLeastShare[1] = {0.0001f};
+constant constexpr float kLeastShare[1] = {0.001f};
 // Of the product of two sums, the least difference that is not rounding.
 constant constexpr float kSmallest[1] = {0.00001f};
 // What is tried of the scale that covers a group's largest magnitude: powers of two for e8m0; for e4m3 also

@@ -38,6 +38,9 @@ class Format:
         if self.mode != "affine":
             # The exponents of e8m0 scales; those of nvfp4 are e4m3 numbers from 2^-6 to 2^-5.
             low, high = (8, 17) if self.mode == "nvfp4" else (118, 123)
+            if self.mode == "mxfp8":  # NaN is no weight
+                codes = packed.view(torch.uint8)
+                codes ^= ((codes & 127) == 127).to(torch.uint8)
             scales = values.integers(*groups, dtype=torch.uint8, low=low, high=high)
             return {f"{name}_packed": packed, f"{name}_scales": scales}
         unit = 0.1 / 2**self.bits

@@ -107,6 +107,62 @@ class Outer(Case):
         return too_far(after["result0"], out, "f32")
 
 
+@dataclass
+class Adapter(Case):
+    """The product with an adapter of each expert, in float32, and its gradients."""
+
+    group: str
+    dtype: str
+    tokens: int
+    experts: int
+    top_k: int
+    hidden: int
+    rows: int
+    rank: int
+    gradient: bool
+
+    @property
+    def name(self) -> str:
+        what = "expert_lora_backward" if self.gradient else "expert_lora"
+        return f"{what} {self.rows} x {self.hidden} rank {self.rank} {self.dtype} T {self.tokens}"
+
+    def inputs(self, values):
+        dtype, columns = DTYPES[self.dtype], self.rank * self.experts
+        return {
+            "y": values.normal(self.tokens, self.top_k, self.rows, dtype=dtype),
+            "x": values.normal(self.tokens, self.hidden, dtype=dtype),
+            "a": values.normal(columns, self.hidden, scale=self.hidden**-0.5),
+            "b": values.normal(self.rows, columns),
+            "ids": values.ids(self.tokens, self.top_k, self.experts),
+        }
+
+    def call(self, t):
+        listed = ops().moe_bucket(t["ids"], self.experts) if self.tokens > 1 else (None, None)
+        factors = t["y"], t["x"], t["a"], t["b"], t["ids"]
+        if self.gradient:
+            return ops().expert_lora_backward(*factors, *listed, self.experts, 0.5)
+        return ops().expert_lora(*factors, self.experts, *listed, 0.5)
+
+    def expected(self, t) -> list[Tensor]:
+        y, x, a, b = (t[name].double() for name in ("y", "x", "a", "b"))
+        out, dx, da, db = y.clone(), torch.zeros_like(x), torch.zeros_like(a), torch.zeros_like(b)
+        for e in t["ids"].unique().tolist():
+            token, slot = (t["ids"] == e).nonzero(as_tuple=True)
+            own, other = a[e * self.rank : (e + 1) * self.rank], b[:, e :: self.experts]
+            gradient, inner = 0.5 * y[token, slot] @ other, x[token] @ own.T
+            out[token, slot] += 0.5 * inner @ other.T
+            dx.index_add_(0, token, gradient @ own)
+            da[e * self.rank : (e + 1) * self.rank] = gradient.T @ x[token]
+            db[:, e :: self.experts] = 0.5 * y[token, slot].T @ inner
+        return [dx, da, db] if self.gradient else [out]
+
+    def wrong(self, before, after):
+        found = [after[f"result{i}"] for i in range(3 if self.gradient else 1)]
+        dtypes = [self.dtype, "f32", "f32"]
+        faults = map(too_far, found, self.expected(before), dtypes[: len(found)])
+        return "; ".join(filter(None, faults))
+
+
 def gradient_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
     """The two matrices of a layer, forward and backward, and the factors of a LoRA of rank 4."""
     experts, top_k, hidden, inner = shape
@@ -118,6 +174,11 @@ def gradient_cases(shape: tuple[int, ...] = SHAPE) -> list[Case]:
                 for tokens in (512, 2048)
                 for transposed in (False, True)
             ]
+    for tokens, gradient in ((1, False), (512, False), (512, True), (2048, True)):
+        cases.append(Adapter("gradients", "bf16", tokens, experts, top_k, hidden, 2 * inner, 4, gradient))
+    for format_ in ("mxfp8", "nvfp4"):
+        sizes = (2048, experts, top_k, 2 * inner, hidden)
+        cases += [Product("gradients", each, format_, "bf16", *sizes) for each in (False, True)]
     sizes = ((2 * inner, 4), (4, hidden))
     return cases + [Outer("gradients", "bf16", 2048, experts, top_k, *each) for each in sizes]
 
@@ -129,6 +190,7 @@ def sanitizer_gradients() -> list[Case]:
             ("int4", "bf16"),
             ("int3", "f16"),
             ("mxfp4", "bf16"),
+            ("mxfp8", "f16"),
             ("nvfp4", "f32"),
             ("dense", "f32"),
             ("dense", "f16"),
@@ -139,4 +201,6 @@ def sanitizer_gradients() -> list[Case]:
         cases += [Product("sanitize", True, format_, dtype, tokens, *sizes) for tokens in (3, 40)]
     experts, top_k, hidden, inner = GGUF_SHAPE
     cases += [Product("sanitize", True, each, "f16", 40, experts, top_k, inner, hidden) for each in GGUF]
+    for dtype in DTYPES:
+        cases += [Adapter("sanitize", dtype, 40, 5, 2, 70, 37, 3, gradient) for gradient in (False, True)]
     return cases + [Outer("sanitize", dtype, 40, 5, 2, 37, 70) for dtype in DTYPES]

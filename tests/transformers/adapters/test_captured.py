@@ -5,7 +5,7 @@ import copy
 import peft
 import pytest
 import torch
-from support import tiny_models
+from support import launches, tiny_models
 from support.models import eager, generate, prompt
 
 import torch_moe_mps
@@ -59,3 +59,19 @@ def test_switched(architecture, device, monkeypatch):
     assert len({tuple(tokens.flatten().tolist()) for tokens in right}) >= 4
     for mine, expected in zip(ours, right, strict=True):
         assert torch.equal(mine, expected)
+
+
+def test_operators_of_a_token(simulated, monkeypatch):
+    """One for the adapter of each matrix, and experts in steps: no copy, no conversion."""
+    monkeypatch.setenv(calls.SWITCH, "1")
+    model = launches.model_on_mps("qwen3_moe")
+    torch_moe_mps.accelerate(model, 4, 32, linear_bits=4)
+    generate(model, prompt()[:1].to("mps"), max_new_tokens=6)
+    alone = launches.operators_of_token(model)
+    config = peft.LoraConfig(init_lora_weights=False, task_type="CAUSAL_LM", **TARGETS["qwen3_moe"])
+    adapted = peft.get_peft_model(model, config).eval()
+    generate(adapted, prompt()[:1].to("mps"), max_new_tokens=6)
+    found = launches.operators_of_token(adapted)
+    layers = model.config.num_hidden_layers
+    assert found["linear_lora"] == 2 * layers and found["expert_lora"] == 2 * layers
+    assert sum(found.values()) <= sum(alone.values()) + 11 * layers, (found, alone)

@@ -378,6 +378,16 @@ def test_a_cache_in_8_bits_says_that_gradients_keep_it_in_16():
         assert isinstance(layer.update(states, states)[0], QuantizedStates)
 
 
+def test_training_with_a_cache_in_8_bits_is_refused():
+    model = tiny_model("qwen3_moe", head_dim=32)
+    torch_moe_mps.accelerate(model, kv_bits=8)
+    ids = torch.arange(1, 9)[None]
+    with pytest.raises(ValueError, match="kv_bits=8 must hold keys and values without gradients, got some"):
+        model(input_ids=ids, labels=ids, past_key_values=DynamicCache(config=model.config))
+    model(input_ids=ids, labels=ids).loss.backward()  # a decoder's own cache holds what it is given
+    assert all(p.grad is not None for p in model.model.layers[0].self_attn.parameters())
+
+
 def test_memory_of_inference_mode_is_left_alone():
     layer = growing_class(DynamicLayer)()
     with torch.inference_mode():

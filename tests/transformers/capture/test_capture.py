@@ -788,6 +788,22 @@ def test_an_unknown_cache_says_why():
     assert str(captures_of(model)) == "tokens run module by module: the cache is a Own"
 
 
+@pytest.mark.parametrize("own_cache", [False, True])
+@torch.no_grad()
+def test_short_prompts_cost_no_capture(own_cache):
+    """They make a cache's states, and are no tokens behind others: the tokens behind them are captured."""
+    model = accelerated("qwen3_moe", "cpu")
+    captures = captures_of(model)
+    for _ in range(9):
+        cache = DynamicCache(config=model.config) if own_cache else None
+        cache = model(prompt(1, 5), past_key_values=cache).past_key_values
+        assert captures.reason in ("it fills an empty cache", "it makes a cache", calls._TOO_FEW)
+    token = prompt(1, 1)
+    for _ in range(4):  # the first makes the layers grow in place
+        model(token, past_key_values=cache)
+    assert captures.reason is None and len(captures.programs) == 1, str(captures)
+
+
 def says_why(model, talk, reason: str) -> None:
     """The next token runs module by module, and the report says why and what still is one call."""
     talk.tokens(1)
@@ -814,7 +830,7 @@ def test_a_call_says_why_it_ran_module_by_module(monkeypatch):
     says_why(model, talk, "the cache has other attributes")
     del talk.cache.layers[1].noted
     cache, talk.cache = talk.cache, DynamicCache(config=model.config)
-    says_why(model, talk, "the cache has other layers")
+    says_why(model, talk, "it fills an empty cache")
     with torch.enable_grad():
         says_why(model, talk, "gradients are on")
     talk.cache = cache

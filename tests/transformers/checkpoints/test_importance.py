@@ -242,6 +242,10 @@ def test_other_bad_input(tmp_path):
         ValueError, match=r"^moe_mps::accelerate: importance needs bits or a mode, got neither"
     ):
         torch_moe_mps.accelerate(model, importance=importance)
+    with pytest.raises(
+        ValueError, match=r"importance must be of formats with 2 bits and more, got affine1_32"
+    ):
+        torch_moe_mps.accelerate(model, bits=1, group_size=32, importance=importance)
     with pytest.raises(TypeError, match=r"importance must be an Importance or a file of it, got dict"):
         torch_moe_mps.accelerate(model, bits=4, importance={})
     with pytest.raises(ValueError, match=r"none.safetensors must be a file, got none"):

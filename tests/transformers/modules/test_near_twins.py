@@ -74,6 +74,8 @@ CASES = [
     Case("router", "deepseek_v4", "model.layers.0.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
 ]
 MORE = [
+    Case("projection", "xlm_roberta", "roberta.encoder.layer.0.output", ("LayerNorm.eps", 0.5), "dropout"),
+    Case("projection", "xlm_roberta", "roberta.encoder.layer.0.intermediate", None, "intermediate_act_fn"),
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
     Case(
         *("recurrent_layer", "kimi_linear", "model.layers.0.self_attn"),
@@ -99,7 +101,8 @@ MORE = [
     ),
 ]
 CHOOSE = ("indexer", "block_indexer", "kpool_indexer", "qsa_indexer")
-IN_ACCELERATED = (*CHOOSE, "compressed_attention", "mlp")  # what runs elsewhere only as its own code
+QUANTISED = ("mlp", "projection")
+IN_ACCELERATED = (*CHOOSE, "compressed_attention", *QUANTISED)  # what runs elsewhere only as its own code
 
 
 def other_class(cls: type, near: Callable) -> type:
@@ -156,7 +159,7 @@ def models_of(case: Case) -> tuple[nn.Module, nn.Module]:
     if case.rule not in IN_ACCELERATED:
         return own, own
     model = copy.deepcopy(own)
-    if case.rule != "mlp":
+    if case.rule not in QUANTISED:
         torch_moe_mps.accelerate(model)
         return own, model
     torch_moe_mps.accelerate(model, bits=4, group_size=32)

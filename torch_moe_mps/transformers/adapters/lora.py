@@ -4,7 +4,6 @@ PEFT keeps the factors of a stack of E experts as two matrices, with which its f
 row e r + i is row i of expert e, and B [out, r E], column i E + e is column i of expert e.
 """
 
-import functools
 from typing import Any, NoReturn
 
 import torch
@@ -12,7 +11,9 @@ from peft import LoraConfig
 from peft.tuners.lora import layer
 from torch import Tensor, nn
 
-from ..modules.experts import ADDED, shape_of
+from ...ops._checks import ACTIVATION_DTYPES
+from ...ops.lora import MAX_RANK
+from ..modules.experts import ADDED, is_observed, shape_of
 from ..modules.linears import GroupedLinear, QuantizedLinear
 
 ops = torch.ops.moe_mps
@@ -48,6 +49,30 @@ class QuantizedLoraLinear(layer.Linear):
     ) -> None:
         check_config(config)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+        active = [adapter for adapter in self.active_adapters if adapter in self.lora_A]
+        if self.disable_adapters or not self._is_inference(x, active, kwargs):
+            return super().forward(x, *args, **kwargs)
+        out = self.base_layer(x, *args, **kwargs)
+        for item in active:
+            a, b = self.lora_A[item].weight, self.lora_B[item].weight
+            out = ops.linear_lora(out, x, a, b, self.scaling[item])
+        return out
+
+    def _is_inference(self, x: Tensor, active: list[str], kwargs: dict[str, Any]) -> bool:
+        """Whether nothing but the sums of the active adapters is asked for, without gradients."""
+        if self.training or torch.is_grad_enabled() or torch._C._is_any_autocast_enabled():
+            return False
+        if kwargs or self.merged or x.dtype not in ACTIVATION_DTYPES:
+            return False
+        return not any(
+            item in self.lora_variant
+            or self.lora_bias[item]
+            or self.r[item] > MAX_RANK
+            or is_observed(self.lora_A[item], self.lora_B[item])
+            for item in active
+        )
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_merging(self.get_base_layer())
@@ -88,18 +113,6 @@ class ParamWrapper(layer.ParamWrapper):
         check_config(config)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
-    def factors(self, adapter: str) -> tuple[Tensor, Tensor]:
-        """A [E, r, in] and B [E, out, r]."""
-        a: Any = self.lora_A[adapter].weight
-        b: Any = self.lora_B[adapter].weight
-        return a.unflatten(0, (self.num_experts, -1)), b.unflatten(1, (-1, self.num_experts)).permute(2, 0, 1)
-
-    def _added(self, adapter: str, x: Tensor, ids: Tensor) -> Tensor:
-        a, b = self.factors(adapter)
-        inner = ops.expert_mm(x.to(a.dtype), a, ids)
-        outer: Tensor = ops.expert_mm(inner, b.contiguous(), ids)
-        return (outer * self.scaling[adapter]).to(x.dtype)
-
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_forward_args(x, *args, **kwargs)
         active = (
@@ -112,7 +125,9 @@ class ParamWrapper(layer.ParamWrapper):
         held = self.get_base_layer().__dict__
         before = held.get(ADDED, {})
         held[ADDED] = before | {
-            self.parameter_name: [functools.partial(self._added, item) for item in active]
+            self.parameter_name: [
+                (self.lora_A[item].weight, self.lora_B[item].weight, self.scaling[item]) for item in active
+            ]
         }
         try:
             return self.base_layer(x, *args, **kwargs)

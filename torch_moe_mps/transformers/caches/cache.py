@@ -157,3 +157,12 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
 def takes_cache(model: nn.Module) -> bool:
     """Whether a model's forward has an argument for its cache."""
     return not inspect.signature(model.forward).parameters.keys().isdisjoint(_CACHES[:2])
+
+
+def hands_cache_on(model: PreTrainedModel) -> bool:
+    """Whether a call takes the states so far as `past_key_values`, and gives them back there.
+
+    Mamba and RWKV have another name for them; RecurrentGemma keeps them in its modules.
+    """
+    is_in_modules = model.config.get_text_config(decoder=True).model_type == "recurrent_gemma"
+    return _CACHES[0] in inspect.signature(model.forward).parameters and not is_in_modules

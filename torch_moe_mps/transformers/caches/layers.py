@@ -105,6 +105,11 @@ class Growing(Made, DynamicLayer):
             return _update_uncompiled(self, key_states, value_states, *args, **kwargs)
         if not growing.may_grow():
             if self.bits is not None and can_be_quantized(key_states, value_states):
+                if key_states.requires_grad or value_states.requires_grad:
+                    raise ValueError(
+                        "torch_moe_mps: a cache with kv_bits=8 must hold keys and values without gradients, "
+                        "got some that need them; train with use_cache=False, or with kv_bits=16"
+                    )
                 warnings.warn(
                     "torch_moe_mps: with gradients on, a cache with kv_bits=8 holds 16 bits; torch.no_grad() "
                     "lets it hold 8",

@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedOperatorException,
 )
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
-from transformers import GenerationMixin, PreTrainedModel
+from transformers import Cache, GenerationMixin, PreTrainedModel
 from transformers.utils import ModelOutput
 
 from ..._extension import host_library
@@ -45,7 +45,7 @@ from .fingerprint import Fingerprint, forbidden, note_change
 from .own_code import OwnCode
 from .plan import CallPlan, Taken
 from .program import Integers, assemble
-from .reading import Reading
+from .reading import BeginsCache, Reading
 
 SWITCH = "MOE_MPS_CAPTURE"
 CAPTURES = "_moe_mps_capture"  # where a model's __dict__ has its Captures
@@ -90,6 +90,7 @@ class _Kind:
         self.captures = 0
         self.pinned = 0  # captures that hold for one value of a number
         self.fixes_rows = False  # the model runs other operators for each number of rows
+        self.begins_cache: str | None = None  # why these calls are left alone
         self.numbers: list[int] = []
         self.varied: dict[int, int] = {}  # {position of a number that changes: its value before}
 
@@ -228,6 +229,7 @@ class Captures:
         """Counts a call, and captures it if it is the third of its kind. Returns: whether it has."""
         if not self._lock.acquire(blocking=False):
             return False  # another thread captures
+        kind: _Kind | None = None
         try:
             reading = Reading(arguments, None if self._reads_masks else padding_of(model, arguments))
             kind = self._kind_to_capture(reading)
@@ -237,6 +239,10 @@ class Captures:
                 program = self._captured(model, own, reading, kind)
         except ExchangeError:
             raise
+        except BeginsCache as begins:  # costs the calls behind it nothing
+            self.reason = str(begins)
+            if kind is not None:
+                kind.begins_cache = self.reason
         except NotCapturable as unsupported:
             self._fail(str(unsupported))
         except _OF_VALUES as error:
@@ -280,6 +286,8 @@ class Captures:
             if before != now:
                 kind.varied[position] = before
         kind.numbers = reading.numbers
+        if kind.begins_cache is not None:
+            raise BeginsCache(kind.begins_cache)
         kind.calls += 1
         if kind.calls <= _CALLS_BEFORE:
             return None
@@ -392,6 +400,8 @@ def _maker(value: Any, tensors: list[Tensor], cache: Any) -> Make:
         return lambda results, passed: kind([make(results, passed) for make in items])
     if value is None or isinstance(value, (bool, int, float, str)):
         return lambda *_: value
+    if isinstance(value, Cache):
+        raise BeginsCache("it makes a cache")
     raise NotCapturable(f"it returns a {type(value).__name__}")
 
 

@@ -23,6 +23,10 @@ ARGUMENTS = -1  # the place of what is no dictionary of the cache, nor of a mask
 STATIC, NUMBER, TENSOR, HELD = range(4)  # kinds of values
 
 
+class BeginsCache(NotCapturable):
+    """Raised for a call that makes the states of a cache; the calls behind it only add to them."""
+
+
 class Entry(NamedTuple):
     """A value of a call: `place` is a dictionary of the cache or of a mask, by its number, or ARGUMENTS."""
 
@@ -82,6 +86,8 @@ class Reading:
             raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
         if any(isinstance(entry.value, Cache) for entry in self.entries):
             raise NotCapturable("it has two caches")
+        if not any(LayerState(layer).tensors() for layer in cache.layers):
+            raise BeginsCache("it fills an empty cache")
         self.entries.append(Entry(ARGUMENTS, name, STATIC, cache, 0))
         yield from (name, *static_of(cache).items())
         for layer in cache.layers:

@@ -24,9 +24,12 @@ from .traced import Input, Sizes, Traced, everywhere, remembered, trace
 ops = torch.ops.moe_mps
 
 NAME = "moe_mps"
-# The attribute of quantised experts with what adapters add to the product of a projection during a call:
-# {projection: [function of the product's input and the ids]}.
+# The attribute of quantised experts with the adapters of a call: {projection: [(A, B, scaling)]}, as
+# expert_lora takes them.
 ADDED = "_moe_mps_added"
+# From so many pairs on, those of an expert are put together, so that they read the adapter's factors once.
+# Untuned.
+_FEW_PAIRS = 64
 _NOT_REWRITTEN = (None, None)
 
 # The names of the tensors of a quantised projection, made once instead of in each call.
@@ -308,7 +311,18 @@ def _biases(self: Experts) -> dict[str, Tensor]:
 
 def activated_rows(self: Experts, x: Tensor, ids: Tensor) -> Tensor:
     """[T, H] -> [T, K, I]: what the second matrix of each slot's expert is multiplied with."""
-    rows = _multiplied(self, projections(self)[0], x, ids)
+    return _activated(self, _multiplied(self, projections(self)[0], x, ids, _buckets(self, ids)))
+
+
+def _buckets(self: Experts, ids: Tensor) -> tuple[Tensor, Tensor] | tuple[()]:
+    """The pairs by expert, where adapters of many pairs read them."""
+    if not self.__dict__.get(ADDED) or (ids.numel() < _FEW_PAIRS and not torch.is_grad_enabled()):
+        return ()
+    order, offsets = ops.moe_bucket(ids, self.num_experts)
+    return order, offsets
+
+
+def _activated(self: Experts, rows: Tensor) -> Tensor:
     activation = None if _activation_is_observed(self) else _activation(self)
     if activation is None:
         return self._apply_gate(rows) if self.has_gate else self.act_fn(rows)
@@ -318,13 +332,17 @@ def activated_rows(self: Experts, x: Tensor, ids: Tensor) -> Tensor:
 
 def _in_steps(self: Experts, x: Tensor, ids: Tensor, weights: Tensor) -> Tensor:
     """Runs the activation between two operators for one matrix each."""
-    slots = _multiplied(self, projections(self)[1], activated_rows(self, x, ids), ids)
+    buckets, (first, second) = _buckets(self, ids), projections(self)
+    rows = _activated(self, _multiplied(self, first, x, ids, buckets))
+    slots = _multiplied(self, second, rows, ids, buckets)
     if getattr(self, "has_post_expert_norm", False):
         slots = self.post_expert_norm(slots)
     return ops.moe_weighted_reduce(weights, slots)
 
 
-def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tensor:
+def _multiplied(
+    self: Experts, projection: str, x: Tensor, ids: Tensor, buckets: tuple[Tensor, ...] = ()
+) -> Tensor:
     bias = getattr(self, f"{projection}_bias") if self.has_bias else None
     if not is_quantized(self):
         return ops.expert_mm(x, getattr(self, projection), ids, bias, self.is_transposed)
@@ -336,7 +354,9 @@ def _multiplied(self: Experts, projection: str, x: Tensor, ids: Tensor) -> Tenso
         for name, own in zip(names, biases, strict=True)
     ]
     out = outs[0] if len(outs) == 1 else torch.cat(outs, -1)
-    return sum((add(x, ids) for add in self.__dict__.get(ADDED, {}).get(projection, ())), out)
+    for a, b, scaling in self.__dict__.get(ADDED, {}).get(projection, ()):
+        out = ops.expert_lora(out, x, a, b, ids, self.num_experts, *buckets, scaling=scaling)
+    return out
 
 
 def _packed(self: nn.Module, projection: str) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ....ops._checks import Check
-from ....quantization.formats import check_importance
+from ....quantization.formats import check_importance, check_weighed
 from ...basics.interface import Experts, projections, weights_in
 from ...basics.report import any_layer, with_progress
 from ...modules.experts import activated_rows
@@ -78,7 +78,7 @@ class Importance:
         Returns: what a report says of it.
 
         Raises: ValueError for the importance of another model: for a shape that does not fit, or for means
-            none of which is of these targets.
+            none of which is of these targets; and for targets of 1 bit.
         """
         means = dict(self.means)
         for name, other in tied_layers(model).items():
@@ -91,6 +91,7 @@ class Importance:
                 path, count = target.path(parameter), count + 1
                 if path not in means:
                     continue
+                check_weighed(_CHECK, target.formats[parameter], path)
                 weight = target.rows_first(target.dense(parameter))
                 target.importance[parameter] = _fitting(path, means[path], weight, target.kind)
                 result += 1

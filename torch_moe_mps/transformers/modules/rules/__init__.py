@@ -9,6 +9,7 @@ from .formulas import gated_norm, layer_norm, rms_norm
 from .hyper_connection import rewrite_hyper_connection
 from .linear_attention import convolution_in_place, delta_rule_in_place
 from .mlp import rewrite_mlp
+from .projection import rewrite_projection
 from .recurrent_layers import rewrite_recurrent_layer
 from .rope import rotation_in_place
 from .rotary import rewrite_rotary
@@ -23,6 +24,7 @@ MODULE_RULES: list[ModuleRule] = [
     gated_norm,
     layer_norm,
     rewrite_mlp,
+    rewrite_projection,
     rewrite_recurrent_layer,
     rewrite_hyper_connection,
     rewrite_router,

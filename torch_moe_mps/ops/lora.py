@@ -1,0 +1,216 @@
+"""Low-rank adapters (LoRA) beside linear layers and experts: a product of two narrow factors is added.
+
+The factors of E experts are stored as PEFT stores them: A [r E, H], row e r + i is row i of expert e, and
+B [N, r E], column i E + e is column i of expert e.
+"""
+
+import torch
+from torch import Tensor
+
+from ._checks import MAX_EXPERTS
+from ._registry import Backward, operator
+from ._sample import Calls, Changes
+from .experts import IDS, Groups, Product, grouped_product, project_slots
+
+MAX_RANK = 256  # the inner products of a tile stay in threadgroup memory
+_FACTORS = "a[_, H] b[N, _]:a"
+_PAIRS = "pair_order[T*K]:int32 offsets[_]:int32"
+
+
+def _check_rank(check, a, b, experts):
+    columns = a.shape[0]
+    if b.shape[1] != columns:
+        check.fail("b", f"of shape [N, r E] with r E = {columns} rows as in a", tuple(b.shape))
+    if columns % experts or not 1 <= columns // experts <= MAX_RANK:
+        expected = f"of r E rows, with E = {experts} and r between 1 and {MAX_RANK}"
+        check.fail("a", expected, tuple(a.shape))
+
+
+def _meta_linear_lora(check, added, x, a, b, scaling):
+    _check_rank(check, a, b, 1)
+    if x.shape[:-1] != added.shape[:-1]:
+        expected = f"of shape [..., H] with the leading dimensions of added, {tuple(added.shape[:-1])}"
+        check.fail("x", expected, tuple(x.shape))
+    return torch.empty_like(added, memory_format=torch.contiguous_format)
+
+
+@operator(f"added[..., N] x[..., H]:added {_FACTORS}", _meta_linear_lora)
+def linear_lora(added: Tensor, x: Tensor, a: Tensor, b: Tensor, scaling: float = 1.0) -> Tensor:
+    """A linear layer's output with its adapter: out = added + scaling * (x @ a^T) @ b^T.
+
+    Args:
+        added: [..., N], float32, float16 or bfloat16: the layer's output.
+        x: [..., H] in the dtype of `added`: its input.
+        a: [r, H], float32, float16 or bfloat16, with r <= 256.
+        b: [N, r] in the dtype of `a`.
+        scaling: a finite number.
+
+    Returns: [..., N] in the dtype of `added`; computed in float32, rounded once. On Metal it is one dispatch.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    return (added.float() + (x.float() @ a.float().T) @ b.float().T * scaling).to(added.dtype)
+
+
+def _of_expert(factor: Tensor, experts: int, is_b: bool) -> Product:
+    """The product with the matrix of the pair's expert: A, or B."""
+    if is_b:
+        matrices = factor.float().unflatten(1, (-1, experts)).permute(2, 1, 0)  # [E, r, N]
+    else:
+        matrices = factor.float().unflatten(0, (experts, -1)).mT  # [E, H, r]
+    return lambda rows, groups: grouped_product(rows, groups, matrices.__getitem__, matrices.shape[2])
+
+
+def _inner(x: Tensor, a: Tensor, ids: Tensor, experts: int) -> Tensor:
+    """[T, K, r]: the product with A."""
+    return project_slots(x.float(), ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
+
+
+def _meta_expert_lora(check, added, a, b, offsets, experts, pair_order, **_):
+    _check_rank(check, a, b, experts)
+    check.only("with pair_order", pair_order is not None, offsets=offsets)
+    check.only("with offsets", offsets is not None, pair_order=pair_order)
+    if offsets is not None:
+        check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
+    return added.new_empty(added.shape)
+
+
+def _lora_backward(grad, asked, given):
+    names = ("x", "a", "b", "ids", "pair_order", "offsets", "experts", "scaling")
+    gradients = {"added": grad}
+    if asked != ["added"]:
+        if given["pair_order"] is None:
+            given |= zip(
+                ("pair_order", "offsets"),
+                torch.ops.moe_mps.moe_bucket(given["ids"], given["experts"]),
+                strict=True,
+            )
+        outs = torch.ops.moe_mps.expert_lora_backward(grad, *(given[name] for name in names))
+        gradients |= zip(("x", "a", "b"), outs, strict=True)
+    return gradients
+
+
+_READ = ("x", "a", "b", "ids", "pair_order", "offsets")
+
+
+@operator(
+    f"{IDS} added[T, K, N] x[T, H]|[T, K, H]:added {_FACTORS} {_PAIRS}",
+    _meta_expert_lora,
+    allowed={"experts": range(1, MAX_EXPERTS + 1)},
+    backward=Backward(_lora_backward, {"added": (), **dict.fromkeys(("x", "a", "b"), _READ)}),
+)
+def expert_lora(
+    added: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ids: Tensor,
+    experts: int,
+    pair_order: Tensor | None = None,
+    offsets: Tensor | None = None,
+    scaling: float = 1.0,
+) -> Tensor:
+    """The output of expert_mm or expert_qmm with an adapter of each expert:
+
+    out[t, k] = added[t, k] + scaling * b_e (a_e x[t]) with e = ids[t, k], or with x[t, k]
+
+    Args:
+        added: [T, K, N], float32, float16 or bfloat16: the experts' output.
+        x: [T, H] or [T, K, H] in the dtype of `added`: their input.
+        a: [r E, H], float32, float16 or bfloat16, with r <= 256; row e r + i is row i of a_e.
+        b: [N, r E] in the dtype of `a`; column i E + e is column i of b_e.
+        ids: [T, K] with K <= 64, int32 or int64. Of an id outside [0, E) the output is that of `added`.
+        experts: E, between 1 and 1024.
+        pair_order, offsets: what moe_bucket makes of `ids`, so that pairs of an expert read its factors
+            together; None for few pairs.
+        scaling: a finite number.
+
+    Returns: [T, K, N] in the dtype of `added`; computed in float32, rounded once. Gradients reach `added`,
+        `x`, `a` and `b`.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    outer = project_slots(
+        _inner(x, a, ids, experts), ids, (experts, len(b)), _of_expert(b, experts, True), None
+    )
+    return (added.float() + outer * scaling).to(added.dtype)
+
+
+def _meta_backward(check, x, a, b, offsets, experts, **_):
+    _check_rank(check, a, b, experts)
+    check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
+    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
+
+
+@operator(
+    f"{IDS} dy[T, K, N] x[T, H]|[T, K, H]:dy {_FACTORS} {_PAIRS}",
+    _meta_backward,
+    allowed={"experts": range(1, MAX_EXPERTS + 1)},
+)
+def expert_lora_backward(
+    dy: Tensor,
+    x: Tensor,
+    a: Tensor,
+    b: Tensor,
+    ids: Tensor,
+    pair_order: Tensor,
+    offsets: Tensor,
+    experts: int,
+    scaling: float = 1.0,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of x, a and b of expert_lora: with g = scaling * b_e^T dy[t, k] and i = a_e x[t, k]
+
+    dx[t, k] = a_e^T g, added over k where x has one row for each token
+    da_e = sum over the pairs of e g x[t, k]^T
+    db_e = scaling * sum over the pairs of e dy[t, k] i^T
+
+    Args:
+        dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
+        x, a, b, ids, pair_order, offsets, experts, scaling: as for expert_lora, `x` in the dtype of `dy`.
+
+    Returns: dx, da, db like x, a and b; computed in float32, rounded once. On Metal sums go over the pairs in
+        ascending order, and dx of a slot is rounded before it is added to others.
+
+    Raises: ValueError for a dtype, shape, number or device that does not fit.
+    """
+    inner = _inner(x, a, ids, experts)
+    matrices = b.float().unflatten(1, (-1, experts)).permute(2, 0, 1)  # [E, N, r]
+
+    def transposed(rows: Tensor, groups: Groups) -> Tensor:
+        return grouped_product(rows, groups, matrices.__getitem__, matrices.shape[2])
+
+    own = project_slots(dy.float(), ids, (experts, len(a) // experts), transposed, None) * scaling
+    of_a = a.float().unflatten(0, (experts, -1))  # [E, r, H]
+
+    def back(rows: Tensor, groups: Groups) -> Tensor:
+        return grouped_product(rows, groups, of_a.__getitem__, a.shape[1])
+
+    dx = project_slots(own, ids, (experts, a.shape[1]), back, None)
+    outer = torch.ops.moe_mps.expert_outer
+    da = outer(own, x.float(), ids, experts).flatten(0, 1)
+    db = outer(dy.float(), inner, ids, experts).permute(1, 2, 0).flatten(1) * scaling
+    return (dx.sum(1) if x.dim() == 2 else dx).to(x.dtype), da.to(a.dtype), db.to(b.dtype)
+
+
+def _factors(s, experts, rank=3):
+    return {"a": s.values(rank * experts, s.H), "b": s.values(s.I, rank * experts)}
+
+
+def _of_experts(s):
+    return {**_factors(s, s.E), "ids": s.ids, "experts": s.E, "scaling": 0.5}
+
+
+def _listed(s):
+    return dict(zip(("pair_order", "offsets"), torch.ops.moe_mps.moe_bucket(s.ids, s.E), strict=True))
+
+
+CALLS: Calls = {
+    "linear_lora": lambda s: {**s.of("added[T, I] x[T, H]"), **_factors(s, 1), "scaling": 0.5},
+    "expert_lora": lambda s: {**s.of("added[T, K, I] x[T, H]"), **_of_experts(s)},
+    "expert_lora_backward": lambda s: {**s.of("dy[T, K, I] x[T, H]"), **_of_experts(s), **_listed(s)},
+}
+CHANGES: Changes = {
+    "linear_lora": lambda s: [s.of("added[1, 1, I] x[1, 1, H]")],
+    "expert_lora": lambda s: [_listed(s), s.of("x[T, K, H]")],
+    "expert_lora_backward": lambda s: [s.of("x[T, K, H]")],
+}
