@@ -199,7 +199,7 @@ class Served:
     def _sound(self, part: dict[str, Any]) -> Any:
         import io
 
-        import soundfile  # type: ignore[import-not-found, unused-ignore]
+        import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         url, field = part["url"], part["field"]
         octets = self.media.octets(url, field) if ":" in url[:8] else decoded(url, field)
