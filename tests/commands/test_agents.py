@@ -330,16 +330,22 @@ def test_arguments_that_are_cut_off_stay_a_text():
     assert conversation.arguments("", said_so.append) == {} and len(said_so) == 1
 
 
-def test_unknown_fields_are_one_line(here, of_openai, caplog):
+def test_unknown_fields_are_one_line(here, caplog):
+    """Of each protocol, however often they come."""
     here.says("ok")
     here.served._said.clear()
+    asked = {
+        "/v1/chat/completions": {"messages": said("a")},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": said("a"), "max_tokens": 9},
+    }
     with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
-        for _ in range(2):
-            more = {"new_field": 1, "max_tool_calls": 3}
-            answer = of_openai.chat.completions.create(model="m", messages=said("a"), extra_body=more)
-            assert answer.choices[0].message.content == "ok"
+        for path, body in [*asked.items()] * 2:
+            more = {"max_tool_calls": 3} if path in ("/v1/chat/completions", "/v1/responses") else {}
+            assert post(here, path, body | more | {"new_field": 1})[0] == 200
     said_of_fields = [r.getMessage() for r in caplog.records if r.name.endswith(".served")]
-    assert said_of_fields == ["/v1/chat/completions: the field 'new_field' is not known and ignored"]
+    assert said_of_fields == [f"{path}: the field 'new_field' is not known and ignored" for path in asked]
 
 
 def test_several_answers(here, of_openai):
