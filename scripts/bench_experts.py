@@ -65,27 +65,34 @@ What it says, of the manual:
 
 - Attention, 4 % of the weights, makes more than half of the loss of 4 bits. Two bits more for it cost 1.6 %
   of the bytes, and 4 % of those of a token. Values and outputs gain most; 8 bits win little over 6.
-- Importance takes a tenth of the loss of 4 bits, where it took three quarters of the dense SmolLM2's
-  ([quality.md](quality.md)), so it stays a choice: it has to run the dense model. One importance for all
-  experts of a layer is as good as one for each.
-- 3 bits with 4 for `down` and 6 for attention lose less than 4 bits everywhere, in 9 % fewer bytes; 4 bits
-  with 5 for `down` and 6 for attention lose about as much as 5 bits everywhere, in 8 % fewer.
+- Importance takes a quarter of the loss of 4 bits, a tenth on the Opticks, where it took three quarters of
+  the dense SmolLM2's ([quality.md](quality.md)), so it stays a choice: it has to run the dense model. One
+  importance for all experts of a layer is as good as one for each.
+- 3 bits with 4 for `down` and 6 for attention lose no more than 4 bits everywhere, in 9 % fewer bytes; 4
+  bits with 5 for `down` and 6 for attention lose less than 5 bits everywhere, in 8 % fewer.
 - One bit more for `down` alone wins a tenth for 5 % of the bytes: attention comes first.
-- **llama.cpp's types lose less than ours at 3 and 4 bits**, with importance on both sides: with attention at
-  6 bits, IQ4_XS 0.0045 in 78.7 MB and Q4_K 0.0043 in 82.4, ours 0.0065 in 81.6; Q3_K_M 0.0100 in 72.9, ours
-  0.0129 in 73.2. Their groups have 16 or 32 columns in the bytes of our 64. SmolLM2's 576 columns hide that,
-  as K types do not fit them. At 5 bits ours lose less (0.0020 in 95.5 MB, Q5_K_M 0.0028 in 96.0), at 6 they
-  are alike. GGUF files run packed on the same kernels ([gguf.md](gguf.md)).
+- **Superblocks lose less than groups of 64 in as many bytes**: `mode="q4_k"`, `"iq4_xs"` and the like, by
+  this package's search, have groups of 16 or 32 columns in the bytes of 64. With attention at 6 bits q4_k
+  loses 0.0050 in 81.6 MB and iq4_xs as much in 78.5, 4 bits 0.0058 in 81.6; q3_k with iq4_xs for `down`
+  0.0105 in 71.7, 3 bits with 4 for `down` 0.0125 in 73.2; q5_k 0.0025 in 94.2, 5 bits 0.0031. Importance
+  wins little there: a search without it already fits scales by least squares.
+- Beside llama.cpp's files, with importance on both sides: about alike at 4 bits (IQ4_XS 0.0054 in 78.7 MB,
+  iq4_xs 0.0050 in 78.5; Q4_K_S 0.0045 in 82.4, q4_k with q6_k for attention and embedding 0.0048 in 81.8),
+  less at 5 (Q5_K_M 0.0029 in 96.0, q5_k with attention at 8 bits 0.0019 in 95.5), and more at 3 (Q3_K_M
+  0.0093 in 72.9, q3_k with q4_k for `down` 0.0102 in 72.7). SmolLM2's 576 columns take no superblocks.
 
 So `bits=4` is "4 bits, attention 6" of such a model by itself: linear layers beside experts have 6 bits where
 they are at most a tenth of the weights, and embedding and head where they are a tenth or more. Three recipes
-have a name in `convert` and `fit`, which says the bytes of a token:
+have a name in `convert` and `fit`, which says the bytes of a token. They have superblocks where all columns
+of experts are multiples of 256, and groups of 64 elsewhere, with `--to mlx`, and with `--group-size`:
 
-| `--recipe` | here | for |
-|---|---|---|
-| `small` | 3 bits, attention 6, down 4 | the loss of 4 bits everywhere in fewer bytes |
-| `fast` | 4 bits, embedding 4 | the fewest bytes a token (Qwen3-30B-A3B: 1.73 GB, 1.96 with `bits=4`) |
-| `best` | 4 bits, attention 6, down 5 | the loss of 5 bits everywhere in fewer bytes |
+| `--recipe` | here | elsewhere | for |
+|---|---|---|---|
+| `small` | q3_k, down iq4_xs | 3 bits, down 4 | less loss than 4 bits everywhere, a tenth fewer bytes |
+| `fast` | iq4_xs | 4 bits | the fewest bytes a token: of Qwen3-30B-A3B 1.63 GB, 1.96 with `bits=4` |
+| `best` | iq4_xs, down q5_k | 4 bits, down 5 | less loss than 5 bits everywhere, a tenth fewer bytes |
+
+`small` and `best` have 6 bits for attention and embedding, as `bits=4` has; `fast` has one format for all.
 
 Written by
 
@@ -134,7 +141,42 @@ RECIPES: dict[str, dict[str, Any]] = {
     "nvfp4, embedding 6": {"mode": "nvfp4", "embedding_bits": 6},
     "mxfp4, embedding 6": {"mode": "mxfp4", "embedding_bits": 6},
 }
+
+
+def superblocks(mode: str, attention_in: Any = 6, **experts: str) -> dict[str, Any]:
+    """Experts in a type of ggml, some of their projections in another, and the rest in 6 bits."""
+    others = {f"experts.{name}": {"mode": own} for name, own in experts.items()}
+    return {"mode": mode, "embedding_bits": 6, "overrides": {"self_attn.*": attention_in, **others}}
+
+
+SUPERBLOCKS: dict[str, dict[str, Any]] = {
+    "q2_k, attention 6": superblocks("q2_k"),
+    "q2_k, attention 6, down q3_k": superblocks("q2_k", down_proj="q3_k"),
+    "q2_k, attention 6, down q4_k": superblocks("q2_k", down_proj="q4_k"),
+    "q3_k, attention 6": superblocks("q3_k"),
+    "q3_k, attention 6, down iq4_xs": superblocks("q3_k", down_proj="iq4_xs"),
+    "q3_k, attention 6, down q4_k": superblocks("q3_k", down_proj="q4_k"),
+    "q3_k, attention 6, down q5_k": superblocks("q3_k", down_proj="q5_k"),
+    "iq4_xs, attention 6, down q3_k": superblocks("iq4_xs", down_proj="q3_k"),
+    "iq4_xs, attention 6": superblocks("iq4_xs"),
+    "iq4_xs, attention 6, down q5_k": superblocks("iq4_xs", down_proj="q5_k"),
+    "q4_k everywhere": {"mode": "q4_k", "embedding_bits": "same"},
+    "iq4_xs everywhere": {"mode": "iq4_xs", "embedding_bits": "same"},
+    "q4_k, embedding 6": {"mode": "q4_k", "embedding_bits": 6},
+    "q4_k, attention 6": superblocks("q4_k"),
+    "q4_k, attention and embedding q6_k": {
+        "mode": "q4_k",
+        "overrides": {"self_attn.*": {"mode": "q6_k"}, "embed_tokens": {"mode": "q6_k"}},
+    },
+    "q4_k, attention 8": superblocks("q4_k", 8),
+    "q4_k, attention 6, down q5_k": superblocks("q4_k", down_proj="q5_k"),
+    "q4_k, attention 8, down q5_k": superblocks("q4_k", 8, down_proj="q5_k"),
+    "q5_k, attention 6": superblocks("q5_k"),
+    "q5_k, attention 8": superblocks("q5_k", 8),
+    "q6_k, attention 8": superblocks("q6_k", 8),
+}
 MLX, EACH, ALL = "MLX's rule", "importance", "importance, one for all experts"
+ALIKE = "no importance"
 # Recipes that are measured in the third way, too.
 ONE_FOR_ALL = ("4 bits", "4 bits, attention 6", "3 bits, attention 6")
 
@@ -202,6 +244,9 @@ def ways(dense: Any, importance: Importance) -> Iterator[tuple[str, str, dict[st
         yield name, EACH, recipe | {"importance": importance}
         if name in ONE_FOR_ALL:
             yield name, ALL, recipe | {"importance": alike}
+    for name, recipe in SUPERBLOCKS.items():
+        yield name, ALIKE, recipe
+        yield name, EACH, recipe | {"importance": importance}
 
 
 class Measured:
@@ -322,7 +367,14 @@ WIDTH, HEIGHT, EDGE = 520, 420, 50
 # Recipes with a name in the plot; the others are points.
 NAMED = ("3 bits", "4 bits", "5 bits", "6 bits", "4 bits, attention 6", "3 bits, attention 6, down 4")
 NAMED += ("4 bits, attention 6, down 5", "mixed_3_6 of mlx-lm", "mixed_4_6 of mlx-lm", "nvfp4, embedding 6")
-NAMED += ("llama.cpp IQ4_XS", "llama.cpp Q4_K_M", "llama.cpp Q4_K_S, attention Q6_K", "llama.cpp Q5_K_M")
+NAMED += ("q3_k, attention 6, down iq4_xs", "iq4_xs everywhere", "q4_k, attention 6", "q5_k, attention 6")
+NAMED += (
+    "iq4_xs, attention 6, down q5_k",
+    "llama.cpp IQ4_XS",
+    "llama.cpp Q4_K_M",
+    "llama.cpp Q4_K_S, attention Q6_K",
+    "llama.cpp Q5_K_M",
+)
 COLOURS = {"mlx-lm": "#c60", "llama.cpp": "#383"}
 
 

@@ -199,8 +199,9 @@ def test_the_figures_in_the_readme_are_those_of_the_table():
         for row in kept["rows"]
         if row["way"] == "importance"
     }
-    own, theirs = sizes["4 bits, attention 6"], sizes["llama.cpp Q4_K_S, attention Q6_K"]
-    assert f"{own}; llama.cpp is ahead: {theirs}" in text
+    names = ("iq4_xs, attention 6", "llama.cpp IQ4_XS, attention Q6_K", "4 bits, attention 6")
+    own, theirs, affine = (sizes[name] for name in names)
+    assert f'`mode="iq4_xs"` {own}, llama.cpp\'s {theirs}; `bits=4` {affine}' in text
 
 
 def commands_in(text: str) -> list[list[str]]:

@@ -50,6 +50,11 @@ FILES = {
         "tests/support/tiny_models.py",
     ),
     "transformers/checkpoints/test_mlx.py": ("docs/mlx.md",),
+    # By a fixture that runs commands, which are imported by their names.
+    "transformers/checkpoints/test_declared_gguf.py": (
+        "torch_moe_mps/commands/convert.py",
+        "torch_moe_mps/serving/app.py",
+    ),
     "serving/test_many.py": ("torch_moe_mps/serving/batch.py", "torch_moe_mps/transformers/accelerate.py"),
     "simulator/tests/test_host.py": ("tests/simulator/build.py", "tests/simulator/tests/host_calls.mm"),
 }

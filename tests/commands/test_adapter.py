@@ -88,6 +88,42 @@ def test_refused(folders, capsys, options, message):
     assert message in err and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    ("stored", "message"),
+    [
+        (None, "--adapter must be a folder with an adapter_config.json, got"),
+        ('{"peft_type": "LORA"', "adapter_config.json must be JSON, got Expecting"),
+        ("[]", "adapter_config.json must have a JSON object, got a list"),
+    ],
+)
+def test_a_folder_without_an_adapter_is_refused_before_the_model_is_loaded(tmp_path, capsys, stored, message):
+    if stored is not None:
+        (tmp_path / "adapter_config.json").write_text(stored)
+    (tmp_path / "model").mkdir()
+    assert run("generate", tmp_path / "model", "-p", "hello", "--adapter", tmp_path) == 1
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 128}, "--adapter must be of this model, got {}: size mismatch for base_model."),
+        ({"num_hidden_layers": 3}, "an adapter of this model must be base_model.model.model.layers.2."),
+        ({"num_hidden_layers": 1}, "must be without base_model.model.model.layers.1."),
+    ],
+)
+def test_adapters_of_other_models(folders, capsys, tmp_path, sizes, message):
+    """PEFT leaves out what has no place, and what is missing changes nothing: neither is said."""
+    with tiny_models.groups_of_32():
+        model = tiny_models.tiny_model("mixtral", head_dim=32, vocab_size=27, **sizes)
+    model.save_pretrained(tmp_path)
+    tokenizer_of(LETTERS, unk_token="?", pad_token="?").save_pretrained(tmp_path)
+    options = ("--raw", "-p", "hello", "--max-tokens", 1, "--adapter", folders[1])
+    assert run("generate", tmp_path, "--bits", 4, "--group-size", 32, *options) == 1
+    (*_, error) = capsys.readouterr().err.strip().splitlines()
+    assert message.format(folders[1]) in error and error.startswith("torch-moe-mps: error: ")
+
+
 def asked(adapter, *options):
     """Answers of a server with an adapter, to two clients at once."""
     model, folder = adapter

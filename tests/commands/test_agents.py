@@ -4,6 +4,7 @@
 short texts in place of their own, and fewer tools and arguments.
 """
 
+import importlib
 import json
 import logging
 import re
@@ -12,7 +13,6 @@ import urllib.error
 import urllib.request
 from pathlib import Path
 
-import anthropic
 import openai
 import pytest
 from support import scripted
@@ -38,8 +38,14 @@ def of_openai(here):
         yield client
 
 
+@pytest.fixture(scope="module")
+def anthropic():
+    """Imported by the process that runs tests of it alone: that takes seconds."""
+    return importlib.import_module("anthropic")
+
+
 @pytest.fixture
-def of_anthropic(here):
+def of_anthropic(here, anthropic):
     with anthropic.Anthropic(base_url=here.url, api_key="none", max_retries=0, timeout=20) as client:
         yield client
 
@@ -568,7 +574,7 @@ def test_a_base_url_without_v1(here):
         assert client.models.list().data[0].id == "scripted"
 
 
-def test_errors_of_the_model_are_told(here, of_openai, of_anthropic):
+def test_errors_of_the_model_are_told(here, of_openai, of_anthropic, anthropic):
     """Streamed and not, in the protocol's form; the server answers the next request."""
     generator = here.says("ok")
     generator.submit = lambda job: job.on_end(RuntimeError("the GPU has stopped"))

@@ -112,9 +112,8 @@ def test_examples_in_the_help_are_right(command, capsys):
 def test_the_help_names_every_mode(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["convert", "--help"])
-    assert re.search(r"--mode MODE +(.*) \(affine\)", capsys.readouterr().out)[1] == (
-        f"{', '.join(MODES[:-1])} or {MODES[-1]}"
-    )
+    text = " ".join(capsys.readouterr().out.split())
+    assert f"--mode MODE {', '.join(MODES[:-1])} or {MODES[-1]} (affine)" in text
 
 
 @pytest.mark.parametrize(

@@ -111,7 +111,7 @@ ERRORS = {
     ),
     "Qwen3MoeForCausalLM": (
         "moe_mps::quantize: model.layers.0.mlp.experts.gate_up_proj must be "
-        "of an input dimension that is a multiple of group_size 64, got 32",
+        "of an input dimension that is a multiple of 64 for affine4_64, got 32",
         "--bits",
         "4",
     ),

@@ -14,6 +14,7 @@ from support.checkpoints import LETTERS, tokenizer_of
 
 import torch_moe_mps
 from torch_moe_mps.commands import finetune, main
+from torch_moe_mps.training import steps
 
 DATA = [{"prompt": f"abc{a}", "completion": f"hij{b}"} for a, b in zip("defg", "klmn", strict=True)] * 5
 
@@ -99,6 +100,26 @@ def test_resumed_is_as_if_it_never_ended(folder, trained, monkeypatch, capsys):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     curves = [json.loads((each / "finetune.json").read_text())["curve"] for each in (trained[0], output)]
     assert [row["loss"] for row in curves[0]] == [row["loss"] for row in curves[1]]
+
+
+def test_resumes_behind_a_checkpoint_that_is_whole(tmp_path):
+    """A process that was killed leaves a part of one: its state is written last."""
+    for step, names in ((2, ("adapter_model.safetensors", "trainer_state.json")), (10, ("optimizer.pt",))):
+        (folder := tmp_path / f"checkpoint-{step}").mkdir()
+        for name in names:
+            (folder / name).touch()
+    assert steps.last_checkpoint(tmp_path) == str(tmp_path / "checkpoint-2")
+    assert steps.last_checkpoint(tmp_path / "none") is None
+
+
+@pytest.mark.slow("three steps of training")
+def test_a_loss_that_is_no_number_ends(folder, tmp_path, capsys):
+    assert run(folder, tmp_path / "new", "--steps", 3, "--learning-rate", "1e30") == 1
+    assert "error: the loss must be finite, got nan at step " in capsys.readouterr().err
+    assert not (tmp_path / "new" / "adapter_model.safetensors").exists()
+    (tmp_path / "new" / "finetune.json").write_text("{")
+    assert run(folder, tmp_path / "new", "--steps", 3, "--resume") == 1
+    assert "finetune.json must be the record of a training, got " in capsys.readouterr().err
 
 
 @pytest.mark.slow("reads what a training wrote")

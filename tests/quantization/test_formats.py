@@ -192,9 +192,8 @@ def test_errors():
         "quantize: group_size must be 32 or 64 or 128 for mode affine, got 64.0": lambda: quantize(
             ones, 4, 64.0
         ),
-        "quantize: mode must be one of affine, mxfp4, mxfp8, nvfp4, got 'nf4'": lambda: quantize(
-            ones, 4, 64, "nf4"
-        ),
+        "quantize: mode must be one of affine, mxfp4, mxfp8, nvfp4, "
+        "q2_k, q3_k, q4_k, q5_k, q6_k, iq4_xs, got 'nf4'": lambda: quantize(ones, 4, 64, "nf4"),
         "quantize: weight must be float32 or float16 or bfloat16, got int32": lambda: quantize(ones.int()),
         "quantize: weight must be 2-D or 3-D, got 1-D of shape (64,)": lambda: quantize(ones[0]),
         "quantize: weight must be of a last dimension that is a multiple of 64, got (2, 33)": lambda: (

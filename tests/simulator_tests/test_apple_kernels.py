@@ -455,11 +455,16 @@ def fitting_registers(name: str, path: Path):
     return found
 
 
+def on_both(name: str, path: Path) -> str:
+    """Registers on the M1 and M2 and, behind a slash, from the M3 on where these differ."""
+    first, later = fitting_registers(name, path), apple.registers(path, name, native=True)
+    return "/".join(f"{n:g}" for n in dict.fromkeys((first.registers, later.registers)))
+
+
 def register_text(name: str, path: Path, launched: object) -> str:
     found, bound = fitting_registers(name, path), kernels_of(path)[name].max_threads
-    return (
-        f"{found.registers:g} registers, {launched}/{bound or '-'}/{apple.threads_for(found.halves)} threads"
-    )
+    threads = apple.threads_for(found.halves)
+    return f"{on_both(name, path)} registers, {launched}/{bound or '-'}/{threads} threads"
 
 
 def dispatch_line(m: apple.Measurement, elements: int) -> str:
@@ -487,7 +492,8 @@ def costs(group: str) -> str:
 
 
 def registers_of_formats(*starts: str) -> str:
-    """Each quantised format that starts so: the registers of its kernels, in the order of the library."""
+    """Each quantised format that starts so: the registers of its kernels, in the order of the library, on the
+    M1 and M2 and from the M3 on."""
     lines = []
     for name in libraries("quantized", "bf16"):
         if not name.startswith(tuple(f"quantized_{start}" for start in starts)):
@@ -497,7 +503,7 @@ def registers_of_formats(*starts: str) -> str:
         path, end = library(name), len(name) - len("quantized")
         left_out = "^(expert|matmul_rows|matmul)_|_rows$"
         kernels = {re.sub(left_out, "", kernel[:-end]): kernel for kernel in kernels_of(path)}
-        text = " ".join(f"{k} {fitting_registers(whole, path).registers:g}" for k, whole in kernels.items())
+        text = " ".join(f"{k} {on_both(whole, path)}" for k, whole in kernels.items())
         text = f"{name.removeprefix('quantized_').removesuffix('_bf16')}: {text}"
         lines.append(textwrap.fill(text, 100, subsequent_indent="  ", break_on_hyphens=False))
     return "\n".join(lines) + "\n"
@@ -561,8 +567,9 @@ FORMATS = {"mlx": ("affine", "mx", "nv"), "gguf_blocks": ("q",), "gguf_points": 
 @pytest.mark.slow("counts each instruction of a kernel at real sizes")
 @pytest.mark.parametrize("group", in_sweep(GROUPS, ALWAYS))
 def test_costs(simulated, group):
-    """Issue slots of a lane on the M1 and M2, and from the M3 on, where bfloat16 is native; 32-bit registers;
-    threads of a threadgroup as launched, as declared, and as the M1's registers allow (0: it spills)."""
+    """Issue slots of a lane on the M1 and M2, and from the M3 on, where bfloat16 is native; 32-bit registers
+    on both; threads of a threadgroup as launched, as declared, and as the M1's registers allow (0: it
+    spills)."""
     assert_pinned(__file__, f"costs_{group}", costs(group))
 
 

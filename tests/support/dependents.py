@@ -58,11 +58,14 @@ def name_of(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def imports(path: Path, root: Path) -> Iterator[str]:
-    """What a file imports, in its functions too: absolute names of modules, or of names in modules."""
+def imports(path: Path, root: Path, part: ast.AST | None = None) -> Iterator[str]:
+    """What a file imports, in its functions too: absolute names of modules, or of names in modules.
+
+    `part`: a piece of the file alone.
+    """
     name = name_of(path, root).split(".")
     package = name if path.name == "__init__.py" else name[:-1]
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(part or ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):

@@ -10,6 +10,7 @@ reads a file that is not among them depends on all files of the repository but o
 models that make no buffer of the device depend on no shader.
 """
 
+import ast
 import contextlib
 import functools
 import os
@@ -32,7 +33,7 @@ from .dependents import PACKAGE, REPOSITORY, TESTS
 
 # What every test runs in.
 EVERY_TEST = re.compile(
-    r"tests/(conftest\.py|\w+\.txt|simulator/(?!tests/|example/|README)|support/(simulated|slow|kept|processes)\.py)"
+    r"tests/(conftest\.py|\w+\.txt|simulator/(?!tests/|example/|README)|support/(simulated|slow|kept|dependents|processes|fork_server|recipes)\.py)"
     r"|pyproject\.toml|setup\.py|scripts/environment\.sh|torch_moe_mps_autoload\.py"
 )
 # What operators run: the host code is part of every process that has the device.
@@ -101,14 +102,63 @@ def imported(path: Path) -> frozenset[Path]:
 
 
 @functools.cache
+def fixtures(conftest: Path) -> dict[str, tuple[frozenset[str], frozenset[Path]]]:
+    """{fixture, or "" for what every test runs: words of its code, and the files that it imports}"""
+    names = {dependents.name_of(path, root_of(path)): path for path in dependents.graph()[conftest]}
+    words, files = defaultdict(set), defaultdict(set)
+    for node in ast.parse(dependents.read(conftest)).body:
+        decorators = getattr(node, "decorator_list", [])
+        is_fixture = any("fixture" in ast.unparse(decorator) for decorator in decorators)
+        name = node.name if is_fixture else ""
+        words[name] |= set(re.findall(r"\w+", ast.unparse(node)))
+        for found in dependents.imports(conftest, TESTS, node):
+            files[name] |= {names[one] for one in (found, found.rpartition(".")[0]) if one in names}
+    return {name: (frozenset(words[name]), frozenset(files[name])) for name in words}
+
+
+def root_of(path: Path) -> Path:
+    return next(root for folder, root in dependents.ROOTS.items() if folder in path.parents)
+
+
+def of_fixtures(test: Path) -> set[Path]:
+    """The conftest.py of a test's folders, and what their fixtures import, of those that it names."""
+    conftests = [
+        folder / "conftest.py" for folder in test.parents if folder / "conftest.py" in dependents.graph()
+    ]
+    known = [fixture for conftest in conftests for fixture in fixtures(conftest).items()]
+    words, files = set(re.findall(r"\w+", dependents.read(test))) | {""}, set(conftests)
+    for _ in known:  # one may ask for another
+        for name, (own, imported_there) in known:
+            if name in words:
+                words |= own if name else set()
+                files |= imported_there
+    return files
+
+
+def room_of(path: Path) -> Path | None:
+    """The folder of the package that a file lies in, the outermost."""
+    parts = path.relative_to(PACKAGE).parts if PACKAGE in path.parents else ()
+    return PACKAGE / parts[0] if len(parts) > 1 else None
+
+
+@functools.cache
 def closure(test: Path) -> frozenset[Path]:
-    """A test, the files that it imports, and what these import in turn."""
-    seen, ahead = {test}, [test]
+    """A test, the files that it and its fixtures import, and what these import in turn.
+
+    Of the package whole rooms, of which modules know each other by their names, too.
+    """
+    seen: set[Path] = set()
+    rooms: set[Path] = set()
+    ahead = {test} | of_fixtures(test)
     while ahead:
         path = ahead.pop()
-        new = imported(path) - seen if path != PACKAGE / "__init__.py" else set()
-        seen |= new
-        ahead += new
+        seen.add(path)
+        if path != PACKAGE / "__init__.py" and path.name != "conftest.py":
+            ahead |= imported(path) - seen
+        room = room_of(path)
+        if room is not None and room not in rooms:
+            rooms.add(room)
+            ahead |= (inside(room) & dependents.graph().keys()) - seen
     return frozenset(seen)
 
 
@@ -127,11 +177,11 @@ def texts_of(test: Path) -> frozenset[Path]:
 
 @functools.cache
 def dependencies(test: Path) -> frozenset[Path]:
-    """The files that a test depends on. Of the package whole rooms: a room's modules know each other."""
+    """The files that a test depends on."""
     files = closure(test)
-    rooms = {path.relative_to(PACKAGE).parts[0] for path in files if PACKAGE in path.parents}
+    rooms = {room for path in files if (room := room_of(path)) is not None}
     operators = frozenset() if SIMULATOR in test.parents else matching(OPERATORS)
-    return files.union(matching(EVERY_TEST), operators, texts_of(test), *(inside(PACKAGE / r) for r in rooms))
+    return files.union(matching(EVERY_TEST), operators, texts_of(test), *map(inside, rooms))
 
 
 @functools.cache

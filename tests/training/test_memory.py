@@ -8,18 +8,21 @@ from support import tiny_models
 from support.memory import Memory
 
 import torch_moe_mps
-from torch_moe_mps.training.memory import Ranks, parameters_of, peak_of, targets_in
+from torch_moe_mps.training import memory as memory_of_steps
+from torch_moe_mps.training.memory import Peak, Ranks, parameters_of, peak_of, targets_in
 from torch_moe_mps.training.steps import with_new_adapter
+from torch_moe_mps.transformers.modules import loss
 
 
-@pytest.mark.slow("a model of each kind takes two steps of training")
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "llama", "gpt_oss"])
-def test_peak(architecture):
+def counted_and_said(
+    architecture: str, device: str, tokens: int, layers: int = 2, words: int = 97
+) -> tuple[int, Peak]:
+    """Bytes beside weights and adapter that a step of training takes at most, and what is said of it."""
     with tiny_models.groups_of_32():
-        dense = tiny_models.tiny_model(architecture)
-    model = copy.deepcopy(dense)
+        dense = tiny_models.tiny_model(architecture, num_hidden_layers=layers, vocab_size=words)
+    model = copy.deepcopy(dense).to(device)
     torch_moe_mps.accelerate(model, 4, 32, linear_bits=4, embedding_bits=4)
-    ranks, ids = Ranks(8, 4), torch.randint(1, 90, (2, 128))
+    ranks, ids = Ranks(8, 4), torch.randint(1, 90, (2, tokens)).to(device)
     adapted = with_new_adapter(model, targets_in(dense, None), ranks, "name").train()
     trained = [p for p in adapted.parameters() if p.requires_grad]
     assert sum(p.numel() for p in trained) == parameters_of(dense, ranks)
@@ -31,9 +34,27 @@ def test_peak(architecture):
         before = memory.held()
         adapted(input_ids=ids, labels=ids, use_cache=False).loss.backward()
     counted = memory.peak - before - sum(p.nbytes for p in trained)  # gradients are in the adapter's share
-    said = peak_of(dense, 0, ranks, *ids.shape, 4)
+    return counted, peak_of(dense, 0, ranks, *ids.shape, 4)
+
+
+@pytest.mark.slow("a model of each kind takes two steps of training")
+@pytest.mark.parametrize("architecture", ["qwen3_moe", "llama", "gpt_oss"])
+def test_peak(architecture):
+    counted, said = counted_and_said(architecture, "cpu", 128)
     assert counted <= said.total - said.adapter
     assert said.checkpoints + said.layer + said.loss <= 3 * counted
+
+
+@pytest.mark.slow("models take steps of training in the simulator")
+def test_peak_on_the_device(simulated, monkeypatch):
+    """At most checkpoints, one layer and one chunk of logits, in the tensors that operators hand to each
+    other; two layers more add their checkpoints and nothing else."""
+    words = 4000
+    for module in (loss, memory_of_steps):
+        monkeypatch.setattr(module, "LARGEST", 2 * words)
+    (two, said), (four, more) = (counted_and_said("qwen3_moe", "mps", 24, layers, words) for layers in (2, 4))
+    assert two <= said.total - said.adapter
+    assert four - two <= more.checkpoints - said.checkpoints + 4096
 
 
 def test_parameters_of_a_real_model():

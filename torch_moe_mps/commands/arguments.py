@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 
 from .. import __version__
 
+_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")  # and iq4_xs
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
@@ -253,7 +254,11 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add("destination", metavar="DST", help="folder to write; it must not exist")
     add("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
     add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
-    add("--mode", default="affine", help="affine, mxfp4, mxfp8 or nvfp4 (affine)")
+    add(
+        "--mode",
+        default="affine",
+        help=f"{', '.join(_MODES)} or iq4_xs (affine)",
+    )
     add(
         "--linear-bits",
         type=_bits,
@@ -337,7 +342,7 @@ def _fit(command: argparse.ArgumentParser) -> None:
     add("--recipe", metavar="NAME", help="also small, fast, best, mixed_2_6 to mixed_4_6, or a JSON file")
     _add(command, "--json")
     add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")
-    add("--group-size", type=int, default=64, help="weights that share a scale: 32, 64 or 128 (64)")
+    add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
     _add(command, "--kv-bits")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
     _add(command, "--dtype", help=dense)

@@ -18,7 +18,7 @@ import torch
 
 from .._faults import raise_fault
 from ..ops import OPERATORS
-from ..ops._formats import MODES, Format
+from ..ops._formats import MLX_MODES, Format
 from ..selfcheck import large, probe, tensor_units, tuner
 from ..selfcheck.calls import DTYPES, FORMATS, Subject, subjects
 from ..selfcheck.compare import TOLERANCE, Finding, compare, difference, in_words
@@ -237,7 +237,7 @@ def check_model(dtype: torch.dtype, formats: Sequence[Format]) -> list[Finding]:
     )
     ids = torch.arange(1, 13)[None]
     findings = []
-    of_quantize = [format for format in formats if format.mode in MODES]
+    of_quantize = [format for format in formats if format.mode in MLX_MODES]
     for format in (None, *of_quantize[:1]):
         torch.manual_seed(0)
         model = transformers.Qwen3MoeForCausalLM(config).to(dtype).eval()

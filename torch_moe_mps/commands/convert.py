@@ -21,6 +21,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 from .. import __version__
 from .._text import split_gguf
 from ..macs import machine_memory
+from ..ops._formats import GGUF
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
 from ..transformers.checkpoints.layouts.files import LARGEST, UNFINISHED, Shards, checkpoint_files
@@ -36,7 +37,7 @@ from ..transformers.mtp import mtp_tensors
 from .card import CARD, model_card
 from .recipes import arguments_of
 from .results import check_writable, write_json, written_whole
-from .sources import folder_of, loading_options, small_files, tokenizer_of, usable_device
+from .sources import adapter_config, folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _ADAPTER = "adapter"  # the folder in DST
 # What is written anew, not copied.
@@ -75,6 +76,8 @@ def run(options: argparse.Namespace) -> None:
         "requantize": _says_a_format(options),
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
+    if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
+        raise ValueError(f"--to mlx needs --bits: MLX does not have {' and '.join(sorted(others))}")
     if options.to != "mlx" and _weights(source):
         beside = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
         plan = plan._replace(before=plan.before + beside, after=plan.after + beside)
@@ -94,10 +97,7 @@ def _check_adapter(folder: str | None) -> None:
     """Raises: ValueError for what is no adapter of PEFT that can be stored beside the model."""
     if folder is None:
         return
-    config = Path(folder) / "adapter_config.json"
-    if not config.is_file():
-        raise ValueError(f"--adapter must be a folder with an adapter_config.json, got {folder}")
-    if (kind := json.loads(config.read_text()).get("peft_type")) != "LORA":
+    if (kind := adapter_config(folder).get("peft_type")) != "LORA":
         raise ValueError(f"--adapter must be a LoRA adapter of PEFT, got one of {kind}")
     if importlib.util.find_spec("peft") is None:
         raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'")

@@ -129,7 +129,10 @@ def _begun(options: argparse.Namespace, output: Path) -> dict[str, Any]:
         return {"options": asked}
     if not (output / _ABOUT).is_file():
         raise ValueError(f"--resume needs a training in {output}, got none")
-    about: dict[str, Any] = json.loads((output / _ABOUT).read_text())
+    try:
+        about: dict[str, Any] = json.loads((output / _ABOUT).read_text())
+    except ValueError as error:
+        raise ValueError(f"{output / _ABOUT} must be the record of a training, got {error}") from None
     for name, before in about["options"].items():
         if asked.get(name) != before:
             what = "the data" if name == "data" else f"--{name.replace('_', '-')}"

@@ -183,7 +183,7 @@ def bound(size: Size, cache: KVCache | None, context: int, bandwidth: float) -> 
     return bandwidth * 1e9 / (size.token + (cache.at(context) if cache else 0))
 
 
-def sizes_of(model: nn.Module, group_size: int) -> list[Size]:
+def sizes_of(model: nn.Module, group_size: int | None) -> list[Size]:
     """The dense model, and the model in each number of bits."""
     formats = [Format(bits, group_size) for bits in BITS]
     return [
@@ -235,7 +235,7 @@ def size_when_loaded(options: argparse.Namespace, source: Source, model: Any, fo
     return (total_bytes(model) if stored is None else stored.weights), number
 
 
-def of_recipe(model: Any, recipe: str, group_size: int) -> Size:
+def of_recipe(model: Any, recipe: str, group_size: int | None) -> Size:
     """The model with a mixed recipe, or one in a file."""
     arguments = arguments_of_recipe(recipe, model, group_size=group_size)
     return _size(Path(recipe).stem, model, _targets(model, requested_recipe(**arguments)))

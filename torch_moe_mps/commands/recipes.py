@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..ops._formats import LARGE_BLOCK
 from ..quantization import Format
 from ..transformers.checkpoints.quantize.recipe import ARGUMENTS, AUTO, SAME, fits, recipe_of
 from ..transformers.checkpoints.quantize.targets import quantizable, weights_of
@@ -12,10 +13,17 @@ from ..transformers.checkpoints.quantize.targets import quantizable, weights_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-# {name: arguments, and bits of the down projections of experts}: docs/quality_moe.md measures them.
-NAMED: dict[str, tuple[dict[str, Any], int | None]] = {
+_ALL_ALIKE = {"linear_bits": SAME, "embedding_bits": SAME}
+# {name: arguments, and the format of the down projections of experts}: docs/quality_moe.md measures them. The
+# first are for models of whose experts all columns are multiples of 256; the second for others, and for MLX.
+SUPERBLOCKS: dict[str, tuple[dict[str, Any], Any]] = {
+    "small": ({"mode": "q3_k"}, {"mode": "iq4_xs"}),
+    "fast": ({"mode": "iq4_xs", **_ALL_ALIKE}, None),
+    "best": ({"mode": "iq4_xs"}, {"mode": "q5_k"}),
+}
+NAMED: dict[str, tuple[dict[str, Any], Any]] = {
     "small": ({"bits": 3}, 4),
-    "fast": ({"bits": 4, "linear_bits": SAME, "embedding_bits": SAME}, None),
+    "fast": ({"bits": 4, **_ALL_ALIKE}, None),
     "best": ({"bits": 4}, 5),
 }
 MIXED = ("mixed_2_6", "mixed_3_4", "mixed_3_6", "mixed_4_6")
@@ -30,16 +38,18 @@ def arguments_of(options: argparse.Namespace, model: "PreTrainedModel") -> dict[
         raise ValueError("--recipe already sets the bits; leave out --bits and --mode")
     asked = {name: getattr(options, name) for name in ARGUMENTS if name != "overrides"}
     if options.recipe is not None:
-        return arguments_of_recipe(options.recipe, model, **asked)
+        return arguments_of_recipe(options.recipe, model, for_mlx=options.to == "mlx", **asked)
     if options.bits is None and options.mode == "affine":
         asked["bits"] = 4
     return asked
 
 
-def arguments_of_recipe(recipe: str, model: "PreTrainedModel", **asked: Any) -> dict[str, Any]:
+def arguments_of_recipe(
+    recipe: str, model: "PreTrainedModel", *, for_mlx: bool = False, **asked: Any
+) -> dict[str, Any]:
     """The arguments of a recipe with a name, with what else is asked, or those in a file."""
     if recipe in NAMED:
-        return _named(recipe, model, asked)
+        return _named(recipe, model, asked, for_mlx)
     if recipe not in MIXED:
         return read_recipe(recipe)
     for name in ("linear_bits", "embedding_bits"):  # as mlx-lm has it
@@ -48,12 +58,15 @@ def arguments_of_recipe(recipe: str, model: "PreTrainedModel", **asked: Any) -> 
     return asked | {"bits": int(recipe.split("_")[1]), "overrides": mixed_overrides(recipe, model)}
 
 
-def _named(recipe: str, model: "PreTrainedModel", asked: dict[str, Any]) -> dict[str, Any]:
+def _named(recipe: str, model: "PreTrainedModel", asked: dict[str, Any], for_mlx: bool) -> dict[str, Any]:
     """Options beside the name win; a model without experts has no bits of their own."""
-    own, down = NAMED[recipe]
-    unsaid = {"bits": None, "group_size": None, "linear_bits": AUTO, "embedding_bits": AUTO}
+    experts = [target for target in quantizable(model).values() if target.kind == "experts"]
+    columns = [t.rows_first(t.dense(p)).shape[-1] for t in experts for p in t.parameters]
+    fits_in = experts and all(count % LARGE_BLOCK == 0 for count in columns) and not for_mlx
+    own, down = (SUPERBLOCKS if fits_in and asked.get("group_size") is None else NAMED)[recipe]
+    unsaid = {"bits": None, "mode": "affine", "group_size": None, "linear_bits": AUTO, "embedding_bits": AUTO}
     arguments = own | {name: value for name, value in asked.items() if value != unsaid.get(name, ())}
-    paths = [t.path(p) for t in quantizable(model).values() if t.kind == "experts" for p in t.parameters]
+    paths = [target.path(parameter) for target in experts for parameter in target.parameters]
     ends = dict.fromkeys(".".join(path.split(".")[-2:]) for path in paths if path.endswith("down_proj"))
     return arguments if down is None else arguments | {"overrides": dict.fromkeys(ends, down)}
 

@@ -1,6 +1,7 @@
 """Questions of commands about a model's files, and the model in them; places.py says where they are."""
 
 import argparse
+import json
 import os
 import sys
 import time
@@ -123,13 +124,29 @@ def load(options: argparse.Namespace, folder: str, device: str) -> Any:
 
 
 def check_adapter(options: argparse.Namespace) -> None:
-    """Raises: ValueError for what does not go together with --adapter."""
+    """Raises: ValueError for what does not go together with --adapter, and for a folder without one."""
     if options.adapter is None:
         return
     if torchrun.processes() > 1:
         raise ValueError("--adapter is for one process, got a pipeline of several")
     if getattr(options, "prompt_cache", None) is not None:  # whose names do not tell adapters
         raise ValueError("--prompt-cache must be without --adapter, got both")
+    if Path(options.adapter).is_dir():  # else PEFT looks for the name on the Hub
+        adapter_config(options.adapter)
+
+
+def adapter_config(folder: str) -> dict[str, Any]:
+    """The adapter_config.json of PEFT in a folder. Raises: ValueError."""
+    file = Path(folder) / "adapter_config.json"
+    if not file.is_file():
+        raise ValueError(f"--adapter must be a folder with an adapter_config.json, got {folder}")
+    try:
+        config = json.loads(file.read_text())
+    except ValueError as error:
+        raise ValueError(f"--adapter: {file} must be JSON, got {first_line(error)}") from None
+    if not isinstance(config, dict):
+        raise ValueError(f"--adapter: {file} must have a JSON object, got a {type(config).__name__}")
+    return config
 
 
 def with_adapter(options: argparse.Namespace, model: Any) -> Any:
@@ -141,11 +158,20 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
         return model
     try:
         from peft import PeftModel
+
+        from ..transformers.adapters.lora import check_stored
     except ImportError:
         raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # of names in transformers that PEFT still uses
-        return PeftModel.from_pretrained(model, options.adapter).eval().get_base_model()
+        try:
+            adapted = PeftModel.from_pretrained(model, options.adapter)
+        except RuntimeError as error:  # of load_state_dict, whose second line has the first tensor
+            _, *differences = str(error).splitlines()
+            what = differences[0].strip() if differences else error
+            raise ValueError(f"--adapter must be of this model, got {options.adapter}: {what}") from None
+    check_stored(options.adapter, adapted)
+    return adapted.eval().get_base_model()
 
 
 def load_stored(options: argparse.Namespace, folder: str, device: str, **asked: Any) -> Any:

@@ -10,9 +10,10 @@ All are laid out as mlx.core.quantize does: groups of consecutive values along t
 of a row one after the other in 32-bit words, the first in the lowest bits, so that codes of 3, 5 and 6 bits
 cross the ends of words. The numbers of mxfp4 and mxfp8 are those of OCP microscaling.
 
-The formats of GGUF have ggml's values in the same layout: codes q in words, and what their blocks hold beside
-them taken apart into two tensors. d and m are float16, whose bits int16 tensors hold: what casts a model to a
-dtype leaves them as they are. s and n are unsigned integers of a few bits.
+The modes q2_k to q6_k and iq4_xs are formats of GGUF. These have ggml's values in the same layout: codes q in
+words, and what their blocks hold beside them taken apart into two tensors. d and m are float16, whose bits
+int16 tensors hold: what casts a model to a dtype leaves them as they are. s and n are unsigned integers of a
+few bits.
 
     name              bits     group  value                              scales                    biases
     q4_0, q5_0, q8_0  4, 5, 8  32     (q - 8, 16, 128) * d               d                         none
@@ -63,11 +64,6 @@ from ._groups import prefixed
 
 # The tensors of a quantised weight.
 TENSORS = ("packed", "scales", "biases")
-BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
-GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
-DEFAULT_BITS = {"affine": 4, "mxfp4": 4, "mxfp8": 8, "nvfp4": 4}
-DEFAULT_GROUP_SIZE = {"affine": 64, "mxfp4": 32, "mxfp8": 32, "nvfp4": 16}
-MODES = tuple(BITS)
 
 
 @dataclass(frozen=True)
@@ -91,6 +87,14 @@ INTEGERS = {
     **{"q2_k": Integers(4, True, 0), "q3_k": Integers(6, False, 32), "q4_k": Integers(6, True, 0)},
     **{"q5_k": Integers(6, True, 0), "q6_k": Integers(8, False, 128), "iq4_xs": Integers(6, False, 32)},
 }
+# What weights can be quantised to, by the mode: MLX's, and ggml's with integers as scales.
+BITS = {"affine": (1, 2, 3, 4, 5, 6, 8), "mxfp4": (4,), "mxfp8": (8,), "nvfp4": (4,)}
+GROUP_SIZES = {"affine": (32, 64, 128), "mxfp4": (32,), "mxfp8": (32,), "nvfp4": (16,)}
+MLX_MODES = tuple(BITS)
+BITS |= {name: GGUF[name][:1] for name in INTEGERS}
+GROUP_SIZES |= {name: GGUF[name][1:] for name in INTEGERS}
+DEFAULTS = {mode: (BITS[mode][0], GROUP_SIZES[mode][0]) for mode in BITS} | {"affine": (4, 64)}
+MODES = tuple(BITS)
 
 
 @dataclass(frozen=True)
@@ -123,8 +127,8 @@ _QUANTIZE = Check("quantize")
 class Format:
     """How weights are quantised: a row of the table above.
 
-    A `bits` of None becomes 8 in mode "mxfp8" and 4 in the others. A group_size of None becomes 64 in mode
-    "affine"; every other mode has one group size.
+    In mode "affine" a `bits` of None becomes 4, and a group_size of None 64; every other mode has one of
+    both.
     """
 
     bits: int
@@ -138,8 +142,9 @@ class Format:
             if value is not None and (type(value) is not int or value not in allowed[mode]):
                 expected = " or ".join(map(str, allowed[mode])) + f" for mode {mode}"
                 _QUANTIZE.fail(argument, expected, repr(value))
-        bits = DEFAULT_BITS[mode] if bits is None else bits
-        group_size = DEFAULT_GROUP_SIZE[mode] if group_size is None else group_size
+        usual_bits, usual_size = DEFAULTS[mode]
+        bits = usual_bits if bits is None else bits
+        group_size = usual_size if group_size is None else group_size
         name = f"affine{bits}_{group_size}" if mode == "affine" else mode
         self._set(bits=bits, group_size=group_size, mode=mode, name=name)
 
@@ -270,7 +275,7 @@ class Format:
 
 FORMATS = {
     format.name: format
-    for mode in MODES
+    for mode in MLX_MODES
     for format in (Format(b, g, mode) for b in BITS[mode] for g in GROUP_SIZES[mode])
 }
 for _name, (_bits, _group_size) in GGUF.items():
@@ -354,7 +359,8 @@ def unpack(packed: Tensor, format: Format) -> Tensor:
         return e4m3(octets)
     if format.bits == 4:
         table = LEVELS if format.name in ("iq4_nl", "iq4_xs") else range(16)
-        return _pairs_by_table(octets, E2M1_VALUES if format.mode in MODES[1:] else tuple(map(float, table)))
+        values = E2M1_VALUES if format.mode in ("mxfp4", "nvfp4") else tuple(map(float, table))
+        return _pairs_by_table(octets, values)
     return _spread(octets, format.bits).float()
 
 

@@ -67,7 +67,7 @@ def quantize_by_importance(
     if weight.numel() == 0:
         return _empty(weight, format)
     importance = importance.unflatten(-1, (1, -1, format.group_size))
-    least = importance.sum(-1, keepdim=True) * (_numbers("kLeastShare")[0] / format.group_size)
+    least = importance.sum(-1, keepdim=True) * (constants("kLeastShare")[0] / format.group_size)
     importance = torch.maximum(importance, least)
     outputs, room = _empty(weight, format), weight.new_empty(0)
     for index in pieces(weight, CHUNK):
@@ -101,7 +101,7 @@ def pieces(weight: Tensor, count: int) -> Iterator[tuple[slice, slice]]:
 
 
 @functools.cache
-def _numbers(name: str) -> tuple[float, ...]:
+def constants(name: str) -> tuple[float, ...]:
     """The numbers of a constant of shaders/quantize_moves.h."""
     text = (Path(__file__).parents[1] / "shaders/quantize_moves.h").read_text()
     body = text.partition(f" {name}[")[2].partition(" = ")[2].partition(";")[0]
@@ -148,14 +148,30 @@ def _best(errors: list[Tensor], tried: list[Tensor]) -> Tensor:
 def _affine(
     groups: Tensor, importance: Tensor, dtype: torch.dtype, format: Format, room: list[Tensor]
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """In steps of the range: t = (w - middle) / step is s * c + m for codes c around zero."""
-    codes, half = 2**format.bits, 2 ** (format.bits - 1)
+    low, high, scale, bias, fit = fitted_lines(groups, importance, format.bits, room)
+    scale, half = scale.to(dtype).float(), 2 ** (format.bits - 1)
+    lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
+    theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
+    error, least = (fit.error_of(groups, *line) for line in (theirs, ours))
+    scale, bias = (torch.where(least < error, our, their) for our, their in zip(ours, theirs, strict=True))
+    return fit.codes(groups, scale, bias).to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
+
+
+def fitted_lines(
+    groups: Tensor, importance: Tensor, bits: int, room: list[Tensor]
+) -> tuple[Tensor, Tensor, Tensor, Tensor, "_Fit"]:
+    """Least and largest weight of each group, the scale and bias [..., 1] of least error in float32, and what
+    fitted them; codes are from -2^bits / 2 on.
+
+    In steps of the range: t = (w - middle) / step is s * c + m for codes c around zero.
+    """
+    codes, half = 2**bits, 2 ** (bits - 1)
     low, high = groups.amin(-1, keepdim=True), groups.amax(-1, keepdim=True)
     middle, step = (low + high) / 2, ((high - low) / (codes - 1)).clamp(min=torch.finfo(torch.float32).tiny)
     t = torch.sub(groups, middle, out=room[0]).mul_(1 / step)
     fit = _Fit(t, importance, half, room[1:])
-    many, numbers = int(format.bits > 4), _numbers("kMove")
-    first = torch.full_like(step, 1 - _numbers("kStart")[many] / codes)
+    many, numbers = int(bits > 4), constants("kMove")
+    first = torch.full_like(step, 1 - constants("kStart")[many] / codes)
     least, scale, bias = fit.turn(first, first / 2)
     half_of_them = len(numbers) // 2
     moves = numbers[many * half_of_them :][:half_of_them]
@@ -164,12 +180,7 @@ def _affine(
         better = error < least
         least = torch.where(better, error, least)
         scale, bias = torch.where(better, s, scale), torch.where(better, m, bias)
-    scale, bias = (scale * step).to(dtype).float(), bias * step + middle
-    lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
-    theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
-    error, least = (fit.error_of(groups, *line) for line in (theirs, ours))
-    scale, bias = (torch.where(least < error, our, their) for our, their in zip(ours, theirs, strict=True))
-    return fit.codes(groups, scale, bias).to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
+    return low, high, scale * step, bias * step + middle, fit
 
 
 class _Fit:
@@ -201,7 +212,7 @@ class _Fit:
         first = kc.sum(-1, keepdim=True)
         mean = first * self.inverse
         second = kc.mul_(c).sum(-1, keepdim=True)
-        variance = torch.maximum(second - first * mean, _numbers("kSmallest")[0] * second)
+        variance = torch.maximum(second - first * mean, constants("kSmallest")[0] * second)
         covariance = c.mul_(self.kt).sum(-1, keepdim=True) - first * self.mean
         fitted = covariance / variance
         return self.variance - fitted * covariance, fitted, self.mean - fitted * mean
@@ -235,13 +246,13 @@ def _rounded(values: Tensor, bits: int) -> Tensor:
 
 
 def _of_e8m0(scales: Tensor) -> list[Tensor]:
-    return [(scales.int() + step).clamp(0, 254).to(torch.uint8) for step in map(int, _numbers("kSteps"))]
+    return [(scales.int() + step).clamp(0, 254).to(torch.uint8) for step in map(int, constants("kSteps"))]
 
 
 def _of_e4m3(groups: Tensor, importance: Tensor, scales: Tensor) -> list[Tensor]:
     """Other scales, and for the numbers that are nearest with each the least squares."""
     result = []
-    for factor in _numbers("kFactors"):
+    for factor in constants("kFactors"):
         factors = e4m3(e4m3_codes(e4m3(scales) * factor)).unsqueeze(-1)
         numbers = _rounded(groups * torch.where(factors == 0, 0.0, 1 / factors), 4)
         kn = numbers * importance

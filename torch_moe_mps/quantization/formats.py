@@ -12,10 +12,17 @@
     mxfp8                       8.25               2.3 %
     mxfp4                       4.25              11.3 %
     nvfp4                       4.5                9.0 %
+    q6_k                        6.5625             1.7 %
+    q5_k                        5.5                3.6 %
+    q4_k                        4.5                7.3 %
+    iq4_xs                      4.25               7.7 %
+    q3_k                        3.4375            14.9 %
+    q2_k                        2.625             26.6 %
 
 (Scales and biases in 16 bit; rounding to bfloat16 alone is 0.14 %. The error of nvfp4 is that of weights near
 1: its scales have no bits below 2^-9, and groups whose largest magnitude is below 0.006 become zero.)
-All are written bit for bit as mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
+All but the last six, which are ggml's and searched (superblocks.py), are written bit for bit as
+mlx.core.quantize does on a CPU, unless importance is given (ops/quantize.py).
 """
 
 from dataclasses import dataclass
@@ -29,6 +36,7 @@ from ..ops._checks import ACTIVATION_DTYPES, PACKED_DTYPES, Check
 from ..ops._encoding import encode
 from ..ops._formats import (
     BITS,
+    INTEGERS,
     Format,
     QuantizedWeight,
     decode,
@@ -37,8 +45,11 @@ from ..ops._formats import (
     unpack,
 )
 from ..ops.quantize import CHUNK, pieces, quantize_by_importance
+from .superblocks import quantize_superblocks
 
 SEARCHED = 1 << 22  # weights that are quantised by importance at a time: a GPU is full of them
+# The same for modes whose scales are integers; on a CPU the cache of a core holds fewer.
+IN_SUPERBLOCKS = 1 << 20
 
 
 def requested_format(bits: int | None, group_size: int | None, mode: str | None) -> Format | None:
@@ -80,8 +91,8 @@ def _check_weight(weight: Tensor, format: Format) -> None:
     check = Check("quantize")
     check.dtype("weight", weight, ACTIVATION_DTYPES)
     check.rank("weight", weight, (2, 3))
-    if weight.shape[-1] % format.group_size != 0:
-        expected = f"of a last dimension that is a multiple of {format.group_size}"
+    if weight.shape[-1] % format.multiple != 0:
+        expected = f"of a last dimension that is a multiple of {format.multiple}"
         check.fail("weight", expected, tuple(weight.shape))
 
 
@@ -109,14 +120,17 @@ def quantize(
     """Quantise a matrix, or each matrix of a stack, along the last dimension.
 
     Args:
-        weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size.
+        weight: [R, C] or [E, R, C], float32, float16 or bfloat16, any strides; C a multiple of group_size,
+            or of 256 in modes whose scales are integers.
         bits, group_size, mode: see Format.
         importance: float32 [C], or [E, C] for a stack, with 2 bits and more: the mean square of what each
             input is, or another number that is not negative. Then sum importance * (weight - dequantised)^2
-            of no group is larger than by MLX's rule, which chooses without it.
+            of no group is larger than by MLX's rule, which chooses without it. Modes whose scales are
+            integers, q2_k to q6_k and iq4_xs, always search: None is the same importance for all.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
-        of `weight`. Memory other than the result stays under about 10 MiB, and 25 MiB by importance.
+        of `weight`. Memory other than the result stays under about 10 MiB, 25 MiB by importance, and
+        100 MiB in modes whose scales are integers.
 
     Raises: ValueError for a shape, dtype or format that does not fit, for weights that are not finite, and
         for importance that is negative or not finite; torch.AcceleratorError if the GPU fails.
@@ -146,15 +160,16 @@ def check_weighed(check: Check, format: Format, weight: str = "weight") -> None:
         check.fail("importance", "of formats with 2 bits and more", f"{format} for {weight}")
 
 
-def _device_for(stack: Tensor, importance: Tensor | None) -> torch.device:
-    """Where weights are encoded: importance takes a GPU that has the operator, also for what is on the CPU.
+def _device_for(stack: Tensor, format: Format, importance: Tensor | None) -> torch.device:
+    """Where weights are encoded: a search takes a GPU that can do it, also for what is on the CPU.
 
     MLX's rule has MLX's bits on a CPU alone, because GPUs divide differently; mps has no float8.
     """
     cpu, mps = torch.device("cpu"), torch.device("mps")
     if stack.device.type not in ("cpu", "mps"):
         return stack.device
-    return mps if importance is not None and torch.backends.mps.is_available() and host_library() else cpu
+    searches = format.mode in INTEGERS or (importance is not None and host_library())
+    return mps if searches and torch.backends.mps.is_available() else cpu
 
 
 @torch.no_grad()
@@ -166,11 +181,16 @@ def quantize_stack(
     if stack.numel() == 0:
         return out
     words = out.packed.view(torch.int32)
-    device = _device_for(stack, importance)
+    device = _device_for(stack, format, importance)
+    if importance is None and format.mode in INTEGERS:
+        importance = torch.ones(len(stack), stack.shape[-1])
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         importance = importance.to(device)
-    for index in pieces(stack, CHUNK if importance is None else SEARCHED):
+    count = CHUNK if importance is None else SEARCHED
+    if format.mode in INTEGERS:
+        count = CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
+    for index in pieces(stack, count):
         piece = stack[index].to(device)
         if importance is None:
             groups = piece.float().unflatten(-1, (-1, format.group_size))
@@ -180,9 +200,13 @@ def quantize_stack(
             if errors is not None:
                 errors.add(groups, decode(codes, scales, biases, format))
         else:
-            packed, scales, biases, sums = quantize_by_importance(piece, importance[index[0]], format.name)
+            weights = importance[index[0]]
+            if format.mode in INTEGERS:
+                packed, scales, biases, sums = quantize_superblocks(piece.float(), weights[:, None], format)
+            else:
+                packed, scales, biases, sums = quantize_by_importance(piece, weights, format.name)
             if errors is not None:
-                errors.add_sums(*sums.sum((0, 1, 2)).tolist())
+                errors.add_sums(*sums.flatten(0, -2).sum(0).tolist())
         words[index], out.scales[index] = packed, scales
         if out.biases is not None and biases is not None:
             out.biases[index] = biases
@@ -205,7 +229,7 @@ def dequantize(
     Args:
         packed, scales, biases: as quantize returns them; int32 is accepted for uint32.
         bits, group_size, mode: see Format.
-        dtype: of the result; None means that of `scales`, and bfloat16 without biases.
+        dtype: of the result; None means that of `scales` in mode affine, and bfloat16 in the others.
 
     Raises: ValueError for a shape, dtype or format that does not fit.
     """
@@ -215,8 +239,8 @@ def dequantize(
     format.check_columns(check, "C, the input dimension of packed,", format.columns(packed.shape[-1]))
     shape = (*packed.shape[:-1], format.columns(packed.shape[-1]))
     format.check_scales(check, "", scales, biases, shape, "..., C")
-    if biases is None:
-        return dequantize_values(packed, scales, None, format).to(dtype or torch.bfloat16)
+    if not format.is_affine or biases is None:
+        return dequantize_values(packed, scales, biases, format).to(dtype or torch.bfloat16)
     # In the dtype of the scales, rounded after the product and after the sum.
     q = unpack(packed, format).to(scales.dtype).unflatten(-1, (-1, format.group_size))
     values = (q * scales.unsqueeze(-1)).add_(biases.unsqueeze(-1)).flatten(-2)

@@ -3,6 +3,7 @@
 #include "common/activations.h"
 #include "common/any_rows.h"
 #include "common/any_stores.h"
+#include "common/simdgroups.h"
 #include "common/vectors.h"
 #include "geometry/linear_attention.h"
 #include "params/linear_attention.h"
@@ -286,9 +287,7 @@ template <typename T, uint kLanes, int kKind>
         ++token;
       }
     }
-    // The same once more, in a way that the compiler does not see through: it would keep it all in registers.
-    const ScanColumns same =
-        columns_of<kLanes>(state, simdgroup_start, simd_shuffle(lane, ushort(lane)), params);
+    const ScanColumns same = columns_of<kLanes>(state, simdgroup_start, anew(lane, lane), params);
     UNROLL for (uint j = 0; j < kScanRows / 4; ++j) {
       UNROLL for (uint i = 0; i < 4; ++i) {
         device float* place = same.first + (4 * kLanes * j + i) * params.state_row_stride;
@@ -390,6 +389,22 @@ struct ChannelStates {
   }
 };
 
+// Half of the states of a channel, those from number `first` on: where they start, and how many there are.
+struct HalfOfChannel {
+  uint channel, first;
+  ulong start;
+  int left;
+};
+
+// That of the lane's own channel, or with `other` 1 of that of the lane beside it. Past the last channel the
+// last one is read again, and nothing is left to store.
+inline HalfOfChannel half_of(uint place, uint other, constant SelectiveScanParams& params) {
+  constexpr uint kHalf = kSelectiveStates / 2;
+  const uint channel = min(place ^ other, params.channels - 1), first = kHalf * (place % 2);
+  return {channel, first, channel * params.state.token + first * params.state.head,
+          (place ^ other) < params.channels ? int(params.states) - int(first) : 0};
+}
+
 // softplus with logarithms and powers of 2: log2(1 + exp2(x)).
 inline float softplus_in_octaves(float x) {
   const float y = precise::exp2(-fabs(x)), u = 1.0f + y;
@@ -434,7 +449,7 @@ template <typename T>
   threadgroup StagedToken staged[2][kSelectiveTokens];
   const uint place = group.x * kSelectiveThreads + thread_index, part = thread_index % 2;
   const bool is_channel = place < params.channels;
-  const uint channel = min(place, params.channels - 1), other = min(place ^ 1, params.channels - 1);
+  const uint channel = min(place, params.channels - 1);
   const ulong batch = group.y;
   ChannelRows<T> rows = {x + batch * params.x.batch + channel * params.x.head,
                          step + batch * params.step.batch + channel * params.step.head,
@@ -444,18 +459,15 @@ template <typename T>
   float shift = 0.0f;
   if (params.has_dt_bias != 0) shift = M_LOG2E_F * load_one(dt_bias, params.dt_bias_dtype, channel);
 
-  const ulong logs[2] = {ulong(channel) * params.states + kHalf * part,
-                         ulong(other) * params.states + kHalf * part};
-  state += batch * params.state.batch + kHalf * part * params.state.head;
-  device float* places[2] = {state + channel * params.state.token, state + other * params.state.token};
-  int left[2];
+  state += batch * params.state.batch;
   ChannelStates states;
   UNROLL for (uint i = 0; i < 2; ++i) {
-    left[i] = (place ^ i) < params.channels ? int(params.states) - int(kHalf * part) : 0;
-    if (left[i] >= int(kHalf)) {
-      states.load<true>(i, a_log, logs[i], places[i], left[i], params);
+    const HalfOfChannel of_lane = half_of(place, i, params);
+    const ulong log = ulong(of_lane.channel) * params.states + of_lane.first;
+    if (of_lane.left >= int(kHalf)) {
+      states.load<true>(i, a_log, log, state + of_lane.start, of_lane.left, params);
     } else {
-      states.load<false>(i, a_log, logs[i], places[i], left[i], params);
+      states.load<false>(i, a_log, log, state + of_lane.start, of_lane.left, params);
     }
   }
 
@@ -499,11 +511,13 @@ template <typename T>
       results += params.channels;
     }
   }
+  const uint same = anew(place, place % kSimdWidth);
   UNROLL for (uint i = 0; i < 2; ++i) {
-    if (left[i] >= int(kHalf)) {
-      states.store<true>(i, places[i], left[i], params);
+    const HalfOfChannel of_lane = half_of(same, i, params);
+    if (of_lane.left >= int(kHalf)) {
+      states.store<true>(i, state + of_lane.start, of_lane.left, params);
     } else {
-      states.store<false>(i, places[i], left[i], params);
+      states.store<false>(i, state + of_lane.start, of_lane.left, params);
     }
   }
 }

@@ -27,19 +27,23 @@ inline LogitSums<R, M> logit_sums(device const uchar* hidden, device const W* ro
   constexpr uint kStep = kSimdWidth * N;
   const uint width = params.width;
   LogitSums<R, M> sums = {};
+  uint row_starts[R];
+  UNROLL for (int r = 0; r < R; ++r) row_starts[r] = min(block.expert + r, params.experts - 1) * width;
+  const uint size = params.hidden_dtype == DTYPE_FLOAT ? sizeof(float) : sizeof(ushort);
+  hidden += ulong(block.token) * width * size;
+  uint token_starts[M];  // from there on
+  UNROLL for (int m = 0; m < M; ++m) {
+    token_starts[m] = min(uint(m), params.tokens - 1 - block.token) * width;
+  }
   for (uint first = share * U * kStep + lane * N; first < width; first += shares * U * kStep) {
     Vector<W, N> rows[U][R];
     AnyVector<N> tokens[U][M], norm[U];
     UNROLL for (int u = 0; u < U; ++u) {
       const uint column = first + u * kStep;
       if (column >= width) continue;
-      UNROLL for (int r = 0; r < R; ++r) {
-        const uint expert = min(block.expert + r, params.experts - 1);
-        rows[u][r] = load<N>(router + ulong(expert) * width + column);
-      }
+      UNROLL for (int r = 0; r < R; ++r) rows[u][r] = load<N>(router + (row_starts[r] + column));
       UNROLL for (int m = 0; m < M; ++m) {
-        const uint token = min(block.token + m, params.tokens - 1);
-        tokens[u][m] = load_any_raw<N>(hidden, params.hidden_dtype, ulong(token) * width + column);
+        tokens[u][m] = load_any_raw<N>(hidden, params.hidden_dtype, token_starts[m] + column);
       }
       if constexpr (kNormed) norm[u] = load_any_raw<N>(norm_weight, params.norm_dtype, column);
     }

@@ -5,6 +5,7 @@ A line has {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "
 where an answer is, on all tokens.
 """
 
+import codecs
 import json
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -57,7 +58,7 @@ def _refuse(file: str, line: int, what: str, came: object) -> NoReturn:
 def _rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
     """The number of each line that is not empty, and its object."""
     try:
-        lines = Path(file).read_bytes().split(b"\n")
+        lines = Path(file).read_bytes().removeprefix(codecs.BOM_UTF8).split(b"\n")
     except OSError as error:
         raise ValueError(f"{file} must be a file that can be read: {error.strerror}") from None
     for number, line in enumerate(lines, 1):
@@ -69,6 +70,8 @@ def _rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
             _refuse(file, number, "must be in UTF-8", error.reason)
         except json.JSONDecodeError as error:
             _refuse(file, number, "must be a JSON object", f"{error.msg} at column {error.colno}")
+        except (ValueError, RecursionError) as error:  # numbers of too many digits, too many brackets
+            _refuse(file, number, "must be a JSON object", first_line(error))
         if not isinstance(row, dict):
             _refuse(file, number, "must be a JSON object", f"a {type(row).__name__}")
         yield number, row
@@ -76,6 +79,8 @@ def _rows(file: str) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def _example(file: str, number: int, row: dict[str, Any], tokenizer: Any, longest: int) -> Example:
     text, spans, kind = _text_of(file, number, row, tokenizer)
+    if not text.isprintable() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        _refuse(file, number, "must have characters of Unicode", "half of a surrogate pair")
     encoded = tokenizer(
         text, add_special_tokens=kind in ("completion", "text"), return_offsets_mapping=True, verbose=False
     )

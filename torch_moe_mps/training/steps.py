@@ -1,19 +1,19 @@
 """Steps of training over transformers' Trainer: an adapter on a model, its batches, its checkpoints."""
 
+import math
 import time
 import warnings
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
-from transformers.trainer_utils import get_last_checkpoint
 
 from ..transformers.basics.interface import experts_of, projections
 from .examples import Example
@@ -120,6 +120,8 @@ class _Shown(TrainerCallback):
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
         if "loss" not in (logs or {}):
             return
+        if not math.isfinite(logs["loss"]):
+            _refuse_losses(f"{logs['loss']} at step {state.global_step}")
         seconds = time.perf_counter() - self._began
         speed = (state.num_input_tokens_seen - self._tokens_before) / seconds
         state.log_history[-1]["tokens_a_second"] = speed
@@ -161,6 +163,7 @@ class Training:
                 gradient_checkpointing=True,
                 gradient_checkpointing_kwargs={"use_reentrant": False},
                 logging_steps=max(1, steps // _SHOWN),
+                logging_nan_inf_filter=False,
                 save_steps=plan.save_every,
                 save_total_limit=1,
                 report_to=[],
@@ -184,9 +187,14 @@ class Training:
         self._shown.is_told_to_end = True
 
     def run(self, resume: bool) -> bool:
-        """Returns: whether it came to its end."""
+        """Returns: whether it came to its end.
+
+        Raises: ValueError where it does not converge.
+        """
         with _quiet():
             self.trainer.train(resume_from_checkpoint=last_checkpoint(self._folder) if resume else None)
+        if not all(p.isfinite().all() for p in self.trainer.model.parameters() if p.requires_grad):
+            _refuse_losses(f"an adapter that is not at step {self.trainer.state.global_step}")
         return self.trainer.state.global_step >= self.trainer.state.max_steps
 
     def curve(self) -> list[dict[str, float]]:
@@ -211,5 +219,12 @@ def save_adapter(adapted: Any, folder: Path) -> None:
         adapted.save_pretrained(folder, save_embedding_layers=False)
 
 
+def _refuse_losses(came: str) -> NoReturn:
+    raise ValueError(f"the loss must be finite, got {came}: a smaller --learning-rate may help")
+
+
 def last_checkpoint(folder: Path) -> str | None:
-    return get_last_checkpoint(str(folder)) if folder.is_dir() else None
+    """The last one that is whole; its state is written last."""
+    states = folder.glob("checkpoint-*/trainer_state.json")
+    whole = [(int(state.parent.name.rpartition("-")[2]), str(state.parent)) for state in states]
+    return max(whole)[1] if whole else None

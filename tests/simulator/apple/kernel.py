@@ -58,14 +58,14 @@ class KernelModel:
     def writes_lists(self) -> bool:
         return writes_lists(self.flow)
 
-    @functools.cached_property
-    def registers(self) -> Registers:
-        """The registers of a thread on M1, kept with the builds: large kernels take long."""
+    @functools.cache  # noqa: B019  a model lives as long as the process
+    def registers(self, native: bool) -> Registers:
+        """The registers of a thread, kept with the builds: large kernels take long."""
         code = _digest("ir.py", "flow.py", "facts.py", "lower.py", "liveness.py")
-        key = build.digest(self.path.name, sorted(self.constants), code)
+        key = build.digest(self.path.name, sorted(self.constants), code, native)
 
         def make(target: Path) -> None:
-            found = estimate(self.flow)
+            found = estimate(self.flow, native)
             target.write_text(f"{found.halves} {found.block} {found.arrays}")
 
         return Registers(

@@ -149,9 +149,10 @@ def _phi_uses(live: _Liveness, blocks: list[Block], labels: dict[str, Block]) ->
     return found
 
 
-def estimate(flow: Flow) -> Registers:
-    """For GPUs without bfloat16 arithmetic (M1, M2), whose register table is known."""
-    live = _Liveness(flow, Lowering(flow, native=False))
+def estimate(flow: Flow, native: bool) -> Registers:
+    """`native`: on a GPU with bfloat16 arithmetic (from the M3 on), where a bfloat16 is read as a float from
+    its own half; before that it becomes another register."""
+    live = _Liveness(flow, Lowering(flow, native))
     blocks = flow.function.blocks
     labels = {b.label: b for b in blocks}
     uses = {id(i): _uses(live, i) for i in flow.function.instructions}

@@ -124,7 +124,8 @@ class Measurement:
 
     @property
     def registers(self) -> Registers:
-        return self.model.registers
+        """Those of a thread on M1."""
+        return self.model.registers(native=False)
 
     @property
     def allowed_threads(self) -> int:

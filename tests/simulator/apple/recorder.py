@@ -84,9 +84,9 @@ def clocked(gpu: Gpu, factor: Callable[[shaderlib.Dispatch], float | None]) -> I
         yield known
 
 
-def registers(library: Path, name: str) -> Registers:
-    """The registers that a kernel of a compiled shader needs on M1; nothing is run."""
-    return model_of(shaderlib.kernels_of(library)[name]).registers
+def registers(library: Path, name: str, native: bool = False) -> Registers:
+    """The registers that a kernel of a compiled shader needs on M1, or with `native` from the M3 on."""
+    return model_of(shaderlib.kernels_of(library)[name]).registers(native)
 
 
 def zeros(type_: type, *shape: int) -> np.ndarray:

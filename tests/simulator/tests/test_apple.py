@@ -253,6 +253,16 @@ class TestRegisters:
         m = counted(body, [floats(8192), empty(4096)])
         assert 16 <= m.registers.registers <= 22
 
+    def test_a_bfloat_is_read_as_a_float_where_it_is_native(self):
+        """From its own half; before the M3, floats of all of them are live behind the barrier."""
+        loads = "".join(f"float v{j} = float(h[i * 32 + {j} * 64]);" for j in range(32))
+        stores = "".join(f"out[i * 32 + {j}] = v{j} * v{j};" for j in reversed(range(32)))
+        barrier = "simdgroup_barrier(mem_flags::mem_none);"
+        body = f"device const bfloat* h = (device const bfloat*)a; {loads} {barrier} {stores}"
+        m = counted(body, [floats(8192), empty(4096)])
+        assert 16 <= m.model.registers(native=True).registers <= 22
+        assert 32 <= m.registers.registers <= 38
+
     def test_pointers_into_threadgroup_memory_have_32_bits(self):
         """16 of them, to places that the thread finds once; what they point to is read behind a barrier."""
         places = "".join(

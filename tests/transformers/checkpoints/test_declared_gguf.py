@@ -168,3 +168,15 @@ def test_attention_without_heads(tmp_path):
     path = write(tmp_path / "model.gguf", stored, keys | {"attention.head_count": 0}, matrices)
     with pytest.raises(ValueError, match=r"llama\.attention\.head_count must be at least 1, got 0"):
         torch_moe_mps.from_pretrained(path, check=False)
+
+
+@pytest.mark.parametrize("changed", ["output.weight", "token_embd.weight"])
+@pytest.mark.parametrize("architecture", ["bloom", "falcon"])
+def test_a_head_of_another_type_than_the_embedding(tmp_path, architecture, changed):
+    """Their models tie both; a file that has both in it may have one packed and one in float32."""
+    stored, made, matrices, _ = of_architecture(architecture, "q8_0")
+    path, cls = write(tmp_path / "model.gguf", stored, made, matrices), class_of(architecture)
+    expected, (tensors, keys) = logits(path, cls), read(path)
+    tensors[changed] = gguf.dequantize(*tensors[changed]), gguf.GGMLQuantizationType.F32
+    rewrite(tmp_path / "changed.gguf", tensors, keys)
+    torch.testing.assert_close(logits(tmp_path / "changed.gguf", cls), expected, rtol=1e-3, atol=1e-4)

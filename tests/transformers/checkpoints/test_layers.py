@@ -433,7 +433,7 @@ def off_the_device(weight: nn.Parameter) -> nn.Parameter:
 
 
 UNFIT = [
-    ("model.layers.1.mlp.experts", "down_proj", narrow, "multiple of group_size 32, got 48"),
+    ("model.layers.1.mlp.experts", "down_proj", narrow, "multiple of 32 for affine4_32, got 48"),
     ("model.layers.1.mlp.experts", "gate_up_proj", lambda w: w.data[1, 2].fill_(torch.inf), "finite"),
     ("model.layers.1.self_attn.o_proj", "weight", off_the_device, "must be loaded"),
     ("lm_head", "weight", lambda w: w.data[3].fill_(torch.nan), "finite"),

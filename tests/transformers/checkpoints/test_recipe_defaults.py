@@ -33,6 +33,7 @@ SMALL_MOE = "Qwen3Moe", {
     "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64, "num_experts": 32,
     "num_experts_per_tok": 4, "tie_word_embeddings": True,
 }  # fmt: skip
+NARROW_MOE = "Qwen3Moe", SMALL_MOE[1] | {"moe_intermediate_size": 320}
 WIDE_MOE = "Qwen3Moe", SMALL_MOE[1] | {"num_attention_heads": 64, "num_experts": 8}
 
 
@@ -79,20 +80,37 @@ def test_what_users_of_models_get(shape, bits, embedding, attention):
 @pytest.mark.parametrize(
     "name, shape, expected",
     [
-        ("small", SMALL_MOE, "6 6 3 4"),
-        ("fast", SMALL_MOE, "4 4 4 4"),
-        ("best", SMALL_MOE, "6 6 4 5"),
-        ("best", QWEN3_30B, "4 6 4 5"),
+        ("small", SMALL_MOE, "affine6_64 affine6_64 q3_k iq4_xs"),
+        ("fast", SMALL_MOE, "iq4_xs iq4_xs iq4_xs iq4_xs"),
+        ("best", SMALL_MOE, "affine6_64 affine6_64 iq4_xs q5_k"),
+        ("best", QWEN3_30B, "iq4_xs affine6_64 iq4_xs q5_k"),
+        ("small", NARROW_MOE, "affine6_64 affine6_64 affine3_64 affine4_64"),
+        ("fast", NARROW_MOE, "affine4_64 affine4_64 affine4_64 affine4_64"),
+        ("best", NARROW_MOE, "affine6_64 affine6_64 affine4_64 affine5_64"),
     ],
 )
 def test_recipes_with_a_name(name, shape, expected):
-    """Bits of the embedding, of attention, of gate and up, and of down projections."""
-    model = of_shape(*shape)
-    targets = weights_of(model, requested_recipe(**arguments_of_recipe(name, model))).targets
+    """Formats of the embedding, of attention, of gate and up, and of down projections."""
+    assert named_formats(name, of_shape(*shape)) == expected
+
+
+def test_recipes_with_a_name_for_mlx_and_in_groups_of_a_size():
+    model = of_shape(*SMALL_MOE)
+    asked = {"bits": None, "mode": "affine", "linear_bits": "auto", "embedding_bits": "auto"}
+    expected = "affine6_{0} affine6_{0} affine4_{0} affine5_{0}"
+    assert named_formats("best", model, for_mlx=True, group_size=None, **asked) == expected.format(64)
+    assert named_formats("best", model, group_size=32, **asked) == expected.format(32)
+    asked["embedding_bits"] = 8
+    expected = "affine8_64 affine6_64 q3_k iq4_xs"
+    assert named_formats("small", model, group_size=None, **asked) == expected
+
+
+def named_formats(name: str, model: torch.nn.Module, **asked) -> str:
+    recipe = requested_recipe(**arguments_of_recipe(name, model, **asked))
+    targets = weights_of(model, recipe).targets
     experts = next(target.formats for target in targets.values() if target.kind == "experts")
     ends = [next(t.formats for n, t in targets.items() if n.endswith(e)) for e in ("embed_tokens", "q_proj")]
-    found = [format.bits for own in (*ends, experts) for format in own.values()]
-    assert " ".join(map(str, found)) == expected
+    return " ".join(str(format) for own in (*ends, experts) for format in own.values())
 
 
 def test_recipes_with_a_name_of_a_dense_model():
@@ -110,6 +128,12 @@ def test_what_is_asked_for_is_done():
     assert formats(model, bits=4, embedding_bits=8)[0] == "affine8_64"
     assert formats(model, bits=4, overrides={"embed_tokens": 3, "lm_head": 3})[0] == "affine3_64"
     assert formats(model, mode="nvfp4")[0] == "nvfp4"
+    model = of_shape(*SMALL_MOE)
+    assert formats(model, mode="q4_k") == ("affine6_64", "affine6_64")
+    assert formats(model, mode="q6_k") == ("q6_k", "q6_k")
+    same = {"linear_bits": "same", "embedding_bits": "same"}
+    assert formats(model, mode="q4_k", **same) == ("q4_k", "q4_k")
+    assert formats(model, mode="q4_k", overrides={"self_attn.*": {"mode": "q6_k"}})[1] == "q6_k"
     with pytest.raises(ValueError, match="linear_bits must be bits, a format or None, got 'most'"):
         requested_recipe(4, linear_bits="most")
 

@@ -69,6 +69,29 @@ struct Block {
     uint seen[kKeyTiles * kSimdgroups];  // a bit for each key that a query sees
   };
 
+  // Where a thread is.
+  struct Place {
+    uint lane, simdgroup;
+    uint team, member;  // its simdgroup is that member of that team
+    MatrixPlace matrix;
+
+    Place(uint lane_, uint simdgroup_)
+        : lane(lane_),
+          simdgroup(simdgroup_),
+          team(kTeams == 1 ? 0 : simdgroup / kMembers),
+          member(simdgroup - team * kMembers),
+          matrix(lane) {}
+
+    Place again() const {
+      const uint index = anew(simdgroup * kSimdWidth + lane, lane);
+      return Place(index % kSimdWidth, index / kSimdWidth);
+    }
+
+    uint first_of_team() const { return team * kMembers; }                  // of the simdgroups
+    uint first_key() const { return 8 * kKeyTiles * member + matrix.row; }  // of the lane, in a tile
+    uint first_value() const { return (member * 8 + matrix.row) * kValueTiles; }
+  };
+
   // The keys that the block may see, and the positions of its first and last token.
   struct Range {
     uint begin, end;
@@ -113,15 +136,14 @@ struct Block {
                      device T* output, device float* partials, threadgroup Staged* staged,
                      threadgroup Shared& shared, uint3 group, uint lane, uint simdgroup,
                      constant AttentionParams& params) {
-    const MatrixPlace place(lane);
-    const uint team = kTeams == 1 ? 0 : simdgroup / kMembers, member = simdgroup - team * kMembers;
+    const Place place(lane, simdgroup);
     const Mask mask = {mask_, mask_start(queries, params)};
     const Range range = range_of(queries, key_range, group.x, params);
     int positions[kQueryTiles][2];
     Sums sums;
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
-        const uint r = 8 * t + 2 * place.quarter + e;
+        const uint r = query_of(t, e, place);
         positions[t][e] = queries.has(r) ? params.first_position + int(queries.token(r)) : kNoQuery;
         sums.highest[t][e] = kLowest;
         sums.exponentials[t][e] = 0.0f;
@@ -130,38 +152,35 @@ struct Block {
         sums.values[f][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       }
     }
-    const uint first_value = (member * 8 + place.row) * kValueTiles;  // of the lane's value dimensions
-    const bool has_values = member * 8 * kValueTiles < params.v.width;
-    const uint first_of_team = team * kMembers;  // of the simdgroups
+    const bool has_values = place.member * 8 * kValueTiles < params.v.width;
     threadgroup_barrier(mem_flags::mem_threadgroup);
 
     for (uint step = range.begin; step < range.end; step += kTeams * kTeamTile) {
-      const uint tile = step + team * kTeamTile;
+      const uint tile = step + place.team * kTeamTile;
       const bool inside = all_see(range, tile, params);
       Scores scores;
       ushort seen[kKeyTiles];
-      const uint own = 8 * kKeyTiles * member + place.row;  // the first of the lane's keys in the tile
-      const bool any = see(seen, keys, mask, inside, tile, own, range.end, positions, params);
-      if (any) score(scores, keys, staged, tile, own, seen, place, params);
-      weigh(scores, any, seen, keys, mask, inside, tile, own, range.end, positions, queries, shared,
-            simdgroup, place, params);
+      const bool any = see(seen, keys, mask, inside, tile, place, range.end, positions, params);
+      if (any) score(scores, keys, staged, tile, seen, place, params);
+      const Place same = place.again();
+      weigh(scores, any, seen, keys, mask, inside, tile, range.end, positions, queries, shared, same, params);
       team_barrier();
-      exponentiate(scores, sums, shared, first_of_team, simdgroup, lane, place);
+      exponentiate(scores, sums, shared, same);
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
         const uint bits = inside ? 0xffu : column_bits(seen[n]);
-        if (lane == 0) shared.seen[simdgroup * kKeyTiles + n] = bits;
+        if (same.lane == 0) shared.seen[same.simdgroup * kKeyTiles + n] = bits;
       }
       team_barrier();
-      if (has_values) add_values(sums, values, shared, first_of_team, tile, first_value, lane, place);
+      if (has_values) add_values(sums, values, shared, tile, same);
     }
 
     float2 totals[kQueryTiles];
-    if (!join_teams(sums, totals, shared, team, member, simdgroup, lane, place)) return;
+    const Place same = place.again();
+    if (!join_teams(sums, totals, shared, same)) return;
     // One branch for those without a gate.
     if (params.gate_width != 0 && params.chunks == 1)
-      apply_gate(sums, gate, positions, queries, first_value, place, params);
-    give_results(sums, totals, sinks, output, partials, positions, queries, group.x, member, first_value,
-                 place, params);
+      apply_gate(sums, gate, positions, queries, same, params);
+    give_results(sums, totals, sinks, output, partials, positions, queries, group.x, same, params);
   }
 
   // Queries as fragments of 8 dimensions x 8 queries, in the order in which lanes hold the dimensions of a
@@ -218,13 +237,13 @@ struct Block {
   }
 
   // Finds which of the lane's keys a query of the block sees. Returns: whether the simdgroup has any.
-  static bool see(thread ushort* seen, C keys, thread const Mask& mask, bool inside, uint tile, uint own,
+  static bool see(thread ushort* seen, C keys, thread const Mask& mask, bool inside, uint tile, Place place,
                   uint end, thread const int (&positions)[kQueryTiles][2], constant AttentionParams& params) {
     bool any = inside;
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       seen[n] = 1;
       if (inside) continue;
-      const uint key = tile + own + 8 * n;
+      const uint key = tile + place.first_key() + 8 * n;
       seen[n] = 0;
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
         UNROLL for (int e = 0; e < 2; ++e) {
@@ -239,19 +258,20 @@ struct Block {
   }
 
   // The dot products of the simdgroup's keys and all queries.
-  static void score(thread Scores& scores, C keys, threadgroup const Staged* staged, uint tile, uint own,
-                    thread const ushort* seen, MatrixPlace place, constant AttentionParams& params) {
+  static void score(thread Scores& scores, C keys, threadgroup const Staged* staged, uint tile,
+                    thread const ushort* seen, Place place, constant AttentionParams& params) {
     simdgroup_matrix<float, 8, 8> products[kKeyTiles][kQueryTiles];
     UNROLL for (int n = 0; n < kKeyTiles; ++n) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
         products[n][t] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
       }
     }
-    const uint own_query = place.row * 8 + 2 * place.quarter;  // in a matrix of them
+    const uint own = place.first_key();
+    const uint own_query = place.matrix.row * 8 + 2 * place.matrix.quarter;  // in a matrix of them
     ROLLED for (uint first = 0; first < params.k.width; first += 32 * kRunsAtOnce) {
       typename Stored::template Run<8> runs[kRunsAtOnce][kKeyTiles];
       UNROLL for (int r = 0; r < kRunsAtOnce; ++r) {
-        const uint column = first + 32 * r + 8 * place.quarter;
+        const uint column = first + 32 * r + 8 * place.matrix.quarter;
         UNROLL for (int n = 0; n < kKeyTiles; ++n) {
           runs[r][n] = keys.template load<8>(tile, own + 8 * n, column, seen[n] != 0);
         }
@@ -284,21 +304,20 @@ struct Block {
 
   // Makes products the scores of keys that are seen, and tells the team the highest of each query.
   static void weigh(thread Scores& scores, bool any, thread const ushort* seen, C keys,
-                    thread const Mask& mask, bool inside, uint tile, uint own, uint end,
+                    thread const Mask& mask, bool inside, uint tile, uint end,
                     thread const int (&positions)[kQueryTiles][2], Queries queries,
-                    threadgroup Shared& shared, uint simdgroup, MatrixPlace place,
-                    constant AttentionParams& params) {
+                    threadgroup Shared& shared, Place place, constant AttentionParams& params) {
+    threadgroup float2* highest = &shared.highest[place.simdgroup][place.matrix.quarter];
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       float most[2];
       UNROLL for (int e = 0; e < 2; ++e) {
         most[e] = -INFINITY;
         UNROLL for (int n = 0; n < kKeyTiles; ++n) {
-          const uint key = tile + own + 8 * n;
+          const uint key = tile + place.first_key() + 8 * n;
           float x = any ? scores.v[n][t][e] * params.scale : 0.0f;
           if (params.softcap != 0.0f) x = params.softcap * precise::tanh(x / params.softcap);
           if constexpr (C::kRelative)
-            x += of_distance(mask, queries.first + 8 * t + 2 * place.quarter + e, positions[t][e], key,
-                             params);
+            x += of_distance(mask, queries.first + query_of(t, e, place), positions[t][e], key, params);
           if (!inside) {
             float bias = -INFINITY;
             if (key < end && seen[n] != 0) bias = bias_of_key(keys, mask, positions[t][e], key, params);
@@ -309,18 +328,20 @@ struct Block {
         }
         most[e] = max_of_column(most[e]);
       }
-      if (place.row == 0) shared.highest[simdgroup][4 * t + place.quarter] = float2(most[0], most[1]);
+      if (place.matrix.row == 0) highest[4 * t] = float2(most[0], most[1]);
     }
   }
 
   // Gives the team the exponentials of the scores, less the highest so far of each query.
   static void exponentiate(thread const Scores& scores, thread Sums& sums, threadgroup Shared& shared,
-                           uint first_of_team, uint simdgroup, uint lane, MatrixPlace place) {
+                           Place place) {
+    // Places from which the others are constants away.
+    threadgroup const float2* highest = &shared.highest[place.first_of_team()][place.matrix.quarter];
+    threadgroup float2* own =
+        shared.exchange + place.simdgroup * (kKeyTiles * kQueryTiles * kSimdWidth) + place.lane;
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       float2 most = float2(sums.highest[t][0], sums.highest[t][1]);
-      UNROLL for (int m = 0; m < kMembers; ++m) {
-        most = max(most, shared.highest[first_of_team + m][4 * t + place.quarter]);
-      }
+      UNROLL for (int m = 0; m < kMembers; ++m) most = max(most, highest[m * (kQueries / 2) + 4 * t]);
       raise(sums, t, most);
       UNROLL for (int n = 0; n < kKeyTiles; ++n) {
         float2 two;
@@ -328,17 +349,17 @@ struct Block {
           two[e] = precise::exp(scores.v[n][t][e] - most[e]);
           sums.exponentials[t][e] += two[e];
         }
-        shared.exchange[((simdgroup * kKeyTiles + n) * kQueryTiles + t) * kSimdWidth + lane] = two;
+        own[(n * kQueryTiles + t) * kSimdWidth] = two;
       }
     }
   }
 
   // Value dimensions x keys times keys x queries, 8 keys at a time. A lane has kValueTiles dimensions of two
   // keys: an element of each in every fragment.
-  static void add_values(thread Sums& sums, C values, threadgroup const Shared& shared, uint first_of_team,
-                         uint tile, uint first_value, uint lane, MatrixPlace place) {
-    const uint of_team = first_of_team * kKeyTiles;
-    uint own_place = of_team * kQueryTiles * kSimdWidth + lane;
+  static void add_values(thread Sums& sums, C values, threadgroup const Shared& shared, uint tile,
+                         Place place) {
+    const uint of_team = place.first_of_team() * kKeyTiles, quarter = place.matrix.quarter;
+    uint own_place = of_team * kQueryTiles * kSimdWidth + place.lane;
     ROLLED for (uint first = 0; first < kKeyTiles * kMembers;
                 first += kValuesAtOnce, own_place += kValuesAtOnce * kQueryTiles * kSimdWidth) {
       uint any = 0;
@@ -346,10 +367,10 @@ struct Block {
       if (any == 0) continue;
       typename Stored::template Run<kValueTiles> runs[kValuesAtOnce][2];
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
-        const uint bits = shared.seen[of_team + first + n] >> (2 * place.quarter);
+        const uint bits = shared.seen[of_team + first + n] >> (2 * quarter);
         UNROLL for (int e = 0; e < 2; ++e) {
-          runs[n][e] = values.template load<kValueTiles>(tile, 8 * (first + n) + 2 * place.quarter + e,
-                                                         first_value, (bits >> e & 1) != 0);
+          runs[n][e] = values.template load<kValueTiles>(tile, 8 * (first + n) + 2 * quarter + e,
+                                                         place.first_value(), (bits >> e & 1) != 0);
         }
       }
       UNROLL for (int n = 0; n < kValuesAtOnce; ++n) {
@@ -377,35 +398,35 @@ struct Block {
   }
 
   // Adds up the sums of all teams in the first. Returns: whether the lane is of that.
-  static bool join_teams(thread Sums& sums, thread float2* totals, threadgroup Shared& shared, uint team,
-                         uint member, uint simdgroup, uint lane, MatrixPlace place) {
-    if constexpr (kTeams > 1) raise_all(sums, shared, simdgroup, place);
+  static bool join_teams(thread Sums& sums, thread float2* totals, threadgroup Shared& shared, Place place) {
+    if constexpr (kTeams > 1) raise_all(sums, shared, place);
+    const uint quarter = place.matrix.quarter;
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       const float2 two =
           float2(sum_of_column(sums.exponentials[t][0]), sum_of_column(sums.exponentials[t][1]));
-      if (place.row == 0) shared.sums[simdgroup][4 * t + place.quarter] = two;
+      if (place.matrix.row == 0) shared.sums[place.simdgroup][4 * t + quarter] = two;
     }
-    if (kTeams > 1 && team != 0) give_sums(sums, shared, team, member, lane);
+    if (kTeams > 1 && place.team != 0) give_sums(sums, shared, place);
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (kTeams > 1 && team != 0) return false;
-    take_sums(sums, shared, member, lane);
+    if (kTeams > 1 && place.team != 0) return false;
+    take_sums(sums, shared, place);
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       totals[t] = float2(0.0f);
-      UNROLL for (int s = 0; s < kSimdgroups; ++s) totals[t] += shared.sums[s][4 * t + place.quarter];
+      UNROLL for (int s = 0; s < kSimdgroups; ++s) totals[t] += shared.sums[s][4 * t + quarter];
     }
     return true;
   }
 
   static void apply_gate(thread Sums& sums, device const T* gate,
-                         thread const int (&positions)[kQueryTiles][2], Queries queries, uint first_value,
-                         MatrixPlace place, constant AttentionParams& params) {
+                         thread const int (&positions)[kQueryTiles][2], Queries queries, Place place,
+                         constant AttentionParams& params) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
-        if (positions[t][e] == kNoQuery) continue;
-        const uint row =
-            queries.row(8 * t + 2 * place.quarter + e, token_at(positions[t][e], params), params);
+        const uint r = query_of(t, e, place);
+        if (!has_query(r, positions[t][e], queries)) continue;
+        const uint row = queries.row(r, token_of(positions[t][e], queries, params), params);
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
-          const uint column = first_value + f;
+          const uint column = place.first_value() + f;
           if (column < params.v.width) {
             sums.values[f][t].thread_elements()[e] *= gate_factor(gate, row, column, params);
           }
@@ -418,19 +439,19 @@ struct Block {
   static void give_results(thread Sums& sums, thread const float2* totals, device const uchar* sinks,
                            device T* output, device float* partials,
                            thread const int (&positions)[kQueryTiles][2], Queries queries, uint chunk,
-                           uint member, uint first_value, MatrixPlace place,
-                           constant AttentionParams& params) {
+                           Place place, constant AttentionParams& params) {
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       UNROLL for (int e = 0; e < 2; ++e) {
-        if (positions[t][e] == kNoQuery) continue;
-        const uint r = 8 * t + 2 * place.quarter + e, token = token_at(positions[t][e], params);
+        const uint r = query_of(t, e, place);
+        if (!has_query(r, positions[t][e], queries)) continue;
+        const uint token = token_of(positions[t][e], queries, params);
         const uint head = queries.head(r, token), row = queries.row(r, token, params);
         const Total own = {sums.highest[t][e], totals[t][e]};
         const bool merged = params.chunks > 1;
         const float factor = merged ? 1.0f : final_factor(own, sinks, head, row, params);
         device float* partial = merged ? partial_values(partials, chunk, row, params) : partials;
         UNROLL for (int f = 0; f < kValueTiles; ++f) {
-          const uint column = first_value + f;
+          const uint column = place.first_value() + f;
           if (column >= params.v.width) continue;
           const float value = sums.values[f][t].thread_elements()[e];
           if (merged) {
@@ -439,7 +460,7 @@ struct Block {
             store_result(output, ulong(row) * params.v.width + column, value * factor, params);
           }
         }
-        if (merged && member == 0 && place.row == 0) {
+        if (merged && place.member == 0 && place.matrix.row == 0) {
           partial_total(partials, chunk, row, params)[0] = own.highest;
           partial_total(partials, chunk, row, params)[1] = own.sum;
         }
@@ -447,7 +468,17 @@ struct Block {
     }
   }
 
-  // The token of a position. Positions are kept for the loop over the keys: so nothing else of a query is.
+  // A lane's query e of query tile t, among those of the block.
+  static uint query_of(int t, int e, Place place) { return 8 * t + 2 * place.matrix.quarter + e; }
+
+  // Whether there is query r, and its token. Positions are kept for the loop over the keys: so nothing else
+  // of a query is. Where queries are of one token, the loop needs no positions either.
+  static bool has_query(uint r, int position, Queries queries) {
+    return C::kSelects ? queries.has(r) : position != kNoQuery;
+  }
+  static uint token_of(int position, Queries queries, constant AttentionParams& params) {
+    return C::kSelects ? queries.only : token_at(position, params);
+  }
   static uint token_at(int position, constant AttentionParams& params) {
     return uint(position - params.first_position);
   }
@@ -494,39 +525,41 @@ struct Block {
   }
 
   // To the highest score of all teams.
-  static void raise_all(thread Sums& sums, threadgroup Shared& shared, uint simdgroup, MatrixPlace place) {
+  static void raise_all(thread Sums& sums, threadgroup Shared& shared, Place place) {
+    const uint quarter = place.matrix.quarter;
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       const float2 own = float2(sums.highest[t][0], sums.highest[t][1]);
-      if (place.row == 0) shared.highest[simdgroup][4 * t + place.quarter] = own;
+      if (place.matrix.row == 0) shared.highest[place.simdgroup][4 * t + quarter] = own;
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);
     UNROLL for (int t = 0; t < kQueryTiles; ++t) {
       float2 most = float2(kLowest);
       UNROLL for (int s = 0; s < kSimdgroups; s += kMembers) {
-        most = max(most, shared.highest[s][4 * t + place.quarter]);
+        most = max(most, shared.highest[s][4 * t + quarter]);
       }
       raise(sums, t, most);
     }
   }
 
   // The sums of the other teams go to the first, which adds them in ascending order.
-  static void give_sums(thread Sums& sums, threadgroup Shared& shared, uint team, uint member, uint lane) {
-    threadgroup float2* target =
-        shared.exchange + ((team - 1) * kMembers + member) * kSumsOfLane * kSimdWidth;
+  static void give_sums(thread Sums& sums, threadgroup Shared& shared, Place place) {
+    threadgroup float2* target = shared.exchange +
+                                 ((place.team - 1) * kMembers + place.member) * kSumsOfLane * kSimdWidth +
+                                 place.lane;
     UNROLL for (int f = 0; f < kValueTiles; ++f) {
       UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-        target[(f * kQueryTiles + t) * kSimdWidth + lane] =
+        target[(f * kQueryTiles + t) * kSimdWidth] =
             float2(sums.values[f][t].thread_elements()[0], sums.values[f][t].thread_elements()[1]);
       }
     }
   }
-  static void take_sums(thread Sums& sums, threadgroup const Shared& shared, uint member, uint lane) {
+  static void take_sums(thread Sums& sums, threadgroup const Shared& shared, Place place) {
     UNROLL for (int team = 1; team < kTeams; ++team) {
       threadgroup const float2* source =
-          shared.exchange + ((team - 1) * kMembers + member) * kSumsOfLane * kSimdWidth;
+          shared.exchange + ((team - 1) * kMembers + place.member) * kSumsOfLane * kSimdWidth + place.lane;
       UNROLL for (int f = 0; f < kValueTiles; ++f) {
         UNROLL for (int t = 0; t < kQueryTiles; ++t) {
-          const float2 two = source[(f * kQueryTiles + t) * kSimdWidth + lane];
+          const float2 two = source[(f * kQueryTiles + t) * kSimdWidth];
           sums.values[f][t].thread_elements()[0] += two.x;
           sums.values[f][t].thread_elements()[1] += two.y;
         }

@@ -21,21 +21,21 @@ struct QuantizedCache {
   };
 
   device const uchar* start;
-  device const T* scales;
+  device const T* scales;  // of all heads, as the biases: the same place in both takes a register, not four
   device const T* biases;
+  uint first_group;  // of the head
   uint stride, scales_stride, width, group_shift;
 
   QuantizedCache(device const uchar* values, device const T* scales_, device const T* biases_, uint batch,
                  uint head, constant CacheParams& params)
       : start(values + 4 * token_start(params.values, batch, 0, head)),
+        scales(scales_),
+        biases(biases_),
+        first_group(uint(token_start(params.scales, batch, 0, head))),
         stride(4 * uint(params.values.token)),
         scales_stride(uint(params.scales.token)),
         width(params.width),
-        group_shift(params.group_shift) {
-    const ulong first = token_start(params.scales, batch, 0, head);
-    scales = scales_ + first;
-    biases = biases_ + first;
-  }
+        group_shift(params.group_shift) {}
 
   template <int N>
   Run<N> load(uint tile, uint key, uint column, bool wanted) const {
@@ -43,9 +43,9 @@ struct QuantizedCache {
     if (!wanted || column >= width) return run;
     device const uchar* source = start + ulong(tile) * stride + (key * stride + column);
     run.words = load_words<N / 4>(reinterpret_cast<device const uint*>(source));
-    const uint group = key * scales_stride + (column >> group_shift);
-    run.scale = (scales + ulong(tile) * scales_stride)[group];
-    run.bias = (biases + ulong(tile) * scales_stride)[group];
+    const uint group = first_group + (tile + key) * scales_stride + (column >> group_shift);
+    run.scale = scales[group];
+    run.bias = biases[group];
     return run;
   }
 

@@ -3,19 +3,33 @@
 #include "common/dtypes.h"
 #include "common/vectors.h"
 
+// Floats, or the bits of N elements of 16 bits in the first of them: both would take registers beside each
+// other.
 template <int N>
 struct AnyVector {
-  Floats<N> wide;
-  Vector<ushort, N> bits;
+  Floats<N> v;
 };
+
+inline float holding(ushort bits) {
+  return as_type<float>(uint(bits));
+}
+inline float4 holding(ushort4 bits) {
+  return float4(as_type<float2>(bits), 0.0f, 0.0f);
+}
+inline ushort held_in(float v) {
+  return ushort(as_type<uint>(v));
+}
+inline ushort4 held_in(float4 v) {
+  return as_type<ushort4>(v.xy);
+}
 
 template <int N>
 inline AnyVector<N> load_any_raw(device const uchar* source, uint dtype, ulong index) {
   AnyVector<N> raw;
   if (dtype == DTYPE_FLOAT) {
-    raw.wide = load<N>(reinterpret_cast<device const float*>(source) + index);
+    raw.v = load<N>(reinterpret_cast<device const float*>(source) + index);
   } else {
-    raw.bits = load<N>(reinterpret_cast<device const ushort*>(source) + index);
+    raw.v = holding(load<N>(reinterpret_cast<device const ushort*>(source) + index));
   }
   return raw;
 }
@@ -27,7 +41,7 @@ inline float4 float_of_bits(ushort4 bits, uint dtype) {
 
 template <int N>
 inline Floats<N> widen(AnyVector<N> raw, uint dtype) {
-  return dtype == DTYPE_FLOAT ? raw.wide : float_of_bits(raw.bits, dtype);
+  return dtype == DTYPE_FLOAT ? raw.v : float_of_bits(held_in(raw.v), dtype);
 }
 
 template <int N>

@@ -7,6 +7,12 @@ inline uint ballot(bool predicate) {
   return static_cast<uint>(static_cast<simd_vote::vote_t>(simd_ballot(predicate)));
 }
 
+// The same number, in a way that the compiler does not see through: what follows from it is computed anew,
+// where it would take registers through the loop before. All lanes of the simdgroup arrive.
+inline uint anew(uint x, uint lane) {
+  return simd_shuffle(x, ushort(lane));
+}
+
 // A lane's place in a simdgroup matrix of 8x8. Metal leaves it open; it is the same on all Apple GPUs up to
 // now.
 struct MatrixPlace {

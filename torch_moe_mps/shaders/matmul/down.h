@@ -56,8 +56,9 @@ struct TermsBlock {
     Sources<M> sources;
     UNROLL for (int m = 0; m < M; ++m) sources.v[m] = pairs.v[m] * matmul.inputs;
     const Dots<R, M> dots = rows.dots(sources, NoNorm{}, {0, 1}, matmul);
-    for (uint item = rows.lane % kRowLanes; item < R * M; item += kRowLanes) {
-      const uint m = item / R, local = rows.lane / kRowLanes * R + item % R;
+    const uint lane = anew(rows.lane, rows.lane);
+    for (uint item = lane % kRowLanes; item < R * M; item += kRowLanes) {
+      const uint m = item / R, local = lane / kRowLanes * R + item % R;
       if (m >= count) continue;
       const uint row = min(rows.first + local, matmul.outputs - 1), pair = pairs.at(m);
       const float weight = pair < matmul.pairs ? load_one(routing, params.sum.weights_dtype, pair) : 1.0f;

@@ -31,6 +31,9 @@ struct FragmentOf<half> {
 // A thread of the threadgroup.
 struct GemmThread {
   uint index, lane, simdgroup;
+
+  GemmThread(uint index_) : index(index_), lane(index_ % kSimdWidth), simdgroup(index_ / kSimdWidth) {}
+  GemmThread again() const { return GemmThread(anew(index, lane)); }
 };
 
 constant constexpr int kSimdgroupRows = kGemmRows / kGemmSimdgroups;
@@ -116,7 +119,8 @@ inline void sharers_barrier() {
 // outputs.
 template <bool kSplit, typename W, typename F, int kPairTiles>
 inline void store_tile(thread TileSums<F, kPairTiles>& sums, threadgroup float* memory, GemmWork<W> work,
-                       GemmThread at, MatrixPlace place, constant MatmulParams& params) {
+                       GemmThread at, constant MatmulParams& params) {
+  const MatrixPlace place(at.lane);
   constexpr int kShares = kSplit ? kGemmSimdgroups : 1;
   constexpr uint kStorers = kShares * kSimdWidth;
   const bool plain = params.row_layout == ROWS_PLAIN;
@@ -238,7 +242,7 @@ struct Gemm<W, kPairTiles, false> {
       UNROLL for (int k = 0; k < kDepth / 8; ++k) multiply(sums, rows, own, k);
     }
     threadgroup_barrier(mem_flags::mem_threadgroup);  // the last tile has been read
-    store_tile<false>(sums, reinterpret_cast<threadgroup float*>(memory), work, at, place, params);
+    store_tile<false>(sums, reinterpret_cast<threadgroup float*>(memory), work, at.again(), params);
   }
 };
 
@@ -321,7 +325,7 @@ struct Gemm<W, kPairTiles, true> {
         UNROLL for (int k = 0; k < kRun / 2; ++k) multiply(sums, rows, inputs, pack, k);
       }
     }
-    store_tile<true>(sums, reinterpret_cast<threadgroup float*>(memory), work, at, place, params);
+    store_tile<true>(sums, reinterpret_cast<threadgroup float*>(memory), work, at, params);
   }
 };
 
@@ -363,7 +367,7 @@ template <typename W, int kPairTiles, bool kSplit>
   const GemmWork<W> work = {
       W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out, ids}, expert,
       first + (kSplit ? 0 : simdgroup * outputs)};
-  const GemmThread at = {thread_index, lane, simdgroup};
+  const GemmThread at(thread_index);
   if constexpr (kFits) {
     run_gemm<W, 1, kPairTiles, kSplit>(work, memory, at, params);
   } else {

@@ -135,6 +135,9 @@ inline void rows_of_pairs(RowBlock<W, R> block, PairSet<M> pairs, uint count, th
                           uint simdgroup, Outputs<typename W::Element> out, constant MatmulParams& params) {
   const Share share = {kSplit ? simdgroup : 0, kSplit ? uint(kFewSimdgroups) : 1};
   const Dots<R, M> dots = block.dots(sources_of(pairs, params), NoNorm{}, share, params);
+  // Where a row's chunk leaves no registers; for others it takes 5 % longer on an H100.
+  if constexpr (sizeof(typename W::template Chunk<W::kValues>) > 24)
+    block.lane = anew(block.lane, block.lane);
   if constexpr (kSplit) {
     const SharedDots<R, M> sums(dots, memory, simdgroup, block.lane);
     if (simdgroup == 0) store_outputs<W, R, M>(block, sums, pairs, count, out, params);

@@ -17,8 +17,8 @@ struct TransposedWork {
   device T* out;
 };
 
-// The work of a simdgroup on up to 8 * kPairTiles pairs. A lane has a chunk of each row, from `column` on, of
-// which it takes part kPart: kOwn columns.
+// The work of a simdgroup on up to 8 * kPairTiles pairs. Four lanes have chunks of each row, from column
+// `span` on, of which each takes part kPart: kOwn columns.
 template <typename W, typename T, int kPairTiles, int kPart>
 struct TransposedGemm {
   typedef simdgroup_matrix<float, 8, 8> Matrix;  // of halves, weights would be rounded, at no less cost
@@ -49,7 +49,9 @@ struct TransposedGemm {
     Matrix matrix(int p) const { return fragment_of(two[p].at(0), two[p].at(1)); }
   };
 
-  static void run(TransposedWork<W, T> work, uint column, MatrixPlace place, constant MatmulParams& params) {
+  static void run(TransposedWork<W, T> work, uint span, uint lane, constant MatmulParams& params) {
+    const MatrixPlace place(lane);
+    const uint column = span + place.quarter * W::kTileValues;
     typedef typename W::template Chunk<W::kTileValues> Chunk;
     Numbers numbers(work.x, work.pairs, place, params);
     Matrix sums[kPairTiles][kFragments];
@@ -76,10 +78,12 @@ struct TransposedGemm {
         }
       }
     }
+    const MatrixPlace same(anew(lane, lane));
     UNROLL for (int p = 0; p < kPairTiles; ++p) {
-      if (8 * p + place.row >= work.pairs.count) continue;
-      const uint pair = work.pairs.at(8 * p + place.row);
-      write(sums[p], work.out + ulong(pair) * params.inputs, column + kPart * kOwn, params);
+      if (8 * p + same.row >= work.pairs.count) continue;
+      const uint pair = work.pairs.at(8 * p + same.row);
+      write(sums[p], work.out + ulong(pair) * params.inputs,
+            span + same.quarter * W::kTileValues + kPart * kOwn, params);
     }
   }
 
@@ -103,15 +107,14 @@ struct TransposedGemm {
 
 // Runs the TransposedGemm with the fewest pair tiles that hold the pairs.
 template <typename W, typename T, int kPairTiles, int kPart>
-inline void run_transposed(TransposedWork<W, T> work, uint column, MatrixPlace place,
-                           constant MatmulParams& params) {
+inline void run_transposed(TransposedWork<W, T> work, uint span, uint lane, constant MatmulParams& params) {
   if constexpr (kPairTiles < kTilePairs / 8) {
     if (work.pairs.count > 8 * kPairTiles) {
-      run_transposed<W, T, kPairTiles + 1, kPart>(work, column, place, params);
+      run_transposed<W, T, kPairTiles + 1, kPart>(work, span, lane, params);
       return;
     }
   }
-  TransposedGemm<W, T, kPairTiles, kPart>::run(work, column, place, params);
+  TransposedGemm<W, T, kPairTiles, kPart>::run(work, span, lane, params);
 }
 
 // Rows of `x` times the matrices of their experts: `params.outputs` numbers of a pair, `params.inputs`
@@ -139,18 +142,16 @@ template <typename Weights>
   }
   const TransposedWork<W, T> work = {W(packed, scales, biases, uint(tile.expert), params), x, tile.pairs,
                                      out};
-  const MatrixPlace place(lane);
-  const uint own = place.quarter * W::kTileValues;
   const uint span = first / kSpan * kSpan;
   if (span >= params.inputs) return;
   if constexpr (kSpan < kColumns) {
-    run_transposed<W, T, 1, 0>(work, span + own, place, params);
-    run_transposed<W, T, 1, 0>(work, span + kSpan + own, place, params);
+    run_transposed<W, T, 1, 0>(work, span, lane, params);
+    run_transposed<W, T, 1, 0>(work, span + kSpan, lane, params);
   } else if constexpr (kSpan == kColumns) {
-    run_transposed<W, T, 1, 0>(work, span + own, place, params);
+    run_transposed<W, T, 1, 0>(work, span, lane, params);
   } else if (first == span) {  // two simdgroups share a span
-    run_transposed<W, T, 1, 0>(work, span + own, place, params);
+    run_transposed<W, T, 1, 0>(work, span, lane, params);
   } else {
-    run_transposed<W, T, 1, 1>(work, span + own, place, params);
+    run_transposed<W, T, 1, 1>(work, span, lane, params);
   }
 }

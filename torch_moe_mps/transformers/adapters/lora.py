@@ -9,6 +9,7 @@ from typing import Any, NoReturn
 import torch
 from peft import LoraConfig
 from peft.tuners.lora import layer
+from peft.utils import get_peft_model_state_dict, load_peft_weights
 from torch import Tensor, nn
 
 from ...ops._checks import ACTIVATION_DTYPES
@@ -111,6 +112,8 @@ class ParamWrapper(layer.ParamWrapper):
         self, adapter_name: str, r: int, lora_alpha: int, config: LoraConfig, **kwargs: Any
     ) -> None:
         check_config(config)
+        if r > MAX_RANK:
+            refuse("r over quantised experts", f"at most {MAX_RANK}", r)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -136,6 +139,25 @@ class ParamWrapper(layer.ParamWrapper):
 
     def merge(self, safe_merge: bool = False, adapter_names: list[str] | None = None) -> None:
         _refuse_merging(self.get_base_layer())
+
+
+def check_stored(adapter: str, model: Any) -> None:
+    """Refuses an adapter of another model, of which PEFT would leave out what has no place.
+
+    Args:
+        adapter: a folder, or a name on the Hub.
+        model: of PEFT, with the adapter's layers.
+
+    Raises: ValueError that names a tensor.
+    """
+    stored, own = (
+        {name: tuple(tensor.shape) for name, tensor in tensors.items() if "lora_" in name}
+        for tensors in (load_peft_weights(adapter, device="cpu"), get_peft_model_state_dict(model))
+    )
+    for name in sorted(stored.keys() | own.keys()):
+        if stored.get(name) != own.get(name):
+            expected = f"{name} {own[name]}" if name in own else f"without {name}"
+            refuse("an adapter of this model", expected, stored.get(name, "none"))
 
 
 def _refuse_merging(base: nn.Module) -> NoReturn:

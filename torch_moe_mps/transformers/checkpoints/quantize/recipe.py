@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
 
+from ....ops._formats import INTEGERS
 from ....quantization import Format, requested_format
 
 SAME = "same"
@@ -110,8 +111,8 @@ def requested_recipe(
         for pattern, value in (overrides or {}).items()
     }
     exceptions |= dict.fromkeys([keep] if isinstance(keep, str) else keep)
-    more = usual.mode == "affine" and usual.bits < AUTO_BITS
-    auto = usual.replaced(AUTO_BITS, None, None) if more else None
+    more = usual.is_affine or usual.mode in INTEGERS
+    auto = _format("bits", AUTO_BITS, usual) if more and usual.bits < AUTO_BITS else None
     own = {"linear_bits": linear_bits, "embedding_bits": embedding_bits}
     linears, embeddings = (_format(name, SAME if b == AUTO else b, usual) for name, b in own.items())
     large, small = (auto if bits == AUTO else None for bits in (embedding_bits, linear_bits))

@@ -90,7 +90,7 @@ class Target:
         for parameter, format in self.formats.items():
             columns = self.rows_first(self.dense(parameter)).shape[-1]
             if columns % format.multiple != 0:
-                expected = f"of an input dimension that is a multiple of group_size {format.multiple}"
+                expected = f"of an input dimension that is a multiple of {format.multiple} for {format}"
                 check.fail(f"{self.name}.{parameter}", expected, columns)
 
 
@@ -168,8 +168,8 @@ def paths_of(targets: Mapping[str, Target]) -> list[str]:
 
 
 def _does_not_fit(weight: Tensor, format: Format) -> str | None:
-    if weight.shape[-1] % format.group_size != 0:
-        return f"its input dimension {weight.shape[-1]} is no multiple of {format.group_size}"
+    if weight.shape[-1] % format.multiple != 0:
+        return f"its input dimension {weight.shape[-1]} is no multiple of {format.multiple}"
     if not weight.is_floating_point() or weight.element_size() not in (2, 4):
         return f"its weight is {weight.dtype}"
     return None

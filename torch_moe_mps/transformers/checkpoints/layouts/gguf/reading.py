@@ -69,12 +69,11 @@ class GgufLayout(Layout):
                 self._pack(target)
         self.targets = {name: target for name, target in every.items() if target.formats}
         tied = tied_layers(model)
-        for name, other in tied.items():
-            if name in self.targets and other not in self.targets:  # which stays dense for both
-                target = self.targets.pop(name)
-                for parameter in target.formats:
-                    del self._sources[f"{name}.{parameter}"]
-                target.formats.clear()
+        for name, other in tied.items():  # what stays dense does so for both, where both are in the file
+            if name in self.targets and other not in self.targets:
+                self._leave_dense(name)
+            elif other in self.targets and name not in self.targets and f"{name}.weight" in self.file.parts:
+                self._leave_dense(other)
         own = {*self.targets}
         add_tied(tied.items(), every, self.targets)
         self.report.shared |= {name: tied[name] for name in self.targets if name not in own}
@@ -94,6 +93,12 @@ class GgufLayout(Layout):
             target.formats[parameter] = source.format
             target.has_order = source.inputs is not None
             self._sources[f"{target.name}.{parameter}"] = source
+
+    def _leave_dense(self, name: str) -> None:
+        target = self.targets.pop(name)
+        for parameter in target.formats:
+            del self._sources[f"{name}.{parameter}"]
+        target.formats.clear()
 
     def state(self) -> dict[str, Any]:
         """{name in the model, once the targets have quantised weights: what is read for it}"""

@@ -1,0 +1,178 @@
+"""Weights quantised to ggml's types with integers as scales."""
+
+from itertools import product
+
+import numpy as np
+import pytest
+import torch
+from gguf import dequantize as values_of_ggml
+from support.gguf_blocks import SIZES, type_of
+
+from torch_moe_mps.ops._formats import INTEGERS, LEVELS, dequantize_values
+from torch_moe_mps.quantization import QuantizedWeight, dequantize, gguf, quantize
+
+BYTES = {"q2_k": 84, "q3_k": 110, "q4_k": 144, "q5_k": 176, "q6_k": 210, "iq4_xs": 136}
+EVERY = sorted(BYTES)
+
+
+def weights(*shape: int) -> torch.Tensor:
+    """Normal, with an outlier in a hundred."""
+    torch.manual_seed(0)
+    weight = 0.05 * torch.randn(shape)
+    return torch.where(torch.rand(shape) < 0.01, 6 * weight, weight)
+
+
+def importance_of(*shape: int) -> torch.Tensor:
+    torch.manual_seed(1)
+    return torch.randn(shape).mul(1.5).exp()
+
+
+def values(weight: QuantizedWeight) -> torch.Tensor:
+    return dequantize_values(weight.packed, weight.scales, weight.biases, weight.format)
+
+
+def error(weight: torch.Tensor, quantized: QuantizedWeight, importance: torch.Tensor) -> float:
+    return float((importance.double() * (values(quantized).double() - weight).square()).sum())
+
+
+def bits(*tensors: torch.Tensor) -> np.ndarray:
+    """The bits [rows, n] of tensors with as many rows."""
+    octets = [np.atleast_2d(tensor.contiguous().numpy()).view(np.uint8) for tensor in tensors]
+    return np.unpackbits(np.concatenate(octets, 1), axis=1, bitorder="little")
+
+
+def blocks_of(weight: QuantizedWeight) -> np.ndarray:
+    """ggml's blocks of a matrix of 256 columns: `from_blocks` only moves bits and turns some over."""
+    size = 8 * BYTES[weight.format.name]
+    ones = np.packbits(np.eye(size + 1, size, dtype=np.uint8), axis=1, bitorder="little")
+    moved = bits(*gguf.from_blocks(torch.from_numpy(ones), weight.format.name))
+    turned, moved = moved[-1], moved[:-1] ^ moved[-1]
+    assert (moved.sum(0) == 1).all() and (moved.sum(1) == 1).all()
+    found = (bits(*weight) ^ turned) @ moved.T
+    return np.packbits(found.astype(np.uint8), axis=1, bitorder="little")
+
+
+def test_the_types():
+    assert set(INTEGERS) == set(EVERY) and all(SIZES[name] == (256, BYTES[name]) for name in EVERY)
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_ggml_decodes_the_same(name):
+    weight = weights(24, 256)
+    found = quantize(weight, mode=name, importance=importance_of(256))
+    assert found.nbytes == 24 * BYTES[name] and found.format.name == name
+    assert np.array_equal(values_of_ggml(blocks_of(found), type_of(name)), values(found).numpy())
+    decoded = dequantize(*found, mode=name, dtype=torch.float32)
+    assert torch.equal(decoded, values(found)) and (decoded - weight).abs().mean() < 0.02
+
+
+def least_error(weight: np.ndarray, importance: np.ndarray, name: str, found: QuantizedWeight) -> float:
+    """Of a superblock, in float64: all integers of every group, for d and m around those of a result."""
+    kinds = {"q2_k": (16, 3), "q3_k": (16, 7), "q4_k": (32, 15), "q6_k": (16, 63), "iq4_xs": (32, 15)}
+    size, top = kinds[name]
+    w, k = weight.reshape(-1, 1, size), importance.reshape(-1, 1, size)
+    halves = found.biases.numpy().view(np.float16).astype(np.float64).flatten()
+    factors = np.linspace(0.94, 1.06, {"q2_k": 11, "q4_k": 5}.get(name, 61))
+    best = np.inf
+    if name in ("q2_k", "q4_k"):
+        most = 15 if name == "q2_k" else 63
+        s, n = (x.reshape(1, -1, 1) for x in np.meshgrid(np.arange(1.0, most + 1), np.arange(most + 1.0)))
+        for a, b in product(factors, factors):
+            scale, minimum = halves[0] * a * s, halves[1] * b * n
+            codes = np.clip(np.rint((w + minimum) / scale), 0, top)
+            best = min(best, (k * (codes * scale - minimum - w) ** 2).sum(-1).min(-1).sum())
+        return best
+    centre = 128 if name == "q6_k" else 32
+    s = np.arange(-centre, centre, dtype=np.float64).reshape(1, -1, 1)
+    s[s == 0] = 1e-9
+    for a in factors:
+        scale = halves[0] * a * s
+        if name == "iq4_xs":
+            levels = np.array(LEVELS, np.float64)
+            numbers = levels[np.abs((w / scale)[..., None] - levels).argmin(-1)]
+        else:
+            half = (top + 1) // 2
+            numbers = np.clip(np.rint(w / scale), -half, half - 1)
+        best = min(best, (k * (numbers * scale - w) ** 2).sum(-1).min(-1).sum())
+    return best
+
+
+@pytest.mark.slow("two seconds each: the other search is long")
+@pytest.mark.parametrize(
+    ("name", "most"), [("q2_k", 1.1), ("q3_k", 1.1), ("q4_k", 1.1), ("q6_k", 1.25), ("iq4_xs", 1.1)]
+)
+def test_near_the_best_of_a_long_search(name, most):
+    ours = theirs = 0.0
+    for seed in range(1 if name == "q4_k" else 4):
+        weight, importance = weights(8, 256)[seed : seed + 1], importance_of(8, 256)[seed]
+        found = quantize(weight, mode=name, importance=importance)
+        ours += error(weight, found, importance)
+        theirs += least_error(weight.double().numpy(), importance.double().numpy(), name, found)
+    assert ours < most * theirs
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_importance_is_honoured(name):
+    """What multiplies much errs less, and the whole error is smaller; only ratios matter."""
+    weight, importance = weights(64, 512), importance_of(512)
+    plain, found = (quantize(weight, mode=name, importance=k) for k in (None, importance))
+    assert error(weight, found, importance) < 0.9 * error(weight, plain, importance)
+    assert error(weight, plain, torch.ones(512)) < error(weight, found, torch.ones(512))
+    again = quantize(weight, mode=name, importance=2.0**-80 * importance)
+    assert torch.equal(again.packed, found.packed)
+    alike = quantize(weight, mode=name, importance=torch.zeros(512))
+    assert torch.equal(alike.packed, plain.packed) and torch.equal(alike.scales, plain.scales)
+
+
+@pytest.mark.parametrize(("name", "bits"), [("q3_k", 3), ("q4_k", 4), ("iq4_xs", 4), ("q5_k", 5)])
+def test_less_error_than_groups_of_64(name, bits):
+    """In at most as many bytes, by the same importance."""
+    weight, importance = weights(64, 512), importance_of(512)
+    affine = quantize(weight, bits, importance=importance)
+    found = quantize(weight, mode=name, importance=importance)
+    assert found.nbytes <= quantize(weight.half(), bits).nbytes
+    assert error(weight, found, importance) < 0.9 * error(weight, affine, importance)
+
+
+@pytest.mark.parametrize("name", ["q3_k", "q4_k", "iq4_xs"])
+def test_each_matrix_by_its_own_in_any_place(name, device, monkeypatch):
+    weight, importance = weights(3, 24, 256), importance_of(3, 256)
+    stack = quantize(weight, mode=name, importance=importance)
+    monkeypatch.setattr("torch_moe_mps.quantization.formats.CHUNK", 256 * 7)
+    monkeypatch.setattr("torch_moe_mps.quantization.formats.IN_SUPERBLOCKS", 256 * 7)
+    for index in range(3):
+        own = quantize(weight[index].to(device), mode=name, importance=importance[index].to(device))
+        assert {tensor.device.type for tensor in own} == {torch.device(device).type}
+        for whole, part in zip(stack, own.map(torch.Tensor.cpu), strict=True):
+            assert torch.equal(whole.view(torch.uint8)[index], part.view(torch.uint8))
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_weights_of_every_kind(name):
+    """Zeros, one number, one sign, little ones, a zero half, and more than float16 holds."""
+    weight = weights(11, 256)
+    weight[0], weight[1], weight[2] = 0.0, 0.5, -0.25
+    weight[3], weight[4] = weight[3].abs() + 1, -weight[4].abs() - 1
+    weight[5, :128] = 0.0
+    weight[6, 5:] = 0.25
+    weight[7] *= 1e-3
+    weight[8] *= 1e-12
+    weight[9] *= 1e30
+    weight[10] *= 1e-38
+    zero_at_first = torch.cat((torch.zeros(64), torch.ones(192)))
+    for importance in (torch.ones(256), zero_at_first, importance_of(256)):
+        decoded = values(quantize(weight, mode=name, importance=importance))
+        relative = (decoded - weight).abs().sum(1) / weight.abs().sum(1).clamp(min=1e-30)
+        assert (relative[:3] < 0.01).all() and (relative[3:8] < 0.45).all()
+        assert decoded[9].isfinite().all() and decoded[[8, 10]].abs().max() <= 1e-6
+
+
+def test_errors():
+    with pytest.raises(ValueError, match="weight must be of a last dimension that is a multiple of 256"):
+        quantize(torch.ones(4, 320), mode="q4_k")
+    with pytest.raises(ValueError, match="bits must be 4 for mode q4_k, got 5"):
+        quantize(torch.ones(4, 256), 5, mode="q4_k")
+    with pytest.raises(ValueError, match="group_size must be 16 for mode q6_k, got 64"):
+        quantize(torch.ones(4, 256), 6, 64, mode="q6_k")
+    with pytest.raises(ValueError, match="importance must be finite and not negative"):
+        quantize(torch.ones(4, 256), mode="q4_k", importance=-torch.ones(256))
