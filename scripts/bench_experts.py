@@ -244,7 +244,10 @@ def ways(dense: Any, importance: Importance) -> Iterator[tuple[str, str, dict[st
         yield name, EACH, recipe | {"importance": importance}
         if name in ONE_FOR_ALL:
             yield name, ALL, recipe | {"importance": alike}
-    for name, recipe in SUPERBLOCKS.items():
+    fit = (
+        dense.config.hidden_size % 256 == dense.config.moe_intermediate_size % 256 == 0
+    )  # not of --size small
+    for name, recipe in SUPERBLOCKS.items() if fit else ():
         yield name, ALIKE, recipe
         yield name, EACH, recipe | {"importance": importance}
 

@@ -108,6 +108,22 @@ def test_more_bits_are_refused(eight_bits, tmp_path, refused):
     assert not (tmp_path / "new").exists()
 
 
+@pytest.mark.slow("three conversions")
+def test_types_that_mlx_does_not_have(tmp_path, refused):
+    """Asked for, or stored: one line before anything is written; a recipe with a name has others for MLX."""
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 256, "num_hidden_layers": 1, "num_experts": 2}
+    tiny("qwen3_moe", num_experts_per_tok=1, vocab_size=64, **sizes).save_pretrained(tmp_path / "dense")
+    assert run(tmp_path / "dense", tmp_path / "ours", "--recipe", "fast") == 0
+    stored = json.loads((tmp_path / "ours" / "config.json").read_text())["quantization_config"]["modules"]
+    assert {*stored.values()} == {"iq4_xs"}
+    message = "--to mlx needs --bits, and a --mode of MLX's, which does not have iq4_xs"
+    for source, options in (("dense", ["--mode", "iq4_xs"]), ("ours", [])):
+        assert message in refused("convert", tmp_path / source, tmp_path / "mlx", *options, "--to", "mlx")
+    assert not (tmp_path / "mlx").exists()
+    assert run(tmp_path / "dense", tmp_path / "mlx", "--recipe", "fast", "--to", "mlx") == 0
+    assert json.loads((tmp_path / "mlx" / "config.json").read_text())["quantization"]["bits"] == 4
+
+
 def test_without_bits_a_quantised_source_stays_as_it_is(eight_bits, tmp_path):
     """What is dense in it gets the usual 4 bits, and what is not only another layout."""
     assert run(eight_bits, tmp_path / "new") == 0

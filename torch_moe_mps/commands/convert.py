@@ -77,7 +77,8 @@ def run(options: argparse.Namespace) -> None:
     }
     plan = planned(about, model, [str(file) for file in _weights(source)], **recipe)
     if options.to == "mlx" and (others := GGUF.keys() & {weight.format for weight in plan.weights}):
-        raise ValueError(f"--to mlx needs --bits: MLX does not have {' and '.join(sorted(others))}")
+        has_not = " and ".join(sorted(others))
+        raise ValueError(f"--to mlx needs --bits, and a --mode of MLX's, which does not have {has_not}")
     if options.to != "mlx" and _weights(source):
         beside = sum(tensor.nbytes for _, tensor in mtp_tensors(source, model))
         plan = plan._replace(before=plan.before + beside, after=plan.after + beside)

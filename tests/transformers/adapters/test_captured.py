@@ -1,12 +1,14 @@
 """Captured tokens with an adapter on, off, switched and trained: PEFT's on the dense model, in one call."""
 
 import copy
+from contextlib import ExitStack
 
 import peft
 import pytest
 import torch
 from support import launches, tiny_models
 from support.models import eager, generate, prompt
+from transformers import GenerationConfig
 
 import torch_moe_mps
 from torch_moe_mps.transformers.capture import calls
@@ -75,3 +77,37 @@ def test_operators_of_a_token(simulated, monkeypatch):
     layers = model.config.num_hidden_layers
     assert found["linear_lora"] == 2 * layers and found["expert_lora"] == 2 * layers
     assert sum(found.values()) <= sum(alone.values()) + 11 * layers, (found, alone)
+
+
+@pytest.mark.sweep
+def test_switched_between_batches(device, monkeypatch):
+    """Eight rows of different lengths side by side, as serve has them: the answers of the dense model."""
+    monkeypatch.setenv(calls.SWITCH, "1")
+    with tiny_models.groups_of_32():
+        dense = eager(tiny_models.tiny_model("qwen3_moe"))
+    packed = copy.deepcopy(dense)
+    torch_moe_mps.accelerate(packed, 4, 32, linear_bits=4)
+    dense = tiny_models.dense_twin(dense, packed)
+    prompts = [torch.arange(1, 3 + row) * 3 % 90 for row in range(8)]
+    how, models = GenerationConfig(max_new_tokens=4, do_sample=False), []
+    for model in (packed.to(device), dense):
+        torch.manual_seed(0)
+        config = {"init_lora_weights": False, "task_type": "CAUSAL_LM", **TARGETS["qwen3_moe"]}
+        models.append(peft.get_peft_model(model, peft.LoraConfig(r=4, **config)).eval())
+        models[-1].add_adapter("second", peft.LoraConfig(r=2, **config))
+    ours, own = models
+    answers = []
+    for name in ("default", "second", "default", None):
+        with ExitStack() as stack:
+            for model in models:
+                if name is None:
+                    stack.enter_context(model.disable_adapter())
+                else:
+                    model.set_adapter(name)
+            rows = [ids.to(device) for ids in prompts]
+            found = torch_moe_mps.generate_batch(ours.get_base_model(), rows, how, progress=False)
+            right = [own.generate(input_ids=ids[None], generation_config=how)[0] for ids in prompts]
+        new = [each[-4:].tolist() for each in found]
+        assert new == [each[-4:].tolist() for each in right]
+        answers.append(new)
+    assert answers[0] == answers[2] and answers[0] != answers[1] and answers[3] not in answers[:3]
