@@ -22,10 +22,14 @@ def printable(tmp_path_factory):
     return serving.printable_checkpoint(tmp_path_factory.mktemp("printable") / "model")
 
 
-@pytest.fixture(scope="module")
-def client(printable):
-    """Of a server that also guesses tokens; a process has one server at a time."""
+@pytest.fixture(
+    scope="module",
+    params=[(), pytest.param(("--prompt-lookup", 2), marks=pytest.mark.sweep)],
+    ids=["side by side", "guessing"],
+)
+def client(request, printable):
+    """Of a server as it comes, and of one that guesses tokens; a process has one server at a time."""
     from support import serving
 
-    with serving.client_of(printable, *serving.QUANTISED, "--prompt-lookup", 2) as client:
+    with serving.client_of(printable, *serving.QUANTISED, *request.param) as client:
         yield client

@@ -7,6 +7,7 @@ short texts in place of their own, and fewer tools and arguments.
 import importlib
 import json
 import logging
+import re
 import time
 import urllib.error
 import urllib.request
@@ -335,16 +336,22 @@ def test_arguments_that_are_cut_off_stay_a_text():
     assert conversation.arguments("", said_so.append) == {} and len(said_so) == 1
 
 
-def test_unknown_fields_are_one_line(here, of_openai, caplog):
+def test_unknown_fields_are_one_line(here, caplog):
+    """Of each protocol, however often they come."""
     here.says("ok")
     here.served._said.clear()
+    asked = {
+        "/v1/chat/completions": {"messages": said("a")},
+        "/v1/completions": {"prompt": "a"},
+        "/v1/responses": {"input": "a"},
+        "/v1/messages": {"messages": said("a"), "max_tokens": 9},
+    }
     with caplog.at_level(logging.INFO, "torch_moe_mps.serving.served"):
-        for _ in range(2):
-            more = {"new_field": 1, "max_tool_calls": 3}
-            answer = of_openai.chat.completions.create(model="m", messages=said("a"), extra_body=more)
-            assert answer.choices[0].message.content == "ok"
+        for path, body in [*asked.items()] * 2:
+            more = {"max_tool_calls": 3} if path in ("/v1/chat/completions", "/v1/responses") else {}
+            assert post(here, path, body | more | {"new_field": 1})[0] == 200
     said_of_fields = [r.getMessage() for r in caplog.records if r.name.endswith(".served")]
-    assert said_of_fields == ["/v1/chat/completions: the field 'new_field' is not known and ignored"]
+    assert said_of_fields == [f"{path}: the field 'new_field' is not known and ignored" for path in asked]
 
 
 def test_several_answers(here, of_openai):
@@ -421,6 +428,53 @@ def test_the_beginning_of_an_answer(here, of_openai):
         of_openai.chat.completions.create(model="m", messages=[*begun, begun[1]])
 
 
+def test_whether_the_answer_is_begun(here):
+    """By vLLM's and transformers' names, which llama.cpp takes, too."""
+    begun = [*said("a"), {"role": "assistant", "content": "hel"}]
+    here.says("lo")
+    ends = {True: "<|im_start|>assistant\nhel", False: "hel<|im_start|>assistant\n"}
+    for asked, goes_on in (
+        ({"continue_final_message": True, "add_generation_prompt": False}, True),
+        ({"continue_final_message": True}, True),
+        ({"add_generation_prompt": False}, True),
+        ({"continue_final_message": False}, False),
+        ({"add_generation_prompt": True}, False),
+    ):
+        assert post(here, "/v1/chat/completions", {"messages": begun} | asked)[0] == 200
+        assert here.generator.prompts[-1].endswith(ends[goes_on])
+    for asked, messages, message in (
+        (
+            {"continue_final_message": True, "add_generation_prompt": True},
+            begun,
+            "'add_generation_prompt' must be false with 'continue_final_message' true, got True.",
+        ),
+        (
+            {"continue_final_message": True},
+            said("a"),
+            "'continue_final_message' must be false unless the last message is the assistant's, got True.",
+        ),
+        (
+            {"add_generation_prompt": False},
+            said("a"),
+            "'add_generation_prompt' must be true unless the last message is gone on with, got False.",
+        ),
+    ):
+        status, text = post(here, "/v1/chat/completions", {"messages": messages} | asked)
+        assert (status, json.loads(text)["error"]["message"]) == (400, message)
+
+
+def test_tokens_of_prompts_are_counted(here, of_openai):
+    """As OpenAI's client asks for those of a response, and llama.cpp's server tells those of a chat."""
+    here.says("ok")
+    of_openai.responses.create(model="m", input="hello")
+    counted = of_openai.responses.input_tokens.count(model="m", input="hello")
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", len(prompt_ids(here, 0)))
+    status, text = post(here, "/v1/chat/completions/input_tokens", {"messages": said("hello")})
+    assert (status, json.loads(text)) == (200, {"input_tokens": counted.input_tokens})
+    status, text = post(here, "/v1/chat/completions/input_tokens", {"messages": "hello"})
+    assert status == 400 and json.loads(text)["error"]["param"] == "messages"
+
+
 def test_the_format_keeps_its_schema(here):
     """`json_object` with a schema, as llama.cpp's server takes it, and of responses."""
     for path, body in (
@@ -428,7 +482,7 @@ def test_the_format_keeps_its_schema(here):
         ("responses", {"text": {"format": {"type": "json_object", "schema": SKY}}, "input": "a"}),
     ):
         protocol = app.ChatCompletions() if path == "chat" else Responses()
-        assert protocol.read(body, here.served).schema == SKY
+        assert protocol.read(body, here.served).form == SKY
 
 
 @pytest.mark.parametrize(
@@ -556,6 +610,33 @@ def test_lines_of_the_log(here, of_openai, caplog):
     (line,) = [record.getMessage() for record in caplog.records]
     assert line.startswith(f"/v1/chat/completions: prompt {len(prompt_ids(here, 0))} tokens (4 kept) in ")
     assert ", answer 6 tokens in " in line and "tokens/s), stop" in line
+
+
+@pytest.mark.parametrize("tokens", [0, 3])
+def test_the_line_of_a_client_that_leaves(here, caplog, tokens):
+    """While its prompt is read, or its answer comes: seconds until then, and the reason."""
+    generator = here.says("hello")
+
+    def submit(job):
+        generator.jobs.append(job)
+        for token in here.served.tokenizer("abcdef").input_ids[:tokens]:
+            job.on_token(token)
+
+    generator.submit = submit
+    body = json.dumps({"messages": said("a"), "stream": True}).encode()
+    request = urllib.request.Request(f"{here.url}/v1/chat/completions", body)
+    with caplog.at_level(logging.INFO, "torch_moe_mps.serving.app"):
+        with urllib.request.urlopen(request) as answer:
+            answer.readline()
+            time.sleep(0.3)
+        deadline = time.monotonic() + 10
+        while not caplog.records and time.monotonic() < deadline:
+            time.sleep(0.01)
+    del generator.submit
+    line = caplog.records[0].getMessage()
+    prompt, answered = map(float, re.findall(r" in (-?[0-9.]+) s", line))
+    assert line.endswith(", the client left") and f", answer {tokens} tokens in " in line
+    assert (prompt if tokens == 0 else answered) >= 0.25 and min(prompt, answered) >= 0
 
 
 def test_a_model_that_only_generates_encodes_nothing(here):

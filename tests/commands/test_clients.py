@@ -1,12 +1,15 @@
-"""Other libraries' clients of the server, and two servers behind LiteLLM's router."""
+"""Other libraries' clients of the server, and two servers behind LiteLLM's proxy."""
 
 import contextlib
 import os
+import secrets
 import subprocess
 import sys
+import threading
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from support import scripted, serving
@@ -104,29 +107,44 @@ def test_litellm(here):
 
 
 @contextlib.contextmanager
-def server(checkpoint: Path) -> Iterator[str]:
-    """The URL of a server in a process of its own."""
-    port = serving.free_port()
-    command = [
-        sys.executable,
-        "-m",
-        "torch_moe_mps",
-        "serve",
-        checkpoint,
-        "--port",
-        str(port),
-        "--device",
-        "cpu",
-    ]
-    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=checkpoint.parent)
+def running(command: list[object], folder: Path, says: str, **environment: str) -> Iterator[None]:
+    """A command in a process of its own, once it has said a line."""
+    process = subprocess.Popen(
+        [*map(str, command)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        cwd=folder,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"} | environment,
+    )
+    said = []
     try:
-        for line in process.stderr:
-            if "answers at" in line:
+        for line in process.stdout:
+            said.append(line)
+            if says in line:
                 break
-        yield f"http://localhost:{port}"
+        else:
+            pytest.fail("".join(said[-20:]))
+        drained = threading.Thread(target=process.stdout.read)  # so that no line of it waits
+        drained.start()
+        yield
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.wait(60)
+    drained.join()
+
+
+@contextlib.contextmanager
+def two_servers(checkpoint: Path) -> Iterator[list[str]]:
+    """The URLs of two servers, each in a process of its own."""
+    with contextlib.ExitStack() as stack:
+        urls = []
+        for _ in range(2):
+            port = serving.free_port()
+            command = [sys.executable, "-m", "torch_moe_mps", "serve", checkpoint, "--port", port]
+            stack.enter_context(running([*command, "--device", "cpu"], checkpoint.parent, "answers at"))
+            urls.append(f"http://localhost:{port}")
+        yield urls
 
 
 def metric(url: str, name: str) -> int:
@@ -137,38 +155,47 @@ def metric(url: str, name: str) -> int:
     return int(line.split()[1])
 
 
-def test_two_servers_behind_a_router(checkpoint):
-    """As docs/distributed.md has them: both answer, and a conversation stays where it began."""
-    import litellm
+def test_two_servers_behind_the_proxy(checkpoint, tmp_path):
+    """By the command of docs/distributed.md: both answer, and a conversation stays where it began."""
+    import openai
+    import yaml
 
-    with server(checkpoint) as first, server(checkpoint) as second:
-        urls = (first, second)
-        router = litellm.Router(
-            model_list=[
-                {
-                    "model_name": "letters",
-                    "litellm_params": {"model": "openai/letters", "api_base": f"{url}/v1", "api_key": "none"},
-                }
+    with two_servers(checkpoint) as urls:
+        to_letters = {"model": "openai/letters", "api_key": "none"}
+        settings = {
+            "model_list": [
+                {"model_name": "letters", "litellm_params": to_letters | {"api_base": f"{url}/v1"}}
                 for url in urls
             ],
-            routing_strategy="least-busy",
-            optional_pre_call_checks=["session_affinity"],
-            num_retries=0,
-        )
+            "router_settings": {
+                "routing_strategy": "least-busy",
+                "optional_pre_call_checks": ["session_affinity"],
+                "num_retries": 0,
+            },
+        }
+        config, port = tmp_path / "config.yaml", serving.free_port()
+        config.write_text(yaml.safe_dump(settings))
+        command = [Path(sys.executable).with_name("litellm"), "--config", config, "--port", port]
+        key = f"sk-{secrets.token_hex(32)}"
+        with (
+            running(command, tmp_path, "Uvicorn running on", LITELLM_MASTER_KEY=key),
+            openai.OpenAI(base_url=f"http://localhost:{port}", api_key=key, max_retries=0) as client,
+        ):
 
-        def asked(text: str, session: str, **more):
-            settings = {"max_tokens": 8, "temperature": 0, "metadata": {"session_id": session}} | more
-            return router.completion(model="letters", messages=said(text), **settings)
+            def ask(text: str, session: str, **more: Any) -> Any:
+                more |= {"temperature": 0, "metadata": {"session_id": session}}
+                return client.chat.completions.create(model="letters", messages=said(text), **more)
 
-        running = asked("abc" * 9, "a", stream=True, max_tokens=200)
-        next(iter(running))
-        for number in range(3):
-            assert asked("hello", f"b{number}").choices[0].message.content
-        assert all(metric(url, "generated_tokens_total") + metric(url, "rows_active") > 0 for url in urls)
-        for _ in running:
-            pass
-        begun = "thequick" * 9
-        for number in range(4):
-            asked(begun, f"c{number}", max_tokens=1)
-            again = asked(begun + "brown", f"c{number}", max_tokens=1)
-            assert again.usage.prompt_tokens_details.cached_tokens >= len(begun) - 1
+            long = ask("abc" * 9, "a", stream=True, max_tokens=200)
+            next(iter(long))
+            for number in range(3):
+                assert ask("hello", f"b{number}", max_tokens=8).choices[0].message.content
+            counts = ("generated_tokens_total", "rows_active")
+            assert all(sum(metric(url, name) for name in counts) > 0 for url in urls)
+            for _ in long:
+                pass
+            begun = "thequick" * 9
+            for number in range(4):
+                ask(begun, f"c{number}", max_tokens=1)
+                again = ask(begun + "brown", f"c{number}", max_tokens=1)
+                assert again.usage.prompt_tokens_details.cached_tokens >= len(begun) - 1

@@ -8,6 +8,7 @@ from support import serving, tiny_models
 from support.serving import expected_text, said
 
 from torch_moe_mps.commands import main
+from torch_moe_mps.serving.engine import Engine
 from torch_moe_mps.serving.one_by_one import OneByOne
 
 SAYS = {"timeout": "GPU Timeout Error", "fault": "GPU Address Fault Error", "memory": "Insufficient Memory"}
@@ -18,18 +19,23 @@ def some_buffers(step: int):
     return zip(itertools.count(0, step), itertools.cycle(SAYS.items()))
 
 
-@pytest.mark.parametrize("streams", [False, True])
-def test_the_server_answers_the_next_request(checkpoint, simulated, streams, monkeypatch):
+@pytest.mark.parametrize(
+    ("kind", "streams", "options"),
+    [(Engine, False, ()), (Engine, True, ()), (OneByOne, True, ("--parallel", 1))],
+    ids=["side by side", "side by side, streamed", "one by one"],
+)
+def test_the_server_answers_the_next_request(checkpoint, simulated, kind, streams, options, monkeypatch):
     """Chat is a client that streams."""
     generators = []
 
     def generator(*arguments):
-        generators.append(OneByOne(*arguments))
+        generators.append(kind(*arguments))
         return generators[-1]
 
-    monkeypatch.setattr("torch_moe_mps.commands.serving.OneByOne", generator)
+    monkeypatch.setattr(f"torch_moe_mps.commands.serving.{kind.__name__}", generator)
     text = expected_text(checkpoint, "hello", 3)
-    with serving.client_of(checkpoint, "--bits", 4, "--group-size", 32, "--device", "mps") as client:
+    on_mps = [*serving.QUANTISED, "--device", "mps", *options]
+    with serving.client_of(checkpoint, *on_mps) as client:
 
         def answer() -> str:
             create, asked = client.chat.completions.create, {"temperature": 0, "max_tokens": 3}
@@ -44,9 +50,9 @@ def test_the_server_answers_the_next_request(checkpoint, simulated, streams, mon
             return failure.happened
 
         assert answer() == text
-        for number, (kind, says) in some_buffers(7):
+        for number, (failing, says) in some_buffers(7):
             try:
-                with simulated.failing(kind, number) as failure:
+                with simulated.failing(failing, number) as failure:
                     got = answer()
             except openai.APIError as error:
                 assert says in str(error.body) and failure.happened

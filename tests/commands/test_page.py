@@ -45,10 +45,17 @@ class Browser:
         keys = [{"type": kind, "value": key} for key in text for kind in ("keyDown", "keyUp")]
         self._post("/actions", {"actions": [{"type": "key", "id": "keys", "actions": keys}]})
 
+    def _emulate(self, name: str, **params: object) -> None:
+        self._post("/goog/cdp/execute", {"cmd": f"Emulation.{name}", "params": params})
+
     def set_scheme(self, name: str) -> None:
-        features = [{"name": "prefers-color-scheme", "value": name}]
-        emulated = {"cmd": "Emulation.setEmulatedMedia", "params": {"features": features}}
-        self._post("/goog/cdp/execute", emulated)
+        self._emulate("setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": name}])
+
+    def set_phone(self, width: int, height: int) -> None:
+        """A window is at least 500 pixels wide; the screen of a phone is not."""
+        self._emulate(
+            "setDeviceMetricsOverride", width=width, height=height, deviceScaleFactor=2, mobile=True
+        )
 
     def wait_for(self, script: str, seconds: float = 60) -> None:
         end = time.monotonic() + seconds
@@ -67,7 +74,7 @@ class Browser:
 
 
 @contextlib.contextmanager
-def browser(size: str = "900,700") -> Iterator[Browser]:
+def browser() -> Iterator[Browser]:
     driver = shutil.which("chromedriver")
     assert driver and shutil.which("chromium"), (
         "`apt-get install chromium chromium-driver` brings the browser"
@@ -82,7 +89,7 @@ def browser(size: str = "900,700") -> Iterator[Browser]:
                 break
             assert time.monotonic() < end
             time.sleep(0.1)
-        made = Browser(f"http://localhost:{port}", ["--headless", "--no-sandbox", f"--window-size={size}"])
+        made = Browser(f"http://localhost:{port}", ["--headless", "--no-sandbox", "--window-size=900,700"])
         yield made
         made.close()
     finally:
@@ -146,9 +153,10 @@ def test_a_chat_by_the_keyboard():
 
 
 def test_a_server_with_a_key_on_a_phone():
-    """It asks for the key; nothing is wider than the window."""
-    with scripted.server(key="secret") as here, browser("400,700") as page:
-        here.says("hello")
+    """It asks for the key; nothing is wider than the screen, and all buttons are on it."""
+    with scripted.server(key="secret") as here, browser() as page:
+        page.set_phone(360, 640)
+        here.says("hello " + "long" * 40)
         page.open(here.url)
         page.wait_for("!document.querySelector('#locked').hidden")
         page.run("document.querySelector('#key').focus()")
@@ -156,6 +164,11 @@ def test_a_server_with_a_key_on_a_phone():
         page.wait_for("document.title === 'scripted'")
         page.run("document.querySelector('#said').focus()")
         page.type("hi" + ENTER)
-        page.wait_for(f"{TEXT}.includes('hello')")
-        assert page.run("return document.documentElement.scrollWidth <= innerWidth")
+        page.wait_for(f"{FIGURES}.includes('tokens of the prompt were kept')")
+        assert page.run("return [innerWidth, document.documentElement.scrollWidth]") == [360, 360]
+        assert page.run(
+            "return [...document.querySelectorAll('button, textarea')].every((element) => {"
+            "const {left, right, bottom} = element.getBoundingClientRect();"
+            "return left >= 0 && right <= innerWidth && bottom <= innerHeight; })"
+        )
         page.picture("phone")

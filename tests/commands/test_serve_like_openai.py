@@ -172,8 +172,10 @@ def test_temperature_samples_and_a_seed_repeats(client, checkpoint):
     assert ask(top_p=0.9, seed=3) == ask(top_p=0.9, seed=3)
 
 
-def test_a_client_that_leaves_frees_its_place(client, checkpoint):
-    """Streaming or not, in a prompt, in an answer and in the queue; what it asked for is not computed."""
+def test_a_client_that_leaves_frees_its_place(checkpoint):
+    """Where one is answered after the other. Streaming or not, in a prompt, in an answer and in the queue;
+    what it asked for is not computed.
+    """
     from torch_moe_mps.serving.generating import Generating
 
     ended, started, own = queue.SimpleQueue(), threading.Event(), Generating.generate
@@ -193,7 +195,7 @@ def test_a_client_that_leaves_frees_its_place(client, checkpoint):
             ended.put(streamer.count)
 
     asked = {"model": "any", "messages": said("a"), "temperature": 0, "max_tokens": 10**18}
-    with pytest.MonkeyPatch.context() as patch:
+    with serving.client_of(checkpoint, "--parallel", 1) as client, pytest.MonkeyPatch.context() as patch:
         patch.setattr(Generating, "generate", slow)
         leaving = [_request(client, asked)]
         assert started.wait(30)

@@ -79,10 +79,11 @@ def test_no_token_waits(architecture, simulated, answers):
 
 
 def test_no_token_of_chat_and_serve_waits(tmp_path, simulated, answers, monkeypatch, capsys):
-    """And one thread uses the device in both."""
+    """And one thread uses the device in both. `test_on_the_gpu.py` shows it of several answers."""
     checkpoint = serving.chat_checkpoint(tmp_path / "model", "qwen3_next")
     texts = []
-    with serving.client_of(checkpoint, "--device", "mps") as client, simulated.one_thread():
+    on_mps = ("--device", "mps", "--parallel", 1)
+    with serving.client_of(checkpoint, *on_mps) as client, simulated.one_thread():
         for tokens in (3, 9):
             asked = {"model": str(checkpoint), "messages": said("hello"), "temperature": 0}
             answer = client.chat.completions.create(**asked, max_tokens=tokens)

@@ -36,9 +36,7 @@ def client_of(*arguments: object, key: str = "none") -> Iterator[openai.OpenAI]:
 
 @contextlib.contextmanager
 def server_at(*arguments: object) -> Iterator[str]:
-    """The URL of `serve` with these arguments, in this process; one answer at a time unless they say more."""
-    if not {"--parallel", "--draft", "--prompt-lookup"} & {*map(str, arguments)}:
-        arguments = (*arguments, "--parallel", 1)
+    """The URL of `serve` with these arguments, in this process."""
     options = parser().parse_args(["serve", "--device", "cpu", "--log-level", "error", *map(str, arguments)])
     sockets = sockets_of("localhost", 0)
     with served_by(options, media_of(options)) as served:

@@ -77,14 +77,17 @@ class Server:
             routes += [
                 Route(f"{start}/models", self._models),
                 Route(f"{start}/models/{{name:path}}", self._model),
-                Route(f"{start}/messages/count_tokens", self._count, methods=["POST"]),
             ]
             for path in (EMBEDDINGS, RERANK):
                 encode = functools.partial(self._encode, path)
                 routes.append(Route(start + path.removeprefix("/v1"), encode, methods=["POST"]))
             for protocol in (ChatCompletions(), Completions(), Responses(), Messages()):
                 answer = functools.partial(self._answer, protocol)
-                routes.append(Route(start + protocol.path.removeprefix("/v1"), answer, methods=["POST"]))
+                path = start + protocol.path.removeprefix("/v1")
+                routes.append(Route(path, answer, methods=["POST"]))
+                if protocol.counts is not None:
+                    count = functools.partial(self._count, protocol)
+                    routes.append(Route(f"{path}/{protocol.counts}", count, methods=["POST"]))
         access = self.access
         guard = Middleware(
             Guard, hosts=access.hosts, key=access.key, from_any_page=access.from_any_page, refuse=refusal
@@ -166,9 +169,12 @@ class Server:
     async def _on_reader(self, function: Callable[..., Any], *arguments: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._reader, function, *arguments)
 
-    async def _count(self, asked: Asked) -> Response:
-        request = Messages().read_prompt(await _body(asked), self.served)
-        return JSONResponse({"input_tokens": await self._on_reader(self.served.count, request)})
+    async def _count(self, protocol: Protocol, asked: Asked) -> Response:
+        request = protocol.read_prompt(await _body(asked), self.served)
+        counted: dict[str, Any] = {"input_tokens": await self._on_reader(self.served.count, request)}
+        if isinstance(protocol, Responses):
+            counted["object"] = "response.input_tokens"
+        return JSONResponse(counted)
 
     async def _encode(self, path: str, asked: Asked) -> Response:
         status = 500

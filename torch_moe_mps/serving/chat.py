@@ -11,6 +11,7 @@ from .request import (
     MOST_ANSWERS,
     OBJECT,
     SHARED,
+    TEXT,
     YES_OR_NO,
     Chat,
     Fields,
@@ -22,14 +23,18 @@ from .request import (
     wrong,
 )
 from .served import Answers, Served
-from .structured import schema_of
+from .structured import check_extra, schema_of
 from .tools import Call
 
 MOST_LOGPROBS = 20
 _FIELDS = Fields(
     SHARED
     | {
+        "add_generation_prompt": YES_OR_NO,
         "chat_template_kwargs": OBJECT,
+        "continue_final_message": YES_OR_NO,
+        "grammar": TEXT,
+        "json_schema": OBJECT,
         "logprobs": YES_OR_NO,
         "max_completion_tokens": integer(1),
         "max_tokens": integer(1),
@@ -50,7 +55,7 @@ _FIELDS = Fields(
 
 
 class ChatCompletions(Protocol):
-    path = "/v1/chat/completions"
+    path, counts = "/v1/chat/completions", "input_tokens"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
         _FIELDS.check(body, self.path, served.say_once)
@@ -59,19 +64,20 @@ class ChatCompletions(Protocol):
         messages = conversation.messages(body["messages"], "messages", served.say_once)
         own = conversation.tools(body.get("tools"), "tools", served.say_once)
         tools, forced = conversation.chosen(body, own)
-        schema = schema_of(body.get("response_format"), "response_format")
-        if schema is not None and forced is not None:
-            raise Refused("'response_format' must be text where a tool must be called.", "response_format")
+        form_field, form = _form(body)
+        if form is not None and forced is not None:
+            expected = "be text" if form_field == "response_format" else "not be there"
+            raise Refused(f"'{form_field}' must {expected} where a tool must be called.", form_field)
         variables = conversation.effort(body.get("reasoning_effort"))
         variables |= body.get("chat_template_kwargs") or {}
-        goes_on = conversation.goes_on(messages, "messages")
+        goes_on = conversation.goes_on(messages, "messages", body)
         return Request(
             prompts=[Chat(messages, tools, variables, goes_on)],
             prompt_field="messages",
             most=body.get("max_completion_tokens") or body.get("max_tokens"),
-            schema=schema,
+            form=form,
             forced=forced,
-            form_field="tool_choice" if forced else "response_format",
+            form_field="tool_choice" if forced else form_field,
             logprobs=logprobs_of(body, bool(body.get("logprobs")), "'logprobs' true"),
             count=body.get("n") or 1,
             **sampling(body),
@@ -143,6 +149,21 @@ class _Chunks(Chunks):
     ) -> str:
         choice = {"index": number, "delta": delta, "logprobs": logprobs, "finish_reason": reason}
         return event(self.envelope | {"choices": [choice]})
+
+
+def _form(body: dict[str, Any]) -> tuple[str, dict[str, Any] | str | None]:
+    """The field that says what the answer must be like, and its schema or grammar.
+
+    `json_schema` and `grammar` are llama.cpp's. Raises: Refused for two of them.
+    """
+    asked = {name: body[name] for name in ("json_schema", "grammar") if body.get(name) is not None}
+    schema = schema_of(body.get("response_format"), "response_format")
+    forms: dict[str, Any] = asked if schema is None else asked | {"response_format": schema}
+    for name in asked:
+        check_extra(name, asked[name])
+        if len(forms) > 1:
+            raise wrong(name, f"the only one of {', '.join(forms)}", asked[name])
+    return next(iter(forms.items()), ("response_format", None))
 
 
 def logprobs_of(body: dict[str, Any], asked: bool, needed: str) -> int | None:

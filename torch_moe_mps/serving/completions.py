@@ -44,7 +44,7 @@ class Completions(Protocol):
             prompts=[*_prompts(body["prompt"])],
             prompt_field="prompt",
             most=body.get("max_tokens"),
-            schema=schema_of(body.get("response_format"), "response_format"),
+            form=schema_of(body.get("response_format"), "response_format"),
             form_field="response_format",
             logprobs=body.get("logprobs"),
             count=body.get("n") or 1,

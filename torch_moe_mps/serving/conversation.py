@@ -248,12 +248,27 @@ def effort(value: Any) -> dict[str, Any]:
     return {"reasoning_effort": level}
 
 
-def goes_on(values: list[dict[str, Any]], field: str) -> bool:
+def goes_on(values: list[dict[str, Any]], field: str, body: dict[str, Any] | None = None) -> bool:
     """Whether the last message is the beginning of the answer.
 
-    Raises: Refused for two of them.
+    Args:
+        body: may say so, with vLLM's names `continue_final_message` and `add_generation_prompt`.
+
+    Raises: Refused for two of them, and where the body says what cannot be.
     """
     last = [value for value in values[-2:] if value["role"] == "assistant" and "tool_calls" not in value]
     if len(last) == 2:
         raise wrong(field, "with at most one message of the assistant at the end", "two")
-    return bool(last) and values[-1] is last[-1] and bool(last[-1]["content"])
+    is_begun = bool(last) and values[-1] is last[-1] and bool(last[-1]["content"])
+    wanted, prompted = (
+        (body or {}).get(name) for name in ("continue_final_message", "add_generation_prompt")
+    )
+    if wanted is None:
+        wanted = is_begun and prompted is not True
+    if wanted and prompted:
+        raise wrong("add_generation_prompt", "false with 'continue_final_message' true", prompted)
+    if wanted and not is_begun:
+        raise wrong("continue_final_message", "false unless the last message is the assistant's", wanted)
+    if not wanted and prompted is False:
+        raise wrong("add_generation_prompt", "true unless the last message is gone on with", prompted)
+    return bool(wanted)

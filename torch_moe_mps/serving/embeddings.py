@@ -1,4 +1,6 @@
-"""OpenAI's `/v1/embeddings`, and `/v1/rerank` as Jina's and Cohere's servers have it."""
+"""OpenAI's `/v1/embeddings`, and `/v1/rerank` as the servers of Jina and Cohere have it, or as
+text-embeddings-inference has it: `texts` in place of `documents`, and a bare list as the answer.
+"""
 
 import base64
 from typing import Any
@@ -16,9 +18,15 @@ _FIELDS = {
         {"dimensions": integer(1), "model": TEXT, "user": TEXT}, "input", frozenset({"encoding_format"})
     ),
     RERANK: Fields(
-        {"model": TEXT, "query": TEXT, "return_documents": YES_OR_NO, "top_n": integer(1)},
+        {
+            "model": TEXT,
+            "query": TEXT,
+            "return_documents": YES_OR_NO,
+            "return_text": YES_OR_NO,
+            "top_n": integer(1),
+        },
         "query",
-        frozenset({"documents"}),
+        frozenset({"documents", "texts"}),
     ),
 }
 
@@ -37,10 +45,11 @@ class Texts:
         _FIELDS[path].check(body, path, served.say_once)
         self.encoder = _encoder(path, served)
         self.documents: list[str] = []
+        self._is_list = path == RERANK and body.get("texts") is not None
         field = "input"
         if path == RERANK:
-            field = "documents"
-            self.documents = _documents(body.get("documents"))
+            field = "texts" if body.get("texts") is not None else "documents"
+            self.documents = _documents(body.get(field), field)
             self.ids = self.encoder.pairs(body["query"], self.documents)
         else:
             if body.get("encoding_format") not in (None, "float", "base64"):
@@ -63,7 +72,9 @@ class Texts:
         """On the thread of the device."""
         return self.encoder.scores(self.ids) if self.path == RERANK else self.encoder.vectors(self.ids)
 
-    def answer(self, result: Tensor) -> dict[str, Any]:
+    def answer(self, result: Tensor) -> dict[str, Any] | list[dict[str, Any]]:
+        if self._is_list:
+            return [self._scored(number, result) for number in self._order(result)]
         count = sum(map(len, self.ids))
         whole: dict[str, Any] = {"object": "list", "model": self.served.name}
         whole["usage"] = {"prompt_tokens": count, "total_tokens": count}
@@ -83,12 +94,21 @@ class Texts:
         return {"data": data}
 
     def _ranked(self, scores: Tensor) -> dict[str, Any]:
-        order = scores.argsort(descending=True, stable=True)[: self.body.get("top_n")].tolist()
-        results: list[dict[str, Any]] = [{"index": n, "relevance_score": scores[n].item()} for n in order]
+        results: list[dict[str, Any]] = [
+            {"index": number, "relevance_score": scores[number].item()} for number in self._order(scores)
+        ]
         if self.body.get("return_documents"):
             for result in results:
                 result["document"] = {"text": self.documents[result["index"]]}
         return {"results": results}
+
+    def _scored(self, number: int, scores: Tensor) -> dict[str, Any]:
+        text = {"text": self.documents[number]} if self.body.get("return_text") else {}
+        return {"index": number, "score": scores[number].item(), **text}
+
+    def _order(self, scores: Tensor) -> list[int]:
+        best: list[int] = scores.argsort(descending=True, stable=True).tolist()
+        return best[: self.body.get("top_n")]
 
 
 def _encoder(path: str, served: Served) -> Encoder:
@@ -118,11 +138,11 @@ def _are_tokens(value: Any) -> bool:
     return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
 
 
-def _documents(value: Any) -> list[str]:
+def _documents(value: Any, field: str) -> list[str]:
     listed = [d.get("text") if isinstance(d, dict) else d for d in value] if isinstance(value, list) else []
     texts = [text for text in listed if isinstance(text, str)]
     if not 0 < len(texts) <= _MOST_TEXTS or len(texts) < len(listed):
-        raise wrong("documents", f"a list of at most {_MOST_TEXTS} texts", value)
+        raise wrong(field, f"a list of at most {_MOST_TEXTS} texts", value)
     return texts
 
 

@@ -62,7 +62,7 @@ def anthropic_error(refused: Refused) -> dict[str, Any]:
 
 
 class Messages(Protocol):
-    path = "/v1/messages"
+    path, counts = "/v1/messages", "count_tokens"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
         request = self.read_prompt(body, served)
@@ -75,7 +75,7 @@ class Messages(Protocol):
         return request
 
     def read_prompt(self, body: dict[str, Any], served: Served) -> Request:
-        """The parts of a request that counting needs, too. Raises: Refused."""
+        """Reads a request that needs no `max_tokens`. Raises: Refused."""
         _FIELDS.check(body, self.path, served.say_once)
         messages = _messages(body["messages"], served)
         if body.get("system"):
@@ -89,7 +89,7 @@ class Messages(Protocol):
             prompts=[Chat(messages, tools, _variables(body), conversation.goes_on(messages, "messages"))],
             prompt_field="messages",
             most=body.get("max_tokens"),
-            schema=None if forced else schema,
+            form=None if forced else schema,
             forced=forced,
             form_field="tool_choice" if forced else "output_config.format",
             **sampling(body),

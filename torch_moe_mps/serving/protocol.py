@@ -45,9 +45,14 @@ class Writer(ABC):
 
 
 class Protocol(ABC):
-    """One path of the server that generates."""
+    """One path of the server that generates.
+
+    Attributes:
+        counts: the name below the path that counts a prompt's tokens, where there is one.
+    """
 
     path: str
+    counts: str | None = None
 
     @abstractmethod
     def read(self, body: dict[str, Any], served: Served) -> Request:
@@ -59,6 +64,10 @@ class Protocol(ABC):
 
     @abstractmethod
     def writer(self, request: Request, answers: Answers, served: Served) -> Writer: ...
+
+    def read_prompt(self, body: dict[str, Any], served: Served) -> Request:
+        """Reads a request whose prompt is only counted. Raises: Refused."""
+        return self.read(body, served)
 
 
 @dataclass

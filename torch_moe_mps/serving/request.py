@@ -99,8 +99,8 @@ class Request:
         config: all settings, in place of the model's own.
         most: tokens of an answer; None for the rest of the context.
         frequency, presence: penalties, as OpenAI defines them.
-        schema: in JSON, of the answer.
-        form_field: names the field that `schema` or `forced` came from.
+        form: of the answer: a schema in JSON, or the text of a grammar.
+        form_field: names the field that `form` or `forced` came from.
         logprobs: how many alternatives each token of the answer shall have with its probability; None for no
             probabilities at all.
     """
@@ -114,7 +114,7 @@ class Request:
     seed: int | None = None
     frequency: float = 0.0
     presence: float = 0.0
-    schema: dict[str, Any] | None = None
+    form: dict[str, Any] | str | None = None
     forced: Forced | None = None
     form_field: str = ""
     logprobs: int | None = None

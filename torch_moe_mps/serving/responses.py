@@ -51,7 +51,7 @@ _FIELDS = Fields(
 
 
 class Responses(Protocol):
-    path = "/v1/responses"
+    path, counts = "/v1/responses", "input_tokens"
 
     def read(self, body: dict[str, Any], served: Served) -> Request:
         _FIELDS.check(body, self.path, served.say_once)
@@ -78,7 +78,7 @@ class Responses(Protocol):
             prompts=[Chat(messages, tools, variables, conversation.goes_on(messages, "input"))],
             prompt_field="input",
             most=body.get("max_output_tokens"),
-            schema=schema,
+            form=schema,
             forced=forced,
             form_field="tool_choice" if forced else field,
             logprobs=logprobs_of(body, _INCLUDED in included, f"'include' of {_INCLUDED}"),

@@ -17,7 +17,7 @@ from .._text import first_line
 from .answer import Answer, Decoder, Item
 from .encoder import Encoder
 from .forms import form_of
-from .job import Generator, Job, prompt_length
+from .job import Generator, Job, Reason, prompt_length
 from .logprobs import Logprobs
 from .media import Media, decoded
 from .penalties import Penalties
@@ -199,7 +199,7 @@ class Served:
     def _sound(self, part: dict[str, Any]) -> Any:
         import io
 
-        import soundfile  # type: ignore[import-not-found, unused-ignore]
+        import soundfile  # type: ignore[import-not-found, import-untyped, unused-ignore]
 
         url, field = part["url"], part["field"]
         octets = self.media.octets(url, field) if ":" in url[:8] else decoded(url, field)
@@ -255,7 +255,7 @@ class Served:
             field = "frequency_penalty" if request.frequency else "presence_penalty"
             self._check_alone(field)
             made.append(Penalties(prompt_length(prepared.inputs), request.frequency, request.presence))
-        form: Any = request.schema
+        form: Any = request.form
         if request.forced is not None:
             form = grammar(request.forced, self.form, self._family, prepared.text or "")
         if form is not None:
@@ -347,16 +347,23 @@ class Answers:
 
     def __str__(self) -> str:
         """The line of a log."""
+        now = time.monotonic()  # where the client leaves before the end
         begun = min(answer.submitted for answer in self.answers)
-        first = min(answer.first for answer in self.answers)
-        ended = max(answer.ended for answer in self.answers)
+        first = min(now if a.reason is None and not a.tokens else a.first for a in self.answers)
+        ended = max(now if a.reason is None else a.ended for a in self.answers)
         tokens, seconds = self.tokens, ended - first
         speed = f" ({(tokens - 1) / seconds:.1f} tokens/s)" if tokens > 1 and seconds > 0 else ""
-        reasons = {a.reason if isinstance(a.reason, str) else "error" for a in self.answers}
+        reasons = {_in_words(answer.reason) for answer in self.answers}
         return (
             f"prompt {self.prompt_tokens} tokens ({self.cached_tokens} kept) in {first - begun:.2f} s, "
             f"answer {tokens} tokens in {seconds:.2f} s{speed}, {', '.join(sorted(reasons))}"
         )
+
+
+def _in_words(reason: Reason | Exception | None) -> str:
+    if reason is None:
+        return "the client left"
+    return reason if isinstance(reason, str) else "error"
 
 
 def _parts(message: dict[str, Any]) -> list[dict[str, Any]]:

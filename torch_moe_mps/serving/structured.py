@@ -90,10 +90,11 @@ class Grammars:
 
     def mask(self, tokenizer: Any, config: Any, vocabulary: int, form: Any, field: str) -> Masked:
         """Args:
-            form: a schema in JSON, or a structural tag of xgrammar.
+            form: a schema in JSON, the text of a grammar (EBNF, as llama.cpp writes it), or a structural tag
+                of xgrammar.
             field: of the request that asks for it.
 
-        Raises: Refused for a schema that no grammar expresses.
+        Raises: Refused for a schema that no grammar expresses, and for a text that is no grammar.
         """
         import xgrammar
 
@@ -109,10 +110,12 @@ class Grammars:
             if isinstance(form, dict):
                 # One blank behind a comma or a colon: a model that may write any blanks may never end.
                 grammar = self._compilers[key].compile_json_schema(json.dumps(form), any_whitespace=False)
+            elif isinstance(form, str):
+                grammar = self._compilers[key].compile_grammar(form)
             else:
                 grammar = self._compilers[key].compile_structural_tag(form)
         except RuntimeError as error:
-            expected = f"The schema of '{field}' must be one that xgrammar compiles"
-            message = f"{expected}, got: {first_line(error)}"
+            kind = "grammar" if isinstance(form, str) else "schema"
+            message = f"The {kind} of '{field}' must be one that xgrammar compiles, got: {first_line(error)}"
             raise Refused(message, field, "invalid_value") from None
         return Masked(grammar, vocabulary)
