@@ -124,9 +124,10 @@ def quantize(
             or of 256 in modes whose scales are integers.
         bits, group_size, mode: see Format.
         importance: float32 [C], or [E, C] for a stack, with 2 bits and more: the mean square of what each
-            input is, or another number that is not negative. Then sum importance * (weight - dequantised)^2
-            of no group is larger than by MLX's rule, which chooses without it. Modes whose scales are
-            integers, q2_k to q6_k and iq4_xs, always search: None is the same importance for all.
+            input is, or another number that is not negative; it counts as a thousandth of its group's mean
+            at least. Then sum importance * (weight - dequantised)^2 of no group is larger than by MLX's
+            rule, which chooses without it. Modes whose scales are integers, q2_k to q6_k and iq4_xs,
+            always search: None is the same importance for all.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
         of `weight`. Memory other than the result stays under about 10 MiB, 25 MiB by importance, and

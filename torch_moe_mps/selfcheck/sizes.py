@@ -406,6 +406,13 @@ def _adapters(s: Sample) -> list[dict[str, Any]]:
     return [{"a": s.values(9 * s.E, 150), "b": s.values(300, 9 * s.E)}]
 
 
+def _expert_adapters(s: Sample) -> list[dict[str, Any]]:
+    """The same, and pairs without an expert whose ids are 64 bits of ones."""
+    ids = s.ids.long() - 1
+    listed = torch.ops.moe_mps.moe_bucket(ids, s.E)
+    return [*_adapters(s), {"ids": ids, **dict(zip(("pair_order", "offsets"), listed, strict=True))}]
+
+
 SIZES: Changes = {
     "attention": _attention,
     "write_cache_quantized_": _written,
@@ -430,7 +437,8 @@ SIZES: Changes = {
     ],
     "expert_mm": _expert_mm,
     "expert_outer": lambda s: [s.of("a[T, K, 43] b[T, 70]")],
-    **dict.fromkeys(("linear_lora", "expert_lora", "expert_lora_backward"), _adapters),
+    "linear_lora": _adapters,
+    **dict.fromkeys(("expert_lora", "expert_lora_backward"), _expert_adapters),
     "expert_qmm_transposed": lambda s: _transposed(s, s.E),
     "linear_quantized_transposed": _transposed,
     "moe_experts": _experts,

@@ -50,9 +50,10 @@ struct LoraPairs {
 inline int expert_of(device const uint* ids, uint pair, constant LoraParams& params) {
   if (params.has_ids == 0) return 0;
   const bool is_wide = params.wide_ids != 0;
-  const int id = int(ids[is_wide ? 2 * ulong(pair) : pair]);
-  const bool exists = !is_wide || ids[2 * ulong(pair) + 1] == 0;
-  return exists && id >= 0 && uint(id) < params.experts ? id : -1;
+  const uint low = ids[is_wide ? 2 * ulong(pair) : pair];
+  const uint high = is_wide ? ids[2 * ulong(pair) + 1] : 0;
+  const uint expert = min(high == 0 ? low : params.experts, params.experts);
+  return expert < params.experts ? int(expert) : -1;
 }
 
 // The pairs of a tile from `first` to `end` that share the first one's expert.

@@ -32,8 +32,10 @@ struct FragmentOf<half> {
 struct GemmThread {
   uint index, lane, simdgroup;
 
-  GemmThread(uint index_) : index(index_), lane(index_ % kSimdWidth), simdgroup(index_ / kSimdWidth) {}
-  GemmThread again() const { return GemmThread(anew(index, lane)); }
+  GemmThread again() const {
+    const uint same = anew(index, lane);
+    return {same, same % kSimdWidth, same / kSimdWidth};
+  }
 };
 
 constant constexpr int kSimdgroupRows = kGemmRows / kGemmSimdgroups;
@@ -367,7 +369,7 @@ template <typename W, int kPairTiles, bool kSplit>
   const GemmWork<W> work = {
       W(packed, scales, biases, expert, params), x, tile.pairs, {bias, residual, out, ids}, expert,
       first + (kSplit ? 0 : simdgroup * outputs)};
-  const GemmThread at(thread_index);
+  const GemmThread at = {thread_index, lane, simdgroup};
   if constexpr (kFits) {
     run_gemm<W, 1, kPairTiles, kSplit>(work, memory, at, params);
   } else {
