@@ -57,7 +57,12 @@ PROGRAM = """
     print(json.dumps([len(seen), changed, filled]))
 """
 # Operators register themselves.
-OWN = ["torch_moe_mps.ops._registry.DECLARED", "torch_moe_mps.ops._registry.OPERATORS"]
+OWN = [
+    "torch_moe_mps.ops._groups._PREFIXED",
+    "torch_moe_mps.ops._registry.DECLARED",
+    "torch_moe_mps.ops._registry.OPERATORS",
+    "torch_moe_mps.ops._registry.WITH_BACKWARD",
+]
 
 
 @pytest.mark.sweep
