@@ -219,7 +219,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 b=zeros(I, 257),
             ),
             wrong("b must be of shape [N, r E] with r E = 3 rows as in a, got (32, 4)", b=zeros(I, 4)),
-            wrong("x must be of shape [..., H] with the leading dimensions of added", x=zeros(T + 1, H)),
+            wrong("x must be of shape [..., H] = (3, 64), got (4, 64)", x=zeros(T + 1, H)),
         ],
         "expert_lora": [
             wrong(
