@@ -33,6 +33,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
 import torch_moe_mps
 from torch_moe_mps.commands import main as main_of_commands
 from torch_moe_mps.commands.perplexity import SAMPLE
+from torch_moe_mps.transformers.basics.interface import weights_in
 
 WINDOW = 512
 MIXED = {"bits": 4, "embedding_bits": 6, "overrides": {"self_attn.*": 5, "down_proj": 5}}
@@ -213,7 +214,7 @@ def row(name: str, load: Callable[[], Any], texts: Texts, seconds: float = 0.0) 
         started = _processor_seconds()
         model = load()
         seconds += _processor_seconds() - started
-        nbytes = sum(parameter.nbytes for parameter in model.parameters())
+        nbytes = sum(tensor.nbytes for tensor in weights_in(model))
         torch.nn.Module.float(model)  # transformers refuses to cast what is quantised
         file.write_text(json.dumps([name, nbytes, texts.compare(model), seconds]))
     name, nbytes, means, seconds = json.loads(file.read_text())

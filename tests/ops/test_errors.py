@@ -227,7 +227,10 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 a=zeros(25, H),
                 b=zeros(I, 25),
             ),
-            wrong("offsets must be given with pair_order", pair_order=torch.zeros(T * K, dtype=torch.int32)),
+            wrong(
+                "offsets must be given with pair_order, and only then, got None",
+                pair_order=torch.zeros(T * K, dtype=torch.int32),
+            ),
             wrong("between 1 and 1024", experts=0),
         ],
         "expert_lora_backward": [
