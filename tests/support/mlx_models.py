@@ -141,6 +141,7 @@ COMPOSITES = {
     "llama4": ("Llama4ForConditionalGeneration", "Llama4TextConfig"),
     "minimax_m3_vl": ("MiniMaxM3SparseForConditionalGeneration", "MiniMaxM3VLTextConfig"),
     "mistral3": ("Mistral3ForConditionalGeneration", "Mistral4Config"),
+    "qwen3_5 with vision": ("Qwen3_5ForConditionalGeneration", "Qwen3_5TextConfig"),
     "qwen3_5_moe with vision": ("Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeTextConfig"),
     "qwen3_vl_moe": ("Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeTextConfig"),
 }
@@ -152,6 +153,12 @@ CHECKPOINT_NAMES = {
         r"^model\.mm_projector": "mm_projector",
     },
     "kimi_linear": {r"(layers\.0)\.block_sparse_moe\.(\w+)_proj\.": r"\1.mlp.\2_proj."},
+}
+# Models without experts whose relatives have some.
+WITHOUT_EXPERTS: dict[str, dict] = {
+    "gemma4 without experts": {"enable_moe_block": False, "final_logit_softcapping": 30.0},
+    "qwen3_5": {},
+    "qwen3_5 with vision": {},
 }
 TOWER = {"projection_dim": 32}
 SIZES = {
@@ -166,7 +173,8 @@ SIZES = {
 
 
 def tiny(architecture: str):
-    overrides = (ARCHITECTURES | UNREAD)[architecture]
+    overrides = (ARCHITECTURES | UNREAD | WITHOUT_EXPERTS)[architecture]
+    architecture = architecture.removesuffix(" without experts")
     with tiny_models.groups_of_32(), tiny_models.sizes(**SIZES):
         if architecture not in COMPOSITES:
             return tiny_models.tiny_model(architecture, **overrides)

@@ -158,7 +158,9 @@ def test_the_language_model_of_more_is_converted(architecture, tmp_path):
         assert_mlx_computes_the_same(model, mlx_models.read(tmp_path / folder))
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_5_moe with vision", "qwen3_5_moe"])
+@pytest.mark.parametrize(
+    "architecture", ["qwen3_5_moe with vision", "qwen3_5_moe", *mlx_models.WITHOUT_EXPERTS]
+)
 def test_one_layout_with_and_without_vision(architecture, tmp_path):
     """mlx-lm reads a model for text as the language part of one with vision; so it is written, and read."""
     model = mlx_models.tiny(architecture)

@@ -173,7 +173,7 @@ ARCHITECTURES = {
     "phimoe": _BLOCK_SPARSE,
     "qwen2_moe": _PLAIN,
     "qwen3_5_moe_text": Architecture(one_more=True, part_of="qwen3_5_moe"),
-    "qwen3_5_text": Architecture(None, one_more=True),
+    "qwen3_5_text": Architecture(None, one_more=True, part_of="qwen3_5"),
     "qwen3_moe": _PLAIN,
     "qwen3_next": Architecture(one_more=True),
     "qwen3_vl_moe_text": _PLAIN,

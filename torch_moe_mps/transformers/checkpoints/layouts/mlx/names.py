@@ -22,11 +22,12 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 DENSE = frozenset(
     {
         "cohere", "ernie4_5", "gemma2", "gemma3_text", "glm4", "granite", "hunyuan_v1_dense", "llama",
-        "mistral", "nemotron", "olmo2", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm",
+        "mistral", "nemotron", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_5_text", "seed_oss", "smollm3",
+        "stablelm",
     }
 )  # fmt: skip
 # Multimodal model types of which mlx-lm has only the language model.
-_COMPOSITES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral3", "qwen3_5_moe", "qwen3_vl_moe")
+_COMPOSITES = ("gemma4", "kimi_k25", "minimax_m3_vl", "mistral3", "qwen3_5", "qwen3_5_moe", "qwen3_vl_moe")
 _NORMS = (
     "input_layernorm",
     "post_attention_layernorm",
