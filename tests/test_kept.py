@@ -300,12 +300,12 @@ def test_what_a_test_does_is_seen(small, also, change, rule):
 
 def test_one_hook_of_the_interpreter_however_many_runs(small, monkeypatch):
     """None can be taken out again: each would slow all tests behind."""
-    hooks = []
+    hooks, hearing = [], [*kept._hearing]  # of the run that this test is in
     monkeypatch.setattr(sys, "addaudithook", hooks.append)
     for _ in range(3):
         kept.Kept()
         kept.forget()
-    assert len(hooks) <= 1 and not kept._hearing
+    assert len(hooks) <= 1 and kept._hearing == hearing
 
 
 def test_who_draws_numbers():

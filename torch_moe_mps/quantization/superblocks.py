@@ -32,8 +32,6 @@ STARTS = (0, 1, -1)
 ROUNDS = 2
 LARGEST_HALF = 65504.0  # d and m are not larger
 SMALLEST = 1e-30  # scales below count as 0
-# Each weight counts as much as this share of the mean importance of its superblock at least.
-LEAST_SHARE = constants("kLeastShare")[0]
 
 
 class Superblocks(NamedTuple):
@@ -64,7 +62,8 @@ def quantize_superblocks(weight: Tensor, importance: Tensor, format: Format) -> 
     groups = weight.reshape(-1, LARGE_BLOCK // size, size)
     importance = importance.expand_as(weight).reshape(-1, LARGE_BLOCK)
     mean = importance.mean(-1, keepdim=True)
-    importance = torch.where(mean > 0, torch.maximum(importance, LEAST_SHARE * mean), 1.0)
+    least = constants("kLeastShare")[0] * mean  # what each weight counts at least
+    importance = torch.where(mean > 0, torch.maximum(importance, least), 1.0)
     search = _Search(groups, importance.view(groups.shape), format)
     blocks = search.best()
     scale, minimum = blocks.d * blocks.s, blocks.m * blocks.n
