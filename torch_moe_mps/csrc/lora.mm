@@ -106,8 +106,7 @@ std::tuple<Tensor, Tensor, Tensor> expert_lora_backward(const Tensor& dy_, const
   const Tensor dx = at::empty(x.sizes(), x.options()), da = at::empty(a.sizes(), a.options());
   const Tensor db = at::empty(b.sizes(), b.options());
   const bool sums = x.dim() == 2;
-  const Tensor of_pairs =
-      sums ? at::empty({ids.size(0), ids.size(1), params.inputs}, x.options()) : dx;
+  const Tensor of_pairs = sums ? at::empty({ids.size(0), ids.size(1), params.inputs}, x.options()) : dx;
   const auto inner = a.options().dtype(at::kFloat);
   const Tensor gradients = at::empty({params.pairs, params.rank}, inner);
   const Tensor products = at::empty({params.pairs, params.rank}, inner);

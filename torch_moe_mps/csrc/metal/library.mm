@@ -215,8 +215,8 @@ const std::vector<Library>& all_libraries() {
     auto* list = new std::vector<Library>{{"bucket", at::kInt}, {"bucket", at::kLong}};
     for (const c10::ScalarType dtype : {at::kFloat, at::kHalf, at::kBFloat16}) {
       for (const char* file : {"norms", "rope", "attention", "attention_tailed", "attention_turned", "index",
-                               "pooling", "linear_attention", "lora", "hyper_connection", "routing", "hash_router",
-                               "combine", "pointwise", "sampling", "quantize", "experts"})
+                               "pooling", "linear_attention", "lora", "hyper_connection", "routing",
+                               "hash_router", "combine", "pointwise", "sampling", "quantize", "experts"})
         list->push_back({file, dtype});
       for (Library library : {Library{"attention", dtype}, quantized_attention_library(dtype)}) {
         if (!library.weights.empty()) list->push_back(library);
