@@ -8,7 +8,6 @@ from typing import Any, NoReturn
 
 from .. import __version__
 
-_MODES = ("affine", "mxfp4", "mxfp8", "nvfp4", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")  # and iq4_xs
 DTYPES = ("auto", "float32", "float16", "bfloat16")
 
 DESCRIPTION = "Quantised Hugging Face models on Apple GPUs."
@@ -254,11 +253,8 @@ def _convert(command: argparse.ArgumentParser) -> None:
     add("destination", metavar="DST", help="folder to write; it must not exist")
     add("--bits", type=int, help="2, 3, 4, 5, 6 or 8 (4)")
     add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
-    add(
-        "--mode",
-        default="affine",
-        help=f"{', '.join(_MODES)} or iq4_xs (affine)",
-    )
+    modes = "affine, mxfp4, mxfp8, nvfp4, q2_k, q3_k, q4_k, q5_k, q6_k or iq4_xs (affine)"
+    add("--mode", default="affine", help=modes)
     add(
         "--linear-bits",
         type=_bits,

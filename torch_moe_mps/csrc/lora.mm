@@ -18,8 +18,7 @@ using at::Tensor;
 // Few tiles share the columns among so many threadgroups. Untuned.
 constexpr int64_t kFewTiles = 64;
 
-LoraParams lora_params(const Tensor& x, const Tensor& a, const Tensor& b, int64_t pairs, int64_t experts,
-                       double scaling) {
+LoraParams lora_params(const Tensor& a, const Tensor& b, int64_t pairs, int64_t experts, double scaling) {
   LoraParams params{};
   params.pairs = pairs;
   params.slots = 1;
@@ -76,7 +75,7 @@ Tensor linear_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, con
                    double scaling) {
   const Tensor added = added_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = b_.contiguous();
   const int64_t pairs = b.size(0) > 0 ? added.numel() / b.size(0) : 0;
-  return with_adapter(added, x, a, b, added, std::nullopt, lora_params(x, a, b, pairs, 1, scaling));
+  return with_adapter(added, x, a, b, added, std::nullopt, lora_params(a, b, pairs, 1, scaling));
 }
 
 Tensor expert_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, const Tensor& b_,
@@ -85,7 +84,7 @@ Tensor expert_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, con
   const Tensor added = added_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = b_.contiguous();
   const Tensor ids = ids_.contiguous();
   const OptionalTensor pair_order = contiguous(pair_order_);
-  LoraParams params = lora_params(x, a, b, ids.numel(), experts, scaling);
+  LoraParams params = lora_params(a, b, ids.numel(), experts, scaling);
   set_ids(params, x, ids, pair_order);
   return with_adapter(added, x, a, b, ids, pair_order, params);
 }
@@ -97,7 +96,7 @@ std::tuple<Tensor, Tensor, Tensor> expert_lora_backward(const Tensor& dy_, const
   const Tensor dy = dy_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = b_.contiguous();
   const Tensor ids = ids_.contiguous(), offsets = offsets_.contiguous();
   const OptionalTensor pair_order = pair_order_.contiguous();
-  LoraParams params = lora_params(x, a, b, ids.numel(), experts, scaling);
+  LoraParams params = lora_params(a, b, ids.numel(), experts, scaling);
   set_ids(params, x, ids, pair_order);
   if (dy.numel() == 0 || x.numel() == 0) {
     return {at::zeros(x.sizes(), x.options()), at::zeros(a.sizes(), a.options()),

@@ -74,6 +74,11 @@ class Integers:
     minima: bool
     centre: int
 
+    @property
+    def halves(self) -> int:
+        """Float16 numbers of a superblock: d, and m where there are minima."""
+        return 2 if self.minima else 1
+
 
 GGUF = {
     **{"q4_0": (4, 32), "q4_1": (4, 32), "q5_0": (5, 32), "q5_1": (5, 32), "q8_0": (8, 32)},
@@ -212,8 +217,8 @@ class Format:
         if not self.stream_bits:
             count = blocks if self.name in GRIDS else self.groups(columns)
             return count, count if self.has_biases else 0
-        item = 2 if self.name in INTEGERS and INTEGERS[self.name].minima else 1
-        return blocks * self.stream_bits, blocks * item
+        halves = INTEGERS[self.name].halves if self.name in INTEGERS else 1
+        return blocks * self.stream_bits, blocks * halves
 
     def words(self, columns: int) -> int:
         return columns * self.bits // 32
@@ -398,9 +403,9 @@ def _scales_of_ggml(scales: Tensor, biases: Tensor | None, format: Format) -> tu
         factors = _halves(scales) * STEPS.get(format.name, 1)
         biases = None if biases is None else _halves(biases)
     else:
-        item, groups = 2 if integers.minima else 1, LARGE_BLOCK // format.group_size
-        numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, item))
-        products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, item))
+        count, groups = integers.halves, LARGE_BLOCK // format.group_size
+        numbers = _spread(scales.contiguous(), integers.bits).unflatten(-1, (-1, groups, count))
+        products = (numbers.float() - integers.centre) * _halves(biases).unflatten(-1, (-1, 1, count))
         factors, *minima = products.flatten(-3, -2).unbind(-1)
         biases = -minima[0] if minima else None
     return factors, biases if offset is None else -offset * factors

@@ -142,8 +142,8 @@ def _meta_attention(
     if lookahead > 0 and not (indices is None and mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
     others = {"a mask": mask, "indices": indices, "a tail": tail.k_tail, "a look-ahead": lookahead or None}
-    for name, arguments in others.items():
-        check.none(f"beside {name}", arguments is not None, relative=relative)
+    for name, value in others.items():
+        check.none(f"beside {name}", value is not None, relative=relative)
     if softmax.softcap is not None and not 0.0 < softmax.softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softmax.softcap)
     factors = gate.gate

@@ -66,9 +66,7 @@ def quantize_by_importance(
     format = FORMATS[to]
     if weight.numel() == 0:
         return _empty(weight, format)
-    importance = importance.unflatten(-1, (1, -1, format.group_size))
-    least = importance.sum(-1, keepdim=True) * (constants("kLeastShare")[0] / format.group_size)
-    importance = torch.maximum(importance, least)
+    importance = counted(importance.unflatten(-1, (1, -1, format.group_size)))
     outputs, room = _empty(weight, format), weight.new_empty(0)
     for index in pieces(weight, CHUNK):
         piece = weight[index].unflatten(-1, (-1, format.group_size))
@@ -106,6 +104,12 @@ def constants(name: str) -> tuple[float, ...]:
     text = (Path(__file__).parents[1] / "shaders/quantize_moves.h").read_text()
     body = text.partition(f" {name}[")[2].partition(" = ")[2].partition(";")[0]
     return tuple(float(number) for number in re.findall(r"-?[\d.]+", body))
+
+
+def counted(importance: Tensor) -> Tensor:
+    """Importance of groups [..., size] as it counts: a share of its group's mean at least."""
+    least = importance.sum(-1, keepdim=True) * (constants("kLeastShare")[0] / importance.shape[-1])
+    return torch.maximum(importance, least)
 
 
 def search(

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from ..ops._formats import INTEGERS, LARGE_BLOCK, LEVELS, OFFSETS, Format, pack, pack_octets
-from ..ops.quantize import constants, fitted_lines
+from ..ops.quantize import counted, fitted_lines
 
 # Starts of a scale without a minimum: the weight of largest magnitude becomes one of the ends of the numbers,
 # or lies so many of their last steps outside of it.
@@ -61,9 +61,7 @@ def quantize_superblocks(weight: Tensor, importance: Tensor, format: Format) -> 
     size = format.group_size
     groups = weight.reshape(-1, LARGE_BLOCK // size, size)
     importance = importance.expand_as(weight).reshape(-1, LARGE_BLOCK)
-    mean = importance.mean(-1, keepdim=True)
-    least = constants("kLeastShare")[0] * mean  # what each weight counts at least
-    importance = torch.where(mean > 0, torch.maximum(importance, least), 1.0)
+    importance = torch.where(importance.mean(-1, keepdim=True) > 0, counted(importance), 1.0)
     search = _Search(groups, importance.view(groups.shape), format)
     blocks = search.best()
     scale, minimum = blocks.d * blocks.s, blocks.m * blocks.n

@@ -11,8 +11,18 @@ from torch import Tensor, nn
 from ....ops._decoded import changes
 from ...basics.joined import WEIGHTS, joined_rows
 from ...basics.state import NOTHING, STATE, state_of
+from ...graphs.patterns import Bound
 from ..experts import is_observed
 from ..linears import QuantizedLinear
+from ..traced import path_of
+
+
+def layer_of(bound: Bound, part: str) -> str | None:
+    """The name of the module's own layer whose weight and bias a formula has bound as PART and PART_BIAS."""
+    weight, bias = path_of(bound[part]), bound[f"{part}_BIAS"]
+    name = (weight or "").removesuffix(".weight")
+    is_one = weight == f"{name}.weight" and (bias is None or path_of(bias) == f"{name}.bias")
+    return name if is_one and "." not in name else None
 
 
 class Joined:

@@ -18,8 +18,8 @@ from ...graphs.patterns import linear_of, match, uncast
 from ...graphs.tracing import ITEM
 from ..experts import ACTIVATION_FORMS, activation_arguments, halves_of, is_observed, numbers_of
 from ..linears import QuantizedLinear
-from ..traced import Input, Sizes, Traced, everywhere, names_of_inputs, path_of, remembered, trace
-from .linear import join
+from ..traced import Input, Sizes, Traced, everywhere, names_of_inputs, remembered, trace
+from .linear import join, layer_of
 
 # The gate and the other half: of two layers, and of one.
 _HALVES = (("linear(X, GATE, GATE_BIAS)", "linear(X, UP, UP_BIAS)"), ("G", "U"))
@@ -84,7 +84,7 @@ def _read_mlp(traced: Traced) -> MlpFormula | None:
         if "G" in bound:
             bound, halves = _of_one_layer(bound)
             activation = activation._replace(interleaved=halves == "every_other")
-        layers = [_layer(bound, part) for part in ("GATE", "UP", "DOWN") if part in bound]
+        layers = [layer_of(bound, part) for part in ("GATE", "UP", "DOWN") if part in bound]
         if uncast(bound.get("X")) is x and all(layers) and _fit(x, result, bound):
             *first, down = (layer for layer in layers if layer is not None)
             fits = len({*layers}) == len(layers) and not any("." in path for path in traced.called)
@@ -101,14 +101,6 @@ def _of_one_layer(bound: dict[str, Any]) -> tuple[dict[str, Any], str | None]:
     if linear is None or halves is None:
         return {}, None
     return bound | dict(zip(("X", "GATE", "GATE_BIAS"), linear, strict=True)), halves
-
-
-def _layer(bound: dict[str, Any], part: str) -> str | None:
-    """The name of the layer whose weight and bias a formula has bound."""
-    weight, bias = path_of(bound[part]), bound[f"{part}_BIAS"]
-    name = (weight or "").removesuffix(".weight")
-    is_one = weight == f"{name}.weight" and (bias is None or path_of(bias) == f"{name}.bias")
-    return name if is_one and "." not in name else None
 
 
 def _fit(x: fx.Node, result: fx.Node, bound: dict[str, Any]) -> bool:

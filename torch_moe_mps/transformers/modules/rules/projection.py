@@ -19,9 +19,10 @@ from ...graphs.nodes import tensor_of
 from ...graphs.patterns import Bound, match, uncast
 from ..experts import ACTIVATION_FORMS, is_observed
 from ..linears import QuantizedLinear
-from ..traced import Input, Sizes, Traced, everywhere, names_of_inputs, path_of, remembered, trace
+from ..traced import Input, Sizes, Traced, everywhere, names_of_inputs, remembered, trace
+from .linear import layer_of
 
-_LINEAR = "linear(X, WEIGHT, BIAS)"
+_LINEAR = "linear(X, LAYER, LAYER_BIAS)"
 _NORMED = f"item(native_layer_norm({_LINEAR} + RESIDUAL, SHAPE, NORM, NORM_BIAS, EPS), 0)"
 # (activation, formula), the longest first.
 _FORMS: list[tuple[str | None, str]] = [
@@ -93,23 +94,19 @@ def _read(module: nn.Module, start: Projection, traced: Traced) -> Projection | 
 
 def _reads(bound: Bound, start: Projection, traced: Traced) -> bool:
     """Whether a formula is one of the module's own layer and of all its inputs."""
-    bias = bound["BIAS"]
-    are_own = path_of(bound["WEIGHT"]) == f"{start.layer}.weight" and (
-        bias is None or path_of(bias) == f"{start.layer}.bias"
-    )
     residual = [node for place, node in enumerate(traced.inputs) if place != start.x]
     read = [uncast(bound["RESIDUAL"])] if "RESIDUAL" in bound else []
-    return are_own and uncast(bound["X"]) is traced.inputs[start.x] and read == residual
+    is_own = layer_of(bound, "LAYER") == start.layer
+    return is_own and uncast(bound["X"]) is traced.inputs[start.x] and read == residual
 
 
 def _norm(module: nn.Module, bound: Bound) -> str | None:
     """The name of the child that is the norm of a formula."""
-    name = (path_of(bound.get("NORM")) or "").removesuffix(".weight")
-    child = module._modules.get(name)
+    name = layer_of(bound, "NORM") if "NORM" in bound else None
+    child = None if name is None else module._modules.get(name)
     if type(child) is not nn.LayerNorm or bound["EPS"] != child.eps:
         return None
-    weights = path_of(bound["NORM"]), path_of(bound["NORM_BIAS"])
-    return name if weights == (f"{name}.weight", None if child.bias is None else f"{name}.bias") else None
+    return name if (bound["NORM_BIAS"] is None) == (child.bias is None) else None
 
 
 def _of_kind(tensor: Tensor | None) -> tuple[tuple[int, ...], torch.dtype] | None:
