@@ -7,7 +7,7 @@ from support.oracles import exact
 from support.oracles_experts import dequantise
 from support.oracles_operators import checked
 from support.sweep import kernels_in_sweep
-from support.values import DTYPES, numbers
+from support.values import DTYPES, far_apart, numbers
 
 from torch_moe_mps.ops.attention import attention as attend
 from torch_moe_mps.quantization import quantize
@@ -49,6 +49,20 @@ def test_8_bits(device, turn):
         caches = {name: part[:, :, 5:] for name, part in in_8_bits(device, groups, k=k, v=v).items()}
         options = {"window": 30, "dtype": torch.float32}
         assert checked("attention", q.to(device), scale=0.2, **caches, **options).dtype == torch.float32
+
+
+def test_what_kernels_count_in_32_bits_may_lie_further_apart(device):
+    """Scales and biases of two heads of keys, rows of a mask, heads of a bias of distances."""
+    q, k, v = tensors("cpu", torch.float16, 1, 4, 2, 2, 20, 32)
+    caches = in_8_bits(device, (32, 32), k=k, v=v)
+    groups = far_apart(torch.stack((caches["k_scales"], caches["k_biases"])), 2)
+    q, k, v = (tensor.to(device) for tensor in (q, k, v))
+    checked("attention", q, scale=0.2, **caches | {"k_scales": groups[0], "k_biases": groups[1]})
+    mask = numbers(1, 1, 2, 20) > 0.0
+    checked("attention", q, k, v, 0.2, mask=far_apart(mask.to(device), 2))
+    relative = numbers(1, 1, 4, 8, dtype=torch.float16).to(device)
+    one_head = k[:, :1], v[:, :1]
+    checked("attention", q[:, :2, :1], *one_head, 0.2, relative=far_apart(relative[:, :, :2], 2))
 
 
 def test_more_tokens_than_keys(device):

@@ -5,7 +5,7 @@ import pytest
 import torch
 from support.oracles import FLOAT32_EPS, exact, spacing
 from support.oracles_operators import checked
-from support.values import DTYPES, numbers
+from support.values import DTYPES, far_apart, numbers
 
 from torch_moe_mps.ops.linear_attention import causal_conv1d_update_, linear_attention_, selective_scan_
 
@@ -48,6 +48,13 @@ def check(arguments, device, **options):
     options = {n: o.to(device) if isinstance(o, torch.Tensor) else o for n, o in options.items()}
     result = checked("linear_attention_", *arguments, arguments[0].shape[-1] ** -0.5, **options)
     assert result.dtype == arguments[2].dtype
+
+
+def test_values_of_tokens_far_apart(device):
+    (q, k, v, g, state), beta = inputs(1, 2, 1, 2, 16, 8, torch.float16)
+    q, k, v, g, state, beta = (tensor.to(device) for tensor in (q, k, v, g, state, beta))
+    options = {"beta": beta, "A_log": numbers(2).to(device), **RULE}
+    checked("linear_attention_", q, k, far_apart(v, 1), g, state, 0.25, **options)
 
 
 def test_a_norm_of_more_tokens_than_a_block(device):

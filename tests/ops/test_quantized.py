@@ -11,6 +11,8 @@ from support.oracles_operators import checked
 from support.quantized_layers import FORMATS, check_layer, dense, each, place, random_quantized
 from support.values import DTYPES, random
 
+from torch_moe_mps.ops.experts import expert_mm
+from torch_moe_mps.ops.linear import linear_quantized
 from torch_moe_mps.ops.quantized import expert_qmm, moe_experts_quantized
 
 
@@ -172,6 +174,26 @@ def test_weights_over_4_gib(device):
     ids = torch.full((1, 1), experts - 1, dtype=torch.int32, device=device)
     expected = expected_mm(x, dense(last, format), zero, rounded_weight=True)
     assert_close(expert_qmm(x.to(device), packed, scales, biases, ids, format), expected)
+
+
+def test_a_matrix_of_more_than_kernels_count(simulated):
+    """Bits of a matrix's scales in one format, elements of a dense one: neither is read wrongly."""
+    rows, blocks = 2**20, 43
+    parts = [
+        torch.empty(rows, blocks * size, dtype=dtype, device="mps")
+        for size, dtype in ((32, torch.int32), (12, torch.uint8), (2, torch.int16))
+    ]
+    x = torch.zeros(1, 256 * blocks, dtype=torch.float16, device="mps")
+    with pytest.raises(
+        RuntimeError, match=r"moe_mps: a packed matrix of shape \[1048576, 1376\] has 4328521728"
+    ):
+        linear_quantized(x, *parts, None, "q4_k")
+    ids = torch.zeros(1, 1, dtype=torch.int32, device="mps")
+    weight = torch.empty(1, 2**16 + 1, 2**16, dtype=torch.float16, device="mps")
+    with pytest.raises(
+        RuntimeError, match=r"a matrix of shape \[1, 65537, 65536\] has 4295032832 elements, of which"
+    ):
+        expert_mm(x[:, :1].expand(1, 2**16), weight, ids)
 
 
 def test_one_expert_is_dequantised_at_a_time():

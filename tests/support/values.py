@@ -15,6 +15,18 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0, scal
     return random(shape, dtype, seed + sum(shape), scale)
 
 
+def far_apart(tensor: Tensor, dim: int) -> Tensor:
+    """The tensor with neighbours in a dimension over 2^32 elements apart: no page between them exists."""
+    strides = list(tensor.contiguous().stride())
+    strides[dim] = 2**32 + tensor.numel()
+    memory = torch.empty(
+        1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, strides, strict=True)),
+        dtype=tensor.dtype,
+        device=tensor.device,
+    )
+    return memory.as_strided(tensor.shape, strides).copy_(tensor)
+
+
 def awkward_weights(dtype):
     """Odd counts of experts and rows; zero, constant, one-signed, tiny and huge groups, and ties."""
     weight = torch.randn(3, 17, 256, generator=torch.Generator().manual_seed(0))

@@ -21,8 +21,7 @@ namespace {
 
 using at::Tensor;
 
-// Kernels count within a tile of keys in 32 bits.
-constexpr int64_t kMostKeyStride = int64_t(1) << 24;
+constexpr int64_t kMostKeyStride = kMostElements / 256;  // kernels count bytes within a tile of 64 keys
 constexpr int64_t kRun = 8;  // elements of a dense head that a kernel loads at once, the most
 constexpr int64_t kWordsOfRun = 2;
 
@@ -133,11 +132,11 @@ struct Cache {
 
   void set_scales() {
     params.width *= 4;
-    if (scales->strides() != biases->strides() || scales->stride(3) != 1 ||
-        scales->stride(2) >= kMostKeyStride) {
+    if (scales->strides() != biases->strides() || scales->stride(3) != 1 || span(*scales) > kMostElements) {
       scales = scales->contiguous();
       biases = biases->contiguous();
     }
+    check_counted("scales of keys or values", scales->numel(), scales->sizes());
     params.scales = head_strides(*scales);
     for (int64_t group = params.width / scales->size(3); group > 1; group /= 2) ++params.group_shift;
   }
@@ -151,6 +150,21 @@ struct Cache {
   // What the kernel's file reads beside the values.
   const OptionalTensor& beside() const { return tail ? tail : scales; }
 };
+
+// Of tokens and keys, or heads, kernels have the strides in 32 bits.
+OptionalTensor readable_mask(const OptionalTensor& mask) {
+  const bool near = !mask || std::max(mask->stride(2), mask->stride(3)) <= kMostElements;
+  return near ? mask : std::optional(mask->contiguous());
+}
+
+// [B, T, Hq, distances], whose heads kernels count in 32 bits.
+OptionalTensor readable_relative(const OptionalTensor& given) {
+  if (!given) return given;
+  const Tensor relative = rows_contiguous(*given);
+  const bool near =
+      relative.size(2) * relative.stride(2) <= kMostElements && relative.stride(1) <= kMostElements;
+  return near ? relative : relative.clone(at::MemoryFormat::Contiguous);
+}
 
 void set_mask(AttentionParams& params, const OptionalTensor& mask, std::optional<int64_t> window,
               int64_t lookahead) {
@@ -228,10 +242,9 @@ Tensor attend(const AttentionArguments& given, const Turning* turning = nullptr)
   }
   const Tensor q = rows_contiguous(given.q);
   const Cache k(given.k), v(given.v);
-  const OptionalTensor& mask = given.mask;
+  const OptionalTensor mask = readable_mask(given.mask), relative = readable_relative(given.relative);
   const OptionalTensor key_range = contiguous(given.order.key_range), sinks = contiguous(given.softmax.sinks);
   const OptionalTensor indices = rows_contiguous(chosen);
-  const OptionalTensor relative = rows_contiguous(given.relative);
   const OptionalTensor gate = rows_contiguous(given.gate.factors);
 
   AttentionParams params{};

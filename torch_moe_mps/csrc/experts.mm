@@ -25,6 +25,7 @@ MatrixStack dense_matrix(const Tensor& x, const Tensor& weight, const OptionalTe
   matrix.experts = stored.size(0);
   matrix.rows = stored.size(1);
   matrix.inputs = stored.size(2);
+  check_counted("a matrix", matrix.rows * matrix.inputs, stored.sizes());
   return matrix;
 }
 

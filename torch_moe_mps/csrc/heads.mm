@@ -11,8 +11,8 @@ namespace {
 
 using at::Tensor;
 
-constexpr int64_t kMostStride = int64_t(1) << 30;  // kernels count in 32 bits from a token to the next
-constexpr int64_t kPack = 8;                       // elements that a kernel loads at once
+constexpr int64_t kMostStride = kMostElements / 4;  // kernels count from a token to the next
+constexpr int64_t kPack = 8;                        // elements that a kernel loads at once
 
 // [B, T, Hq, width] whose heads start at multiples of a pack, in ascending order of tokens.
 Tensor readable(const Tensor& x) {

@@ -82,7 +82,9 @@ Tensor linear_attention_(const Tensor& q_, const Tensor& k_, const Tensor& v_, c
                          const std::optional<InputNorm>& norm) {
   Tensor output = at::empty(v_.sizes(), v_.options());
   if (output.numel() == 0) return output;
-  const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_), v = rows_contiguous(v_);
+  const Tensor q = rows_contiguous(q_), k = rows_contiguous(k_);
+  // Kernels count the values of kScanTokens tokens in 32 bits.
+  const Tensor v = v_.stride(1) < kMostElements / kScanTokens ? rows_contiguous(v_) : v_.contiguous();
   const bool channels = g_ && g_->dim() == 4;
   const OptionalTensor g = channels ? rows_contiguous(*g_) : g_;
   const OptionalTensor a_log = contiguous(a_log_), dt_bias = contiguous(dt_bias_), skip = contiguous(skip_);

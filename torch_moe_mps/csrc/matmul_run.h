@@ -15,8 +15,6 @@
 
 namespace moe_mps {
 
-constexpr int64_t kMostElements = UINT32_MAX;  // of inputs that a kernel counts in 32 bits
-
 // A stack of matrices in one format, [E, rows, inputs].
 struct MatrixStack {
   Library library;                    // the kernels for its format and the dtype of the activations

@@ -159,10 +159,17 @@ OptionalTensor rows_of(const OptionalTensor& tensor, int64_t start, int64_t coun
   return tensor ? std::optional(tensor->narrow(0, start, count)) : std::nullopt;
 }
 
+// Dot products, and matrix products whose simdgroups split the inputs, count from the first input on.
+void check_inputs(const MatmulStep& step, const Tensor& x) {
+  const bool has_tiles = step.kernel.starts_with("gemm") && !step.kernel.ends_with("_split");
+  if (!has_tiles && !step.tensor_units) check_counted("an input", x.numel(), x.sizes());
+}
+
 // Adds one matmul; `out` has a row for each pair.
 void add_matmul(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
                 const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
                 bool x_per_pair, bool is_last, const Tensor& out) {
+  check_inputs(step, x);
   MatmulParams params = matmul_params(x, matrix, run.ids, activation, x_per_pair);
   params.writes_tiles = !is_last;
   if (step.norms_inputs) set_norm(params, *norm);
@@ -199,6 +206,7 @@ void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, cons
 void add_second(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& hidden,
                 const MatrixStack& matrix, const MatrixStack* shared, const ExpertSum& sum,
                 const Tensor& out) {
+  check_inputs(step, hidden);
   ExpertDownParams params = down_params(hidden, matrix, run.ids, sum);
   params.has_shared_expert = shared != nullptr;
   Command& command = commands.add(matrix.library, step.kernel);
@@ -241,8 +249,7 @@ void add_linear(Commands& commands, const Tensor& x_, const std::optional<InputN
       tuned(plan_linear(tokens, matrix.rows, outputs_of(matrix.rows, activation), gpu_cores(),
                         gpu_registers(), tensor_units_for(x_, matrix, tokens), can_norm(norm, x_, matrix)),
             matrix, tokens);
-  TORCH_CHECK(!step.kernel.ends_with("_split") || tokens * matrix.inputs <= kMostElements,
-              "moe_mps: ", step.kernel, " counts the elements of its inputs in 32 bits, got ", x_.sizes());
+  check_inputs(step, x_);
   const Tensor& x = norm && !step.norms_inputs ? add_norm(commands, x_, *norm) : x_;
   MatmulParams params = matrix_params(x, matrix, activation);
   params.tokens = params.pairs = tokens;

@@ -110,7 +110,7 @@ Tensor pointwise(const Tensor& a, std::string_view text, c10::ScalarType dtype, 
     params.dtypes[i] = number_code(input);
     for (int64_t dim = 0; dim < input.dim(); ++dim) {
       const int64_t stride = input.size(dim) == 1 ? 0 : input.stride(dim);
-      TORCH_CHECK(stride <= UINT32_MAX, "moe_mps::pointwise: an input is too far apart");
+      TORCH_CHECK(stride <= kMostElements, "moe_mps::pointwise: an input is too far apart");
       params.strides[i][POINTWISE_RANK - input.dim() + dim] = stride;
     }
     command.bind_strided(input);

@@ -12,6 +12,15 @@
 
 namespace moe_mps {
 
+// Kernels count in 32 bits what is known to be no more than this; what may be more is said or copied.
+constexpr int64_t kMostElements = UINT32_MAX;
+
+// Refuses a tensor of which a kernel would have to count more elements; `what` names it.
+void check_counted(std::string_view what, int64_t elements, c10::IntArrayRef shape);
+
+// Elements from the first of a tensor in memory to its last, both included.
+int64_t span(const at::Tensor& tensor);
+
 struct RowLayout {
   int64_t simdgroups_per_row;
   Size grid;

@@ -15,6 +15,17 @@ constexpr int64_t kRowsForLatency = 256;
 
 }  // namespace
 
+void check_counted(std::string_view what, int64_t elements, c10::IntArrayRef shape) {
+  TORCH_CHECK(elements <= kMostElements, "moe_mps: ", what, " of shape ", shape, " has ", elements,
+              " elements, of which a kernel counts ", kMostElements);
+}
+
+int64_t span(const at::Tensor& tensor) {
+  int64_t last = 0;
+  for (int64_t dim = 0; dim < tensor.dim(); ++dim) last += (tensor.size(dim) - 1) * tensor.stride(dim);
+  return last + 1;
+}
+
 RowLayout row_layout(int64_t rows, int64_t width) {
   if (width <= kShortRow && rows > 1) {
     const int64_t per_group = std::min(rows, kRowsPerThreadgroup);

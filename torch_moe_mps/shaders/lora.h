@@ -140,48 +140,83 @@ struct LoraSide {
 };
 
 // out = added + scaling * b_e (a_e x) for pairs of an expert; without one out = added.
-template <int kPairs, typename T>
-inline void add_adapter(LoraSide<T> side, LoraPairs pairs, int expert, device const T* added, device T* out,
-                        threadgroup float* inner, LoraThread at, constant LoraParams& params) {
-  const uint own = uint(max(expert, 0));
-  if (expert >= 0) {
-    inner_products<kPairs>(factor_a(side.a, own, params), side.x, pairs, params.x_per_pair != 0,
-                           params.inputs, 1.0f, inner, at, params);
-  }
-  for (uint c = side.first + at.index; c < side.last; c += kLoraThreads) {
-    float sums[kPairs] = {};
-    if (expert >= 0) outer_products<kPairs>(factor_b(side.b, own, params), inner, c, sums, params);
-    UNROLL for (int i = 0; i < kPairs; ++i) {
-      const ulong place = ulong(pairs.at(i)) * params.outputs + c;
-      if (uint(i) < pairs.count) out[place] = T(float(added[place]) + params.scaling * sums[i]);
+template <typename T>
+struct LoraSum {
+  LoraSide<T> side;
+  device const T* added;
+  device T* out;
+  threadgroup float* inner;
+  LoraThread at;
+
+  template <int kPairs>
+  void run(LoraPairs pairs, int expert, constant LoraParams& params) const {
+    const uint own = uint(max(expert, 0));
+    if (expert >= 0) {
+      inner_products<kPairs>(factor_a(side.a, own, params), side.x, pairs, params.x_per_pair != 0,
+                             params.inputs, 1.0f, inner, at, params);
+    }
+    for (uint c = side.first + at.index; c < side.last; c += kLoraThreads) {
+      float sums[kPairs] = {};
+      if (expert >= 0) outer_products<kPairs>(factor_b(side.b, own, params), inner, c, sums, params);
+      UNROLL for (int i = 0; i < kPairs; ++i) {
+        const ulong place = ulong(pairs.at(i)) * params.outputs + c;
+        if (uint(i) < pairs.count) out[place] = T(float(added[place]) + params.scaling * sums[i]);
+      }
     }
   }
-}
+};
 
 // dx = a_e^T g, with g = scaling * b_e^T dy, which is kept with i = a_e x; without an expert dx = 0.
-template <int kPairs, typename T>
-inline void gradients_of_pairs(LoraSide<T> side, LoraPairs pairs, int expert, device const T* dy,
-                               device T* dx, device float* gradients, device float* products,
-                               threadgroup float* memory, LoraThread at, constant LoraParams& params) {
-  threadgroup float *own = memory, *inner = memory + kLoraPairs * params.rank;
-  const uint number = uint(max(expert, 0));
-  if (expert >= 0) {
-    inner_products<kPairs>(factor_b(side.b, number, params), dy, pairs, true, params.outputs, params.scaling,
-                           own, at, params);
-    inner_products<kPairs>(factor_a(side.a, number, params), side.x, pairs, params.x_per_pair != 0,
-                           params.inputs, 1.0f, inner, at, params);
-    for (uint i = at.index; side.first == 0 && i < pairs.count * params.rank; i += kLoraThreads) {
-      const ulong place = ulong(pairs.at(i / params.rank)) * params.rank + i % params.rank;
-      gradients[place] = own[i];
-      products[place] = inner[i];
+template <typename T>
+struct LoraGradients {
+  LoraSide<T> side;
+  device const T* dy;
+  device T* dx;
+  device float* gradients;
+  device float* products;
+  threadgroup float* memory;
+  LoraThread at;
+
+  template <int kPairs>
+  void run(LoraPairs pairs, int expert, constant LoraParams& params) const {
+    threadgroup float *own = memory, *inner = memory + kLoraPairs * params.rank;
+    const uint number = uint(max(expert, 0));
+    if (expert >= 0) {
+      inner_products<kPairs>(factor_b(side.b, number, params), dy, pairs, true, params.outputs,
+                             params.scaling, own, at, params);
+      inner_products<kPairs>(factor_a(side.a, number, params), side.x, pairs, params.x_per_pair != 0,
+                             params.inputs, 1.0f, inner, at, params);
+      for (uint i = at.index; side.first == 0 && i < pairs.count * params.rank; i += kLoraThreads) {
+        const ulong place = ulong(pairs.at(i / params.rank)) * params.rank + i % params.rank;
+        gradients[place] = own[i];
+        products[place] = inner[i];
+      }
+    }
+    for (uint c = side.first + at.index; c < side.last; c += kLoraThreads) {
+      float sums[kPairs] = {};
+      if (expert >= 0) outer_products<kPairs>(factor_a(side.a, number, params), own, c, sums, params);
+      UNROLL for (int i = 0; i < kPairs; ++i) {
+        if (uint(i) < pairs.count) dx[ulong(pairs.at(i)) * params.inputs + c] = T(sums[i]);
+      }
     }
   }
-  for (uint c = side.first + at.index; c < side.last; c += kLoraThreads) {
-    float sums[kPairs] = {};
-    if (expert >= 0) outer_products<kPairs>(factor_a(side.a, number, params), own, c, sums, params);
-    UNROLL for (int i = 0; i < kPairs; ++i) {
-      if (uint(i) < pairs.count) dx[ulong(pairs.at(i)) * params.inputs + c] = T(sums[i]);
+};
+
+// Runs `work` for each run of a tile's pairs that share an expert.
+template <typename Work>
+inline void run_tile(Work work, uint tile, device const uint* ids, device const int* list,
+                     constant LoraParams& params) {
+  const uint begin = tile * params.tile_pairs, end = min(begin + params.tile_pairs, params.pairs);
+  for (uint position = begin; position < end;) {
+    int expert;
+    const LoraPairs pairs = run_of_pairs(ids, list, position, end, expert, params);
+    position += pairs.count;
+    if (pairs.count == 1) {
+      work.template run<1>(pairs, expert, params);
+    } else {
+      work.template run<kLoraPairs>(pairs, expert, params);
     }
+    threadgroup_barrier(mem_flags::mem_threadgroup);  // the inner products have been read
   }
 }
 
@@ -194,21 +229,10 @@ template <typename T>
     constant LoraParams& params [[buffer(7)]], threadgroup float* inner [[threadgroup(0)]],
     uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]], LANES) {
   threadgroup float partials[kLoraSimdgroups * kLoraPairs * kLoraRanks];
-  const LoraThread at = {thread_index, lane, simdgroup, partials};
-  const uint first = group.x * params.columns;
-  const LoraSide<T> side = {x, a, b, first, min(first + params.columns, params.outputs)};
-  const uint begin = group.y * params.tile_pairs, end = min(begin + params.tile_pairs, params.pairs);
-  for (uint position = begin; position < end;) {
-    int expert;
-    const LoraPairs pairs = run_of_pairs(ids, pair_order, position, end, expert, params);
-    position += pairs.count;
-    if (pairs.count == 1) {
-      add_adapter<1>(side, pairs, expert, added, out, inner, at, params);
-    } else {
-      add_adapter<kLoraPairs>(side, pairs, expert, added, out, inner, at, params);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the inner products have been read
-  }
+  const uint first = group.x * params.columns, last = min(first + params.columns, params.outputs);
+  const LoraSum<T> work = {
+      {x, a, b, first, last}, added, out, inner, {thread_index, lane, simdgroup, partials}};
+  run_tile(work, group.y, ids, pair_order, params);
 }
 
 // Grid: (blocks of `columns` inputs, tiles). Gradients and products of inner dimensions: [pairs, rank].
@@ -221,21 +245,10 @@ template <typename T>
     constant LoraParams& params [[buffer(9)]], threadgroup float* memory [[threadgroup(0)]],
     uint2 group [[threadgroup_position_in_grid]], uint thread_index [[thread_index_in_threadgroup]], LANES) {
   threadgroup float partials[kLoraSimdgroups * kLoraPairs * kLoraRanks];
-  const LoraThread at = {thread_index, lane, simdgroup, partials};
-  const uint first = group.x * params.columns;
-  const LoraSide<T> side = {x, a, b, first, min(first + params.columns, params.inputs)};
-  const uint begin = group.y * params.tile_pairs, end = min(begin + params.tile_pairs, params.pairs);
-  for (uint position = begin; position < end;) {
-    int expert;
-    const LoraPairs pairs = run_of_pairs(ids, pair_order, position, end, expert, params);
-    position += pairs.count;
-    if (pairs.count == 1) {
-      gradients_of_pairs<1>(side, pairs, expert, dy, dx, gradients, products, memory, at, params);
-    } else {
-      gradients_of_pairs<kLoraPairs>(side, pairs, expert, dy, dx, gradients, products, memory, at, params);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);  // the inner products have been read
-  }
+  const uint first = group.x * params.columns, last = min(first + params.columns, params.inputs);
+  const LoraGradients<T> work = {
+      {x, a, b, first, last}, dy, dx, gradients, products, memory, {thread_index, lane, simdgroup, partials}};
+  run_tile(work, group.y, ids, pair_order, params);
 }
 
 inline uint listed_pair(device const int* list, uint position, constant LoraParams& params) {
