@@ -85,25 +85,30 @@ def run(dtype):
 
 with pipeline_limit(16):
     run(torch.float32)
-torch.ops.moe_mps._set_shader_directory(sys.argv[1])
-run(torch.float16)
+for shaders, dtype in zip(sys.argv[1:], (torch.float16, torch.bfloat16), strict=True):
+    torch.ops.moe_mps._set_shader_directory(shaders)
+    run(dtype)
 """
 
 
 def test_messages_of_pipelines_and_of_the_compiler(simulated, tmp_path):
     """Metal would leave out a dispatch of too many threads without a word. A pipeline's limit is read when it
-    is built. A shader that does not compile is named with the line, though its headers are pasted into it."""
-    shaders = Path(shutil.copytree(_extension.SHADERS, tmp_path / "shaders"))
+    is built. A shader that does not compile is named with the line, though its headers are pasted into it;
+    a library without functions, which a compiler of macOS 26.5 returned, with their number."""
+    shaders, empty = (Path(shutil.copytree(_extension.SHADERS, tmp_path / n)) for n in ("shaders", "empty"))
+    (empty / "norms.metal").write_text("#include <metal_stdlib>\n")
     faults = []
     for name in ("norms.h", "norms.metal"):
         source = (shaders / name).read_text()
         (shaders / name).write_text(f"{source}static_assert(false);\n")
         faults.append(f"{name}:{source.count(chr(10)) + 1}:")
-    narrow, broken, _ = forked(IN_A_FRESH_PROCESS, shaders).split("---")
+    narrow, broken, missing, _ = forked(IN_A_FRESH_PROCESS, shaders, empty).split("---")
     message = "moe_mps: norm_add_f32 takes 96 threads a threadgroup, its pipeline on this GPU at most 16"
     assert narrow.splitlines()[0].strip() == message
     assert broken.strip().startswith("moe_mps: norms_f16 does not compile: ")
     assert all(fault in broken for fault in faults), broken
+    message = "moe_mps: no Metal function norm_add_bf16: its library norms_bf16 has 0 functions"
+    assert missing.strip().splitlines()[0] == message
 
 
 def test_a_signature_is_checked_once(simulated, monkeypatch):

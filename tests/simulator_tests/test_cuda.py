@@ -323,6 +323,20 @@ def test_lines_of_a_sanitizer(plan):
     assert said == [lines[0].strip(), f"{name}: error 1.0e+00", f"{name}: CudaError: misaligned"]
 
 
+def test_a_sanitizer_that_hangs_is_ended(plan, tmp_path, monkeypatch):
+    """With what it has said until then; the cases behind are not counted."""
+    plan = loaded(plan, some_cases()[:1])
+    stand_in, said = tmp_path / "compute-sanitizer", []
+    right = json.dumps({"number": 0, "rows": [{"case": "c", "group": "g", "part": ""}]})
+    stand_in.write_text(f"#!/bin/sh\necho '{right}'\nsleep 600\n")
+    stand_in.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setattr(main, "say", said.append)
+    options = main.parse(["sanitize", "--plan", str(tmp_path), "--seconds", "0.5"])
+    assert main.sanitize_part(options, plan, "memcheck", [0, 0]) == (1, -9)
+    assert said == ["memcheck: 1 of 2 cases right, exit code -9"]
+
+
 def test_filled_scratch_is_refused(plan):
     """Memory that aten fills is no dispatch: a plan cannot say what is in it."""
 

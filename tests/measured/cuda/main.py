@@ -12,9 +12,12 @@ import argparse
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from simulator.build_device import BuildError
@@ -65,6 +68,12 @@ def parse(arguments: list[str]) -> argparse.Namespace:
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="writes the results there too")
     parser.add_argument("--tool", choices=TOOLS, help="of compute-sanitizer, the only one (default: both)")
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="sanitize: processes side by side (default: 1)"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=3600, metavar="N", help="sanitize: of each process, the most"
+    )
     parser.add_argument("--kernels", action="store_true", help="registers and time of each dispatch")
     parser.add_argument("--cases", default="", help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help=argparse.SUPPRESS)
@@ -168,24 +177,41 @@ def sanitize(options: argparse.Namespace) -> int:
     plan = Plan.load(options.plan)
     numbers = selected(plan, ["sanitize"])[::-1]  # operators first, then formats of experts
     compiled(plan, numbers, with_peers=False)
-    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
-    command = [sys.executable, str(SCRIPT), "worker", "--plan", str(options.plan), "--check"]
-    command += ["--cases", ",".join(map(str, numbers))]
-    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    parts = [part for i in range(options.jobs) if (part := numbers[i :: options.jobs])]
     failed = False
     for tool in [options.tool] if options.tool else TOOLS:
         say(f"compute-sanitizer --tool {tool}, {len(numbers)} cases")
-        started, right = time.perf_counter(), 0
-        tool_command = [sanitizer, "--tool", tool, "--error-exitcode", "9", *command]
-        with subprocess.Popen(tool_command, env=environment, stdout=subprocess.PIPE, text=True) as process:
-            for line in process.stdout:
-                if worker.is_right(plan, line, say):
-                    right += 1
-                    if right % 20 == 0:  # a run that is cut off has said how far it came
-                        say(f"{right} cases right, {time.perf_counter() - started:.0f} s")
-        say(f"{tool}: {right} cases right, exit code {process.returncode}")
-        failed |= process.returncode != 0 or right != len(numbers)
+        with ThreadPoolExecutor(len(parts)) as pool:
+            ended = list(pool.map(lambda part, tool=tool: sanitize_part(options, plan, tool, part), parts))
+        right = sum(count for count, _ in ended)
+        say(f"{tool}: {right} cases right, exit codes {[code for _, code in ended]}")
+        failed |= any(code for _, code in ended) or right != len(numbers)
     return int(failed)
+
+
+def sanitize_part(options: argparse.Namespace, plan: Plan, tool: str, numbers: list[int]) -> tuple[int, int]:
+    """Runs some cases in one process, for at most options.seconds.
+
+    Returns: how many are right, and the exit code: 9 where the tool has found something."""
+    sanitizer = shutil.which("compute-sanitizer") or "/usr/local/cuda/bin/compute-sanitizer"
+    command = [sanitizer, "--tool", tool, "--error-exitcode", "9", sys.executable, str(SCRIPT), "worker"]
+    command += ["--plan", str(options.plan), "--check", "--cases", ",".join(map(str, numbers))]
+    environment = os.environ | {"PYTORCH_NO_CUDA_MEMORY_CACHING": "1"}
+    started, right = time.perf_counter(), 0
+    with subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True
+    ) as process:
+        limit = threading.Timer(options.seconds, os.killpg, (process.pid, signal.SIGKILL))
+        limit.start()
+        for line in process.stdout:
+            if worker.is_right(plan, line, say):
+                right += 1
+                if right % 20 == 0:  # a run that is cut off has said how far it came
+                    say(f"{right} of {len(numbers)} cases right, {time.perf_counter() - started:.0f} s")
+        limit.cancel()
+    if right != len(numbers) or process.returncode:
+        say(f"{tool}: {right} of {len(numbers)} cases right, exit code {process.returncode}")
+    return right, process.returncode
 
 
 def main(arguments: list[str]) -> int:

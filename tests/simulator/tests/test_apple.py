@@ -271,6 +271,14 @@ class TestRegisters:
         m = counted(f"threadgroup uint t[64]; {places} {barrier} {stores}", [floats(64), empty(2048)])
         assert m.registers.registers <= 24
 
+    def test_the_address_of_a_threads_own_variable_is_a_constant(self):
+        """Of one that no optimisation removes, written before other values are live and read behind them."""
+        registers = []
+        for before, behind in (("", ""), ("volatile float kept = a[i];", "out[i] = kept;")):
+            m = counted(f"{before} {live(32)} {behind}", [floats(8192), empty(4096)])
+            registers.append(m.registers.registers)
+        assert registers[1] <= registers[0] + 1
+
     def test_an_array_whose_elements_are_chosen_at_run_time_is_in_memory(self):
         fill = "float v[4]; for (int j = 0; j < 4; ++j) v[j] = a[i + j];"
         for read, arrays in (("v[i & 3]", 1), ("v[1] + v[2]", 0), ("select(v[1], v[2], i > 3)", 0)):

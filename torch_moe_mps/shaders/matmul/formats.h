@@ -48,7 +48,7 @@ inline uint word_of(bfloat2 pair) {
 template <int N, typename T>
 inline Elements<T, N> load_elements(device const T* source, uint left, bool vectorised) {
   constexpr int kPerWord = Elements<T, N>::kPerWord;
-  Elements<T, N> elements;
+  Elements<T, N> elements = {};
   if (vectorised) {
     elements.words = load_words<N / kPerWord>(reinterpret_cast<device const uint*>(source));
     return elements;
