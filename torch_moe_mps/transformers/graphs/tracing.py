@@ -245,6 +245,7 @@ class Recorder(TorchDispatchMode):
         if not has_symbols and key in _known:
             return self._like(_known[key])
         with self.fakes:
+            made: Any
             if stride is None:
                 made = torch.empty(sizes, **options)
             else:
