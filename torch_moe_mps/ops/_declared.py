@@ -78,10 +78,10 @@ _DEPENDENCE = re.compile(rf"([\w ]+) (only|not) {_CASE}(?: \((.+)\))?")
 
 
 class Dependence:
-    """Arguments that have to be given in a case, and in no other; or that must not be given in it.
+    """A rule for optional arguments: there in one case and in no other (`only`), or never in it (`not`).
 
     'gate only with norm_weight', 'g only unless decay="log"', 'mask not beside indices': the error names the
-    case, by words in brackets behind it where there are some.
+    case, in the words in brackets behind it where there are some.
     """
 
     def __init__(self, text: str):
@@ -91,10 +91,14 @@ class Dependence:
         self.arguments, self.is_only, self.why = names.split(), kind == "only", words or case
         self.is_inverted = case.startswith(("without", "unless"))
 
-    def check(self, check: Check, given: dict[str, Any]) -> None:
-        other, asked = given[self.other], {name: given[name] for name in self.arguments}
+    def applies(self, given: dict[str, Any]) -> bool:
+        other = given[self.other]
         holds = other == self.value if self.value else other is not None and other is not False
-        (check.only if self.is_only else check.none)(self.why, holds != self.is_inverted, **asked)
+        return holds != self.is_inverted
+
+    def check(self, check: Check, given: dict[str, Any]) -> None:
+        asked = {name: given[name] for name in self.arguments}
+        (check.only if self.is_only else check.none)(self.why, self.applies(given), **asked)
 
 
 class Declared:

@@ -63,10 +63,8 @@ def _inner(x: Tensor, a: Tensor, ids: Tensor, experts: int) -> Tensor:
     return project_slots(x.float(), ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
 
 
-def _meta_expert_lora(check, added, a, b, offsets, experts, pair_order, **_):
+def _meta_expert_lora(check, added, a, b, offsets, experts, **_):
     _check_rank(check, a, b, experts)
-    check.only("with pair_order", pair_order is not None, offsets=offsets)
-    check.only("with offsets", offsets is not None, pair_order=pair_order)
     if offsets is not None:
         check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
     return added.new_empty(added.shape)
@@ -94,6 +92,7 @@ _READ = ("x", "a", "b", "ids", "pair_order", "offsets")
     f"{IDS} added[T, K, N] x[T, H]|[T, K, H]:added {_FACTORS} {_PAIRS}",
     _meta_expert_lora,
     allowed={"experts": range(1, MAX_EXPERTS + 1)},
+    dependences=("offsets only with pair_order",),
     backward=Backward(_lora_backward, {"added": (), **dict.fromkeys(("x", "a", "b"), _READ)}),
 )
 def expert_lora(

@@ -187,8 +187,8 @@ def check_rope_cache(check, q, k, v, keys_, values_, cos, norms, turn, norm, k_b
     dependences=(
         *WRITTEN,
         "q_weight not without q",
-        "values_ only with v",
         "v q_weight not beside k_bias (with a bias)",
+        "values_ only with v",
     ),
 )
 def rope_cache_(
