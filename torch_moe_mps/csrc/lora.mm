@@ -19,8 +19,12 @@ using at::Tensor;
 constexpr int64_t kFewTiles = 64;
 
 // B where rows or columns lie one after another: an expert reads only its own columns of the latter.
-Tensor dense(const Tensor& b) { return b.t().is_contiguous() ? b : b.contiguous(); }
-Tensor memory_of(const Tensor& b) { return b.is_contiguous() ? b : b.t(); }
+Tensor dense(const Tensor& b) {
+  return b.t().is_contiguous() ? b : b.contiguous();
+}
+Tensor memory_of(const Tensor& b) {
+  return b.is_contiguous() ? b : b.t();
+}
 
 LoraParams lora_params(const Tensor& a, const Tensor& b, int64_t pairs, int64_t experts, double scaling) {
   LoraParams params{};

@@ -100,7 +100,7 @@ def _dtype_of(experts: nn.Module) -> torch.dtype:
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
 
-def _put_in_columns(factor: nn.Linear, *_: Any) -> None:
+def _put_in_columns(factor: Any, *_: Any) -> None:
     factor.weight.data = factor.weight.data.t().contiguous().t()
 
 
