@@ -132,7 +132,8 @@ def spoil_tensor(d: Draws, name: str, arguments: dict[str, Any], layouts: dict[s
         layouts.pop(name)
     elif fault == "meta" and name != next(iter(layouts)):
         layouts[name] = "meta"
-    elif fault == "expanded" and sizes and value.dtype != torch.uint32:
+    elif fault == "expanded" and sizes and value.dtype != torch.uint32 and name != "pair_order":
+        # A list of pairs names none twice: threads would write the same place.
         dim = d.one(*sizes)
         arguments[name] = value.select(dim, 0).unsqueeze(dim).expand(value.shape).contiguous()
         layouts[name] = Expanded(dim)
