@@ -112,12 +112,15 @@ class NotCaptured(Exception):
 def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[[], None]:
     """A model's call for a token of each row, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
 
+    It comes behind as many tokens as the one that was captured, for which others may run other operators.
+
     Args:
-        length: of the prompt before it.
+        length: of the prompt before the first token; the fourth is captured.
 
     Raises: NotCaptured, from the call, too.
     """
-    cache, token = prompted(model, [*range(1, length + 1)], rows), torch.tensor([[5]] * rows, device="mps")
+    cache = prompted(model, [*range(1, length + 1)], rows)
+    token = torch.tensor([[5]] * rows, device="mps")
     captures = captures_of(model)
     assert captures is not None
     captures.clear()
@@ -132,9 +135,11 @@ def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[
         if captures.reason is not None:
             raise NotCaptured(captures.reason)
 
-    for _ in range(8):  # the third is captured, or, after a fault, the eighth
+    for before in range(length, length + 8):  # after a fault, the eighth is captured
         call()
         if captures.programs:
+            cache = prompted(model, [*range(1, before)], rows)
+            call()  # makes room in the cache
             return captured
     raise NotCaptured(captures.reason)
 

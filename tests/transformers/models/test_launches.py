@@ -121,6 +121,23 @@ def test_launches_of_a_layer_that_chooses_keys(simulated, architecture):
     assert all(layer["index_select_bf16"] == 1 for layer in found.values())
 
 
+# Launches of a layer that chooses 2 of 3 pools of 16 keys, by the tokens in front: in the middle of a pool, and
+# of the token that ends one, which makes its mean, its angles, turns it and keeps it. 2 of them are tables of
+# angles, which layers share.
+CHOOSING_POOLS = {50: {"linear": 20, "indexed": 26}, 60: {"linear": 20, "indexed": 31}}
+
+
+@pytest.mark.slow("a model is captured three times")
+@pytest.mark.parametrize("tokens", in_sweep(CHOOSING_POOLS, (60,)))
+def test_launches_of_a_layer_that_chooses_pools(simulated, monkeypatch, tokens):
+    sizes = {"indexer_compress_ratio": 16, "indexer_budget": 32, "indexer_head_dim": 32}
+    extra = tiny_models.EXTRA["qwen4_exp_text"] | sizes
+    monkeypatch.setitem(tiny_models.EXTRA, "qwen4_exp_text", extra)
+    found = of_layers(captured_by_type(simulated, accelerated("qwen4_exp"), length=tokens))
+    assert {kind: sum(layer.values()) for kind, layer in found.items()} == CHOOSING_POOLS[tokens]
+    assert found["indexed"]["index_select_bf16"] == 1
+
+
 # Layers of linear attention, by what makes the last layer one: the most launches of one token.
 LINEAR = {
     "kimi_linear": ({"layer_types": ["full_attention", "linear_attention"]}, 9),
