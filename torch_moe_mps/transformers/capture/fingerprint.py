@@ -115,7 +115,7 @@ class Fingerprint:
 
     def changed(self) -> str:
         """The first attribute of a module that is another one now, by its path; else "the model"."""
-        before = {id(container): copy for container, copy in self._copies}
+        before = {id(container): copy for container, copy in self._copies if isinstance(copy, dict)}
         for name, module in self.model.named_modules():
             known = before.get(id(vars(module)), {})
             for attribute, value in vars(module).items():
