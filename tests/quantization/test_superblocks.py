@@ -32,10 +32,10 @@ def values(weight: QuantizedWeight) -> torch.Tensor:
 
 
 def as_it_counts(weight: torch.Tensor, importance: torch.Tensor, name: str) -> torch.Tensor:
-    """Importance [R, C] of weights: in 3 bits and fewer large ones of a superblock count more."""
+    """Importance [R, C] of weights: in 3 bits large ones of a superblock count more."""
     squares = weight.double().square().unflatten(-1, (-1, 256))
     factors = (2 * squares.mean(-1, keepdim=True) + squares).sqrt().flatten(-2)
-    return importance.double() * (factors if name in ("q2_k", "q3_k") else torch.ones_like(factors))
+    return importance.double() * (factors if name == "q3_k" else torch.ones_like(factors))
 
 
 def error(weight: torch.Tensor, quantized: QuantizedWeight, importance: torch.Tensor) -> float:
