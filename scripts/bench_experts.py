@@ -82,9 +82,9 @@ What it says, of the manual:
   less at 5 (Q5_K_M 0.0029 in 96.0, q5_k with attention at 8 bits 0.0019 in 95.5), and 3 % more at 3, in 2 %
   fewer bytes (Q3_K_M 0.0093 in 72.9, q3_k with iq4_xs for `down` 0.0096 in 71.7). SmolLM2's 576 columns take
   no superblocks.
-- Tried for 3 bits, and not taken: five rounds of the search in place of two, or the root of importance, won at
-  most 2 % here. More starts of a scale, rows scaled to the length of what they stand for, and large weights
-  that count more without importance lost on SmolLM2.
+- Tried for 3 bits, and not taken: five rounds of the search in place of two, or the root of importance, won
+  at most 2 % here. More starts of a scale, rows scaled to the length of what they stand for, and large
+  weights that count more without importance lost on SmolLM2.
 
 So `bits=4` is "4 bits, attention 6" of such a model by itself: linear layers beside experts have 6 bits where
 they are at most a tenth of the weights, and embedding and head where they are a tenth or more. Three recipes
@@ -458,9 +458,8 @@ def main() -> None:
     own.add_argument(
         "--llama-cpp", type=Path, help="folder of llama-quantize and llama-imatrix: its files, too"
     )
-    own.add_argument(
-        "--only", action="append", default=[], metavar="PART", help="of a recipe's name: no others; repeatable"
-    )
+    only = "of a recipe's name: no others; repeatable"
+    own.add_argument("--only", action="append", default=[], metavar="PART", help=only)
     parts.add_parser("write", help="writes page and plot of what was measured")
     options = parser.parse_args()
     if options.part == "write":

@@ -15,7 +15,7 @@ from support.gguf_blocks import random_blocks, type_of, values_of
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, VOCABULARY, EXPERTS = 2, 256, 4, 2, 96, 4
 WIDTH = HIDDEN // HEADS
-NUMBERS = {"i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64, "f16": np.float16, "f64": np.float64}
+NUMBERS = {"i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64}
 Matrices = dict[str, tuple[tuple[int, ...], str]]  # {name in the file: shape and type}
 
 

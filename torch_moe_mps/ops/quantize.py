@@ -46,10 +46,10 @@ def quantize_by_importance(
         sum k (w - decoded)^2
 
     which is the mean square of what it adds to an output, of inputs without correlation; k counts as a
-    1,000th of the group's mean at least, so that weights that multiply nothing stay near, too: none is further
-    off than the largest magnitude of its group. Of several scales (and biases) the best is taken; codes are
-    chosen again behind the rounding to the stored dtype. MLX's own are among them, so the error is never
-    larger than by MLX's rule. Arithmetic is in float32; where
+    1,000th of the group's mean at least, so that weights that multiply nothing stay near, too: none is
+    further off than the largest magnitude of its group. Of several scales (and biases) the best is taken;
+    codes are chosen again behind the rounding to the stored dtype. MLX's own are among them, so the error is
+    never larger than by MLX's rule. Arithmetic is in float32; where
     two scales are equally good but for rounding, devices may choose differently.
 
     Args:

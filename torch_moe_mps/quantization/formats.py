@@ -125,8 +125,9 @@ def quantize(
         bits, group_size, mode: see Format.
         importance: float32 [C], or [E, C] for a stack, with 2 bits and more: the mean square of what each
             input is, or another number that is not negative; it counts as a thousandth of its group's mean
-            at least. Then sum importance * (weight - dequantised)^2 of no group is larger than by MLX's
-            rule, which chooses without it. Modes whose scales are integers, q2_k to q6_k and iq4_xs,
+            at least, and no weight is further off than the largest magnitude of its group. Then
+            sum importance * (weight - dequantised)^2 of no group is larger than by MLX's rule, which chooses
+            without it. Modes whose scales are integers, q2_k to q6_k and iq4_xs,
             always search: None is the same importance for all.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype

@@ -13,6 +13,7 @@ error of a superblock is sum k (w - decoded)^2 for the importance k. The search 
 3. Twice: for every group the best of the integers next to its own; then d and m by least squares for all
    codes of the superblock.
 
+A group of which a weight is further off than its largest magnitude is searched again, its weights alike.
 What is compared are the numbers that are stored, with the nearest codes. Where d would be below the least
 float16, 6e-8, weights become zero.
 """
@@ -74,9 +75,7 @@ def quantize_superblocks(weight: Tensor, importance: Tensor | None, format: Form
         # Weights that multiply nothing are as far off as that: all of their group count alike.
         alike |= far
         some = far.flatten(1).any(1)
-        importance[some] = torch.where(
-            alike[some], importance[some].amax(-1, keepdim=True), importance[some]
-        )
+        importance[some] = torch.where(alike[some], importance[some].amax(-1, keepdim=True), importance[some])
         for part, other in zip(blocks, _Search(groups[some], importance[some], format).best(), strict=True):
             part[some] = other
     apart = apart.view(weight.shape).sum(-1)
@@ -97,9 +96,9 @@ def quantize_superblocks(weight: Tensor, importance: Tensor | None, format: Form
 def _weighed(blocks: Tensor, importance: Tensor | None, format: Format, shape: torch.Size) -> Tensor:
     """Importance [N, 256] of superblocks as it counts.
 
-    In 3 bits it is times sqrt(2 mean(w^2) + w^2), as llama.cpp has it in all types: large weights err less, and
-    trained models diverge a tenth less. Without importance, and with other bits, that wins nothing
-    (docs/quality_moe.md).
+    In 3 bits it is times sqrt(2 mean(w^2) + w^2), as llama.cpp has it in all types: large weights err less,
+    and trained models diverge a tenth less (docs/quality_moe.md). Without importance, and with other bits,
+    that wins nothing.
     """
     if importance is None:
         return torch.ones_like(blocks)

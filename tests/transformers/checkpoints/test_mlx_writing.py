@@ -129,7 +129,8 @@ def test_groups_of_128_as_a_whole_model(architecture, bits, tmp_path):
 def greedy(model) -> list[int]:
     """Eight tokens behind the first row of the prompt."""
     ids = prompt()[:1]
-    return model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)[0, ids.shape[1] :].tolist()
+    found = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    return found[0, ids.shape[1] :].tolist()
 
 
 def greedy_of_mlx(converted) -> list[int]:
