@@ -10,8 +10,9 @@ from support.any_calls import Call, Expanded, check_values, outcome
 from torch import Tensor
 
 from torch_moe_mps.ops import OPERATORS
+from torch_moe_mps.ops._declared import Declared
 from torch_moe_mps.ops._registry import DECLARED
-from torch_moe_mps.ops._sample import E, H, I, K, T
+from torch_moe_mps.ops._sample import E, H, I, T
 from torch_moe_mps.ops._samples import more_samples, packet, sample_arguments
 
 # What is tested here does not depend on the order of threads.
@@ -75,7 +76,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
     mask, ranges, relative = zeros(1, 1, T, 9), zeros(2, 2, dtype=integer), zeros(2, T, 4, 5)
     indices = zeros(2, 1, T, 4, dtype=integer)
     alone = {"v": None, "values_": None}
-    of_five = {**dict.fromkeys(("g", "beta", "A_log", "dt_bias")), "state_": zeros(2, 5, 16, 8)}
+    of_five = {**dict.fromkeys(("beta", "A_log", "dt_bias")), "g": zeros(2, T, 5), "decay": "log"}
     table = {
         "heads_quantized": [
             wrong("of a last dimension of 64, the columns of a matrix", x=zeros(2, T, 4, I), **plain)
@@ -88,7 +89,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 weight=zeros(4, 16, 40, dtype=integer),
                 **plain,
             ),
-            wrong("None unless transposed", tail=zeros(2, T, 4, 6), x=zeros(2, T, 4, 40), transposed=False),
         ],
         "sample_": [
             wrong("above 0 and finite, got 0.0", temperature=0.0),
@@ -98,7 +98,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("between 0 and 299, got 300", otherwise=300),
         ],
         "index_topk": [
-            wrong('weights must be None with reduce = "keys", got (2, 3, 4)', reduce="keys"),
             wrong(
                 "key_range must be None where k has a row for each block",
                 key_range=ranges,
@@ -163,9 +162,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 fn=zeros(5, 4 * H),
                 base=zeros(5),
             ),
-            wrong("post must be given with out, and only then, got (3, 4)", out=None, comb=None),
-            wrong("post must be given with out, and only then", post=None),
-            wrong("comb must be None without out, got (3, 4, 4)", out=None, post=None),
         ],
         "expert_mm": [
             wrong("weight must be of shape [E, H, N] with H = 64 as in x, got (8, 32, 64)", transposed=True),
@@ -227,10 +223,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
                 a=zeros(25, H),
                 b=zeros(I, 25),
             ),
-            wrong(
-                "offsets must be given with pair_order, and only then, got None",
-                pair_order=torch.zeros(T * K, dtype=torch.int32),
-            ),
             wrong("between 1 and 1024", experts=0),
         ],
         "expert_lora_backward": [
@@ -250,19 +242,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
             *around,
             wrong("shared_out must be given when shared_gate is, got None", shared_gate=zeros(T)),
-            wrong("ids must be given without logits, and only then, got (3, 2)", logits=zeros(T, E)),
-            wrong("weights must be given without logits, and only then, got None", weights=None),
             wrong("top_k must be 1 without logits, got 2", top_k=2),
             wrong("router_bias must be None without logits, got (8,)", router_bias=zeros(E)),
             wrong("top_k must be between 1 and 8, the smaller of E and 64", **chosen | {"top_k": 9}),
-            wrong(
-                "shared_out must be None beside shared_gate_up_packed, got (3, 64)",
-                **shared | {"shared_out": zeros(T, H)},
-            ),
-            wrong(
-                "shared_gate_up_packed must be None without logits, got (64, 8)",
-                **{name: value for name, value in shared.items() if name not in chosen},
-            ),
             wrong(
                 "shared_down_scales must be given with down_scales, and only then, got None",
                 **shared | {"shared_down_scales": None},
@@ -286,7 +268,6 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong(
                 "activated must be between 1 and 32, the rows of packed", activation="silu", activated=I + 1
             ),
-            wrong("activated must be None without an activation, got 4", activated=4),
             wrong("factor must be 1.0 without an activation, got 0.5", factor=0.5),
             wrong("factor must be a finite number, got inf", activation="silu", factor=float("inf")),
             wrong("out_dtype must be float32, got float16", out_dtype=torch.float16),
@@ -313,9 +294,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         "layer_norm": [wrong("0.0 without a weight", weight_offset=1.0, weight=None)],
         "rope": [
             wrong("of heads of an even number of elements, 16 or more", q=zeros(2, T, 4, 14), q_weight=None),
-            wrong("k_weight must be None without k, got (16,)", k=None),
             wrong("an even number of at least 2", rotary_dim=7),
-            wrong("sin must be given with cos, and only then, got None", sin=None),
             wrong(
                 "of heads of an even number of elements, 2 or more",
                 q=zeros(2, T, 4, 15),
@@ -325,16 +304,9 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             ),
         ],
         "rope_cache_": [
-            wrong("None without norm_v", v_weight=zeros(8)),
             wrong("norm_v must be False without v, got True", v=None, values_=None, norm_v=True),
-            wrong("values_ must be given with v, and only then, got None", values_=None),
             wrong("of 3 tokens or more, as many as k has", keys_=zeros(2, 2, T - 1, 16)),
             wrong("of 3 tokens or more, as many as v has", values_=zeros(2, 2, T - 1, 8)),
-            wrong("v must be None with a bias, got (2, 3, 2, 8)", k_bias=zeros(16), k_weight=zeros(16)),
-            wrong(
-                "q_weight must be None with a bias, got (16,)", k_bias=zeros(16), k_weight=zeros(16), **alone
-            ),
-            wrong("q_weight must be None without q, got (16,)", q=None),
             wrong(
                 "None without k_weight, or with a weight_offset",
                 **{"k_bias": zeros(16), "q_weight": None, "k_weight": zeros(16), "weight_offset": 1.0},
@@ -352,47 +324,34 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
         ],
         "causal_conv1d_update_": [wrong("of W - 1 = 3 positions or more, got 2", conv_state_=zeros(2, 6, 2))],
         "linear_attention_": [
-            wrong("of a multiple of q's 2 heads, got 5 heads", v=zeros(2, T, 5, 8), **of_five),
-            wrong("beta_activation must be none without beta, got sigmoid", beta=None),
-            wrong('A_log must be given unless decay="log", and only then, got None', A_log=None),
-            wrong('A_log must be given unless decay="log", and only then, got (4,)', decay="log"),
-            wrong("dt_bias must be None without A_log, got (4,)", A_log=None, decay="log"),
-            wrong("beta_min must be None without beta", beta=None, beta_activation="none", beta_min=0.0),
-            wrong('g must be given unless decay="times_beta", and only then, got None', g=None),
             wrong(
-                'g must be given unless decay="times_beta", and only then, got (2, 3, 4)', decay="times_beta"
+                "of a multiple of q's 2 heads, got 5 heads",
+                v=zeros(2, T, 5, 8),
+                state_=zeros(2, 5, 16, 8),
+                **of_five,
             ),
+            wrong("beta_activation must be none without beta, got sigmoid", beta=None),
             wrong('beta must be given with decay="times_beta"', decay="times_beta", g=None, beta=None),
-            wrong('lower_bound must be given with decay="sigmoid", and only then', lower_bound=-1.0),
-            wrong('lower_bound must be given with decay="sigmoid", and only then, got None', decay="sigmoid"),
             wrong(
                 "beta_activation must be none or sigmoid where g has a value for each channel, got softplus",
                 g=zeros(2, T, 4, 16),
                 dt_bias=None,
                 beta_activation="softplus",
             ),
-            wrong("given with norm_weight, and only then, got (2, 3, 4, 8)", gate=zeros(2, T, 4, 8)),
         ],
         "attention": [
             wrong("v's head dimension must be between 1 and 512, got 513", v=zeros(2, 2, 9, 513)),
-            wrong("None beside a mask", relative=relative, mask=mask),
             wrong("None beside a look-ahead", relative=relative, lookahead=1),
-            wrong("relative must be None beside a tail, got (2, 3, 4, 5)", relative=relative, **beside),
-            wrong("None beside indices", relative=relative, indices=indices),
             wrong("between 1 and 1024", index_block=0, indices=indices),
             wrong("1 without indices", index_block=2),
             wrong("None beside indices, which hold it", window=4, indices=indices),
             wrong("None beside indices, which hold it", mask=mask, indices=indices),
-            wrong("None beside a mask, which holds it", window=4, mask=mask),
-            wrong("None beside a mask, which holds it", key_range=ranges, mask=mask),
             wrong("0 beside a mask or indices, which hold it", lookahead=1, mask=mask),
             wrong("0 beside a mask or indices, which hold it", lookahead=1, indices=indices),
             wrong("above 0 and finite", softcap=0.0),
             wrong("k_tail must be None unless keys and values have a tail", k_tail=zeros(2, 2, 5, 16)),
             wrong("v_tail must be None unless keys and values have a tail", v_tail=zeros(2, 2, 5, 8)),
             wrong("lookahead must be 0 beside a tail, got 1", lookahead=1, **beside),
-            wrong("mask must be None beside a tail", mask=mask, **beside),
-            wrong("key_range must be None beside a tail", key_range=ranges, **beside),
             wrong("position must be between 0 and 2147483644, got -1", **beside, position=-1),
             wrong(
                 "index_block must be between 1 and 1 beside a tail", index_block=2, **beside, indices=indices
@@ -547,6 +506,38 @@ def test_other_numbers_names_and_strides(name):
         for dim in range(value.dim()) if argument.name.endswith("_") else ():
             found = refusal(name, good, **{argument.name: Expanded(dim)})
             assert found.argument == argument.name and "expanded (stride-0)" in found.expected
+
+
+def present(argument: str, kind: str, good: dict[str, Any], declared: Declared) -> Any:
+    """A value of an argument, of the shape and dtype that the others ask for."""
+
+    def make(_: str, shape: tuple[int, ...], dtype: torch.dtype | None) -> Tensor:
+        return torch.zeros([1 if size is None else size for size in shape], dtype=dtype or torch.float32)
+
+    others = {name: value for name, value in good.items() if name != argument}
+    return declared.completed(others, [argument], make, {})[argument] if "Tensor" in kind else 1
+
+
+@pytest.mark.parametrize("name", [name for name in OPERATORS if DECLARED[name].dependences])
+def test_declared_dependences(name):
+    """An argument in a case that it is not for, and left out in the only one that it is for."""
+    declared, arguments = DECLARED[name], packet(name).default._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    base = defaults | sample_arguments(name, "cpu", torch.float32)
+    for dependence in declared.dependences:
+        for argument in dependence.arguments:
+            kind = next(str(a.type) for a in arguments if a.name == argument)
+            expected = f"{'given' if dependence.is_only else 'None'} {dependence.why}"
+            refusals = set()
+            for changes in ({}, *more_samples(name, "cpu", torch.float32)):
+                good = base | changes
+                applies = dependence.applies(good)
+                if dependence.is_only or applies:
+                    value = (
+                        None if dependence.is_only and applies else present(argument, kind, good, declared)
+                    )
+                    refusals.add(refusal(name, good | {argument: value})[:2])
+            assert (argument, expected + ", and only then" * dependence.is_only) in refusals
 
 
 @pytest.mark.parametrize("name", OPERATORS)

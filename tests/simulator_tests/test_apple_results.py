@@ -1,5 +1,6 @@
 """What counted kernels write is as float64, the package's kernels and MLX's; and the command's tables."""
 
+import functools
 import re
 
 import numpy as np
@@ -292,6 +293,19 @@ def test_weights_that_are_touched_are_counted_once(simulated):
                 assert row.measurement.counts.distinct_bytes == pytest.approx(
                     row.measurement.work.dram_bytes, rel=0.02
                 )
+
+
+def test_an_adapter_of_a_token_reads_the_columns_of_its_experts(simulated):
+    """Lines of memory, where columns of B lie one after another; rows have a part of all lines of B."""
+    experts, slots, hidden, rows, rank = 128, 8, 256, 768, 4
+    ids = torch.arange(0, experts, experts // slots, device="mps")[None]
+    tensors = [torch.ones(shape, device="mps") for shape in ((1, slots, rows), (1, hidden))]
+    a, b = (torch.ones(shape, device="mps") for shape in ((rank * experts, hidden), (rows, rank * experts)))
+    around, factors = 2 * slots * rows * 4, slots * rank * (hidden + rows) * 4
+    for factor, expected in ((b.t().contiguous().t(), around + factors), (b, around + b.nbytes)):
+        call = functools.partial(torch.ops.moe_mps.expert_lora, *tensors, a, factor, ids, experts)
+        (measured,) = apple.measure(call)
+        assert measured.counts.distinct_bytes == pytest.approx(expected, rel=0.05)
 
 
 def test_tokens_by_hand():

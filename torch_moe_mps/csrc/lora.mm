@@ -18,6 +18,14 @@ using at::Tensor;
 // Few tiles share the columns among so many threadgroups. Untuned.
 constexpr int64_t kFewTiles = 64;
 
+// B where rows or columns lie one after another: an expert reads only its own columns of the latter.
+Tensor dense(const Tensor& b) {
+  return b.t().is_contiguous() ? b : b.contiguous();
+}
+Tensor memory_of(const Tensor& b) {
+  return b.is_contiguous() ? b : b.t();
+}
+
 LoraParams lora_params(const Tensor& a, const Tensor& b, int64_t pairs, int64_t experts, double scaling) {
   LoraParams params{};
   params.pairs = pairs;
@@ -29,6 +37,8 @@ LoraParams lora_params(const Tensor& a, const Tensor& b, int64_t pairs, int64_t 
   params.tile_pairs = kLoraPairs;
   params.x_per_pair = 1;
   params.factor_dtype = dtype_code(a);
+  params.b_row = b.stride(0);
+  params.b_column = b.stride(1);
   params.scaling = static_cast<float>(scaling);
   return params;
 }
@@ -64,8 +74,9 @@ Tensor with_adapter(const Tensor& added, const Tensor& x, const Tensor& a, const
   if (out.numel() == 0) return out;
   Commands commands;
   Command& command = commands.add({"lora", added.scalar_type()}, "lora", ids);
+  const Tensor memory = memory_of(b);
   // Metal binds no empty buffer; without inputs the kernel reads none.
-  command.bind(added, x.numel() > 0 ? x : added, a.numel() > 0 ? a : added, b, ids, pair_order, out);
+  command.bind(added, x.numel() > 0 ? x : added, a.numel() > 0 ? a : added, memory, ids, pair_order, out);
   launch_tiles(command, params, params.outputs, 1);
   commands.encode();
   return out;
@@ -73,7 +84,7 @@ Tensor with_adapter(const Tensor& added, const Tensor& x, const Tensor& a, const
 
 Tensor linear_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, const Tensor& b_,
                    double scaling) {
-  const Tensor added = added_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = b_.contiguous();
+  const Tensor added = added_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = dense(b_);
   const int64_t pairs = b.size(0) > 0 ? added.numel() / b.size(0) : 0;
   return with_adapter(added, x, a, b, added, std::nullopt, lora_params(a, b, pairs, 1, scaling));
 }
@@ -81,7 +92,7 @@ Tensor linear_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, con
 Tensor expert_lora(const Tensor& added_, const Tensor& x_, const Tensor& a_, const Tensor& b_,
                    const Tensor& ids_, int64_t experts, const OptionalTensor& pair_order_,
                    const OptionalTensor& offsets, double scaling) {
-  const Tensor added = added_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = b_.contiguous();
+  const Tensor added = added_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = dense(b_);
   const Tensor ids = ids_.contiguous();
   const OptionalTensor pair_order = contiguous(pair_order_);
   LoraParams params = lora_params(a, b, ids.numel(), experts, scaling);
@@ -93,7 +104,7 @@ std::tuple<Tensor, Tensor, Tensor> expert_lora_backward(const Tensor& dy_, const
                                                         const Tensor& b_, const Tensor& ids_,
                                                         const Tensor& pair_order_, const Tensor& offsets_,
                                                         int64_t experts, double scaling) {
-  const Tensor dy = dy_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = b_.contiguous();
+  const Tensor dy = dy_.contiguous(), x = x_.contiguous(), a = a_.contiguous(), b = dense(b_);
   const Tensor ids = ids_.contiguous(), offsets = offsets_.contiguous();
   const OptionalTensor pair_order = pair_order_.contiguous();
   LoraParams params = lora_params(a, b, ids.numel(), experts, scaling);
@@ -111,8 +122,9 @@ std::tuple<Tensor, Tensor, Tensor> expert_lora_backward(const Tensor& dy_, const
   const Tensor products = at::empty({params.pairs, params.rank}, inner);
   Commands commands;
   const Library library{"lora", dy.scalar_type()};
+  const Tensor memory = memory_of(b);
   Command& command = commands.add(library, "lora_backward");
-  command.bind(dy, x, a, b, ids, pair_order, of_pairs, gradients, products);
+  command.bind(dy, x, a, memory, ids, pair_order, of_pairs, gradients, products);
   launch_tiles(command, params, params.inputs, 2);
   if (sums) add_slot_sum(commands, of_pairs, dx);
   commands.add(library, "lora_outer")

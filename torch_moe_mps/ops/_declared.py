@@ -73,6 +73,34 @@ def _size(name: str, sizes: dict[str, Any], own: int | None) -> Any:
     return own if None in factors else math.prod(factors)
 
 
+_CASE = r'((?:with|without|unless|beside) (\w+)(?:="(\w+)")?)'
+_DEPENDENCE = re.compile(rf"([\w ]+) (only|not) {_CASE}(?: \((.+)\))?")
+
+
+class Dependence:
+    """A rule for optional arguments: there in one case and in no other (`only`), or never in it (`not`).
+
+    'gate only with norm_weight', 'g only unless decay="log"', 'mask not beside indices': the error names the
+    case, in the words in brackets behind it where there are some.
+    """
+
+    def __init__(self, text: str):
+        match = _DEPENDENCE.fullmatch(text)
+        assert match, text
+        names, kind, case, self.other, self.value, words = match.groups()
+        self.arguments, self.is_only, self.why = names.split(), kind == "only", words or case
+        self.is_inverted = case.startswith(("without", "unless"))
+
+    def applies(self, given: dict[str, Any]) -> bool:
+        other = given[self.other]
+        holds = other == self.value if self.value else other is not None and other is not False
+        return holds != self.is_inverted
+
+    def check(self, check: Check, given: dict[str, Any]) -> None:
+        asked = {name: given[name] for name in self.arguments}
+        (check.only if self.is_only else check.none)(self.why, self.applies(given), **asked)
+
+
 class Declared:
     """A line as above, and what other arguments may be.
 
@@ -80,13 +108,15 @@ class Declared:
         tensors: (argument, shapes, dtype) of each.
         results: (argument or "", shapes, dtype) of each; None if the line says nothing of results.
         allowed: of other arguments: names, a range of integers, or the least number.
+        dependences: of arguments on others.
     """
 
-    def __init__(self, line: str, allowed: dict[str, Any]):
+    def __init__(self, line: str, allowed: dict[str, Any], dependences: Sequence[str] = ()):
         arguments, arrow, results = line.partition("->")
         self.tensors = tensors_in(arguments)
         self.results = tensors_in(results) if arrow else None
         self.allowed = allowed
+        self.dependences = [Dependence(text) for text in dependences]
 
     def check(self, check: Check, given: dict[str, Any]) -> None:
         for argument, shapes, kind in self.tensors:
@@ -109,6 +139,8 @@ class Declared:
                 check.choice(argument, value, allowed)
             elif value < allowed:
                 check.fail(argument, f"at least {allowed}", value)
+        for dependence in self.dependences:
+            dependence.check(check, given)
 
     def sizes_of(self, given: dict[str, Any]) -> dict[str, Any]:
         """The sizes by name, as the tensors among some arguments have them."""

@@ -73,6 +73,7 @@ def operator(
     meta: Callable | None = None,
     *,
     allowed: dict[str, Any] | None = None,
+    dependences: tuple[str, ...] = (),
     symbols: tuple[str, ...] = (),
     backward: Backward | None = None,
 ) -> Callable[[Callable[..., Result]], Callable[..., Result]]:
@@ -83,12 +84,12 @@ def operator(
     with another argument.
 
     `tensors` declares shapes and dtypes (`_declared.py`), `allowed` what other arguments may be: one of some
-    names, a range of integers, or the least number. `meta` receives a Check, which has the sizes by name, and
-    all arguments by name; it raises the one-line error for what a declaration cannot say, and returns empty
-    outputs unless they are declared. Both run in front of the reference, and are the operator on the meta
-    device and in torch.compile. The Metal host calls them for every signature that it has not seen yet, so
-    that bad arguments read the same on CPU, meta and MPS. Outputs are contiguous, whatever the strides of the
-    inputs.
+    names, a range of integers, or the least number; `dependences` which of them are there only with others,
+    or never beside them. `meta` receives a Check, which has the sizes by name, and all arguments by name; it
+    raises the one-line error for what a declaration cannot say, and returns empty outputs unless they are
+    declared. Both run in front of the reference, and are the operator on the meta device and in
+    torch.compile. The Metal host calls them for every signature that it has not seen yet, so that bad
+    arguments read the same on CPU, meta and MPS. Outputs are contiguous, whatever the strides of the inputs.
 
     `symbols`: integers that grow with the context, which a captured token has as symbols.
 
@@ -104,7 +105,7 @@ def operator(
         schema = _schema_of(grouped.signature, written, symbols)
         LIBRARY.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
         OPERATORS.append(name)
-        declared = DECLARED[name] = Declared(tensors, allowed or {})
+        declared = DECLARED[name] = Declared(tensors, allowed or {}, dependences)
         if backward is not None:
             WITH_BACKWARD[name] = backward
         packet = getattr(torch.ops.moe_mps, name)

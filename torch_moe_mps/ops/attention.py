@@ -12,7 +12,7 @@ from ._checks import PACKED_DTYPES, Check
 from ._formats import GROUP_SIZES, Format, dequantize_values, pack
 from ._registry import operator
 from ._sample import Calls, Changes, Sample, whole_groups
-from .rope import PAIRS, HeadNorms, Turn, ValueNorm, check_rope_cache, rope_cache_
+from .rope import PAIRS, WRITTEN, HeadNorms, Turn, ValueNorm, check_rope_cache, rope_cache_
 
 MAX_HEAD = 576  # elements of a query and a key
 MAX_VALUE_HEAD = 512
@@ -133,17 +133,12 @@ def _meta_attention(
     else:
         if lookahead != 0:
             check.fail("lookahead", "0 beside a tail", lookahead)
-        check.none("beside a tail", True, mask=mask, key_range=order.key_range, k_scales=scales.k_scales)
         check.between("position", tail.position, 0, MAX_POSITION - q.shape[2])
         _check_indices(check, *selected)
         check.between("index_block", selected.index_block, 1, 1, " beside a tail")
-    check.none("beside a mask, which holds it", mask is not None, **order._asdict())
-    indices = selected.indices
-    if lookahead > 0 and not (indices is None and mask is None):
+    if lookahead > 0 and not (selected.indices is None and mask is None):
         check.fail("lookahead", "0 beside a mask or indices, which hold it", lookahead)
-    others = {"a mask": mask, "indices": indices, "a tail": tail.k_tail, "a look-ahead": lookahead or None}
-    for name, value in others.items():
-        check.none(f"beside {name}", value is not None, relative=relative)
+    check.none("beside a look-ahead", lookahead > 0, relative=relative)
     if softmax.softcap is not None and not 0.0 < softmax.softcap < math.inf:
         check.fail("softcap", "above 0 and finite", softmax.softcap)
     factors = gate.gate
@@ -236,6 +231,13 @@ def values_in(cache: Tensor, scales: Tensor | None, biases: Tensor | None) -> Te
         "lookahead": 0,
         "tail_rate": range(1, MAX_POSITION + 1),
     },
+    dependences=(
+        "mask key_range k_scales not beside k_tail (beside a tail)",
+        "window key_range not beside mask (beside a mask, which holds it)",
+        "relative not beside mask (beside a mask)",
+        "relative not beside indices",
+        "relative not beside k_tail (beside a tail)",
+    ),
     symbols=("position",),
 )
 def attention(
@@ -372,6 +374,7 @@ def _meta_rope_attention(check, q, k, v, keys_, values_, scale, order, softmax, 
     "v_weight[Dv] key_range[B, 2]:int32 sinks[Hq]|[B, T, Hq] gate[B, T, Hq, _]:q",
     _meta_rope_attention,
     allowed={"pairs": PAIRS, "gate_activation": tuple(GATES), "window": 1},
+    dependences=WRITTEN,
 )
 def rope_attention_(
     q: Tensor,

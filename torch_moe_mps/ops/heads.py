@@ -24,7 +24,6 @@ def _meta_heads(
     if x.shape[3] != inputs:
         which = "rows" if transposed else "columns"
         check.fail("x", f"of a last dimension of {inputs}, the {which} of a matrix", tuple(x.shape))
-    check.none("unless transposed", not transposed, tail=tail)
     outputs += 0 if tail is None else tail.shape[3]
     return x.new_empty((*x.shape[:3], outputs), dtype=dtype)
 
@@ -43,7 +42,11 @@ def _meta_heads_mm(check, x, weight, transposed, tail):
     return _meta_heads(check, x, weight.shape[1], weight.shape[2], transposed, tail, weight.dtype)
 
 
-@operator("x[B, T, Hq, _] weight[Hq, _, _]:any tail[B, T, Hq, _]:x", _meta_heads_mm)
+@operator(
+    "x[B, T, Hq, _] weight[Hq, _, _]:any tail[B, T, Hq, _]:x",
+    _meta_heads_mm,
+    dependences=("tail not unless transposed",),
+)
 def heads_mm(x: Tensor, weight: Tensor, *, transposed: bool = False, tail: Tensor | None = None) -> Tensor:
     """out[b, t, h] = weight[h] @ x[b, t, h]; with `transposed` weight[h]^T @ x[b, t, h], then tail[b, t, h].
 
@@ -78,7 +81,11 @@ def _meta_heads_quantized(check, x, packed, scales, biases, format, transposed, 
     return out
 
 
-@operator("x[B, T, Hq, _] packed[Hq, _, _]:packed tail[B, T, Hq, _]:x", _meta_heads_quantized)
+@operator(
+    "x[B, T, Hq, _] packed[Hq, _, _]:packed tail[B, T, Hq, _]:x",
+    _meta_heads_quantized,
+    dependences=("tail not unless transposed",),
+)
 def heads_quantized(
     x: Tensor,
     packed: Tensor,

@@ -43,11 +43,9 @@ def hyper_update(streams: Tensor, out: Tensor, post: Tensor, comb: Tensor | None
     return (post.unsqueeze(-1) * out.float().unsqueeze(-2) + rows).to(streams.dtype)
 
 
-def _meta_hyper_connection(check, streams, fn, scale, out, post, comb, **_):
+def _meta_hyper_connection(check, streams, fn, scale, out, **_):
     _check_update(check, streams)
     *leading, count, width = streams.shape
-    check.only("with out", out is not None, post=post)
-    check.none("without out", out is None, comb=comb)
     rows = (count, 2 * count, 2 * count + count * count)
     if fn.shape[0] not in rows:
         check.fail("fn", "of N, 2 N or (2 + N) N = {}, {} or {} rows".format(*rows), fn.shape[0])
@@ -65,6 +63,7 @@ def _meta_hyper_connection(check, streams, fn, scale, out, post, comb, **_):
     f"{UPDATE} fn[R, N*H] base[R] scale[_]",
     _meta_hyper_connection,
     allowed={"iterations": range(1, MAX_ITERATIONS + 1)},
+    dependences=("post only with out", "comb not without out"),
 )
 def hyper_connection(
     streams: Tensor,

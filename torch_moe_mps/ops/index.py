@@ -12,10 +12,9 @@ MAX_INDEX_WIDTH = 256  # elements of an index query and key
 REDUCTIONS = ("heads", "keys")
 
 
-def _meta_index_topk(check, q, k, weights, top_k, key_range, reduce, block, tail, keys, as_bits, **_):
+def _meta_index_topk(check, q, k, top_k, key_range, reduce, block, tail, keys, as_bits, **_):
     batch, tokens, heads, rows = check.dims("B T Hi S")
     of_heads = reduce == "heads"
-    check.none('with reduce = "keys"', not of_heads, weights=weights)
     has_pools = of_heads and block > 1
     check.none("where k has a row for each block", has_pools, key_range=key_range)
     check.between("tail", tail, 0, int(has_pools) if of_heads else top_k)
@@ -36,6 +35,7 @@ def _meta_index_topk(check, q, k, weights, top_k, key_range, reduce, block, tail
     f"q[B, T, Hi, D<={MAX_INDEX_WIDTH}] k[B, S, D]:q weights[B, T, Hi] key_range[B, 2]:int32",
     _meta_index_topk,
     allowed={"reduce": REDUCTIONS, "top_k": 1, "block": range(1, MAX_INDEX_BLOCK + 1)},
+    dependences=('weights not with reduce="keys" (with reduce = "keys")',),
     symbols=("keys",),
 )
 def index_topk(

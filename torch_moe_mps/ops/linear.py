@@ -26,7 +26,6 @@ def _product(x: Tensor, weight: QuantizedWeight, bias: Tensor | None) -> Tensor:
 
 def _check_activated(check, activation, activated, factor, rows, columns):
     if activation is None:
-        check.none("without an activation", True, activated=activated)
         if factor != 1.0:
             check.fail("factor", "1.0 without an activation", factor)
         return
@@ -95,6 +94,7 @@ def _meta_linear_quantized(
     "x[..., C] packed[N, _]:packed bias[N] residual[..., N]:x order[N]:int32 norm_weight[C]",
     _meta_linear_quantized,
     allowed={"activation": POINTWISE, "out_dtype": (torch.float32,)},
+    dependences=("activated not without activation (without an activation)",),
     backward=Backward(
         _linear_backward,
         {"x": TENSORS, "bias": (), "residual": ()},

@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ._checks import Check
 from ._registry import operator
 from ._sample import Calls, Changes
 from .norms import GATE_ACTIVATIONS, InputNorm, rms_norm_gated
@@ -82,17 +81,6 @@ class Decay(NamedTuple):
     dt_bias: Tensor | None = None
     lower_bound: float | None = None
 
-    def check(self, check: Check, g: Tensor | None, beta: Tensor | None) -> None:
-        decay, A_log, dt_bias, lower_bound = self
-        check.only('unless decay="times_beta"', decay != "times_beta", g=g)
-        if decay == "times_beta" and beta is None:
-            check.fail("beta", f'given with decay="{decay}"', None)
-        check.only('unless decay="log"', decay != "log", A_log=A_log)
-        check.only('with decay="sigmoid"', decay == "sigmoid", lower_bound=lower_bound)
-        check.none("without A_log", A_log is None, dt_bias=dt_bias)
-        if dt_bias is not None:
-            check.rank("dt_bias", dt_bias, (2 if g is not None and g.dim() == 4 else 1,))
-
     def logarithm(self, g: Tensor | None, beta: Tensor) -> Tensor:
         """[B, T, Hv, Dk or 1], or what broadcasts to it."""
         rate = None if self.A_log is None else self.A_log.float().exp()
@@ -108,7 +96,7 @@ class Decay(NamedTuple):
         return g if is_wide else g.unsqueeze(-1)
 
 
-def _check_linear_attention(check, g, beta, delta, decay, beta_activation, beta_min, gate, norm, **_):
+def _check_linear_attention(check, g, beta, delta, decay, beta_activation, **_):
     key_heads, heads = check.dims("Hk Hv")
     if heads % key_heads:
         check.fail("v", f"of a multiple of q's {key_heads} heads", f"{heads} heads")
@@ -117,11 +105,12 @@ def _check_linear_attention(check, g, beta, delta, decay, beta_activation, beta_
         check.rank("g", g, (1, 3))
     if is_wide and beta_activation == "softplus":
         check.fail("beta_activation", "none or sigmoid where g has a value for each channel", beta_activation)
-    decay.check(check, g, beta)
+    if decay.decay == "times_beta" and beta is None:
+        check.fail("beta", 'given with decay="times_beta"', None)
+    if decay.dt_bias is not None:
+        check.rank("dt_bias", decay.dt_bias, (2 if is_wide else 1,))
     if beta is None and beta_activation != "none":
         check.fail("beta_activation", "none without beta", beta_activation)
-    check.none("without beta", beta is None, beta_min=beta_min)
-    check.only("with norm_weight", norm.norm_weight is not None, gate=gate)
 
 
 def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
@@ -138,6 +127,14 @@ def _key_rows(x: Tensor, heads: int, l2norm_eps: float | None) -> Tensor:
     "gate[B, T, Hv, Dv]:v norm_weight[Dv] -> v",
     _check_linear_attention,
     allowed={"decay": DECAYS, "beta_activation": BETA_ACTIVATIONS, "gate_activation": GATE_ACTIVATIONS},
+    dependences=(
+        'g only unless decay="times_beta"',
+        'A_log only unless decay="log"',
+        'lower_bound only with decay="sigmoid"',
+        "dt_bias not without A_log",
+        "beta_min not without beta",
+        "gate only with norm_weight",
+    ),
 )
 def linear_attention_(
     q: Tensor,

@@ -63,10 +63,8 @@ def _inner(x: Tensor, a: Tensor, ids: Tensor, experts: int) -> Tensor:
     return project_slots(x.float(), ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
 
 
-def _meta_expert_lora(check, added, a, b, offsets, experts, pair_order, **_):
+def _meta_expert_lora(check, added, a, b, offsets, experts, **_):
     _check_rank(check, a, b, experts)
-    check.only("with pair_order", pair_order is not None, offsets=offsets)
-    check.only("with offsets", offsets is not None, pair_order=pair_order)
     if offsets is not None:
         check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
     return added.new_empty(added.shape)
@@ -94,6 +92,7 @@ _READ = ("x", "a", "b", "ids", "pair_order", "offsets")
     f"{IDS} added[T, K, N] x[T, H]|[T, K, H]:added {_FACTORS} {_PAIRS}",
     _meta_expert_lora,
     allowed={"experts": range(1, MAX_EXPERTS + 1)},
+    dependences=("offsets only with pair_order",),
     backward=Backward(_lora_backward, {"added": (), **dict.fromkeys(("x", "a", "b"), _READ)}),
 )
 def expert_lora(
@@ -115,7 +114,8 @@ def expert_lora(
         added: [T, K, N], float32, float16 or bfloat16: the experts' output.
         x: [T, H] or [T, K, H] in the dtype of `added`: their input.
         a: [r E, H], float32, float16 or bfloat16, with r <= 256; row e r + i is row i of a_e.
-        b: [N, r E] in the dtype of `a`; column i E + e is column i of b_e.
+        b: [N, r E] in the dtype of `a`; column i E + e is column i of b_e. Where columns lie one after
+            another, strides (1, N), a pair reads only those of its expert.
         ids: [T, K] with K <= 64, int32 or int64. Of an id outside [0, E) the output is that of `added`.
         experts: E, between 1 and 1024.
         pair_order, offsets: what moe_bucket makes of `ids`, so that pairs of an expert read its factors

@@ -135,13 +135,8 @@ MATRICES = tuple(f"{matrix}_{part}" for matrix in ("gate_up", "down") for part i
 
 def _check_shared_expert(check, arguments):
     """The matrices of the shared expert, which are like those of one of the others."""
-    others = {name: arguments[name] for name in ("gate_up_bias", "down_bias")}
-    shared_out = arguments["around"].shared_out
-    check.none("beside shared_gate_up_packed", True, shared_out=shared_out, **others)
-    matrices = {name: arguments[f"shared_{name}"] or (None,) * 3 for name in ("gate_up", "down")}
-    packed, *_ = matrices["gate_up"]
-    check.none("without logits", arguments["router"].logits is None, shared_gate_up_packed=packed)
-    for name, tensors in matrices.items():
+    for name in ("gate_up", "down"):
+        tensors = arguments[f"shared_{name}"] or (None,) * 3
         for part, shared, own in zip(TENSORS, tensors, arguments[name], strict=True):
             argument = f"shared_{name}_{part}"
             check.only(f"with {name}_{part}", own is not None, **{argument: shared})
@@ -150,11 +145,10 @@ def _check_shared_expert(check, arguments):
                 check.shape(argument, shared, tuple(own.shape[1:]), f"as one of {name}_{part}")
 
 
-def _check_moe_experts_quantized(check, x, ids, weights, router, around, **arguments):
-    check.only("without logits", router.logits is None, ids=ids, weights=weights)
+def _check_moe_experts_quantized(check, x, router, around, **arguments):
     check_packed_mlp(check, x.shape[1], arguments, stack="E, ")
     if arguments["shared_gate_up"] is not None or arguments["shared_down"] is not None:
-        _check_shared_expert(check, arguments | {"router": router, "around": around})
+        _check_shared_expert(check, arguments)
         around = around._replace(shared_out=x)  # it has this shape
     around.check(check)
     router.check(check)
@@ -168,6 +162,11 @@ def _check_moe_experts_quantized(check, x, ids, weights, router, around, **argum
         **{"scoring": SCORINGS, "group_score": GROUP_SCORES},
         **{"router_norm_eps": 0.0, "router_norm_min": 0.0},
     },
+    dependences=(
+        "ids weights only without logits",
+        "shared_gate_up_packed not without logits",
+        "shared_out gate_up_bias down_bias not beside shared_gate_up_packed",
+    ),
 )
 def moe_experts_quantized(
     x: Tensor,

@@ -40,6 +40,7 @@ class Turn(NamedTuple):
 
 # Queries and keys in the order of projections, tables, the weights of norms, and values.
 TURNED = "{} {} cos[A, T, W] sin[A, T, W]:cos q_weight[Dq] k_weight[Dk] "
+WRITTEN = ("sin only with cos", "v_weight not without norm_v")  # dependences
 HELD = "v[B, T, Hv>=1, Dv]:k keys_[B, Hk, S, Dk]:k values_[B, Hv, V, Dv]:k v_weight[Dv] k_bias[Dk]:k_weight"
 
 
@@ -62,17 +63,14 @@ def _check_tables(check: Check, cos: Tensor, rows: tuple[int, ...], rotary_dim: 
     return rotary
 
 
-def _check_rope(check, q, k, cos, sin, norms, turn):
-    check.only("with cos", cos is not None, sin=sin)
+def _check_rope(check, q, k, cos, turn):
     x = k if q is None else q
     rotary = 2 if cos is None else _check_tables(check, cos, x.shape[:2], turn.rotary_dim)
     _check_heads(check, rotary, q=q, k=k)
-    check.none("without q", q is None, q_weight=norms.q_weight)
-    check.none("without k", k is None, k_weight=norms.k_weight)
 
 
-def _meta_rope(check, q, k, cos, sin, norms, turn):
-    _check_rope(check, q, k, cos, sin, norms, turn)
+def _meta_rope(check, q, k, cos, turn, **_):
+    _check_rope(check, q, k, cos, turn)
     return _heads_first(q), q.new_empty(0) if k is None else _heads_first(k)
 
 
@@ -121,7 +119,12 @@ def _turned(y: Tensor, cos: Tensor, sin: Tensor, pairs: str) -> Tensor:
     return torch.stack(halves, -1).flatten(-2) if pairs == "interleaved" else torch.cat(halves, -1)
 
 
-@operator(TURNED.format("q[B, T, Hq>=1, Dq]", "k[B, T, Hk>=1, Dk]:q"), _meta_rope, allowed={"pairs": PAIRS})
+@operator(
+    TURNED.format("q[B, T, Hq>=1, Dq]", "k[B, T, Hk>=1, Dk]:q"),
+    _meta_rope,
+    allowed={"pairs": PAIRS},
+    dependences=("sin only with cos", "k_weight not without k"),
+)
 def rope(
     q: Tensor,
     k: Tensor | None,
@@ -163,18 +166,15 @@ def rope(
     return q_out, q.new_empty(0) if k is None else _rotated(k, norms.k_weight, *rest)
 
 
-def check_rope_cache(check, q, k, v, keys_, values_, cos, sin, norms, turn, norm, k_bias=None):
-    _check_rope(check, q, k, cos, sin, norms, turn)
+def check_rope_cache(check, q, k, v, keys_, values_, cos, norms, turn, norm, k_bias=None, **_):
+    _check_rope(check, q, k, cos, turn)
     _check_heads(check, 2, v=v)
-    check.only("with v", v is not None, values_=values_)
-    check.none("without norm_v", not norm.norm_v, v_weight=norm.v_weight)
     if norm.norm_v and v is None:
         check.fail("norm_v", "False without v", True)
     for argument, held in (("keys_", keys_), ("values_", values_)):
         if held is not None and held.shape[2] < k.shape[1]:
             expected = f"of {k.shape[1]} tokens or more, as many as {argument[0]} has"
             check.fail(argument, expected, tuple(held.shape))
-    check.none("with a bias", k_bias is not None, v=v, q_weight=norms.q_weight)
     alone = norms.k_weight is None or norms.weight_offset != 0.0
     check.none("without k_weight, or with a weight_offset", alone, k_bias=k_bias)
     return k.new_empty(0) if q is None else _heads_first(q)
@@ -184,6 +184,12 @@ def check_rope_cache(check, q, k, v, keys_, values_, cos, sin, norms, turn, norm
     TURNED.format("k[B, T, Hk>=1, Dk]", "q[B, T, Hq>=1, Dq]:k") + HELD,
     check_rope_cache,
     allowed={"pairs": PAIRS},
+    dependences=(
+        *WRITTEN,
+        "q_weight not without q",
+        "v q_weight not beside k_bias (with a bias)",
+        "values_ only with v",
+    ),
 )
 def rope_cache_(
     q: Tensor | None,

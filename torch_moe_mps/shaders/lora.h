@@ -27,9 +27,12 @@ struct Factor {
 inline Factor factor_a(device uchar* a, uint expert, constant LoraParams& params) {
   return {a, params.factor_dtype, expert * params.rank * ulong(params.inputs), params.inputs, 1};
 }
-// Column j E + e of B [outputs, r E].
+// Column j E + e of B [outputs, r E], by the strides of B.
+inline Factor factor_b(device uchar* b, uint expert, ulong row, ulong column, constant LoraParams& params) {
+  return {b, params.factor_dtype, expert * column, params.experts * column, row};
+}
 inline Factor factor_b(device uchar* b, uint expert, constant LoraParams& params) {
-  return {b, params.factor_dtype, expert, params.experts, ulong(params.rank) * params.experts};
+  return factor_b(b, expert, params.b_row, params.b_column, params);
 }
 
 // A tile's pairs of one expert.
@@ -289,8 +292,8 @@ template <typename T>
                group.x * kLoraThreads + thread_index, 1.0f, first, end, pair_order, staged, thread_index,
                params);
   } else {
-    outer_sums(factor_b(db, group.y, params), dy, products, true, params.outputs,
-               (group.x - blocks) * kLoraThreads + thread_index, params.scaling, first, end, pair_order,
-               staged, thread_index, params);
+    outer_sums(factor_b(db, group.y, ulong(params.rank) * params.experts, 1, params), dy, products, true,
+               params.outputs, (group.x - blocks) * kLoraThreads + thread_index, params.scaling, first, end,
+               pair_order, staged, thread_index, params);
   }
 }

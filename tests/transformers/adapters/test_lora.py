@@ -153,12 +153,31 @@ def test_saved_as_peft_saves_and_back(tmp_path):
         model.save_pretrained(tmp_path / name)
     ours, theirs = (load_file(tmp_path / name / "adapter_model.safetensors") for name in ("packed", "dense"))
     assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in theirs)
+    assert all(torch.equal(ours[key], theirs[key]) and ours[key].is_contiguous() for key in theirs)
     again, other = both()
     on_dense = peft.PeftModel.from_pretrained(other, tmp_path / "packed").eval()
     on_packed = peft.PeftModel.from_pretrained(again, tmp_path / "dense").eval()
     assert torch.equal(output(on_dense, prompt()), output(dense, prompt()))
     assert torch.equal(output(on_packed, prompt()), output(packed, prompt()))
+
+
+def by_column(model: nn.Module) -> list[bool]:
+    factors = [p for name, p in model.named_parameters() if "experts" in name and "lora_B" in name]
+    return [factor.stride() == (1, len(factor)) for factor in factors]
+
+
+def test_columns_of_an_expert_lie_together(tmp_path):
+    """After loading on either road, in another dtype, in a copy, and where a state is assigned."""
+    packed, _ = both()
+    model = adapted(packed)
+    assert all(by_column(model)) and len(by_column(model)) == 4
+    model.save_pretrained(tmp_path)
+    for is_lean in (False, True):
+        loaded = peft.PeftModel.from_pretrained(both()[0], tmp_path, low_cpu_mem_usage=is_lean)
+        assert all(by_column(loaded))
+    assert all(by_column(copy.deepcopy(model).to(torch.bfloat16)))
+    model.load_state_dict({name: tensor.clone() for name, tensor in model.state_dict().items()}, assign=True)
+    assert all(by_column(model))
 
 
 def test_several_are_switched_and_disabled():

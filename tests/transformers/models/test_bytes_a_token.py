@@ -251,8 +251,9 @@ def captured_bytes(simulated, model, context: int, monkeypatch) -> tuple[int, in
     """Bytes that a captured token moves behind so many, and those of the pools' keys that its cache has."""
     cache, captures = behind(simulated, model, context), captures_of(model)
     token = torch.tensor([[5]], device="mps")
-    for _ in range(8):  # those that complete a pool have a program of their own
-        model(token, past_key_values=cache, use_cache=True)
+    with simulated.dropped():
+        for _ in range(8):  # those that complete a pool have a program of their own
+            model(token, past_key_values=cache, use_cache=True)
     captures.reason = "the program does not fit the next token"
     held = sum(layer.pools.nbytes for layer in cache.layers)
     with monkeypatch.context() as patch, simulated.counters() as dispatches, MovedByAten() as moved:

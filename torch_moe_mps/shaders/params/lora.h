@@ -16,5 +16,7 @@ struct LoraParams {
   uint32_t listed;        // pairs come in the order of a list
   uint32_t x_per_pair;    // x has a row for each pair, else for each token
   uint32_t factor_dtype;  // of both factors
+  uint32_t b_row;         // strides of B
+  uint32_t b_column;
   float scaling;
 };

@@ -1,7 +1,8 @@
 """LoRA beside quantised weights: the layers that PEFT puts around linears and experts.
 
 PEFT keeps the factors of a stack of E experts as two matrices, with which its files are written: A [r E, in],
-row e r + i is row i of expert e, and B [out, r E], column i E + e is column i of expert e.
+row e r + i is row i of expert e, and B [out, r E], column i E + e is column i of expert e. In memory B lies
+column after column, so that a token reads those of its experts alone; files have rows.
 """
 
 from typing import Any, NoReturn
@@ -99,6 +100,15 @@ def _dtype_of(experts: nn.Module) -> torch.dtype:
     return next((tensor.dtype for tensor in tensors if tensor.is_floating_point()), torch.float32)
 
 
+def _put_in_columns(factor: Any, *_: Any) -> None:
+    factor.weight.data = factor.weight.data.t().contiguous().t()
+
+
+def _say_in_rows(_: nn.Module, state: dict[str, Tensor], prefix: str, *__: Any) -> None:
+    """Makes the tensor that is saved contiguous, as safetensors wants it."""
+    state[f"{prefix}weight"] = state[f"{prefix}weight"].contiguous()
+
+
 class ParamWrapper(layer.ParamWrapper):
     """PEFT's LoRA of a stack of experts over quantised experts: by its factors, never by their product.
 
@@ -115,6 +125,10 @@ class ParamWrapper(layer.ParamWrapper):
         if r > MAX_RANK:
             refuse("r over quantised experts", f"at most {MAX_RANK}", r)
         super().update_layer(adapter_name, r, lora_alpha, config, **kwargs)
+        factor = self.lora_B[adapter_name]
+        _put_in_columns(factor)
+        factor.register_load_state_dict_post_hook(_put_in_columns)
+        factor.register_state_dict_post_hook(_say_in_rows)
 
     def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Any:
         self._check_forward_args(x, *args, **kwargs)

@@ -28,6 +28,20 @@ TENSOR = "tensor"  # in the meta of a node: the constant that it stands for
 PARTS = "parts"  # likewise: the parameters that are views of this constant
 VALUE = "val"  # in the meta of a node: its fake result
 _LEAST = 10_007  # beyond the sizes of weights, for numbers in place of symbols
+# Operators whose results follow from shapes, strides and dtypes, and lie where their arguments are.
+_BY_SHAPE = frozenset(
+    getattr(getattr(_ATEN, name), overload)
+    for overload, names in {
+        "Tensor": "add div mul sub slice",
+        "Tensor_Scalar": "pow",
+        "default": "_softmax _to_copy _unsafe_view bmm cat clamp detach expand mm neg permute relu rsqrt "
+        "sigmoid silu sqrt t tanh topk unsqueeze",
+        "dim": "mean squeeze",
+        "dim_IntList": "sum",
+        "int": "select transpose",
+    }.items()
+    for name in names.split()
+)
 
 
 class NotCapturable(Exception):
@@ -165,6 +179,7 @@ class Recorder(TorchDispatchMode):
         self._fake_of: dict[int, FakeTensor] = {}  # of constants, by id
         self._alive: list[Any] = []
         self._keys: dict[int, tuple[Any, ...]] = {}  # of fake tensors, by id
+        self._has_symbols = False  # the key that is made now
         self._results = Bounded(_MOST_KNOWN)  # {call: what it gave}, of calls with symbols
 
     def symbol(self, value: int, least: int) -> torch.SymInt:
@@ -224,10 +239,20 @@ class Recorder(TorchDispatchMode):
     def _empty(self, like: Tensor, sizes: tuple[Any, ...], dtype: torch.dtype | None = None) -> Any:
         """A fake tensor; the mode's own from_tensor, which keeps what it shares with others, is slow."""
         options: dict[str, Any] = {"dtype": dtype or like.dtype, "device": like.device}
+        stride = None if like.is_contiguous() else like.stride()
+        key = (*sizes,), stride, *options.values()
+        has_symbols = any(isinstance(size, torch.SymInt) for size in sizes)
+        if not has_symbols and key in _known:
+            return self._like(_known[key])
         with self.fakes:
-            if like.is_contiguous():
-                return torch.empty(sizes, **options)
-            return torch.empty_strided(sizes, like.stride(), **options)
+            made: Any
+            if stride is None:
+                made = torch.empty(sizes, **options)
+            else:
+                made = torch.empty_strided(sizes, stride, **options)
+        if not has_symbols:
+            _known[key] = _Like(made)
+        return made
 
     def _fake(self, value: Any) -> Any:
         if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
@@ -253,19 +278,42 @@ class Recorder(TorchDispatchMode):
         if func._schema.is_mutable and func.namespace != "moe_mps":  # it may change a tensor's shape
             self._keys = {}
             return func(*args, **kwargs)
+        self._has_symbols = False
         key = func, torch.get_default_dtype(), self._key(args), self._key([*kwargs.items()])
-        known = self._results if self.symbols else _known
+        known = self._results if self._has_symbols else _known
         if key in known:
             like = known[key]
             return [*map(self._like, like)] if isinstance(like, list) else self._like(like)
-        result = func(*args, **kwargs)
+        result = self._by_shape(func, args, kwargs)
+        if result is None:
+            result = func(*args, **kwargs)
         if all(id(item) not in self._nodes and not _has_bits(item) for item in _listed(result)):
             of_list = isinstance(result, (list, tuple))
             known[key] = [*map(_Like.of, result)] if of_list else _Like.of(result)
         return result
 
+    def _by_shape(self, func: Any, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        """Result of an operator whose shapes and dtypes its meta kernel says; None for any other call.
+
+        FakeTensorMode comes to the same kernel, after several questions and a reference in Python, which took
+        most of the time of a trace.
+        """
+        if self._has_symbols or func not in _BY_SHAPE or not kwargs.keys() <= {"dtype"}:
+            return None
+        tensors = [item for value in args for item in _listed(value) if isinstance(item, Tensor)]
+        devices = {item.fake_device if isinstance(item, FakeTensor) else None for item in tensors}
+        if len(devices) != 1 or None in devices or any(map(_has_bits, tensors)):
+            return None
+        (device,) = devices
+        with in_kernel_invocation_manager(self.fakes):
+            made = func(*args, **kwargs)
+        if isinstance(made, (list, tuple)):
+            return [FakeTensor(self.fakes, item, device) for item in made]
+        return FakeTensor(self.fakes, made, device)
+
     def _key(self, value: Any) -> Any:
         if isinstance(value, FakeTensor):
+            self._has_symbols |= value._has_symbolic_sizes_strides
             key = self._keys.get(id(value))
             if key is None:
                 key = value.dtype, value.fake_device, _has_bits(value), *map(self._key, geometry(value))
@@ -273,6 +321,7 @@ class Recorder(TorchDispatchMode):
                     self._keys[id(value)] = key
             return key
         if isinstance(value, torch.SymInt):
+            self._has_symbols = True
             return value.node.expr
         if isinstance(value, (list, tuple)):
             return tuple(map(self._key, value))
