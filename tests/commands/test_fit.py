@@ -54,6 +54,15 @@ def context(space: int, token: int) -> int:
 # o, and of the experts for 8 slots.
 PROMPT = 2048 * 2 * (2 * (2048 + 4096) + 2 * (2048 + 512) + 8 * (2048 + 2 * 768 + 768 + 2048))
 
+# As the small ones of Gemma 4 have it: a table of each layer, and layers that read the keys of others.
+SMALL_GEMMA4 = {
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+
 
 @pytest.fixture
 def qwen3(tmp_path):
@@ -145,6 +154,18 @@ def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
     assert len(speed) == len(macs.BANDWIDTHS) and "No measurement" in output
     bounds = [546e9 / (token + 4096 * cache) for _, token in sizes.values()]
     assert speed["M4 Max (40 cores), 546 GB/s"] == [f"{bound:.0f}" for bound in bounds]
+
+
+def test_a_model_that_reads_any_number_of_tokens(tmp_path, capsys):
+    """Mamba's config has no longest context, and its states do not grow."""
+    with tiny_models.groups_of_32():
+        config = tiny_models.build_config(transformers.Mamba2Config, head_dim=32)
+    config.architectures = ["Mamba2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "x.json"
+    assert main(["fit", str(tmp_path), "--group-size", "32", "--json", str(file)]) == 0
+    assert {*table(capsys.readouterr().out, "Mac")["16 GB"][1:]} == {"any"}
+    assert {*json.loads(file.read_text())["macs"][0]["contexts"].values()} == {None}
 
 
 def test_a_cache_in_8_bits(tmp_path, capsys):
@@ -310,11 +331,14 @@ def test_no_advice_for_other_machines(tmp_path, capfd, caplog):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3_moe", "gemma4", "deepseek_v3", "qwen3_next", "glm5_next", "qwen4_exp"]
+    "architecture",
+    ["qwen3_moe", "gemma4", "small gemma4", "deepseek_v3", "qwen3_next", "qwen3_5", "glm5_next", "qwen4_exp"],
 )
 def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""
-    config = tiny_models.tiny_config(architecture)
+    overrides = SMALL_GEMMA4 if architecture == "small gemma4" else {}
+    architecture = architecture.removeprefix("small ")
+    config = tiny_models.tiny_config(architecture, **overrides)
     text = config.get_text_config()
     if getattr(text, "sliding_window", None):
         text.sliding_window = 16
@@ -335,15 +359,25 @@ def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
         assert nbytes <= found.at(tokens) <= nbytes + (window > 0) * nbytes / (window - 1)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_sizes_are_those_of_a_loaded_model(bits, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 8), ("qwen3_5", 4), ("gemma4", 4)]
+)
+def test_sizes_are_those_of_a_loaded_model(architecture, bits, tmp_path, capsys):
+    """From a config alone, and from a checkpoint."""
+    overrides = SMALL_GEMMA4 if architecture == "gemma4" else {}
     with tiny_models.groups_of_32(), tiny_models.sizes(hidden_size=256, moe_intermediate_size=64):
-        model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    size = next(s for s in fit.sizes_of(model, 32) if s.name == f"{bits} bit")
-    loaded = torch_moe_mps.from_pretrained(tmp_path, bits=bits, group_size=32)
-    assert size.weights == sum(tensor.nbytes for tensor in stored(loaded))
-    assert size.token == loaded.hf_quantizer.report.bytes_after
+        model = tiny_models.tiny_model(architecture, torch.bfloat16, **overrides)
+    model.save_pretrained(tmp_path / "model")
+    model.config.save_pretrained(tmp_path / "config")
+    loaded = torch_moe_mps.from_pretrained(tmp_path / "model", bits=bits, group_size=32)
+    weights = [tensor for tensor in stored(loaded) if tensor.numel() > 1]  # no scalars of Gemma 4's layers
+    expected = sum(tensor.nbytes for tensor in weights), loaded.hf_quantizer.report.bytes_after
+    for folder in ("model", "config"):
+        file = tmp_path / "x.json"
+        command = ["fit", tmp_path / folder, "--group-size", 32, "--json", file]
+        assert main([*map(str, command)]) == 0
+        (size,) = (s for s in json.loads(file.read_text())["sizes"] if s["name"] == f"{bits} bit")
+        assert (size["bytes"], size["bytes_a_token"]) == expected, folder
 
 
 def test_wired_limits():

@@ -18,7 +18,7 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.prompts import AT_ONCE, prompt_bytes
+from ..serving.prompts import AT_ONCE, LONGEST, prompt_bytes
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
@@ -31,7 +31,7 @@ from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
 from .recipes import arguments_of_recipe
 from .results import check_writable, write_json
-from .sources import LONGEST, context_of, folder_of, skeleton_of
+from .sources import context_of, folder_of, skeleton_of
 
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"
@@ -253,14 +253,20 @@ def _size(name: str, model: Any, targets: Iterable[Target]) -> Size:
     return Size(name, total_bytes(model, after), bytes_a_token(model, after), after)
 
 
-def _context(cache: KVCache | None, room: int, longest: int) -> int | bool:
-    """How many tokens fit, at most what the model reads; of an unknown cache whether the weights fit."""
+def _context(cache: KVCache | None, room: int, longest: int) -> int | bool | None:
+    """How many tokens fit, at most what the model reads, None for any number.
+
+    Of an unknown cache whether the weights fit.
+    """
     if room < 0 or cache is None:
         return room >= 0
-    return cache.tokens_in(room, longest)
+    tokens = cache.tokens_in(room, longest)
+    return None if tokens == LONGEST else tokens
 
 
-def _in_words(context: int | bool) -> str:
+def _in_words(context: int | bool | None) -> str:
+    if context is None:
+        return "any"
     if isinstance(context, bool):
         return "fits" if context else "-"
     return f"{context:,}"

@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import tiny_models
-from support.models import Conversation, assert_close, eager, output, prompt, tiny
+from support.models import Conversation, assert_close, eager, generate, output, prompt, tiny
 from support.sweep import in_sweep
 from support.threads import in_threads
 from torch import nn
@@ -375,6 +375,15 @@ def test_own_code_for_padded_batches(architecture, same_bits, caplog):
     assert_equal(*results)
     assert captures_of(model).reason == PADDED[architecture]
     assert not [record for record in caplog.records if record.levelname == "ERROR"]  # torch's own
+
+
+def test_a_model_that_keeps_its_states_runs_module_by_module_and_says_where(simulated):
+    """RecurrentGemma's are attributes of its modules; a recording that failed leaves them as they were."""
+    model = tiny_models.other_model("recurrent_gemma")
+    expected = generate(model, prompt(1))
+    torch_moe_mps.accelerate(model)
+    assert torch.equal(generate(model, prompt(1)), expected)
+    assert captures_of(model).reason == "a call changes model.layers.0.temporal_block.conv1d_state"
 
 
 # What may change between two tokens; test_changes.py has what comes of it

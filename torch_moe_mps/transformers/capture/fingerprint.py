@@ -113,6 +113,16 @@ class Fingerprint:
         except Exception:  # from comparing tensors, arrays or whatever else, which are others now
             return False
 
+    def changed(self) -> str:
+        """The first attribute of a module that is another one now, by its path; else "the model"."""
+        before = {id(container): copy for container, copy in self._copies if isinstance(copy, dict)}
+        for name, module in self.model.named_modules():
+            known = before.get(id(vars(module)), {})
+            for attribute, value in vars(module).items():
+                if known.get(attribute) is not value:
+                    return f"{name}.{attribute}".removeprefix(".")
+        return "the model"
+
     def undo(self) -> None:
         """Gives the model's attributes their values at the begin again."""
         for container, before in self._copies:
