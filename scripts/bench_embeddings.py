@@ -31,10 +31,11 @@ sentence-transformers (`SentenceTransformer`, `CrossEncoder`) and `serve`:
     torch-moe-mps convert sentence-transformers/all-MiniLM-L6-v2 minilm-6bit --bits 6
 
 BERT, XLM-RoBERTa, ModernBERT and Qwen3 (Embedding, Reranker) are tested against dense models with the same
-rounded weights (`tests/commands/test_sentence_transformers.py`). Linear layers, embeddings, RMSNorms, rotary
-embeddings, sliding windows and causal attention run on this package's kernels. `nn.LayerNorm`, activations
-between BERT's layers and attention that sees all keys keep torch's own kernels. A head with one score stays
-dense, as the report of `convert` says.
+rounded weights (`tests/commands/test_sentence_transformers.py`). Linear layers and embeddings run on our
+kernels, and so do RMSNorms, rotary embeddings, sliding windows and causal attention. BERT's activations and
+sums with the residual stream are part of the matrix product in front of them: 9 launches a layer in place of
+12. `nn.LayerNorm` and attention that sees all keys keep torch's own code, one kernel each; a head with one
+score stays dense. The report of `convert` and `accelerate` names what does.
 
 The table is written by `scripts/bench_embeddings.py`: all-MiniLM-L6-v2 (22.7 M weights, 384 columns), {texts}
 paragraphs of Python's manual. Cosine is that of a text's vector with the dense model's, in float32 on a CPU;

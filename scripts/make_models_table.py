@@ -10,6 +10,7 @@ import os
 import tempfile
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from unittest import mock
 
@@ -20,15 +21,19 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 from support.simulated import install
 from torch import nn
-from transformers import AutoModelForCausalLM
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 if __name__ == "__main__":
     os.environ["MOE_MPS_CHECK"] = "0"  # kernels whose launches are counted compute nothing
     install()  # in front of whatever asks torch for MPS
 
 from support import mlx_models, tiny_models
-from support.launches import launches_by_type, model_on_mps, reason_against_capture, token_by_type
+from support.launches import (
+    launches_by_type,
+    model_on_mps,
+    other_on_mps,
+    reason_against_capture,
+    token_by_type,
+)
 from support.models import eager, output, prompt, tiny
 
 import torch_moe_mps
@@ -94,12 +99,14 @@ where transformers can batch a model, runs module by module.{others}
 OTHERS = """
 ## Other causal models
 
-The other {count} models of transformers' mapping of causal models, built tiny: whether the logits are those
-of the model's own code, within the bound above, and how tokens of `generate` run. {right} are right,
-{captured} with tokens that are one call; the own code of the others raises an error for such a model.
+The other {count} models of transformers' mapping of causal models, built tiny: launches of a layer as above,
+of layers that run several times together; whether the logits are those of the model's own code, within the
+bound above; and how tokens of `generate` run. {right} are right, {captured} with tokens that are one call,
+{counted} with layers that are counted; the own code of the others raises an error for such a model. Launches
+of a token without a cache are those of its own code for the whole text.
 
-| Architecture | Whole model | Tokens |
-|---|---|---|
+| Architecture | Launches | Whole model | Tokens |
+|---|---|---|---|
 """
 LAST = """
 Several Macs, as a pipeline: [distributed.md](distributed.md).
@@ -149,12 +156,14 @@ def quantised(architecture: str) -> tuple[str, object]:
     return verdict(relative_error(tiny_models.dense_twin(dense, model), model)), report
 
 
-def launches(architecture: str) -> str:
-    model = model_on_mps(architecture)
+def launches(model: nn.Module, computes: bool = False) -> str:
+    """`computes`: for code that asks for values; nothing of it is captured."""
+    of_own = partial(launches_by_type, computes=computes)
     accelerated = copy.deepcopy(model)
     with mock.patch.dict(os.environ, {SWITCH: "1"}):
         torch_moe_mps.accelerate(accelerated, bits=4, group_size=32)
-    own, ours = counts_by_type(model, launches_by_type), counts_by_type(accelerated, token_by_type)
+    own = counts_by_type(model, of_own)
+    ours = counts_by_type(accelerated, of_own if computes else token_by_type)
     ours.pop("outside", None)
     kinds = dict.fromkeys([*own, *ours]) or [""]
     return "; ".join(f"{kind} {own.get(kind, '-')} / {ours.get(kind, '-')}".strip() for kind in kinds)
@@ -170,6 +179,15 @@ def counts_by_type(model: nn.Module, count: Callable[..., dict[str, Counter]]) -
             raise
         return {}  # its own code does not run with all weights in bfloat16
     return {kind: total for kind, layer in found.items() if (total := sum(layer.values()))}
+
+
+def launches_of_other(architecture: str) -> str:
+    for computes in (False, True):
+        try:
+            return launches(other_on_mps(architecture), computes)
+        except RuntimeError as error:
+            reason = first_line(error)
+    return f"its own code raises with a cache: {reason}"
 
 
 def pipeline(model: nn.Module) -> str:
@@ -189,7 +207,7 @@ def row(architecture: str) -> tuple[str, object]:
     whole = verdict(relative_error(model, accelerated))
     right, report_quantised = quantised(architecture)
     cells = [architecture, experts, router(report)]
-    cells += [rope(report_quantised), launches(architecture)]
+    cells += [rope(report_quantised), launches(model_on_mps(architecture))]
     cells += [pipeline(model), right, whole]
     return "| " + " | ".join(cells) + " |", report
 
@@ -264,24 +282,23 @@ def uncaptured(architecture: str) -> str | None:
 @torch.no_grad()
 def other_row(architecture: str) -> str:
     """The row of a causal model in neither table."""
-    torch.manual_seed(0)
     try:
-        with tiny_models.sizes(**tiny_models.SIZES_OF_OTHERS):
-            config = tiny_models.build_config(CONFIG_MAPPING[architecture])
-        model = AutoModelForCausalLM.from_config(config).eval()
-        tiny_models.randomise(model, 0)
+        model = tiny_models.other_model(architecture)
         output(model, prompt())
     except (AttributeError, ImportError, StrictDataclassError, ValueError) as error:
-        return f"| {architecture} | - | its own code raises: {first_line(error)} |"
+        return f"| {architecture} | - | - | its own code raises: {first_line(error)} |"
     accelerated = copy.deepcopy(model)
     torch_moe_mps.accelerate(accelerated, capture=True)
-    cells = [architecture, verdict(relative_error(model, accelerated)), tokens_of(model, accelerated)]
+    cells = [architecture, launches_of_other(architecture)]
+    cells += [verdict(relative_error(model, accelerated)), tokens_of(model, accelerated)]
     return "| " + " | ".join(cells) + " |"
 
 
 def others(lines: list[str]) -> str:
-    right, captured = (sum(cell in line for line in lines) for cell in ("| yes |", "| one call |"))
-    return OTHERS.format(count=len(lines), right=right, captured=captured) + "".join(f"{x}\n" for x in lines)
+    cells = "| yes |", "| one call |", " / "
+    right, captured, counted = (sum(cell in line for line in lines) for cell in cells)
+    counts = {"count": len(lines), "right": right, "captured": captured, "counted": counted}
+    return OTHERS.format(**counts) + "".join(f"{line}\n" for line in lines)
 
 
 def tokens_of(model: nn.Module, accelerated: nn.Module) -> str:

@@ -150,6 +150,20 @@ def test_pictures_are_what_the_scripts_draw(name, page):
     assert (REPOSITORY / "docs" / page).read_text() == script["drawing"](*document), f"run scripts/{name}.py"
 
 
+def test_the_page_of_embeddings_is_what_the_script_writes():
+    """But for the figures, which take minutes."""
+    script = runpy.run_path(str(REPOSITORY / "scripts" / "bench_embeddings.py"))
+    page = (REPOSITORY / "docs" / "embeddings.md").read_text()
+    rows = re.findall(r"^\| (?!recipe).*\|$", page, re.M)
+    assert [row.split(" | ")[0] for row in rows] == [
+        "| dense, float32",
+        *(f"| {x}" for x in script["RECIPES"]),
+    ]
+    assert page == script["PAGE"].format(
+        texts=script["TEXTS"], nearest=script["NEAREST"], rows="\n".join(rows)
+    )
+
+
 def test_the_picture_of_quality():
     """Each point lies where its numbers say, by the lines and labels of the axes."""
     script = runpy.run_path(str(REPOSITORY / "scripts" / "plot_quality.py"))

@@ -44,6 +44,16 @@ def states_of(folder, cls: type, text: str) -> torch.Tensor:
     return cls.from_pretrained(folder)(ids).last_hidden_state[0].double()
 
 
+def test_the_longest_text_of_positions_behind_padding(tmp_path):
+    """XLM-RoBERTa's first token has the position behind padding's, so that 64 positions are 62 tokens."""
+    more = {"pad_token_id": 1, "max_position_embeddings": 64, "type_vocab_size": 1}
+    folder = write(tmp_path / "model", transformers.XLMRobertaModel, None, **more)
+    with serving.client_of(folder) as client:
+        assert client.embeddings.create(model="m", input=[[7] * 62]).data
+        with pytest.raises(openai.BadRequestError, match="from 1 to 62 tokens, got 63"):
+            client.embeddings.create(model="m", input=[[7] * 63])
+
+
 @pytest.mark.parametrize(
     ("cls", "pooling", "pooled"),
     [

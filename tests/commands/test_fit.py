@@ -54,6 +54,15 @@ def context(space: int, token: int) -> int:
 # o, and of the experts for 8 slots.
 PROMPT = 2048 * 2 * (2 * (2048 + 4096) + 2 * (2048 + 512) + 8 * (2048 + 2 * 768 + 768 + 2048))
 
+# As the small ones of Gemma 4 have it: a table of each layer, and layers that read the keys of others.
+SMALL_GEMMA4 = {
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
+
 
 @pytest.fixture
 def qwen3(tmp_path):
@@ -128,23 +137,45 @@ def test_a_large_model_from_its_config_alone(whole_qwen3, capsys):
     output = capsys.readouterr().out
     shown = (REPOSITORY / "README.md").read_text().partition("$ torch-moe-mps fit")[2].partition("\n\n")[0]
     shown = [line.strip() for line in shown.splitlines()[1:]]
-    assert len(shown) == 5 and {*shown} <= {line.rstrip() for line in output.splitlines()}
+    assert len(shown) == 4 and {*shown} <= {line.rstrip() for line in output.splitlines()}
     assert f"{(quantised + layers * attention + dense) / 1e9:.2f} billion weights" in output
     assert f"{cache / 1e6:.3f} GB for each 1,000 tokens" in output
     sizes = {f"{bits} bit": [nbytes(bits, quantised), nbytes(bits, read)] for bits in (8, 6, 5, 4, 3, 2)}
     sizes = {"16 bit": [2 * (w + layers * attention + dense) for w in (quantised, read)]} | sizes
+    # Bytes of 256 weights of gate, up and what is no expert; of down projections; and of attention.
+    recipes = {"small": (110, 136, 208), "fast": (136, 136, 136), "best": (136, 176, 208)}
+    for name, (most, down, of_attention) in recipes.items():
+        an_expert = expert // 3 * (2 * most + down)
+        parts = ((2 * vocabulary * hidden, 128), ((vocabulary + 1) * hidden, 8))
+        sizes[name] = [
+            (ends * most + layers * (experts * an_expert + attention * of_attention)) // 256 + 2 * dense
+            for ends, experts in parts
+        ]
     expected = {name: [f"{a / 1e9:.1f}", f"{b / 1e9:.2f}"] for name, (a, b) in sizes.items()}
     assert table(output, "weights") == expected and expected["4 bit"] == ["17.4", "1.96"]
     contexts = table(output, "Mac")
     assert f"a prompt takes at most {PROMPT / 1e9:.3f} GB for 2,048 tokens" in output
     assert "`sudo sysctl iogpu.wired_limit_mb=N, in MiB: the memory less 8 GiB`" in output
     limit = (16 << 30) * 2 // 3 - PROMPT
-    assert contexts["16 GB"] == ["11.5", *["-"] * 6, f"{context(limit - sizes['2 bit'][0], cache):,}"]
+    fits = f"{context(limit - sizes['2 bit'][0], cache):,}"
+    assert contexts["16 GB"] == ["11.5", *["-"] * 6, fits, "-", "-", "-"]
     assert contexts["32 GB"][1:4] == ["-"] * 3 and contexts["512 GB"][1] == "40,960"
     speed = table(output, "chip")
     assert len(speed) == len(macs.BANDWIDTHS) and "No measurement" in output
     bounds = [546e9 / (token + 4096 * cache) for _, token in sizes.values()]
     assert speed["M4 Max (40 cores), 546 GB/s"] == [f"{bound:.0f}" for bound in bounds]
+
+
+def test_a_model_that_reads_any_number_of_tokens(tmp_path, capsys):
+    """Mamba's config has no longest context, and its states do not grow."""
+    with tiny_models.groups_of_32():
+        config = tiny_models.build_config(transformers.Mamba2Config, head_dim=32)
+    config.architectures = ["Mamba2ForCausalLM"]
+    config.save_pretrained(tmp_path)
+    file = tmp_path / "x.json"
+    assert main(["fit", str(tmp_path), "--group-size", "32", "--json", str(file)]) == 0
+    assert {*table(capsys.readouterr().out, "Mac")["16 GB"][1:]} == {"any"}
+    assert {*json.loads(file.read_text())["macs"][0]["contexts"].values()} == {None}
 
 
 def test_a_cache_in_8_bits(tmp_path, capsys):
@@ -161,9 +192,9 @@ def test_a_cache_in_8_bits(tmp_path, capsys):
     assert table(output, "weights") == table(dense, "weights")
     two = fit.sizes_of(fit.Source(str(tmp_path), {"dtype": "bfloat16"}).skeleton(), 64)[-1]
     fits = context(macs.wired_limit(16) - PROMPT - two.weights, token)
-    assert table(output, "Mac")["16 GB"][-1] == f"{fits:,}" and 500_000 < fits < longest
+    assert table(output, "Mac")["16 GB"][7] == f"{fits:,}" and 500_000 < fits < longest
     bounds = table(output, "chip")["M4 Max (40 cores), 546 GB/s"]
-    assert bounds[-1] == f"{546e9 / (two.token + 32768 * token):.0f}"
+    assert bounds[6] == f"{546e9 / (two.token + 32768 * token):.0f}"
 
 
 @pytest.mark.parametrize("bits", [16, 8])
@@ -310,11 +341,14 @@ def test_no_advice_for_other_machines(tmp_path, capfd, caplog):
 
 
 @pytest.mark.parametrize(
-    "architecture", ["qwen3_moe", "gemma4", "deepseek_v3", "qwen3_next", "glm5_next", "qwen4_exp"]
+    "architecture",
+    ["qwen3_moe", "gemma4", "small gemma4", "deepseek_v3", "qwen3_next", "qwen3_5", "glm5_next", "qwen4_exp"],
 )
 def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""
-    config = tiny_models.tiny_config(architecture)
+    overrides = SMALL_GEMMA4 if architecture == "small gemma4" else {}
+    architecture = architecture.removeprefix("small ")
+    config = tiny_models.tiny_config(architecture, **overrides)
     text = config.get_text_config()
     if getattr(text, "sliding_window", None):
         text.sliding_window = 16
@@ -335,15 +369,25 @@ def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
         assert nbytes <= found.at(tokens) <= nbytes + (window > 0) * nbytes / (window - 1)
 
 
-@pytest.mark.parametrize("bits", [4, 8])
-def test_sizes_are_those_of_a_loaded_model(bits, tmp_path):
+@pytest.mark.parametrize(
+    ("architecture", "bits"), [("qwen3_moe", 4), ("qwen3_moe", 8), ("qwen3_5", 4), ("gemma4", 4)]
+)
+def test_sizes_are_those_of_a_loaded_model(architecture, bits, tmp_path, capsys):
+    """From a config alone, and from a checkpoint."""
+    overrides = SMALL_GEMMA4 if architecture == "gemma4" else {}
     with tiny_models.groups_of_32(), tiny_models.sizes(hidden_size=256, moe_intermediate_size=64):
-        model = tiny_models.tiny_model("qwen3_moe", torch.bfloat16)
-    model.save_pretrained(tmp_path)
-    size = next(s for s in fit.sizes_of(model, 32) if s.name == f"{bits} bit")
-    loaded = torch_moe_mps.from_pretrained(tmp_path, bits=bits, group_size=32)
-    assert size.weights == sum(tensor.nbytes for tensor in stored(loaded))
-    assert size.token == loaded.hf_quantizer.report.bytes_after
+        model = tiny_models.tiny_model(architecture, torch.bfloat16, **overrides)
+    model.save_pretrained(tmp_path / "model")
+    model.config.save_pretrained(tmp_path / "config")
+    loaded = torch_moe_mps.from_pretrained(tmp_path / "model", bits=bits, group_size=32)
+    weights = [tensor for tensor in stored(loaded) if tensor.numel() > 1]  # no scalars of Gemma 4's layers
+    expected = sum(tensor.nbytes for tensor in weights), loaded.hf_quantizer.report.bytes_after
+    for folder in ("model", "config"):
+        file = tmp_path / "x.json"
+        command = ["fit", tmp_path / folder, "--group-size", 32, "--json", file]
+        assert main([*map(str, command)]) == 0
+        (size,) = (s for s in json.loads(file.read_text())["sizes"] if s["name"] == f"{bits} bit")
+        assert (size["bytes"], size["bytes_a_token"]) == expected, folder
 
 
 def test_wired_limits():

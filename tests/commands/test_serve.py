@@ -93,6 +93,18 @@ def test_prompts_that_the_model_does_not_read_are_refused(checkpoint):
             assert raised.value.code == "context_length_exceeded"
 
 
+def test_a_server_says_how_many_tokens_its_model_reads(checkpoint, tmp_path):
+    """None for Mamba, which reads any number."""
+    config = tiny_models.build_config(transformers.Mamba2Config, vocab_size=97)
+    transformers.Mamba2ForCausalLM(config).save_pretrained(tmp_path)
+    for file in checkpoint.glob("*token*"):
+        shutil.copy(file, tmp_path)
+    for folder, expected in ((checkpoint, 256), (tmp_path, None)):
+        with serving.client_of(folder) as client:
+            (model,) = client.models.list()
+            assert model.context_length == expected
+
+
 def test_errors_say_what_is_wrong(checkpoint):
     """What is asked wrongly is of the client's class, which does not ask again; and it stops no server."""
     text, picture = [{"type": "text", "text": "a"}], {"type": "image_url", "image_url": {"url": "a.png"}}

@@ -1,8 +1,9 @@
 """How many kernels a program launches: operators of aten that are no views, and the package's dispatches."""
 
-from collections import Counter
+import inspect
+from collections import Counter, defaultdict
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -11,10 +12,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import DynamicCache
+from transformers import DynamicCache, PreTrainedModel
 
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
+from torch_moe_mps.transformers.caches.cache import CACHES
 from torch_moe_mps.transformers.capture.calls import captures_of
 
 from . import tiny_models
@@ -69,17 +71,53 @@ def kernels_of(commands: object) -> Counter[str]:
     return Counter(line.split()[0] for line in str(commands).splitlines() if " grid " in line)
 
 
+_WIDTHS = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
 # Sizes of single architectures at which all matrices can be quantised: what makes compressed keys, too. Or
 # at which the part of a head that turns is whole vectors.
 _WIDER = {"deepseek_v4": {"head_dim": 64}, "qwen3_next": {"head_dim": 32}}
+_WIDER_OTHERS: dict[str, dict] = {
+    "helium": {"head_dim": 16},
+    "mamba2": {"head_dim": 32},
+    "reformer": {"axial_pos_embds_dim": [32, 32], "axial_pos_shape": [8, 32]},
+}
 
 
-def model_on_mps(architecture: str) -> nn.Module:
+def model_on_mps(architecture: str, **overrides: object) -> nn.Module:
     """A tiny model in bfloat16, of sizes at which all its matrices can be quantised."""
-    widths = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
-    widths |= _WIDER.get(architecture, {})
-    with tiny_models.groups_of_32(), tiny_models.sizes(**widths):
-        return tiny_models.tiny_model(architecture, torch.bfloat16).to("mps")
+    with tiny_models.groups_of_32(), tiny_models.sizes(**_WIDTHS | _WIDER.get(architecture, {})):
+        return tiny_models.tiny_model(architecture, torch.bfloat16, **overrides).to("mps")
+
+
+def other_on_mps(architecture: str) -> nn.Module:
+    """The same of a causal model that `tiny_models.other_causal` names."""
+    others = {name: 64 for name, value in tiny_models.SIZES_OF_OTHERS.items() if value in (32, 48)}
+    with tiny_models.groups_of_32(), tiny_models.sizes(**_WIDTHS):
+        model = tiny_models.other_model(architecture, others, **_WIDER_OTHERS.get(architecture, {}))
+    return model.to("mps", torch.bfloat16)
+
+
+def layers_of(model: nn.Module) -> tuple[nn.Module, str]:
+    """Where the layers of a model's decoder are: a module, and the name of its list of them.
+
+    Raises: LookupError for none.
+    """
+    decoder, config = model.get_decoder(), model.config.get_text_config(decoder=True)
+    if not isinstance(decoder, PreTrainedModel):  # some call their head so
+        decoder = model
+    others: set[nn.Module] = set()
+    for module in decoder.modules():
+        if isinstance(module, PreTrainedModel) and type(module.config) is not type(config):
+            others.update(module.modules())  # of images, sounds
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and module not in others:
+                return module, name
+    raise LookupError("it has no list of layers")
+
+
+def name_of_cache(model: nn.Module) -> str:
+    """What a model's forward calls its cache."""
+    names = inspect.signature(type(model).forward).parameters
+    return next((name for name in CACHES if name in names), CACHES[0])
 
 
 def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> DynamicCache:
@@ -88,12 +126,15 @@ def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> DynamicCache
     ids = torch.tensor([tokens] * rows, device="mps")
     with torch.no_grad():
         try:
-            model(ids, past_key_values=cache, use_cache=True)
+            model(ids, **{name_of_cache(model): cache}, use_cache=True)
         except ValueError:  # MiniMax takes only a cache of its own class
             cache = model(ids, use_cache=True).past_key_values
-    if not model.get_decoder().layers:  # nothing fills it, and calls that find it empty are not captured
-        layer = next(layer for layer in cache.layers if "keys" in vars(layer))
-        layer.keys = ids.new_empty(rows, 1, 0, 8)
+    if not len(getattr(*layers_of(model))):  # nothing fills it, and calls that find it empty are not captured
+        layer = next((layer for layer in cache.layers if "keys" in vars(layer)), None)
+        if layer is None:
+            cache.layers[0].lazy_initialization(torch.zeros(rows, 1, 4, device="mps"))
+        else:
+            layer.keys = ids.new_empty(rows, 1, 0, 8)
     return cache
 
 
@@ -112,19 +153,23 @@ class NotCaptured(Exception):
 def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[[], None]:
     """A model's call for a token of each row, as a program. `accelerate` has seen MOE_MPS_CAPTURE=1.
 
+    It comes behind as many tokens as the one that was captured, for which others may run other operators.
+
     Args:
-        length: of the prompt before it.
+        length: of the prompt before the first token; the fourth is captured.
 
     Raises: NotCaptured, from the call, too.
     """
-    cache, token = prompted(model, [*range(1, length + 1)], rows), torch.tensor([[5]] * rows, device="mps")
-    captures = captures_of(model)
-    assert captures is not None
+    cache = prompted(model, [*range(1, length + 1)], rows)
+    token = torch.tensor([[5]] * rows, device="mps")
+    captures, name = captures_of(model), name_of_cache(model)
+    if captures is None:
+        raise NotCaptured("its forward has no argument for a cache")
     captures.clear()
 
     def call() -> None:
         with torch.no_grad():
-            model(token, past_key_values=cache, use_cache=True)
+            model(token, **{name: cache}, use_cache=True)
 
     def captured() -> None:
         captures.reason = "the program does not fit the next token"
@@ -132,9 +177,11 @@ def captured_call(model: nn.Module, rows: int = 1, length: int = 4) -> Callable[
         if captures.reason is not None:
             raise NotCaptured(captures.reason)
 
-    for _ in range(8):  # the third is captured, or, after a fault, the eighth
+    for before in range(length, length + 8):  # after a fault, the eighth is captured
         call()
         if captures.programs:
+            cache = prompted(model, [*range(1, before)], rows)
+            call()  # makes room in the cache
             return captured
     raise NotCaptured(captures.reason)
 
@@ -165,23 +212,30 @@ _KINDS = ("layer_types", "layers_block_type", "indexer_types", "mlp_layer_types"
 
 def types_of_layers(model: nn.Module) -> list[str]:
     """What tells the layers of a model apart, in the words of its config; "" where all are alike."""
-    decoder, config = model.get_decoder(), model.config.get_text_config()
-    count = len(decoder.layers)
+    layers, config = getattr(*layers_of(model)), model.config.get_text_config()
+    count = len(layers)
     given = [getattr(config, name, None) for name in _KINDS]
     lists = [kinds[:count] for kinds in given if isinstance(kinds, list) and len({*kinds[:count]}) > 1]
     if not lists:
-        sparse = [any(map(is_experts, layer.modules())) for layer in decoder.layers]
+        sparse = [any(map(is_experts, layer.modules())) for layer in layers]
         lists = [["sparse" if each else "dense" for each in sparse]] if len({*sparse}) > 1 else []
     words = [[kind.removesuffix("_attention").replace("_", " ") for kind in kinds] for kinds in lists]
     return [", ".join(dict.fromkeys(of_layer)) for of_layer in zip(*words, strict=True)] or [""] * count
 
 
-def launches_by_type(simulated, model: nn.Module, prompt: int = 0) -> dict[str, Counter[str]]:
-    """{type of layer: what the last layer of this type launches for one token, or a prompt of so many}."""
+def launches_by_type(
+    simulated, model: nn.Module, prompt: int = 0, computes: bool = False
+) -> dict[str, Counter[str]]:
+    """{type of layer: what the last layer of this type launches for one token, or a prompt of so many}.
+
+    Without `computes` nothing is computed, which some models' own code does not survive.
+    """
     ids = torch.arange(1, max(prompt, 1) + 1, device="mps")[None] % 50
-    with simulated.dropped():
+    device = nullcontext if computes else simulated.dropped
+    with device():
         cache = DynamicCache(config=model.config) if prompt else prompted(model, [1, 2, 3, 4])
     found: dict[str, Counter[str]] = {}
+    of_layer: dict[nn.Module, Counter[str]] = defaultdict(Counter)  # which may run several times
     inside: list[tuple[ExitStack, Any, Launches]] = []
 
     def begin(*_: object) -> None:
@@ -190,18 +244,23 @@ def launches_by_type(simulated, model: nn.Module, prompt: int = 0) -> dict[str, 
         stack.enter_context(AttentionIsOne(mode))
         inside.append((stack, commands, mode))
 
-    def end(kind: str, *_: object) -> None:
+    def end(kind: str, layer: nn.Module, *_: object) -> None:
         stack, commands, mode = inside.pop()
         stack.close()
-        found[kind] = mode.counts + kernels_of(commands)
+        of_layer[layer] += mode.counts + kernels_of(commands)
+        found[kind] = of_layer[layer]
 
     hooks = []
-    for kind, layer in zip(types_of_layers(model), model.get_decoder().layers, strict=True):
+    for kind, layer in zip(types_of_layers(model), getattr(*layers_of(model)), strict=True):
         hooks += [layer.register_forward_pre_hook(begin), layer.register_forward_hook(partial(end, kind))]
-    with torch.no_grad(), simulated.dropped():
-        model(ids, past_key_values=cache, use_cache=True)
-    for hook in hooks:
-        hook.remove()
+    try:
+        with torch.no_grad(), device():
+            model(ids, **{name_of_cache(model): cache}, use_cache=True)
+    finally:
+        for stack, *_ in inside:  # of a layer that raises
+            stack.close()
+        for hook in hooks:
+            hook.remove()
     return found
 
 
@@ -210,19 +269,19 @@ def captured_by_type(simulated, model: nn.Module, rows: int = 1, length: int = 4
 
     "outside" is what it launches without layers; the first layer has what all share. Raises: NotCaptured.
     """
-    decoder = model.get_decoder()
-    layers, kinds = decoder.layers, [*types_of_layers(model), "outside"]
+    owner, name = layers_of(model)
+    layers, kinds = getattr(owner, name), [*types_of_layers(model), "outside"]
     found: dict[str, Counter[str]] = {}
     above: Counter[str] = Counter()
     try:
         for count in range(len(layers), -1, -1):
-            decoder.layers = layers[:count]
+            setattr(owner, name, layers[:count])
             counts = captured_token(simulated, model, rows, length)
             if count < len(layers):
                 found.setdefault(kinds[count], above - counts)
             above = counts
     finally:
-        decoder.layers = layers
+        setattr(owner, name, layers)
     return {**dict(reversed(found.items())), "outside": above}
 
 

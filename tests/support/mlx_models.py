@@ -157,6 +157,13 @@ CHECKPOINT_NAMES = {
 # Models without experts whose relatives have some.
 WITHOUT_EXPERTS: dict[str, dict] = {
     "gemma4 without experts": {"enable_moe_block": False, "final_logit_softcapping": 30.0},
+    "gemma4 with tables of layers without experts": {
+        "enable_moe_block": False,
+        "hidden_size_per_layer_input": 32,
+        "num_hidden_layers": 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+        "num_kv_shared_layers": 2,
+    },
     "qwen3_5": {},
     "qwen3_5 with vision": {},
 }
@@ -174,7 +181,7 @@ SIZES = {
 
 def tiny(architecture: str):
     overrides = (ARCHITECTURES | UNREAD | WITHOUT_EXPERTS)[architecture]
-    architecture = architecture.removesuffix(" without experts")
+    architecture = architecture.partition(" with")[0] if "without" in architecture else architecture
     with tiny_models.groups_of_32(), tiny_models.sizes(**SIZES):
         if architecture not in COMPOSITES:
             return tiny_models.tiny_model(architecture, **overrides)

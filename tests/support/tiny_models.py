@@ -4,13 +4,15 @@ import contextlib
 import functools
 import importlib
 import inspect
+from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
 
 import torch
 import transformers
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from torch_moe_mps.quantization import Format, dequantize
@@ -160,7 +162,7 @@ EXTRA: dict[str, dict] = {
     "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 16},
     "granitemoehybrid": HYBRID,
     "bamba": {"attn_layer_indices": [1]},
-    "falcon_h1": {"mamba_d_ssm": 64, "mamba_n_groups": 1},
+    "falcon_h1": {"mamba_d_ssm": 64, "mamba_d_head": 16, "mamba_n_groups": 1},
     "gemma3n_text": SLIDING
     | {
         "num_kv_shared_layers": 0,
@@ -187,6 +189,7 @@ EXTRA: dict[str, dict] = {
 }
 # Sizes of older causal models, which have other names for them.
 SIZES_OF_OTHERS = {
+    "is_decoder": True,
     "d_model": 32,
     "n_embd": 32,
     "dim": 32,
@@ -314,6 +317,19 @@ def tiny_model(
     model = model_class(architecture)(config)
     randomise(model, seed)
     return model.to(dtype).eval()
+
+
+def other_model(architecture: str, others: Mapping[str, int] = {}, **overrides: object) -> PreTrainedModel:
+    """A causal model that `other_causal` names, with random weights in float32.
+
+    `others` are sizes in place of SIZES_OF_OTHERS, `overrides` are for its config.
+    """
+    with sizes(**SIZES_OF_OTHERS | others):
+        config = build_config(CONFIG_MAPPING[architecture], **overrides)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    randomise(model, 0)
+    return model
 
 
 @contextlib.contextmanager

@@ -18,7 +18,8 @@ from ..ops.attention import CACHE_BITS
 from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
-from ..serving.prompts import AT_ONCE, prompt_bytes
+from ..serving.prompts import AT_ONCE, LONGEST, prompt_bytes
+from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
@@ -29,9 +30,9 @@ from ..transformers.checkpoints.quantize.targets import Target, weights_of
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
-from .recipes import arguments_of_recipe
+from .recipes import NAMED, arguments_of_recipe
 from .results import check_writable, write_json
-from .sources import LONGEST, context_of, folder_of, skeleton_of
+from .sources import context_of, folder_of, skeleton_of
 
 BITS = (8, 6, 5, 4, 3, 2)
 _DENSE, _STORED = "16 bit", "as it is"
@@ -65,8 +66,10 @@ def run(options: argparse.Namespace) -> None:
     sizes = sizes_of(model, options.group_size)
     if (stored := as_stored(source, model, folder)) is not None:
         sizes.insert(0, stored)
-    if options.recipe is not None:
+    names = list(NAMED) if experts_of(model) else []  # elsewhere they are numbers of bits
+    if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
+    sizes += [of_recipe(model, name, options.group_size) for name in names]
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, options.kv_bits)
     else:
@@ -253,14 +256,20 @@ def _size(name: str, model: Any, targets: Iterable[Target]) -> Size:
     return Size(name, total_bytes(model, after), bytes_a_token(model, after), after)
 
 
-def _context(cache: KVCache | None, room: int, longest: int) -> int | bool:
-    """How many tokens fit, at most what the model reads; of an unknown cache whether the weights fit."""
+def _context(cache: KVCache | None, room: int, longest: int) -> int | bool | None:
+    """How many tokens fit, at most what the model reads, None for any number.
+
+    Of an unknown cache whether the weights fit.
+    """
     if room < 0 or cache is None:
         return room >= 0
-    return cache.tokens_in(room, longest)
+    tokens = cache.tokens_in(room, longest)
+    return None if tokens == LONGEST else tokens
 
 
-def _in_words(context: int | bool) -> str:
+def _in_words(context: int | bool | None) -> str:
+    if context is None:
+        return "any"
     if isinstance(context, bool):
         return "fits" if context else "-"
     return f"{context:,}"

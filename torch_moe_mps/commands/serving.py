@@ -27,6 +27,7 @@ from .sources import (
     folder_of,
     load,
     name_of,
+    positions_of_padding,
     tokenizer_of,
     usable_device,
     with_adapter,
@@ -57,8 +58,9 @@ def served_by(options: argparse.Namespace, media: Media | None = None) -> Iterat
             encoder = _encoder(options, model, processor, folder)
             generator = _generator(options, model, folder, device)
         stack.callback(_closed, generator)
-        name, context, is_spread = name_of(options), context_of(model.config), processes() > 1
-        yield Served(name, model, processor, context, generator, media or Media(), is_spread, encoder)
+        context, is_spread = context_of(model.config) - positions_of_padding(model), processes() > 1
+        others = generator, media or Media(), is_spread, encoder
+        yield Served(name_of(options), model, processor, context, *others)
 
 
 def check_parallel(options: argparse.Namespace) -> None:

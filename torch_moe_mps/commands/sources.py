@@ -10,16 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from .._text import first_line, split_gguf
 from ..macs import refusal
 from ..pipeline import torchrun
+from ..serving.prompts import LONGEST
 from ..transformers.checkpoints.layouts.files import check_files
 from ..transformers.checkpoints.layouts.gguf.file import check_file
 from ..transformers.checkpoints.source import Source, read_tokenizer
 from .places import SMALL_FILES, place_of
-
-LONGEST = 1 << 24  # tokens; longer than any window or context that models have
 
 
 def folder_of(source: str, revision: str | None = None, weights: bool = True) -> str:
@@ -61,8 +61,15 @@ def skeleton_of(options: argparse.Namespace, folder: str) -> tuple[Source, Any]:
 
 
 def context_of(config: Any) -> int:
-    """How many tokens a model reads."""
+    """How many tokens a model reads, LONGEST for any number."""
     return getattr(config.get_text_config(), "max_position_embeddings", None) or LONGEST
+
+
+def positions_of_padding(model: nn.Module) -> int:
+    """Positions that no token has: RoBERTa and its relatives count them from behind the token of padding."""
+    tables = (m for name, m in model.named_modules() if name.endswith("position_embeddings"))
+    padding = (getattr(table, "padding_idx", None) for table in tables)
+    return max((index + 1 for index in padding if index is not None), default=0)
 
 
 def tokenizer_of(folder: str, trust_remote_code: bool = False) -> Any:

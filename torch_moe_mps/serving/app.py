@@ -29,6 +29,7 @@ from .completions import Completions
 from .embeddings import EMBEDDINGS, RERANK, Texts
 from .guard import Guard
 from .messages import Messages, anthropic_error
+from .prompts import LONGEST
 from .protocol import Protocol, event, openai_error
 from .request import Refused, Request
 from .responses import Responses
@@ -229,7 +230,7 @@ class Server:
             "type": "model",
             "display_name": name,
             "created_at": at,
-            "context_length": self.served.context,
+            "context_length": None if self.served.context == LONGEST else self.served.context,
         }
 
     async def _load(self, asked: Asked) -> Response:

@@ -28,6 +28,7 @@ from ..transformers.caches.state import LayerState, bytes_of_storages
 from ..transformers.checkpoints.quantize.sizes import top_k
 
 AT_ONCE = 2048  # tokens of a prompt
+LONGEST = 1 << 24  # tokens of models that read any number: longer than any window or context
 # Where states fit whole prefixes only: a template may end a prompt in another way than the next turn goes on,
 # so this many tokens are computed again. Every so many tokens states are kept for prompts that share a
 # document; of all, the first and the last are.

@@ -54,7 +54,7 @@ class Served:
     Args:
         name: by which clients know it.
         processor: a tokenizer, or one with a tokenizer in it.
-        context: the tokens that the model reads.
+        context: the tokens that the model reads, LONGEST for any number.
         generator: generates for all requests.
         media: may be opened for messages.
         in_pipeline: whether the layers are spread over processes, which know of no processors of logits.

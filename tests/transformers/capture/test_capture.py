@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support import tiny_models
-from support.models import Conversation, assert_close, eager, output, prompt, tiny
+from support.models import Conversation, assert_close, eager, generate, output, prompt, tiny
 from support.sweep import in_sweep
 from support.threads import in_threads
 from torch import nn
@@ -377,6 +377,15 @@ def test_own_code_for_padded_batches(architecture, same_bits, caplog):
     assert not [record for record in caplog.records if record.levelname == "ERROR"]  # torch's own
 
 
+def test_a_model_that_keeps_its_states_runs_module_by_module_and_says_where(simulated):
+    """RecurrentGemma's are attributes of its modules; a recording that failed leaves them as they were."""
+    model = tiny_models.other_model("recurrent_gemma")
+    expected = generate(model, prompt(1))
+    torch_moe_mps.accelerate(model)
+    assert torch.equal(generate(model, prompt(1)), expected)
+    assert captures_of(model).reason == "a call changes model.layers.0.temporal_block.conv1d_state"
+
+
 # What may change between two tokens; test_changes.py has what comes of it
 
 
@@ -556,6 +565,20 @@ def test_what_python_notes_at_first_is_no_change():
         assert fingerprint.holds()
     finally:
         output_capturing._CAN_RECORD_REGISTRY.pop(str(nn.Linear))
+
+
+@torch.no_grad()
+def test_the_end_of_a_class_is_no_change():
+    """The garbage collector may come in the middle of a call."""
+    model = accelerated("qwen3_moe", "cpu")
+
+    class Unused(DynamicCache):
+        pass
+
+    fingerprint = Fingerprint(model, captures_of(model))
+    del Unused
+    gc.collect()
+    assert fingerprint.holds()
 
 
 @torch.no_grad()

@@ -1,5 +1,7 @@
 """How many kernels a token launches, layer by layer: what binds decode on a Mac after the bytes."""
 
+from collections import Counter
+
 import pytest
 from support import tiny_models
 from support.launches import captured_by_type, launches_by_type, model_on_mps
@@ -59,8 +61,8 @@ def captured(monkeypatch):
     monkeypatch.setenv(SWITCH, "1")
 
 
-def accelerated(architecture: str):
-    model = model_on_mps(architecture)
+def accelerated(architecture: str, **overrides: object):
+    model = model_on_mps(architecture, **overrides)
     torch_moe_mps.accelerate(model, bits=4, group_size=32)
     return model
 
@@ -119,6 +121,53 @@ def test_launches_of_a_layer_that_chooses_keys(simulated, architecture):
     found = of_layers(captured_by_type(simulated, model, length=60))
     assert {kind: sum(layer.values()) for kind, layer in found.items()} == CHOOSING[architecture]
     assert all(layer["index_select_bf16"] == 1 for layer in found.values())
+
+
+# Launches of a layer that chooses 2 of 3 pools of 16 keys, by the tokens in front: in the middle of a pool,
+# and at its end, where a token makes the pool's mean and angles, turns it and keeps it. 2 of them are tables
+# of angles, which layers share.
+CHOOSING_POOLS = {50: {"linear": 20, "indexed": 26}, 60: {"linear": 20, "indexed": 31}}
+
+
+@pytest.mark.slow("a model is captured three times")
+@pytest.mark.parametrize("tokens", in_sweep(CHOOSING_POOLS, (60,)))
+def test_launches_of_a_layer_that_chooses_pools(simulated, monkeypatch, tokens):
+    sizes = {"indexer_compress_ratio": 16, "indexer_budget": 32, "indexer_head_dim": 32}
+    extra = tiny_models.EXTRA["qwen4_exp_text"] | sizes
+    monkeypatch.setitem(tiny_models.EXTRA, "qwen4_exp_text", extra)
+    found = of_layers(captured_by_type(simulated, accelerated("qwen4_exp"), length=tokens))
+    assert {kind: sum(layer.values()) for kind, layer in found.items()} == CHOOSING_POOLS[tokens]
+    assert found["indexed"]["index_select_bf16"] == 1
+
+
+# What a layer of experts launches, with the norms beside it in Gemma 4; and an MLP in its place.
+_EXPERTS = Counter(
+    ["normed_logits_few_bf16", "matmul_rows_chosen8_affine4_32_bf16", "expert_down_affine4_32_bf16"]
+)
+_MLP = Counter(["matmul_rows_normed_affine4_32_bf16", "matmul_rows_affine4_32_bf16"])
+# Models without experts, with what they have in place of a relative's experts.
+DENSE_RELATIVES = {
+    "qwen3_5": ("qwen3_5_moe", {}, _EXPERTS, _MLP),
+    "gemma4": (
+        "gemma4",
+        {"enable_moe_block": False},
+        _EXPERTS + Counter(["rms_norm_bf16", "norm_add_bf16"]),
+        Counter(),
+    ),
+}
+
+
+@pytest.mark.slow("two models are captured three times")
+@pytest.mark.parametrize("architecture", in_sweep(DENSE_RELATIVES, ("qwen3_5",)))
+def test_a_dense_layer_launches_what_its_relative_does_beside_experts(simulated, architecture):
+    """Kernel by kernel, so that no row of one family is missing in the other."""
+    relative, overrides, experts, mlp = DENSE_RELATIVES[architecture]
+    dense = of_layers(captured_by_type(simulated, accelerated(architecture, **overrides)))
+    sparse = of_layers(captured_by_type(simulated, accelerated(relative)))
+    assert dense.keys() == sparse.keys() and len(dense) == 2
+    for kind, layer in sparse.items():
+        assert not experts - layer, kind
+        assert dense[kind] == layer - experts + mlp, kind
 
 
 # Layers of linear attention, by what makes the last layer one: the most launches of one token.

@@ -26,7 +26,7 @@ from .quantized_states import QuantizedStates, can_be_quantized
 from .state import LayerState
 
 # Arguments of a forward that are its cache: all models' but Mamba's, Mamba's, and continuous batching's.
-_CACHES = ("past_key_values", "cache_params", "cache")
+CACHES = ("past_key_values", "cache_params", "cache")
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
 
@@ -56,7 +56,7 @@ def grow_cache(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any])
 
     Weights that have moved are kept resident again.
     """
-    cache: Any = next((kwargs[name] for name in _CACHES if kwargs.get(name) is not None), None)
+    cache: Any = next((kwargs[name] for name in CACHES if kwargs.get(name) is not None), None)
     if type(cache) is EncoderDecoderCache:
         cache = cache.self_attention_cache
     if cache is None:
@@ -156,7 +156,7 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
 
 def takes_cache(model: nn.Module) -> bool:
     """Whether a model's forward has an argument for its cache."""
-    return not inspect.signature(model.forward).parameters.keys().isdisjoint(_CACHES[:2])
+    return not inspect.signature(model.forward).parameters.keys().isdisjoint(CACHES[:2])
 
 
 def hands_cache_on(model: PreTrainedModel) -> bool:
@@ -165,4 +165,4 @@ def hands_cache_on(model: PreTrainedModel) -> bool:
     Mamba and RWKV have another name for them; RecurrentGemma keeps them in its modules.
     """
     is_in_modules = model.config.get_text_config(decoder=True).model_type == "recurrent_gemma"
-    return _CACHES[0] in inspect.signature(model.forward).parameters and not is_in_modules
+    return CACHES[0] in inspect.signature(model.forward).parameters and not is_in_modules

@@ -320,12 +320,12 @@ class Captures:
             else:
                 output, sent, handover = exchange.record(run, plan.fixed_input)
         finally:
-            changes = not fingerprint.holds()
-            if changes:
+            changes = None if fingerprint.holds() else fingerprint.changed()
+            if changes is not None:
                 fingerprint.undo()
         own_code.require_none()
-        if changes:
-            raise NotCapturable("a call changes the model")
+        if changes is not None:
+            raise NotCapturable(f"a call changes {changes}")
         if plan.reads_mask:
             self._reads_masks = True  # from the next call on
             raise NotCapturable("it reads the mask of padding")

@@ -91,6 +91,7 @@ class Fingerprint:
             owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
             raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
         classes = dict.fromkeys(cls for item in reached.classes for cls in item.__mro__)
+        self._classes = classes  # alive: the end of a cache's class that nobody uses is no change
         files = list(_files(classes))
         _note_first(classes, files)
         self._copies = [
@@ -112,6 +113,16 @@ class Fingerprint:
             return self._around() == self._now and self._others.are_equal() and self._entries.are_equal()
         except Exception:  # from comparing tensors, arrays or whatever else, which are others now
             return False
+
+    def changed(self) -> str:
+        """The first attribute of a module that is another one now, by its path; else "the model"."""
+        before = {id(container): copy for container, copy in self._copies if isinstance(copy, dict)}
+        for name, module in self.model.named_modules():
+            known = before.get(id(vars(module)), {})
+            for attribute, value in vars(module).items():
+                if known.get(attribute) is not value:
+                    return f"{name}.{attribute}".removeprefix(".")
+        return "the model"
 
     def undo(self) -> None:
         """Gives the model's attributes their values at the begin again."""

@@ -191,7 +191,7 @@ class Reasons:
         if name.startswith(self.adapted):
             return "it is under an adapter of PEFT"
         if self._is_small(name, module):
-            return f"it has {module.out_features} outputs only"
+            return f"it has an output of width {module.out_features} only"
         if name.startswith(self.towers):
             return "it is not in the language model"
         return self.needs(name, module)

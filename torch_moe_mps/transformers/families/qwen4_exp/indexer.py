@@ -68,7 +68,7 @@ def _choice(indexer: Any, turn: Turn, hidden_states: Tensor, tables: Any, layer:
 
     def mean(first: int, last: int) -> Tensor:
         rows = keys[:, first * rate : last * rate].unflatten(1, (-1, rate))
-        pooled = rows.float().mean(2).to(keys.dtype).unsqueeze(2)
+        pooled = ops.pointwise(rows, "to a f32", keys.dtype, mean=True).unsqueeze(2)
         of_pools = (table[:, first * rate : last * rate : rate] for table in tables)
         cos, sin, options = tables_and_options(turn, *of_pools)
         return ops.rope(pooled, None, cos, sin, k_norm.weight, None, k_norm.eps, 1.0, **options)[0].squeeze(1)
