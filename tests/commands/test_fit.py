@@ -54,15 +54,6 @@ def context(space: int, token: int) -> int:
 # o, and of the experts for 8 slots.
 PROMPT = 2048 * 2 * (2 * (2048 + 4096) + 2 * (2048 + 512) + 8 * (2048 + 2 * 768 + 768 + 2048))
 
-# As the small ones of Gemma 4 have it: a table of each layer, and layers that read the keys of others.
-SMALL_GEMMA4 = {
-    "enable_moe_block": False,
-    "hidden_size_per_layer_input": 32,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
-}
-
 
 @pytest.fixture
 def qwen3(tmp_path):
@@ -336,7 +327,7 @@ def test_no_advice_for_other_machines(tmp_path, capfd, caplog):
 )
 def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""
-    overrides = SMALL_GEMMA4 if architecture == "small gemma4" else {}
+    overrides = tiny_models.SMALL_GEMMA4 if architecture == "small gemma4" else {}
     architecture = architecture.removeprefix("small ")
     config = tiny_models.tiny_config(architecture, **overrides)
     text = config.get_text_config()
@@ -364,7 +355,7 @@ def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
 )
 def test_sizes_are_those_of_a_loaded_model(architecture, bits, tmp_path, capsys):
     """From a config alone, and from a checkpoint."""
-    overrides = SMALL_GEMMA4 if architecture == "gemma4" else {}
+    overrides = tiny_models.SMALL_GEMMA4 if architecture == "gemma4" else {}
     with tiny_models.groups_of_32(), tiny_models.sizes(hidden_size=256, moe_intermediate_size=64):
         model = tiny_models.tiny_model(architecture, torch.bfloat16, **overrides)
     model.save_pretrained(tmp_path / "model")
