@@ -1,5 +1,7 @@
 """Which tests `scripts/test --changed` runs."""
 
+import itertools
+import re
 import subprocess
 from types import SimpleNamespace
 
@@ -132,6 +134,64 @@ def test_what_has_changed(tmp_path, monkeypatch):
 
 def only(*files: str) -> set[str]:
     return dependents.only_operators([REPOSITORY / file for file in files])
+
+
+@pytest.mark.parametrize(
+    ("file", "operators"),
+    [
+        ("hash_router.h", {"moe_hash_router"}),
+        ("matmul/embedding.h", {"embedding_quantized"}),
+        ("matmul/heads.h", {"heads_mm", "heads_quantized"}),
+        ("matmul/down.h", {"moe_experts", "moe_experts_quantized"}),
+    ],
+)
+def test_a_header_has_the_operators_of_its_kernels(file, operators):
+    """Not those of all shaders that include it."""
+    assert only(f"torch_moe_mps/shaders/{file}") == operators
+
+
+def test_what_any_kernel_may_use_has_all_operators_of_its_shaders():
+    """None are left out where nothing is said."""
+    shader = dependents.SHADERS / "quantized.metal"
+    quantized = dependents.operators_of(shader)
+    assert quantized >= {"embedding_quantized", "heads_quantized", "moe_experts_quantized", "expert_qmm"}
+    shared = [f for f in dependents.included(shader) if f.parent.name in ("common", "params", "formats")]
+    found = [dependents.operators_of(file) for file in shared]
+    assert len(found) > 10 and any(found) and all(names >= quantized for names in found if names)
+
+
+# A type, a constant, a macro or a function, at the beginning of a line.
+DEFINED = re.compile(
+    r"^(?:struct|enum|using) (\w+)|^constant constexpr \w+ (\w+)|^#define (\w+)"
+    r"|^inline [\w:<>]+[&*]? (\w+)\(",
+    re.MULTILINE,
+)
+
+
+def test_headers_include_what_they_use():
+    """Or a kernel would depend on a file that its own does not lead to; beside what any kernel may use."""
+
+    def code(header) -> str:
+        return re.sub(r"//.*", "", header.read_text())
+
+    def names_in(header) -> set[str]:
+        return {*itertools.chain.from_iterable(DEFINED.findall(code(header)))} - {""}
+
+    shaders = dependents.SHADERS
+    headers = [h for h in shaders.rglob("*.h") if all(f.suffix == ".metal" for f in dependents.including(h))]
+    common = {header for header in headers if header.is_relative_to(shaders / "common")}
+    homes: dict[str, set] = {}
+    for header in {*headers} - common:
+        for name in names_in(header) - set().union(*map(names_in, common)):
+            homes.setdefault(name, set()).add(header)
+    missing = []
+    for header in {*headers} - common:
+        text, inside = code(header), dependents.included(header)
+        for name in homes.keys() & {*re.findall(r"\w+", text)}:
+            is_its_own = re.search(rf"[\w>&*\]] {name}\b(?! <)", text)  # a member or a variable of that name
+            if not homes[name] & inside and not is_its_own:
+                missing.append((str(header.relative_to(shaders)), name))
+    assert len(homes) > 100 and not missing
 
 
 def test_cases_of_other_operators_are_left_out():

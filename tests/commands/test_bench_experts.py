@@ -45,7 +45,7 @@ def test_better_than_mixed_recipes_of_mlx_lm_in_as_many_bytes(measured):
             assert min(r[2] for r in ours) < 0.5 * row[2], name
 
 
-def test_beside_llama_cpp_behind_at_3_bits_alike_at_4_and_ahead_at_5(measured):
+def test_beside_llama_cpp_alike_at_3_and_4_bits_and_ahead_at_5(measured):
     """What the page says: the smallest loss in as many bytes as theirs, by importance."""
 
     def ratio(kind: str) -> float:
@@ -55,7 +55,7 @@ def test_beside_llama_cpp_behind_at_3_bits_alike_at_4_and_ahead_at_5(measured):
         ]
         return min(row[2] for row in ours) / theirs[2]
 
-    assert 1.05 < ratio("Q3_K_M, attention Q6_K") < 1.15
+    assert 1 < ratio("Q3_K_M, attention Q6_K") < 1.05
     assert 0.9 < ratio("IQ4_XS, attention Q6_K") < 1 < ratio("Q4_K_S, attention Q6_K") < 1.08
     assert ratio("Q5_K_M") < 0.7
 

@@ -2,6 +2,7 @@
 
 import json
 import re
+import shutil
 import signal
 import xml.etree.ElementTree as ET
 
@@ -100,6 +101,27 @@ def test_resumed_is_as_if_it_never_ended(folder, trained, monkeypatch, capsys):
     assert before.keys() == after.keys() and all(torch.equal(before[name], after[name]) for name in before)
     curves = [json.loads((each / "finetune.json").read_text())["curve"] for each in (trained[0], output)]
     assert [row["loss"] for row in curves[0]] == [row["loss"] for row in curves[1]]
+
+
+@pytest.mark.slow("copies and damages what a training wrote")
+def test_a_damaged_checkpoint_is_one_line_with_the_file(folder, trained, tmp_path, capsys):
+    shutil.copytree(trained[0], tmp_path / "new")
+    (tmp_path / "new" / "adapter_model.safetensors").unlink()
+    checkpoint = tmp_path / "new" / "checkpoints" / "checkpoint-12"
+    names = sorted(file.name for file in checkpoint.iterdir())
+    read = [name for name in names if name.endswith((".safetensors", ".json", ".pt", ".pth"))]
+    assert {"adapter_model.safetensors", "optimizer.pt", "rng_state.pth", "scheduler.pt"} <= {*read}
+    steps.check_checkpoint(checkpoint)
+    for name in read:
+        whole = (checkpoint / name).read_bytes()
+        (checkpoint / name).write_bytes(whole[: len(whole) // 2])
+        with pytest.raises(ValueError, match=f"^{re.escape(str(checkpoint / name))} is (damaged|trunc)"):
+            steps.check_checkpoint(checkpoint)
+        if name == "adapter_model.safetensors":
+            assert run(folder, tmp_path / "new", "--steps", 12, "--resume") == 1
+            [line] = capsys.readouterr().err.strip().splitlines()[-1:]
+            assert line.startswith(f"torch-moe-mps: error: {checkpoint / name} is truncated")
+        (checkpoint / name).write_bytes(whole)
 
 
 def test_resumes_behind_a_checkpoint_that_is_whole(tmp_path):

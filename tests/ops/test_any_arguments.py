@@ -33,7 +33,8 @@ SETTINGS = {
 
 def check(call, device: str) -> None:
     results = outcome(call, device)
-    assert results.form == outcome(call, "cpu").form
+    if device != "cpu":
+        assert results.form == outcome(call, "cpu").form
     if "meta" not in call.layouts.values() and not is_refused_for_overlap(results.error):
         assert results.form == outcome(call, "meta").form
         assert results.form == fake_outcome(call).form

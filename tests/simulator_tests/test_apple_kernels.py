@@ -21,6 +21,8 @@ from support.pinned import assert_pinned
 from support.quantized_layers import GGUF_FORMATS, place, random_quantized
 from support.sweep import in_sweep
 
+from torch_moe_mps.ops._formats import INTEGERS
+
 pytestmark = linux_only
 M1, M3 = apple.GPUS["M1"], apple.GPUS["M3"]
 DTYPES = {"bf16": torch.bfloat16, "f16": torch.float16, "f32": torch.float32}
@@ -406,6 +408,11 @@ GROUPS = {
     "int4": (functools.partial(quantised, name="affine4_64"), ["quantized_affine4_64_{}"]),
     "int8": (functools.partial(quantised, name="affine8_64"), ["quantized_affine8_64_{}"]),
     "mxfp4": (functools.partial(quantised, name="mxfp4"), ["quantized_mxfp4_{}"]),
+    "int1": (functools.partial(quantised, name="affine1_64"), ["quantized_affine1_64_{}"]),
+}
+# Types of GGUF that this package writes, too.
+GROUPS |= {
+    name: (functools.partial(quantised, name=name), [f"quantized_{name}_{{}}"]) for name in sorted(INTEGERS)
 }
 # What the names of libraries start with; together they are all of them.
 KINDS = [

@@ -12,6 +12,8 @@
 | a text, a table, pinned values | tests that name it, itself or in a module of `tests/` that they import |
 | the simulator, requirements and settings | all |
 
+A header that only shaders include counts for the operators whose kernels include it.
+
 Of the folder of a room those tests are left out that are named like another module of it, where this does not
 import the file.
 
@@ -28,7 +30,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +42,11 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 PACKAGE = REPOSITORY / "torch_moe_mps"
 TESTS = REPOSITORY / "tests"
 ROOTS = {PACKAGE: REPOSITORY, TESTS: TESTS, REPOSITORY / "scripts": REPOSITORY / "scripts"}
+SHADERS = PACKAGE / "shaders"
 SOURCES = (".mm", ".metal", ".h")
+# A kernel's function, and (kernel, function that it is an instance of).
+KERNEL = re.compile(r"\[\[kernel[^\]]*\]\]\s+void\s+(\w+)\(")
+INSTANTIATED = re.compile(r'\bINSTANTIATE\w*\(\s*"(\w+)(?:"[^,()]*,\s*(\w+))?')
 # What every test runs in: the simulator, the pinned packages, settings.
 EVERYTHING = re.compile(
     r"tests/(simulator/(?!tests/|example/|README|(apple|cuda|coverage)\b.*\.py)|conftest\.py|\w+\.txt)"
@@ -166,10 +172,20 @@ def includes() -> dict[Path, set[Path]]:
         path: {
             (folder / name).resolve()
             for name in re.findall(r'^#(?:include|import) "(\S+)"', path.read_text(), re.MULTILINE)
-            for folder in (path.parent, PACKAGE / "shaders")
+            for folder in (path.parent, SHADERS)
         }
         for path in files
     }
+
+
+@functools.cache
+def included(path: Path) -> frozenset[Path]:
+    """A file of the host code or of the shaders, and those that it includes, by other headers too."""
+    found, ahead = set(), {path}
+    while ahead:
+        found |= ahead
+        ahead = {other for each in ahead for other in includes().get(each, ())} - found
+    return frozenset(found & includes().keys())
 
 
 def including(path: Path) -> set[Path]:
@@ -182,9 +198,14 @@ def including(path: Path) -> set[Path]:
 
 
 @functools.cache
-def of_family(family: str) -> frozenset[Path]:
-    """Tests that name an operator of a family, or have the family's name."""
-    names = re.compile("|".join(rf"\b{name}\b" for name in operators().get(family, ())) or "(?!)")
+def of_family(family: str, some: frozenset[str] = frozenset()) -> frozenset[Path]:
+    """Tests that name an operator of a family, or have the family's name.
+
+    `some`: operators that alone count, those of other families where none is of this one.
+    """
+    own = operators().get(family, set())
+    counted = own & some or some if own and some else own
+    names = re.compile("|".join(rf"\b{name}\b" for name in counted) or "(?!)")
     tests = {test for test in tests_in(TESTS / "ops") if names.search(read(test))}
     for folder in ("ops", "host", "selfcheck"):
         tests |= {test for test in tests_in(TESTS / folder) if f"{test.stem}_".startswith(f"test_{family}_")}
@@ -196,8 +217,9 @@ def of_source(path: Path) -> set[Path]:
     tests = {TESTS / "simulator_tests" / "test_strict.py"}
     if path.is_relative_to(PACKAGE / "csrc"):
         tests = {TESTS / "host" / name for name in ("test_traces.py", "test_macos.py")}
+    some = frozenset(operators_of(path)) if path.suffix == ".h" and SHADERS in path.parents else frozenset()
     for stem, families in families_of(path).items():
-        named = set().union(*map(of_family, families or [stem]))
+        named = set().union(*(of_family(family, some) for family in families or [stem]))
         tests |= named or tests_in(TESTS / "ops") | tests_in(TESTS / "host")  # what all operators share
     return tests
 
@@ -225,24 +247,42 @@ def kernels_of_operators() -> dict[str, set[str]]:
     return kernels
 
 
-def launching(shader: Path) -> set[str]:
-    """The operators that launch a kernel of a shader, or of a header that it includes."""
-    inside, ahead = set(), {shader}
-    while ahead:
-        inside |= ahead
-        ahead = {other for path in ahead for other in includes().get(path, ())} - inside
-    text = "".join(map(read, inside & includes().keys()))
-    names = tuple(re.findall(r'\bINSTANTIATE\w*\(\s*"(\w+)', text))
+def launching(shader: Path, changed: Path) -> set[str]:
+    """The operators that launch a kernel of a shader, of those whose code includes a file.
+
+    A header includes what it needs (test_dependents.py). What a shader includes beside its kernels are the
+    types that these are made for.
+    """
+    inside = included(shader)
+    using = {path for path in inside if changed in included(path)}
+
+    def defined(paths: Iterable[Path]) -> set[str]:
+        return set().union(*(KERNEL.findall(read(path)) for path in paths))
+
+    every = defined(inside)
+    of_all = changed == shader or not all(defined(included(path)) for path in using & includes()[shader])
+    others = set() if of_all else every - defined(using)
+    names = tuple(
+        name
+        for path in inside
+        for name, function in INSTANTIATED.findall(read(path))
+        if path == changed or function not in others
+    )
     return {
-        name for name, kernels in kernels_of_operators().items() if any(k.startswith(names) for k in kernels)
+        name
+        for name, kernels in kernels_of_operators().items()
+        if names and any(kernel.startswith(names) for kernel in kernels)
     }
 
 
 def operators_of(path: Path) -> set[str]:
     """The operators whose kernels, host code or reference have a file; none if it may be any."""
-    if path.is_relative_to(PACKAGE / "shaders") and path.suffix in SOURCES:
-        shaders = [source for source in including(path) if source.suffix == ".metal"]
-        found = [launching(shader) for shader in shaders]
+    if SHADERS in path.parents and path.suffix in SOURCES:
+        sources = including(path)
+        shaders = [source for source in sources if source.suffix == ".metal"]
+        # The host may launch other kernels with another constant; any kernel may use what is in common/.
+        is_of_all = sources != {*shaders} or path.is_relative_to(SHADERS / "common")
+        found = [launching(shader, shader if is_of_all else path) for shader in shaders]
         return set().union(*found) if all(found) else set()
     if path.is_relative_to(PACKAGE / "csrc"):
         sources = {path} | including(path.with_suffix(".h"))

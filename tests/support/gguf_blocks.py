@@ -10,7 +10,7 @@ HALVES = {
     **{"q1_0": (0,), "q2_0": (0,), "mxfp4": (), "nvfp4": (), "tq1_0": (52,), "tq2_0": (64,), "iq1_m": ()},
     **dict.fromkeys(("iq1_s", "iq2_xxs", "iq2_xs", "iq2_s", "iq3_xxs", "iq3_s"), (0,)),
 }
-OTHERS = {"q8_k": (0,)}  # has no format
+OTHERS = {"q8_k": (0,), "q8_1": (0, 2)}  # have no format
 
 
 # Values and bytes of a block, by name: those of the package, and as llama.cpp's source has them.

@@ -15,6 +15,7 @@ from support.gguf_blocks import random_blocks, type_of, values_of
 
 LAYERS, HIDDEN, HEADS, KEY_HEADS, VOCABULARY, EXPERTS = 2, 256, 4, 2, 96, 4
 WIDTH = HIDDEN // HEADS
+NUMBERS = {"i8": np.int8, "i16": np.int16, "i32": np.int32, "i64": np.int64}
 Matrices = dict[str, tuple[tuple[int, ...], str]]  # {name in the file: shape and type}
 
 
@@ -93,6 +94,9 @@ def _add(writer: GGUFWriter, name: str, shape: tuple[int, ...], kind: str) -> No
     if kind == "f32":
         values = 1 + 0.1 * np.random.default_rng(seed).standard_normal(shape)
         writer.add_tensor(name, (-values if name.endswith("ssm_a") else values).astype(np.float32))
+        return
+    if kind in NUMBERS:
+        writer.add_tensor(name, np.ones(shape, NUMBERS[kind]))
         return
     plain = kind.removeprefix("=")
     scale = 0.0015 if plain.endswith(("_k", "_xs")) else 0.01

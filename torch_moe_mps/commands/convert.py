@@ -20,7 +20,7 @@ from transformers.utils import GENERATION_CONFIG_NAME
 
 from .. import __version__
 from .._text import split_gguf
-from ..macs import machine_memory
+from ..macs import BANDWIDTHS, machine_memory
 from ..ops._formats import GGUF
 from ..transformers.basics.report import QuantizationReport, in_unit
 from ..transformers.checkpoints.calibration import importance_for
@@ -40,6 +40,7 @@ from .results import check_writable, write_json, written_whole
 from .sources import adapter_config, folder_of, loading_options, small_files, tokenizer_of, usable_device
 
 _ADAPTER = "adapter"  # the folder in DST
+_CHIPS = ("M1", "M4 Pro", "M5 Max (40 cores)")  # whose speed is predicted
 # What is written anew, not copied.
 _WRITTEN = ("config.json", "generation_config.json", "model.safetensors.index.json")
 
@@ -166,11 +167,13 @@ def _sizes(plan: LoadPlan) -> str:
     memory = machine_memory()
     fit = "fits" if plan.after < 0.75 * memory else "does not fit"
     size, token = in_unit(plan.before), in_unit(plan.token_before)
+    speeds = [f"{1e9 * BANDWIDTHS[chip] / plan.token_after:,.0f} on {chip}" for chip in _CHIPS]
     return (
         f"weights: {size(plan.before)} -> {size(plan.after)} ({plan.quantized} modules quantised, "
         f"{plan.dense} left dense)\n"
         f"a token reads {token(plan.token_before)} of the model in SRC, "
         f"{token(plan.token_after)} of the new one\n"
+        f"predicted tokens/s, at most, by bandwidth alone: {', '.join(speeds)}; `fit` has all chips\n"
         f"the new model {fit} in three quarters of this machine's {memory / 1e9:.0f} GB"
     )
 

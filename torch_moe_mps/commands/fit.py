@@ -19,6 +19,7 @@ from ..pipeline.loop import find_loop
 from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..serving.prompts import AT_ONCE, LONGEST, prompt_bytes
+from ..transformers.basics.interface import experts_of
 from ..transformers.basics.report import aligned
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
@@ -29,7 +30,7 @@ from ..transformers.checkpoints.quantize.targets import Target, weights_of
 from ..transformers.checkpoints.quantizer import layout_of
 from ..transformers.checkpoints.source import Source
 from .caches import KVCache, kv_cache
-from .recipes import arguments_of_recipe
+from .recipes import NAMED, arguments_of_recipe
 from .results import check_writable, write_json
 from .sources import context_of, folder_of, skeleton_of
 
@@ -65,8 +66,10 @@ def run(options: argparse.Namespace) -> None:
     sizes = sizes_of(model, options.group_size)
     if (stored := as_stored(source, model, folder)) is not None:
         sizes.insert(0, stored)
-    if options.recipe is not None:
+    names = list(NAMED) if experts_of(model) else []  # elsewhere they are numbers of bits
+    if options.recipe is not None and options.recipe not in names:
         sizes.insert(0, of_recipe(model, options.recipe, options.group_size))
+    sizes += [of_recipe(model, name, options.group_size) for name in names]
     if options.macs is not None:
         text, data = spread(model, sizes, options.macs, options.kv_bits)
     else:

@@ -46,9 +46,10 @@ def quantize_by_importance(
         sum k (w - decoded)^2
 
     which is the mean square of what it adds to an output, of inputs without correlation; k counts as a
-    1,000th of the group's mean at least, so that weights that multiply nothing stay near, too. Of several
-    scales (and biases) the best is taken; codes are chosen again behind the rounding to the stored dtype.
-    MLX's own are among them, so the error is never larger than by MLX's rule. Arithmetic is in float32; where
+    1,000th of the group's mean at least, so that weights that multiply nothing stay near, too: none is
+    further off than the largest magnitude of its group. Of several scales (and biases) the best is taken;
+    codes are chosen again behind the rounding to the stored dtype. MLX's own are among them, so the error is
+    never larger than by MLX's rule. Arithmetic is in float32; where
     two scales are equally good but for rounding, devices may choose differently.
 
     Args:
@@ -156,8 +157,9 @@ def _affine(
     scale, half = scale.to(dtype).float(), 2 ** (format.bits - 1)
     lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
     theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
-    error, least = (fit.error_of(groups, *line) for line in (theirs, ours))
-    scale, bias = (torch.where(least < error, our, their) for our, their in zip(ours, theirs, strict=True))
+    (error, _), (least, farthest) = (fit.errors_of(groups, *line) for line in (theirs, ours))
+    better = (least < error) & (farthest <= torch.maximum(low.abs(), high.abs()))
+    scale, bias = (torch.where(better, our, their) for our, their in zip(ours, theirs, strict=True))
     return fit.codes(groups, scale, bias).to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
 
 
@@ -227,9 +229,11 @@ class _Fit:
         codes = torch.sub(groups, bias, out=self.room[0]).mul_(torch.where(scale == 0, 0.0, 1 / scale))
         return codes.round_().clamp_(0, 2 * self.half - 1)
 
-    def error_of(self, groups: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
-        values = self.codes(groups, scale, bias).mul_(scale).add_(bias)
-        return _sums(values.sub_(groups).square_(), self.k).unsqueeze(-1)
+    def errors_of(self, groups: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
+        """The weighted error of each group, and the largest of a weight."""
+        apart = self.codes(groups, scale, bias).mul_(scale).add_(bias).sub_(groups).abs_()
+        farthest = apart.amax(-1, keepdim=True)
+        return _sums(apart.square_(), self.k).unsqueeze(-1), farthest
 
 
 # Formats without biases

@@ -125,8 +125,9 @@ def quantize(
         bits, group_size, mode: see Format.
         importance: float32 [C], or [E, C] for a stack, with 2 bits and more: the mean square of what each
             input is, or another number that is not negative; it counts as a thousandth of its group's mean
-            at least. Then sum importance * (weight - dequantised)^2 of no group is larger than by MLX's
-            rule, which chooses without it. Modes whose scales are integers, q2_k to q6_k and iq4_xs,
+            at least, and no weight is further off than the largest magnitude of its group. Then
+            sum importance * (weight - dequantised)^2 of no group is larger than by MLX's rule, which chooses
+            without it. Modes whose scales are integers, q2_k to q6_k and iq4_xs,
             always search: None is the same importance for all.
 
     Returns: QuantizedWeight(packed, scales, biases, format). In mode affine, scales and biases have the dtype
@@ -183,17 +184,17 @@ def quantize_stack(
         return out
     words = out.packed.view(torch.int32)
     device = _device_for(stack, format, importance)
-    if importance is None and format.mode in INTEGERS:
-        importance = torch.ones(len(stack), stack.shape[-1])
     if importance is not None:  # relative, so that float32 holds the sums
         importance = importance / importance.mean(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny)
         importance = importance.to(device)
+    in_superblocks = format.mode in INTEGERS
     count = CHUNK if importance is None else SEARCHED
-    if format.mode in INTEGERS:
+    if in_superblocks:
         count = CHUNK if device.type == "cpu" else IN_SUPERBLOCKS
     for index in pieces(stack, count):
         piece = stack[index].to(device)
-        if importance is None:
+        weights = None if importance is None else importance[index[0]]
+        if weights is None and not in_superblocks:
             groups = piece.float().unflatten(-1, (-1, format.group_size))
             codes, scales, biases = encode(groups, stack.dtype, format)
             packed, scales = pack(codes.flatten(-2), format.bits), scales.to(out.scales.dtype)
@@ -201,9 +202,9 @@ def quantize_stack(
             if errors is not None:
                 errors.add(groups, decode(codes, scales, biases, format))
         else:
-            weights = importance[index[0]]
-            if format.mode in INTEGERS:
-                packed, scales, biases, sums = quantize_superblocks(piece.float(), weights[:, None], format)
+            if in_superblocks:
+                weights = None if weights is None else weights[:, None]
+                packed, scales, biases, sums = quantize_superblocks(piece.float(), weights, format)
             else:
                 packed, scales, biases, sums = quantize_by_importance(piece, weights, format.name)
             if errors is not None:

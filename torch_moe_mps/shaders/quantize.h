@@ -65,6 +65,14 @@ struct GroupPart {
     return sum_of_lanes(error, lanes);
   }
 
+  // Of the group, the largest |w - decoded|.
+  template <typename Codes>
+  float farthest_of(Codes codes) const {
+    float farthest = 0.0f;
+    UNROLL for (uint i = 0; i < kQuantized; ++i) farthest = max(farthest, fabs(codes.nearest(w[i]) - w[i]));
+    return max_of_lanes(farthest, lanes);
+  }
+
   // Whether this lane writes what the group has once.
   bool is_first() const { return exists && part % lanes == 0; }
 
@@ -205,7 +213,9 @@ template <typename T>
   const Line line = Fit(group, low, high, params.bits).template search<T>(group, params.bits > 4 ? 1 : 0);
   AffineCodes best = AffineCodes::of<T>(line_of_range(low, high, largest), largest);
   const AffineCodes ours = AffineCodes::of<T>(line, largest);
-  if (group.error_of(ours) < group.error_of(best)) best = ours;
+  const bool is_better = group.error_of(ours) < group.error_of(best);  // all lanes take part in sums
+  const bool is_near = group.farthest_of(ours) <= max(fabs(low), fabs(high));
+  if (is_better && is_near) best = ours;
   group.write(best, params.bits, packed, sums);
   if (!group.is_first()) return;
   scales[group.part / group.lanes] = T(best.line.scale);

@@ -1,8 +1,10 @@
 """Steps of training over transformers' Trainer: an adapter on a model, its batches, its checkpoints."""
 
+import json
 import math
 import time
 import warnings
+import zipfile
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -16,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
 from ..transformers.basics.interface import experts_of, projections
+from ..transformers.checkpoints.layouts.files import check_whole
 from .examples import Example
 from .memory import Ranks
 
@@ -189,10 +192,13 @@ class Training:
     def run(self, resume: bool) -> bool:
         """Returns: whether it came to its end.
 
-        Raises: ValueError where it does not converge.
+        Raises: ValueError where it does not converge, and for a checkpoint that is damaged.
         """
+        checkpoint = last_checkpoint(self._folder) if resume else None
+        if checkpoint is not None:
+            check_checkpoint(Path(checkpoint))
         with _quiet():
-            self.trainer.train(resume_from_checkpoint=last_checkpoint(self._folder) if resume else None)
+            self.trainer.train(resume_from_checkpoint=checkpoint)
         if not all(p.isfinite().all() for p in self.trainer.model.parameters() if p.requires_grad):
             _refuse_losses(f"an adapter that is not at step {self.trainer.state.global_step}")
         return self.trainer.state.global_step >= self.trainer.state.max_steps
@@ -228,3 +234,19 @@ def last_checkpoint(folder: Path) -> str | None:
     states = folder.glob("checkpoint-*/trainer_state.json")
     whole = [(int(state.parent.name.rpartition("-")[2]), str(state.parent)) for state in states]
     return max(whole)[1] if whole else None
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises: ValueError that names a damaged file of a checkpoint; training_args.bin is not read again."""
+    for file in sorted(folder.iterdir()):
+        if file.suffix == ".safetensors":
+            check_whole(file)
+        try:
+            if file.suffix == ".json":
+                json.loads(file.read_text())
+            elif file.suffix in (".pt", ".pth"):
+                with zipfile.ZipFile(file) as archive:
+                    if (part := archive.testzip()) is not None:
+                        raise zipfile.BadZipFile(f"{part} has another checksum")
+        except (ValueError, zipfile.BadZipFile) as error:
+            raise ValueError(f"{file} is damaged: {error}") from None

@@ -360,6 +360,41 @@ def test_types_without_values_are_one_line(tmp_path):
         gguf_file.read_file(write(tmp_path / "model.gguf", "llama", keys, matrices))[1][0].values()
 
 
+# Types of ggml, enum ggml_type of llama.cpp's ggml.h (build 9993), by number; those behind a minus are of
+# activations, or hold no weights.
+ENUM = [
+    *("f32", "f16", "q4_0", "q4_1", "-q4_2", "-q4_3", "q5_0", "q5_1", "q8_0", "-q8_1"),
+    *("q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "-q8_k", "iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s"),
+    *("iq4_nl", "iq3_s", "iq2_s", "iq4_xs", "-i8", "-i16", "-i32", "-i64", "f64", "iq1_m"),
+    *("bf16", "-q4_0_4_4", "-q4_0_4_8", "-q4_0_8_8", "tq1_0", "tq2_0", "-iq4_nl_4_4", "-iq4_nl_4_8"),
+    *("-iq4_nl_8_8", "mxfp4", "nvfp4", "q1_0", "q2_0"),
+]
+REFUSED = [(number, kind.strip("-")) for number, kind in enumerate(ENUM) if kind.startswith("-")]
+
+
+def test_every_type_of_ggml_is_read_or_refused():
+    """Blocks are packed, numbers are dense, and no number of the enum is unknown."""
+    types = gguf_file.known_types()
+    assert {*types, *gguf_file.REMOVED_TYPES} == {*range(len(ENUM))} and len(ENUM) == 43
+    for number, kind in enumerate(ENUM):
+        name, *_ = types.get(number, (gguf_file.REMOVED_TYPES.get(number),))
+        assert name.lower() == kind.strip("-")
+        packed = quantization.gguf.format_of_blocks(kind.strip("-")) is not None
+        assert packed == (kind[0] not in "-f" and kind != "bf16"), kind
+
+
+@pytest.mark.parametrize(("number", "kind"), [*REFUSED, (43, "43")])
+def test_a_type_that_is_not_read_is_one_line_with_its_name(tmp_path, number, kind):
+    is_written = kind in ("q8_1", "q8_k", "i8", "i16", "i32", "i64")
+    path = write_file(tmp_path / "model.gguf", kinds=("q8_0", "q8_0", kind if is_written else "q8_0"))
+    if not is_written:
+        data, name = path.read_bytes(), b"blk.0.attn_q.weight"
+        place = data.index(name) + len(name) + 4 + 2 * 8
+        path.write_bytes(data[:place] + number.to_bytes(4, "little") + data[place + 4 :])
+    with pytest.raises(ValueError, match=rf"(?i)^moe_mps::gguf: [^\n]*\.weight [^\n]* {kind}\b[^\n]*$"):
+        torch_moe_mps.from_pretrained(path, check=False)
+
+
 class KernelOfTheHub:
     """What transformers gets from the Hub for GGUF on a Mac, by its names."""
 

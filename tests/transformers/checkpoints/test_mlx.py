@@ -188,6 +188,7 @@ def test_the_table_names_what_is_tested():
     rows = [line.strip("| ").split(" | ") for line in text.splitlines() if line.startswith("| ")]
     assert [row[0].strip("`") for row in rows[1:]] == sorted(mlx_models.ARCHITECTURES)
     assert rows[0][2:-1] == [
+        "1 bit",
         "2 bits",
         "3 bits",
         "4 bits",

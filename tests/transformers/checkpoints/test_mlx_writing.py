@@ -6,7 +6,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file
-from support import mlx_models
+from support import mlx_models, tiny_models
 from support.models import assert_close, output, prompt
 from support.sweep import in_sweep
 
@@ -15,7 +15,7 @@ from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.basics.interface import is_experts, is_quantized
 from torch_moe_mps.transformers.checkpoints.layouts.mlx.older_keys import with_older_keys
 from torch_moe_mps.transformers.checkpoints.layouts.mlx.writing import save_mlx
-from torch_moe_mps.transformers.modules.linears import QuantizedLayer
+from torch_moe_mps.transformers.modules.linears import QuantizedLayer, formats_in
 
 pytest.importorskip("mlx_lm")
 transformers.logging.set_verbosity_error()
@@ -99,6 +99,45 @@ def test_words_come_back(architecture, form, tmp_path):
         assert stored[name].dtype == back[name].dtype and torch.equal(stored[name], back[name]), name
     assert any(tensor.dtype == torch.uint32 for tensor in back.values())
     assert_mlx_computes_the_same(loaded, written)
+
+
+@pytest.mark.slow("converts, loads and generates three times, beside mlx-lm")
+@pytest.mark.parametrize(("architecture", "bits"), [("qwen3_moe", 2), ("qwen3_moe", 1), ("qwen3", 2)])
+def test_groups_of_128_as_a_whole_model(architecture, bits, tmp_path):
+    """Few bits, as Bonsai has them: written here and by mlx-lm, read here and there, the same tokens."""
+    wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)
+    wide |= {"head_dim": 64, "num_attention_heads": 4}
+    with tiny_models.sizes(**wide):
+        model = tiny_models.tiny_model(architecture)
+    oracle = mlx_models.write(model, tmp_path, bits, 128)
+    loaded = mlx_models.load(tmp_path, type(model))
+    assert_mlx_computes_the_same(loaded, oracle)
+    assert greedy(loaded) == greedy_of_mlx(oracle)
+    options = ("--bits", bits, "--group-size", 128, "--linear-bits", "same", "--embedding-bits", "same")
+    for target in ("mlx", "moe_mps"):
+        paths = tmp_path / "dense", tmp_path / f"as {target}"
+        assert main([*map(str, ("convert", *paths, "--to", target, *options))]) == 0
+    written = mlx_models.read(tmp_path / "as mlx")
+    for folder in ("as mlx", "as moe_mps"):
+        own = torch_moe_mps.from_pretrained(str(tmp_path / folder), attn_implementation="eager")
+        formats = {str(f) for module in own.modules() for f in formats_in(module).values()}
+        assert formats == {f"affine{bits}_128"}
+        assert_mlx_computes_the_same(own, written)
+        assert greedy(own) == greedy_of_mlx(written)
+
+
+def greedy(model) -> list[int]:
+    """Eight tokens behind the first row of the prompt."""
+    ids = prompt()[:1]
+    found = model.generate(ids, max_new_tokens=8, min_new_tokens=8, do_sample=False)
+    return found[0, ids.shape[1] :].tolist()
+
+
+def greedy_of_mlx(converted) -> list[int]:
+    import mlx.core as mx
+    from mlx_lm.generate import generate_step
+
+    return [int(token) for token, _ in generate_step(mx.array(prompt()[0].numpy()), converted, max_tokens=8)]
 
 
 def test_what_mlx_drops_is_said(tmp_path):

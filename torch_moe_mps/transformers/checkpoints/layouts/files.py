@@ -60,12 +60,17 @@ def checkpoint_files(source: str) -> list[Path]:
             raise ValueError(f"{Path(source) / INDEX} names {file}, which is outside of the folder")
         if not file.exists():
             raise ValueError(f"{file.parent / INDEX} names {file.name}, which is missing")
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except SafetensorError as error:
-            raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
+        check_whole(file)
     return files
+
+
+def check_whole(file: Path) -> None:
+    """Raises: ValueError for a file that is truncated, or is none of safetensors."""
+    try:
+        with safe_open(file, framework="pt"):
+            pass
+    except SafetensorError as error:
+        raise ValueError(f"{file} is truncated or not a safetensors file: {error}") from None
 
 
 def tensors_in(files: Iterable[str]) -> Iterator[tuple[str, str, str, tuple[int, ...]]]:

@@ -40,6 +40,11 @@ if TYPE_CHECKING:  # transformers is not complete yet when its quantizers import
 
 # {number: (name, values of a block, bytes of a block)} of types that the package `gguf` does not know.
 NEWER_TYPES = {42: ("Q2_0", 64, 18)}
+# Types that llama.cpp has given up, and no program reads any more.
+REMOVED_TYPES = {
+    **{4: "Q4_2", 5: "Q4_3", 31: "Q4_0_4_4", 32: "Q4_0_4_8", 33: "Q4_0_8_8"},
+    **{36: "IQ4_NL_4_4", 37: "IQ4_NL_4_8", 38: "IQ4_NL_8_8"},
+}
 _DENSE = ("F32", "F16", "BF16", "F64", "I8", "I16", "I32", "I64")
 
 
@@ -101,6 +106,8 @@ def read_file(path: str) -> tuple[str, list[GgufTensor]]:
         alignment = int(header.metadata.get("general.alignment", 32))
         start = -(-header.end // alignment) * alignment
         for name, shape, kind, offset in header.tensors:
+            if kind in REMOVED_TYPES:
+                raise ValueError(f"{name} has the type {REMOVED_TYPES[kind]}, which llama.cpp has given up")
             if kind not in types:
                 raise ValueError(f"{name} has the unknown type {kind}")
             type_name, values, size = types[kind]
