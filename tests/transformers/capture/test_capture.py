@@ -568,6 +568,20 @@ def test_what_python_notes_at_first_is_no_change():
 
 
 @torch.no_grad()
+def test_the_end_of_a_class_is_no_change():
+    """The garbage collector may come in the middle of a call."""
+    model = accelerated("qwen3_moe", "cpu")
+
+    class Unused(DynamicCache):
+        pass
+
+    fingerprint = Fingerprint(model, captures_of(model))
+    del Unused
+    gc.collect()
+    assert fingerprint.holds()
+
+
+@torch.no_grad()
 def test_a_patched_model_class_and_a_shallow_copy():
     model = accelerated("qwen3_moe", "cpu")
     talk = Conversation(model)

@@ -12,11 +12,11 @@ import torch_moe_mps
 from torch_moe_mps.commands import main
 from torch_moe_mps.transformers.checkpoints.layouts.gguf import header as gguf_header
 
-TOKENS = 262_144
+TOKENS = 30_000
 
 
 def vocabulary() -> dict[str, object]:
-    """A tokenizer's lists, as long as those of Gemma 3."""
+    """A tokenizer's lists."""
     tokens = [f"t{number}" for number in range(TOKENS)]
     return {
         "tokenizer.ggml.model": "llama",

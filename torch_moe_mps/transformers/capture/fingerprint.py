@@ -91,6 +91,7 @@ class Fingerprint:
             owners = (n for n, m in model.named_modules() if m is not model and _has(m, hook))
             raise NotCapturable(f"a hook of {next(owners, 'a module')} may look at each call")
         classes = dict.fromkeys(cls for item in reached.classes for cls in item.__mro__)
+        self._classes = classes  # alive: the end of a cache's class that nobody uses is no change
         files = list(_files(classes))
         _note_first(classes, files)
         self._copies = [
