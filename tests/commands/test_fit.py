@@ -38,6 +38,9 @@ QWEN3 = {
 }
 
 
+SHOWN = (("bytes", 1), ("bytes_a_token", 2))  # what `fit` says of a size, with so many digits
+
+
 def table(output: str, first: str) -> dict[str, list[str]]:
     """{first cell: the others} of the rows below the head that begins with `first`."""
     lines = output.split(f"\n{first} ")[1].split("\n\n")[0].splitlines()[1:]
@@ -262,10 +265,15 @@ def test_a_quantised_checkpoint_as_it_is(tmp_path, capsys):
     (tmp_path / "gpt_oss" / "config.json").write_text(json.dumps(gpt_oss))
     for folder in (ours, mlx, tmp_path / "config", tmp_path / "gpt_oss", tmp_path / "dense"):
         file = str(tmp_path / "x.json")
+        capsys.readouterr()
         assert main(["fit", str(folder), "--group-size", "32", "--recipe", "mixed_4_6", "--json", file]) == 0
-        sizes = {
-            size["name"]: size["bytes"] for size in json.loads((tmp_path / "x.json").read_text())["sizes"]
-        }
+        found = json.loads((tmp_path / "x.json").read_text())["sizes"]
+        sizes = {size["name"]: size["bytes"] for size in found}
+        assert {*sizes} >= {"small", "fast", "best"}
+        output = capsys.readouterr().out
+        assert "  MB read for a token" in output
+        in_mb = [f"{size[key] / 1e6:.{digits}f}" for size in found for key, digits in SHOWN]
+        assert [cell for row in table(output, "weights").values() for cell in row] == in_mb
         assert sizes["4 bit"] < sizes["mixed_4_6"] < sizes["6 bit"]
         if folder.name in ("ours", "mlx", "config"):
             assert sizes["as it is"] == expected
