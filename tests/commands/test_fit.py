@@ -38,6 +38,9 @@ QWEN3 = {
 }
 
 
+SHOWN = (("bytes", 1), ("bytes_a_token", 2))  # what `fit` says of a size, with so many digits
+
+
 def table(output: str, first: str) -> dict[str, list[str]]:
     """{first cell: the others} of the rows below the head that begins with `first`."""
     lines = output.split(f"\n{first} ")[1].split("\n\n")[0].splitlines()[1:]
@@ -53,15 +56,6 @@ def context(space: int, token: int) -> int:
 # Bytes of a layer for the 2,048 tokens of a prompt that are read at once: the inputs and outputs of q, k, v,
 # o, and of the experts for 8 slots.
 PROMPT = 2048 * 2 * (2 * (2048 + 4096) + 2 * (2048 + 512) + 8 * (2048 + 2 * 768 + 768 + 2048))
-
-# As the small ones of Gemma 4 have it: a table of each layer, and layers that read the keys of others.
-SMALL_GEMMA4 = {
-    "enable_moe_block": False,
-    "hidden_size_per_layer_input": 32,
-    "num_hidden_layers": 4,
-    "layer_types": ["sliding_attention", "full_attention"] * 2,
-    "num_kv_shared_layers": 2,
-}
 
 
 @pytest.fixture
@@ -271,10 +265,15 @@ def test_a_quantised_checkpoint_as_it_is(tmp_path, capsys):
     (tmp_path / "gpt_oss" / "config.json").write_text(json.dumps(gpt_oss))
     for folder in (ours, mlx, tmp_path / "config", tmp_path / "gpt_oss", tmp_path / "dense"):
         file = str(tmp_path / "x.json")
+        capsys.readouterr()
         assert main(["fit", str(folder), "--group-size", "32", "--recipe", "mixed_4_6", "--json", file]) == 0
-        sizes = {
-            size["name"]: size["bytes"] for size in json.loads((tmp_path / "x.json").read_text())["sizes"]
-        }
+        found = json.loads((tmp_path / "x.json").read_text())["sizes"]
+        sizes = {size["name"]: size["bytes"] for size in found}
+        assert {*sizes} >= {"small", "fast", "best"}
+        output = capsys.readouterr().out
+        assert "  MB read for a token" in output
+        in_mb = [f"{size[key] / 1e6:.{digits}f}" for size in found for key, digits in SHOWN]
+        assert [cell for row in table(output, "weights").values() for cell in row] == in_mb
         assert sizes["4 bit"] < sizes["mixed_4_6"] < sizes["6 bit"]
         if folder.name in ("ours", "mlx", "config"):
             assert sizes["as it is"] == expected
@@ -346,7 +345,7 @@ def test_no_advice_for_other_machines(tmp_path, capfd, caplog):
 )
 def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
     """At 1, 5 and 40 tokens; gemma4's sliding window is set to 16."""
-    overrides = SMALL_GEMMA4 if architecture == "small gemma4" else {}
+    overrides = tiny_models.SMALL_GEMMA4 if architecture == "small gemma4" else {}
     architecture = architecture.removeprefix("small ")
     config = tiny_models.tiny_config(architecture, **overrides)
     text = config.get_text_config()
@@ -374,7 +373,7 @@ def test_the_cache_on_the_meta_device_is_that_of_a_run(architecture):
 )
 def test_sizes_are_those_of_a_loaded_model(architecture, bits, tmp_path, capsys):
     """From a config alone, and from a checkpoint."""
-    overrides = SMALL_GEMMA4 if architecture == "gemma4" else {}
+    overrides = tiny_models.SMALL_GEMMA4 if architecture == "gemma4" else {}
     with tiny_models.groups_of_32(), tiny_models.sizes(hidden_size=256, moe_intermediate_size=64):
         model = tiny_models.tiny_model(architecture, torch.bfloat16, **overrides)
     model.save_pretrained(tmp_path / "model")

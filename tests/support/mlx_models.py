@@ -157,13 +157,7 @@ CHECKPOINT_NAMES = {
 # Models without experts whose relatives have some.
 WITHOUT_EXPERTS: dict[str, dict] = {
     "gemma4 without experts": {"enable_moe_block": False, "final_logit_softcapping": 30.0},
-    "gemma4 with tables of layers without experts": {
-        "enable_moe_block": False,
-        "hidden_size_per_layer_input": 32,
-        "num_hidden_layers": 4,
-        "layer_types": ["sliding_attention", "full_attention"] * 2,
-        "num_kv_shared_layers": 2,
-    },
+    "gemma4 with tables of layers without experts": tiny_models.SMALL_GEMMA4,
     "qwen3_5": {},
     "qwen3_5 with vision": {},
 }

@@ -187,6 +187,14 @@ EXTRA: dict[str, dict] = {
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
 }
+# As the small dense ones of Gemma 4 have it: a table of each layer, and layers that read the keys of others.
+SMALL_GEMMA4 = {
+    "enable_moe_block": False,
+    "hidden_size_per_layer_input": 32,
+    "num_hidden_layers": 4,
+    "layer_types": ["sliding_attention", "full_attention"] * 2,
+    "num_kv_shared_layers": 2,
+}
 # Sizes of older causal models, which have other names for them.
 SIZES_OF_OTHERS = {
     "is_decoder": True,

@@ -96,8 +96,9 @@ def report(
     lines.append(
         f"a prompt takes at most {prompt / 1e9:.3f} GB for {AT_ONCE:,} tokens, which are read at once"
     )
-    cells = [[f"{s.name}", f"{s.weights / 1e9:.1f}", f"{s.token / 1e9:.2f}"] for s in sizes]
-    lines += ["", *aligned([["weights", "GB", "GB read for a token"], *cells], 1)]
+    unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
+    cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
+    lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
     longest, names = context_of(model.config), [size.name for size in sizes]
     limits = [(f"{gib} GB", wired_limit(gib)) for gib in MEMORIES]
     if mac is not None:

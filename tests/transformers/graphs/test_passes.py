@@ -170,6 +170,15 @@ def activation_of_the_first_outputs(x, r):
     return silu(first.view(1, H) / 4), second + 1
 
 
+def gelu_of_outputs(x, r):
+    first, second = projected(x, 0), projected(x, 1)
+    return torch.nn.functional.gelu(first), second + 1
+
+
+def gelu_by_tanh_of_outputs(x, r):
+    return torch.nn.functional.gelu(linear(x), approximate="tanh") * r
+
+
 def activation_of_the_last_outputs(x, r):
     first, second = projected(x, 0), projected(x, 1)
     return first + 1, silu(second)
@@ -389,6 +398,8 @@ CASES: dict[Callable | str, dict[str, int]] = {
     linears_of_an_input_that_changes: {"linear_quantized": 2, "clone": 1, "add_": 1},
     linears_without_parameters: {"linear_quantized": 2, "mul": 1},
     activation_of_the_first_outputs: LINEAR | {"add": 1},
+    gelu_of_outputs: LINEAR | {"add": 1},
+    gelu_by_tanh_of_outputs: LINEAR | {"mul": 1},
     activation_of_the_last_outputs: LINEAR | {"add": 1, "silu": 1},
     activation_of_what_is_read_elsewhere: LINEAR | {"silu": 1, "mul": 1},
     activation_of_a_quotient_that_is_read_elsewhere: LINEAR | {"div": 1, "silu": 1, "mul": 1},

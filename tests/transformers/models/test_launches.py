@@ -170,6 +170,13 @@ def test_a_dense_layer_launches_what_its_relative_does_beside_experts(simulated,
         assert dense[kind] == layer - experts + mlp, kind
 
 
+def test_launches_of_a_layer_of_a_small_gemma4(simulated):
+    """Without keys of its own. 4 are for the table of each layer: gate, product, projection and norm."""
+    model = accelerated("gemma4", **tiny_models.SMALL_GEMMA4)
+    found = of_layers(captured_by_type(simulated, model))
+    assert {kind: sum(layer.values()) for kind, layer in found.items()} == {"sliding": 12, "full": 12}
+
+
 # Layers of linear attention, by what makes the last layer one: the most launches of one token.
 LINEAR = {
     "kimi_linear": ({"layer_types": ["full_attention", "linear_attention"]}, 9),

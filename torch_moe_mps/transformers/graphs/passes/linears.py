@@ -81,22 +81,31 @@ def order_outputs(graph: fx.Graph) -> None:
 
 
 def activate_in_linears(graph: fx.Graph) -> None:
-    """silu(linear_quantized(X) / N) -> linear_quantized(X, activation="silu"), also of its first outputs"""
-    for silu in calls(graph, aten.silu):
-        value, divisor = _quotient(silu.args[0], silu)
+    """silu(linear_quantized(X) / N) -> linear_quantized(X, activation="silu"), also of its first outputs
+
+    GELU in the same way.
+    """
+    for active in calls(graph, aten.silu, aten.gelu):
+        value, divisor = _quotient(active.args[0], active)
         call = _linear_behind(beneath(value))
         if call is None or not isinstance(divisor, (int, float)) or divisor == 0:
             continue
-        passed, like = arguments(call), tensor_of(silu)
-        alike = like.dtype == tensor_of(call).dtype and is_final(silu) and is_final(call)
+        passed, like = arguments(call), tensor_of(active)
+        alike = like.dtype == tensor_of(call).dtype and is_final(active) and is_final(call)
         if not alike or passed["residual"] is not None or passed["activation"] is not None:
             continue
-        first = in_shape(value, silu, silu)
-        if first is None or not _show([silu], [tensor_of(first)]):
+        first = in_shape(value, active, active)
+        if first is None or not _show([active], [tensor_of(first)]):
             continue
         options = {"activated": tensor_of(beneath(value)).shape[-1], "factor": 1 / divisor}
-        silu.replace_all_uses_with(first)
-        call.replace_all_uses_with(changed(call, call, activation="silu", **options))
+        active.replace_all_uses_with(first)
+        call.replace_all_uses_with(changed(call, call, activation=_name_of(active), **options))
+
+
+def _name_of(active: fx.Node) -> str:
+    if is_call(active, aten.silu):
+        return "silu"
+    return {"none": "gelu", "tanh": "gelu_tanh"}[arguments(active)["approximate"]]
 
 
 def _quotient(value: Any, reader: fx.Node) -> tuple[Any, Any]:
