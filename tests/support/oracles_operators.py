@@ -701,6 +701,7 @@ def expert_lora_backward(a):
         errors[0] = errors[0].sum(1) + roundoff(a.x.dtype) * sizes[0].sum(1)
         dx = dx.sum(1)
     known = is_listed(a)
+    of_b, errors[2] = of_b.T, errors[2].T
     return [Expected(*each, known) for each in zip((dx, of_a, of_b), errors, strict=True)]
 
 

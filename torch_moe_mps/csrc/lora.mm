@@ -111,10 +111,10 @@ std::tuple<Tensor, Tensor, Tensor> expert_lora_backward(const Tensor& dy_, const
   set_ids(params, x, ids, pair_order);
   if (dy.numel() == 0 || x.numel() == 0) {
     return {at::zeros(x.sizes(), x.options()), at::zeros(a.sizes(), a.options()),
-            at::zeros(b.sizes(), b.options())};
+            at::zeros({b.size(1), b.size(0)}, b.options())};
   }
   const Tensor dx = at::empty(x.sizes(), x.options()), da = at::empty(a.sizes(), a.options());
-  const Tensor db = at::empty(b.sizes(), b.options());
+  const Tensor db = at::empty({b.size(1), b.size(0)}, b.options());  // column after column
   const bool sums = x.dim() == 2;
   const Tensor of_pairs = sums ? at::empty({ids.size(0), ids.size(1), params.inputs}, x.options()) : dx;
   const auto inner = a.options().dtype(at::kFloat);

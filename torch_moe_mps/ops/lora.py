@@ -80,8 +80,8 @@ def _lora_backward(grad, asked, given):
                 torch.ops.moe_mps.moe_bucket(given["ids"], given["experts"]),
                 strict=True,
             )
-        outs = torch.ops.moe_mps.expert_lora_backward(grad, *(given[name] for name in names))
-        gradients |= zip(("x", "a", "b"), outs, strict=True)
+        dx, da, db = torch.ops.moe_mps.expert_lora_backward(grad, *(given[name] for name in names))
+        gradients |= {"x": dx, "a": da, "b": db.t()}
     return gradients
 
 
@@ -136,7 +136,7 @@ def expert_lora(
 def _meta_backward(check, x, a, b, offsets, experts, **_):
     _check_rank(check, a, b, experts)
     check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
-    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape)
+    return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape[::-1])
 
 
 @operator(
@@ -165,8 +165,9 @@ def expert_lora_backward(
         dy: [T, K, N], float32, float16 or bfloat16: the gradient of the output.
         x, a, b, ids, pair_order, offsets, experts, scaling: as for expert_lora, `x` in the dtype of `dy`.
 
-    Returns: dx, da, db like x, a and b; computed in float32, rounded once. On Metal sums go over the pairs in
-        ascending order, and dx of a slot is rounded before it is added to others.
+    Returns: dx and da like x and a, and db [r E, N], the columns of b one after another; computed in float32,
+        rounded once. On Metal sums go over the pairs in ascending order, and dx of a slot is rounded before
+        it is added to others.
 
     Raises: ValueError for a dtype, shape, number or device that does not fit.
     """
@@ -185,7 +186,7 @@ def expert_lora_backward(
     dx = project_slots(own, ids, (experts, a.shape[1]), back, None)
     outer = torch.ops.moe_mps.expert_outer
     da = outer(own, x.float(), ids, experts).flatten(0, 1)
-    db = outer(dy.float(), inner, ids, experts).permute(1, 2, 0).flatten(1) * scaling
+    db = outer(dy.float(), inner, ids, experts).permute(2, 0, 1).flatten(0, 1) * scaling
     return (dx.sum(1) if x.dim() == 2 else dx).to(x.dtype), da.to(a.dtype), db.to(b.dtype)
 
 

@@ -305,8 +305,8 @@ template <typename T>
                group.x * kLoraThreads + thread_index, 1.0f, first, end, pair_order, staged, thread_index,
                params);
   } else {
-    outer_sums(factor_b(db, group.y, ulong(params.rank) * params.experts, 1, params), dy, products, true,
-               params.outputs, (group.x - blocks) * kLoraThreads + thread_index, params.scaling, first, end,
-               pair_order, staged, thread_index, params);
+    outer_sums(factor_b(db, group.y, 1, params.outputs, params), dy, products, true, params.outputs,
+               (group.x - blocks) * kLoraThreads + thread_index, params.scaling, first, end, pair_order,
+               staged, thread_index, params);
   }
 }

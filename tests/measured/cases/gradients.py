@@ -154,7 +154,7 @@ class Adapter(Case):
             dx.index_add_(0, token, gradient @ own)
             da[e * self.rank : (e + 1) * self.rank] = gradient.T @ x[token]
             db[:, e :: self.experts] = 0.5 * y[token, slot].T @ inner
-        return [dx, da, db] if self.gradient else [out]
+        return [dx, da, db.T] if self.gradient else [out]
 
     def wrong(self, before, after):
         found = [after[f"result{i}"] for i in range(3 if self.gradient else 1)]
