@@ -209,6 +209,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("dy must be of shape [..., I] = (3, 2, 32), got (3, 2, 33)", dy=zeros(T, 2, 33)),
         ],
         "linear_lora": [
+            wrong("a finite number", scaling=float("inf")),
             wrong(
                 "a must be of r E rows, with E = 1 and r between 1 and 256, got (257, 64)",
                 a=zeros(257, H),
@@ -218,6 +219,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("x must be of shape [..., H] = (3, 64), got (4, 64)", x=zeros(T + 1, H)),
         ],
         "expert_lora": [
+            wrong("a finite number", scaling=float("inf")),
             wrong(
                 "a must be of r E rows, with E = 8 and r between 1 and 256, got (25, 64)",
                 a=zeros(25, H),
@@ -226,6 +228,7 @@ def bad_arguments(device: str) -> list[tuple[str, str, dict]]:
             wrong("between 1 and 1024", experts=0),
         ],
         "expert_lora_backward": [
+            wrong("a finite number", scaling=float("inf")),
             wrong(
                 "offsets must be of shape [E + 1] = (9,), got (8,)", offsets=torch.zeros(8, dtype=torch.int32)
             ),

@@ -4,6 +4,8 @@ The factors of E experts are stored as PEFT stores them: A [r E, H], row e r + i
 B [N, r E], column i E + e is column i of expert e.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -17,17 +19,19 @@ _FACTORS = "a[_, H] b[N, _]:a"
 _PAIRS = "pair_order[T*K]:int32 offsets[_]:int32"
 
 
-def _check_rank(check, a, b, experts):
+def _check_factors(check, a, b, experts, scaling):
     columns = a.shape[0]
     if b.shape[1] != columns:
         check.fail("b", f"of shape [N, r E] with r E = {columns} rows as in a", tuple(b.shape))
     if columns % experts or not 1 <= columns // experts <= MAX_RANK:
         expected = f"of r E rows, with E = {experts} and r between 1 and {MAX_RANK}"
         check.fail("a", expected, tuple(a.shape))
+    if not math.isfinite(scaling):
+        check.fail("scaling", "a finite number", scaling)
 
 
 def _meta_linear_lora(check, added, x, a, b, scaling):
-    _check_rank(check, a, b, 1)
+    _check_factors(check, a, b, 1, scaling)
     return torch.empty_like(added, memory_format=torch.contiguous_format)
 
 
@@ -63,8 +67,8 @@ def _inner(x: Tensor, a: Tensor, ids: Tensor, experts: int) -> Tensor:
     return project_slots(x.float(), ids, (experts, len(a) // experts), _of_expert(a, experts, False), None)
 
 
-def _meta_expert_lora(check, added, a, b, offsets, experts, **_):
-    _check_rank(check, a, b, experts)
+def _meta_expert_lora(check, added, a, b, offsets, experts, scaling, **_):
+    _check_factors(check, a, b, experts, scaling)
     if offsets is not None:
         check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
     return added.new_empty(added.shape)
@@ -133,8 +137,8 @@ def expert_lora(
     return (added.float() + outer * scaling).to(added.dtype)
 
 
-def _meta_backward(check, x, a, b, offsets, experts, **_):
-    _check_rank(check, a, b, experts)
+def _meta_backward(check, x, a, b, offsets, experts, scaling, **_):
+    _check_factors(check, a, b, experts, scaling)
     check.shape("offsets", offsets, (experts + 1,), "[E + 1]")
     return x.new_empty(x.shape), a.new_empty(a.shape), b.new_empty(b.shape[::-1])
 
