@@ -97,7 +97,7 @@ def other_on_mps(architecture: str) -> nn.Module:
 
 
 def layers_of(model: nn.Module) -> tuple[nn.Module, str]:
-    """Where the layers of a model's decoder are: a module, and the name of its list of them.
+    """The module that has the layers of a model's decoder, and the name of their list.
 
     Raises: LookupError for none.
     """
@@ -115,7 +115,7 @@ def layers_of(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 def name_of_cache(model: nn.Module) -> str:
-    """What a model's forward calls its cache."""
+    """The argument of a model's forward that is its cache."""
     names = inspect.signature(type(model).forward).parameters
     return next((name for name in CACHES if name in names), CACHES[0])
 

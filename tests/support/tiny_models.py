@@ -187,7 +187,7 @@ EXTRA: dict[str, dict] = {
     "zamba": {"num_hidden_layers": 3, "layers_block_type": ["linear_attention", "hybrid", "hybrid"]},
     "zamba2": {"layers_block_type": ["linear_attention", "hybrid"]},
 }
-# As the small dense ones of Gemma 4 have it: a table of each layer, and layers that read the keys of others.
+# Parts of the small dense Gemma 4: a table of each layer, and layers that read the keys of others.
 SMALL_GEMMA4 = {
     "enable_moe_block": False,
     "hidden_size_per_layer_input": 32,

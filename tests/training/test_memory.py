@@ -64,7 +64,7 @@ def test_peak_on_the_device(simulated, monkeypatch):
     words = 4000
     for module in (loss, memory_of_steps):
         monkeypatch.setattr(module, "LARGEST", 2 * words)
-    # What is held does not depend on values, so nothing has to be computed.
+    # Memory does not depend on values, so nothing has to be computed.
     (two, said), (four, more) = (
         counted_and_said("qwen3_moe", "mps", 24, layers, words, simulated.dropped) for layers in (2, 4)
     )

@@ -151,7 +151,7 @@ struct Cache {
   const OptionalTensor& beside() const { return tail ? tail : scales; }
 };
 
-// Of tokens and keys, or heads, kernels have the strides in 32 bits.
+// Kernels have the strides of tokens and keys, or heads, in 32 bits.
 OptionalTensor readable_mask(const OptionalTensor& mask) {
   const bool near = !mask || std::max(mask->stride(2), mask->stride(3)) <= kMostElements;
   return near ? mask : std::optional(mask->contiguous());

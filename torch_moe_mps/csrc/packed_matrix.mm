@@ -31,7 +31,7 @@ MatrixStack packed_matrix(const Tensor& packed, const Tensor& scales, const Opti
   matrix.rows = packed.size(-2);
   matrix.norms_inputs = format.norms_inputs();
   matrix.inputs = packed.size(-1) * 32 / format.bits;
-  // Of a matrix kernels count words, and bits of scales that are bytes.
+  // Kernels count the words of a matrix, and the bits of scales that are bytes.
   check_counted("a packed matrix", matrix.rows * std::max(packed.size(-1), 8 * scales.size(-1)),
                 packed.sizes());
   return matrix;

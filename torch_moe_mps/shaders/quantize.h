@@ -65,7 +65,7 @@ struct GroupPart {
     return sum_of_lanes(error, lanes);
   }
 
-  // Of the group, the largest |w - decoded|.
+  // The largest |w - decoded| of the group.
   template <typename Codes>
   float farthest_of(Codes codes) const {
     float farthest = 0.0f;

@@ -53,7 +53,7 @@ def nothing_known(monkeypatch):
 
 
 def results_of(call, args, options, recorder=None) -> list[Tensor]:
-    """What an operator gives for fake tensors like these."""
+    """Results of an operator for fake tensors like these."""
     recorder = recorder or Recorder()
 
     def faked(value):

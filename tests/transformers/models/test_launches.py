@@ -140,7 +140,7 @@ def test_launches_of_a_layer_that_chooses_pools(simulated, monkeypatch, tokens):
     assert found["indexed"]["index_select_bf16"] == 1
 
 
-# What a layer of experts launches, with the norms beside it in Gemma 4; and an MLP in its place.
+# Launches of a layer of experts, with the norms beside it in Gemma 4; and of an MLP in its place.
 _EXPERTS = Counter(
     ["normed_logits_few_bf16", "matmul_rows_chosen8_affine4_32_bf16", "expert_down_affine4_32_bf16"]
 )
