@@ -272,7 +272,7 @@ class TestRegisters:
         assert m.registers.registers <= 24
 
     def test_the_address_of_a_threads_own_variable_is_a_constant(self):
-        """A variable that no optimisation removes, written before other values are live and read behind them."""
+        """A variable that stays in memory, written before other values are live and read behind them."""
         registers = []
         for before, behind in (("", ""), ("volatile float kept = a[i];", "out[i] = kept;")):
             m = counted(f"{before} {live(32)} {behind}", [floats(8192), empty(4096)])
