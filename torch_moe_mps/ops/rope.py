@@ -258,8 +258,8 @@ CALLS: Calls = {
 }
 CHANGES: Changes = {
     "rope": lambda s: [
-        {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": 8}
-        | s.of("cos[2, T, 4] sin[2, T, 4]", rotary_last=True),
+        {"k": None, "k_weight": None, "pairs": "interleaved", "rotary_dim": min(8, s.D), "rotary_last": True}
+        | {name: s.values(2, s.T, min(8, s.D) // 2) for name in ("cos", "sin")},
     ],
     "rope_cache_": lambda s: [
         {
