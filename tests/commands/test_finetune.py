@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import signal
+import warnings
 import xml.etree.ElementTree as ET
 
 import peft
@@ -46,7 +47,9 @@ def trained(folder):
         patch.setattr(
             finetune, "print", lambda *words, **_: lines.append(" ".join(map(str, words))), raising=False
         )
-        assert run(folder, folder / "adapter", "--steps", 12) == 0
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", RuntimeWarning)  # PEFT says that ranks of experts are ignored
+            assert run(folder, folder / "adapter", "--steps", 12) == 0
     return folder / "adapter", lines
 
 

@@ -20,6 +20,8 @@ from ..modules.linears import GroupedLinear, QuantizedLinear
 
 ops = torch.ops.moe_mps
 
+# PEFT heeds ranks of target_parameters, but looks for their names among modules, and warns.
+FALSE_WARNING = "The following (rank|alpha)_pattern keys did not match any targeted module"
 _INITIAL = (True, False, "gaussian")  # others decompose the dense weight
 
 
