@@ -527,13 +527,13 @@ def test_declared_dependences(name):
     declared, arguments = DECLARED[name], packet(name).default._schema.arguments
     defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
     base = defaults | sample_arguments(name, "cpu", torch.float32)
+    samples = [base | changes for changes in ({}, *more_samples(name, "cpu", torch.float32))]
     for dependence in declared.dependences:
         for argument in dependence.arguments:
             kind = next(str(a.type) for a in arguments if a.name == argument)
             expected = f"{'given' if dependence.is_only else 'None'} {dependence.why}"
             refusals = set()
-            for changes in ({}, *more_samples(name, "cpu", torch.float32)):
-                good = base | changes
+            for good in samples:
                 applies = dependence.applies(good)
                 if dependence.is_only or applies:
                     value = (

@@ -30,7 +30,7 @@ import re
 import subprocess
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -178,22 +178,27 @@ def includes() -> dict[Path, set[Path]]:
     }
 
 
-@functools.cache
-def included(path: Path) -> frozenset[Path]:
-    """A file of the host code or of the shaders, and those that it includes, by other headers too."""
+def closure(path: Path, behind: Callable[[set[Path]], set[Path]]) -> set[Path]:
+    """A file, those behind it, those behind these, and so on."""
     found, ahead = set(), {path}
     while ahead:
         found |= ahead
-        ahead = {other for each in ahead for other in includes().get(each, ())} - found
-    return frozenset(found & includes().keys())
+        ahead = behind(ahead) - found
+    return found
+
+
+@functools.cache
+def included(path: Path) -> frozenset[Path]:
+    """A file of the host code or of the shaders, and those that it includes, by other headers too."""
+    known = includes()
+    found = closure(path, lambda files: {other for file in files for other in known.get(file, ())})
+    return frozenset(found & known.keys())
 
 
 def including(path: Path) -> set[Path]:
     """A source, or those that include a header, themselves or by other headers."""
-    found, ahead = set(), {path}
-    while ahead:
-        found |= ahead
-        ahead = {other for other, names in includes().items() if names & ahead} - found
+    known = includes().items()
+    found = closure(path, lambda files: {other for other, names in known if names & files})
     return {source for source in found if source.suffix != ".h"}
 
 

@@ -20,7 +20,7 @@ from ..pipeline.shares import shares_that_fit
 from ..quantization import Format
 from ..serving.prompts import AT_ONCE, LONGEST, prompt_bytes
 from ..transformers.basics.interface import experts_of
-from ..transformers.basics.report import aligned
+from ..transformers.basics.report import aligned, unit_of
 from ..transformers.checkpoints.layouts.files import checkpoint_files
 from ..transformers.checkpoints.layouts.gguf.reading import GgufLayout
 from ..transformers.checkpoints.layouts.own.config import QuantizationConfig
@@ -96,7 +96,7 @@ def report(
     lines.append(
         f"a prompt takes at most {prompt / 1e9:.3f} GB for {AT_ONCE:,} tokens, which are read at once"
     )
-    unit, size = ("GB", 1e9) if total >= 1e9 else ("MB", 1e6)
+    size, unit = unit_of(total)
     cells = [[s.name, f"{s.weights / size:.1f}", f"{s.token / size:.2f}"] for s in sizes]
     lines += ["", *aligned([["weights", unit, f"{unit} read for a token"], *cells], 1)]
     longest, names = context_of(model.config), [size.name for size in sizes]

@@ -5,7 +5,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -166,12 +165,10 @@ def with_adapter(options: argparse.Namespace, model: Any) -> Any:
     try:
         from peft import PeftModel
 
-        from ..transformers.adapters.lora import FALSE_WARNING, check_stored
+        from ..transformers.adapters.lora import check_stored, quiet
     except ImportError:
         raise ValueError("--adapter needs PEFT: pip install 'torch-moe-mps[adapters]'") from None
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)  # of names in transformers that PEFT still uses
-        warnings.filterwarnings("ignore", FALSE_WARNING, RuntimeWarning)
+    with quiet():
         try:
             adapted = PeftModel.from_pretrained(model, options.adapter)
         except RuntimeError as error:  # of load_state_dict, whose second line has the first tensor

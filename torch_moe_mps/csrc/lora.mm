@@ -22,9 +22,6 @@ constexpr int64_t kFewTiles = 64;
 Tensor dense(const Tensor& b) {
   return b.t().is_contiguous() ? b : b.contiguous();
 }
-Tensor memory_of(const Tensor& b) {
-  return b.is_contiguous() ? b : b.t();
-}
 
 LoraParams lora_params(const Tensor& a, const Tensor& b, int64_t pairs, int64_t experts, double scaling) {
   LoraParams params{};
@@ -74,9 +71,10 @@ Tensor with_adapter(const Tensor& added, const Tensor& x, const Tensor& a, const
   if (out.numel() == 0) return out;
   Commands commands;
   Command& command = commands.add({"lora", added.scalar_type()}, "lora", ids);
-  const Tensor memory = memory_of(b);
   // Metal binds no empty buffer; without inputs the kernel reads none.
-  command.bind(added, x.numel() > 0 ? x : added, a.numel() > 0 ? a : added, memory, ids, pair_order, out);
+  command.bind(added, x.numel() > 0 ? x : added, a.numel() > 0 ? a : added)
+      .bind_strided(b)
+      .bind(ids, pair_order, out);
   launch_tiles(command, params, params.outputs, 1);
   commands.encode();
   return out;
@@ -122,9 +120,8 @@ std::tuple<Tensor, Tensor, Tensor> expert_lora_backward(const Tensor& dy_, const
   const Tensor products = at::empty({params.pairs, params.rank}, inner);
   Commands commands;
   const Library library{"lora", dy.scalar_type()};
-  const Tensor memory = memory_of(b);
   Command& command = commands.add(library, "lora_backward");
-  command.bind(dy, x, a, memory, ids, pair_order, of_pairs, gradients, products);
+  command.bind(dy, x, a).bind_strided(b).bind(ids, pair_order, of_pairs, gradients, products);
   launch_tiles(command, params, params.inputs, 2);
   if (sums) add_slot_sum(commands, of_pairs, dx);
   commands.add(library, "lora_outer")

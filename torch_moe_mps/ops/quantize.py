@@ -157,8 +157,10 @@ def _affine(
     scale, half = scale.to(dtype).float(), 2 ** (format.bits - 1)
     lines = affine_range(low, high, format.bits), (scale, bias - half * scale)
     theirs, ours = [(scale.to(dtype).float(), bias.to(dtype).float()) for scale, bias in lines]
-    (error, _), (least, farthest) = (fit.errors_of(groups, *line) for line in (theirs, ours))
-    better = (least < error) & (farthest <= torch.maximum(low.abs(), high.abs()))
+    error = fit.error_of(fit.apart(groups, *theirs))
+    apart = fit.apart(groups, *ours)
+    near = apart.amax(-1, keepdim=True) <= torch.maximum(low.abs(), high.abs())
+    better = near & (fit.error_of(apart) < error)
     scale, bias = (torch.where(better, our, their) for our, their in zip(ours, theirs, strict=True))
     return fit.codes(groups, scale, bias).to(torch.uint8), scale.squeeze(-1), bias.squeeze(-1)
 
@@ -229,11 +231,13 @@ class _Fit:
         codes = torch.sub(groups, bias, out=self.room[0]).mul_(torch.where(scale == 0, 0.0, 1 / scale))
         return codes.round_().clamp_(0, 2 * self.half - 1)
 
-    def errors_of(self, groups: Tensor, scale: Tensor, bias: Tensor) -> tuple[Tensor, Tensor]:
-        """The weighted error of each group, and the largest of a weight."""
-        apart = self.codes(groups, scale, bias).mul_(scale).add_(bias).sub_(groups).abs_()
-        farthest = apart.amax(-1, keepdim=True)
-        return _sums(apart.square_(), self.k).unsqueeze(-1), farthest
+    def apart(self, groups: Tensor, scale: Tensor, bias: Tensor) -> Tensor:
+        """Distances of weights from their nearest codes; the next call takes their memory."""
+        return self.codes(groups, scale, bias).mul_(scale).add_(bias).sub_(groups).abs_()
+
+    def error_of(self, apart: Tensor) -> Tensor:
+        """The weighted error of each group, from distances, which become squares."""
+        return _sums(apart.square_(), self.k).unsqueeze(-1)
 
 
 # Formats without biases

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
 
-from ..transformers.adapters.lora import FALSE_WARNING
+from ..transformers.adapters.lora import quiet
 from ..transformers.basics.interface import experts_of, projections
 from ..transformers.checkpoints.layouts.files import check_whole
 from .examples import Example
@@ -213,11 +213,8 @@ class Training:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Without warnings of new names of options, of a base model that PEFT looks for on the Hub, and of ranks
-    that count."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        warnings.filterwarnings("ignore", FALSE_WARNING, RuntimeWarning)
+    """Without the warnings that `quiet` leaves out, and one of a base model that PEFT looks for."""
+    with quiet():
         warnings.filterwarnings("ignore", "(Unable to fetch|Could not find a config)", UserWarning)
         yield
 

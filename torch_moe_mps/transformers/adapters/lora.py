@@ -5,6 +5,9 @@ row e r + i is row i of expert e, and B [out, r E], column i E + e is column i o
 column after column, so that a token reads those of its experts alone; files have rows.
 """
 
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, NoReturn
 
 import torch
@@ -20,9 +23,20 @@ from ..modules.linears import GroupedLinear, QuantizedLinear
 
 ops = torch.ops.moe_mps
 
-# PEFT heeds ranks of target_parameters, but looks for their names among modules, and warns.
-FALSE_WARNING = "The following (rank|alpha)_pattern keys did not match any targeted module"
 _INITIAL = (True, False, "gaussian")  # others decompose the dense weight
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Without two warnings of PEFT: of names that transformers gives up, and of ranks of target_parameters.
+
+    It heeds such ranks, but looks for their names among modules.
+    """
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        ignored = "The following (rank|alpha)_pattern keys did not match any targeted module"
+        warnings.filterwarnings("ignore", ignored, RuntimeWarning)
+        yield
 
 
 def refuse(what: str, expected: str, came: object) -> NoReturn:

@@ -124,9 +124,15 @@ def any_layer(name: str) -> str:
     return re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name)
 
 
+def unit_of(largest: int) -> tuple[float, str]:
+    """The bytes and the name of the unit for numbers of bytes up to the largest."""
+    return (1e9, "GB") if largest >= 1e9 else (1e6, "MB")
+
+
 def in_unit(largest: int) -> Callable[[int], str]:
     """A function that formats numbers of bytes in one unit, chosen by the largest."""
-    size, name, digits = (1e9, "GB", 2) if largest >= 1e9 else (1e6, "MB", 1)
+    size, name = unit_of(largest)
+    digits = 2 if name == "GB" else 1
     return lambda count: f"{count / size:.{digits}f} {name}"
 
 
