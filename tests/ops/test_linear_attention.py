@@ -247,7 +247,9 @@ def test_an_rg_lru_in_pieces(device):
     expected = None
     for sizes in ([70], [1, 69], [32, 32, 6], [31, 0, 34, 5]):
         own, results = state.clone(), []
-        for *part, places in zip(*(each.split(sizes, 1) for each in (x, opens, keeps, positions)), strict=True):
+        for *part, places in zip(
+            *(each.split(sizes, 1) for each in (x, opens, keeps, positions)), strict=True
+        ):
             results.append(rg_lru_(*part, own, decay, positions=places))
         found = torch.cat(results, 1).cpu(), own.cpu()
         expected = expected or found

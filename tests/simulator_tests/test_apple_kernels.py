@@ -249,7 +249,7 @@ def linear_attention(dtype: torch.dtype) -> Iterator[Call]:
     state, decay = on_device(1, 256), on_device(256)
     for tokens in (1, 48):
         x = on_device(1, tokens, 256, dtype=dtype)
-        call = functools.partial(torch.ops.moe_mps.rg_lru_, x, x, x, state, decay, factor=x)
+        call = functools.partial(torch.ops.moe_mps.rg_lru_, x, x, x, state, decay, branch=x)
         yield f"rg_lru_ of {tokens}", call, {}, x.numel()
 
 

@@ -109,11 +109,11 @@ def rg_lru(a) -> tuple[np.ndarray, ...]:
         begins = a.positions.cpu().numpy()[..., None] == 0
         width, decay = np.where(begins, 1.0, width), np.where(begins, 0.0, decay)
     magnitude, result, result_magnitude = abs(state), np.empty_like(x), np.empty_like(x)
-    factor = np.ones_like(x) if a.factor is None else exact(a.factor)
+    branch = np.ones_like(x) if a.branch is None else exact(a.branch)
     for t in range(x.shape[1]):
         new = width[:, t] * opened[:, t] * x[:, t]
         state, magnitude = decay[:, t] * state + new, decay[:, t] * magnitude + abs(new)
-        result[:, t], result_magnitude[:, t] = state * factor[:, t], magnitude * abs(factor[:, t])
+        result[:, t], result_magnitude[:, t] = state * branch[:, t], magnitude * abs(branch[:, t])
     return result, state, result_magnitude, magnitude
 
 

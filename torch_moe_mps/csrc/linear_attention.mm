@@ -187,7 +187,7 @@ Tensor selective_scan_(const Tensor& x, const Tensor& step, const Tensor& b, con
 
 Tensor rg_lru_(const Tensor& x, const Tensor& input_gate, const Tensor& decay_gate, const Tensor& state,
                const Tensor& decay_, const OptionalTensor& positions, const OptionalTensor& input_bias_,
-               const OptionalTensor& decay_bias_, const OptionalTensor& factor) {
+               const OptionalTensor& decay_bias_, const OptionalTensor& branch) {
   const Tensor output = at::empty(x.sizes(), x.options());
   if (output.numel() == 0) return output;
   const Tensor decay = decay_.contiguous();
@@ -196,7 +196,7 @@ Tensor rg_lru_(const Tensor& x, const Tensor& input_gate, const Tensor& decay_ga
   params.x = token_strides(x);
   params.input_gate = token_strides(input_gate);
   params.decay_gate = token_strides(decay_gate);
-  params.factor = token_strides(factor);
+  params.branch = token_strides(branch);
   params.state = {uint64_t(state.stride(0)), 0, uint64_t(state.stride(1))};
   if (positions) {
     params.position_words = positions->element_size() / sizeof(uint32_t);
@@ -208,11 +208,11 @@ Tensor rg_lru_(const Tensor& x, const Tensor& input_gate, const Tensor& decay_ga
   params.decay_dtype = dtype_code(decay);
   params.has_input_bias = has(input_bias, params.input_bias_dtype);
   params.has_decay_bias = has(decay_bias, params.decay_bias_dtype);
-  params.has_factor = factor.has_value();
+  params.has_branch = branch.has_value();
 
   Commands commands;
   commands.add({"linear_attention", x.scalar_type()}, "rg_lru", output)
-      .bind_strided(x, input_gate, decay_gate, factor, positions, state)
+      .bind_strided(x, input_gate, decay_gate, branch, positions, state)
       .bind(decay, input_bias, decay_bias, output)
       .params(params)
       .threadgroups({ceil_div(params.channels, kRgLruThreads), x.size(0)}, {kRgLruThreads});

@@ -293,7 +293,7 @@ def selective_scan_(
 
 @operator(
     "x[B, T, C] input_gate[B, T, C]:x decay_gate[B, T, C]:x state_[B, C]:float32 decay[C] positions[B, T]:id "
-    "input_bias[C] decay_bias[C] factor[B, T, C]:x -> x"
+    "input_bias[C] decay_bias[C] branch[B, T, C]:x -> x"
 )
 def rg_lru_(
     x: Tensor,
@@ -305,13 +305,13 @@ def rg_lru_(
     positions: Tensor | None = None,
     input_bias: Tensor | None = None,
     decay_bias: Tensor | None = None,
-    factor: Tensor | None = None,
+    branch: Tensor | None = None,
 ) -> Tensor:
     """Griffin's real-gated linear recurrent unit, token after token. For each channel, which has one state:
 
         a = exp(-8 * softplus(decay) * sigmoid(decay_gate + decay_bias))
         state_ = a * state_ + sqrt(1 - a^2) * sigmoid(input_gate + input_bias) * x
-        result = state_ * factor
+        result = state_ * branch
 
     A token at position 0 begins anew: its a is 0, whatever the state holds.
 
@@ -326,7 +326,7 @@ def rg_lru_(
         decay: [C], any of the three dtypes.
         positions: [B, T], int32 or int64, or None: no token begins anew.
         input_bias, decay_bias: [C], any of the three dtypes, or None.
-        factor: [B, T, C] in the dtype of `x`, or None: 1.
+        branch: [B, T, C] in the dtype of `x`, such as the other branch of a block, or None: 1.
 
     Returns: [B, T, C] in the dtype of `x`.
 
@@ -347,7 +347,7 @@ def rg_lru_(
         state = before + width * opened * x[:, token].float()
         results[:, token] = state
     state_.copy_(state)
-    return (results if factor is None else results * factor.float()).to(x.dtype)
+    return (results if branch is None else results * branch.float()).to(x.dtype)
 
 
 CALLS: Calls = {
@@ -358,7 +358,7 @@ CALLS: Calls = {
     ),
     "selective_scan_": lambda s: s.of("x[2, T, 6] B[2, T, 5] dt_bias[6]"),
     "rg_lru_": lambda s: {
-        **s.of("x[2, T, 6] input_bias[6] decay_bias[6] factor[2, T, 6]"),
+        **s.of("x[2, T, 6] input_bias[6] decay_bias[6] branch[2, T, 6]"),
         "positions": s.integers(2, 2, s.T, dtype=torch.int64),
     },
 }
@@ -374,7 +374,7 @@ CHANGES: Changes = {
     ],
     "rg_lru_": lambda s: [
         {"positions": s.integers(2, 2, s.T, dtype=torch.int32), "decay_bias": None},
-        dict.fromkeys(("positions", "input_bias", "factor"))
+        dict.fromkeys(("positions", "input_bias", "branch"))
         | {"x": s.values(2, 6, s.T).mT, "state_": s.values(6, 2, dtype=torch.float32).mT},
     ],
     "linear_attention_": lambda s: [

@@ -192,7 +192,9 @@ LINEAR = {
 }
 
 
-@pytest.mark.parametrize("architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba", "recurrent_gemma")))
+@pytest.mark.parametrize(
+    "architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba", "recurrent_gemma"))
+)
 def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, architecture):
     extra, most = LINEAR[architecture]
     own = tiny_models.EXTRA.get(architecture, {})

@@ -89,7 +89,7 @@ struct RgLruParams {
   TokenStrides x;
   TokenStrides input_gate;
   TokenStrides decay_gate;
-  TokenStrides factor;
+  TokenStrides branch;
   TokenStrides state;  // of rows and, as a head, of channels
   uint64_t positions_batch;
   uint64_t positions_token;
@@ -101,5 +101,5 @@ struct RgLruParams {
   uint32_t input_bias_dtype;
   uint32_t has_decay_bias;
   uint32_t decay_bias_dtype;
-  uint32_t has_factor;
+  uint32_t has_branch;
 };

@@ -8,8 +8,8 @@ STATE = "_moe_mps"  # where a module's __dict__ has it
 # Attributes of the subclasses that rewriting makes: the class before.
 CLASS_MARK = "_moe_mps_original_class"
 OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
-# The attribute of a forward that takes a module's place: how the module's own code runs where it has to, if not
-# by its own forward alone.
+# The attribute of a forward that takes a module's place: how the module's own code runs where it has to,
+# where its own forward alone would go wrong.
 RUNS_OWN = "_moe_mps_runs_own"
 
 

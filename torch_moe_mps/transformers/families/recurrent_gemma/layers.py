@@ -33,7 +33,7 @@ def number_blocks(model: nn.Module) -> None:
     for module in model.modules():
         layers = module._modules.get("layers")
         for number, layer in enumerate(layers if isinstance(layers, nn.ModuleList) else ()):
-            block = layer._modules.get("temporal_block")
+            block: Any = layer._modules.get("temporal_block")
             if block is not None and _is_candidate(block):
                 block.layer_idx = number
 
@@ -55,15 +55,15 @@ def recurrent_block(
     unit, number = block.rg_lru, block.layer_idx
     cache = past_key_values if use_cache and _has_place(past_key_values, number) else None
     if (use_cache and cache is None) or is_observed(block.conv_1d, unit):
-        own = own_block(block, input_states, position_ids, attention_mask, use_cache, past_key_values, **options)
-        return own  # type: ignore[no-any-return]
+        arguments = input_states, position_ids, attention_mask, use_cache, past_key_values
+        return own_block(block, *arguments, **options)  # type: ignore[no-any-return]
     mixed = convolved(block.conv_1d, "none", block.linear_x(input_states), cache, number)
     of_heads = mixed.unflatten(-1, (unit.num_attention_heads, unit.block_width))
     gates = [
         ops.heads_mm(of_heads, weight, transposed=True).flatten(2)
         for weight in (unit.input_gate_weight, unit.recurrent_gate_weight)
     ]
-    factor = block.act_fn(block.linear_y(input_states))
+    branch = block.act_fn(block.linear_y(input_states))
     out = scan(
         cache,
         number,
@@ -77,7 +77,7 @@ def recurrent_block(
             positions=position_ids.expand(mixed.shape[:2]),
             input_bias=unit.input_gate_bias.view(-1),
             decay_bias=unit.recurrent_gate_bias.view(-1),
-            factor=factor,
+            branch=branch,
         ),
     )
     return block.linear_out(out), None
