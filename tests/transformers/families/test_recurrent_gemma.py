@@ -75,6 +75,7 @@ def test_tokens_are_one_call_and_right(simulated, batch):
     assert {getattr(m, name, None) for m in model.modules() for name in names} == {None}
 
 
+@pytest.mark.slow("six conversations")
 @torch.no_grad()
 def test_what_own_code_gets_wrong(simulated):
     """Two conversations in turn, several tokens behind a cache, and a cache that is used again."""

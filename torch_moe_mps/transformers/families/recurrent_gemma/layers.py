@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
 
 from ...basics.report import Done
-from ...basics.state import RUNS_OWN, original_class
+from ...basics.state import original_class, with_own
 from ...modules.experts import is_observed
 from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
 from ...modules.rules.trial import agrees, twin_of, verdict
@@ -40,47 +40,6 @@ def number_blocks(model: nn.Module) -> None:
 
 def _is_candidate(module: nn.Module) -> bool:
     return all(name in module._modules for name in _CHILDREN) and hasattr(module, _CONV)
-
-
-def recurrent_block(
-    block: Any,
-    input_states: Tensor,
-    position_ids: Tensor,
-    attention_mask: Any,
-    use_cache: bool = True,
-    past_key_values: Any = None,
-    **options: Any,
-) -> tuple[Tensor, None]:
-    """The forward of a rewritten block."""
-    unit, number = block.rg_lru, block.layer_idx
-    cache = past_key_values if use_cache and _has_place(past_key_values, number) else None
-    if (use_cache and cache is None) or is_observed(block.conv_1d, unit):
-        arguments = input_states, position_ids, attention_mask, use_cache, past_key_values
-        return own_block(block, *arguments, **options)  # type: ignore[no-any-return]
-    mixed = convolved(block.conv_1d, "none", block.linear_x(input_states), cache, number)
-    of_heads = mixed.unflatten(-1, (unit.num_attention_heads, unit.block_width))
-    gates = [
-        ops.heads_mm(of_heads, weight, transposed=True).flatten(2)
-        for weight in (unit.input_gate_weight, unit.recurrent_gate_weight)
-    ]
-    branch = block.act_fn(block.linear_y(input_states))
-    out = scan(
-        cache,
-        number,
-        (mixed.shape[0], mixed.shape[2]),
-        mixed,
-        lambda state: ops.rg_lru_(
-            mixed,
-            *gates,
-            state,
-            unit.recurrent_param,
-            positions=position_ids.expand(mixed.shape[:2]),
-            input_bias=unit.input_gate_bias.view(-1),
-            decay_bias=unit.recurrent_gate_bias.view(-1),
-            branch=branch,
-        ),
-    )
-    return block.linear_out(out), None
 
 
 def _has_place(cache: Any, number: int) -> bool:
@@ -120,7 +79,46 @@ def own_block(
     return result
 
 
-setattr(recurrent_block, RUNS_OWN, own_block)
+@with_own(own_block)
+def recurrent_block(
+    block: Any,
+    input_states: Tensor,
+    position_ids: Tensor,
+    attention_mask: Any,
+    use_cache: bool = True,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The forward of a rewritten block."""
+    unit, number = block.rg_lru, block.layer_idx
+    cache = past_key_values if use_cache and _has_place(past_key_values, number) else None
+    if (use_cache and cache is None) or is_observed(block.conv_1d, unit):
+        arguments = input_states, position_ids, attention_mask, use_cache, past_key_values
+        return own_block(block, *arguments, **options)
+    mixed = convolved(block.conv_1d, "none", block.linear_x(input_states), cache, number)
+    of_heads = mixed.unflatten(-1, (unit.num_attention_heads, unit.block_width))
+    gates = [
+        ops.heads_mm(of_heads, weight, transposed=True).flatten(2)
+        for weight in (unit.input_gate_weight, unit.recurrent_gate_weight)
+    ]
+    branch = block.act_fn(block.linear_y(input_states))
+    out = scan(
+        cache,
+        number,
+        (mixed.shape[0], mixed.shape[2]),
+        mixed,
+        lambda state: ops.rg_lru_(
+            mixed,
+            *gates,
+            state,
+            unit.recurrent_param,
+            positions=position_ids.expand(mixed.shape[:2]),
+            input_bias=unit.input_gate_bias.view(-1),
+            decay_bias=unit.recurrent_gate_bias.view(-1),
+            branch=branch,
+        ),
+    )
+    return block.linear_out(out), None
 
 
 def rewrite_recurrent_block(module: nn.Module) -> tuple[Any, list[Done]] | None:
