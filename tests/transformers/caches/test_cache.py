@@ -1,7 +1,6 @@
 """The cache that grows in place against transformers' own, bit for bit, and what it copies and holds."""
 
 import copy
-import itertools
 import pickle
 import random
 import warnings
@@ -10,7 +9,6 @@ import pytest
 import torch
 from support.memory import Memory
 from support.models import in_parts
-from support.sweep import covering
 from support.tiny_models import tiny_config, tiny_model
 from transformers import DynamicCache, StaticCache
 from transformers.cache_utils import (
@@ -176,20 +174,18 @@ def rounded(states):
     return quantized.elements()
 
 
-def named(value) -> str:
-    cls, arguments, bits = value if isinstance(value, tuple) else (None, value, None)
-    return f"{cls.__name__}-{arguments}-{bits}" if cls else str(value)
+SEEDS = [0, 1, 2, *(pytest.param(seed, marks=pytest.mark.sweep) for seed in range(3, 8))]
 
 
-KINDS = [(cls, arguments, bits) for (cls, arguments), bits in itertools.product(PLAIN, (None, 8))]
-# Every class of layers, in 16 and in 8 bits, with one seed or another.
-each_layer = pytest.mark.parametrize(("kind", "seed"), covering(KINDS, range(8)), ids=named)
+def each_layer(test):
+    """Every class of layers, with several seeds, in 16 and in 8 bits."""
+    names = {"ids": lambda value: getattr(value, "__name__", str(value))}
+    test = pytest.mark.parametrize(("cls", "arguments"), PLAIN, **names)(torch.no_grad()(test))
+    return pytest.mark.parametrize("bits", [None, 8])(pytest.mark.parametrize("seed", SEEDS)(test))
 
 
 @each_layer
-@torch.no_grad()
-def test_a_layer_does_what_the_plain_one_does(kind, seed):
-    cls, arguments, bits = kind
+def test_a_layer_does_what_the_plain_one_does(cls, arguments, seed, bits):
     pair = Pair(cls, arguments, seed, bits)
     others = [pair.crop, pair.reorder, pair.repeat, pair.select, pair.move, pair.reset, pair.save]
     for _ in range(50):
@@ -198,10 +194,8 @@ def test_a_layer_does_what_the_plain_one_does(kind, seed):
 
 
 @each_layer
-@torch.no_grad()
-def test_what_shares_memory_with_a_layer_stays_as_it_is(kind, seed):
+def test_what_shares_memory_with_a_layer_stays_as_it_is(cls, arguments, seed, bits):
     """Other layers with the same tensors, and tensors, slices and copies that a user took."""
-    cls, arguments, bits = kind
     pair = Pair(cls, arguments, seed, bits)
     others = [pair.take, pair.share, pair.switch, pair.crop, pair.crop, pair.reorder, pair.select]
     for _ in range(40):
