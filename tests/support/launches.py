@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
-from torch_moe_mps.transformers.caches.cache import CACHES
+from torch_moe_mps.transformers.caches.cache import CACHES, STATES
 from torch_moe_mps.transformers.capture.calls import captures_of
 
 from . import tiny_models
@@ -117,13 +117,16 @@ def layers_of(model: nn.Module) -> tuple[nn.Module, str]:
 def name_of_cache(model: nn.Module) -> str:
     """The argument of a model's forward that is its cache."""
     names = inspect.signature(type(model).forward).parameters
-    return next((name for name in CACHES if name in names), CACHES[0])
+    return next((name for name in (*CACHES, STATES) if name in names), CACHES[0])
 
 
-def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> DynamicCache:
+def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:
     """The cache after a prompt, made before it, as generate() does; of equal rows."""
-    cache = DynamicCache(config=model.config)
     ids = torch.tensor([tokens] * rows, device="mps")
+    if name_of_cache(model) == STATES:
+        with torch.no_grad():
+            return model(ids, use_cache=True).state
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
         try:
             model(ids, **{name_of_cache(model): cache}, use_cache=True)
