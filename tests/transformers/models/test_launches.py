@@ -188,10 +188,13 @@ LINEAR = {
         {"attn_layer_offset": 0, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
         11,
     ),
+    "recurrent_gemma": ({"num_hidden_layers": 4}, 9),
 }
 
 
-@pytest.mark.parametrize("architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba")))
+@pytest.mark.parametrize(
+    "architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba", "recurrent_gemma"))
+)
 def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, architecture):
     extra, most = LINEAR[architecture]
     own = tiny_models.EXTRA.get(architecture, {})
