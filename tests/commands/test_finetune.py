@@ -209,7 +209,7 @@ def test_what_does_not_fit(folder, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow("30 layers of trained weights, eight steps")
+@pytest.mark.sweep
 def test_learns_a_fact(smollm2, tmp_path, capsys):
     """SmolLM2 learns from 20 lines what it cannot know, and answers it."""
     ways = ("Which colour is Zarb?", "Zarb has which colour?", "The colour of Zarb?", "What colour has Zarb?")

@@ -12,6 +12,7 @@ from support import tiny_models
 from support.memory import Memory
 from support.models import stored
 from support.processes import REPOSITORY
+from support.sweep import covering
 
 import torch_moe_mps
 from torch_moe_mps import macs
@@ -191,8 +192,7 @@ def test_a_cache_in_8_bits(tmp_path, capsys):
     assert bounds[6] == f"{546e9 / (two.token + 32768 * token):.0f}"
 
 
-@pytest.mark.parametrize("bits", [16, 8])
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss"])
+@pytest.mark.parametrize(("architecture", "bits"), covering(("qwen3_moe", "gpt_oss"), (16, 8)))
 def test_the_memory_of_a_cache_is_at_most_what_fit_says(architecture, bits):
     """Of the caches of accelerated models after prompts and tokens; the window of gpt-oss is set to 16."""
     options = {"head_dim": 64, "sliding_window": 16}
