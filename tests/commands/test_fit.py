@@ -436,7 +436,6 @@ def test_what_does_not_fit_is_one_line(mac, qwen3, tmp_path, refused):
     transformers.ViTConfig().save_pretrained(tmp_path / "vit")
     for arguments, message in (
         ([qwen3, "--mac"], "--mac is for a Mac with Apple silicon; this machine is not one"),
-        ([qwen3, "--context", "-1"], "--context must be at least 0 tokens, got -1"),
         ([qwen3, "--group-size", "48"], "group_size must be 32 or 64 or 128"),
         ([tmp_path / "nothing"], "is neither a folder nor the name of a model on the Hub"),
         ([tmp_path / "vit"], "model_type must be of a model that generates text"),
