@@ -18,6 +18,7 @@ FAMILIES = {
     "glm5_next": ("glm5_next", "index_topk"),
     "gpt_oss": ("gpt_oss", "gpt-oss in GGUF files"),
     "jamba": ("jamba", "selective_scan_"),
+    "jetmoe": ("jetmoe", "moe_experts"),
     "inkling": ("inkling", "relative positions"),
     "minimax": ("minimax", "linear_attention_"),
     "minimax_m3": ("minimax_m3_vl", "index_topk"),
