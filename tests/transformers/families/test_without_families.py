@@ -28,7 +28,8 @@ FAMILIES = {
 # Imports everything, and runs each architecture by its own code and accelerated: what its report has, and the
 # largest difference of logits of a prompt and of two tokens behind it.
 PROGRAM = """
-import importlib, json, pkgutil, sys
+import importlib, json, pkgutil, sys, warnings
+warnings.filterwarnings("ignore", "torch_moe_mps: JetMoeParallelExperts is left alone")  # without its family
 import torch, torch_moe_mps, transformers
 from support.tiny_models import tiny_model
 for each in pkgutil.walk_packages(torch_moe_mps.__path__, "torch_moe_mps."):
