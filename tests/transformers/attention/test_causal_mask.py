@@ -11,6 +11,7 @@ from transformers import DynamicCache, GptOssConfig, StaticCache
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
     create_bidirectional_sliding_window_mask,
     create_causal_mask,
@@ -19,13 +20,15 @@ from transformers.masking_utils import (
     or_masks,
     padding_mask_function,
     sliding_window_bidirectional_overlay,
+    sliding_window_causal_mask_function,
     sliding_window_overlay,
 )
 
 import torch_moe_mps
 from torch_moe_mps.transformers.attention.attention import NAME
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
-from torch_moe_mps.transformers.attention.mask_functions import order_of
+from torch_moe_mps.transformers.attention.mask_functions import order_of, window_of_last
+from torch_moe_mps.transformers.graphs.tracing import Recorder
 
 CONFIG = GptOssConfig(
     num_hidden_layers=2, sliding_window=6, num_attention_heads=2, num_key_value_heads=1, head_dim=4
@@ -158,6 +161,53 @@ def test_one_token():
         for create in (create_causal_mask, create_sliding_window_causal_mask):
             ours, own = masks(past, 1, create)
             assert ours.hides_nothing and torch.equal(ours + 0.0, own) and (own == 0).all()
+
+
+@pytest.mark.parametrize("past", [0, 3, 20])
+def test_one_token_sees_no_more_for_what_is_joined_to_the_order(past):
+    """As models with images ask: their blocks end before the token, or with it."""
+    blocks, window = torch.zeros(2, past + 1, dtype=torch.long), sliding_window_overlay(4)
+    known = [
+        {"block_sequence_ids": blocks},
+        {"or_mask_function": blockwise_overlay(blocks)},
+        {"or_mask_function": blockwise_overlay(blocks), "and_mask_function": window},
+        {"and_mask_function": and_masks(window, sliding_window_overlay(3), causal_mask_function)},
+    ]
+    others = [
+        {"or_mask_function": lambda b, h, q, k: k == 1, "and_mask_function": or_masks(window, window)},
+        {"and_mask_function": lambda b, h, q, k: k != 1},
+        {"and_mask_function": or_masks(window, lambda b, h, q, k: k == 0)},
+    ]
+    for options in (*known, *others):
+        ours, own = masks(past, 1, create_causal_mask, **options)
+        assert type(ours) is (CausalMask if options in known else torch.Tensor)
+        assert torch.equal(ours + 0.0, own)
+
+
+def test_blocks_that_are_none():
+    """As Gemma 4 Unified asks for each token, beside a window: what a recorded call fills is known."""
+
+    def ids(first, behind, *changes):
+        made = torch.nn.functional.pad(torch.full((1, 1), first), (0, 3), value=behind)
+        for change in changes:
+            made[:, 1:2].copy_(change) if isinstance(change, torch.Tensor) else made.add_(change)
+        made[:, :1].copy_(made[:, 3:])
+        return made
+
+    window = sliding_window_causal_mask_function(4)
+    for make, expected in (
+        (lambda: ids(-1, -1), (4,)),
+        (lambda: ids(-1, -2, torch.full((1, 1), -3)), (4,)),
+        (lambda: ids(-1, 0), None),
+        (lambda: ids(0, -1), None),
+        (lambda: ids(-1, -1, torch.full((1, 1), 2)), None),
+        (lambda: ids(-1, -1, torch.arange(1)), None),
+        (lambda: ids(-1, -1, 2), None),
+        (lambda: torch.zeros(1, 4, dtype=torch.long), None),
+    ):
+        known = Recorder().run(lambda: window_of_last(or_masks(window, blockwise_overlay(make()))))  # noqa: B023
+        assert known == expected
+        assert window_of_last(or_masks(window, blockwise_overlay(make()))) is None  # it may be anything
 
 
 def padded(*rows):

@@ -21,7 +21,7 @@ MOST = {
     "deepseek_v3": ({"dense": 12, "sparse": 10, "outside": 2}, {"dense": 18, "sparse": 24}),
     "gemma4": ({"sliding": 15, "full": 14, "outside": 3}, {"sliding": 38, "full": 38}),
     "qwen3_next": ({"linear": 7, "full": 9, "outside": 2}, {"linear": 39, "full": 29}),
-    "cohere2_moe": ({"dense": 9, "sparse": 11, "outside": 4}, {"dense": 13, "sparse": 21}),
+    "cohere2_moe": ({"dense": 9, "sparse": 10, "outside": 4}, {"dense": 13, "sparse": 21}),
 }
 # Sparse attention whose indexers may choose all keys, latent attention without indexers, and attention with a
 # bias of relative positions.
@@ -30,11 +30,11 @@ SPECIAL = {
     "glm_moe_dsa": {"dense": 13, "sparse": 11},
     "dots3_note": {"dense": 15, "sparse": 15},
     "mistral_large4": {"dense": 14, "sparse": 11},
-    "axk2": {"dense": 20, "sparse": 25},
+    "axk2": {"dense": 20, "sparse": 22},
     "hy_v4": {"dense": 18, "sparse": 18},
     "deepseek_v4": {"heavily compressed, hash moe": 21, "compressed sparse, moe": 21},
     "glm5_next": {"linear, dense": 14, "indexed, sparse": 20},
-    "qwen4_exp": {"linear": 20, "indexed": 22},
+    "qwen4_exp": {"linear": 17, "indexed": 19},
     "minimax_m3_vl": {"full, dense": 8, "minimax m3 sparse, sparse": 11},
     "inkling": {"dense": 15, "sparse": 29},
     "kimi_linear": {"linear, dense": 9, "full, sparse": 11},
@@ -77,7 +77,9 @@ def of_layers(found: dict) -> dict:
     return {kind: layer for kind, layer in found.items() if kind != "outside"}
 
 
-@pytest.mark.parametrize("architecture", MOST)
+# Of mixtral and glm4_moe the sweep: their layers are those of qwen3_moe without norms of heads, and of
+# deepseek_v3 without latents.
+@pytest.mark.parametrize("architecture", in_sweep(MOST, MOST.keys() - {"mixtral", "glm4_moe"}))
 def test_launches_of_a_layer(simulated, architecture):
     model = accelerated(architecture)
     of_captured, of_modules = MOST[architecture]
@@ -110,7 +112,7 @@ def test_launches_of_a_layer_with_special_attention(simulated, architecture):
 
 
 # Launches of a layer whose indexer chooses 16 of 60 keys: not at most but exactly, so that a change is seen.
-CHOOSING = {"axk2": {"dense": 23, "sparse": 28}, "deepseek_v32": {"dense": 15, "sparse": 13}}
+CHOOSING = {"axk2": {"dense": 23, "sparse": 25}, "deepseek_v32": {"dense": 15, "sparse": 13}}
 
 
 @pytest.mark.slow("a model is captured three times")
@@ -126,7 +128,7 @@ def test_launches_of_a_layer_that_chooses_keys(simulated, architecture):
 # Launches of a layer that chooses 2 of 3 pools of 16 keys, by the tokens in front: in the middle of a pool,
 # and at its end, where a token makes the pool's mean and angles, turns it and keeps it. 2 of them are tables
 # of angles, which layers share.
-CHOOSING_POOLS = {50: {"linear": 20, "indexed": 26}, 60: {"linear": 20, "indexed": 31}}
+CHOOSING_POOLS = {50: {"linear": 17, "indexed": 23}, 60: {"linear": 17, "indexed": 27}}
 
 
 @pytest.mark.slow("a model is captured three times")
@@ -188,10 +190,13 @@ LINEAR = {
         {"attn_layer_offset": 0, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
         11,
     ),
+    "recurrent_gemma": ({"num_hidden_layers": 4}, 9),
 }
 
 
-@pytest.mark.parametrize("architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba")))
+@pytest.mark.parametrize(
+    "architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba", "recurrent_gemma"))
+)
 def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, architecture):
     extra, most = LINEAR[architecture]
     own = tiny_models.EXTRA.get(architecture, {})
