@@ -28,6 +28,7 @@ FAMILIES = (
     "inkling",
     "jamba",
     "jetmoe",
+    "longcat_flash",
     "minimax",
     "minimax_m3",
     "qwen4_exp",
