@@ -80,7 +80,7 @@ def test_several_tokens_and_none(device):
 
 
 def test_one_launch_fewer(simulated):
-    """With the norm that the format's kernels can have; without it, or with many experts, there are three."""
+    """With a norm in the product and without; with many experts there are three."""
 
     def launches(experts: int = 8, dtype=torch.float32, **others) -> list[str]:
         matrices = layer("mps", experts, dtype)
@@ -94,7 +94,7 @@ def test_one_launch_fewer(simulated):
     assert launches(**norm) == ["matmul_rows_chosen8", "expert_down"]
     assert launches(300, **norm) == ["matmul_rows_chosen16", "expert_down"]
     assert launches(600, **norm) == ["route32_f32", "matmul_rows_normed", "expert_down"]
-    assert launches() == ["route2_f32", "matmul_rows", "expert_down"]
+    assert launches() == ["matmul_rows_chosen8", "expert_down"]
 
 
 def beside(device, experts: int, tokens: int, dtype: torch.dtype, format: str = "affine4_32") -> tuple:
@@ -113,8 +113,9 @@ def test_a_shared_expert(device, format):
     for i, (tokens, experts, top_k) in enumerate(((1, 8, 2), (1, 9, 9), (1, 300, 4), (1, 600, 2), (3, 9, 4))):
         arguments, options = beside(device, experts, tokens, DTYPES[i % 3], format)
         gate = random((tokens, 1), torch.float32, i).to(device)
-        for others in ({}, {"shared_gate": gate, "gate_is_logit": i % 2 == 0, "residual": arguments[0]}):
-            checked("moe_experts_quantized", *arguments, top_k=top_k, **options, **others)
+        added = {"shared_gate": gate, "gate_is_logit": i % 2 == 0, "residual": arguments[0]}
+        for others in ({}, added, {"norm_weight": None}):
+            checked("moe_experts_quantized", *arguments, top_k=top_k, **options | others)
 
 
 def test_a_shared_expert_takes_no_launch(simulated):

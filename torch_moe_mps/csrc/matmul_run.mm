@@ -60,12 +60,9 @@ bool can_norm(const std::optional<InputNorm>& norm, const Tensor& x, const Matri
          is_aligned(norm->weight);
 }
 
-// Whether the kernel of the first matmul can choose the experts. There is one for each format: with a norm if
-// the format's kernels can have one.
-bool can_choose(const Router& router, const Tensor& x, const std::optional<InputNorm>& norm,
-                const MatrixStack& matrix) {
+// Whether the kernel of the first matmul can choose the experts.
+bool can_choose(const Router& router, const Tensor& x, const MatrixStack& matrix) {
   return x.size(0) == 1 && matrix.experts <= kMaxChosenExperts &&
-         can_norm(norm, x, matrix) == matrix.norms_inputs &&
          (router.params.wide_logits != 0 || router.logits.scalar_type() == matrix.library.dtype);
 }
 
@@ -190,7 +187,7 @@ Command& bind_shared(Command& command, const MatrixStack* shared, const Tensor& 
 void add_chosen(Commands& commands, const Run& run, const MatmulStep& step, const Tensor& x,
                 const std::optional<InputNorm>& norm, const MatrixStack& matrix, const Activation& activation,
                 const Router& router, const Tensor& weights, const MatrixStack* shared, const Tensor& out) {
-  ChosenParams params{matmul_params(x, matrix, run.ids, activation, false), router.params};
+  ChosenParams params{matmul_params(x, matrix, run.ids, activation, false), router.params, step.norms_inputs};
   params.matmul.slots += shared != nullptr;
   if (step.norms_inputs) set_norm(params.matmul, *norm);
   Command& command = commands.add(matrix.library, step.kernel);
@@ -405,7 +402,7 @@ Tensor apply_experts(const Tensor& x, const std::optional<InputNorm>& norm, cons
                      const Activation& activation, ExpertSum sum) {
   Tensor out = at::empty(x.sizes(), x.options());
   if (out.numel() == 0) return out;
-  const bool empty = is_empty(experts.down), chooses = can_choose(router, x, norm, experts.gate_up) && !empty;
+  const bool empty = is_empty(experts.down), chooses = can_choose(router, x, experts.gate_up) && !empty;
   const auto [weights, ids] = chooses ? empty_routing(router) : route(router);
   sum.weights = weights;
   if (shared && !chooses && !empty) sum.shared_out = apply_mlp(aligned(x), norm, *shared, activation);

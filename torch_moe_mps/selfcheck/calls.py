@@ -206,9 +206,9 @@ def _arguments(subject: Subject, format: Format, head: tuple[int, int]) -> Itera
 
 
 def _chosen(arguments: dict[str, Any], odd: Sample) -> Iterator[dict[str, Any]]:
-    """One token's experts of those that there are, and of many: the same again and again."""
-    norm = odd.values(arguments["x"].shape[-1])
-    for times in (1, 40):
+    """One token's experts of those that there are, normed or not, and of many: the same again and again."""
+    weight = odd.values(arguments["x"].shape[-1])
+    for times, norm in ((1, weight), (40, weight), (1, None)):
         many = {
             n: v.repeat(times, 1, 1) if n.startswith(("gate_up_", "down_")) and isinstance(v, Tensor) else v
             for n, v in arguments.items()

@@ -123,10 +123,12 @@ template <typename W, int R, int N, bool kNormed>
   }
   const Outputs<T> outputs = {bias, x, out, ids};
   if constexpr (kNormed) {
-    rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<T>{norm_weight}, outputs, place, params.matmul);
-  } else {
-    rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, params.matmul);
+    if (params.norms_inputs != 0) {
+      rows_of_pair<W, R>(x, packed, scales, biases, InputNorm<T>{norm_weight}, outputs, place, params.matmul);
+      return;
+    }
   }
+  rows_of_pair<W, R>(x, packed, scales, biases, NoNorm{}, outputs, place, params.matmul);
 }
 
 // Computes M pairs of one expert, of which `count` exist. `memory`: for SharedDots.

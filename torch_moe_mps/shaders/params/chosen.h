@@ -5,4 +5,5 @@
 struct ChosenParams {
   MatmulParams matmul;
   RouterParams router;
+  uint norms_inputs;
 };
