@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from measured.apple import __main__ as command
-from measured.apple import cases, encoders, layers, mlx
+from measured.apple import cases, layers, mlx
 from measured.apple import tokens as of_tokens
 from measured.cases import formats, mlx_dense, mlx_quantized
 from measured.cases import mlx as launches
@@ -172,9 +172,7 @@ class TestMlx:
     def test_attention_to_all_keys(self, masked):
         heads, tokens, width = 2, 40, 32
         generator = torch.Generator().manual_seed(1)
-        given = {
-            name: torch.randn(heads, tokens, width, generator=generator).bfloat16() for name in "qkv"
-        }
+        given = {name: torch.randn(heads, tokens, width, generator=generator).bfloat16() for name in "qkv"}
         arrays = {name: mlx.array("bf16", heads, tokens, width) for name in "qkvo"}
         for name, tensor in given.items():
             arrays[name][:] = tensor.view(torch.int16).numpy().view(np.uint16)

@@ -155,8 +155,8 @@ fused_residual_norm, fused_residual_norm_scalar = fused_norm_add, fused_norm_add
 
 def fused_residual_layer_norm(d):
     residual = rows(d)
-    weight = {"weight": None, "weight_offset": 0.0} if d.flag() else {"weight": d.values(*residual.shape[-1:])}
-    return {"residual": residual, **weight}
+    without = {"weight": None, "weight_offset": 0.0}
+    return {"residual": residual, **(without if d.flag() else {"weight": d.values(residual.shape[-1])})}
 
 
 # Combine

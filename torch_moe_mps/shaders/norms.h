@@ -1,5 +1,5 @@
-// RMSNorm and LayerNorm, by themselves or fused with the residual stream: a row for each threadgroup, or for each simdgroup
-// where rows are short.
+// RMSNorm and LayerNorm, by themselves or fused with the residual stream: a row for each threadgroup, or for
+// each simdgroup where rows are short.
 #pragma once
 #include "common/activations.h"
 #include "common/any_vectors.h"
@@ -38,8 +38,8 @@ struct Columns {
   Vector<T, N> residual, input;
 };
 
-// A row and what is read and written with it. A LayerNorm (kCentred) takes the mean away first and has a bias,
-// or none, where others have their scale.
+// A row and what is read and written with it. A LayerNorm (kCentred) takes the mean away first and has a
+// bias, or none, where others have their scale.
 template <typename T, int N, int kJoin, bool kCentred>
 struct NormRow {
   static constant constexpr bool kAlwaysWeighted = kJoin != JOIN_NONE && !kCentred;
@@ -190,10 +190,12 @@ template <typename T, int kJoin, bool kCentred>
   constexpr bool grouped = !kCentred && (kJoin == JOIN_NONE || kJoin == JOIN_GATE);
   const uint first_weight = grouped && params.groups > 1 ? row % params.groups * params.width : 0;
   if (params.vectorised != 0) {
-    const NormRow<T, 4, kJoin, kCentred> columns = {residual, input, weight, scalar, output, sum_output, first_weight};
+    const NormRow<T, 4, kJoin, kCentred> columns = {residual, input,      weight,      scalar,
+                                                    output,   sum_output, first_weight};
     norm_row(columns, params, threads, partials);
   } else {
-    const NormRow<T, 1, kJoin, kCentred> columns = {residual, input, weight, scalar, output, sum_output, first_weight};
+    const NormRow<T, 1, kJoin, kCentred> columns = {residual, input,      weight,      scalar,
+                                                    output,   sum_output, first_weight};
     norm_row(columns, params, threads, partials);
   }
 }

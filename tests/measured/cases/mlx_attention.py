@@ -1,6 +1,7 @@
 """What MLX dispatches for attention: scaled_dot_product_attention.cpp of 0.32.
 
-Of few tokens it is two passes. sdpa_vector_2pass_1_gqa, for one token without a mask, is left out: no header says when MLX takes it.
+Of few tokens it is two passes. sdpa_vector_2pass_1_gqa, for one token without a mask, is left out: no header
+says when MLX takes it.
 """
 
 import struct

@@ -306,7 +306,7 @@ def test_layer_norms(norm, eps, offset):
 
 @pytest.mark.parametrize("name", ["phi", "modernbert-decoder"])
 def test_layer_norms_of_torch_in_models(name):
-    """Norms with and without a bias run on the operator, and the report says so; `restore` gives them back."""
+    """With a bias and without; the report says what runs, and `restore` gives the modules back."""
     model = tiny_models.tiny_model(name) if name == "phi" else tiny_models.other_model(name)
     model.eval()
     norms = {path for path, module in model.named_modules() if type(module) is nn.LayerNorm}
