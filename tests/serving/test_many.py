@@ -86,6 +86,23 @@ def test_each_answer_is_that_of_generate():
     assert {*answers.ended} == {*range(10)}
 
 
+def test_states_in_rows_that_the_own_code_keeps_in_modules(caplog):
+    """RecurrentGemma's, which lie in the cache: three answers together, and a kept prompt, by the oracle
+    without a cache."""
+    own, model, many = tiny_models.tiny_model("recurrent_gemma"), model_of("recurrent_gemma"), prompts(3)
+    with caplog.at_level(logging.WARNING, "torch_moe_mps"):
+        answers = torch_moe_mps.generate_batch(model, many, config(4), progress=False)
+    assert not [record for record in caplog.records if "one by one" in record.getMessage()]
+    generating = Generating(model, Prompts(1 << 20))
+    for ids, answer in zip(many, answers, strict=True):
+        expected = alone(own, ids, generation_config=config(4), use_cache=False)
+        assert torch.equal(answer, expected)
+        inputs = {"input_ids": ids[None], "attention_mask": torch.ones_like(ids[None])}
+        for _ in range(2):
+            result = generating.generate(**inputs, generation_config=config(4))
+            assert torch.equal(result[0, len(ids) :], expected)
+
+
 def test_no_short_answer_waits_for_a_long_one():
     many, lengths = prompts(10), [30, *[2] * 9]
     answers = Answers(10)
@@ -148,7 +165,7 @@ def test_a_model_without_rows_answers_in_turn(architecture, caplog):
     assert WITHOUT_ROWS[architecture] in line
 
 
-@pytest.mark.parametrize("architecture", ["mamba2", "rwkv", "recurrent_gemma"])
+@pytest.mark.parametrize("architecture", ["mamba2", "rwkv"])
 def test_states_elsewhere_than_in_past_key_values(architecture, caplog):
     """One answer after the other, by the model's own `generate`, also where prompts are kept."""
     own, model, many = tiny_models.tiny_model(architecture), model_of(architecture), prompts(3)

@@ -769,6 +769,15 @@ def selective_scan_(d):
     return {"x": x, "B": d.values(batch, tokens, states, dtype=x.dtype)}
 
 
+def rg_lru_(d):
+    batch, channels, tokens = d.one(1, 2, 0), d.one(6, 1, 65, 0), d.one(1, 3, 33, 0)
+    positions = torch.randint(3, (batch, tokens), generator=d.generator) * d.one(1, 2**32)
+    return {
+        "x": d.values(batch, tokens, channels),
+        "positions": d.one(None, positions, positions.clamp(max=2).int()),
+    }
+
+
 def rope(d):
     batch, tokens, dtype, number = d.one(1, 2, 0), d.one(1, 3, 9, 0), d.dtype(), d.dtype()
     rotary = d.one(16, 2, 6, 64)

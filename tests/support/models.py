@@ -47,7 +47,7 @@ def in_parts(model, ids: torch.Tensor, *sizes: int, cache=None) -> tuple[list[to
         for part in ids.split([ids.shape[1] - sum(sizes), *sizes], 1):
             out = model(input_ids=part, past_key_values=cache, use_cache=True)
             logits.append(out[0].float().cpu())
-            cache = out.past_key_values
+            cache = out.get("past_key_values", cache)  # RecurrentGemma gives none back
     return logits, cache
 
 

@@ -1030,6 +1030,12 @@ def selective_scan_(a):
     return [Expected(*each) for each in zip((result, state), (error * m for m in magnitudes), strict=True)]
 
 
+def rg_lru_(a):
+    result, state, *magnitudes = oracles_sequence.rg_lru(a)
+    error = (64 + 8 * a.x.shape[1]) * FLOAT32_EPS
+    return [Expected(*each) for each in zip((result, state), (error * m for m in magnitudes), strict=True)]
+
+
 def rope(a):
     rotary = a.cos.shape[-1] if a.rotary_dim is None and a.cos is not None else a.rotary_dim
     rest = (a.pairs, rotary, a.rotary_last, a.eps, a.weight_offset)

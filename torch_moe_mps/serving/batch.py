@@ -279,7 +279,7 @@ class Batch:
         for name, module in self._turning.items():
             module.rope_deltas = moved.get(name)
         out = self._called(**inputs, past_key_values=kept.cache, use_cache=True, logits_to_keep=1)
-        kept.cache, kept.ids = out.past_key_values, ids[0, :end]
+        kept.cache, kept.ids = out.get("past_key_values", kept.cache), ids[0, :end]
         if kept.images is not None:
             kept.images.moved.update({name: module.rope_deltas for name, module in self._turning.items()})
         for module in self._turning.values():

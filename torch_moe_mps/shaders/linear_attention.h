@@ -521,3 +521,67 @@ template <typename T>
     }
   }
 }
+
+// Griffin's RG-LRU.
+
+// 1 - exp(2x) of x <= 0, without the cancellation of small ones.
+inline float one_minus_exp2x(float x) {
+  const float t = precise::tanh(x);
+  return -2.0f * t / (1.0f - t);
+}
+
+inline bool begins_anew(device const uint* position, uint words) {
+  return words != 0 && position[0] == 0 && (words == 1 || position[1] == 0);
+}
+
+// A thread takes a channel. What the gates of a token say does not depend on the state: kRgLruTokens tokens
+// are loaded together. Grid: (channels, batch).
+template <typename T>
+[[kernel, max_total_threads_per_threadgroup(kRgLruThreads)]] void rg_lru(
+    device const T* x [[buffer(0)]], device const T* input_gate [[buffer(1)]],
+    device const T* decay_gate [[buffer(2)]], device const T* branch [[buffer(3)]],
+    device const uint* positions [[buffer(4)]], device float* state [[buffer(5)]],
+    device const uchar* decay [[buffer(6)]], device const uchar* input_bias [[buffer(7)]],
+    device const uchar* decay_bias [[buffer(8)]], device T* output [[buffer(9)]],
+    constant RgLruParams& params [[buffer(10)]], uint2 group [[threadgroup_position_in_grid]],
+    uint thread_index [[thread_index_in_threadgroup]]) {
+  const uint channel = group.x * kRgLruThreads + thread_index;
+  if (channel >= params.channels) return;
+  const ulong batch = group.y;
+  x += batch * params.x.batch + channel * params.x.head;
+  input_gate += batch * params.input_gate.batch + channel * params.input_gate.head;
+  decay_gate += batch * params.decay_gate.batch + channel * params.decay_gate.head;
+  branch += batch * params.branch.batch + channel * params.branch.head;
+  positions += batch * params.positions_batch;
+  state += batch * params.state.batch + channel * params.state.head;
+  output += batch * params.tokens * params.channels + channel;
+  const float rate = -8.0f * softplus(load_one(decay, params.decay_dtype, channel));
+  float input_shift = 0.0f, decay_shift = 0.0f;
+  if (params.has_input_bias != 0) input_shift = load_one(input_bias, params.input_bias_dtype, channel);
+  if (params.has_decay_bias != 0) decay_shift = load_one(decay_bias, params.decay_bias_dtype, channel);
+  float held = *state;
+  for (uint first = 0; first < params.tokens; first += kRgLruTokens) {
+    float a[kRgLruTokens], written[kRgLruTokens], others[kRgLruTokens];
+    UNROLL for (uint i = 0; i < kRgLruTokens; ++i) {
+      const ulong token = min(first + i, params.tokens - 1);  // those behind the last are not used
+      const float log_a = rate * sigmoid(float(decay_gate[token * params.decay_gate.token]) + decay_shift);
+      const float opened = sigmoid(float(input_gate[token * params.input_gate.token]) + input_shift);
+      const bool anew = begins_anew(positions + token * params.positions_token, params.position_words);
+      a[i] = precise::exp(log_a);
+      written[i] = opened * float(x[token * params.x.token]);
+      if (anew) {
+        a[i] = -1.0f;  // which no other token has
+      } else {
+        written[i] *= precise::sqrt(one_minus_exp2x(log_a));
+      }
+      others[i] = params.has_branch != 0 ? float(branch[token * params.branch.token]) : 1.0f;
+    }
+    UNROLL for (uint i = 0; i < kRgLruTokens; ++i) {
+      if (first + i < params.tokens) {
+        held = a[i] < 0.0f ? written[i] : fma(a[i], held, written[i]);
+        output[ulong(first + i) * params.channels] = T(held * others[i]);
+      }
+    }
+  }
+  *state = held;
+}

@@ -2,7 +2,7 @@
 
 import os
 import warnings
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from torch import nn
@@ -35,6 +35,8 @@ from .self_check import begin, check_replacements, use_tensor_units
 
 ATTENTION = Done("attention")
 _ROUTERS = {"router", "gate"}  # what blocks call their routers
+# What a model goes through before its modules are recognised; families fill it.
+PREPARED_BY: list[Callable[[nn.Module], None]] = []
 # {config: the implementation that it named when a model with it was accelerated}
 _BEFORE = WeakIdKeyDictionary()
 
@@ -131,6 +133,8 @@ def accelerate(
 def _replace(model: nn.Module, report: Report, kv_bits: int | None, capture: bool | None) -> None:
     """Replaces what it can, and adds a row for each module to the report, in the model's order."""
     check_traces()
+    for prepare in PREPARED_BY:
+        prepare(model)
     result = experts_of(model)
     for name, experts in result.items():
         done = described(experts)

@@ -17,7 +17,16 @@ from .basics.classes import subclass
 from .basics.reads import holds, kept, recording
 from .basics.report import Done
 from .basics.self_check_state import refusal
-from .basics.state import CLASS_MARK, NOTHING, OWN_FORWARD, STATE, Unsupported, original_class, state_of
+from .basics.state import (
+    CLASS_MARK,
+    NOTHING,
+    OWN_FORWARD,
+    RUNS_OWN,
+    STATE,
+    Unsupported,
+    original_class,
+    state_of,
+)
 from .modules.experts import runs_own_code
 from .modules.functions import InPlace, with_operators
 from .modules.rules import FUNCTION_RULES, MODULE_RULES
@@ -122,6 +131,7 @@ def _set_class(module: nn.Module, cls: type[nn.Module]) -> None:
 def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.Module]:
     """The subclass of `original` that runs `rewritten` in inference and the original forward otherwise."""
     own = original.forward
+    runs_own = getattr(rewritten, RUNS_OWN, own)
 
     @functools.wraps(own)
     def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -132,8 +142,10 @@ def _rewritten_class(original: type[nn.Module], rewritten: Callable) -> type[nn.
         state = self.__dict__.get(STATE, NOTHING)
         own_code = type(self) is not cls or state.reads is None
         changed = state.reads and not holds(self)
-        if own_code or changed or runs_own_code(self, *args, *kwargs.values()):
+        if own_code:
             return own(self, *args, **kwargs)
+        if changed or runs_own_code(self, *args, *kwargs.values()):
+            return runs_own(self, *args, **kwargs)
         return rewritten(self, *args, **kwargs)
 
     marks: dict[str, Any] = {CLASS_MARK: original, OWN_FORWARD: (original, own)}

@@ -9,7 +9,7 @@ import importlib
 import pkgutil
 
 from . import families
-from .accelerate import accelerate
+from .accelerate import PREPARED_BY, accelerate
 from .attention.implementations import LAYER_HOOKS, NEEDS_OUR_KERNEL
 from .attention.indexer import rewrite_indexer
 from .caches.layers import GROWING_CLASSES
@@ -30,6 +30,7 @@ FAMILIES = (
     "minimax",
     "minimax_m3",
     "qwen4_exp",
+    "recurrent_gemma",
 )
 
 
@@ -44,6 +45,7 @@ MODULE_RULES.append(rewrite_indexer)
 LOADED.append(accelerate)
 for family in _declared():
     MODULE_RULES.extend(family.rules)
+    PREPARED_BY.extend(filter(None, [family.prepare]))
     LAYER_KINDS.extend(family.recurrent_layers)
     GROWING_CLASSES.extend(filter(None, [family.growing_class]))
     LAYER_HOOKS.extend(filter(None, [family.layer_hook]))

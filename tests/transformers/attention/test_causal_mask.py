@@ -11,6 +11,7 @@ from transformers import DynamicCache, GptOssConfig, StaticCache
 from transformers.masking_utils import (
     and_masks,
     bidirectional_mask_function,
+    blockwise_overlay,
     causal_mask_function,
     create_bidirectional_sliding_window_mask,
     create_causal_mask,
@@ -158,6 +159,27 @@ def test_one_token():
         for create in (create_causal_mask, create_sliding_window_causal_mask):
             ours, own = masks(past, 1, create)
             assert ours.hides_nothing and torch.equal(ours + 0.0, own) and (own == 0).all()
+
+
+@pytest.mark.parametrize("past", [0, 3, 20])
+def test_one_token_sees_no_more_for_what_is_joined_to_the_order(past):
+    """As models with images ask: their blocks end before the token, or with it."""
+    blocks, window = torch.zeros(2, past + 1, dtype=torch.long), sliding_window_overlay(4)
+    known = [
+        {"block_sequence_ids": blocks},
+        {"or_mask_function": blockwise_overlay(blocks)},
+        {"or_mask_function": blockwise_overlay(blocks), "and_mask_function": window},
+        {"and_mask_function": and_masks(window, sliding_window_overlay(3), causal_mask_function)},
+    ]
+    others = [
+        {"or_mask_function": lambda b, h, q, k: k == 1, "and_mask_function": or_masks(window, window)},
+        {"and_mask_function": lambda b, h, q, k: k != 1},
+        {"and_mask_function": or_masks(window, lambda b, h, q, k: k == 0)},
+    ]
+    for options in (*known, *others):
+        ours, own = masks(past, 1, create_causal_mask, **options)
+        assert type(ours) is (CausalMask if options in known else torch.Tensor)
+        assert torch.equal(ours + 0.0, own)
 
 
 def padded(*rows):

@@ -24,7 +24,6 @@ RECURRENT = {
     "bamba": {"attn_layer_indices": [1]},
     "falcon_mamba": {},
     "mamba": {},
-    "recurrent_gemma": {"num_hidden_layers": 3},
     "zamba": {"num_hidden_layers": 6, "layers_block_type": ["mamba", "hybrid"] * 3, "n_mamba_heads": 2},
 }
 EVERY = [name for name in (*architectures(), *DENSE_ARCHITECTURES) if name not in WITHOUT_CACHE]

@@ -35,6 +35,7 @@ ARCHITECTURES = sorted(
 AMPLIFY = ("qwen3_next",)
 # Windows, latents with an indexer, recurrent states.
 OFTEN = ("gpt_oss", "deepseek_v32", "qwen3_next")
+ARCHITECTURES.append("recurrent_gemma")
 
 
 def own_model(architecture: str):

@@ -897,7 +897,7 @@ def written_by_index(q, k, v, keys, values):
 
 WRITTEN = {"rope_cache_": 1, "attention": 1}
 NOT_WRITTEN = {"rope": 1, "copy_": 2, "attention": 1}
-NOT_JOINED = {"rope": 2, "copy_": 2, "attention": 1}
+NOT_JOINED = {"rope": 1, "rope_cache_": 1, "copy_": 1, "attention": 1}
 ROTATIONS: dict[Callable | str, dict[str, int]] = {
     norms_of_heads: WRITTEN,
     norms_behind_transpositions: WRITTEN,
@@ -963,6 +963,70 @@ def test_rotations_and_the_write_into_a_cache(case):
 
 def test_a_rotation_and_a_norm_side_by_side_in_a_cache():
     assert_left({"rope_cache_": 1, "mul": 1}, latents, *of_a_cache())
+
+
+def pool(of):
+    return turned(of, q_weight=NORM[:WIDE], eps=1e-5, weight_offset=1.0)
+
+
+def pool_written(x, keys, values):
+    """As the keys of an indexer's pools, which have no dimension for heads."""
+    pools = keys[:, 0]
+    pools.narrow(1, 1, TOKENS).copy_(pool(x[..., :WIDE].unsqueeze(2)).squeeze(1))
+    return pools.sum(1)
+
+
+def pool_that_is_read(x, keys, values):
+    made = pool(x[..., :WIDE].unsqueeze(2))
+    keys[:, :1].narrow(2, 1, TOKENS).copy_(made)
+    return made + 1
+
+
+def pool_of_the_cache(x, keys, values):
+    keys[:, :1].narrow(2, 1, TOKENS).copy_(pool(swapped(keys[:, :1, :TOKENS])))
+    return x
+
+
+def pool_changed_before_its_write(x, keys, values):
+    x = x.clone()
+    made = pool(x[..., :WIDE].unsqueeze(2))
+    x.mul_(2)
+    keys[:, :1].narrow(2, 1, TOKENS).copy_(made)
+    return x
+
+
+def pool_written_twice(x, keys, values):
+    made = pool(x[..., :WIDE].unsqueeze(2))
+    keys[:, :1].narrow(2, 0, TOKENS).copy_(made)
+    values[:, :1].narrow(2, 0, TOKENS).copy_(made)
+    return x
+
+
+def pool_in_another_dtype(x, keys, values):
+    keys[:, :1].narrow(2, 0, TOKENS).copy_(pool(x[..., :WIDE].unsqueeze(2).half()))
+    return x
+
+
+def pool_for_every_head(x, keys, values):
+    keys.narrow(2, 0, TOKENS).copy_(pool(x[..., :WIDE].unsqueeze(2)))
+    return x
+
+
+ALONE = {"rope": 1, "copy_": 1}
+POOLS: dict[Callable | str, dict[str, int]] = {
+    pool_written: {"rope_cache_": 1, "sum": 1},
+    pool_that_is_read: ALONE | {"add": 1},
+    pool_of_the_cache: ALONE,
+    pool_changed_before_its_write: ALONE | {"clone": 1, "mul_": 1},
+    pool_written_twice: ALONE | {"copy_": 2},
+    pool_in_another_dtype: ALONE | {"_to_copy": 1},
+    pool_for_every_head: ALONE,
+}
+
+
+@pytest.mark.parametrize("case", POOLS, ids=name_of)
+def test_a_rotation_alone_and_its_write_into_a_cache(case):
+    assert_left(POOLS[case], case, *of_a_cache())
 
 
 def of_elements(dtype):

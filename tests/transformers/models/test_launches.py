@@ -139,7 +139,7 @@ def test_launches_of_a_layer_that_chooses_keys(simulated, architecture):
 # Launches of a layer that chooses 2 of 3 pools of 16 keys, by the tokens in front: in the middle of a pool,
 # and at its end, where a token makes the pool's mean and angles, turns it and keeps it. 2 of them are tables
 # of angles, which layers share.
-CHOOSING_POOLS = {50: {"linear": 17, "indexed": 23}, 60: {"linear": 17, "indexed": 28}}
+CHOOSING_POOLS = {50: {"linear": 17, "indexed": 23}, 60: {"linear": 17, "indexed": 27}}
 
 
 @pytest.mark.slow("a model is captured three times")
@@ -201,10 +201,13 @@ LINEAR = {
         {"attn_layer_offset": 0, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2},
         11,
     ),
+    "recurrent_gemma": ({"num_hidden_layers": 4}, 9),
 }
 
 
-@pytest.mark.parametrize("architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba")))
+@pytest.mark.parametrize(
+    "architecture", in_sweep(LINEAR, ("kimi_linear", "nemotron_h", "jamba", "recurrent_gemma"))
+)
 def test_launches_of_whole_layers_of_linear_attention(simulated, monkeypatch, architecture):
     extra, most = LINEAR[architecture]
     own = tiny_models.EXTRA.get(architecture, {})

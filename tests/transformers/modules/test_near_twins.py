@@ -33,6 +33,7 @@ from transformers.models.minimax_m3_vl.modeling_minimax_m3_vl import MiniMaxM3VL
 from transformers.models.nemotron_h.modeling_nemotron_h import NemotronHMamba2Mixer
 
 import torch_moe_mps
+from torch_moe_mps.transformers.accelerate import PREPARED_BY
 from torch_moe_mps.transformers.install import is_rewritten, rewrite
 from torch_moe_mps.transformers.modules.recognise import Rows
 from torch_moe_mps.transformers.modules.rules import MODULE_RULES, trial
@@ -75,6 +76,10 @@ CASES = [
     Case("router", "deepseek_v4", "model.layers.0.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
 ]
 MORE = [
+    Case(
+        *("recurrent_block", "recurrent_gemma", "model.layers.0.temporal_block"),
+        *(("act_fn", torch.nn.Tanh()), "rg_lru"),
+    ),
     Case("projection", "xlm_roberta", "roberta.encoder.layer.0.output", ("LayerNorm.eps", 0.5), "dropout"),
     Case("projection", "xlm_roberta", "roberta.encoder.layer.0.intermediate", None, "intermediate_act_fn"),
     Case("mlp", "deepseek_v4", "model.layers.0.mlp.shared_experts", ("limit", 0.01), "act_fn"),
@@ -157,6 +162,8 @@ def models_of(case: Case) -> tuple[nn.Module, nn.Module]:
     with tiny_models.groups_of_32(), tiny_models.sizes(**{k: v for k, v in case.sizes if type(v) is int}):
         options = {name: [*value] for name, value in case.sizes if type(value) is tuple}
         own = eager(tiny_models.tiny_model(case.architecture, **options))
+    for prepare in PREPARED_BY:
+        prepare(own)
     if case.rule not in IN_ACCELERATED:
         return own, own
     model = copy.deepcopy(own)

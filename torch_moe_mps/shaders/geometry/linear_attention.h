@@ -12,3 +12,5 @@ GEOMETRY kSelectiveThreads = 128;
 GEOMETRY kSelectiveStates = 16;  // of a channel: MAX_STATES of ops/linear_attention.py
 GEOMETRY kSelectiveTokens = 64;  // staged at a time
 GEOMETRY kSelectiveUnroll = 4;   // loaded at a time
+GEOMETRY kRgLruThreads = 64;
+GEOMETRY kRgLruTokens = 4;  // loaded at a time

@@ -6,6 +6,7 @@
 // A lane's two numbers of the left operand are neighbours in a row of `x`, and its sums are neighbours in a
 // row of the result, so that nothing goes through threadgroup memory and no simdgroup waits for another.
 #pragma once
+#include "common/vectors.h"
 #include "matmul/gemm.h"
 
 // Weights are decoded exactly: a gradient may cancel to far less than its terms.

@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ...ops.attention import seen_in_order
 from ..basics.deferred import Deferred
 from ..basics.key_range import NO_END, RANGE, known_range
-from .mask_functions import order_of
+from .mask_functions import order_of, window_of_last
 
 _ATEN = torch.ops.aten
 _OF_EVERYTHING = (_ATEN.detach.default, _ATEN.alias.default)
@@ -167,9 +167,12 @@ def _order(
     size = asked.get("local_size")
     if asked.get("allow_is_causal_skip", True):
         return (size, 0) if size is None or _has_window(asked.get("config"), size) else None
-    # A compiled step, which is of one token, takes no mask of this class.
-    if tokens > 1 and all(type(number) is int for number in (before, tokens, first, keys)):
-        function: Any = asked.get("mask_function")
+    function: Any = asked.get("mask_function")
+    # A compiled step, which is of one token, takes no mask of this class: its keys go beyond the token.
+    if tokens == 1:
+        window = window_of_last(function) if before + 1 == first + keys else None
+        return None if window is None else (*window, 0)
+    if all(type(number) is int for number in (before, tokens, first, keys)):
         return order_of(function, range(before, before + tokens), range(first, first + keys))
     return None
 

@@ -1,5 +1,6 @@
 """Meaning of transformers' functions of masks, read without an element for each pair of a token and a key."""
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
@@ -38,6 +39,27 @@ def order_of(function: Callable, tokens: range, keys: range) -> tuple[int | None
     if box.first > keys[0] or box.last < keys[-1] or not -math.inf < box.least <= 0 <= box.most:
         return None
     return None if box.most == math.inf else int(box.most) + 1, int(-box.least)
+
+
+def window_of_last(function: Any) -> tuple[int | None] | None:
+    """(window,) of a mask for a token that is the last of its keys, (None,) if it sees all of them.
+
+    What transformers joins to the order by "or" shows such a token no more. None for all other functions.
+    """
+    from transformers import masking_utils as masks
+
+    if function is masks.causal_mask_function:
+        return (None,)
+    code = getattr(function, "__code__", None)
+    held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
+    if code is masks.sliding_window_overlay(1).__code__:
+        return (held["sliding_window"],)
+    windows = [*map(window_of_last, held.get("mask_functions", ()))]
+    if code is masks.or_masks().__code__:
+        return (None,) if (None,) in windows else None
+    if code is not masks.and_masks().__code__ or None in windows:
+        return None
+    return (min((window[0] for window in windows if window and window[0]), default=None),)
 
 
 class _Unreadable:

@@ -1,5 +1,6 @@
 """The state of this package in a module, and the marks of its class; `restore` removes them."""
 
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -8,6 +9,7 @@ STATE = "_moe_mps"  # where a module's __dict__ has it
 # Attributes of the subclasses that rewriting makes: the class before.
 CLASS_MARK = "_moe_mps_original_class"
 OWN_FORWARD = "_moe_mps_own_forward"  # that class, and the forward that it had when it was rewritten
+RUNS_OWN = "_moe_mps_runs_own"  # the attribute of a forward that `with_own` sets
 
 
 class Unsupported(Exception):
@@ -62,3 +64,14 @@ def state_of(module: nn.Module) -> State:
     if STATE not in own:
         own[STATE] = State()
     return own[STATE]
+
+
+def with_own(own: Callable) -> Callable[[Callable], Callable]:
+    """Decorator of a forward that takes a module's place: `own` runs the module's own code where it has to,
+    as that would go wrong alone."""
+
+    def mark(forward: Callable) -> Callable:
+        setattr(forward, RUNS_OWN, own)
+        return forward
+
+    return mark

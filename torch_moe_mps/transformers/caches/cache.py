@@ -19,7 +19,7 @@ from transformers import (
 
 from ...ops.attention import CACHE_BITS
 from ..basics.residency import follow_moved
-from ..basics.state import NOTHING, STATE, state_of
+from ..basics.state import CLASS_MARK, NOTHING, STATE, state_of
 from .held import HeldEntries
 from .layers import growing_class
 from .quantized_states import QuantizedStates, can_be_quantized
@@ -27,6 +27,7 @@ from .state import LayerState
 
 # Arguments of a forward that are its cache: all models' but Mamba's, Mamba's, and continuous batching's.
 CACHES = ("past_key_values", "cache_params", "cache")
+STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
 
@@ -160,9 +161,13 @@ def takes_cache(model: nn.Module) -> bool:
 
 
 def hands_cache_on(model: PreTrainedModel) -> bool:
-    """Whether a call takes the states so far as `past_key_values`, and gives them back there.
+    """Whether the states of a conversation are all in what a call takes as `past_key_values`.
 
-    Mamba and RWKV have another name for them; RecurrentGemma keeps them in its modules.
+    Mamba and RWKV have another name for them; RecurrentGemma's own code keeps them in its modules.
     """
-    is_in_modules = model.config.get_text_config(decoder=True).model_type == "recurrent_gemma"
-    return CACHES[0] in inspect.signature(model.forward).parameters and not is_in_modules
+    return CACHES[0] in inspect.signature(model.forward).parameters and not keeps_states(model)
+
+
+def keeps_states(model: nn.Module) -> bool:
+    """Whether a model's modules keep states of a conversation, as RecurrentGemma's own code does."""
+    return any(STATE_OF_MODULE in vars(m) and not hasattr(type(m), CLASS_MARK) for m in model.modules())

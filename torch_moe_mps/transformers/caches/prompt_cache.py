@@ -27,6 +27,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 from ..._faults import synchronize
 from ..._text import first_line
 from ..basics.state import kv_bits_of
+from .cache import keeps_states
 from .layers import growing_class
 from .quantized_states import QuantizedStates
 from .state import LayerState, copy_of_cache, copy_of_layer
@@ -36,7 +37,7 @@ _FORM = "torch_moe_mps prompt cache"
 _OF_THE_FILE = ("_name_or_path", "transformers_version", "quantization_config", "architectures")
 # Types of models whose own code in transformers 5.23 forgets a cache where several tokens follow it,
 # or gives no cache back: a prompt in pieces would be another one.
-READ_WHOLE = ("bamba", "falcon_mamba", "jamba", "mamba", "recurrent_gemma", "zamba")
+READ_WHOLE = ("bamba", "falcon_mamba", "jamba", "mamba", "zamba")
 _SAMPLES = 64  # octets of each tensor that tell models apart
 # {position: {index of a layer: its attributes}}: states that only fit a prefix of this length.
 States = Mapping[int, dict[int, dict[str, Any]]]
@@ -53,7 +54,7 @@ def new_cache(model: PreTrainedModel) -> DynamicCache:
 
 def reads_whole(model: PreTrainedModel) -> bool:
     """Whether a model must read a prompt in one call, behind an empty cache."""
-    return model.config.get_text_config(decoder=True).model_type in READ_WHOLE
+    return model.config.get_text_config(decoder=True).model_type in READ_WHOLE or keeps_states(model)
 
 
 def can_be_cut(layer: Any) -> bool:

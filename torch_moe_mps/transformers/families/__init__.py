@@ -20,6 +20,7 @@ class Family(NamedTuple):
 
     Attributes:
         rules: module -> (the forward that it runs, what that is), or None, for MODULE_RULES.
+        prepare: is called with each model before its modules are recognised.
         recurrent_layers: kinds of layers of linear attention.
         growing_class: class of a cache's layer -> the class that grows in place, or None if it is another's.
         layer_hook: is called with each layer of attention that the operator runs.
@@ -35,6 +36,7 @@ class Family(NamedTuple):
     """
 
     rules: tuple[ModuleRule, ...] = ()
+    prepare: Callable[[nn.Module], None] | None = None
     recurrent_layers: tuple[LayerKind, ...] = ()
     growing_class: Callable[[Any], Any] | None = None
     layer_hook: Callable[[nn.Module], None] | None = None

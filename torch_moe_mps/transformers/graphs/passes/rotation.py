@@ -23,6 +23,7 @@ from ..nodes import (
     memory_of,
     ours,
     put,
+    readers,
     shown,
     tensor_of,
     written,
@@ -116,10 +117,14 @@ def join_rotations(graph: fx.Graph) -> None:
 def write_into_cache(graph: fx.Graph) -> None:
     """rope(Q, K), and copies of K and of values V to where a cache keeps them -> rope_cache_(Q, K, V).
 
-    Latent attention keeps latents as keys and what turns as values, side by side.
+    Latent attention keeps latents as keys and what turns as values, side by side. Rows that turn alone, as
+    the pools of an indexer, are keys.
     """
     copies = calls(graph, aten.copy_)
     for call in calls(graph, ours.rope):
+        if _given(call) == ["q"]:
+            _write_alone(call)
+            continue
         for name, result in _results(call).items():
             if _given(call) == ["q", "k"] and any(_write(call, name, *w) for w in _writes(result, copies)):
                 break
@@ -308,6 +313,32 @@ def _write(call: fx.Node, name: str, turned: _Write, other: _Write) -> bool:
     if q is not None:
         q.replace_all_uses_with(made)
     return True
+
+
+def _write_alone(call: fx.Node) -> None:
+    """rope(Q), which only a copy to where a cache keeps it reads, in any shape -> rope_cache_(None, Q)"""
+    passed = arguments(call)
+    for result in _results(call).values():
+        (write, source), *others = readers(result)
+        if others or not is_call(write, aten.copy_) or write.users or arguments(write)["src"] is not source:
+            return
+        place = arguments(write)["self"]
+        memory, like = memory_of(place), tensor_of(result)
+        kept = in_shape(place, result, write) if tensor_of(place).shape == tensor_of(source).shape else None
+        if (
+            kept is None
+            or memory.op != "placeholder"
+            or (tensor_of(place).dtype, tensor_of(place).device) != (like.dtype, like.device)
+            or any(memory_of(item) is memory for item in call.all_input_nodes)
+            or not all(is_unchanged(item, call, write) for item in call.all_input_nodes)
+        ):
+            return
+        options = {name: passed[name] for name in _TABLES + _OF_NORMS}
+        put(
+            write, ours.rope_cache_.default, like.new_empty(0), q=None, k=passed["q"], v=None, keys_=kept,
+            values_=None, q_weight=None, k_weight=passed["q_weight"], **options,
+        )  # fmt: skip
+        call.graph.erase_node(write)
 
 
 def _fit(turned: _Write, other: _Write, v: fx.Node) -> bool:

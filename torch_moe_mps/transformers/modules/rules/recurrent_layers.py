@@ -53,14 +53,19 @@ def is_seen(layer: nn.Module) -> bool:
 
 def convolution(layer: Any, x: Tensor, cache: Any) -> Tensor:
     """activation(conv1d(x)) of [B, T, C], and the state of the cache."""
-    weight, bias = layer.conv1d.weight.squeeze(1), layer.conv1d.bias
-    state = None if cache is None else cache.get_conv_state(layer.layer_idx)
+    return convolved(layer.conv1d, ACTIVATIONS[layer.activation], x, cache, layer.layer_idx)
+
+
+def convolved(conv: Any, activation: str, x: Tensor, cache: Any, number: int) -> Tensor:
+    """activation(conv(x)) of [B, T, C], and the state of the cache's layer of this number."""
+    weight, bias = conv.weight.squeeze(1), conv.bias
+    state = None if cache is None else cache.get_conv_state(number)
     if state is None:
         state = x.new_zeros(x.shape[0], *weight.shape)
         if cache is not None:
-            cache.update_conv_state(state, layer.layer_idx, conv_kernel_size=weight.shape[1])
-            state = cache.get_conv_state(layer.layer_idx)
-    return ops.causal_conv1d_update_(x, state, weight, bias, ACTIVATIONS[layer.activation])
+            cache.update_conv_state(state, number, conv_kernel_size=weight.shape[1])
+            state = cache.get_conv_state(number)
+    return ops.causal_conv1d_update_(x, state, weight, bias, activation)
 
 
 def scan(

@@ -44,12 +44,12 @@ _OF_MODULES = {*vars(nn.Module()), STATE}
 _OF_NO_FORWARD = {"layer_idx", "_is_hf_initialized"}  # modules that compute the same may differ in these
 
 
-def verdict(module: nn.Module, function: Callable, *arguments: Any) -> Any:
+def verdict(module: nn.Module, function: Callable, *arguments: Any, apart: Sequence[str] = ()) -> Any:
     """Result of `tried` for function(module, *arguments), once for all modules that are alike.
 
-    The module's forward then rests on what they have in common.
+    The module's forward then rests on what they have in common, but for the attributes `apart`.
     """
-    key = function, arguments, _common(module)
+    key = function, arguments, _common(module, apart)
     result = _verdicts.get(key)
     if result is None:
         result = (tried(function, module, *arguments),)
@@ -58,7 +58,7 @@ def verdict(module: nn.Module, function: Callable, *arguments: Any) -> Any:
     for part in module.modules():
         numbers = () if hasattr(part, "out_features") else _attributes(part)
         plain = (name for name, value in numbers if isinstance(value, (*_PLAIN, tuple)))
-        for name in (*plain, *part._modules):
+        for name in (*(name for name in plain if name not in apart), *part._modules):
             depends_on(part, name)
     return result[0]
 
@@ -78,14 +78,14 @@ def made_alike(module: nn.Module, usual: nn.Module) -> bool:
     return True
 
 
-def _common(module: nn.Module) -> tuple:
-    """Key of modules whose forwards compute the same: classes, shapes and attributes of all parts."""
+def _common(module: nn.Module, apart: Sequence[str] = ()) -> tuple:
+    """Key of modules whose forwards compute the same: classes, shapes and other attributes of all parts."""
     return tuple(
         (
             path,
             original_class(part),
             original_class(part).forward,
-            *((name, _described(value)) for name, value in _attributes(part)),
+            *((name, _described(value)) for name, value in _attributes(part) if name not in apart),
             *((name, _described(value)) for name, value in (part._parameters | part._buffers).items()),
         )
         for path, part in module.named_modules()

@@ -1,0 +1,151 @@
+"""RecurrentGemma's recurrent blocks.
+
+The model's own code keeps the states of a block in its attributes, so that a model has one conversation at a
+time, and a call changes it. Here the layer of the cache has them, as in other models with linear attention;
+where the own code has to run, it finds them in the attributes, and they go back to the cache behind it.
+"""
+
+import copy
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicCache, LinearAttentionCacheLayerMixin, LinearAttentionLayer
+
+from ...basics.report import Done
+from ...basics.state import original_class, with_own
+from ...modules.experts import is_observed
+from ...modules.rules.recurrent_layers import CONVOLUTION, convolved, scan
+from ...modules.rules.trial import agrees, twin_of, verdict
+
+ops = torch.ops.moe_mps
+_CHILDREN = "linear_y", "linear_x", "linear_out", "conv_1d", "rg_lru"
+# Attributes of a block and of its RG-LRU that have the states of the own code.
+_CONV, _RECURRENT = "conv1d_state", "recurrent_states"
+
+
+def number_blocks(model: nn.Module) -> None:
+    """Tells recurrent blocks the number of their layer, which attention of the same model knows.
+
+    It is transformers' attribute for it, and stays when the model is restored.
+    """
+    for module in model.modules():
+        layers = module._modules.get("layers")
+        for number, layer in enumerate(layers if isinstance(layers, nn.ModuleList) else ()):
+            block: Any = layer._modules.get("temporal_block")
+            if block is not None and _is_candidate(block):
+                block.layer_idx = number
+
+
+def _is_candidate(module: nn.Module) -> bool:
+    return all(name in module._modules for name in _CHILDREN) and hasattr(module, _CONV)
+
+
+def _has_place(cache: Any, number: int) -> bool:
+    """Whether a layer of a cache holds states; one that was made without a config has none for them."""
+    layers = [] if cache is None else cache.layers
+    return number < len(layers) and isinstance(layers[number], LinearAttentionCacheLayerMixin)
+
+
+def own_block(
+    block: Any,
+    input_states: Tensor,
+    position_ids: Tensor,
+    attention_mask: Any,
+    use_cache: bool = True,
+    past_key_values: Any = None,
+    **options: Any,
+) -> Any:
+    """The block's own code, with the states of the cache where that has a place for them."""
+    own, number = original_class(block).forward, block.layer_idx
+    arguments = input_states, position_ids, attention_mask, use_cache
+    if not (use_cache and _has_place(past_key_values, number)):
+        return own(block, *arguments, past_key_values=past_key_values, **options)
+    unit, layer = block.rg_lru, past_key_values.layers[number]
+    held = past_key_values.get_conv_state(number)
+    block.conv1d_state = None if held is None else held[..., 1:]
+    unit.recurrent_states = past_key_values.get_recurrent_state(number)
+    try:
+        result = own(block, *arguments, past_key_values=past_key_values, **options)
+        conv, recurrent = F.pad(block.conv1d_state, (1, 0)), unit.recurrent_states
+    finally:
+        block.conv1d_state = unit.recurrent_states = None
+    if held is None:
+        past_key_values.update_conv_state(conv, number, conv_kernel_size=conv.shape[-1])
+        past_key_values.update_recurrent_state(recurrent, number)
+    # New tensors: a backward may still need the states before.
+    layer.conv_states[0], layer.recurrent_states[0] = conv, recurrent
+    return result
+
+
+@with_own(own_block)
+def recurrent_block(
+    block: Any,
+    input_states: Tensor,
+    position_ids: Tensor,
+    attention_mask: Any,
+    use_cache: bool = True,
+    past_key_values: Any = None,
+    **options: Any,
+) -> tuple[Tensor, None]:
+    """The forward of a rewritten block."""
+    unit, number = block.rg_lru, block.layer_idx
+    cache = past_key_values if use_cache and _has_place(past_key_values, number) else None
+    if (use_cache and cache is None) or is_observed(block.conv_1d, unit):
+        arguments = input_states, position_ids, attention_mask, use_cache, past_key_values
+        return own_block(block, *arguments, **options)
+    mixed = convolved(block.conv_1d, "none", block.linear_x(input_states), cache, number)
+    of_heads = mixed.unflatten(-1, (unit.num_attention_heads, unit.block_width))
+    gates = [
+        ops.heads_mm(of_heads, weight, transposed=True).flatten(2)
+        for weight in (unit.input_gate_weight, unit.recurrent_gate_weight)
+    ]
+    branch = block.act_fn(block.linear_y(input_states))
+    out = scan(
+        cache,
+        number,
+        (mixed.shape[0], mixed.shape[2]),
+        mixed,
+        lambda state: ops.rg_lru_(
+            mixed,
+            *gates,
+            state,
+            unit.recurrent_param,
+            positions=position_ids.expand(mixed.shape[:2]),
+            input_bias=unit.input_gate_bias.view(-1),
+            decay_bias=unit.recurrent_gate_bias.view(-1),
+            branch=branch,
+        ),
+    )
+    return block.linear_out(out), None
+
+
+def rewrite_recurrent_block(module: nn.Module) -> tuple[Any, list[Done]] | None:
+    """(forward, what it runs) for a recurrent block whose layer's number is known, else None."""
+    if not _is_candidate(module) or not hasattr(module, "layer_idx"):
+        return None
+    if not verdict(module, _matches_module, apart=(_CONV, _RECURRENT)):
+        return None
+    return recurrent_block, [Done(CONVOLUTION), Done("heads_mm"), Done("rg_lru_")]
+
+
+def _matches_module(module: nn.Module) -> bool:
+    """Whether `recurrent_block` does what a block's own forward does: results and states."""
+    twin = twin_of(module, layer_idx=0, conv1d_state=None)
+    twin.rg_lru.recurrent_states = None
+    x = torch.randn(2, 8, twin.linear_x.in_features)
+    places = torch.tensor([[0, 1, 2, 0, 1, 2, 3, 0]])
+    pieces = [slice(0, 5), slice(5, 6), slice(6, 7), slice(7, 8)]
+    own, cache = copy.deepcopy(twin), DynamicCache()
+    cache.layers = [LinearAttentionLayer()]
+    theirs, ours = [], []
+    for piece in pieces:
+        arguments = x[:, piece], places[:, piece], None
+        theirs.append(original_class(module).forward(own, *arguments)[0])
+        ours.append(recurrent_block(twin, *arguments, past_key_values=cache)[0])
+    theirs += [own.conv1d_state, own.rg_lru.recurrent_states]
+    ours += [cache.layers[0].conv_states[0][..., 1:], cache.layers[0].recurrent_states[0]]
+    theirs.append(original_class(module).forward(own, x, places, None, use_cache=False)[0])
+    ours.append(recurrent_block(twin, x, places, None, use_cache=False)[0])
+    return agrees(ours, theirs, 1e-3)
