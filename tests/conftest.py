@@ -42,6 +42,9 @@ def pytest_configure(config):
         "markers", "one_schedule: run the simulated mps variant under one schedule in the sweep, too"
     )
     config.addinivalue_line("markers", "of_kernels: about what only kernels do: on the CPU in the sweep")
+    config.addinivalue_line(
+        "markers", "either_device: about what every device has from one place: on one of them, in turn"
+    )
     config.addinivalue_line("markers", "kernels_in_sweep: on mps in the sweep, on the CPU always")
     config.addinivalue_line("markers", "slow(why): over 1.5 CPU seconds, not with `scripts/test --changed`")
     config.addinivalue_line("markers", "of_models: about what models do on any device: on mps in the sweep")
@@ -74,30 +77,42 @@ def pytest_generate_tests(metafunc):
         metafunc.parametrize("device", [cpu, *mps], indirect=True)
 
 
-def _kept_of_dtypes(items: list) -> Iterator[list]:
-    """Of each case on mps those of all dtypes: the one that always runs first, another for another case."""
-    cases = defaultdict(list)
+def _of_dtypes(items: list) -> Iterator[tuple[str, object]]:
+    """(case, test) of kernels, which are instances of one template for all dtypes."""
     for item in items:
         call = getattr(item, "callspec", None)
         if call and call.params.get("dtype") in DTYPES and str(call.params.get("device")).startswith("mps"):
-            cases[re.sub(r"dtype\d+|torch\.\w+", "", item.nodeid)].append(item)
+            yield re.sub(r"dtype\d+|torch\.\w+", "", item.nodeid), item
+
+
+def _of_devices(items: list) -> Iterator[tuple[str, object]]:
+    """(case, test) of what every device has from one place."""
+    for item in items:
+        if any(item.iter_markers("either_device")):
+            yield re.sub(r"(?<=[\[-])(cpu|mps)(?=[]-])", "", item.nodeid, count=1), item
+
+
+def _not_in_turn(tests: Iterator[tuple[str, object]]) -> Iterator:
+    """The tests of each case but one: another one for another case."""
+    cases = defaultdict(list)
+    for name, item in tests:
+        cases[name].append(item)
     for name, case in cases.items():
         turn = zlib.crc32(name.encode()) % len(case)
-        yield case[turn:] + case[:turn]
+        yield from case[:turn] + case[turn + 1 :]
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
-    """Kernels of several dtypes are instances of one template: a case always runs in one, else in the sweep.
+    """Of a case that is the same in several dtypes, or on both devices, one runs, and the rest in the sweep.
 
     A case that only runs there anyway is not run in another order.
     """
     for item in items:
         if any(item.iter_markers("kernels_in_sweep")) and item.callspec.params.get("device") != "cpu":
             item.add_marker(pytest.mark.sweep)
-    for _, *rest in _kept_of_dtypes(items):
-        for item in rest:
-            item.add_marker(pytest.mark.sweep)
+    for item in [*_not_in_turn(_of_dtypes(items)), *_not_in_turn(_of_devices(items))]:
+        item.add_marker(pytest.mark.sweep)
     others = [i for i in items if OTHER_ORDER in i.nodeid and len(list(i.iter_markers("sweep"))) > 1]
     if names := config.getoption("operators"):
         others += [i for i in items if dependents.of_other_operators(i, {*names.split(",")})]

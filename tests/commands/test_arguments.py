@@ -51,6 +51,59 @@ def test_a_wrong_name_is_said_before_torch_is_imported(tmp_path):
     }
 
 
+@pytest.mark.parametrize("command", [name for name in COMMANDS if name != "check"])  # it has no model
+def test_every_command_says_a_wrong_name(command, capsys, tmp_path):
+    """Whatever options it has beside."""
+    others = {"convert": [tmp_path / "new"], "finetune": [__file__]}.get(command, [])
+    assert main([command, str(tmp_path / "nothing"), *map(str, others)]) == 1
+    assert "nothing is neither a folder nor the name of a model on the Hub" in capsys.readouterr().err
+
+
+WRONG = {
+    "bench": ("--prompt 0", "--generate 0", "--turn -1", "--repeats 0", "--bandwidth 0", "--depth=-1,5"),
+    "chat": ("--prompt-memory=-1", "--prompt-memory nan", "--prompt-memory inf", "--prompt-lookup 0"),
+    "finetune": (
+        *("--rank 0", "--expert-rank=-1", "--batch 0", "--epochs nan", "--epochs 0", "--steps 0"),
+        *("--learning-rate 0", "--learning-rate inf", "--max-length 1", "--held-out=-1", "--save-every 0"),
+        "--seed 9223372036854775808",
+    ),
+    "fit": ("--context=-1", "--context many"),
+    "generate": ("--batch 0", "--max-tokens 0", "--max-tokens 1.5", "--prompt-lookup 0"),
+    "perplexity": ("--window 1", "--tokens 1"),
+    "report": ("--minutes 0", "--minutes=-1"),
+    "serve": ("--port 70000", "--port=-1", "--parallel 0", "--prompt-memory=-1"),
+}
+
+
+@pytest.mark.parametrize(("command", "wrong"), [(c, w) for c in WRONG for w in WRONG[c]])
+def test_a_wrong_value_is_one_line(command, wrong, capsys):
+    option, value = re.split(r"[ =]", wrong)
+    with pytest.raises(SystemExit, match="2"):
+        main([command, "model", *([__file__] if command == "finetune" else []), *wrong.split()])
+    error = capsys.readouterr().err
+    assert error.startswith(f"torch-moe-mps {command}: error: argument {option}: must be ")
+    assert value in error.rpartition(", got ")[2]
+    assert error.count("\n") == 1
+
+
+def test_a_wrong_value_is_said_before_torch_is_imported(tmp_path):
+    result = module("finetune", str(tmp_path), str(tmp_path / "none.jsonl"))
+    assert result.returncode == 1 and f"DATA must be a file, got {tmp_path}" in result.stderr
+    assert not {"torch", "transformers", "numpy"} & {
+        line.rpartition("|")[2].strip() for line in result.stderr.splitlines()
+    }
+
+
+def test_files_that_are_none(tmp_path, capsys):
+    for arguments in (["perplexity", ".", "--text"], ["generate", ".", "--prompts"], ["finetune", "."]):
+        for name, got in ((str(tmp_path / "none"), ""), (str(tmp_path), "the folder ")):
+            assert main([*arguments, name]) == 1
+            option = arguments[2] if len(arguments) > 2 else "DATA"
+            assert capsys.readouterr().err == (
+                f"torch-moe-mps: error: {option} must be a file, got {got}{name}\n"
+            )
+
+
 def test_version(capsys):
     with pytest.raises(SystemExit, match="0"):
         main(["--version"])

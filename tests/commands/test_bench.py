@@ -173,13 +173,7 @@ def test_contexts_are_those_that_the_model_reads(checkpoint, capsys, refused):
         assert refused("bench", checkpoint, *sizes, *arguments, progress=True) == message
 
 
-def test_wrong_numbers_are_one_line(checkpoint, capsys, refused):
-    for arguments, message in (
-        (["--generate", 0], "--generate must be at least 1, got 0"),
-        (["--bandwidth", 0], "--bandwidth must be more than 0 GB/s, got 0"),
-        (["--depth=-1,5"], "--depth must be at least 0 tokens, got -1"),
-    ):
-        assert refused("bench", checkpoint, *arguments) == message
+def test_depths_that_are_no_numbers(checkpoint, capsys):
     with pytest.raises(SystemExit, match="2"):
         run(checkpoint, "--depth", "4k")
     assert "must be numbers with commas between, got '4k'" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """Other libraries' clients of the server, and two servers behind LiteLLM's proxy."""
 
 import contextlib
+import faulthandler
 import os
 import secrets
 import subprocess
@@ -160,6 +161,7 @@ def test_two_servers_behind_the_proxy(checkpoint, tmp_path):
     import openai
     import yaml
 
+    faulthandler.dump_traceback_later(1500, exit=True)  # three processes start, which takes long
     with two_servers(checkpoint) as urls:
         to_letters = {"model": "openai/letters", "api_key": "none"}
         settings = {

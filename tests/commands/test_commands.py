@@ -98,7 +98,7 @@ def test_mixed_recipe(checkpoint, tmp_path):
 def test_perplexity(checkpoint, tmp_path, capsys):
     """One table of several models, and what was measured stays with those that are ours."""
     text = tmp_path / "text.txt"
-    text.write_text(SAMPLE.read_text()[:400])
+    text.write_text(SAMPLE.read_text()[:150])
     new, mlx, found = (tmp_path / name for name in ("new", "mlx", "found.json"))
     assert run("convert", checkpoint, new, "--bits", 8, "--group-size", 32) == 0
     assert run("convert", checkpoint, mlx, "--bits", 3, "--group-size", 32, "--to", "mlx") == 0
@@ -109,7 +109,7 @@ def test_perplexity(checkpoint, tmp_path, capsys):
         assert run("perplexity", *arguments, *more) == 0
     output, data = capsys.readouterr().out, json.loads(found.read_text())
     first, second = data["models"]
-    assert data["tokens"] == 400 and first["divergence"] < second["divergence"]
+    assert data["tokens"] == 150 and first["divergence"] < second["divergence"]
     lines = [line.split() for line in output.splitlines()]
     assert [str(checkpoint), f"{data['perplexity_of_other']:.4f}"] in lines
     assert first["divergence_error"] > 0 and first["standard_error"] > 0
@@ -118,7 +118,7 @@ def test_perplexity(checkpoint, tmp_path, capsys):
         divergence = f"{own['divergence']:.5f} ± {own['divergence_error']:.5f}"
         top = f"{100 * own['agreement']:.2f} %"
         assert [str(folder), *figures.split(), *divergence.split(), *top.split()] in lines
-        kept = "400 tokens of text.txt in windows of 64: "
+        kept = "150 tokens of text.txt in windows of 64: "
         kept += f"perplexity {figures} (dense has {data['perplexity_of_other']:.4f}), KL divergence from it "
         kept += f"{divergence} nats a token, equal top tokens {top}; "
         kept += f"torch-moe-mps {torch_moe_mps.__version__}"
@@ -174,8 +174,6 @@ def test_the_first_tokens_of_a_text(checkpoint, tmp_path, capsys, refused):
         values.append(json.loads(found.read_text()))
     assert values[0]["tokens"] == values[1]["tokens"] == 100
     assert values[0]["models"] == values[1]["models"]
-    capsys.readouterr()
-    assert refused("perplexity", checkpoint, "--tokens", 1) == "--tokens must be at least 2, got 1"
 
 
 def test_perplexity_with_a_cache_in_8_bits(tmp_path):

@@ -169,11 +169,6 @@ def test_layout_and_card(folder, trained):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (("--rank", 0), "--rank must be at least 1, got 0"),
-        (("--batch", 0), "--batch must be at least 1, got 0"),
-        (("--expert-rank", -1), "--expert-rank must be at least 0, got -1"),
-        (("--learning-rate", 0), "--learning-rate must be more than 0, got 0.0"),
-        (("--epochs", "nan"), "--epochs must be more than 0, got nan"),
         (("--held-out", 20), "--held-out must leave a line to train on, got 20 of 20"),
         (("--targets", "q_proj,gate"), "--targets must be linear layers, of which there are q_proj"),
         (("--resume",), "--resume needs a training in"),
@@ -214,7 +209,7 @@ def test_what_does_not_fit(folder, tmp_path, capsys, monkeypatch):
     assert not (tmp_path / "new").exists()
 
 
-@pytest.mark.slow("30 layers of trained weights, eight steps")
+@pytest.mark.sweep
 def test_learns_a_fact(smollm2, tmp_path, capsys):
     """SmolLM2 learns from 20 lines what it cannot know, and answers it."""
     ways = ("Which colour is Zarb?", "Zarb has which colour?", "The colour of Zarb?", "What colour has Zarb?")

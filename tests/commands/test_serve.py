@@ -175,10 +175,6 @@ def test_prompts_are_kept_over_requests_and_restarts(checkpoint, tmp_path, compu
         assert ask(client, [], first + "when") <= 3
     with pytest.raises(ValueError, match=r"--prompt-cache must be a folder, got .*: File exists"):
         client_of(checkpoint, "--prompt-cache", tmp_path / "kept" / "notes.txt").__enter__()
-    for memory in ("-1", "nan", "inf"):
-        message = f"--prompt-memory must be at least 0 GB, and finite, got {memory}"
-        with pytest.raises(ValueError, match=message):
-            client_of(checkpoint, "--prompt-memory", memory).__enter__()
     assert f"{files[0]} is damaged or not a prompt cache" in capsys.readouterr().err
     assert (tmp_path / "kept" / "notes.txt").exists()
 
@@ -484,7 +480,6 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         main(["serve", str(checkpoint), "--continuous-batching"])
     error = capsys.readouterr().err
     assert "--continuous-batching has gone: --parallel N answers" in error and error.count("\n") == 1
-    assert refused("serve", checkpoint, "--parallel", "0") == "--parallel must be at least 1, got 0"
     error = refused("serve", checkpoint, "--parallel", "2", "--prompt-lookup", "2")
     assert error == "--parallel must be 1 with --prompt-lookup, got 2"
     assert "--media-folder must be a folder" in refused("serve", checkpoint, "--media-folder", "nowhere")
@@ -492,7 +487,6 @@ def test_a_server_that_cannot_start_is_one_line(checkpoint, tmp_path, capsys, mo
         port = taken.getsockname()[1]
         error = refused("serve", checkpoint, "--port", port)
         assert error == f"--host and --port must be free, got localhost:{port}: Address already in use"
-    assert refused("serve", checkpoint, "--port", "70000") == "--port must be from 0 to 65535, got 70000"
     with pytest.raises(SystemExit, match="2"):
         main(["serve", str(checkpoint), "--log-level", "loud"])
     error = capsys.readouterr().err

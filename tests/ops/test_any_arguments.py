@@ -34,7 +34,10 @@ SETTINGS = {
 def check(call, device: str) -> None:
     results = outcome(call, device)
     if device != "cpu":
-        assert results.form == outcome(call, "cpu").form
+        on_cpu = outcome(call, "cpu")
+        assert results.form == on_cpu.form
+        if on_cpu.error is None:
+            check_values(call, on_cpu)
     if "meta" not in call.layouts.values() and not is_refused_for_overlap(results.error):
         assert results.form == outcome(call, "meta").form
         assert results.form == fake_outcome(call).form
@@ -62,6 +65,7 @@ def run(name: str, device: str, request, examples: int, drawn=None, **options) -
 
 
 @pytest.mark.one_schedule
+@pytest.mark.of_kernels
 @pytest.mark.usefixtures("few_formats")
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_few(device, name, request):
@@ -181,6 +185,7 @@ def numbers_of(name: str) -> list[str]:
 
 
 @pytest.mark.one_schedule
+@pytest.mark.either_device
 @pytest.mark.parametrize("name", [*filter(numbers_of, OPERATORS)])
 def test_huge_integers(device, name):
     """Each is refused, which names the operator, or costs nothing: a loop that long would hang a GPU."""
@@ -198,6 +203,7 @@ def test_huge_integers(device, name):
 
 
 @pytest.mark.one_schedule
+@pytest.mark.of_kernels
 @pytest.mark.parametrize("name", OPERATORS)
 def test_a_tensor_on_another_device(device, name):
     """Whichever it is, the error reads as that of the CPU."""

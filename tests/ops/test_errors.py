@@ -463,6 +463,7 @@ def tensors_of(name: str) -> Iterator[tuple[dict[str, Any], str, Tensor]]:
                 yield base | changes, argument, value
 
 
+@pytest.mark.either_device
 @pytest.mark.parametrize("name", OPERATORS)
 def test_tensors_of_other_dtypes(device, name):
     """The message has those that an argument may be of; they are taken, or another tensor has to follow."""

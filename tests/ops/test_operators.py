@@ -45,6 +45,7 @@ def test_opcheck(device, name, compiles_all):
         torch.library.opcheck(packet(name).default, args, kwargs, test_utils=utils)
 
 
+@pytest.mark.either_device
 @pytest.mark.parametrize("name", OPERATORS)
 def test_keyword_and_positional_calls_agree(device, name):
     """By keyword, by position, and through the public function."""
@@ -74,6 +75,7 @@ def test_every_operator_has_its_kernels(device):
             assert torch._C._dispatch_has_kernel_for_dispatch_key(f"moe_mps::{name}", key), (name, key)
 
 
+@pytest.mark.either_device
 @pytest.mark.parametrize("name", OPERATORS)
 def test_autocast_changes_nothing(device, name):
     """Autocast does not change the dtypes that the operators compute in."""

@@ -24,7 +24,7 @@ def test_published_measurement(entry):
     assert low <= entry.ratio() <= high
 
 
-@pytest.mark.slow("two kernels of a matrix")
+@pytest.mark.sweep
 def test_fewer_instructions_with_more_registers_may_be_slower(simulated):
     """fastmlx built a gemm like ours on an M3 Max: 24 % fewer instructions than MLX's, and 1.2 to 1.6 times
     its time at many rows. Slots alone do not rank the two; the range of the time has the measured one."""

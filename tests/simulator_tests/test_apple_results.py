@@ -36,7 +36,9 @@ class TestOurs:
         assert all(m.fraction == 1 and m.slots(apple.GPUS["M1"]) > 0 for m in measurements)
         return [m.kernel for m in measurements]
 
-    @pytest.mark.parametrize("tokens, dispatches", [(1, 2), pytest.param(7, 2, marks=SWEEP), (40, 4)])
+    @pytest.mark.parametrize(
+        "tokens, dispatches", [(1, 2), *(pytest.param(*more, marks=SWEEP) for more in ((7, 2), (40, 4)))]
+    )
     @pytest.mark.parametrize(
         "dtype", [torch.bfloat16, *(pytest.param(d, marks=SWEEP) for d in (torch.float16, torch.float32))]
     )
@@ -45,7 +47,7 @@ class TestOurs:
             len(self.kernels(lambda: check_experts("mps", layer(tokens, 2, 5, 64, 40, dtype)))) == dispatches
         )
 
-    @pytest.mark.parametrize("tokens", [1, 7, 40])
+    @pytest.mark.parametrize("tokens", [1, pytest.param(7, marks=SWEEP), 40])
     @pytest.mark.parametrize(
         "format", ["affine4_64", *(pytest.param(f, marks=SWEEP) for f in ("affine8_32", "mxfp4"))]
     )

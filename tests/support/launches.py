@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel
 
 from torch_moe_mps.transformers.attention.causal_mask import CausalMask
 from torch_moe_mps.transformers.basics.interface import is_experts
-from torch_moe_mps.transformers.caches.cache import CACHES
+from torch_moe_mps.transformers.caches.cache import CACHES, STATES
 from torch_moe_mps.transformers.capture.calls import captures_of
 
 from . import tiny_models
@@ -74,7 +74,8 @@ def kernels_of(commands: object) -> Counter[str]:
 _WIDTHS = {"q_lora_rank": 32, "kv_lora_rank": 32, "shared_expert_intermediate_size": 64}
 # Sizes of single architectures at which all matrices can be quantised: what makes compressed keys, too. Or
 # at which the part of a head that turns is whole vectors.
-_WIDER = {"deepseek_v4": {"head_dim": 64}, "qwen3_next": {"head_dim": 32}}
+_TURNING_IN_PART = ("laguna", "qwen3_5", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")
+_WIDER = {"deepseek_v4": {"head_dim": 64}, **{name: {"head_dim": 32} for name in _TURNING_IN_PART}}
 _WIDER_OTHERS: dict[str, dict] = {
     "helium": {"head_dim": 16},
     "mamba2": {"head_dim": 32},
@@ -91,7 +92,7 @@ def model_on_mps(architecture: str, **overrides: object) -> nn.Module:
 def other_on_mps(architecture: str) -> nn.Module:
     """The same of a causal model that `tiny_models.other_causal` names."""
     others = {name: 64 for name, value in tiny_models.SIZES_OF_OTHERS.items() if value in (32, 48)}
-    with tiny_models.groups_of_32(), tiny_models.sizes(**_WIDTHS):
+    with tiny_models.groups_of_32(), tiny_models.sizes(**_WIDTHS | _WIDER.get(architecture, {})):
         model = tiny_models.other_model(architecture, others, **_WIDER_OTHERS.get(architecture, {}))
     return model.to("mps", torch.bfloat16)
 
@@ -117,13 +118,16 @@ def layers_of(model: nn.Module) -> tuple[nn.Module, str]:
 def name_of_cache(model: nn.Module) -> str:
     """The argument of a model's forward that is its cache."""
     names = inspect.signature(type(model).forward).parameters
-    return next((name for name in CACHES if name in names), CACHES[0])
+    return next((name for name in (*CACHES, STATES) if name in names), CACHES[0])
 
 
-def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> DynamicCache:
+def prompted(model: nn.Module, tokens: list[int], rows: int = 1) -> Any:
     """The cache after a prompt, made before it, as generate() does; of equal rows."""
-    cache = DynamicCache(config=model.config)
     ids = torch.tensor([tokens] * rows, device="mps")
+    if name_of_cache(model) == STATES:
+        with torch.no_grad():
+            return model(ids, use_cache=True).state
+    cache = DynamicCache(config=model.config)
     with torch.no_grad():
         try:
             model(ids, **{name_of_cache(model): cache}, use_cache=True)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from support import tiny_models
 from support.memory import Memory
+from support.sweep import in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.training import memory as memory_of_steps
@@ -50,7 +51,7 @@ def counted_and_said(
 
 
 @pytest.mark.slow("a model of each kind takes two steps of training")
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "llama", "gpt_oss"])
+@pytest.mark.parametrize("architecture", in_sweep(("qwen3_moe", "llama", "gpt_oss"), ("qwen3_moe", "llama")))
 def test_peak(architecture):
     counted, said = counted_and_said(architecture, "cpu", 128)
     assert counted <= said.total - said.adapter

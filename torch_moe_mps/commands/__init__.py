@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from .._text import first_line
 from ..pipeline.torchrun import first_process_talks, tell_other_processes
 from .arguments import parser
-from .places import look_for_models
+from .places import look_for_inputs
 
 _ENDED = (signal.SIGTERM, signal.SIGHUP)
 
@@ -25,7 +25,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options, said = parser().parse_args(arguments), None
     try:
         with _signals_raise(), first_process_talks():
-            look_for_models(options)  # before the seconds in which torch is imported
+            look_for_inputs(options)  # before the seconds in which torch is imported
             code: int = importlib.import_module(f".{options.command}", __package__).run(options) or 0
             sys.stdout.flush()
     except BrokenPipeError:  # what reads the output has seen enough

@@ -1,9 +1,11 @@
-"""The options of the commands. Importing this costs nothing: --help must not wait for torch."""
+"""The options of the commands. Importing this costs nothing: help and wrong values do not wait for torch."""
 
 import argparse
+import math
 import os
 import sys
 import textwrap
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from .. import __version__
@@ -72,11 +74,45 @@ def _setting(text: str) -> str:
     return text
 
 
+def _integer(least: int, most: int | None = None) -> Callable[[str], int]:
+    """Reads an integer within bounds."""
+    expected = f"of at least {least}" if most is None else f"from {least} to {most}"
+
+    def read(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = least - 1
+        if value < least or (most is not None and value > most):
+            raise argparse.ArgumentTypeError(f"must be an integer {expected}, got {text}")
+        return value
+
+    return read
+
+
+def _number(expected: str, is_within: Callable[[float], bool]) -> Callable[[str], float]:
+    """Reads a finite number within bounds."""
+
+    def read(text: str) -> float:
+        try:
+            value = float(text)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and is_within(value)):
+            raise argparse.ArgumentTypeError(f"must be a finite number {expected}, got {text}")
+        return value
+
+    return read
+
+
+_POSITIVE = _number("above 0", lambda value: value > 0)
+
+
 def _numbers(text: str) -> list[int]:
-    try:
-        return [int(number) for number in text.split(",")]
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}") from None
+    parts = text.split(",")
+    if not all(part.strip().isdecimal() for part in parts):
+        raise argparse.ArgumentTypeError(f"must be numbers with commas between, got {text!r}")
+    return [int(part) for part in parts]
 
 
 def _macs(text: str) -> list[int]:
@@ -146,7 +182,7 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--system-prompt": {"metavar": "TEXT", "help": "what the model is told first"},
     "--prompt-memory": {
-        "type": float,
+        "type": _number("of at least 0", lambda value: value >= 0),
         "metavar": "GB",
         "help": "memory for prompts that are kept beside the last one (an eighth of the machine's)",
     },
@@ -155,7 +191,7 @@ _SHARED: dict[str, dict[str, Any]] = {
         "help": "a small model that guesses tokens, which MODEL verifies together",
     },
     "--prompt-lookup": {
-        "type": int,
+        "type": _integer(1),
         "metavar": "N",
         "help": "guess up to N tokens from repetitions in the text",
     },
@@ -222,7 +258,7 @@ def _report(command: argparse.ArgumentParser) -> None:
     add = command.add_argument
     add("model", nargs="?", metavar="MODEL", help="a checkpoint that fits, best one of mlx-lm's layout")
     add("--output", default="moe_mps_report.zip", metavar="FILE", help="file to write (moe_mps_report.zip)")
-    add("--minutes", type=float, default=60, help="after which no phase goes on (60)")
+    add("--minutes", type=_POSITIVE, default=60, help="after which no phase goes on (60)")
     add(
         "--without",
         metavar="PHASES",
@@ -310,10 +346,14 @@ def _perplexity(command: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder, name on the Hub, or a GGUF file: FILE.gguf, NAME:FILE.gguf; several are one table",
     )
-    add("--text", metavar="FILE", help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)")
+    add(
+        "--text",
+        metavar="FILE",
+        help="UTF-8 text (43,000 words of Python Enhancement Proposals of 2026)",
+    )
     add("--against", metavar="OTHER", help="a model to compare with, most often the dense one; it runs first")
-    add("--window", type=int, default=512, help="tokens that are read at once (512)")
-    add("--tokens", type=int, metavar="N", help="read the first N tokens of the text (all)")
+    add("--window", type=_integer(2), default=512, help="tokens that are read at once (512)")
+    add("--tokens", type=_integer(2), metavar="N", help="read the first N tokens of the text (all)")
     _add(command, "--adapter", "--json", "--kv-bits", "--device", "--shares", "--dtype", *_FROM_THE_HUB)
 
 
@@ -337,7 +377,12 @@ def _fit(command: argparse.ArgumentParser) -> None:
     add("--macs", type=_macs, metavar="NxGB", help="Macs that share the layers, such as 2x64 or 64+128")
     add("--recipe", metavar="NAME", help="also small, fast, best, mixed_2_6 to mixed_4_6, or a JSON file")
     _add(command, "--json")
-    add("--context", type=int, default=4096, help="tokens of context that the bound of speed is for (4096)")
+    add(
+        "--context",
+        type=_integer(0),
+        default=4096,
+        help="tokens of context that the bound of speed is for (4096)",
+    )
     add("--group-size", type=int, help="weights that share a scale: 32, 64 or 128 (64)")
     _add(command, "--kv-bits")
     dense = "of weights that stay dense, and of the KV cache in 16 bits (as in the checkpoint)"
@@ -354,15 +399,15 @@ def _bench(command: argparse.ArgumentParser) -> None:
     """
     add = command.add_argument
     _add(command, *_MODEL_TO_RUN)
-    add("--prompt", type=int, default=512, metavar="N", help="tokens of a prompt (512)")
-    add("--generate", type=int, default=128, metavar="N", help="tokens that are generated (128)")
-    add("--turn", type=int, default=64, metavar="N", help="tokens of a second turn (64)")
+    add("--prompt", type=_integer(1), default=512, metavar="N", help="tokens of a prompt (512)")
+    add("--generate", type=_integer(1), default=128, metavar="N", help="tokens that are generated (128)")
+    add("--turn", type=_integer(1), default=64, metavar="N", help="tokens of a second turn (64)")
     add("--depth", type=_numbers, metavar="N,N", help="contexts (0,4096,16384, as far as the model reads)")
-    add("--repeats", type=int, default=5, help="of each test, behind one that warms up (5)")
+    add("--repeats", type=_integer(1), default=5, help="of each test, behind one that warms up (5)")
     _add(command, *_SPECULATION, "--json")
     add(
         "--bandwidth",
-        type=float,
+        type=_POSITIVE,
         metavar="GB/s",
         help="of this machine's memory, for the bound (known of Macs)",
     )
@@ -407,11 +452,15 @@ def _generate(command: argparse.ArgumentParser) -> None:
     _add(command, "model")
     add("-p", "--prompt", metavar="TEXT", help="what the model is asked (read from stdin)")
     add("--prompts", metavar="FILE", help="a prompt in each line; each answer is a line of JSON")
-    add("--batch", type=int, default=8, metavar="N", help="prompts of --prompts that run together (8)")
+    add(
+        "--batch", type=_integer(1), default=8, metavar="N", help="prompts of --prompts that run together (8)"
+    )
     add("--raw", action="store_true", help="the prompt as it is, without the chat template")
     _add(command, "--system-prompt")
     add("--image", action="append", default=[], metavar="FILE", help="an image in front of the prompt")
-    add("--max-tokens", type=int, default=512, metavar="N", help="tokens of the answer, at most (512)")
+    add(
+        "--max-tokens", type=_integer(1), default=512, metavar="N", help="tokens of the answer, at most (512)"
+    )
     _add(command, "--set")
     kept = "keep the computed prompt there, for the next call that begins alike"
     add("--prompt-cache", metavar="FILE", help=kept)
@@ -437,9 +486,9 @@ def _serve(command: argparse.ArgumentParser) -> None:
     add("--prompt-cache", metavar="FOLDER", help="keep computed prompts there when the server ends")
     _add(command, "--prompt-memory", *_SPECULATION)
     together = "conversations answered together, at most (8 where memory takes them); 1 as generate() does"
-    add("--parallel", type=int, metavar="N", help=together)
+    add("--parallel", type=_integer(1), metavar="N", help=together)
     add("--host", default="localhost", help="address to listen on (localhost)")
-    add("--port", type=int, default=8000, help="port to listen on (8000)")
+    add("--port", type=_integer(0, 65535), default=8000, help="port to listen on (8000)")
     add("--continuous-batching", action=_Gone, nargs=0, help=argparse.SUPPRESS)
     add("--api-key", metavar="KEY", help="what requests need as a bearer (MOE_MPS_API_KEY, or none)")
     add("--enable-cors", action="store_true", help="answer scripts of any web page")
@@ -481,28 +530,39 @@ def _finetune(command: argparse.ArgumentParser) -> None:
     )
     add("--resume", action="store_true", help="go on behind the last checkpoint in DIR")
     add("--dry-run", action="store_true", help="print parameters and memory, and train nothing")
-    add("--rank", type=int, default=16, metavar="R", help="of linear layers (16)")
-    add("--expert-rank", type=int, default=4, metavar="R", help="of each expert; 0 leaves experts out (4)")
+    add("--rank", type=_integer(1), default=16, metavar="R", help="of linear layers (16)")
+    add(
+        "--expert-rank",
+        type=_integer(0),
+        default=4,
+        metavar="R",
+        help="of each expert; 0 leaves experts out (4)",
+    )
     add(
         "--targets",
         type=lambda text: text.split(","),
         metavar="NAMES",
         help="linear layers with an adapter, such as q_proj,v_proj (all but the head)",
     )
-    add("--batch", type=int, default=4, metavar="N", help="lines of a step (4)")
-    add("--epochs", type=float, default=3, metavar="N", help="how often each line is read (3)")
-    add("--steps", type=int, metavar="N", help="in place of --epochs")
-    add("--learning-rate", type=float, default=2e-4, metavar="X", help="its highest (2e-4)")
+    add("--batch", type=_integer(1), default=4, metavar="N", help="lines of a step (4)")
+    add("--epochs", type=_POSITIVE, default=3, metavar="N", help="how often each line is read (3)")
+    add("--steps", type=_integer(1), metavar="N", help="in place of --epochs")
+    add("--learning-rate", type=_POSITIVE, default=2e-4, metavar="X", help="its highest (2e-4)")
     add(
         "--max-length",
-        type=int,
+        type=_integer(2),
         default=2048,
         metavar="N",
         help="tokens of a line, the others are cut (2048)",
     )
     held = "lines that only measure the loss, before and after (a tenth, 100 at most)"
-    add("--held-out", type=int, metavar="N", help=held)
-    add("--save-every", type=int, default=100, metavar="N", help="steps between checkpoints (100)")
-    add("--seed", type=int, default=0, help="of the order of lines and the first weights (0)")
+    add("--held-out", type=_integer(0), metavar="N", help=held)
+    add("--save-every", type=_integer(1), default=100, metavar="N", help="steps between checkpoints (100)")
+    add(
+        "--seed",
+        type=_integer(-(1 << 63), (1 << 63) - 1),
+        default=0,
+        help="of the order of lines and the first weights (0)",
+    )
     _add(command, "--bits", "--group-size", "--device", "--dtype", *_FROM_THE_HUB)
     command.set_defaults(shares=None, kv_bits=16)  # it is for one process, without a cache

@@ -128,13 +128,6 @@ def run(options: argparse.Namespace) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    for name in ("prompt", "generate", "turn", "repeats"):
-        if getattr(options, name) < 1:
-            raise ValueError(f"--{name} must be at least 1, got {getattr(options, name)}")
-    if options.depth is not None and min(options.depth) < 0:
-        raise ValueError(f"--depth must be at least 0 tokens, got {min(options.depth)}")
-    if options.bandwidth is not None and not options.bandwidth > 0:
-        raise ValueError(f"--bandwidth must be more than 0 GB/s, got {options.bandwidth:g}")
     check_writable("--json", options.json)
     check_speculation(options)
 

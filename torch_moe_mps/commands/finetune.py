@@ -37,7 +37,8 @@ _SAME = (
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError, RuntimeError with one line that says what is wrong."""
-    _check(options)
+    if processes() > 1:
+        raise ValueError("finetune is for one process, got a pipeline of several")
     try:
         from ..training import memory, steps
     except ImportError as error:
@@ -89,22 +90,6 @@ def run(options: argparse.Namespace) -> None:
         print(f"held-out loss after: {about['after']:.4f}")
     print(f"{_memory_taken(device) / 1e9:.2f} GB of memory were taken, at most")
     _save(options, adapted, output, about, examples)
-
-
-def _check(options: argparse.Namespace) -> None:
-    """Raises: ValueError for options that do not go together."""
-    if processes() > 1:
-        raise ValueError("finetune is for one process, got a pipeline of several")
-    least = {"rank": 1, "expert_rank": 0, "batch": 1, "max_length": 2, "save_every": 1}
-    for name, bound in least.items():
-        if (value := getattr(options, name)) < bound:
-            raise ValueError(f"--{name.replace('_', '-')} must be at least {bound}, got {value}")
-    for name in ("epochs", "learning_rate", "steps"):
-        value = getattr(options, name)
-        if value is not None and not 0 < value < float("inf"):
-            raise ValueError(f"--{name.replace('_', '-')} must be more than 0, got {value}")
-    if options.held_out is not None and options.held_out < 0:
-        raise ValueError(f"--held-out must be at least 0 lines, got {options.held_out}")
 
 
 def _is_gguf(options: argparse.Namespace) -> bool:

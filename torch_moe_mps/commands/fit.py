@@ -57,8 +57,6 @@ class Size:
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
-    if options.context < 0:
-        raise ValueError(f"--context must be at least 0 tokens, got {options.context}")
     check_writable("--json", options.json)
     mac = this_mac() if options.mac else None
     folder = folder_of(options.model, options.revision, weights=False)

@@ -30,8 +30,6 @@ def run(options: argparse.Namespace) -> None:
         raise ValueError("generate is for one process, got a pipeline of several")
     check_speculation(options)
     check_adapter(options)
-    if options.batch < 1:
-        raise ValueError(f"--batch must be at least 1 prompt, got {options.batch}")
     settings = {"max_new_tokens": options.max_tokens, **settings_of(options.set)}
     prompts = _prompts(options)
     check_writable("--prompt-cache", options.prompt_cache)

@@ -28,10 +28,6 @@ LIKELIEST = 1024
 
 def run(options: argparse.Namespace) -> None:
     """Raises: ValueError, OSError with one line that says what is wrong."""
-    if options.window < 2:
-        raise ValueError(f"--window must be at least 2 tokens, got {options.window}")
-    if options.tokens is not None and options.tokens < 2:
-        raise ValueError(f"--tokens must be at least 2, got {options.tokens}")
     check_writable("--json", options.json)
     check_adapter(options)
     device = usable_device(options.device)

@@ -26,17 +26,23 @@ _NAMES = {
     "draft": False,
     "against": False,
 }  # options: whether --revision is theirs
+_FILES = {"data": "DATA", "text": "--text", "prompts": "--prompts"}  # options, and how they are written
 
 
-def look_for_models(options: argparse.Namespace) -> None:
-    """Look for all models that a command names. Of those on the Hub, only small files are downloaded.
+def look_for_inputs(options: argparse.Namespace) -> None:
+    """Look for files and models that a command names; of those on the Hub, small files alone are downloaded.
 
-    Raises: ValueError, OSError for a name that is of no folder and not on the Hub, and for no such GGUF file.
+    Raises: ValueError, OSError for a name that is of no folder and not on the Hub, and for no such file.
     """
+    for option, name in _FILES.items():
+        file = getattr(options, option, None)
+        if file is not None and (not Path(file).exists() or Path(file).is_dir()):  # it may be a pipe
+            raise ValueError(f"{name} must be a file, got {'the folder ' * Path(file).is_dir()}{file}")
+    revision = getattr(options, "revision", None)  # `report` has no such option
     for option, has_revision in _NAMES.items():
         names = getattr(options, option, None) or []
         for name in [names] if isinstance(names, str) else names:
-            place_of(name, options.revision if has_revision else None, weights=False, only_look=True)
+            place_of(name, revision if has_revision else None, weights=False, only_look=True)
 
 
 def place_of(source: str, revision: str | None, weights: bool, only_look: bool = False) -> str:

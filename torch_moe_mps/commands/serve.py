@@ -47,8 +47,6 @@ def media_of(options: argparse.Namespace) -> Media:
 
 def _check(options: argparse.Namespace) -> None:
     """Raises: ValueError, ImportError."""
-    if not 0 <= options.port < 1 << 16:
-        raise ValueError(f"--port must be from 0 to 65535, got {options.port}")
     if options.media_folder is not None and not Path(options.media_folder).is_dir():
         raise ValueError(f"--media-folder must be a folder, got {options.media_folder}")
     try:

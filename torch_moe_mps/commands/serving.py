@@ -2,7 +2,6 @@
 
 import argparse
 import contextlib
-import math
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -74,8 +73,6 @@ def check_parallel(options: argparse.Namespace) -> None:
         options.parallel = MOST_ROWS if alone is None else 1
         if alone is not None:
             print(f"{alone}: conversations are answered one after the other", file=sys.stderr)
-    if options.parallel < 1:
-        raise ValueError(f"--parallel must be at least 1, got {options.parallel}")
     if options.parallel > 1 and alone is not None:
         raise ValueError(f"--parallel must be 1 with {alone}, got {options.parallel}")
 
@@ -124,8 +121,6 @@ def prompts_of(options: argparse.Namespace) -> Prompts:
     if options.prompt_cache is not None and processes() > 1:
         raise ValueError("--prompt-cache is for one process, got a pipeline of several")
     gigabytes = machine_memory() / 8e9 if options.prompt_memory is None else options.prompt_memory
-    if not 0 <= gigabytes < math.inf:
-        raise ValueError(f"--prompt-memory must be at least 0 GB, and finite, got {gigabytes:g}")
     memory = int(gigabytes * 1e9)
     if options.command == "chat" or options.prompt_cache is None:
         return Prompts(memory, file=options.prompt_cache)

@@ -10,8 +10,6 @@ from .sources import folder_of, loading_options, tokenizer_of
 
 def check_speculation(options: argparse.Namespace) -> None:
     """Raises: ValueError for options that exclude each other, before anything is loaded."""
-    if options.prompt_lookup is not None and options.prompt_lookup < 1:
-        raise ValueError(f"--prompt-lookup must be at least 1 token, got {options.prompt_lookup}")
     if options.draft is not None and options.prompt_lookup is not None:
         raise ValueError("--draft and --prompt-lookup are two ways to guess tokens; leave one out")
     if processes() > 1 and options.draft:

@@ -24,6 +24,7 @@ TARGETS = {
 
 
 @pytest.mark.slow("captures a model with each of its adapters")
+@pytest.mark.either_device
 @pytest.mark.parametrize("architecture", TARGETS)
 def test_switched(architecture, device, monkeypatch):
     monkeypatch.setenv(calls.SWITCH, "1")

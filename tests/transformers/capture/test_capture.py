@@ -232,6 +232,7 @@ def tokens_behind_passes(architecture, device, batch):
 
 
 @torch.no_grad()
+@pytest.mark.either_device
 @pytest.mark.parametrize("architecture", ON_BOTH)
 def test_tokens_behind_passes(architecture, device):
     tokens_behind_passes(architecture, device, 1)
@@ -245,6 +246,7 @@ def test_tokens_behind_passes_of_more(architecture):
 
 
 @torch.no_grad()
+@pytest.mark.either_device
 @pytest.mark.parametrize("batch,tokens", [(2, 1), (1, 3)])
 def test_batches_and_several_tokens(batch, tokens, device, same_bits):
     model, own = pair("gpt_oss", device)
@@ -282,7 +284,7 @@ def test_symbols_end_with_their_recording(monkeypatch):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("bits", [None, 4])
+@pytest.mark.parametrize("bits", in_sweep((None, 4), [None]))
 def test_kinds_behind_each_other(bits):
     """A batch of one row has a program of its own, larger ones share one."""
     model, own = pair("qwen3_moe", "cpu", bits=bits, group_size=32 if bits else None)
@@ -772,7 +774,7 @@ def test_default_devices(device, same_bits):
     assert captures_of(model).programs[0].plan is programs[1]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "deepseek_v3"])
+@pytest.mark.parametrize("architecture", in_sweep(("qwen3_next", "deepseek_v3"), ["qwen3_next"]))
 def test_inference_mode(architecture, same_bits):
     """Pipelines have it. A program runs with and without it."""
     model = accelerated(architecture, "cpu")
@@ -1047,7 +1049,7 @@ def test_generate(device, same_bits):
     "architecture,sizes,bits",
     [
         ("gpt_oss", {"head_dim": 32, "sliding_window": 12}, 8),
-        ("deepseek_v3", {"kv_lora_rank": 32}, None),
+        pytest.param("deepseek_v3", {"kv_lora_rank": 32}, None, marks=pytest.mark.sweep),
         pytest.param(
             *("deepseek_v3", {"kv_lora_rank": 32, "qk_rope_head_dim": 32, "head_dim": 32}, 8),
             marks=pytest.mark.sweep,

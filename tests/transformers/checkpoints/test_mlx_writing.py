@@ -8,7 +8,7 @@ import transformers
 from safetensors.torch import load_file
 from support import mlx_models, tiny_models
 from support.models import assert_close, output, prompt
-from support.sweep import in_sweep
+from support.sweep import covering, in_sweep
 
 import torch_moe_mps
 from torch_moe_mps.commands import main
@@ -102,7 +102,7 @@ def test_words_come_back(architecture, form, tmp_path):
 
 
 @pytest.mark.slow("converts, loads and generates three times, beside mlx-lm")
-@pytest.mark.parametrize(("architecture", "bits"), [("qwen3_moe", 2), ("qwen3_moe", 1), ("qwen3", 2)])
+@pytest.mark.parametrize(("architecture", "bits"), covering(("qwen3_moe", "qwen3"), (1, 2)))
 def test_groups_of_128_as_a_whole_model(architecture, bits, tmp_path):
     """Few bits, as Bonsai has them: written here and by mlx-lm, read here and there, the same tokens."""
     wide = dict.fromkeys(("hidden_size", "intermediate_size", "moe_intermediate_size"), 128)

@@ -81,7 +81,41 @@ def check_routers(own, model, report) -> None:
             assert_close(weights.gather(1, order)[rows], expected[1].gather(1, own_order)[rows], 1e-6)
 
 
-@pytest.mark.parametrize("architecture", tiny_models.architectures())
+def replaced_by(report) -> frozenset:
+    """Which kinds of modules run what, and which run their own code."""
+    return frozenset((row.kind, *sorted({*map(str, row.done)}), bool(row.replaced_by)) for row in report.rows)
+
+
+# The first of those in which the same is replaced by the same; the others in the sweep.
+FIRST = (
+    *(
+        "afmoe",
+        "aria",
+        "axk1",
+        "axk2",
+        "bailing_hybrid",
+        "beam",
+        "cohere2_moe",
+        "deepseek_ocr2",
+        "deepseek_v2",
+    ),
+    *("deepseek_v4", "diffusion_gemma", "ernie4_5_moe", "ernie4_5_vl_moe", "flex_olmo", "glm4v_moe"),
+    *("glm5_next", "gpt_oss", "granitemoehybrid", "hy_v4", "inkling", "inkling2", "jamba", "kimi_linear"),
+    *("lfm2_moe", "minimax", "minimax_m3_vl", "mistral4", "mistral_large4", "muse_spark", "nemotron_h"),
+    *("openai_privacy_filter", "phimoe", "qwen3_5_moe", "qwen3_vl_moe", "qwen4_exp", "zaya"),
+)
+
+
+@pytest.mark.sweep
+def test_the_same_is_replaced_in_one_that_always_runs():
+    seen: dict[frozenset, str] = {}
+    for architecture in tiny_models.architectures():
+        model = eager(tiny_models.tiny_model(architecture))
+        seen.setdefault(replaced_by(torch_moe_mps.accelerate(model)), architecture)
+    assert sorted(seen.values()) == sorted(FIRST)
+
+
+@pytest.mark.parametrize("architecture", in_sweep(tiny_models.architectures(), FIRST))
 def test_logits_routers_and_greedy_generation(architecture):
     own, model, report = accelerated(architecture)
     experts = [row for row in report.rows if row.kind == "experts"]

@@ -18,13 +18,13 @@ ALWAYS = {
 
 
 def test_a_few_orders():
-    short = settings(max_examples=8, stateful_step_count=8, derandomize=True, **ALWAYS)
+    short = settings(max_examples=4, stateful_step_count=8, derandomize=True, **ALWAYS)
     run_state_machine_as_test(ModelMachine, settings=short)
 
 
 def test_a_few_orders_with_captured_tokens(monkeypatch):
     monkeypatch.setenv(SWITCH, "1")
-    short = settings(max_examples=3, stateful_step_count=6, derandomize=True, **ALWAYS)
+    short = settings(max_examples=2, stateful_step_count=6, derandomize=True, **ALWAYS)
     run_state_machine_as_test(TokenMachine, settings=short)
 
 

@@ -79,7 +79,9 @@ def of_layers(found: dict) -> dict:
     return {kind: layer for kind, layer in found.items() if kind != "outside"}
 
 
-@pytest.mark.parametrize("architecture", MOST)
+# Of mixtral and glm4_moe the sweep: their layers are those of qwen3_moe without norms of heads, and of
+# deepseek_v3 without latents.
+@pytest.mark.parametrize("architecture", in_sweep(MOST, MOST.keys() - {"mixtral", "glm4_moe"}))
 def test_launches_of_a_layer(simulated, architecture):
     model = accelerated(architecture)
     of_captured, of_modules = MOST[architecture]

@@ -8,6 +8,7 @@ import transformers
 from support import tiny_models
 from support.models import NO_GENERATE, assert_close, eager, generate, operators_of, output, prompt
 from support.models import tiny as tiny_for_groups
+from support.sweep import covering, in_sweep
 
 import torch_moe_mps
 
@@ -44,7 +45,7 @@ def check(accelerated, reference, device: str, operators: set[str]) -> None:
     assert torch.equal(generate(accelerated, ids.to(device), max_new_tokens=NEW_TOKENS).cpu(), tokens)
 
 
-@pytest.mark.parametrize("architecture", ROUTERS)
+@pytest.mark.parametrize("architecture", in_sweep(ROUTERS, ("gemma4", "deepseek_v3", "deepseek_v4")))
 def test_dense(architecture, device):
     reference = eager(tiny_models.tiny_model(architecture))
     model = copy.deepcopy(reference).to(device)
@@ -57,7 +58,7 @@ def without_compiling(report) -> list[str]:
     return [line for line in str(report).splitlines() if "compiled in" not in line]
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_next", "gpt_oss"])
+@pytest.mark.parametrize("architecture", in_sweep(("qwen3_next", "gpt_oss"), ["qwen3_next"]))
 def test_a_default_device_changes_nothing(architecture, simulated):
     """Nor for other models in the process, whose masks come from this package, too."""
     reference = eager(tiny_models.tiny_model(architecture))
@@ -101,12 +102,13 @@ def test_every_architecture(architecture, simulated):
         assert torch.equal(generate(model, ids.to("mps"), max_new_tokens=NEW_TOKENS).cpu(), tokens)
 
 
-@pytest.mark.parametrize("architecture", ["qwen3_moe", "gpt_oss", "gemma4"])
-@pytest.mark.parametrize("form", [(4, 32, "affine"), (4, 32, "mxfp4")], ids=["int4", "mxfp4"])
-def test_quantised(architecture, form, device):
+@pytest.mark.parametrize(
+    ("architecture", "mode"), covering(("qwen3_moe", "gpt_oss", "gemma4"), ("affine", "mxfp4"))
+)
+def test_quantised(architecture, mode, device):
     reference = tiny_for_groups(architecture)
     model = copy.deepcopy(reference)
-    torch_moe_mps.accelerate(model, *form)
+    torch_moe_mps.accelerate(model, 4, 32, mode)
     tiny_models.dense_twin(reference, model)
     check(
         model.to(device),

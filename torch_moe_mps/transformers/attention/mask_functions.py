@@ -5,6 +5,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, NoReturn
 
+from ..graphs.constants import numbers_of
+
 
 class Box(NamedTuple):
     """Pairs of a token and a key: the token's position less the key's, and the key's, both inclusive."""
@@ -54,12 +56,24 @@ def window_of_last(function: Any) -> tuple[int | None] | None:
     held = inspect.getclosurevars(function).nonlocals if inspect.isfunction(function) else {}
     if code is masks.sliding_window_overlay(1).__code__:
         return (held["sliding_window"],)
-    windows = [*map(window_of_last, held.get("mask_functions", ()))]
+    members = held.get("mask_functions", ())
     if code is masks.or_masks().__code__:
-        return (None,) if (None,) in windows else None
+        windows = [window_of_last(member) for member in members if not _is_of_no_block(member)]
+        return (None,) if (None,) in windows else windows[0] if len(windows) == 1 else None
+    windows = [*map(window_of_last, members)]
     if code is not masks.and_masks().__code__ or None in windows:
         return None
     return (min((window[0] for window in windows if window and window[0]), default=None),)
+
+
+def _is_of_no_block(function: Any) -> bool:
+    """Whether a mask shows the keys of a token's block, and it is known that no token is in one."""
+    from transformers.masking_utils import blockwise_overlay
+
+    blocks: Any = None
+    if getattr(function, "__code__", None) is blockwise_overlay(blocks).__code__:
+        blocks = numbers_of(inspect.getclosurevars(function).nonlocals["block_sequence_ids"])
+    return blocks is not None and max(blocks) < 0
 
 
 class _Unreadable:

@@ -27,6 +27,7 @@ from .state import LayerState
 
 # Arguments of a forward that are its cache: all models' but Mamba's, Mamba's, and continuous batching's.
 CACHES = ("past_key_values", "cache_params", "cache")
+STATES = "state"  # the argument of a forward that is a list of states: RWKV's
 STATE_OF_MODULE = "conv1d_state"  # the attribute of a module that keeps states
 # Whether `generate` makes the calls, and their positions from those of the prompt.
 FOLLOWS = ContextVar("moe_mps_follows", default=False)
@@ -158,6 +159,11 @@ def _decoders(model: nn.Module) -> Iterator[nn.Module]:
 def takes_cache(model: nn.Module) -> bool:
     """Whether a model's forward has an argument for its cache."""
     return not inspect.signature(model.forward).parameters.keys().isdisjoint(CACHES[:2])
+
+
+def takes_states(model: nn.Module) -> bool:
+    """Whether a model's forward has an argument for its cache, or for states in a list."""
+    return takes_cache(model) or STATES in inspect.signature(model.forward).parameters
 
 
 def hands_cache_on(model: PreTrainedModel) -> bool:

@@ -1,4 +1,7 @@
-"""Where a cache has its states, and what of it stays from call to call."""
+"""Where a cache has its states, and what of it stays from call to call.
+
+RWKV's cache is a list of tensors, which it writes in place and gives back.
+"""
 
 from collections.abc import Iterable
 from itertools import chain, repeat
@@ -9,7 +12,7 @@ from torch import Tensor
 from transformers import Cache, DynamicCache, StaticCache
 
 from ..attention.causal_mask import CausalMask
-from ..caches.cache import QuantizedCache
+from ..caches.cache import STATES, QuantizedCache
 from ..caches.state import attributes_of, copy_of_cache, copy_of_layer, dictionaries_of, parts
 
 _CACHES = (DynamicCache, StaticCache, QuantizedCache)
@@ -34,19 +37,34 @@ def column_of(view: Tensor, memory: Tensor) -> int:
 
 def static_of(cache: Any) -> dict[str, Any]:
     """The class and the attributes of a cache; of its layers and of lists how many there are."""
+    if type(cache) is list:
+        return {"__class__": list}
     own = {name: len(value) if type(value) is list else value for name, value in attributes_of(cache).items()}
     return own | {"__class__": type(cache)}
 
 
-def is_known(cache: Cache) -> bool:
+def is_cache(name: Any, value: Any) -> bool:
+    """Whether an argument of this name is a cache."""
+    return isinstance(value, Cache) or (name == STATES and type(value) is list)
+
+
+def layers_of(cache: Any) -> list[Any]:
+    return [] if type(cache) is list else cache.layers
+
+
+def is_known(cache: Any) -> bool:
+    if type(cache) is list:
+        return all(type(states) is Tensor for states in cache)
     is_of_a_model = isinstance(cache, DynamicCache) and type(cache).__module__.startswith(
         "transformers.models."
     )
     return type(cache) in _CACHES or is_of_a_model
 
 
-def lists_of(cache: Cache) -> list[list[Any]]:
+def lists_of(cache: Any) -> list[list[Any]]:
     """States that a model's own cache holds beside its layers."""
+    if type(cache) is list:
+        return [cache]
     return [
         value for value in attributes_of(cache).values() if type(value) is list and value is not cache.layers
     ]
@@ -63,11 +81,13 @@ def kind_of(mask: CausalMask) -> tuple[Any, ...]:
 def places_of(cache: Any, known: list[tuple[type, list[str]]]) -> list[Any]:
     """The dictionaries that the layers of a cache hold what they hold in, and the cache's lists."""
     places = []
-    for layer, (_, names) in zip(cache.layers, known, strict=True):
+    for layer, (_, names) in zip(layers_of(cache), known, strict=True):
         places += dictionaries_of(layer, names)
     return places + lists_of(cache)
 
 
 def empty_copy(cache: Any) -> Any:
     """A cache with layers like those of another one, which share nothing that changes."""
+    if type(cache) is list:
+        return [*cache]
     return copy_of_cache(cache, [copy_of_layer(layer) for layer in cache.layers])

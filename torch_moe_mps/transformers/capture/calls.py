@@ -34,7 +34,7 @@ from ..basics.residency import follow_moved
 from ..basics.scoped import having
 from ..basics.self_check_state import refused
 from ..basics.wide_logits import wide_logits
-from ..caches.cache import FOLLOWS, takes_cache
+from ..caches.cache import FOLLOWS, takes_states
 from ..caches.held import HeldEntries
 from ..graphs.passes import simplify
 from ..graphs.tracing import NotCapturable, Recorder, is_operator, symbols_end
@@ -461,10 +461,10 @@ def operators_of_calls(model: nn.Module) -> set[str]:
 
 
 def _models(model: nn.Module) -> Iterator[nn.Module]:
-    """The outermost models of transformers that take a cache."""
+    """The outermost models of transformers that take a cache, or states in its place."""
     inside: set[nn.Module] = set()
     for module in model.modules():
-        if module not in inside and isinstance(module, PreTrainedModel) and takes_cache(module):
+        if module not in inside and isinstance(module, PreTrainedModel) and takes_states(module):
             inside.update(module.modules())
             yield module
 

@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache
 
 from ..attention.causal_mask import CausalMask
 from ..basics.key_range import RANGE
@@ -17,7 +16,18 @@ from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, parts
 from ..graphs.tracing import NotCapturable, Recorder
 from .arguments import MASK, flat
-from .caches import all_parts, column_of, empty_copy, items_of, kind_of, places_of, start_of, static_of
+from .caches import (
+    all_parts,
+    column_of,
+    empty_copy,
+    is_cache,
+    items_of,
+    kind_of,
+    layers_of,
+    places_of,
+    start_of,
+    static_of,
+)
 from .fingerprint import default_device
 from .reading import ARGUMENTS, HELD, NUMBER, STATIC, STATIC_TYPES, TENSOR, Entry, Reading
 
@@ -93,10 +103,8 @@ class CallPlan:
         for entry in reading.entries:
             if entry.place == ARGUMENTS:
                 self._add_argument(entry)
-        self._layers = [
-            (type(layer), LayerState(layer).dictionaries)
-            for layer in getattr(self.stand_ins.get(self._cache), "layers", ())
-        ]
+        layers: list[Any] = [] if self._cache is None else layers_of(self.stand_in_of_cache)
+        self._layers = [(type(layer), LayerState(layer).dictionaries) for layer in layers]
         self._add_places(reading)
         self._readers = [self._sources[number] for number in range(len(symints))]
         self._kinds_of_ends = list(dict.fromkeys(self._ends))
@@ -106,7 +114,7 @@ class CallPlan:
 
     def _add_argument(self, entry: Entry) -> None:
         _, name, kind, value, first = entry
-        if isinstance(value, Cache):
+        if is_cache(name, value):
             self._cache, self._attributes = name, static_of(value)
             self.stand_ins[name] = empty_copy(value)
             return
@@ -236,7 +244,7 @@ class CallPlan:
         cache = self.stand_in_of_cache
         if static_of(cache) != self._attributes:
             raise NotCapturable("the call changes its cache's attributes")
-        for layer, (_, names) in zip(cache.layers, self._layers, strict=True):
+        for layer, (_, names) in zip(layers_of(cache), self._layers, strict=True):
             if not {*LayerState(layer).dictionaries} >= set(names):
                 raise NotCapturable("the call takes attributes from a layer of its cache")
         places = places_of(cache, self._layers)
@@ -306,9 +314,9 @@ class CallPlan:
                 return f"{name} is of another kind"
         cache = None if self._cache is None else arguments.get(self._cache)
         if self._cache is not None:
-            if not isinstance(cache, Cache) or static_of(cache) != self._attributes:
+            if not is_cache(self._cache, cache) or static_of(cache) != self._attributes:
                 return "the cache is of another kind"
-            if list(map(type, cache.layers)) != [known for known, _ in self._layers]:
+            if list(map(type, layers_of(cache))) != [known for known, _ in self._layers]:
                 return "the cache has other layers"
         places = self._places_in(arguments)
         values = self._places.read(places)

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import Cache, PreTrainedTokenizerBase, ProcessorMixin
+from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
 from ..attention.causal_mask import ELEMENTS, CausalMask
 from ..basics.wide_logits import are_wide
@@ -14,7 +14,7 @@ from ..caches.quantized_states import QuantizedStates
 from ..caches.state import LayerState, dictionaries_of, parts
 from ..graphs.tracing import NotCapturable
 from .arguments import flat, rows_of
-from .caches import column_of, is_known, kind_of, lists_of, start_of, static_of
+from .caches import column_of, is_cache, is_known, kind_of, layers_of, lists_of, start_of, static_of
 from .fingerprint import default_device
 
 STATIC_TYPES = (bool, float, str, type(None), torch.dtype, torch.device)
@@ -67,7 +67,7 @@ class Reading:
         key: list[Any] = [default_device(), are_wide(), None if padding is None else padding[0] is None]
         masks: list[tuple[Any, CausalMask]] = []
         for name, value in flat(arguments).items():
-            if isinstance(value, Cache):
+            if is_cache(name, value):
                 key += self._cache(name, value)
             elif type(value) is CausalMask:
                 masks.append((name, value))
@@ -84,13 +84,13 @@ class Reading:
         offloads = getattr(cache, "offloading", False)
         if not is_known(cache) or offloads:
             raise NotCapturable(f"the cache is {'an offloaded' if offloads else 'a'} {type(cache).__name__}")
-        if any(isinstance(entry.value, Cache) for entry in self.entries):
+        if any(is_cache(entry.name, entry.value) for entry in self.entries):
             raise NotCapturable("it has two caches")
-        if not any(LayerState(layer).tensors() for layer in cache.layers):
+        if not any(LayerState(layer).tensors() for layer in layers_of(cache)) and type(cache) is not list:
             raise BeginsCache("it fills an empty cache")
         self.entries.append(Entry(ARGUMENTS, name, STATIC, cache, 0))
         yield from (name, *static_of(cache).items())
-        for layer in cache.layers:
+        for layer in layers_of(cache):
             yield type(layer)
             own, *inner = dictionaries_of(layer, LayerState(layer).dictionaries)
             for held in (own, *inner):

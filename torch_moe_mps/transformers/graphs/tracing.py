@@ -8,7 +8,7 @@ are made, which takes a third of its time.
 import contextlib
 import sys
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from types import FrameType
 from typing import Any
 
@@ -71,6 +71,10 @@ def as_recorded(value: Any) -> Any:
 def as_given(value: Any) -> Any:
     """The inverse of `as_recorded`."""
     return value.value if isinstance(value, Number) else value
+
+
+def _has_symbols(numbers: Iterable[Any]) -> bool:
+    return any(isinstance(number, torch.SymInt) for number in numbers)
 
 
 def sampled(value: Any) -> Any:
@@ -352,7 +356,7 @@ class Recorder(TorchDispatchMode):
     def _dispatch(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is _ATEN.lift_fresh.default:  # a new tensor, which may be written
             func = _ATEN.clone.default
-        if func is _ATEN.constant_pad_nd.default and any(isinstance(n, torch.SymInt) for n in args[1]):
+        if func is _ATEN.constant_pad_nd.default and _has_symbols((*args[0].shape, *args[1])):
             with self:  # its kernel takes no symbols
                 return _refs.constant_pad_nd(*args, **kwargs)
         args = [self._fake(value) for value in args]
