@@ -76,6 +76,9 @@ CASES = [
     Case("router", "deepseek_v4", "model.layers.0.mlp.gate", ("routed_scaling_factor", 9.0), "score_fn"),
 ]
 MORE = [
+    Case("gating", "jetmoe", "model.layers.0.mlp.router", ("top_k", 1)),
+    Case("parallel_experts", "jetmoe", "model.layers.0.mlp.input_linear"),
+    Case("block", "jetmoe", "model.layers.0.mlp", None, "activation"),
     Case(
         *("recurrent_block", "recurrent_gemma", "model.layers.0.temporal_block"),
         *(("act_fn", torch.nn.Tanh()), "rg_lru"),
