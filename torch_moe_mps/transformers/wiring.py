@@ -27,6 +27,7 @@ FAMILIES = (
     "gpt_oss",
     "inkling",
     "jamba",
+    "jetmoe",
     "minimax",
     "minimax_m3",
     "qwen4_exp",
