@@ -73,7 +73,7 @@ def test_superblocks_lose_less_than_groups_of_64_in_as_many_bytes(measured):
     for name, other in pairs.items():
         own, theirs = measured[name, EACH], measured[other, EACH]
         assert own[0] < 1.001 * theirs[0] and own[1] < 1.001 * theirs[1], name
-        assert own[2] < 0.9 * theirs[2] and own[3] < 0.99 * theirs[3], name
+        assert own[2] < 0.92 * theirs[2] and own[3] < 0.99 * theirs[3], name
     q5_k, affine = (measured[name, EACH] for name in ("q5_k, attention 6", "5 bits, attention 6"))
     assert q5_k[0] < 1.001 * affine[0] and 0.95 < q5_k[2] / affine[2] < 1
 

@@ -254,6 +254,7 @@ def _routers(model: nn.Module, found: Collection[str]) -> Iterator[str]:
 
 
 def _is_left_out(name: str, module: nn.Module) -> bool:
-    """Whether a module is a model, or a layer of torch or of ours."""
-    is_layer = type(module).__module__.startswith("torch.") or isinstance(module, QuantizedLayer)
+    """Whether a module is a model, or a layer of torch or of ours that no rule replaces."""
+    is_torchs = type(module).__module__.startswith("torch.") and not isinstance(module, nn.LayerNorm)
+    is_layer = is_torchs or isinstance(module, QuantizedLayer)
     return is_layer or hasattr(module, "base_model_prefix") or not name

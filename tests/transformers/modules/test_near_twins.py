@@ -60,6 +60,7 @@ CASES = [
     Case("rms_norm", "qwen3_moe", "model.norm", ("variance_epsilon", 0.5)),
     Case("router", "qwen3_moe", "model.layers.0.mlp.gate", ("norm_topk_prob", True)),
     Case("layer_norm", "cohere", "model.norm", ("variance_epsilon", 0.5)),
+    Case("layer_norm", "phi", "model.final_layernorm", ("eps", 0.5)),  # torch's own class
     Case("gated_norm", "qwen3_next", "model.layers.0.linear_attn.norm", ("variance_epsilon", 0.5)),
     Case(
         *("recurrent_layer", "nemotron_h", "model.layers.0.mixer", ("time_step_limit", (0.9, 1.0)), "norm"),
