@@ -91,7 +91,7 @@ SINK = "load_one(sinks, params.sinks_dtype, params.sinks == SINKS_OF_HEADS ? hea
 LOW_WORD = "words.v[max(word - 1, 0)]"
 ROUTER_ROW = "const ulong row = ulong(group) * simdgroups + simdgroup;\n  if (row >= params.rows)"
 ADDED = "narrow<T>(widen(load<N>(residual + column)) + sum)"
-KEY = "const uint key = tile + own + 8 * n;"
+KEY = "const uint key = tile + place.first_key() + 8 * n;"
 SLICES = "for (uint i = lane; i < params.slices; i += kSimdWidth) sum"
 CAPPED = "params.softcap * precise::tanh(x / params.softcap)"
 FAULTS = {
@@ -116,9 +116,7 @@ FAULTS = {
     "keys behind 65,536": Fault(
         "attention", "start + ulong(tile) * stride", "start + ulong(ushort(tile)) * stride"
     ),
-    "masks behind key 65,536": Fault(
-        "attention", KEY, KEY.replace("tile + own + 8 * n", "ushort(tile + own + 8 * n)")
-    ),
+    "masks behind key 65,536": Fault("attention", KEY, KEY.replace("= ", "= ushort(").replace(";", ");")),
     "streams over 4,096 columns": Fault(
         "hyper_connection",
         SLICES,
@@ -153,6 +151,11 @@ FAULTS = {
         "linear_quantized", LOW_WORD, f"({LOW_WORD} & 0x7fffffffu)", at_size=False
     ),
 }
+
+
+def test_every_fault_changes_a_shader():
+    shaders = "".join(file.read_text() for file in SHADERS.rglob("*.h"))
+    assert not [name for name, fault in FAULTS.items() if fault.text not in shaders]
 
 
 @pytest.mark.sweep
